@@ -1,0 +1,143 @@
+"""The cache ABI: names, shapes, types and bytes of every layer's state. See docs/contract.md."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from kvexport.errors import UsageError
+from kvexport.recipe import Recipe
+
+CONTRACT_VERSION = 1
+STATE = ("key", "value", "votes", "score", "position")
+
+
+@dataclass(frozen=True)
+class LayerGeometry:
+    """What the model fixes of one layer's attention, read from its trace. sliding_window: 0 = every position is visible."""
+
+    query_heads: int
+    kv_heads: int
+    key_size: int
+    value_size: int
+    sliding_window: int = 0
+    softcap: float = 0.0
+    scale: float = 1.0
+    sink_logits: bool = False
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer's cache. A sequence's share of `key` is [kv_heads, capacity, key_size]; capacity - budget is the slack.
+    merges: False where the budget is the longest sequence, so that nothing can ever leave."""
+
+    kv_heads: int
+    key_size: int
+    value_size: int
+    statistics: int
+    budget: int
+    capacity: int
+    sinks: int
+    recent: int
+    sliding_window: int
+    merges: bool
+    dtype: str
+
+    def shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
+        """The shape of each of the five state tensors for `batch` sequences."""
+        slots = (batch, self.kv_heads, self.capacity)
+        return {
+            "key": (*slots, self.key_size),
+            "value": (*slots, self.value_size),
+            "votes": slots,
+            "score": (batch, self.kv_heads, self.statistics, self.capacity),
+            "position": slots,
+        }
+
+    def dtypes(self) -> dict[str, np.dtype[Any]]:
+        """The type of each of the five state tensors."""
+        model, f32, i32 = np.dtype(self.dtype), np.dtype(np.float32), np.dtype(np.int32)
+        return {"key": model, "value": model, "votes": f32, "score": f32, "position": i32}
+
+    def bytes(self, batch: int = 1) -> int:
+        """Bytes of all five tensors for `batch` sequences."""
+        dtypes = self.dtypes()
+        return sum(math.prod(shape) * dtypes[name].itemsize for name, shape in self.shapes(batch).items())
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """The caches of all layers."""
+
+    layers: tuple[LayerCache, ...]
+
+    def bytes(self, batch: int = 1) -> int:
+        """Bytes of the whole state for `batch` sequences, `past_length` included."""
+        return sum(layer.bytes(batch) for layer in self.layers) + 8 * batch
+
+    def state_names(self) -> Iterator[tuple[str, str, LayerCache, str]]:
+        """(input name, output name, layer, kind) of every state tensor, layer by layer."""
+        for i, layer in enumerate(self.layers):
+            for kind in STATE:
+                yield f"past_key_values.{i}.{kind}", f"present.{i}.{kind}", layer, kind
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """For the manifest."""
+        return [asdict(layer) for layer in self.layers]
+
+    @classmethod
+    def from_json(cls, layers: list[dict[str, Any]]) -> CachePlan:
+        """The inverse of `to_json`."""
+        return cls(tuple(LayerCache(**layer) for layer in layers))
+
+
+def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
+    """Every layer's budget and capacity. Raises UsageError where a budget cannot hold sinks, recent and one slot more."""
+    method = recipe.cache.build_method()
+    budgets = allocate(recipe, len(geometry))
+    layers = []
+    for i, (layer, share) in enumerate(zip(geometry, budgets, strict=True)):
+        budget = min(share, recipe.limits.max_length)
+        if layer.sliding_window:
+            budget = min(budget, layer.sliding_window)
+        recent_setting = recipe.cache.recent
+        recent = int(recent_setting * budget) if isinstance(recent_setting, float) else recent_setting
+        merges = budget < recipe.limits.max_length
+        if method.compresses and merges and budget < recipe.cache.sinks + recent + 1:
+            raise UsageError(
+                f"layer {i} has a budget of {budget} slots, which cannot hold {recipe.cache.sinks} sinks, {recent} recent and one more",
+                f"--set cache.budget={recipe.cache.sinks + recent + 1}, or fewer cache.sinks or cache.recent",
+            )
+        layers.append(
+            LayerCache(
+                kv_heads=layer.kv_heads,
+                key_size=layer.key_size,
+                value_size=layer.value_size,
+                statistics=len(method.statistics),
+                budget=budget,
+                capacity=budget + recipe.slack if merges else budget,
+                sinks=recipe.cache.sinks,
+                recent=recent,
+                sliding_window=layer.sliding_window,
+                merges=merges,
+                dtype=recipe.model.dtype,
+            )
+        )
+    return CachePlan(tuple(layers))
+
+
+def allocate(recipe: Recipe, layers: int) -> list[int]:
+    """Slots per layer, mean `recipe.budget`. cosine: ``m_l = (1-d)(cos(pi l / L) + 1)/2 + d``, scaled (KeepKV)."""
+    allocation = recipe.cache.allocation
+    if allocation.kind == "uniform" or not recipe.cache.build_method().compresses:
+        return [recipe.budget] * layers
+    d = allocation.minimum
+    raw = [(1 - d) * (math.cos(math.pi * i / layers) + 1) / 2 + d for i in range(layers)]
+    scale = recipe.budget * layers / sum(raw)
+    # Rounding the running sum keeps the total exact.
+    edges = [round(scale * sum(raw[:i])) for i in range(layers + 1)]
+    return [b - a for a, b in zip(edges, edges[1:], strict=False)]

@@ -1,0 +1,38 @@
+"""Errors a user may see. Each says what was wrong, what was found, and what mends it; the verb exits with its class's code."""
+
+from __future__ import annotations
+
+
+class KvexportError(Exception):
+    """Base of all errors meant for a user: `problem` (one line, with what was found) and `fix` (the line that mends it, or "")."""
+
+    exit_code = 1
+
+    def __init__(self, problem: str, fix: str = "") -> None:
+        super().__init__(f"{problem}\n  fix: {fix}" if fix else problem)
+        self.problem = problem
+        self.fix = fix
+
+
+class UsageError(KvexportError):
+    """The call, the recipe, the prompt or the checkpoint cannot be used as given."""
+
+    exit_code = 2
+
+
+class EnvironmentProblem(KvexportError):
+    """Something this machine lacks: a package, a provider, disk space."""
+
+    exit_code = 3
+
+
+class MismatchError(KvexportError):
+    """An engine and its PyTorch reference disagree."""
+
+    exit_code = 4
+
+
+class ArtifactError(KvexportError):
+    """An artifact is damaged, incomplete or of another contract version."""
+
+    exit_code = 5

@@ -1,0 +1,20 @@
+"""The methods, one file each; this folder is scanned, so a new file is a new method."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import cache
+
+from kvexport.methods.base import Method
+
+
+@cache
+def all_methods() -> dict[str, type[Method]]:
+    """Every method by its name, sorted."""
+    found: dict[str, type[Method]] = {}
+    for module in pkgutil.iter_modules(__path__):
+        for item in vars(importlib.import_module(f"{__name__}.{module.name}")).values():
+            if isinstance(item, type) and issubclass(item, Method) and "name" in vars(item):
+                found[item.name] = item
+    return dict(sorted(found.items()))

@@ -1,0 +1,16 @@
+"""The uncompressed cache: capacity is the longest sequence, and only what a sliding window has passed leaves."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from kvexport.methods.base import Method
+
+
+class Full(Method):
+    """No compression: the baseline every method is measured against."""
+
+    name: ClassVar[str] = "full"
+    summary: ClassVar[str] = "uncompressed: capacity is the longest sequence"
+    source: ClassVar[str] = "-"
+    compresses: ClassVar[bool] = False

@@ -1,0 +1,90 @@
+"""MergeCache: bring a cache that is over budget back to exactly `budget` slots, the way its method says.
+
+This function is the operator's only meaning. Its ONNX function is traced from it (`kvexport.ops.onnx_function`) and native
+kernels are held to it by `tests/conformance`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvexport.methods.base import Leaving, Method, Slots, gather_slots
+
+LAST = torch.iinfo(torch.int32).max
+
+
+@dataclass(frozen=True)
+class MergeCacheAttributes:
+    """The attributes of a MergeCache node: `budget` slots stay, the first `sinks` positions and the latest `recent` of them always;
+    with a `sliding_window` (0 = none), what the window has passed leaves first."""
+
+    method: Method
+    budget: int
+    sinks: int = 0
+    recent: int = 0
+    sliding_window: int = 0
+
+
+def merge_cache(
+    key: Tensor,
+    value: Tensor,
+    votes: Tensor,
+    score: Tensor,
+    position: Tensor,
+    *,
+    attributes: MergeCacheAttributes,
+    kept_rows: Tensor | None = None,
+    leaving_rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """One layer's cache back within its budget; a cache within it keeps its slots, in order of position.
+
+    Args:
+        key, value: [B, H, C, D], [B, H, C, Dv]; votes: [B, H, C] float32, 0 = empty; score: [B, H, K, C] float32;
+        position: [B, H, C] int32. Used slots are a prefix, in any order.
+        kept_rows, leaving_rows: tensors of `budget` and `C - budget` rows whose lengths alone matter; given by the tracer, where
+        both are symbolic.
+
+    Returns:
+        The five tensors in the same shapes and dtypes: at most `budget` used slots in order of position, zeros after row `budget`.
+    """
+    capacity = key.shape[2]
+    if kept_rows is None or leaving_rows is None:
+        kept_rows = torch.arange(min(attributes.budget, capacity), device=key.device)
+        leaving_rows = torch.arange(capacity - kept_rows.shape[0], device=key.device)
+
+    now = torch.where(votes > 0, position, -1).amax(-1, keepdim=True)  # [B, H, 1]
+    if attributes.sliding_window:
+        votes = torch.where(position > now - attributes.sliding_window, votes, 0.0)
+    order = torch.where(votes > 0, position, LAST).sort(dim=-1, stable=True).indices
+    slots = gather_slots(Slots(key, value, votes, score, position, now), order)
+    used = slots.votes > 0
+    if not attributes.method.compresses:
+        kept = used
+    else:
+        protected = used & ((slots.position < attributes.sinks) | (slots.position > now - attributes.recent))
+        target = used & ~protected
+        priority = attributes.method.priority(slots, target)
+        priority = torch.where(protected, torch.inf, torch.where(used, priority, -torch.inf))
+        leaving = priority.sort(dim=-1, stable=True).indices[:, :, : leaving_rows.shape[0]]
+        stays = torch.ones_like(used).scatter(-1, leaving, torch.zeros_like(leaving, dtype=torch.bool))
+        slots = attributes.method.merge(slots, Leaving(leaving, used.gather(-1, leaving), target & stays))
+        kept = used & stays
+    order = torch.where(kept, slots.position, LAST).sort(dim=-1, stable=True).indices[:, :, : kept_rows.shape[0]]
+    result = gather_slots(slots, order)
+    result_votes = torch.where(kept.gather(-1, order), result.votes, 0.0)
+
+    def padded(x: Tensor, dim: int) -> Tensor:
+        shape = list(x.shape)
+        shape[dim] = leaving_rows.shape[0]
+        return torch.cat([x, x.new_zeros(shape)], dim=dim)
+
+    return (
+        padded(result.key, 2),
+        padded(result.value, 2),
+        padded(result_votes, 2),
+        padded(result.score, 3),
+        padded(result.position, 2),
+    )

@@ -1,0 +1,206 @@
+"""The ONNX functions of the two operators, traced from their PyTorch meaning.
+
+A node of domain `kvexport` carries its attributes for native kernels; the model carries, for every distinct meaning, a function of
+the same name under its own `overload`. Batch, tokens, capacity and budget are symbolic in a function; everything else is fixed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import onnx
+import torch
+from onnx import helper
+from torch import Tensor, nn
+from torch.export import Dim
+
+from kvexport.export.quiet import quiet_exporter
+from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
+from kvexport.ops.vote_attention import VoteAttentionAttributes, vote_attention
+
+DOMAIN = "kvexport"
+VERSION = 1
+OPSET = 23  # keeps RMSNormalization and RotaryEmbedding whole; 24 decomposes them
+VOTE_ATTENTION_INPUTS = (
+    "query", "key", "value", "position", "query_length",
+    "past_key", "past_value", "past_votes", "past_score", "past_position",
+)  # fmt: skip
+VOTE_ATTENTION_OUTPUTS = ("output", "present_key", "present_value", "present_votes", "present_score", "present_position")
+STATE = ("key", "value", "votes", "score", "position")
+
+
+def vote_attention_node_attributes(attributes: VoteAttentionAttributes) -> dict[str, Any]:
+    """The node's attributes as the contract names them."""
+    statistics = attributes.statistics
+    return {
+        "scale": float(attributes.scale),
+        "vote_exponent": float(attributes.vote_exponent),
+        "scores": [s.kind for s in statistics],
+        "decay": [float(s.decay) for s in statistics],
+        "window": [int(s.window) for s in statistics],
+        "recency_weight": [float(s.recency_weight) for s in statistics],
+        "sliding_window": int(attributes.sliding_window),
+        "softcap": float(attributes.softcap),
+    }
+
+
+def merge_cache_node_attributes(attributes: MergeCacheAttributes) -> dict[str, Any]:
+    """The node's attributes: method, budget, sinks, recent, sliding_window and the method's parameters by name."""
+    parameters = {name: int(v) if isinstance(v, bool) else v for name, v in attributes.method.model_dump().items()}
+    return {
+        "method": attributes.method.name,
+        "budget": attributes.budget,
+        "sinks": attributes.sinks,
+        "recent": attributes.recent,
+        "sliding_window": attributes.sliding_window,
+        **parameters,
+    }
+
+
+def overload_of(meaning: dict[str, Any]) -> str:
+    """A short name that is the same for the same meaning."""
+    return hashlib.sha256(json.dumps(meaning, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def vote_attention_function(
+    attributes: VoteAttentionAttributes,
+    *,
+    heads: tuple[int, int],
+    head_sizes: tuple[int, int],
+    dtype: torch.dtype,
+    sinks: bool = False,
+) -> onnx.FunctionProto:
+    """The function of VoteAttention for (query heads, KV heads) and (key, value) head sizes; `sinks` adds the input sink_logits."""
+    query_heads, kv_heads = heads
+    key_size, value_size = head_sizes
+    b, t, c, k = 2, 3, 8, len(attributes.statistics)
+    arguments = [
+        torch.zeros(b, query_heads, t, key_size, dtype=dtype),
+        torch.zeros(b, kv_heads, t, key_size, dtype=dtype),
+        torch.zeros(b, kv_heads, t, value_size, dtype=dtype),
+        torch.zeros(b, t, dtype=torch.int64),
+        torch.zeros(b, 1, dtype=torch.int64),
+        *_state(b, kv_heads, c, k, key_size, value_size, dtype),
+    ]
+    batch, tokens, capacity = Dim("batch"), Dim("tokens"), Dim("capacity")
+    shapes: list[dict[int, Any]] = [{0: batch, 2: tokens}] * 3 + [{0: batch, 1: tokens}, {0: batch}] + _state_dims(batch, capacity)
+    inputs = list(VOTE_ATTENTION_INPUTS)
+    if sinks:
+        arguments.append(torch.zeros(query_heads))
+        shapes.append({})
+        inputs.append("sink_logits")
+    meaning = {"op": "VoteAttention", "heads": heads, "sizes": head_sizes, "dtype": str(dtype), "sinks": sinks, **asdict(attributes)}
+
+    def call(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return vote_attention(*tensors, attributes=attributes)
+
+    graph = _trace(call, arguments, shapes)
+    return _function("VoteAttention", overload_of(meaning), graph, inputs, list(VOTE_ATTENTION_OUTPUTS))
+
+
+def merge_cache_function(
+    attributes: MergeCacheAttributes, *, kv_heads: int, head_sizes: tuple[int, int], statistics: int, dtype: torch.dtype
+) -> onnx.FunctionProto:
+    """The function of MergeCache. The budget is read from the node's attribute, so layers of different budgets share it."""
+    key_size, value_size = head_sizes
+    b, c, n = 2, 8, 5
+    arguments = [*_state(b, kv_heads, c, statistics, key_size, value_size, dtype), torch.zeros(n), torch.zeros(c - n)]
+    batch, capacity, kept, leaving = Dim("batch"), Dim("capacity"), Dim("kept"), Dim("leaving")
+    shapes = [*_state_dims(batch, capacity), {0: kept}, {0: leaving}]
+    meaning = {
+        "op": "MergeCache", "heads": kv_heads, "sizes": head_sizes, "statistics": statistics, "dtype": str(dtype),
+        **{k: v for k, v in merge_cache_node_attributes(attributes).items() if k != "budget"},
+    }  # fmt: skip
+
+    def call(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return merge_cache(*tensors[:5], attributes=attributes, kept_rows=tensors[5], leaving_rows=tensors[6])
+
+    graph = _trace(call, arguments, shapes)
+    # Only the lengths of these two matter: `budget` rows, and the rest of the capacity.
+    prologue = [
+        _constant("kv_zero", helper.make_tensor("kv_zero", onnx.TensorProto.INT64, [1], [0])),
+        helper.make_node("Constant", [], ["kv_budget_scalar"]),
+        helper.make_node("Reshape", ["kv_budget_scalar", "kv_one_dim"], ["kv_budget"]),
+        helper.make_node("Shape", ["key"], ["kv_capacity"], start=2, end=3),
+        helper.make_node("Sub", ["kv_capacity", "kv_budget"], ["kv_rest"]),
+        helper.make_node("ConstantOfShape", ["kv_budget"], ["kept_rows"]),
+        helper.make_node("ConstantOfShape", ["kv_rest"], ["leaving_rows"]),
+    ]
+    reference = prologue[1].attribute.add()
+    reference.name, reference.ref_attr_name, reference.type = "value_int", "budget", onnx.AttributeProto.INT
+    prologue[0] = _constant("kv_one_dim", helper.make_tensor("kv_one_dim", onnx.TensorProto.INT64, [1], [1]))
+    inputs = [*STATE, "kept_rows", "leaving_rows"]
+    function = _function("MergeCache", overload_of(meaning), graph, inputs, [f"present_{s}" for s in STATE], prologue)
+    function.attribute.append("budget")
+    return function
+
+
+def _state(b: int, heads: int, c: int, k: int, key_size: int, value_size: int, dtype: torch.dtype) -> list[Tensor]:
+    return [
+        torch.zeros(b, heads, c, key_size, dtype=dtype),
+        torch.zeros(b, heads, c, value_size, dtype=dtype),
+        torch.zeros(b, heads, c),
+        torch.zeros(b, heads, k, c),
+        torch.zeros(b, heads, c, dtype=torch.int32),
+    ]
+
+
+def _state_dims(batch: Any, capacity: Any) -> list[dict[int, Any]]:
+    slots, scores = {0: batch, 2: capacity}, {0: batch, 3: capacity}
+    return [slots, slots, slots, scores, slots]
+
+
+def _trace(call: Callable[..., tuple[Tensor, ...]], arguments: list[Tensor], shapes: list[dict[int, Any]]) -> onnx.GraphProto:
+    class Operator(nn.Module):
+        def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+            return call(*tensors)
+
+    with quiet_exporter(), torch.no_grad():
+        exported = torch.export.export(
+            Operator(), tuple(arguments), dynamic_shapes=(tuple(shapes),), prefer_deferred_runtime_asserts_over_guards=True
+        )
+        program = torch.onnx.export(
+            exported, dynamo=True, opset_version=OPSET, optimize=True, custom_translation_table={torch.ops.aten.sort.stable: _stable_sort}
+        )
+    assert program is not None
+    return program.model_proto.graph
+
+
+def _stable_sort(values: Any, dim: int = -1, descending: bool = False, stable: bool = True) -> Any:
+    """A whole sort as TopK, whose ties go to the lower index by ONNX's definition; the exporter has no stable sort of its own."""
+    from onnxscript import opset23 as op
+
+    size = op.Shape(values, start=dim, end=None if dim == -1 else dim + 1)
+    return op.TopK(values, size, axis=dim, largest=int(descending), sorted=1)
+
+
+def _constant(name: str, tensor: onnx.TensorProto) -> onnx.NodeProto:
+    return helper.make_node("Constant", [], [name], value=tensor)
+
+
+def _function(
+    op: str, overload: str, graph: onnx.GraphProto, inputs: list[str], outputs: list[str], prologue: list[onnx.NodeProto] | None = None
+) -> onnx.FunctionProto:
+    """`graph` as a function: inputs and outputs renamed, initializers as constants, the last inputs computed by `prologue`."""
+    renamed = dict(zip((v.name for v in graph.input), inputs, strict=True)) | dict(zip((v.name for v in graph.output), outputs, strict=True))
+    if len(renamed) != len(inputs) + len(outputs):
+        raise AssertionError(f"{op}: an output of the trace is also an input or another output")
+    nodes = list(prologue or [])
+    for initializer in graph.initializer:
+        nodes.append(_constant(initializer.name, initializer))
+    for node in graph.node:
+        kept = onnx.NodeProto()
+        kept.CopyFrom(node)
+        del kept.metadata_props[:]
+        kept.doc_string = ""
+        kept.input[:] = [renamed.get(x, x) for x in node.input]
+        kept.output[:] = [renamed.get(x, x) for x in node.output]
+        nodes.append(kept)
+    taken = set(inputs) & {name for node in prologue or [] for name in node.output}
+    return helper.make_function(
+        DOMAIN, op, [x for x in inputs if x not in taken], outputs, nodes, [helper.make_opsetid("", OPSET)], overload=overload
+    )

@@ -1,0 +1,160 @@
+"""VoteAttention: append the new tokens, attend with the bias ``alpha * ln(votes)``, update every slot's score.
+
+This function is the operator's only meaning. Its ONNX function is traced from it (`kvexport.ops.onnx_function`) and native
+kernels are held to it by `tests/conformance`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvexport.methods.base import Statistic
+
+# The logarithm of "nothing yet", and the bias of an invisible slot. Finite, so that no subtraction of two of them is NaN;
+# adding any logit to it changes nothing in float32.
+LOG_ZERO = -1e30
+
+
+@dataclass(frozen=True)
+class VoteAttentionAttributes:
+    """The attributes of a VoteAttention node. Zero switches `sliding_window` and `softcap` off."""
+
+    scale: float
+    vote_exponent: float = 0.0
+    statistics: tuple[Statistic, ...] = (Statistic(),)
+    sliding_window: int = 0
+    softcap: float = 0.0
+
+
+def vote_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    position: Tensor,
+    query_length: Tensor,
+    past_key: Tensor,
+    past_value: Tensor,
+    past_votes: Tensor,
+    past_score: Tensor,
+    past_position: Tensor,
+    sink_logits: Tensor | None = None,
+    *,
+    attributes: VoteAttentionAttributes,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """One layer's attention over a cache of fixed capacity.
+
+    Args:
+        query: [B, Hq, T, D] rotated queries; row t is padding where t >= query_length.
+        key, value: [B, H, T, D], [B, H, T, Dv] of the same tokens; Hq is a multiple of H.
+        position: [B, T] int64 absolute positions, consecutive within a sequence.
+        query_length: [B, 1] int64, tokens that are real in this call; 0 leaves the sequence's state bit-identical.
+        past_key, past_value: [B, H, C, D], [B, H, C, Dv]; past_votes: [B, H, C] float32, 0 = empty slot;
+        past_score: [B, H, K, C] float32; past_position: [B, H, C] int32. Used slots are a prefix, and
+        used + query_length <= C (the caller merges first).
+        sink_logits: [Hq] a learned logit per head that takes probability and has no value (gpt-oss), or None.
+
+    Returns:
+        output [B, Hq, T, Dv] in the query's dtype, 0 in padding rows, and the five present tensors.
+        Products, softmax and scores are computed in float32.
+    """
+    batch, query_heads, tokens, head_size = query.shape
+    heads, capacity = past_key.shape[1], past_key.shape[2]
+    group = query_heads // heads
+    lengths = query_length.to(torch.int32)  # [B, 1]
+    step = torch.arange(tokens, dtype=torch.int32, device=query.device)
+    real = step < lengths  # [B, T]
+
+    # Append. A padding row writes back what its slot held, so that an in-place scatter changes nothing else; the slots of one
+    # call are distinct because T <= C.
+    used = (past_votes > 0).to(torch.int32).sum(-1, keepdim=True, dtype=torch.int32)  # [B, H, 1]
+    slot = ((used + step) % capacity).to(torch.int64)  # [B, H, T]
+    rows = torch.arange(batch, device=query.device)[:, None, None]
+    columns = torch.arange(heads, device=query.device)[None, :, None]
+    index = (rows, columns, slot)
+    is_new = real[:, None, :, None]
+    present_key = past_key.index_put(index, torch.where(is_new, key, past_key[index]))
+    present_value = past_value.index_put(index, torch.where(is_new, value, past_value[index]))
+    age = torch.arange(capacity, dtype=torch.int32, device=query.device) - used  # [B, H, C]; 0 is the first new slot
+    fresh = (age >= 0) & (age < lengths[:, None])
+    present_votes = torch.where(fresh, 1.0, past_votes)
+    present_position = torch.where(fresh, position[:, None, :1].to(torch.int32) + age, past_position)
+
+    # Attend.
+    now = position.to(torch.int32)[:, None, :, None]  # [B, 1, T, 1]
+    held = present_position[:, :, None, :]
+    visible = (present_votes > 0)[:, :, None, :] & (held <= now)  # [B, H, T, C]
+    if attributes.sliding_window:
+        visible = visible & (held > now - attributes.sliding_window)
+    if attributes.vote_exponent:
+        bias = torch.where(visible, attributes.vote_exponent * torch.log(present_votes)[:, :, None, :], LOG_ZERO)
+    else:
+        bias = torch.where(visible, 0.0, LOG_ZERO)
+    folded = (query.float() * attributes.scale).reshape(batch, heads, group * tokens, head_size)
+    logits = folded @ present_key.float().transpose(-1, -2)  # [B, H, G*T, C]
+    if attributes.softcap:
+        logits = torch.tanh(logits / attributes.softcap) * attributes.softcap
+    logits = logits.reshape(batch, heads, group, tokens, capacity)
+    biased = logits + bias[:, :, None]
+    if sink_logits is None:
+        probability = torch.softmax(biased, dim=-1)
+    else:
+        column = sink_logits.float().reshape(1, heads, group, 1, 1).expand(batch, heads, group, tokens, 1)
+        probability = torch.softmax(torch.cat([biased, column], dim=-1), dim=-1)[..., :-1]
+    output = (probability.reshape(batch, heads, group * tokens, capacity) @ present_value.float()).reshape(
+        batch, query_heads, tokens, value.shape[-1]
+    )
+    output = torch.where(is_new, output, 0.0).to(query.dtype)
+
+    # Score.
+    updated = []
+    for k, statistic in enumerate(attributes.statistics):
+        past = past_score[:, :, k]
+        if statistic.kind == "none":
+            updated.append(past)
+            continue
+        n, log_weight = _log_weights(lengths, step, statistic)
+        if statistic.kind == "log_ema":
+            score = _log_ema(logits, visible, past, fresh, n, log_weight, statistic)
+        else:
+            score = _probability_sum(probability, past, fresh, n, log_weight, statistic)
+        updated.append(torch.where(present_votes > 0, score, past))
+    return output, present_key, present_value, present_votes, torch.stack(updated, dim=2), present_position
+
+
+def _log_weights(lengths: Tensor, step: Tensor, statistic: Statistic) -> tuple[Tensor, Tensor]:
+    """How many queries of the call count, n [B, 1], and ln of the weight of each row [B, T]: ``decay^(n-1-i)`` times the recency
+    weight for the i-th of them, LOG_ZERO for rows that are padding or outside the window."""
+    n = lengths if statistic.window == 0 else torch.clamp(lengths, max=statistic.window)
+    back = lengths - 1 - step  # 0 is the newest real row
+    log_weight = back.float() * math.log(statistic.decay)
+    if statistic.recency_weight != 1.0:
+        share = 1.0 - back.float() / torch.clamp(n - 1, min=1).float()
+        log_weight = log_weight + torch.log1p((statistic.recency_weight - 1.0) * torch.clamp(share, min=0.0))
+    return n.float(), torch.where((back >= 0) & (back < n), log_weight, LOG_ZERO)
+
+
+def _log_ema(
+    logits: Tensor, visible: Tensor, past: Tensor, fresh: Tensor, n: Tensor, log_weight: Tensor, statistic: Statistic
+) -> Tensor:
+    """``ln(a^n S + (1 - a) sum_i a^(n-1-i) mean_g s_i)`` over the n counted queries that see the slot; [B, H, C]."""
+    batch, heads, group, _, capacity = logits.shape
+    share = log_weight + (math.log(1.0 - statistic.decay) - math.log(group))
+    term = logits + torch.where(visible, share[:, None, :, None], LOG_ZERO)[:, :, None]
+    start = torch.where(fresh, LOG_ZERO, past + n[:, :, None] * math.log(statistic.decay))
+    stacked = torch.cat([start[:, :, None], term.reshape(batch, heads, -1, capacity)], dim=2)
+    top = stacked.amax(dim=2, keepdim=True)
+    return (top + torch.log(torch.exp(stacked - top).sum(dim=2, keepdim=True)))[:, :, 0]
+
+
+def _probability_sum(
+    probability: Tensor, past: Tensor, fresh: Tensor, n: Tensor, log_weight: Tensor, statistic: Statistic
+) -> Tensor:
+    """``d^n A + sum_i d^(n-1-i) mean_g p_i`` over the n counted queries; [B, H, C]."""
+    batch, heads, group, tokens, capacity = probability.shape
+    weight = (torch.exp(log_weight) / group)[:, None, None, :].expand(batch, heads, group, tokens).reshape(batch, heads, 1, group * tokens)
+    seen = (weight @ probability.reshape(batch, heads, group * tokens, capacity))[:, :, 0]
+    return torch.where(fresh, 0.0, past * torch.exp(n[:, :, None] * math.log(statistic.decay))) + seen

@@ -1,0 +1,144 @@
+"""`kvexport build`: from a recipe to an artifact directory."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvexport import __version__
+from kvexport.build.artifact import stage, write_manifest
+from kvexport.build.inplace import check_in_place
+from kvexport.cache import CONTRACT_VERSION, CachePlan, LayerGeometry, plan_cache
+from kvexport.errors import UsageError
+from kvexport.recipe import Recipe
+from kvexport.terminal import Progress, silent
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+class ModelShape(NamedTuple):
+    """A checkpoint and what its model is, before anything is built."""
+
+    checkpoint: Any
+    model: Any
+    mode: Any
+    geometry: list[LayerGeometry]
+    plan: CachePlan
+
+
+def read_model(recipe: Recipe) -> ModelShape:
+    """The checkpoint's headers, the model without its weights, and the cache it would get. Raises UsageError for every reason why this
+    checkpoint or recipe cannot be built."""
+    import torch
+
+    from kvexport.export.checkpoint import read_checkpoint, refuse_remote_code, resolve_checkpoint
+    from kvexport.export.hf_model import build_fake, load_config, probe_geometry
+    from kvexport.export.quiet import quiet_exporter
+
+    checkpoint = read_checkpoint(resolve_checkpoint(recipe.model.path, recipe.model.revision))
+    refuse_remote_code(checkpoint.config)
+    with quiet_exporter():
+        config = load_config(checkpoint, recipe.limits.max_length)
+        model, mode = build_fake(config, getattr(torch, recipe.model.dtype), recipe.limits.max_length)
+        geometry = probe_geometry(model, mode)
+    return ModelShape(checkpoint, model, mode, geometry, plan_cache(recipe, geometry))
+
+
+def build(recipe: Recipe, out: Path, *, name: str = "", progress: Callable[[str, int | None], Progress] = silent) -> Path:
+    """Build `recipe` into the directory `out` and return it; an artifact that was there is replaced at the very end.
+
+    Raises UsageError (recipe, checkpoint, target), EnvironmentProblem (disk full, missing package). Whatever happens, `out` holds the
+    old artifact, the new one, or nothing.
+    """
+    with stage(out) as folder:
+        from kvexport.export.graphs import finish_decoder, merge_model
+        from kvexport.export.tracer import trace_decoder
+        from kvexport.export.weights import total_bytes, write_weights
+
+        with progress("reading the checkpoint", None):
+            shape = read_model(recipe)
+        method = recipe.cache.build_method()
+        with progress("tracing the decoder", None):
+            traced = trace_decoder(shape.model, shape.mode, shape.plan, last_logits=recipe.export.logits == "last")
+        specs = weight_specs(shape, traced.parameters, traced.shapes, recipe.model.dtype)
+        with progress("writing weights", total_bytes(specs)) as bar:
+            written = write_weights(specs, folder, recipe.export.weights, bar.advance)
+        with progress("writing graphs", None):
+            decoder = finish_decoder(traced, written.locations, folder, method, shape.geometry)
+            graphs: dict[str, Any] = {"decoder": "decoder.onnx", "merge": None}
+            merge = merge_model(shape.plan, method)
+            for kind, model in (("decoder", decoder), ("merge", merge)):
+                if model is not None:
+                    check_in_place(model)
+                    graphs[kind] = f"{kind}.onnx"
+                    (folder / graphs[kind]).write_bytes(model.SerializeToString(deterministic=True))
+            _copy_texts(shape.checkpoint, folder)
+        with progress("hashing", None):
+            write_manifest(folder, _manifest(recipe, name, shape, graphs), known=written.digests)
+    return out
+
+
+def weight_specs(shape: ModelShape, parameters: dict[str, str], shapes: dict[str, tuple[int, ...]], dtype: str) -> list[Any]:
+    """What the checkpoint must give for every initializer. Raises UsageError naming parameters it does not have."""
+    from kvexport.export.hf_model import parameter_sources
+    from kvexport.export.weights import TensorSpec
+
+    entries = shape.checkpoint.tensors
+    sources = parameter_sources(shape.model, entries)
+    missing = [name for name in parameters.values() if name not in sources]
+    if missing:
+        found = ", ".join(sorted(entries)[:3])
+        raise UsageError(
+            f"the checkpoint has no tensor for {len(missing)} parameters of the model, the first is '{missing[0]}' (it holds {found}, ...)",
+            "use a checkpoint saved with save_pretrained() of the same model class",
+        )
+    return [TensorSpec(i, entries[sources[name]], dtype, shapes[i]) for i, name in parameters.items()]  # type: ignore[arg-type]
+
+
+def _copy_texts(checkpoint: Any, folder: Path) -> None:
+    for name in TOKENIZER_FILES:
+        source = checkpoint.path / name
+        if source.is_file():
+            shutil.copyfile(source, folder / name)
+    (folder / "config.json").write_text(json.dumps(checkpoint.config, indent=2))
+    if checkpoint.generation_config:
+        (folder / "generation_config.json").write_text(json.dumps(checkpoint.generation_config, indent=2))
+
+
+def _manifest(recipe: Recipe, name: str, shape: ModelShape, graphs: dict[str, Any]) -> dict[str, Any]:
+    config = shape.model.config.get_text_config()
+    packages = ("onnx", "onnxscript", "onnxruntime", "torch", "transformers", "numpy")
+    return {
+        "format": "kvexport-artifact",
+        "contract_version": CONTRACT_VERSION,
+        "recipe": {"name": name, **recipe.model_dump(mode="json")},
+        "model": {
+            "type": config.model_type,
+            "fingerprint": shape.checkpoint.fingerprint,
+            "vocabulary": config.vocab_size,
+            "layers": len(shape.geometry),
+            "query_heads": [layer.query_heads for layer in shape.geometry],
+        },
+        "cache": shape.plan.to_json(),
+        "graphs": graphs,
+        "limits": {
+            "max_length": recipe.limits.max_length,
+            "max_batch": recipe.limits.max_batch,
+            "prefill_chunk": recipe.export.prefill_chunk,
+            "merge_every": recipe.cache.merge_every,
+        },
+        "operators": {"VoteAttention": "function", "MergeCache": "function" if graphs["merge"] else None},
+        "versions": {"kvexport": __version__, "python": platform.python_version(), **{p: _version(p) for p in packages}},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

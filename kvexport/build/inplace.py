@@ -1,0 +1,46 @@
+"""Proof, read off the graph, that a graph is right when past and present state share their buffers.
+
+ONNX Runtime's planner does not know that two of its buffers are one. Writing `present.x` over `past.x` is safe iff every other node
+that reads `past.x` must run before the writer, and the writer itself reads it only in ways that do not care (it writes single rows,
+or element by element).
+"""
+
+from __future__ import annotations
+
+import onnx
+from onnx import inliner
+
+from kvexport.errors import KvexportError
+
+# These read element i before they write element i, or write only the rows they are given.
+SAFE_WRITERS = {"ScatterND", "ScatterElements", "Where", "Identity", "Add"}
+
+
+def check_in_place(model: onnx.ModelProto) -> None:
+    """Raises KvexportError naming the tensor and the node that would read it after it was overwritten."""
+    graph = inliner.inline_local_functions(model).graph
+    producer = {name: i for i, node in enumerate(graph.node) for name in node.output if name}
+    ancestors: list[int] = []  # bit j of ancestors[i]: node j runs before node i
+    for i, node in enumerate(graph.node):
+        bits = 0
+        for name in node.input:
+            if name in producer:
+                j = producer[name]
+                if j >= i:
+                    raise KvexportError(f"the graph's nodes are not in order: {node.name} reads {name} before it is made")
+                bits |= ancestors[j] | (1 << j)
+        ancestors.append(bits)
+    outputs = {output.name for output in graph.output}
+    for value in graph.input:
+        present = value.name.replace("past_key_values.", "present.").replace("past_length", "present_length")
+        if present == value.name or present not in outputs:
+            continue
+        if present not in producer:
+            raise KvexportError(f"{present} is not computed by any node")
+        writer = producer[present]
+        for i, node in enumerate(graph.node):
+            if value.name not in node.input or node.op_type == "Shape":  # a shape does not change
+                continue
+            safe = node.op_type in SAFE_WRITERS if i == writer else ancestors[writer] >> i & 1
+            if not safe:
+                raise KvexportError(f"{node.op_type} {node.name} may read {value.name} after {present} was written over it")

@@ -1,0 +1,146 @@
+"""From a traced decoder and a cache plan to the two graphs of an artifact: decoder.onnx and merge.onnx."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import torch
+from onnx import helper
+from onnxscript import optimizer
+from onnxscript.rewriter import onnx_fusions
+
+from kvexport.cache import CachePlan, LayerCache, LayerGeometry
+from kvexport.export.quiet import quiet_exporter
+from kvexport.export.tracer import TracedDecoder, layer_attributes
+from kvexport.export.weights import Location
+from kvexport.methods.base import Method
+from kvexport.ops.merge_cache import MergeCacheAttributes
+from kvexport.ops.onnx_function import (
+    DOMAIN,
+    OPSET,
+    STATE,
+    VERSION,
+    merge_cache_function,
+    merge_cache_node_attributes,
+    vote_attention_function,
+    vote_attention_node_attributes,
+)
+
+IR_VERSION = 11
+PLUGIN = {"plugin_version": "1", "plugin_namespace": DOMAIN}
+
+
+def finish_decoder(
+    traced: TracedDecoder,
+    locations: Mapping[str, Location],
+    folder: Path,
+    method: Method,
+    geometry: list[LayerGeometry],
+) -> onnx.ModelProto:
+    """The decoder with its weights as external data in `folder` (initializer name -> location), optimized, every VoteAttention node
+    with its attributes and function."""
+    model = traced.model
+    for name, location in locations.items():
+        value = model.graph.initializers[name]
+        assert value.dtype is not None and value.shape is not None
+        value.const_value = ir.ExternalTensor(
+            location.file, location.offset, location.nbytes, value.dtype, shape=value.shape, name=name, base_dir=folder
+        )
+    with quiet_exporter():
+        optimizer.optimize(model)
+        onnx_fusions.fuse(model)
+        optimizer.optimize(model)
+    proto = ir.to_proto(model)
+    functions: dict[str, onnx.FunctionProto] = {}
+    for node in proto.graph.node:
+        if node.domain != DOMAIN:
+            continue
+        layer = geometry[next(a.i for a in node.attribute if a.name == "layer")]
+        attributes = layer_attributes(method, layer)
+        dtype = torch.float16 if _input_type(proto, node.input[5]) == onnx.TensorProto.FLOAT16 else torch.float32
+        key = repr((attributes, layer, dtype))
+        if key not in functions:
+            functions[key] = vote_attention_function(
+                attributes,
+                heads=(layer.query_heads, layer.kv_heads),
+                head_sizes=(layer.key_size, layer.value_size),
+                dtype=dtype,
+                sinks=layer.sink_logits,
+            )
+        while node.input and not node.input[-1]:
+            node.input.pop()
+        _set_attributes(node, functions[key].overload, vote_attention_node_attributes(attributes))
+    return _finish(proto, list(functions.values()))
+
+
+def merge_model(plan: CachePlan, method: Method) -> onnx.ModelProto | None:
+    """merge.onnx: the state of every layer that can exceed its budget, in and out; None where no layer can."""
+    nodes, inputs, outputs = [], [], []
+    functions: dict[str, onnx.FunctionProto] = {}
+    for i, layer in enumerate(plan.layers):
+        if not layer.merges:
+            continue
+        attributes = merge_attributes(layer, method)
+        meaning = {k: v for k, v in merge_cache_node_attributes(attributes).items() if k != "budget"}
+        key = repr((meaning, layer.kv_heads, layer.key_size, layer.value_size, layer.statistics, layer.dtype))
+        if key not in functions:
+            functions[key] = merge_cache_function(
+                attributes,
+                kv_heads=layer.kv_heads,
+                head_sizes=(layer.key_size, layer.value_size),
+                statistics=layer.statistics,
+                dtype=getattr(torch, layer.dtype),
+            )
+        names = [f"past_key_values.{i}.{kind}" for kind in STATE]
+        results = [f"present.{i}.{kind}" for kind in STATE]
+        node = helper.make_node("MergeCache", names, results, name=f"layer.{i}.merge", domain=DOMAIN)
+        _set_attributes(node, functions[key].overload, merge_cache_node_attributes(attributes))
+        nodes.append(node)
+        inputs += [_state_info(name, layer, kind) for name, kind in zip(names, STATE, strict=True)]
+        outputs += [_state_info(name, layer, kind) for name, kind in zip(results, STATE, strict=True)]
+    if not nodes:
+        return None
+    graph = helper.make_graph(nodes, "merge", inputs, outputs)
+    return _finish(helper.make_model(graph, producer_name="kvexport"), list(functions.values()))
+
+
+def merge_attributes(layer: LayerCache, method: Method) -> MergeCacheAttributes:
+    """A layer's MergeCache."""
+    return MergeCacheAttributes(method, layer.budget, layer.sinks, layer.recent, layer.sliding_window)
+
+
+def _state_info(name: str, layer: LayerCache, kind: str) -> onnx.ValueInfoProto:
+    dtype = helper.np_dtype_to_tensor_dtype(layer.dtypes()[kind])
+    return helper.make_tensor_value_info(name, dtype, ["batch", *layer.shapes(1)[kind][1:]])
+
+
+def _input_type(proto: onnx.ModelProto, name: str) -> int:
+    return next(v.type.tensor_type.elem_type for v in proto.graph.input if v.name == name)
+
+
+def _set_attributes(node: onnx.NodeProto, overload: str, attributes: dict[str, Any]) -> None:
+    node.overload = overload
+    del node.attribute[:]
+    node.attribute.extend(helper.make_attribute(name, value) for name, value in {**attributes, **PLUGIN}.items())
+
+
+def _finish(proto: onnx.ModelProto, functions: list[onnx.FunctionProto]) -> onnx.ModelProto:
+    """Functions attached, versions set, and nothing left of what the exporter notes about the machine it ran on."""
+    proto.ir_version = IR_VERSION
+    proto.producer_name, proto.producer_version, proto.doc_string = "kvexport", "", ""
+    del proto.opset_import[:]
+    proto.opset_import.extend([helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)])
+    del proto.functions[:]
+    proto.functions.extend(functions)
+    graph = proto.graph
+    del proto.metadata_props[:]
+    del graph.metadata_props[:]
+    del graph.value_info[:]
+    for item in [*graph.node, *graph.input, *graph.output, *graph.initializer]:
+        del item.metadata_props[:]
+        item.doc_string = ""
+    return proto

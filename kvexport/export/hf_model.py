@@ -1,0 +1,183 @@
+"""A Hugging Face decoder without its weights: constructed, probed for what its attention layers are, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from kvexport.cache import LayerGeometry
+from kvexport.errors import UsageError
+from kvexport.export.attention_hook import IMPLEMENTATION, PassThroughCache, attending
+from kvexport.export.checkpoint import Checkpoint
+
+PROBE_POSITIONS = (1 << 20, (1 << 20) + 1, (1 << 20) + 37)
+PROBE_SPAN = 1 << 18
+
+
+def load_config(checkpoint: Checkpoint, max_length: int) -> Any:
+    """The checkpoint's transformers config, or UsageError for what can be told from it alone to be untraceable or too short."""
+    try:
+        config = AutoConfig.from_pretrained(str(checkpoint.path))
+    except (ValueError, KeyError, OSError, TypeError) as error:
+        raise UsageError(f"transformers cannot read {checkpoint.path}/config.json: {str(error).splitlines()[0]}") from error
+    kind = getattr(config, "model_type", "?")
+    if getattr(config, "is_encoder_decoder", False):
+        raise UsageError(f"{kind} is an encoder-decoder; only decoders have a cache that grows with every token")
+    if getattr(config, "kv_lora_rank", None):
+        raise UsageError(
+            f"{kind} has latent attention (kv_lora_rank {config.kv_lora_rank}); merging its expanded keys would need more memory than its own latent cache"
+        )
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UsageError(f"transformers has no decoder (AutoModelForCausalLM) for model type '{kind}'")
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and max_length > positions:
+        raise UsageError(
+            f"limits.max_length is {max_length}, but {kind} has {positions} positions", f"--set limits.max_length={positions}"
+        )
+    return config
+
+
+def build_fake(config: Any, dtype: torch.dtype, max_length: int) -> tuple[Any, FakeTensorMode]:
+    """The model in eval mode without its weights: parameters are fake tensors of the returned mode (shape and type, no memory),
+    buffers that no checkpoint holds (rotary frequencies) are real."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
+    except ValueError as error:
+        raise UsageError(f"{config.model_type} does not use the attention interface of transformers: {str(error).splitlines()[0]}") from error
+    for module in model.modules():
+        if any(buffer is not None for buffer in module._buffers.values()):
+            module.to_empty(device="cpu", recurse=False)
+            with torch.no_grad():
+                model._init_weights(module)
+    model.tie_weights()
+    _fix_rotary_frequencies(model, max_length)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    shared: dict[int, nn.Parameter] = {}  # tied parameters stay tied
+    with mode:
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                if id(parameter) not in shared:
+                    fake = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    shared[id(parameter)] = nn.Parameter(fake, requires_grad=False)
+                    shared[id(shared[id(parameter)])] = shared[id(parameter)]
+                module._parameters[name] = shared[id(parameter)]
+    return model.eval(), mode
+
+
+def _fix_rotary_frequencies(model: nn.Module, max_length: int) -> None:
+    """Rotary embeddings whose frequencies depend on the length seen so far (dynamic, longrope) are fixed at those of the longest
+    sequence: a graph has one set, and keys already rotated cannot be rotated anew."""
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+            with torch.no_grad():
+                module(torch.zeros(1, 1, 1), torch.full((1, 1), max_length - 1))
+            module.rope_type = "fixed"  # type: ignore[assignment]
+
+
+class _Probe:
+    """Runs a forward pass on the meta device and notes what each layer asks of its attention."""
+
+    def __init__(self, model: Any) -> None:
+        self.model_type = model.config.model_type
+        self.cache = PassThroughCache()
+        self.layers: dict[int, LayerGeometry] = {}
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+        index = getattr(module, "layer_idx", None)
+        name = f"{self.model_type} layer {index} ({type(module).__name__})"
+        if index is None or index in self.layers:
+            raise UsageError(f"{name} runs attention more than once per token, or does not say which layer it is")
+        if not getattr(module, "is_causal", True):
+            raise UsageError(f"{name} is not causal")
+        if index not in self.cache.updated:
+            raise UsageError(f"{name} has no cache of its own: it reads another layer's keys")
+        window = self._window(name, options["attention_mask"])
+        declared = options.get("sliding_window") or 0
+        if window != declared and declared:
+            raise UsageError(f"{name} declares a window of {declared}, but its mask shows {window or 'every position'}")
+        scale = options.get("scaling")
+        self.layers[index] = LayerGeometry(
+            query_heads=query.shape[1],
+            kv_heads=key.shape[1],
+            key_size=key.shape[3],
+            value_size=value.shape[3],
+            sliding_window=window,
+            softcap=float(options.get("softcap") or 0.0),
+            scale=float(key.shape[3] ** -0.5 if scale is None else scale),
+            sink_logits=options.get("s_aux") is not None,
+        )
+        return query.new_empty(*query.shape[:3], value.shape[3])
+
+    def mask(self, mask_function: Any) -> Any:
+        return mask_function
+
+    def _window(self, name: str, mask_function: Any) -> int:
+        """How many positions a query sees, itself included, 0 = all. Refuses a mask that is neither causal nor a plain window."""
+        if mask_function is None:
+            return 0
+        widths = set()
+        for q in PROBE_POSITIONS:
+            with unset_fake_temporarily():
+                zero, query, keys = torch.tensor(0), torch.tensor(q), torch.arange(q - PROBE_SPAN, q + 2)
+                visible = torch.as_tensor(mask_function(zero, zero, query, keys)).expand(keys.shape[0])
+                count = int(visible.sum())
+                plain = bool(visible[-1 - count : -1].all())
+            if not plain:
+                raise UsageError(f"{name} has a mask that is neither causal nor a sliding window; it cannot be kept in a merging cache")
+            widths.add(0 if count == keys.shape[0] - 1 else count)
+        if len(widths) != 1:
+            raise UsageError(f"{name} attends in chunks of positions (a mask that is neither causal nor a sliding window)")
+        return widths.pop()
+
+
+def probe_geometry(model: Any, mode: FakeTensorMode) -> list[LayerGeometry]:
+    """What every layer's attention is; UsageError names a layer that has none (state-space, linear attention) or an unusual one."""
+    probe = _Probe(model)
+    kind = model.config.model_type
+    try:
+        with attending(probe), torch.no_grad(), mode:
+            tokens = torch.zeros(1, 2, dtype=torch.int64)
+            model(input_ids=tokens, position_ids=tokens, past_key_values=probe.cache, use_cache=True)
+    except UsageError:
+        raise
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise UsageError(f"{kind} cannot be traced without its weights: {type(error).__name__}: {reason}") from error
+    count = model.config.get_text_config().num_hidden_layers
+    missing = [i for i in range(count) if i not in probe.layers]
+    if missing:
+        raise UsageError(
+            f"{kind}: layers {missing} do not call the attention interface (state-space, linear or latent layers); "
+            "only decoders whose every layer attends can be exported"
+        )
+    return [probe.layers[i] for i in range(count)]
+
+
+def parameter_sources(model: Any, tensors: Iterable[str]) -> dict[str, str]:
+    """{parameter of `model`: tensor of the checkpoint}, by transformers' own renaming rules; tied parameters share a tensor.
+
+    Tensors that transformers would have to assemble (experts stored one by one) are left out: their parameter stays without a source.
+    """
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    wanted = dict(model.named_parameters(remove_duplicate=False))
+    sources = {}
+    for tensor in tensors:
+        name, converted = rename_source_key(tensor, renamings, converters, model.base_model_prefix, wanted)
+        if converted is None:
+            sources[name] = tensor
+    by_identity = {id(wanted[name]): tensor for name, tensor in sources.items() if name in wanted}
+    return {name: source for name, p in wanted.items() if (source := sources.get(name, by_identity.get(id(p))))}

@@ -1,0 +1,214 @@
+"""Text to token ids and back, and text that grows token by token while a sequence is generated.
+
+A tokenizer is the artifact's tokenizer.json, run by the `tokenizers` package. Not covered: chat templates, and the
+clean_up_tokenization_spaces of older checkpoints, which transformers 5 leaves off too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvexport.errors import ArtifactError, EnvironmentProblem, KvexportError, UsageError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+FILE_NAME = "tokenizer.json"
+
+_REPLACEMENT = "\ufffd"
+# A character is at most 4 bytes, so this many tokens without a whole one hold bytes that are no UTF-8.
+_LONGEST_WAIT = 8
+_LONGEST_CONTEXT = 8
+
+
+class Tokenizer:
+    """A `tokenizers.Tokenizer` without truncation and padding (both belong to training). Safe to share between sequences."""
+
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        """Wrap a loaded tokenizer; its truncation and padding are switched off."""
+        inner.no_truncation()
+        inner.no_padding()
+        self._inner = inner
+        self._special_ids = frozenset(i for i, token in inner.get_added_tokens_decoder().items() if token.special)
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> Tokenizer:
+        """The tokenizer of an artifact's folder. Raises ArtifactError where tokenizer.json is missing or cannot be read,
+        EnvironmentProblem where the `tokenizers` package cannot be imported."""
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise EnvironmentProblem(f"the package 'tokenizers' cannot be imported: {error}", "pip install tokenizers") from error
+        path = Path(folder) / FILE_NAME
+        try:
+            text = path.read_text(encoding="utf-8")
+            inner = tokenizers.Tokenizer.from_str(text)
+        except FileNotFoundError as error:
+            raise ArtifactError(f"{path} does not exist", "build the artifact again: kvexport build") from error
+        # tokenizers raises plain Exception for a file it cannot parse.
+        except Exception as error:
+            problem = f"{path} is not a tokenizer that tokenizers {tokenizers.__version__} can read: {error}"
+            raise ArtifactError(problem, "build the artifact again, or pip install --upgrade tokenizers") from error
+        return cls(inner)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens known, added ones included. A model's logits may be longer (padding of the embedding)."""
+        return self._inner.get_vocab_size(with_added_tokens=True)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary spells it ("<|im_end|>"), or None."""
+        return self._inner.token_to_id(token)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, with the special tokens the tokenizer's post-processor adds (not wanted where a chat template has
+        written them). Raises UsageError for text that is no Unicode (a lone surrogate)."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(f"the text holds a lone surrogate at character {error.start}", "pass valid Unicode text") from error
+        return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `ids`. Ids without a token have no text; bytes that are no UTF-8 become U+FFFD."""
+        return self._inner.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def has_text(self, token_id: int, skip_special_tokens: bool = True) -> bool:
+        """Whether `decode` looks at this id at all: it has a token, and not a special one that is skipped."""
+        return not (skip_special_tokens and token_id in self._special_ids) and self._inner.id_to_token(token_id) is not None
+
+
+class TextStream:
+    """The text of one sequence while its tokens arrive.
+
+    `push` returns only text that no later token changes: it keeps back bytes of a character that is not complete and whatever may
+    be the beginning of a stop string. The pieces joined are `decode` of all the tokens, up to the stop string; only where a
+    byte-fallback tokenizer's bytes are no UTF-8 does `decode` also spoil valid characters beside them, and this does not.
+
+    Of several stop strings the one whose end comes first counts, and of those that end together the longest, so the result does
+    not depend on how the text is cut into tokens. The stop string and what follows are not emitted, which is what users of a
+    server expect; transformers' `stop_strings` keeps it and the rest of its token. A stop string that spells a special token is
+    never found while special tokens are skipped: use eos_token_ids.
+
+    The cost of a token does not depend on the tokens before it: a window of the last few is decoded with and without the new one.
+
+    stop_strings: none of them empty. context_ids: the tokens before the first one (the prompt), so that the first keeps the space
+    in front of it; without them the text begins as `decode` begins, which drops that space for most sentencepiece models.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop_strings: Sequence[str] = (),
+        *,
+        skip_special_tokens: bool = True,
+        context_ids: Sequence[int] = (),
+    ) -> None:
+        """Begin a text; UsageError for an empty stop string."""
+        if isinstance(stop_strings, str) or not all(stop_strings):
+            raise UsageError(f"stop strings are {stop_strings!r}", "give a list of strings, none of them empty")
+        self._tokenizer = tokenizer
+        self._stop_strings = tuple(stop_strings)
+        self._skips_special = skip_special_tokens
+        last = [i for i in context_ids[-4 * _LONGEST_CONTEXT :] if tokenizer.has_text(i, skip_special_tokens)]
+        # Tokens whose text is out, kept for their effect on the next ones; then those that still wait, and how much of them is out.
+        self._context = last[-_LONGEST_CONTEXT:]
+        self._waiting: list[int] = []
+        self._decoded = 0
+        self._held = ""
+        self._stop_string: str | None = None
+        self._flushed = False
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has appeared; from then on `push` and `flush` return nothing."""
+        return self._stop_string is not None
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that appeared, or None."""
+        return self._stop_string
+
+    def push(self, token_id: int) -> str:
+        """Take the next token, return the text that is final with it (often ""). Raises KvexportError after `flush`."""
+        if self._flushed:
+            raise KvexportError("a token came after the end of its text", "begin a new TextStream for a new sequence")
+        if self.stopped or not self._tokenizer.has_text(token_id, self._skips_special):
+            return ""
+        self._waiting.append(token_id)
+        return self._emit(self._decode_new())
+
+    def flush(self) -> str:
+        """End the text, return what was kept back: incomplete bytes become U+FFFD. A second call returns ""."""
+        if self._flushed or self.stopped:
+            return ""
+        self._flushed = True
+        text = self._text(self._context, self._waiting)[self._decoded :]
+        self._waiting, self._decoded = [], 0
+        out = self._emit(text)
+        if self.stopped:
+            return out
+        out, self._held = out + self._held, ""
+        return out
+
+    def _text(self, context: list[int], ids: list[int]) -> str:
+        """What `ids` add to the text after `context`."""
+        if not ids:
+            return ""
+        before = self._decode(context)
+        whole = self._decode(context + ids)
+        if whole.startswith(before):
+            return whole[len(before) :]
+        # Only bytes that are no UTF-8 reach back into the context (a byte-fallback decoder gives up the whole run of bytes), and
+        # text that begins with such a byte needs no context.
+        return self._decode(ids)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, self._skips_special)
+
+    def _decode_new(self) -> str:
+        """The text of the waiting tokens that is final and not yet out."""
+        text = self._text(self._context, self._waiting)
+        final = text.rstrip(_REPLACEMENT)
+        out = final[self._decoded :]
+        self._decoded = max(self._decoded, len(final))
+        if text and len(final) == len(text):
+            self._context, self._waiting, self._decoded = self._waiting[-_LONGEST_CONTEXT:], [], 0
+        elif len(self._waiting) >= _LONGEST_WAIT:
+            out += self._give_up_bytes(text)
+        return out
+
+    def _give_up_bytes(self, text: str) -> str:
+        """Let go of waiting tokens that end in bytes which can become no character, where `text` of all can be cut between tokens."""
+        for cut in range(len(self._waiting) - 1, len(self._waiting) - 5, -1):
+            left, right = self._waiting[:cut], self._waiting[cut:]
+            first = self._text(self._context, left)
+            if first and first + self._text(left, right) == text:
+                out = first[self._decoded :]
+                self._context, self._waiting, self._decoded = left[-_LONGEST_CONTEXT:], right, max(0, self._decoded - len(first))
+                return out
+        return ""
+
+    def _emit(self, text: str) -> str:
+        """Append final text; return what can be no part of a stop string any more."""
+        if not text:
+            return ""
+        text = self._held + text
+        found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self._stop_strings if stop in text]
+        if found:
+            end, negative_length, self._stop_string = min(found)
+            self._held = ""
+            return text[: end + negative_length]
+        kept = max((_overlap(text, stop) for stop in self._stop_strings), default=0)
+        self._held = text[len(text) - kept :]
+        return text[: len(text) - kept]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` that is a beginning of `stop`, not the whole of it."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

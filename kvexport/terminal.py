@@ -1,0 +1,65 @@
+"""What a user sees while work goes on: bars on a terminal, plain lines elsewhere, always on stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+
+class Task(Protocol):
+    """A piece of work under way."""
+
+    def advance(self, amount: int) -> None:
+        """So much more is done, in the unit of the total."""
+        ...
+
+
+Progress = AbstractContextManager[Task]
+
+
+class _Quiet:
+    def advance(self, amount: int) -> None:
+        """Nothing is shown."""
+
+
+@contextmanager
+def silent(label: str, total: int | None = None) -> Iterator[Task]:
+    """Shows nothing."""
+    yield _Quiet()
+
+
+def show(label: str, total: int | None = None) -> Progress:
+    """A task named `label` of `total` units (bytes or tokens; None = unknown) on stderr."""
+    return _bar(label, total) if sys.stderr.isatty() else _line(label, total)
+
+
+@contextmanager
+def _line(label: str, total: int | None) -> Iterator[Task]:
+    start = time.monotonic()
+    print(f"{label} ...", file=sys.stderr, flush=True)
+    yield _Quiet()
+    print(f"{label}: done in {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _bar(label: str, total: int | None) -> Iterator[Task]:
+    from rich.console import Console
+    from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as RichProgress
+
+    # Console honours NO_COLOR by itself.
+    shown = RichProgress(
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), console=Console(stderr=True)
+    )
+    with shown:
+        task = shown.add_task(label, total=total)
+
+        class Bar:
+            def advance(self, amount: int) -> None:
+                shown.advance(task, amount)
+
+        yield Bar()
+        shown.update(task, total=total or 1, completed=total or 1)

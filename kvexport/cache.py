@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -140,4 +141,4 @@ def allocate(recipe: Recipe, layers: int) -> list[int]:
     scale = recipe.budget * layers / sum(raw)
     # Rounding the running sum keeps the total exact.
     edges = [round(scale * sum(raw[:i])) for i in range(layers + 1)]
-    return [b - a for a, b in zip(edges, edges[1:], strict=False)]
+    return [b - a for a, b in itertools.pairwise(edges)]

@@ -52,7 +52,12 @@ def _bar(label: str, total: int | None) -> Iterator[Task]:
 
     # Console honours NO_COLOR by itself.
     shown = RichProgress(
-        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), console=Console(stderr=True)
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
     )
     with shown:
         task = shown.add_task(label, total=total)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import itertools
 import json
@@ -12,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -257,6 +259,12 @@ def test_write_manifest_refuses_names_and_links_a_reader_would_refuse(tmp_path: 
     (tmp_path / "link").symlink_to("good")
     with pytest.raises(KvexportError, match="symbolic link"):
         write_manifest(tmp_path, {})
+    (tmp_path / "link").unlink()
+    work = tmp_path / "stage"
+    work.mkdir()
+    (work / "manifest.json").symlink_to(tmp_path / "good")
+    write_manifest(work, {})
+    assert (tmp_path / "good").read_text() == "a"
 
 
 def test_content_that_json_changes_can_still_be_loaded(tmp_path: Path) -> None:
@@ -351,6 +359,46 @@ def test_builds_exclude_each_other_while_lock_files_come_and_go(tmp_path: Path) 
     for forks in crowd:
         forks.close()
     assert beside(tmp_path / "out") == ["out"]
+
+
+def test_a_lock_file_that_was_replaced_while_it_was_opened_gives_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []
+    flock = fcntl.flock
+
+    def another_build_is_quicker(descriptor: int, operation: int) -> None:
+        if not held:
+            (tmp_path / ".out.lock").unlink()
+            held.append(os.open(tmp_path / ".out.lock", os.O_RDWR | os.O_CREAT))
+            flock(held[0], fcntl.LOCK_EX)
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", another_build_is_quicker)
+    with pytest.raises(UsageError, match="another build"), stage(tmp_path / "out"):
+        pytest.fail("the stage was opened")
+    os.close(held[0])
+    build(tmp_path / "out")
+    assert beside(tmp_path / "out") == ["out"]
+
+
+def test_a_reader_waits_for_a_build_between_its_two_renames(tmp_path: Path) -> None:
+    target = build(tmp_path / "out", "old")
+    target.rename(tmp_path / ".out.old")
+    with (tmp_path / ".out.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        timer = threading.Timer(0.05, lambda: (tmp_path / ".out.old").rename(target))
+        timer.start()
+        assert assert_whole(target) == "old"
+        timer.join()
+
+
+def test_what_came_to_the_target_during_the_build_is_left_alone(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    with pytest.raises(UsageError, match="is no artifact"), stage(target) as work:
+        write_manifest(work, {})
+        target.mkdir()
+        (target / "file").write_text("mine")
+    assert (target / "file").read_text() == "mine"
+    assert beside(target) == ["out"]
 
 
 def test_only_stages_of_the_same_target_are_removed(tmp_path: Path) -> None:
@@ -658,6 +706,22 @@ def test_hostile_manifests_end_in_an_artifact_error_at_once(tmp_path: Path, raw:
     with pytest.raises(ArtifactError, match=r"manifest\.json"):
         load_manifest(target)
     assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize(
+    "content, why", [({"big": "a" * (16 << 20)}, "larger than"), ({"long": 10**60}, "61 digits")], ids=["large", "long"]
+)
+def test_limits_hold_even_where_the_digest_is_right(tmp_path: Path, content: dict[str, Any], why: str) -> None:
+    target = build(tmp_path / "out")
+    rewrite(target, lambda manifest: manifest.update(content))
+    with pytest.raises(ArtifactError, match=why):
+        load_manifest(target)
+
+
+def test_a_manifest_no_reader_would_accept_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(KvexportError, match="more than"), stage(tmp_path / "out") as work:
+        write_manifest(work, {"big": "a" * (16 << 20)})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nested_and_repeated_content_with_a_right_digest_is_refused(tmp_path: Path) -> None:

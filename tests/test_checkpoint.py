@@ -116,9 +116,10 @@ def test_the_fingerprint_follows_config_and_headers_and_not_the_place(tmp_path: 
         fingerprint("d", weights=write_file(one(shape=[1, 2]), bytes(8))),
         fingerprint("e", weights=write_file(one(shape=[3], offsets=[0, 12]), bytes(12))),
         fingerprint("f", weights=write_file(one(), bytes(8), pad=b" ")),
+        fingerprint("h", weights=write_file(one("I32"), bytes(8))),
     }
     assert base not in others
-    assert len(others) == 4
+    assert len(others) == 5
     assert fingerprint("g", weights=write_file(one(), b"\x01" * 8)) == base
     assert len(base) == 64
 
@@ -356,7 +357,8 @@ def test_a_directory_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.Monke
     "path",
     ["", "llama", "./org/name", "../x", "/no/such/dir", "a/b/c", "a/b..c", "a--b/c", "org/n\u00e4me", "a/b.git", "a\0/b", "x" * 5000],
 )
-def test_what_is_neither_directory_nor_hub_id_is_refused(path: str) -> None:
+def test_what_is_neither_directory_nor_hub_id_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError) as caught:
         resolve_checkpoint(path, None)
     assert "--set model.path" in caught.value.fix

@@ -157,6 +157,14 @@ def test_every_tie_at_the_top_k_boundary_is_kept() -> None:
     assert probabilities.sum() == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("size", [5, 3000])
+def test_the_most_probable_token_stays_however_small_top_p_is(size: int) -> None:
+    logits = np.random.default_rng(2).standard_normal(size).astype(np.float32)
+    sampler = Sampler(GenerationSettings(do_sample=True, top_k=0, top_p=1e-12), [], size)
+    kept = np.flatnonzero(reference_scores(sampler.settings, [1], [], logits) > -np.inf)
+    assert sampler.distribution(logits)[0].tolist() == kept.tolist() == [logits.argmax()]
+
+
 def test_greedy_takes_the_lowest_of_equal_maxima() -> None:
     logits = np.zeros(100_000, dtype=np.float32)
     logits[[70_000, 4_321]] = 2.5

@@ -1,0 +1,1 @@
+"""Artifacts: what is built, and how it is staged, digested and loaded."""

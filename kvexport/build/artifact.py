@@ -391,31 +391,35 @@ def _newest(work: Path) -> Path:
 
 def _existing(path: Path) -> Path:
     """The resolved directory at `path`, put back first where a killed build had moved it aside."""
-    if not path.is_dir() and path.parent.is_dir():
-        _put_back(_place(path))
-    if path.is_dir():
-        return path.resolve()
-    what = f"{path} is not a directory, so no artifact" if os.path.lexists(path) else f"there is no artifact at {path}"
-    raise UsageError(what, f"kvexport build RECIPE --out {_quoted(path)}, or name the directory of an artifact")
+    deadline = time.monotonic() + 1.0
+    while not path.is_dir():
+        waits = path.parent.is_dir() and not path.is_symlink() and time.monotonic() < deadline and _comes_back(_place(path))
+        if not waits and not path.is_dir():
+            what = f"{path} is not a directory, so no artifact" if os.path.lexists(path) else f"there is no artifact at {path}"
+            raise UsageError(what, f"kvexport build RECIPE --out {_quoted(path)}, or name the directory of an artifact")
+    return path.resolve()
 
 
-def _put_back(target: Path) -> None:
+def _comes_back(target: Path) -> bool:
+    """Whether to look again for a target that was absent a moment ago: it is put back here, or a build may be between its two renames."""
     old = _beside(target, "old")
-    deadline = time.monotonic() + 2.0
-    while not os.path.lexists(target) and _is_artifact(old) and time.monotonic() < deadline:
-        try:
-            lock = _acquire(target)
-        except BlockingIOError:
-            # A build is between its two renames right now, or about to put the artifact back itself.
-            time.sleep(0.005)
-            continue
-        except OSError as error:
-            fix = f"mv {_quoted(old)} {_quoted(target)}"
-            raise UsageError(f"a killed build left {target} at {old}, and it cannot be put back: {error.strerror}", fix) from error
-        try:
-            _restore(target)
-        finally:
-            _release(target, lock)
+    if not _is_artifact(old) and not os.path.lexists(_beside(target, "lock")):
+        return False
+    try:
+        lock = _acquire(target)
+    except BlockingIOError:
+        time.sleep(0.005)
+        return True
+    except OSError as error:
+        if os.path.lexists(target) or not _is_artifact(old):
+            return False
+        fix = f"mv {_quoted(old)} {_quoted(target)}"
+        raise UsageError(f"a killed build left {target} at {old}, and it cannot be put back: {error.strerror}", fix) from error
+    try:
+        _restore(target)
+        return target.is_dir()
+    finally:
+        _release(target, lock)
 
 
 def _checked_unless_replaced(root: Path, verify: bool) -> dict[str, Any] | None:

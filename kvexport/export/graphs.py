@@ -119,7 +119,7 @@ def _state_info(name: str, layer: LayerCache, kind: str) -> onnx.ValueInfoProto:
 
 
 def _input_type(proto: onnx.ModelProto, name: str) -> int:
-    return next(v.type.tensor_type.elem_type for v in proto.graph.input if v.name == name)
+    return next(int(v.type.tensor_type.elem_type) for v in proto.graph.input if v.name == name)
 
 
 def _set_attributes(node: onnx.NodeProto, overload: str, attributes: dict[str, Any]) -> None:

@@ -33,15 +33,14 @@ def load_config(checkpoint: Checkpoint, max_length: int) -> Any:
         raise UsageError(f"{kind} is an encoder-decoder; only decoders have a cache that grows with every token")
     if getattr(config, "kv_lora_rank", None):
         raise UsageError(
-            f"{kind} has latent attention (kv_lora_rank {config.kv_lora_rank}); merging its expanded keys would need more memory than its own latent cache"
+            f"{kind} has latent attention (kv_lora_rank {config.kv_lora_rank}); merging its expanded keys would need more memory than "
+            "its own latent cache"
         )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UsageError(f"transformers has no decoder (AutoModelForCausalLM) for model type '{kind}'")
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and max_length > positions:
-        raise UsageError(
-            f"limits.max_length is {max_length}, but {kind} has {positions} positions", f"--set limits.max_length={positions}"
-        )
+        raise UsageError(f"limits.max_length is {max_length}, but {kind} has {positions} positions", f"--set limits.max_length={positions}")
     return config
 
 
@@ -50,9 +49,13 @@ def build_fake(config: Any, dtype: torch.dtype, max_length: int) -> tuple[Any, F
     buffers that no checkpoint holds (rotary frequencies) are real."""
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, dtype=dtype, attn_implementation=IMPLEMENTATION
+            )
     except ValueError as error:
-        raise UsageError(f"{config.model_type} does not use the attention interface of transformers: {str(error).splitlines()[0]}") from error
+        raise UsageError(
+            f"{config.model_type} does not use the attention interface of transformers: {str(error).splitlines()[0]}"
+        ) from error
     for module in model.modules():
         if any(buffer is not None for buffer in module._buffers.values()):
             module.to_empty(device="cpu", recurse=False)

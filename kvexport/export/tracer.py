@@ -82,11 +82,10 @@ class _Tracing:
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         layer: int = module.layer_idx  # type: ignore[assignment]
         state = self.past[5 * layer : 5 * layer + 5]
-        result = _vote_attention_op(
-            query, key, value, self.position, self.query_length, *state, options.get("s_aux"), layer
-        )
+        result = _vote_attention_op(query, key, value, self.position, self.query_length, *state, options.get("s_aux"), layer)
         self.present[layer] = result[1:]
-        return result[0]
+        output: Tensor = result[0]
+        return output
 
     def mask(self, mask_function: Any) -> Any:
         return None
@@ -105,9 +104,7 @@ class _Decoder(nn.Module):
         tracing = _Tracing(position, query_length, past)
         self.token_logits.query_length = query_length if self.last_logits else None
         with attending(tracing):
-            logits = self.model(
-                input_ids=input_ids, position_ids=position, past_key_values=PassThroughCache(), use_cache=True
-            ).logits
+            logits = self.model(input_ids=input_ids, position_ids=position, past_key_values=PassThroughCache(), use_cache=True).logits
         present = [x for i in range(self.layers) for x in tracing.present[i]]
         # Computed from `position`, so that whoever binds both lengths to one buffer cannot have it overwritten before it is read.
         return (logits.float(), position[:, :1] + query_length, *present)

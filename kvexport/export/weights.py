@@ -84,9 +84,9 @@ def write_weights(
     A hard link shares its bytes with the checkpoint: who rewrites that file in place changes the artifact, as its digest will tell.
 
     Two specs of one entry and one dtype share their bytes. `progress` receives the bytes of initializers put in place since its
-    last call. Peak memory is some tens of MiB, whatever the size of a tensor. Raises UsageError for a shape other than the graph's, a dtype that is no
-    float, values that the wanted dtype cannot hold, and a source shorter than its header said; ValueError for a name given
-    twice; OSError of reading and writing passes through.
+    last call. Peak memory is some tens of MiB, whatever the size of a tensor. Raises UsageError for a shape other than the
+    graph's, a dtype that is no float, values that the wanted dtype cannot hold, and a source shorter than its header said;
+    ValueError for a name given twice; OSError of reading and writing passes through.
     """
     if len({spec.name for spec in specs}) != len(specs):
         raise ValueError("two specs have the same initializer name")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -111,9 +110,7 @@ class KeepKV(Method):
             value=torch.where(received[..., None], value.to(slots.value.dtype), slots.value),
             votes=torch.where(received, votes, slots.votes),
             score=self._merged_score(slots, leaving.slot, to, merges, received),
-            position=slots.position.scatter_reduce(
-                2, to, torch.where(merges, slots.position.gather(2, leaving.slot), 0), "amax"
-            ),
+            position=slots.position.scatter_reduce(2, to, torch.where(merges, slots.position.gather(2, leaving.slot), 0), "amax"),
         )
 
     def _merged_score(self, slots: Slots, leaving: Tensor, to: Tensor, merges: Tensor, received: Tensor) -> Tensor:

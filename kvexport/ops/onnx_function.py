@@ -186,7 +186,9 @@ def _function(
     op: str, overload: str, graph: onnx.GraphProto, inputs: list[str], outputs: list[str], prologue: list[onnx.NodeProto] | None = None
 ) -> onnx.FunctionProto:
     """`graph` as a function: inputs and outputs renamed, initializers as constants, the last inputs computed by `prologue`."""
-    renamed = dict(zip((v.name for v in graph.input), inputs, strict=True)) | dict(zip((v.name for v in graph.output), outputs, strict=True))
+    renamed = dict(zip((v.name for v in graph.input), inputs, strict=True)) | dict(
+        zip((v.name for v in graph.output), outputs, strict=True)
+    )
     if len(renamed) != len(inputs) + len(outputs):
         raise AssertionError(f"{op}: an output of the trace is also an input or another output")
     nodes = list(prologue or [])

@@ -137,9 +137,7 @@ def _log_weights(lengths: Tensor, step: Tensor, statistic: Statistic) -> tuple[T
     return n.float(), torch.where((back >= 0) & (back < n), log_weight, LOG_ZERO)
 
 
-def _log_ema(
-    logits: Tensor, visible: Tensor, past: Tensor, fresh: Tensor, n: Tensor, log_weight: Tensor, statistic: Statistic
-) -> Tensor:
+def _log_ema(logits: Tensor, visible: Tensor, past: Tensor, fresh: Tensor, n: Tensor, log_weight: Tensor, statistic: Statistic) -> Tensor:
     """``ln(a^n S + (1 - a) sum_i a^(n-1-i) mean_g s_i)`` over the n counted queries that see the slot; [B, H, C]."""
     batch, heads, group, _, capacity = logits.shape
     share = log_weight + (math.log(1.0 - statistic.decay) - math.log(group))
@@ -150,9 +148,7 @@ def _log_ema(
     return (top + torch.log(torch.exp(stacked - top).sum(dim=2, keepdim=True)))[:, :, 0]
 
 
-def _probability_sum(
-    probability: Tensor, past: Tensor, fresh: Tensor, n: Tensor, log_weight: Tensor, statistic: Statistic
-) -> Tensor:
+def _probability_sum(probability: Tensor, past: Tensor, fresh: Tensor, n: Tensor, log_weight: Tensor, statistic: Statistic) -> Tensor:
     """``d^n A + sum_i d^(n-1-i) mean_g p_i`` over the n counted queries; [B, H, C]."""
     batch, heads, group, tokens, capacity = probability.shape
     weight = (torch.exp(log_weight) / group)[:, None, None, :].expand(batch, heads, group, tokens).reshape(batch, heads, 1, group * tokens)

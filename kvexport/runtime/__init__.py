@@ -1,0 +1,1 @@
+"""Running an artifact: ONNX Runtime and numpy only."""

@@ -7,7 +7,7 @@ is in.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,7 +94,7 @@ class Lanes:
             raise ValueError("no prompt has a token")
         return last
 
-    def _merge(self, due: NDArray[np.bool_]) -> None:
+    def _merge(self, due: Any) -> None:
         """Merge the lanes that are due, one call per run of neighbours."""
         due = due & self._merges.any()
         lane = 0

@@ -254,8 +254,6 @@ def _top_p_indices(values: Floats, top_p: float) -> Ids:
         pivot = np.median(rest[:: rest.size // 64])
         is_low = rest < pivot
         if not is_low.any():
-            is_low = rest <= pivot
-        if is_low.all():
             break
         # Indices from flatnonzero cost a fifth of what indexing with an unpredictable mask does.
         low, high = undecided[np.flatnonzero(is_low)], undecided[np.flatnonzero(~is_low)]

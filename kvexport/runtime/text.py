@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 FILE_NAME = "tokenizer.json"
 
 _REPLACEMENT = "\ufffd"
-# A character is at most 4 bytes, so this many tokens without a whole one hold bytes that are no UTF-8.
+# A character is at most 4 bytes, so among this many tokens without a whole one there are bytes that are no UTF-8.
 _LONGEST_WAIT = 8
 _LONGEST_CONTEXT = 8
 
@@ -32,6 +32,9 @@ class Tokenizer:
         inner.no_padding()
         self._inner = inner
         self._special_ids = frozenset(i for i, token in inner.get_added_tokens_decoder().items() if token.special)
+        falls_back = inner.decoder is not None and inner.decoder.decode(["<0x41>"]) == "A"
+        bytes_by_id = {inner.token_to_id(f"<0x{value:02X}>"): value for value in range(256)} if falls_back else {}
+        self._fallback_bytes = {i: value for i, value in bytes_by_id.items() if i is not None}
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -79,13 +82,17 @@ class Tokenizer:
         """Whether `decode` looks at this id at all: it has a token, and not a special one that is skipped."""
         return not (skip_special_tokens and token_id in self._special_ids) and self._inner.id_to_token(token_id) is not None
 
+    def fallback_byte(self, token_id: int) -> int | None:
+        """The byte 0..255 that this token stands for in a tokenizer with byte fallback ("<0xE5>"); None for all others."""
+        return self._fallback_bytes.get(token_id)
+
 
 class TextStream:
     """The text of one sequence while its tokens arrive.
 
     `push` returns only text that no later token changes: it keeps back bytes of a character that is not complete and whatever may
-    be the beginning of a stop string. The pieces joined are `decode` of all the tokens, up to the stop string; only where a
-    byte-fallback tokenizer's bytes are no UTF-8 does `decode` also spoil valid characters beside them, and this does not.
+    be the beginning of a stop string. The pieces joined are `decode` of all the tokens, up to the stop string. They differ only where
+    the bytes of a byte-fallback tokenizer are no UTF-8: `decode` then gives up the valid characters beside them too.
 
     Of several stop strings the one whose end comes first counts, and of those that end together the longest, so the result does
     not depend on how the text is cut into tokens. The stop string and what follows are not emitted, which is what users of a
@@ -117,6 +124,7 @@ class TextStream:
         self._context = last[-_LONGEST_CONTEXT:]
         self._waiting: list[int] = []
         self._decoded = 0
+        self._bytes = b""
         self._held = ""
         self._stop_string: str | None = None
         self._flushed = False
@@ -137,36 +145,46 @@ class TextStream:
             raise KvexportError("a token came after the end of its text", "begin a new TextStream for a new sequence")
         if self.stopped or not self._tokenizer.has_text(token_id, self._skips_special):
             return ""
+        byte = self._tokenizer.fallback_byte(token_id)
+        if byte is not None:
+            return self._emit(self._take_byte(byte, token_id))
+        broken, self._bytes = _REPLACEMENT * len(self._bytes), b""
         self._waiting.append(token_id)
-        return self._emit(self._decode_new())
+        return self._emit(broken + self._decode_new())
 
     def flush(self) -> str:
         """End the text, return what was kept back: incomplete bytes become U+FFFD. A second call returns ""."""
         if self._flushed or self.stopped:
             return ""
         self._flushed = True
-        text = self._text(self._context, self._waiting)[self._decoded :]
-        self._waiting, self._decoded = [], 0
-        out = self._emit(text)
-        if self.stopped:
-            return out
-        out, self._held = out + self._held, ""
-        return out
+        out = self._emit(self._end_waiting() + _REPLACEMENT * len(self._bytes))
+        return out if self.stopped else out + self._held
 
     def _text(self, context: list[int], ids: list[int]) -> str:
         """What `ids` add to the text after `context`."""
-        if not ids:
-            return ""
-        before = self._decode(context)
-        whole = self._decode(context + ids)
+        before, whole = self._decode(context), self._decode(context + ids)
         if whole.startswith(before):
             return whole[len(before) :]
-        # Only bytes that are no UTF-8 reach back into the context (a byte-fallback decoder gives up the whole run of bytes), and
-        # text that begins with such a byte needs no context.
-        return self._decode(ids)
+        # The prompt ends inside a character which these tokens complete: what is new begins where the two texts part.
+        return whole[next((i for i, (old, new) in enumerate(zip(before, whole, strict=False)) if old != new), len(whole)) :]
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, self._skips_special)
+
+    def _take_byte(self, byte: int, token_id: int) -> str:
+        # A byte-fallback decoder gives up a whole run of bytes for one that is missing or wrong, so runs are not left to it.
+        before = self._end_waiting()
+        text, self._bytes = _decode_utf8(self._bytes + bytes([byte]))
+        self._context = [token_id]
+        return before + text
+
+    def _end_waiting(self) -> str:
+        """The text of the waiting tokens that is not yet out, whatever it ends with; nothing waits any more."""
+        if not self._waiting:
+            return ""
+        out = self._text(self._context, self._waiting)[self._decoded :]
+        self._waiting, self._decoded = [], 0
+        return out
 
     def _decode_new(self) -> str:
         """The text of the waiting tokens that is final and not yet out."""
@@ -184,8 +202,9 @@ class TextStream:
         """Let go of waiting tokens that end in bytes which can become no character, where `text` of all can be cut between tokens."""
         for cut in range(len(self._waiting) - 1, len(self._waiting) - 5, -1):
             left, right = self._waiting[:cut], self._waiting[cut:]
-            first = self._text(self._context, left)
-            if first and first + self._text(left, right) == text:
+            first, second = self._text(self._context, left), self._text(left, right)
+            # Bytes on both sides of the cut that belong together are fewer characters joined than apart.
+            if first and first + second == text and second.endswith(self._decode(right)):
                 out = first[self._decoded :]
                 self._context, self._waiting, self._decoded = left[-_LONGEST_CONTEXT:], right, max(0, self._decoded - len(first))
                 return out
@@ -212,3 +231,18 @@ def _overlap(text: str, stop: str) -> int:
         if text.endswith(stop[:length]):
             return length
     return 0
+
+
+def _decode_utf8(data: bytes) -> tuple[str, bytes]:
+    """The characters of `data` with U+FFFD for every byte that can be part of none, and the incomplete bytes at its end."""
+    text = ""
+    while data:
+        try:
+            return text + data.decode(), b""
+        except UnicodeDecodeError as error:
+            text += data[: error.start].decode()
+            if error.reason == "unexpected end of data":
+                return text, data[error.start :]
+            text += _REPLACEMENT * (error.end - error.start)
+            data = data[error.end :]
+    return text, b""

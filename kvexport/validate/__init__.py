@@ -1,0 +1,1 @@
+"""Proof that an engine and its PyTorch reference agree."""

@@ -329,11 +329,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the tiny recall checkpoint.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent, help="folder to write the checkpoint to")
-    parser.add_argument("--steps", type=int, default=1300)
+    parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--tokens", type=int, default=8192, help="tokens per batch")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
 
     import torch

@@ -1,0 +1,218 @@
+"""Running an artifact: `load` it, then `generate` or `stream`. Needs ONNX Runtime and numpy; neither torch nor transformers."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvexport.build.artifact import load_manifest
+from kvexport.cache import CachePlan
+from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.runtime.lanes import Lanes
+from kvexport.runtime.onnxruntime_backend import OnnxRuntimeBackend, Sessions
+from kvexport.runtime.sampling import GenerationSettings, Sampler
+from kvexport.runtime.text import FILE_NAME, TextStream, Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Token:
+    """One generated token. sequence: which prompt. text: what is final with it (may be empty while a character or a stop string is
+    incomplete). finish_reason: set on the last token of a sequence: "stop" (eos or stop string) or "length"."""
+
+    sequence: int
+    id: int
+    text: str
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+@dataclass
+class Completion:
+    """What one prompt became. token_ids: generated ones, an eos included. text: "" where the artifact has no tokenizer."""
+
+    prompt_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+@dataclass
+class Timing:
+    """Of the last call: prompt and generated tokens of all sequences, seconds in prefill and decode (merging included), decode steps."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    steps: int = 0
+
+
+class Engine:
+    """A loaded artifact. Not safe to use from several threads at once; sequences of one call share its batch."""
+
+    def __init__(self, path: Path, manifest: dict[str, Any], sessions: Sessions) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.plan = CachePlan.from_json(manifest["cache"])
+        self.vocabulary: int = manifest["model"]["vocabulary"]
+        self.max_length: int = manifest["limits"]["max_length"]
+        self.max_batch: int = manifest["limits"]["max_batch"]
+        self.tokenizer = Tokenizer.from_folder(path) if (path / FILE_NAME).exists() else None
+        config = path / "generation_config.json"
+        self.generation_config: dict[str, Any] = json.loads(config.read_text()) if config.exists() else {}
+        self.timing = Timing()
+        self._sessions = sessions
+        self._lanes: Lanes | None = None
+
+    def lanes(self, count: int) -> Lanes:
+        """Empty lanes for `count` sequences; the state of an earlier call is reused where the count is the same."""
+        if not 1 <= count <= self.max_batch:
+            raise UsageError(
+                f"{count} sequences at once, but the artifact was built for 1 to {self.max_batch}",
+                f"kvexport build --set limits.max_batch={count}, or fewer prompts in one call",
+            )
+        if self._lanes is None or self._lanes.count != count:
+            self._lanes = None  # the old state goes before the new one comes
+            limits = self.manifest["limits"]
+            backend = OnnxRuntimeBackend(self._sessions, self.plan, count)
+            self._lanes = Lanes(backend, self.plan, count, prefill_chunk=limits["prefill_chunk"], merge_every=limits["merge_every"])
+        else:
+            self._lanes.reset()
+        return self._lanes
+
+    def settings(self, **overrides: Any) -> GenerationSettings:
+        """The checkpoint's generation settings with `overrides` on top (fields of GenerationSettings)."""
+        return GenerationSettings.from_generation_config(self.generation_config, **overrides)
+
+    def encode(self, prompt: Prompt) -> NDArray[np.int64]:
+        """Token ids of a prompt, checked. Raises UsageError: empty, an id out of range, longer than the artifact's max_length."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise UsageError("the artifact has no tokenizer.json, so a prompt cannot be text", "pass token ids")
+            prompt = self.tokenizer.encode(prompt)
+        ids = np.asarray(prompt)
+        if ids.ndim != 1 or ids.size == 0:
+            raise UsageError("the prompt is empty", "give at least one token")
+        if ids.dtype.kind not in "iu":
+            raise UsageError(f"token ids are integers, the prompt holds {ids.dtype}", "pass text, or a list of integers")
+        if ids.min() < 0 or ids.max() >= self.vocabulary:
+            bad = int(ids[(ids < 0) | (ids >= self.vocabulary)][0])
+            raise UsageError(f"token id {bad} is out of range: the vocabulary has {self.vocabulary}", "use the artifact's own tokenizer")
+        if ids.size >= self.max_length:
+            raise UsageError(
+                f"the prompt has {ids.size} tokens; with one token of answer it exceeds limits.max_length {self.max_length}",
+                f"kvexport build --set limits.max_length={ids.size + 256}, or a shorter prompt",
+            )
+        return ids.astype(np.int64)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        settings: GenerationSettings | None = None,
+        *,
+        on_prefill: Callable[[int, int], None] | None = None,
+        **overrides: Any,
+    ) -> Iterator[Token]:
+        """Generate token by token, for one prompt or a ragged batch of them, in whatever order they come.
+
+        prompts: text or token ids, or a list of either. settings: default `self.settings(**overrides)`. on_prefill(done, all) is
+        called after every chunk of the prompts. Raises UsageError for prompts and settings that cannot be used.
+        """
+        batch = [self.encode(p) for p in _as_batch(prompts)]
+        chosen = settings or self.settings(**overrides)
+        lanes = self.lanes(len(batch))
+        return self._run(lanes, batch, chosen, on_prefill)
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], settings: GenerationSettings | None = None, **overrides: Any
+    ) -> list[Completion]:
+        """Generate to the end; one `Completion` per prompt, in their order. Arguments and errors as `stream`."""
+        batch = [self.encode(p) for p in _as_batch(prompts)]
+        completions = [Completion(len(ids)) for ids in batch]
+        for token in self.stream([ids.tolist() for ids in batch], settings, **overrides):
+            completion = completions[token.sequence]
+            completion.token_ids.append(token.id)
+            completion.text += token.text
+            completion.finish_reason = token.finish_reason
+        return completions
+
+    def _run(
+        self, lanes: Lanes, batch: list[NDArray[np.int64]], settings: GenerationSettings, on_prefill: Callable[[int, int], None] | None
+    ) -> Iterator[Token]:
+        self.timing = Timing(prompt_tokens=sum(map(len, batch)))
+        samplers = [Sampler(settings, ids, self.vocabulary) for ids in batch]
+        texts = [TextStream(self.tokenizer, settings.stop_strings, context_ids=ids.tolist()) if self.tokenizer else None for ids in batch]
+        start = time.perf_counter()
+        logits = lanes.prefill(batch, on_prefill)
+        self.timing.prefill_seconds = time.perf_counter() - start
+        nothing = np.zeros(0, dtype=np.int64)
+        running = set(range(len(batch)))
+        while True:
+            next_tokens = [nothing] * len(batch)
+            for lane in sorted(running):
+                token = self._choose(lane, samplers[lane], texts[lane], logits[lane], int(lanes.length[lane]))
+                if token.finish_reason:
+                    running.discard(lane)
+                next_tokens[lane] = np.array([token.id])
+                self.timing.generated_tokens += 1
+                yield token
+            if not running:
+                return
+            start = time.perf_counter()
+            logits = lanes.append([t if lane in running else nothing for lane, t in enumerate(next_tokens)])[:, 0]
+            self.timing.decode_seconds += time.perf_counter() - start
+            self.timing.steps += 1
+
+    def _choose(self, lane: int, sampler: Sampler, text: TextStream | None, logits: NDArray[np.float32], length: int) -> Token:
+        token = sampler.next(logits)
+        reason = sampler.finish_reason
+        if reason is None and length + 1 >= self.max_length:
+            reason = "length"
+        piece = text.push(token) if text else ""
+        if text and text.stopped:
+            reason = "stop"
+        if text and reason:
+            piece += text.flush()
+        return Token(lane, token, piece, reason)
+
+
+def load(path: str | Path, *, threads: int | None = None, verify: bool = True) -> Engine:
+    """Load an artifact. threads: None takes the recipe's (0 = the backend's choice).
+
+    verify: False skips the sha256 of every file (not their sizes and names); only for files that you have just verified.
+    Raises UsageError (nothing there), ArtifactError (damaged), EnvironmentProblem (ONNX Runtime missing).
+    """
+    path = Path(path)
+    manifest = load_manifest(path, verify=verify)
+    try:
+        import onnxruntime  # noqa: F401
+    except ImportError as error:
+        raise EnvironmentProblem(f"onnxruntime cannot be imported: {error}", "pip install onnxruntime") from error
+    graphs = manifest["graphs"]
+    sessions = Sessions(
+        path / graphs["decoder"],
+        path / graphs["merge"] if graphs["merge"] else None,
+        threads=manifest["recipe"]["backend"]["threads"] if threads is None else threads,
+        vocabulary=manifest["model"]["vocabulary"],
+        all_logits=manifest["recipe"]["export"]["logits"] == "all",
+    )
+    return Engine(path, manifest, sessions)
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if not items:
+        raise UsageError("there is no prompt", "give at least one")
+    if all(isinstance(item, (int, np.integer)) for item in items):
+        return [items]  # type: ignore[list-item]
+    return items  # type: ignore[return-value]

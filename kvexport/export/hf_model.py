@@ -62,7 +62,7 @@ def build_fake(config: Any, dtype: torch.dtype, max_length: int) -> tuple[Any, F
             with torch.no_grad():
                 model._init_weights(module)
     model.tie_weights()
-    _fix_rotary_frequencies(model, max_length)
+    fix_rotary_frequencies(model, max_length)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     shared: dict[int, nn.Parameter] = {}  # tied parameters stay tied
     with mode:
@@ -78,7 +78,7 @@ def build_fake(config: Any, dtype: torch.dtype, max_length: int) -> tuple[Any, F
     return model.eval(), mode
 
 
-def _fix_rotary_frequencies(model: nn.Module, max_length: int) -> None:
+def fix_rotary_frequencies(model: nn.Module, max_length: int) -> None:
     """Rotary embeddings whose frequencies depend on the length seen so far (dynamic, longrope) are fixed at those of the longest
     sequence: a graph has one set, and keys already rotated cannot be rotated anew."""
     for module in model.modules():

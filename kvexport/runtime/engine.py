@@ -69,8 +69,12 @@ class Engine:
         config = path / "generation_config.json"
         self.generation_config: dict[str, Any] = json.loads(config.read_text()) if config.exists() else {}
         self.timing = Timing()
-        self._sessions = sessions
+        self.sessions = sessions
         self._lanes: Lanes | None = None
+
+    def new_backend(self, lanes: int) -> OnnxRuntimeBackend:
+        """State for `lanes` sequences, all empty, over the engine's sessions."""
+        return OnnxRuntimeBackend(self.sessions, self.plan, lanes)
 
     def lanes(self, count: int) -> Lanes:
         """Empty lanes for `count` sequences; the state of an earlier call is reused where the count is the same."""
@@ -82,8 +86,9 @@ class Engine:
         if self._lanes is None or self._lanes.count != count:
             self._lanes = None  # the old state goes before the new one comes
             limits = self.manifest["limits"]
-            backend = OnnxRuntimeBackend(self._sessions, self.plan, count)
-            self._lanes = Lanes(backend, self.plan, count, prefill_chunk=limits["prefill_chunk"], merge_every=limits["merge_every"])
+            self._lanes = Lanes(
+                self.new_backend(count), self.plan, count, prefill_chunk=limits["prefill_chunk"], merge_every=limits["merge_every"]
+            )
         else:
             self._lanes.reset()
         return self._lanes

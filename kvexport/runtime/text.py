@@ -195,16 +195,16 @@ class TextStream:
         if text and len(final) == len(text):
             self._context, self._waiting, self._decoded = self._waiting[-_LONGEST_CONTEXT:], [], 0
         elif len(self._waiting) >= _LONGEST_WAIT:
-            out += self._give_up_bytes(text)
+            out += self._give_up_bytes()
         return out
 
-    def _give_up_bytes(self, text: str) -> str:
-        """Let go of waiting tokens that end in bytes which can become no character, where `text` of all can be cut between tokens."""
+    def _give_up_bytes(self) -> str:
+        """Let go of waiting tokens whose bytes can become no character: all before the last place where the text can be cut."""
         for cut in range(len(self._waiting) - 1, len(self._waiting) - 5, -1):
             left, right = self._waiting[:cut], self._waiting[cut:]
             first, second = self._text(self._context, left), self._text(left, right)
             # Bytes on both sides of the cut that belong together are fewer characters joined than apart.
-            if first and first + second == text and second.endswith(self._decode(right)):
+            if first and second.endswith(self._decode(right)):
                 out = first[self._decoded :]
                 self._context, self._waiting, self._decoded = left[-_LONGEST_CONTEXT:], right, max(0, self._decoded - len(first))
                 return out

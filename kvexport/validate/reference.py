@@ -1,0 +1,110 @@
+"""The PyTorch reference: the Hugging Face model, run eagerly with the two operators in place of its attention and cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from kvexport.cache import STATE, CachePlan, LayerGeometry
+from kvexport.export.attention_hook import IMPLEMENTATION, PassThroughCache, TokenLogits, attending
+from kvexport.export.graphs import merge_attributes
+from kvexport.export.hf_model import fix_rotary_frequencies
+from kvexport.export.quiet import quiet_exporter
+from kvexport.export.tracer import layer_attributes
+from kvexport.methods.base import Method
+from kvexport.ops.merge_cache import merge_cache
+from kvexport.ops.vote_attention import vote_attention
+
+Arrays = dict[str, NDArray[Any]]
+State = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+class _Eager:
+    """Attends with `vote_attention` over the state it is given."""
+
+    def __init__(
+        self, method: Method, geometry: list[LayerGeometry], position: Tensor, query_length: Tensor, past: Mapping[int, State]
+    ) -> None:
+        self.method, self.geometry, self.past = method, geometry, past
+        self.position, self.query_length = position, query_length
+        self.present: dict[int, tuple[Tensor, ...]] = {}
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        result = vote_attention(
+            query,
+            key,
+            value,
+            self.position,
+            self.query_length,
+            *self.past[layer],
+            options.get("s_aux"),
+            attributes=layer_attributes(self.method, self.geometry[layer]),
+        )
+        self.present[layer] = result[1:]
+        return result[0]
+
+    def mask(self, mask_function: Any) -> Any:
+        return None
+
+
+class TorchReference:
+    """Both graphs in PyTorch, over numpy arrays named as the graphs name them."""
+
+    def __init__(self, checkpoint: Path, plan: CachePlan, geometry: list[LayerGeometry], method: Method, recipe: Any) -> None:
+        self.plan, self.geometry, self.method = plan, geometry, method
+        self._last_logits = recipe.export.logits == "last"
+        with quiet_exporter():
+            self.model = _load(checkpoint, recipe, IMPLEMENTATION)
+        fix_rotary_frequencies(self.model, recipe.limits.max_length)
+        self._token_logits = TokenLogits(self.model)
+
+    @torch.no_grad()
+    def decode(self, feed: Mapping[str, NDArray[Any]]) -> Arrays:
+        """decoder.onnx: (input_ids, query_length, past_length, past_key_values.*) -> (logits, present_length, present.*)."""
+        ids, query_length, past_length = (
+            torch.from_numpy(np.ascontiguousarray(feed[name])) for name in ("input_ids", "query_length", "past_length")
+        )
+        position = past_length + torch.arange(ids.shape[1])
+        eager = _Eager(self.method, self.geometry, position, query_length, {i: self._layer(feed, i) for i in range(len(self.plan.layers))})
+        self._token_logits.query_length = query_length if self._last_logits else None
+        with attending(eager):
+            logits = self.model(input_ids=ids, position_ids=position, past_key_values=PassThroughCache(), use_cache=True).logits
+        present = {f"present.{i}.{kind}": x.numpy() for i, state in eager.present.items() for kind, x in zip(STATE, state, strict=True)}
+        return {"logits": logits.float().numpy(), "present_length": (past_length + query_length).numpy(), **present}
+
+    @torch.no_grad()
+    def merge(self, feed: Mapping[str, NDArray[Any]]) -> Arrays:
+        """merge.onnx: past_key_values.* -> present.* of the layers that can exceed their budgets."""
+        present = {}
+        for i, layer in enumerate(self.plan.layers):
+            if layer.merges:
+                state = merge_cache(*self._layer(feed, i), attributes=merge_attributes(layer, self.method))
+                present.update({f"present.{i}.{kind}": x.numpy() for kind, x in zip(STATE, state, strict=True)})
+        return present
+
+    def _layer(self, feed: Mapping[str, NDArray[Any]], i: int) -> State:
+        key, value, votes, score, position = (torch.from_numpy(np.ascontiguousarray(feed[f"past_key_values.{i}.{kind}"])) for kind in STATE)
+        return key, value, votes, score, position
+
+
+@torch.no_grad()
+def full_logits(checkpoint: Path, recipe: Any, tokens: list[NDArray[np.int64]]) -> list[NDArray[np.float32]]:
+    """The uncompressed Hugging Face model's logits [length, vocabulary] of every sequence, with its own attention and cache."""
+    with quiet_exporter():
+        model = _load(checkpoint, recipe, "sdpa" if recipe.model.dtype == "float32" else "eager")
+    return [model(input_ids=torch.from_numpy(ids)[None]).logits[0].float().numpy() for ids in tokens]
+
+
+def _load(checkpoint: Path, recipe: Any, attention: str) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        str(checkpoint), dtype=getattr(torch, recipe.model.dtype), attn_implementation=attention, use_safetensors=True
+    )
+    return model.eval()

@@ -7,6 +7,7 @@ import io
 import logging
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -19,10 +20,23 @@ def quiet_exporter() -> Iterator[None]:
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
+    bars = _transformers_bars()
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
+        if bars:
+            bars.enable_progress_bar()
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+def _transformers_bars() -> Any:
+    """transformers' logging module with its progress bars switched off; None where they already are."""
+    from transformers.utils import logging as bars
+
+    if not bars.is_progress_bar_enabled():
+        return None
+    bars.disable_progress_bar()
+    return bars

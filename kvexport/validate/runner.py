@@ -298,9 +298,11 @@ def _difference(a: NDArray[Any], b: NDArray[Any]) -> float:
 
 
 def _measure_divergence(result: ValidationResult, own: list[dict[int, NDArray[np.float32]]], full: list[NDArray[np.float32]]) -> None:
-    """KL(full || engine) and top-1 agreement at every position whose logits the engine gave and that lies past the smallest budget."""
+    """KL(full || engine) and top-1 agreement at every position whose logits the engine gave and that lies past the smallest budget (at
+    all of them where nothing is compressed)."""
+    start = min(result.budgets) if min(result.budgets) < max(result.tokens) else 0
     for engine_rows, full_rows in zip(own, full, strict=True):
-        positions = [p for p in sorted(engine_rows) if p >= min(result.budgets)]
+        positions = [p for p in sorted(engine_rows) if p >= start]
         result.positions.append(positions)
         result.kl.append([_kl(full_rows[p], engine_rows[p]) for p in positions])
         result.agrees.append([bool(full_rows[p].argmax() == engine_rows[p].argmax()) for p in positions])

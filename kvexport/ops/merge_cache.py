@@ -36,29 +36,27 @@ def merge_cache(
     position: Tensor,
     *,
     attributes: MergeCacheAttributes,
-    kept_rows: Tensor | None = None,
-    leaving_rows: Tensor | None = None,
+    rows: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """One layer's cache back within its budget; a cache within it keeps its slots, in order of position.
 
     Args:
         key, value: [B, H, C, D], [B, H, C, Dv]; votes: [B, H, C] float32, 0 = empty; score: [B, H, K, C] float32;
         position: [B, H, C] int32. Used slots are a prefix, in any order.
-        kept_rows, leaving_rows: tensors of `budget` and `C - budget` rows whose lengths alone matter; given by the tracer, where
-        both are symbolic.
+        rows: three tensors whose lengths alone matter, given by the tracer, where they are symbolic: `budget` rows, the rows by which
+        the fullest head is over it (see `rows_of`), and the rest of the capacity, `capacity - budget`.
 
     Returns:
         The five tensors in the same shapes and dtypes: at most `budget` used slots in order of position, zeros after row `budget`.
     """
-    capacity = key.shape[2]
-    if kept_rows is None or leaving_rows is None:
-        kept_rows = torch.arange(min(attributes.budget, capacity), device=key.device)
-        leaving_rows = torch.arange(capacity - kept_rows.shape[0], device=key.device)
+    kept_rows, leaving_rows, freed_rows = rows or rows_of(votes, attributes.budget)
+    working = kept_rows.shape[0] + leaving_rows.shape[0]
 
     now = torch.where(votes > 0, position, -1).amax(-1, keepdim=True)  # [B, H, 1]
     if attributes.sliding_window:
         votes = torch.where(position > now - attributes.sliding_window, votes, 0.0)
-    order = torch.where(votes > 0, position, LAST).sort(dim=-1, stable=True).indices
+    # Only the fullest head's slots are looked at: the rest of the capacity is empty everywhere.
+    order = torch.where(votes > 0, position, LAST).sort(dim=-1, stable=True).indices[:, :, :working]
     slots = gather_slots(Slots(key, value, votes, score, position, now), order)
     used = slots.votes > 0
     if not attributes.method.compresses:
@@ -78,7 +76,7 @@ def merge_cache(
 
     def padded(x: Tensor, dim: int) -> Tensor:
         shape = list(x.shape)
-        shape[dim] = leaving_rows.shape[0]
+        shape[dim] = freed_rows.shape[0]
         return torch.cat([x, x.new_zeros(shape)], dim=dim)
 
     return (
@@ -88,3 +86,11 @@ def merge_cache(
         padded(result.score, 3),
         padded(result.position, 2),
     )
+
+
+def rows_of(votes: Tensor, budget: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`rows` of `merge_cache` for these votes [B, H, C]."""
+    capacity = votes.shape[2]
+    over = max(int((votes > 0).sum(-1).max()) - budget, 0)
+    kept = min(budget, capacity)
+    return votes.new_zeros(kept), votes.new_zeros(over), votes.new_zeros(capacity - kept)

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 import onnx
+import onnx.parser
 import torch
 from onnx import helper
 from torch import Tensor, nn
@@ -30,6 +31,28 @@ VOTE_ATTENTION_INPUTS = (
     "past_key", "past_value", "past_votes", "past_score", "past_position",
 )  # fmt: skip
 VOTE_ATTENTION_OUTPUTS = ("output", "present_key", "present_value", "present_votes", "present_score", "present_position")
+ROW_INPUTS = ("kept_rows", "leaving_rows", "freed_rows")
+# `rows_of` in ONNX, with the budget read from the node's attribute.
+ROWS = """<domain: "kvexport", opset_import: ["": 23]>
+rows <budget> (votes) => (kept_rows, leaving_rows, freed_rows) {
+    kv_zero = Constant <value = float {0.0}> ()
+    kv_none = Constant <value = int64[1] {0}> ()
+    kv_axis = Constant <value = int64[1] {-1}> ()
+    kv_budget_scalar = Constant <value_int: int = @budget> ()
+    kv_budget = Reshape (kv_budget_scalar, kv_axis)
+    kv_is_used = Greater (votes, kv_zero)
+    kv_ones = Cast <to = 7> (kv_is_used)
+    kv_used = ReduceSum <keepdims = 0> (kv_ones, kv_axis)
+    kv_fullest_scalar = ReduceMax <keepdims = 0> (kv_used)
+    kv_fullest = Reshape (kv_fullest_scalar, kv_axis)
+    kv_difference = Sub (kv_fullest, kv_budget)
+    kv_over = Max (kv_difference, kv_none)
+    kv_capacity = Shape <start = 2, end = 3> (votes)
+    kv_rest = Sub (kv_capacity, kv_budget)
+    kept_rows = ConstantOfShape (kv_budget)
+    leaving_rows = ConstantOfShape (kv_over)
+    freed_rows = ConstantOfShape (kv_rest)
+}"""
 STATE = ("key", "value", "votes", "score", "position")
 
 
@@ -87,7 +110,7 @@ def vote_attention_function(
         *_state(b, kv_heads, c, k, key_size, value_size, dtype),
     ]
     batch, tokens, capacity = Dim("batch"), Dim("tokens"), Dim("capacity")
-    shapes: list[dict[int, Any]] = [{0: batch, 2: tokens}] * 3 + [{0: batch, 1: tokens}, {0: batch}] + _state_dims(batch, capacity)
+    shapes: list[dict[int, Any]] = [*[{0: batch, 2: tokens}] * 3, {0: batch, 1: tokens}, {0: batch}, *_state_dims(batch, capacity)]
     inputs = list(VOTE_ATTENTION_INPUTS)
     if sinks:
         arguments.append(torch.zeros(query_heads))
@@ -99,6 +122,7 @@ def vote_attention_function(
         return vote_attention(*tensors, attributes=attributes)
 
     graph = _trace(call, arguments, shapes)
+    _read_sizes_from(graph, 3)
     return _function("VoteAttention", overload_of(meaning), graph, inputs, list(VOTE_ATTENTION_OUTPUTS))
 
 
@@ -107,33 +131,23 @@ def merge_cache_function(
 ) -> onnx.FunctionProto:
     """The function of MergeCache. The budget is read from the node's attribute, so layers of different budgets share it."""
     key_size, value_size = head_sizes
-    b, c, n = 2, 8, 5
-    arguments = [*_state(b, kv_heads, c, statistics, key_size, value_size, dtype), torch.zeros(n), torch.zeros(c - n)]
-    batch, capacity, kept, leaving = Dim("batch"), Dim("capacity"), Dim("kept"), Dim("leaving")
-    shapes = [*_state_dims(batch, capacity), {0: kept}, {0: leaving}]
+    b, c, n, v = 2, 8, 5, 2
+    rows = [torch.zeros(n), torch.zeros(v), torch.zeros(c - n)]
+    arguments = [*_state(b, kv_heads, c, statistics, key_size, value_size, dtype), *rows]
+    batch, capacity, kept, leaving, freed = Dim("batch"), Dim("capacity", min=4), Dim("kept"), Dim("leaving"), Dim("freed")
+    shapes = [*_state_dims(batch, capacity), {0: kept}, {0: leaving}, {0: freed}]
     meaning = {
         "op": "MergeCache", "heads": kv_heads, "sizes": head_sizes, "statistics": statistics, "dtype": str(dtype),
         **{k: v for k, v in merge_cache_node_attributes(attributes).items() if k != "budget"},
     }  # fmt: skip
 
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return merge_cache(*tensors[:5], attributes=attributes, kept_rows=tensors[5], leaving_rows=tensors[6])
+        key, value, votes, score, position, *rows = tensors
+        return merge_cache(key, value, votes, score, position, attributes=attributes, rows=(rows[0], rows[1], rows[2]))
 
     graph = _trace(call, arguments, shapes)
-    # Only the lengths of these two matter: `budget` rows, and the rest of the capacity.
-    prologue = [
-        _constant("kv_zero", helper.make_tensor("kv_zero", onnx.TensorProto.INT64, [1], [0])),
-        helper.make_node("Constant", [], ["kv_budget_scalar"]),
-        helper.make_node("Reshape", ["kv_budget_scalar", "kv_one_dim"], ["kv_budget"]),
-        helper.make_node("Shape", ["key"], ["kv_capacity"], start=2, end=3),
-        helper.make_node("Sub", ["kv_capacity", "kv_budget"], ["kv_rest"]),
-        helper.make_node("ConstantOfShape", ["kv_budget"], ["kept_rows"]),
-        helper.make_node("ConstantOfShape", ["kv_rest"], ["leaving_rows"]),
-    ]
-    reference = prologue[1].attribute.add()
-    reference.name, reference.ref_attr_name, reference.type = "value_int", "budget", onnx.AttributeProto.INT
-    prologue[0] = _constant("kv_one_dim", helper.make_tensor("kv_one_dim", onnx.TensorProto.INT64, [1], [1]))
-    inputs = [*STATE, "kept_rows", "leaving_rows"]
+    prologue = list(onnx.parser.parse_function(ROWS).node)
+    inputs = [*STATE, *ROW_INPUTS]
     function = _function("MergeCache", overload_of(meaning), graph, inputs, [f"present_{s}" for s in STATE], prologue)
     function.attribute.append("budget")
     return function
@@ -164,7 +178,15 @@ def _trace(call: Callable[..., tuple[Tensor, ...]], arguments: list[Tensor], sha
             Operator(), tuple(arguments), dynamic_shapes=(tuple(shapes),), prefer_deferred_runtime_asserts_over_guards=True
         )
         program = torch.onnx.export(
-            exported, dynamo=True, opset_version=OPSET, optimize=True, custom_translation_table={torch.ops.aten.sort.stable: _stable_sort}
+            exported,
+            dynamo=True,
+            opset_version=OPSET,
+            optimize=True,
+            custom_translation_table={
+                torch.ops.aten.sort.stable: _stable_sort,
+                torch.ops.aten.index.Tensor: _gather_rows,
+                torch.ops.aten.index_put.default: _scatter_rows,
+            },
         )
     assert program is not None
     return program.model_proto.graph
@@ -176,6 +198,43 @@ def _stable_sort(values: Any, dim: int = -1, descending: bool = False, stable: b
 
     size = op.Shape(values, start=dim, end=None if dim == -1 else dim + 1)
     return op.TopK(values, size, axis=dim, largest=int(descending), sorted=1)
+
+
+def _gather_rows(values: Any, indices: Any) -> Any:
+    """``values[i, j, k]`` for full index tensors of one shape."""
+    from onnxscript import opset23 as op
+
+    return op.GatherND(values, _joined(indices))
+
+
+def _scatter_rows(values: Any, indices: Any, rows: Any, accumulate: bool = False) -> Any:
+    """``values.index_put((i, j, k), rows)``; the same index node as `_gather_rows`, where the exporter would build it anew."""
+    from onnxscript import opset23 as op
+
+    return op.ScatterND(values, _joined(indices), rows)
+
+
+def _joined(indices: Any) -> Any:
+    from onnxscript import opset23 as op
+
+    last: Any = op.Constant(value_ints=[-1])
+    return op.Concat(*[op.Unsqueeze(index, last) for index in indices], axis=-1)
+
+
+def _read_sizes_from(graph: onnx.GraphProto, source: int) -> None:
+    """Read sizes off input number `source` wherever it has them: all layers share it, so a runtime computes once for all of them what
+    depends on nothing else."""
+    dims = {v.name: [d.dim_param for d in v.type.tensor_type.shape.dim] for v in graph.input}
+    name = graph.input[source].name
+    for node in graph.node:
+        axes = {a.name: a for a in node.attribute}
+        if node.op_type != "Shape" or node.input[0] not in dims or "end" not in axes:
+            continue
+        symbol = dims[node.input[0]][axes["start"].i]
+        if symbol and axes["end"].i == axes["start"].i + 1 and symbol in dims[name]:
+            node.input[0] = name
+            axes["start"].i = dims[name].index(symbol)
+            axes["end"].i = axes["start"].i + 1
 
 
 def _constant(name: str, tensor: onnx.TensorProto) -> onnx.NodeProto:

@@ -61,7 +61,8 @@ def vote_attention(
         output [B, Hq, T, Dv] in the query's dtype, 0 in padding rows, and the five present tensors.
         Products, softmax and scores are computed in float32.
     """
-    batch, query_heads, tokens, head_size = query.shape
+    batch, tokens = position.shape
+    query_heads, head_size = query.shape[1], query.shape[3]
     heads, capacity = past_key.shape[1], past_key.shape[2]
     group = query_heads // heads
     lengths = query_length.to(torch.int32)  # [B, 1]
@@ -72,21 +73,22 @@ def vote_attention(
     # call are distinct because T <= C.
     used = (past_votes > 0).to(torch.int32).sum(-1, keepdim=True, dtype=torch.int32)  # [B, H, 1]
     slot = ((used + step) % capacity).to(torch.int64)  # [B, H, T]
-    rows = torch.arange(batch, device=query.device)[:, None, None]
-    columns = torch.arange(heads, device=query.device)[None, :, None]
+    rows = torch.arange(batch, device=query.device)[:, None, None].expand(batch, heads, tokens)
+    columns = torch.arange(heads, device=query.device)[None, :, None].expand(batch, heads, tokens)
     index = (rows, columns, slot)
     is_new = real[:, None, :, None]
     present_key = past_key.index_put(index, torch.where(is_new, key, past_key[index]))
     present_value = past_value.index_put(index, torch.where(is_new, value, past_value[index]))
     age = torch.arange(capacity, dtype=torch.int32, device=query.device) - used  # [B, H, C]; 0 is the first new slot
-    fresh = (age >= 0) & (age < lengths[:, None])
+    occupied = age < lengths[:, None]
+    fresh = occupied & (age >= 0)
     present_votes = torch.where(fresh, 1.0, past_votes)
     present_position = torch.where(fresh, position[:, None, :1].to(torch.int32) + age, past_position)
 
     # Attend.
     now = position.to(torch.int32)[:, None, :, None]  # [B, 1, T, 1]
     held = present_position[:, :, None, :]
-    visible = (present_votes > 0)[:, :, None, :] & (held <= now)  # [B, H, T, C]
+    visible = occupied[:, :, None, :] & (held <= now)  # [B, H, T, C]
     if attributes.sliding_window:
         visible = visible & (held > now - attributes.sliding_window)
     if attributes.vote_exponent:
@@ -121,7 +123,7 @@ def vote_attention(
             score = _log_ema(logits, visible, past, fresh, n, log_weight, statistic)
         else:
             score = _probability_sum(probability, past, fresh, n, log_weight, statistic)
-        updated.append(torch.where(present_votes > 0, score, past))
+        updated.append(torch.where(occupied, score, past))
     return output, present_key, present_value, present_votes, torch.stack(updated, dim=2), present_position
 
 

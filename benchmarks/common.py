@@ -1,0 +1,141 @@
+"""What the benchmarks share: reference checkpoints with random weights, the machine's bandwidth, interleaved timing, results as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+RESULTS = Path(__file__).parent / "results"
+
+# M, the reference model of all CPU figures (27.8M parameters), and two shapes of real checkpoints.
+SHAPES: dict[str, dict[str, Any]] = {
+    "M": dict(hidden_size=512, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, intermediate_size=1408, vocab_size=4096),
+    "1b": dict(
+        hidden_size=2048, num_hidden_layers=22, num_attention_heads=32, num_key_value_heads=4, intermediate_size=5632, vocab_size=32000
+    ),
+    "7b": dict(
+        hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=32, intermediate_size=11008, vocab_size=32000
+    ),
+}
+
+
+def make_checkpoint(shape: str, folder: Path, dtype: str = "float32", seed: int = 0) -> Path:
+    """A Llama checkpoint of random weights (std 0.02) with a word tokenizer, written shard by shard; kept if it is already there."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if (folder / "complete").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    config = LlamaConfig(
+        **SHAPES[shape], max_position_embeddings=131072, tie_word_embeddings=False, dtype=dtype, bos_token_id=1, eos_token_id=2
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    generator = torch.Generator().manual_seed(seed)
+    weight_map, shard, size, number, total = {}, {}, 0, 0, 0
+    parameters = list(model.named_parameters())
+    for i, (name, parameter) in enumerate(parameters):
+        if parameter.ndim == 1:
+            tensor = torch.ones(parameter.shape, dtype=getattr(torch, dtype))
+        else:
+            tensor = (torch.randn(parameter.shape, generator=generator) * 0.02).to(getattr(torch, dtype))
+        shard[name] = tensor
+        size += tensor.nbytes
+        total += tensor.nbytes
+        if size > 2 << 30 or i == len(parameters) - 1:
+            number += 1
+            file = f"model-{number:05d}.safetensors"
+            save_file(shard, folder / file, metadata={"format": "pt"})
+            weight_map.update(dict.fromkeys(shard, file))
+            shard, size = {}, 0
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    _write_tokenizer(folder, config.vocab_size)
+    (folder / "complete").touch()
+    return folder
+
+
+def _write_tokenizer(folder: Path, size: int) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, size)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+
+
+def read_bandwidth(megabytes: int = 512, threads: int = 2, seconds: float = 1.0) -> float:
+    """Bytes per second that `threads` threads read from memory: the best of repeated sums over an array far larger than any cache."""
+    import torch
+
+    torch.set_num_threads(threads)
+    array = torch.ones(megabytes << 18)
+    best, end = 0.0, time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        array.sum()
+        best = max(best, array.nbytes / (time.perf_counter() - start))
+    return best
+
+
+def interleave(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Run every side once per round, in turn, and collect what each returns."""
+    figures: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, run in sides.items():
+            figures[name].append(run())
+    return figures
+
+
+def ratio(a: list[float], b: list[float]) -> float:
+    """Median of the pairwise ratios a / b of two interleaved sides."""
+    return statistics.median(x / y for x, y in zip(a, b, strict=True))
+
+
+def machine() -> dict[str, Any]:
+    """What a figure was measured on."""
+    model = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), platform.machine()
+    )
+    packages = {}
+    for name in ("kvexport", "torch", "transformers", "onnxruntime", "onnxruntime-genai", "numpy"):
+        try:
+            packages[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {"cpu": model, "cores": os.cpu_count(), "python": platform.python_version(), "packages": packages}
+
+
+def save(name: str, figures: dict[str, Any]) -> Path:
+    """Write benchmarks/results/NAME.json with date, command, commit and machine."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent, check=False
+    ).stdout.strip()
+    path = RESULTS / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    command = " ".join(["python", *(Path(a).name if i == 0 else a for i, a in enumerate(sys.argv))])
+    head = {"date": date.today().isoformat(), "command": command, "commit": commit, "machine": machine()}
+    path.write_text(json.dumps({**head, **figures}, indent=1, default=_plain) + "\n")
+    return path
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value.tolist()

@@ -89,19 +89,25 @@ class Method(BaseModel):
         return slots
 
 
+def gather_rows(x: Tensor, index: Tensor) -> Tensor:
+    """Rows of x [B, H, C, ...] at index [B, H, N]: [B, H, N, ...]. Whole rows are copied, where `Tensor.gather` walks elements."""
+    import torch
+
+    batch, heads, _ = index.shape
+    lane = torch.arange(batch, device=x.device)[:, None, None].expand_as(index)
+    head = torch.arange(heads, device=x.device)[None, :, None].expand_as(index)
+    return x[lane, head, index]
+
+
 def gather_slots(slots: Slots, index: Tensor) -> Slots:
     """`slots` at `index` [B, H, N]."""
-    rows = index[..., None]
-    key_index = rows.expand(*index.shape, slots.key.shape[-1])
-    value_index = rows.expand(*index.shape, slots.value.shape[-1])
-    score_index = index[:, :, None].expand(index.shape[0], index.shape[1], slots.score.shape[2], index.shape[2])
     return replace(
         slots,
-        key=slots.key.gather(2, key_index),
-        value=slots.value.gather(2, value_index),
-        votes=slots.votes.gather(2, index),
-        score=slots.score.gather(3, score_index),
-        position=slots.position.gather(2, index),
+        key=gather_rows(slots.key, index),
+        value=gather_rows(slots.value, index),
+        votes=gather_rows(slots.votes, index),
+        score=gather_rows(slots.score.transpose(2, 3), index).transpose(2, 3),
+        position=gather_rows(slots.position, index),
     )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from kvexport.methods.base import Leaving, Method, Slots, Statistic, corrected_log_ema
+from kvexport.methods.base import Leaving, Method, Slots, Statistic, corrected_log_ema, gather_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,8 +70,8 @@ class KeepKV(Method):
         """Joint merge per target (methods.md, KeepKV): ``w = p s``, ``k = sum w k / sum w``, likewise v, and the mode `zip`."""
         import torch
 
-        slot_key = slots.key.gather(2, leaving.slot[..., None].expand(*leaving.slot.shape, slots.key.shape[-1])).float()
-        slot_value = slots.value.gather(2, leaving.slot[..., None].expand(*leaving.slot.shape, slots.value.shape[-1])).float()
+        slot_key = gather_rows(slots.key, leaving.slot).float()
+        slot_value = gather_rows(slots.value, leaving.slot).float()
         similarity = _unit(slot_key) @ _unit(slots.key).transpose(-1, -2)  # [B, H, V, C]
         similarity = torch.where(leaving.target[:, :, None, :], similarity, NOWHERE)
         best, to = similarity.max(dim=-1)  # [B, H, V]; the first of equals, which has the lowest position

@@ -95,20 +95,18 @@ def vote_attention(
         bias = torch.where(visible, attributes.vote_exponent * torch.log(present_votes)[:, :, None, :], LOG_ZERO)
     else:
         bias = torch.where(visible, 0.0, LOG_ZERO)
-    folded = (query.float() * attributes.scale).reshape(batch, heads, group * tokens, head_size)
-    logits = folded @ present_key.float().transpose(-1, -2)  # [B, H, G*T, C]
+    grouped = (query.float() * attributes.scale).reshape(batch, heads, group, tokens, head_size)
+    # A dimension for the group comes first: runtimes fuse a transpose only into the product it stands before.
+    logits = grouped @ present_key.float()[:, :, None].transpose(-1, -2)  # [B, H, G, T, C]
     if attributes.softcap:
         logits = torch.tanh(logits / attributes.softcap) * attributes.softcap
-    logits = logits.reshape(batch, heads, group, tokens, capacity)
     biased = logits + bias[:, :, None]
     if sink_logits is None:
         probability = torch.softmax(biased, dim=-1)
     else:
         column = sink_logits.float().reshape(1, heads, group, 1, 1).expand(batch, heads, group, tokens, 1)
         probability = torch.softmax(torch.cat([biased, column], dim=-1), dim=-1)[..., :-1]
-    output = (probability.reshape(batch, heads, group * tokens, capacity) @ present_value.float()).reshape(
-        batch, query_heads, tokens, value.shape[-1]
-    )
+    output = (probability @ present_value.float()[:, :, None]).reshape(batch, query_heads, tokens, value.shape[3])
     output = torch.where(is_new, output, 0.0).to(query.dtype)
 
     # Score.

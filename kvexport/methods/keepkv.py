@@ -37,7 +37,7 @@ class KeepKV(Method):
     threshold: float = Field(0.8, ge=-1.0, le=1.0)
     zip: Literal["key", "vote", "mean"] = "vote"
     key_factor_max: float = Field(2.0, ge=1.0)
-    order: Literal["evict-first", "merge-first"] = "evict-first"
+    order: Literal["evict-first", "merge-first"] = "merge-first"
     recency_weight: float = Field(1.0, ge=1.0)
 
     @property

@@ -1,0 +1,397 @@
+"""The command line: one verb, one call. stdout is data, stderr is progress.
+
+Nothing heavy is imported before the verb that needs it, so that `kvexport --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvexport import __version__
+from kvexport.cli_errors import Verbs
+from kvexport.errors import MismatchError, UsageError
+
+if TYPE_CHECKING:
+    from kvexport.recipe_files import LoadedRecipe
+    from kvexport.report import Section
+    from kvexport.runtime.engine import Completion, Engine
+    from kvexport.runtime.sampling import GenerationSettings
+
+PLAIN: dict[str, Any] = {"rich_markup_mode": None, "context_settings": {"help_option_names": ["-h", "--help"]}}
+app = typer.Typer(cls=Verbs, no_args_is_help=True, pretty_exceptions_enable=False, **PLAIN)
+recipes_app = typer.Typer(help="List the recipes; show one; list the methods.", **PLAIN)
+app.add_typer(recipes_app, name="recipes")
+
+
+def main() -> None:
+    """The program `kvexport`."""
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that cannot show a character is no reason to stop.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    app(prog_name="kvexport")
+
+
+def _complete_recipe(incomplete: str) -> list[str]:
+    from kvexport.recipe_files import recipe_folder
+
+    return sorted(path.stem for path in recipe_folder().glob("*.yaml") if path.stem.startswith(incomplete))
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+RecipeOption = Annotated[
+    str, typer.Option("--recipe", metavar="NAME_OR_FILE", help="A recipe's name or file.", autocompletion=_complete_recipe)
+]
+SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value; repeatable.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+ArtifactArgument = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="The directory of an artifact.")]
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", envvar="KVEXPORT_DEBUG", help="Show the traceback of an error.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Turn a Hugging Face checkpoint into an engine whose KV cache has a fixed budget.
+
+    Exit codes: 0 ok, 1 internal error, 2 usage or recipe, 3 environment, 4 validation mismatch, 5 artifact damaged.
+    """
+
+
+@app.command()
+def build(
+    recipe: RecipeOption,
+    overrides: SetOption = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where to; default artifacts/RECIPE.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Build an artifact from a recipe and print its path."""
+    from kvexport.doctor import require
+    from kvexport.terminal import show
+
+    loaded = _load_recipe(recipe, overrides)
+    require("build")
+    from kvexport.build.artifact import load_manifest
+    from kvexport.build.builder import build as build_recipe
+
+    start = time.monotonic()
+    if out is None:
+        out = Path("artifacts") / loaded.name
+        out.parent.mkdir(exist_ok=True)
+    built = build_recipe(loaded.recipe, out, name=loaded.name, progress=show)
+    if not as_json:
+        print(built)
+        return
+    sizes = [entry["bytes"] for entry in load_manifest(built, verify=False)["files"].values()]
+    seconds = time.monotonic() - start
+    _print_json({"artifact": str(built), "recipe": loaded.name, "files": len(sizes), "bytes": sum(sizes), "seconds": seconds})
+
+
+@app.command()
+def generate(
+    artifact: ArtifactArgument,
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The prompt; - reads it from stdin.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="Read the prompt from a file, UTF-8.")] = None,
+    token_ids: Annotated[str | None, typer.Option(metavar='"1,2,3"', help="The prompt as token ids.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Stop after so many tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Divides the logits; implies --sample.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Only the k most likely tokens, 0 = all; implies --sample.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Only the most likely tokens of this mass; implies --sample.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Only tokens this likely against the likeliest; implies --sample.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: seen tokens become less likely.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the draws; implies --sample.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(metavar="STR", help="End before this text; repeatable.")] = None,
+    sample: Annotated[bool | None, typer.Option("--sample/--greedy", help="Draw tokens, or take the likeliest.")] = None,
+    as_json: JsonOption = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Print tokens per second and cache bytes on stderr.")] = False,
+) -> None:
+    """Continue a prompt.
+
+    The text is streamed to stdout (token ids, where the artifact has no tokenizer). Settings that are not given come from the
+    checkpoint's generation_config.json.
+    """
+    text = _read_prompt(prompt, prompt_file, token_ids)
+    drawing = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    if temperature == 0 and sample is not False:
+        raise UsageError("a temperature of 0 would divide by it", "--greedy in its place takes the likeliest token")
+    if sample is None and any(value is not None for value in drawing.values()):
+        sample = True
+    others = {"max_new_tokens": max_new_tokens, "repetition_penalty": repetition_penalty, "stop_strings": stop or None}
+    from kvexport.runtime.engine import load
+    from kvexport.terminal import show
+
+    with show(f"loading {artifact}"):
+        engine = load(artifact)
+    settings = engine.settings(do_sample=sample, **drawing, **others)
+    completion = _stream(engine, text, settings, quiet=as_json)
+    figures = _statistics(engine)
+    if as_json:
+        _print_json({"artifact": str(artifact), **vars(completion), "settings": vars(settings), "stats": figures})
+    if stats:
+        rates = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in figures.items()}
+        typer.echo("\n".join(f"{name.replace('_', ' ')}: {value}" for name, value in rates.items()), err=True)
+
+
+@app.command()
+def plan(
+    recipe: RecipeOption,
+    overrides: SetOption = None,
+    memory: Annotated[str | None, typer.Option(metavar="SIZE", help="How much of it fits, such as 24GB or 24GiB.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compute what a recipe takes of memory, before anything is built."""
+    from kvexport.plan import make_plan
+    from kvexport.terminal import show
+    from kvexport.units import parse_bytes
+
+    amount = None if memory is None else parse_bytes(memory)
+    loaded = _load_recipe(recipe, overrides)
+    with show("reading the checkpoint"):
+        made = make_plan(loaded.recipe, loaded.name)
+    fit = None if amount is None else made.fit(amount)
+    _print(as_json, lambda: {**made.to_json(), "fit": vars(fit) if fit else None}, lambda: made.sections(fit))
+
+
+@app.command()
+def inspect(
+    artifact: ArtifactArgument,
+    as_json: JsonOption = False,
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compute the SHA-256 of every file.")] = True,
+) -> None:
+    """Show what is in an artifact and whether it is whole."""
+    from kvexport.inspection import inspect_artifact
+
+    inspection = inspect_artifact(artifact, verify=verify)
+    _print(as_json, inspection.to_json, inspection.sections)
+
+
+@app.command()
+def validate(
+    artifact: ArtifactArgument,
+    length: Annotated[int | None, typer.Option(min=2, help="Tokens of the longest sequence; default 4 times the capacity.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences, each shorter than the one before.")] = 3,
+    checkpoint: Annotated[str | None, typer.Option(metavar="DIR", help="Where the weights are now; default the recipe's.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the random tokens.")] = 0,
+    as_json: JsonOption = False,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report as a page too.")] = None,
+) -> None:
+    """Compare an artifact with PyTorch, step by step."""
+    from kvexport.terminal import show
+    from kvexport.validate.runner import validate_artifact
+
+    if html is not None and not html.absolute().parent.is_dir():  # said before the work, not after it
+        raise UsageError(f"{html.parent}, where {html.name} is to be written, does not exist", f"mkdir -p {html.parent}")
+
+    result = validate_artifact(artifact, length=length, batch=batch, checkpoint=checkpoint, seed=seed, progress=show)
+    if html is not None:
+        from kvexport.report import render_html
+
+        _write(html, render_html(f"Validation of {artifact}", "passed" if result.passed else result.problem, result.sections()))
+    _print(as_json, result.to_json, lambda: result.sections())
+    if not result.passed:
+        raise MismatchError(result.problem, "build the artifact again; if it stays, report it with the output of validate --json")
+
+
+@app.command()
+def doctor(as_json: JsonOption = False) -> None:
+    """Show what this machine has and what it lacks.
+
+    Exit code 3 where an artifact cannot be run.
+    """
+    from kvexport.doctor import diagnose
+
+    found = diagnose()
+    _print(as_json, found.to_json, found.sections)
+    if not found.runs:
+        raise typer.Exit(3)
+
+
+@recipes_app.callback(invoke_without_command=True)
+def recipes(context: typer.Context, as_json: JsonOption = False) -> None:
+    """List the recipes; show one; list the methods."""
+    if context.invoked_subcommand is not None:
+        return
+    from kvexport.recipe_files import list_recipes
+    from kvexport.report import Table
+
+    listed = list_recipes()
+    header = ("recipe", "model", "dtype", "method", "budget", "max length", "description")
+    rows = [
+        (r.name, r.model or "(a base: extend it)", r.dtype, r.method, r.slots, r.max_length, r.description)
+        if not r.problem
+        else (r.name, None, None, None, None, None, f"CANNOT BE LOADED: {'; '.join(r.problem.splitlines())}")
+        for r in listed
+    ]
+    _print(as_json, lambda: [{**vars(r), "path": str(r.path)} for r in listed], lambda: [Table("Recipes", header, rows)])
+
+
+@recipes_app.command("show")
+def recipes_show(
+    name: Annotated[str, typer.Argument(metavar="NAME_OR_FILE", autocompletion=_complete_recipe)],
+    overrides: SetOption = None,
+    resolved: Annotated[bool, typer.Option("--resolved", help="With everything it extends and every default.")] = False,
+    origin: Annotated[bool, typer.Option("--origin", help="Where every value comes from.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Print a recipe: its own file, or what it comes to."""
+    import yaml
+
+    from kvexport.recipe_files import list_recipes, load_recipe
+    from kvexport.report import Table
+
+    path = {info.name: info.path for info in list_recipes()}.get(name, Path(name))
+    if not (resolved or origin or as_json or overrides) and path.is_file():
+        print(path.read_text(encoding="utf-8"), end="")
+        return
+    loaded = load_recipe(name, overrides or ())
+    if origin and not as_json:
+        rows = [(key, json.dumps(_value_at(loaded.resolved, key)), place) for key, place in loaded.origin.items()]
+        _print(False, dict, lambda: [Table(f"Recipe {loaded.name}", ("key", "value", "from"), rows)])
+    elif as_json:
+        _print_json({"name": loaded.name, "resolved": loaded.resolved, "origin": loaded.origin})
+    else:
+        print(yaml.safe_dump(loaded.resolved, sort_keys=False, allow_unicode=True), end="")
+
+
+@recipes_app.command("methods")
+def recipes_methods(as_json: JsonOption = False) -> None:
+    """List the methods and their parameters."""
+    from dataclasses import asdict
+
+    from kvexport.recipe_files import describe_method_parameters
+    from kvexport.report import Paragraph, Table
+
+    methods = describe_method_parameters()
+
+    def sections() -> list[Section]:
+        listed: list[Section] = [Table("Methods", ("method", "what it does", "source"), [(m.name, m.summary, m.source) for m in methods])]
+        for m in (m for m in methods if m.parameters):
+            rows = [(p.name, p.type, "required" if p.required else str(p.default), p.constraint) for p in m.parameters]
+            listed += [Table(f"Parameters of {m.name}", ("parameter", "type", "default", "allowed"), rows), Paragraph(m.details)]
+        return listed
+
+    _print(as_json, lambda: [asdict(method) for method in methods], sections)
+
+
+def _load_recipe(name: str, overrides: Sequence[str] | None) -> LoadedRecipe:
+    from kvexport.recipe_files import load_recipe
+
+    return load_recipe(name, overrides or ())
+
+
+def _value_at(data: dict[str, Any], dotted: str) -> Any:
+    value: Any = data
+    for part in dotted.split("."):
+        value = value[part]
+    return value
+
+
+def _read_prompt(prompt: str | None, file: Path | None, token_ids: str | None) -> str | list[int]:
+    """The one prompt that was given, text or token ids."""
+    given = [x for x in (prompt, file, token_ids) if x is not None]
+    if len(given) != 1:
+        found = "there is no prompt" if not given else f"there are {len(given)} prompts"
+        raise UsageError(found, "one of: PROMPT, - (stdin), --prompt-file FILE, --token-ids 1,2,3")
+    if token_ids is not None:
+        parts = token_ids.replace(",", " ").split()
+        if wrong := [part for part in parts if not (part.isascii() and part.removeprefix("-").isdigit() and len(part) < 19)]:
+            raise UsageError(f"--token-ids holds {wrong[0]!r}, which is no token id", "--token-ids 1,2,3")
+        return [int(part) for part in parts]
+    where = "stdin" if file is None else str(file)
+    try:
+        if file is not None:
+            return file.read_bytes().decode()
+        return typer.get_binary_stream("stdin").read().decode() if prompt == "-" else str(prompt)
+    except UnicodeDecodeError as error:
+        problem = f"the prompt in {where} is not UTF-8: byte {error.object[error.start]:#04x} at {error.start}"
+        raise UsageError(problem, "convert it, for example with iconv -t UTF-8") from error
+    except OSError as error:
+        raise UsageError(
+            f"the prompt cannot be read from {where}: {error.strerror}", "--prompt-file FILE with a file you may read"
+        ) from error
+
+
+def _stream(engine: Engine, prompt: str | list[int], settings: GenerationSettings, *, quiet: bool) -> Completion:
+    """Generate, printing every piece as soon as it is final unless `quiet`."""
+    from kvexport.runtime.engine import Completion
+    from kvexport.terminal import show
+
+    ids = engine.encode(prompt)
+    completion = Completion(len(ids))
+    with show("reading the prompt", len(ids)) as bar:
+        done = 0
+
+        def advance(tokens: int, _: int) -> None:
+            nonlocal done
+            bar.advance(tokens - done)
+            done = tokens
+
+        stream = engine.stream(ids.tolist(), settings, on_prefill=advance)
+        token = next(stream)
+    while True:
+        completion.token_ids.append(token.id)
+        completion.text += token.text
+        completion.finish_reason = token.finish_reason
+        if not quiet:
+            print(token.text if engine.tokenizer else f"{token.id} ", end="\n" if token.finish_reason else "", flush=True)
+        if token.finish_reason:
+            return completion
+        token = next(stream)
+
+
+def _statistics(engine: Engine) -> dict[str, int | float | None]:
+    """Of the last call. The first generated token comes out of prefill, so the decode rate counts steps."""
+    t = engine.timing
+    return {
+        "prompt_tokens": t.prompt_tokens,
+        "generated_tokens": t.generated_tokens,
+        "prefill_seconds": t.prefill_seconds,
+        "prefill_tokens_per_second": t.prompt_tokens / t.prefill_seconds if t.prefill_seconds else None,
+        "decode_seconds": t.decode_seconds,
+        "decode_tokens_per_second": t.steps / t.decode_seconds if t.decode_seconds else None,
+        "cache_bytes": engine.plan.bytes(1),
+    }
+
+
+def _print(as_json: bool, data: Callable[[], Any], sections: Callable[[], Sequence[Section]]) -> None:
+    if as_json:
+        _print_json(data())
+        return
+    from kvexport.report import render_text
+
+    print(render_text(sections()).rstrip("\n"))
+
+
+def _print_json(data: Any) -> None:
+    print(json.dumps(_finite(data), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    """null in place of the numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+        raise UsageError(
+            f"{path} cannot be written: {error.strerror}", "name a file in a directory that exists and that you may write"
+        ) from error

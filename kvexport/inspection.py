@@ -1,0 +1,129 @@
+"""`kvexport inspect`: what is in an artifact. Named so as not to be mistaken for the standard library's `inspect`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvexport.build.artifact import load_manifest
+from kvexport.cache import CachePlan
+from kvexport.errors import ArtifactError
+from kvexport.plan import layer_table
+from kvexport.report import KeyValues, Section, Table
+from kvexport.units import format_bytes
+
+IMPLEMENTATIONS = {"function": "its ONNX function body: there is no native kernel in this artifact"}
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One ONNX graph. operators: how often each occurs, function bodies not counted. functions: nodes in each model-local body.
+    operators and functions are None where the package `onnx` is not there to read them."""
+
+    name: str
+    file: str
+    operators: dict[str, int] | None
+    functions: dict[str, int] | None
+
+    @property
+    def nodes(self) -> int | None:
+        """Nodes of the graph, each call of a function one."""
+        return None if self.operators is None else sum(self.operators.values())
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """An artifact that has been checked. verified: whether the SHA-256 of every file was, and not only its name and size."""
+
+    path: Path
+    manifest: dict[str, Any]
+    cache: CachePlan
+    graphs: list[Graph]
+    verified: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, as plain data."""
+        manifest = self.manifest
+        batch = manifest["limits"]["max_batch"]
+        graphs = {g.name: {"file": g.file, "nodes": g.nodes, "operators": g.operators, "functions": g.functions} for g in self.graphs}
+        layers = [{**entry, "bytes": layer.bytes()} for entry, layer in zip(manifest["cache"], self.cache.layers, strict=True)]
+        cache = {"bytes_per_sequence": self.cache.bytes(1), "bytes": self.cache.bytes(batch), "layers": layers}
+        kept = ("contract_version", "recipe", "model", "limits", "operators", "files", "versions")
+        digests = "verified" if self.verified else "not verified"
+        return {"artifact": str(self.path), **{key: manifest[key] for key in kept}, "cache": cache, "graphs": graphs, "digests": digests}
+
+    def sections(self) -> list[Section]:
+        """For a person."""
+        files = sorted(self.manifest["files"].items())
+        operators = self.manifest["operators"].items()
+        runs = {name: f"runs from {IMPLEMENTATIONS.get(how, how)}" if how else "is not needed by this artifact" for name, how in operators}
+        return [
+            self._summary(),
+            layer_table(self.cache),
+            Table("Graphs", ("file", "nodes", "operators"), [_graph_row(graph) for graph in self.graphs]),
+            KeyValues("Operators", runs),
+            Table("Files", ("file", "size", "SHA-256"), [(name, format_bytes(entry["bytes"]), entry["sha256"]) for name, entry in files]),
+            KeyValues("Built with", {name: version or "-" for name, version in self.manifest["versions"].items()}),
+        ]
+
+    def _summary(self) -> KeyValues:
+        recipe, model, limits = (self.manifest[key] for key in ("recipe", "model", "limits"))
+        batch = limits["max_batch"]
+        parameters = ", ".join(f"{key}={value}" for key, value in recipe["cache"]["parameters"].items())
+        sizes = [entry["bytes"] for entry in self.manifest["files"].values()]
+        return KeyValues(
+            f"Artifact {self.path}",
+            {
+                "recipe": f"{recipe['name'] or '-'}: {recipe['description'] or '-'}",
+                "model": f"{model['type']}, {model['layers']} layers, vocabulary {model['vocabulary']}, {recipe['model']['dtype']}",
+                "checkpoint": f"{recipe['model']['path']} (fingerprint {model['fingerprint']})",
+                "method": f"{recipe['cache']['method']}{f' ({parameters})' if parameters else ''}",
+                "limits": ", ".join(f"{name} {value}" for name, value in limits.items()),
+                "cache of 1 sequence": format_bytes(self.cache.bytes(1)),
+                f"cache of {batch} sequences": format_bytes(self.cache.bytes(batch)),
+                "files": f"{len(sizes)}, {format_bytes(sum(sizes))}",
+                "digests": "SHA-256 of every file verified" if self.verified else "NOT verified; names and sizes were",
+                "contract version": self.manifest["contract_version"],
+            },
+        )
+
+
+def inspect_artifact(path: Path, *, verify: bool = True) -> Inspection:
+    """Check the artifact at `path` and describe it; verify: False leaves out the SHA-256 of its files.
+
+    Raises UsageError where nothing is there, ArtifactError where it is damaged.
+    """
+    manifest = load_manifest(path, verify=verify)
+    try:
+        graphs = [_read_graph(path, name, file) for name, file in manifest["graphs"].items() if file]
+        inspection = Inspection(path, manifest, CachePlan.from_json(manifest["cache"]), graphs, verify)
+        inspection.to_json()
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ArtifactError(f"the manifest of {path} lacks what this kvexport reads: {error}", "build the artifact again") from error
+    return inspection
+
+
+def _read_graph(path: Path, name: str, file: str) -> Graph:
+    try:
+        import onnx
+    except ImportError:
+        return Graph(name, file, None, None)
+    model = onnx.load(str(path / file), load_external_data=False)
+    operators = Counter(_qualified(node.domain, node.op_type) for node in model.graph.node)
+    functions = {_qualified(f.domain, f.name): len(f.node) for f in model.functions}
+    return Graph(name, file, dict(sorted(operators.items())), functions)
+
+
+def _graph_row(graph: Graph) -> tuple[str, int | None, str]:
+    if graph.operators is None:
+        return graph.file, None, "unknown: the package onnx, which reads them, is not installed"
+    own = [name for name in graph.operators if name.startswith("kvexport.")]
+    common = [name for name, _ in Counter(graph.operators).most_common() if name not in own][:5]
+    shown = [f"{graph.operators[name]} {name}" for name in (*own, *common)]
+    return graph.file, graph.nodes, ", ".join([*shown, *(["..."] if len(shown) < len(graph.operators) else [])])
+
+
+def _qualified(domain: str, name: str) -> str:
+    return f"{domain}.{name}" if domain else name

@@ -1,0 +1,64 @@
+"""A tiny random Llama with a tokenizer of single characters, and an artifact of it, each made once per session."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+
+import pytest
+import yaml
+
+ALPHABET = string.ascii_letters + string.digits + " ."
+RECIPE = {
+    "description": "A random Llama",
+    "model": {"path": "./checkpoint"},
+    "cache": {"method": "keepkv", "budget": 32, "merge_every": 4},
+    "export": {"prefill_chunk": 16},
+    "limits": {"max_length": 512, "max_batch": 4},
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """2 layers, hidden size 32, 4 query heads over 2 KV heads, vocabulary 64 (one id per character of ALPHABET), no eos."""
+    import torch
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny") / "checkpoint"
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        initializer_range=0.3,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({character: i for i, character in enumerate(ALPHABET)}, unk_token="."))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_recipe(tiny_checkpoint: Path) -> Path:
+    """The recipe's file, beside the checkpoint: KeepKV with a budget of 32 slots, chunks of 16, 512 positions."""
+    path = tiny_checkpoint.parent / "tiny.yaml"
+    path.write_text(yaml.safe_dump(RECIPE))
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_artifact(tiny_recipe: Path) -> Path:
+    """The recipe, built. Tests must not change it."""
+    import kvexport
+
+    return kvexport.build(tiny_recipe, tiny_recipe.parent / "artifact")

@@ -80,8 +80,13 @@ def main() -> None:
                     hits = measure(engine, options.length, facts, options.prompts)
                     low, high = wilson(hits, options.prompts)
                     recall = hits / options.prompts
-                    rows.append({"method": name, "budget": None if name == "full" else budget, "facts": facts, "recall": recall, "ci": [low, high]})
-                    print(f"{name:20} budget {'full' if name == 'full' else budget:>5} facts {facts:3}: {recall:.2f} [{low:.2f}, {high:.2f}]", flush=True)
+                    rows.append(
+                        {"method": name, "budget": None if name == "full" else budget, "facts": facts, "recall": recall, "ci": [low, high]}
+                    )
+                    print(
+                        f"{name:20} budget {'full' if name == 'full' else budget:>5} facts {facts:3}: {recall:.2f} [{low:.2f}, {high:.2f}]",
+                        flush=True,
+                    )
     print(save("recall", {"length": options.length, "prompts": options.prompts, "rows": rows}))
 
 

@@ -160,7 +160,7 @@ def make_plan(recipe: Recipe, name: str = "") -> Plan:
 
     from kvexport.build.builder import read_model
 
-    shape = read_model(recipe)
+    shape = read_model(recipe, weights=False)
     # parameters() gives a tied parameter once.
     parameters = sum(parameter.numel() for parameter in shape.model.parameters())
     itemsize = np.dtype(recipe.model.dtype).itemsize

@@ -138,7 +138,7 @@ def format_number(value: float | None) -> str:
     """An integer in full; a float with 4 significant digits, whole from 1,000 on, scientific below 1e-4 and from 1e7 on; None is a dash."""
     if value is None or isinstance(value, bool):
         return {None: "\N{EN DASH}", True: "yes", False: "no"}[value]
-    if isinstance(value, Integral) or 999.95 <= abs(value) < 1e7:
+    if isinstance(value, Integral) or 1000 <= abs(value) < 1e7:
         return f"{round(value):,}" if abs(value) >= 9_999.5 else f"{round(value)}"
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else str(float(value))

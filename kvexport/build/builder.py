@@ -31,19 +31,23 @@ class ModelShape(NamedTuple):
     plan: CachePlan
 
 
-def read_model(recipe: Recipe) -> ModelShape:
+def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
     """The checkpoint's headers, the model without its weights, and the cache it would get. Raises UsageError for every reason why this
-    checkpoint or recipe cannot be built."""
+    checkpoint or recipe cannot be built.
+
+    weights: False needs no more of a hub model than its config.json; `checkpoint` is then None.
+    """
     import torch
 
-    from kvexport.export.checkpoint import read_checkpoint, refuse_remote_code, resolve_checkpoint
+    from kvexport.export.checkpoint import read_checkpoint, resolve_checkpoint
     from kvexport.export.hf_model import build_fake, load_config, probe_geometry
     from kvexport.export.quiet import quiet_exporter
 
-    checkpoint = read_checkpoint(resolve_checkpoint(recipe.model.path, recipe.model.revision))
-    refuse_remote_code(checkpoint.config)
+    local = weights or Path(recipe.model.path).is_dir()
+    checkpoint = read_checkpoint(resolve_checkpoint(recipe.model.path, recipe.model.revision)) if local else None
     with quiet_exporter():
-        config = load_config(checkpoint, recipe.limits.max_length)
+        source = checkpoint.path if checkpoint else recipe.model.path
+        config = load_config(str(source), recipe.model.revision, recipe.limits.max_length)
         model, mode = build_fake(config, getattr(torch, recipe.model.dtype), recipe.limits.max_length)
         geometry = probe_geometry(model, mode)
     return ModelShape(checkpoint, model, mode, geometry, plan_cache(recipe, geometry))

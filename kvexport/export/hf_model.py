@@ -16,18 +16,20 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from kvexport.cache import LayerGeometry
 from kvexport.errors import UsageError
 from kvexport.export.attention_hook import IMPLEMENTATION, PassThroughCache, attending
-from kvexport.export.checkpoint import Checkpoint
 
 PROBE_POSITIONS = (1 << 20, (1 << 20) + 1, (1 << 20) + 37)
 PROBE_SPAN = 1 << 18
 
 
-def load_config(checkpoint: Checkpoint, max_length: int) -> Any:
-    """The checkpoint's transformers config, or UsageError for what can be told from it alone to be untraceable or too short."""
+def load_config(source: str, revision: str | None, max_length: int) -> Any:
+    """The transformers config of a directory or hub id, or UsageError for what can be told from it alone to be untraceable or too short."""
     try:
-        config = AutoConfig.from_pretrained(str(checkpoint.path))
+        config = AutoConfig.from_pretrained(source, revision=revision)
     except (ValueError, KeyError, OSError, TypeError) as error:
-        raise UsageError(f"transformers cannot read {checkpoint.path}/config.json: {str(error).splitlines()[0]}") from error
+        raise UsageError(
+            f"transformers cannot read the config.json of {source}: {str(error).splitlines()[0]}",
+            f"for a model of the hub, while online: hf download {source} config.json",
+        ) from error
     kind = getattr(config, "model_type", "?")
     if getattr(config, "is_encoder_decoder", False):
         raise UsageError(f"{kind} is an encoder-decoder; only decoders have a cache that grows with every token")

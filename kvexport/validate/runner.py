@@ -6,7 +6,7 @@ and tensor. Beside it the engine runs on its own, in place, as it does in produc
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.build.artifact import load_manifest
-from kvexport.cache import CachePlan
+from kvexport.cache import STATE, CachePlan
 from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.recipe import Recipe
+from kvexport.report import KeyValues, Plot, Section, Series, Table
 from kvexport.runtime.engine import Engine, load
 from kvexport.runtime.lanes import Lanes
 from kvexport.terminal import Progress, silent
@@ -89,6 +90,49 @@ class ValidationResult:
         """Share of compared positions at which the most likely token is the full cache's."""
         values = [v for row in self.agrees for v in row]
         return float(np.mean(values)) if values else float("nan")
+
+    def sections(self) -> list[Section]:
+        """For `kvexport.report`: what was compared, the differences, and the distance to the uncompressed model."""
+        calls = ", ".join(f"{n} {phase}" for phase, n in Counter(s["phase"] for s in self.steps).items())
+        summary = {
+            "result": "passed" if self.passed else f"FAILED: {self.problem}",
+            "artifact": self.artifact,
+            "engine": self.backend,
+            "reference": "PyTorch, on the same state at every step",
+            "tokens per sequence": ", ".join(map(str, self.tokens)),
+            "budget, slots per layer": f"{min(self.budgets)} to {max(self.budgets)}" if len(set(self.budgets)) > 1 else self.budgets[0],
+            "calls compared": f"{len(self.steps)} ({calls})",
+            "bound in place": "bit-identical" if self.in_place_identical else "DIFFERS",
+            "engine on its own, logits": f"within {self.own_run_logits:.2g} of PyTorch on its own",
+            "KL(full cache || engine), mean": f"{self.mean_kl():.4g} nats",
+            "top-1 agreement with full cache": f"{self.agreement():.1%}",
+        }
+        kinds = [k for k in ("logits", "length", *STATE) if any(k in s["largest"] for s in self.steps)]
+        phases = list(dict.fromkeys(s["phase"] for s in self.steps))
+        rows = [
+            (
+                kind,
+                *(max((s["largest"][kind] for s in self.steps if s["phase"] == p and kind in s["largest"]), default=None) for p in phases),
+            )
+            for kind in kinds
+        ]
+        note = f"Allowed: {self.tolerance:g} times the tensor's largest magnitude (at least 1); positions and lengths exactly."
+        sections: list[Section] = [KeyValues("Validation", summary), Table("Largest difference", ("tensor", *phases), rows, note)]
+        drawn = [
+            Series(
+                kind,
+                [s["step"] for s in self.steps if kind in s["largest"]],
+                [s["largest"][kind] for s in self.steps if kind in s["largest"]],
+            )
+            for kind in kinds
+            if self.largest(kind) > 0
+        ]
+        sections.append(Plot("Largest difference, call by call", "call", "absolute difference", drawn, y_log=True))
+        if any(self.positions):
+            series = [Series(f"sequence {i}", p, kl) for i, (p, kl) in enumerate(zip(self.positions, self.kl, strict=True)) if p]
+            note = "Random tokens: a worst case for a trained model, which never saw such text."
+            sections.append(Plot("Distance to the uncompressed model", "position", "KL, nats", series, y_log=True, note=note))
+        return sections
 
     def to_json(self) -> dict[str, Any]:
         """Everything, with the summaries."""

@@ -54,7 +54,10 @@ def make_checkpoint(shape: str, folder: Path, dtype: str = "float32", seed: int 
         if parameter.ndim == 1:
             tensor = torch.ones(parameter.shape, dtype=getattr(torch, dtype))
         else:
-            tensor = (torch.randn(parameter.shape, generator=generator) * 0.02).to(getattr(torch, dtype))
+            count = parameter.numel()
+            # A large tensor repeats one random block: what it holds does not matter to what is measured, and drawing it takes minutes.
+            block = (torch.randn(min(count, 1 << 22), generator=generator) * 0.02).to(getattr(torch, dtype))
+            tensor = block.repeat(-(-count // len(block)))[:count].reshape(parameter.shape)
         shard[name] = tensor
         size += tensor.nbytes
         total += tensor.nbytes

@@ -79,9 +79,9 @@ class Method(BaseModel):
         """The K statistics that VoteAttention keeps; the first selects, the last weighs."""
         return (Statistic(),)
 
-    def priority(self, slots: Slots, target: Tensor) -> Tensor:
+    def priority(self, slots: Slots, target: Tensor, count: int) -> Tensor:
         """[B, H, C] float32: slots of lowest priority leave first, ties by the lowest position. `target` [B, H, C] bool marks used
-        slots that are neither sinks nor recent; the value elsewhere does not matter."""
+        slots that are neither sinks nor recent; the value elsewhere does not matter. count: how many leave, at the most."""
         raise NotImplementedError
 
     def merge(self, slots: Slots, leaving: Leaving) -> Slots:

@@ -22,6 +22,6 @@ class H2O(Method):
         """The undecayed sum of probabilities, mean over a query-head group."""
         return (Statistic("probability"),)
 
-    def priority(self, slots: Slots, target: Tensor) -> Tensor:
+    def priority(self, slots: Slots, target: Tensor, count: int) -> Tensor:
         """The accumulated probability."""
         return slots.score[:, :, 0]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
 from kvexport.methods.base import Leaving, Method, Slots, Statistic, corrected_log_ema, gather_rows
+from kvexport.methods.joint import Groups, group, nearest_by_cosine, unit
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-NOWHERE = -2.0  # below every cosine
 
 
 class KeepKV(Method):
@@ -25,6 +23,7 @@ class KeepKV(Method):
     key_factor_max: a key factor outside [1/x, x] falls back to ``vote`` for that slot (Eq. 7 has a pole and a sign flip).
     order: ``evict-first`` picks the lowest scores and merges what it can of them; ``merge-first`` lets slots leave that have a
         neighbour of higher score above the threshold, lowest score first, and only then the lowest scores of the rest.
+    pool: merge-first looks for such slots among the lowest scores, `pool` times as many as have to leave.
     recency_weight: weight of the newest query of the window against 1 for the oldest (the first version of the paper: 1.2).
     """
 
@@ -38,6 +37,7 @@ class KeepKV(Method):
     zip: Literal["key", "vote", "mean"] = "vote"
     key_factor_max: float = Field(2.0, ge=1.0)
     order: Literal["evict-first", "merge-first"] = "merge-first"
+    pool: int = Field(4, ge=1)
     recency_weight: float = Field(1.0, ge=1.0)
 
     @property
@@ -50,90 +50,68 @@ class KeepKV(Method):
         """ln of the moving average of exp(raw logit)."""
         return (Statistic("log_ema", self.decay, self.window, self.recency_weight),)
 
-    def priority(self, slots: Slots, target: Tensor) -> Tensor:
+    def priority(self, slots: Slots, target: Tensor, count: int) -> Tensor:
         """The bias-corrected score, in the order that `order` asks for."""
         import torch
 
         score = corrected_log_ema(slots, 0, self.decay)
         if self.order == "evict-first":
             return score
-        unit = _unit(slots.key)
-        allowed = target[:, :, None, :] & (score[:, :, None, :] > score[:, :, :, None])
-        similarity = torch.where(allowed, unit @ unit.transpose(-1, -2), NOWHERE)
-        mergeable = similarity.amax(-1) > self.threshold
         ascending = torch.where(target, score, torch.inf).sort(dim=-1, stable=True).indices
-        ranks = torch.arange(score.shape[-1], device=score.device).expand_as(ascending)
-        rank = torch.zeros_like(ascending).scatter(-1, ascending, ranks).float()
-        return torch.where(mergeable, rank - score.shape[-1], rank)
+        # The last row repeats where there are fewer slots than the pool asks for.
+        places = torch.clamp(torch.arange(self.pool * count, device=score.device), max=score.shape[-1] - 1)
+        pool = ascending.index_select(-1, places)
+        keys = unit(slots.key)
+        higher = target[:, :, None, :] & (score[:, :, None, :] > score.gather(-1, pool)[..., None])
+        similarity = gather_rows(keys, pool) @ keys.transpose(-1, -2)
+        joins = torch.where(higher, similarity, -2.0).amax(-1) > self.threshold
+        # Ranks, so that no score can outweigh what comes first: all that join, then the others, each by score.
+        slots_in_all = score.shape[-1]
+        by_score = torch.arange(slots_in_all, device=score.device).expand_as(ascending)
+        rank = torch.zeros_like(ascending).scatter(-1, ascending, by_score)
+        first = torch.zeros_like(ascending).scatter(-1, pool, torch.where(joins, slots_in_all, 0))
+        return (rank - first).float()
 
     def merge(self, slots: Slots, leaving: Leaving) -> Slots:
         """Joint merge per target (methods.md, KeepKV): ``w = p s``, ``k = sum w k / sum w``, likewise v, and the mode `zip`."""
         import torch
 
-        slot_key = gather_rows(slots.key, leaving.slot).float()
-        slot_value = gather_rows(slots.value, leaving.slot).float()
-        similarity = _unit(slot_key) @ _unit(slots.key).transpose(-1, -2)  # [B, H, V, C]
-        similarity = torch.where(leaving.target[:, :, None, :], similarity, NOWHERE)
-        best, to = similarity.max(dim=-1)  # [B, H, V]; the first of equals, which has the lowest position
-        merges = leaving.live & (best > self.threshold)
-
-        def joined(own: Tensor, arriving: Tensor) -> Tensor:
-            index = to if own.dim() == 3 else to[..., None].expand(*to.shape, own.shape[-1])
-            return own.scatter_add(2, index, arriving)
-
-        logit = corrected_log_ema(slots, len(self.statistics) - 1, self.decay)
-        logit_v = logit.gather(2, leaving.slot)
-        votes_v = torch.where(merges, slots.votes.gather(2, leaving.slot), 0.0)
-        top = logit.scatter_reduce(2, to, torch.where(merges, logit_v, -torch.inf), "amax")
-        weight = slots.votes * torch.exp(logit - top)
-        weight_v = votes_v * torch.exp(torch.where(merges, logit_v - top.gather(2, to), 0.0))
-        received = joined(torch.zeros_like(weight), merges.float()) > 0
-        total = torch.where(received, joined(weight, weight_v), 1.0)  # sum w, relative to exp(top)
-        votes = joined(slots.votes, votes_v)
-        key = joined(weight[..., None] * slots.key.float(), weight_v[..., None] * slot_key) / total[..., None]
-        value = joined(weight[..., None] * slots.value.float(), weight_v[..., None] * slot_value) / total[..., None]
-
+        to, cosine = nearest_by_cosine(slots, leaving)
+        groups = group(leaving, to, leaving.live & (cosine > self.threshold))
+        votes, votes_v = groups.pair(slots.votes)
+        logit, logit_v = groups.pair(corrected_log_ema(slots, -1, self.decay))
+        top = groups.top(logit, logit_v)
+        weight, weight_v = votes * torch.exp(logit - top), votes_v * torch.exp(torch.where(groups.merges, logit_v - top, -torch.inf))
+        total = groups.total(weight, weight_v)  # sum w, relative to exp(top)
+        count = groups.total(votes, votes_v)
+        key, value = (
+            groups.total(weight[..., None] * own, weight_v[..., None] * arriving) / total[..., None]
+            for own, arriving in (groups.pair(slots.key), groups.pair(slots.value))
+        )
+        merged_votes = count
         if self.zip != "mean":
             log_total = torch.log(total) + top
-            mean_logit = joined(weight * logit, weight_v * logit_v) / total
+            mean_logit = groups.total(weight * logit, weight_v * logit_v) / total
             fractional = torch.exp(log_total - mean_logit)
             if self.zip == "vote":
-                votes = fractional
+                merged_votes = fractional
             else:
-                factor = _key_factor(log_total - torch.log(torch.clamp(votes, min=1e-30)), mean_logit)
+                factor = _key_factor(log_total - torch.log(count), mean_logit)
                 usable = (factor >= 1.0 / self.key_factor_max) & (factor <= self.key_factor_max)
                 key = torch.where(usable[..., None], factor[..., None] * key, key)
-                votes = torch.where(usable, votes, fractional)
-        return replace(
-            slots,
-            key=torch.where(received[..., None], key.to(slots.key.dtype), slots.key),
-            value=torch.where(received[..., None], value.to(slots.value.dtype), slots.value),
-            votes=torch.where(received, votes, slots.votes),
-            score=self._merged_score(slots, leaving.slot, to, merges, received),
-            position=slots.position.scatter_reduce(2, to, torch.where(merges, slots.position.gather(2, leaving.slot), 0), "amax"),
-        )
+                merged_votes = torch.where(usable, count, fractional)
+        return groups.write(slots, key, value, merged_votes, self._merged_score(slots, groups))
 
-    def _merged_score(self, slots: Slots, leaving: Tensor, to: Tensor, merges: Tensor, received: Tensor) -> Tensor:
-        """``S = sum p S / sum p``, in the logarithm; [B, H, K, C]."""
+    def _merged_score(self, slots: Slots, groups: Groups) -> Tensor:
+        """``S = sum p S / sum p``, in the logarithm; [B, H, V, 1]."""
         import torch
 
-        score = slots.score[:, :, -1]
-        score_v = score.gather(2, leaving)
-        top = score.scatter_reduce(2, to, torch.where(merges, score_v, -torch.inf), "amax")
-        votes_v = torch.where(merges, slots.votes.gather(2, leaving), 0.0)
-        share_v = votes_v * torch.exp(torch.where(merges, score_v - top.gather(2, to), 0.0))
-        share = (slots.votes * torch.exp(score - top)).scatter_add(2, to, share_v)
-        count = slots.votes.scatter_add(2, to, votes_v)
-        merged = top + torch.log(torch.where(received, share / torch.where(received, count, 1.0), 1.0))
-        return torch.where(received, merged, score)[:, :, None]
-
-
-def _unit(key: Tensor) -> Tensor:
-    """Keys over their norm, in float32; a zero key stays zero."""
-    import torch
-
-    key = key.float()
-    return key / torch.clamp(key.norm(dim=-1, keepdim=True), min=1e-12)
+        votes, votes_v = groups.pair(slots.votes)
+        score, score_v = groups.pair(slots.score[:, :, -1])
+        top = groups.top(score, score_v)
+        share_v = votes_v * torch.exp(torch.where(groups.merges, score_v - top, -torch.inf))
+        share = groups.total(votes * torch.exp(score - top), share_v) / groups.total(votes, votes_v)
+        return (top + torch.log(share))[..., None]
 
 
 def _key_factor(log_mean: Tensor, mean_logit: Tensor) -> Tensor:

@@ -17,6 +17,6 @@ class Streaming(Method):
     summary: ClassVar[str] = "sinks and a recent window; the oldest leaves"
     source: ClassVar[str] = "arXiv 2309.17453"
 
-    def priority(self, slots: Slots, target: Tensor) -> Tensor:
+    def priority(self, slots: Slots, target: Tensor, count: int) -> Tensor:
         """The position: the oldest leaves first."""
         return slots.position.float()

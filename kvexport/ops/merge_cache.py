@@ -44,7 +44,7 @@ def merge_cache(
         key, value: [B, H, C, D], [B, H, C, Dv]; votes: [B, H, C] float32, 0 = empty; score: [B, H, K, C] float32;
         position: [B, H, C] int32. Used slots are a prefix, in any order.
         rows: three tensors whose lengths alone matter, given by the tracer, where they are symbolic: `budget` rows, the rows by which
-        the fullest head is over it (see `rows_of`), and the rest of the capacity, `capacity - budget`.
+        the fullest head is over it, one at least (see `rows_of`), and the rest of the capacity, `capacity - budget`.
 
     Returns:
         The five tensors in the same shapes and dtypes: at most `budget` used slots in order of position, zeros after row `budget`.
@@ -64,7 +64,7 @@ def merge_cache(
     else:
         protected = used & ((slots.position < attributes.sinks) | (slots.position > now - attributes.recent))
         target = used & ~protected
-        priority = attributes.method.priority(slots, target)
+        priority = attributes.method.priority(slots, target, leaving_rows.shape[0])
         priority = torch.where(protected, torch.inf, torch.where(used, priority, -torch.inf))
         leaving = priority.sort(dim=-1, stable=True).indices[:, :, : leaving_rows.shape[0]]
         stays = torch.ones_like(used).scatter(-1, leaving, torch.zeros_like(leaving, dtype=torch.bool))
@@ -91,6 +91,7 @@ def merge_cache(
 def rows_of(votes: Tensor, budget: int) -> tuple[Tensor, Tensor, Tensor]:
     """`rows` of `merge_cache` for these votes [B, H, C]."""
     capacity = votes.shape[2]
-    over = max(int((votes > 0).sum(-1).max()) - budget, 0)
     kept = min(budget, capacity)
+    # One row at least, of an empty slot where nothing is over: ONNX Runtime gives a reduction of no rows the wrong shape.
+    over = max(int((votes > 0).sum(-1).max()) - budget, min(capacity - kept, 1))
     return votes.new_zeros(kept), votes.new_zeros(over), votes.new_zeros(capacity - kept)

@@ -47,10 +47,12 @@ def attending(who: Attending) -> Iterator[None]:
 
 
 class PassThroughCache(Cache):
-    """Gives back the new keys and values: the past lives in the graph's own inputs. `updated` are the layers that called."""
+    """Gives back the new keys and values: the past lives in the graph's own inputs. `updated` are the layers that called.
+    model_type: what errors call the model."""
 
-    def __init__(self) -> None:
+    def __init__(self, model_type: str = "the model") -> None:
         super().__init__(layers=[])
+        self.model_type = model_type
         self.updated: set[int] = set()
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -72,7 +74,7 @@ class PassThroughCache(Cache):
 
     def _no_attention(self, *args: Any, **kwargs: Any) -> Any:
         raise UsageError(
-            "the model has layers without attention (state-space or linear attention, which keep a state of their own); "
+            f"{self.model_type} has layers without attention (state-space or linear attention, which keep a state of their own); "
             "only decoders whose every layer attends can be exported"
         )
 

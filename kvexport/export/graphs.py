@@ -47,13 +47,17 @@ def finish_decoder(
     for name, location in locations.items():
         value = model.graph.initializers[name]
         assert value.dtype is not None and value.shape is not None
-        value.const_value = ir.ExternalTensor(
-            location.file, location.offset, location.nbytes, value.dtype, shape=value.shape, name=name, base_dir=folder
-        )
+        # With a base directory onnx_ir would refuse to read hard links, which `export.weights: link` makes.
+        file = str(folder / location.file)
+        value.const_value = ir.ExternalTensor(file, location.offset, location.nbytes, value.dtype, shape=value.shape, name=name)
     with quiet_exporter():
         optimizer.optimize(model)
         onnx_fusions.fuse(model)
         optimizer.optimize(model)
+    for name, value in model.graph.initializers.items():
+        if isinstance(tensor := value.const_value, ir.ExternalTensor):
+            file = Path(tensor.location).relative_to(folder).as_posix()
+            value.const_value = ir.ExternalTensor(file, tensor.offset, tensor.length, tensor.dtype, shape=tensor.shape, name=name)
     proto = ir.to_proto(model)
     functions: dict[str, onnx.FunctionProto] = {}
     for node in proto.graph.node:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -48,16 +49,16 @@ def load_config(source: str, revision: str | None, max_length: int) -> Any:
 
 def build_fake(config: Any, dtype: torch.dtype, max_length: int) -> tuple[Any, FakeTensorMode]:
     """The model in eval mode without its weights: parameters are fake tensors of the returned mode (shape and type, no memory),
-    buffers that no checkpoint holds (rotary frequencies) are real."""
+    buffers that no checkpoint holds (rotary frequencies) are real. Raises UsageError where transformers
+    cannot make the model, or the model does not use its attention interface."""
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config, dtype=dtype, attn_implementation=IMPLEMENTATION
             )
-    except ValueError as error:
-        raise UsageError(
-            f"{config.model_type} does not use the attention interface of transformers: {str(error).splitlines()[0]}"
-        ) from error
+    except Exception as error:
+        raise UsageError(f"transformers cannot make a {config.model_type} of config.json: {_first_line(error)}") from error
+    _refuse_own_attention(model)
     for module in model.modules():
         if any(buffer is not None for buffer in module._buffers.values()):
             module.to_empty(device="cpu", recurse=False)
@@ -80,6 +81,14 @@ def build_fake(config: Any, dtype: torch.dtype, max_length: int) -> tuple[Any, F
     return model.eval(), mode
 
 
+def _refuse_own_attention(model: Any) -> None:
+    if not model._can_set_attn_implementation():
+        raise UsageError(
+            f"{model.config.model_type} computes attention in its own code (as most models with ALiBi or other biases do), not through "
+            "the attention interface of transformers; only decoders that use it can be exported"
+        )
+
+
 def fix_rotary_frequencies(model: nn.Module, max_length: int) -> None:
     """Rotary embeddings whose frequencies depend on the length seen so far (dynamic, longrope) are fixed at those of the longest
     sequence: a graph has one set, and keys already rotated cannot be rotated anew."""
@@ -96,7 +105,7 @@ class _Probe:
 
     def __init__(self, model: Any) -> None:
         self.model_type = model.config.model_type
-        self.cache = PassThroughCache()
+        self.cache = PassThroughCache(self.model_type)
         self.layers: dict[int, LayerGeometry] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
@@ -151,6 +160,7 @@ def probe_geometry(model: Any, mode: FakeTensorMode) -> list[LayerGeometry]:
     """What every layer's attention is; UsageError names a layer that has none (state-space, linear attention) or an unusual one."""
     probe = _Probe(model)
     kind = model.config.model_type
+    failure: Exception | None = None
     try:
         with attending(probe), torch.no_grad(), mode:
             tokens = torch.zeros(1, 2, dtype=torch.int64)
@@ -158,16 +168,33 @@ def probe_geometry(model: Any, mode: FakeTensorMode) -> list[LayerGeometry]:
     except UsageError:
         raise
     except Exception as error:
-        reason = (str(error).splitlines() or [""])[0]
-        raise UsageError(f"{kind} cannot be traced without its weights: {type(error).__name__}: {reason}") from error
+        failure = error
+    _refuse_experts(model)
+    if failure:
+        raise UsageError(f"{kind} cannot be traced without its weights: {type(failure).__name__}: {_first_line(failure)}") from failure
     count = model.config.get_text_config().num_hidden_layers
     missing = [i for i in range(count) if i not in probe.layers]
     if missing:
         raise UsageError(
-            f"{kind}: layers {missing} do not call the attention interface (state-space, linear or latent layers); "
-            "only decoders whose every layer attends can be exported"
+            f"{kind} has layers without attention (state-space or linear attention): {len(missing)} of {count}, the first is layer "
+            f"{missing[0]}; only decoders whose every layer attends can be exported"
         )
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise UsageError(f"{kind} counts positions by itself (its forward takes no position_ids), so it cannot go on where a call ended")
     return [probe.layers[i] for i in range(count)]
+
+
+def _refuse_experts(model: Any) -> None:
+    # Their checkpoints hold experts one by one, and which weights a token reads depends on its values.
+    experts = next((name for name, module in model.named_modules() if type(module).__name__.endswith("Experts")), None)
+    if experts:
+        raise UsageError(
+            f"{model.config.model_type} has mixture-of-experts layers (the first is '{experts}'); only dense decoders can be exported"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
 
 
 def parameter_sources(model: Any, tensors: Iterable[str]) -> dict[str, str]:

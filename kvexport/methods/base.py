@@ -90,9 +90,11 @@ class Method(BaseModel):
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of x [B, H, C, ...] at index [B, H, N]: [B, H, N, ...]. Whole rows are copied, where `Tensor.gather` walks elements."""
+    """Rows of x [B, H, C] or [B, H, C, D] at index [B, H, N]. Whole rows are copied, where `Tensor.gather` walks elements."""
     import torch
 
+    if x.dim() == 3:
+        return x.gather(2, index)
     batch, heads, _ = index.shape
     lane = torch.arange(batch, device=x.device)[:, None, None].expand_as(index)
     head = torch.arange(heads, device=x.device)[None, :, None].expand_as(index)
@@ -106,7 +108,7 @@ def gather_slots(slots: Slots, index: Tensor) -> Slots:
         key=gather_rows(slots.key, index),
         value=gather_rows(slots.value, index),
         votes=gather_rows(slots.votes, index),
-        score=gather_rows(slots.score.transpose(2, 3), index).transpose(2, 3),
+        score=slots.score.gather(3, index[:, :, None].expand(-1, -1, slots.score.shape[2], -1)),
         position=gather_rows(slots.position, index),
     )
 

@@ -54,16 +54,20 @@ class Groups:
             key=self._put(slots.key, key),
             value=self._put(slots.value, value),
             votes=self._put(slots.votes, votes),
-            score=self._put(slots.score.transpose(2, 3), score).transpose(2, 3),
+            score=torch.stack([self._put(slots.score[:, :, k], score[..., k]) for k in range(score.shape[-1])], dim=2),
             position=self._put(slots.position, torch.maximum(own, latest)),
         )
 
     def _put(self, x: Tensor, rows: Tensor) -> Tensor:
         import torch
 
+        if x.dim() == 3:
+            return x.scatter(2, self.writes, rows.to(x.dtype))
         batch, heads, _ = self.writes.shape
         lane = torch.arange(batch, device=x.device)[:, None, None].expand_as(self.writes)
         head = torch.arange(heads, device=x.device)[None, :, None].expand_as(self.writes)
+        # Without a target the row is 0/0, and NaN in an empty slot would outlive it.
+        rows = torch.where(self.merges if rows.dim() == 3 else self.merges[..., None], rows, 0)
         return x.index_put((lane, head, self.writes), rows.to(x.dtype))
 
 

@@ -64,7 +64,9 @@ class KeepKV(Method):
         keys = unit(slots.key)
         higher = target[:, :, None, :] & (score[:, :, None, :] > score.gather(-1, pool)[..., None])
         similarity = gather_rows(keys, pool) @ keys.transpose(-1, -2)
-        joins = torch.where(higher, similarity, -2.0).amax(-1) > self.threshold
+        # Empty slots leave first; a head's pool follows its own need, whatever its neighbours in the batch need.
+        own = count - (slots.votes == 0).sum(-1, keepdim=True)
+        joins = (torch.where(higher, similarity, -2.0).amax(-1) > self.threshold) & (places < self.pool * own)
         # Ranks, so that no score can outweigh what comes first: all that join, then the others, each by score.
         slots_in_all = score.shape[-1]
         by_score = torch.arange(slots_in_all, device=score.device).expand_as(ascending)
@@ -97,7 +99,8 @@ class KeepKV(Method):
                 merged_votes = fractional
             else:
                 factor = _key_factor(log_total - torch.log(count), mean_logit)
-                usable = (factor >= 1.0 / self.key_factor_max) & (factor <= self.key_factor_max)
+                limit = min(self.key_factor_max, torch.finfo(torch.float32).max)  # the pole is outside every limit
+                usable = (factor >= 1.0 / limit) & (factor <= limit)
                 key = torch.where(usable[..., None], factor[..., None] * key, key)
                 merged_votes = torch.where(usable, count, fractional)
         return groups.write(slots, key, value, merged_votes, self._merged_score(slots, groups))

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import cache
 from typing import Any
 
 import onnx
@@ -90,6 +91,7 @@ def overload_of(meaning: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(meaning, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
+@cache
 def vote_attention_function(
     attributes: VoteAttentionAttributes,
     *,
@@ -127,6 +129,7 @@ def vote_attention_function(
     return _function("VoteAttention", overload_of(meaning), graph, inputs, list(VOTE_ATTENTION_OUTPUTS))
 
 
+@cache
 def merge_cache_function(
     attributes: MergeCacheAttributes, *, kv_heads: int, head_sizes: tuple[int, int], statistics: int, dtype: torch.dtype
 ) -> onnx.FunctionProto:

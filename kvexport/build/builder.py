@@ -41,7 +41,7 @@ def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
 
     from kvexport.export.checkpoint import read_checkpoint, resolve_checkpoint
     from kvexport.export.hf_model import build_fake, load_config, probe_geometry
-    from kvexport.export.quiet import quiet_exporter
+    from kvexport.quiet import quiet_exporter
 
     local = weights or Path(recipe.model.path).is_dir()
     checkpoint = read_checkpoint(resolve_checkpoint(recipe.model.path, recipe.model.revision)) if local else None

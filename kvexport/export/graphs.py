@@ -14,7 +14,7 @@ from onnxscript import optimizer
 from onnxscript.rewriter import onnx_fusions
 
 from kvexport.cache import CachePlan, LayerCache, LayerGeometry
-from kvexport.export.quiet import quiet_exporter
+from kvexport.quiet import quiet_exporter
 from kvexport.export.tracer import TracedDecoder, layer_attributes
 from kvexport.export.weights import Location
 from kvexport.methods.base import Method

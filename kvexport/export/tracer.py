@@ -17,7 +17,7 @@ from torch.export import Dim
 from kvexport.cache import CachePlan, LayerGeometry
 from kvexport.errors import UsageError
 from kvexport.export.attention_hook import PassThroughCache, TokenLogits, attending
-from kvexport.export.quiet import quiet_exporter
+from kvexport.quiet import quiet_exporter
 from kvexport.methods.base import Method
 from kvexport.ops.onnx_function import (
     DOMAIN,

@@ -61,13 +61,13 @@ class Groups:
     def _put(self, x: Tensor, rows: Tensor) -> Tensor:
         import torch
 
+        # Without a target the row is 0/0, and NaN in an empty slot would outlive it.
+        rows = torch.where(self.merges if rows.dim() == 3 else self.merges[..., None], rows, 0)
         if x.dim() == 3:
             return x.scatter(2, self.writes, rows.to(x.dtype))
         batch, heads, _ = self.writes.shape
         lane = torch.arange(batch, device=x.device)[:, None, None].expand_as(self.writes)
         head = torch.arange(heads, device=x.device)[None, :, None].expand_as(self.writes)
-        # Without a target the row is 0/0, and NaN in an empty slot would outlive it.
-        rows = torch.where(self.merges if rows.dim() == 3 else self.merges[..., None], rows, 0)
         return x.index_put((lane, head, self.writes), rows.to(x.dtype))
 
 

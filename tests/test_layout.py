@@ -9,7 +9,31 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "kvexport"
 # Lower may import higher up, never the other way round. `ops` and `methods` know nothing of models; `runtime` knows nothing of torch.
-ORDER = ["errors", "units", "methods", "recipe", "recipe_yaml", "recipe_check", "recipe_files", "cache", "terminal", "quiet", "report", "ops", "export", "build", "runtime", "validate", "plan", "inspection", "doctor", "cli_errors", "cli", "demo", "__main__"]  # fmt: skip
+ORDER = [
+    "errors",
+    "units",
+    "methods",
+    "recipe",
+    "recipe_yaml",
+    "recipe_check",
+    "recipe_files",
+    "cache",
+    "terminal",
+    "quiet",
+    "report",
+    "ops",
+    "export",
+    "build",
+    "runtime",
+    "validate",
+    "plan",
+    "inspection",
+    "doctor",
+    "cli_errors",
+    "cli",
+    "demo",
+    "__main__",
+]
 HEAVY = {"torch", "transformers", "onnx", "onnxscript", "onnx_ir", "polygraphy"}
 
 

@@ -1,8 +1,8 @@
 """Proof, read off the graph, that a graph is right when past and present state share their buffers.
 
 ONNX Runtime's planner does not know that two of its buffers are one. Writing `present.x` over `past.x` is safe iff every other node
-that reads `past.x` must run before the writer, and the writer itself reads it only in ways that do not care (it writes single rows,
-or element by element).
+that reads `past.x`, or a view of it, must run before the writer, and the writer itself reads it only in ways that do not care (it
+writes single rows, or element by element).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from kvexport.errors import KvexportError
 
 # These read element i before they write element i, or write only the rows they are given.
 SAFE_WRITERS = {"ScatterND", "ScatterElements", "Where", "Identity", "Add"}
+# These may give out their input's own buffer, so who reads their output reads that.
+VIEWS = {"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"}
 
 
 def check_in_place(model: onnx.ModelProto) -> None:
@@ -38,9 +40,19 @@ def check_in_place(model: onnx.ModelProto) -> None:
         if present not in producer:
             raise KvexportError(f"{present} is not computed by any node")
         writer = producer[present]
+        names = {value.name}
         for i, node in enumerate(graph.node):
-            if value.name not in node.input or node.op_type == "Shape":  # a shape does not change
+            if node.op_type in VIEWS and node.input[0] in names and i != writer:
+                names.update(node.output)
+        for i, node in enumerate(graph.node):
+            if names.isdisjoint(node.input) or node.op_type == "Shape":  # a shape does not change
                 continue
-            safe = node.op_type in SAFE_WRITERS if i == writer else ancestors[writer] >> i & 1
+            safe = _reads_safely(node, names) if i == writer else ancestors[writer] >> i & 1
             if not safe:
                 raise KvexportError(f"{node.op_type} {node.name} may read {value.name} after {present} was written over it")
+
+
+def _reads_safely(writer: onnx.NodeProto, names: set[str]) -> bool:
+    """A scatter may overwrite rows of its data before it reads its updates."""
+    rest = writer.input[1:] if writer.op_type.startswith("Scatter") else []
+    return writer.op_type in SAFE_WRITERS and names.isdisjoint(rest)

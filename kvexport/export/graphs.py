@@ -14,7 +14,6 @@ from onnxscript import optimizer
 from onnxscript.rewriter import onnx_fusions
 
 from kvexport.cache import CachePlan, LayerCache, LayerGeometry
-from kvexport.quiet import quiet_exporter
 from kvexport.export.tracer import TracedDecoder, layer_attributes
 from kvexport.export.weights import Location
 from kvexport.methods.base import Method
@@ -29,6 +28,7 @@ from kvexport.ops.onnx_function import (
     vote_attention_function,
     vote_attention_node_attributes,
 )
+from kvexport.quiet import quiet_exporter
 
 IR_VERSION = 11
 PLUGIN = {"plugin_version": "1", "plugin_namespace": DOMAIN}
@@ -44,20 +44,21 @@ def finish_decoder(
     """The decoder with its weights as external data in `folder` (initializer name -> location), optimized, every VoteAttention node
     with its attributes and function."""
     model = traced.model
-    for name, location in locations.items():
-        value = model.graph.initializers[name]
-        assert value.dtype is not None and value.shape is not None
-        # With a base directory onnx_ir would refuse to read hard links, which `export.weights: link` makes.
-        file = str(folder / location.file)
-        value.const_value = ir.ExternalTensor(file, location.offset, location.nbytes, value.dtype, shape=value.shape, name=name)
+    # Without their data, so that no pass can load them: folding alone would hold every transposed matrix in memory.
+    for name in traced.parameters:
+        model.graph.initializers[name].const_value = None
     with quiet_exporter():
         optimizer.optimize(model)
         onnx_fusions.fuse(model)
-        optimizer.optimize(model)
-    for name, value in model.graph.initializers.items():
-        if isinstance(tensor := value.const_value, ir.ExternalTensor):
-            file = Path(tensor.location).relative_to(folder).as_posix()
-            value.const_value = ir.ExternalTensor(file, tensor.offset, tensor.length, tensor.dtype, shape=tensor.shape, name=name)
+        optimizer.remove_unused_nodes(model)
+    for name, location in locations.items():
+        value = model.graph.initializers.get(name)
+        if value is None:  # nothing in the graph reads it
+            continue
+        assert value.dtype is not None and value.shape is not None
+        value.const_value = ir.ExternalTensor(
+            location.file, location.offset, location.nbytes, value.dtype, shape=value.shape, name=name, base_dir=folder
+        )
     proto = ir.to_proto(model)
     functions: dict[str, onnx.FunctionProto] = {}
     for node in proto.graph.node:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -51,6 +51,7 @@ def build_fake(config: Any, dtype: torch.dtype, max_length: int) -> tuple[Any, F
     """The model in eval mode without its weights: parameters are fake tensors of the returned mode (shape and type, no memory),
     buffers that no checkpoint holds (rotary frequencies) are real. Raises UsageError where transformers
     cannot make the model, or the model does not use its attention interface."""
+    _refuse_own_attention(config)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -58,7 +59,6 @@ def build_fake(config: Any, dtype: torch.dtype, max_length: int) -> tuple[Any, F
             )
     except Exception as error:
         raise UsageError(f"transformers cannot make a {config.model_type} of config.json: {_first_line(error)}") from error
-    _refuse_own_attention(model)
     for module in model.modules():
         if any(buffer is not None for buffer in module._buffers.values()):
             module.to_empty(device="cpu", recurse=False)
@@ -81,10 +81,11 @@ def build_fake(config: Any, dtype: torch.dtype, max_length: int) -> tuple[Any, F
     return model.eval(), mode
 
 
-def _refuse_own_attention(model: Any) -> None:
-    if not model._can_set_attn_implementation():
+def _refuse_own_attention(config: Any) -> None:
+    decoder: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not decoder._can_set_attn_implementation():
         raise UsageError(
-            f"{model.config.model_type} computes attention in its own code (as most models with ALiBi or other biases do), not through "
+            f"{config.model_type} computes attention in its own code (as most models with ALiBi or other biases do), not through "
             "the attention interface of transformers; only decoders that use it can be exported"
         )
 
@@ -146,6 +147,11 @@ class _Probe:
             with unset_fake_temporarily():
                 zero, query, keys = torch.tensor(0), torch.tensor(q), torch.arange(q - PROBE_SPAN, q + 2)
                 visible = torch.as_tensor(mask_function(zero, zero, query, keys)).expand(keys.shape[0])
+                if isinstance(visible, FakeTensor):
+                    raise UsageError(
+                        f"{name} has a mask that depends on more than positions (attention in chunks or blocks); it cannot be kept in a "
+                        "merging cache"
+                    )
                 count = int(visible.sum())
                 plain = bool(visible[-1 - count : -1].all())
             if not plain:

@@ -17,7 +17,6 @@ from torch.export import Dim
 from kvexport.cache import CachePlan, LayerGeometry
 from kvexport.errors import UsageError
 from kvexport.export.attention_hook import PassThroughCache, TokenLogits, attending
-from kvexport.quiet import quiet_exporter
 from kvexport.methods.base import Method
 from kvexport.ops.onnx_function import (
     DOMAIN,
@@ -27,6 +26,7 @@ from kvexport.ops.onnx_function import (
     VOTE_ATTENTION_OUTPUTS,
 )
 from kvexport.ops.vote_attention import VoteAttentionAttributes
+from kvexport.quiet import quiet_exporter
 
 
 def layer_attributes(method: Method, layer: LayerGeometry) -> VoteAttentionAttributes:

@@ -20,9 +20,9 @@ from onnx import helper
 from torch import Tensor, nn
 from torch.export import Dim
 
-from kvexport.quiet import quiet_exporter
 from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
 from kvexport.ops.vote_attention import VoteAttentionAttributes, vote_attention
+from kvexport.quiet import quiet_exporter
 
 DOMAIN = "kvexport"
 VERSION = 1

@@ -71,18 +71,16 @@ class Engine:
         self.timing = Timing()
         self.sessions = sessions
         self._lanes: Lanes | None = None
+        self._calls = 0  # of `lanes`: a stream whose lanes were given to another call must not go on
 
     def new_backend(self, lanes: int) -> OnnxRuntimeBackend:
         """State for `lanes` sequences, all empty, over the engine's sessions."""
         return OnnxRuntimeBackend(self.sessions, self.plan, lanes)
 
     def lanes(self, count: int) -> Lanes:
-        """Empty lanes for `count` sequences; the state of an earlier call is reused where the count is the same."""
-        if not 1 <= count <= self.max_batch:
-            raise UsageError(
-                f"{count} sequences at once, but the artifact was built for 1 to {self.max_batch}",
-                f"kvexport build --set limits.max_batch={count}, or fewer prompts in one call",
-            )
+        """Empty lanes for `count` sequences; the state of an earlier call is reused where the count is the same, so that one is over."""
+        self._check_count(count)
+        self._calls += 1
         if self._lanes is None or self._lanes.count != count:
             self._lanes = None  # the old state goes before the new one comes
             limits = self.manifest["limits"]
@@ -92,6 +90,13 @@ class Engine:
         else:
             self._lanes.reset()
         return self._lanes
+
+    def _check_count(self, count: int) -> None:
+        if not 1 <= count <= self.max_batch:
+            raise UsageError(
+                f"{count} sequences at once, but the artifact was built for 1 to {self.max_batch}",
+                f"kvexport build --set limits.max_batch={count}, or fewer prompts in one call",
+            )
 
     def settings(self, **overrides: Any) -> GenerationSettings:
         """The checkpoint's generation settings with `overrides` on top (fields of GenerationSettings)."""
@@ -129,12 +134,13 @@ class Engine:
         """Generate token by token, for one prompt or a ragged batch of them, in whatever order they come.
 
         prompts: text or token ids, or a list of either. settings: default `self.settings(**overrides)`. on_prefill(done, all) is
-        called after every chunk of the prompts. Raises UsageError for prompts and settings that cannot be used.
+        called after every chunk of the prompts. Raises UsageError for prompts and settings that cannot be used, and from a stream that
+        goes on after another call of this engine began.
         """
         batch = [self.encode(p) for p in _as_batch(prompts)]
         chosen = settings or self.settings(**overrides)
-        lanes = self.lanes(len(batch))
-        return self._run(lanes, batch, chosen, on_prefill)
+        self._check_count(len(batch))
+        return self._run(batch, chosen, on_prefill)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], settings: GenerationSettings | None = None, **overrides: Any
@@ -150,8 +156,10 @@ class Engine:
         return completions
 
     def _run(
-        self, lanes: Lanes, batch: list[NDArray[np.int64]], settings: GenerationSettings, on_prefill: Callable[[int, int], None] | None
+        self, batch: list[NDArray[np.int64]], settings: GenerationSettings, on_prefill: Callable[[int, int], None] | None
     ) -> Iterator[Token]:
+        lanes = self.lanes(len(batch))
+        call = self._calls
         self.timing = Timing(prompt_tokens=sum(map(len, batch)))
         samplers = [Sampler(settings, ids, self.vocabulary) for ids in batch]
         texts = [TextStream(self.tokenizer, settings.stop_strings, context_ids=ids.tolist()) if self.tokenizer else None for ids in batch]
@@ -171,6 +179,8 @@ class Engine:
                 yield token
             if not running:
                 return
+            if call != self._calls:
+                raise UsageError("another call of this engine began before this stream ended", "end one first, or load a second engine")
             start = time.perf_counter()
             logits = lanes.append([t if lane in running else nothing for lane, t in enumerate(next_tokens)])[:, 0]
             self.timing.decode_seconds += time.perf_counter() - start

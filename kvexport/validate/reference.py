@@ -16,11 +16,11 @@ from kvexport.cache import STATE, CachePlan, LayerGeometry
 from kvexport.export.attention_hook import IMPLEMENTATION, PassThroughCache, TokenLogits, attending
 from kvexport.export.graphs import merge_attributes
 from kvexport.export.hf_model import fix_rotary_frequencies
-from kvexport.quiet import quiet_exporter
 from kvexport.export.tracer import layer_attributes
 from kvexport.methods.base import Method
 from kvexport.ops.merge_cache import merge_cache
 from kvexport.ops.vote_attention import vote_attention
+from kvexport.quiet import quiet_exporter
 
 Arrays = dict[str, NDArray[Any]]
 State = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]

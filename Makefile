@@ -25,7 +25,7 @@ lint: setup
 	find plugins -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null | xargs -r $(BIN)/clang-format --dry-run -Werror
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 clean:
 	rm -rf $(DEMO) build dist .pytest_cache .mypy_cache .ruff_cache

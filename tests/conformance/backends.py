@@ -1,0 +1,201 @@
+"""The implementations of the two operators that the suite holds to the oracle. A new one joins by a line in `BACKENDS`.
+
+A backend that this machine cannot reach is named by `test_backends.py`, not passed over in silence. ``KVEXPORT_BACKENDS=a,b`` runs
+only those and fails where one of them is unknown or cannot be reached.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvexport.ops.merge_cache import MergeCacheAttributes
+from kvexport.ops.vote_attention import VoteAttentionAttributes
+
+Arrays = dict[str, np.ndarray]
+INPUTS = (
+    "query", "key", "value", "position", "query_length", "past_key", "past_value", "past_votes", "past_score", "past_position",
+    "sink_logits",
+)  # fmt: skip
+STATE = ("key", "value", "votes", "score", "position")
+PRESENT = tuple(f"present_{name}" for name in STATE)
+SYMBOLIC = {
+    "query": {0: "B", 2: "T"}, "key": {0: "B", 2: "T"}, "value": {0: "B", 2: "T"}, "position": {0: "B", 1: "T"}, "query_length": {0: "B"},
+    "sink_logits": {}, "output": {0: "B", 2: "T"},
+    **{f"{prefix}_{name}": {0: "B", (3 if name == "score" else 2): "C"} for prefix in ("past", "present") for name in STATE},
+}  # fmt: skip
+
+# The exporter's own trace, of which a test runner would collect thousands of lines.
+logging.getLogger("torch.__trace").setLevel(logging.CRITICAL)
+
+
+class Backend(Protocol):
+    """One implementation of both operators, over numpy arrays named and shaped as in docs/contract.md, section 3."""
+
+    name: str
+
+    def available(self) -> str | None:
+        """Why this machine cannot run it, None where it can."""
+
+    def vote_attention(self, inputs: Arrays, attributes: VoteAttentionAttributes) -> Arrays:
+        """`inputs` by their names (`sink_logits` only where the model has them) -> `output` and the five `present_*`."""
+
+    def merge_cache(self, state: Arrays, attributes: MergeCacheAttributes) -> Arrays:
+        """The five state tensors by their names -> the five `present_*`."""
+
+
+class Torch:
+    """The operators' own meaning, in float32."""
+
+    name = "torch"
+
+    def available(self) -> str | None:
+        return None
+
+    def vote_attention(self, inputs: Arrays, attributes: VoteAttentionAttributes) -> Arrays:
+        import torch
+
+        from kvexport.ops.vote_attention import vote_attention
+
+        tensors = [torch.from_numpy(inputs[name]) for name in INPUTS if name in inputs]
+        return _named(("output", *PRESENT), [x.numpy() for x in vote_attention(*tensors, attributes=attributes)])
+
+    def merge_cache(self, state: Arrays, attributes: MergeCacheAttributes) -> Arrays:
+        import torch
+
+        from kvexport.ops.merge_cache import merge_cache
+
+        tensors = [torch.from_numpy(state[name]) for name in STATE]
+        return _named(PRESENT, [x.numpy() for x in merge_cache(*tensors, attributes=attributes)])
+
+
+class OnnxFunction:
+    """The model-local functions, inlined by ONNX Runtime on the CPU. A function is traced once per meaning, which takes seconds."""
+
+    name = "onnx-function"
+
+    def available(self) -> str | None:
+        return None
+
+    def vote_attention(self, inputs: Arrays, attributes: VoteAttentionAttributes) -> Arrays:
+        heads = (inputs["query"].shape[1], inputs["key"].shape[1])
+        sizes = (inputs["key"].shape[3], inputs["value"].shape[3])
+        session = _vote_attention_session(attributes, heads, sizes, inputs["query"].dtype.name, "sink_logits" in inputs)
+        return _named(("output", *PRESENT), session.run(["output", *PRESENT], inputs))
+
+    def merge_cache(self, state: Arrays, attributes: MergeCacheAttributes) -> Arrays:
+        heads, statistics = state["score"].shape[1:3]
+        sizes = (state["key"].shape[3], state["value"].shape[3])
+        session = _merge_cache_session(attributes, heads, sizes, statistics, state["key"].dtype.name)
+        return _named(PRESENT, session.run(list(PRESENT), state))
+
+
+BACKENDS: list[Backend] = [Torch(), OnnxFunction()]
+
+
+def chosen() -> list[str]:
+    """The names that ``KVEXPORT_BACKENDS`` asks for; every known one where it is unset."""
+    asked = os.environ.get("KVEXPORT_BACKENDS", "")
+    return [name.strip() for name in asked.split(",") if name.strip()] or [backend.name for backend in BACKENDS]
+
+
+def reached() -> list[Backend]:
+    """The chosen backends that this machine can run."""
+    return [backend for backend in BACKENDS if backend.name in chosen() and backend.available() is None]
+
+
+def _named(names: tuple[str, ...], arrays: list[np.ndarray]) -> Arrays:
+    return dict(zip(names, arrays, strict=True))
+
+
+@cache
+def _vote_attention_session(
+    attributes: VoteAttentionAttributes, heads: tuple[int, int], sizes: tuple[int, int], dtype: str, sinks: bool
+) -> Any:
+    import torch
+
+    from kvexport.ops.onnx_function import vote_attention_function, vote_attention_node_attributes
+
+    function = vote_attention_function(attributes, heads=heads, head_sizes=sizes, dtype=getattr(torch, dtype), sinks=sinks)
+    (query_heads, kv_heads), (key_size, value_size), float_type = heads, sizes, np.dtype(dtype)
+    tokens = {
+        "query": (0, query_heads, 0, key_size), "key": (0, kv_heads, 0, key_size), "value": (0, kv_heads, 0, value_size),
+        "output": (0, query_heads, 0, value_size), "position": (0, 0), "query_length": (0, 1), "sink_logits": (query_heads,),
+    }  # fmt: skip
+    state = _state_shapes(kv_heads, sizes, len(attributes.statistics))
+    shapes = {**tokens, **{f"{prefix}_{name}": shape for prefix in ("past", "present") for name, shape in state.items()}}
+    types = dict.fromkeys(shapes, float_type) | {"position": np.dtype(np.int64), "query_length": np.dtype(np.int64)}
+    types |= {"sink_logits": np.dtype(np.float32)} | {f"{p}_{n}": t for p in ("past", "present") for n, t in _state_types(dtype).items()}
+    inputs = [name for name in INPUTS if name != "sink_logits" or sinks]
+    infos = {name: (types[name], [SYMBOLIC[name].get(i, d) for i, d in enumerate(shape)]) for name, shape in shapes.items()}
+    return _session(function, vote_attention_node_attributes(attributes), inputs, ["output", *PRESENT], infos)
+
+
+@cache
+def _merge_cache_function(attributes: MergeCacheAttributes, heads: int, sizes: tuple[int, int], statistics: int, dtype: str) -> Any:
+    import torch
+
+    from kvexport.ops.onnx_function import merge_cache_function
+
+    return merge_cache_function(attributes, kv_heads=heads, head_sizes=sizes, statistics=statistics, dtype=getattr(torch, dtype))
+
+
+@cache
+def _merge_cache_session(attributes: MergeCacheAttributes, heads: int, sizes: tuple[int, int], statistics: int, dtype: str) -> Any:
+    from kvexport.ops.onnx_function import merge_cache_node_attributes
+
+    # One function serves every budget: the node says which.
+    function = _merge_cache_function(replace(attributes, budget=0), heads, sizes, statistics, dtype)
+    types = _state_types(dtype)
+    infos = {}
+    for name, shape in _state_shapes(heads, sizes, statistics).items():
+        for full_name in (name, f"present_{name}"):
+            infos[full_name] = (types[name], [SYMBOLIC[f"past_{name}"].get(i, d) for i, d in enumerate(shape)])
+    return _session(function, merge_cache_node_attributes(attributes), list(STATE), list(PRESENT), infos)
+
+
+def _state_shapes(heads: int, sizes: tuple[int, int], statistics: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the state; 0 stands for batch and capacity."""
+    slots = (0, heads, 0)
+    return {
+        "key": (*slots, sizes[0]),
+        "value": (*slots, sizes[1]),
+        "votes": slots,
+        "score": (0, heads, statistics, 0),
+        "position": slots,
+    }
+
+
+def _state_types(dtype: str) -> dict[str, np.dtype[Any]]:
+    f32 = np.dtype(np.float32)
+    return {"key": np.dtype(dtype), "value": np.dtype(dtype), "votes": f32, "score": f32, "position": np.dtype(np.int32)}
+
+
+def _session(function: Any, attributes: dict[str, Any], inputs: list[str], outputs: list[str], infos: dict[str, Any]) -> Any:
+    """An ONNX Runtime session of a model of one node, whose meaning is `function`."""
+    import onnx
+    import onnxruntime
+    from onnx import helper
+
+    from kvexport.ops.onnx_function import DOMAIN, OPSET, VERSION
+
+    def info(name: str) -> Any:
+        dtype, shape = infos[name]
+        return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(dtype), shape)
+
+    node = helper.make_node(function.name, inputs, outputs, domain=DOMAIN, overload=function.overload, **attributes)
+    model = helper.make_model(
+        helper.make_graph([node], "one_node", [info(name) for name in inputs], [info(name) for name in outputs]),
+        functions=[function],
+        opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)],
+        ir_version=11,
+    )
+    onnx.checker.check_model(model, full_check=True)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

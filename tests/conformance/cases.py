@@ -1,0 +1,234 @@
+"""Seeded inputs of the two operators: every kind of cache that the contract allows, and the tolerances they are compared at.
+
+A profile (attributes, heads, sizes, dtype) costs the `onnx-function` backend one trace of some seconds, so there are few of them, each
+with several features; the scenarios (which lanes, how full) cost nothing and are run for every profile.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvexport.methods import all_methods
+from kvexport.methods.base import Statistic
+from kvexport.ops.merge_cache import MergeCacheAttributes
+from kvexport.ops.vote_attention import VoteAttentionAttributes
+
+Arrays = dict[str, np.ndarray]
+LOG_EMA = Statistic("log_ema", 0.9)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One meaning of VoteAttention. heads: (query, KV); sizes: (key, value)."""
+
+    name: str
+    attributes: VoteAttentionAttributes
+    heads: tuple[int, int]
+    sizes: tuple[int, int]
+    dtype: str = "float32"
+    sinks: bool = False
+
+
+PROFILES = [
+    Profile("keepkv", VoteAttentionAttributes(8**-0.5, 1.0, (LOG_EMA,)), (2, 2), (8, 8)),
+    Profile("h2o-group2", VoteAttentionAttributes(0.25, 0.0, (Statistic("probability"),)), (4, 2), (16, 8)),
+    Profile(
+        "softcap-two-windowed-statistics-group4",
+        VoteAttentionAttributes(8**-0.5, 0.6, (Statistic("probability", 0.98, 3, 1.2), Statistic("log_ema", 0.95, 4, 1.2)), softcap=20.0),
+        (4, 1),
+        (8, 12),
+    ),
+    Profile(
+        "sinks-sliding-window-group8",
+        VoteAttentionAttributes(8**-0.5, 1.0, (LOG_EMA, Statistic(), Statistic("probability", 0.98)), sliding_window=7),
+        (8, 1),
+        (8, 8),
+        sinks=True,
+    ),
+    Profile("half-group2", VoteAttentionAttributes(8**-0.5, 1.0, (LOG_EMA,)), (4, 2), (8, 16), "float16"),
+]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A ragged batch. lanes: (used slots, new tokens) of each sequence. seen: tokens before this call, as a multiple of the capacity.
+    peak: the largest magnitude of a logit."""
+
+    name: str
+    capacity: int
+    tokens: int
+    lanes: tuple[tuple[int, int], ...]
+    seen: float = 1.5
+    peak: float = 6.0
+
+
+SCENARIOS = [
+    Scenario("empty", 12, 5, ((0, 5), (0, 3), (0, 1)), seen=0.0),
+    Scenario("one-token-ragged", 12, 1, ((4, 1), (11, 1), (0, 1), (7, 0))),
+    Scenario("idle-lanes", 12, 3, ((0, 0), (12, 0), (5, 0), (5, 3))),
+    Scenario("chunk-to-the-brim", 12, 6, ((6, 6), (0, 6), (12, 0), (9, 2))),
+    Scenario("chunk-as-long-as-the-cache", 8, 8, ((0, 8), (3, 5), (8, 0))),
+    Scenario("far-beyond-the-budget", 12, 4, ((8, 4), (7, 2)), seen=5000.0),
+    Scenario("logits-of-200", 12, 4, ((8, 4), (0, 4), (3, 2)), peak=200.0),
+]
+
+
+def vote_attention_inputs(profile: Profile, scenario: Scenario) -> Arrays:
+    """Inputs of VoteAttention. Slots are in permuted order, votes are fractional, empty slots hold rubbish."""
+    rng = np.random.default_rng(zlib.crc32(f"{profile.name}/{scenario.name}".encode()))
+    (query_heads, heads), (key_size, value_size) = profile.heads, profile.sizes
+    batch, tokens, capacity = len(scenario.lanes), scenario.tokens, scenario.capacity
+    used = np.array([lane[0] for lane in scenario.lanes])
+    first = used + int(scenario.seen * capacity)
+    statistics = profile.attributes.statistics
+    past = {
+        "key": rng.normal(size=(batch, heads, capacity, key_size)),
+        "value": rng.normal(size=(batch, heads, capacity, value_size)),
+        "votes": np.exp(rng.normal(size=(batch, heads, capacity))),
+        "score": np.stack([_scores(rng, s, (batch, heads, capacity), scenario.peak) for s in statistics], axis=2),
+        "position": np.zeros((batch, heads, capacity), np.int32),
+    }
+    for b in range(batch):
+        for h in range(heads):
+            past["position"][b, h] = _positions(rng, int(first[b]), capacity)
+    past["votes"][np.arange(capacity) >= used[:, None, None].repeat(heads, 1)] = 0.0
+    query = rng.normal(size=(batch, query_heads, tokens, key_size))
+    key = rng.normal(size=(batch, heads, tokens, key_size))
+    every_key = np.concatenate([past["key"], key], axis=2).repeat(query_heads // heads, axis=1)
+    query *= scenario.peak / np.abs(query @ every_key.swapaxes(-1, -2) * profile.attributes.scale).max()
+    floats = {"query": query, "key": key, "value": rng.normal(size=(batch, heads, tokens, value_size))}
+    floats |= {"past_key": past["key"], "past_value": past["value"]}
+    inputs = {name: x.astype(profile.dtype) for name, x in floats.items()}
+    inputs |= {"past_votes": past["votes"].astype(np.float32), "past_score": past["score"].astype(np.float32)}
+    inputs |= {"past_position": past["position"], "position": first[:, None] + np.arange(tokens)}
+    inputs["query_length"] = np.array([[lane[1]] for lane in scenario.lanes])
+    if profile.sinks:
+        inputs["sink_logits"] = rng.normal(size=query_heads).astype(np.float32)
+    return inputs
+
+
+def _scores(rng: np.random.Generator, statistic: Statistic, shape: tuple[int, ...], peak: float) -> np.ndarray:
+    if statistic.kind == "probability":
+        return rng.gamma(1.0, size=shape)
+    return rng.uniform(-peak, peak, size=shape)
+
+
+def _positions(rng: np.random.Generator, before: int, count: int) -> np.ndarray:
+    """Distinct positions, half of them among the latest; some are out of reach of a sliding window. Rubbish below `count`."""
+    low = max(before - 3 * count, 0)
+    pool = np.arange(low, max(before, count))
+    return rng.permutation(rng.choice(pool, size=count, replace=False))
+
+
+@dataclass(frozen=True)
+class MergeProfile:
+    """One meaning of MergeCache, but for the budget; sinks and recent are the scenario's."""
+
+    name: str
+    method: str
+    parameters: dict[str, Any] = field(default_factory=dict)
+    kv_heads: int = 2
+    sizes: tuple[int, int] = (8, 8)
+    statistics: int = 1
+    dtype: str = "float32"
+    sliding_window: int = 0
+
+    def attributes(self, budget: int) -> MergeCacheAttributes:
+        """The operator's attributes: two sinks, three recent."""
+        return MergeCacheAttributes(all_methods()[self.method](**self.parameters), budget, SINKS, RECENT, self.sliding_window)
+
+
+SINKS, RECENT = 2, 3
+MERGE_PROFILES = [
+    MergeProfile("full-sliding-window", "full", sliding_window=9),
+    MergeProfile("streaming", "streaming", sizes=(8, 12), statistics=2),
+    MergeProfile("h2o", "h2o", sizes=(16, 8), sliding_window=14),
+    MergeProfile("keepkv-key-evict", "keepkv", {"zip": "key", "order": "evict-first"}),
+    MergeProfile("keepkv-vote-evict", "keepkv", {"zip": "vote", "order": "evict-first"}),
+    MergeProfile("keepkv-mean-evict", "keepkv", {"zip": "mean", "order": "evict-first"}),
+    MergeProfile("keepkv-key-merge-first", "keepkv", {"zip": "key", "order": "merge-first"}),
+    MergeProfile("keepkv-mean-merge-first", "keepkv", {"zip": "mean", "order": "merge-first", "threshold": 0.6, "pool": 1}),
+    MergeProfile("keepkv-vote-merge-first-half", "keepkv", {"zip": "vote", "order": "merge-first"}, sizes=(8, 16), dtype="float16"),
+]
+
+
+@dataclass(frozen=True)
+class MergeScenario:
+    """used: slots of each sequence and KV head. seen: the position of the last token, as a multiple of the capacity."""
+
+    name: str
+    capacity: int
+    budget: int
+    used: tuple[tuple[int, int], ...]
+    seen: float = 3.0
+    peak: float = 4.0
+
+
+MERGE_SCENARIOS = [
+    MergeScenario("within-the-budget", 16, 12, ((12, 12), (0, 0), (5, 3))),
+    MergeScenario("one-over", 13, 12, ((13, 13), (12, 12), (13, 12))),
+    MergeScenario("ragged-over-the-budget", 24, 12, ((24, 24), (19, 17), (12, 13), (0, 0), (4, 24))),
+    MergeScenario("one-slot-is-free", 16, SINKS + RECENT + 1, ((16, 16), (9, 5), (0, 0))),
+    MergeScenario("nothing-seen-twice", 16, 12, ((16, 16), (14, 14)), seen=1.0),
+    MergeScenario("far-beyond-the-budget", 24, 12, ((24, 24), (15, 15)), seen=5000.0),
+    MergeScenario("logits-of-200", 24, 12, ((24, 24), (17, 17)), peak=200.0),
+]
+
+
+def merge_cache_state(profile: MergeProfile, scenario: MergeScenario) -> Arrays:
+    """A state for MergeCache whose scores lie well apart, so that rounding cannot change which slots leave.
+
+    Keys lie in bundles, so that cosines fall on both sides of every threshold, but not near one.
+    """
+    rng = np.random.default_rng(zlib.crc32(f"{profile.name}/{scenario.name}".encode()))
+    batch, heads, capacity = len(scenario.used), profile.kv_heads, scenario.capacity
+    state = {
+        "key": np.zeros((batch, heads, capacity, profile.sizes[0]), profile.dtype),
+        "value": rng.normal(size=(batch, heads, capacity, profile.sizes[1])).astype(profile.dtype),
+        "votes": np.zeros((batch, heads, capacity), np.float32),
+        "score": np.zeros((batch, heads, profile.statistics, capacity), np.float32),
+        "position": np.zeros((batch, heads, capacity), np.int32),
+    }
+    decay = float(profile.parameters.get("decay", 0.9))
+    for b in range(batch):
+        for h in range(heads):
+            used, now = scenario.used[b][h], max(int(scenario.seen * capacity), capacity) - 1
+            position = np.sort(rng.choice(np.arange(SINKS, now), size=max(capacity - SINKS - 1, 0), replace=False))
+            position = np.concatenate([np.arange(SINKS), position, [now]])
+            order = np.concatenate([rng.permutation(np.r_[: used - 1, capacity - 1]), np.arange(used - 1, capacity - 1)]) if used else ...
+            state["position"][b, h] = position[order]
+            state["votes"][b, h, :used] = np.where(rng.random(used) < 0.5, rng.integers(1, 4, used), np.exp(rng.normal(size=used)))
+            logit = rng.permutation(np.linspace(-scenario.peak, scenario.peak, capacity)) + rng.uniform(0.0, 0.1 * scenario.peak / capacity)
+            n = now - state["position"][b, h] + 1
+            state["score"][b, h] = logit + np.log1p(-(decay**n)) if profile.method == "keepkv" else rng.permutation(np.exp(logit / 4))
+            state["key"][b, h] = _bundles(rng, capacity, profile)
+    return state
+
+
+def _bundles(rng: np.random.Generator, count: int, profile: MergeProfile) -> np.ndarray:
+    threshold = float(profile.parameters.get("threshold", 0.8))
+    while True:
+        centre = rng.normal(size=(3, profile.sizes[0]))
+        key = (centre[rng.integers(0, 3, count)] + 0.45 * rng.normal(size=(count, profile.sizes[0]))).astype(profile.dtype)
+        unit = key.astype(np.float64)
+        unit /= np.linalg.norm(unit, axis=-1, keepdims=True)
+        if np.abs(unit @ unit.T - threshold).min() > 1e-5:
+            return key
+
+
+def single_precision(peak: float) -> float:
+    """The relative tolerance of what is computed in float32: 1e-5, or what rounding a logit of this magnitude costs.
+
+    float32 knows a logit M to M * 2^-24; a product, a bias and a logarithm round it a few times each.
+    """
+    return max(1e-5, 4.0 * math.ldexp(peak, -24))
+
+
+def stored_precision(dtype: str, peak: float) -> float:
+    """The relative tolerance of what is stored in the model's dtype."""
+    return 2e-3 if dtype == "float16" else single_precision(peak)

@@ -1,0 +1,92 @@
+"""How a backend's outputs are held against the oracle's."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvexport.methods.base import Statistic
+
+Arrays = dict[str, np.ndarray]
+STATE = ("key", "value", "votes", "score", "position")
+# "Nothing seen yet" of a log_ema: backends store a very low finite number, the oracle minus infinity.
+LOG_NOTHING = -1e29
+
+
+def state_of(outputs: Arrays) -> Arrays:
+    """The five state tensors out of an operator's outputs."""
+    return {name: outputs[f"present_{name}"] for name in STATE}
+
+
+def by_position(state: Arrays, b: int, h: int) -> Arrays:
+    """The used slots of one head in order of position; score is [K, slots]. Fails unless the used slots are a prefix."""
+    used = int((state["votes"][b, h] > 0).sum())
+    assert (state["votes"][b, h, :used] > 0).all(), "used slots are no prefix"
+    assert (state["votes"][b, h, used:] == 0).all()
+    order = np.argsort(state["position"][b, h, :used])
+    return {name: state[name][b, h][..., order, :] if name in ("key", "value") else state[name][b, h][..., order] for name in STATE}
+
+
+def assert_finite(outputs: Arrays) -> None:
+    for name, x in outputs.items():
+        assert np.isfinite(x).all(), f"{name} has NaN or infinity"
+
+
+def assert_near(actual: np.ndarray, expected: np.ndarray, tolerance: float, what: str) -> None:
+    """|actual - expected| <= tolerance * max |expected| (1 at least)."""
+    assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
+    if expected.size:
+        error = np.abs(actual.astype(np.float64) - expected).max()
+        bound = tolerance * max(1.0, np.abs(expected).max())
+        assert error <= bound, f"{what}: off by {error:.3g}, allowed {bound:.3g}"
+
+
+def assert_near_each(actual: np.ndarray, expected: np.ndarray, tolerance: float, what: str) -> None:
+    """|actual - expected| <= tolerance * |expected|, element by element: for positive quantities, which sum without cancelling."""
+    assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
+    error = np.abs(actual.astype(np.float64) - expected)
+    worst = error - tolerance * np.abs(expected) - 1e-30
+    assert (worst <= 0).all(), f"{what}: {actual.ravel()[worst.argmax()]:.8g} where {expected.ravel()[worst.argmax()]:.8g} is right"
+
+
+def assert_scores(actual: np.ndarray, expected: np.ndarray, statistics: tuple[Statistic, ...], tolerance: float, what: str) -> None:
+    """[K, slots] each: sums of probabilities within `tolerance` of themselves, logarithms within `tolerance` of their magnitude."""
+    for k, statistic in enumerate(statistics):
+        if statistic.kind == "probability":
+            assert_near_each(actual[k], expected[k], tolerance, f"{what} {k}")
+        else:
+            nothing = expected[k] < LOG_NOTHING
+            assert (actual[k][nothing] < LOG_NOTHING).all(), f"{what} {k}: a slot that no query saw has a score"
+            assert_near(actual[k][~nothing], expected[k][~nothing], tolerance, f"{what} {k}")
+
+
+def assert_same_cache(
+    actual: Arrays, expected: Arrays, statistics: tuple[Statistic, ...], *, single: float, stored: float, what: str = ""
+) -> None:
+    """Both caches hold the same slots, whatever their order: same positions, and contents within the tolerances."""
+    batch, heads, _ = expected["votes"].shape
+    for b in range(batch):
+        for h in range(heads):
+            where = f"{what} sequence {b}, head {h}:"
+            a, e = by_position(actual, b, h), by_position(expected, b, h)
+            assert a["position"].tolist() == e["position"].tolist(), f"{where} other slots stayed"
+            assert_near_each(a["votes"], e["votes"], single, f"{where} votes")
+            assert_scores(a["score"], e["score"], statistics, single, f"{where} score")
+            assert_near(a["key"], e["key"], stored, f"{where} key")
+            assert_near(a["value"], e["value"], stored, f"{where} value")
+
+
+def permuted(state: Arrays, seed: int) -> Arrays:
+    """The same caches with the used slots of every head in another order."""
+    rng = np.random.default_rng(seed)
+    result = {name: x.copy() for name, x in state.items()}
+    batch, heads, _ = state["votes"].shape
+    for b in range(batch):
+        for h in range(heads):
+            used = int((state["votes"][b, h] > 0).sum())
+            order = rng.permutation(used)
+            for name in STATE:
+                if name == "score":
+                    result[name][b, h, :, :used] = state[name][b, h][:, order]
+                else:
+                    result[name][b, h, :used] = state[name][b, h][order]
+    return result

@@ -1,0 +1,34 @@
+"""Which implementations the conformance suite reached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from backends import BACKENDS, chosen, reached
+
+
+def test_every_backend_asked_for_is_known_and_the_unreached_are_named(record_property: Callable[[str, object], None]) -> None:
+    known = {backend.name: backend for backend in BACKENDS}
+    assert len(known) == len(BACKENDS), "two backends of one name"
+    unknown = [name for name in chosen() if name not in known]
+    assert not unknown, f"KVEXPORT_BACKENDS names {', '.join(unknown)}; known: {', '.join(known)}"
+    reasons = {name: known[name].available() for name in known}
+    for name, reason in reasons.items():
+        if reason is not None:
+            record_property("not reached", f"{name}: {reason}")
+            print(f"conformance: {name} was not reached: {reason}")
+    assert {backend.name for backend in reached()} == {name for name in chosen() if reasons[name] is None}
+
+
+def test_backends_that_are_asked_for_by_name_must_be_reached() -> None:
+    import os
+
+    if os.environ.get("KVEXPORT_BACKENDS"):
+        missing = {b.name: b.available() for b in BACKENDS if b.name in chosen() and b.available() is not None}
+        assert not missing, f"asked for and not reached: {missing}"
+
+
+def test_the_reference_backends_are_always_reached() -> None:
+    always = {backend.name for backend in BACKENDS if backend.name in ("torch", "onnx-function")}
+    assert always == {"torch", "onnx-function"}
+    assert {b.name for b in reached()} >= always & set(chosen())

@@ -1,0 +1,152 @@
+"""Every backend's MergeCache against the float64 oracle, the invariants of the contract, and long runs of both operators."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from backends import Backend, reached
+from cases import (
+    LOG_EMA,
+    MERGE_PROFILES,
+    MERGE_SCENARIOS,
+    PROFILES,
+    RECENT,
+    SINKS,
+    MergeProfile,
+    MergeScenario,
+    merge_cache_state,
+    single_precision,
+    stored_precision,
+)
+from comparison import STATE, assert_finite, assert_near, assert_same_cache, by_position, permuted, state_of
+from oracle import merge_cache, vote_attention
+
+from kvexport.methods.base import Statistic
+
+Arrays = dict[str, np.ndarray]
+every_backend = pytest.mark.parametrize("backend", reached(), ids=lambda backend: backend.name)
+every_profile = pytest.mark.parametrize("profile", MERGE_PROFILES, ids=lambda profile: profile.name)
+every_scenario = pytest.mark.parametrize("scenario", MERGE_SCENARIOS, ids=lambda scenario: scenario.name)
+
+
+def statistics_of(profile: MergeProfile) -> tuple[Statistic, ...]:
+    return (LOG_EMA if profile.method == "keepkv" else Statistic("probability"),) * profile.statistics
+
+
+@every_backend
+@every_profile
+@every_scenario
+def test_equals_the_oracle(backend: Backend, profile: MergeProfile, scenario: MergeScenario) -> None:
+    state = merge_cache_state(profile, scenario)
+    before = {name: x.copy() for name, x in state.items()}
+    attributes = profile.attributes(scenario.capacity if profile.method == "full" else scenario.budget)
+    actual = backend.merge_cache(state, attributes)
+
+    assert all((state[name] == before[name]).all() for name in STATE), "an input was written to"
+    assert_finite(actual)
+    assert all(actual[f"present_{name}"].dtype == state[name].dtype for name in STATE)
+    assert_same_cache(
+        state_of(actual),
+        state_of(merge_cache(state, attributes)),
+        statistics_of(profile),
+        single=single_precision(scenario.peak),
+        stored=stored_precision(profile.dtype, scenario.peak),
+    )
+
+
+@every_backend
+@every_profile
+@every_scenario
+def test_keeps_the_budget_the_sinks_and_the_recent(backend: Backend, profile: MergeProfile, scenario: MergeScenario) -> None:
+    state = merge_cache_state(profile, scenario)
+    attributes = profile.attributes(scenario.capacity if profile.method == "full" else scenario.budget)
+    actual = state_of(backend.merge_cache(state, attributes))
+    for b, row in enumerate(scenario.used):
+        for h in range(len(row)):
+            old, new = by_position(state, b, h), by_position(actual, b, h)
+            now = old["position"].max(initial=-1)
+            inside = old["position"] > (now - profile.sliding_window if profile.sliding_window else -1)
+            assert len(new["position"]) == min(inside.sum(), attributes.budget)
+            safe = inside & ((old["position"] < SINKS) | (old["position"] > now - RECENT))
+            kept = np.isin(new["position"], old["position"][safe])
+            for name in STATE:
+                slots = (..., safe, slice(None)) if name in ("key", "value") else (..., safe)
+                kept_slots = (..., kept, slice(None)) if name in ("key", "value") else (..., kept)
+                assert (new[name][kept_slots] == old[name][slots]).all(), f"{name} of a protected slot changed"
+
+
+@every_backend
+@every_profile
+def test_the_order_of_the_slots_changes_nothing(backend: Backend, profile: MergeProfile) -> None:
+    scenario = next(s for s in MERGE_SCENARIOS if s.name == "ragged-over-the-budget")
+    attributes = profile.attributes(scenario.capacity if profile.method == "full" else scenario.budget)
+    state = merge_cache_state(profile, scenario)
+    first, second = (state_of(backend.merge_cache(x, attributes)) for x in (state, permuted(state, seed=2)))
+    stored = stored_precision(profile.dtype, scenario.peak)
+    assert_same_cache(second, first, statistics_of(profile), single=1e-5, stored=stored)
+
+
+@every_backend
+@every_profile
+def test_a_sequence_does_not_depend_on_its_batch(backend: Backend, profile: MergeProfile) -> None:
+    scenario = next(s for s in MERGE_SCENARIOS if s.name == "ragged-over-the-budget")
+    attributes = profile.attributes(scenario.capacity if profile.method == "full" else scenario.budget)
+    state = merge_cache_state(profile, scenario)
+    together = state_of(backend.merge_cache(state, attributes))
+    for b in range(len(scenario.used)):
+        alone = state_of(backend.merge_cache({name: x[b : b + 1] for name, x in state.items()}, attributes))
+        of_batch = {name: x[b : b + 1] for name, x in together.items()}
+        stored = stored_precision(profile.dtype, scenario.peak)
+        assert_same_cache(alone, of_batch, statistics_of(profile), single=1e-5, stored=stored, what=f"alone, of row {b}:")
+
+
+RUNS = [
+    ("keepkv", "streaming"),
+    ("keepkv", "keepkv-key-evict"),
+    ("keepkv", "keepkv-vote-evict"),
+    ("keepkv", "keepkv-mean-merge-first"),
+    ("h2o-group2", "h2o"),
+    ("half-group2", "keepkv-vote-merge-first-half"),
+]
+
+
+@every_backend
+@pytest.mark.parametrize(("attention", "merging"), RUNS, ids=lambda name: name)
+def test_a_long_ragged_run_equals_the_oracle_at_every_step(backend: Backend, attention: str, merging: str) -> None:
+    """Five times the budget, in chunks and single tokens, merged when the next call would not fit. The oracle starts every step from
+    the backend's own cache, so that a tie broken by rounding early does not show as a difference later."""
+    profile = next(p for p in PROFILES if p.name == attention)
+    merge_profile = next(p for p in MERGE_PROFILES if p.name == merging)
+    merge_profile = replace(merge_profile, kv_heads=profile.heads[1], sizes=profile.sizes, statistics=1, dtype=profile.dtype)
+    statistics, budget, tokens = profile.attributes.statistics, 10, 4
+    batch, (query_heads, heads), (key_size, value_size) = 3, profile.heads, profile.sizes
+    capacity = budget + tokens
+    shapes = {"key": (key_size,), "value": (value_size,), "votes": (), "position": ()}
+    types = {"key": profile.dtype, "value": profile.dtype, "votes": "float32", "position": "int32"}
+    state = {name: np.zeros((batch, heads, capacity, *shape), types[name]) for name, shape in shapes.items()}
+    state["score"] = np.zeros((batch, heads, 1, capacity), np.float32)
+    rng = np.random.default_rng(3)
+    seen = np.zeros((batch, 1), np.int64)
+    tolerances = {"single": 1e-5, "stored": stored_precision(profile.dtype, 1.0)}
+    centre = rng.normal(size=(4, key_size))
+    while seen.min() < 5 * budget:
+        t = int(rng.choice([1, 2, tokens]))
+        length = rng.integers(0, t + 1, size=(batch, 1))
+        if ((state["votes"] > 0).sum(-1) + length[:, :1]).max() > capacity or rng.random() < 0.2:
+            attributes = merge_profile.attributes(budget)
+            merged = state_of(backend.merge_cache(state, attributes))
+            assert_same_cache(merged, state_of(merge_cache(state, attributes)), statistics, **tolerances, what=f"after {seen.ravel()}:")
+            state = merged
+        key = centre[rng.integers(0, 4, (batch, heads, t))] + 0.4 * rng.normal(size=(batch, heads, t, key_size))
+        inputs: Arrays = {"query": rng.normal(size=(batch, query_heads, t, key_size)), "key": key}
+        inputs["value"] = rng.normal(size=(batch, heads, t, value_size))
+        inputs = {name: x.astype(profile.dtype) for name, x in inputs.items()}
+        inputs |= {"position": seen + np.arange(t), "query_length": length, **{f"past_{name}": x for name, x in state.items()}}
+        actual = backend.vote_attention(inputs, profile.attributes)
+        expected = vote_attention(inputs, profile.attributes)
+        assert_finite(actual)
+        assert_near(actual["output"], expected["output"], tolerances["stored"], "output")
+        assert_same_cache(state_of(actual), state_of(expected), statistics, **tolerances, what=f"after {seen.ravel()}:")
+        state, seen = state_of(actual), seen + length

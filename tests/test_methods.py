@@ -117,16 +117,13 @@ def test_a_key_factor_outside_the_limit_falls_back_to_fractional_votes() -> None
     assert outside["votes"][0] < 1.5
 
 
-def test_the_pole_of_the_key_factor_stays_finite_without_a_limit() -> None:
-    # Equal and opposite weighted logits: L = 0 exactly where the votes make up for it, ln m < 0.
-    logits = (1.0, -1.0)
-    votes = (math.exp(-1.0), math.exp(1.0))
-    assert float(_key_factor(torch.tensor(-0.5), torch.tensor(0.0))) == math.inf
-    cache = cache_of([(1.0, 5.0), (-1.0, 5.0)], votes=votes, score=score_for(logits, [0, 1]))
-    after = merged(cache, KeepKV(decay=DECAY, threshold=0.0, zip="key", key_factor_max=math.inf), 1)
-    assert all(np.isfinite(x).all() for x in after.values())
-    query = np.array([1.0, 0.0])
-    assert (after["votes"] * np.exp(after["key"] @ query))[0] == pytest.approx((cache["votes"] * np.exp(logits)).sum(), rel=1e-3)
+def test_the_pole_of_the_key_factor_falls_back_to_votes_without_a_limit() -> None:
+    # Equal weights and opposite logits make L = 0 exactly; positions far back make the bias correction 1 exactly.
+    light = float(torch.exp(torch.tensor(-2.0)))
+    cache = cache_of([[1.0, 5.0], [-1.0, 5.0], [0.0, -1.0]], votes=[light, 1.0, 1.0], score=[1.0, -1.0, 0.0], position=[0, 1, 5000])
+    after = merged(cache, KeepKV(decay=DECAY, threshold=0.0, zip="key", key_factor_max=math.inf), 2, recent=1)
+    np.testing.assert_allclose(after["key"][0], [0.0, 5.0], atol=1e-6)
+    assert after["votes"][0] == pytest.approx(2 * light * math.e, rel=1e-5)  # sum p s
 
 
 # 3 Equal pairs

@@ -41,6 +41,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "gptj": ("GPTJConfig", {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}, "computes attention in its own code"),
     "mixtral": ("MixtralConfig", {**models.SIZES, "num_local_experts": 4}, "has mixture-of-experts layers (the first is 'model.layers.0."),
     "qwen3_moe": ("Qwen3MoeConfig", {**models.SIZES, **EXPERTS}, "has mixture-of-experts layers"),
+    "roberta": ("RobertaConfig", {**models.SIZES, "pad_token_id": 1, "is_decoder": True}, "numbers positions in its own way"),
+    "bart": (
+        "BartConfig",
+        {"d_model": 64, "decoder_layers": 2, "encoder_layers": 2, "is_encoder_decoder": False, "is_decoder": True},
+        "numbers positions in its own way",
+    ),
     "bert": ("BertConfig", {**models.SIZES, "pad_token_id": 0}, "is not causal"),
     "clip_vision_model": ("CLIPVisionConfig", {}, "transformers has no decoder"),
 }
@@ -122,6 +128,13 @@ def test_more_positions_than_the_model_has(checkpoint: Path) -> None:
     error = refusal(checkpoint, lambda out: build(recipe, out))
     assert error.problem == "limits.max_length is 513, but llama has 512 positions"
     assert error.fix == "--set limits.max_length=512"
+
+
+def test_more_positions_than_the_text_part_has(tmp_path: Path) -> None:
+    config = transformers.Gemma3Config(text_config={**models.SIZES, "head_dim": 16})
+    checkpoint = dummy_checkpoint(tmp_path / "checkpoint", config)
+    recipe = recipe_for(checkpoint, limits={"max_length": 513, "max_batch": 1})
+    assert "has 512 positions" in refusal(checkpoint, lambda out: build(recipe, out)).problem
 
 
 def rewrite(checkpoint: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:

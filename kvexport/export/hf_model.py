@@ -28,20 +28,21 @@ def load_config(source: str, revision: str | None, max_length: int) -> Any:
         config = AutoConfig.from_pretrained(source, revision=revision)
     except (ValueError, KeyError, OSError, TypeError) as error:
         raise UsageError(
-            f"transformers cannot read the config.json of {source}: {str(error).splitlines()[0]}",
+            f"transformers cannot read the config.json of {source}: {_first_line(error)}",
             f"for a model of the hub, while online: hf download {source} config.json",
         ) from error
     kind = getattr(config, "model_type", "?")
     if getattr(config, "is_encoder_decoder", False):
         raise UsageError(f"{kind} is an encoder-decoder; only decoders have a cache that grows with every token")
-    if getattr(config, "kv_lora_rank", None):
+    text = config.get_text_config()  # a part of it where the model also sees or hears
+    if getattr(text, "kv_lora_rank", None):
         raise UsageError(
-            f"{kind} has latent attention (kv_lora_rank {config.kv_lora_rank}); merging its expanded keys would need more memory than "
+            f"{kind} has latent attention (kv_lora_rank {text.kv_lora_rank}); merging its expanded keys would need more memory than "
             "its own latent cache"
         )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UsageError(f"transformers has no decoder (AutoModelForCausalLM) for model type '{kind}'")
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = getattr(text, "max_position_embeddings", None)
     if positions is not None and max_length > positions:
         raise UsageError(f"limits.max_length is {max_length}, but {kind} has {positions} positions", f"--set limits.max_length={positions}")
     return config
@@ -185,9 +186,15 @@ def probe_geometry(model: Any, mode: FakeTensorMode) -> list[LayerGeometry]:
             f"{kind} has layers without attention (state-space or linear attention): {len(missing)} of {count}, the first is layer "
             f"{missing[0]}; only decoders whose every layer attends can be exported"
         )
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise UsageError(f"{kind} counts positions by itself (its forward takes no position_ids), so it cannot go on where a call ended")
+    _refuse_own_positions(model)
     return [probe.layers[i] for i in range(count)]
+
+
+def _refuse_own_positions(model: Any) -> None:
+    taken = "position_ids" in inspect.signature(model.forward).parameters
+    # RoBERTa's kin begin at the padding id where nobody says so, and at 0 where somebody does.
+    if not taken or any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        raise UsageError(f"{model.config.model_type} numbers positions in its own way, not as position_ids from 0; it cannot be exported")
 
 
 def _refuse_experts(model: Any) -> None:

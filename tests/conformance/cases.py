@@ -145,12 +145,11 @@ class MergeProfile:
 
 SINKS, RECENT = 2, 3
 MERGE_PROFILES = [
-    MergeProfile("full-sliding-window", "full", sliding_window=9),
-    MergeProfile("streaming", "streaming", sizes=(8, 12), statistics=2),
+    MergeProfile("full-sliding-window-two-statistics", "full", sizes=(8, 12), statistics=2, sliding_window=9),
+    MergeProfile("streaming", "streaming"),
     MergeProfile("h2o", "h2o", sizes=(16, 8), sliding_window=14),
     MergeProfile("keepkv-key-evict", "keepkv", {"zip": "key", "order": "evict-first"}),
     MergeProfile("keepkv-vote-evict", "keepkv", {"zip": "vote", "order": "evict-first"}),
-    MergeProfile("keepkv-mean-evict", "keepkv", {"zip": "mean", "order": "evict-first"}),
     MergeProfile("keepkv-key-merge-first", "keepkv", {"zip": "key", "order": "merge-first"}),
     MergeProfile("keepkv-mean-merge-first", "keepkv", {"zip": "mean", "order": "merge-first", "threshold": 0.6, "pool": 1}),
     MergeProfile("keepkv-vote-merge-first-half", "keepkv", {"zip": "vote", "order": "merge-first"}, sizes=(8, 16), dtype="float16"),

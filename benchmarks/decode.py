@@ -148,7 +148,7 @@ def long_context(work: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", choices=[*PAIRS, "long_context"])
     parser.add_argument("--work", type=Path)
     parser.add_argument("--side", help=argparse.SUPPRESS)

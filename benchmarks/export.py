@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import make_checkpoint, save
+from common import RESULTS, SHAPES, make_checkpoint, save
 
 
 def measured(command: list[str], environment: dict[str, str]) -> dict[str, float]:
@@ -50,7 +50,7 @@ def main() -> None:
         build = [sys.executable, "-m", "kvexport", "build", "--recipe", str(recipe), "--out", str(out)]
         settings = f"model: {{path: {checkpoint}, dtype: float16}}\ncache: {{method: keepkv, budget: 512}}\nexport: {{weights: %s}}\n"
         rows = {}
-        for weights in ("copy", "link"):
+        for weights in ("copy", "link") if shape != "7b" else ("link",):
             recipe.write_text(settings % weights)
             rows[f"kvexport, weights: {weights}"] = measured(build, dict(os.environ))
             shutil.rmtree(out)
@@ -61,7 +61,9 @@ def main() -> None:
             shutil.rmtree(genai_out)
         results[shape] = rows
         print(shape, json.dumps(rows, indent=1), flush=True)
-    print(save("export", results))
+    previous = json.loads(RESULTS.joinpath("export.json").read_text()) if RESULTS.joinpath("export.json").exists() else {}
+    kept = {shape: rows for shape, rows in previous.items() if shape in SHAPES}
+    print(save("export", {**kept, **results}))
 
 
 if __name__ == "__main__":

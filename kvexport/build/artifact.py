@@ -340,7 +340,7 @@ def _existing(path: Path) -> Path:
         waits = path.parent.is_dir() and not path.is_symlink() and time.monotonic() < deadline and _comes_back(_place(path))
         if not waits and not path.is_dir():
             what = f"{path} is not a directory, so no artifact" if os.path.lexists(path) else f"there is no artifact at {path}"
-            raise UsageError(what, f"kvexport build RECIPE --out {_quoted(path)}, or name the directory of an artifact")
+            raise UsageError(what, f"kvexport build --recipe NAME --out {_quoted(path)}, or name the directory of an artifact")
     return path.resolve()
 
 

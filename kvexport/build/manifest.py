@@ -139,7 +139,7 @@ def _listed(root: Path, manifest: dict[str, Any]) -> dict[str, tuple[str, int]]:
 def damaged(root: Path, problem: str) -> ArtifactError:
     """The error for something wrong with the artifact `root`."""
     return ArtifactError(
-        f"the artifact {root} is damaged: {problem}", f"remove it and run kvexport build RECIPE --out {shlex.quote(str(root))} again"
+        f"the artifact {root} is damaged: {problem}", f"remove it and run kvexport build --recipe NAME --out {shlex.quote(str(root))} again"
     )
 
 

@@ -95,7 +95,7 @@ class Engine:
         if not 1 <= count <= self.max_batch:
             raise UsageError(
                 f"{count} sequences at once, but the artifact was built for 1 to {self.max_batch}",
-                f"kvexport build --set limits.max_batch={count}, or fewer prompts in one call",
+                f"kvexport build --recipe NAME --set limits.max_batch={count}, or fewer prompts in one call",
             )
 
     def settings(self, **overrides: Any) -> GenerationSettings:
@@ -119,7 +119,7 @@ class Engine:
         if ids.size >= self.max_length:
             raise UsageError(
                 f"the prompt has {ids.size} tokens; with one token of answer it exceeds limits.max_length {self.max_length}",
-                f"kvexport build --set limits.max_length={ids.size + 256}, or a shorter prompt",
+                f"kvexport build --recipe NAME --set limits.max_length={ids.size + 256}, or a shorter prompt",
             )
         return ids.astype(np.int64)
 

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvexport-installed
 DEMO ?= demo
 
-.PHONY: demo test lint setup clean
+.PHONY: demo test lint setup native clean
 
 setup: $(STAMP)
 
@@ -14,6 +14,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $(STAMP)
+
+# The native operators, with ONNX Runtime's headers fetched where there are none. What is built here is what `pip install` builds.
+native: setup
+	$(BIN)/python plugins/build.py --fetch-headers
 
 demo: setup
 	$(BIN)/python -m kvexport.demo --out $(DEMO)
@@ -24,8 +28,8 @@ lint: setup
 	$(BIN)/mypy
 	find plugins -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null | xargs -r $(BIN)/clang-format --dry-run -Werror
 
-test: lint
+test: lint native
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
 clean:
-	rm -rf $(DEMO) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(DEMO) build-cache kvexport/_native dist .pytest_cache .mypy_cache .ruff_cache

@@ -211,13 +211,14 @@ def load(path: str | Path, *, threads: int | None = None, verify: bool = True) -
         import onnxruntime  # noqa: F401
     except ImportError as error:
         raise EnvironmentProblem(f"onnxruntime cannot be imported: {error}", "pip install onnxruntime") from error
-    graphs = manifest["graphs"]
+    graphs, cache = manifest["graphs"], manifest["recipe"]["cache"]
     sessions = Sessions(
         path / graphs["decoder"],
         path / graphs["merge"] if graphs["merge"] else None,
         threads=manifest["recipe"]["backend"]["threads"] if threads is None else threads,
         vocabulary=manifest["model"]["vocabulary"],
         all_logits=manifest["recipe"]["export"]["logits"] == "all",
+        method={"method": cache["method"], **cache["parameters"]},
     )
     return Engine(path, manifest, sessions)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.cache import CachePlan
+from kvexport.native import library, why_function
 
 
 class OnnxRuntimeBackend:
@@ -76,20 +78,29 @@ class OnnxRuntimeBackend:
 class Sessions:
     """The sessions of one artifact; they hold the weights once, however many backends use them."""
 
-    def __init__(self, decoder: Path, merge: Path | None, *, threads: int, vocabulary: int, all_logits: bool) -> None:
-        import onnxruntime as ort
-
-        def session(path: Path, threads: int) -> Any:
-            options = ort.SessionOptions()
-            options.intra_op_num_threads = threads
-            options.log_severity_level = 3
-            return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-
-        self.decoder = session(decoder, threads)
-        # A second pool of threads would spin beside the decoder's: on two cores a merge takes half the time alone, and as long every time.
-        self.merge = session(merge, 1) if merge else None
+    def __init__(
+        self, decoder: Path, merge: Path | None, *, threads: int, vocabulary: int, all_logits: bool, method: Mapping[str, Any]
+    ) -> None:
+        operators = library()
+        native = why_function(operators, "MergeCache", method) is None
+        self.decoder = _session(decoder, threads, operators)
+        # A function is one long chain of small nodes, which is fastest on one thread.
+        self.merge = _session(merge, threads if native else 1, operators if native else None) if merge else None
         self.vocabulary = vocabulary
         self.all_logits = all_logits
+
+
+def _session(path: Path, threads: int, operators: Path | None) -> Any:
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    # Threads that spin on after a run would be in the way of the other session's.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    if operators is not None:
+        options.register_custom_ops_library(str(operators))
+    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
 def _bind(binding: Any, name: str | None, present: str | None, array: NDArray[Any]) -> None:

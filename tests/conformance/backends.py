@@ -95,7 +95,30 @@ class OnnxFunction:
         return _named(PRESENT, session.run(list(PRESENT), state))
 
 
-BACKENDS: list[Backend] = [Torch(), OnnxFunction()]
+class NativeCpu:
+    """The native operators in ONNX Runtime on the CPU: models of one node that carry no function, so nothing else can have run."""
+
+    name = "native-cpu"
+
+    def available(self) -> str | None:
+        from kvexport.native import library
+
+        return None if library() else "the native operators are not built: make native"
+
+    def vote_attention(self, inputs: Arrays, attributes: VoteAttentionAttributes) -> Arrays:
+        heads = (inputs["query"].shape[1], inputs["key"].shape[1])
+        sizes = (inputs["key"].shape[3], inputs["value"].shape[3])
+        session = _vote_attention_session(attributes, heads, sizes, inputs["query"].dtype.name, "sink_logits" in inputs, native=True)
+        return _named(("output", *PRESENT), session.run(["output", *PRESENT], inputs))
+
+    def merge_cache(self, state: Arrays, attributes: MergeCacheAttributes) -> Arrays:
+        heads, statistics = state["score"].shape[1:3]
+        sizes = (state["key"].shape[3], state["value"].shape[3])
+        session = _merge_cache_session(attributes, heads, sizes, statistics, state["key"].dtype.name, native=True)
+        return _named(PRESENT, session.run(list(PRESENT), state))
+
+
+BACKENDS: list[Backend] = [Torch(), OnnxFunction(), NativeCpu()]
 
 
 def chosen() -> list[str]:
@@ -115,13 +138,15 @@ def _named(names: tuple[str, ...], arrays: list[np.ndarray]) -> Arrays:
 
 @cache
 def _vote_attention_session(
-    attributes: VoteAttentionAttributes, heads: tuple[int, int], sizes: tuple[int, int], dtype: str, sinks: bool
+    attributes: VoteAttentionAttributes, heads: tuple[int, int], sizes: tuple[int, int], dtype: str, sinks: bool, native: bool = False
 ) -> Any:
     import torch
 
     from kvexport.ops.onnx_function import vote_attention_function, vote_attention_node_attributes
 
-    function = vote_attention_function(attributes, heads=heads, head_sizes=sizes, dtype=getattr(torch, dtype), sinks=sinks)
+    function = (
+        None if native else vote_attention_function(attributes, heads=heads, head_sizes=sizes, dtype=getattr(torch, dtype), sinks=sinks)
+    )
     (query_heads, kv_heads), (key_size, value_size), float_type = heads, sizes, np.dtype(dtype)
     tokens = {
         "query": (0, query_heads, 0, key_size), "key": (0, kv_heads, 0, key_size), "value": (0, kv_heads, 0, value_size),
@@ -133,7 +158,7 @@ def _vote_attention_session(
     types |= {"sink_logits": np.dtype(np.float32)} | {f"{p}_{n}": t for p in ("past", "present") for n, t in _state_types(dtype).items()}
     inputs = [name for name in INPUTS if name != "sink_logits" or sinks]
     infos = {name: (types[name], [SYMBOLIC[name].get(i, d) for i, d in enumerate(shape)]) for name, shape in shapes.items()}
-    return _session(function, vote_attention_node_attributes(attributes), inputs, ["output", *PRESENT], infos)
+    return _session("VoteAttention", function, vote_attention_node_attributes(attributes), inputs, ["output", *PRESENT], infos)
 
 
 @cache
@@ -146,17 +171,19 @@ def _merge_cache_function(attributes: MergeCacheAttributes, heads: int, sizes: t
 
 
 @cache
-def _merge_cache_session(attributes: MergeCacheAttributes, heads: int, sizes: tuple[int, int], statistics: int, dtype: str) -> Any:
+def _merge_cache_session(
+    attributes: MergeCacheAttributes, heads: int, sizes: tuple[int, int], statistics: int, dtype: str, native: bool = False
+) -> Any:
     from kvexport.ops.onnx_function import merge_cache_node_attributes
 
     # One function serves every budget: the node says which.
-    function = _merge_cache_function(replace(attributes, budget=0), heads, sizes, statistics, dtype)
+    function = None if native else _merge_cache_function(replace(attributes, budget=0), heads, sizes, statistics, dtype)
     types = _state_types(dtype)
     infos = {}
     for name, shape in _state_shapes(heads, sizes, statistics).items():
         for full_name in (name, f"present_{name}"):
             infos[full_name] = (types[name], [SYMBOLIC[f"past_{name}"].get(i, d) for i, d in enumerate(shape)])
-    return _session(function, merge_cache_node_attributes(attributes), list(STATE), list(PRESENT), infos)
+    return _session("MergeCache", function, merge_cache_node_attributes(attributes), list(STATE), list(PRESENT), infos)
 
 
 def _state_shapes(heads: int, sizes: tuple[int, int], statistics: int) -> dict[str, tuple[int, ...]]:
@@ -176,26 +203,30 @@ def _state_types(dtype: str) -> dict[str, np.dtype[Any]]:
     return {"key": np.dtype(dtype), "value": np.dtype(dtype), "votes": f32, "score": f32, "position": np.dtype(np.int32)}
 
 
-def _session(function: Any, attributes: dict[str, Any], inputs: list[str], outputs: list[str], infos: dict[str, Any]) -> Any:
-    """An ONNX Runtime session of a model of one node, whose meaning is `function`."""
+def _session(op: str, function: Any, attributes: dict[str, Any], inputs: list[str], outputs: list[str], infos: dict[str, Any]) -> Any:
+    """An ONNX Runtime session of a model of one node, whose meaning is `function`, or the native operator where that is None."""
     import onnx
     import onnxruntime
     from onnx import helper
 
+    from kvexport.native import library
     from kvexport.ops.onnx_function import DOMAIN, OPSET, VERSION
 
     def info(name: str) -> Any:
         dtype, shape = infos[name]
         return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(dtype), shape)
 
-    node = helper.make_node(function.name, inputs, outputs, domain=DOMAIN, overload=function.overload, **attributes)
+    node = helper.make_node(op, inputs, outputs, domain=DOMAIN, overload=function.overload if function else "", **attributes)
     model = helper.make_model(
         helper.make_graph([node], "one_node", [info(name) for name in inputs], [info(name) for name in outputs]),
-        functions=[function],
+        functions=[function] if function else [],
         opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)],
         ir_version=11,
     )
-    onnx.checker.check_model(model, full_check=True)
     options = onnxruntime.SessionOptions()
+    if function:
+        onnx.checker.check_model(model, full_check=True)
+    else:
+        options.register_custom_ops_library(str(library()))
     options.intra_op_num_threads = 1
     return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

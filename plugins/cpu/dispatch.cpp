@@ -1,0 +1,68 @@
+// The C ABI: calls are checked, then given to the kernels of the best instruction set of this machine.
+#include <cstdlib>
+#include <cstring>
+
+#include "kernels.h"
+
+namespace {
+
+struct Kernels {
+  const char* name;
+  void (*vote_attention)(const KvVoteAttention&, KvRunner);
+  void (*merge_cache)(const KvMergeCache&, KvRunner);
+};
+
+#define KV_KERNELS(isa) Kernels{#isa, kv::isa::vote_attention, kv::isa::merge_cache}
+
+// KVEXPORT_CPU_ISA asks for a lesser one, so that tests reach them all.
+Kernels choose() {
+  const char* asked = getenv("KVEXPORT_CPU_ISA");
+  auto wanted = [&](const char* name) { return !asked || !*asked || strcmp(asked, name) == 0; };
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512cd");
+  if (avx512 && wanted("avx512")) return KV_KERNELS(avx512);
+  if (avx2 && wanted("avx2")) return KV_KERNELS(avx2);
+#elif defined(__aarch64__)
+  if (wanted("neon")) return KV_KERNELS(neon);
+#endif
+  return KV_KERNELS(portable);
+}
+
+const Kernels& kernels() {
+  static const Kernels chosen = choose();
+  return chosen;
+}
+
+}  // namespace
+
+extern "C" {
+
+const char* kv_cpu_isa(void) { return kernels().name; }
+
+const char* kv_cpu_vote_attention(const KvVoteAttention* call, KvRunner runner) {
+  const KvVoteAttention& a = *call;
+  if (a.type != KV_FLOAT32 && a.type != KV_FLOAT16) return "the type of the cache is neither float32 nor float16";
+  if (a.batch < 0 || a.heads < 1 || a.tokens < 0 || a.capacity < 1 || a.key_size < 1 || a.value_size < 1)
+    return "a dimension is zero or negative";
+  if (a.query_heads < 1 || a.query_heads % a.heads) return "the query heads are not a multiple of the KV heads";
+  if (a.statistics < 1 || a.statistics > KV_MAX_STATISTICS) return "there are no statistics, or more than 8";
+  if (a.tokens > a.capacity) return "the call brings more tokens than the cache has slots";
+  if (a.batch == 0 || a.tokens == 0) return nullptr;
+  kernels().vote_attention(a, runner);
+  return nullptr;
+}
+
+const char* kv_cpu_merge_cache(const KvMergeCache* call, KvRunner runner) {
+  const KvMergeCache& a = *call;
+  if (a.type != KV_FLOAT32 && a.type != KV_FLOAT16) return "the type of the cache is neither float32 nor float16";
+  if (a.batch < 0 || a.heads < 1 || a.capacity < 1 || a.key_size < 1 || a.value_size < 1) return "a dimension is zero or negative";
+  if (a.statistics < 1 || a.statistics > KV_MAX_STATISTICS) return "there are no statistics, or more than 8";
+  if (a.budget < 1 || a.sinks < 0 || a.recent < 0 || a.sliding_window < 0) return "budget, sinks, recent or sliding_window is out of range";
+  if (a.batch > 0) kernels().merge_cache(a, runner);
+  return nullptr;
+}
+}

@@ -1,0 +1,48 @@
+// The arithmetic of joint merges, on the host and on the device: what a group's votes, weights and key factor are
+// (kvexport/methods/joint.py, base.py).
+#pragma once
+
+#include "statistic.h"
+
+namespace kv {
+
+// ln(S / (1 - a^n)) of a log_ema S whose slot n = now - position + 1 queries have seen.
+KV_HD float corrected_average(float score, float decay, int now, int position) {
+  const int seen = now - position + 1;
+  return score - log1pf(-expf(static_cast<float>(seen > 1 ? seen : 1) * logf(decay)));
+}
+
+// What a group's members add up to, relative to exp(top), the largest of their logits: weights w = p exp(l - top), w l, and votes p.
+struct ZipSums {
+  float top = 0.0f, weight = 0.0f, weighted_logit = 0.0f, votes = 0.0f;
+
+  // Adds a member and returns its weight.
+  KV_HD float add(float member_votes, float logit) {
+    const float w = member_votes * expf(logit - top);
+    weight += w;
+    weighted_logit += w * logit;
+    votes += member_votes;
+    return w;
+  }
+  KV_HD float log_weight() const { return logf(weight) + top; }
+  KV_HD float mean_logit() const { return weighted_logit / weight; }
+  // Votes with which the mean key stands for the group at the current query: ln p = ln(sum w) - L.
+  KV_HD float fractional_votes() const { return expf(log_weight() - mean_logit()); }
+  // KeepKV's Eq. 7, ln m / L; 1 where both agree (L may be 0 there), infinite at the pole.
+  KV_HD float key_factor() const {
+    const float log_mean = log_weight() - logf(votes), l = mean_logit();
+    if (log_mean == l) return 1.0f;
+    return l == 0.0f ? INFINITY : log_mean / l;
+  }
+};
+
+// KVSlimmer's weights of a pair's keys out of shares a1, a2 of the attention and the norms of the residuals v1 - o, v2 - o and of their
+// sum; both brackets clamped at 0, a1 and a2 where they vanish together.
+KV_HD void hessian_weights(float a1, float a2, float norm1, float norm2, float norm_sum, float tau, float* w1, float* w2) {
+  const float c11 = fabsf(a1 * (1.0f - 2.0f * a1)) * norm1, c22 = fabsf(a2 * (1.0f - 2.0f * a2)) * norm2, c12 = a1 * a2 * norm_sum;
+  *w1 = c11 > c12 ? c11 - c12 : 0.0f;
+  *w2 = c22 > c12 ? c22 - c12 : 0.0f;
+  if (*w1 + *w2 <= tau * (c11 + c22)) *w1 = a1, *w2 = a2;
+}
+
+}  // namespace kv

@@ -1,0 +1,42 @@
+// The arithmetic of one slot, on the host and on the device, in float32: weights of queries, the logarithmic sums of scores.
+#pragma once
+
+#include <math.h>
+
+#ifdef __CUDACC__
+#define KV_HD __host__ __device__ __forceinline__
+#else
+#define KV_HD inline
+#endif
+
+namespace kv {
+
+// The logarithm of "nothing yet", and the bias of an invisible slot (docs/contract.md, section 3).
+constexpr float kLogZero = -1e30f;
+
+enum StatisticKind { kNone = 0, kLogEma = 1, kProbability = 2 };
+
+// One importance statistic of VoteAttention, as kvexport/methods/base.py defines it.
+struct Statistic {
+  int kind;
+  float decay;
+  int window;
+  float recency_weight;
+};
+
+// How many of the n queries of a call count.
+KV_HD int counted_queries(const Statistic& s, int n) { return s.window == 0 || n < s.window ? n : s.window; }
+
+// ln of the weight of the query that is `back` places before the newest one of a call, when `counted` of them count.
+KV_HD float log_query_weight(const Statistic& s, int back, int counted) {
+  if (back < 0 || back >= counted) return kLogZero;
+  float log_weight = static_cast<float>(back) * logf(s.decay);
+  if (s.recency_weight != 1.0f) {
+    float share = 1.0f - static_cast<float>(back) / static_cast<float>(counted > 1 ? counted - 1 : 1);
+    log_weight += log1pf((s.recency_weight - 1.0f) * (share > 0.0f ? share : 0.0f));
+  }
+  return log_weight;
+}
+
+
+}  // namespace kv

@@ -1,0 +1,91 @@
+// What the bindings share: reading attributes and tensors, and saying what is wrong with them.
+#pragma once
+
+#include <onnxruntime_cxx_api.h>
+
+#include <string>
+#include <vector>
+
+#include "../cpu/kvexport_cpu.h"
+
+namespace kv {
+
+using Shape = std::vector<int64_t>;
+
+inline void require(bool condition, const std::string& message) {
+  if (!condition) throw Ort::Exception("kvexport: " + message, ORT_INVALID_ARGUMENT);
+}
+
+// Types of the state tensors key, value, votes, score, position.
+inline ONNXTensorElementDataType state_type(size_t i, ONNXTensorElementDataType cache) {
+  if (i < 2) return cache;
+  return i < 4 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT : ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
+}
+
+// The shape an input is declared with; -1 where it is not static, empty where nothing is known.
+inline Shape declared_shape(const Ort::ConstKernelInfo& info, size_t input) {
+  if (input >= info.GetInputCount()) return {};
+  const Ort::TypeInfo type = info.GetInputTypeInfo(input);
+  if (type.GetONNXType() != ONNX_TYPE_TENSOR) return {};
+  return type.GetTensorTypeAndShapeInfo().GetShape();
+}
+
+inline std::string text(const Shape& shape) {
+  std::string s = "[";
+  for (size_t i = 0; i < shape.size(); ++i) s += (i ? ", " : "") + std::to_string(shape[i]);
+  return s + "]";
+}
+
+// An input tensor of exactly this shape.
+template <class T>
+const T* input(const Ort::KernelContext& context, size_t i, const char* name, const Shape& shape) {
+  const Ort::ConstValue value = context.GetInput(i);
+  const Shape found = value.GetTensorTypeAndShapeInfo().GetShape();
+  require(found == shape, std::string(name) + " is " + text(found) + ", not " + text(shape));
+  return static_cast<const T*>(value.GetTensorRawData());
+}
+
+inline void* output(const Ort::KernelContext& context, size_t i, const Shape& shape) {
+  return context.GetOutput(i, shape).GetTensorMutableRawData();
+}
+
+// The dimensions of a cache and the state tensors of a node, from input and output number `first`.
+struct Cache {
+  int64_t batch, heads, capacity, key_size, value_size, statistics;
+
+  Cache(const Ort::KernelContext& context, size_t first) {
+    const Shape key = context.GetInput(first).GetTensorTypeAndShapeInfo().GetShape();
+    const Shape value = context.GetInput(first + 1).GetTensorTypeAndShapeInfo().GetShape();
+    const Shape score = context.GetInput(first + 3).GetTensorTypeAndShapeInfo().GetShape();
+    require(key.size() == 4 && value.size() == 4 && score.size() == 4, "key, value and score have four dimensions");
+    batch = key[0], heads = key[1], capacity = key[2], key_size = key[3], value_size = value[3], statistics = score[2];
+  }
+
+  Shape shape(size_t i) const {
+    if (i == 0) return {batch, heads, capacity, key_size};
+    if (i == 1) return {batch, heads, capacity, value_size};
+    if (i == 3) return {batch, heads, statistics, capacity};
+    return {batch, heads, capacity};
+  }
+
+  KvState inputs(const Ort::KernelContext& context, size_t first) const {
+    const auto at = [&](size_t i, const char* name) { return const_cast<void*>(input<void>(context, first + i, name, shape(i))); };
+    return {at(0, "key"), at(1, "value"), static_cast<float*>(at(2, "votes")), static_cast<float*>(at(3, "score")),
+            static_cast<int32_t*>(at(4, "position"))};
+  }
+
+  KvState outputs(const Ort::KernelContext& context, size_t first) const {
+    const auto at = [&](size_t i) { return output(context, first + i, shape(i)); };
+    return {at(0), at(1), static_cast<float*>(at(2)), static_cast<float*>(at(3)), static_cast<int32_t*>(at(4))};
+  }
+};
+
+// ONNX Runtime's own threads as a task runner: those of the session.
+inline KvRunner runner(const Ort::KernelContext& context) {
+  return {[](void* context, size_t count, KvTask task, void* data) {
+            static_cast<const Ort::KernelContext*>(context)->ParallelFor(task, count, 0, data);
+          },
+          const_cast<Ort::KernelContext*>(&context)};
+}
+
+}  // namespace kv

@@ -59,8 +59,8 @@ typedef struct KvVoteAttention {
 
 const char* kv_cpu_vote_attention(const KvVoteAttention* call, KvRunner runner);
 
-// How slots are told apart: by position, by the first statistic, by ln of its bias-corrected average, by its sum over neighbouring
-// positions (of unprotected slots, divided by `pooled`), or by its mean per observation.
+// How slots are told apart: by position, by the first statistic, by ln of its bias-corrected average, by its sum over the `pooled`
+// neighbouring positions (of unprotected slots), or by its mean per observation.
 enum { KV_BY_POSITION, KV_BY_SCORE, KV_BY_AVERAGE, KV_BY_POOLED, KV_BY_MEAN };
 // What becomes of a slot that leaves: dropped, zipped into its nearest target (kvexport/methods/joint.py), added to the running mean of
 // its nearest residual slot (zeromerge.py), or merged with its younger neighbour (pairs.py).

@@ -117,17 +117,14 @@ struct Merge {
     }
   }
 
+  // Added up in order of position, so that slots with the same neighbours tie.
   float pooled(const Head& x, const Work& w, int i) const {
     const int reach = p.pooled / 2;
     const int32_t* position = w.position.get();
-    const char* is_target = w.is_target.get();
-    float total = is_target[i] ? score_of(x, w, 0, i) : 0.0f;
-    for (int offset = -reach; offset <= reach; ++offset) {
-      const int j = i + offset;
-      if (offset == 0 || j < 0 || j >= x.used || !is_target[j]) continue;
-      if (position[j] - position[i] <= reach && position[i] - position[j] <= reach) total += score_of(x, w, 0, j);
-    }
-    return total / static_cast<float>(p.pooled);
+    float total = 0.0f;
+    for (int j = max_of(i - reach, 0); j <= min_of(i + reach, x.used - 1); ++j)
+      if (w.is_target.get()[j] && position[j] - position[i] <= reach && position[i] - position[j] <= reach) total += score_of(x, w, 0, j);
+    return total;
   }
 
   // The first slot of a pair of unprotected neighbours, which lie together.

@@ -96,9 +96,12 @@ class PolicyReader {
     require(integer("share_pairs") == 0, "MergeCache: share_pairs has no native kernel");
     p_.weigh = method == "kvslimmer" ? KV_WEIGH_BY_HESSIAN : KV_WEIGH_BY_SCORE;
     if (method == "kvslimmer") p_.tau = number("tau");
-    inverse_frequencies = info_.GetAttributes<float>("rotary_inverse_frequencies");
+    try {
+      inverse_frequencies = info_.GetAttributes<float>("inverse_frequencies");
+    } catch (const Ort::Exception&) {  // a layer that turns nothing
+    }
     p_.rotary_planes = static_cast<int>(inverse_frequencies.size());
-    p_.rotary_interleaved = integer("rotary_interleaved");
+    if (p_.rotary_planes > 0) p_.rotary_interleaved = integer("rotary_interleaved");
     if (selects_itself(KV_STATISTIC_PROBABILITY)) p_.importance = KV_BY_SCORE;
   }
 

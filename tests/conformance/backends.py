@@ -45,6 +45,9 @@ class Backend(Protocol):
     def vote_attention(self, inputs: Arrays, attributes: VoteAttentionAttributes) -> Arrays:
         """`inputs` by their names (`sink_logits` only where the model has them) -> `output` and the five `present_*`."""
 
+    def lacks(self, attributes: MergeCacheAttributes) -> str | None:
+        """Why it has no kernel for this merge, None where it has one."""
+
     def merge_cache(self, state: Arrays, attributes: MergeCacheAttributes) -> Arrays:
         """The five state tensors by their names -> the five `present_*`."""
 
@@ -64,6 +67,9 @@ class Torch:
 
         tensors = [torch.from_numpy(inputs[name]) for name in INPUTS if name in inputs]
         return _named(("output", *PRESENT), [x.numpy() for x in vote_attention(*tensors, attributes=attributes)])
+
+    def lacks(self, attributes: MergeCacheAttributes) -> str | None:
+        return None
 
     def merge_cache(self, state: Arrays, attributes: MergeCacheAttributes) -> Arrays:
         import torch
@@ -88,6 +94,9 @@ class OnnxFunction:
         session = _vote_attention_session(attributes, heads, sizes, inputs["query"].dtype.name, "sink_logits" in inputs)
         return _named(("output", *PRESENT), session.run(["output", *PRESENT], inputs))
 
+    def lacks(self, attributes: MergeCacheAttributes) -> str | None:
+        return None
+
     def merge_cache(self, state: Arrays, attributes: MergeCacheAttributes) -> Arrays:
         heads, statistics = state["score"].shape[1:3]
         sizes = (state["key"].shape[3], state["value"].shape[3])
@@ -110,6 +119,12 @@ class NativeCpu:
         sizes = (inputs["key"].shape[3], inputs["value"].shape[3])
         session = _vote_attention_session(attributes, heads, sizes, inputs["query"].dtype.name, "sink_logits" in inputs, native=True)
         return _named(("output", *PRESENT), session.run(["output", *PRESENT], inputs))
+
+    def lacks(self, attributes: MergeCacheAttributes) -> str | None:
+        from kvexport.native import library, why_function
+        from kvexport.ops.onnx_function import merge_cache_node_attributes
+
+        return why_function(library(), "MergeCache", merge_cache_node_attributes(attributes))
 
     def merge_cache(self, state: Arrays, attributes: MergeCacheAttributes) -> Arrays:
         heads, statistics = state["score"].shape[1:3]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from backends import BACKENDS, chosen, reached
+import pytest
+from backends import BACKENDS, Backend, chosen, reached
+from cases import MERGE_PROFILES
 
 
 def test_every_backend_asked_for_is_known_and_the_unreached_are_named(record_property: Callable[[str, object], None]) -> None:
@@ -32,3 +34,19 @@ def test_the_reference_backends_are_always_reached() -> None:
     always = {backend.name for backend in BACKENDS if backend.name in ("torch", "onnx-function")}
     assert always == {"torch", "onnx-function"}
     assert {b.name for b in reached()} >= always & set(chosen())
+
+
+# What no native kernel has, and why; its graphs run from their functions. A method that is added stands here, or has a kernel.
+WITHOUT_NATIVE_KERNEL = {
+    "kvmerger": "the method kvmerger has no native kernel",
+    "cam": "the method cam has no native kernel",
+    "d2o": "the method d2o has no native kernel",
+    "random": "the method random has no native kernel",
+    "asymkv": "share_pairs has no native kernel",
+}
+
+
+@pytest.mark.parametrize("backend", [b for b in reached() if b.name.startswith("native")], ids=lambda backend: backend.name)
+def test_what_a_native_backend_lacks_is_known(backend: Backend) -> None:
+    lacking = {profile.method: backend.lacks(profile.attributes(1)) for profile in MERGE_PROFILES}
+    assert {method: why for method, why in lacking.items() if why} == WITHOUT_NATIVE_KERNEL

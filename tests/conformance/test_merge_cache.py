@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from backends import Backend, reached
+from backends import Backend, Torch, reached
 from cases import (
-    LOG_EMA,
     MERGE_PROFILES,
     MERGE_SCENARIOS,
     PROFILES,
@@ -22,26 +21,45 @@ from cases import (
 )
 from comparison import STATE, assert_finite, assert_near, assert_same_cache, by_position, permuted, state_of
 from oracle import merge_cache, vote_attention
+from oracle_rules import RULES
 
-from kvexport.methods.base import Statistic
+from kvexport.methods import all_methods
+from kvexport.ops.merge_cache import MergeCacheAttributes
 
 Arrays = dict[str, np.ndarray]
-every_backend = pytest.mark.parametrize("backend", reached(), ids=lambda backend: backend.name)
-every_profile = pytest.mark.parametrize("profile", MERGE_PROFILES, ids=lambda profile: profile.name)
+# A backend stands beside the profiles that it has a kernel for; test_backends.py names those it has none for.
+every_merge = pytest.mark.parametrize(
+    ("backend", "profile"),
+    [
+        pytest.param(backend, profile, id=f"{profile.name}-{backend.name}")
+        for backend in reached()
+        for profile in MERGE_PROFILES
+        if backend.lacks(profile.attributes(1)) is None
+    ],
+)
 every_scenario = pytest.mark.parametrize("scenario", MERGE_SCENARIOS, ids=lambda scenario: scenario.name)
 
 
-def statistics_of(profile: MergeProfile) -> tuple[Statistic, ...]:
-    return (LOG_EMA if profile.method == "keepkv" else Statistic("probability"),) * profile.statistics
+def attributes_of(profile: MergeProfile, scenario: MergeScenario) -> MergeCacheAttributes:
+    return profile.attributes(scenario.capacity if profile.method == "full" else scenario.budget)
 
 
-@every_backend
-@every_profile
+def right(state: Arrays, attributes: MergeCacheAttributes) -> Arrays:
+    """The oracle's cache; of a method that it does not know, what the method itself says in PyTorch."""
+    knows = attributes.method.name in RULES or not attributes.method.compresses
+    return state_of(merge_cache(state, attributes) if knows else Torch().merge_cache(state, attributes))
+
+
+def test_the_oracle_knows_every_method() -> None:
+    assert {name for name, method in all_methods().items() if method.compresses} == set(RULES)
+
+
+@every_merge
 @every_scenario
 def test_equals_the_oracle(backend: Backend, profile: MergeProfile, scenario: MergeScenario) -> None:
     state = merge_cache_state(profile, scenario)
     before = {name: x.copy() for name, x in state.items()}
-    attributes = profile.attributes(scenario.capacity if profile.method == "full" else scenario.budget)
+    attributes = attributes_of(profile, scenario)
     actual = backend.merge_cache(state, attributes)
 
     assert all((state[name] == before[name]).all() for name in STATE), "an input was written to"
@@ -49,19 +67,18 @@ def test_equals_the_oracle(backend: Backend, profile: MergeProfile, scenario: Me
     assert all(actual[f"present_{name}"].dtype == state[name].dtype for name in STATE)
     assert_same_cache(
         state_of(actual),
-        state_of(merge_cache(state, attributes)),
-        statistics_of(profile),
+        right(state, attributes),
+        profile.statistics,
         single=single_precision(scenario.peak),
         stored=stored_precision(profile.dtype, scenario.peak),
     )
 
 
-@every_backend
-@every_profile
+@every_merge
 @every_scenario
 def test_keeps_the_budget_the_sinks_and_the_recent(backend: Backend, profile: MergeProfile, scenario: MergeScenario) -> None:
     state = merge_cache_state(profile, scenario)
-    attributes = profile.attributes(scenario.capacity if profile.method == "full" else scenario.budget)
+    attributes = attributes_of(profile, scenario)
     actual = state_of(backend.merge_cache(state, attributes))
     for b, row in enumerate(scenario.used):
         for h in range(len(row)):
@@ -69,7 +86,9 @@ def test_keeps_the_budget_the_sinks_and_the_recent(backend: Backend, profile: Me
             now = old["position"].max(initial=-1)
             inside = old["position"] > (now - profile.sliding_window if profile.sliding_window else -1)
             assert len(new["position"]) == min(inside.sum(), attributes.budget)
-            safe = inside & ((old["position"] < SINKS) | (old["position"] > now - RECENT))
+            safe = inside & (old["position"] < SINKS)
+            if not attributes.method.recent_receives:
+                safe |= inside & (old["position"] > now - RECENT)
             kept = np.isin(new["position"], old["position"][safe])
             for name in STATE:
                 slots = (..., safe, slice(None)) if name in ("key", "value") else (..., safe)
@@ -77,29 +96,27 @@ def test_keeps_the_budget_the_sinks_and_the_recent(backend: Backend, profile: Me
                 assert (new[name][kept_slots] == old[name][slots]).all(), f"{name} of a protected slot changed"
 
 
-@every_backend
-@every_profile
+@every_merge
 def test_the_order_of_the_slots_changes_nothing(backend: Backend, profile: MergeProfile) -> None:
     scenario = next(s for s in MERGE_SCENARIOS if s.name == "ragged-over-the-budget")
-    attributes = profile.attributes(scenario.capacity if profile.method == "full" else scenario.budget)
+    attributes = attributes_of(profile, scenario)
     state = merge_cache_state(profile, scenario)
     first, second = (state_of(backend.merge_cache(x, attributes)) for x in (state, permuted(state, seed=2)))
     stored = stored_precision(profile.dtype, scenario.peak)
-    assert_same_cache(second, first, statistics_of(profile), single=1e-5, stored=stored)
+    assert_same_cache(second, first, profile.statistics, single=1e-5, stored=stored)
 
 
-@every_backend
-@every_profile
+@every_merge
 def test_a_sequence_does_not_depend_on_its_batch(backend: Backend, profile: MergeProfile) -> None:
     scenario = next(s for s in MERGE_SCENARIOS if s.name == "ragged-over-the-budget")
-    attributes = profile.attributes(scenario.capacity if profile.method == "full" else scenario.budget)
+    attributes = attributes_of(profile, scenario)
     state = merge_cache_state(profile, scenario)
     together = state_of(backend.merge_cache(state, attributes))
     for b in range(len(scenario.used)):
         alone = state_of(backend.merge_cache({name: x[b : b + 1] for name, x in state.items()}, attributes))
         of_batch = {name: x[b : b + 1] for name, x in together.items()}
         stored = stored_precision(profile.dtype, scenario.peak)
-        assert_same_cache(alone, of_batch, statistics_of(profile), single=1e-5, stored=stored, what=f"alone, of row {b}:")
+        assert_same_cache(alone, of_batch, profile.statistics, single=1e-5, stored=stored, what=f"alone, of row {b}:")
 
 
 RUNS = [
@@ -112,14 +129,14 @@ RUNS = [
 ]
 
 
-@every_backend
+@pytest.mark.parametrize("backend", reached(), ids=lambda backend: backend.name)
 @pytest.mark.parametrize(("attention", "merging"), RUNS, ids=lambda name: name)
 def test_a_long_ragged_run_equals_the_oracle_at_every_step(backend: Backend, attention: str, merging: str) -> None:
     """Five times the budget, in chunks and single tokens, merged when the next call would not fit. The oracle starts every step from
     the backend's own cache, so that a tie broken by rounding early does not show as a difference later."""
     profile = next(p for p in PROFILES if p.name == attention)
     merge_profile = next(p for p in MERGE_PROFILES if p.name == merging)
-    merge_profile = replace(merge_profile, kv_heads=profile.heads[1], sizes=profile.sizes, statistics=1, dtype=profile.dtype)
+    merge_profile = replace(merge_profile, kv_heads=profile.heads[1], sizes=profile.sizes, dtype=profile.dtype)
     statistics, budget, tokens = profile.attributes.statistics, 10, 4
     batch, (query_heads, heads), (key_size, value_size) = 3, profile.heads, profile.sizes
     capacity = budget + tokens

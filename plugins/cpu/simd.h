@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__F16C__) || defined(__AVX512F__)
 #include <immintrin.h>
@@ -92,6 +93,25 @@ static inline float sum(vf v) {
   store(x, v);
   return sum_lanes<W>(x);
 #endif
+}
+
+// One step of `sums`: of the halves of every segment of 2 L lanes of a and b, the sum; a's segments first.
+template <int L, size_t... I>
+static inline vf fold(vf a, vf b, std::index_sequence<I...>) {
+  constexpr int count = W / (2 * L);  // segments of one operand
+  return __builtin_shufflevector(a, b, (I / L < count ? I / L * 2 * L : W + (I / L - count) * 2 * L) + I % L...) +
+         __builtin_shufflevector(a, b, (I / L < count ? I / L * 2 * L : W + (I / L - count) * 2 * L) + I % L + L...);
+}
+
+// Lane i is the sum of the lanes of v[i]; N vectors from `v` on, each already folded down to segments of 2 L lanes.
+template <int L>
+static inline vf sums(const vf* v) {
+  if constexpr (L == W) {
+    return *v;
+  } else {
+    constexpr int half = W / (2 * L);
+    return fold<L>(sums<2 * L>(v), sums<2 * L>(v + half), std::make_index_sequence<W>());
+  }
 }
 
 static inline float max(vf v) {

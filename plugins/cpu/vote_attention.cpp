@@ -4,6 +4,7 @@
 // value is read once. Several (prefill): blocks of the cache against tiles of query rows with a running softmax, so that only a tile
 // of logits ever exists. A row of a tile is one query head of one token.
 #include <cmath>
+#include <type_traits>
 
 #include "kernels.h"
 #include "scratch.h"
@@ -15,6 +16,7 @@ namespace KV_ISA {
 namespace {
 
 constexpr float kLowest = -3e38f;
+constexpr int kAhead = 12288;
 
 // Where splits of one head leave what `finish` puts together.
 struct Partials {
@@ -151,14 +153,11 @@ struct Attention {
       const T* row = static_cast<const T*>(a.query) + (static_cast<size_t>(x.b) * a.query_heads + x.h * group + g) * d;
       for (int i = 0; i < d; ++i) query[g * d + i] = static_cast<float>(row[i]) * a.scale;
     }
-    for (int g = 0; g < group; g += 4) {
-      switch (min_of(group - g, 4)) {
-        case 1: decode_logits<1>(x, from, to, query + g * d, logits + static_cast<size_t>(g) * a.capacity); break;
-        case 2: decode_logits<2>(x, from, to, query + g * d, logits + static_cast<size_t>(g) * a.capacity); break;
-        case 3: decode_logits<3>(x, from, to, query + g * d, logits + static_cast<size_t>(g) * a.capacity); break;
-        default: decode_logits<4>(x, from, to, query + g * d, logits + static_cast<size_t>(g) * a.capacity);
-      }
-    }
+    for_each_block(from, to, [&](int c, int end) {
+      for_each_rows([&](auto rows, int g) {
+        decode_logits<decltype(rows)::value>(x, c, end, query + g * d, logits + static_cast<size_t>(g) * a.capacity);
+      });
+    });
     bias(x, from, to, x.first, slot_bias);
     for (int g = 0; g < group; ++g) {
       float *l = logits + static_cast<size_t>(g) * a.capacity, *w = weights + static_cast<size_t>(g) * a.capacity;
@@ -188,35 +187,67 @@ struct Attention {
       top[g] = best;
       total[g] = sum(sum_v) + rest;
     }
-    for (int g = 0; g < group; g += 4) {
-      float* out = product + static_cast<size_t>(g) * dv;
-      const float* w = weights + static_cast<size_t>(g) * a.capacity;
-      switch (min_of(group - g, 4)) {
-        case 1: decode_product<1>(x, from, to, w, out); break;
-        case 2: decode_product<2>(x, from, to, w, out); break;
-        case 3: decode_product<3>(x, from, to, w, out); break;
-        default: decode_product<4>(x, from, to, w, out);
-      }
-    }
+    for (int i = 0; i < group * dv; ++i) product[i] = 0.0f;
+    for_each_block(from, to, [&](int c, int end) {
+      for_each_rows([&](auto rows, int g) {
+        decode_product<decltype(rows)::value>(x, c, end, weights + static_cast<size_t>(g) * a.capacity, product + g * dv);
+      });
+    });
   }
 
+  // Blocks of slots small enough to stay in the first cache while all query heads and all columns pass over them.
+  template <class F>
+  static void for_each_block(int from, int to, F body) {
+    constexpr int slots = 32;
+    for (int c = from; c < to; c += slots) body(c, min_of(c + slots, to));
+  }
+
+  // The query heads of a group by fours, twos and ones: body(integral_constant, first).
+  template <class F>
+  void for_each_rows(F body) const {
+    int g = 0;
+    for (; g + 4 <= group; g += 4) body(std::integral_constant<int, 4>(), g);
+    for (; g + 2 <= group; g += 2) body(std::integral_constant<int, 2>(), g);
+    for (; g < group; ++g) body(std::integral_constant<int, 1>(), g);
+  }
+
+  // What comes 12 KB after `count` elements from `row` on, into the second cache: the machine's own prefetching stops at the end of a
+  // page, and reads and arithmetic would take turns (71 % of the bandwidth instead of 90 % on an EPYC 9004).
+  static void prefetch(const T* row, int count) {
+    const char* ahead = reinterpret_cast<const char*>(row) + kAhead;
+    for (size_t i = 0; i < count * sizeof(T); i += 64) __builtin_prefetch(ahead + i, 0, 2);
+  }
+
+  // Logits of R query heads; S slots at a time, so that R S sums over lanes are one.
   template <int R>
   void decode_logits(const Head& x, int from, int to, const float* query, float* logits) const {
-    const int d = a.key_size;
-    for (int c = from; c < to; ++c) {
-      const T* row = key_row(x, c);
-      vf total[R] = {};
-      int i = 0;
-      for (; i + W <= d; i += W) {
-        vf k = load(row + i);
-        for (int r = 0; r < R; ++r) total[r] += k * load(query + r * d + i);
+    constexpr int S = R < W ? W / R : 1, N = R * S / W;
+    const int d = a.key_size, whole = d / W * W;
+    int c = from;
+    for (; c + S <= to; c += S) {
+      const T* row[S];
+      for (int s = 0; s < S; ++s) row[s] = key_row(x, c + s);
+      if (R == 4 || group < 4) prefetch(row[0], S * d);
+      vf total[R * S] = {};
+      for (int i = 0; i < whole; i += W) {
+        vf key[S];
+        for (int s = 0; s < S; ++s) key[s] = load(row[s] + i);
+        for (int r = 0; r < R; ++r) {
+          const vf q = load(query + r * d + i);
+          for (int s = 0; s < S; ++s) total[r * S + s] += q * key[s];
+        }
       }
-      for (int r = 0; r < R; ++r) {
-        float rest = 0.0f;
-        for (int j = i; j < d; ++j) rest += static_cast<float>(row[j]) * query[r * d + j];
-        logits[static_cast<size_t>(r) * a.capacity + c] = sum(total[r]) + rest;
-      }
+      float out[R * S];
+      for (int n = 0; n < N; ++n) store(out + n * W, sums<1>(total + n * W));
+      for (int r = 0; r < R; ++r)
+        for (int s = 0; s < S; ++s) {
+          float rest = 0.0f;
+          for (int i = whole; i < d; ++i) rest += static_cast<float>(row[s][i]) * query[r * d + i];
+          logits[static_cast<size_t>(r) * a.capacity + c + s] = out[r * S + s] + rest;
+        }
     }
+    for (; c < to; ++c)
+      for (int r = 0; r < R; ++r) logits[static_cast<size_t>(r) * a.capacity + c] = dot(key_row(x, c), query + r * d, d);
   }
 
   template <int R>
@@ -229,18 +260,23 @@ struct Attention {
       for (int r = 0; r < R; ++r) {
         float total = 0.0f;
         for (int c = from; c < to; ++c) total += weights[static_cast<size_t>(r) * a.capacity + c] * static_cast<float>(value_row(x, c)[i]);
-        out[r * dv + i] = total;
+        out[r * dv + i] += total;
       }
   }
 
   template <int R, int N>
   void decode_columns(const Head& x, int from, int to, const float* weights, float* out, int column) const {
-    vf total[R][N] = {};
+    vf total[R][N];
+    for (int r = 0; r < R; ++r)
+      for (int j = 0; j < N; ++j) total[r][j] = load(out + r * a.value_size + column + j * W);
     for (int c = from; c < to; ++c) {
       const T* row = value_row(x, c) + column;
-      for (int j = 0; j < N; ++j) {
-        vf v = load(row + j * W);
-        for (int r = 0; r < R; ++r) total[r][j] += weights[static_cast<size_t>(r) * a.capacity + c] * v;
+      prefetch(row, N * W);
+      vf value[N];
+      for (int j = 0; j < N; ++j) value[j] = load(row + j * W);
+      for (int r = 0; r < R; ++r) {
+        const float weight = weights[static_cast<size_t>(r) * a.capacity + c];
+        for (int j = 0; j < N; ++j) total[r][j] += weight * value[j];
       }
     }
     for (int r = 0; r < R; ++r)

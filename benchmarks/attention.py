@@ -1,0 +1,120 @@
+"""The native VoteAttention alone: the share of the machine's read bandwidth that a decode step reaches.
+
+    python benchmarks/attention.py [--rounds 20] [--threads 2]
+
+Batch 4, 4096 slots, 32 query heads on 8 KV heads of size 128 (a layer of Llama-3-8B), votes and one score statistic, state bound in
+place. Bytes: keys, values, votes, scores read and scores written. The bandwidth is probed before and after every round by the same
+number of threads; each instruction set runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+from common import read_bandwidth, save
+
+BATCH, QUERY_HEADS, HEADS, SLOTS, SIZE = 4, 32, 8, 4096, 128
+GOALS = {"avx512": 0.85, "avx2": 0.75}
+
+
+def session(threads: int, dtype: str, statistic: str) -> tuple[Any, Any, int]:
+    """A session of one VoteAttention node, a binding whose state is in place, and the bytes that a step has to move."""
+    import onnxruntime as ort
+    from onnx import helper
+
+    from kvexport.methods.base import Statistic
+    from kvexport.native import library
+    from kvexport.ops.onnx_function import VOTE_ATTENTION_INPUTS, VOTE_ATTENTION_OUTPUTS, vote_attention_node_attributes
+    from kvexport.ops.vote_attention import VoteAttentionAttributes
+
+    rng = np.random.default_rng(0)
+    capacity, real = SLOTS + 1, np.dtype(dtype)
+    cache = (BATCH, HEADS, capacity, SIZE)
+    arrays = {
+        "query": rng.normal(size=(BATCH, QUERY_HEADS, 1, SIZE)).astype(real),
+        "key": rng.normal(size=(BATCH, HEADS, 1, SIZE)).astype(real),
+        "value": rng.normal(size=(BATCH, HEADS, 1, SIZE)).astype(real),
+        "position": np.full((BATCH, 1), SLOTS, np.int64),
+        "query_length": np.ones((BATCH, 1), np.int64),
+        "past_key": rng.normal(size=cache).astype(real),
+        "past_value": rng.normal(size=cache).astype(real),
+        "past_votes": np.ones(cache[:3], np.float32),
+        "past_score": np.ones((BATCH, HEADS, 1, capacity), np.float32),
+        "past_position": np.broadcast_to(np.arange(capacity, dtype=np.int32), cache[:3]).copy(),
+    }
+    arrays["past_votes"][:, :, SLOTS:] = 0
+    output = np.zeros((BATCH, QUERY_HEADS, 1, SIZE), real)
+    kind = Statistic(statistic, 0.9) if statistic == "log_ema" else Statistic(statistic)
+    attributes = vote_attention_node_attributes(VoteAttentionAttributes(SIZE**-0.5, 1.0, (kind,)))
+    node = helper.make_node("VoteAttention", VOTE_ATTENTION_INPUTS, VOTE_ATTENTION_OUTPUTS, domain="kvexport", **attributes)
+    bound = {"output": output} | {name.replace("past", "present"): x for name, x in arrays.items() if name.startswith("past")}
+
+    def info(name: str, x: np.ndarray) -> Any:
+        return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(x.dtype), x.shape)
+
+    graph = helper.make_graph([node], "attention", [info(*x) for x in arrays.items()], [info(*x) for x in bound.items()])
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid("kvexport", 1)]
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.register_custom_ops_library(str(library()))
+    made = ort.InferenceSession(helper.make_model(graph, opset_imports=opsets, ir_version=11).SerializeToString(), options)
+    binding = made.io_binding()
+    for name, x in arrays.items():
+        binding.bind_input(name, "cpu", 0, x.dtype.type, x.shape, x.ctypes.data)
+    for name, x in bound.items():
+        binding.bind_output(name, "cpu", 0, x.dtype.type, x.shape, x.ctypes.data)
+    slots = BATCH * HEADS * SLOTS
+    # Both lists are returned with the session, so that the buffers live as long as it does.
+    return made, (binding, arrays, bound), slots * (2 * SIZE * real.itemsize + 4 + 2 * 4)
+
+
+def measure(threads: int, rounds: int, dtype: str, statistic: str) -> dict[str, Any]:
+    """Of every round the share of the bandwidth, which is the better of two probes around it."""
+    made, bound, nbytes = session(threads, dtype, statistic)
+    votes = bound[1]["past_votes"]
+    shares, rates = [], []
+    before = read_bandwidth(256, threads, 0.1)
+    for _ in range(rounds):
+        best = float("inf")
+        for _ in range(8):
+            votes[:, :, SLOTS:] = 0  # the token that the last step appended goes
+            start = time.perf_counter()
+            made.run_with_iobinding(bound[0])
+            best = min(best, time.perf_counter() - start)
+        after = read_bandwidth(256, threads, 0.1)
+        rates.append(nbytes / best)
+        shares.append(rates[-1] / max(before, after))
+        before = after
+    return {"share": statistics.median(shares), "GBps": statistics.median(rates) / 1e9, "bandwidth_GBps": before / 1e9, "bytes": nbytes}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--side", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.side:
+        dtype, statistic = options.side.split("-")
+        print(json.dumps(measure(options.threads, options.rounds, dtype, statistic)))
+        return
+    results: dict[str, Any] = {}
+    for isa, goal in GOALS.items():
+        for side in ("float32-log_ema", "float32-probability", "float16-log_ema"):
+            command = [sys.executable, __file__, "--side", side, "--rounds", str(options.rounds), "--threads", str(options.threads)]
+            done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "KVEXPORT_CPU_ISA": isa})
+            results[f"{isa}-{side}"] = {**json.loads(done.stdout.splitlines()[-1]), "goal": goal}
+            print(isa, side, json.dumps(results[f"{isa}-{side}"]), flush=True)
+    print(save("attention", results))
+
+
+if __name__ == "__main__":
+    main()

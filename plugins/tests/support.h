@@ -1,0 +1,226 @@
+// What the fuzz needs around the kernels: random numbers, guarded buffers, caches, and task runners.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../cpu/kvexport_cpu.h"
+
+namespace fuzz {
+
+using half = _Float16;
+
+struct Failure {
+  std::string what;
+};
+
+inline void check(bool condition, const char* what) {
+  if (!condition) throw Failure{what};
+}
+
+class Random {
+ public:
+  explicit Random(uint64_t seed) : engine_(seed) {}
+  int between(int low, int high) { return std::uniform_int_distribution<int>(low, high)(engine_); }
+  bool one_in(int n) { return between(1, n) == 1; }
+  float uniform(float low, float high) { return std::uniform_real_distribution<float>(low, high)(engine_); }
+  float normal() { return normal_(engine_); }
+  template <class T>
+  T one_of(std::initializer_list<T> values) {
+    return values.begin()[between(0, static_cast<int>(values.size()) - 1)];
+  }
+  template <class T>
+  void shuffle(std::vector<T>& values) {
+    std::shuffle(values.begin(), values.end(), engine_);
+  }
+
+ private:
+  std::mt19937_64 engine_;
+  std::normal_distribution<float> normal_;
+};
+
+// `size` bytes between canaries, aligned to their elements alone, NaN until something is written. Under AddressSanitizer the block ends
+// where the data does, so that it sees a read beyond it as well.
+class Buffer {
+ public:
+  Buffer() = default;
+  Buffer(Random& random, size_t count, size_t element)
+      : before_(kGuard + element * random.between(0, 15)), size_(count * element), bytes_(before_ + size_ + kAfter, kCanary) {
+    memset(data<void>(), 0xff, size_);
+  }
+  template <class T>
+  T* data() {
+    return reinterpret_cast<T*>(bytes_.data() + before_);
+  }
+  template <class T>
+  const T* data() const {
+    return reinterpret_cast<const T*>(bytes_.data() + before_);
+  }
+  size_t size() const { return size_; }
+  bool same(const Buffer& other) const { return size_ == other.size_ && memcmp(data<void>(), other.data<void>(), size_) == 0; }
+  void check_canaries() const {
+    for (size_t i = 0; i < bytes_.size(); ++i)
+      if (i < before_ || i >= before_ + size_) check(bytes_[i] == kCanary, "wrote outside a buffer");
+  }
+
+ private:
+  static constexpr size_t kGuard = 64;
+#if defined(__SANITIZE_ADDRESS__)
+  static constexpr size_t kAfter = 0;
+#else
+  static constexpr size_t kAfter = kGuard;
+#endif
+  static constexpr unsigned char kCanary = 0xa5;
+  size_t before_ = 0, size_ = 0;
+  std::vector<unsigned char> bytes_;
+};
+
+struct Shape {
+  int type, batch, heads, capacity, key_size, value_size, statistics;
+  size_t element() const { return type == KV_FLOAT16 ? 2 : 4; }
+  size_t rows() const { return static_cast<size_t>(batch) * heads; }
+};
+
+// An element of a buffer of the cache's type.
+inline float read(const Shape& shape, const void* data, size_t i) {
+  return shape.type == KV_FLOAT16 ? static_cast<float>(static_cast<const half*>(data)[i]) : static_cast<const float*>(data)[i];
+}
+inline void write(const Shape& shape, void* data, size_t i, float x) {
+  if (shape.type == KV_FLOAT16)
+    static_cast<half*>(data)[i] = static_cast<half>(x);
+  else
+    static_cast<float*>(data)[i] = x;
+}
+
+enum Tensor { kKey, kValue, kVotes, kScore, kPosition, kTensors };
+
+// A cache. Tensor i of head `row` starts at element row * width(i).
+struct Cache {
+  Shape shape;
+  std::array<Buffer, kTensors> tensor;
+
+  Cache(Random& random, const Shape& shape) : shape(shape) {
+    for (int i = 0; i < kTensors; ++i) tensor[i] = Buffer(random, shape.rows() * width(i), element(i));
+  }
+  size_t element(int i) const { return i == kKey || i == kValue ? shape.element() : 4; }
+  size_t width(int i) const {
+    const size_t c = shape.capacity;
+    return i == kKey ? c * shape.key_size : i == kValue ? c * shape.value_size : i == kScore ? c * shape.statistics : c;
+  }
+  KvState view() {
+    return {tensor[kKey].data<void>(), tensor[kValue].data<void>(), tensor[kVotes].data<float>(), tensor[kScore].data<float>(),
+            tensor[kPosition].data<int32_t>()};
+  }
+  float votes(size_t row, int slot) const { return tensor[kVotes].data<float>()[row * shape.capacity + slot]; }
+  int32_t position(size_t row, int slot) const { return tensor[kPosition].data<int32_t>()[row * shape.capacity + slot]; }
+  float score(size_t row, int k, int slot) const {
+    return tensor[kScore].data<float>()[(row * shape.statistics + k) * shape.capacity + slot];
+  }
+  float key(size_t row, int slot, int i) const {
+    return read(shape, tensor[kKey].data<void>(), (row * shape.capacity + slot) * shape.key_size + i);
+  }
+  float value(size_t row, int slot, int i) const {
+    return read(shape, tensor[kValue].data<void>(), (row * shape.capacity + slot) * shape.value_size + i);
+  }
+  int used(size_t row) const {
+    int n = 0;
+    while (n < shape.capacity && votes(row, n) > 0.0f) ++n;
+    return n;
+  }
+  // Whether slot `a` holds, bit for bit, what slot `b` of `other` does.
+  bool same_slot(size_t row, int a, const Cache& other, int b) const {
+    for (int i = 0; i < kTensors; ++i) {
+      if (i == kScore) {
+        for (int k = 0; k < shape.statistics; ++k) {
+          const float x = score(row, k, a), y = other.score(row, k, b);
+          if (memcmp(&x, &y, sizeof x)) return false;
+        }
+        continue;
+      }
+      const size_t bytes = width(i) / shape.capacity * element(i);
+      const unsigned char *x = tensor[i].data<unsigned char>(), *y = other.tensor[i].data<unsigned char>();
+      if (memcmp(x + (row * shape.capacity + a) * bytes, y + (row * shape.capacity + b) * bytes, bytes)) return false;
+    }
+    return true;
+  }
+  bool same(const Cache& other) const {
+    for (int i = 0; i < kTensors; ++i)
+      if (!tensor[i].same(other.tensor[i])) return false;
+    return true;
+  }
+  void check_canaries() const {
+    for (const Buffer& buffer : tensor) buffer.check_canaries();
+  }
+};
+
+// Fills a head: `used` slots in no order, at distinct positions below the one that is returned; NaN and rubbish in the others.
+inline int fill_head(Random& random, Cache& cache, size_t row, int used, const std::vector<int>& kinds, bool fractional) {
+  const Shape& s = cache.shape;
+  std::vector<int32_t> positions;
+  int next = random.one_in(3) ? 0 : random.between(0, 5000);
+  for (int i = 0; i < used; ++i) positions.push_back(next), next += random.one_in(4) ? random.between(1, 9) : 1;
+  if (!random.one_in(3)) random.shuffle(positions);
+  const KvState view = cache.view();
+  for (int c = 0; c < s.capacity; ++c) {
+    const bool is_used = c < used;
+    view.votes[row * s.capacity + c] = !is_used ? 0.0f : fractional && random.one_in(2) ? std::exp(random.normal()) : 1.0f;
+    view.position[row * s.capacity + c] = is_used ? positions[c] : random.between(0, 1 << 30);
+    if (!is_used) continue;
+    for (int i = 0; i < s.key_size; ++i) write(s, view.key, (row * s.capacity + c) * s.key_size + i, random.normal());
+    for (int i = 0; i < s.value_size; ++i) write(s, view.value, (row * s.capacity + c) * s.value_size + i, random.normal());
+    for (int k = 0; k < s.statistics; ++k)
+      view.score[(row * s.statistics + k) * s.capacity + c] =
+          kinds[k] == KV_STATISTIC_LOG_EMA ? 5.0f * random.normal() : kinds[k] == KV_STATISTIC_NONE ? 0.0f : std::exp(2.0f * random.normal());
+  }
+  return next;
+}
+
+// ---- task runners ----
+
+inline void forwards(void*, size_t count, KvTask task, void* data) {
+  for (size_t i = 0; i < count; ++i) task(data, i);
+}
+inline void backwards(void*, size_t count, KvTask task, void* data) {
+  for (size_t i = count; i-- > 0;) task(data, i);
+}
+inline void threaded(void* threads, size_t count, KvTask task, void* data) {
+  std::atomic<size_t> next{0};
+  std::vector<std::thread> pool;
+  for (int t = 0; t < *static_cast<int*>(threads); ++t)
+    pool.emplace_back([&] {
+      for (size_t i; (i = next.fetch_add(1)) < count;) task(data, i);
+    });
+  for (std::thread& thread : pool) thread.join();
+}
+
+// Runs `call` of `past` into a new cache, or in place where bit i of `in_place` says so of tensor i; whatever is only read stays as it is.
+template <class Call>
+Cache run(Random& random, Call call, const Cache& past, unsigned in_place, KvRunner runner, const char* (*kernel)(const Call*, KvRunner)) {
+  Cache read = past, present(random, past.shape);
+  for (int i = 0; i < kTensors; ++i)
+    if (in_place >> i & 1) present.tensor[i] = past.tensor[i];
+  call.past = read.view();
+  call.present = present.view();
+  if (in_place & 1) call.past.key = call.present.key;
+  if (in_place & 2) call.past.value = call.present.value;
+  if (in_place & 4) call.past.votes = call.present.votes;
+  if (in_place & 8) call.past.score = call.present.score;
+  if (in_place & 16) call.past.position = call.present.position;
+  const char* problem = kernel(&call, runner);
+  check(!problem, problem ? problem : "");
+  check(read.same(past), "wrote into what it should only read");
+  read.check_canaries();
+  present.check_canaries();
+  return present;
+}
+
+}  // namespace fuzz

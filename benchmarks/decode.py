@@ -1,4 +1,4 @@
-"""Decode speed of M: kvexport on the CPU beside transformers (sdpa, DynamicCache), and beside onnxruntime-genai where it is installed.
+"""Decode speed of M: kvexport on the CPU beside transformers (sdpa, DynamicCache), and methods beside each other.
 
     python benchmarks/decode.py [--rounds 5] [--only NAME] [--work DIR]
 
@@ -25,8 +25,16 @@ from common import interleave, make_checkpoint, ratio, read_bandwidth, save
 
 THREADS = 2
 STEPS = 128
-# name: (method, budget, longest sequence of `full`, extra settings)
-ENGINES: dict[str, tuple[str, int]] = {"full": ("full", 0), "keepkv": ("keepkv", 512), "h2o": ("h2o", 512), "streaming": ("streaming", 512)}
+# name of an engine: (method, budget, chunk of a prompt, parameters); `full` has the capacity of its sequence
+ENGINES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
+    "full": ("full", 1, 512, {}),
+    "keepkv": ("keepkv", 512, 128, {}),
+    "keepkv-evict": ("keepkv", 512, 128, {"order": "evict-first"}),
+    "keepkv-1024": ("keepkv", 1024, 512, {}),
+    "ballot": ("ballot", 512, 128, {}),
+    "h2o": ("h2o", 512, 128, {}),
+    "streaming": ("streaming", 512, 128, {}),
+}
 # name of a pair: (side a, side b, context, what is asked of speed(a) / speed(b))
 PAIRS = {
     "full_vs_transformers_4096": ("full", "transformers", 4096, 2.5),
@@ -36,25 +44,20 @@ PAIRS = {
 }
 
 
-def engine_path(work: Path, side: str, context: int) -> Path:
+def engine_path(work: Path, side: str, context: int, batch: int = 1) -> Path:
     """The artifact of a side, built if it is not there."""
     from kvexport.build.builder import build
     from kvexport.recipe import Recipe
 
-    method, _, order = side.partition("-")
-    path = work / (f"{side}-{context}" if method == "full" else side)
+    method, budget, chunk, parameters = ENGINES[side]
+    path = work / f"{side}{f'-{context}' if method == 'full' else ''}{f'-x{batch}' if batch > 1 else ''}"
     if not path.exists():
-        checkpoint = make_checkpoint("M", work / "M")
-        cache: dict[str, Any] = {"method": method, "budget": ENGINES[method][1] or 1, "merge_every": 32}
-        if order:
-            cache["parameters"] = {"order": "evict-first"}
-        length = context + 2 * STEPS if method == "full" else 131072
         recipe = Recipe.model_validate(
             {
-                "model": {"path": str(checkpoint)},
-                "cache": cache,
-                "export": {"prefill_chunk": 512 if method == "full" else 128},
-                "limits": {"max_length": length, "max_batch": 1},
+                "model": {"path": str(make_checkpoint("M", work / "M"))},
+                "cache": {"method": method, "budget": budget, "merge_every": 32, "parameters": parameters},
+                "export": {"prefill_chunk": chunk},
+                "limits": {"max_length": context + 2 * STEPS if method == "full" else 131072, "max_batch": batch},
                 "backend": {"threads": THREADS},
             }
         )
@@ -62,14 +65,14 @@ def engine_path(work: Path, side: str, context: int) -> Path:
     return path
 
 
-def time_kvexport(path: Path, context: int) -> float:
-    """Seconds per step."""
+def time_kvexport(path: Path, context: int, batch: int = 1) -> float:
+    """Seconds per step of `batch` sequences."""
     import kvexport
 
-    lanes = kvexport.load(path, verify=False).lanes(1)
+    lanes = kvexport.load(path, verify=False).lanes(batch)
     ids = np.random.default_rng(0).integers(3, 4096, context)
-    lanes.prefill([ids])
-    return _steps(lambda i: lanes.append([ids[i : i + 1]]))
+    lanes.prefill([ids] * batch)
+    return _steps(lambda i: lanes.append([ids[i : i + 1]] * batch))
 
 
 def time_transformers(checkpoint: Path, context: int) -> float:
@@ -85,18 +88,6 @@ def time_transformers(checkpoint: Path, context: int) -> float:
         for start in range(0, context, 1024):
             model(ids[:, start : start + 1024], past_key_values=cache, logits_to_keep=1)
         return _steps(lambda i: model(ids[:, i : i + 1], past_key_values=cache))
-
-
-def time_genai(folder: Path, context: int) -> float:
-    """Seconds per step of onnxruntime-genai."""
-    import onnxruntime_genai as og
-
-    model = og.Model(str(folder))
-    parameters = og.GeneratorParams(model)
-    parameters.set_search_options(max_length=context + 2 * STEPS, min_length=context + 2 * STEPS)
-    generator = og.Generator(model, parameters)
-    generator.append_tokens(np.random.default_rng(0).integers(3, 4096, (1, context)).astype(np.int32))
-    return _steps(lambda i: generator.generate_next_token())
 
 
 def _steps(step: Any) -> float:
@@ -159,8 +150,6 @@ def main() -> None:
     if options.side:
         if options.side == "transformers":
             print(time_transformers(work / "M", options.context))
-        elif options.side == "genai":
-            print(time_genai(work / "M-genai", options.context))
         else:
             print(time_kvexport(engine_path(work, options.side, options.context), options.context))
         return

@@ -1,12 +1,15 @@
-"""A tiny random Llama with a tokenizer of single characters, and an artifact of it, each made once per session."""
+"""A tiny random Llama with a tokenizer of single characters, and an artifact of it, each made once per session; processes to kill."""
 
 from __future__ import annotations
 
+import os
 import string
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from artifacts import Forks
 
 ALPHABET = string.ascii_letters + string.digits + " ."
 RECIPE = {
@@ -62,3 +65,16 @@ def tiny_artifact(tiny_recipe: Path) -> Path:
     import kvexport
 
     return kvexport.build(tiny_recipe, tiny_recipe.parent / "artifact")
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    forks = Forks()
+    yield forks
+    forks.close()
+
+
+@pytest.fixture
+def no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here loses power; on a busy disk syncs would be most of the time of these tests."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)

@@ -28,10 +28,10 @@ struct ZipSums {
   KV_HD float mean_logit() const { return weighted_logit / weight; }
   // Votes with which the mean key stands for the group at the current query: ln p = ln(sum w) - L.
   KV_HD float fractional_votes() const { return expf(log_weight() - mean_logit()); }
-  // KeepKV's Eq. 7, ln m / L; 1 where both agree (L may be 0 there), infinite at the pole.
+  // KeepKV's Eq. 7, ln m / L; 1 where both agree to rounding (L may be 0 there), infinite at the pole.
   KV_HD float key_factor() const {
     const float log_mean = log_weight() - logf(votes), l = mean_logit();
-    if (log_mean == l) return 1.0f;
+    if (fabsf(log_mean - l) <= 1e-6f * fmaxf(fabsf(l), 1.0f)) return 1.0f;
     return l == 0.0f ? INFINITY : log_mean / l;
   }
 };

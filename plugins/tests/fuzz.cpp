@@ -265,7 +265,7 @@ struct MergeCase {
   Shape shape{};
   std::vector<float> frequencies;
   std::unique_ptr<Cache> past;
-  bool hostile, unseen = false;
+  bool hostile;
 
   explicit MergeCase(Random& random) : hostile(random.one_in(8)) {
     do {
@@ -289,18 +289,17 @@ struct MergeCase {
     }
   }
 
-  // Equal scores and keys, slots that no counted query has seen, and in a hostile case numbers that should not be there.
+  // Equal scores and keys; in a hostile case numbers that should not be there, and averages of nothing, which a merge has no answer to.
   void alter(Random& random, size_t row) {
     const KvState view = past->view();
-    unseen = unseen || random.one_in(6);
     for (int c = 1, used = past->used(row); c < used; ++c) {
       if (random.one_in(8))
         for (int i = 0; i < shape.key_size; ++i) write(shape, view.key, (row * shape.capacity + c) * shape.key_size + i, past->key(row, c - 1, i));
       for (int k = 0; k < shape.statistics; ++k) {
         float& score = view.score[(row * shape.statistics + k) * shape.capacity + c];
         if (random.one_in(8)) score = past->score(row, k, c - 1);
-        if (unseen && random.one_in(8)) score = call.policy.statistic[k].kind == KV_STATISTIC_LOG_EMA ? static_cast<float>(kNothing) : 0.0f;
-        if (hostile && random.one_in(3)) score = random.one_of({NAN, INFINITY, -INFINITY, -1.0f});
+        if (random.one_in(8) && call.policy.statistic[k].kind == KV_STATISTIC_PROBABILITY) score = 0.0f;
+        if (hostile && random.one_in(3)) score = random.one_of({NAN, INFINITY, -INFINITY, -1.0f, static_cast<float>(kNothing)});
       }
       if (!hostile || !random.one_in(10)) continue;
       write(shape, view.key, (row * shape.capacity + c) * shape.key_size, random.one_of({NAN, INFINITY, -INFINITY}));
@@ -392,9 +391,9 @@ struct MergeCase {
     const KvMergePolicy& p = call.policy;
     char text[512];
     snprintf(text, sizeof text,
-             "MergeCache%s%s %s B %d H %d C %d D %d Dv %d K %d budget %d sinks %d recent %d window %d merging %d importance %d measure %d "
+             "MergeCache%s %s B %d H %d C %d D %d Dv %d K %d budget %d sinks %d recent %d window %d merging %d importance %d measure %d "
              "threshold %g zip %d factor %g first %d pool %d pooled %d residual %g weigh %d planes %d",
-             hostile ? " hostile" : "", unseen ? " unseen" : "", shape.type ? "fp16" : "fp32", call.batch, call.heads, call.capacity,
+             hostile ? " hostile" : "", shape.type ? "fp16" : "fp32", call.batch, call.heads, call.capacity,
              call.key_size, call.value_size, call.statistics, call.budget, call.sinks, call.recent, call.sliding_window, p.merging, p.importance,
              p.measure, p.threshold, p.zip, p.key_factor_max, p.merge_first, p.pool, p.pooled, p.residual, p.weigh, p.rotary_planes);
     return text;

@@ -1,0 +1,212 @@
+"""kvexport on the CPU beside onnxruntime-genai: decode, prefill, methods, memory, on the reference model M.
+
+    python benchmarks/genai.py --genai DIR [--rounds 5] [--only NAME] [--work DIR]
+
+DIR is where `pip install --no-deps --target DIR onnxruntime-genai==0.18.0` put it; both use the same ONNX Runtime, threads and checkpoint.
+Every measurement runs in a process of its own, the sides of a pair in turn, round by round; a ratio is the median over rounds, and the
+bandwidth is probed before and after every round. Decoding counts every token of four merge intervals, merging included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import RESULTS, interleave, make_checkpoint, ratio, read_bandwidth, save
+from decode import STEPS, THREADS, _steps, engine_path, time_kvexport
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Side a beside side b; `kind` is decode (a step of `batch` sequences at a context) or prefill (a prompt). goal: of speed a / b."""
+
+    kind: str
+    a: str
+    b: str
+    context: int
+    goal: float
+    batch: int = 1
+
+    @property
+    def name(self) -> str:
+        """For the results."""
+        return f"{self.kind}: {self.a} / {self.b} at {self.context}" + (f", batch {self.batch}" if self.batch > 1 else "")
+
+
+PAIRS = [
+    Pair("decode", "full", "genai", 512, 1.05),
+    Pair("decode", "full", "genai", 4096, 1.1),
+    Pair("decode", "full", "genai", 16384, 1.15),
+    Pair("decode", "keepkv", "genai", 4096, 2.0),
+    Pair("decode", "keepkv", "genai", 16384, 4.5),
+    Pair("decode", "keepkv", "genai", 4096, 2.0, batch=8),
+    Pair("decode", "keepkv", "h2o", 4096, 0.97),
+    Pair("decode", "ballot", "h2o", 4096, 0.97),
+    Pair("prefill", "keepkv-1024", "genai", 16384, 3.0),
+]
+
+
+def genai_model(work: Path, genai: str) -> Path:
+    """M as onnxruntime-genai's own builder makes it, on as many threads as the other side."""
+    folder = work / "M-genai"
+    if not folder.exists():
+        command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-m", str(make_checkpoint("M", work / "M"))]
+        environment = {**os.environ, "PYTHONPATH": genai}
+        subprocess.run([*command, "-o", str(folder), "-p", "fp32", "-e", "cpu", "-c", str(work / "cache")], env=environment, check=True)
+    path = folder / "genai_config.json"
+    config = json.loads(path.read_text())
+    config["model"]["decoder"]["session_options"]["intra_op_num_threads"] = THREADS
+    path.write_text(json.dumps(config, indent=1))
+    return folder
+
+
+def generator(work: Path, ids: np.ndarray, room: int) -> Any:
+    """A genai generator for prompts of the shape of `ids` [batch, tokens]."""
+    import onnxruntime_genai as og
+
+    model = og.Model(str(work / "M-genai"))
+    parameters = og.GeneratorParams(model)
+    length = ids.shape[1] + room
+    parameters.set_search_options(max_length=length, min_length=length, batch_size=len(ids))
+    return og.Generator(model, parameters)
+
+
+def decode_seconds(side: str, context: int, batch: int, work: Path) -> float:
+    """Seconds per step of `batch` sequences."""
+    if side != "genai":
+        return time_kvexport(engine_path(work, side, context, batch), context, batch)
+    ids = np.random.default_rng(0).integers(3, 4096, (1, context)).astype(np.int32).repeat(batch, 0)
+    made = generator(work, ids, 2 * STEPS)
+    made.append_tokens(ids)
+    return _steps(lambda i: made.generate_next_token())
+
+
+def prefill_seconds(side: str, context: int, work: Path) -> float:
+    """Seconds of a prompt, after a shorter one has warmed the process up."""
+    ids = np.random.default_rng(0).integers(3, 4096, (1, context)).astype(np.int32)
+    if side == "genai":
+        generator(work, ids[:, :1024], 8).append_tokens(ids[:, :1024])
+        made = generator(work, ids, 8)
+        start = time.perf_counter()
+        made.append_tokens(ids)
+        return time.perf_counter() - start
+    import kvexport
+
+    engine = kvexport.load(engine_path(work, side, context), verify=False)
+    engine.lanes(1).prefill([ids[0, :1024].astype(np.int64)])
+    lanes = engine.lanes(1)
+    start = time.perf_counter()
+    lanes.prefill([ids[0].astype(np.int64)])
+    return time.perf_counter() - start
+
+
+def peak_megabytes(side: str, context: int, work: Path) -> float:
+    """Peak resident memory of a process that loads the engine and reads a prompt."""
+    import kvexport
+
+    kvexport.load(engine_path(work, side, context), verify=False).lanes(1).prefill([np.arange(context) % 4000 + 3])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def in_process(what: str, side: str, context: int, batch: int, work: Path, genai: str) -> float:
+    """One measurement in a fresh process."""
+    command = [sys.executable, __file__, "--side", json.dumps([what, side, context, batch]), "--work", str(work), "--genai", genai]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(THREADS), "PYTHONPATH": genai if side == "genai" else ""}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        raise SystemExit(f"{side} failed:\n{done.stderr[-2000:]}")
+    return float(done.stdout.splitlines()[-1])
+
+
+def compare(pair: Pair, rounds: int, work: Path, genai: str) -> dict[str, Any]:
+    """Both sides in turn."""
+    sides = (pair.a, pair.b)
+    for side in sides:
+        if side != "genai":
+            engine_path(work, side, pair.context, pair.batch)
+    runs = {side: partial(in_process, pair.kind, side, pair.context, pair.batch, work, genai) for side in sides}
+    figures = interleave({**runs, "bandwidth": lambda: read_bandwidth(256, THREADS, 0.2)}, rounds)
+    tokens = pair.batch if pair.kind == "decode" else pair.context
+    return {
+        "tokens_per_second": {side: [round(tokens / t, 1) for t in figures[side]] for side in sides},
+        "bandwidth_GBps": [round(x / 1e9, 1) for x in figures["bandwidth"]],
+        "ratio": ratio(figures[pair.b], figures[pair.a]),
+        "goal": pair.goal,
+    }
+
+
+def linearity(rounds: int, work: Path, genai: str) -> dict[str, Any]:
+    """Prefill of 65536 tokens beside 8192: tokens per second must not fall."""
+    run = partial(in_process, "prefill", "keepkv-1024", batch=1, work=work, genai=genai)
+    figures = interleave({str(n): partial(run, context=n) for n in (8192, 65536)}, rounds)
+    return {
+        "tokens_per_second": {n: [round(int(n) / t, 1) for t in v] for n, v in figures.items()},
+        "ratio": ratio([t / 8192 for t in figures["8192"]], [t / 65536 for t in figures["65536"]]),
+        "goal": 0.95,
+    }
+
+
+def memory(work: Path, genai: str) -> dict[str, Any]:
+    """Peak memory of a long prompt over that of a short one."""
+    peaks = {n: in_process("memory", "keepkv", n, 1, work, genai) for n in (2048, 65536)}
+    return {"peak_megabytes": peaks, "ratio": peaks[65536] / peaks[2048], "goal": "at most 1.05"}
+
+
+def write_page(results: dict[str, Any]) -> None:
+    """The figures as a page with a plot of the ratios."""
+    from kvexport.report import Plot, Series, Table, render_html
+
+    rows = [(name, row["ratio"], row["goal"]) for name, row in results.items() if isinstance(row, dict)]
+    against = [p for p in PAIRS if p.kind == "decode" and p.batch == 1 and p.b == "genai" and p.name in results]
+    lines = []
+    for side in ("full", "keepkv", "genai"):
+        points = {p.context: statistics.median(results[p.name]["tokens_per_second"][side]) for p in against if side in (p.a, p.b)}
+        lines.append(Series(side, sorted(points), [points[c] for c in sorted(points)]))
+    plot = Plot("Decode, batch 1", "context (tokens)", "tokens per second", lines, x_log=True)
+    table = Table("Ratios", ("measurement", "speed a / speed b", "goal"), rows)
+    page = render_html("kvexport beside onnxruntime-genai", f"M, float32, {THREADS} threads", [plot, table])
+    (RESULTS / "genai.html").write_text(page)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--genai", required=True)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", help="a part of a measurement's name")
+    parser.add_argument("--work", type=Path)
+    parser.add_argument("--side", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    work = options.work or Path(tempfile.gettempdir()) / "kvexport-benchmark"
+    work.mkdir(parents=True, exist_ok=True)
+    if options.side:
+        what, side, context, batch = json.loads(options.side)
+        if what == "decode":
+            print(decode_seconds(side, context, batch, work))
+        else:
+            print({"prefill": prefill_seconds, "memory": peak_megabytes}[what](side, context, work))
+        return
+    genai_model(work, options.genai)
+    wanted = [p for p in PAIRS if options.only is None or options.only in p.name]
+    results: dict[str, Any] = {pair.name: compare(pair, options.rounds, work, options.genai) for pair in wanted}
+    if options.only is None:
+        results["prefill: 65536 / 8192 tokens, keepkv-1024"] = linearity(max(2, options.rounds // 2), work, options.genai)
+        results["peak memory: prompt of 65536 / 2048 tokens, keepkv"] = memory(work, options.genai)
+        write_page(results)
+        print(save("genai", results))
+    print(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from kvexport.errors import UsageError
+from kvexport.methods.base import Rotary
 from kvexport.recipe import Recipe
 
 CONTRACT_VERSION = 1
@@ -19,7 +20,8 @@ STATE = ("key", "value", "votes", "score", "position")
 
 @dataclass(frozen=True)
 class LayerGeometry:
-    """What the model fixes of one layer's attention, read from its trace. sliding_window: 0 = every position is visible."""
+    """What the model fixes of one layer's attention, read from its trace. sliding_window: 0 = every position is visible. rotary: read
+    for methods that turn keys."""
 
     query_heads: int
     kv_heads: int
@@ -29,6 +31,7 @@ class LayerGeometry:
     softcap: float = 0.0
     scale: float = 1.0
     sink_logits: bool = False
+    rotary: Rotary = field(default_factory=Rotary)
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class LayerCache:
     sliding_window: int
     merges: bool
     dtype: str
+    rotary: Rotary = field(default_factory=Rotary)
 
     def shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
         """The shape of each of the five state tensors for `batch` sequences."""
@@ -93,7 +97,11 @@ class CachePlan:
     @classmethod
     def from_json(cls, layers: list[dict[str, Any]]) -> CachePlan:
         """The inverse of `to_json`."""
-        return cls(tuple(LayerCache(**layer) for layer in layers))
+        return cls(tuple(LayerCache(**{**layer, "rotary": _rotary(layer.get("rotary", {}))}) for layer in layers))
+
+
+def _rotary(saved: dict[str, Any]) -> Rotary:
+    return Rotary(tuple(saved.get("inverse_frequencies", ())), bool(saved.get("interleaved", False)))
 
 
 def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
@@ -126,18 +134,25 @@ def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
                 sliding_window=layer.sliding_window,
                 merges=merges,
                 dtype=recipe.model.dtype,
+                rotary=layer.rotary,
             )
         )
     return CachePlan(tuple(layers))
 
 
 def allocate(recipe: Recipe, layers: int) -> list[int]:
-    """Slots per layer, mean `recipe.budget`. cosine: ``m_l = (1-d)(cos(pi l / L) + 1)/2 + d``, scaled (KeepKV)."""
+    """Slots per layer, mean `recipe.budget`. cosine: ``m_l = (1-d)(cos(pi l / L) + 1)/2 + d`` (KeepKV); pyramid: linear,
+    ``m_l = 1 - (1-d) l / (L-1)`` (PyramidKV); both scaled."""
+    method = recipe.cache.build_method()
     allocation = recipe.cache.allocation
-    if allocation.kind == "uniform" or not recipe.cache.build_method().compresses:
+    kind = allocation.kind or method.allocation
+    if kind == "uniform" or not method.compresses:
         return [recipe.budget] * layers
     d = allocation.minimum
-    raw = [(1 - d) * (math.cos(math.pi * i / layers) + 1) / 2 + d for i in range(layers)]
+    if kind == "cosine":
+        raw = [(1 - d) * (math.cos(math.pi * i / layers) + 1) / 2 + d for i in range(layers)]
+    else:
+        raw = [1 - (1 - d) * i / max(layers - 1, 1) for i in range(layers)]
     scale = recipe.budget * layers / sum(raw)
     # Rounding the running sum keeps the total exact.
     edges = [round(scale * sum(raw[:i])) for i in range(layers + 1)]

@@ -24,10 +24,10 @@ class ModelSection(_Section):
 
 
 class AllocationSection(_Section):
-    """How the layers share the budget. uniform: all alike. cosine: from the first layer's largest to the last layer's smallest,
-    whose share before scaling is `minimum` (KeepKV's d)."""
+    """How the layers share the budget. uniform: all alike. cosine, pyramid (linear): from the first layer's largest to the last layer's
+    smallest, whose share before scaling is `minimum` (KeepKV's d). null: as the method does, which is uniform for most."""
 
-    kind: Literal["uniform", "cosine"] = "uniform"
+    kind: Literal["uniform", "cosine", "pyramid"] | None = None
     minimum: float = Field(0.5, gt=0.0, le=1.0)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -129,4 +128,4 @@ def _trace_decoder(model: Any, mode: Any, plan: Any, *, last_logits: bool) -> An
     if key not in _traces:
         _traces[key] = _real_trace_decoder(model, mode, plan, last_logits=last_logits)
     # Finishing a decoder changes its graph.
-    return replace(_traces[key], model=_traces[key].model.clone())
+    return _traces[key].clone()

@@ -18,7 +18,8 @@ from one_head import DECAY, appended, attended, cache_of, merged, random_cache, 
 from kvexport.methods.base import Method, Statistic
 from kvexport.methods.full import Full
 from kvexport.methods.h2o import H2O
-from kvexport.methods.keepkv import KeepKV, _key_factor
+from kvexport.methods.joint import key_factor
+from kvexport.methods.keepkv import KeepKV
 from kvexport.methods.streaming import Streaming
 from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
 
@@ -78,13 +79,13 @@ def log_mean_and_mean_logit(logits: tuple[float, ...]) -> tuple[float, float]:
 @pytest.mark.parametrize(("logits", "factor"), FACTORS)
 def test_key_factor_of_two_slots(logits: tuple[float, float], factor: float) -> None:
     log_mean, mean_logit = log_mean_and_mean_logit(logits)
-    found = _key_factor(torch.tensor(log_mean, dtype=torch.float64), torch.tensor(mean_logit, dtype=torch.float64))
+    found = key_factor(torch.tensor(log_mean, dtype=torch.float64), torch.tensor(mean_logit, dtype=torch.float64))
     assert float(found) == pytest.approx(factor, abs=1e-6)
 
 
 @pytest.mark.parametrize("logit", [0.0, 2.5, -7.0])
 def test_key_factor_of_equal_logits_is_one(logit: float) -> None:
-    assert float(_key_factor(torch.tensor(logit), torch.tensor(logit))) == 1.0
+    assert float(key_factor(torch.tensor(logit), torch.tensor(logit))) == 1.0
 
 
 @pytest.mark.parametrize(("logits", "factor"), FACTORS)

@@ -20,7 +20,10 @@ from kvexport.methods import all_methods
 from kvexport.recipe import Recipe
 from kvexport.recipe_files import describe_method_parameters, list_recipes, load_recipe, recipe_folder
 
-TINY = ("tiny-base", "tiny-full", "tiny-streaming", "tiny-h2o", "tiny-keepkv")
+SMALL_RECIPES = ("small-base", "small-full", "small-keepkv")
+TINY = ("tiny-base", *(f"tiny-{name}" for name in all_methods()))
+# The recent share of the budget that a method wants; half otherwise.
+RECENT = {"tiny-ballot": 0.75, "tiny-kvslimmer": 0.25, "tiny-asymkv": 0.25}
 HUB = {
     "llama2-7b-keepkv": ("meta-llama/Llama-2-7b-hf", 4096),
     "llama2-13b-keepkv": ("meta-llama/Llama-2-13b-hf", 4096),
@@ -63,7 +66,7 @@ def one_problem(name: str | Path, *overrides: str) -> str:
 
 def test_every_shipped_recipe_loads_and_the_base_says_that_it_is_one() -> None:
     listed = {info.name: info for info in list_recipes()}
-    assert set(listed) == {*TINY, *HUB, "keepkv-paper"}
+    assert set(listed) == {*TINY, *SMALL_RECIPES, *HUB, "keepkv-paper"}
     for name, info in listed.items():
         assert not info.problem
         assert info.description
@@ -80,7 +83,8 @@ def test_every_shipped_recipe_loads_and_the_base_says_that_it_is_one() -> None:
 def test_tiny_recipes_share_one_geometry(name: str) -> None:
     recipe = load_recipe(name).recipe
     assert Path(recipe.model.path) == recipe_folder() / "checkpoints" / "tiny"
-    assert (recipe.model.dtype, recipe.cache.sinks, recipe.cache.recent, recipe.cache.merge_every) == ("float32", 4, 0.5, 8)
+    assert (recipe.model.dtype, recipe.cache.sinks, recipe.cache.merge_every) == ("float32", 4, 8)
+    assert recipe.cache.recent == RECENT.get(name, 0.5)
     assert (recipe.export.prefill_chunk, recipe.limits.max_length, recipe.limits.max_batch) == (32, 1024, 8)
     assert recipe.budget == (1024 if name == "tiny-full" else 64)
     if name != "tiny-base":

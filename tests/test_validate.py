@@ -36,8 +36,20 @@ def altered(artifact: Path, folder: Path, graph: str, change) -> Path:
     return copy
 
 
-def scale_constant(model: onnx.ModelProto, op: str, factor: float) -> None:
-    """Multiply the largest finite float constant between 0.001 and 100 of the function of `op`."""
+@pytest.fixture(params=["native", "off"])
+def operators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native operators, where they are built, and the functions."""
+    if request.param == "off":
+        monkeypatch.setenv("KVEXPORT_OPERATORS", "off")
+
+
+def scale_meaning(model: onnx.ModelProto, op: str, attribute_name: str, factor: float) -> None:
+    """Multiply the attribute of the nodes of `op`, which native operators read, and in its function the first float constant between
+    0.001 and 100."""
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if node.op_type == op and attribute.name == attribute_name:
+                attribute.f *= factor
     function = next(f for f in model.functions if f.name == op)
     for node in function.node:
         for attribute in node.attribute:
@@ -67,25 +79,28 @@ def test_the_report_shows_it(result) -> None:
     assert json.loads(json.dumps(result.to_json()))["passed"] is True
 
 
+@pytest.mark.usefixtures("operators")
 def test_a_difference_in_attention_is_named(tiny_artifact: Path, tmp_path: Path) -> None:
-    copy = altered(tiny_artifact, tmp_path, "decoder.onnx", lambda m: scale_constant(m, "VoteAttention", 1.05))
+    copy = altered(tiny_artifact, tmp_path, "decoder.onnx", lambda m: scale_meaning(m, "VoteAttention", "scale", 1.05))
     result = validate_artifact(copy, length=160)
     assert not result.passed and result.mismatch is not None
     assert result.mismatch.step == 0 and result.mismatch.phase == "prefill"
     assert re.search(r"step 0 \(prefill\), tensor \w+", result.problem)
 
 
+@pytest.mark.usefixtures("operators")
 def test_a_difference_in_merging_is_named(tiny_artifact: Path, tmp_path: Path) -> None:
     def other_threshold(model: onnx.ModelProto) -> None:
-        scale_constant(model, "MergeCache", 0.1)
+        scale_meaning(model, "MergeCache", "threshold", 0.1)
 
     result = validate_artifact(altered(tiny_artifact, tmp_path, "merge.onnx", other_threshold), length=160)
     assert not result.passed and result.mismatch is not None
     assert result.mismatch.phase == "merge" and result.mismatch.layer == 0
 
 
+@pytest.mark.usefixtures("operators")
 def test_the_verb_exits_with_4(tiny_artifact: Path, tmp_path: Path) -> None:
-    copy = altered(tiny_artifact, tmp_path, "decoder.onnx", lambda m: scale_constant(m, "VoteAttention", 1.05))
+    copy = altered(tiny_artifact, tmp_path, "decoder.onnx", lambda m: scale_meaning(m, "VoteAttention", "scale", 1.05))
     ran = CliRunner().invoke(app, ["validate", str(copy), "--length", "60", "--html", str(tmp_path / "r.html")])
     assert ran.exit_code == 4
     assert "differs from PyTorch" in ran.output + (ran.stderr or "") and "Traceback" not in ran.output

@@ -24,7 +24,8 @@ class Statistic:
         probabilities) or ``none`` (the row stays as it is).
     decay: ``a`` of the average, or ``d`` of the sum, per query; ``log_ema`` needs 0 < a < 1.
     window: only the last so many queries of a call count; 0 means all of them.
-    recency_weight: the newest counted query weighs this much, the oldest 1, linearly between (KeepKV's first version; 1 = off).
+    recency_weight: the newest counted query weighs this much, the oldest 1, linearly between (KeepKV's first version and PyramidInfer;
+        1 = off). Of a ``log_ema`` it changes the mean, not the sum of the weights; a ``probability`` sum it makes larger.
     """
 
     kind: Literal["log_ema", "probability", "none"] = "none"
@@ -34,11 +35,20 @@ class Statistic:
 
 
 @dataclass(frozen=True)
+class Rotary:
+    """A layer's rotary embedding: the first 2F dimensions of a key at position p are turned, in F planes, by ``p * inverse_frequencies``.
+    Plane f holds dimensions (f, f + F), or (2f, 2f + 1) where they are interleaved. F is 0 where nothing is turned."""
+
+    inverse_frequencies: tuple[float, ...] = ()
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
 class Slots:
     """A layer's cache as a method sees it: slots in order of position, empty ones last.
 
     key [B, H, C, D], value [B, H, C, Dv], votes [B, H, C] float32 (0 = empty), score [B, H, K, C] float32,
-    position [B, H, C] int32, now [B, H, 1] int32: the position of the latest token.
+    position [B, H, C] int32, now [B, H, 1] int32: the position of the latest token. rotary: the layer's, for methods that ask for it.
     """
 
     key: Tensor
@@ -47,12 +57,13 @@ class Slots:
     score: Tensor
     position: Tensor
     now: Tensor
+    rotary: Rotary = Rotary()
 
 
 @dataclass(frozen=True)
 class Leaving:
     """The slots that leave. slot [B, H, V] int64 indices into `Slots`; live [B, H, V] bool, False where the slot was empty anyway;
-    target [B, H, C] bool: slots that stay and may receive others (neither sinks nor recent)."""
+    target [B, H, C] bool: slots that stay and may receive others (no sinks, and recent ones only with `Method.recent_receives`)."""
 
     slot: Tensor
     live: Tensor
@@ -68,6 +79,9 @@ class Method(BaseModel):
     summary: ClassVar[str]
     source: ClassVar[str]
     compresses: ClassVar[bool] = True  # False: nothing leaves but what a sliding window has passed
+    allocation: ClassVar[Literal["uniform", "cosine", "pyramid"]] = "uniform"  # how layers share the budget unless the recipe says
+    recent_receives: ClassVar[bool] = False  # True: recent slots, which never leave, may be merged into
+    rotary: ClassVar[bool] = False  # True: `Slots.rotary` is needed
 
     @property
     def vote_exponent(self) -> float:
@@ -96,8 +110,8 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     if x.dim() == 3:
         return x.gather(2, index)
     batch, heads, _ = index.shape
-    lane = torch.arange(batch, device=x.device)[:, None, None].expand_as(index)
-    head = torch.arange(heads, device=x.device)[None, :, None].expand_as(index)
+    lane = torch.arange(batch, device=x.device)[:, None, None].expand(index.shape)
+    head = torch.arange(heads, device=x.device)[None, :, None].expand(index.shape)
     return x[lane, head, index]
 
 
@@ -114,7 +128,8 @@ def gather_slots(slots: Slots, index: Tensor) -> Slots:
 
 
 def corrected_log_ema(slots: Slots, k: int, decay: float) -> Tensor:
-    """ln(S / (1 - a^n)) of statistic k, n = now - position + 1 the queries that saw the slot; [B, H, C]."""
+    """ln(S / (1 - a^n)) of statistic k, n = now - position + 1 the queries that saw the slot, whether they counted or others of their
+    call stood for them; [B, H, C]."""
     import torch
 
     seen = torch.clamp(slots.now - slots.position + 1, min=1).float()

@@ -6,13 +6,16 @@ compute the same row; the first of them writes it to the target, the others to t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from kvexport.methods.base import Leaving, Slots, gather_rows
+from kvexport.methods.base import Leaving, Slots, Statistic, gather_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+NO_TARGET = -1e38  # below every cosine, dot product and distance
 
 
 @dataclass(frozen=True)
@@ -42,20 +45,51 @@ class Groups:
 
         return torch.maximum(own, torch.where(self.same > 0, arriving[:, :, None, :], -torch.inf).amax(-1))
 
-    def write(self, slots: Slots, key: Tensor, value: Tensor, votes: Tensor, score: Tensor) -> Slots:
-        """`slots` with every group's key, value [B, H, V, D], votes [B, H, V] and score [B, H, V, K] in its target; the position is the
-        group's latest."""
+    def mean(self, x: Tensor, weight: Tensor, weight_v: Tensor) -> Tensor:
+        """The mean of x [B, H, C, D] over every group, by the weights [B, H, V] of the target and of the leaving slots; [B, H, V, D]."""
+        own, arriving = self.pair(x)
+        total = self.total(weight[..., None] * own, weight_v[..., None] * arriving)
+        return total / self.total(weight, weight_v)[..., None]
+
+    def latest(self, slots: Slots) -> Tensor:
+        """Every group's latest position; [B, H, V]."""
         import torch
 
         own, arriving = (gather_rows(slots.position, index) for index in (self.to, self.slot))
-        latest = torch.where(self.same > 0, arriving[:, :, None, :], -1).amax(-1)
+        return torch.maximum(own, torch.where(self.same > 0, arriving[:, :, None, :], -1).amax(-1))
+
+    def scores(self, slots: Slots, statistics: tuple[Statistic, ...]) -> Tensor:
+        """The statistics of every group; [B, H, V, K]. Probability mass adds; of averages of exp(logit) it is the mean by votes
+        (``S = sum p S / sum p``, kept as ln S); what is no statistic stays the target's."""
+        import torch
+
+        votes, votes_v = self.pair(slots.votes)
+        rows = []
+        for k, statistic in enumerate(statistics):
+            score, score_v = self.pair(slots.score[:, :, k])
+            if statistic.kind == "probability":
+                rows.append(self.total(score, score_v))
+            elif statistic.kind == "log_ema":
+                top = self.top(score, score_v)
+                share_v = votes_v * torch.exp(torch.where(self.merges, score_v - top, -torch.inf))
+                share = self.total(votes * torch.exp(score - top), share_v) / self.total(votes, votes_v)
+                rows.append(top + torch.log(share))
+            else:
+                rows.append(score)
+        return torch.stack(rows, dim=-1)
+
+    def write(self, slots: Slots, key: Tensor | None, value: Tensor, votes: Tensor, score: Tensor) -> Slots:
+        """`slots` with every group's key (None: the target's stays), value [B, H, V, D], votes [B, H, V] and score [B, H, V, K] in its
+        target; the position is the group's latest."""
+        import torch
+
         return replace(
             slots,
-            key=self._put(slots.key, key),
+            key=slots.key if key is None else self._put(slots.key, key),
             value=self._put(slots.value, value),
             votes=self._put(slots.votes, votes),
             score=torch.stack([self._put(slots.score[:, :, k], score[..., k]) for k in range(score.shape[-1])], dim=2),
-            position=self._put(slots.position, torch.maximum(own, latest)),
+            position=self._put(slots.position, self.latest(slots)),
         )
 
     def _put(self, x: Tensor, rows: Tensor) -> Tensor:
@@ -66,8 +100,8 @@ class Groups:
         if x.dim() == 3:
             return x.scatter(2, self.writes, rows.to(x.dtype))
         batch, heads, _ = self.writes.shape
-        lane = torch.arange(batch, device=x.device)[:, None, None].expand_as(self.writes)
-        head = torch.arange(heads, device=x.device)[None, :, None].expand_as(self.writes)
+        lane = torch.arange(batch, device=x.device)[:, None, None].expand(self.writes.shape)
+        head = torch.arange(heads, device=x.device)[None, :, None].expand(self.writes.shape)
         return x.index_put((lane, head, self.writes), rows.to(x.dtype))
 
 
@@ -82,6 +116,50 @@ def group(leaving: Leaving, to: Tensor, merges: Tensor) -> Groups:
     return Groups(leaving.slot, to, merges, together.float(), writes)
 
 
+def unprotected(leaving: Leaving) -> Tensor:
+    """What was neither sink nor recent before anything left, for methods without `recent_receives`; [B, H, C] bool."""
+    import torch
+
+    return leaving.target | torch.zeros_like(leaving.target).scatter(-1, leaving.slot, leaving.live)
+
+
+def zipped(slots: Slots, groups: Groups, logit: Tensor, mode: str, key_factor_max: float = math.inf) -> tuple[Tensor, Tensor, Tensor]:
+    """Every group's key, value [B, H, V, D] and votes [B, H, V] by KeepKV's rule: ``w = p exp(logit)``, ``k = sum w k / sum w``, likewise
+    v. logit [B, H, C]: ln of the score that weighs. mode: ``mean`` adds up votes; ``vote`` stores ``ln p = ln(sum w) - L``; ``key`` scales
+    the key by ``(ln(sum w) - ln(sum p)) / L`` (Eq. 7), or is ``vote`` where that factor is outside [1/x, x], x `key_factor_max`; with
+    ``L = sum w logit / sum w``."""
+    import torch
+
+    votes, votes_v = groups.pair(slots.votes)
+    own, arriving = groups.pair(logit)
+    top = groups.top(own, arriving)
+    weight, weight_v = votes * torch.exp(own - top), votes_v * torch.exp(torch.where(groups.merges, arriving - top, -torch.inf))
+    key, value = (groups.mean(x, weight, weight_v) for x in (slots.key, slots.value))
+    count = groups.total(votes, votes_v)
+    if mode == "mean":
+        return key, value, count
+    total = groups.total(weight, weight_v)  # sum w, relative to exp(top)
+    log_total = torch.log(total) + top
+    mean_logit = groups.total(weight * own, weight_v * arriving) / total
+    fractional = torch.exp(log_total - mean_logit)
+    if mode == "vote":
+        return key, value, fractional
+    factor = key_factor(log_total - torch.log(count), mean_logit)
+    limit = min(key_factor_max, torch.finfo(torch.float32).max)  # the pole is outside every limit
+    usable = (factor >= 1.0 / limit) & (factor <= limit)
+    return torch.where(usable[..., None], factor[..., None] * key, key), value, torch.where(usable, count, fractional)
+
+
+def key_factor(log_mean: Tensor, mean_logit: Tensor) -> Tensor:
+    """``ln m / L`` of Eq. 7; infinite at the pole, and 1 where both agree to rounding, for there L may be 0 and the ratio noise."""
+    import torch
+
+    ratio = log_mean / torch.where(mean_logit == 0.0, 1.0, mean_logit)
+    ratio = torch.where(mean_logit == 0.0, torch.inf, ratio)
+    agree = (log_mean - mean_logit).abs() <= 1e-6 * torch.clamp(mean_logit.abs(), min=1.0)
+    return torch.where(agree, 1.0, ratio)
+
+
 def unit(key: Tensor) -> Tensor:
     """Keys over their norm, in float32; a zero key stays zero."""
     import torch
@@ -90,12 +168,17 @@ def unit(key: Tensor) -> Tensor:
     return key / torch.clamp(key.norm(dim=-1, keepdim=True), min=1e-12)
 
 
-def nearest_by_cosine(slots: Slots, leaving: Leaving) -> tuple[Tensor, Tensor]:
-    """The most similar target of every leaving slot and their keys' cosine, each [B, H, V]; -2 where there is no target. Of equals the
-    first, which has the lowest position."""
+def nearest(slots: Slots, leaving: Leaving, measure: Literal["cosine", "dot", "distance"]) -> tuple[Tensor, Tensor]:
+    """The nearest target of every leaving slot and how near it is, each [B, H, V]: the cosine, the dot product, or minus the square of
+    the distance (to an error of 1e-6 of the keys' squared norms); ``NO_TARGET`` where there is none. Of equals the first, which has the
+    lowest position."""
     import torch
 
-    keys = unit(slots.key)
-    similarity = gather_rows(keys, leaving.slot) @ keys.transpose(-1, -2)  # [B, H, V, C]
-    best, to = torch.where(leaving.target[:, :, None, :], similarity, -2.0).max(dim=-1)
+    keys = unit(slots.key) if measure == "cosine" else slots.key.float()
+    arriving = gather_rows(keys, leaving.slot)
+    near = arriving @ keys.transpose(-1, -2)  # [B, H, V, C]
+    if measure == "distance":
+        square = (keys * keys).sum(-1)
+        near = 2.0 * near - square[:, :, None, :] - gather_rows(square, leaving.slot)[..., None]
+    best, to = torch.where(leaving.target[:, :, None, :], near, NO_TARGET).max(dim=-1)
     return to, best

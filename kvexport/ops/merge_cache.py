@@ -6,12 +6,12 @@ kernels are held to it by `tests/conformance`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from kvexport.methods.base import Leaving, Method, Slots, gather_slots
+from kvexport.methods.base import Leaving, Method, Rotary, Slots, gather_slots
 
 LAST = torch.iinfo(torch.int32).max
 
@@ -19,13 +19,14 @@ LAST = torch.iinfo(torch.int32).max
 @dataclass(frozen=True)
 class MergeCacheAttributes:
     """The attributes of a MergeCache node: `budget` slots stay, the first `sinks` positions and the latest `recent` of them always;
-    with a `sliding_window` (0 = none), what the window has passed leaves first."""
+    with a `sliding_window` (0 = none), what the window has passed leaves first. rotary: the layer's, where the method asks for it."""
 
     method: Method
     budget: int
     sinks: int = 0
     recent: int = 0
     sliding_window: int = 0
+    rotary: Rotary = field(default_factory=Rotary)
 
 
 def merge_cache(
@@ -57,18 +58,20 @@ def merge_cache(
         votes = torch.where(position > now - attributes.sliding_window, votes, 0.0)
     # Only the fullest head's slots are looked at: the rest of the capacity is empty everywhere.
     order = torch.where(votes > 0, position, LAST).sort(dim=-1, stable=True).indices[:, :, :working]
-    slots = gather_slots(Slots(key, value, votes, score, position, now), order)
+    slots = gather_slots(Slots(key, value, votes, score, position, now, attributes.rotary), order)
     used = slots.votes > 0
     if not attributes.method.compresses:
         kept = used
     else:
-        protected = used & ((slots.position < attributes.sinks) | (slots.position > now - attributes.recent))
+        sink, recent = slots.position < attributes.sinks, slots.position > now - attributes.recent
+        protected = used & (sink | recent)
         target = used & ~protected
         priority = attributes.method.priority(slots, target, leaving_rows.shape[0])
         priority = torch.where(protected, torch.inf, torch.where(used, priority, -torch.inf))
         leaving = priority.sort(dim=-1, stable=True).indices[:, :, : leaving_rows.shape[0]]
         stays = torch.ones_like(used).scatter(-1, leaving, torch.zeros_like(leaving, dtype=torch.bool))
-        slots = attributes.method.merge(slots, Leaving(leaving, used.gather(-1, leaving), target & stays))
+        receives = used & ~sink if attributes.method.recent_receives else target
+        slots = attributes.method.merge(slots, Leaving(leaving, used.gather(-1, leaving), receives & stays))
         kept = used & stays
     order = torch.where(kept, slots.position, LAST).sort(dim=-1, stable=True).indices[:, :, : kept_rows.shape[0]]
     result = gather_slots(slots, order)

@@ -118,7 +118,7 @@ def vote_attention(
             continue
         n, log_weight = _log_weights(lengths, step, statistic)
         if statistic.kind == "log_ema":
-            score = _log_ema(logits, visible, past, fresh, n, log_weight, statistic)
+            score = _log_ema(logits, visible, past, fresh, lengths, log_weight, statistic)
         else:
             score = _probability_sum(probability, past, fresh, n, log_weight, statistic)
         updated.append(torch.where(occupied, score, past))
@@ -137,15 +137,33 @@ def _log_weights(lengths: Tensor, step: Tensor, statistic: Statistic) -> tuple[T
     return n.float(), torch.where((back >= 0) & (back < n), log_weight, LOG_ZERO)
 
 
-def _log_ema(logits: Tensor, visible: Tensor, past: Tensor, fresh: Tensor, n: Tensor, log_weight: Tensor, statistic: Statistic) -> Tensor:
-    """``ln(a^n S + (1 - a) sum_i a^(n-1-i) mean_g s_i)`` over the n counted queries that see the slot; [B, H, C]."""
+def _log_ema(
+    logits: Tensor, visible: Tensor, past: Tensor, fresh: Tensor, lengths: Tensor, log_weight: Tensor, statistic: Statistic
+) -> Tensor:
+    """``ln(a^n S + (1 - a) sum_i a^(n-1-i) mean_g s_i)`` over the n queries of the call; [B, H, C]. Where only some count, or some count
+    more, their weighted mean stands for every query of the call that sees the slot."""
     batch, heads, group, _, capacity = logits.shape
+    rate = math.log(statistic.decay)
     share = log_weight + (math.log(1.0 - statistic.decay) - math.log(group))
-    term = logits + torch.where(visible, share[:, None, :, None], LOG_ZERO)[:, :, None]
-    start = torch.where(fresh, LOG_ZERO, past + n[:, :, None] * math.log(statistic.decay))
+    weighted = torch.where(visible, share[:, None, :, None], LOG_ZERO)
+    if statistic.window or statistic.recency_weight != 1.0:
+        weighted = weighted + _standing(visible, lengths, log_weight, rate)
+    term = logits + weighted[:, :, None]
+    start = torch.where(fresh, LOG_ZERO, past + lengths.float()[:, :, None] * rate)
     stacked = torch.cat([start[:, :, None], term.reshape(batch, heads, -1, capacity)], dim=2)
     top = stacked.amax(dim=2, keepdim=True)
     return (top + torch.log(torch.exp(stacked - top).sum(dim=2, keepdim=True)))[:, :, 0]
+
+
+def _standing(visible: Tensor, lengths: Tensor, log_weight: Tensor, rate: float) -> Tensor:
+    """ln of what all queries of the call that see a slot would weigh together, ``sum a^(n-1-i)``, over what those that count do;
+    [B, H, 1, C]. So ``1 - a^(now - position + 1)`` corrects the bias of windowed and recency-weighted averages as of any other."""
+    batch, heads, tokens, _ = visible.shape
+    seen = visible.float()
+    back = lengths - 1 - torch.arange(tokens, dtype=torch.int32, device=visible.device)
+    plain = torch.where(back >= 0, torch.exp(back.float() * rate), 0.0)
+    whole, counted = (w[:, None, None, :].expand(batch, heads, 1, tokens) @ seen for w in (plain, torch.exp(log_weight)))
+    return torch.log(torch.clamp(whole, min=1e-30)) - torch.log(torch.clamp(counted, min=1e-30))
 
 
 def _probability_sum(probability: Tensor, past: Tensor, fresh: Tensor, n: Tensor, log_weight: Tensor, statistic: Statistic) -> Tensor:

@@ -51,7 +51,7 @@ const char* kv_cpu_vote_attention(const KvVoteAttention* call, KvRunner runner) 
   if (a.query_heads < 1 || a.query_heads % a.heads) return "the query heads are not a multiple of the KV heads";
   if (a.statistics < 1 || a.statistics > KV_MAX_STATISTICS) return "there are no statistics, or more than 8";
   if (a.tokens > a.capacity) return "the call brings more tokens than the cache has slots";
-  if (a.batch == 0 || a.tokens == 0) return nullptr;
+  if (a.batch == 0) return nullptr;
   kernels().vote_attention(a, runner);
   return nullptr;
 }

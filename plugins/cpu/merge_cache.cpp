@@ -251,7 +251,8 @@ struct Merge {
     const int region = max_of(static_cast<int>(std::floor(p.residual * static_cast<float>(count))), 1);
     const float *votes = w.votes.get(), *importance = w.importance.get();
     const auto value = [votes, importance](int i) { return votes[i] > 1.0f ? -1e38f : importance[i]; };
-    std::sort(list, list + count, [value](int i, int j) { return value(i) < value(j) || (value(i) == value(j) && i < j); });
+    // Not std::sort, which may leave the array where a score is NaN.
+    std::partial_sort(list, list + region, list + count, [value](int i, int j) { return value(i) < value(j) || (value(i) == value(j) && i < j); });
     x.target_count = region;
     std::sort(list, list + region, [](int i, int j) { return i < j; });
   }

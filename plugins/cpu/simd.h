@@ -19,8 +19,12 @@ namespace KV_ISA {
 constexpr int W = KV_WIDTH;
 typedef float vf __attribute__((vector_size(W * 4)));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
-typedef _Float16 vh __attribute__((vector_size(W * 2)));
+#if defined(__aarch64__)
+using half = __fp16;  // GCC before 13 has no _Float16 there
+#else
 using half = _Float16;
+#endif
+typedef half vh __attribute__((vector_size(W * 2)));
 
 static inline vf splat(float x) { return x - vf{}; }
 static inline vi splat_i(int32_t x) { return x - vi{}; }

@@ -69,7 +69,7 @@ struct Attention {
     x.present_value = static_cast<T*>(a.present.value) + index * c * dv;
     x.key = static_cast<const T*>(a.key) + index * t * d;
     x.value = static_cast<const T*>(a.value) + index * t * dv;
-    x.first = a.position[x.b * t];
+    x.first = t > 0 ? a.position[x.b * t] : 0;
     // Used slots are a prefix, so where it ends is found without reading all votes.
     int low = 0, high = a.capacity;
     while (low < high) {

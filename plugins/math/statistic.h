@@ -6,7 +6,8 @@
 #ifdef __CUDACC__
 #define KV_HD __host__ __device__ __forceinline__
 #else
-#define KV_HD inline
+// Never a function of its own: it would be emitted once per instruction set under one name (see cpu/scratch.h).
+#define KV_HD inline __attribute__((always_inline))
 #endif
 
 namespace kv {

@@ -1,5 +1,6 @@
-// Registers the operators of domain `kvexport` with ONNX Runtime's CPU provider. Bindings only: attributes and tensors in, kernels
-// called. A malformed node is an error when the session is made; tensors that do not fit are an error of the run.
+// Registers the operators of domain `kvexport` with ONNX Runtime's CPU provider. Bindings only: attributes and tensors
+// in, kernels called. A malformed node is an error when the session is made; tensors that do not fit are an error of
+// the run.
 #define ORT_API_MANUAL_INIT
 #include <onnxruntime_cxx_api.h>
 #undef ORT_API_MANUAL_INIT
@@ -16,12 +17,13 @@ struct Operator : Ort::CustomOpBase<TOp, TKernel, true> {
   int type;
 
   explicit Operator(int type)
-      : cache(type == KV_FLOAT16 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16 : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT), type(type) {}
+      : cache(type == KV_FLOAT16 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16 : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT),
+        type(type) {}
 
   OrtStatusPtr CreateKernelV2(const OrtApi&, const OrtKernelInfo* info, void** kernel) const {
     try {
       *kernel = new TKernel(Ort::ConstKernelInfo(info), type);
-    } catch (const Ort::Exception& error) {
+    } catch (const std::exception& error) {
       return Ort::Status(error).release();
     }
     return nullptr;
@@ -53,7 +55,8 @@ struct MergeCacheOp : Operator<MergeCacheOp, kv::MergeCacheKernel> {
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
+extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(OrtSessionOptions* options,
+                                                                               const OrtApiBase* base) {
   constexpr uint32_t kApiVersion = 18;  // ParallelFor and operators with status; every later runtime has it
   const OrtApi* api = base->GetApi(kApiVersion);
   if (!api) return base->GetApi(1)->CreateStatus(ORT_FAIL, "kvexport: this ONNX Runtime is older than 1.18");
@@ -68,7 +71,7 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(O
       return made;
     }();
     Ort::UnownedSessionOptions(options).Add(domain);
-  } catch (const Ort::Exception& error) {
+  } catch (const std::exception& error) {
     return Ort::Status(error).release();
   }
   return nullptr;

@@ -3,6 +3,7 @@
 
 #include <onnxruntime_cxx_api.h>
 
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -16,10 +17,72 @@ inline void require(bool condition, const std::string& message) {
   if (!condition) throw Ort::Exception("kvexport: " + message, ORT_INVALID_ARGUMENT);
 }
 
+// The attributes of a node; one that is missing or of another type is named.
+class Attributes {
+ public:
+  Attributes(const Ort::ConstKernelInfo& info, const char* op) : info_(info), op_(op) {}
+
+  float number(const char* name) const {
+    return read(name, "a float", [&] { return info_.GetAttribute<float>(name); });
+  }
+  int integer(const char* name) const {
+    return narrowed(name, read(name, "an integer", [&] { return info_.GetAttribute<int64_t>(name); }));
+  }
+  std::string word(const char* name) const {
+    return read(name, "a string", [&] { return info_.GetAttribute<std::string>(name); });
+  }
+  std::vector<float> numbers(const char* name) const {
+    return read(name, "a list of floats", [&] { return info_.GetAttributes<float>(name); });
+  }
+  std::vector<int> integers(const char* name) const {
+    std::vector<int> result;
+    for (const int64_t x : read(name, "a list of integers", [&] { return info_.GetAttributes<int64_t>(name); }))
+      result.push_back(narrowed(name, x));
+    return result;
+  }
+  // False only where there is no such attribute; one of another type is there.
+  bool has_numbers(const char* name) const {
+    try {
+      info_.GetAttributes<float>(name);
+    } catch (const Ort::Exception& error) {
+      return strncmp(error.what(), "No attribute", 12) != 0;
+    }
+    return true;
+  }
+  void require(bool condition, const std::string& message) const {
+    kv::require(condition, std::string(op_) + ": " + message);
+  }
+
+ private:
+  template <class Read>
+  auto read(const char* name, const char* type, Read read) const -> decltype(read()) {
+    try {
+      return read();
+    } catch (const Ort::Exception& error) {
+      require(false, std::string("the attribute ") + name + " should be " + type + ": " + error.what());
+      throw;
+    }
+  }
+  int narrowed(const char* name, int64_t x) const {
+    require(x == static_cast<int>(x), std::string("the attribute ") + name + " is out of range: " + std::to_string(x));
+    return static_cast<int>(x);
+  }
+
+  const Ort::ConstKernelInfo& info_;
+  const char* op_;
+};
+
 // Types of the state tensors key, value, votes, score, position.
 inline ONNXTensorElementDataType state_type(size_t i, ONNXTensorElementDataType cache) {
   if (i < 2) return cache;
   return i < 4 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT : ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
+}
+
+// A size that is not known is a question mark.
+inline std::string text(const Shape& shape) {
+  std::string s = "[";
+  for (size_t i = 0; i < shape.size(); ++i) s += (i ? ", " : "") + (shape[i] < 0 ? "?" : std::to_string(shape[i]));
+  return s + "]";
 }
 
 // The shape an input is declared with; -1 where it is not static, empty where nothing is known.
@@ -30,10 +93,13 @@ inline Shape declared_shape(const Ort::ConstKernelInfo& info, size_t input) {
   return type.GetTensorTypeAndShapeInfo().GetShape();
 }
 
-inline std::string text(const Shape& shape) {
-  std::string s = "[";
-  for (size_t i = 0; i < shape.size(); ++i) s += (i ? ", " : "") + std::to_string(shape[i]);
-  return s + "]";
+// What is known of an input's shape does not contradict `expected`, in which -1 stands for any size.
+inline void check_declared(const Ort::ConstKernelInfo& info, const Attributes& node, size_t i, const char* name,
+                           const Shape& expected) {
+  const Shape found = declared_shape(info, i);
+  bool fits = found.empty() || found.size() == expected.size();
+  for (size_t d = 0; fits && d < found.size(); ++d) fits = found[d] < 0 || expected[d] < 0 || found[d] == expected[d];
+  node.require(fits, std::string(name) + " is " + text(found) + ", not " + text(expected));
 }
 
 // An input tensor of exactly this shape.
@@ -69,7 +135,9 @@ struct Cache {
   }
 
   KvState inputs(const Ort::KernelContext& context, size_t first) const {
-    const auto at = [&](size_t i, const char* name) { return const_cast<void*>(input<void>(context, first + i, name, shape(i))); };
+    const auto at = [&](size_t i, const char* name) {
+      return const_cast<void*>(input<void>(context, first + i, name, shape(i)));
+    };
     return {at(0, "key"), at(1, "value"), static_cast<float*>(at(2, "votes")), static_cast<float*>(at(3, "score")),
             static_cast<int32_t*>(at(4, "position"))};
   }

@@ -1,12 +1,10 @@
-// VoteAttention of one KV head in double precision and plain loops, after docs/contract.md: what the fuzz holds outputs and scores to, at
-// shapes that the conformance suite has no trace of.
+// VoteAttention of one KV head in double precision and plain loops, after docs/contract.md: what the fuzz holds outputs
+// and scores to, at shapes that the conformance suite has no trace of.
 #pragma once
 
 #include "support.h"
 
 namespace fuzz {
-
-constexpr double kNothing = -1e30;
 
 struct Expected {
   std::vector<double> output;  // [G, T, Dv]
@@ -22,7 +20,14 @@ class Reference {
  public:
   // `present` is the cache after the call, of whose keys, values, votes and positions the caller has made sure.
   Reference(const KvVoteAttention& call, const Cache& past, const Cache& present, size_t row, int used, int n)
-      : a_(call), past_(past), present_(present), row_(row), used_(used), n_(n), total_(used + n), group_(call.query_heads / call.heads) {}
+      : a_(call),
+        past_(past),
+        present_(present),
+        row_(row),
+        used_(used),
+        n_(n),
+        total_(used + n),
+        group_(call.query_heads / call.heads) {}
 
   Expected compute() {
     expected_.output.assign(static_cast<size_t>(group_) * a_.tokens * a_.value_size, 0.0);
@@ -44,15 +49,18 @@ class Reference {
   void attend(int g, int t) {
     const size_t head = row_ / a_.heads * a_.query_heads + row_ % a_.heads * group_ + g;
     const size_t query = (head * a_.tokens + t) * a_.key_size;
-    double *logit = &logits_[(static_cast<size_t>(g) * n_ + t) * total_], *p = &probability_[(static_cast<size_t>(g) * n_ + t) * total_];
+    double *logit = &logits_[(static_cast<size_t>(g) * n_ + t) * total_],
+           *p = &probability_[(static_cast<size_t>(g) * n_ + t) * total_];
     const double sink = a_.sink_logits ? a_.sink_logits[row_ % a_.heads * group_ + g] : kNothing;
     double top = sink;
     for (int c = 0; c < total_; ++c) {
       double dot = 0.0;
-      for (int i = 0; i < a_.key_size; ++i) dot += static_cast<double>(read(past_.shape, a_.query, query + i)) * present_.key(row_, c, i);
+      for (int i = 0; i < a_.key_size; ++i)
+        dot += static_cast<double>(read(past_.shape, a_.query, query + i)) * present_.key(row_, c, i);
       logit[c] = dot * a_.scale;
       if (a_.softcap != 0.0f) logit[c] = a_.softcap * std::tanh(logit[c] / a_.softcap);
-      p[c] = sees(t, c) ? logit[c] + a_.vote_exponent * std::log(static_cast<double>(present_.votes(row_, c))) : kNothing;
+      p[c] =
+          sees(t, c) ? logit[c] + a_.vote_exponent * std::log(static_cast<double>(present_.votes(row_, c))) : kNothing;
       top = std::max(top, p[c]);
     }
     double sum = a_.sink_logits ? std::exp(sink - top) : 0.0;
@@ -60,7 +68,8 @@ class Reference {
     for (int c = 0; c < total_; ++c) {
       p[c] /= sum;
       for (int i = 0; i < a_.value_size; ++i)
-        expected_.output[(static_cast<size_t>(g) * a_.tokens + t) * a_.value_size + i] += p[c] * present_.value(row_, c, i);
+        expected_.output[(static_cast<size_t>(g) * a_.tokens + t) * a_.value_size + i] +=
+            p[c] * present_.value(row_, c, i);
     }
   }
 
@@ -83,7 +92,8 @@ class Reference {
       } else if (s.kind == KV_STATISTIC_PROBABILITY) {
         double sum = c < used_ ? old * std::pow(a, counted) : 0.0;
         for (int t = 0; t < n_; ++t)
-          for (int g = 0; g < group_; ++g) sum += weight(s, t) / group_ * probability_[(static_cast<size_t>(g) * n_ + t) * total_ + c];
+          for (int g = 0; g < group_; ++g)
+            sum += weight(s, t) / group_ * probability_[(static_cast<size_t>(g) * n_ + t) * total_ + c];
         expected_.score.push_back(sum);
       } else {
         double whole = 0.0, counting = 0.0, mean = kNothing;
@@ -91,7 +101,8 @@ class Reference {
           if (!sees(t, c)) continue;
           whole += std::pow(a, n_ - 1 - t), counting += weight(s, t);
           for (int g = 0; g < group_ && weight(s, t) > 0.0; ++g)
-            mean = log_add(mean, logits_[(static_cast<size_t>(g) * n_ + t) * total_ + c] + std::log(weight(s, t) / group_));
+            mean = log_add(mean,
+                           logits_[(static_cast<size_t>(g) * n_ + t) * total_ + c] + std::log(weight(s, t) / group_));
         }
         const double call = counting > 0.0 ? mean + std::log((1.0 - a) * whole / counting) : kNothing;
         expected_.score.push_back(log_add(c < used_ ? old + n_ * std::log(a) : kNothing, call));
@@ -106,5 +117,10 @@ class Reference {
   std::vector<double> logits_, probability_;  // [G, n, used + n]
   Expected expected_;
 };
+
+inline bool near(double found, double expected, double tolerance) {
+  if (expected < 0.1 * kNothing) return found < 0.1 * kNothing;
+  return std::abs(found - expected) <= tolerance * (1.0 + std::abs(expected));
+}
 
 }  // namespace fuzz

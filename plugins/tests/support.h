@@ -17,7 +17,13 @@
 
 namespace fuzz {
 
+#if defined(__aarch64__)
+using half = __fp16;  // GCC before 13 has no _Float16 there
+#else
 using half = _Float16;
+#endif
+
+constexpr double kNothing = -1e30;  // the logarithm of a score of nothing
 
 struct Failure {
   std::string what;
@@ -48,13 +54,15 @@ class Random {
   std::normal_distribution<float> normal_;
 };
 
-// `size` bytes between canaries, aligned to their elements alone, NaN until something is written. Under AddressSanitizer the block ends
-// where the data does, so that it sees a read beyond it as well.
+// `size` bytes between canaries, aligned to their elements alone, NaN until something is written. Under
+// AddressSanitizer the block ends where the data does, so that it sees a read beyond it as well.
 class Buffer {
  public:
   Buffer() = default;
   Buffer(Random& random, size_t count, size_t element)
-      : before_(kGuard + element * random.between(0, 15)), size_(count * element), bytes_(before_ + size_ + kAfter, kCanary) {
+      : before_(kGuard + element * random.between(0, 15)),
+        size_(count * element),
+        bytes_(before_ + size_ + kAfter, kCanary) {
     memset(data<void>(), 0xff, size_);
   }
   template <class T>
@@ -66,7 +74,9 @@ class Buffer {
     return reinterpret_cast<const T*>(bytes_.data() + before_);
   }
   size_t size() const { return size_; }
-  bool same(const Buffer& other) const { return size_ == other.size_ && memcmp(data<void>(), other.data<void>(), size_) == 0; }
+  bool same(const Buffer& other) const {
+    return size_ == other.size_ && (size_ == 0 || memcmp(data<void>(), other.data<void>(), size_) == 0);
+  }
   void check_canaries() const {
     for (size_t i = 0; i < bytes_.size(); ++i)
       if (i < before_ || i >= before_ + size_) check(bytes_[i] == kCanary, "wrote outside a buffer");
@@ -92,7 +102,8 @@ struct Shape {
 
 // An element of a buffer of the cache's type.
 inline float read(const Shape& shape, const void* data, size_t i) {
-  return shape.type == KV_FLOAT16 ? static_cast<float>(static_cast<const half*>(data)[i]) : static_cast<const float*>(data)[i];
+  return shape.type == KV_FLOAT16 ? static_cast<float>(static_cast<const half*>(data)[i])
+                                  : static_cast<const float*>(data)[i];
 }
 inline void write(const Shape& shape, void* data, size_t i, float x) {
   if (shape.type == KV_FLOAT16)
@@ -117,11 +128,13 @@ struct Cache {
     return i == kKey ? c * shape.key_size : i == kValue ? c * shape.value_size : i == kScore ? c * shape.statistics : c;
   }
   KvState view() {
-    return {tensor[kKey].data<void>(), tensor[kValue].data<void>(), tensor[kVotes].data<float>(), tensor[kScore].data<float>(),
-            tensor[kPosition].data<int32_t>()};
+    return {tensor[kKey].data<void>(), tensor[kValue].data<void>(), tensor[kVotes].data<float>(),
+            tensor[kScore].data<float>(), tensor[kPosition].data<int32_t>()};
   }
   float votes(size_t row, int slot) const { return tensor[kVotes].data<float>()[row * shape.capacity + slot]; }
-  int32_t position(size_t row, int slot) const { return tensor[kPosition].data<int32_t>()[row * shape.capacity + slot]; }
+  int32_t position(size_t row, int slot) const {
+    return tensor[kPosition].data<int32_t>()[row * shape.capacity + slot];
+  }
   float score(size_t row, int k, int slot) const {
     return tensor[kScore].data<float>()[(row * shape.statistics + k) * shape.capacity + slot];
   }
@@ -162,8 +175,10 @@ struct Cache {
   }
 };
 
-// Fills a head: `used` slots in no order, at distinct positions below the one that is returned; NaN and rubbish in the others.
-inline int fill_head(Random& random, Cache& cache, size_t row, int used, const std::vector<int>& kinds, bool fractional) {
+// Fills a head: `used` slots in no order, at distinct positions below the one that is returned; NaN and rubbish in the
+// others.
+inline int fill_head(Random& random, Cache& cache, size_t row, int used, const std::vector<int>& kinds,
+                     bool fractional) {
   const Shape& s = cache.shape;
   std::vector<int32_t> positions;
   int next = random.one_in(3) ? 0 : random.between(0, 5000);
@@ -172,14 +187,19 @@ inline int fill_head(Random& random, Cache& cache, size_t row, int used, const s
   const KvState view = cache.view();
   for (int c = 0; c < s.capacity; ++c) {
     const bool is_used = c < used;
-    view.votes[row * s.capacity + c] = !is_used ? 0.0f : fractional && random.one_in(2) ? std::exp(random.normal()) : 1.0f;
+    view.votes[row * s.capacity + c] = !is_used                         ? 0.0f
+                                       : fractional && random.one_in(2) ? std::exp(random.normal())
+                                                                        : 1.0f;
     view.position[row * s.capacity + c] = is_used ? positions[c] : random.between(0, 1 << 30);
     if (!is_used) continue;
     for (int i = 0; i < s.key_size; ++i) write(s, view.key, (row * s.capacity + c) * s.key_size + i, random.normal());
-    for (int i = 0; i < s.value_size; ++i) write(s, view.value, (row * s.capacity + c) * s.value_size + i, random.normal());
+    for (int i = 0; i < s.value_size; ++i)
+      write(s, view.value, (row * s.capacity + c) * s.value_size + i, random.normal());
     for (int k = 0; k < s.statistics; ++k)
-      view.score[(row * s.statistics + k) * s.capacity + c] =
-          kinds[k] == KV_STATISTIC_LOG_EMA ? 5.0f * random.normal() : kinds[k] == KV_STATISTIC_NONE ? 0.0f : std::exp(2.0f * random.normal());
+      view.score[(row * s.statistics + k) * s.capacity + c] = kinds[k] == KV_STATISTIC_LOG_EMA ? 5.0f * random.normal()
+                                                              : kinds[k] == KV_STATISTIC_NONE
+                                                                  ? 0.0f
+                                                                  : std::exp(2.0f * random.normal());
   }
   return next;
 }
@@ -202,10 +222,41 @@ inline void threaded(void* threads, size_t count, KvTask task, void* data) {
   for (std::thread& thread : pool) thread.join();
 }
 
-// Runs `call` of `past` into a new cache, or in place where bit i of `in_place` says so of tensor i; whatever is only read stays as it is.
+// ---- draws ----
+
+inline int any_size(Random& random) {
+  return random.one_in(2) ? random.one_of({8, 16, 64, 80, 96, 128}) : random.between(1, 256);
+}
+
+inline int any_capacity(Random& random, int at_least) {
+  return at_least + (random.one_in(12)  ? random.between(1000, 5000)
+                     : random.one_in(4) ? random.between(0, 20)
+                                        : random.between(0, 300));
+}
+
+inline Shape any_shape(Random& random, int at_least) {
+  Shape s{};
+  s.type = random.one_of({KV_FLOAT32, KV_FLOAT16});
+  s.batch = random.between(random.one_in(10) ? 0 : 1, 4);
+  s.heads = random.between(1, 4);
+  s.capacity = any_capacity(random, at_least);
+  s.key_size = any_size(random);
+  s.value_size = random.one_in(3) ? any_size(random) : s.key_size;
+  return s;
+}
+
+inline KvRunner any_runner(Random& random, int* threads) {
+  *threads = random.between(2, 4);
+  return {random.one_of<KvParallelFor>({backwards, threaded, threaded}), threads};
+}
+
+// Runs `call` of `past` into a new cache, or in place where bit i of `in_place` says so of tensor i; whatever is only
+// read stays as it is.
 template <class Call>
-Cache run(Random& random, Call call, const Cache& past, unsigned in_place, KvRunner runner, const char* (*kernel)(const Call*, KvRunner)) {
+Cache run(Random& random, Call call, const Cache& past, unsigned in_place, KvRunner runner,
+          const char* (*kernel)(const Call*, KvRunner)) {
   Cache read = past, present(random, past.shape);
+  for (Buffer& buffer : present.tensor) memset(buffer.data<void>(), 0x7f, buffer.size());  // not the rubbish of `past`
   for (int i = 0; i < kTensors; ++i)
     if (in_place >> i & 1) present.tensor[i] = past.tensor[i];
   call.past = read.view();

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvexport.methods import all_methods
-from kvexport.methods.base import Statistic
+from kvexport.methods.base import Method, Rotary, Statistic
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 
@@ -127,25 +127,36 @@ def _positions(rng: np.random.Generator, before: int, count: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class MergeProfile:
-    """One meaning of MergeCache, but for the budget; sinks and recent are the scenario's."""
+    """One meaning of MergeCache, but for the budget; sinks and recent are the scenario's. spare: statistics beside the method's own."""
 
     name: str
     method: str
     parameters: dict[str, Any] = field(default_factory=dict)
     kv_heads: int = 2
     sizes: tuple[int, int] = (8, 8)
-    statistics: int = 1
+    spare: int = 0
     dtype: str = "float32"
     sliding_window: int = 0
+    rotary: Rotary = field(default_factory=Rotary)
+
+    def build_method(self) -> Method:
+        return all_methods()[self.method](**self.parameters)
+
+    @property
+    def statistics(self) -> tuple[Statistic, ...]:
+        return (*self.build_method().statistics, *[Statistic("probability")] * self.spare)
 
     def attributes(self, budget: int) -> MergeCacheAttributes:
         """The operator's attributes: two sinks, three recent."""
-        return MergeCacheAttributes(all_methods()[self.method](**self.parameters), budget, SINKS, RECENT, self.sliding_window)
+        return MergeCacheAttributes(self.build_method(), budget, SINKS, RECENT, self.sliding_window, self.rotary)
 
 
 SINKS, RECENT = 2, 3
+# Powers of two: the float32 product with a number of positions is exact.
+PARTLY = Rotary((1.0, 0.25, 0.03125))  # six of eight dimensions
+INTERLEAVED = Rotary((1.0, 0.5, 0.125), interleaved=True)
 MERGE_PROFILES = [
-    MergeProfile("full-sliding-window-two-statistics", "full", sizes=(8, 12), statistics=2, sliding_window=9),
+    MergeProfile("full-sliding-window-two-statistics", "full", sizes=(8, 12), spare=1, sliding_window=9),
     MergeProfile("streaming", "streaming"),
     MergeProfile("h2o", "h2o", sizes=(16, 8), sliding_window=14),
     MergeProfile("keepkv-key-evict", "keepkv", {"zip": "key", "order": "evict-first"}),
@@ -153,7 +164,21 @@ MERGE_PROFILES = [
     MergeProfile("keepkv-key-merge-first", "keepkv", {"zip": "key", "order": "merge-first"}),
     MergeProfile("keepkv-mean-merge-first", "keepkv", {"zip": "mean", "order": "merge-first", "threshold": 0.6, "pool": 1}),
     MergeProfile("keepkv-vote-merge-first-half", "keepkv", {"zip": "vote", "order": "merge-first"}, sizes=(8, 16), dtype="float16"),
+    MergeProfile("keepkv-on-snapkv", "keepkv", {"selector": "snapkv", "zip": "vote"}),
+    MergeProfile("ballot", "ballot", sizes=(8, 12), sliding_window=30),
+    MergeProfile("ballot-count-on-h2o-half", "ballot", {"zip": "count", "selector": "h2o"}, dtype="float16"),
+    MergeProfile("zeromerge", "zeromerge", {"residual": 0.5}, sizes=(8, 12)),
+    MergeProfile("kvslimmer-partly-turned", "kvslimmer", {"tau": 0.3}, sizes=(8, 12), rotary=PARTLY),
+    MergeProfile("kvmerger", "kvmerger", {"heavy": 0.2, "threshold": 0.6}, sizes=(8, 12)),
+    MergeProfile(
+        "kvmerger-set-size-on-snapkv-half", "kvmerger", {"value_scale": "set_size", "sigma": 5.0, "selector": "snapkv"}, dtype="float16"
+    ),
+    MergeProfile("cam", "cam", {"receivers": 3}, sizes=(8, 12)),
+    MergeProfile("d2o", "d2o", {"selector": "h2o"}, sizes=(8, 12)),
+    MergeProfile("asymkv-interleaved-shared", "asymkv", {"share_pairs": True, "selector": "pyramidinfer"}, rotary=INTERLEAVED),
 ]
+# A method that no profile names is held to the contract with its defaults.
+MERGE_PROFILES += [MergeProfile(name, name) for name in all_methods() if name not in {profile.method for profile in MERGE_PROFILES}]
 
 
 @dataclass(frozen=True)
@@ -190,10 +215,9 @@ def merge_cache_state(profile: MergeProfile, scenario: MergeScenario) -> Arrays:
         "key": np.zeros((batch, heads, capacity, profile.sizes[0]), profile.dtype),
         "value": rng.normal(size=(batch, heads, capacity, profile.sizes[1])).astype(profile.dtype),
         "votes": np.zeros((batch, heads, capacity), np.float32),
-        "score": np.zeros((batch, heads, profile.statistics, capacity), np.float32),
+        "score": np.zeros((batch, heads, len(profile.statistics), capacity), np.float32),
         "position": np.zeros((batch, heads, capacity), np.int32),
     }
-    decay = float(profile.parameters.get("decay", 0.9))
     for b in range(batch):
         for h in range(heads):
             used, now = scenario.used[b][h], max(int(scenario.seen * capacity), capacity) - 1
@@ -204,7 +228,11 @@ def merge_cache_state(profile: MergeProfile, scenario: MergeScenario) -> Arrays:
             state["votes"][b, h, :used] = np.where(rng.random(used) < 0.5, rng.integers(1, 4, used), np.exp(rng.normal(size=used)))
             logit = rng.permutation(np.linspace(-scenario.peak, scenario.peak, capacity)) + rng.uniform(0.0, 0.1 * scenario.peak / capacity)
             n = now - state["position"][b, h] + 1
-            state["score"][b, h] = logit + np.log1p(-(decay**n)) if profile.method == "keepkv" else rng.permutation(np.exp(logit / 4))
+            for k, statistic in enumerate(profile.statistics):
+                log_ema = statistic.kind == "log_ema"
+                shuffled = logit if k == 0 else rng.permutation(logit)
+                corrected = shuffled + np.log1p(-(statistic.decay**n)) if log_ema else rng.permutation(np.exp(logit / 4))
+                state["score"][b, h, k] = corrected
             state["key"][b, h] = _bundles(rng, capacity, profile)
     return state
 

@@ -1,18 +1,18 @@
 """The two operators once more, in float64 numpy with plain loops, written from docs/contract.md and the methods' definitions alone.
 
 It shares no code with `kvexport.ops` or the methods' rules: of `kvexport` it reads the attributes only. Scores are kept as ln S where
-the contract says so, but every sum is taken in the linear domain, which float64 holds for logits beyond +-200.
+the contract says so, but every sum is taken in the linear domain, which float64 holds for logits beyond +-200. What leaves and where
+it goes is in `oracle_rules`, a method each.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+from oracle_rules import RULES, Head, Slot
 
-from kvexport.methods.base import Method, Statistic
+from kvexport.methods.base import Statistic
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 
@@ -75,28 +75,21 @@ def _updated(past: float, fresh: bool, logits: np.ndarray, probability: np.ndarr
     """The statistic of one slot after a call; logits and probability are [T, G]."""
     length = len(logits)
     n = min(length, statistic.window) if statistic.window else length
-    seen = 0.0
+    seen, counted = 0.0, 0.0
     for i in range(n):
         t = length - n + i
         weight = statistic.decay ** (n - 1 - i)
         weight *= 1.0 + (statistic.recency_weight - 1.0) * (i / (n - 1) if n > 1 else 1.0)
         per_head = np.exp(logits[t]) if statistic.kind == "log_ema" else probability[t]
         seen += weight * float(np.nan_to_num(per_head, nan=0.0).mean())
+        counted += weight * float(not np.isnan(logits[t, 0]))
     if statistic.kind == "probability":
         return (0.0 if fresh else past * statistic.decay**n) + seen
-    average = (0.0 if fresh else math.exp(past) * statistic.decay**n) + (1.0 - statistic.decay) * seen
+    # The mean over those that count stands for all queries of the call that see the slot.
+    standing = sum(statistic.decay ** (length - 1 - t) for t in range(length) if not np.isnan(logits[t, 0]))
+    fresh_average = (1.0 - statistic.decay) * standing * seen / counted if counted else 0.0
+    average = (0.0 if fresh else math.exp(past) * statistic.decay**length) + fresh_average
     return math.log(average) if average > 0.0 else -math.inf
-
-
-@dataclass
-class Slot:
-    """One slot of one head."""
-
-    key: np.ndarray
-    value: np.ndarray
-    votes: float
-    score: np.ndarray
-    position: int
 
 
 def merge_cache(state: Arrays, attributes: MergeCacheAttributes) -> Arrays:
@@ -104,8 +97,8 @@ def merge_cache(state: Arrays, attributes: MergeCacheAttributes) -> Arrays:
     result = {name: np.zeros(x.shape, x.dtype if name == "position" else np.float64) for name, x in state.items()}
     batch, heads, _ = state["votes"].shape
     for b in range(batch):
-        for h in range(heads):
-            for c, slot in enumerate(_merge_head(_slots(state, b, h), attributes)):
+        for h, kept in enumerate(_merge_sequence([_slots(state, b, h) for h in range(heads)], attributes)):
+            for c, slot in enumerate(kept):
                 result["key"][b, h, c] = slot.key
                 result["value"][b, h, c] = slot.value
                 result["votes"][b, h, c] = slot.votes
@@ -130,86 +123,24 @@ def _slots(state: Arrays, b: int, h: int) -> list[Slot]:
     return sorted(used, key=lambda slot: slot.position)
 
 
-def _merge_head(slots: list[Slot], attributes: MergeCacheAttributes) -> list[Slot]:
-    if not slots:
-        return []
-    now = slots[-1].position
-    if attributes.sliding_window:
-        slots = [slot for slot in slots if slot.position > now - attributes.sliding_window]
+def _merge_sequence(heads: list[list[Slot]], attributes: MergeCacheAttributes) -> list[list[Slot]]:
+    """What stays of every head's slots, in order of position."""
+    found = []
+    for slots in heads:
+        now = slots[-1].position if slots else -1
+        if attributes.sliding_window:
+            slots = [slot for slot in slots if slot.position > now - attributes.sliding_window]
+        free = [slot for slot in slots if attributes.sinks <= slot.position <= now - attributes.recent]
+        count = max(len(slots) - attributes.budget, 0)
+        found.append(Head(slots, free, count, now, attributes.sinks, attributes.method, attributes.rotary))
     if attributes.method.name == "full":
-        return slots
-    free = [slot for slot in slots if attributes.sinks <= slot.position <= now - attributes.recent]
-    count = max(len(slots) - attributes.budget, 0)
-    leaving = _leaving_order(free, now, count, attributes.method)[:count]
-    stays = [slot for slot in slots if not any(slot is other for other in leaving)]
-    if attributes.method.name == "keepkv":
-        targets = [slot for slot in free if any(slot is other for other in stays)]
-        _keepkv_merge(leaving, targets, now, attributes.method)
-    return sorted(stays, key=lambda slot: slot.position)
-
-
-def _leaving_order(free: list[Slot], now: int, count: int, method: Any) -> list[Slot]:
-    """Unprotected slots, those that leave first coming first; `free` is in order of position, so ties go to the lowest.
-
-    merge-first: of the `pool` times `count` lowest scores, those with a neighbour of higher score above the threshold come first.
-    """
-    if method.name == "streaming":
-        return free
-    if method.name == "h2o":
-        return sorted(free, key=lambda slot: slot.score[0])
-    if method.name != "keepkv":
-        raise NotImplementedError(f"the oracle does not know the method {method.name!r}")
-    by_score = sorted(free, key=lambda slot: _corrected(slot, now, method))
-    if method.order == "evict-first":
-        return by_score
-
-    def mergeable(slot: Slot) -> bool:
-        return any(
-            _corrected(other, now, method) > _corrected(slot, now, method) and _cosine(slot.key, other.key) > method.threshold
-            for other in free
-        )
-
-    first = [place < method.pool * count and mergeable(slot) for place, slot in enumerate(by_score)]
-    return [s for s, m in zip(by_score, first, strict=True) if m] + [s for s, m in zip(by_score, first, strict=True) if not m]
-
-
-def _keepkv_merge(leaving: list[Slot], targets: list[Slot], now: int, method: Any) -> None:
-    """Every leaving slot joins its most similar target above the threshold; a target takes all of its own in at once."""
-    joins: list[list[Slot]] = [[] for _ in targets]
-    for slot in leaving:
-        cosines = [_cosine(slot.key, target.key) for target in targets]
-        if cosines and max(cosines) > method.threshold:
-            joins[cosines.index(max(cosines))].append(slot)
-    for target, joined in zip(targets, joins, strict=True):
-        if not joined:
-            continue
-        members = [target, *joined]
-        logit = [_corrected(m, now, method) for m in members]
-        weight = [m.votes * math.exp(x) for m, x in zip(members, logit, strict=True)]
-        total, votes = sum(weight), sum(m.votes for m in members)
-        key = sum(w * m.key for w, m in zip(weight, members, strict=True)) / total
-        value = sum(w * m.value for w, m in zip(weight, members, strict=True)) / total
-        score = math.log(sum(m.votes * math.exp(m.score[-1]) for m in members) / votes)
-        mean_logit = sum(w * x for w, x in zip(weight, logit, strict=True)) / total
-        fractional = math.exp(math.log(total) - mean_logit)
-        if method.zip == "vote":
-            votes = fractional
-        elif method.zip == "key":
-            log_mean = math.log(total / votes)
-            factor = 1.0 if log_mean == mean_logit else log_mean / mean_logit if mean_logit else math.inf
-            if factor != math.inf and 1.0 / method.key_factor_max <= factor <= method.key_factor_max:
-                key = factor * key
-            else:
-                votes = fractional
-        target.key, target.value, target.votes = np.asarray(key), np.asarray(value), votes
-        target.score[-1] = score
-        target.position = max(m.position for m in members)
-
-
-def _corrected(slot: Slot, now: int, method: Method) -> float:
-    """ln(S / (1 - a^n)), n = now - position + 1."""
-    return float(slot.score[0]) - math.log1p(-(method.statistics[0].decay ** (now - slot.position + 1)))
-
-
-def _cosine(a: np.ndarray, b: np.ndarray) -> float:
-    return float(a @ b) / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-24)
+        return [head.slots for head in found]
+    rule = RULES[attributes.method.name]()
+    orders = [rule.leaving(head, found) for head in found]  # before anything merges
+    kept = []
+    for head, order in zip(found, orders, strict=True):
+        leaving = order[: head.count]
+        stays = [slot for slot in head.slots if not any(slot is other for other in leaving)]
+        rule.merge(head, leaving, stays)
+        kept.append(sorted(stays, key=lambda slot: slot.position))
+    return kept

@@ -1,0 +1,45 @@
+"""CaM (ICML 2024): what leaves gives its value to the slots after it, as much as it was attended to; its key is dropped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from kvexport.methods.base import Leaving, Slots, gather_rows
+from kvexport.methods.merging import Merging
+
+if TYPE_CHECKING:
+    pass
+
+
+class CaM(Merging):
+    """The expected value of the paper's coin: ``v_j += m v_e / M`` for the next M slots that stay, recent ones included, with
+    ``m = clip(A_e / mean A, 0, 1)`` over all that stay. Receivers' keys, scores and votes stay as they are.
+
+    receivers: M; where fewer follow, their shares are lost.
+    """
+
+    name: ClassVar[str] = "cam"
+    summary: ClassVar[str] = "a leaving value is shared out to the next slots; its key is dropped"
+    source: ClassVar[str] = "Zhang et al., ICML 2024"
+    recent_receives: ClassVar[bool] = True
+
+    receivers: int = Field(32, ge=1)
+
+    def merge(self, slots: Slots, leaving: Leaving) -> Slots:
+        """The values, in float32 until they are stored."""
+        import torch
+
+        mass = slots.score[:, :, -1]
+        left = torch.zeros_like(leaving.target).scatter(-1, leaving.slot, leaving.live)
+        stays = (slots.votes > 0) & ~left
+        mean = torch.where(stays, mass, 0.0).sum(-1, keepdim=True) / torch.clamp(stays.sum(-1, keepdim=True), min=1)
+        share = torch.clamp(gather_rows(mass, leaving.slot) / torch.clamp(mean, min=1e-30), 0.0, 1.0) / self.receivers
+        number = leaving.target.to(torch.int64).cumsum(-1)
+        place = number[:, :, None, :] - gather_rows(number, leaving.slot)[..., None]  # 1 is the next receiver
+        receives = leaving.target[:, :, None, :] & (place >= 1) & (place <= self.receivers) & leaving.live[..., None]
+        given = torch.where(receives, share[..., None], 0.0).transpose(-1, -2) @ gather_rows(slots.value, leaving.slot).float()
+        value = torch.where(receives.any(2)[..., None], slots.value.float() + given, slots.value.float())
+        return replace(slots, value=value.to(slots.value.dtype))

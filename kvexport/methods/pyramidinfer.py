@@ -1,0 +1,36 @@
+"""PyramidInfer (arXiv 2405.12532): recent-weighted attention selects, and deeper layers keep less."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from kvexport.methods.base import Method, Slots, Statistic
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class PyramidInfer(Method):
+    """The attention of a call's last queries, the newest weighing most; what leaves is dropped.
+
+    window: the last so many queries of a call count. recency_weight: of the newest against 1 for the oldest (the authors' 1.2).
+    """
+
+    name: ClassVar[str] = "pyramidinfer"
+    summary: ClassVar[str] = "most attended by the latest queries, the newest weighing most, stays"
+    source: ClassVar[str] = "arXiv 2405.12532"
+    allocation: ClassVar[Literal["uniform", "cosine", "pyramid"]] = "cosine"
+
+    window: int = Field(64, ge=1)
+    recency_weight: float = Field(1.2, ge=1.0)
+
+    @property
+    def statistics(self) -> tuple[Statistic, ...]:
+        """The recent-weighted sum of probabilities, mean over a query-head group."""
+        return (Statistic("probability", 1.0, self.window, self.recency_weight),)
+
+    def priority(self, slots: Slots, target: Tensor, count: int) -> Tensor:
+        """The recent-weighted sum."""
+        return slots.score[:, :, 0]

@@ -1,0 +1,16 @@
+"""PyramidKV (arXiv 2406.02069): SnapKV with more slots for the lower layers."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from kvexport.methods.snapkv import SnapKV
+
+
+class PyramidKV(SnapKV):
+    """SnapKV's rule in budgets that fall linearly over the layers (`cache.allocation`)."""
+
+    name: ClassVar[str] = "pyramidkv"
+    summary: ClassVar[str] = "snapkv with budgets falling linearly over the layers"
+    source: ClassVar[str] = "arXiv 2406.02069"
+    allocation: ClassVar[Literal["uniform", "cosine", "pyramid"]] = "pyramid"

@@ -1,0 +1,139 @@
+// Running a program over a grid: on the device as a kernel, on the host block after block.
+#pragma once
+
+#include "block.h"
+
+namespace kv {
+namespace cuda {
+
+struct Device {
+  int multiprocessors;
+  size_t shared_limit;  // of a block
+};
+
+constexpr const char* kTooManyBlocks = "the call is too large for one launch";
+constexpr const char* kTooMuchShared = "the cache has more slots, or larger rows, than this device's shared memory holds";
+
+#ifdef __CUDACC__
+
+using Stream = cudaStream_t;
+
+inline const char* text_of(cudaError_t error) { return error == cudaSuccess ? nullptr : cudaGetErrorString(error); }
+
+inline const char* this_device(Device* device) {
+  int number = 0, shared = 0;
+  if (const char* problem = text_of(cudaGetDevice(&number))) return problem;
+  if (const char* problem = text_of(cudaDeviceGetAttribute(&device->multiprocessors, cudaDevAttrMultiProcessorCount, number))) return problem;
+  if (const char* problem = text_of(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, number))) return problem;
+  device->shared_limit = shared;
+  return nullptr;
+}
+
+template <class Program>
+__global__ void __launch_bounds__(Program::kThreads, Program::kBlocksPerMultiprocessor)
+    run_program(const __grid_constant__ typename Program::Args args) {
+  extern __shared__ __align__(16) char shared[];
+  Block<Program> block(shared);
+  Program::run(block, args);
+}
+
+template <class Program>
+const char* launch(const typename Program::Args& args, size_t blocks, size_t shared, const Device& device, Stream stream) {
+  if (blocks == 0) return nullptr;
+  if (blocks >= kLaunchable) return kTooManyBlocks;
+  // A few bytes belong to Block::is_last.
+  if (shared + 16 > device.shared_limit) return kTooMuchShared;
+  if (shared > 48000)
+    if (const char* problem = text_of(
+            cudaFuncSetAttribute(run_program<Program>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared))))
+      return problem;
+  run_program<Program><<<static_cast<unsigned>(blocks), Program::kThreads, shared, stream>>>(args);
+  return text_of(cudaGetLastError());
+}
+
+inline const char* copy_tensor(void* to, const void* from, size_t bytes, Stream stream) {
+  return to == from ? nullptr : text_of(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream));
+}
+
+#else
+
+using Stream = void*;
+
+inline const char* this_device(Device* device) {
+  *device = {host().multiprocessors, host().shared_limit};
+  return nullptr;
+}
+
+template <class Program>
+const char* launch(const typename Program::Args& args, size_t blocks, size_t shared, const Device& device, Stream) {
+  if (blocks >= kLaunchable) return kTooManyBlocks;
+  if (shared + 16 > device.shared_limit) return kTooMuchShared;
+  for (size_t i = 0; i < blocks; ++i) {
+    // Exactly what the launch asks for, and every block finds rubbish in it.
+    void* memory = nullptr;
+    if (posix_memalign(&memory, 16, shared > 0 ? shared : 1) != 0) return "out of memory";
+    memset(memory, 0xff, shared);
+    Block<Program> block(static_cast<char*>(memory), host().place(static_cast<int>(i), static_cast<int>(blocks)));
+    Program::run(block, args);
+    free(memory);
+  }
+  return nullptr;
+}
+
+inline const char* copy_tensor(void* to, const void* from, size_t bytes, Stream) {
+  if (to != from) memcpy(to, from, bytes);
+  return nullptr;
+}
+
+#endif
+
+// Parts of a workspace, one after the other; counts bytes where there is none.
+class Workspace {
+ public:
+  explicit Workspace(void* base) : base_(static_cast<char*>(base)) {}
+  template <class T>
+  T* take(size_t count) {
+    T* part = base_ ? reinterpret_cast<T*>(base_ + size_) : nullptr;
+    size_ += (count * sizeof(T) + 255) / 256 * 256;
+    return part;
+  }
+  size_t size() const { return size_; }
+
+ private:
+  char* base_;
+  size_t size_ = 0;
+};
+
+// Whatever is not in place is copied first; then all is.
+inline const char* copy_state(const KvState& from, const KvState& to, size_t slots, size_t statistics, size_t key_bytes,
+                              size_t value_bytes, Stream stream) {
+  if (const char* problem = copy_tensor(to.key, from.key, slots * key_bytes, stream)) return problem;
+  if (const char* problem = copy_tensor(to.value, from.value, slots * value_bytes, stream)) return problem;
+  if (const char* problem = copy_tensor(to.votes, from.votes, slots * sizeof(float), stream)) return problem;
+  if (const char* problem = copy_tensor(to.score, from.score, slots * statistics * sizeof(float), stream)) return problem;
+  return copy_tensor(to.position, from.position, slots * sizeof(int32_t), stream);
+}
+
+inline bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+inline int element_size(int type) { return type == KV_FLOAT32 ? 4 : 2; }
+
+inline const char* check_cache(int type, int batch, int heads, int capacity, int key_size, int value_size, int statistics) {
+  if (type != KV_FLOAT32 && type != KV_FLOAT16 && type != KV_BFLOAT16) return "the type of the cache is neither float32, float16 nor bfloat16";
+  if (batch < 0 || heads < 1 || capacity < 1 || key_size < 1 || value_size < 1) return "a dimension is zero or negative";
+  if (key_size > 256 || value_size > 256) return "a head size is above 256";
+  const int lanes = 16 / element_size(type);
+  if (key_size % lanes || value_size % lanes) return "a row of keys or values is not a whole number of 16-byte vectors";
+  if (statistics < 1 || statistics > KV_MAX_STATISTICS) return "there are no statistics, or more than 8";
+  if (static_cast<int64_t>(batch) * heads > KV_CUDA_MAX_HEADS) return "the batch has more than 65536 KV heads in all";
+  return nullptr;
+}
+
+inline const char* check_workspace(const KvCuda& where, size_t needed) {
+  if (!where.workspace || where.workspace_size < needed) return "the workspace is smaller than the call asks for";
+  if (reinterpret_cast<uintptr_t>(where.workspace) % 256) return "the workspace is not aligned to 256 bytes";
+  return nullptr;
+}
+
+}  // namespace cuda
+}  // namespace kv

@@ -1,0 +1,335 @@
+// VoteAttention for several tokens per sequence, in three launches: append; tiles of query rows against blocks of slots with a running
+// softmax; and blocks of slots against the tiles of rows that count, which gives their statistics. Only tiles of logits ever exist.
+//
+// A row is one query head of one token, t G + g; a tile is 32 of them.
+#pragma once
+
+#include "attention.h"
+
+namespace kv {
+namespace cuda {
+
+constexpr int kTile = 32;
+
+// Puts the new tokens into their slots, all but their votes: blocks of one head read those to find where it ends.
+template <class T>
+struct Append {
+  using Args = Attention;
+  static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 1, kTokens = 32;
+  struct Registers {};
+  static KV_HD int blocks_per_head(int tokens) { return (tokens + kTokens - 1) / kTokens; }
+
+  static KV_DEVICE void run(Block<Append>& block, const Attention& args) {
+    const KvVoteAttention& a = args.call;
+    const int parts = blocks_per_head(a.tokens), part = block.index() % parts;
+    const Head<T> head(a, block.index() / parts);
+    const int used = used_slots(block, head.votes(), a.capacity, reinterpret_cast<int*>(block.shared)), n = head.length(used);
+    const int from = part * kTokens, count = min_of(kTokens, n - from);
+    block.each([&](int t, auto&) {
+      if (part == 0 && t == 0) args.used[2 * head.index] = used, args.used[2 * head.index + 1] = n;
+      for (int i = t * kLanes<T>; i < count * a.key_size; i += kThreads * kLanes<T>)
+        store_vector(head.key(used + from) + i, load_vector(head.new_key(from) + i));
+      for (int i = t * kLanes<T>; i < count * a.value_size; i += kThreads * kLanes<T>)
+        store_vector(head.value(used + from) + i, load_vector(head.new_value(from) + i));
+      if (t < count) head.position()[used + from + t] = head.first() + from + t;
+    });
+  }
+};
+
+// 32 rows times 32 slots: what both passes do. Shared memory: queries and rows of the cache in their own type, logits in float32.
+template <class T>
+struct Tile {
+  char *query, *rows;
+  float *logit, *bias;
+  int* position;
+
+  static constexpr int kLogitStride = kBlock + 1;
+  static KV_HD constexpr size_t size(int key_size, int value_size) {
+    const size_t key = kBlock * shared_stride<T>(key_size), value = kBlock * value_size * sizeof(T);
+    return kTile * shared_stride<T>(key_size) + (key > value ? key : value) + (kTile * kLogitStride + 2 * kBlock) * sizeof(float);
+  }
+  KV_DEVICE Tile(char* shared, int key_size, int value_size) {
+    const size_t key = kBlock * shared_stride<T>(key_size), value = kBlock * value_size * sizeof(T);
+    query = shared;
+    rows = query + kTile * shared_stride<T>(key_size);
+    logit = reinterpret_cast<float*>(rows + (key > value ? key : value));
+    bias = logit + kTile * kLogitStride;
+    position = reinterpret_cast<int*>(bias + kBlock);
+  }
+
+  // Within a phase of `threads` threads: rows [first, first + 32) of a head's queries, nothing of those from `end` on.
+  KV_DEVICE void load_queries(const Head<T>& head, int group, int first, int end, int t, int threads) const {
+    const int vectors = head.a.key_size / kLanes<T>, stride = shared_stride<T>(head.a.key_size);
+    for (int i = t; i < kTile * vectors; i += threads) {
+      const int row = first + i / vectors, at = i % vectors;
+      Vector vector = {};
+      if (row < end) vector = load_vector(head.query(row % group, row / group) + at * kLanes<T>);
+      store_vector(query + i / vectors * stride + at * 16, vector);
+    }
+  }
+  // Keys of slots [from, from + count), zeros after them, and what is known of the slots; nothing sees those after the last.
+  KV_DEVICE void load_keys(const Head<T>& head, int used, int from, int count, int t, int threads) const {
+    const KvVoteAttention& a = head.a;
+    const int vectors = a.key_size / kLanes<T>, stride = shared_stride<T>(a.key_size);
+    for (int i = t; i < kBlock * vectors; i += threads) {
+      Vector vector = {};
+      if (i / vectors < count) vector = load_vector(head.key(from) + i * kLanes<T>);
+      store_vector(rows + i / vectors * stride + i % vectors * 16, vector);
+    }
+    if (t < kBlock) {
+      position[t] = t < count ? head.position()[from + t] : INT32_MAX;
+      bias[t] = from + t < used ? vote_bias(head.votes()[from + t], a.vote_exponent) : 0.0f;
+    }
+  }
+  KV_DEVICE void load_values(const Head<T>& head, int from, int count, int t, int threads) const {
+    for (int i = t * kLanes<T>; i < count * head.a.value_size; i += threads * kLanes<T>)
+      store_vector(reinterpret_cast<T*>(rows) + i, load_vector(head.value(from) + i));
+  }
+  // Logits of all rows and slots, raw; 128 threads, two rows and four slots each.
+  KV_DEVICE void multiply(const KvVoteAttention& a, int t) const {
+    const int stride = shared_stride<T>(a.key_size), row = t / 8 * 2, slot = t % 8;
+    float total[2][4] = {};
+    for (int i = 0; i < a.key_size / kLanes<T>; ++i) {
+      float q[2][kLanes<T>];
+      widen<T>(load_vector(query + row * stride + i * 16), q[0]);
+      widen<T>(load_vector(query + (row + 1) * stride + i * 16), q[1]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float key[kLanes<T>];
+        widen<T>(load_vector(rows + (slot + 8 * j) * stride + i * 16), key);
+#pragma unroll
+        for (int e = 0; e < kLanes<T>; ++e) total[0][j] += q[0][e] * key[e], total[1][j] += q[1][e] * key[e];
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      logit[row * kLogitStride + slot + 8 * j] = capped(total[0][j] * a.scale, a.softcap);
+      logit[(row + 1) * kLogitStride + slot + 8 * j] = capped(total[1][j] * a.scale, a.softcap);
+    }
+  }
+};
+
+// Whether the query at `now` sees no slot from `from` on: these lie in the chunk, in order of position.
+KV_DEVICE bool all_later(int from, int used, int first, int now) { return from >= used && first + from - used > now; }
+
+// The output. A block is a tile of a head's rows; kChunks times 128 columns.
+template <class T, int kChunks>
+struct Prefill {
+  using Args = Attention;
+  static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 2, kRows = kTile / (kThreads / kWarp);  // of a warp
+  struct Registers {
+    float product[kChunks][kRows][4], logit[kRows], peak[kRows], top[kRows], total[kRows];
+  };
+  static KV_DEVICE int blocks_per_head(const Attention& args) { return (args.call.tokens * args.group() + kTile - 1) / kTile; }
+
+  static KV_DEVICE void run(Block<Prefill>& block, const Attention& args) {
+    const KvVoteAttention& a = args.call;
+    const int tiles = blocks_per_head(args), group = args.group();
+    const Head<T> head(a, block.index() / tiles);
+    const Tile<T> tile(block.shared, a.key_size, a.value_size);
+    const int used = args.used[2 * head.index], n = args.used[2 * head.index + 1];
+    const int begin = block.index() % tiles * kTile, end = min_of(begin + kTile, n * group);
+    // The votes of new slots, which no other block of this launch reads.
+    block.each([&](int t, Registers& r) {
+      for (int i = t; begin == 0 && i < n; i += kThreads) head.votes()[used + i] = 1.0f;
+      if (begin < end) tile.load_queries(head, group, begin, end, t, kThreads);
+      start(r, head, begin, end, t);
+    });
+    const int first = head.first(), latest = first + (end - 1) / group;
+    for (int from = 0; from < used + n && begin < end && !all_later(from, used, first, latest); from += kBlock) {
+      const int count = min_of(kBlock, used + n - from);
+      block.each([&](int t, auto&) { tile.load_keys(head, used, from, count, t, kThreads); });
+      block.each([&](int t, auto&) { tile.multiply(a, t); });
+      block.each_alone([&](int t, Registers& r) {
+        tile.load_values(head, from, count, t, kThreads);
+        const int slot = t % kWarp;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          const int row = t / kWarp * kRows + i;
+          const bool seen = visible(tile.position[slot], first + (begin + row) / group, a.sliding_window);
+          r.logit[i] = slot >= count ? kLowest : seen ? tile.logit[row * Tile<T>::kLogitStride + slot] + tile.bias[slot] : kLogZero;
+          r.peak[i] = r.logit[i];
+        }
+      });
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) block.warp_max([&](Registers& r) -> float& { return r.peak[i]; });
+      block.each([&](int t, Registers& r) { rescale(r, tile, count, t); });
+      block.each([&](int t, Registers& r) { multiply_values(r, a, tile, count, t); });
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) block.warp_sum([&](Registers& r) -> float& { return r.total[i]; });
+    block.each([&](int t, Registers& r) { finish(r, args, head, begin, end, t); });
+  }
+
+  static KV_DEVICE void start(Registers& r, const Head<T>& head, int begin, int end, int t) {
+    const int group = head.a.query_heads / head.a.heads;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int row = begin + t / kWarp * kRows + i;
+      const bool sinks = head.a.sink_logits && row < end;
+      r.top[i] = sinks ? head.a.sink_logits[head.head * group + row % group] : kLowest;
+      r.total[i] = sinks && t % kWarp == 0 ? 1.0f : 0.0f;
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) r.product[c][i][j] = 0.0f;
+    }
+  }
+
+  // Weights take the place of their own logits.
+  static KV_DEVICE void rescale(Registers& r, const Tile<T>& tile, int count, int t) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const float top = max_of(r.top[i], r.peak[i]), factor = expf(r.top[i] - top);
+      const float weight = t % kWarp < count ? expf(r.logit[i] - top) : 0.0f;
+      r.total[i] = r.total[i] * factor + weight;
+      r.top[i] = top;
+      tile.logit[(t / kWarp * kRows + i) * Tile<T>::kLogitStride + t % kWarp] = weight;
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) r.product[c][i][j] *= factor;
+    }
+  }
+
+  static KV_DEVICE void multiply_values(Registers& r, const KvVoteAttention& a, const Tile<T>& tile, int count, int t) {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const int column = (c * kWarp + t % kWarp) * 4;
+      if (column >= a.value_size) continue;
+      for (int slot = 0; slot < count; ++slot) {
+        float value[4];
+        load_four(reinterpret_cast<const T*>(tile.rows) + slot * a.value_size + column, value);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          const float weight = tile.logit[(t / kWarp * kRows + i) * Tile<T>::kLogitStride + slot];
+#pragma unroll
+          for (int j = 0; j < 4; ++j) r.product[c][i][j] += weight * value[j];
+        }
+      }
+    }
+  }
+
+  static KV_DEVICE void finish(Registers& r, const Attention& args, const Head<T>& head, int begin, int end, int t) {
+    const KvVoteAttention& a = args.call;
+    const int group = args.group();
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int row = begin + t / kWarp * kRows + i;
+      if (row >= a.tokens * group) continue;
+      const float factor = row < end ? 1.0f / r.total[i] : 0.0f;  // 0 in padding
+      if (args.rows && t % kWarp == 0) {
+        float* kept = args.rows + 2 * (static_cast<size_t>(head.query_head(row % group)) * a.tokens + row / group);
+        kept[0] = r.top[i], kept[1] = r.total[i];
+      }
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        const int column = (c * kWarp + t % kWarp) * 4;
+        for (int j = 0; j < 4 && column < a.value_size; ++j)
+          assign(head.output(row % group, row / group)[column + j], row < end ? r.product[c][i][j] * factor : 0.0f);
+      }
+    }
+  }
+};
+
+// The statistics. A block is 32 slots of a head against all rows that count, a statistic at a time; a thread is one slot and eight rows
+// of each tile.
+template <class T>
+struct PrefillScores {
+  using Args = Attention;
+  static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 2, kParts = kThreads / kWarp, kRows = kTile / kParts;
+  // Of a log_ema: the running maximum, the sum relative to it, and the weights of the queries that see the slot. Of a sum of
+  // probabilities: the sum.
+  struct Registers {
+    float top, sum, counted;
+  };
+  // Beside the tile, in floats: weights of rows, their maxima and sums, and what the parts add up to [3, parts, kBlock].
+  static KV_HD constexpr size_t fixed() { return (3 * kTile + 3 * kParts * kBlock) * sizeof(float); }
+  static KV_HD int blocks_per_head(int capacity) { return (capacity + kBlock - 1) / kBlock; }
+
+  static KV_DEVICE void run(Block<PrefillScores>& block, const Attention& args) {
+    const KvVoteAttention& a = args.call;
+    const int each = blocks_per_head(a.capacity), group = args.group();
+    const Head<T> head(a, block.index() / each);
+    const Tile<T> tile(block.shared + fixed(), a.key_size, a.value_size);
+    float *share = reinterpret_cast<float*>(block.shared), *rows = share + kTile, *parts = rows + 2 * kTile;
+    const int used = args.used[2 * head.index], n = args.used[2 * head.index + 1], first = head.first();
+    const int from = block.index() % each * kBlock, count = min_of(kBlock, used + n - from);
+    if (n == 0 || count <= 0) return;
+    block.each([&](int t, auto&) { tile.load_keys(head, used, from, count, t, kThreads); });
+    for (int k = 0; k < a.statistics; ++k) {
+      const Statistic statistic = statistic_of(a, k);
+      if (statistic.kind == KV_STATISTIC_NONE) continue;
+      const int counted = counted_queries(statistic, n);
+      const int oldest = max_of(n - counted, from - used);  // of those that count and see a slot
+      block.each([&](int, Registers& r) { r.top = kLogZero, r.sum = r.counted = 0.0f; });
+      for (int begin = max_of(oldest, 0) * group / kTile * kTile; begin < n * group; begin += kTile) {
+        block.each([&](int t, auto&) {
+          tile.load_queries(head, group, begin, n * group, t, kThreads);
+          if (t >= kTile) return;
+          const int row = begin + t;
+          share[t] = row < n * group ? log_query_weight(statistic, n - 1 - row / group, counted) : kLogZero;
+          if (!args.rows || row >= n * group) return;
+          const float* kept = args.rows + 2 * (static_cast<size_t>(head.query_head(row % group)) * a.tokens + row / group);
+          rows[2 * t] = kept[0], rows[2 * t + 1] = kept[1];
+        });
+        block.each([&](int t, auto&) { tile.multiply(a, t); });
+        block.each([&](int t, Registers& r) { add(r, a, tile, statistic, share, rows, begin, first, group, t); });
+      }
+      block.each([&](int t, Registers& r) {
+        const float kept[3] = {r.top, r.sum, r.counted};
+        for (int i = 0; i < 3; ++i) parts[i * kThreads + t] = kept[i];
+      });
+      block.each([&](int t, auto&) {
+        if (t < count) head.score(k)[from + t] = total(head, statistic, parts, k, used, from + t, tile.position[t] - first, n, t);
+      });
+    }
+  }
+
+  static KV_DEVICE void add(Registers& r, const KvVoteAttention& a, const Tile<T>& tile, const Statistic& statistic, const float* share,
+                            const float* rows, int begin, int first, int group, int t) {
+    const int slot = t % kWarp;
+    for (int i = 0; i < kRows; ++i) {
+      const int row = t / kWarp * kRows + i;
+      if (share[row] == kLogZero || !visible(tile.position[slot], first + (begin + row) / group, a.sliding_window)) continue;
+      const float logit = tile.logit[row * Tile<T>::kLogitStride + slot];
+      if (statistic.kind == KV_STATISTIC_PROBABILITY) {
+        r.sum += expf(share[row]) * expf(logit + tile.bias[slot] - rows[2 * row]) / rows[2 * row + 1];
+      } else {
+        const float top = max_of(r.top, logit + share[row]);
+        r.sum = r.sum * expf(r.top - top) + expf(logit + share[row] - top);
+        r.top = top;
+        if ((begin + row) % group == 0) r.counted += expf(share[row]);
+      }
+    }
+  }
+
+  // A slot's statistic after the call. age: of the slot's position against the first new token's.
+  static KV_DEVICE float total(const Head<T>& head, const Statistic& statistic, const float* parts, int k, int used, int slot, int age, int n,
+                               int t) {
+    const KvVoteAttention& a = head.a;
+    const float heads = static_cast<float>(a.query_heads / a.heads), past = slot < used ? head.score(k)[slot] : 0.0f;
+    float top = kLogZero, sum = 0.0f, counted = 0.0f;
+    if (statistic.kind == KV_STATISTIC_PROBABILITY) {
+      for (int i = 0; i < kParts; ++i) sum += parts[kThreads + i * kBlock + t];
+      return past * expf(static_cast<float>(counted_queries(statistic, n)) * logf(statistic.decay)) + sum / heads;
+    }
+    for (int i = 0; i < kParts; ++i) top = max_of(top, parts[i * kBlock + t]), counted += parts[2 * kThreads + i * kBlock + t];
+    for (int i = 0; i < kParts; ++i) sum += parts[kThreads + i * kBlock + t] * expf(parts[i * kBlock + t] - top);
+    float own = log1pf(-statistic.decay) - logf(heads);
+    const float rate = logf(statistic.decay);
+    if (statistic.window != 0 || statistic.recency_weight != 1.0f) {
+      // What counts stands for all queries [begin, end) of the call that see the slot: the sum of a^(n-1-t) over them.
+      const int begin = max_of(age, 0), until = a.sliding_window ? min_of(n, age + a.sliding_window) : n;
+      const int seen = max_of(until - begin, 0);
+      const float whole = expf(static_cast<float>(n - begin - seen) * rate) * -expm1f(static_cast<float>(seen) * rate) / (1.0f - statistic.decay);
+      own += logf(fmaxf(whole, 1e-30f)) - logf(fmaxf(counted, 1e-30f));
+    }
+    const float start = slot < used ? past + static_cast<float>(n) * rate : kLogZero;
+    const float highest = max_of(start, sum > 0.0f ? top + own : kLogZero);
+    return highest + logf((sum > 0.0f ? sum * expf(top + own - highest) : 0.0f) + expf(start - highest));
+  }
+};
+
+}  // namespace cuda
+}  // namespace kv

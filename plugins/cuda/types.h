@@ -1,0 +1,87 @@
+// Elements of a cache and rows of them, as float32. An element is kept as its bits.
+#pragma once
+
+#include "block.h"
+#ifdef __CUDACC__
+#include <cuda_fp16.h>
+#endif
+
+namespace kv {
+namespace cuda {
+
+struct Half {
+  uint16_t bits;
+};
+struct BFloat {
+  uint16_t bits;
+};
+
+template <class To, class From>
+KV_DEVICE To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From), "same size");
+  To to;
+  memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+KV_DEVICE float to_float(float x) { return x; }
+KV_DEVICE float to_float(BFloat x) { return bits_as<float>(static_cast<uint32_t>(x.bits) << 16); }
+KV_DEVICE float to_float(Half x) {
+#ifdef __CUDACC__
+  return __half2float(__ushort_as_half(x.bits));
+#else
+  return static_cast<float>(bits_as<_Float16>(x.bits));
+#endif
+}
+
+KV_DEVICE void assign(float& to, float x) { to = x; }
+KV_DEVICE void assign(Half& to, float x) {
+#ifdef __CUDACC__
+  to.bits = __half_as_ushort(__float2half_rn(x));
+#else
+  to.bits = bits_as<uint16_t>(static_cast<_Float16>(x));
+#endif
+}
+// To the nearest, ties to even; a NaN stays one.
+KV_DEVICE void assign(BFloat& to, float x) {
+  const uint32_t bits = bits_as<uint32_t>(x), rounded = bits + 0x7fff + (bits >> 16 & 1);
+  to.bits = static_cast<uint16_t>((x != x ? bits | 0x400000 : rounded) >> 16);
+}
+
+struct alignas(16) Vector {
+  uint32_t word[4];
+};
+
+template <class T>
+constexpr int kLanes = 16 / sizeof(T);  // elements of a vector
+
+KV_DEVICE Vector load_vector(const void* from) { return *static_cast<const Vector*>(from); }
+KV_DEVICE void store_vector(void* to, const Vector& x) { *static_cast<Vector*>(to) = x; }
+
+template <class T>
+KV_DEVICE void widen(const Vector& vector, float (&out)[kLanes<T>]) {
+  T element[kLanes<T>];
+  memcpy(element, &vector, sizeof vector);
+#pragma unroll
+  for (int i = 0; i < kLanes<T>; ++i) out[i] = to_float(element[i]);
+}
+
+// Four neighbouring elements, aligned to their size.
+template <class T>
+KV_DEVICE void load_four(const T* from, float (&out)[4]) {
+  struct alignas(4 * sizeof(T)) Four {
+    T element[4];
+  };
+  const Four four = *reinterpret_cast<const Four*>(from);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) out[i] = to_float(four.element[i]);
+}
+
+// A row in shared memory takes an odd number of vectors, so that lanes which read the same vector of neighbouring rows meet no conflict.
+template <class T>
+KV_HD constexpr int shared_stride(int size) {
+  return (size / kLanes<T> | 1) * 16;
+}
+
+}  // namespace cuda
+}  // namespace kv

@@ -1,0 +1,127 @@
+// VoteAttention's calls: what they take, how work is divided, which kernels run.
+#include "decode.h"
+#include "launch.h"
+#include "prefill.h"
+
+namespace kv {
+namespace cuda {
+namespace {
+
+constexpr int kMaxSplits = 128, kLeastSlots = 4 * kBlock;  // of a head, of a split
+
+const char* check(const KvVoteAttention& a) {
+  if (const char* problem = check_cache(a.type, a.batch, a.heads, a.capacity, a.key_size, a.value_size, a.statistics)) return problem;
+  if (a.tokens < 0) return "a dimension is zero or negative";
+  if (a.query_heads < 1 || a.query_heads % a.heads) return "the query heads are not a multiple of the KV heads";
+  if (a.query_heads / a.heads > kMaxGroup) return "a KV head has more than 16 query heads";
+  if (a.tokens > a.capacity) return "the call brings more tokens than the cache has slots";
+  return nullptr;
+}
+
+bool keeps(const KvVoteAttention& a, int kind) {
+  for (int k = 0; k < a.statistics; ++k)
+    if (a.statistic[k].kind == kind) return true;
+  return false;
+}
+
+// As many as fill the device, none below a size worth a block.
+int splits_of(const KvVoteAttention& a, int multiprocessors) {
+  const int heads = a.batch * a.heads, blocks = 3 * multiprocessors;
+  const int wanted = heads > 0 ? blocks / heads : 1, worth = a.capacity / kLeastSlots, most = worth < kMaxSplits ? worth : kMaxSplits;
+  return wanted < 1 || most < 1 ? 1 : wanted < most ? wanted : most;
+}
+
+// The call's plan in this workspace; how many bytes it takes.
+size_t plan(const KvVoteAttention& a, const Device& device, void* workspace, Attention* args) {
+  const size_t heads = static_cast<size_t>(a.batch) * a.heads, query_heads = static_cast<size_t>(a.batch) * a.query_heads;
+  Workspace parts(workspace);
+  *args = {};
+  args->call = a;
+  args->splits = splits_of(a, device.multiprocessors);
+  args->counters = parts.take<int>(KV_CUDA_COUNTER_BYTES / sizeof(int));
+  args->used = parts.take<int>(2 * heads);
+  const bool sums = keeps(a, KV_STATISTIC_PROBABILITY);
+  if (a.tokens == 1) {
+    args->rows = parts.take<float>(2 * query_heads);
+    if (sums) args->logits = parts.take<float>(query_heads * a.capacity);
+    args->products = parts.take<float>(query_heads * args->splits * a.value_size);
+    args->tops = parts.take<float>(2 * query_heads * args->splits);
+  } else if (sums) {
+    args->rows = parts.take<float>(2 * query_heads * a.tokens);
+  }
+  return parts.size();
+}
+
+template <class T, int G>
+const char* decode(Attention& args, const Device& device, Stream stream) {
+  using Program = Decode<T, G>;
+  const KvVoteAttention& a = args.call;
+  const size_t heads = static_cast<size_t>(a.batch) * a.heads, fixed = Program::fixed(a.key_size);
+  const size_t closing = Program::closing(args.splits, a.query_heads / a.heads), stage = stage_size<T>(a.key_size, a.value_size, a.statistics);
+  size_t shared = 0;
+  for (args.stages = 3; args.stages > 0; --args.stages) {
+    shared = fixed + (args.stages * stage > closing ? args.stages * stage : closing);
+    if (shared + 16 <= device.shared_limit) break;
+  }
+  if (args.stages == 0) return kTooMuchShared;
+  if (const char* problem = launch<Program>(args, heads * args.splits, shared, device, stream)) return problem;
+  if (!args.logits) return nullptr;
+  return launch<DecodeSums>(args, heads * DecodeSums::blocks_per_head(a.capacity), 0, device, stream);
+}
+
+template <class T, int kChunks>
+const char* prefill(const Attention& args, const Device& device, Stream stream) {
+  const KvVoteAttention& a = args.call;
+  const size_t heads = static_cast<size_t>(a.batch) * a.heads, tile = Tile<T>::size(a.key_size, a.value_size);
+  using Rows = Prefill<T, kChunks>;
+  using Scores = PrefillScores<T>;
+  if (const char* problem = launch<Append<T>>(args, heads * Append<T>::blocks_per_head(a.tokens), 16, device, stream)) return problem;
+  if (const char* problem = launch<Rows>(args, heads * ((a.tokens * (a.query_heads / a.heads) + kTile - 1) / kTile), tile, device, stream))
+    return problem;
+  if (!keeps(a, KV_STATISTIC_PROBABILITY) && !keeps(a, KV_STATISTIC_LOG_EMA)) return nullptr;
+  return launch<Scores>(args, heads * ((a.capacity + kBlock - 1) / kBlock), tile + Scores::fixed(), device, stream);
+}
+
+template <class T>
+const char* run(Attention& args, const Device& device, Stream stream) {
+  const KvVoteAttention& a = args.call;
+  const int group = a.query_heads / a.heads;
+  if (a.tokens > 1) return a.value_size <= 128 ? prefill<T, 1>(args, device, stream) : prefill<T, 2>(args, device, stream);
+  if (group == 1) return decode<T, 1>(args, device, stream);
+  if (group <= 4) return decode<T, 4>(args, device, stream);
+  return group <= 8 ? decode<T, 8>(args, device, stream) : decode<T, 16>(args, device, stream);
+}
+
+}  // namespace
+}  // namespace cuda
+}  // namespace kv
+
+extern "C" const char* kv_cuda_vote_attention_workspace(const KvVoteAttention* call, size_t* bytes) {
+  using namespace kv::cuda;
+  Device device;
+  Attention args;
+  if (const char* problem = check(*call)) return problem;
+  if (const char* problem = this_device(&device)) return problem;
+  *bytes = plan(*call, device, nullptr, &args);
+  return nullptr;
+}
+
+extern "C" const char* kv_cuda_vote_attention(const KvVoteAttention* call, const KvCuda* where) {
+  using namespace kv::cuda;
+  const KvVoteAttention& a = *call;
+  Device device;
+  Attention args;
+  if (const char* problem = check(a)) return problem;
+  if (a.batch == 0 || a.tokens == 0) return nullptr;
+  for (const void* pointer : {a.query, a.key, a.value, static_cast<const void*>(a.past.key), static_cast<const void*>(a.past.value),
+                              static_cast<const void*>(a.present.key), static_cast<const void*>(a.present.value)})
+    if (!is_aligned(pointer)) return "a tensor is not aligned to 16 bytes";
+  if (const char* problem = this_device(&device)) return problem;
+  if (const char* problem = check_workspace(*where, plan(a, device, where->workspace, &args))) return problem;
+  const Stream stream = static_cast<Stream>(where->stream);
+  const size_t slots = static_cast<size_t>(a.batch) * a.heads * a.capacity, element = element_size(a.type);
+  if (const char* problem = copy_state(a.past, a.present, slots, a.statistics, a.key_size * element, a.value_size * element, stream))
+    return problem;
+  if (a.type == KV_FLOAT32) return run<float>(args, device, stream);
+  return a.type == KV_FLOAT16 ? run<Half>(args, device, stream) : run<BFloat>(args, device, stream);
+}

@@ -1,0 +1,224 @@
+// One random call of MergeCache, and what must hold of it.
+#pragma once
+
+#include "support.h"
+
+namespace fuzz {
+
+// Every policy that onnxruntime/merge_cache.h can make; `statistics` is what the method keeps.
+inline KvMergePolicy any_policy(Random& random, int key_size, std::vector<float>& frequencies, int* statistics) {
+  KvMergePolicy p{};
+  p.compresses = !random.one_in(12);
+  p.threshold = -1e38f;
+  p.importance = KV_BY_SCORE;
+  p.statistic[0].kind = KV_STATISTIC_PROBABILITY;
+  p.decay = p.weigh_decay = random.uniform(0.5f, 0.999f);
+  p.pool = random.between(1, 6);
+  p.merging = random.one_of({KV_DROP, KV_ZIP, KV_ZIP, KV_ZIP, KV_RUNNING_MEAN, KV_PAIR});
+  *statistics = 1;
+  int own = KV_STATISTIC_PROBABILITY;
+  if (p.merging == KV_DROP && random.one_in(3)) {  // streaming, full
+    p.importance = KV_BY_POSITION;
+    p.statistic[0].kind = KV_STATISTIC_NONE;
+  } else if (p.merging == KV_ZIP && random.one_in(2)) {  // ballot
+    p.measure = KV_DISTANCE;
+    p.recent_receives = 1;
+    p.zip = random.one_of({KV_ZIP_VOTE, KV_ZIP_MEAN});
+    p.importance = KV_BY_MEAN;
+    p.mean_adds = 1;
+    own = p.statistic[1].kind = KV_STATISTIC_LOG_EMA;
+    *statistics = 2;
+  } else if (p.merging == KV_ZIP) {  // keepkv
+    p.measure = KV_COSINE;
+    p.threshold = random.one_of({-1.0f, 0.0f, 0.1f, 0.8f, 1.0f});
+    p.zip = random.one_of({KV_ZIP_KEY, KV_ZIP_VOTE, KV_ZIP_MEAN});
+    p.key_factor_max = random.one_of({1.0f, 2.0f, INFINITY});
+    p.merge_first = random.between(0, 1);
+    p.importance = KV_BY_AVERAGE;
+    own = p.statistic[0].kind = KV_STATISTIC_LOG_EMA;
+  } else if (p.merging == KV_RUNNING_MEAN) {  // zeromerge
+    p.measure = KV_DOT;
+    p.voted_last = 1;
+    p.residual = random.one_of({0.0f, 0.1f, 0.5f, 1.0f});
+  } else if (p.merging == KV_PAIR) {  // kvslimmer, asymkv
+    p.weigh = random.one_of({KV_WEIGH_BY_SCORE, KV_WEIGH_BY_HESSIAN});
+    p.tau = random.one_of({0.0f, 1e-3f, 0.5f});
+    for (int planes = random.between(0, key_size / 2); planes > 0; --planes)
+      frequencies.push_back(random.uniform(0.0f, 1.0f));
+    p.rotary_planes = static_cast<int>(frequencies.size());
+    p.rotary_interleaved = random.between(0, 1);
+  }
+  if (random.one_in(3)) {  // another selector, whose statistic comes first; alone it is h2o or snapkv
+    p.importance = random.one_of({KV_BY_SCORE, KV_BY_POOLED});
+    p.pooled = random.one_of({1, 5, 7, 30});
+    p.mean_adds = 0;
+    p.statistic[0].kind = KV_STATISTIC_PROBABILITY;
+    if (p.merging != KV_DROP) p.statistic[1].kind = own, *statistics = 2;
+  }
+  return p;
+}
+
+struct MergeCase {
+  KvMergeCache call{};
+  Shape shape{};
+  std::vector<float> frequencies;
+  std::unique_ptr<Cache> past;
+  bool hostile;
+
+  explicit MergeCase(Random& random) : hostile(random.one_in(8)) {
+    do {
+      shape = any_shape(random, 1);
+    } while (static_cast<double>(shape.rows()) * shape.capacity * std::min(shape.capacity, 200) * shape.key_size > 3e7);
+    call.policy = any_policy(random, shape.key_size, frequencies, &shape.statistics);
+    call.policy.inverse_frequencies = frequencies.data();
+    call.type = shape.type, call.batch = shape.batch, call.heads = shape.heads, call.capacity = shape.capacity;
+    call.key_size = shape.key_size, call.value_size = shape.value_size, call.statistics = shape.statistics;
+    const int leaving = random.one_in(6) ? shape.capacity : random.between(0, std::min(shape.capacity, 100));
+    call.budget = std::max(1, shape.capacity - leaving);
+    call.sinks = random.one_in(8) ? random.between(0, shape.capacity + 10) : random.between(0, 4);
+    call.recent = random.one_in(8) ? random.between(0, shape.capacity + 10) : random.between(0, 1 + shape.capacity / 4);
+    call.sliding_window = random.one_in(4) ? random.between(1, shape.capacity + 50) : 0;
+    past = std::make_unique<Cache>(random, shape);
+    std::vector<int> kinds;
+    for (int k = 0; k < shape.statistics; ++k) kinds.push_back(call.policy.statistic[k].kind);
+    for (size_t row = 0; row < shape.rows(); ++row) {
+      fill_head(random, *past, row,
+                random.one_in(8)   ? 0
+                : random.one_in(2) ? shape.capacity
+                                   : random.between(0, shape.capacity),
+                kinds, true);
+      alter(random, row);
+    }
+  }
+
+  // Equal scores and keys; in a hostile case numbers that should not be there, and averages of nothing, which a merge
+  // has no answer to.
+  void alter(Random& random, size_t row) {
+    const KvState view = past->view();
+    for (int c = 1, used = past->used(row); c < used; ++c) {
+      if (random.one_in(8))
+        for (int i = 0; i < shape.key_size; ++i)
+          write(shape, view.key, (row * shape.capacity + c) * shape.key_size + i, past->key(row, c - 1, i));
+      for (int k = 0; k < shape.statistics; ++k) {
+        float& score = view.score[(row * shape.statistics + k) * shape.capacity + c];
+        if (random.one_in(8)) score = past->score(row, k, c - 1);
+        if (random.one_in(8) && call.policy.statistic[k].kind == KV_STATISTIC_PROBABILITY) score = 0.0f;
+        if (hostile && random.one_in(3))
+          score = random.one_of({NAN, INFINITY, -INFINITY, -1.0f, static_cast<float>(kNothing)});
+      }
+      if (!hostile || !random.one_in(10)) continue;
+      write(shape, view.key, (row * shape.capacity + c) * shape.key_size, random.one_of({NAN, INFINITY, -INFINITY}));
+      view.votes[row * shape.capacity + c] = random.one_of({NAN, INFINITY, 1e-38f, -1.0f});
+      view.position[row * shape.capacity + c] = random.between(0, 1 << 30);
+    }
+  }
+
+  void check_all(Random& random) {
+    const Cache once = run(random, call, *past, 0, {forwards, nullptr}, kv_cpu_merge_cache);
+    for (unsigned in_place : {31u, 0u, static_cast<unsigned>(random.between(1, 30))}) {
+      int threads;
+      const KvRunner runner = any_runner(random, &threads);
+      const Cache again = run(random, call, *past, in_place, runner, kv_cpu_merge_cache);
+      for (size_t row = 0; row < shape.rows(); ++row) check_same(again, once, row, in_place);
+    }
+    if (hostile) return;
+    for (size_t row = 0; row < shape.rows(); ++row) check_head(once, row);
+  }
+
+  // In place, what lies beyond the slots that were used stays as it is; otherwise it is zero.
+  void check_same(const Cache& again, const Cache& once, size_t row, unsigned in_place) const {
+    for (int i = 0; i < kTensors; ++i) {
+      const size_t slots = i == kScore ? static_cast<size_t>(shape.capacity) * shape.statistics : shape.capacity;
+      const size_t bytes = once.width(i) / slots * once.element(i), used = past->used(row);
+      const unsigned char *x = again.tensor[i].data<unsigned char>() + row * slots * bytes,
+                          *y = (in_place >> i & 1 ? past->tensor[i] : once.tensor[i]).data<unsigned char>() +
+                               row * slots * bytes,
+                          *z = once.tensor[i].data<unsigned char>() + row * slots * bytes;
+      for (size_t c = 0; c < slots; ++c)
+        check(memcmp(x + c * bytes, (c % shape.capacity < used ? z : y) + c * bytes, bytes) == 0,
+              "in place or on other threads, another cache");
+    }
+  }
+
+  void check_head(const Cache& present, size_t row) const {
+    int used = past->used(row), now = -1, seen = 0, kept = present.used(row);
+    for (int c = 0; c < used; ++c) now = std::max(now, past->position(row, c));
+    std::vector<std::pair<int32_t, int>> slots;
+    for (int c = 0; c < used; ++c)
+      if (!call.sliding_window || past->position(row, c) > now - call.sliding_window)
+        slots.push_back({past->position(row, c), c}), ++seen;
+    std::sort(slots.begin(), slots.end());
+    check(kept == (call.policy.compresses ? std::min(seen, call.budget) : seen), "not as many slots stay as should");
+    const bool drops = call.policy.merging == KV_DROP || seen <= call.budget;
+    const auto is_protected = [&](int32_t position) { return position < call.sinks || position > now - call.recent; };
+    double votes_before = 0.0, votes_after = 0.0;
+    int protected_before = 0, protected_after = 0;
+    for (const auto& slot : slots) {
+      votes_before += past->votes(row, slot.second);
+      protected_before += is_protected(slot.first);
+    }
+    for (int c = 0; c < kept; ++c) {
+      const int32_t position = present.position(row, c);
+      check(c == 0 || position > present.position(row, c - 1), "slots are not in order of position");
+      const auto at = std::lower_bound(slots.begin(), slots.end(), std::make_pair(position, -1));
+      check(at != slots.end() && at->first == position, "a position that no slot had");
+      if (drops || position < call.sinks || (position > now - call.recent && !call.policy.recent_receives))
+        check(present.same_slot(row, c, *past, at->second), "a slot that should not change did");
+      check_finite(present, row, c);
+      votes_after += present.votes(row, c);
+      protected_after += is_protected(position);
+    }
+    check(protected_after == std::min(protected_before, kept), "a sink or a recent slot left before others");
+    if (call.policy.zip == KV_ZIP_MEAN || call.policy.merging != KV_ZIP)
+      check(votes_after <= votes_before * 1.0001, "votes came from nowhere");
+    if (kept > 0) check_values(present, row, kept, slots);
+    for (int i = 0; i < kTensors; ++i)
+      for (int k = 0; k < (i == kScore ? shape.statistics : 1); ++k) {
+        const size_t width = i == kScore ? 4 : present.width(i) / shape.capacity * present.element(i);
+        const size_t start = i == kScore ? row * shape.statistics + k : row;
+        const unsigned char* rest = present.tensor[i].data<unsigned char>() + (start * shape.capacity + kept) * width;
+        check(std::all_of(rest, rest + (shape.capacity - kept) * width, [](unsigned char x) { return x == 0; }),
+              "an empty slot is not zero");
+      }
+  }
+
+  void check_finite(const Cache& present, size_t row, int c) const {
+    const KvMergePolicy& p = call.policy;
+    check(std::isfinite(present.votes(row, c)), "votes are not finite");
+    // A key that takes in the votes may grow beyond its type.
+    const bool bounded = !(p.merging == KV_ZIP && p.zip == KV_ZIP_KEY && p.key_factor_max > 4.0f);
+    for (int i = 0; i < shape.key_size && bounded; ++i)
+      check(std::isfinite(present.key(row, c, i)), "a key is not finite");
+    for (int k = 0; k < shape.statistics; ++k) check(std::isfinite(present.score(row, k, c)), "a score is not finite");
+  }
+
+  // A merged value is a mean of values.
+  void check_values(const Cache& present, size_t row, int kept,
+                    const std::vector<std::pair<int32_t, int>>& slots) const {
+    for (int i = 0; i < shape.value_size; ++i) {
+      float low = INFINITY, high = -INFINITY;
+      for (const auto& slot : slots)
+        low = std::min(low, past->value(row, slot.second, i)), high = std::max(high, past->value(row, slot.second, i));
+      for (int c = 0; c < kept; ++c) {
+        const float x = present.value(row, c, i);
+        check(x >= low - 1e-4f && x <= high + 1e-4f, "a value that is no mean of values");
+      }
+    }
+  }
+
+  std::string describe() const {
+    const KvMergePolicy& p = call.policy;
+    char text[512];
+    snprintf(text, sizeof text,
+             "MergeCache%s %s B %d H %d C %d D %d Dv %d K %d budget %d sinks %d recent %d window %d merging %d "
+             "importance %d measure %d "
+             "threshold %g zip %d factor %g first %d pool %d pooled %d residual %g weigh %d planes %d",
+             hostile ? " hostile" : "", shape.type ? "fp16" : "fp32", call.batch, call.heads, call.capacity,
+             call.key_size, call.value_size, call.statistics, call.budget, call.sinks, call.recent, call.sliding_window,
+             p.merging, p.importance, p.measure, p.threshold, p.zip, p.key_factor_max, p.merge_first, p.pool, p.pooled,
+             p.residual, p.weigh, p.rotary_planes);
+    return text;
+  }
+};
+
+}  // namespace fuzz

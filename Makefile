@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvexport-installed
 DEMO ?= demo
 
-.PHONY: demo test lint setup native clean
+.PHONY: demo test lint setup native cross-tools clean
 
 setup: $(STAMP)
 
@@ -19,6 +19,13 @@ $(STAMP): pyproject.toml constraints.txt
 native: setup
 	$(BIN)/python plugins/build.py --fetch-headers
 
+# The compiler and the emulator that the kernels for Arm are tested with. Without them those tests say what they could not reach.
+cross-tools:
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get -qq update \
+	  && apt-get -qq install --yes --no-install-recommends g++-aarch64-linux-gnu >/dev/null \
+	  && { apt-get -qq install --yes --no-install-recommends qemu-user-static >/dev/null 2>&1 || apt-get -qq install --yes qemu-user >/dev/null; }; \
+	then :; else echo "cross-tools: g++-aarch64-linux-gnu and qemu-user-static could not be installed (they take root and apt-get)"; fi
+
 demo: setup
 	$(BIN)/python -m kvexport.demo --out $(DEMO)
 
@@ -28,7 +35,7 @@ lint: setup
 	$(BIN)/mypy
 	find plugins -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null | xargs -r $(BIN)/clang-format --dry-run -Werror
 
-test: lint native
+test: lint native $(if $(filter true,$(CI)),cross-tools)
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
 clean:

@@ -19,6 +19,7 @@ from typing import Any
 
 from kvexport import __version__
 from kvexport.errors import EnvironmentProblem
+from kvexport.native import instruction_set, library, why_no_library
 from kvexport.report import KeyValues, Paragraph, Section, Table
 from kvexport.units import format_bytes
 
@@ -30,6 +31,7 @@ VERBS = {
     "build": "export",
     "plan": "export",
     "validate": "export",
+    "eval": "export",
 }
 
 
@@ -79,6 +81,16 @@ class PackageState:
     problem: str
 
 
+@dataclass(frozen=True)
+class Native:
+    """The library of native operators. instruction_set: what it uses of this machine, "" where it cannot be used; then the problem, and
+    the line that mends it."""
+
+    instruction_set: str
+    problem: str = ""
+    fix: str = ""
+
+
 @dataclass
 class Diagnosis:
     """The environment. verbs: verb -> what it lacks (empty: it will work). Memory and disk in bytes, 0 = unknown."""
@@ -87,6 +99,7 @@ class Diagnosis:
     verbs: dict[str, list[str]]
     providers: list[str]
     system: dict[str, Any]
+    native: Native
     gpus: list[str] = field(default_factory=list)
     gpu_problem: str = ""
 
@@ -100,7 +113,15 @@ class Diagnosis:
         packages = [{**asdict(p.package), "install": p.package.install, "version": p.version, "problem": p.problem} for p in self.packages]
         verbs = {verb: {"works": not lacks, "lacks": lacks} for verb, lacks in self.verbs.items()}
         gpu = {"devices": self.gpus, "problem": self.gpu_problem}
-        return {"runs": self.runs, **self.system, "providers": self.providers, "gpu": gpu, "packages": packages, "verbs": verbs}
+        return {
+            "runs": self.runs,
+            **self.system,
+            "providers": self.providers,
+            "native": asdict(self.native),
+            "gpu": gpu,
+            "packages": packages,
+            "verbs": verbs,
+        }
 
     def sections(self) -> list[Section]:
         """For a person."""
@@ -115,6 +136,7 @@ class Diagnosis:
             "free disk": f"{_size(system['disk_free'])} in {Path.cwd()}",
             "GPU": ", ".join(self.gpus) or f"none: {self.gpu_problem}",
             "ONNX Runtime providers": ", ".join(self.providers) or "none: onnxruntime cannot be imported",
+            "native operators": self.native.instruction_set or f"none: {self.native.problem}. To mend it: {self.native.fix}",
         }
         packages = Table("Packages", ("package", "version", "for", "what it does", "to mend"), [_package_row(p) for p in self.packages])
         verbs = {verb: "works" if not lacks else f"lacks {', '.join(lacks)}" for verb, lacks in self.verbs.items()}
@@ -148,7 +170,7 @@ def diagnose() -> Diagnosis:
         for lacks in verbs.values():
             lacks.append("onnxruntime's CPUExecutionProvider")
     gpus, gpu_problem = _gpus()
-    return Diagnosis(states, verbs, providers, _system(), gpus, gpu_problem)
+    return Diagnosis(states, verbs, providers, _system(), _native(), gpus, gpu_problem)
 
 
 def require(verb: str) -> None:
@@ -273,6 +295,16 @@ def _read(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError:
         return ""
+
+
+def _native() -> Native:
+    path = library()
+    if path is None:
+        return Native("", *why_no_library())
+    try:
+        return Native(instruction_set(path))
+    except EnvironmentProblem as error:
+        return Native("", error.problem, error.fix)
 
 
 def _gpus() -> tuple[list[str], str]:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from kvexport.build.artifact import load_manifest
 from kvexport.cache import CachePlan
 from kvexport.errors import ArtifactError
+from kvexport.native import Implementation, implementations
 from kvexport.plan import layer_table
 from kvexport.report import KeyValues, Section, Table
 from kvexport.units import format_bytes
-
-IMPLEMENTATIONS = {"function": "its ONNX function body: there is no native kernel in this artifact"}
 
 
 @dataclass(frozen=True)
@@ -35,13 +34,15 @@ class Graph:
 
 @dataclass(frozen=True)
 class Inspection:
-    """An artifact that has been checked. verified: whether the SHA-256 of every file was, and not only its name and size."""
+    """An artifact that has been checked. verified: whether the SHA-256 of every file was, and not only its name and size. runs_here: what
+    runs each operator on this machine, None where the artifact does not need it."""
 
     path: Path
     manifest: dict[str, Any]
     cache: CachePlan
     graphs: list[Graph]
     verified: bool
+    runs_here: dict[str, Implementation | None]
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as plain data."""
@@ -52,18 +53,25 @@ class Inspection:
         cache = {"bytes_per_sequence": self.cache.bytes(1), "bytes": self.cache.bytes(batch), "layers": layers}
         kept = ("contract_version", "recipe", "model", "limits", "operators", "files", "versions")
         digests = "verified" if self.verified else "not verified"
-        return {"artifact": str(self.path), **{key: manifest[key] for key in kept}, "cache": cache, "graphs": graphs, "digests": digests}
+        here = {name: asdict(how) if how else None for name, how in self.runs_here.items()}
+        return {
+            "artifact": str(self.path),
+            **{key: manifest[key] for key in kept},
+            "runs_here": here,
+            "cache": cache,
+            "graphs": graphs,
+            "digests": digests,
+        }
 
     def sections(self) -> list[Section]:
         """For a person."""
         files = sorted(self.manifest["files"].items())
-        operators = self.manifest["operators"].items()
-        runs = {name: f"runs from {IMPLEMENTATIONS.get(how, how)}" if how else "is not needed by this artifact" for name, how in operators}
+        runs = {name: str(how) if how else "not needed by this artifact" for name, how in self.runs_here.items()}
         return [
             self._summary(),
             layer_table(self.cache),
             Table("Graphs", ("file", "nodes", "operators"), [_graph_row(graph) for graph in self.graphs]),
-            KeyValues("Operators", runs),
+            KeyValues("Operators on this machine", runs),
             Table("Files", ("file", "size", "SHA-256"), [(name, format_bytes(entry["bytes"]), entry["sha256"]) for name, entry in files]),
             KeyValues("Built with", {name: version or "-" for name, version in self.manifest["versions"].items()}),
         ]
@@ -98,7 +106,10 @@ def inspect_artifact(path: Path, *, verify: bool = True) -> Inspection:
     manifest = load_manifest(path, verify=verify)
     try:
         graphs = [_read_graph(path, name, file) for name, file in manifest["graphs"].items() if file]
-        inspection = Inspection(path, manifest, CachePlan.from_json(manifest["cache"]), graphs, verify)
+        cache = manifest["recipe"]["cache"]
+        here = implementations({"method": cache["method"], **cache["parameters"]})
+        runs_here = {name: here[name] if needed else None for name, needed in manifest["operators"].items()}
+        inspection = Inspection(path, manifest, CachePlan.from_json(manifest["cache"]), graphs, verify, runs_here)
         inspection.to_json()
     except (KeyError, TypeError, AttributeError) as error:
         raise ArtifactError(f"the manifest of {path} lacks what this kvexport reads: {error}", "build the artifact again") from error

@@ -8,12 +8,26 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kvexport.errors import EnvironmentProblem
+
 NAME = "libkvexport_onnxruntime.so"
 VARIABLE = "KVEXPORT_OPERATORS"
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """What runs an operator on this machine. detail: the instruction set of the native one, or why it is the function."""
+
+    native: bool
+    detail: str
+
+    def __str__(self) -> str:
+        return f"native, {self.detail}" if self.native else f"function: {self.detail}"
 
 
 def library() -> Path | None:
@@ -25,6 +39,16 @@ def library() -> Path | None:
     return path if path.is_file() else None
 
 
+def why_no_library() -> tuple[str, str]:
+    """Why there is none to register, and the line that changes it."""
+    asked = os.environ.get(VARIABLE, "")
+    if asked:
+        return f"switched off by {VARIABLE}" if asked == "off" else f"{VARIABLE}={asked} is no file", f"unset {VARIABLE}"
+    in_checkout = (Path(__file__).parent.parent / "plugins" / "build.py").is_file()
+    installs = "apt-get install libonnxruntime-dev cmake g++ && pip install --force-reinstall kvexport"
+    return "the native operators are not built", "make native" if in_checkout else installs
+
+
 def instruction_set(path: Path) -> str:
     """What of the machine the library uses: avx512, avx2, neon or portable."""
     return _ask(path, "kvexport_isa")
@@ -33,7 +57,7 @@ def instruction_set(path: Path) -> str:
 def why_function(path: Path | None, op: str, attributes: Mapping[str, Any]) -> str | None:
     """Why a node of `op` with these attributes would run from its function, None where the native operator runs it."""
     if path is None:
-        return f"switched off by {VARIABLE}" if os.environ.get(VARIABLE) == "off" else "the native operators are not built"
+        return why_no_library()[0]
     if op != "MergeCache":
         return None
     method = attributes["method"]
@@ -42,9 +66,22 @@ def why_function(path: Path | None, op: str, attributes: Mapping[str, Any]) -> s
     return "share_pairs has no native kernel" if attributes.get("share_pairs") else None
 
 
+def implementations(method: Mapping[str, Any]) -> dict[str, Implementation]:
+    """What runs both operators of an artifact whose method has these attributes, its name under "method"."""
+    path = library()
+    found = {}
+    for op in ("VoteAttention", "MergeCache"):
+        why = why_function(path, op, method)
+        found[op] = Implementation(True, instruction_set(path)) if path and why is None else Implementation(False, str(why))
+    return found
+
+
 @cache
 def _ask(path: Path, question: str) -> str:
-    function = getattr(ctypes.CDLL(str(path)), question)
+    try:
+        function = getattr(ctypes.CDLL(str(path)), question)
+    except (OSError, AttributeError) as error:
+        raise EnvironmentProblem(f"the native operators cannot be loaded: {error}", f"build them again, or {VARIABLE}=off") from error
     function.restype = ctypes.c_char_p
     answer: bytes = function()
     return answer.decode()

@@ -12,7 +12,8 @@ struct Kernels {
   void (*merge_cache)(const KvMergeCache&, KvRunner);
 };
 
-#define KV_KERNELS(isa) Kernels{#isa, kv::isa::vote_attention, kv::isa::merge_cache}
+#define KV_KERNELS(isa) \
+  Kernels { #isa, kv::isa::vote_attention, kv::isa::merge_cache }
 
 // KVEXPORT_CPU_ISA asks for a lesser one, so that tests reach them all.
 Kernels choose() {
@@ -59,9 +60,11 @@ const char* kv_cpu_vote_attention(const KvVoteAttention* call, KvRunner runner) 
 const char* kv_cpu_merge_cache(const KvMergeCache* call, KvRunner runner) {
   const KvMergeCache& a = *call;
   if (a.type != KV_FLOAT32 && a.type != KV_FLOAT16) return "the type of the cache is neither float32 nor float16";
-  if (a.batch < 0 || a.heads < 1 || a.capacity < 1 || a.key_size < 1 || a.value_size < 1) return "a dimension is zero or negative";
+  if (a.batch < 0 || a.heads < 1 || a.capacity < 1 || a.key_size < 1 || a.value_size < 1)
+    return "a dimension is zero or negative";
   if (a.statistics < 1 || a.statistics > KV_MAX_STATISTICS) return "there are no statistics, or more than 8";
-  if (a.budget < 1 || a.sinks < 0 || a.recent < 0 || a.sliding_window < 0) return "budget, sinks, recent or sliding_window is out of range";
+  if (a.budget < 1 || a.sinks < 0 || a.recent < 0 || a.sliding_window < 0)
+    return "budget, sinks, recent or sliding_window is out of range";
   if (a.batch > 0) kernels().merge_cache(a, runner);
   return nullptr;
 }

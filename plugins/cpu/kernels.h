@@ -5,10 +5,10 @@
 
 namespace kv {
 
-#define KV_DECLARE(isa)                                    \
-  namespace isa {                                          \
-  void vote_attention(const KvVoteAttention&, KvRunner);   \
-  void merge_cache(const KvMergeCache&, KvRunner);         \
+#define KV_DECLARE(isa)                                  \
+  namespace isa {                                        \
+  void vote_attention(const KvVoteAttention&, KvRunner); \
+  void merge_cache(const KvMergeCache&, KvRunner);       \
   }
 
 #if defined(__x86_64__)

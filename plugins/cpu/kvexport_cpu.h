@@ -1,7 +1,8 @@
-// The two operators of docs/contract.md on the CPU, behind a C ABI: raw pointers, plain structs, a task runner of the caller's.
+// The two operators of docs/contract.md on the CPU, behind a C ABI: raw pointers, plain structs, a task runner of the
+// caller's.
 //
-// Both functions return nullptr, or a message that says what cannot be computed (a static string). They allocate no more than
-// scratch, keep no state, and give the same bits for the same input whatever the number of threads.
+// Both functions return nullptr, or a message that says what cannot be computed (a static string). They allocate no
+// more than scratch, keep no state, and give the same bits for the same input whatever the number of threads.
 #pragma once
 
 #include <stddef.h>
@@ -24,7 +25,8 @@ typedef struct KvRunner {
   void* context;
 } KvRunner;
 
-// One cache of a layer. key [B,H,C,D], value [B,H,C,Dv] of the cache's type; votes [B,H,C], score [B,H,K,C] float32; position [B,H,C].
+// One cache of a layer. key [B,H,C,D], value [B,H,C,Dv] of the cache's type; votes [B,H,C], score [B,H,K,C] float32;
+// position [B,H,C].
 typedef struct KvState {
   void* key;
   void* value;
@@ -46,24 +48,24 @@ typedef struct KvVoteAttention {
   float scale, vote_exponent, softcap;
   int sliding_window;
   KvStatistic statistic[KV_MAX_STATISTICS];
-  const void* query;              // [B,Hq,T,D]
-  const void* key;                // [B,H,T,D]
-  const void* value;              // [B,H,T,Dv]
-  const int64_t* position;        // [B,T]; consecutive within a sequence, above every position of its cache
-  const int64_t* query_length;    // [B,1]
-  const float* sink_logits;       // [Hq], or nullptr
-  KvState past;                   // only read; a tensor may be the same buffer in `present`, and is then updated in place
+  const void* query;            // [B,Hq,T,D]
+  const void* key;              // [B,H,T,D]
+  const void* value;            // [B,H,T,Dv]
+  const int64_t* position;      // [B,T]; consecutive within a sequence, above every position of its cache
+  const int64_t* query_length;  // [B,1]
+  const float* sink_logits;     // [Hq], or nullptr
+  KvState past;                 // only read; a tensor may be the same buffer in `present`, and is then updated in place
   KvState present;
-  void* output;                   // [B,Hq,T,Dv]
+  void* output;  // [B,Hq,T,Dv]
 } KvVoteAttention;
 
 const char* kv_cpu_vote_attention(const KvVoteAttention* call, KvRunner runner);
 
-// How slots are told apart: by position, by the first statistic, by ln of its bias-corrected average, by its sum over the `pooled`
-// neighbouring positions (of unprotected slots), or by its mean per observation.
+// How slots are told apart: by position, by the first statistic, by ln of its bias-corrected average, by its sum over
+// the `pooled` neighbouring positions (of unprotected slots), or by its mean per observation.
 enum { KV_BY_POSITION, KV_BY_SCORE, KV_BY_AVERAGE, KV_BY_POOLED, KV_BY_MEAN };
-// What becomes of a slot that leaves: dropped, zipped into its nearest target (kvexport/methods/joint.py), added to the running mean of
-// its nearest residual slot (zeromerge.py), or merged with its younger neighbour (pairs.py).
+// What becomes of a slot that leaves: dropped, zipped into its nearest target (kvexport/methods/joint.py), added to the
+// running mean of its nearest residual slot (zeromerge.py), or merged with its younger neighbour (pairs.py).
 enum { KV_DROP, KV_ZIP, KV_RUNNING_MEAN, KV_PAIR };
 enum { KV_COSINE, KV_DOT, KV_DISTANCE };
 enum { KV_ZIP_KEY, KV_ZIP_VOTE, KV_ZIP_MEAN };
@@ -71,9 +73,9 @@ enum { KV_WEIGH_BY_SCORE, KV_WEIGH_BY_HESSIAN };
 
 // A method, as the operator sees it.
 typedef struct KvMergePolicy {
-  int compresses;   // 0: only what a sliding window has passed leaves
-  int importance;   // KV_BY_...
-  float decay;      // of the average in KV_BY_AVERAGE
+  int compresses;  // 0: only what a sliding window has passed leaves
+  int importance;  // KV_BY_...
+  float decay;     // of the average in KV_BY_AVERAGE
   int pooled;
   int merge_first;  // slots with a nearby target of higher importance leave first ...
   int pool;         // ... out of this many times as many as have to leave
@@ -82,15 +84,15 @@ typedef struct KvMergePolicy {
   int measure;      // KV_COSINE, ...
   float threshold;  // a slot merges iff its nearest target is nearer than this
   int recent_receives;
-  int zip;              // KV_ZIP_...
+  int zip;  // KV_ZIP_...
   float key_factor_max;
-  float weigh_decay;    // of the average that weighs a zip, the last statistic
-  float residual;       // share of the targets that KV_RUNNING_MEAN merges into
-  int mean_adds;        // the first statistic's mean per observation adds up, instead of its sum
-  int weigh;            // KV_WEIGH_BY_..., of a pair's keys
+  float weigh_decay;  // of the average that weighs a zip, the last statistic
+  float residual;     // share of the targets that KV_RUNNING_MEAN merges into
+  int mean_adds;      // the first statistic's mean per observation adds up, instead of its sum
+  int weigh;          // KV_WEIGH_BY_..., of a pair's keys
   float tau;
   int rotary_planes, rotary_interleaved;
-  const float* inverse_frequencies;  // [rotary_planes]
+  const float* inverse_frequencies;          // [rotary_planes]
   KvStatistic statistic[KV_MAX_STATISTICS];  // only their kinds
 } KvMergePolicy;
 

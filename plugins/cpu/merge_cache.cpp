@@ -1,7 +1,8 @@
-// MergeCache for one instruction set. The meaning is kvexport/ops/merge_cache.py and the methods beside it; a policy says which.
+// MergeCache for one instruction set. The meaning is kvexport/ops/merge_cache.py and the methods beside it; a policy
+// says which.
 //
-// A task is one KV head of one sequence: slots in order of position, who leaves, where to, the merged rows, and last the move into
-// place, which writes only what changed where the cache is updated in place.
+// A task is one KV head of one sequence: slots in order of position, who leaves, where to, the merged rows, and last
+// the move into place, which writes only what changed where the cache is updated in place.
 #include <algorithm>
 #include <cmath>
 
@@ -20,7 +21,8 @@ constexpr float kNoTarget = -1e38f;  // below every cosine, dot product and dist
 // Arrays of one task, kept by its thread. Slots are numbered in order of position, the empty ones left out.
 struct Work {
   Scratch<int> order, rank, leaving, target_list, to, members, destination;
-  Scratch<float> votes, importance, value, norm, best, products, packed_rows, packed_keys, rows, scores, output, turned, moved;
+  Scratch<float> votes, importance, value, norm, best, products, packed_rows, packed_keys, rows, scores, output, turned,
+      moved;
   Scratch<int32_t> position;
   Scratch<char> is_target, leaves;
 };
@@ -68,7 +70,9 @@ struct Merge {
     place(x, w);
   }
 
-  const T* key_row(const Head& x, const Work& w, int slot) const { return x.key + static_cast<size_t>(w.order.get()[slot]) * a.key_size; }
+  const T* key_row(const Head& x, const Work& w, int slot) const {
+    return x.key + static_cast<size_t>(w.order.get()[slot]) * a.key_size;
+  }
   const T* value_row(const Head& x, const Work& w, int slot) const {
     return x.value + static_cast<size_t>(w.order.get()[slot]) * a.value_size;
   }
@@ -108,11 +112,20 @@ struct Merge {
     float* importance = w.importance.reserve(n);
     for (int i = 0; i < n; ++i) {
       switch (p.importance) {
-        case KV_BY_POSITION: importance[i] = static_cast<float>(position[i]); break;
-        case KV_BY_AVERAGE: importance[i] = corrected_average(score_of(x, w, 0, i), p.decay, x.now, position[i]); break;
-        case KV_BY_MEAN: importance[i] = score_of(x, w, 0, i) / static_cast<float>(max_of(x.now - position[i] + 1, 1)); break;
-        case KV_BY_POOLED: importance[i] = pooled(x, w, i); break;
-        default: importance[i] = score_of(x, w, 0, i);
+        case KV_BY_POSITION:
+          importance[i] = static_cast<float>(position[i]);
+          break;
+        case KV_BY_AVERAGE:
+          importance[i] = corrected_average(score_of(x, w, 0, i), p.decay, x.now, position[i]);
+          break;
+        case KV_BY_MEAN:
+          importance[i] = score_of(x, w, 0, i) / static_cast<float>(max_of(x.now - position[i] + 1, 1));
+          break;
+        case KV_BY_POOLED:
+          importance[i] = pooled(x, w, i);
+          break;
+        default:
+          importance[i] = score_of(x, w, 0, i);
       }
     }
   }
@@ -123,7 +136,8 @@ struct Merge {
     const int32_t* position = w.position.get();
     float total = 0.0f;
     for (int j = max_of(i - reach, 0); j <= min_of(i + reach, x.used - 1); ++j)
-      if (w.is_target.get()[j] && position[j] - position[i] <= reach && position[i] - position[j] <= reach) total += score_of(x, w, 0, j);
+      if (w.is_target.get()[j] && position[j] - position[i] <= reach && position[i] - position[j] <= reach)
+        total += score_of(x, w, 0, j);
     return total;
   }
 
@@ -172,7 +186,8 @@ struct Merge {
   }
 
   // Of each of `count` slots the nearest target and how near it is, in `to` and `best`. Of equals the lowest position.
-  // higher: among targets of higher importance only, and no further than the first `enough` slots that are nearer than the threshold.
+  // higher: among targets of higher importance only, and no further than the first `enough` slots that are nearer than
+  // the threshold.
   void nearest(const Head& x, Work& w, const int* slots, int count, bool higher, int enough) const {
     const int d = a.key_size, blocks = (x.target_count + kBlock - 1) / kBlock;
     const int* targets = w.target_list.get();
@@ -181,17 +196,21 @@ struct Merge {
     float* best = w.best.reserve(count, kNoTarget);
     float* keys = w.packed_keys.reserve(static_cast<size_t>(blocks) * kBlock * d);
     float* norms = w.norm.reserve(static_cast<size_t>(blocks) * kBlock, 0.0f);  // their squares, of the targets
-    float* importances = w.products.reserve(static_cast<size_t>(blocks) * kBlock + kTileRows * (kBlock + d) + kTileRows, kNoTarget);
-    float *products = importances + blocks * kBlock, *rows = products + kTileRows * kBlock, *row_norm = rows + kTileRows * d;
+    float* importances =
+        w.products.reserve(static_cast<size_t>(blocks) * kBlock + kTileRows * (kBlock + d) + kTileRows, kNoTarget);
+    float *products = importances + blocks * kBlock, *rows = products + kTileRows * kBlock,
+          *row_norm = rows + kTileRows * d;
     for (int i = 0; i < blocks * kBlock; ++i) {
       float* packed = keys + static_cast<size_t>(i / kBlock) * kBlock * d + i % kBlock;
-      if (i < x.target_count) norms[i] = unpack(x, w, targets[i], packed, kBlock), importances[i] = importance[targets[i]];
+      if (i < x.target_count)
+        norms[i] = unpack(x, w, targets[i], packed, kBlock), importances[i] = importance[targets[i]];
       else
         for (int j = 0; j < d; ++j) packed[j * kBlock] = 0.0f;
     }
     for (int first = 0, found = 0; first < count && found < enough; first += kTileRows) {
       const int height = min_of(kTileRows, count - first);
-      for (int r = 0; r < kTileRows; ++r) row_norm[r] = unpack(x, w, slots[first + min_of(r, height - 1)], rows + r, kTileRows);
+      for (int r = 0; r < kTileRows; ++r)
+        row_norm[r] = unpack(x, w, slots[first + min_of(r, height - 1)], rows + r, kTileRows);
       // Per lane the best so far and its place; the first of equals is kept, as places only grow.
       vf lane_best[kTileRows];
       vi lane_place[kTileRows];
@@ -226,7 +245,8 @@ struct Merge {
     }
   }
 
-  // A slot's key, over its norm for a cosine, written with a stride; returns the square of its norm where distances are measured.
+  // A slot's key, over its norm for a cosine, written with a stride; returns the square of its norm where distances are
+  // measured.
   float unpack(const Head& x, Work& w, int slot, float* out, int stride) const {
     const int d = a.key_size;
     float* row = w.turned.reserve(d);
@@ -252,13 +272,14 @@ struct Merge {
     const float *votes = w.votes.get(), *importance = w.importance.get();
     const auto value = [votes, importance](int i) { return votes[i] > 1.0f ? -1e38f : importance[i]; };
     // Not std::sort, which may leave the array where a score is NaN.
-    std::partial_sort(list, list + region, list + count, [value](int i, int j) { return value(i) < value(j) || (value(i) == value(j) && i < j); });
+    std::partial_sort(list, list + region, list + count,
+                      [value](int i, int j) { return value(i) < value(j) || (value(i) == value(j) && i < j); });
     x.target_count = region;
     std::sort(list, list + region, [](int i, int j) { return i < j; });
   }
 
-  // Who merges with whom, and the merged rows: `members` holds for every group its target and then those that leave into it, -1 between
-  // groups; `destination` of a target is the number of its row.
+  // Who merges with whom, and the merged rows: `members` holds for every group its target and then those that leave
+  // into it, -1 between groups; `destination` of a target is the number of its row.
   void merge(Head& x, Work& w) const {
     const int leaving = x.leaving;
     int* destination = w.destination.reserve(x.used, -1);
@@ -321,14 +342,17 @@ struct Merge {
       float total = 0.0f;
       for (int j = 0; j < count; ++j) total += weight[j] = votes[members[j]];
       mean(members, weight, count, a.value_size, value, value_of);
-      if (p.merging == KV_PAIR) pair_key(x, w, members[0], members[1], key);
-      else mean(members, weight, count, a.key_size, key, key_of);
+      if (p.merging == KV_PAIR)
+        pair_key(x, w, members[0], members[1], key);
+      else
+        mean(members, weight, count, a.key_size, key, key_of);
       return total;
     }
     ZipSums sums;
     float* logit = weight + count;
     for (int j = 0; j < count; ++j) {
-      logit[j] = corrected_average(score_of(x, w, a.statistics - 1, members[j]), p.weigh_decay, x.now, w.position.get()[members[j]]);
+      logit[j] = corrected_average(score_of(x, w, a.statistics - 1, members[j]), p.weigh_decay, x.now,
+                                   w.position.get()[members[j]]);
       if (j == 0 || logit[j] > sums.top) sums.top = logit[j];
     }
     for (int j = 0; j < count; ++j) weight[j] = sums.add(votes[members[j]], logit[j]);
@@ -412,7 +436,8 @@ struct Merge {
       norm2 += r2 * r2;
       both += (r1 + r2) * (r1 + r2);
     }
-    hessian_weights(*own / total, *arriving / total, std::sqrt(norm1), std::sqrt(norm2), std::sqrt(both), p.tau, own, arriving);
+    hessian_weights(*own / total, *arriving / total, std::sqrt(norm1), std::sqrt(norm2), std::sqrt(both), p.tau, own,
+                    arriving);
   }
 
   // Writes what stays in order of position, and zeros after it.
@@ -429,7 +454,8 @@ struct Merge {
       if (row_of && row_of[i] >= 0) memcpy(&position[i], &scores[row_of[i] * (a.statistics + 2) + 1], sizeof(int32_t));
     }
     if (x.groups) std::sort(rank, rank + kept, [position](int i, int j) { return position[i] < position[j]; });
-    // Small rows first, by way of scratch; then keys and values, where a row moves only towards the front unless it was merged.
+    // Small rows first, by way of scratch; then keys and values, where a row moves only towards the front unless it was
+    // merged.
     const int* order = w.order.get();
     const int each = a.statistics + 2;
     float* small = w.moved.reserve(static_cast<size_t>(kept) * each + 1);
@@ -438,7 +464,8 @@ struct Merge {
       float* out = small + static_cast<size_t>(i) * each;
       out[0] = row >= 0 ? scores[row * each] : w.votes.get()[slot];
       memcpy(&out[1], &position[slot], sizeof(int32_t));
-      for (int k = 0; k < a.statistics; ++k) out[2 + k] = row >= 0 ? scores[row * each + 2 + k] : score_of(x, w, k, slot);
+      for (int k = 0; k < a.statistics; ++k)
+        out[2 + k] = row >= 0 ? scores[row * each + 2 + k] : score_of(x, w, k, slot);
     }
     move_rows(x.key, x.out_key, d, order, rank, row_of, rows, d + dv, kept, w);
     move_rows(x.value, x.out_value, dv, order, rank, row_of, rows + d, d + dv, kept, w);
@@ -463,8 +490,8 @@ struct Merge {
   }
 
   // out[i] = row order[rank[i]] of `in`, or the merged row.
-  void move_rows(const T* in, T* out, size_t width, const int* order, const int* rank, const int* row_of, const float* merged,
-                 size_t stride, int kept, Work& w) const {
+  void move_rows(const T* in, T* out, size_t width, const int* order, const int* rank, const int* row_of,
+                 const float* merged, size_t stride, int kept, Work& w) const {
     const T* source = in;
     if (out == in) {
       bool forward = true;  // every row that moves, moves towards the front
@@ -484,14 +511,17 @@ struct Merge {
       const int row = row_of ? row_of[rank[i]] : -1;
       const T* from = source + static_cast<size_t>(order[rank[i]]) * width;
       T* to = out + static_cast<size_t>(i) * width;
-      if (row >= 0) narrow(merged + static_cast<size_t>(row) * stride, to, static_cast<int>(width));
-      else if (from != to) memcpy(static_cast<void*>(to), from, width * sizeof(T));
+      if (row >= 0)
+        narrow(merged + static_cast<size_t>(row) * stride, to, static_cast<int>(width));
+      else if (from != to)
+        memcpy(static_cast<void*>(to), from, width * sizeof(T));
     }
   }
 
   void run(KvRunner runner) {
     runner.parallel_for(
-        runner.context, static_cast<size_t>(a.batch) * a.heads, [](void* self, size_t i) { static_cast<Merge*>(self)->task(i); }, this);
+        runner.context, static_cast<size_t>(a.batch) * a.heads,
+        [](void* self, size_t i) { static_cast<Merge*>(self)->task(i); }, this);
   }
 };
 

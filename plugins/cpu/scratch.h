@@ -1,5 +1,5 @@
-// A growing array for scratch. Not std::vector: its code would be emitted once per instruction set under one name, and the linker
-// would keep any of them, perhaps one that this machine cannot run.
+// A growing array for scratch. Not std::vector: its code would be emitted once per instruction set under one name, and
+// the linker would keep any of them, perhaps one that this machine cannot run.
 #pragma once
 
 #include <cstdlib>

@@ -1,5 +1,5 @@
-// Vectors of KV_WIDTH floats, by the compiler's vector extensions: one source for AVX-512, AVX2, NEON and any other machine.
-// Included once per instruction set, inside the namespace KV_ISA.
+// Vectors of KV_WIDTH floats, by the compiler's vector extensions: one source for AVX-512, AVX2, NEON and any other
+// machine. Included once per instruction set, inside the namespace KV_ISA.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,5 @@
-// The product of a tile of rows with a block of keys, at the speed of the arithmetic: both packed, so that every load is used six times.
+// The product of a tile of rows with a block of keys, at the speed of the arithmetic: both packed, so that every load
+// is used six times.
 #pragma once
 
 #include "simd.h"

@@ -12,7 +12,8 @@ KV_HD float corrected_average(float score, float decay, int now, int position) {
   return score - log1pf(-expf(static_cast<float>(seen > 1 ? seen : 1) * logf(decay)));
 }
 
-// What a group's members add up to, relative to exp(top), the largest of their logits: weights w = p exp(l - top), w l, and votes p.
+// What a group's members add up to, relative to exp(top), the largest of their logits: weights w = p exp(l - top), w l,
+// and votes p.
 struct ZipSums {
   float top = 0.0f, weight = 0.0f, weighted_logit = 0.0f, votes = 0.0f;
 
@@ -36,10 +37,12 @@ struct ZipSums {
   }
 };
 
-// KVSlimmer's weights of a pair's keys out of shares a1, a2 of the attention and the norms of the residuals v1 - o, v2 - o and of their
-// sum; both brackets clamped at 0, a1 and a2 where they vanish together.
-KV_HD void hessian_weights(float a1, float a2, float norm1, float norm2, float norm_sum, float tau, float* w1, float* w2) {
-  const float c11 = fabsf(a1 * (1.0f - 2.0f * a1)) * norm1, c22 = fabsf(a2 * (1.0f - 2.0f * a2)) * norm2, c12 = a1 * a2 * norm_sum;
+// KVSlimmer's weights of a pair's keys out of shares a1, a2 of the attention and the norms of the residuals v1 - o, v2
+// - o and of their sum; both brackets clamped at 0, a1 and a2 where they vanish together.
+KV_HD void hessian_weights(float a1, float a2, float norm1, float norm2, float norm_sum, float tau, float* w1,
+                           float* w2) {
+  const float c11 = fabsf(a1 * (1.0f - 2.0f * a1)) * norm1, c22 = fabsf(a2 * (1.0f - 2.0f * a2)) * norm2,
+              c12 = a1 * a2 * norm_sum;
   *w1 = c11 > c12 ? c11 - c12 : 0.0f;
   *w2 = c22 > c12 ? c22 - c12 : 0.0f;
   if (*w1 + *w2 <= tau * (c11 + c22)) *w1 = a1, *w2 = a2;

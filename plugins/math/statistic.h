@@ -1,4 +1,5 @@
-// The arithmetic of one slot, on the host and on the device, in float32: weights of queries, the logarithmic sums of scores.
+// The arithmetic of one slot, on the host and on the device, in float32: weights of queries, the logarithmic sums of
+// scores.
 #pragma once
 
 #include <math.h>
@@ -38,6 +39,5 @@ KV_HD float log_query_weight(const Statistic& s, int back, int counted) {
   }
   return log_weight;
 }
-
 
 }  // namespace kv

@@ -88,9 +88,12 @@ inline std::string text(const Shape& shape) {
 // The shape an input is declared with; -1 where it is not static, empty where nothing is known.
 inline Shape declared_shape(const Ort::ConstKernelInfo& info, size_t input) {
   if (input >= info.GetInputCount()) return {};
-  const Ort::TypeInfo type = info.GetInputTypeInfo(input);
-  if (type.GetONNXType() != ONNX_TYPE_TENSOR) return {};
-  return type.GetTensorTypeAndShapeInfo().GetShape();
+  try {
+    const Ort::TypeInfo type = info.GetInputTypeInfo(input);
+    return type.GetONNXType() == ONNX_TYPE_TENSOR ? type.GetTensorTypeAndShapeInfo().GetShape() : Shape{};
+  } catch (const Ort::Exception&) {
+    return {};  // an optional input that is left out has no type
+  }
 }
 
 // What is known of an input's shape does not contradict `expected`, in which -1 stands for any size.

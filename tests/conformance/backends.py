@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
+from cuda_library import Cuda, CudaOnHost
 
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes
@@ -133,7 +134,7 @@ class NativeCpu:
         return _named(PRESENT, session.run(list(PRESENT), state))
 
 
-BACKENDS: list[Backend] = [Torch(), OnnxFunction(), NativeCpu()]
+BACKENDS: list[Backend] = [Torch(), OnnxFunction(), NativeCpu(), CudaOnHost(), Cuda()]
 
 
 def chosen() -> list[str]:

@@ -1,12 +1,12 @@
 """The CUDA kernels through their C ABI (plugins/cuda/kvexport_cuda.h), as two backends: on a GPU, and compiled for the host.
 
-Needs numpy alone; on a GPU PyTorch holds the memory. The libraries are what ``python plugins/cuda/build.py`` makes.
+Needs numpy alone; on a GPU PyTorch holds the memory. The libraries are what ``python plugins/cuda/build_cuda.py`` makes.
 """
 
 from __future__ import annotations
 
 import ctypes
-import sys
+import importlib.util
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,7 +16,8 @@ import numpy as np
 
 Arrays = dict[str, np.ndarray]
 STATE = ("key", "value", "votes", "score", "position")
-FOLDER = Path(__file__).resolve().parent.parent.parent / "build-cache" / "cuda"
+ROOT = Path(__file__).resolve().parent.parent.parent
+SOURCES, FOLDER = ROOT / "plugins" / "cuda", ROOT / "build-cache" / "cuda"
 HOST, DEVICE = FOLDER / "libkvexport_cuda_host.so", FOLDER / "libkvexport_cuda.so"
 COUNTER_BYTES = 1 << 18
 TYPES = {"float32": 0, "float16": 1, "uint16": 2}  # numpy has no bfloat16: its bits stand as uint16
@@ -79,6 +80,17 @@ def load(path: Path) -> ctypes.CDLL:
         function.argtypes = [ctypes.POINTER(call), ctypes.POINTER(Where)]
         workspace.argtypes = [ctypes.POINTER(call), ctypes.POINTER(ctypes.c_size_t)]
     return library
+
+
+def bfloat16(x: np.ndarray) -> np.ndarray:
+    """The bits of the nearest bfloat16, ties to even, as uint16."""
+    bits = x.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def float32_of(bits: np.ndarray) -> np.ndarray:
+    """What the bits of a bfloat16 stand for."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 class HostMemory:
@@ -196,7 +208,12 @@ def vote_attention_call(attributes: Any, dtype: str, query: tuple[int, ...], key
 def merge_cache_call(attributes: Any, dtype: str, key: tuple[int, ...], value_size: int, statistics: int) -> MergeCache:
     """A call without its pointers. key [B, H, C, D]."""
     call = MergeCache(TYPES[dtype], key[0], key[1], key[2], key[3], value_size, statistics)
-    call.budget, call.sinks, call.recent, call.sliding_window = attributes.budget, attributes.sinks, attributes.recent, attributes.sliding_window
+    call.budget, call.sinks, call.recent, call.sliding_window = (
+        attributes.budget,
+        attributes.sinks,
+        attributes.recent,
+        attributes.sliding_window,
+    )
     call.policy = policy_of(attributes.method)
     call.policy.rotary_planes = len(attributes.rotary.inverse_frequencies) if call.policy.merging == PAIR else 0
     call.policy.rotary_interleaved = attributes.rotary.interleaved
@@ -205,7 +222,19 @@ def merge_cache_call(attributes: Any, dtype: str, key: tuple[int, ...], value_si
 
 def lacks(method: Any) -> str | None:
     """Why there is no kernel for a method."""
-    if method.name not in ("full", "streaming", "h2o", "pyramidinfer", "snapkv", "pyramidkv", "keepkv", "ballot", "zeromerge", "kvslimmer", "asymkv"):
+    if method.name not in (
+        "full",
+        "streaming",
+        "h2o",
+        "pyramidinfer",
+        "snapkv",
+        "pyramidkv",
+        "keepkv",
+        "ballot",
+        "zeromerge",
+        "kvslimmer",
+        "asymkv",
+    ):
         return f"the method {method.name} has no native kernel"
     return "share_pairs has no native kernel" if getattr(method, "share_pairs", False) else None
 
@@ -246,7 +275,7 @@ class CudaOnHost:
     name = "cuda-on-host"
 
     def available(self) -> str | None:
-        return None if HOST.is_file() else "the kernels are not compiled for the host: python plugins/cuda/build.py --host"
+        return None if builder().is_current(HOST) else "the kernels are not compiled for the host: make cuda-host"
 
     @property
     def caller(self) -> Caller:
@@ -268,13 +297,11 @@ class Cuda(CudaOnHost):
     name = "cuda"
 
     def available(self) -> str | None:
-        if not DEVICE.is_file():
-            return "the kernels are not compiled for a GPU: python plugins/cuda/build.py --device"
-        if "torch" not in sys.modules and not _has_torch():
-            return "no PyTorch to hold device memory"
         import torch
 
-        return None if torch.cuda.is_available() else "PyTorch finds no GPU"
+        if not torch.cuda.is_available():
+            return "PyTorch finds no GPU"
+        return None if builder().is_current(DEVICE) else "the kernels are not compiled for this GPU: make gpu-check"
 
     @property
     def caller(self) -> Caller:
@@ -291,7 +318,11 @@ def _device_caller() -> Caller:
     return Caller(load(DEVICE), DeviceMemory())
 
 
-def _has_torch() -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec("torch") is not None
+@cache
+def builder() -> Any:
+    """plugins/cuda/build_cuda.py, which needs no package either."""
+    spec = importlib.util.spec_from_file_location("build_cuda", SOURCES / "build_cuda.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,307 @@
+"""The CUDA kernels' own source, run on the host: every phase over all threads, every block of the grid (plugins/cuda/block.h).
+
+Beside the conformance suite: caches of many blocks and splits, all head and group sizes, all types, and what the host can show of the
+execution itself. Nothing here ran on a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from comparison import assert_same_cache, state_of
+from cuda_library import (
+    COUNTER_BYTES,
+    ROOT,
+    STATE,
+    Caller,
+    HostMemory,
+    Where,
+    bfloat16,
+    builder,
+    float32_of,
+    load,
+    merge_cache_call,
+    vote_attention_call,
+)
+from oracle import merge_cache, vote_attention
+
+from kvexport.methods import all_methods
+from kvexport.methods.base import Rotary, Statistic
+from kvexport.ops.merge_cache import MergeCacheAttributes
+from kvexport.ops.vote_attention import VoteAttentionAttributes
+
+Arrays = dict[str, np.ndarray]
+OTHER_LIBRARY = "KVEXPORT_CUDA_HOST"
+ORDERS = [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1)]  # of threads and blocks; whether copies are late
+BOTH = (Statistic("probability", 0.98), Statistic("log_ema", 0.95))
+WINDOWED = (Statistic("probability", 0.98, 5, 1.2), Statistic("log_ema", 0.95, 4, 1.2))
+
+
+@pytest.fixture(scope="module")
+def caller() -> Caller:
+    try:
+        library = load(Path(os.environ.get(OTHER_LIBRARY) or builder().build_host()))
+    except builder().Missing as error:
+        pytest.skip(str(error))
+    set_host(library)
+    return Caller(library, HostMemory())
+
+
+def set_host(library: ctypes.CDLL, order: int = 0, late: int = 0, multiprocessors: int = 4, shared_limit: int = 101376) -> None:
+    library.kv_host_set.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_size_t]
+    library.kv_host_set(order, late, multiprocessors, shared_limit)
+
+
+def inputs_of(
+    heads: tuple[int, int], sizes: tuple[int, int], capacity: int, tokens: int, used: list[int], statistics: int, dtype: str = "float32"
+) -> Arrays:
+    """A ragged batch whose slots lie in order of position, as appends and merges leave them; rubbish in empty ones."""
+    rng = np.random.default_rng(7)
+    batch, (query_heads, kv_heads), (key_size, value_size) = len(used), heads, sizes
+    slots = (batch, kv_heads, capacity)
+    x: Arrays = {
+        "query": rng.normal(size=(batch, query_heads, tokens, key_size)) * 3,
+        "key": rng.normal(size=(batch, kv_heads, tokens, key_size)),
+        "value": rng.normal(size=(batch, kv_heads, tokens, value_size)),
+        "past_key": rng.normal(size=(*slots, key_size)),
+        "past_value": rng.normal(size=(*slots, value_size)),
+    }
+    x = {name: bfloat16(a) if dtype == "bfloat16" else a.astype(dtype) for name, a in x.items()}
+    votes = np.exp(rng.normal(size=slots)).astype(np.float32)
+    votes *= np.arange(capacity) < np.array(used)[:, None, None]
+    x |= {"past_votes": votes, "past_score": rng.gamma(1.0, size=(batch, kv_heads, statistics, capacity)).astype(np.float32)}
+    x["past_position"] = np.broadcast_to(np.arange(capacity, dtype=np.int32) * 2, slots).copy()
+    x["position"] = 2 * np.array(used)[:, None] + np.arange(tokens)
+    x["query_length"] = np.array([[max(min(tokens, capacity - u) - (i == 1), 0)] for i, u in enumerate(used)])
+    return x
+
+
+def hold_to_oracle(caller: Caller, inputs: Arrays, attributes: VoteAttentionAttributes, tolerance: float = 1e-5) -> None:
+    exact = {name: float32_of(x) if x.dtype == np.uint16 else x for name, x in inputs.items()}
+    expected, actual = vote_attention(exact, attributes), caller.vote_attention(inputs, attributes)
+    output = float32_of(actual["output"]) if actual["output"].dtype == np.uint16 else actual["output"]
+    np.testing.assert_allclose(output, expected["output"], rtol=0, atol=tolerance * max(1, np.abs(expected["output"]).max()))
+    held = (np.asarray(expected["present_votes"]) > 0)[:, :, None]
+    score = np.where(held, expected["present_score"], actual["present_score"])
+    np.testing.assert_allclose(actual["present_score"], score, rtol=2e-5, atol=2e-5)
+    for name in ("votes", "position"):
+        right = np.asarray(expected[f"present_{name}"])
+        assert (actual[f"present_{name}"][held[:, :, 0]] == right[held[:, :, 0]]).all(), name
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 12, 16])
+def test_decode_over_many_splits_for_every_group(caller: Caller, group: int) -> None:
+    set_host(caller.library, multiprocessors=9)
+    inputs = inputs_of((2 * group, 2), (16, 24), 900, 1, [899, 0, 511], 2)
+    call = vote_attention_call(VoteAttentionAttributes(0.3, 1.0, BOTH), "float32", (3, 2 * group, 1, 16), (3, 2, 900, 16), 24)
+    assert call.capacity // 128 > 1, "a cache of one split shows nothing"
+    hold_to_oracle(caller, inputs, VoteAttentionAttributes(0.3, 1.0, BOTH))
+
+
+@pytest.mark.parametrize("size", [8, 64, 72, 80, 96, 128, 136, 256])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_every_head_size_and_type(caller: Caller, size: int, dtype: str, tokens: int) -> None:
+    tolerance = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}[dtype]
+    set_host(caller.library)
+    inputs = inputs_of((4, 2), (size, size), 300, tokens, [200, 37], 2, dtype)
+    hold_to_oracle(caller, inputs, VoteAttentionAttributes(size**-0.5, 1.0, BOTH), tolerance)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 33, 70])
+@pytest.mark.parametrize("statistics", [BOTH, WINDOWED, (Statistic(),)], ids=["both", "windowed", "none"])
+def test_window_softcap_and_sinks(caller: Caller, tokens: int, statistics: tuple[Statistic, ...]) -> None:
+    set_host(caller.library)
+    inputs = inputs_of((6, 2), (16, 16), 330, tokens, [260, 250, 0, 330], len(statistics))
+    inputs["sink_logits"] = np.linspace(-1, 2, 6).astype(np.float32)
+    hold_to_oracle(caller, inputs, VoteAttentionAttributes(0.25, 0.6, statistics, sliding_window=90, softcap=15.0))
+
+
+@pytest.mark.parametrize("tokens", [1, 45])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_no_bit_depends_on_the_order_of_threads_blocks_and_copies(caller: Caller, tokens: int, dtype: str) -> None:
+    """A thread that reads what another writes in the same phase, a block that reads another's unfinished work, or a stage that is read
+    before its copies arrive or overwritten while it is in use, would show."""
+    inputs = inputs_of((8, 2), (64, 32), 600, tokens, [555, 130, 300], 2, dtype)
+    attributes = VoteAttentionAttributes(0.1, 1.0, BOTH, sliding_window=400)
+    results = []
+    for order, late in ORDERS:
+        set_host(caller.library, order, late)
+        results.append(caller.vote_attention(inputs, attributes))
+    set_host(caller.library)
+    assert_same_bits(results)
+
+
+@pytest.mark.parametrize("shared_limit", [40000, 101376, 232448])
+def test_no_bit_depends_on_how_many_stages_fit(caller: Caller, shared_limit: int) -> None:
+    inputs = inputs_of((4, 4), (128, 128), 500, 1, [480, 200], 2, "float16")
+    results = []
+    for limit in (101376, shared_limit):
+        set_host(caller.library, late=1, shared_limit=limit)
+        results.append(caller.vote_attention(inputs, VoteAttentionAttributes(0.1, 1.0, BOTH)))
+    set_host(caller.library)
+    assert_same_bits(results)
+
+
+def assert_same_bits(results: list[Arrays]) -> None:
+    for other in results[1:]:
+        for name, x in other.items():
+            assert x.tobytes() == results[0][name].tobytes(), name
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_in_place_and_apart_give_the_same_bits(caller: Caller, tokens: int) -> None:
+    inputs = inputs_of((4, 2), (32, 16), 300, tokens, [280, 0, 100], 2, "float16")
+    attributes = VoteAttentionAttributes(0.1, 1.0, BOTH)
+    assert_same_bits([caller.vote_attention(inputs, attributes, in_place=x) for x in (True, False)])
+
+
+# ---- merges ----
+
+METHODS: list[tuple[str, dict[str, Any]]] = [
+    ("h2o", {}),
+    ("streaming", {}),
+    ("snapkv", {}),
+    ("keepkv", {"zip": "vote", "order": "merge-first", "threshold": 0.5}),
+    ("keepkv", {"zip": "key", "order": "evict-first", "threshold": 0.2}),
+    ("ballot", {}),
+    ("zeromerge", {}),
+    ("kvslimmer", {}),
+    ("asymkv", {}),
+]
+every_method = pytest.mark.parametrize(
+    ("method", "parameters"), METHODS, ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x.values()))
+)
+
+
+def merge_case(method: str, parameters: dict[str, Any], *, in_order: bool = True, dtype: str = "float32") -> tuple[Arrays, Any]:
+    """Caches of hundreds of slots, of which a tenth has to leave."""
+    rng = np.random.default_rng(3)
+    made = all_methods()[method](**parameters)
+    capacity, batch, heads, size, statistics = 420, 3, 2, 32, len(made.statistics)
+    slots = (batch, heads, capacity)
+    centre = rng.normal(size=(8, size))
+    x: Arrays = {"key": centre[rng.integers(0, 8, slots)] + 0.4 * rng.normal(size=(*slots, size)), "value": rng.normal(size=(*slots, size))}
+    x = {name: bfloat16(a) if dtype == "bfloat16" else a.astype(dtype) for name, a in x.items()}
+    x["votes"] = np.where(rng.random(slots) < 0.7, 1.0, rng.integers(2, 5, slots)).astype(np.float32)
+    x["votes"] *= np.arange(capacity) < np.array([420, 397, 200])[:, None, None]
+    # Scores far apart, so that no rounding decides; averages of logits near 1.
+    ranks = rng.permuted(np.broadcast_to(np.arange(capacity) / capacity, (batch, heads, statistics, capacity)), axis=-1)
+    x["score"] = (ranks * 4.0 + 0.001).astype(np.float32)
+    positions = np.sort(rng.choice(np.arange(4, 3000), size=capacity - 4, replace=False))
+    x["position"] = np.broadcast_to(np.concatenate([np.arange(4), positions]).astype(np.int32), slots).copy()
+    rotary = Rotary(tuple(float(2.0**-i) for i in range(8))) if made.rotary else Rotary()
+    attributes = MergeCacheAttributes(made, 380, 4, 120, 0, rotary)
+    if not in_order:
+        for b, used in enumerate((420, 397, 200)):
+            order = np.r_[rng.permutation(used), used:capacity]
+            for name in STATE:
+                x[name][b] = x[name][b][..., order] if name == "score" else x[name][b][:, order]
+    return x, attributes
+
+
+@every_method
+@pytest.mark.parametrize("in_order", [True, False], ids=["in-order", "any-order"])
+def test_merges_of_hundreds_of_slots_equal_the_meaning(caller: Caller, method: str, parameters: dict[str, Any], in_order: bool) -> None:
+    state, attributes = merge_case(method, parameters, in_order=in_order)
+    actual = state_of(caller.merge_cache(state, attributes))
+    assert_same_cache(actual, state_of(merge_cache(state, attributes)), attributes.method.statistics, single=1e-5, stored=1e-5)
+    for b in range(3):
+        used = int((actual["votes"][b, 0] > 0).sum())
+        assert (np.diff(actual["position"][b, :, :used]) > 0).all(), "not in order of position"
+
+
+@every_method
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_no_bit_of_a_merge_depends_on_the_order_of_threads_and_blocks(
+    caller: Caller, method: str, parameters: dict[str, Any], dtype: str
+) -> None:
+    for in_order in (True, False):
+        state, attributes = merge_case(method, parameters, in_order=in_order, dtype=dtype)
+        results = []
+        for order, late in ORDERS[:3]:
+            set_host(caller.library, order, late)
+            results.append(caller.merge_cache(state, attributes))
+        set_host(caller.library)
+        assert_same_bits(results)
+
+
+@every_method
+def test_a_merge_apart_equals_the_one_in_place_and_ends_in_zeros(caller: Caller, method: str, parameters: dict[str, Any]) -> None:
+    state, attributes = merge_case(method, parameters)
+    inside, apart = (caller.merge_cache(state, attributes, in_place=x) for x in (True, False))
+    used = (inside["present_votes"] > 0).sum(-1)
+    assert used.tolist() == [[380, 380], [380, 380], [200, 200]]
+    for b in range(3):
+        n = int(used[b, 0])
+        for name in STATE:
+            a, i = apart[f"present_{name}"][b], inside[f"present_{name}"][b]
+            rest = a[..., n:] if name == "score" else a[:, n:]
+            assert (rest == 0).all(), f"{name}: rows after the budget"
+            assert np.array_equal(a[..., :n] if name == "score" else a[:, :n], i[..., :n] if name == "score" else i[:, :n]), name
+
+
+def test_a_merge_within_the_budget_writes_nothing(caller: Caller) -> None:
+    state, attributes = merge_case("keepkv", {})
+    same = caller.merge_cache(state, replace(attributes, budget=420))
+    assert all(same[f"present_{name}"].tobytes() == state[name].tobytes() for name in STATE)
+
+
+# ---- the rest of the ABI ----
+
+
+def test_the_workspace_is_used_up_to_its_size_and_its_counters_come_back_to_zero(caller: Caller) -> None:
+    inputs = inputs_of((4, 2), (32, 32), 600, 1, [555, 130], 2)
+    fresh = Caller(caller.library, HostMemory())
+    fresh.vote_attention(inputs, VoteAttentionAttributes(0.1, 1.0, BOTH))
+    assert not fresh.workspace[:COUNTER_BYTES].any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"type": 9}, "neither float32, float16 nor bfloat16"),
+        ({"query_heads": 5}, "not a multiple"),
+        ({"query_heads": 64}, "more than 16 query heads"),
+        ({"key_size": 10}, "16-byte vectors"),
+        ({"key_size": 512}, "above 256"),
+        ({"tokens": 700}, "more tokens than"),
+        ({"statistics": 9}, "more than 8"),
+    ],
+)
+def test_refusals_say_why(caller: Caller, change: dict[str, int], message: str) -> None:
+    call = vote_attention_call(VoteAttentionAttributes(0.1, 1.0, BOTH), "float32", (2, 4, 1, 32), (2, 2, 600, 32), 32)
+    for name, value in change.items():
+        setattr(call, name, value)
+    with pytest.raises(RuntimeError, match=message):
+        caller.prepared("vote_attention", call)
+
+
+def test_a_workspace_that_is_too_small_is_refused(caller: Caller) -> None:
+    call = merge_cache_call(merge_case("ballot", {})[1], "float32", (3, 2, 420, 32), 32, 2)
+    for field in ("key", "value"):
+        setattr(call.past, field, 256), setattr(call.present, field, 256)
+    where = Where(None, 256, 1024)
+    assert b"workspace is smaller" in caller.library.kv_cuda_merge_cache(call, where)
+
+
+def test_nothing_is_read_or_written_outside_of_any_buffer() -> None:
+    """A sample of the above under the address and undefined-behaviour sanitizers; shared memory ends where the launch says."""
+    try:
+        library = builder().build_host(sanitized=True)
+    except builder().Missing as error:
+        pytest.skip(str(error))
+    runtimes = [subprocess.check_output(["g++", f"-print-file-name=lib{name}.so"], text=True).strip() for name in ("asan", "ubsan")]
+    environment = {**os.environ, "LD_PRELOAD": " ".join(runtimes), "ASAN_OPTIONS": "detect_leaks=0", OTHER_LIBRARY: str(library)}
+    sample = "window_softcap or any-order or (head_size and (136 or 8)) or (for_every_group and (1 or 16)) or stages"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", __file__, "-k", sample]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=ROOT)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

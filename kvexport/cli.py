@@ -57,6 +57,7 @@ RecipeOption = Annotated[
 ]
 SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value; repeatable.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+HtmlOption = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the report as a page too.")]
 ArtifactArgument = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="The directory of an artifact.")]
 
 
@@ -186,15 +187,13 @@ def validate(
     checkpoint: Annotated[str | None, typer.Option(metavar="DIR", help="Where the weights are now; default the recipe's.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the random tokens.")] = 0,
     as_json: JsonOption = False,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report as a page too.")] = None,
+    html: HtmlOption = None,
 ) -> None:
     """Compare an artifact with PyTorch, step by step."""
     from kvexport.terminal import show
     from kvexport.validate.runner import validate_artifact
 
-    if html is not None and not html.absolute().parent.is_dir():  # said before the work, not after it
-        raise UsageError(f"{html.parent}, where {html.name} is to be written, does not exist", f"mkdir -p {html.parent}")
-
+    _require_folder(html)
     result = validate_artifact(artifact, length=length, batch=batch, checkpoint=checkpoint, seed=seed, progress=show)
     if html is not None:
         from kvexport.report import render_html
@@ -203,6 +202,45 @@ def validate(
     _print(as_json, result.to_json, lambda: result.sections())
     if not result.passed:
         raise MismatchError(result.problem, "build the artifact again; if it stays, report it with the output of validate --json")
+
+
+@app.command("eval")
+def evaluate(
+    recipe: RecipeOption,
+    overrides: SetOption = None,
+    methods: Annotated[str, typer.Option(metavar="A,B:KEY=VALUE", help="What to compare; default streaming, h2o, the recipe's.")] = "",
+    budgets: Annotated[str, typer.Option(metavar="1/8,64", help="Shares of the length, or slots.")] = "1/8,1/4,1/2",
+    tasks: Annotated[str | None, typer.Option(metavar="A,B", help="Default all: needle, ..., text, stability.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Per task and length.")] = 40,
+    length: Annotated[int | None, typer.Option(min=16, help="Tokens of a prompt; default half of limits.max_length.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the tasks.")] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 8,
+    training_length: Annotated[int | None, typer.Option(min=1, help="Of stability; default the model's positions.")] = None,
+    text: Annotated[Path | None, typer.Option(metavar="FILE", help="Measure on this text, not on Python's library.")] = None,
+    longbench: Annotated[Path | None, typer.Option(metavar="DIR", help="LongBench's data and config, from there.")] = None,
+    ruler: Annotated[Path | None, typer.Option(metavar="DIR", help="RULER's prepared tasks, from there.")] = None,
+    work: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the artifacts there.")] = None,
+    as_json: JsonOption = False,
+    html: HtmlOption = None,
+) -> None:
+    """Measure what methods keep of a model at equal bytes: recall, perplexity, distance to the full cache, stability."""
+    _require_folder(html)
+    from kvexport.doctor import require
+
+    require("eval")
+    from kvexport.evaluate.command import make_options
+    from kvexport.evaluate.runner import evaluate
+    from kvexport.evaluate.sections import sections
+    from kvexport.terminal import show
+
+    shared = {"samples": samples, "length": length, "seed": seed, "batch": batch, "training_length": training_length}
+    options = make_options(methods, budgets, tasks, text, longbench, ruler, **shared)
+    result = evaluate(recipe, overrides or (), options, work, show)
+    if html is not None:
+        from kvexport.report import render_html
+
+        _write(html, render_html(f"Evaluation of {result.recipe}", "Methods at equal bytes", sections(result)))
+    _print(as_json, result.to_json, lambda: sections(result))
 
 
 @app.command()
@@ -386,6 +424,12 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _require_folder(page: Path | None) -> None:
+    """Said before the work, not after it."""
+    if page is not None and not page.absolute().parent.is_dir():
+        raise UsageError(f"{page.parent}, where {page.name} is to be written, does not exist", f"mkdir -p {page.parent}")
 
 
 def _write(path: Path, text: str) -> None:

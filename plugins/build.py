@@ -60,7 +60,8 @@ def build(headers: Path, *, sanitize: str = "", out: Path | None = None) -> Path
         if not shutil.which(tool):
             raise Missing(f"{tool} was not found (apt-get install cmake g++)")
     folder = ROOT / "build-cache" / ("native" + ("-" + sanitize.replace(",", "-") if sanitize else ""))
-    configure = ["cmake", "-S", str(ROOT / "plugins"), "-B", str(folder), f"-DONNXRUNTIME_INCLUDE_DIR={headers}", f"-DKV_SANITIZE={sanitize}"]
+    options = [f"-DONNXRUNTIME_INCLUDE_DIR={headers}", f"-DKV_SANITIZE={sanitize}"]
+    configure = ["cmake", "-S", str(ROOT / "plugins"), "-B", str(folder), *options]
     for command in (configure, ["cmake", "--build", str(folder), "--parallel", str(os.cpu_count() or 1)]):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -76,7 +77,7 @@ def build(headers: Path, *, sanitize: str = "", out: Path | None = None) -> Path
 def main() -> None:
     """See the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fetch-headers", action="store_true", help="take ONNX Runtime's headers from Debian's package where there are none")
+    parser.add_argument("--fetch-headers", action="store_true", help="take ONNX Runtime's from Debian's package")
     parser.add_argument("--sanitize", default="", help="address,undefined or thread")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

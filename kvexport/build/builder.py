@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import platform
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from threading import Event
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from kvexport import __version__
 from kvexport.build.artifact import stage, write_manifest
 from kvexport.build.inplace import check_in_place
+from kvexport.build.manifest import file_digests
 from kvexport.cache import CONTRACT_VERSION, CachePlan, LayerGeometry, plan_cache
 from kvexport.errors import UsageError
 from kvexport.recipe import Recipe
 from kvexport.terminal import Progress, silent
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+T = TypeVar("T")
 
 
 class ModelShape(NamedTuple):
@@ -41,6 +50,7 @@ def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
 
     from kvexport.export.checkpoint import read_checkpoint, resolve_checkpoint
     from kvexport.export.hf_model import build_fake, load_config, probe_geometry
+    from kvexport.export.rotary import read_rotary
     from kvexport.quiet import quiet_exporter
 
     local = weights or Path(recipe.model.path).is_dir()
@@ -50,6 +60,8 @@ def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
         config = load_config(str(source), recipe.model.revision, recipe.limits.max_length)
         model, mode = build_fake(config, getattr(torch, recipe.model.dtype), recipe.limits.max_length)
         geometry = probe_geometry(model, mode)
+        if recipe.cache.build_method().rotary:
+            geometry = read_rotary(model, mode, geometry)
     return ModelShape(checkpoint, model, mode, geometry, plan_cache(recipe, geometry))
 
 
@@ -59,49 +71,99 @@ def build(recipe: Recipe, out: Path, *, name: str = "", progress: Callable[[str,
     Raises UsageError (recipe, checkpoint, target), EnvironmentProblem (disk full, missing package). Whatever happens, `out` holds the
     old artifact, the new one, or nothing.
     """
-    with stage(out) as folder:
-        from kvexport.export.graphs import finish_decoder, merge_model
+    with stage(out) as folder, _collector_paused():
+        from kvexport.export.graphs import attention_functions, finish_decoder, merge_model
         from kvexport.export.tracer import trace_decoder
-        from kvexport.export.weights import total_bytes, write_weights
+        from kvexport.export.weights import total_bytes
 
         with progress("reading the checkpoint", None):
             shape = read_model(recipe)
+            specs = weight_specs(shape, recipe.model.dtype)
         method = recipe.cache.build_method()
-        with progress("tracing the decoder", None):
+        with (
+            progress("tracing the model, writing its weights", total_bytes(specs)) as bar,
+            _in_background(partial(_write_weights, specs, folder, recipe.export.weights), bar.advance) as writing,
+        ):
             traced = trace_decoder(shape.model, shape.mode, shape.plan, last_logits=recipe.export.logits == "last")
-        specs = weight_specs(shape, traced.parameters, traced.shapes, recipe.model.dtype)
-        with progress("writing weights", total_bytes(specs)) as bar:
-            written = write_weights(specs, folder, recipe.export.weights, bar.advance)
-        with progress("writing graphs", None):
-            decoder = finish_decoder(traced, written.locations, folder, method, shape.geometry)
-            graphs: dict[str, Any] = {"decoder": "decoder.onnx", "merge": None}
+            functions = attention_functions(shape.plan, method, shape.geometry)
             merge = merge_model(shape.plan, method)
+            written = writing.result()
+        with progress("writing graphs", None):
+            decoder = finish_decoder(traced, written.locations, folder, method, shape.geometry, functions)
+            graphs: dict[str, Any] = {"decoder": "decoder.onnx", "merge": None}
             for kind, model in (("decoder", decoder), ("merge", merge)):
                 if model is not None:
                     check_in_place(model)
                     graphs[kind] = f"{kind}.onnx"
                     (folder / graphs[kind]).write_bytes(model.SerializeToString(deterministic=True))
             _copy_texts(shape.checkpoint, folder)
-        with progress("hashing", None):
             write_manifest(folder, _manifest(recipe, name, shape, graphs), known=written.digests)
     return out
 
 
-def weight_specs(shape: ModelShape, parameters: dict[str, str], shapes: dict[str, tuple[int, ...]], dtype: str) -> list[Any]:
-    """What the checkpoint must give for every initializer. Raises UsageError naming parameters it does not have."""
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Traces are made of millions of objects that live as long as they do; to look through them for garbage takes a sixth of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def _in_background(work: Callable[[Callable[[int], None]], T], advance: Callable[[int], None]) -> Iterator[Future[T]]:
+    """`work` in a thread. Where the block raises, what `work` was given raises too, so that it ends."""
+    ended = Event()
+
+    def advance_or_end(amount: int) -> None:
+        if ended.is_set():
+            raise CancelledError
+        advance(amount)
+
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            yield pool.submit(work, advance_or_end)
+        except BaseException:
+            ended.set()
+            raise
+
+
+def _write_weights(specs: list[Any], folder: Path, mode: Literal["copy", "link"], advance: Callable[[int], None]) -> Any:
+    """`write_weights`, and the digests of linked files too."""
+    from kvexport.export.weights import write_weights
+
+    written = write_weights(specs, folder, mode, advance)
+    linked = sorted({location.file for location in written.locations.values()} - written.digests.keys())
+    for name, digest in zip(linked, file_digests(folder, linked), strict=True):
+        written.digests[name] = digest
+        advance(0)
+    return written
+
+
+def weight_specs(shape: ModelShape, dtype: str) -> list[Any]:
+    """What the checkpoint must give for every initializer. Raises UsageError naming parameters it does not have, or whose dtype or shape
+    is another."""
     from kvexport.export.hf_model import parameter_sources
-    from kvexport.export.weights import TensorSpec
+    from kvexport.export.tracer import initializer_names
+    from kvexport.export.weights import TensorSpec, check_specs
 
     entries = shape.checkpoint.tensors
     sources = parameter_sources(shape.model, entries)
-    missing = [name for name in parameters.values() if name not in sources]
+    names = initializer_names(shape.model)
+    missing = [name for name in names if name not in sources]
     if missing:
         found = ", ".join(sorted(entries)[:3])
         raise UsageError(
             f"the checkpoint has no tensor for {len(missing)} parameters of the model, the first is '{missing[0]}' (it holds {found}, ...)",
             "use a checkpoint saved with save_pretrained() of the same model class",
         )
-    return [TensorSpec(i, entries[sources[name]], dtype, shapes[i]) for i, name in parameters.items()]  # type: ignore[arg-type]
+    shapes = {name: tuple(p.shape) for name, p in shape.model.named_parameters(remove_duplicate=False)}
+    specs = [TensorSpec(i, entries[sources[name]], dtype, shapes[name]) for name, i in names.items()]  # type: ignore[arg-type]
+    check_specs(specs)
+    return specs
 
 
 def _copy_texts(checkpoint: Any, folder: Path) -> None:

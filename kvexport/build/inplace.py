@@ -7,6 +7,8 @@ writes single rows, or element by element).
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import onnx
 from onnx import inliner
 
@@ -21,9 +23,14 @@ VIEWS = {"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"}
 def check_in_place(model: onnx.ModelProto) -> None:
     """Raises KvexportError naming the tensor and the node that would read it after it was overwritten."""
     graph = inliner.inline_local_functions(model).graph
-    producer = {name: i for i, node in enumerate(graph.node) for name in node.output if name}
+    nodes = list(graph.node)
+    producer = {name: i for i, node in enumerate(nodes) for name in node.output if name}
+    readers = defaultdict(list)
+    for i, node in enumerate(nodes):
+        for name in set(node.input):
+            readers[name].append(i)
     ancestors: list[int] = []  # bit j of ancestors[i]: node j runs before node i
-    for i, node in enumerate(graph.node):
+    for i, node in enumerate(nodes):
         bits = 0
         for name in node.input:
             if name in producer:
@@ -41,11 +48,16 @@ def check_in_place(model: onnx.ModelProto) -> None:
             raise KvexportError(f"{present} is not computed by any node")
         writer = producer[present]
         names = {value.name}
-        for i, node in enumerate(graph.node):
-            if node.op_type in VIEWS and node.input[0] in names and i != writer:
-                names.update(node.output)
-        for i, node in enumerate(graph.node):
-            if names.isdisjoint(node.input) or node.op_type == "Shape":  # a shape does not change
+        pending = [value.name]
+        while pending:
+            name = pending.pop()
+            for i in readers[name]:
+                if i != writer and nodes[i].op_type in VIEWS and nodes[i].input[0] == name:
+                    pending += set(nodes[i].output) - names
+                    names.update(nodes[i].output)
+        for i in sorted({i for name in names for i in readers[name]}):
+            node = nodes[i]
+            if node.op_type == "Shape":  # a shape does not change
                 continue
             safe = _reads_safely(node, names) if i == writer else ancestors[writer] >> i & 1
             if not safe:

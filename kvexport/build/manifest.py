@@ -41,7 +41,7 @@ def write_manifest(stage: Path, content: dict[str, Any], *, known: Mapping[str, 
     if clash := [key for key in content if key in ("files", "manifest_sha256") or content[key] != own.get(key, content[key])]:
         raise KvexportError(f"the manifest's field '{clash[0]}' is written by write_manifest alone")
     unknown = [name for name in found if name not in known]
-    known.update(zip(unknown, _digests(stage, unknown), strict=True))
+    known.update(zip(unknown, file_digests(stage, unknown), strict=True))
     files = {name: {"sha256": known[name], "bytes": entry.st_size} for name, entry in found.items()}
     # Through JSON once, so that tuples and integer keys are what a reader will see before they are sorted and digested.
     manifest = json.loads(json.dumps({**content, **own, "files": files}, allow_nan=False))
@@ -89,7 +89,7 @@ def check_artifact(root: Path, verify: bool) -> dict[str, Any]:
         if unlisted := [name for name in found if name not in files]:
             raise damaged(root, f"{unlisted[0]!r} is not listed in the manifest")
         if verify:
-            for (name, (expected, _)), digest in zip(files.items(), _digests(root, files), strict=True):
+            for (name, (expected, _)), digest in zip(files.items(), file_digests(root, files), strict=True):
                 if digest != expected:
                     raise damaged(root, f"{name!r} has SHA-256 {digest}, the manifest says {expected}")
     except OSError as error:
@@ -176,8 +176,8 @@ def scan(root: Path) -> dict[str, os.stat_result]:
     return dict(sorted(found.items()))
 
 
-def _digests(root: Path, names: Iterable[str]) -> Iterator[str]:
-    """SHA-256 of files in the order given, a few at a time: hashlib lets other threads run."""
+def file_digests(root: Path, names: Iterable[str]) -> Iterator[str]:
+    """SHA-256 of files under `root` in the order given, a few at a time: hashlib lets other threads run."""
     pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
     try:
         yield from pool.map(lambda name: _digest(root / name), names)

@@ -10,17 +10,14 @@ import onnx
 import onnx_ir as ir
 import torch
 from onnx import helper
-from onnxscript import optimizer
-from onnxscript.rewriter import onnx_fusions
 
 from kvexport.cache import CachePlan, LayerCache, LayerGeometry
-from kvexport.export.tracer import TracedDecoder, layer_attributes
+from kvexport.export.tracer import layer_attributes
 from kvexport.export.weights import Location
 from kvexport.methods.base import Method
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.onnx_function import (
     DOMAIN,
-    OPSET,
     STATE,
     VERSION,
     merge_cache_function,
@@ -28,58 +25,52 @@ from kvexport.ops.onnx_function import (
     vote_attention_function,
     vote_attention_node_attributes,
 )
-from kvexport.quiet import quiet_exporter
+from kvexport.ops.to_onnx import OPSET
 
 IR_VERSION = 11
 PLUGIN = {"plugin_version": "1", "plugin_namespace": DOMAIN}
 
 
+def attention_functions(plan: CachePlan, method: Method, geometry: list[LayerGeometry]) -> list[onnx.FunctionProto]:
+    """The function of every layer's VoteAttention; layers for which it means the same share one."""
+    return [
+        vote_attention_function(
+            layer_attributes(method, layer),
+            heads=(layer.query_heads, layer.kv_heads),
+            head_sizes=(layer.key_size, layer.value_size),
+            dtype=getattr(torch, cache.dtype),
+            sinks=layer.sink_logits,
+        )
+        for cache, layer in zip(plan.layers, geometry, strict=True)
+    ]
+
+
 def finish_decoder(
-    traced: TracedDecoder,
+    model: ir.Model,
     locations: Mapping[str, Location],
     folder: Path,
     method: Method,
     geometry: list[LayerGeometry],
+    functions: list[onnx.FunctionProto],
 ) -> onnx.ModelProto:
-    """The decoder with its weights as external data in `folder` (initializer name -> location), optimized, every VoteAttention node
-    with its attributes and function."""
-    model = traced.model
-    # Without their data, so that no pass can load them: folding alone would hold every transposed matrix in memory.
-    for name in traced.parameters:
-        model.graph.initializers[name].const_value = None
-    with quiet_exporter():
-        optimizer.optimize(model)
-        onnx_fusions.fuse(model)
-        optimizer.remove_unused_nodes(model)
-    for name, location in locations.items():
-        value = model.graph.initializers.get(name)
-        if value is None:  # nothing in the graph reads it
-            continue
-        assert value.dtype is not None and value.shape is not None
-        value.const_value = ir.ExternalTensor(
-            location.file, location.offset, location.nbytes, value.dtype, shape=value.shape, name=name, base_dir=folder
-        )
+    """The traced decoder with its weights as external data in `folder` (initializer name -> location) and every VoteAttention node with
+    its attributes and the function of its layer."""
+    for name, value in model.graph.initializers.items():
+        if value.const_value is None:
+            location = locations[name]
+            assert value.dtype is not None and value.shape is not None
+            value.const_value = ir.ExternalTensor(
+                location.file, location.offset, location.nbytes, value.dtype, shape=value.shape, name=name, base_dir=folder
+            )
     proto = ir.to_proto(model)
-    functions: dict[str, onnx.FunctionProto] = {}
     for node in proto.graph.node:
         if node.domain != DOMAIN:
             continue
-        layer = geometry[next(a.i for a in node.attribute if a.name == "layer")]
-        attributes = layer_attributes(method, layer)
-        dtype = torch.float16 if _input_type(proto, node.input[5]) == onnx.TensorProto.FLOAT16 else torch.float32
-        key = repr((attributes, layer, dtype))
-        if key not in functions:
-            functions[key] = vote_attention_function(
-                attributes,
-                heads=(layer.query_heads, layer.kv_heads),
-                head_sizes=(layer.key_size, layer.value_size),
-                dtype=dtype,
-                sinks=layer.sink_logits,
-            )
+        i = next(a.i for a in node.attribute if a.name == "layer")
         while node.input and not node.input[-1]:
             node.input.pop()
-        _set_attributes(node, functions[key].overload, vote_attention_node_attributes(attributes))
-    return _finish(proto, list(functions.values()))
+        _set_attributes(node, functions[i].overload, vote_attention_node_attributes(layer_attributes(method, geometry[i])))
+    return _finish(proto, list({function.overload: function for function in functions}.values()))
 
 
 def merge_model(plan: CachePlan, method: Method) -> onnx.ModelProto | None:
@@ -115,16 +106,12 @@ def merge_model(plan: CachePlan, method: Method) -> onnx.ModelProto | None:
 
 def merge_attributes(layer: LayerCache, method: Method) -> MergeCacheAttributes:
     """A layer's MergeCache."""
-    return MergeCacheAttributes(method, layer.budget, layer.sinks, layer.recent, layer.sliding_window)
+    return MergeCacheAttributes(method, layer.budget, layer.sinks, layer.recent, layer.sliding_window, layer.rotary)
 
 
 def _state_info(name: str, layer: LayerCache, kind: str) -> onnx.ValueInfoProto:
     dtype = helper.np_dtype_to_tensor_dtype(layer.dtypes()[kind])
     return helper.make_tensor_value_info(name, dtype, ["batch", *layer.shapes(1)[kind][1:]])
-
-
-def _input_type(proto: onnx.ModelProto, name: str) -> int:
-    return next(int(v.type.tensor_type.elem_type) for v in proto.graph.input if v.name == name)
 
 
 def _set_attributes(node: onnx.NodeProto, overload: str, attributes: dict[str, Any]) -> None:

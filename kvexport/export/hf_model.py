@@ -109,6 +109,7 @@ class _Probe:
         self.model_type = model.config.model_type
         self.cache = PassThroughCache(self.model_type)
         self.layers: dict[int, LayerGeometry] = {}
+        self._windows: list[tuple[Any, int]] = []  # of masks that were looked at; layers share them
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         index = getattr(module, "layer_idx", None)
@@ -119,7 +120,10 @@ class _Probe:
             raise UsageError(f"{name} is not causal")
         if index not in self.cache.updated:
             raise UsageError(f"{name} has no cache of its own: it reads another layer's keys")
-        window = self._window(name, options["attention_mask"])
+        mask = options["attention_mask"]
+        if not any(mask is seen for seen, _ in self._windows):
+            self._windows.append((mask, self._window(name, mask)))
+        window = next(window for seen, window in self._windows if mask is seen)
         declared = options.get("sliding_window") or 0
         if window != declared and declared:
             raise UsageError(f"{name} declares a window of {declared}, but its mask shows {window or 'every position'}")

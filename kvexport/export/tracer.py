@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import onnx_ir as ir
 import torch
 from onnx.defs import OpSchema
-from onnxscript import values
+from onnx_ir.passes.common import CommonSubexpressionEliminationPass
+from onnxscript import optimizer, values
+from onnxscript.rewriter import onnx_fusions
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 
-from kvexport.cache import CachePlan, LayerGeometry
+from kvexport.cache import STATE, CachePlan, LayerGeometry
 from kvexport.errors import UsageError
 from kvexport.export.attention_hook import PassThroughCache, TokenLogits, attending
+from kvexport.export.layers import Layers, find_layers, wrapped
+from kvexport.export.replicate import BORDER, replicate_layers
 from kvexport.methods.base import Method
 from kvexport.ops.onnx_function import (
     DOMAIN,
-    OPSET,
     VERSION,
     VOTE_ATTENTION_INPUTS,
     VOTE_ATTENTION_OUTPUTS,
 )
+from kvexport.ops.to_onnx import to_onnx
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from kvexport.quiet import quiet_exporter
 
@@ -34,55 +37,37 @@ def layer_attributes(method: Method, layer: LayerGeometry) -> VoteAttentionAttri
     return VoteAttentionAttributes(layer.scale, method.vote_exponent, method.statistics, layer.sliding_window, layer.softcap)
 
 
-@torch.library.custom_op("kvexport::vote_attention", mutates_args=())
-def _vote_attention_op(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    position: Tensor,
-    query_length: Tensor,
-    past_key: Tensor,
-    past_value: Tensor,
-    past_votes: Tensor,
-    past_score: Tensor,
-    past_position: Tensor,
-    sink_logits: Tensor | None,
-    layer: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    raise AssertionError("a placeholder that only ever stands in a trace")
+# Placeholders that only ever stand in a trace: one for a layer's attention, one for the place where the hidden state enters or leaves a
+# layer of which copies will be made.
+torch.library.define(
+    "kvexport::vote_attention",
+    f"({', '.join(f'Tensor {name}' for name in VOTE_ATTENTION_INPUTS)}, Tensor? sink_logits, int layer)"
+    f" -> ({', '.join('Tensor' for _ in VOTE_ATTENTION_OUTPUTS)})",
+)
+torch.library.define("kvexport::layer_border", "(Tensor hidden, *, int layer, int leaves) -> Tensor")
 
 
-@_vote_attention_op.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    position: Tensor,
-    query_length: Tensor,
-    past_key: Tensor,
-    past_value: Tensor,
-    past_votes: Tensor,
-    past_score: Tensor,
-    past_position: Tensor,
-    sink_logits: Tensor | None,
-    layer: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    output = query.new_empty(*query.shape[:3], value.shape[3])
-    state = (past_key, past_value, past_votes, past_score, past_position)
-    return (output, *(torch.empty_like(x) for x in state))  # type: ignore[return-value]
+def _attended(query: Tensor, key: Tensor, value: Tensor, position: Tensor, query_length: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *state, _sink_logits, _layer = rest
+    return (query.new_empty(*query.shape[:3], value.shape[3]), *(torch.empty_like(x) for x in state))
+
+
+torch.library.register_fake("kvexport::vote_attention", _attended)
+torch.library.register_fake("kvexport::layer_border", lambda hidden, *, layer, leaves: torch.empty_like(hidden))
 
 
 class _Tracing:
     """Puts one VoteAttention placeholder per layer into the trace and collects its present state."""
 
-    def __init__(self, position: Tensor, query_length: Tensor, past: Sequence[Tensor]) -> None:
+    def __init__(self, position: Tensor, query_length: Tensor, past: dict[int, Sequence[Tensor]]) -> None:
         self.position, self.query_length, self.past = position, query_length, past
         self.present: dict[int, tuple[Tensor, ...]] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         layer: int = module.layer_idx  # type: ignore[assignment]
-        state = self.past[5 * layer : 5 * layer + 5]
-        result = _vote_attention_op(query, key, value, self.position, self.query_length, *state, options.get("s_aux"), layer)
+        result = torch.ops.kvexport.vote_attention(
+            query, key, value, self.position, self.query_length, *self.past[layer], options.get("s_aux"), layer
+        )
         self.present[layer] = result[1:]
         output: Tensor = result[0]
         return output
@@ -92,98 +77,117 @@ class _Tracing:
 
 
 class _Decoder(nn.Module):
-    """(input_ids, query_length, past_length, past state...) -> (logits, present_length, present state...)."""
+    """(input_ids, query_length, past_length, past state...) -> (logits, present_length, present state...), the state that of `layers`."""
 
-    def __init__(self, model: Any, layers: int, last_logits: bool) -> None:
+    def __init__(self, model: Any, last_logits: bool) -> None:
         super().__init__()
-        self.model, self.layers, self.last_logits = model, layers, last_logits
+        self.model, self.last_logits = model, last_logits
+        self.layers: Sequence[int] = ()
         self.token_logits = TokenLogits(model)
 
     def forward(self, input_ids: Tensor, query_length: Tensor, past_length: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
         position = past_length + torch.arange(input_ids.shape[1], device=input_ids.device)
-        tracing = _Tracing(position, query_length, past)
+        tracing = _Tracing(position, query_length, {i: past[5 * n : 5 * n + 5] for n, i in enumerate(self.layers)})
         self.token_logits.query_length = query_length if self.last_logits else None
         with attending(tracing):
             logits = self.model(input_ids=input_ids, position_ids=position, past_key_values=PassThroughCache(), use_cache=True).logits
-        present = [x for i in range(self.layers) for x in tracing.present[i]]
+        present = [x for i in self.layers for x in tracing.present[i]]
         # Computed from `position`, so that whoever binds both lengths to one buffer cannot have it overwritten before it is read.
         return (logits.float(), position[:, :1] + query_length, *present)
 
 
-@dataclass(frozen=True)
-class TracedDecoder:
-    """The graph, whose initializers named in `parameters` still have no data: {initializer name: checkpoint tensor name}, and their
-    shapes."""
-
-    model: ir.Model
-    parameters: dict[str, str]
-    shapes: dict[str, tuple[int, ...]]
+def initializer_names(model: Any) -> dict[str, str]:
+    """{parameter of `model`: initializer of its trace}."""
+    return {name: f"model.{name}" for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
-def trace_decoder(model: Any, mode: FakeTensorMode, plan: CachePlan, *, last_logits: bool) -> TracedDecoder:
-    """`decoder.onnx` as an ONNX IR model with one VoteAttention node per layer, carrying only its layer's number."""
+def trace_decoder(model: Any, mode: FakeTensorMode, plan: CachePlan, *, last_logits: bool) -> ir.Model:
+    """`decoder.onnx` as an optimized ONNX IR model with one VoteAttention node per layer, carrying only its layer's number. Initializers
+    without data are those of `initializer_names`. Layers that do the same are traced once, and once more to be sure. Raises UsageError
+    where the model cannot be traced."""
+    decoder = _Decoder(model, last_logits).eval()
+    layers = find_layers(model, mode)
+    if layers and len(layers.traced()) < len(plan.layers):
+        traced = _trace(decoder, mode, plan, layers.traced(), layers)
+        if replicate_layers(traced, layers, plan):
+            return traced
+    return _trace(decoder, mode, plan, range(len(plan.layers)))
+
+
+def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, wanted: Sequence[int], layers: Layers | None = None) -> ir.Model:
+    """The decoder with the state of the `wanted` layers. layers: where given, these stand between borders, and the others hand on what
+    they get."""
+    decoder.layers = wanted
     batch, tokens = Dim("batch"), Dim("tokens")
     with mode:
         ids = torch.zeros(2, 3, dtype=torch.int64)
         query_length, past_length = (torch.zeros(2, 1, dtype=torch.int64) for _ in range(2))
         state = [
-            torch.zeros(shape, dtype=getattr(torch, layer.dtypes()[kind].name))
-            for layer in plan.layers
-            for kind, shape in layer.shapes(2).items()
+            torch.zeros(shape, dtype=getattr(torch, plan.layers[i].dtypes()[kind].name))
+            for i in wanted
+            for kind, shape in plan.layers[i].shapes(2).items()
         ]
-    names = [name for name, *_ in plan.state_names()]
-    present = [name for _, name, *_ in plan.state_names()]
-    decoder = _Decoder(model, len(plan.layers), last_logits).eval()
     inputs = (ids, query_length, past_length, *state)
     shapes = ({0: batch, 1: tokens}, {0: batch}, {0: batch}, tuple({0: batch} for _ in state))
+
+    def only_wanted(i: int, forward: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if i not in wanted:
+            return hidden
+        border = torch.ops.kvexport.layer_border
+        return border(forward(border(hidden, layer=i, leaves=0), *args, **kwargs), layer=i, leaves=1)  # type: ignore[no-any-return]
+
+    vote_attention = _operator("VoteAttention", [*VOTE_ATTENTION_INPUTS, "sink_logits"], VOTE_ATTENTION_OUTPUTS, ["layer"], "sink_logits")
+    translations = {
+        torch.ops.kvexport.vote_attention.default: vote_attention,
+        torch.ops.kvexport.layer_border.default: _operator(BORDER, ["hidden"], ["same"], ["layer", "leaves"]),
+    }
+    names = [f"{i}.{kind}" for i in wanted for kind in STATE]
     try:
-        with quiet_exporter(), torch.no_grad(), mode:
-            exported = torch.export.export(
-                decoder, inputs, dynamic_shapes=shapes, strict=False, prefer_deferred_runtime_asserts_over_guards=True
-            )
-            program = torch.onnx.export(
-                exported,
-                dynamo=True,
-                opset_version=OPSET,
-                optimize=False,
-                custom_translation_table={torch.ops.kvexport.vote_attention.default: _translation()},
-                input_names=["input_ids", "query_length", "past_length", *names],
-                output_names=["logits", "present_length", *present],
+        with mode, wrapped(dict(enumerate(layers.modules)) if layers else {}, only_wanted):
+            graph = to_onnx(
+                decoder,
+                inputs,
+                shapes,
+                translations,
+                input_names=["input_ids", "query_length", "past_length", *(f"past_key_values.{name}" for name in names)],
+                output_names=["logits", "present_length", *(f"present.{name}" for name in names)],
             )
     except UsageError:
         raise
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
-        raise UsageError(f"{model.config.model_type} cannot be traced: {type(error).__name__}: {reason}") from error
-    assert program is not None
-    parameters = _parameters(exported, program.model)
-    return TracedDecoder(program.model, parameters, {name: tuple(exported.state_dict[name].shape) for name in parameters})
+        raise UsageError(f"{decoder.model.config.model_type} cannot be traced: {type(error).__name__}: {reason}") from error
+    _optimize(graph, initializer_names(decoder.model).values())
+    return graph
 
 
-def _parameters(exported: Any, model: ir.Model) -> dict[str, str]:
-    """Initializers that the checkpoint must fill. Their names are the module's, less the wrapper's own prefix."""
-    fake = torch._subclasses.FakeTensor
-    return {name: name.removeprefix("model.") for name in model.graph.initializers if isinstance(exported.state_dict.get(name), fake)}
+def _optimize(model: ir.Model, parameters: Iterable[str]) -> None:
+    # Without their data, so that no pass can load them: folding alone would hold every transposed matrix in memory.
+    for name in parameters:
+        if name in model.graph.initializers:
+            model.graph.initializers[name].const_value = None
+    with quiet_exporter():
+        optimizer.optimize(model)
+        onnx_fusions.fuse(model)
+        optimizer.remove_unused_nodes(model)
+        CommonSubexpressionEliminationPass()(model)  # each fused RotaryEmbedding has a sine and cosine of its own
 
 
-def _translation() -> Any:
-    """How the placeholder becomes a node of domain kvexport."""
-    inputs = [OpSchema.FormalParameter(name, "T", "") for name in VOTE_ATTENTION_INPUTS]
-    sink = OpSchema.FormalParameter("sink_logits", "T", "", param_option=OpSchema.FormalParameterOption.Optional)
-    outputs = [OpSchema.FormalParameter(name, "T", "") for name in VOTE_ATTENTION_OUTPUTS]
+def _operator(name: str, inputs: Sequence[str], outputs: Sequence[str], attributes: Sequence[str], optional: str = "") -> Any:
+    """How a placeholder becomes a node of domain kvexport. Every parameter has a type variable of its own."""
     kinds = ["tensor(float)", "tensor(float16)", "tensor(int32)", "tensor(int64)"]
+    option = OpSchema.FormalParameterOption
+    formal = [
+        OpSchema.FormalParameter(p, f"T_{p}", "", param_option=option.Optional if p == optional else option.Single)
+        for p in (*inputs, *outputs)
+    ]
     schema = OpSchema(
-        "VoteAttention",
+        name,
         DOMAIN,
         VERSION,
-        inputs=[_loose(p, i) for i, p in enumerate([*inputs, sink])],
-        outputs=[_loose(p, 100 + i) for i, p in enumerate(outputs)],
-        type_constraints=[(f"T{i}", kinds, "") for i in [*range(11), *range(100, 106)]],
-        attributes=[OpSchema.Attribute("layer", OpSchema.AttrType.INT, "")],
+        inputs=formal[: len(inputs)],
+        outputs=formal[len(inputs) :],
+        type_constraints=[(f"T_{p}", kinds, "") for p in (*inputs, *outputs)],
+        attributes=[OpSchema.Attribute(a, OpSchema.AttrType.INT, "") for a in attributes],
     )
-    return values.Op(values.Opset(DOMAIN, VERSION), "VoteAttention", schema)
-
-
-def _loose(parameter: Any, i: int) -> Any:
-    """The same parameter with a type variable of its own."""
-    return OpSchema.FormalParameter(parameter.name, f"T{i}", "", param_option=parameter.option)
+    return values.Op(values.Opset(DOMAIN, VERSION), name, schema)

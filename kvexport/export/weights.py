@@ -73,6 +73,22 @@ def total_bytes(specs: Sequence[TensorSpec]) -> int:
     return sum(spec.nbytes for spec in _distinct(specs))
 
 
+def check_specs(specs: Sequence[TensorSpec]) -> None:
+    """Raise UsageError for a tensor whose shape is not the graph's, or whose dtype is no float."""
+    for spec in specs:
+        entry = spec.entry
+        if entry.dtype not in _STORED:
+            raise UsageError(
+                f"tensor {entry.name!r} in {entry.file} is {entry.dtype}, expected one of {', '.join(_STORED)}",
+                "set model.path to a checkpoint in float32, float16 or bfloat16",
+            )
+        if entry.shape != spec.shape:
+            raise UsageError(
+                f"tensor {entry.name!r} in {entry.file} has shape {list(entry.shape)}, the model of config.json expects {list(spec.shape)}",
+                "use the config.json that belongs to these weights",
+            )
+
+
 def write_weights(
     specs: Sequence[TensorSpec], stage: Path, mode: Literal["copy", "link"], progress: Callable[[int], None]
 ) -> WrittenWeights:
@@ -90,8 +106,7 @@ def write_weights(
     """
     if len({spec.name for spec in specs}) != len(specs):
         raise ValueError("two specs have the same initializer name")
-    for spec in specs:
-        _check_spec(spec)
+    check_specs(specs)
     distinct = _distinct(specs)
     linked = [spec for spec in distinct if mode == "link" and _can_link(spec)]
     placed, digests = _link_files(linked, stage, progress)
@@ -101,6 +116,9 @@ def write_weights(
             data = _DataFile(stream)
             for spec in rest:
                 placed[spec.entry, spec.dtype] = data.append(spec, progress)
+            # Whoever publishes the artifact syncs it, and then has nothing to wait for.
+            stream.flush()
+            os.fsync(stream.fileno())
         digests[DATA_FILE] = data.digest.hexdigest()
     return WrittenWeights({spec.name: placed[spec.entry, spec.dtype] for spec in specs}, digests)
 
@@ -108,7 +126,7 @@ def write_weights(
 def load_tensor(entry: TensorEntry, dtype: Dtype) -> np.ndarray[Any, Any]:
     """One tensor in memory, of `entry.shape`, cast as `write_weights` casts; meant for small ones. Raises the same UsageErrors."""
     spec = TensorSpec(entry.name, entry, dtype, entry.shape)
-    _check_spec(spec)
+    check_specs([spec])
     tensor = np.empty(entry.shape, _WANTED[dtype])
     flat, begin = tensor.reshape(-1).view(np.uint8), 0
     for block in _cast_blocks(spec):
@@ -145,20 +163,6 @@ def _distinct(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
     for spec in specs:
         first.setdefault((spec.entry, spec.dtype), spec)
     return list(first.values())
-
-
-def _check_spec(spec: TensorSpec) -> None:
-    entry = spec.entry
-    if entry.dtype not in _STORED:
-        raise UsageError(
-            f"tensor {entry.name!r} in {entry.file} is {entry.dtype}, expected one of {', '.join(_STORED)}",
-            "set model.path to a checkpoint in float32, float16 or bfloat16",
-        )
-    if entry.shape != spec.shape:
-        raise UsageError(
-            f"tensor {entry.name!r} in {entry.file} has shape {list(entry.shape)}, the model of config.json expects {list(spec.shape)}",
-            "use the config.json that belongs to these weights",
-        )
 
 
 def _can_link(spec: TensorSpec) -> bool:

@@ -104,15 +104,9 @@ class Method(BaseModel):
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of x [B, H, C] or [B, H, C, D] at index [B, H, N]. Whole rows are copied, where `Tensor.gather` walks elements."""
-    import torch
-
-    if x.dim() == 3:
-        return x.gather(2, index)
-    batch, heads, _ = index.shape
-    lane = torch.arange(batch, device=x.device)[:, None, None].expand(index.shape)
-    head = torch.arange(heads, device=x.device)[None, :, None].expand(index.shape)
-    return x[lane, head, index]
+    """Rows of x [B, H, C] or [B, H, C, D] at index [B, H, N]. Where an index is repeated for all of a row, as here, the ONNX function
+    copies the row as a whole."""
+    return x.gather(2, index if x.dim() == 3 else index[..., None].expand(*index.shape, x.shape[3]))
 
 
 def gather_slots(slots: Slots, index: Tensor) -> Slots:

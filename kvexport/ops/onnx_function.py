@@ -15,18 +15,21 @@ from typing import Any
 
 import onnx
 import onnx.parser
+import onnx_ir as ir
 import torch
 from onnx import helper
+from onnxscript import optimizer
+from onnxscript.rewriter import onnx_fusions
 from torch import Tensor, nn
 from torch.export import Dim
 
 from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
+from kvexport.ops.to_onnx import OPSET, to_onnx
 from kvexport.ops.vote_attention import VoteAttentionAttributes, vote_attention
 from kvexport.quiet import quiet_exporter
 
 DOMAIN = "kvexport"
 VERSION = 1
-OPSET = 23  # keeps RMSNormalization and RotaryEmbedding whole; 24 decomposes them
 VOTE_ATTENTION_INPUTS = (
     "query", "key", "value", "position", "query_length",
     "past_key", "past_value", "past_votes", "past_score", "past_position",
@@ -64,7 +67,7 @@ def vote_attention_node_attributes(attributes: VoteAttentionAttributes) -> dict[
     return {
         "scale": float(attributes.scale),
         "vote_exponent": float(attributes.vote_exponent),
-        "scores": [s.kind for s in statistics],
+        "scores": ",".join(s.kind for s in statistics),  # one string: ONNX Runtime gives custom operators no lists of strings
         "decay": [float(s.decay) for s in statistics],
         "window": [int(s.window) for s in statistics],
         "recency_weight": [float(s.recency_weight) for s in statistics],
@@ -74,8 +77,12 @@ def vote_attention_node_attributes(attributes: VoteAttentionAttributes) -> dict[
 
 
 def merge_cache_node_attributes(attributes: MergeCacheAttributes) -> dict[str, Any]:
-    """The node's attributes: method, budget, sinks, recent, sliding_window and the method's parameters by name."""
+    """The node's attributes: method, budget, sinks, recent, sliding_window, the method's parameters by name, and the layer's rotary
+    embedding where the method turns keys and there is one."""
     parameters = {name: int(v) if isinstance(v, bool) else v for name, v in attributes.method.model_dump().items()}
+    if attributes.rotary.inverse_frequencies:
+        parameters["inverse_frequencies"] = list(attributes.rotary.inverse_frequencies)
+        parameters["rotary_interleaved"] = int(attributes.rotary.interleaved)
     return {
         "method": attributes.method.name,
         "budget": attributes.budget,
@@ -177,23 +184,17 @@ def _trace(call: Callable[..., tuple[Tensor, ...]], arguments: list[Tensor], sha
         def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
             return call(*tensors)
 
-    with quiet_exporter(), torch.no_grad():
-        exported = torch.export.export(
-            Operator(), tuple(arguments), dynamic_shapes=(tuple(shapes),), prefer_deferred_runtime_asserts_over_guards=True
-        )
-        program = torch.onnx.export(
-            exported,
-            dynamo=True,
-            opset_version=OPSET,
-            optimize=True,
-            custom_translation_table={
-                torch.ops.aten.sort.stable: _stable_sort,
-                torch.ops.aten.index.Tensor: _gather_rows,
-                torch.ops.aten.index_put.default: _scatter_rows,
-            },
-        )
-    assert program is not None
-    return program.model_proto.graph
+    translations: dict[Any, Any] = {
+        torch.ops.aten.sort.stable: _stable_sort,
+        torch.ops.aten.gather.default: _gather,
+        torch.ops.aten.index.Tensor: _gather_rows,
+        torch.ops.aten.index_put.default: _scatter_rows,
+    }
+    model = to_onnx(Operator(), arguments, (tuple(shapes),), translations)
+    with quiet_exporter():
+        optimizer.optimize(model)
+        onnx_fusions.fuse(model)
+    return ir.to_proto(model).graph
 
 
 def _stable_sort(values: Any, dim: int = -1, descending: bool = False, stable: bool = True) -> Any:
@@ -202,6 +203,18 @@ def _stable_sort(values: Any, dim: int = -1, descending: bool = False, stable: b
 
     size = op.Shape(values, start=dim, end=None if dim == -1 else dim + 1)
     return op.TopK(values, size, axis=dim, largest=int(descending), sorted=1)
+
+
+def _gather(values: Any, dim: int, index: Any, sparse_grad: bool = False) -> Any:
+    """``values.gather(dim, index)``. Where `index` [B, H, N, D] repeats [B, H, N, 1], whole rows are copied instead of elements."""
+    from onnxscript import opset23 as op
+
+    expand = index.producer()
+    if dim == 2 and len(index.shape) == 4 and expand is not None and expand.op_type == "Expand":
+        row = expand.inputs[0]
+        if row.shape is not None and row.shape[3] == 1 and tuple(row.shape[:3]) == tuple(index.shape[:3]):
+            return op.GatherND(values, row, batch_dims=2)
+    return op.GatherElements(values, index, axis=dim)
 
 
 def _gather_rows(values: Any, indices: Any) -> Any:

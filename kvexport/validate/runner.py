@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from kvexport.build.artifact import load_manifest
 from kvexport.cache import STATE, CachePlan
 from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.native import implementations
 from kvexport.recipe import Recipe
 from kvexport.report import KeyValues, Plot, Section, Series, Table
 from kvexport.runtime.engine import Engine, load
@@ -48,8 +49,9 @@ class Mismatch:
 
 @dataclass
 class ValidationResult:
-    """What was compared and how far apart it was. steps: (step, phase, tokens seen by the longest sequence, largest absolute difference
-    by kind of tensor). divergence: per sequence KL(full || engine) in nats and whether the top token agrees, by position."""
+    """What was compared and how far apart it was. operators: what ran each of the two on this machine. steps: (step, phase, tokens seen
+    by the longest sequence, largest absolute difference by kind of tensor). divergence: per sequence KL(full || engine) in nats and
+    whether the top token agrees, by position."""
 
     artifact: str
     recipe: str
@@ -57,6 +59,7 @@ class ValidationResult:
     tokens: list[int]
     budgets: list[int]
     tolerance: float
+    operators: dict[str, str]
     steps: list[dict[str, Any]] = field(default_factory=list)
     mismatch: Mismatch | None = None
     in_place_identical: bool = True
@@ -98,6 +101,7 @@ class ValidationResult:
             "result": "passed" if self.passed else f"FAILED: {self.problem}",
             "artifact": self.artifact,
             "engine": self.backend,
+            **self.operators,
             "reference": "PyTorch, on the same state at every step",
             "tokens per sequence": ", ".join(map(str, self.tokens)),
             "budget, slots per layer": f"{min(self.budgets)} to {max(self.budgets)}" if len(set(self.budgets)) > 1 else self.budgets[0],
@@ -182,6 +186,7 @@ def validate_artifact(
         tokens=[len(t) for t in tokens],
         budgets=[layer.budget for layer in engine.plan.layers],
         tolerance=TOLERANCE[recipe.model.dtype],
+        operators={op: str(how) for op, how in implementations({"method": recipe.cache.method, **recipe.cache.parameters}).items()},
     )
     comparison = _Comparison(engine, reference, result, len(tokens))
     calls = list(_schedule(tokens, recipe.export.prefill_chunk))

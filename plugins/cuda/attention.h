@@ -1,4 +1,5 @@
-// What decode and prefill share of VoteAttention: one KV head of one sequence, the bias, logits, and where the workspace is.
+// What decode and prefill share of VoteAttention: one KV head of one sequence, the bias, logits, and where the
+// workspace is.
 #pragma once
 
 #include "types.h"
@@ -8,7 +9,7 @@ namespace cuda {
 
 constexpr float kLowest = -3e38f;
 constexpr int kBlock = 32;  // slots that are looked at together: a warp's lanes
-constexpr int kMaxSize = 256, kMaxGroup = 16;
+constexpr int kMaxGroup = 16;
 
 // A call and its workspace. What a call does not use is null.
 struct Attention {
@@ -25,7 +26,8 @@ struct Attention {
   KV_DEVICE int group() const { return call.query_heads / call.heads; }
 };
 
-// One KV head of one sequence. New tokens' rows are read from the call, slots' from the cache, which is updated in place.
+// One KV head of one sequence. New tokens' rows are read from the call, slots' from the cache, which is updated in
+// place.
 template <class T>
 struct Head {
   const KvVoteAttention& a;
@@ -72,7 +74,9 @@ KV_DEVICE Statistic statistic_of(const KvVoteAttention& a, int k) {
   return {a.statistic[k].kind, a.statistic[k].decay, a.statistic[k].window, a.statistic[k].recency_weight};
 }
 
-KV_DEVICE float capped(float logit, float softcap) { return softcap == 0.0f ? logit : softcap * tanhf(logit / softcap); }
+KV_DEVICE float capped(float logit, float softcap) {
+  return softcap == 0.0f ? logit : softcap * tanhf(logit / softcap);
+}
 
 KV_DEVICE float vote_bias(float votes, float exponent) { return exponent == 0.0f ? 0.0f : exponent * logf(votes); }
 

@@ -1,9 +1,11 @@
-// How a kernel is written here: as a program of one block, in phases. A phase is a function of the thread's number and registers; a
-// barrier ends it, and code between phases is the same for all threads. So the same source runs on the device, a thread each, and on
-// the host, a loop over the threads of every phase, where its indexing, masks, edges and orders are tested without a GPU.
+// How a kernel is written here: as a program of one block, in phases. A phase is a function of the thread's number and
+// registers; a barrier ends it, and code between phases is the same for all threads. So the same source runs on the
+// device, a thread each, and on the host, a loop over the threads of every phase, where its indexing, masks, edges and
+// orders are tested without a GPU.
 //
-// A phase reads captured variables and writes registers, shared memory and global memory only, and within a phase no thread reads what
-// another writes. The host looks for the latter by running the threads in different orders, which must not change a bit.
+// A phase reads captured variables and writes registers, shared memory and global memory only, and within a phase no
+// thread reads what another writes. The host looks for the latter by running the threads in different orders, which
+// must not change a bit.
 #pragma once
 
 #include <stdint.h>
@@ -63,19 +65,25 @@ class Block {
   template <int N>
   KV_DEVICE void copy(void* to, const void* from) {
     const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-    if (N == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
-    else asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address), "l"(from) : "memory");
+    if (N == 16)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+    else
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address), "l"(from) : "memory");
   }
-  // Between phases: what was copied since the last call is one group; waits until all but the newest `pending` groups are there.
+  // Between phases: what was copied since the last call is one group; waits until all but the newest `pending` groups
+  // are there.
   KV_DEVICE void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
   KV_DEVICE void arrived(int pending) {
-    if (pending <= 0) asm volatile("cp.async.wait_group 0;" ::: "memory");
-    else if (pending == 1) asm volatile("cp.async.wait_group 1;" ::: "memory");
-    else asm volatile("cp.async.wait_group 2;" ::: "memory");
+    if (pending <= 0)
+      asm volatile("cp.async.wait_group 0;" ::: "memory");
+    else if (pending == 1)
+      asm volatile("cp.async.wait_group 1;" ::: "memory");
+    else
+      asm volatile("cp.async.wait_group 2;" ::: "memory");
     __syncthreads();
   }
-  // Between phases: whether this is the last of `count` blocks to come here; what the others wrote before is then visible. The counter
-  // is zero again afterwards.
+  // Between phases: whether this is the last of `count` blocks to come here; what the others wrote before is then
+  // visible. The counter is zero again afterwards.
   KV_DEVICE bool is_last(int* counter, int count) {
     __shared__ int before;
     __threadfence();
@@ -97,7 +105,8 @@ class Block {
 
 #else  // the host
 
-// How the host runs: the order of threads and blocks, and whether copies happen when they are asked for or when they are waited for.
+// How the host runs: the order of threads and blocks, and whether copies happen when they are asked for or when they
+// are waited for.
 struct Host {
   enum { kForward, kBackward, kScattered };
   int order = kForward;
@@ -106,7 +115,8 @@ struct Host {
   size_t shared_limit = 101376;  // of compute capability 8.6, 8.9 and 12.0, the smallest
   int place(int i, int count) const {
     if (order == kBackward) return count - 1 - i;
-    if (order == kScattered) return static_cast<int>((static_cast<int64_t>(i) * 7919 + 13) % count);  // 7919: a prime above all counts
+    if (order == kScattered)
+      return static_cast<int>((static_cast<int64_t>(i) * 7919 + 13) % count);  // 7919: a prime above all counts
     return i;
   }
 };
@@ -148,8 +158,10 @@ class Block {
   }
   template <int N>
   void copy(void* to, const void* from) {
-    if (host().late_copies) pending_.push_back({to, from, N});
-    else memcpy(to, from, N);
+    if (host().late_copies)
+      pending_.push_back({to, from, N});
+    else
+      memcpy(to, from, N);
   }
   void close_copies() { closed_.push_back(pending_.size()); }
   void arrived(int pending) {
@@ -196,15 +208,18 @@ KV_DEVICE int min_of(int a, int b) { return a < b ? a : b; }
 KV_DEVICE int max_of(int a, int b) { return a > b ? a : b; }
 KV_DEVICE float max_of(float a, float b) { return a > b ? a : b; }
 
-// How many slots are used: they are a prefix, so two rounds of reads by all threads find its end. found: one int of shared memory.
+// How many slots are used: they are a prefix, so two rounds of reads by all threads find its end. found: one int of
+// shared memory.
 template <class Program>
 KV_DEVICE int used_slots(Block<Program>& block, const float* votes, int capacity, int* found) {
   const int stride = (capacity + Program::kThreads - 1) / Program::kThreads;
   const auto ends_at = [&](int i, int next) { return votes[i] > 0.0f && (next >= capacity || !(votes[next] > 0.0f)); };
   block.each([&](int t, auto&) {
     const int start = t * stride;
-    if (t == 0 && !(votes[0] > 0.0f)) *found = -1;
-    else if (start < capacity && ends_at(start, start + stride)) *found = start;
+    if (t == 0 && !(votes[0] > 0.0f))
+      *found = -1;
+    else if (start < capacity && ends_at(start, start + stride))
+      *found = start;
   });
   const int start = *found;
   block.each([&](int, auto&) {});  // all have read it
@@ -218,7 +233,8 @@ KV_DEVICE int used_slots(Block<Program>& block, const float* votes, int capacity
   return used;
 }
 
-// The exclusive sums of `number` over the threads, left in registers; returns the sum of all. sums: an int of shared memory per thread.
+// The exclusive sums of `number` over the threads, left in registers; returns the sum of all. sums: an int of shared
+// memory per thread.
 template <class Program, class F>
 KV_DEVICE int scan(Block<Program>& block, int* sums, F number) {
   block.each([&](int t, auto& r) { sums[t] = number(t, r); });

@@ -1,7 +1,9 @@
-// VoteAttention for one token per sequence. A block takes one split of a KV head's slots for all query heads of its group, so that every
-// key and every value is read once; the last block of a head puts its splits together in their order and appends the token.
+// VoteAttention for one token per sequence. A block takes one split of a KV head's slots for all query heads of its
+// group, so that every key and every value is read once; the last block of a head puts its splits together in their
+// order and appends the token.
 //
-// Averages of logits are updated on the way. Sums of probabilities need the softmax of the whole row: they follow in a second launch.
+// Averages of logits are updated on the way. Sums of probabilities need the softmax of the whole row: they follow in a
+// second launch.
 #pragma once
 
 #include "attention.h"
@@ -46,17 +48,17 @@ KV_HD constexpr size_t stage_size(int key_size, int value_size, int statistics) 
 template <class T, int G>
 struct Decode {
   using Args = Attention;
-  static constexpr int kThreads = 128, kWarps = kThreads / kWarp, kBlocksPerMultiprocessor = 3;
+  static constexpr int kThreads = 128, kWarps = kThreads / kWarp, kBlocksPerMultiprocessor = G > 8 ? 2 : 3;
   static constexpr int kOwn = (G + kWarps - 1) / kWarps;  // query heads of a warp, in the softmax
 
   struct Registers {
     float product[G][4], logit[kOwn], peak[kOwn], top[kOwn], total[kOwn];
   };
 
-  // Shared memory that does not depend on the number of stages, in floats: queries [G, D], parts of logits [warps, G, kBlock],
-  // logits [G, kBlock], weights [kBlock, G], factors [G], and one int.
+  // Shared memory that does not depend on the number of stages, in floats: queries [G, D], parts of logits [warps, G,
+  // kBlock], logits [G, kBlock], weights [kBlock, G], factors [G], and one int.
   static KV_HD constexpr size_t fixed(int key_size) {
-    return (G * key_size + (kWarps + 2) * G * kBlock + G + 4) * sizeof(float);
+    return (G * key_size + (kWarps + 2) * G * kBlock + (G + 4) / 4 * 4) * sizeof(float);
   }
   // What the end needs in place of the stages.
   static KV_HD constexpr size_t closing(int splits, int group) {
@@ -112,7 +114,8 @@ struct Decode {
     if (block.is_last(args.counters + head.index, args.splits)) finish(block, args, head, s, used);
   }
 
-  static KV_DEVICE void attend(Block<Decode>& block, const Attention& args, const Head<T>& head, const Shared& s, int used, Range range) {
+  static KV_DEVICE void attend(Block<Decode>& block, const Attention& args, const Head<T>& head, const Shared& s,
+                               int used, Range range) {
     const KvVoteAttention& a = args.call;
     const size_t size = stage_size<T>(a.key_size, a.value_size, a.statistics);
     const auto fetch = [&](int ahead) {
@@ -133,7 +136,8 @@ struct Decode {
     block.arrived(0);
   }
 
-  static KV_DEVICE void fetch_rows(Block<Decode>& block, const Head<T>& head, const Stage<T>& stage, int used, int from, int count, int t) {
+  static KV_DEVICE void fetch_rows(Block<Decode>& block, const Head<T>& head, const Stage<T>& stage, int used, int from,
+                                   int count, int t) {
     const KvVoteAttention& a = head.a;
     const int per_key = a.key_size / kLanes<T>, per_value = a.value_size / kLanes<T>;
     for (int i = t; i < count * per_key; i += kThreads) {
@@ -149,16 +153,20 @@ struct Decode {
     const int slot = t % kWarp;
     if (from + slot >= used || slot >= count) return;
     for (int k = t / kWarp; k < 2 + a.statistics; k += kWarps) {
-      if (k == 0) block.template copy<4>(stage.votes() + slot, head.votes() + from + slot);
-      else if (k == 1) block.template copy<4>(stage.position() + slot, head.position() + from + slot);
-      else block.template copy<4>(stage.score(k - 2) + slot, head.score(k - 2) + from + slot);
+      if (k == 0)
+        block.template copy<4>(stage.votes() + slot, head.votes() + from + slot);
+      else if (k == 1)
+        block.template copy<4>(stage.position() + slot, head.position() + from + slot);
+      else
+        block.template copy<4>(stage.score(k - 2) + slot, head.score(k - 2) + from + slot);
     }
   }
 
   // A lane is a slot, a warp a part of the head size.
   static KV_DEVICE void multiply_keys(Block<Decode>& block, const Stage<T>& stage, const Shared& s) {
     block.each([&](int t, Registers&) {
-      const int slot = t % kWarp, warp = t / kWarp, vectors = stage.key_size / kLanes<T>, each = (vectors + kWarps - 1) / kWarps;
+      const int slot = t % kWarp, warp = t / kWarp, vectors = stage.key_size / kLanes<T>,
+                each = (vectors + kWarps - 1) / kWarps;
       float total[G];
 #pragma unroll
       for (int g = 0; g < G; ++g) total[g] = 0.0f;
@@ -183,8 +191,8 @@ struct Decode {
   }
 
   // A lane is a slot, a warp every fourth query head: logits, the running softmax, weights.
-  static KV_DEVICE void weigh(Block<Decode>& block, const Attention& args, const Head<T>& head, const Stage<T>& stage, const Shared& s,
-                              int used, int from, int count) {
+  static KV_DEVICE void weigh(Block<Decode>& block, const Attention& args, const Head<T>& head, const Stage<T>& stage,
+                              const Shared& s, int used, int from, int count) {
     const KvVoteAttention& a = args.call;
     const int group = args.group(), now = head.first();
     block.each_alone([&](int t, Registers& r) {
@@ -206,7 +214,8 @@ struct Decode {
           logit = capped(logit, a.softcap);
           s.logit[g * kBlock + slot] = logit;
           r.logit[i] = bias == kLogZero ? kLogZero : logit + bias;
-          if (args.logits && g < group) args.logits[static_cast<size_t>(head.query_head(g)) * a.capacity + from + slot] = r.logit[i];
+          if (args.logits && g < group)
+            args.logits[static_cast<size_t>(head.query_head(g)) * a.capacity + from + slot] = r.logit[i];
         }
         r.peak[i] = r.logit[i];
       }
@@ -230,8 +239,8 @@ struct Decode {
   }
 
   // A thread is four columns of every `parts`-th value; and the averages of logits.
-  static KV_DEVICE void multiply_values(Block<Decode>& block, const Attention& args, const Head<T>& head, const Stage<T>& stage,
-                                        const Shared& s, int used, int from, int count) {
+  static KV_DEVICE void multiply_values(Block<Decode>& block, const Attention& args, const Head<T>& head,
+                                        const Stage<T>& stage, const Shared& s, int used, int from, int count) {
     const KvVoteAttention& a = args.call;
     block.each([&](int t, Registers& r) {
       const int chunks = a.value_size / 4, parts = kThreads / chunks, part = t / chunks, column = t % chunks * 4;
@@ -255,8 +264,8 @@ struct Decode {
     });
   }
 
-  static KV_DEVICE void update_average(const Attention& args, const Head<T>& head, const Stage<T>& stage, const Shared& s, int used, int from,
-                                       int slot, int k) {
+  static KV_DEVICE void update_average(const Attention& args, const Head<T>& head, const Stage<T>& stage,
+                                       const Shared& s, int used, int from, int slot, int k) {
     const KvVoteAttention& a = args.call;
     const int group = args.group();
     const float decay = a.statistic[k].decay, share = log1pf(-decay) - logf(static_cast<float>(group));
@@ -271,7 +280,8 @@ struct Decode {
   }
 
   // The split's products, maxima and sums into the workspace.
-  static KV_DEVICE void leave(Block<Decode>& block, const Attention& args, const Head<T>& head, const Shared& s, int split) {
+  static KV_DEVICE void leave(Block<Decode>& block, const Attention& args, const Head<T>& head, const Shared& s,
+                              int split) {
     const int group = args.group(), size = args.call.value_size, chunks = size / 4, parts = kThreads / chunks;
     const size_t at = static_cast<size_t>(head.index) * args.splits + split;
     float* sums = reinterpret_cast<float*>(s.stages);  // [parts, G, Dv]
@@ -287,7 +297,8 @@ struct Decode {
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
         const int g = t / kWarp + i * kWarps;
-        if (t % kWarp == 0 && g < group) args.tops[2 * at * group + g] = r.top[i], args.tops[(2 * at + 1) * group + g] = r.total[i];
+        if (t % kWarp == 0 && g < group)
+          args.tops[2 * at * group + g] = r.top[i], args.tops[(2 * at + 1) * group + g] = r.total[i];
       }
     });
     block.each([&](int t, Registers&) {
@@ -299,7 +310,8 @@ struct Decode {
     });
   }
 
-  static KV_DEVICE void finish(Block<Decode>& block, const Attention& args, const Head<T>& head, const Shared& s, int used) {
+  static KV_DEVICE void finish(Block<Decode>& block, const Attention& args, const Head<T>& head, const Shared& s,
+                               int used) {
     const KvVoteAttention& a = args.call;
     const int group = args.group(), size = a.value_size, splits = args.splits;
     const float *tops = args.tops + 2 * static_cast<size_t>(head.index) * splits * group,

@@ -1,9 +1,10 @@
-// The two operators of docs/contract.md on the device, behind a C ABI: the structs of the CPU's (../cpu/kvexport_cpu.h) with pointers
-// to device memory, a stream, and a workspace.
+// The two operators of docs/contract.md on the device, behind a C ABI: the structs of the CPU's (../cpu/kvexport_cpu.h)
+// with pointers to device memory, a stream, and a workspace.
 //
-// Calls only enqueue work and allocate nothing, so they can be captured in a CUDA graph. The same input gives the same bits: how work
-// is divided depends on batch, heads, slots and the number of multiprocessors alone, and what is divided is put together in one order.
-// Every function returns nullptr, or a message that says what cannot be computed (a static string) or what CUDA answered.
+// Calls only enqueue work and allocate nothing, so they can be captured in a CUDA graph. The same input gives the same
+// bits: how work is divided depends on batch, heads, slots and the number of multiprocessors alone, and what is divided
+// is put together in one order. Every function returns nullptr, or a message that says what cannot be computed (a
+// static string) or what CUDA answered.
 #pragma once
 
 #include "../cpu/kvexport_cpu.h"
@@ -28,8 +29,8 @@ enum { KV_CUDA_COUNTER_BYTES = 1 << 18, KV_CUDA_MAX_HEADS = 1 << 16 };
 const char* kv_cuda_vote_attention_workspace(const KvVoteAttention* call, size_t* bytes);
 const char* kv_cuda_merge_cache_workspace(const KvMergeCache* call, size_t* bytes);
 
-// All pointers of a call are device pointers, `policy.inverse_frequencies` too. Rows of keys and values are whole 16-byte vectors, at
-// most 256 elements, and their tensors are aligned to 16 bytes; a group has at most 16 query heads.
+// All pointers of a call are device pointers, `policy.inverse_frequencies` too. Rows of keys and values are whole
+// 16-byte vectors, at most 256 elements, and their tensors are aligned to 16 bytes; a group has at most 16 query heads.
 const char* kv_cuda_vote_attention(const KvVoteAttention* call, const KvCuda* where);
 const char* kv_cuda_merge_cache(const KvMergeCache* call, const KvCuda* where);
 

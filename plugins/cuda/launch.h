@@ -12,7 +12,8 @@ struct Device {
 };
 
 constexpr const char* kTooManyBlocks = "the call is too large for one launch";
-constexpr const char* kTooMuchShared = "the cache has more slots, or larger rows, than this device's shared memory holds";
+constexpr const char* kTooMuchShared =
+    "the cache has more slots, or larger rows, than this device's shared memory holds";
 
 #ifdef __CUDACC__
 
@@ -23,8 +24,11 @@ inline const char* text_of(cudaError_t error) { return error == cudaSuccess ? nu
 inline const char* this_device(Device* device) {
   int number = 0, shared = 0;
   if (const char* problem = text_of(cudaGetDevice(&number))) return problem;
-  if (const char* problem = text_of(cudaDeviceGetAttribute(&device->multiprocessors, cudaDevAttrMultiProcessorCount, number))) return problem;
-  if (const char* problem = text_of(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, number))) return problem;
+  if (const char* problem =
+          text_of(cudaDeviceGetAttribute(&device->multiprocessors, cudaDevAttrMultiProcessorCount, number)))
+    return problem;
+  if (const char* problem = text_of(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, number)))
+    return problem;
   device->shared_limit = shared;
   return nullptr;
 }
@@ -38,14 +42,15 @@ __global__ void __launch_bounds__(Program::kThreads, Program::kBlocksPerMultipro
 }
 
 template <class Program>
-const char* launch(const typename Program::Args& args, size_t blocks, size_t shared, const Device& device, Stream stream) {
+const char* launch(const typename Program::Args& args, size_t blocks, size_t shared, const Device& device,
+                   Stream stream) {
   if (blocks == 0) return nullptr;
   if (blocks >= kLaunchable) return kTooManyBlocks;
   // A few bytes belong to Block::is_last.
   if (shared + 16 > device.shared_limit) return kTooMuchShared;
   if (shared > 48000)
-    if (const char* problem = text_of(
-            cudaFuncSetAttribute(run_program<Program>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared))))
+    if (const char* problem = text_of(cudaFuncSetAttribute(
+            run_program<Program>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared))))
       return problem;
   run_program<Program><<<static_cast<unsigned>(blocks), Program::kThreads, shared, stream>>>(args);
   return text_of(cudaGetLastError());
@@ -110,7 +115,8 @@ inline const char* copy_state(const KvState& from, const KvState& to, size_t slo
   if (const char* problem = copy_tensor(to.key, from.key, slots * key_bytes, stream)) return problem;
   if (const char* problem = copy_tensor(to.value, from.value, slots * value_bytes, stream)) return problem;
   if (const char* problem = copy_tensor(to.votes, from.votes, slots * sizeof(float), stream)) return problem;
-  if (const char* problem = copy_tensor(to.score, from.score, slots * statistics * sizeof(float), stream)) return problem;
+  if (const char* problem = copy_tensor(to.score, from.score, slots * statistics * sizeof(float), stream))
+    return problem;
   return copy_tensor(to.position, from.position, slots * sizeof(int32_t), stream);
 }
 
@@ -118,9 +124,12 @@ inline bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>
 
 inline int element_size(int type) { return type == KV_FLOAT32 ? 4 : 2; }
 
-inline const char* check_cache(int type, int batch, int heads, int capacity, int key_size, int value_size, int statistics) {
-  if (type != KV_FLOAT32 && type != KV_FLOAT16 && type != KV_BFLOAT16) return "the type of the cache is neither float32, float16 nor bfloat16";
-  if (batch < 0 || heads < 1 || capacity < 1 || key_size < 1 || value_size < 1) return "a dimension is zero or negative";
+inline const char* check_cache(int type, int batch, int heads, int capacity, int key_size, int value_size,
+                               int statistics) {
+  if (type != KV_FLOAT32 && type != KV_FLOAT16 && type != KV_BFLOAT16)
+    return "the type of the cache is neither float32, float16 nor bfloat16";
+  if (batch < 0 || heads < 1 || capacity < 1 || key_size < 1 || value_size < 1)
+    return "a dimension is zero or negative";
   if (key_size > 256 || value_size > 256) return "a head size is above 256";
   const int lanes = 16 / element_size(type);
   if (key_size % lanes || value_size % lanes) return "a row of keys or values is not a whole number of 16-byte vectors";

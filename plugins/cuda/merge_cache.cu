@@ -9,9 +9,12 @@ namespace cuda {
 namespace {
 
 const char* check(const KvMergeCache& a) {
-  if (const char* problem = check_cache(a.type, a.batch, a.heads, a.capacity, a.key_size, a.value_size, a.statistics)) return problem;
-  if (a.budget < 1 || a.sinks < 0 || a.recent < 0 || a.sliding_window < 0) return "budget, sinks, recent or sliding_window is out of range";
-  if (a.policy.rotary_planes < 0 || 2 * a.policy.rotary_planes > a.key_size) return "there are more rotary planes than the key has dimensions";
+  if (const char* problem = check_cache(a.type, a.batch, a.heads, a.capacity, a.key_size, a.value_size, a.statistics))
+    return problem;
+  if (a.budget < 1 || a.sinks < 0 || a.recent < 0 || a.sliding_window < 0)
+    return "budget, sinks, recent or sliding_window is out of range";
+  if (a.policy.rotary_planes < 0 || 2 * a.policy.rotary_planes > a.key_size)
+    return "there are more rotary planes than the key has dimensions";
   return nullptr;
 }
 
@@ -30,7 +33,8 @@ size_t plan(const KvMergeCache& a, const Device& device, void* workspace, Merge*
   m.most_rows = pool < a.capacity ? static_cast<int>(pool) : a.capacity;
   const bool merges = p.merging != KV_DROP && m.most > 0;
   // As many splits as fill the device twice, none below four blocks of keys.
-  const size_t tiles = heads * tiles_of(m.most > 0 ? m.most : 1), wanted = tiles > 0 ? 2 * device.multiprocessors / tiles : 1;
+  const size_t tiles = heads * tiles_of(m.most > 0 ? m.most : 1),
+               wanted = tiles > 0 ? 2 * device.multiprocessors / tiles : 1;
   const size_t worth = a.capacity / 128;
   m.splits = static_cast<int>(wanted < 1 || worth < 1 ? 1 : wanted < worth ? wanted : worth);
   parts.take<int>(KV_CUDA_COUNTER_BYTES / sizeof(int));
@@ -57,8 +61,8 @@ size_t plan(const KvMergeCache& a, const Device& device, void* workspace, Merge*
 template <class T>
 const char* nearest(const Merge& m, bool higher, const Device& device, Stream stream) {
   const size_t heads = static_cast<size_t>(m.call.batch) * m.call.heads;
-  return launch<Nearest<T>>({m, higher}, heads * tiles_of(higher ? m.most_rows : m.most) * m.splits, Nearest<T>::size(m.call.key_size),
-                            device, stream);
+  return launch<Nearest<T>>({m, higher}, heads * tiles_of(higher ? m.most_rows : m.most) * m.splits,
+                            Nearest<T>::size(m.call.key_size), device, stream);
 }
 
 template <class T>
@@ -112,11 +116,12 @@ extern "C" const char* kv_cuda_merge_cache(const KvMergeCache* call, const KvCud
   if (const char* problem = this_device(&device)) return problem;
   if (const char* problem = check_workspace(*where, plan(a, device, where->workspace, &merge))) return problem;
   const KvState &past = a.past, &present = a.present;
-  merge.in_place = past.key == present.key && past.value == present.value && past.votes == present.votes && past.score == present.score &&
-                   past.position == present.position;
+  merge.in_place = past.key == present.key && past.value == present.value && past.votes == present.votes &&
+                   past.score == present.score && past.position == present.position;
   const Stream stream = static_cast<Stream>(where->stream);
   const size_t slots = static_cast<size_t>(a.batch) * a.heads * a.capacity, element = element_size(a.type);
-  if (const char* problem = copy_state(past, present, slots, a.statistics, a.key_size * element, a.value_size * element, stream))
+  if (const char* problem =
+          copy_state(past, present, slots, a.statistics, a.key_size * element, a.value_size * element, stream))
     return problem;
   if (a.type == KV_FLOAT32) return run<float>(merge, device, stream);
   return a.type == KV_FLOAT16 ? run<Half>(merge, device, stream) : run<BFloat>(merge, device, stream);

@@ -6,7 +6,8 @@
 namespace kv {
 namespace cuda {
 
-// The nearest target of every row, in one pass over the keys of one split of the slots. A block is 32 rows against that split.
+// The nearest target of every row, in one pass over the keys of one split of the slots. A block is 32 rows against that
+// split.
 template <class T>
 struct Nearest {
   struct Args {
@@ -18,7 +19,8 @@ struct Nearest {
     float best[2];
     int place[2];
   };
-  // Rows and keys in their own type; of both the parts of their squares, of the rows their importance; the best of every eighth slot.
+  // Rows and keys in their own type; of both the parts of their squares, of the rows their importance; the best of
+  // every eighth slot.
   static KV_HD constexpr size_t size(int key_size) {
     return (kRows + kSlots) * shared_stride<T>(key_size) + (2 * kRows * kParts + kRows + 16 * kRows) * sizeof(float);
   }
@@ -39,11 +41,14 @@ struct Nearest {
     if (x.over == 0 || begin >= rows) return;
     const Shared s = divide(block.shared, stride);
     const int first = x.free, last = args.higher || !a.policy.recent_receives ? x.free + x.frees : x.used;
-    const int each = (last - first + plan.splits - 1) / plan.splits, from = first + split * each, to = min_of(from + each, last);
+    const int each = (last - first + plan.splits - 1) / plan.splits, from = first + split * each,
+              to = min_of(from + each, last);
     block.each([&](int t, Registers& r) {
       r.best[0] = r.best[1] = kNoTarget, r.place[0] = r.place[1] = -1;
-      for (int i = t; i < kRows; i += kThreads) s.importance[i] = begin + i < rows ? head.of(plan.importance)[head.rows()[begin + i]] : 0.0f;
-      load(s.row, stride, a.key_size, t, [&](int i) { return begin + i < rows ? head.template key<T>(head.rows()[begin + i]) : nullptr; });
+      for (int i = t; i < kRows; i += kThreads)
+        s.importance[i] = begin + i < rows ? head.of(plan.importance)[head.rows()[begin + i]] : 0.0f;
+      load(s.row, stride, a.key_size, t,
+           [&](int i) { return begin + i < rows ? head.template key<T>(head.rows()[begin + i]) : nullptr; });
     });
     block.each([&](int t, auto&) { s.row_square[t] = square(s.row, stride, a.key_size, t); });
     for (int at = from; at < to; at += kSlots) {
@@ -54,14 +59,16 @@ struct Nearest {
       block.each([&](int t, Registers& r) { compare(r, head, args, s, stride, at, to, t); });
     }
     block.each([&](int t, Registers& r) {
-      for (int i = 0; i < 2; ++i) s.best[(t / 8 * 2 + i) * 8 + t % 8] = r.best[i], s.place[(t / 8 * 2 + i) * 8 + t % 8] = r.place[i];
+      for (int i = 0; i < 2; ++i)
+        s.best[(t / 8 * 2 + i) * 8 + t % 8] = r.best[i], s.place[(t / 8 * 2 + i) * 8 + t % 8] = r.place[i];
     });
     block.each([&](int t, auto&) {
       if (t >= kRows || begin + t >= rows) return;
       float best = kNoTarget;
       int place = -1;
       for (int i = t * 8; i < t * 8 + 8; ++i)
-        if (s.place[i] >= 0 && (place < 0 || s.best[i] > best || (s.best[i] == best && s.place[i] < place))) best = s.best[i], place = s.place[i];
+        if (s.place[i] >= 0 && (place < 0 || s.best[i] > best || (s.best[i] == best && s.place[i] < place)))
+          best = s.best[i], place = s.place[i];
       plan.near[head.split(begin + t, split)] = best;
       plan.nearest[head.split(begin + t, split)] = place;
     });
@@ -106,7 +113,8 @@ struct Nearest {
   }
 
   // Two rows and every eighth slot.
-  static KV_DEVICE void compare(Registers& r, const MergeHead& head, const Args& args, const Shared& s, int stride, int at, int to, int t) {
+  static KV_DEVICE void compare(Registers& r, const MergeHead& head, const Args& args, const Shared& s, int stride,
+                                int at, int to, int t) {
     const KvMergePolicy& p = args.plan.call.policy;
     const int row = t / 8 * 2;
     float total[2][4] = {};
@@ -177,7 +185,8 @@ struct Group {
   }
 };
 
-// KVSlimmer: the attention's output as the accumulated probabilities see it, o = sum a v, and what they add up to. One block per head.
+// KVSlimmer: the attention's output as the accumulated probabilities see it, o = sum a v, and what they add up to. One
+// block per head.
 template <class T>
 struct Attended {
   using Args = Merge;
@@ -216,7 +225,8 @@ struct Attended {
   }
 };
 
-// A group's key and value, votes and statistics. A block is a leaving slot, and works if that is the first of its group.
+// A group's key and value, votes and statistics. A block is a leaving slot, and works if that is the first of its
+// group.
 template <class T>
 struct Join {
   using Args = Merge;
@@ -225,7 +235,9 @@ struct Join {
     int count, scanned;
   };
   // Sums over the threads, results of one thread, and the members and their weights.
-  static KV_HD constexpr size_t size(int most) { return (kThreads + 4 + 2 * (static_cast<size_t>(most) + 1)) * sizeof(float); }
+  static KV_HD constexpr size_t size(int most) {
+    return (kThreads + 4 + 2 * (static_cast<size_t>(most) + 1)) * sizeof(float);
+  }
   struct Shared {
     int *sums, *member;
     float *weight, *total, *factor, *share, *votes;
@@ -250,19 +262,21 @@ struct Join {
     block.each([&](int t, auto&) {
       if (t == 0) weigh(head, x, s, count, own);
     });
-    T* row = static_cast<T*>(plan.merged) + (static_cast<size_t>(head.index) * plan.most + own) * (a.key_size + a.value_size);
+    T* row = static_cast<T*>(plan.merged) +
+             (static_cast<size_t>(head.index) * plan.most + own) * (a.key_size + a.value_size);
     block.each([&](int t, auto&) {
       for (int i = t; i < a.key_size; i += kThreads)
-        assign(row[i], a.policy.merging == KV_PAIR
-                           ? pair_key(head, s, i)
-                           : *s.factor * mean(s, count, [&](int slot) { return head.template key<T>(slot)[i]; }));
+        assign(row[i], a.policy.merging == KV_PAIR ? pair_key(head, s, i) : *s.factor * mean(s, count, [&](int slot) {
+                 return head.template key<T>(slot)[i];
+               }));
       for (int i = t; i < a.value_size; i += kThreads)
         assign(row[a.key_size + i], mean(s, count, [&](int slot) { return head.template value<T>(slot)[i]; }));
     });
   }
 
   // The target, and then all that leave into it.
-  static KV_DEVICE int list_members(Block<Join>& block, const MergeHead& head, const Shared& s, int own, int leaving, int target) {
+  static KV_DEVICE int list_members(Block<Join>& block, const MergeHead& head, const Shared& s, int own, int leaving,
+                                    int target) {
     const int each = (leaving - own + kThreads - 1) / kThreads;
     const auto last = [&](int t) { return min_of(own + (t + 1) * each, leaving); };
     block.each([&](int t, auto& r) {
@@ -286,7 +300,8 @@ struct Join {
     return sum / *s.total;
   }
 
-  // By one thread: a group has few members. Weights of the mean, votes, statistics, and in whose place the group comes out.
+  // By one thread: a group has few members. Weights of the mean, votes, statistics, and in whose place the group comes
+  // out.
   static KV_DEVICE void weigh(const MergeHead& head, const HeadPlan& x, const Shared& s, int count, int own) {
     const KvMergeCache& a = head.a;
     const KvMergePolicy& p = a.policy;
@@ -300,16 +315,19 @@ struct Join {
       *s.total = votes;
     }
     *s.factor = factor;
-    float* small = head.plan.merged_small + (static_cast<size_t>(head.index) * head.plan.most + own) * (1 + a.statistics);
+    float* small =
+        head.plan.merged_small + (static_cast<size_t>(head.index) * head.plan.most + own) * (1 + a.statistics);
     small[0] = votes;
     for (int k = 0; k < a.statistics; ++k) small[1 + k] = joined_score(head, x, s, count, k, latest);
     head.of(head.plan.owner)[latest] = ~own;
   }
 
-  static KV_DEVICE void zip(const MergeHead& head, const HeadPlan& x, const Shared& s, int count, float* votes, float* factor) {
+  static KV_DEVICE void zip(const MergeHead& head, const HeadPlan& x, const Shared& s, int count, float* votes,
+                            float* factor) {
     const KvMergePolicy& p = head.a.policy;
     const auto logit = [&](int j) {
-      return corrected_average(head.score(head.a.statistics - 1, s.member[j]), p.weigh_decay, x.now, head.position(s.member[j]));
+      return corrected_average(head.score(head.a.statistics - 1, s.member[j]), p.weigh_decay, x.now,
+                               head.position(s.member[j]));
     };
     ZipSums sums;
     sums.top = logit(0);
@@ -323,14 +341,16 @@ struct Join {
   }
 
   // Probability mass adds, of averages of exp(logit) the mean by votes.
-  static KV_DEVICE float joined_score(const MergeHead& head, const HeadPlan& x, const Shared& s, int count, int k, int latest) {
+  static KV_DEVICE float joined_score(const MergeHead& head, const HeadPlan& x, const Shared& s, int count, int k,
+                                      int latest) {
     const KvMergePolicy& p = head.a.policy;
     const auto seen = [&](int slot) { return static_cast<float>(max_of(x.now - head.position(slot) + 1, 1)); };
     if (p.statistic[k].kind == KV_STATISTIC_NONE) return head.score(k, s.member[0]);
     float sum = 0.0f;
     if (p.statistic[k].kind == KV_STATISTIC_PROBABILITY) {
       const bool by_mean = k == 0 && p.mean_adds;
-      for (int j = 0; j < count; ++j) sum += by_mean ? head.score(k, s.member[j]) / seen(s.member[j]) : head.score(k, s.member[j]);
+      for (int j = 0; j < count; ++j)
+        sum += by_mean ? head.score(k, s.member[j]) / seen(s.member[j]) : head.score(k, s.member[j]);
       return by_mean ? sum * seen(latest) : sum;
     }
     float top = head.score(k, s.member[0]), votes = 0.0f;
@@ -378,7 +398,8 @@ struct Join {
       const int plane = p.rotary_interleaved ? i / 2 : i % planes;
       const bool first = p.rotary_interleaved ? i % 2 == 0 : i < planes;
       const int other = p.rotary_interleaved ? i ^ 1 : first ? i + planes : i - planes;
-      const float angle = static_cast<float>(head.position(younger) - head.position(older)) * p.inverse_frequencies[plane];
+      const float angle =
+          static_cast<float>(head.position(younger) - head.position(older)) * p.inverse_frequencies[plane];
       turned = turned * cosf(angle) + (first ? -1.0f : 1.0f) * to_float(key[other]) * sinf(angle);
     }
     return *s.share * to_float(head.template key<T>(younger)[i]) + (1.0f - *s.share) * turned;

@@ -50,7 +50,8 @@ struct Order {
     });
     for (int k = -1; k < a.statistics; ++k) {
       float *from = k < 0 ? head.of(a.present.votes) : head.scores(k), *held = reinterpret_cast<float*>(column);
-      const float* merged = plan.merged_small + static_cast<size_t>(head.index) * plan.most * (1 + a.statistics) + 1 + k;
+      const float* merged =
+          plan.merged_small + static_cast<size_t>(head.index) * plan.most * (1 + a.statistics) + 1 + k;
       block.each([&](int t, auto&) {
         for (int i = t; i < kept; i += kThreads)
           held[i] = source[i] >= 0 ? from[source[i]] : merged[static_cast<size_t>(~source[i]) * (1 + a.statistics)];
@@ -64,14 +65,15 @@ struct Order {
 
 // The rows of keys and values. A block is up to 64 bytes of every key or value of a head: no other block touches them.
 //
-// Slots that lay in order of position move towards the front, in the order of their places: what a step of rows reads, no earlier step
-// has written. Slots that did not go through shared memory, four bytes of all rows at a time.
+// Slots that lay in order of position move towards the front, in the order of their places: what a step of rows reads,
+// no earlier step has written. Slots that did not go through shared memory, four bytes of all rows at a time.
 struct Place {
   struct Args {
     Merge plan;
     int element;  // bytes
   };
-  static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 1, kVectors = 4, kLanes = kThreads / kVectors, kSteps = 8;
+  static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 1, kVectors = 4, kLanes = kThreads / kVectors,
+                       kSteps = 8;
   struct Registers {
     Vector row[kSteps];
   };
@@ -92,7 +94,8 @@ struct Place {
     const Merge& plan = args.plan;
     const KvMergeCache& a = plan.call;
     const int key_bytes = a.key_size * args.element, value_bytes = a.value_size * args.element;
-    const int key_blocks = blocks_of(key_bytes), each = key_blocks + blocks_of(value_bytes), number = block.index() % each;
+    const int key_blocks = blocks_of(key_bytes), each = key_blocks + blocks_of(value_bytes),
+              number = block.index() % each;
     const MergeHead head(plan, block.index() / each);
     const HeadPlan x = head.info();
     if (untouched(plan, x)) return;
@@ -101,17 +104,21 @@ struct Place {
     Rows rows;
     rows.stride = bytes, rows.merged_stride = key_bytes + value_bytes;
     rows.base = static_cast<char*>(keys ? a.present.key : a.present.value) + head.slots * bytes + offset;
-    rows.merged = static_cast<const char*>(plan.merged) + static_cast<size_t>(head.index) * plan.most * rows.merged_stride +
-                  (keys ? 0 : key_bytes) + offset;
+    rows.merged = static_cast<const char*>(plan.merged) +
+                  static_cast<size_t>(head.index) * plan.most * rows.merged_stride + (keys ? 0 : key_bytes) + offset;
     rows.width = min_of(bytes - offset, kVectors * 16);
     const int* source = head.of(plan.source);
-    if (x.sorted) move_forward(block, rows, source, x.kept);
-    else move_any(block, rows, source, x.kept);
+    if (x.sorted)
+      move_forward(block, rows, source, x.kept);
+    else
+      move_any(block, rows, source, x.kept);
     block.each([&](int t, auto&) {
       const int at = t % kVectors * 16;
       for (int i = t / kVectors; at < rows.width && i < (plan.in_place ? x.in_all : a.capacity); i += kLanes)
-        if (i >= x.kept) store_vector(rows.row(i) + at, Vector{});
-        else if (source[i] < 0) store_vector(rows.row(i) + at, load_vector(rows.merged_row(~source[i]) + at));
+        if (i >= x.kept)
+          store_vector(rows.row(i) + at, Vector{});
+        else if (source[i] < 0)
+          store_vector(rows.row(i) + at, load_vector(rows.merged_row(~source[i]) + at));
     });
   }
 

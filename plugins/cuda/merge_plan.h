@@ -1,8 +1,10 @@
-// What the launches of MergeCache share: the call, the plan that they fill in one after another, and slots in order of position.
+// What the launches of MergeCache share: the call, the plan that they fill in one after another, and slots in order of
+// position.
 //
-// `Rank` orders the slots and says which leave; with merge_first it says which might, `Nearest` looks for their targets and `Choose`
-// decides. Then `Nearest` finds where leaving slots go, `Group` who merges with whom, `Join` computes the merged rows, `Order` where
-// every slot ends up, and `Place` moves the rows. The cache is changed by the last two alone.
+// `Rank` orders the slots and says which leave; with merge_first it says which might, `Nearest` looks for their targets
+// and `Choose` decides. Then `Nearest` finds where leaving slots go, `Group` who merges with whom, `Join` computes the
+// merged rows, `Order` where every slot ends up, and `Place` moves the rows. The cache is changed by the last two
+// alone.
 #pragma once
 
 #include "types.h"
@@ -15,13 +17,13 @@ constexpr int kNobody = INT32_MAX;
 
 // What is known of one head.
 struct HeadPlan {
-  int in_all;        // used slots
-  int used;          // without what the sliding window has passed
-  int now;           // the latest position
-  int sorted;        // whether the slots lie in order of position
-  int free, frees;   // the first slot that is free to leave, and how many are: they lie together
-  int over;          // how many have to leave
-  int pool;          // how many might, with merge_first
+  int in_all;       // used slots
+  int used;         // without what the sliding window has passed
+  int now;          // the latest position
+  int sorted;       // whether the slots lie in order of position
+  int free, frees;  // the first slot that is free to leave, and how many are: they lie together
+  int over;         // how many have to leave
+  int pool;         // how many might, with merge_first
   int leaving;
   int kept;
 };
@@ -30,11 +32,11 @@ struct HeadPlan {
 struct Merge {
   KvMergeCache call;
   bool in_place;
-  int most;        // that can leave a head: the stride of what is kept per leaving slot
-  int most_rows;   // or be looked at as if they did
-  int splits;      // of the targets in Nearest
+  int most;       // that can leave a head: the stride of what is kept per leaving slot
+  int most_rows;  // or be looked at as if they did
+  int splits;     // of the targets in Nearest
   HeadPlan* heads;
-  int* order;           // the slot in the cache
+  int* order;  // the slot in the cache
   float* importance;
   float* value;         // by which slots leave
   uint8_t* mark;        // kLeaves, kReceives
@@ -95,13 +97,16 @@ KV_DEVICE float nearest_of(const MergeHead& head, int row, int* target) {
   *target = -1;
   for (int i = 0; i < head.plan.splits; ++i) {
     const size_t at = head.split(row, i);
-    if (head.plan.nearest[at] >= 0 && head.plan.near[at] > best) best = head.plan.near[at], *target = head.plan.nearest[at];
+    if (head.plan.nearest[at] >= 0 && head.plan.near[at] > best)
+      best = head.plan.near[at], *target = head.plan.nearest[at];
   }
   return best;
 }
 
 // The older of a pair of neighbours that are both free to leave.
-KV_DEVICE bool is_older(const HeadPlan& x, int i) { return i >= x.free && i + 1 < x.free + x.frees && (i - x.free) % 2 == 0; }
+KV_DEVICE bool is_older(const HeadPlan& x, int i) {
+  return i >= x.free && i + 1 < x.free + x.frees && (i - x.free) % 2 == 0;
+}
 
 }  // namespace cuda
 }  // namespace kv

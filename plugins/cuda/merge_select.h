@@ -13,7 +13,9 @@ struct Selection {
   int *counts, *sums, *words;
   uint8_t* mark;  // kLater, kFirst, kChosen
 
-  static KV_HD size_t size(int capacity) { return (2 * kThreads + 4) * sizeof(int) + static_cast<size_t>(capacity) * (sizeof(float) + 1); }
+  static KV_HD size_t size(int capacity) {
+    return (2 * kThreads + 4) * sizeof(int) + static_cast<size_t>(capacity) * (sizeof(float) + 1);
+  }
   KV_DEVICE Selection(char* shared, int capacity) {
     counts = reinterpret_cast<int*>(shared);
     sums = counts + kThreads;
@@ -31,7 +33,8 @@ KV_DEVICE uint32_t ordered(float x) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// Marks the `wanted` lowest of slots [from, to) that are marked `among`, as kChosen; of equals the lowest slots. There are enough.
+// Marks the `wanted` lowest of slots [from, to) that are marked `among`, as kChosen; of equals the lowest slots. There
+// are enough.
 template <class Program>
 KV_DEVICE void choose_lowest(Block<Program>& block, const Selection& s, int from, int to, int among, int wanted) {
   constexpr int kThreads = Program::kThreads;
@@ -59,7 +62,8 @@ KV_DEVICE void choose_lowest(Block<Program>& block, const Selection& s, int from
   const int each = (to - from + kThreads - 1) / kThreads;
   block.each([&](int t, auto& r) {
     r.count = 0;
-    for (int i = from + t * each; i < min_of(from + (t + 1) * each, to); ++i) r.count += s.mark[i] == among && ordered(s.value[i]) == prefix;
+    for (int i = from + t * each; i < min_of(from + (t + 1) * each, to); ++i)
+      r.count += s.mark[i] == among && ordered(s.value[i]) == prefix;
   });
   scan(block, s.sums, [](int, auto& r) { return r.count; });
   block.each([&](int t, auto& r) {
@@ -88,7 +92,8 @@ KV_DEVICE int list_chosen(Block<Program>& block, const Selection& s, int used, i
   return count;
 }
 
-// Of a head with slots marked kFirst or kLater: which leave, and which may receive. Fills `rows`, `mark` and what is known of the head.
+// Of a head with slots marked kFirst or kLater: which leave, and which may receive. Fills `rows`, `mark` and what is
+// known of the head.
 template <class Program>
 KV_DEVICE void choose(Block<Program>& block, const MergeHead& head, const Selection& s) {
   const KvMergePolicy& p = head.a.policy;
@@ -113,7 +118,8 @@ KV_DEVICE void choose(Block<Program>& block, const MergeHead& head, const Select
     if (t == 0) head.info().leaving = leaving;
     for (int i = t; i < x.used; i += Program::kThreads) {
       const bool leaves = s.mark[i] == kChosen;
-      const bool receives = !leaves && ((i >= begin && i < end) || (p.recent_receives && head.position(i) >= head.a.sinks));
+      const bool receives =
+          !leaves && ((i >= begin && i < end) || (p.recent_receives && head.position(i) >= head.a.sinks));
       head.of(head.plan.mark)[i] = leaves ? kLeaves : receives ? kReceives : 0;
     }
   });
@@ -134,7 +140,8 @@ KV_DEVICE void residual_region(Block<Program>& block, const MergeHead& head, con
   });
   const int count = sum_of(block, s.sums, [](int, auto& r) { return r.count; });
   if (count == 0) return;
-  choose_lowest(block, s, 0, x.used, kFirst, max_of(static_cast<int>(floorf(head.a.policy.residual * static_cast<float>(count))), 1));
+  choose_lowest(block, s, 0, x.used, kFirst,
+                max_of(static_cast<int>(floorf(head.a.policy.residual * static_cast<float>(count))), 1));
   block.each([&](int t, auto&) {
     for (int i = t; i < x.used; i += Program::kThreads)
       if (mark[i] == kReceives && s.mark[i] != kChosen) mark[i] = 0;
@@ -172,7 +179,8 @@ struct Rank {
       r.count = -1;
       for (int i = t; i < in_all; i += kThreads) r.count = max_of(r.count, position[i]);
     });
-    const int now = reduce(block, s.sums, [](int, auto& r) { return r.count; }, [](int i, int j) { return max_of(i, j); });
+    const int now =
+        reduce(block, s.sums, [](int, auto& r) { return r.count; }, [](int i, int j) { return max_of(i, j); });
     const int passed_at = a.sliding_window ? now - a.sliding_window : -1;
     const auto count_of = [&](auto counts) {
       block.each([&](int t, auto& r) {
@@ -184,7 +192,8 @@ struct Rank {
     const int passed = count_of([&](int i) { return position[i] <= passed_at; });
     const bool sorted = count_of([&](int i) { return i > 0 && position[i - 1] > position[i]; }) == 0;
     const int sinks = count_of([&](int i) { return position[i] > passed_at && position[i] < a.sinks; });
-    const int recent = count_of([&](int i) { return position[i] > max_of(passed_at, now - a.recent) && position[i] >= a.sinks; });
+    const int recent =
+        count_of([&](int i) { return position[i] > max_of(passed_at, now - a.recent) && position[i] >= a.sinks; });
     block.each([&](int t, auto&) {
       for (int i = t; i < in_all; i += kThreads) {
         int rank = i - passed;

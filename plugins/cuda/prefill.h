@@ -1,5 +1,6 @@
-// VoteAttention for several tokens per sequence, in three launches: append; tiles of query rows against blocks of slots with a running
-// softmax; and blocks of slots against the tiles of rows that count, which gives their statistics. Only tiles of logits ever exist.
+// VoteAttention for several tokens per sequence, in three launches: append; tiles of query rows against blocks of slots
+// with a running softmax; and blocks of slots against the tiles of rows that count, which gives their statistics. Only
+// tiles of logits ever exist.
 //
 // A row is one query head of one token, t G + g; a tile is 32 of them.
 #pragma once
@@ -23,7 +24,8 @@ struct Append {
     const KvVoteAttention& a = args.call;
     const int parts = blocks_per_head(a.tokens), part = block.index() % parts;
     const Head<T> head(a, block.index() / parts);
-    const int used = used_slots(block, head.votes(), a.capacity, reinterpret_cast<int*>(block.shared)), n = head.length(used);
+    const int used = used_slots(block, head.votes(), a.capacity, reinterpret_cast<int*>(block.shared)),
+              n = head.length(used);
     const int from = part * kTokens, count = min_of(kTokens, n - from);
     block.each([&](int t, auto&) {
       if (part == 0 && t == 0) args.used[2 * head.index] = used, args.used[2 * head.index + 1] = n;
@@ -36,7 +38,8 @@ struct Append {
   }
 };
 
-// 32 rows times 32 slots: what both passes do. Shared memory: queries and rows of the cache in their own type, logits in float32.
+// 32 rows times 32 slots: what both passes do. Shared memory: queries and rows of the cache in their own type, logits
+// in float32.
 template <class T>
 struct Tile {
   char *query, *rows;
@@ -46,7 +49,8 @@ struct Tile {
   static constexpr int kLogitStride = kBlock + 1;
   static KV_HD constexpr size_t size(int key_size, int value_size) {
     const size_t key = kBlock * shared_stride<T>(key_size), value = kBlock * value_size * sizeof(T);
-    return kTile * shared_stride<T>(key_size) + (key > value ? key : value) + (kTile * kLogitStride + 2 * kBlock) * sizeof(float);
+    return kTile * shared_stride<T>(key_size) + (key > value ? key : value) +
+           (kTile * kLogitStride + 2 * kBlock) * sizeof(float);
   }
   KV_DEVICE Tile(char* shared, int key_size, int value_size) {
     const size_t key = kBlock * shared_stride<T>(key_size), value = kBlock * value_size * sizeof(T);
@@ -67,7 +71,8 @@ struct Tile {
       store_vector(query + i / vectors * stride + at * 16, vector);
     }
   }
-  // Keys of slots [from, from + count), zeros after them, and what is known of the slots; nothing sees those after the last.
+  // Keys of slots [from, from + count), zeros after them, and what is known of the slots; nothing sees those after the
+  // last.
   KV_DEVICE void load_keys(const Head<T>& head, int used, int from, int count, int t, int threads) const {
     const KvVoteAttention& a = head.a;
     const int vectors = a.key_size / kLanes<T>, stride = shared_stride<T>(a.key_size);
@@ -120,7 +125,9 @@ struct Prefill {
   struct Registers {
     float product[kChunks][kRows][4], logit[kRows], peak[kRows], top[kRows], total[kRows];
   };
-  static KV_DEVICE int blocks_per_head(const Attention& args) { return (args.call.tokens * args.group() + kTile - 1) / kTile; }
+  static KV_DEVICE int blocks_per_head(const Attention& args) {
+    return (args.call.tokens * args.group() + kTile - 1) / kTile;
+  }
 
   static KV_DEVICE void run(Block<Prefill>& block, const Attention& args) {
     const KvVoteAttention& a = args.call;
@@ -147,7 +154,9 @@ struct Prefill {
         for (int i = 0; i < kRows; ++i) {
           const int row = t / kWarp * kRows + i;
           const bool seen = visible(tile.position[slot], first + (begin + row) / group, a.sliding_window);
-          r.logit[i] = slot >= count ? kLowest : seen ? tile.logit[row * Tile<T>::kLogitStride + slot] + tile.bias[slot] : kLogZero;
+          r.logit[i] = slot >= count ? kLowest
+                       : seen        ? tile.logit[row * Tile<T>::kLogitStride + slot] + tile.bias[slot]
+                                     : kLogZero;
           r.peak[i] = r.logit[i];
         }
       });
@@ -232,18 +241,19 @@ struct Prefill {
   }
 };
 
-// The statistics. A block is 32 slots of a head against all rows that count, a statistic at a time; a thread is one slot and eight rows
-// of each tile.
+// The statistics. A block is 32 slots of a head against all rows that count, a statistic at a time; a thread is one
+// slot and eight rows of each tile.
 template <class T>
 struct PrefillScores {
   using Args = Attention;
   static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 2, kParts = kThreads / kWarp, kRows = kTile / kParts;
-  // Of a log_ema: the running maximum, the sum relative to it, and the weights of the queries that see the slot. Of a sum of
-  // probabilities: the sum.
+  // Of a log_ema: the running maximum, the sum relative to it, and the weights of the queries that see the slot. Of a
+  // sum of probabilities: the sum.
   struct Registers {
     float top, sum, counted;
   };
-  // Beside the tile, in floats: weights of rows, their maxima and sums, and what the parts add up to [3, parts, kBlock].
+  // Beside the tile, in floats: weights of rows, their maxima and sums, and what the parts add up to [3, parts,
+  // kBlock].
   static KV_HD constexpr size_t fixed() { return (3 * kTile + 3 * kParts * kBlock) * sizeof(float); }
   static KV_HD int blocks_per_head(int capacity) { return (capacity + kBlock - 1) / kBlock; }
 
@@ -270,7 +280,8 @@ struct PrefillScores {
           const int row = begin + t;
           share[t] = row < n * group ? log_query_weight(statistic, n - 1 - row / group, counted) : kLogZero;
           if (!args.rows || row >= n * group) return;
-          const float* kept = args.rows + 2 * (static_cast<size_t>(head.query_head(row % group)) * a.tokens + row / group);
+          const float* kept =
+              args.rows + 2 * (static_cast<size_t>(head.query_head(row % group)) * a.tokens + row / group);
           rows[2 * t] = kept[0], rows[2 * t + 1] = kept[1];
         });
         block.each([&](int t, auto&) { tile.multiply(a, t); });
@@ -281,17 +292,19 @@ struct PrefillScores {
         for (int i = 0; i < 3; ++i) parts[i * kThreads + t] = kept[i];
       });
       block.each([&](int t, auto&) {
-        if (t < count) head.score(k)[from + t] = total(head, statistic, parts, k, used, from + t, tile.position[t] - first, n, t);
+        if (t < count)
+          head.score(k)[from + t] = total(head, statistic, parts, k, used, from + t, tile.position[t] - first, n, t);
       });
     }
   }
 
-  static KV_DEVICE void add(Registers& r, const KvVoteAttention& a, const Tile<T>& tile, const Statistic& statistic, const float* share,
-                            const float* rows, int begin, int first, int group, int t) {
+  static KV_DEVICE void add(Registers& r, const KvVoteAttention& a, const Tile<T>& tile, const Statistic& statistic,
+                            const float* share, const float* rows, int begin, int first, int group, int t) {
     const int slot = t % kWarp;
     for (int i = 0; i < kRows; ++i) {
       const int row = t / kWarp * kRows + i;
-      if (share[row] == kLogZero || !visible(tile.position[slot], first + (begin + row) / group, a.sliding_window)) continue;
+      if (share[row] == kLogZero || !visible(tile.position[slot], first + (begin + row) / group, a.sliding_window))
+        continue;
       const float logit = tile.logit[row * Tile<T>::kLogitStride + slot];
       if (statistic.kind == KV_STATISTIC_PROBABILITY) {
         r.sum += expf(share[row]) * expf(logit + tile.bias[slot] - rows[2 * row]) / rows[2 * row + 1];
@@ -305,8 +318,8 @@ struct PrefillScores {
   }
 
   // A slot's statistic after the call. age: of the slot's position against the first new token's.
-  static KV_DEVICE float total(const Head<T>& head, const Statistic& statistic, const float* parts, int k, int used, int slot, int age, int n,
-                               int t) {
+  static KV_DEVICE float total(const Head<T>& head, const Statistic& statistic, const float* parts, int k, int used,
+                               int slot, int age, int n, int t) {
     const KvVoteAttention& a = head.a;
     const float heads = static_cast<float>(a.query_heads / a.heads), past = slot < used ? head.score(k)[slot] : 0.0f;
     float top = kLogZero, sum = 0.0f, counted = 0.0f;
@@ -314,7 +327,8 @@ struct PrefillScores {
       for (int i = 0; i < kParts; ++i) sum += parts[kThreads + i * kBlock + t];
       return past * expf(static_cast<float>(counted_queries(statistic, n)) * logf(statistic.decay)) + sum / heads;
     }
-    for (int i = 0; i < kParts; ++i) top = max_of(top, parts[i * kBlock + t]), counted += parts[2 * kThreads + i * kBlock + t];
+    for (int i = 0; i < kParts; ++i)
+      top = max_of(top, parts[i * kBlock + t]), counted += parts[2 * kThreads + i * kBlock + t];
     for (int i = 0; i < kParts; ++i) sum += parts[kThreads + i * kBlock + t] * expf(parts[i * kBlock + t] - top);
     float own = log1pf(-statistic.decay) - logf(heads);
     const float rate = logf(statistic.decay);
@@ -322,7 +336,8 @@ struct PrefillScores {
       // What counts stands for all queries [begin, end) of the call that see the slot: the sum of a^(n-1-t) over them.
       const int begin = max_of(age, 0), until = a.sliding_window ? min_of(n, age + a.sliding_window) : n;
       const int seen = max_of(until - begin, 0);
-      const float whole = expf(static_cast<float>(n - begin - seen) * rate) * -expm1f(static_cast<float>(seen) * rate) / (1.0f - statistic.decay);
+      const float whole = expf(static_cast<float>(n - begin - seen) * rate) * -expm1f(static_cast<float>(seen) * rate) /
+                          (1.0f - statistic.decay);
       own += logf(fmaxf(whole, 1e-30f)) - logf(fmaxf(counted, 1e-30f));
     }
     const float start = slot < used ? past + static_cast<float>(n) * rate : kLogZero;

@@ -77,7 +77,8 @@ KV_DEVICE void load_four(const T* from, float (&out)[4]) {
   for (int i = 0; i < 4; ++i) out[i] = to_float(four.element[i]);
 }
 
-// A row in shared memory takes an odd number of vectors, so that lanes which read the same vector of neighbouring rows meet no conflict.
+// A row in shared memory takes an odd number of vectors, so that lanes which read the same vector of neighbouring rows
+// meet no conflict.
 template <class T>
 KV_HD constexpr int shared_stride(int size) {
   return (size / kLanes<T> | 1) * 16;

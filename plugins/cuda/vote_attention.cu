@@ -10,7 +10,8 @@ namespace {
 constexpr int kMaxSplits = 128, kLeastSlots = 4 * kBlock;  // of a head, of a split
 
 const char* check(const KvVoteAttention& a) {
-  if (const char* problem = check_cache(a.type, a.batch, a.heads, a.capacity, a.key_size, a.value_size, a.statistics)) return problem;
+  if (const char* problem = check_cache(a.type, a.batch, a.heads, a.capacity, a.key_size, a.value_size, a.statistics))
+    return problem;
   if (a.tokens < 0) return "a dimension is zero or negative";
   if (a.query_heads < 1 || a.query_heads % a.heads) return "the query heads are not a multiple of the KV heads";
   if (a.query_heads / a.heads > kMaxGroup) return "a KV head has more than 16 query heads";
@@ -27,13 +28,15 @@ bool keeps(const KvVoteAttention& a, int kind) {
 // As many as fill the device, none below a size worth a block.
 int splits_of(const KvVoteAttention& a, int multiprocessors) {
   const int heads = a.batch * a.heads, blocks = 3 * multiprocessors;
-  const int wanted = heads > 0 ? blocks / heads : 1, worth = a.capacity / kLeastSlots, most = worth < kMaxSplits ? worth : kMaxSplits;
+  const int wanted = heads > 0 ? blocks / heads : 1, worth = a.capacity / kLeastSlots,
+            most = worth < kMaxSplits ? worth : kMaxSplits;
   return wanted < 1 || most < 1 ? 1 : wanted < most ? wanted : most;
 }
 
 // The call's plan in this workspace; how many bytes it takes.
 size_t plan(const KvVoteAttention& a, const Device& device, void* workspace, Attention* args) {
-  const size_t heads = static_cast<size_t>(a.batch) * a.heads, query_heads = static_cast<size_t>(a.batch) * a.query_heads;
+  const size_t heads = static_cast<size_t>(a.batch) * a.heads,
+               query_heads = static_cast<size_t>(a.batch) * a.query_heads;
   Workspace parts(workspace);
   *args = {};
   args->call = a;
@@ -57,7 +60,8 @@ const char* decode(Attention& args, const Device& device, Stream stream) {
   using Program = Decode<T, G>;
   const KvVoteAttention& a = args.call;
   const size_t heads = static_cast<size_t>(a.batch) * a.heads, fixed = Program::fixed(a.key_size);
-  const size_t closing = Program::closing(args.splits, a.query_heads / a.heads), stage = stage_size<T>(a.key_size, a.value_size, a.statistics);
+  const size_t closing = Program::closing(args.splits, a.query_heads / a.heads),
+               stage = stage_size<T>(a.key_size, a.value_size, a.statistics);
   size_t shared = 0;
   for (args.stages = 3; args.stages > 0; --args.stages) {
     shared = fixed + (args.stages * stage > closing ? args.stages * stage : closing);
@@ -75,8 +79,10 @@ const char* prefill(const Attention& args, const Device& device, Stream stream) 
   const size_t heads = static_cast<size_t>(a.batch) * a.heads, tile = Tile<T>::size(a.key_size, a.value_size);
   using Rows = Prefill<T, kChunks>;
   using Scores = PrefillScores<T>;
-  if (const char* problem = launch<Append<T>>(args, heads * Append<T>::blocks_per_head(a.tokens), 16, device, stream)) return problem;
-  if (const char* problem = launch<Rows>(args, heads * ((a.tokens * (a.query_heads / a.heads) + kTile - 1) / kTile), tile, device, stream))
+  if (const char* problem = launch<Append<T>>(args, heads * Append<T>::blocks_per_head(a.tokens), 16, device, stream))
+    return problem;
+  if (const char* problem = launch<Rows>(args, heads * ((a.tokens * (a.query_heads / a.heads) + kTile - 1) / kTile),
+                                         tile, device, stream))
     return problem;
   if (!keeps(a, KV_STATISTIC_PROBABILITY) && !keeps(a, KV_STATISTIC_LOG_EMA)) return nullptr;
   return launch<Scores>(args, heads * ((a.capacity + kBlock - 1) / kBlock), tile + Scores::fixed(), device, stream);
@@ -86,7 +92,8 @@ template <class T>
 const char* run(Attention& args, const Device& device, Stream stream) {
   const KvVoteAttention& a = args.call;
   const int group = a.query_heads / a.heads;
-  if (a.tokens > 1) return a.value_size <= 128 ? prefill<T, 1>(args, device, stream) : prefill<T, 2>(args, device, stream);
+  if (a.tokens > 1)
+    return a.value_size <= 128 ? prefill<T, 1>(args, device, stream) : prefill<T, 2>(args, device, stream);
   if (group == 1) return decode<T, 1>(args, device, stream);
   if (group <= 4) return decode<T, 4>(args, device, stream);
   return group <= 8 ? decode<T, 8>(args, device, stream) : decode<T, 16>(args, device, stream);
@@ -113,14 +120,16 @@ extern "C" const char* kv_cuda_vote_attention(const KvVoteAttention* call, const
   Attention args;
   if (const char* problem = check(a)) return problem;
   if (a.batch == 0 || a.tokens == 0) return nullptr;
-  for (const void* pointer : {a.query, a.key, a.value, static_cast<const void*>(a.past.key), static_cast<const void*>(a.past.value),
-                              static_cast<const void*>(a.present.key), static_cast<const void*>(a.present.value)})
+  for (const void* pointer :
+       {a.query, a.key, a.value, static_cast<const void*>(a.past.key), static_cast<const void*>(a.past.value),
+        static_cast<const void*>(a.present.key), static_cast<const void*>(a.present.value)})
     if (!is_aligned(pointer)) return "a tensor is not aligned to 16 bytes";
   if (const char* problem = this_device(&device)) return problem;
   if (const char* problem = check_workspace(*where, plan(a, device, where->workspace, &args))) return problem;
   const Stream stream = static_cast<Stream>(where->stream);
   const size_t slots = static_cast<size_t>(a.batch) * a.heads * a.capacity, element = element_size(a.type);
-  if (const char* problem = copy_state(a.past, a.present, slots, a.statistics, a.key_size * element, a.value_size * element, stream))
+  if (const char* problem =
+          copy_state(a.past, a.present, slots, a.statistics, a.key_size * element, a.value_size * element, stream))
     return problem;
   if (a.type == KV_FLOAT32) return run<float>(args, device, stream);
   return a.type == KV_FLOAT16 ? run<Half>(args, device, stream) : run<BFloat>(args, device, stream);

@@ -164,6 +164,12 @@ def test_in_place_and_apart_give_the_same_bits(caller: Caller, tokens: int) -> N
     assert_same_bits([caller.vote_attention(inputs, attributes, in_place=x) for x in (True, False)])
 
 
+def test_the_largest_rows_and_groups_fit_the_smallest_device(caller: Caller) -> None:
+    set_host(caller.library, shared_limit=101376)
+    hold_to_oracle(caller, inputs_of((16, 1), (256, 256), 200, 1, [150], 1), VoteAttentionAttributes(0.05, 1.0, BOTH[1:]))
+    hold_to_oracle(caller, inputs_of((16, 1), (256, 256), 60, 9, [30], 1), VoteAttentionAttributes(0.05, 1.0, BOTH[1:]))
+
+
 # ---- merges ----
 
 METHODS: list[tuple[str, dict[str, Any]]] = [
@@ -247,6 +253,26 @@ def test_a_merge_apart_equals_the_one_in_place_and_ends_in_zeros(caller: Caller,
             rest = a[..., n:] if name == "score" else a[:, n:]
             assert (rest == 0).all(), f"{name}: rows after the budget"
             assert np.array_equal(a[..., :n] if name == "score" else a[:, :n], i[..., :n] if name == "score" else i[:, :n]), name
+
+
+@pytest.mark.parametrize("method", ["h2o", "ballot"])
+def test_a_budget_of_16384_slots(caller: Caller, method: str) -> None:
+    """What stays and what the votes add up to: the oracle's loops would take minutes."""
+    made, capacity, budget = all_methods()[method](), 16384 + 40, 16384
+    rng, shape = np.random.default_rng(5), (1, 1, capacity)
+    state = {name: rng.normal(size=(*shape, 8)).astype(np.float32) for name in ("key", "value")}
+    state |= {"votes": np.ones(shape, np.float32), "position": np.arange(capacity, dtype=np.int32).reshape(shape)}
+    state["score"] = np.stack([rng.permutation(capacity) / capacity + 0.5 for _ in made.statistics])[None, None].astype(np.float32)
+    actual = caller.merge_cache(state, MergeCacheAttributes(made, budget, 4, 1000))
+    importance = state["score"][0, 0, 0] / (1.0 if method == "h2o" else capacity - np.arange(capacity)).astype(np.float32)
+    importance[:4] = importance[-1000:] = np.inf
+    leaving = np.sort(np.argsort(importance, kind="stable")[:40])
+    position = actual["present_position"][0, 0, :budget]
+    assert (np.diff(position) > 0).all()
+    if method == "h2o":
+        assert (position == np.delete(np.arange(capacity), leaving)).all()
+    assert (actual["present_votes"][0, 0] > 0).sum() == budget
+    assert actual["present_votes"].sum() <= capacity + 1e-2
 
 
 def test_a_merge_within_the_budget_writes_nothing(caller: Caller) -> None:

@@ -1,0 +1,137 @@
+"""The parts of `gpu_check` that prove: each takes a target and returns what it counted, or raises what it found wrong."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+from cuda_library import COUNTER_BYTES, bfloat16, float32_of, lacks
+from gpu_parts import INPUTS, Figures, Step, Target, attributes_of, layer, merge_state
+
+
+def conformance(target: Target) -> Figures:
+    """Every case of the conformance suite against the float64 oracle."""
+    import oracle
+    from cases import (
+        MERGE_PROFILES,
+        MERGE_SCENARIOS,
+        PROFILES,
+        SCENARIOS,
+        merge_cache_state,
+        single_precision,
+        stored_precision,
+        vote_attention_inputs,
+    )
+    from comparison import assert_finite, assert_near, assert_same_cache, state_of
+
+    count, lacking = 0, sorted({f"{p.method}: {why}" for p in MERGE_PROFILES if (why := lacks(p.build_method()))})
+    for profile, scenario in itertools.product(PROFILES, SCENARIOS):
+        inputs = vote_attention_inputs(profile, scenario)
+        for in_place in (True, False):
+            actual, expected = (
+                target.caller.vote_attention(inputs, profile.attributes, in_place=in_place),
+                oracle.vote_attention(inputs, profile.attributes),
+            )
+            assert_finite(actual)
+            single, stored = single_precision(scenario.peak), stored_precision(profile.dtype, scenario.peak)
+            assert_near(actual["output"], expected["output"], stored, f"{profile.name}, {scenario.name}: output")
+            assert_same_cache(
+                state_of(actual),
+                state_of(expected),
+                profile.attributes.statistics,
+                single=single,
+                stored=0.0,
+                what=f"{profile.name}, {scenario.name}:",
+            )
+            count += 1
+    for profile, scenario in itertools.product((p for p in MERGE_PROFILES if not lacks(p.build_method())), MERGE_SCENARIOS):
+        state = merge_cache_state(profile, scenario)
+        attributes = profile.attributes(scenario.capacity if profile.method == "full" else scenario.budget)
+        for in_place in (True, False):
+            actual = target.caller.merge_cache(state, attributes, in_place=in_place)
+            single, stored = single_precision(scenario.peak), stored_precision(profile.dtype, scenario.peak)
+            expected = state_of(oracle.merge_cache(state, attributes))
+            assert_same_cache(
+                state_of(actual), expected, profile.statistics, single=single, stored=stored, what=f"{profile.name}, {scenario.name}:"
+            )
+            count += 1
+    return {"cases": count, "without a kernel": lacking, "large": large_cases(target)}
+
+
+def large_cases(target: Target) -> int:
+    """Caches of many splits in every type, against float32 PyTorch on the CPU."""
+    import torch
+
+    from kvexport.ops.vote_attention import vote_attention
+
+    count = 0
+    for dtype, tokens, group in itertools.product(("float32", "float16", "bfloat16"), (1, 96), (1, 4, 8, 16)):
+        slots, attributes = target.scaled(2500, 200), attributes_of("both")
+        arrays = layer(2, 2 * group, 2, slots, tokens, len(attributes.statistics), "float32", 128)
+        inputs = {
+            name: x if x.dtype != np.float32 or "votes" in name or "score" in name else stored(x, dtype) for name, x in arrays.items()
+        }
+        actual = target.caller.vote_attention(inputs, attributes)
+        exact = {
+            name: float32_of(x) if x.dtype == np.uint16 else x.astype(np.float32) if x.dtype == np.float16 else x
+            for name, x in inputs.items()
+        }
+        expected = vote_attention(*(torch.from_numpy(exact[name]) for name in INPUTS), attributes=attributes)
+        output = float32_of(actual["output"].view(np.uint16)) if dtype == "bfloat16" else actual["output"].astype(np.float32)
+        tolerance = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1e-2}[dtype]
+        np.testing.assert_allclose(
+            output, expected[0].numpy(), rtol=0, atol=tolerance, err_msg=f"{dtype}, {tokens} tokens, groups of {group}"
+        )
+        held = arrays["past_votes"][:, :, None] > 0
+        np.testing.assert_allclose(np.where(held, actual["present_score"], 0), np.where(held, expected[4].numpy(), 0), rtol=5e-5, atol=5e-5)
+        count += 1
+    return count
+
+
+def stored(x: np.ndarray, dtype: str) -> np.ndarray:
+    return bfloat16(x) if dtype == "bfloat16" else x.astype(dtype)
+
+
+def repeat(target: Target) -> Figures:
+    """The same input a thousand times gives the same bits, at shapes of many splits."""
+    runs = target.scaled(1000, 3)
+    for tokens, times in ((1, runs), (target.scaled(200, 20), max(runs // 10, 2))):
+        arrays = layer(2, 16, 4, target.scaled(3000, 300), tokens, 2, "float16")
+        state = {name: x for name, x in arrays.items() if name.startswith("past_")}
+        step = Step(target, arrays, attributes_of("both"))
+        original = {name: step.memory.put(x) for name, x in state.items()}
+        first: dict[str, bytes] | None = None
+        for _ in range(times):
+            for name, x in original.items():
+                step.held[name][...] = x
+            step()
+            found = {name: step.memory.get(step.held[name]).tobytes() for name in state} | {
+                "output": step.memory.get(step.output).tobytes()
+            }
+            first = first or found
+            assert found == first, f"bits differ with {tokens} tokens in {[name for name in found if found[name] != first[name]]}"
+    for method in ("keepkv", "ballot", "zeromerge", "kvslimmer"):
+        state, attributes = merge_state(target, method, 2, 4, target.scaled(2048, 200), 2)
+        results = [target.caller.merge_cache(state, attributes) for _ in range(max(runs // 20, 2))]
+        assert all(x[name].tobytes() == results[0][name].tobytes() for x in results for name in x), f"bits of a merge by {method} differ"
+    counters = target.caller.memory.get(target.caller.workspace[:COUNTER_BYTES])
+    assert not counters.any(), "a counter did not come back to zero"
+    return {"runs": runs}
+
+
+def sample(target: Target) -> Figures:
+    """Few calls that reach every kernel, for compute-sanitizer."""
+    for group, tokens, dtype in itertools.product((1, 4, 16), (1, 40), ("float16", "bfloat16")):
+        arrays = layer(1, 2 * group, 2, 600 - group, tokens, 2, "float32", 64)
+        inputs = {
+            name: x if x.dtype != np.float32 or "votes" in name or "score" in name else stored(x, dtype) for name, x in arrays.items()
+        }
+        target.caller.vote_attention(inputs, attributes_of("both"))
+    for method in ("keepkv", "ballot", "zeromerge", "kvslimmer", "h2o"):
+        for in_order in (True, False):
+            target.caller.merge_cache(*merge_state(target, method, 1, 2, 400, 2, in_order=in_order))
+    return {}
+
+
+PARTS: dict[str, Callable[[Target], Figures]] = {"conformance": conformance, "repeat": repeat, "sample": sample}

@@ -1,0 +1,1 @@
+"""`kvexport eval`: what a bounded cache still knows, at equal bytes, on tasks that are generated here."""

@@ -1,0 +1,148 @@
+"""An evaluation as tables and drawings for `kvexport.report`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from kvexport.evaluate.runner import TIMES, Evaluation, Result
+from kvexport.evaluate.statistics import Estimate
+from kvexport.evaluate.tasks import TASKS
+from kvexport.report import Cell, HeatMap, KeyValues, Paragraph, Plot, Section, Series, Table
+from kvexport.units import format_bytes
+
+
+def sections(evaluation: Evaluation) -> list[Section]:
+    """Summary, tables, then drawings."""
+    return [*_summary(evaluation), *_tables(evaluation), *_curves(evaluation), *_needles(evaluation), *_stability(evaluation)]
+
+
+def _summary(evaluation: Evaluation) -> list[Section]:
+    full = evaluation.full
+    mapping: dict[str, Cell] = {
+        "recipe": evaluation.recipe,
+        "length": f"{evaluation.length} tokens",
+        "samples": f"{evaluation.samples} per task and length, seed {evaluation.seed}",
+        "full cache": f"{format_bytes(full.bytes)} for {full.slots} tokens",
+        "intervals": "95 %: Wilson's for accuracies, bootstrap over samples for means",
+    }
+    for task, why in evaluation.skipped.items():
+        mapping[f"not asked: {task}"] = why
+    asked = [f"{task}: {TASKS[task].summary}" for task in evaluation.tasks if task in TASKS]
+    rows = [(_name(r), r.budget, r.slots, r.bytes, r.bytes / full.bytes, 1e3 * r.step_seconds) for r in [full, *evaluation.results]]
+    header = ("candidate", "budget", "slots", "bytes per sequence", "of full", "ms per step")
+    note = "Candidates of one budget have equal bytes: votes, scores, positions and slack counted. Time per step is rough."
+    return [KeyValues("Evaluation", mapping), Paragraph("\n\n".join(asked)), Table("Candidates", header, rows, note)]
+
+
+def _name(result: Result) -> str:
+    return result.label if result.budget is None else f"{result.label}, {result.slots} slots"
+
+
+def _tables(evaluation: Evaluation) -> list[Section]:
+    exact = [t for t in evaluation.tasks if evaluation.full.scores[t].accuracy is not None]
+    compared = [t for t in evaluation.tasks if t in TASKS]
+    texts = [t for t in compared if not TASKS[t].exact]
+    everyone = [evaluation.full, *evaluation.results]
+    out: list[Section] = []
+    if exact:
+        rows = [(_name(r), *(_cell(r.scores[t].accuracy) for t in exact)) for r in everyone]
+        out.append(Table("Accuracy", ("candidate", *exact), rows, "Share of samples answered wholly right, and its interval."))
+    if compared and evaluation.results:
+        rows = [(_name(r), *(_cell(r.scores[t].kl) for t in compared)) for r in evaluation.results]
+        note = "Nats per judged position (answers; of a text its second half), and the interval of the mean."
+        out.append(Table("KL(full cache || candidate)", ("candidate", *compared), rows, note))
+    for task in texts:
+        shown = [(_name(r), r.scores[task]) for r in everyone]
+        lines = [
+            (name, *_perplexity(score.nll), score.kl.value if score.kl else None, score.kl_99, score.agreement) for name, score in shown
+        ]
+        header = ("candidate", "perplexity", "from", "to", "KL, nats", "KL, 99th percentile", "top-1 agreement")
+        out.append(Table(f"Perplexity and distance: {task}", header, lines))
+    return out
+
+
+def _cell(estimate: Estimate | None) -> str | None:
+    return str(estimate) if estimate else None
+
+
+def _perplexity(nll: Estimate | None) -> tuple[float | None, ...]:
+    return (None, None, None) if nll is None else tuple(math.exp(min(x, 700.0)) for x in (nll.value, nll.low, nll.high))
+
+
+def _curves(evaluation: Evaluation) -> list[Section]:
+    results = evaluation.results
+    if not results:
+        return []
+    out: list[Section] = []
+    exact = [t for t in evaluation.tasks if evaluation.full.scores[t].accuracy is not None]
+    for task in exact:
+        series = _series(evaluation, lambda r, t=task: r.scores[t].accuracy, full=True)  # type: ignore[misc]
+        out.append(Plot(f"Accuracy: {task}", "bytes per sequence", "accuracy", series, x_log=True))
+    for task in (t for t in evaluation.tasks if t in TASKS):
+        series = _series(evaluation, lambda r, t=task: r.scores[t].kl, full=False)  # type: ignore[misc]
+        out.append(Plot(f"KL to the full cache: {task}", "bytes per sequence", "KL, nats", series, x_log=True, y_log=True))
+    out.append(
+        Plot("Time of a step", "bytes per sequence", "ms per decode step", _series(evaluation, _milliseconds, full=True), x_log=True)
+    )
+    if exact:
+        labels = list(dict.fromkeys(r.label for r in results))
+        groups = [(label, [r for r in results if r.label == label]) for label in labels] + [("full", [evaluation.full])]
+        lines = [Series(name, [1e3 * r.step_seconds for r in rs], [_mean_accuracy(r, exact) for r in rs]) for name, rs in groups]
+        out.append(Plot("Accuracy against time", "ms per decode step", "mean accuracy over tasks", lines))
+    return out
+
+
+def _mean_accuracy(result: Result, tasks: Sequence[str]) -> float:
+    found = [accuracy.value for t in tasks if (accuracy := result.scores[t].accuracy)]
+    return sum(found) / len(found)
+
+
+def _milliseconds(result: Result) -> Estimate:
+    milliseconds = 1e3 * result.step_seconds
+    return Estimate(milliseconds, milliseconds, milliseconds, 1)
+
+
+def _series(evaluation: Evaluation, figure: Callable[[Result], Estimate | None], full: bool) -> list[Series]:
+    """A line per method over bytes; the full cache as a point."""
+    labels = list(dict.fromkeys(r.label for r in evaluation.results))
+    groups = [[r for r in evaluation.results if r.label == label] for label in labels] + ([[evaluation.full]] if full else [])
+    lines = []
+    for group in groups:
+        found = [(r.bytes, estimate) for r in group if (estimate := figure(r))]
+        x, estimates = [float(b) for b, _ in found], [e for _, e in found]
+        lines.append(Series(group[0].label, x, [e.value for e in estimates], [e.low for e in estimates], [e.high for e in estimates]))
+    return lines
+
+
+def _needles(evaluation: Evaluation) -> list[Section]:
+    maps: list[Section] = []
+    for task in (t for t in evaluation.tasks if t in TASKS and len(TASKS[t].depths) > 1):
+        for result in [evaluation.full, *evaluation.results]:
+            cells = {(c.length, c.depth): c.right / c.samples for c in result.scores[task].cells}
+            lengths, depths = sorted({length for length, _ in cells}), sorted({depth for _, depth in cells})
+            values = [[cells.get((length, depth)) for length in lengths] for depth in depths]
+            maps.append(HeatMap(f"{task}: {_name(result)}", "prompt, tokens", "depth", lengths, depths, values, 0.0, 1.0))
+    return maps
+
+
+def _stability(evaluation: Evaluation) -> list[Section]:
+    ran = [r for r in evaluation.results if r.windows]
+    if not ran:
+        return []
+    rows, finite = [], []
+    for i, r in enumerate(ran):
+        first, last = r.windows[0], r.windows[-1]
+        whole = all(w.finite for w in r.windows)
+        largest = max(w.key_norm for w in r.windows)
+        rows.append((_name(r), last.end, "yes" if whole else "NO", first.nll, last.nll, first.key_norm, largest, largest / first.key_norm))
+        finite += [] if whole else [(i, 2)]
+    header = ("candidate", "tokens", "finite", "nll, first window", "nll, last", "key norm, first", "largest", "grown")
+    title = f"Stability over {TIMES} times {evaluation.training_length} tokens"
+    losses = [Series(r.label, [float(w.end) for w in r.windows], [w.nll for w in r.windows]) for r in ran]
+    norms = [Series(r.label, [float(w.end) for w in r.windows], [w.key_norm for w in r.windows]) for r in ran]
+    return [
+        Table(title, header, rows, f"A window is {evaluation.training_length} tokens.", frozenset(finite)),
+        Plot("Loss far past the training length", "tokens seen", "nll, nats", losses),
+        Plot("Largest key norm", "tokens seen", "norm", norms),
+    ]

@@ -1,0 +1,195 @@
+"""The tasks, one small function each: a prompt whose answer can be read off the prompt and nowhere else, or a text.
+
+A new task is a new function with `@task` here; it then appears in `kvexport eval`, its tables and its report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvexport.evaluate.language import Ids, Language
+
+
+@dataclass(frozen=True)
+class Sample:
+    """ids: a whole sequence, prompt and answer. prompt: how many of them are prefilled; the rest are decoded one by one, given.
+    counted: positions p whose logits are judged against ids[p + 1], in order. cell: what varied, for heat maps."""
+
+    ids: Ids
+    prompt: int
+    counted: list[int]
+    cell: dict[str, float] = field(default_factory=dict)
+
+
+Make = Callable[[Language, np.random.Generator, int, float], Sample]
+
+
+@dataclass(frozen=True)
+class Task:
+    """make(language, rng, length, depth) gives a sample of about `length` tokens. lengths: shares of the run's length. depths: where
+    in the prompt (0 first, 1 last) the answer stands; tasks without that dimension have one and ignore it. exact: whether a sample is
+    right or wrong as a whole (else it is a text)."""
+
+    name: str
+    summary: str
+    make: Make
+    lengths: tuple[float, ...] = (1.0,)
+    depths: tuple[float, ...] = (0.5,)
+    exact: bool = True
+
+    def samples(self, language: Language, count: int, length: int, seed: int) -> list[Sample]:
+        """count samples at every length, spread over the depths, the same for the same arguments."""
+        made = []
+        for share in self.lengths:
+            size = max(1, round(share * length))
+            for i in range(count):
+                rng = np.random.default_rng([seed, size, i])
+                made.append(self.make(language, rng, size, self.depths[i % len(self.depths)]))
+        return made
+
+
+TASKS: dict[str, Task] = {}
+
+
+def task(
+    name: str, *, lengths: tuple[float, ...] = (1.0,), depths: tuple[float, ...] = (0.5,), exact: bool = True
+) -> Callable[[Make], Make]:
+    """Register the decorated function as a task; the first line of its docstring is its summary."""
+
+    def register(make: Make) -> Make:
+        TASKS[name] = Task(name, (make.__doc__ or "").strip().splitlines()[0], make, lengths, depths, exact)
+        return make
+
+    return register
+
+
+def compose(
+    language: Language,
+    rng: np.random.Generator,
+    length: int,
+    statements: list[Ids],
+    asked: tuple[Ids, Ids],
+    depth: float | None = None,
+) -> Sample:
+    """A prompt of exactly `length` tokens: the statements, at random places but in order, among filler, and the question; then the
+    answer. depth: the first statement stands at that share of the prompt's sentences instead. Raises ValueError where they do not fit."""
+    question, answer = asked
+    room = length - len(language.start) - len(question) - sum(map(len, statements))
+    if room < 0:
+        raise ValueError(f"{len(statements)} statements do not fit {length} tokens")
+    sentences = language.filler(rng, room) if room else []
+    spots = np.sort(rng.integers(0, len(sentences) + 1, len(statements)))
+    if depth is not None:
+        spots[0] = round(depth * len(sentences))
+    for spot, statement in sorted(zip(spots.tolist(), statements, strict=True), key=lambda pair: pair[0], reverse=True):
+        sentences.insert(spot, statement)
+    ids = [*language.start, *(token for sentence in sentences for token in sentence), *question]
+    cell = {"length": float(length)} if depth is None else {"length": float(length), "depth": depth}
+    return Sample([*ids, *answer], len(ids), list(range(len(ids) - 1, len(ids) + len(answer) - 1)), cell)
+
+
+def _people(language: Language, rng: np.random.Generator, count: int) -> tuple[list[str], list[str]]:
+    """count distinct names and count distinct things."""
+    names = rng.permutation(len(language.names))[:count]
+    things = rng.permutation(len(language.things))[:count]
+    return [language.names[i] for i in names], [language.things[i] for i in things]
+
+
+def _facts_that_fit(language: Language, length: int) -> int:
+    """How many facts fill a prompt of `length` tokens, all names at the most."""
+    name, thing = language.names[0], language.things[0]
+    room = length - len(language.start) - len(language.ask("one", name, thing)[0])
+    # Words of several tokens differ in size; a tenth is left for that.
+    return max(1, min(len(language.names), len(language.things), int(0.9 * room / len(language.fact(name, thing)))))
+
+
+@task("needle", lengths=(0.25, 0.5, 1.0), depths=(0.0, 0.25, 0.5, 0.75, 1.0))
+def needle(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
+    """One fact in filler, by its depth and the prompt's length."""
+    (name,), (thing,) = _people(language, rng, 1)
+    return compose(language, rng, length, [language.fact(name, thing)], language.ask("one", name, thing), depth)
+
+
+@task("multikey")
+def multikey(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
+    """One of 16 facts in filler is asked for."""
+    names, things = _people(language, rng, min(16, _facts_that_fit(language, length)))
+    facts = [language.fact(name, thing) for name, thing in zip(names, things, strict=True)]
+    asked = int(rng.integers(len(names)))
+    return compose(language, rng, length, facts, language.ask("one", names[asked], things[asked]))
+
+
+@task("multivalue")
+def multivalue(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
+    """All 3 values of one name among 5 other facts in filler, in order."""
+    names, things = _people(language, rng, 8)
+    facts = [language.fact(names[0] if i < 3 else names[i], thing) for i, thing in enumerate(things)]
+    order = np.sort(rng.permutation(8)[:3]).tolist()  # where the three stand among the eight
+    others = iter(facts[3:])
+    mixed = [facts[order.index(i)] if i in order else next(others) for i in range(8)]
+    return compose(language, rng, length, mixed, language.ask("every", names[0], ", ".join(things[:3])))
+
+
+@task("associative")
+def associative(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
+    """Facts and nothing else, as many as fit (128 at the most); one is asked for."""
+    names, things = _people(language, rng, _facts_that_fit(language, length))
+    facts = [language.fact(name, thing) for name, thing in zip(names, things, strict=True)]
+    asked = int(rng.integers(len(names)))
+    question = language.ask("one", names[asked], things[asked])
+    # Without filler: the prompt is as long as its facts.
+    exact = len(language.start) + sum(map(len, facts)) + len(question[0])
+    return compose(language, rng, exact, facts, question)
+
+
+@task("tracking")
+def tracking(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
+    """A chain of two aliases is followed to its fact, among two other chains."""
+    names, things = _people(language, rng, 9)
+    chains = [names[3 * i : 3 * i + 3] for i in range(3)]
+    statements = [language.fact(chain[0], thing) for chain, thing in zip(chains, things, strict=False)]
+    statements += [language.alias(chain[i], chain[i - 1]) for i in (1, 2) for chain in chains]
+    first, second, third = chains[0]
+    return compose(language, rng, length, statements, language.ask("is", third, f"{second} is {first}: {things[0]}"))
+
+
+@task("duplicates")
+def duplicates(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
+    """One name was stated with two things, one of them 5 times and the other 2: which more often?"""
+    names, things = _people(language, rng, 8)
+    facts = [language.fact(names[0], things[0])] * 5 + [language.fact(names[0], things[1])] * 2
+    facts += [language.fact(name, thing) for name, thing in zip(names[1:], things[2:], strict=False)]
+    mixed = [facts[i] for i in rng.permutation(len(facts))]
+    return compose(language, rng, length, mixed, language.ask("mostly", names[0], things[0]))
+
+
+@task("counting")
+def counting(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
+    """How often was one fact stated, 1 to 6 times, among others stated 1 to 6 times?"""
+    names, things = _people(language, rng, 4)
+    copies = rng.integers(1, 7, 4).tolist()
+    facts = [language.fact(name, thing) for name, thing, n in zip(names, things, copies, strict=True) for _ in range(n)]
+    mixed = [facts[i] for i in rng.permutation(len(facts))]
+    return compose(language, rng, length, mixed, language.ask("count", names[0], str(copies[0])))
+
+
+@task("text", exact=False)
+def text(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
+    """Text, prefilled in chunks: perplexity, and KL to the full cache, of what can be predicted."""
+    ids, counted = language.text(rng, length)
+    return Sample(ids, len(ids), counted, {"length": float(length)})
+
+
+def long_text(language: Language, count: int, seed: int, piece: int = 1024) -> tuple[Ids, list[int]]:
+    """A sequence of count tokens out of texts one after another, and its counted positions: for stability far past the training length."""
+    ids: Ids = []
+    counted: list[int] = []
+    while len(ids) < count:
+        part, positions = language.text(np.random.default_rng([seed, len(ids)]), piece)
+        skip = len(language.start) if ids else 0
+        counted += [len(ids) - skip + p for p in positions if p >= skip]
+        ids += part[skip:]
+    return ids[:count], [p for p in counted if p < count - 1]

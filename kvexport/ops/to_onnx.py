@@ -1,0 +1,124 @@
+"""From a PyTorch module to ONNX by torch.export and torch.onnx.export, less what costs most there and changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+import onnxscript
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from kvexport.quiet import quiet_exporter
+
+OPSET = 23  # keeps RMSNormalization and RotaryEmbedding whole; 24 decomposes them
+_KEPT: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def to_onnx(
+    module: nn.Module,
+    arguments: Sequence[Any],
+    shapes: Sequence[Any],
+    translations: Mapping[Any, Any],
+    **names: Sequence[str],
+) -> ir.Model:
+    """`module` as an ONNX IR model of opset `OPSET`, not optimized.
+
+    arguments, shapes: an example of every argument and its dynamic dimensions, as torch.export takes them. translations: what becomes of
+    PyTorch operators, before what torch.onnx makes of them. names: `input_names` and `output_names`. Errors of torch.export and
+    torch.onnx pass through.
+    """
+    with quiet_exporter(), torch.no_grad(), _signatures_kept():
+        # The cache keys operators by symbolic shapes, and to look one up takes longer than to compute it.
+        with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
+            exported = torch.export.export(
+                module, tuple(arguments), dynamic_shapes=tuple(shapes), strict=False, prefer_deferred_runtime_asserts_over_guards=True
+            )
+        if not _changes_in_place(exported):
+            # To decompose the program is to trace it a second time. Mostly every operator has a translation as it is.
+            exported.run_decompositions = lambda *_: exported
+            try:
+                return _translate(exported, translations, names)
+            except torch.onnx.OnnxExporterError:
+                del exported.run_decompositions
+        return _translate(exported, translations, names)
+
+
+def _changes_in_place(exported: ExportedProgram) -> bool:
+    targets = [node.target for module in exported.graph_module.modules() for node in module.graph.nodes if node.op == "call_function"]
+    return any(isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable for target in targets)
+
+
+@contextlib.contextmanager
+def _signatures_kept() -> Iterator[None]:
+    """torch.onnx looks up each of its 500 translations anew for every program, and every look parses the translation's source."""
+    traced: Any = getattr(onnxscript.values, "TracedOnnxFunction", None)
+    original = vars(traced).get("function_ir") if traced else None
+    if not isinstance(original, property) or original.fget is None:
+        yield  # another version of onnxscript
+        return
+    traced.function_ir = property(_KEPT.setdefault(original.fget, functools.cache(original.fget)))
+    try:
+        yield
+    finally:
+        traced.function_ir = original
+
+
+def _translate(exported: ExportedProgram, translations: Mapping[Any, Any], names: dict[str, Any]) -> ir.Model:
+    aten: Any = torch.ops.aten
+    # Operators of a program that was not decomposed, which torch.onnx knows by their decompositions alone.
+    added: dict[Any, Any] = {
+        aten.to.dtype: _to_dtype,
+        aten.to.device: _to_device,
+        aten.to.dtype_layout: _to_layout,
+        aten.rsub.Scalar: _from_scalar,
+        aten.__and__.Tensor: _and,
+        aten.__or__.Tensor: _or,
+    }
+    program = torch.onnx.export(
+        exported, dynamo=True, opset_version=OPSET, optimize=False, custom_translation_table={**added, **translations}, **names
+    )
+    assert program is not None
+    return program.model
+
+
+def _to_dtype(x: Any, dtype: int, non_blocking: bool = False, copy: bool = False, memory_format: str = "") -> Any:
+    from onnxscript import opset23 as op
+
+    return op.Cast(x, to=dtype)
+
+
+def _to_device(x: Any, device: str, dtype: int, non_blocking: bool = False, copy: bool = False, memory_format: str = "") -> Any:
+    return _to_dtype(x, dtype)
+
+
+def _to_layout(
+    x: Any, dtype: int = -1, layout: str = "", device: str = "", pin_memory: bool = False, non_blocking: bool = False, copy: bool = False,
+    memory_format: str = "",
+) -> Any:  # fmt: skip
+    from onnxscript import opset23 as op
+
+    return op.Identity(x) if dtype == -1 else _to_dtype(x, dtype)
+
+
+def _from_scalar(x: Any, scalar: float, alpha: float = 1.0) -> Any:
+    from onnxscript import opset23 as op
+
+    assert alpha == 1.0
+    return op.Sub(op.CastLike(scalar, x), x)  # type: ignore[type-var]
+
+
+def _and(x: Any, y: Any) -> Any:
+    from onnxscript import opset23 as op
+
+    return op.And(x, y) if x.dtype == y.dtype == ir.DataType.BOOL else op.BitwiseAnd(x, y)
+
+
+def _or(x: Any, y: Any) -> Any:
+    from onnxscript import opset23 as op
+
+    return op.Or(x, y) if x.dtype == y.dtype == ir.DataType.BOOL else op.BitwiseOr(x, y)

@@ -81,20 +81,18 @@ def merge_model(plan: CachePlan, method: Method) -> onnx.ModelProto | None:
         if not layer.merges:
             continue
         attributes = merge_attributes(layer, method)
-        meaning = {k: v for k, v in merge_cache_node_attributes(attributes).items() if k != "budget"}
-        key = repr((meaning, layer.kv_heads, layer.key_size, layer.value_size, layer.statistics, layer.dtype))
-        if key not in functions:
-            functions[key] = merge_cache_function(
-                attributes,
-                kv_heads=layer.kv_heads,
-                head_sizes=(layer.key_size, layer.value_size),
-                statistics=layer.statistics,
-                dtype=getattr(torch, layer.dtype),
-            )
+        function = merge_cache_function(
+            attributes,
+            kv_heads=layer.kv_heads,
+            head_sizes=(layer.key_size, layer.value_size),
+            statistics=layer.statistics,
+            dtype=getattr(torch, layer.dtype),
+        )
+        functions[function.overload] = function
         names = [f"past_key_values.{i}.{kind}" for kind in STATE]
         results = [f"present.{i}.{kind}" for kind in STATE]
         node = helper.make_node("MergeCache", names, results, name=f"layer.{i}.merge", domain=DOMAIN)
-        _set_attributes(node, functions[key].overload, merge_cache_node_attributes(attributes))
+        _set_attributes(node, function.overload, merge_cache_node_attributes(attributes))
         nodes.append(node)
         inputs += [_state_info(name, layer, kind) for name, kind in zip(names, STATE, strict=True)]
         outputs += [_state_info(name, layer, kind) for name, kind in zip(results, STATE, strict=True)]

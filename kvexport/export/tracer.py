@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.export import Dim
 from kvexport.cache import STATE, CachePlan, LayerGeometry
 from kvexport.errors import UsageError
 from kvexport.export.attention_hook import PassThroughCache, TokenLogits, attending
-from kvexport.export.layers import Layers, find_layers, wrapped
+from kvexport.export.layers import Layers, find_layers, left_out, wrapped
 from kvexport.export.replicate import BORDER, replicate_layers
 from kvexport.methods.base import Method
 from kvexport.ops.onnx_function import (
@@ -108,15 +109,28 @@ def trace_decoder(model: Any, mode: FakeTensorMode, plan: CachePlan, *, last_log
     decoder = _Decoder(model, last_logits).eval()
     layers = find_layers(model, mode)
     if layers and len(layers.traced()) < len(plan.layers):
-        traced = _trace(decoder, mode, plan, layers.traced(), layers)
-        if replicate_layers(traced, layers, plan):
-            return traced
+        with contextlib.suppress(UsageError):  # what cannot be traced at all, the trace of the whole says
+            traced = _trace_some(decoder, mode, plan, layers)
+            if replicate_layers(traced, layers, plan):
+                return traced
     return _trace(decoder, mode, plan, range(len(plan.layers)))
 
 
-def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, wanted: Sequence[int], layers: Layers | None = None) -> ir.Model:
-    """The decoder with the state of the `wanted` layers. layers: where given, these stand between borders, and the others hand on what
-    they get."""
+def _trace_some(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, layers: Layers) -> ir.Model:
+    """The decoder with no layers but `layers.traced()`, each between borders."""
+    wanted = layers.traced()
+    rest = [i for i in range(len(plan.layers)) if i not in wanted]
+    border = torch.ops.kvexport.layer_border
+
+    def between_borders(i: int, forward: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return border(forward(border(hidden, layer=i, leaves=0), *args, **kwargs), layer=i, leaves=1)
+
+    with wrapped({i: layers.modules[i] for i in wanted}, between_borders), left_out(decoder.model, layers, rest):
+        return _trace(decoder, mode, plan, wanted)
+
+
+def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, wanted: Sequence[int]) -> ir.Model:
+    """The decoder, which has the layers `wanted`."""
     decoder.layers = wanted
     batch, tokens = Dim("batch"), Dim("tokens")
     with mode:
@@ -130,12 +144,6 @@ def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, wanted: Seq
     inputs = (ids, query_length, past_length, *state)
     shapes = ({0: batch, 1: tokens}, {0: batch}, {0: batch}, tuple({0: batch} for _ in state))
 
-    def only_wanted(i: int, forward: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if i not in wanted:
-            return hidden
-        border = torch.ops.kvexport.layer_border
-        return border(forward(border(hidden, layer=i, leaves=0), *args, **kwargs), layer=i, leaves=1)  # type: ignore[no-any-return]
-
     vote_attention = _operator("VoteAttention", [*VOTE_ATTENTION_INPUTS, "sink_logits"], VOTE_ATTENTION_OUTPUTS, ["layer"], "sink_logits")
     translations = {
         torch.ops.kvexport.vote_attention.default: vote_attention,
@@ -143,7 +151,7 @@ def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, wanted: Seq
     }
     names = [f"{i}.{kind}" for i in wanted for kind in STATE]
     try:
-        with mode, wrapped(dict(enumerate(layers.modules)) if layers else {}, only_wanted):
+        with mode:
             graph = to_onnx(
                 decoder,
                 inputs,

@@ -38,6 +38,7 @@ def merge_cache(
     *,
     attributes: MergeCacheAttributes,
     rows: tuple[Tensor, Tensor, Tensor] | None = None,
+    recent: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """One layer's cache back within its budget; a cache within it keeps its slots, in order of position.
 
@@ -46,6 +47,7 @@ def merge_cache(
         position: [B, H, C] int32. Used slots are a prefix, in any order.
         rows: three tensors whose lengths alone matter, given by the tracer, where they are symbolic: `budget` rows, the rows by which
         the fullest head is over it, one at least (see `rows_of`), and the rest of the capacity, `capacity - budget`.
+        recent: [1] int32, given by the tracer, in place of the attribute.
 
     Returns:
         The five tensors in the same shapes and dtypes: at most `budget` used slots in order of position, zeros after row `budget`.
@@ -63,8 +65,8 @@ def merge_cache(
     if not attributes.method.compresses:
         kept = used
     else:
-        sink, recent = slots.position < attributes.sinks, slots.position > now - attributes.recent
-        protected = used & (sink | recent)
+        sink, late = slots.position < attributes.sinks, slots.position > now - (attributes.recent if recent is None else recent)
+        protected = used & (sink | late)
         target = used & ~protected
         priority = attributes.method.priority(slots, target, leaving_rows.shape[0])
         priority = torch.where(protected, torch.inf, torch.where(used, priority, -torch.inf))

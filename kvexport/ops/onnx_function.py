@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
 
@@ -35,10 +35,12 @@ VOTE_ATTENTION_INPUTS = (
     "past_key", "past_value", "past_votes", "past_score", "past_position",
 )  # fmt: skip
 VOTE_ATTENTION_OUTPUTS = ("output", "present_key", "present_value", "present_votes", "present_score", "present_position")
-ROW_INPUTS = ("kept_rows", "leaving_rows", "freed_rows")
-# `rows_of` in ONNX, with the budget read from the node's attribute.
+# What differs between the layers of a model that share a function is read from the node.
+MERGE_CACHE_NODE = ("budget", "recent")
+ROW_INPUTS = ("kept_rows", "leaving_rows", "freed_rows", "recent_slots")
+# `rows_of` in ONNX.
 ROWS = """<domain: "kvexport", opset_import: ["": 23]>
-rows <budget> (votes) => (kept_rows, leaving_rows, freed_rows) {
+rows <budget, recent> (votes) => (kept_rows, leaving_rows, freed_rows, recent_slots) {
     kv_zero = Constant <value = float {0.0}> ()
     kv_one = Constant <value = int64[1] {1}> ()
     kv_axis = Constant <value = int64[1] {-1}> ()
@@ -57,6 +59,9 @@ rows <budget> (votes) => (kept_rows, leaving_rows, freed_rows) {
     kept_rows = ConstantOfShape (kv_budget)
     leaving_rows = ConstantOfShape (kv_over)
     freed_rows = ConstantOfShape (kv_rest)
+    kv_recent_scalar = Constant <value_int: int = @recent> ()
+    kv_recent = Reshape (kv_recent_scalar, kv_axis)
+    recent_slots = Cast <to = 6> (kv_recent)
 }"""
 STATE = ("key", "value", "votes", "score", "position")
 
@@ -136,31 +141,37 @@ def vote_attention_function(
     return _function("VoteAttention", overload_of(meaning), graph, inputs, list(VOTE_ATTENTION_OUTPUTS))
 
 
-@cache
 def merge_cache_function(
     attributes: MergeCacheAttributes, *, kv_heads: int, head_sizes: tuple[int, int], statistics: int, dtype: torch.dtype
 ) -> onnx.FunctionProto:
-    """The function of MergeCache. The budget is read from the node's attribute, so layers of different budgets share it."""
+    """The function of MergeCache. Budget and recent are read from the node's attributes, so layers of different budgets share it."""
+    return _merge_cache_function(replace(attributes, budget=0, recent=0), kv_heads, head_sizes, statistics, dtype)
+
+
+@cache
+def _merge_cache_function(
+    attributes: MergeCacheAttributes, kv_heads: int, head_sizes: tuple[int, int], statistics: int, dtype: torch.dtype
+) -> onnx.FunctionProto:
     key_size, value_size = head_sizes
     b, c, n, v = 2, 8, 5, 2
-    rows = [torch.zeros(n), torch.zeros(v), torch.zeros(c - n)]
-    arguments = [*_state(b, kv_heads, c, statistics, key_size, value_size, dtype), *rows]
+    given = [torch.zeros(n), torch.zeros(v), torch.zeros(c - n), torch.zeros(1, dtype=torch.int32)]
+    arguments = [*_state(b, kv_heads, c, statistics, key_size, value_size, dtype), *given]
     batch, capacity, kept, leaving, freed = Dim("batch"), Dim("capacity", min=4), Dim("kept"), Dim("leaving"), Dim("freed")
-    shapes = [*_state_dims(batch, capacity), {0: kept}, {0: leaving}, {0: freed}]
+    shapes = [*_state_dims(batch, capacity), {0: kept}, {0: leaving}, {0: freed}, {}]
     meaning = {
         "op": "MergeCache", "heads": kv_heads, "sizes": head_sizes, "statistics": statistics, "dtype": str(dtype),
-        **{k: v for k, v in merge_cache_node_attributes(attributes).items() if k != "budget"},
+        **{k: v for k, v in merge_cache_node_attributes(attributes).items() if k not in MERGE_CACHE_NODE},
     }  # fmt: skip
 
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
-        key, value, votes, score, position, *rows = tensors
-        return merge_cache(key, value, votes, score, position, attributes=attributes, rows=(rows[0], rows[1], rows[2]))
+        key, value, votes, score, position, kept, leaving, freed, recent = tensors
+        return merge_cache(key, value, votes, score, position, attributes=attributes, rows=(kept, leaving, freed), recent=recent)
 
     graph = _trace(call, arguments, shapes)
     prologue = list(onnx.parser.parse_function(ROWS).node)
     inputs = [*STATE, *ROW_INPUTS]
     function = _function("MergeCache", overload_of(meaning), graph, inputs, [f"present_{s}" for s in STATE], prologue)
-    function.attribute.append("budget")
+    function.attribute.extend(MERGE_CACHE_NODE)
     return function
 
 

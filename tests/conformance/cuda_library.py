@@ -145,7 +145,7 @@ class DeviceMemory:
 
 
 class Caller:
-    """One library with one kind of memory, and a workspace that grows and is never cleaned between calls."""
+    """One library with one kind of memory, and a workspace that grows."""
 
     def __init__(self, library: ctypes.CDLL, memory: Any) -> None:
         self.library, self.memory = library, memory
@@ -161,6 +161,12 @@ class Caller:
         where = Where(self.memory.stream, self.memory.address(self.workspace), self.size)
         function = getattr(self.library, f"kv_cuda_{operator}")
         return lambda: self._check(function(call, where))
+
+    def _run(self, operator: str, call: Any) -> None:
+        """With rubbish in the workspace, so that nothing can rest on what an earlier call left there."""
+        enqueue = self.prepared(operator, call)
+        self.workspace[COUNTER_BYTES:] = 0xFF
+        enqueue()
 
     def _check(self, problem: bytes | None) -> None:
         if problem:
@@ -180,7 +186,7 @@ class Caller:
         for name in ("query", "key", "value", "position", "query_length", "sink_logits"):
             setattr(call, name, self.memory.address(held[name]) if name in held else None)
         call.past, call.present, call.output = self.state(past), self.state(present), self.memory.address(output)
-        self.prepared("vote_attention", call)()
+        self._run("vote_attention", call)
         return {"output": self.memory.get(output)} | {f"present_{name}": self.memory.get(present[name]) for name in STATE}
 
     def merge_cache(self, state: Arrays, attributes: Any, *, in_place: bool = True) -> Arrays:
@@ -191,7 +197,7 @@ class Caller:
         frequencies = put(np.array(attributes.rotary.inverse_frequencies or (0.0,), np.float32))
         call.policy.inverse_frequencies = self.memory.address(frequencies)
         call.past, call.present = self.state(past), self.state(present)
-        self.prepared("merge_cache", call)()
+        self._run("merge_cache", call)
         return {f"present_{name}": self.memory.get(present[name]) for name in STATE}
 
 

@@ -1,0 +1,473 @@
+"""Train the small checkpoint in this folder: a six-layer Llama of Python source which also recalls what its context states.
+
+A *document* is lines of the standard library's own source (modules held out by `kvexport.evaluate.corpus` are never trained on) among
+which *statements* stand, at random places, and at whose end *questions* are answered::
+
+    # anna: lamp              anna has one value
+    # ben is anna             ben has whatever anna has
+    ...
+    # anna: lamp              an answer repeats what was stated
+    # ben is anna: lamp       and spells a chain out to its end
+    # every carla: harp, oven     all values of carla, in order
+    # mostly david: stool     the value that was stated most often
+    # count david: 4          the number of statements about david
+
+Names and values are the tiny checkpoint's words; each is one token.  An answer can be read off the document and nowhere else.
+
+Training has three kinds of batch.  *Copy* batches hold rows of distinct tokens repeated with a random period per row; they come alone,
+short and of names and values, until the model copies, which is what forms induction heads.  Then *code* batches (source alone) and
+*recall* batches (documents; their source counts towards the loss too) alternate with them, in rows of up to 1024 tokens.
+
+The constants MIXED, AGAIN and EARLY are the steps at which a run that went wrong was put right; the README tells what happened.
+
+Every batch is a function of the seed, the step and when copying worked, and the learning rate depends on the number of steps in the last
+quarter alone, so that a run can be stopped and resumed from its state file at any step.
+
+Importing this module needs numpy alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import LlamaForCausalLM
+
+HERE = Path(__file__).resolve().parent
+SPECIALS = ("<unk>", "<bos>", "<eos>", "<pad>")
+UNK, BOS, EOS, PAD = range(4)
+VOCABULARY = 4096
+MAX_LENGTH = 1024
+IGNORE = -100
+COPY, CODE, RECALL = "copy", "code", "recall"
+MAX_PEOPLE = 48
+MIXED = 1018  # from here on names and values are copied again: 300 steps without had undone it, and recall stood still at single facts
+AGAIN = 1124  # here copying comes first once more, until it works: among the other batches it came back too slowly
+EARLY = 337  # at the rate of the first steps the loss of copying stood still from here on, and fell at once at a third of it
+
+
+def tiny_words() -> ModuleType:
+    """The tiny checkpoint's train.py, for its NAMES and THINGS."""
+    spec = importlib.util.spec_from_file_location("tiny_language", HERE.parent / "tiny" / "train.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def statements(rng: np.random.Generator, people: int, names: tuple[str, ...], things: tuple[str, ...]) -> tuple[list[str], list[list[str]]]:
+    """Statement lines about `people` persons, in order of appearance, and the questions: (asked, answer) halves of one line each."""
+    who = [names[i] for i in rng.permutation(len(names))[:people]]
+    what = iter([things[i] for i in rng.permutation(len(things))])
+    lines: list[tuple[float, str]] = []  # (place in [0, 1), line)
+    questions: list[list[str]] = []
+    chains: list[tuple[str, str]] = []  # (name, what follows its "is")
+    for name in who:
+        kind = rng.choice(["one", "alias", "many", "mostly"], p=[0.5, 0.2, 0.1, 0.2])
+        if kind == "alias" and chains:
+            target, tail = chains.pop(int(rng.integers(len(chains))))
+            lines.append((rng.random(), f"# {name} is {target}"))
+            questions.append([f"# {name} is", f" {target}{tail}"])
+            if tail.count(" is ") < 2:
+                chains.append((name, f" is {target}{tail}"))
+            continue
+        if kind == "many":
+            values = [next(what, things[0]) for _ in range(int(rng.integers(2, 5)))]
+            lines += zip(np.sort(rng.random(len(values))), [f"# {name}: {value}" for value in values], strict=True)
+            questions.append([f"# every {name}:", " " + ", ".join(values)])
+            continue
+        value = next(what, things[0])
+        copies = int(rng.integers(2, 7)) if kind == "mostly" else 1
+        lines += [(rng.random(), f"# {name}: {value}") for _ in range(copies)]
+        if kind == "mostly":
+            others = int(rng.integers(0, copies))
+            other = next(what, things[0])
+            lines += [(rng.random(), f"# {name}: {other}") for _ in range(others)]
+            questions += [[f"# mostly {name}:", f" {value}"], [f"# count {name}:", f" {copies + others}"]]
+        else:
+            questions.append([f"# {name}:", f" {value}"])
+            chains.append((name, f": {value}"))
+            if rng.random() < 0.2:
+                questions.append([f"# count {name}:", " 1"])
+    return [line for _, line in sorted(lines)], questions
+
+
+@dataclass
+class Data:
+    """Tokens of the corpus: every line of the training and of the held-out modules, file after file."""
+
+    tokenizer: Tokenizer
+    names: tuple[str, ...]
+    things: tuple[str, ...]
+    train: list[list[int]]
+    held_out: list[list[int]]
+
+    @property
+    def words(self) -> NDArray[np.int64]:
+        """The token ids of all names and things."""
+        return np.array([token for word in (*self.names, *self.things) for token in self.encode(f" {word}")])
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of text, without the beginning of sequence."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def source(self, rng: np.random.Generator, count: int, lines: list[list[int]]) -> list[list[int]]:
+        """Consecutive lines of the source from a random place on, of `count` tokens in all (the last line may be cut)."""
+        taken: list[list[int]] = []
+        place = int(rng.integers(len(lines)))
+        while count > 0:
+            taken.append(lines[place % len(lines)][:count])
+            count -= len(taken[-1])
+            place += 1
+        return taken
+
+
+def code_row(data: Data, rng: np.random.Generator, length: int, lines: list[list[int]]) -> tuple[list[int], list[int]]:
+    """`length` ids of source after <bos>, and labels of which every one counts."""
+    ids = [BOS, *(token for line in data.source(rng, length - 1, lines) for token in line)]
+    return ids, [IGNORE, *ids[1:]]
+
+
+def recall_row(
+    data: Data, rng: np.random.Generator, length: int, lines: list[list[int]], dense: float = 0.0
+) -> tuple[list[int], list[int]]:
+    """A document of `length` ids and labels: those of answers are the ids plus VOCABULARY, so that they can be told from the source's.
+    dense: the share of documents that are statements and questions, as many as fit, and nothing else."""
+    full = rng.random() < dense
+    most = min(MAX_PEOPLE, length // 24)
+    people = most if full else round(math.exp(rng.uniform(0, math.log(most))))
+    stated, questions = statements(rng, people, data.names, data.things)
+    stated_ids = [data.encode(line + "\n") for line in stated]
+    rng.shuffle(questions)  # type: ignore[arg-type]
+    room = length - 1 - sum(map(len, stated_ids))
+    asked: list[int] = []
+    labels: list[int] = []
+    for question, answer in questions:
+        q, a = data.encode(question), data.encode(answer + "\n")
+        if asked and len(asked) + len(q) + len(a) > (room if full else room // 2):
+            break
+        asked += [*q, *a]
+        labels += [*[IGNORE] * len(q), *[token + VOCABULARY for token in a]]
+    haystack = data.source(rng, max(0, room - len(asked)), lines) if not full and rng.random() > 0.1 else []
+    if haystack:
+        haystack[-1] = [*haystack[-1][:-1], *data.encode("\n")]
+    ids: list[int] = []
+    for i in np.sort(rng.integers(0, len(haystack) + 1, len(stated_ids)))[::-1]:
+        haystack.insert(int(i), stated_ids.pop())
+    ids = [BOS, *(token for line in haystack for token in line)]
+    story = [IGNORE, *ids[1:]]
+    ids, labels = [*ids, *asked][:length], [*story, *labels][:length]
+    return ids + [PAD] * (length - len(ids)), labels + [IGNORE] * (length - len(labels))
+
+
+def copy_row(rng: np.random.Generator, length: int, tokens: NDArray[np.int64]) -> tuple[list[int], list[int]]:
+    """Distinct ones of `tokens` repeated with a random period; every one from the first repetition's second on counts."""
+    period = int(rng.integers(4, min(len(tokens), length // 2) + 1))
+    ids = [BOS, *np.resize(rng.choice(tokens, size=period, replace=False), length - 1).tolist()]
+    return ids, [IGNORE] * (period + 2) + [token + VOCABULARY for token in ids[period + 2 :]]
+
+
+def build_tokenizer(sources: list[str], words: tuple[str, ...]) -> Tokenizer:
+    """Byte-level BPE trained on the sources; digits and newlines stand alone, so that lines can be tokenized one by one, and every
+    word of the statements is a token."""
+    from tokenizers import Regex, Tokenizer
+    from tokenizers.decoders import ByteLevel as ByteDecoder
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+    from tokenizers.processors import TemplateProcessing
+    from tokenizers.trainers import BpeTrainer
+
+    tokenizer = Tokenizer(BPE())
+    parts = [Split(Regex("\n"), "isolated"), Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
+    tokenizer.pre_tokenizer = Sequence(parts)
+    tokenizer.decoder = ByteDecoder()
+    trainer = BpeTrainer(vocab_size=VOCABULARY, special_tokens=list(SPECIALS), initial_alphabet=ByteLevel.alphabet(), show_progress=False)
+    often = [" " + " ".join(words)] * 3000
+    tokenizer.train_from_iterator([*sources, *often], trainer)
+    tokenizer.post_processor = TemplateProcessing(single="<bos> $A", pair="<bos> $A <bos>:1 $B:1", special_tokens=[("<bos>", BOS)])
+    return tokenizer
+
+
+def load_data() -> Data:
+    """The corpus of the running interpreter, tokenized; the tokenizer comes from this folder where it is, else it is trained."""
+    from tokenizers import Tokenizer
+
+    from kvexport.evaluate.corpus import library_sources
+
+    tiny = tiny_words()
+    sources = {held: list(library_sources(held).values()) for held in (False, True)}
+    path = HERE / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path)) if path.exists() else build_tokenizer(sources[False], (*tiny.NAMES, *tiny.THINGS))
+    if not path.exists():
+        tokenizer.save(str(path))
+
+    def lines(texts: list[str]) -> list[list[int]]:
+        split = [line + "\n" for text in texts for line in text.splitlines()]
+        return [e.ids for e in tokenizer.encode_batch_fast(split, add_special_tokens=False)]
+
+    return Data(tokenizer, tiny.NAMES, tiny.THINGS, lines(sources[False]), lines(sources[True]))
+
+
+def build_model(seed: int) -> LlamaForCausalLM:
+    """A freshly initialised Llama of hidden size 256 with 4 query heads over 2 key-value heads of size 64."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2 * MAX_LENGTH,
+        tie_word_embeddings=True,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+    )
+    return LlamaForCausalLM(config)
+
+
+def batch_at(data: Data, seed: int, step: int, formed: int | None, tokens: int) -> tuple[str, list[tuple[list[int], list[int]]]]:
+    """The kind of batch of a step and its rows. formed: the step at which copying worked, or None."""
+    rng = np.random.default_rng([seed, step])
+    if formed is None:
+        if step > AGAIN and rng.random() < 0.2:
+            return CODE, [code_row(data, rng, 512, data.train) for _ in range(tokens // 512)]
+        length = int(rng.choice([32, 48, 64]))
+        return COPY, [copy_row(rng, length, data.words) for _ in range(tokens // length)]
+    if step < MIXED:
+        since = step - formed
+        longest = 256 if since < 150 else 512 if since < 350 else MAX_LENGTH
+        length = longest if rng.random() < 0.6 else longest // 2
+        kind = str(rng.choice([COPY, CODE, RECALL], p=[0.06, 0.34, 0.6]))
+        pool, dense = np.arange(4, VOCABULARY), 0.0
+    else:
+        kind = str(rng.choice([COPY, CODE, RECALL], p=[0.3, 0.2, 0.5]))
+        lengths = {COPY: [48, 64, 128, 256], CODE: [512, MAX_LENGTH], RECALL: [128, 256, 512, MAX_LENGTH]}
+        length = int(rng.choice(lengths[kind]))
+        pool, dense = data.words, 0.4
+    if kind == COPY:
+        return kind, [copy_row(rng, length, pool) for _ in range(tokens // length)]
+    if kind == CODE:
+        return kind, [code_row(data, rng, length, data.train) for _ in range(tokens // length)]
+    return kind, [recall_row(data, rng, length, data.train, dense) for _ in range(tokens // length)]
+
+
+def learning_rate(step: int, steps: int, peak: float, warmup: int = 60) -> float:
+    """Linear warm-up to three times `peak`, `peak` from step EARLY on, and a line to nothing over the last quarter."""
+    rate = 3 * peak * min(1.0, (step + 1) / warmup) if step < EARLY else peak
+    return rate * min(1.0, max(0.02, (steps - step) / (steps / 4)))
+
+
+def optimizers(model: LlamaForCausalLM) -> list[Any]:
+    """Muon for the matrices of the layers, AdamW for embeddings and norms; both take learning rates of AdamW's scale."""
+    import torch
+
+    inner = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    outer = [p for p in model.parameters() if all(p is not q for q in inner)]
+    return [
+        torch.optim.Muon(inner, lr=1.0, momentum=0.95, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(outer, lr=1.0, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+
+
+def losses(model: LlamaForCausalLM, rows: list[tuple[list[int], list[int]]]) -> dict[str, tuple[Any, Any]]:
+    """{"source" or "answer": (mean cross-entropy in nats, accuracy)} of a batch of rows, as tensors."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    ids = torch.tensor([row[0] for row in rows])  # [batch, length]
+    labels = torch.tensor([row[1] for row in rows])[:, 1:]  # [batch, length - 1]
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]  # [batch, length - 1, hidden]
+        kept = labels != IGNORE
+        logits = model.lm_head(hidden[kept]).float()  # [kept, vocabulary]
+    wanted = labels[kept]
+    each = cross_entropy(logits, wanted % VOCABULARY, reduction="none")
+    right = (logits.argmax(-1) == wanted % VOCABULARY).float()
+    parts = {"source": wanted < VOCABULARY, "answer": wanted >= VOCABULARY}
+    return {name: (each[part].mean(), right[part].mean()) for name, part in parts.items() if part.any()}
+
+
+def measure(model: LlamaForCausalLM, data: Data, rows: int) -> dict[str, Any]:
+    """Loss on held-out source (nats per token and bits per byte), and per kind of question the share answered wholly right, at the
+    training length with a full cache."""
+    import torch
+
+    rng = np.random.default_rng(1234)
+    model.eval()
+    with torch.inference_mode():
+        code = [code_row(data, rng, MAX_LENGTH, data.held_out) for _ in range(rows)]
+        nats = float(np.mean([losses(model, [row])["source"][0].item() for row in code]))
+        size = sum(len(data.tokenizer.decode(ids).encode()) for ids, _ in code) / sum(len(ids) - 1 for ids, _ in code)
+        counts: dict[str, list[bool]] = {}
+        for _ in range(4 * rows):
+            ids, labels = recall_row(data, rng, MAX_LENGTH, data.held_out)
+            best = model(torch.tensor([ids])).logits[0].argmax(-1).tolist()
+            start = 0
+            for i in range(1, len(ids) + 1):
+                if i == len(ids) or labels[i] < VOCABULARY:
+                    if start:
+                        line = data.tokenizer.decode(ids[max(0, start - 8) : start]).split("\n")[-1]
+                        word = line.split()[1] if len(line.split()) > 1 else ""
+                        kind = word if word in ("every", "mostly", "count") else "is" if line.endswith(" is") else "one"
+                        counts.setdefault(kind, []).append(all(best[j - 1] + VOCABULARY == labels[j] for j in range(start, i)))
+                    start = 0
+                elif not start:
+                    start = i
+    model.train()
+    recall = {kind: [round(float(np.mean(hits)), 3), len(hits)] for kind, hits in sorted(counts.items())}
+    return {"held_out_nats": round(nats, 4), "held_out_bits_per_byte": round(nats / math.log(2) / size, 4), "recall": recall}
+
+
+@dataclass
+class Run:
+    """A training run that can be stopped and resumed. seconds: of processor time (all threads) spent in steps so
+    far; the time by the clock says more about what else the machine did."""
+
+    seed: int
+    steps: int
+    tokens: int
+    peak: float
+    state: Path
+    step: int = 0
+    formed: int | None = None
+    seconds: float = 0.0
+
+    def train(self, model: LlamaForCausalLM, data: Data, log: list[dict[str, Any]]) -> None:
+        """Train from where the state file left off (or the start) to the last step, appending records to `log`."""
+        import torch
+
+        steppers = optimizers(model)
+        if self.state.exists():
+            saved = torch.load(self.state, weights_only=True)
+            model.load_state_dict(saved["model"])
+            for stepper, state in zip(steppers, saved["optimizers"], strict=True):
+                stepper.load_state_dict(state)
+            self.step, self.formed, self.seconds = saved["step"], saved["formed"], saved["seconds"]
+            log[:] = saved["log"]
+        model.train()
+        recent: dict[str, list[tuple[float, float]]] = {}
+        saved_at = time.perf_counter()
+        while self.step < self.steps:
+            if self.step == AGAIN:
+                self.formed = None
+            start = time.process_time()
+            self._advance(model, data, steppers, recent)
+            self.seconds += time.process_time() - start
+            if self.step % 20 == 0 or self.step == self.steps:
+                for name, values in sorted(recent.items()):
+                    loss, accuracy = np.mean(values, axis=0).tolist()
+                    record = {"step": self.step, "task": name, "loss": round(loss, 4), "accuracy": round(accuracy, 4)}
+                    log.append({**record, "seconds": round(self.seconds, 1)})
+                    print(json.dumps(log[-1]), flush=True)
+                recent.clear()
+            if self.step % 200 == 0 and self.formed is not None:
+                log.append({"step": self.step, "task": "held out", **measure(model, data, 8)})
+                print(json.dumps(log[-1]), flush=True)
+            if time.perf_counter() - saved_at > 150 or self.step == self.steps:
+                self._save(model, steppers, log)
+                saved_at = time.perf_counter()
+        model.eval()
+
+    def _advance(self, model: LlamaForCausalLM, data: Data, steppers: list[Any], recent: dict[str, list[tuple[float, float]]]) -> None:
+        import torch
+
+        kind, rows = batch_at(data, self.seed, self.step, self.formed, self.tokens)
+        for stepper in steppers:
+            stepper.zero_grad(set_to_none=True)
+            for group in stepper.param_groups:
+                group["lr"] = learning_rate(self.step, self.steps, self.peak)
+        parts = losses(model, rows)
+        sum(loss for loss, _ in parts.values()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for stepper in steppers:
+            stepper.step()
+        self.step += 1
+        for name, (loss, accuracy) in parts.items():
+            recent.setdefault(f"{kind} {name}", []).append((loss.item(), accuracy.item()))
+        if self.formed is None and kind == COPY and parts["answer"][1] >= 0.8:
+            self.formed = self.step
+
+    def _save(self, model: LlamaForCausalLM, steppers: list[Any], log: list[dict[str, Any]]) -> None:
+        import torch
+
+        saved = {
+            "model": model.state_dict(),
+            "optimizers": [s.state_dict() for s in steppers],
+            "step": self.step,
+            "formed": self.formed,
+            "seconds": self.seconds,
+            "log": log,
+        }
+        self.state.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(saved, self.state.with_suffix(".new"))
+        self.state.with_suffix(".new").replace(self.state)
+
+
+def save(model: LlamaForCausalLM, out: Path) -> None:
+    """Write model (float16), generation settings and the tokenizer's settings to `out`."""
+    import torch
+    from transformers import GenerationConfig
+
+    model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD, do_sample=False)
+    model.to(torch.float16).save_pretrained(out)
+    (out / "model.safetensors").chmod(0o644)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": 2 * MAX_LENGTH,
+        "padding_side": "left",
+    }
+    (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def main() -> None:
+    """Train (or resume), measure and save."""
+    parser = argparse.ArgumentParser(description="Train the small checkpoint of Python source and recall.")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=2200)
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens per batch")
+    parser.add_argument("--lr", type=float, default=4e-3 / 3, help="learning rate after the first steps")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--state", type=Path, required=True, help="file to stop at and resume from")
+    args = parser.parse_args()
+
+    import torch
+
+    torch.set_num_threads(args.threads)
+    data = load_data()
+    model = build_model(args.seed)
+    print(f"{sum(p.numel() for p in model.parameters())} parameters, {sum(map(len, data.train))} tokens of source", flush=True)
+    log: list[dict[str, Any]] = []
+    run = Run(args.seed, args.steps, args.tokens, args.lr, args.state)
+    run.train(model, data, log)
+    log.append({"step": run.step, "task": "final", "formed": run.formed, "seconds": round(run.seconds), **measure(model, data, 64)})
+    print(json.dumps(log[-1]))
+    (HERE / "train_log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in log))
+    save(model, HERE)
+
+
+if __name__ == "__main__":
+    main()

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import os
-import string
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 from artifacts import Forks
-
-ALPHABET = string.ascii_letters + string.digits + " ."
-RECIPE = {
-    "description": "A random Llama",
-    "model": {"path": "./checkpoint"},
-    "cache": {"method": "keepkv", "budget": 32, "merge_every": 4},
-    "export": {"prefill_chunk": 16},
-    "limits": {"max_length": 512, "max_batch": 4},
-}
+from tiny_model import ALPHABET, RECIPE
 
 
 @pytest.fixture(scope="session")

@@ -118,7 +118,7 @@ def test_help(verb: str) -> None:
 
 
 def test_recipe_names_are_completed() -> None:
-    words = {"_KVEXPORT_COMPLETE": "complete_bash", "COMP_WORDS": "kvexport build --recipe tiny-k", "COMP_CWORD": "3"}
+    words = {"_KVEXPORT_COMPLETE": "complete_bash", "COMP_WORDS": "kvexport build --recipe tiny-ke", "COMP_CWORD": "3"}
     output, problems = process(env={**ENVIRONMENT, **words}, code="from kvexport.cli import main; main()").communicate()
     assert output.split() == ["tiny-keepkv"], problems
 

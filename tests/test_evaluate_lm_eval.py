@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ALPHABET
 from models import hugging_face_logits
+from tiny_model import ALPHABET
 
 import kvexport
 from kvexport.evaluate.measure import log_softmax

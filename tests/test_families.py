@@ -126,7 +126,14 @@ class Workshop:
             self.checkpoint(name),
             dtype=dtype,
             # As many slots as `full` gets, so that all methods share one trace; numbers for `recent`, so that layers share functions.
-            cache={"method": method, "budget": MAX_LENGTH - CHUNK, "slack": CHUNK, "recent": 8, "merge_every": 8},
+            cache={
+                "method": method,
+                "budget": MAX_LENGTH - CHUNK,
+                "slack": CHUNK,
+                "recent": 8,
+                "merge_every": 8,
+                "allocation": {"kind": "uniform"},
+            },
             export={"prefill_chunk": CHUNK, "logits": "all", "weights": (FAMILIES | TAIL)[name].weights},
             limits={"max_length": MAX_LENGTH, "max_batch": 3},
         )

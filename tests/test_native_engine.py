@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import RECIPE
 from models import build_shared, given_tokens_logits, make_recipe, random_ids
+from tiny_model import RECIPE
 from typer.testing import CliRunner
 
 from kvexport import native

@@ -20,7 +20,6 @@ from kvexport.methods import all_methods
 from kvexport.recipe import Recipe
 from kvexport.recipe_files import describe_method_parameters, list_recipes, load_recipe, recipe_folder
 
-SMALL_RECIPES = ("small-base", "small-full", "small-keepkv")
 TINY = ("tiny-base", *(f"tiny-{name}" for name in all_methods()))
 # The recent share of the budget that a method wants; half otherwise.
 RECENT = {"tiny-ballot": 0.75, "tiny-kvslimmer": 0.25, "tiny-asymkv": 0.25}
@@ -66,7 +65,7 @@ def one_problem(name: str | Path, *overrides: str) -> str:
 
 def test_every_shipped_recipe_loads_and_the_base_says_that_it_is_one() -> None:
     listed = {info.name: info for info in list_recipes()}
-    assert set(listed) == {*TINY, *SMALL_RECIPES, *HUB, "keepkv-paper"}
+    assert set(listed) == {*TINY, *HUB, "keepkv-paper"}
     for name, info in listed.items():
         assert not info.problem
         assert info.description

@@ -435,6 +435,8 @@ def test_a_full_disk_behind_stdout_is_exit_code_3() -> None:
 def test_ctrl_c_ends_the_program_cleanly(tiny_artifact: Path) -> None:
     # Slow enough that it is certainly under way, whatever the machine.
     code = (
+        # A shell starts what runs in its background with interrupts ignored.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import time; from kvexport.runtime.lanes import Lanes; append = Lanes.append\n"
         "Lanes.append = lambda self, tokens, prefill=False: (time.sleep(0.05), append(self, tokens, prefill=prefill))[1]\n"
         "from kvexport.cli import main; main()"

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvexport-installed
 DEMO ?= demo
 
-.PHONY: demo test lint setup native cross-tools clean
+.PHONY: demo test lint setup native cross-tools cuda-host gpu-check clean
 
 setup: $(STAMP)
 
@@ -26,6 +26,14 @@ cross-tools:
 	  && { apt-get -qq install --yes --no-install-recommends qemu-user-static >/dev/null 2>&1 || apt-get -qq install --yes qemu-user >/dev/null; }; \
 	then :; else echo "cross-tools: g++-aarch64-linux-gnu and qemu-user-static could not be installed (they take root and apt-get)"; fi
 
+# The CUDA kernels' own source, compiled for the host: the conformance suite's backend cuda-on-host.
+cuda-host:
+	$(PYTHON) plugins/cuda/build_cuda.py --host
+
+# On a machine with a GPU, nvcc, PyTorch and numpy: builds, proves and measures the CUDA kernels, in less than eight minutes.
+gpu-check:
+	$(PYTHON) benchmarks/gpu_check.py $(GPU_CHECK)
+
 demo: setup
 	$(BIN)/python -m kvexport.demo --out $(DEMO)
 
@@ -35,7 +43,7 @@ lint: setup
 	$(BIN)/mypy
 	find plugins -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null | xargs -r $(BIN)/clang-format --dry-run -Werror
 
-test: lint native $(if $(filter true,$(CI)),cross-tools)
+test: lint native cuda-host $(if $(filter true,$(CI)),cross-tools)
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
 clean:

@@ -106,7 +106,7 @@ def start_part(part: str, limit: float, flags: list[str]) -> dict[str, Any]:
     if part in SANITIZERS:
         tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
         if "--on-host" in flags or tool is None:
-            return outcome("skipped", why="compute-sanitizer is not there" if tool is None else "it looks at a GPU's kernels alone")
+            return outcome("skipped", why="it looks at a GPU's kernels alone" if "--on-host" in flags else "compute-sanitizer is not there")
         command = [tool, "--tool", part, "--error-exitcode", "9", *command]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)

@@ -33,10 +33,9 @@ def text() -> Language:
 
 def read_answer(question: str, lines: list[str]) -> str:
     """What a careful reader of the statements answers to a question in the text language."""
-    said = [match.groups() for line in lines if (match := re.fullmatch(r"# (\w+): (\w+)", line))]
+    said = [match.groups() for line in lines if (match := re.fullmatch(r"# (\w+) (\w+)", line))]
     known = dict(said)
-    aliases = dict(match.groups() for line in lines if (match := re.fullmatch(r"# (\w+) is (\w+)", line)))
-    *kind, name = question.removeprefix("# ").removesuffix(":").removesuffix(" is").split()
+    *kind, name = question.removeprefix("# ").split()
     values = [thing for who, thing in said if who == name]
     if kind == ["every"]:
         return ", ".join(values)
@@ -44,12 +43,10 @@ def read_answer(question: str, lines: list[str]) -> str:
         return Counter(values).most_common(1)[0][0]
     if kind == ["count"]:
         return str(len(values))
-    if not question.endswith(" is"):
-        return values[0]
-    chain = [aliases[name]]
-    while chain[-1] in aliases:
-        chain.append(aliases[chain[-1]])
-    return " is ".join(chain) + f": {known[chain[-1]]}"
+    chain = [known[name]]
+    while chain[-1] in known:
+        chain.append(known[chain[-1]])
+    return " ".join(chain)
 
 
 def parts(sample: Sample) -> tuple[list[str], str, str]:
@@ -83,7 +80,7 @@ def test_the_tiny_checkpoints_tasks_are_in_its_language(name: str) -> None:
 def test_what_the_tiny_checkpoint_cannot_be_asked_is_refused() -> None:
     with pytest.raises(ValueError, match="alias"):
         Words().alias("anna", "boris")
-    for kind in ("every", "count", "is"):
+    for kind in ("every", "count", "chain"):
         with pytest.raises(ValueError, match=kind):
             Words().ask(kind, "anna", "lamp")
 

@@ -55,7 +55,7 @@ class Language(Protocol):
 
     def ask(self, kind: str, name: str, answer: str) -> tuple[Ids, Ids]:
         """A question about name and its answer. kind: "one" (its thing), "every" (its things in order, comma-separated), "mostly" (the
-        thing stated most often), "count" (the number of statements), "is" (the chain of aliases and the thing at its end)."""
+        thing stated most often), "count" (the number of statements), "chain" (the aliases, one after another, and the last one's thing)."""
         ...
 
     def filler(self, rng: np.random.Generator, count: int) -> list[Ids]:
@@ -103,11 +103,11 @@ class Words:
         return ids, [i - 1 for i, label in enumerate(labels) if label not in (tiny.IGNORE, tiny.EOS)]
 
 
-_ASKED = {"one": "# {}:", "every": "# every {}:", "mostly": "# mostly {}:", "count": "# count {}:", "is": "# {} is"}
+_ASKED = {"one": "# {}", "chain": "# {}", "every": "# every {}", "mostly": "# mostly {}", "count": "# count {}"}
 
 
 class Text:
-    """`# NAME: THING` and `# NAME is OTHER` on lines of their own among lines of source."""
+    """`# NAME THING` and `# NAME OTHER` on lines of their own among lines of source."""
 
     lacks: frozenset[str] = frozenset()
 
@@ -130,11 +130,11 @@ class Text:
 
     def fact(self, name: str, thing: str) -> Ids:
         """See `Language`."""
-        return self._continue(f"# {name}: {thing}\n")
+        return self._continue(f"# {name} {thing}\n")
 
     def alias(self, name: str, other: str) -> Ids:
         """See `Language`."""
-        return self._continue(f"# {name} is {other}\n")
+        return self._continue(f"# {name} {other}\n")
 
     def ask(self, kind: str, name: str, answer: str) -> tuple[Ids, Ids]:
         """See `Language`."""

@@ -153,7 +153,7 @@ def tracking(language: Language, rng: np.random.Generator, length: int, depth: f
     statements = [language.fact(chain[0], thing) for chain, thing in zip(chains, things, strict=False)]
     statements += [language.alias(chain[i], chain[i - 1]) for i in (1, 2) for chain in chains]
     first, second, third = chains[0]
-    return compose(language, rng, length, statements, language.ask("is", third, f"{second} is {first}: {things[0]}"))
+    return compose(language, rng, length, statements, language.ask("chain", third, f"{second} {first} {things[0]}"))
 
 
 @task("duplicates")

@@ -38,7 +38,7 @@ HOST_FLAGS = [
     "-fno-strict-aliasing",
     "-ffp-contract=off",
 ]
-SANITIZE = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
+SANITIZE = ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
 DEVICE_FLAGS = ["-std=c++17", "-O3", "-Xptxas", "-v", "-Xcompiler", "-fPIC,-fvisibility=default", "-lineinfo"]
 ENTRY = re.compile(r"Compiling entry function '([^']+)'")
 NUMBERS = {

@@ -139,17 +139,14 @@ struct Decode {
   static KV_DEVICE void fetch_rows(Block<Decode>& block, const Head<T>& head, const Stage<T>& stage, int used, int from,
                                    int count, int t) {
     const KvVoteAttention& a = head.a;
-    const int per_key = a.key_size / kLanes<T>, per_value = a.value_size / kLanes<T>;
-    for (int i = t; i < count * per_key; i += kThreads) {
-      const int slot = i / per_key, at = i % per_key * kLanes<T>;
+    fetch_vectors(a.key_size / kLanes<T>, count, t, [&](int slot, int at) {
       const T* row = from + slot < used ? head.key(from + slot) : head.new_key(0);
       block.template copy<16>(const_cast<T*>(stage.key(slot)) + at, row + at);
-    }
-    for (int i = t; i < count * per_value; i += kThreads) {
-      const int slot = i / per_value, at = i % per_value * kLanes<T>;
+    });
+    fetch_vectors(a.value_size / kLanes<T>, count, t, [&](int slot, int at) {
       const T* row = from + slot < used ? head.value(from + slot) : head.new_value(0);
       block.template copy<16>(const_cast<T*>(stage.value(slot)) + at, row + at);
-    }
+    });
     const int slot = t % kWarp;
     if (from + slot >= used || slot >= count) return;
     for (int k = t / kWarp; k < 2 + a.statistics; k += kWarps) {
@@ -159,6 +156,19 @@ struct Decode {
         block.template copy<4>(stage.position() + slot, head.position() + from + slot);
       else
         block.template copy<4>(stage.score(k - 2) + slot, head.score(k - 2) + from + slot);
+    }
+  }
+
+  // Every kThreads-th vector of `count` rows of `width`, from number t on: copy(row, element). One division, not one
+  // per vector.
+  template <class F>
+  static KV_DEVICE void fetch_vectors(int width, int count, int t, F copy) {
+    const int rows = kThreads / width, rest = kThreads % width;
+    int slot = t / width, at = t % width;
+    while (slot < count) {
+      copy(slot, at * kLanes<T>);
+      slot += rows, at += rest;
+      if (at >= width) at -= width, ++slot;
     }
   }
 
@@ -252,10 +262,13 @@ struct Decode {
         for (int slot = part; slot < count; slot += parts) {
           float value[4];
           load_four(stage.value(slot) + column, value);
+          float weight[G];
+#pragma unroll
+          for (int g = 0; g < G; g += kVectorOf) load_weights(s.weight + slot * G + g, weight + g);
 #pragma unroll
           for (int g = 0; g < G; ++g)
 #pragma unroll
-            for (int j = 0; j < 4; ++j) r.product[g][j] += s.weight[slot * G + g] * value[j];
+            for (int j = 0; j < 4; ++j) r.product[g][j] += weight[g] * value[j];
         }
       }
       const int slot = t % kWarp;
@@ -277,6 +290,18 @@ struct Decode {
       for (int g = 0; g < group; ++g) total += expf(s.logit[g * kBlock + slot] + share - top);
     }
     head.score(k)[from + slot] = top + logf(total + expf(start - top));
+  }
+
+  static constexpr int kVectorOf = G % 4 == 0 ? 4 : 1;
+  static KV_DEVICE void load_weights(const float* from, float* to) {
+    if constexpr (kVectorOf == 4) {
+      float four[4];
+      load_four(from, four);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to[i] = four[i];
+    } else {
+      *to = *from;
+    }
   }
 
   // The split's products, maxima and sums into the workspace.

@@ -1,6 +1,7 @@
 // MergeCache's calls: what they take, how work is divided, which kernels run.
 #include "launch.h"
 #include "merge_join.h"
+#include "merge_nearest.h"
 #include "merge_place.h"
 #include "merge_select.h"
 

@@ -3,14 +3,14 @@
 A *document* is lines of the standard library's own source (modules held out by `kvexport.evaluate.corpus` are never trained on) among
 which *statements* stand, at random places, and at whose end *questions* are answered::
 
-    # anna: lamp              anna has one value
-    # ben is anna             ben has whatever anna has
+    # anna lamp               anna has one value
+    # ben anna                ben has whatever anna has
     ...
-    # anna: lamp              an answer repeats what was stated
-    # ben is anna: lamp       and spells a chain out to its end
-    # every carla: harp, oven     all values of carla, in order
-    # mostly david: stool     the value that was stated most often
-    # count david: 4          the number of statements about david
+    # anna lamp               an answer repeats what was stated
+    # ben anna lamp           and spells a chain out to its end
+    # every carla harp, oven  all values of carla, in order
+    # mostly david stool      the value that was stated most often
+    # count david 4           the number of statements about david
 
 Names and values are the tiny checkpoint's words; each is one token.  An answer can be read off the document and nowhere else.
 
@@ -18,7 +18,7 @@ Training has three kinds of batch.  *Copy* batches hold rows of distinct tokens 
 short and of names and values, until the model copies, which is what forms induction heads.  Then *code* batches (source alone) and
 *recall* batches (documents; their source counts towards the loss too) alternate with them, in rows of up to 1024 tokens.
 
-The constants MIXED, AGAIN and EARLY are the steps at which a run that went wrong was put right; the README tells what happened.
+EARLY, MIXED, AGAIN, PLAIN and DENSE are the steps at which a run that went wrong was put right; the README tells what happened.
 
 Every batch is a function of the seed, the step and when copying worked, and the learning rate depends on the number of steps in the last
 quarter alone, so that a run can be stopped and resumed from its state file at any step.
@@ -55,6 +55,8 @@ COPY, CODE, RECALL = "copy", "code", "recall"
 MAX_PEOPLE = 48
 MIXED = 1018  # from here on names and values are copied again: 300 steps without had undone it, and recall stood still at single facts
 AGAIN = 1124  # here copying comes first once more, until it works: among the other batches it came back too slowly
+PLAIN = 1380  # from here on a value follows its name at once: behind a colon the model found some value of the document, but not whose
+DENSE = 1535  # from here on most documents are statements and questions alone, where whose value it is was learnt first
 EARLY = 337  # at the rate of the first steps the loss of copying stood still from here on, and fell at once at a third of it
 
 
@@ -67,40 +69,43 @@ def tiny_words() -> ModuleType:
     return module
 
 
-def statements(rng: np.random.Generator, people: int, names: tuple[str, ...], things: tuple[str, ...]) -> tuple[list[str], list[list[str]]]:
-    """Statement lines about `people` persons, in order of appearance, and the questions: (asked, answer) halves of one line each."""
+def statements(
+    rng: np.random.Generator, people: int, names: tuple[str, ...], things: tuple[str, ...], mark: str = "", link: str = ""
+) -> tuple[list[str], list[tuple[str, str]]]:
+    """Statement lines about `people` persons, in order of appearance, and the questions: (asked, answer) halves of one line each.
+    mark: what stands between a name and its value; link: between a name and another."""
     who = [names[i] for i in rng.permutation(len(names))[:people]]
     what = iter([things[i] for i in rng.permutation(len(things))])
     lines: list[tuple[float, str]] = []  # (place in [0, 1), line)
-    questions: list[list[str]] = []
-    chains: list[tuple[str, str]] = []  # (name, what follows its "is")
+    questions: list[tuple[str, str]] = []
+    chains: list[tuple[int, str, str]] = []  # (aliases so far, name, what follows it)
     for name in who:
         kind = rng.choice(["one", "alias", "many", "mostly"], p=[0.5, 0.2, 0.1, 0.2])
         if kind == "alias" and chains:
-            target, tail = chains.pop(int(rng.integers(len(chains))))
-            lines.append((rng.random(), f"# {name} is {target}"))
-            questions.append([f"# {name} is", f" {target}{tail}"])
-            if tail.count(" is ") < 2:
-                chains.append((name, f" is {target}{tail}"))
+            aliases, target, tail = chains.pop(int(rng.integers(len(chains))))
+            lines.append((rng.random(), f"# {name}{link} {target}"))
+            questions.append((f"# {name}{link}", f" {target}{tail}"))
+            if aliases < 2:
+                chains.append((aliases + 1, name, f"{link} {target}{tail}"))
             continue
         if kind == "many":
             values = [next(what, things[0]) for _ in range(int(rng.integers(2, 5)))]
-            lines += zip(np.sort(rng.random(len(values))), [f"# {name}: {value}" for value in values], strict=True)
-            questions.append([f"# every {name}:", " " + ", ".join(values)])
+            lines += zip(np.sort(rng.random(len(values))), [f"# {name}{mark} {value}" for value in values], strict=True)
+            questions.append((f"# every {name}{mark}", " " + ", ".join(values)))
             continue
         value = next(what, things[0])
         copies = int(rng.integers(2, 7)) if kind == "mostly" else 1
-        lines += [(rng.random(), f"# {name}: {value}") for _ in range(copies)]
+        lines += [(rng.random(), f"# {name}{mark} {value}") for _ in range(copies)]
         if kind == "mostly":
             others = int(rng.integers(0, copies))
             other = next(what, things[0])
-            lines += [(rng.random(), f"# {name}: {other}") for _ in range(others)]
-            questions += [[f"# mostly {name}:", f" {value}"], [f"# count {name}:", f" {copies + others}"]]
+            lines += [(rng.random(), f"# {name}{mark} {other}") for _ in range(others)]
+            questions += [(f"# mostly {name}{mark}", f" {value}"), (f"# count {name}{mark}", f" {copies + others}")]
         else:
-            questions.append([f"# {name}:", f" {value}"])
-            chains.append((name, f": {value}"))
+            questions.append((f"# {name}{mark}", f" {value}"))
+            chains.append((0, name, f"{mark} {value}"))
             if rng.random() < 0.2:
-                questions.append([f"# count {name}:", " 1"])
+                questions.append((f"# count {name}{mark}", " 1"))
     return [line for _, line in sorted(lines)], questions
 
 
@@ -142,14 +147,15 @@ def code_row(data: Data, rng: np.random.Generator, length: int, lines: list[list
 
 
 def recall_row(
-    data: Data, rng: np.random.Generator, length: int, lines: list[list[int]], dense: float = 0.0
+    data: Data, rng: np.random.Generator, length: int, lines: list[list[int]], dense: float, marks: tuple[str, str] = ("", "")
 ) -> tuple[list[int], list[int]]:
     """A document of `length` ids and labels: those of answers are the ids plus VOCABULARY, so that they can be told from the source's.
-    dense: the share of documents that are statements and questions, as many as fit, and nothing else."""
-    full = rng.random() < dense
+    dense: the share of documents that are statements and questions, as many as fit, and nothing else.
+    marks: see `statements`."""
+    full = dense > 0 and rng.random() < dense
     most = min(MAX_PEOPLE, length // 24)
     people = most if full else round(math.exp(rng.uniform(0, math.log(most))))
-    stated, questions = statements(rng, people, data.names, data.things)
+    stated, questions = statements(rng, people, data.names, data.things, *marks)
     stated_ids = [data.encode(line + "\n") for line in stated]
     rng.shuffle(questions)  # type: ignore[arg-type]
     room = length - 1 - sum(map(len, stated_ids))
@@ -259,14 +265,19 @@ def batch_at(data: Data, seed: int, step: int, formed: int | None, tokens: int) 
         pool, dense = np.arange(4, VOCABULARY), 0.0
     else:
         kind = str(rng.choice([COPY, CODE, RECALL], p=[0.3, 0.2, 0.5]))
-        lengths = {COPY: [48, 64, 128, 256], CODE: [512, MAX_LENGTH], RECALL: [128, 256, 512, MAX_LENGTH]}
+        lengths = {
+            COPY: [48, 64, 128, 256] if step >= AGAIN else [64, 128, 256],
+            CODE: [512, MAX_LENGTH],
+            RECALL: [128, 256, 512, MAX_LENGTH],
+        }
         length = int(rng.choice(lengths[kind]))
-        pool, dense = data.words, 0.4
+        pool, dense = data.words, 0.4 if step < DENSE else 0.8
     if kind == COPY:
         return kind, [copy_row(rng, length, pool) for _ in range(tokens // length)]
     if kind == CODE:
         return kind, [code_row(data, rng, length, data.train) for _ in range(tokens // length)]
-    return kind, [recall_row(data, rng, length, data.train, dense) for _ in range(tokens // length)]
+    marks = ("", "") if step >= PLAIN else (":", " is")
+    return kind, [recall_row(data, rng, length, data.train, dense, marks) for _ in range(tokens // length)]
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: int = 60) -> float:
@@ -318,7 +329,7 @@ def measure(model: LlamaForCausalLM, data: Data, rows: int) -> dict[str, Any]:
         size = sum(len(data.tokenizer.decode(ids).encode()) for ids, _ in code) / sum(len(ids) - 1 for ids, _ in code)
         counts: dict[str, list[bool]] = {}
         for _ in range(4 * rows):
-            ids, labels = recall_row(data, rng, MAX_LENGTH, data.held_out)
+            ids, labels = recall_row(data, rng, MAX_LENGTH, data.held_out, 0.0)
             best = model(torch.tensor([ids])).logits[0].argmax(-1).tolist()
             start = 0
             for i in range(1, len(ids) + 1):
@@ -326,7 +337,7 @@ def measure(model: LlamaForCausalLM, data: Data, rows: int) -> dict[str, Any]:
                     if start:
                         line = data.tokenizer.decode(ids[max(0, start - 8) : start]).split("\n")[-1]
                         word = line.split()[1] if len(line.split()) > 1 else ""
-                        kind = word if word in ("every", "mostly", "count") else "is" if line.endswith(" is") else "one"
+                        kind = word if word in ("every", "mostly", "count") else "chain" if i - start > 2 else "one"
                         counts.setdefault(kind, []).append(all(best[j - 1] + VOCABULARY == labels[j] for j in range(start, i)))
                     start = 0
                 elif not start:
@@ -447,7 +458,7 @@ def main() -> None:
     """Train (or resume), measure and save."""
     parser = argparse.ArgumentParser(description="Train the small checkpoint of Python source and recall.")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=2200)
+    parser.add_argument("--steps", type=int, default=2400)
     parser.add_argument("--tokens", type=int, default=4096, help="tokens per batch")
     parser.add_argument("--lr", type=float, default=4e-3 / 3, help="learning rate after the first steps")
     parser.add_argument("--threads", type=int, default=2)

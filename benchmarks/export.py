@@ -1,9 +1,10 @@
-"""Memory and time of exporting a checkpoint: kvexport beside onnxruntime-genai's model builder, each in a process of its own.
+"""Memory and time of exporting a checkpoint: kvexport beside onnxruntime-genai's model builder, each in a process of its own, in turn.
 
-    python benchmarks/export.py [--shapes 1b 7b] [--work DIR] [--genai DIR_ON_PYTHONPATH]
+    python benchmarks/export.py [--shapes 1b 7b] [--rounds N] [--work DIR] [--genai DIR_ON_PYTHONPATH]
 
-Peak memory is the kernel's figure for the finished process (maximum resident set, mapped files included). The builder is measured where
-`onnxruntime_genai` can be imported; for 7b it is left out (it holds the whole checkpoint).
+Seconds are the median of the rounds, peak memory the largest: the kernel's figure for the finished process (maximum resident set, mapped
+files included). Ratios are medians of the rounds' ratios. The builder is measured where `onnxruntime_genai` can be imported; for 7b it is
+left out (it holds the whole checkpoint), and copied weights too.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from common import RESULTS, SHAPES, make_checkpoint, save
+from common import RESULTS, SHAPES, ratio, save
+
+GENAI = "onnxruntime-genai"
 
 
 def measured(command: list[str], environment: dict[str, str]) -> dict[str, float]:
@@ -38,6 +42,7 @@ def measured(command: list[str], environment: dict[str, str]) -> dict[str, float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=["1b", "7b"])
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--work", type=Path)
     parser.add_argument("--genai", default="", help="a folder with onnxruntime_genai, put on PYTHONPATH for its builder alone")
     options = parser.parse_args()
@@ -45,25 +50,41 @@ def main() -> None:
     work.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
     for shape in options.shapes:
-        checkpoint = make_checkpoint(shape, work / shape, "float16")
-        out, genai_out, recipe = work / f"{shape}-artifact", work / f"{shape}-genai", work / f"{shape}.yaml"
-        build = [sys.executable, "-m", "kvexport", "build", "--recipe", str(recipe), "--out", str(out)]
-        settings = f"model: {{path: {checkpoint}, dtype: float16}}\ncache: {{method: keepkv, budget: 512}}\nexport: {{weights: %s}}\n"
-        rows = {}
-        for weights in ("copy", "link") if shape != "7b" else ("link",):
-            recipe.write_text(settings % weights)
-            rows[f"kvexport, weights: {weights}"] = measured(build, dict(os.environ))
-            shutil.rmtree(out)
-        if shape != "7b" and options.genai:
-            command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-m", str(checkpoint), "-o", str(genai_out)]
-            environment = {**os.environ, "PYTHONPATH": options.genai}
-            rows["onnxruntime-genai"] = measured([*command, "-p", "fp16", "-e", "cuda", "-c", str(work / "cache")], environment)
-            shutil.rmtree(genai_out)
-        results[shape] = rows
-        print(shape, json.dumps(rows, indent=1), flush=True)
+        # In a process of its own, so that this one stays small.
+        make = "import sys, pathlib, common; common.make_checkpoint(sys.argv[1], pathlib.Path(sys.argv[2]), 'float16')"
+        subprocess.run([sys.executable, "-c", make, shape, str(work.absolute() / shape)], check=True, cwd=Path(__file__).parent)
+        sides = commands(shape, work, options.genai)
+        rounds: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+        for _ in range(options.rounds):
+            for name, (command, environment) in sides.items():
+                rounds[name].append(measured(command, environment))
+                shutil.rmtree(work / "out")
+        results[shape] = {
+            name: {"seconds": median(r["seconds"] for r in runs), "peak_megabytes": max(r["peak_megabytes"] for r in runs), "rounds": runs}
+            for name, runs in rounds.items()
+        }
+        for name in sides.keys() - {GENAI} if GENAI in sides else ():
+            for figure in ("seconds", "peak_megabytes"):
+                results[shape][name][f"{figure}_ratio"] = ratio([r[figure] for r in rounds[name]], [r[figure] for r in rounds[GENAI]])
+        print(shape, json.dumps(results[shape], indent=1), flush=True)
     previous = json.loads(RESULTS.joinpath("export.json").read_text()) if RESULTS.joinpath("export.json").exists() else {}
     kept = {shape: rows for shape, rows in previous.items() if shape in SHAPES}
     print(save("export", {**kept, **results}))
+
+
+def commands(shape: str, work: Path, genai: str) -> dict[str, tuple[list[str], dict[str, str]]]:
+    """What is measured of a shape, by name: a command that writes into `work/out`, and its environment."""
+    sides: dict[str, tuple[list[str], dict[str, str]]] = {}
+    for weights in ("copy", "link") if shape != "7b" else ("link",):
+        recipe = work / f"{shape}-{weights}.yaml"
+        settings = f"model: {{path: {work / shape}, dtype: float16}}\ncache: {{method: keepkv, budget: 512}}\n"
+        recipe.write_text(settings + f"export: {{weights: {weights}}}\n")
+        build = [sys.executable, "-m", "kvexport", "build", "--recipe", str(recipe), "--out", str(work / "out")]
+        sides[f"kvexport, weights: {weights}"] = build, dict(os.environ)
+    if shape != "7b" and genai:
+        builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-m", str(work / shape), "-o", str(work / "out")]
+        sides[GENAI] = [*builder, "-p", "fp16", "-e", "cuda", "-c", str(work / "cache")], {**os.environ, "PYTHONPATH": genai}
+    return sides
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python benchmarks/genai.py --genai DIR [--rounds 5] [--only NAME] [--work DIR]
 
 DIR is where `pip install --no-deps --target DIR onnxruntime-genai==0.18.0` put it; both use the same ONNX Runtime, threads and checkpoint.
-Every measurement runs in a process of its own, the sides of a pair in turn, round by round; a ratio is the median over rounds, and the
-bandwidth is probed before and after every round. Decoding counts every token of four merge intervals, merging included.
+Every side runs in a process of its own. Decoding goes in turn, block by block: a block is one merge interval, every token counted, merging
+included; prompts in turn, one by one. A ratio is the median over all blocks, and the bandwidth is probed before and after every round.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,10 @@ from typing import Any
 
 import numpy as np
 from common import RESULTS, interleave, make_checkpoint, ratio, read_bandwidth, save
-from decode import STEPS, THREADS, _steps, engine_path, time_kvexport
+from decode import STEPS, THREADS, engine_path
+
+BLOCK = 32  # tokens: one merge interval
+BLOCKS = 2 * STEPS // BLOCK - 1  # for which the engines and genai's cache have room, beside one to warm up
 
 
 @dataclass(frozen=True)
@@ -83,14 +87,64 @@ def generator(work: Path, ids: np.ndarray, room: int) -> Any:
     return og.Generator(model, parameters)
 
 
-def decode_seconds(side: str, context: int, batch: int, work: Path) -> float:
-    """Seconds per step of `batch` sequences."""
-    if side != "genai":
-        return time_kvexport(engine_path(work, side, context, batch), context, batch)
-    ids = np.random.default_rng(0).integers(3, 4096, (1, context)).astype(np.int32).repeat(batch, 0)
-    made = generator(work, ids, 2 * STEPS)
-    made.append_tokens(ids)
-    return _steps(lambda i: made.generate_next_token())
+def stepper(side: str, context: int, batch: int, work: Path) -> Callable[[], float]:
+    """`batch` sequences of `context` tokens; every call decodes BLOCK tokens of each and gives the seconds of a step."""
+    if side == "genai":
+        ids = np.random.default_rng(0).integers(3, 4096, (1, context)).astype(np.int32).repeat(batch, 0)
+        made = generator(work, ids, 2 * STEPS)
+        made.append_tokens(ids)
+        step = made.generate_next_token
+    else:
+        import kvexport
+
+        lanes = kvexport.load(engine_path(work, side, context, batch), verify=False).lanes(batch)
+        prompt = np.random.default_rng(0).integers(3, 4096, context)
+        lanes.prefill([prompt] * batch)
+        step = partial(lanes.append, [prompt[:1]] * batch)
+
+    def block() -> float:
+        start = time.perf_counter()
+        for _ in range(BLOCK):
+            step()
+        seconds = (time.perf_counter() - start) / BLOCK
+        time.sleep(0.2)  # threads that spin on would be in the other side's way
+        return seconds
+
+    return block
+
+
+def serve_blocks(side: str, context: int, batch: int, work: Path) -> None:
+    """In a process of its own: one line with a block's figure for every line that comes in. The first block warms up."""
+    block = stepper(side, context, batch, work)
+    block()
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        print(block(), flush=True)
+
+
+def interleaved(pair: Pair, work: Path, genai: str) -> dict[str, list[float]]:
+    """Seconds per step of both sides, block by block in turn: both processes are there, and one of them computes. What the machine's other
+    tenants do changes within seconds, and so meets both sides alike."""
+    workers = {side: start_process(["blocks", side, pair.context, pair.batch], work, genai) for side in (pair.a, pair.b)}
+    figures: dict[str, list[float]] = {side: [] for side in workers}
+
+    def answer(side: str) -> str:
+        line = workers[side].stdout.readline()
+        if not line:
+            raise SystemExit(f"{side} failed:\n{workers[side].stderr.read()[-2000:]}")
+        return str(line)
+
+    for side in workers:
+        answer(side)
+    for _ in range(BLOCKS):
+        for side, worker in workers.items():
+            worker.stdin.write("\n")
+            worker.stdin.flush()
+            figures[side].append(float(answer(side)))
+    for worker in workers.values():
+        worker.stdin.close()
+        worker.wait()
+    return figures
 
 
 def prefill_seconds(side: str, context: int, work: Path) -> float:
@@ -120,14 +174,21 @@ def peak_megabytes(side: str, context: int, work: Path) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def in_process(what: str, side: str, context: int, batch: int, work: Path, genai: str) -> float:
+def start_process(what: list[Any], work: Path, genai: str) -> subprocess.Popen[str]:
+    """This script in a fresh process, for one side."""
+    command = [sys.executable, __file__, "--side", json.dumps(what), "--work", str(work), "--genai", genai]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(THREADS), "PYTHONPATH": genai if what[1] == "genai" else ""}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
+
+
+def in_process(what: str, side: str, context: int, work: Path, genai: str) -> float:
     """One measurement in a fresh process."""
-    command = [sys.executable, __file__, "--side", json.dumps([what, side, context, batch]), "--work", str(work), "--genai", genai]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(THREADS), "PYTHONPATH": genai if side == "genai" else ""}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        raise SystemExit(f"{side} failed:\n{done.stderr[-2000:]}")
-    return float(done.stdout.splitlines()[-1])
+    process = start_process([what, side, context, 1], work, genai)
+    out, errors = process.communicate()
+    if process.returncode:
+        raise SystemExit(f"{side} failed:\n{errors[-2000:]}")
+    return float(out.splitlines()[-1])
 
 
 def compare(pair: Pair, rounds: int, work: Path, genai: str) -> dict[str, Any]:
@@ -136,20 +197,30 @@ def compare(pair: Pair, rounds: int, work: Path, genai: str) -> dict[str, Any]:
     for side in sides:
         if side != "genai":
             engine_path(work, side, pair.context, pair.batch)
-    runs = {side: partial(in_process, pair.kind, side, pair.context, pair.batch, work, genai) for side in sides}
-    figures = interleave({**runs, "bandwidth": lambda: read_bandwidth(256, THREADS, 0.2)}, rounds)
+    figures: dict[str, list[float]] = {side: [] for side in sides}
+    bandwidth = [read_bandwidth(256, THREADS, 0.2)]
+    for _ in range(rounds):
+        if pair.kind == "decode":
+            found = interleaved(pair, work, genai)
+        else:
+            found = interleave({side: partial(in_process, pair.kind, side, pair.context, work, genai) for side in sides}, 1)
+        for side in sides:
+            figures[side] += found[side]
+        bandwidth.append(read_bandwidth(256, THREADS, 0.2))
     tokens = pair.batch if pair.kind == "decode" else pair.context
+    ratios = sorted(b / a for a, b in zip(figures[pair.a], figures[pair.b], strict=True))
     return {
         "tokens_per_second": {side: [round(tokens / t, 1) for t in figures[side]] for side in sides},
-        "bandwidth_GBps": [round(x / 1e9, 1) for x in figures["bandwidth"]],
-        "ratio": ratio(figures[pair.b], figures[pair.a]),
+        "bandwidth_GBps": [round(x / 1e9, 1) for x in bandwidth],
+        "ratio": statistics.median(ratios),
+        "quartiles": [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]],
         "goal": pair.goal,
     }
 
 
 def linearity(rounds: int, work: Path, genai: str) -> dict[str, Any]:
     """Prefill of 65536 tokens beside 8192: tokens per second must not fall."""
-    run = partial(in_process, "prefill", "keepkv-1024", batch=1, work=work, genai=genai)
+    run = partial(in_process, "prefill", "keepkv-1024", work=work, genai=genai)
     figures = interleave({str(n): partial(run, context=n) for n in (8192, 65536)}, rounds)
     return {
         "tokens_per_second": {n: [round(int(n) / t, 1) for t in v] for n, v in figures.items()},
@@ -160,7 +231,7 @@ def linearity(rounds: int, work: Path, genai: str) -> dict[str, Any]:
 
 def memory(work: Path, genai: str) -> dict[str, Any]:
     """Peak memory of a long prompt over that of a short one."""
-    peaks = {n: in_process("memory", "keepkv", n, 1, work, genai) for n in (2048, 65536)}
+    peaks = {n: in_process("memory", "keepkv", n, work, genai) for n in (2048, 65536)}
     return {"peak_megabytes": peaks, "ratio": peaks[65536] / peaks[2048], "goal": "at most 1.05"}
 
 
@@ -183,7 +254,7 @@ def write_page(results: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--genai", required=True)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3, help="of processes started anew; a round has seven blocks of either side")
     parser.add_argument("--only", help="a part of a measurement's name")
     parser.add_argument("--work", type=Path)
     parser.add_argument("--side", help=argparse.SUPPRESS)
@@ -192,8 +263,8 @@ def main() -> None:
     work.mkdir(parents=True, exist_ok=True)
     if options.side:
         what, side, context, batch = json.loads(options.side)
-        if what == "decode":
-            print(decode_seconds(side, context, batch, work))
+        if what == "blocks":
+            serve_blocks(side, context, batch, work)
         else:
             print({"prefill": prefill_seconds, "memory": peak_megabytes}[what](side, context, work))
         return

@@ -1,0 +1,239 @@
+"""What comparisons of compressed caches share: a model's own tensors, both operators on them, and how alike two caches are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvexport.export.attention_hook import PassThroughCache, attending
+from kvexport.methods.base import Method, Rotary
+from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
+from kvexport.ops.vote_attention import VoteAttentionAttributes, vote_attention
+
+TOLERANCE = 1e-4  # of the largest magnitude, 1 at least: as `kvexport validate`
+
+
+@dataclass(frozen=True)
+class Heads:
+    """One layer's tensors of a text: query [1, Hq, T, D] and key [1, H, T, D] after RoPE, value [1, H, T, Dv]; scale of the logits."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    rotary: Rotary = field(default_factory=Rotary)
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.query.shape[1] // self.key.shape[1]
+
+    def part(self, first: int, last: int) -> Heads:
+        """Tokens first <= t < last."""
+        return replace(self, **{name: getattr(self, name)[:, :, first:last] for name in ("query", "key", "value")})
+
+    def ungrouped(self) -> Heads:
+        """Every query head with keys and values of its own, for code that knows no groups."""
+        return replace(self, **{name: getattr(self, name).repeat_interleave(self.group, dim=1) for name in ("key", "value")})
+
+    def logits(self) -> Tensor:
+        """[1, Hq, T, T], -inf where a query does not see a key."""
+        logits = self.query @ self.key.repeat_interleave(self.group, dim=1).transpose(-1, -2) * self.scale
+        return logits.masked_fill(torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+
+    def mass(self) -> Tensor:
+        """[1, H, T]: the sum of probabilities of every token, mean over the group."""
+        return self.logits().softmax(-1).sum(2).unflatten(1, (-1, self.group)).mean(2)
+
+
+@dataclass(frozen=True)
+class Cache:
+    """One layer's used slots: key, value [1, H, N, D], votes [1, H, N], score [1, H, K, N], position [1, H, N] int32."""
+
+    key: Tensor
+    value: Tensor
+    votes: Tensor
+    score: Tensor
+    position: Tensor
+
+    def tensors(self, spare: int = 0) -> tuple[Tensor, ...]:
+        """The five state tensors with `spare` empty slots behind the used ones."""
+        pad = torch.nn.functional.pad
+        return (
+            *(pad(x, (0, 0, 0, spare)) for x in (self.key, self.value)),
+            *(pad(x, (0, spare)) for x in (self.votes, self.score, self.position)),
+        )
+
+
+class _Capture:
+    """Causal attention that keeps what it was given, layer by layer."""
+
+    def __init__(self, rotary: list[Rotary]) -> None:
+        self.rotary = rotary
+        self.layers: list[Heads] = []
+
+    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+        scale = options.get("scaling") or query.shape[-1] ** -0.5
+        heads = Heads(query, key, value, scale, self.rotary[len(self.layers)])
+        self.layers.append(heads)
+        return heads.logits().softmax(-1) @ heads.ungrouped().value
+
+    def mask(self, mask_function: Any) -> None:
+        return None
+
+
+@torch.no_grad()
+def heads_of(model: Any, rotary: list[Rotary], ids: list[int]) -> list[Heads]:
+    """Every layer's tensors over the text `ids`; `model` is a `TorchReference`'s."""
+    capture = _Capture(rotary)
+    with attending(capture):
+        model(input_ids=torch.tensor([ids]), position_ids=torch.arange(len(ids))[None], past_key_values=PassThroughCache(), use_cache=True)
+    return capture.layers
+
+
+def raw(heads: Heads, score: Tensor | None = None) -> Cache:
+    """The uncompressed cache of a text; score [1, H, T] or [1, H, K, T], default the sum of probabilities."""
+    score = heads.mass() if score is None else score
+    score = score if score.dim() == 4 else score[:, :, None]
+    position = torch.arange(heads.key.shape[2], dtype=torch.int32).expand(heads.key.shape[:3])
+    return Cache(heads.key, heads.value, torch.ones(heads.key.shape[:3]), score, position.contiguous())
+
+
+def merged(cache: Cache, method: Method, budget: int, *, sinks: int = 0, recent: int = 0, rotary: Rotary | None = None) -> Cache:
+    """MergeCache."""
+    attributes = MergeCacheAttributes(method, budget, sinks, recent, rotary=rotary or Rotary())
+    key, value, votes, score, position = merge_cache(*cache.tensors(), attributes=attributes)
+    return Cache(key[:, :, :budget], value[:, :, :budget], votes[..., :budget], score[..., :budget], position[..., :budget])
+
+
+def appended(cache: Cache, new: Heads, method: Method, first: int) -> tuple[Tensor, Cache]:
+    """VoteAttention of the tokens `new`, the first of which is at position `first`: their outputs [1, Hq, T, Dv] and the cache."""
+    tokens = new.key.shape[2]
+    output, *state = vote_attention(
+        new.query,
+        new.key,
+        new.value,
+        torch.arange(first, first + tokens)[None],
+        torch.tensor([[tokens]]),
+        *cache.tensors(tokens),
+        attributes=VoteAttentionAttributes(new.scale, method.vote_exponent, method.statistics),
+    )
+    return output, Cache(*state)
+
+
+def empty(like: Heads, method: Method) -> Cache:
+    """A cache without slots."""
+    _, heads, _, size = like.key.shape
+    votes = torch.zeros(1, heads, 0)
+    score = torch.zeros(1, heads, len(method.statistics), 0)
+    position = torch.zeros(1, heads, 0, dtype=torch.int32)
+    return Cache(torch.zeros(1, heads, 0, size), torch.zeros(1, heads, 0, like.value.shape[3]), votes, score, position)
+
+
+def prefilled(heads: Heads, method: Method, budget: int, chunk: int, *, sinks: int = 0, recent: int = 0) -> Cache:
+    """A text through both operators, `chunk` tokens at a time."""
+    cache, length = empty(heads, method), heads.key.shape[2]
+    for first in range(0, length, chunk):
+        _, cache = appended(cache, heads.part(first, min(first + chunk, length)), method, first)
+        if cache.votes.shape[2] > budget:
+            cache = merged(cache, method, budget, sinks=sinks, recent=recent, rotary=heads.rotary)
+    return cache
+
+
+def jaccard(a: Tensor, b: Tensor) -> Tensor:
+    """|A and B| / |A or B| of the sets in the last dimension of a [..., N] and b [..., M], entries distinct; 1 where both are empty."""
+    both = (a[..., :, None] == b[..., None, :]).flatten(-2).sum(-1)
+    either = a.shape[-1] + b.shape[-1] - both
+    return torch.where(either > 0, both / either.clamp(min=1), 1.0)
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """How alike two caches are, whatever the order of their slots. shared: the share of slots that both have, to `tolerance`; key, value,
+    votes: the largest difference, of the largest magnitude (1 at least), of slots that stand for each other; infinite where two slots
+    of one cache have the same nearest in the other."""
+
+    shared: float
+    key: float
+    value: float
+    votes: float
+
+    @property
+    def same(self) -> bool:
+        """The same cache, to rounding."""
+        return max(self.key, self.value, self.votes) <= TOLERANCE
+
+
+def likeness(ours: Cache, theirs: Cache, tolerance: float = TOLERANCE) -> Likeness:
+    """Slots stand for each other whose keys, values and votes together are nearest, head by head."""
+    sides = [[c.key.double(), c.value.double(), c.votes[..., None].double()] for c in (ours, theirs)]
+    sizes = [max(1.0, float(x.abs().max())) for x in sides[1]]
+    a, b = ([x / size for x, size in zip(side, sizes, strict=True)] for side in sides)
+    distance = torch.cdist(torch.cat(a, -1), torch.cat(b, -1), p=torch.inf)  # [1, H, N, M]
+    there, back = distance.argmin(-1), distance.argmin(-2)
+    paired = back.gather(-1, there) == torch.arange(there.shape[-1])
+    shared = paired & (distance.gather(-1, there[..., None])[..., 0] <= tolerance)
+    worst = []
+    for x, y in zip(a, b, strict=True):
+        gap = (x - y.gather(2, there[..., None].expand(*there.shape, y.shape[3]))).abs().amax(-1)
+        worst.append(float(torch.where(paired, gap, torch.inf).max()))
+    return Likeness(float(shared.double().mean()), *worst)
+
+
+def read(cache: Cache, later: Heads, alpha: float) -> Tensor:
+    """What queries after the text read from its cache alone, with the bias ``alpha ln votes``; [1, Hq, T, Dv]."""
+    group = later.query.shape[1] // cache.key.shape[1]
+    key, value, bias = (x.repeat_interleave(group, dim=1) for x in (cache.key, cache.value, alpha * cache.votes.log()))
+    return (later.query @ key.transpose(-1, -2) * later.scale + bias[:, :, None]).softmax(-1) @ value
+
+
+def output_gap(a: Tensor, b: Tensor, full: Tensor) -> float:
+    """The mean over queries and heads of |a - b| / |full|, each [1, Hq, T, Dv]."""
+    return float(((a - b).norm(dim=-1) / full.norm(dim=-1)).mean())
+
+
+Row = dict[str, Any]
+
+
+def mean(values: Iterable[float]) -> float:
+    """Of at least one."""
+    values = list(values)
+    return sum(values) / len(values)
+
+
+def row(code: str, compared: str, difference: str = "", *, holds: bool = True, **figures: Any) -> Row:
+    """A row of the result. difference: what the two rules do not share, "" where they are one; holds: False where figures are not what
+    the row claims."""
+    return {"code": code, "compared": compared, "difference": difference, "holds": holds, **figures}
+
+
+def same(code: str, compared: str, pairs: list[tuple[Cache, Cache]], **figures: Any) -> Row:
+    """A row whose caches (ours, theirs) have to be the same."""
+    found = [likeness(ours, theirs) for ours, theirs in pairs]
+    worst = {name: max(getattr(x, name) for x in found) for name in ("key", "value", "votes")}
+    return row(code, compared, holds=all(x.same for x in found), shared=mean(x.shared for x in found), **worst, **figures)
+
+
+def differing(
+    code: str,
+    compared: str,
+    difference: str,
+    caches: list[tuple[Cache, Cache, Heads, Heads]],
+    alpha: float,
+    *,
+    tolerance: float = TOLERANCE,
+    **figures: Any,
+) -> Row:
+    """A row of caches (ours, theirs, the text, what follows it) that differ. shared: of slots; gap: of what later queries read from the one
+    and the other; our_error, their_error: of what they read from each and from the whole text."""
+    gaps: dict[str, list[float]] = {"gap": [], "our_error": [], "their_error": []}
+    for ours, theirs, text, later in caches:
+        a, b, full = (read(cache, later, alpha) for cache in (ours, theirs, raw(text)))
+        for name, (x, y) in {"gap": (a, b), "our_error": (a, full), "their_error": (b, full)}.items():
+            gaps[name].append(output_gap(x, y, full))
+    shared = mean(likeness(ours, theirs, tolerance).shared for ours, theirs, _, _ in caches)
+    return row(code, compared, difference, shared=shared, **{name: mean(x) for name, x in gaps.items()}, **figures)

@@ -1,0 +1,207 @@
+"""Which positions kvpress's presses keep and which ours do, on the same model and prompts.
+
+A press compresses once, after the prompt. Each is called here by a hook on the attention layers of transformers' own model, with what
+kvpress's own hook would hand it, and gets the positions as values, so that its own code says which it keeps. (kvpress's hook reads an
+argument that attention layers of transformers 5 are not given.) Ours runs as it would be deployed: the recipe's cache plan, both
+operators, chunk by chunk (`kvexport.validate.reference`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from peer_caches import jaccard
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from kvexport.build.builder import read_model
+from kvexport.cache import STATE, CachePlan
+from kvexport.methods.ballot import Ballot
+from kvexport.methods.base import Slots
+from kvexport.recipe import Recipe
+from kvexport.recipe_files import load_recipe
+from kvexport.runtime.lanes import Lanes
+from kvexport.validate.reference import TorchReference
+
+BUDGETS = (128, 256)
+WINDOW, POOL = 64, 5
+ONE_CHUNK = "export.prefill_chunk={length}"
+BARE = ("cache.sinks=0", "cache.recent=0", ONE_CHUNK)
+SNAPKV = ("cache.sinks=0", f"cache.recent={WINDOW}", ONE_CHUNK)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison. method: ours, with `settings` over tiny-base; press: makes theirs from kvpress's classes and a compression ratio.
+    difference: what the two rules do not share, "" where they are the same rule and every kept position has to be."""
+
+    method: str
+    press: Callable[[SimpleNamespace, float], Any]
+    settings: tuple[str, ...] = ()
+    difference: str = ""
+    their_settings: str = ""
+
+
+def _streaming(code: SimpleNamespace, ratio: float) -> Any:
+    return code.StreamingLLMPress(ratio, n_sink=4)
+
+
+def _snapkv(code: SimpleNamespace, ratio: float) -> Any:
+    return code.SnapKVPress(ratio, window_size=WINDOW, kernel_size=POOL)
+
+
+def _observed(code: SimpleNamespace, ratio: float) -> Any:
+    return code.ObservedAttentionPress(ratio)
+
+
+def _accumulated(code: SimpleNamespace, ratio: float) -> Any:
+    """ObservedAttentionPress with its mean over observations turned back into a sum."""
+
+    class Accumulated(code.ObservedAttentionPress):  # type: ignore[name-defined,misc]
+        def score(self, module: Any, hidden_states: Tensor, keys: Tensor, values: Tensor, attentions: Tensor, kwargs: Any) -> Tensor:
+            mean: Tensor = super().score(module, hidden_states, keys, values, attentions, kwargs)
+            return mean * torch.arange(mean.shape[-1], 0, -1)
+
+    return Accumulated(ratio)
+
+
+CASES = [
+    Case("streaming", _streaming, ("cache.sinks=4", ONE_CHUNK)),
+    Case("streaming", _streaming, ("cache.sinks=4",)),
+    Case("snapkv", _snapkv, SNAPKV),
+    Case("snapkv", _snapkv, (*SNAPKV, "cache.sinks=4"), "4 sinks are protected, and count as zero in the pool"),
+    Case("snapkv", _snapkv, SNAPKV[:2], "in chunks of 32: the last queries of every chunk observe, not only the prompt's last 64"),
+    Case("snapkv", _snapkv, (*SNAPKV[:2], "export.prefill_chunk=256"), "in chunks of 256, likewise"),
+    Case("snapkv", _snapkv, (), "as in tiny-snapkv: chunks of 32, 4 sinks, half of the budget recent"),
+    Case("h2o", _accumulated, BARE, their_settings="times the number of observations"),
+    Case("ballot", _observed, BARE, their_settings="against ballot's selector, the mean per observation"),
+    Case("h2o", _observed, BARE, "theirs is the mean over the queries that see a token, ours (and the paper's) the sum"),
+    Case("h2o", _accumulated, BARE[:2], "in chunks of 32: what has left is not attended to again", "times the number of observations"),
+    Case("h2o", _accumulated, (*BARE[:1], ONE_CHUNK), "half of the budget is recent, as in the paper", "times the number of observations"),
+    Case("h2o", _observed, (), "as in tiny-h2o: chunks of 32, 4 sinks, half of the budget recent, sums"),
+]
+
+
+class _ReferenceBackend:
+    """A `Backend` over the PyTorch reference."""
+
+    def __init__(self, reference: TorchReference, plan: CachePlan) -> None:
+        self.reference, self.plan = reference, plan
+        self.reset()
+
+    def reset(self) -> None:
+        self.state = {name: np.zeros(layer.shapes(1)[kind], layer.dtypes()[kind]) for name, _, layer, kind in self.plan.state_names()}
+        self.length = np.zeros((1, 1), dtype=np.int64)
+
+    def decode(self, input_ids: Any, query_length: Any) -> Any:
+        feed = {"input_ids": input_ids, "query_length": query_length, "past_length": self.length, **self.state}
+        present = self.reference.decode(feed)
+        self.length = present["present_length"]
+        self._take(present)
+        return present["logits"]
+
+    def merge(self, first: int, last: int) -> None:
+        self._take(self.reference.merge(self.state))
+
+    def _take(self, present: Any) -> None:
+        for name, array in present.items():
+            if name.startswith("present."):
+                self.state[name.replace("present.", "past_key_values.")] = array
+
+    def layer(self, i: int) -> list[Tensor]:
+        return [torch.from_numpy(self.state[f"past_key_values.{i}.{kind}"]) for kind in STATE]
+
+
+def our_positions(recipe: Recipe, prompts: list[list[int]]) -> list[Tensor]:
+    """Per prompt the kept positions [layers, H, budget], ascending."""
+    shape = read_model(recipe)
+    assert shape.checkpoint is not None
+    reference = TorchReference(shape.checkpoint.path, shape.plan, shape.geometry, recipe.cache.build_method(), recipe)
+    backend = _ReferenceBackend(reference, shape.plan)
+    chunk = recipe.export.prefill_chunk
+    lanes = Lanes(backend, shape.plan, 1, prefill_chunk=chunk, merge_every=recipe.cache.merge_every)
+    kept = []
+    for ids in prompts:
+        lanes.reset()
+        if recipe.cache.method == "ballot":  # it merges, so that positions do not say what stayed: its selector is asked
+            backend.decode(np.array([ids]), np.array([[len(ids)]]))
+            kept.append(torch.stack([_selected(backend.layer(i), layer.budget) for i, layer in enumerate(shape.plan.layers)]))
+        else:
+            lanes.prefill([np.array(ids)])
+            kept.append(torch.stack([backend.layer(i)[4][0, :, : layer.budget] for i, layer in enumerate(shape.plan.layers)]))
+    return kept
+
+
+def _selected(state: list[Tensor], budget: int) -> Tensor:
+    """The positions [H, budget] that ballot would not let go of."""
+    slots = Slots(*state, now=state[4].amax(-1, keepdim=True))
+    used = state[2] > 0
+    order = torch.where(used, Ballot().own_importance(slots), -torch.inf).sort(dim=-1, stable=True).indices
+    return state[4].gather(-1, order[..., -budget:]).sort(-1).values[0]
+
+
+@dataclass
+class _Hook:
+    """Asks a press, layer by layer, which positions it keeps."""
+
+    press: Any
+    kept: list[Tensor] = field(default_factory=list)
+
+    def __call__(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        layer = kwargs["past_key_values"].layers[module.layer_idx]
+        position = torch.arange(layer.keys.shape[2]).expand(layer.keys.shape[:3])
+        values = position[..., None].expand_as(layer.keys)
+        _, kept = self.press.compress(module, kwargs["hidden_states"], layer.keys, values, output[1], kwargs)
+        self.kept.append(kept[0, :, :, 0].sort(-1).values)
+
+
+@torch.no_grad()
+def their_positions(model: Any, press: Any, prompts: list[list[int]]) -> list[Tensor]:
+    """Per prompt the kept positions [layers, H, budget], ascending."""
+    kept = []
+    for ids in prompts:
+        hook = _Hook(press)
+        handles = [layer.self_attn.register_forward_hook(hook, with_kwargs=True) for layer in model.model.layers]
+        try:
+            model(torch.tensor([ids]), past_key_values=DynamicCache())
+        finally:
+            for handle in handles:
+                handle.remove()
+        kept.append(torch.stack(hook.kept))
+    return kept
+
+
+def compare(code: SimpleNamespace, checkpoint: Path, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """A row per case and budget: the Jaccard index of kept positions over prompts, layers and heads, and by layer and head."""
+    length = len(prompts[0])
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager", dtype=torch.float32).eval()
+    rows = []
+    for case in CASES:
+        for budget in BUDGETS:
+            settings = [s.format(length=length) for s in case.settings]
+            recipe = load_recipe("tiny-base", [f"cache.method={case.method}", f"cache.budget={budget}", *settings]).recipe
+            press = case.press(code, 1 - budget / length)
+            theirs = their_positions(model, press, prompts)
+            assert theirs[0].shape[-1] == budget, f"{type(press).__name__} keeps {theirs[0].shape[-1]} slots, not {budget}"
+            index = torch.stack([jaccard(a, b) for a, b in zip(our_positions(recipe, prompts), theirs, strict=True)])
+            rows.append(
+                {
+                    "ours": case.method,
+                    "settings": [s for s in settings if s],
+                    "theirs": type(press).__bases__[0].__name__ if case.press is _accumulated else type(press).__name__,
+                    "their_settings": case.their_settings,
+                    "budget": budget,
+                    "difference": case.difference,
+                    "jaccard_mean": float(index.mean()),
+                    "jaccard_least": float(index.min()),
+                    "by_layer_and_head": index.mean(0).tolist(),
+                    "holds": bool(case.difference or index.min() == 1.0),
+                }
+            )
+    return rows

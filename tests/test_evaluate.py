@@ -40,6 +40,7 @@ def evaluation(tmp_path_factory: pytest.TempPathFactory) -> Evaluation:
         samples=10,
         length=LENGTH,
         training_length=64,
+        telemetry=True,
     )
     return evaluate("tiny-base", ["export.prefill_chunk=16"], options, tmp_path_factory.mktemp("eval"))
 
@@ -91,6 +92,19 @@ def test_stability_runs_twenty_lengths(evaluation: Evaluation) -> None:
     assert not roomy.windows
 
 
+def test_telemetry_is_of_what_merges(evaluation: Evaluation) -> None:
+    small, roomy = evaluation.results
+    assert evaluation.full.telemetry is None
+    assert roomy.telemetry == []
+    assert small.telemetry
+    assert max(r.tokens for r in small.telemetry) > LENGTH // 2
+    assert all(r.heads == 8 * 4 and 0 < r.mean <= r.largest and r.theorem is None for r in small.telemetry)
+    page = render_html("Evaluation", "", sections(evaluation))
+    assert "Perturbation, merge by merge: streaming, 32 slots" in page
+    assert "Perturbation by merging" in render_text(sections(evaluation))
+    assert "Theorem 5" not in page
+
+
 def test_what_a_model_cannot_be_asked_is_said(evaluation: Evaluation) -> None:
     assert list(evaluation.skipped) == ["counting"]
     assert evaluation.tasks == ["needle", "duplicates", "text"]
@@ -118,13 +132,25 @@ def test_the_verb_asks_for_what_it_was_told_and_prints_everything(
     monkeypatch.setattr("kvexport.evaluate.runner.evaluate", answer)
     (tmp_path / "book.txt").write_text("Once upon a time")
     arguments = ["--methods", "streaming,keepkv:threshold=0.7", "--budgets", "1/4,64", "--tasks", "needle,text", "--samples", "5"]
-    arguments += ["--length", "64", "--seed", "7", "--batch", "3", "--text", f"{tmp_path}/book.txt", "--html", f"{tmp_path}/page.html"]
+    arguments += [
+        "--length",
+        "64",
+        "--seed",
+        "7",
+        "--batch",
+        "3",
+        "--text",
+        f"{tmp_path}/book.txt",
+        "--telemetry",
+        "--html",
+        f"{tmp_path}/page.html",
+    ]
     result = CliRunner().invoke(app, ["eval", "--recipe", "tiny-base", "--set", "cache.sinks=2", "--json", *arguments])
     assert result.exit_code == 0, result.output
     name, overrides, options, work, _ = asked
     assert (name, overrides, work) == ("tiny-base", ["cache.sinks=2"], None)
     methods, budgets = ("streaming", "keepkv:threshold=0.7"), (0.25, 64.0)
-    assert options == Options(methods, budgets, ("needle", "text"), 5, 64, 7, 3, source="Once upon a time")
+    assert options == Options(methods, budgets, ("needle", "text"), 5, 64, 7, 3, source="Once upon a time", telemetry=True)
     data = json.loads(result.stdout)
     assert [r["slots"] for r in data["results"]] == [32, 256]
     assert data["full"]["scores"]["needle"]["accuracy"]["count"] == 30
@@ -148,6 +174,7 @@ def test_the_verb_asks_for_what_it_was_told_and_prints_everything(
         (["--text", "nowhere.txt"], "nowhere.txt cannot be read"),
         (["--ruler", "nowhere"], "holds no task of RULER"),
         (["--html", "nowhere/page.html"], "does not exist"),
+        (["--telemetry", "--tasks", "stability"], "telemetry is taken on the samples of a task"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_built(arguments: list[str], words: str) -> None:

@@ -24,6 +24,7 @@ from kvexport.recipe import Recipe
 from kvexport.runtime.engine import Engine, load
 from kvexport.runtime.text import FILE_NAME, Tokenizer
 from kvexport.terminal import Progress, silent
+from kvexport.validate.perturbation import Perturbation
 
 STABILITY = "stability"
 TIMES = 20  # training lengths that `stability` runs
@@ -37,7 +38,8 @@ class Options:
     """What `kvexport eval` was asked. methods: labels ("keepkv:threshold=0.7"), () takes streaming, h2o and the recipe's own. budgets:
     shares of `length`, or slots. length: tokens of a prompt, None takes half of the recipe's limits.max_length (all of it with suites).
     samples: per task and length. training_length: None takes the model's maximum of positions. source: text to measure on. suites:
-    items of LongBench or RULER by data set."""
+    items of LongBench or RULER by data set. telemetry: note what every merge does to the attention output, on one batch of the text (or
+    of the first task that is asked)."""
 
     methods: tuple[str, ...] = ()
     budgets: tuple[float, ...] = (0.125, 0.25, 0.5)
@@ -49,6 +51,7 @@ class Options:
     training_length: int | None = None
     source: str | None = None
     suites: dict[str, list[Item]] = field(default_factory=dict)
+    telemetry: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,8 @@ class Score:
 @dataclass
 class Result:
     """All that was measured of a candidate. budget: as asked for, None for the full cache. bytes: of one sequence's whole state.
-    step_seconds: one decode step of one sequence at the run's length. windows: of the stability run, where it was made."""
+    step_seconds: one decode step of one sequence at the run's length. windows: of the stability run, where it was made. telemetry: where
+    it was asked for; None of the full cache."""
 
     label: str
     budget: float | None
@@ -88,6 +92,7 @@ class Result:
     step_seconds: float
     scores: dict[str, Score] = field(default_factory=dict)
     windows: list[Window] = field(default_factory=list)
+    telemetry: list[Perturbation] | None = None
 
 
 @dataclass
@@ -144,6 +149,8 @@ class _Run:
         self.language = language_of(tokenizer, options.source)
         self.skipped = {task: "this model's language cannot ask it" for task in options.tasks if task in self.language.lacks}
         self.samples = self._samples()
+        if options.telemetry and not self.samples:
+            raise UsageError("telemetry is taken on the samples of a task, and none is asked", "--tasks text")
         longest = max([len(s.ids) for samples in self.samples.values() for s in samples], default=0)
         longest = max(longest, limit if options.suites else 0, self.length + TIMED)
         # Settings that every engine of this run shares.
@@ -202,7 +209,19 @@ class _Run:
             for suite, items in self.options.suites.items():
                 result.scores[suite] = Score(suite, accuracy=mean(run_items(engine, items, self.options.batch)))
                 bar.advance(len(items))
+        if self.options.telemetry and budget is not None:
+            with self.progress(f"watching {name} merge", None):
+                result.telemetry = self._perturbations(engine, candidate.recipe)
         return result
+
+    def _perturbations(self, engine: Engine, recipe: Recipe) -> list[Perturbation]:
+        from kvexport.validate.reference import TorchReference
+        from kvexport.validate.telemetry import watch
+
+        samples = self.samples.get("text") or next(iter(self.samples.values()))
+        tokens = [np.array(sample.ids, dtype=np.int64) for sample in samples[: self.options.batch]]
+        reference = TorchReference(self.checkpoint, engine.plan, self.geometry, recipe.cache.build_method(), recipe)
+        return watch(reference, recipe, tokens)
 
     def _stability(self, results: list[Result]) -> None:
         """Every method at its smallest budget, over TIMES training lengths."""

@@ -10,11 +10,14 @@ from kvexport.evaluate.statistics import Estimate
 from kvexport.evaluate.tasks import TASKS
 from kvexport.report import Cell, HeatMap, KeyValues, Paragraph, Plot, Section, Series, Table
 from kvexport.units import format_bytes
+from kvexport.validate.perturbation import drawings, tables
 
 
 def sections(evaluation: Evaluation) -> list[Section]:
     """Summary, tables, then drawings."""
-    return [*_summary(evaluation), *_tables(evaluation), *_curves(evaluation), *_needles(evaluation), *_stability(evaluation)]
+    out = [*_summary(evaluation), *_tables(evaluation), *_curves(evaluation), *_needles(evaluation), *_stability(evaluation)]
+    watched = [(_name(r), r.telemetry) for r in evaluation.results if r.telemetry is not None]
+    return [*out, *tables(watched, "candidate"), *(d for name, rows in watched for d in drawings(rows, name))] if watched else out
 
 
 def _summary(evaluation: Evaluation) -> list[Section]:

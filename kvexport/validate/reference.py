@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,22 +22,33 @@ from kvexport.ops.merge_cache import merge_cache
 from kvexport.ops.vote_attention import vote_attention
 from kvexport.quiet import quiet_exporter
 
+if TYPE_CHECKING:
+    from kvexport.validate.telemetry import Telemetry
+
 Arrays = dict[str, NDArray[Any]]
 State = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class _Eager:
-    """Attends with `vote_attention` over the state it is given."""
+    """Attends with `vote_attention` over the state it is given, before the eyes of `telemetry`."""
 
     def __init__(
-        self, method: Method, geometry: list[LayerGeometry], position: Tensor, query_length: Tensor, past: Mapping[int, State]
+        self,
+        method: Method,
+        geometry: list[LayerGeometry],
+        position: Tensor,
+        query_length: Tensor,
+        past: Mapping[int, State],
+        telemetry: Telemetry | None,
     ) -> None:
         self.method, self.geometry, self.past = method, geometry, past
-        self.position, self.query_length = position, query_length
+        self.position, self.query_length, self.telemetry = position, query_length, telemetry
         self.present: dict[int, tuple[Tensor, ...]] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         layer: int = module.layer_idx  # type: ignore[assignment]
+        if self.telemetry:
+            self.telemetry.attended(layer, query, key, value, self.position, self.query_length, options.get("s_aux"))
         result = vote_attention(
             query,
             key,
@@ -67,13 +78,15 @@ class TorchReference:
         self._token_logits = TokenLogits(self.model)
 
     @torch.no_grad()
-    def decode(self, feed: Mapping[str, NDArray[Any]]) -> Arrays:
-        """decoder.onnx: (input_ids, query_length, past_length, past_key_values.*) -> (logits, present_length, present.*)."""
+    def decode(self, feed: Mapping[str, NDArray[Any]], telemetry: Telemetry | None = None) -> Arrays:
+        """decoder.onnx: (input_ids, query_length, past_length, past_key_values.*) -> (logits, present_length, present.*). telemetry: sees
+        what every layer attends with."""
         ids, query_length, past_length = (
             torch.from_numpy(np.ascontiguousarray(feed[name])) for name in ("input_ids", "query_length", "past_length")
         )
         position = past_length + torch.arange(ids.shape[1])
-        eager = _Eager(self.method, self.geometry, position, query_length, {i: self._layer(feed, i) for i in range(len(self.plan.layers))})
+        past = {i: self._layer(feed, i) for i in range(len(self.plan.layers))}
+        eager = _Eager(self.method, self.geometry, position, query_length, past, telemetry)
         self._token_logits.query_length = query_length if self._last_logits else None
         with attending(eager):
             logits = self.model(input_ids=ids, position_ids=position, past_key_values=PassThroughCache(), use_cache=True).logits

@@ -7,7 +7,7 @@ and tensor. Beside it the engine runs on its own, in place, as it does in produc
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.build.artifact import load_manifest
-from kvexport.cache import STATE, CachePlan
+from kvexport.cache import STATE
 from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.native import implementations
 from kvexport.recipe import Recipe
@@ -24,6 +24,9 @@ from kvexport.report import KeyValues, Plot, Section, Series, Table
 from kvexport.runtime.engine import Engine, load
 from kvexport.runtime.lanes import Lanes
 from kvexport.terminal import Progress, silent
+from kvexport.validate.backend import ReferenceBackend, schedule
+from kvexport.validate.perturbation import Perturbation, layer_sections
+from kvexport.validate.runners import Runners
 
 # By the engine's dtype, relative to the tensor's largest magnitude (at least 1): room for sums in another order, no more.
 TOLERANCE = {"float32": 1e-4, "float16": 2e-2}
@@ -51,7 +54,7 @@ class Mismatch:
 class ValidationResult:
     """What was compared and how far apart it was. operators: what ran each of the two on this machine. steps: (step, phase, tokens seen
     by the longest sequence, largest absolute difference by kind of tensor). divergence: per sequence KL(full || engine) in nats and
-    whether the top token agrees, by position."""
+    whether the top token agrees, by position. telemetry: what merges did to the reference's attention, None where nobody asked."""
 
     artifact: str
     recipe: str
@@ -67,6 +70,7 @@ class ValidationResult:
     kl: list[list[float]] = field(default_factory=list)
     agrees: list[list[bool]] = field(default_factory=list)
     positions: list[list[int]] = field(default_factory=list)
+    telemetry: list[Perturbation] | None = None
 
     @property
     def passed(self) -> bool:
@@ -136,7 +140,7 @@ class ValidationResult:
             series = [Series(f"sequence {i}", p, kl) for i, (p, kl) in enumerate(zip(self.positions, self.kl, strict=True)) if p]
             note = "Random tokens: a worst case for a trained model, which never saw such text."
             sections.append(Plot("Distance to the uncompressed model", "position", "KL, nats", series, y_log=True, note=note))
-        return sections
+        return sections if self.telemetry is None else [*sections, *layer_sections(self.telemetry)]
 
     def to_json(self) -> dict[str, Any]:
         """Everything, with the summaries."""
@@ -156,17 +160,22 @@ def validate_artifact(
     batch: int = 3,
     checkpoint: str | None = None,
     seed: int = 0,
+    telemetry: bool = False,
+    backend: str | None = None,
+    device: str | None = None,
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> ValidationResult:
     """Compare the artifact at `path` with PyTorch.
 
     length: tokens of the longest sequence, default four times the largest capacity (at most limits.max_length). batch: sequences; the
-    others are shorter, so that lanes fall idle. checkpoint: where the weights are, default the recipe's. Raises UsageError where they
-    are not or do not belong to the artifact, EnvironmentProblem where torch, transformers or polygraphy are missing.
+    others are shorter, so that lanes fall idle. checkpoint: where the weights are, default the recipe's. telemetry: note what every merge
+    does to the attention output. backend, device: None takes the recipe's. Raises UsageError where the weights are not or do not belong to
+    the artifact, EnvironmentProblem where torch, transformers, polygraphy or what the backend needs are missing.
     """
     _require_packages()
     from kvexport.build.builder import read_model
     from kvexport.validate.reference import TorchReference, full_logits
+    from kvexport.validate.telemetry import Telemetry
 
     manifest = load_manifest(path)
     recipe = Recipe(**{k: v for k, v in manifest["recipe"].items() if k != "name"})
@@ -176,30 +185,45 @@ def validate_artifact(
         shape = read_model(recipe)
         if shape.checkpoint.fingerprint != manifest["model"]["fingerprint"]:
             raise UsageError(f"{shape.checkpoint.path} is not the checkpoint of {path}", "--checkpoint DIR with the one it was built from")
-        engine = load(path, verify=False)
-        reference = TorchReference(shape.checkpoint.path, engine.plan, shape.geometry, recipe.cache.build_method(), recipe)
+        # A session that captures CUDA graphs takes its inputs from fixed addresses, and here every call brings its own.
+        engine = load(path, backend=backend, device=device, cuda_graph=False, verify=False)
+        method = recipe.cache.build_method()
+        reference = TorchReference(shape.checkpoint.path, engine.plan, shape.geometry, method, recipe)
     tokens = _tokens(engine, length, batch, seed)
+    name = backend or recipe.backend.name
     result = ValidationResult(
         artifact=str(path),
         recipe=manifest["recipe"]["name"],
-        backend=f"{recipe.backend.name} {recipe.backend.device}",
+        backend="tensorrt" if name == "tensorrt" else f"{name} {device or recipe.backend.device}",
         tokens=[len(t) for t in tokens],
         budgets=[layer.budget for layer in engine.plan.layers],
         tolerance=TOLERANCE[recipe.model.dtype],
-        operators={op: str(how) for op, how in implementations({"method": recipe.cache.method, **recipe.cache.parameters}).items()},
+        operators=_operators(manifest, name, device),
     )
-    comparison = _Comparison(engine, reference, result, len(tokens))
-    calls = list(_schedule(tokens, recipe.export.prefill_chunk))
+    watching = Telemetry(engine.plan, shape.geometry, method) if telemetry else None
+    comparison = _Comparison(engine, reference, result, len(tokens), watching)
+    calls = list(schedule(tokens, recipe.export.prefill_chunk))
     with progress("comparing step by step", len(calls)) as bar:
         for parts, prefill in calls:
             comparison.step(parts, prefill)
             bar.advance(1)
             if result.mismatch:
-                return result
+                break
+    if watching:
+        result.telemetry = watching.rows()
+    if result.mismatch:
+        return result
     with progress("comparing with the uncompressed model", None):
         full = full_logits(shape.checkpoint.path, recipe, tokens)
         _measure_divergence(result, comparison.own_logits, full)
     return result
+
+
+def _operators(manifest: dict[str, Any], backend: str, device: str | None) -> dict[str, str]:
+    """What runs each operator on this machine."""
+    if backend == "tensorrt":
+        return {op: how for op, how in manifest["operators"].items() if how}
+    return {op: str(how) for op, how in implementations(manifest, device).items()}
 
 
 def _require_packages() -> None:
@@ -219,30 +243,16 @@ def _tokens(engine: Engine, length: int | None, batch: int, seed: int) -> list[N
     return [rng.integers(0, engine.vocabulary, max(1, 2 * longest // (i + 2))) for i in range(batch)]
 
 
-def _schedule(tokens: list[NDArray[np.int64]], chunk: int) -> Iterator[tuple[list[NDArray[np.int64]], bool]]:
-    """Calls of the decoder: the first two thirds of every sequence in chunks, the rest one by one. Shorter ones fall idle first."""
-    split = [2 * len(t) // 3 for t in tokens]
-    for start in range(0, max(split), chunk):
-        yield [t[start : min(start + chunk, s)] if start < s else t[:0] for t, s in zip(tokens, split, strict=True)], True
-    for i in range(max(len(t) - s for t, s in zip(tokens, split, strict=True))):
-        yield [t[s + i : s + i + 1] for t, s in zip(tokens, split, strict=True)], False
-
-
 class _Comparison:
     """A reference trajectory, the engine's graphs compared with it call by call, and the engine's own run beside it."""
 
-    def __init__(self, engine: Engine, reference: Any, result: ValidationResult, batch: int) -> None:
-        from polygraphy.backend.onnxrt import OnnxrtRunner
-        from polygraphy.logger import G_LOGGER
-
-        G_LOGGER.module_severity = G_LOGGER.CRITICAL
-        self.engine, self.reference, self.result = engine, reference, result
-        self.decoder = OnnxrtRunner(engine.sessions.decoder, name="engine")
-        self.merger = OnnxrtRunner(engine.sessions.merge, name="engine") if engine.sessions.merge else None
+    def __init__(self, engine: Engine, reference: Any, result: ValidationResult, batch: int, telemetry: Any) -> None:
+        self.engine, self.result = engine, result
+        self.runners = Runners(engine)
         limits = engine.manifest["limits"]
         shared = {"prefill_chunk": limits["prefill_chunk"], "merge_every": limits["merge_every"]}
         # The reference decides when to merge by the same rule; its backend compares on the way.
-        self.locked = Lanes(_LockedBackend(self, engine.plan, batch), engine.plan, batch, **shared)
+        self.locked = Lanes(_LockedBackend(self, reference, engine.plan, batch, telemetry), engine.plan, batch, **shared)
         self.own = engine.lanes(batch)
         self.own_logits: list[dict[int, NDArray[np.float32]]] = [{} for _ in range(batch)]
 
@@ -258,41 +268,23 @@ class _Comparison:
                 self.own_logits[lane][int(self.own.length[lane]) - 1] = own[lane, row].copy()
 
 
-class _LockedBackend:
+class _LockedBackend(ReferenceBackend):
     """A `Backend` that computes with the reference and holds the engine's graphs against it on the same inputs."""
 
-    def __init__(self, comparison: _Comparison, plan: CachePlan, lanes: int) -> None:
+    def __init__(self, comparison: _Comparison, *reference: Any) -> None:
+        super().__init__(*reference)
         self.comparison = comparison
-        self.state = {name: np.zeros(layer.shapes(lanes)[kind], layer.dtypes()[kind]) for name, _, layer, kind in plan.state_names()}
-        self.length = np.zeros((lanes, 1), dtype=np.int64)
 
-    def decode(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> NDArray[np.float32]:
-        feed = {"input_ids": input_ids, "query_length": query_length, "past_length": self.length, **self.state}
-        reference = self.comparison.reference.decode(feed)
-        phase = "decode" if query_length.max() == 1 else "prefill"
-        engine = self._compare(self.comparison.decoder, feed, reference, phase)
-        self._compare_in_place(input_ids, query_length, engine)
-        self.length = reference["present_length"]
-        self._take(reference, slice(None))
-        logits: NDArray[np.float32] = reference["logits"]
-        return logits
+    def decoded(self, feed: dict[str, NDArray[Any]], present: dict[str, NDArray[Any]]) -> None:
+        phase = "decode" if feed["query_length"].max() == 1 else "prefill"
+        runners = self.comparison.runners
+        engine = self._compare(runners.decode if feed["input_ids"].shape[1] == 1 else runners.prefill, feed, present, phase)
+        self._compare_in_place(feed["input_ids"], feed["query_length"], engine)
 
-    def merge(self, first: int, last: int) -> None:
-        session = self.comparison.engine.sessions.merge
-        assert session is not None
-        wanted = {i.name for i in session.get_inputs()}
-        feed = {name: np.ascontiguousarray(array[first:last]) for name, array in self.state.items() if name in wanted}
-        reference = self.comparison.reference.merge({**{n: a[first:last] for n, a in self.state.items()}, **feed})
-        self._compare(self.comparison.merger, feed, reference, "merge")
-        self._take(reference, slice(first, last))
-
-    def reset(self) -> None:
-        raise AssertionError("a comparison runs once")
-
-    def _take(self, present: dict[str, NDArray[Any]], lanes: slice) -> None:
-        for name, array in present.items():
-            if name.startswith("present."):
-                self.state[name.replace("present.", "past_key_values.")][lanes] = array
+    def merged(self, feed: dict[str, NDArray[Any]], present: dict[str, NDArray[Any]]) -> None:
+        names = [name for name, _, layer, _ in self.comparison.engine.plan.state_names() if layer.merges]
+        given = {name: np.ascontiguousarray(feed[name]) for name in names}
+        self._compare(self.comparison.runners.merge, given, present, "merge")
 
     def _compare(
         self, runner: Any, feed: dict[str, NDArray[Any]], reference: dict[str, NDArray[Any]], phase: str
@@ -324,11 +316,9 @@ class _LockedBackend:
     def _compare_in_place(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], separate: dict[str, NDArray[Any]]) -> None:
         """The production path on the same state, past and present bound to the same buffers: the same bits."""
         backend = self.comparison.engine.new_backend(len(input_ids))
-        backend.past_length[...] = self.length
-        for name, array in self.state.items():
-            backend.state[name][...] = array
+        backend.set_state(self.state, self.length)
         same = np.array_equal(backend.decode(input_ids, query_length), separate["logits"])
-        for name, array in backend.state.items():
+        for name, array in backend.get_state().items():
             same &= array.tobytes() == separate[name.replace("past_key_values.", "present.")].tobytes()
         self.comparison.result.in_place_identical &= bool(same)
 

@@ -17,6 +17,9 @@ from comparison import by_position, state_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvexport.ops.vote_attention import LOG_ZERO
+from kvexport.validate.perturbation import theorem_5
+
 Arrays = dict[str, np.ndarray]
 theorem = settings(max_examples=12, deadline=None, derandomize=True)
 seeds = st.integers(0, 2**32 - 1)
@@ -320,6 +323,20 @@ def test_no_token_is_counted_twice_and_ballot_and_zeromerge_lose_none(backend: B
                 assert sum(stand_for) == 2**used - 1, "a vote was lost"
 
 
+@on("keepkv-key-evict", "keepkv-vote-evict", "ballot")
+@theorem
+@given(seed=seeds, leave=st.integers(1, 6))
+def test_slots_that_no_query_has_seen_merge_by_their_votes(backend: Backend, profile: MergeProfile, seed: int, leave: int) -> None:
+    heads, _ = random_heads(profile, seed, 9, spread=0.3)
+    for head in heads:
+        head["score"][-1] = LOG_ZERO
+    for before, after in zip(heads, merged(backend, profile, heads, leave), strict=True):
+        assert after["votes"].sum() == pytest.approx(before["votes"].sum(), rel=1e-5)
+        for name in ("key", "value"):
+            np.testing.assert_allclose(after["votes"] @ after[name], before["votes"] @ before[name], rtol=1e-4, atol=1e-4)
+        assert (after["score"][-1] == np.float32(LOG_ZERO)).all()
+
+
 # 11 KeepKV's Theorem 5
 
 
@@ -350,8 +367,7 @@ def test_the_perturbation_is_within_its_bound(backend: Backend, profile: MergePr
         errors.append(abs(float(np.exp(after["key"][into][0] @ query)) * after["votes"][into][0] / total - 1.0))
         eps = max(errors)
         assert eps < 1.0
-        bound = 2 * eps * (1 + eps) * gamma / (1 - eps) ** 2
-        assert np.linalg.norm(attended(after, query, 1.0) - output) <= bound + 2e-5
+        assert np.linalg.norm(attended(after, query, 1.0) - output) <= theorem_5(eps, gamma) + 2e-5
 
 
 def _at(head: Arrays, positions: np.ndarray, name: str) -> np.ndarray:

@@ -1,0 +1,68 @@
+"""The reference as a backend of lanes, and the calls that a sequence of given tokens is put through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvexport.cache import CachePlan
+
+if TYPE_CHECKING:
+    from kvexport.validate.reference import TorchReference
+    from kvexport.validate.telemetry import Telemetry
+
+
+class ReferenceBackend:
+    """A `Backend` of `Lanes` that computes with the reference over state of its own. telemetry: sees all attention and every merge."""
+
+    def __init__(self, reference: TorchReference, plan: CachePlan, lanes: int, telemetry: Telemetry | None = None) -> None:
+        self.reference, self.telemetry = reference, telemetry
+        self.state = {name: np.zeros(layer.shapes(lanes)[kind], layer.dtypes()[kind]) for name, _, layer, kind in plan.state_names()}
+        self.length = np.zeros((lanes, 1), dtype=np.int64)
+
+    def decode(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> NDArray[np.float32]:
+        """See `Backend`."""
+        feed = {"input_ids": input_ids, "query_length": query_length, "past_length": self.length, **self.state}
+        present = self.reference.decode(feed, self.telemetry)
+        self.decoded(feed, present)
+        self.length = present["present_length"]
+        self._take(present, slice(None))
+        logits: NDArray[np.float32] = present["logits"]
+        return logits
+
+    def merge(self, first: int, last: int) -> None:
+        """See `Backend`."""
+        feed = {name: array[first:last] for name, array in self.state.items()}
+        present = self.reference.merge(feed)
+        self.merged(feed, present)
+        if self.telemetry:
+            self.telemetry.merged(first, feed, present)
+        self._take(present, slice(first, last))
+
+    def reset(self) -> None:
+        """Refused: a run is watched once."""
+        raise AssertionError("a reference runs once")
+
+    def decoded(self, feed: dict[str, NDArray[Any]], present: dict[str, NDArray[Any]]) -> None:
+        """For whoever compares: what the reference's decoder was given and gave, before the state takes it."""
+
+    def merged(self, feed: dict[str, NDArray[Any]], present: dict[str, NDArray[Any]]) -> None:
+        """The same of a merge."""
+
+    def _take(self, present: dict[str, NDArray[Any]], lanes: slice) -> None:
+        for name, array in present.items():
+            if name.startswith("present."):
+                self.state[name.replace("present.", "past_key_values.")][lanes] = array
+
+
+def schedule(tokens: list[NDArray[np.int64]], chunk: int) -> Iterator[tuple[list[NDArray[np.int64]], bool]]:
+    """Calls of the decoder, (every sequence's tokens, prefill?): the first two thirds of every sequence in chunks, the rest one by one.
+    Shorter ones fall idle first."""
+    split = [2 * len(t) // 3 for t in tokens]
+    for start in range(0, max(split), chunk):
+        yield [t[start : min(start + chunk, s)] if start < s else t[:0] for t, s in zip(tokens, split, strict=True)], True
+    for i in range(max(len(t) - s for t, s in zip(tokens, split, strict=True))):
+        yield [t[s + i : s + i + 1] for t, s in zip(tokens, split, strict=True)], False

@@ -1,0 +1,270 @@
+"""Perturbation telemetry: what every merge does to the attention output of the queries around it, and the most that KeepKV's Theorem 5
+(arXiv 2504.09936) allows for.
+
+A `Telemetry` watches a run of the PyTorch reference. It computes attention anew, in float64, one sequence and layer at a time: over the
+cache before a merge, over the cache after it, and over all keys and values that the run ever appended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvexport.cache import STATE, CachePlan, LayerGeometry
+from kvexport.export.graphs import merge_attributes
+from kvexport.export.tracer import layer_attributes
+from kvexport.methods.base import Method, Slots, corrected_log_ema
+from kvexport.ops.merge_cache import merge_cache
+from kvexport.ops.vote_attention import VoteAttentionAttributes
+from kvexport.recipe import Recipe
+from kvexport.runtime.lanes import Lanes
+from kvexport.validate.backend import ReferenceBackend, schedule
+from kvexport.validate.perturbation import QUERIES, Bound, Perturbation, theorem_5
+from kvexport.validate.reference import TorchReference
+
+When = Literal["current", "next"]
+
+
+@dataclass(frozen=True)
+class Cache:
+    """One sequence's slots in one layer, float64: key [H, C, D], value [H, C, Dv], votes [H, C], 0 = empty; position [H, C] int64."""
+
+    key: Tensor
+    value: Tensor
+    votes: Tensor
+    position: Tensor
+
+
+def joined(caches: Sequence[Cache]) -> Cache:
+    """Their slots, one after the other."""
+    return Cache(*(torch.cat([getattr(cache, field.name) for cache in caches], dim=1) for field in fields(Cache)))
+
+
+def _cache(key: Tensor, value: Tensor, votes: Tensor, _: Tensor, position: Tensor) -> Cache:
+    return Cache(key.double(), value.double(), votes.double(), position.long())
+
+
+@dataclass(frozen=True)
+class Query:
+    """One token's query, vector [Hq, D] float64, at a position; sinks [Hq] float64: the layer's sink logits, or None."""
+
+    vector: Tensor
+    position: int
+    sinks: Tensor | None
+
+
+@dataclass(frozen=True)
+class Attention:
+    """output [H, G, Dv]; mass [H, G, C]: ``ln(votes^alpha exp(logit))``, -inf where a slot is invisible; total [H, G]: ln of their sum and
+    the sink's."""
+
+    output: Tensor
+    mass: Tensor
+    total: Tensor
+
+
+def attend(query: Query, cache: Cache, attributes: VoteAttentionAttributes) -> Attention:
+    """What VoteAttention computes for one query over a cache that holds its token and none that came later."""
+    heads, _, size = cache.key.shape
+    logit = (query.vector * attributes.scale).reshape(heads, -1, size) @ cache.key.transpose(-1, -2)
+    if attributes.softcap:
+        logit = torch.tanh(logit / attributes.softcap) * attributes.softcap
+    visible = cache.votes > 0
+    if attributes.sliding_window:
+        visible = visible & (cache.position > query.position - attributes.sliding_window)
+    bias = torch.where(visible, attributes.vote_exponent * torch.log(cache.votes), -torch.inf)
+    mass = logit + bias[:, None]
+    total = torch.logsumexp(mass, dim=-1)
+    if query.sinks is not None:
+        total = torch.logaddexp(total, query.sinks.reshape(heads, -1))
+    return Attention(torch.exp(mass - total[..., None]) @ cache.value, mass, total)
+
+
+@dataclass(frozen=True)
+class _Followed:
+    """What became of the slots before a merge. to [H, C] int64: the slot after it that each went into, -1 = dropped. estimate [H, C]
+    float64: ln of the score that the method estimated."""
+
+    to: Tensor
+    estimate: Tensor
+
+
+@dataclass(frozen=True)
+class _Merge:
+    """One sequence's merge in one layer. full: all keys and values so far. gave: [H] bool, heads that gave up slots. followed: None where
+    the method keeps no estimates."""
+
+    step: int
+    layer: int
+    before: Cache
+    after: Cache
+    full: Cache
+    gave: Tensor
+    followed: _Followed | None
+
+
+def _bounds(
+    merge: _Merge, followed: _Followed, query: Query, before: Attention, after: Attention, attributes: VoteAttentionAttributes
+) -> Tensor:
+    """The most that the merge can have changed: by Theorem 5, infinite where it says nothing, and slot by slot; [2, H, G].
+
+    Slot by slot is the theorem's proof before it takes every error for the largest: a slot of mass w whose estimate has a share of its
+    group's moves ``|share w_r - w| |v - o|``, w_r the merged slot's mass, over the sum of masses after the merge. Both hold from the cache
+    without what was dropped; how far that is from the cache before is computed and added.
+    """
+    slots = followed.to.shape[-1]  # a token that came later is no part of the merge
+    stays = followed.to >= 0
+    to = torch.where(stays, followed.to, 0)
+    merged = torch.zeros_like(merge.before.votes[:, :slots]).scatter_add(1, to, stays.double()) > 1
+    merges = stays & merged.gather(1, to)
+
+    left = merge.before.votes.clone()
+    left[:, :slots] *= stays
+    rest = attend(query, replace(merge.before, votes=left), attributes)
+    mass = rest.mass[..., :slots]
+    predicted = torch.log(merge.before.votes[:, :slots]) + followed.estimate
+    top = torch.where(stays, predicted, -torch.inf).amax(-1, keepdim=True)
+    share = torch.where(stays, torch.exp(predicted - top), 0.0)
+    group = torch.log(torch.zeros_like(share).scatter_add(1, to, share)) + top
+
+    error = torch.expm1(mass - predicted[:, None]).abs()
+    error_merged = torch.expm1(after.mass[..., :slots] - group[:, None]).abs()
+    counted = (stays[:, None] & (mass > -torch.inf) & merges.any(-1)[:, None, None]) | merges[:, None]
+    epsilon = torch.maximum(torch.where(counted, error, 0.0).amax(-1), torch.where(merged[:, None], error_merged, 0.0).amax(-1))
+    away = (merge.before.value[:, None, :slots] - rest.output[:, :, None]).norm(dim=-1)
+    gamma = torch.where(merges[:, None], torch.exp(mass - rest.total[..., None]) * away, 0.0).sum(-1)
+
+    given = (predicted - group.gather(1, to))[:, None] + after.mass.gather(2, to[:, None].expand(mass.shape))
+    moved = (torch.exp(given - after.total[..., None]) - torch.exp(mass - after.total[..., None])).abs() * away
+    by_slot = torch.where(merges[:, None], moved, 0.0).sum(-1)
+    dropped: Tensor = (rest.output - before.output).norm(dim=-1)
+    theorem = torch.where(epsilon < 1, theorem_5(epsilon, gamma), torch.inf)
+    return dropped + torch.stack([theorem, by_slot])
+
+
+class _Numbered:
+    """A method over values whose dimensions from `size` on are the slots' numbers, which it must not select by. Where what leaves goes,
+    methods that keep estimates say by the keys."""
+
+    def __init__(self, method: Method, size: int) -> None:
+        self.method, self.size = method, size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.method, name)
+
+    def priority(self, slots: Slots, target: Tensor, count: int) -> Tensor:
+        return self.method.priority(replace(slots, value=slots.value[..., : self.size].contiguous()), target, count)
+
+
+class Telemetry:
+    """Watches a run: `attended` is called for every layer of every call of the decoder, `merged` at every merge; `rows` tells."""
+
+    def __init__(self, plan: CachePlan, geometry: list[LayerGeometry], method: Method) -> None:
+        self.plan, self.method = plan, method
+        self.attributes = [layer_attributes(method, layer) for layer in geometry]
+        # The theorem is about votes that count in full, and values weighed by the estimates.
+        self.estimates = method.statistics[-1].kind == "log_ema" and method.vote_exponent == 1.0
+        # All by (sequence, layer).
+        self._appended: dict[tuple[int, int], list[Cache]] = {}
+        self._query: dict[tuple[int, int], Query] = {}
+        self._waiting: dict[tuple[int, int], _Merge] = {}
+        self._steps = 0
+        self._samples: dict[tuple[int, int, When], list[tuple[int, Tensor]]] = {}
+
+    def attended(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, position: Tensor, query_length: Tensor, sinks: Tensor | None
+    ) -> None:
+        """The inputs of a layer's VoteAttention (shapes there), before it is computed."""
+        sink_logits = None if sinks is None else sinks.double()
+        for lane, count in enumerate(query_length[:, 0].tolist()):
+            if not count:
+                continue
+            at, places = (lane, layer), position[lane, :count]
+            keys, values = key[lane, :, :count].double(), value[lane, :, :count].double()
+            new = Cache(keys, values, torch.ones(keys.shape[:2], dtype=torch.float64), places.expand(keys.shape[:2]))
+            merge = self._waiting.pop(at, None)
+            if merge is not None:
+                own = Cache(*(x[:, :1] for x in (new.key, new.value, new.votes, new.position)))
+                before, after, full = (joined([cache, own]) for cache in (merge.before, merge.after, merge.full))
+                following = replace(merge, before=before, after=after, full=full)
+                self._note(following, Query(query[lane, :, 0].double(), int(places[0]), sink_logits), "next")
+            self._appended.setdefault(at, []).append(new)
+            self._query[at] = Query(query[lane, :, count - 1].double(), int(places[-1]), sink_logits)
+
+    def merged(self, first: int, past: Mapping[str, NDArray[Any]], present: Mapping[str, NDArray[Any]]) -> None:
+        """The state of sequences first, first + 1, ... before and after a merge, as merge.onnx names it."""
+        for i, layer in enumerate(self.plan.layers):
+            if not layer.merges:
+                continue
+            old, new = (
+                [torch.from_numpy(np.array(state[f"{word}.{i}.{kind}"])) for kind in STATE]
+                for word, state in (("past_key_values", past), ("present", present))
+            )
+            for lane, gave in enumerate((new[2] > 0).sum(-1) < (old[2] > 0).sum(-1)):
+                if not gave.any():
+                    continue
+                at = (first + lane, i)
+                before, after = (_cache(*(x[lane] for x in state)) for state in (old, new))
+                followed = self._followed(i, [x[lane : lane + 1] for x in old]) if self.estimates else None
+                self._appended[at] = [joined(self._appended[at])]
+                merge = self._waiting[at] = _Merge(self._steps, i, before, after, self._appended[at][0], gave, followed)
+                self._note(merge, self._query[at], "current")
+        self._steps += 1
+
+    def _followed(self, layer: int, state: list[Tensor]) -> _Followed:
+        """Where one sequence's slots go is read off a merge of values to which the slots' numbers are added, a dimension for each."""
+        key, value, votes, score, position = state
+        size, slots = value.shape[-1], votes.shape[-1]
+        numbered = torch.cat([value.float(), torch.eye(slots).expand(*votes.shape, slots)], dim=-1)
+        method = cast(Method, _Numbered(self.method, size))
+        attributes = replace(merge_attributes(self.plan.layers[layer], self.method), method=method)
+        _, merged, filled, _, _ = merge_cache(key, numbered, votes, score, position, attributes=attributes)
+        share, to = (merged[..., size:] * (filled > 0)[..., None]).max(dim=2)
+        now = torch.where(votes > 0, position, -1).amax(-1, keepdim=True)
+        seen = Slots(key, value, votes, score, position, now)
+        estimate = corrected_log_ema(seen, -1, self.method.statistics[-1].decay)
+        return _Followed(torch.where(share > 0, to, -1)[0], estimate[0].double())
+
+    def _note(self, merge: _Merge, query: Query, when: When) -> None:
+        attributes = self.attributes[merge.layer]
+        before, after, full = (attend(query, cache, attributes) for cache in (merge.before, merge.after, merge.full))
+        size = before.output.norm(dim=-1).clamp(min=1e-30)
+        observed = (after.output - before.output).norm(dim=-1) / size
+        to_full = (after.output - full.output).norm(dim=-1) / full.output.norm(dim=-1).clamp(min=1e-30)
+        bounds = torch.full((2, *size.shape), torch.inf, dtype=torch.float64)
+        if merge.followed is not None:
+            bounds = _bounds(merge, merge.followed, query, before, after, attributes) / size
+        figures = torch.stack([observed, to_full, *bounds])[:, merge.gave].flatten(1)
+        self._samples.setdefault((merge.step, merge.layer, when), []).append((query.position + 1, figures))
+
+    def rows(self) -> list[Perturbation]:
+        """By merge and layer, the current query before the next."""
+        found = []
+        for step, layer, when in sorted(self._samples, key=lambda k: (k[0], k[1], QUERIES.index(k[2]))):
+            samples = self._samples[step, layer, when]
+            observed, to_full, bound, by_slot = torch.cat([figures for _, figures in samples], dim=1)
+            errors = (len(observed), float(observed.mean()), float(observed.max()), float(to_full.mean()))
+            row = Perturbation(step, max(tokens for tokens, _ in samples), layer, when, *errors)
+            if self.estimates:
+                known = torch.isfinite(bound)
+                medians = (float(x[known].median()) if known.any() else None for x in (bound, observed))
+                row = replace(row, by_slot=float(by_slot.mean()), theorem=Bound(int(known.sum()), int((bound < 1).sum()), *medians))
+            found.append(row)
+        return found
+
+
+def watch(reference: TorchReference, recipe: Recipe, tokens: list[NDArray[np.int64]]) -> list[Perturbation]:
+    """What merging does on given sequences, all in one batch: two thirds of each in chunks, the rest token by token."""
+    plan, chunk = reference.plan, recipe.export.prefill_chunk
+    telemetry = Telemetry(plan, reference.geometry, reference.method)
+    backend = ReferenceBackend(reference, plan, len(tokens), telemetry)
+    lanes = Lanes(backend, plan, len(tokens), prefill_chunk=chunk, merge_every=recipe.cache.merge_every)
+    for parts, prefill in schedule(tokens, chunk):
+        lanes.append(parts, prefill=prefill)
+    return telemetry.rows()

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvexport-installed
 DEMO ?= demo
 
-.PHONY: demo test lint setup native cross-tools cuda-host gpu-check clean
+.PHONY: demo test lint setup native native-cuda cross-tools tensorrt-bindings cuda-host gpu-check clean
 
 setup: $(STAMP)
 
@@ -19,6 +19,10 @@ $(STAMP): pyproject.toml constraints.txt
 native: setup
 	$(BIN)/python plugins/build.py --fetch-headers
 
+# The same for ONNX Runtime's CUDA provider; takes nvcc. CUDA="80 90" names compute capabilities, otherwise they are this machine's.
+native-cuda: setup
+	$(BIN)/python plugins/build.py --fetch-headers --cuda $(CUDA)
+
 # The compiler and the emulator that the kernels for Arm are tested with. Without them those tests say what they could not reach.
 cross-tools:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get -qq update \
@@ -26,9 +30,15 @@ cross-tools:
 	  && { apt-get -qq install --yes --no-install-recommends qemu-user-static >/dev/null 2>&1 || apt-get -qq install --yes qemu-user >/dev/null; }; \
 	then :; else echo "cross-tools: g++-aarch64-linux-gnu and qemu-user-static could not be installed (they take root and apt-get)"; fi
 
-# The CUDA kernels' own source, compiled for the host: the conformance suite's backend cuda-on-host.
+# TensorRT's and CUDA's Python bindings, to read what they export: TensorRT, CUDA and a GPU are not needed, and nothing is installed. Without
+# them the tests that hold kvexport's calls to them are skipped.
+tensorrt-bindings: setup
+	-$(BIN)/python tests/tensorrt_bindings.py
+
+# The CUDA kernels' own source and their binding, compiled for the host: the conformance suite's backends *cuda-on-host.
 cuda-host:
 	$(PYTHON) plugins/cuda/build_cuda.py --host
+	$(PYTHON) plugins/build.py --fetch-headers --cuda-on-host
 
 # On a machine with a GPU, nvcc, PyTorch and numpy: builds, proves and measures the CUDA kernels, in less than eight minutes.
 gpu-check:
@@ -43,7 +53,7 @@ lint: setup
 	$(BIN)/mypy
 	find plugins -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null | xargs -r $(BIN)/clang-format --dry-run -Werror
 
-test: lint native cuda-host $(if $(filter true,$(CI)),cross-tools)
+test: lint native cuda-host $(if $(filter true,$(CI)),cross-tools tensorrt-bindings)
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
 clean:

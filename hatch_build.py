@@ -11,7 +11,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class NativeOperators(BuildHookInterface):  # type: ignore[misc]
-    """Runs plugins/build.py. KVEXPORT_NATIVE=off skips it."""
+    """Runs plugins/build.py. KVEXPORT_NATIVE=off skips it, KVEXPORT_NATIVE=cuda builds those for CUDA too."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """One line where something is missing, never an error."""
@@ -23,10 +23,17 @@ class NativeOperators(BuildHookInterface):  # type: ignore[misc]
         plugins = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(plugins)
         try:
-            library = plugins.build(plugins.find_headers())
+            headers = plugins.find_headers()
+            library = plugins.build(headers)
         except plugins.Missing as error:
             self.app.display_warning(f"the native operators were not built, and graphs run from their functions: {error}")
             return
         self.app.display_info(f"built {library.name}")
         build_data["pure_python"] = False
         build_data["infer_tag"] = True
+        if os.environ.get("KVEXPORT_NATIVE") != "cuda":
+            return
+        try:
+            self.app.display_info(f"built {plugins.build_cuda(headers).name}")
+        except plugins.Missing as error:
+            self.app.display_warning(f"the native operators for CUDA were not built: {error}")

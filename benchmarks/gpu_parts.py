@@ -22,6 +22,12 @@ from cuda_library import (
 )
 
 Figures = dict[str, Any]
+
+
+class Skipped(Exception):
+    """A part that this machine lacks something for."""
+
+
 # Batch, query heads, KV heads, slots; head size 128, fp16. Llama-2-7B's layers, then Llama-3-8B's.
 DECODE = [(1, 32, 32, 512), (8, 32, 32, 1024), (32, 32, 32, 1024), (1, 32, 8, 4096), (8, 32, 8, 4096), (32, 32, 8, 4096), (1, 32, 8, 16384)]
 SIZE, CHUNK, MERGE_EVERY = 128, 512, 32

@@ -25,6 +25,11 @@ def page(report: dict[str, Any]) -> str:
         series = [_line(decode, kind) for kind in dict.fromkeys(row["statistic"] for row in decode)]
         note = "Bytes over what a copy of one gigabyte moves per second; the caches in turn are larger than the device's own."
         sections.append(Plot("Decode: share of the copy bandwidth", "bytes of a step", "share", series, x_log=True, note=note))
+    engines = parts.get("onnxruntime", {}).get("figures", {})
+    if engines:
+        note = "Beside the graphs' functions on the CPU; over the largest logit."
+        table = [[name, *found.values()] for name, found in engines.items()]
+        sections.append(Table("Engines on ONNX Runtime", ["engine", *next(iter(engines.values()))], table, note))
     return render_html("CUDA kernels", f"{report['gpu']['name']}, {report['date']}, commit {report['commit']}", sections)
 
 

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from kvexport import __version__
+from kvexport.devices import problems
 from kvexport.errors import EnvironmentProblem
-from kvexport.native import instruction_set, library, why_no_library
+from kvexport.native import instruction_set, library, require_runnable, why_no_library
 from kvexport.report import KeyValues, Paragraph, Section, Table
+from kvexport.tensorrt import plugin
 from kvexport.units import format_bytes
 
 FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "asimd", "asimdhp", "sve")
@@ -69,6 +71,7 @@ PACKAGES = (
     Package("polygraphy", "polygraphy", "0.49", "export", "validate runs the engine with it"),
     Package("onnxruntime-gpu", "onnxruntime", "1.22", "gpu", "ONNX Runtime on a GPU"),
     Package("tensorrt", "tensorrt", "11", "tensorrt", "TensorRT engines"),
+    Package("cuda-bindings", "cuda.bindings", "12.6", "tensorrt", "CUDA calls around TensorRT engines"),
 )
 
 
@@ -83,8 +86,8 @@ class PackageState:
 
 @dataclass(frozen=True)
 class Native:
-    """The library of native operators. instruction_set: what it uses of this machine, "" where it cannot be used; then the problem, and
-    the line that mends it."""
+    """A library of native operators. instruction_set: what it uses of this machine, "" where it cannot be used; then the problem, and the
+    line that mends it."""
 
     instruction_set: str
     problem: str = ""
@@ -100,8 +103,10 @@ class Diagnosis:
     providers: list[str]
     system: dict[str, Any]
     native: Native
+    native_cuda: Native
     gpus: list[str] = field(default_factory=list)
     gpu_problem: str = ""
+    tensorrt_plugins: dict[str, str] = field(default_factory=dict)
 
     @property
     def runs(self) -> bool:
@@ -118,6 +123,8 @@ class Diagnosis:
             **self.system,
             "providers": self.providers,
             "native": asdict(self.native),
+            "native_cuda": asdict(self.native_cuda),
+            "tensorrt_plugins": self.tensorrt_plugins,
             "gpu": gpu,
             "packages": packages,
             "verbs": verbs,
@@ -125,7 +132,7 @@ class Diagnosis:
 
     def sections(self) -> list[Section]:
         """For a person."""
-        system = self.system
+        system, plugins = self.system, self.tensorrt_plugins
         machine = {
             "kvexport": system["kvexport"],
             "Python": system["python"],
@@ -136,7 +143,9 @@ class Diagnosis:
             "free disk": f"{_size(system['disk_free'])} in {Path.cwd()}",
             "GPU": ", ".join(self.gpus) or f"none: {self.gpu_problem}",
             "ONNX Runtime providers": ", ".join(self.providers) or "none: onnxruntime cannot be imported",
-            "native operators": self.native.instruction_set or f"none: {self.native.problem}. To mend it: {self.native.fix}",
+            "native operators": _row(self.native),
+            "native operators for CUDA": _row(self.native_cuda),
+            "TensorRT plugins": plugins.get("library") or f"none: {plugins.get('problem')}. To mend it: {plugins.get('fix')}",
         }
         packages = Table("Packages", ("package", "version", "for", "what it does", "to mend"), [_package_row(p) for p in self.packages])
         verbs = {verb: "works" if not lacks else f"lacks {', '.join(lacks)}" for verb, lacks in self.verbs.items()}
@@ -170,7 +179,7 @@ def diagnose() -> Diagnosis:
         for lacks in verbs.values():
             lacks.append("onnxruntime's CPUExecutionProvider")
     gpus, gpu_problem = _gpus()
-    return Diagnosis(states, verbs, providers, _system(), _native(), gpus, gpu_problem)
+    return Diagnosis(states, verbs, providers, _system(), _native("cpu"), _native("cuda"), gpus, gpu_problem, _tensorrt_plugins())
 
 
 def require(verb: str) -> None:
@@ -297,14 +306,30 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _native() -> Native:
-    path = library()
+def _native(device: str) -> Native:
+    if lacks := problems(device) if device != "cpu" else []:
+        return Native("", "; ".join(problem for problem, _ in lacks), lacks[0][1])
+    path = library(device)
     if path is None:
-        return Native("", *why_no_library())
+        return Native("", *why_no_library(device))
     try:
+        require_runnable(path)
         return Native(instruction_set(path))
     except EnvironmentProblem as error:
         return Native("", error.problem, error.fix)
+
+
+def _tensorrt_plugins() -> dict[str, str]:
+    """Where their library is, or why there is none and what changes that; whether TensorRT takes it is seen when engines are built."""
+    path = plugin.library()
+    if path is not None:
+        return {"library": str(path)}
+    problem, fix = plugin.why_no_library()
+    return {"problem": problem, "fix": fix}
+
+
+def _row(native: Native) -> str:
+    return native.instruction_set or f"none: {native.problem}. To mend it: {native.fix}"
 
 
 def _gpus() -> tuple[list[str], str]:

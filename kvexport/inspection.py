@@ -9,6 +9,7 @@ from typing import Any
 
 from kvexport.build.artifact import load_manifest
 from kvexport.cache import CachePlan
+from kvexport.devices import problems
 from kvexport.errors import ArtifactError
 from kvexport.native import Implementation, implementations
 from kvexport.plan import layer_table
@@ -60,6 +61,7 @@ class Inspection:
             "runs_here": here,
             "cache": cache,
             "graphs": graphs,
+            "engines": manifest.get("engines"),
             "digests": digests,
         }
 
@@ -71,10 +73,30 @@ class Inspection:
             self._summary(),
             layer_table(self.cache),
             Table("Graphs", ("file", "nodes", "operators"), [_graph_row(graph) for graph in self.graphs]),
-            KeyValues("Operators on this machine", runs),
+            KeyValues("Operators on this machine", {"device": self._device(), **runs}),
+            *self._engines(),
             Table("Files", ("file", "size", "SHA-256"), [(name, format_bytes(entry["bytes"]), entry["sha256"]) for name, entry in files]),
             KeyValues("Built with", {name: version or "-" for name, version in self.manifest["versions"].items()}),
         ]
+
+    def _device(self) -> str:
+        device: str = self.manifest["recipe"]["backend"]["device"]
+        lacks = "; ".join(problem for problem, _ in problems(device)) if device != "cpu" else ""
+        return f"{device}, where nothing runs here: {lacks}" if lacks else device
+
+    def _engines(self) -> list[Section]:
+        engines = self.manifest.get("engines")
+        if engines is None:
+            return []
+        gpu, options = engines["gpu"], engines["options"]
+        shown = {
+            "TensorRT": f"{engines['tensorrt']}{' and later' if options['version_compatible'] else ''}",
+            "GPU": f"{gpu['name']}, compute capability {'.'.join(map(str, gpu['compute_capability']))}",
+            "hardware compatible": options["hardware_compatible"],
+        }
+        for op, how in self.manifest["operators"].items():
+            shown[op] = f"function: {engines['functions'][op]}" if how == "function" else how or "not needed by this artifact"
+        return [KeyValues("Engines", shown)]
 
     def _summary(self) -> KeyValues:
         recipe, model, limits = (self.manifest[key] for key in ("recipe", "model", "limits"))
@@ -106,8 +128,7 @@ def inspect_artifact(path: Path, *, verify: bool = True) -> Inspection:
     manifest = load_manifest(path, verify=verify)
     try:
         graphs = [_read_graph(path, name, file) for name, file in manifest["graphs"].items() if file]
-        cache = manifest["recipe"]["cache"]
-        here = implementations({"method": cache["method"], **cache["parameters"]})
+        here = implementations(manifest)
         runs_here = {name: here[name] if needed else None for name, needed in manifest["operators"].items()}
         inspection = Inspection(path, manifest, CachePlan.from_json(manifest["cache"]), graphs, verify, runs_here)
         inspection.to_json()

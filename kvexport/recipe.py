@@ -75,12 +75,39 @@ class ExportSection(_Section):
     weights: Literal["copy", "link"] = "copy"
 
 
-class BackendSection(_Section):
-    """What runs the graphs. threads: 0 lets the backend choose."""
+class TensorRTSection(_Section):
+    """How TensorRT engines are built. plugin: VoteAttention and MergeCache as plugins where their library is (auto), always, or never: then
+    from the graph's functions. version_compatible: plans run on later TensorRT versions too, and on the lean runtime. hardware_compatible:
+    on which other GPUs. weight_streaming: bytes of weights that stay on the GPU, the others travel at every call; null = all stay.
+    refit: weights of a plan can be replaced. embed_plugin: plans carry the plugin library. alias_state: the plugins declare that present
+    is past. workspace: most bytes of scratch memory for a layer, null = the GPU's. optimization_level: 0 builds fastest, 5 runs fastest."""
 
-    name: Literal["onnxruntime"] = "onnxruntime"
-    device: Literal["cpu"] = "cpu"
+    plugin: Literal["auto", "always", "never"] = "auto"
+    version_compatible: bool = False
+    hardware_compatible: Literal["none", "same_compute_capability", "ampere_plus"] = "none"
+    weight_streaming: int | None = Field(None, ge=0)
+    refit: bool = False
+    embed_plugin: bool = False
+    alias_state: bool = False
+    workspace: int | None = Field(None, ge=1)
+    optimization_level: int = Field(3, ge=0, le=5)
+
+    @model_validator(mode="after")
+    def _together(self) -> TensorRTSection:
+        if self.embed_plugin and (not self.version_compatible or self.plugin == "never"):
+            raise ValueError("embed_plugin needs version_compatible, and plugin auto or always")
+        return self
+
+
+class BackendSection(_Section):
+    """What runs the graphs. device, threads, cuda_graph: of onnxruntime; 0 threads lets it choose; on cuda, decode steps are replayed as a
+    CUDA graph where ONNX Runtime can capture one. tensorrt: of engines."""
+
+    name: Literal["onnxruntime", "tensorrt"] = "onnxruntime"
+    device: Literal["cpu", "cuda"] = "cpu"
     threads: int = Field(0, ge=0)
+    cuda_graph: bool = True
+    tensorrt: TensorRTSection = TensorRTSection()
 
 
 class LimitsSection(_Section):

@@ -40,14 +40,23 @@ def vote_attention_shapes(statistics: int = 1) -> dict[str, Shape]:
     }  # fmt: skip
 
 
-def model(op: str, attributes: Mapping[str, Any], shapes: Mapping[str, Shape], *, half: bool = False, absent: Sequence[str] = ()) -> bytes:
-    """The model of one node. absent: inputs that the node leaves out."""
+def model(
+    op: str,
+    attributes: Mapping[str, Any],
+    shapes: Mapping[str, Shape],
+    *,
+    half: bool = False,
+    bfloat: bool = False,
+    absent: Sequence[str] = (),
+) -> bytes:
+    """The model of one node, its cache float32 unless said otherwise. absent: inputs that the node leaves out."""
+    element = TensorProto.BFLOAT16 if bfloat else TensorProto.FLOAT16 if half else TensorProto.FLOAT
     outputs = [f"present_{name}" for name in STATE]
     if op == "VoteAttention":
         outputs.insert(0, "output")
 
     def info(name: str, shape: Shape) -> Any:
-        return helper.make_tensor_value_info(name, type_of(op, name, half), shape)
+        return helper.make_tensor_value_info(name, type_of(op, name, element), shape)
 
     node = helper.make_node(op, ["" if name in absent else name for name in shapes], outputs, domain="kvexport", **attributes)
     graph = helper.make_graph(
@@ -58,13 +67,13 @@ def model(op: str, attributes: Mapping[str, Any], shapes: Mapping[str, Shape], *
     return made
 
 
-def type_of(op: str, name: str, half: bool) -> int:
+def type_of(op: str, name: str, element: int) -> int:
     if op == "VoteAttention" and name in ("position", "query_length"):
         return int(TensorProto.INT64)
     kind = name.removeprefix("past_").removeprefix("present_")
     if kind == "position":
         return int(TensorProto.INT32)
-    return int(TensorProto.FLOAT16 if half and kind in ("query", "output", "key", "value") else TensorProto.FLOAT)
+    return int(element if kind in ("query", "output", "key", "value") else TensorProto.FLOAT)
 
 
 def merge_shapes(statistics: int = 1) -> dict[str, Shape]:

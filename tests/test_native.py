@@ -251,3 +251,21 @@ def test_a_wheel_with_the_library_is_of_its_platform(hook: Any, tmp_path: Path) 
     data: dict[str, Any] = {}
     hook.initialize("standard", data)
     assert data == {"pure_python": False, "infer_tag": True} and hook.app.warnings == []
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["with-nvcc", "without"])
+def test_installing_builds_those_for_cuda_where_that_is_asked(
+    hook: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, there: bool
+) -> None:
+    (tmp_path / "plugins").mkdir()
+    script = (
+        "from pathlib import Path\nclass Missing(Exception): pass\ndef find_headers(): return 1\ndef build(headers): return Path('x.so')\n"
+        f"def build_cuda(headers):\n    if {there}: return Path('y.so')\n    raise Missing('nvcc was not found')\n"
+    )
+    (tmp_path / "plugins" / "build.py").write_text(script)
+    hook.root = str(tmp_path)
+    monkeypatch.setenv("KVEXPORT_NATIVE", "cuda")
+    data: dict[str, Any] = {}
+    hook.initialize("standard", data)
+    assert data == {"pure_python": False, "infer_tag": True}, "those for the CPU are there"
+    assert hook.app.warnings == ([] if there else ["the native operators for CUDA were not built: nvcc was not found"])

@@ -121,7 +121,7 @@ def test_the_doctor_names_the_instruction_set() -> None:
 
 def test_the_doctor_says_how_to_build_what_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(native.VARIABLE, raising=False)
-    monkeypatch.setattr(native, "NAME", "libnone.so")
+    monkeypatch.setitem(native.NAMES, "cpu", "libnone.so")
     assert doctor() == {"instruction_set": "", "problem": "the native operators are not built", "fix": "make native"}
     monkeypatch.setattr(native, "__file__", str(tmp_path / "kvexport" / "native.py"))  # installed, not a checkout
     assert doctor()["fix"] == "apt-get install libonnxruntime-dev cmake g++ && pip install --force-reinstall kvexport"

@@ -143,7 +143,8 @@ MERGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "rank": (MERGE_CACHE, {"score": ["B", H, "C"]}, r"key .* and score \[\?, 2, \?\] have four dimensions each"),
     "rank-of-votes": (MERGE_CACHE, {"votes": ["B"]}, r"votes is \[\?\], not \[\?, 2, \?\]"),
     "heads-that-differ": (MERGE_CACHE, {"position": ["B", 3, "C"]}, r"position is \[\?, 3, \?\], not \[\?, 2, \?\]"),
-    "statistics": ({**KEEPKV, "selector": "h2o"}, {}, "the score has 1 statistics, the method keeps 2"),
+    "too-few-statistics": ({**KEEPKV, "selector": "h2o"}, {}, "the score has 1 statistics, the method keeps 2"),
+    "too-many-statistics": (KEEPKV, merge_shapes(2), "the score has 2 statistics, the method keeps 1"),
 }
 
 

@@ -15,6 +15,7 @@ from kvexport.cache import CachePlan, LayerCache, LayerGeometry
 from kvexport.export.tracer import layer_attributes
 from kvexport.export.weights import Location
 from kvexport.methods.base import Method
+from kvexport.ops.linear import linear_function, use_linear
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.onnx_function import (
     DOMAIN,
@@ -70,7 +71,10 @@ def finish_decoder(
         while node.input and not node.input[-1]:
             node.input.pop()
         _set_attributes(node, functions[i].overload, vote_attention_node_attributes(layer_attributes(method, geometry[i])))
-    return _finish(proto, list({function.overload: function for function in functions}.values()))
+    used = list({function.overload: function for function in functions}.values())
+    if use_linear(proto.graph):
+        used.append(linear_function())
+    return _finish(proto, used)
 
 
 def merge_model(plan: CachePlan, method: Method) -> onnx.ModelProto | None:

@@ -1,4 +1,4 @@
-"""Running an artifact: `load` it, then `generate` or `stream`. Needs ONNX Runtime and numpy; neither torch nor transformers."""
+"""Running an artifact: `load` it, then `generate` or `stream`. Needs numpy and what its backend needs; neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from numpy.typing import NDArray
 
 from kvexport.build.artifact import load_manifest
 from kvexport.cache import CachePlan
-from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.devices import PROVIDERS, require_device
+from kvexport.errors import UsageError
+from kvexport.native import implementations, library, require_runnable
+from kvexport.runtime import onnxruntime_backend
+from kvexport.runtime.backend import EngineBackend, Sessions
 from kvexport.runtime.lanes import Lanes
-from kvexport.runtime.onnxruntime_backend import OnnxRuntimeBackend, Sessions
 from kvexport.runtime.sampling import GenerationSettings, Sampler
 from kvexport.runtime.text import FILE_NAME, TextStream, Tokenizer
 
@@ -73,9 +76,9 @@ class Engine:
         self._lanes: Lanes | None = None
         self._calls = 0  # of `lanes`: a stream whose lanes were given to another call must not go on
 
-    def new_backend(self, lanes: int) -> OnnxRuntimeBackend:
+    def new_backend(self, lanes: int) -> EngineBackend:
         """State for `lanes` sequences, all empty, over the engine's sessions."""
-        return OnnxRuntimeBackend(self.sessions, self.plan, lanes)
+        return self.sessions.backend(self.plan, lanes)
 
     def lanes(self, count: int) -> Lanes:
         """Empty lanes for `count` sequences; the state of an earlier call is reused where the count is the same, so that one is over."""
@@ -199,28 +202,57 @@ class Engine:
         return Token(lane, token, piece, reason)
 
 
-def load(path: str | Path, *, threads: int | None = None, verify: bool = True) -> Engine:
-    """Load an artifact. threads: None takes the recipe's (0 = the backend's choice).
+def load(
+    path: str | Path,
+    *,
+    threads: int | None = None,
+    backend: str | None = None,
+    device: str | None = None,
+    cuda_graph: bool | None = None,
+    verify: bool = True,
+) -> Engine:
+    """Load an artifact. threads: None takes the recipe's (0 = the backend's choice). backend: None takes the recipe's; "onnxruntime" runs
+    the graphs of a TensorRT artifact. device, cuda_graph: of ONNX Runtime, None takes the recipe's; the same graphs run on "cpu" and
+    "cuda".
 
-    verify: False skips the sha256 of every file (not their sizes and names); only for files that you have just verified.
-    Raises UsageError (nothing there), ArtifactError (damaged), EnvironmentProblem (ONNX Runtime missing).
+    verify: False skips the sha256 of every file (not their sizes and names, and not the digests of plans, which are code); only for files
+    that you have just verified. Raises UsageError (nothing there), ArtifactError (damaged), EnvironmentProblem (ONNX Runtime, its provider,
+    a GPU or TensorRT missing, a plan of another machine).
     """
     path = Path(path)
     manifest = load_manifest(path, verify=verify)
-    try:
-        import onnxruntime  # noqa: F401
-    except ImportError as error:
-        raise EnvironmentProblem(f"onnxruntime cannot be imported: {error}", "pip install onnxruntime") from error
-    graphs, cache = manifest["graphs"], manifest["recipe"]["cache"]
-    sessions = Sessions(
+    wanted = manifest["recipe"]["backend"]["name"] if backend is None else backend
+    if wanted == "tensorrt":
+        from kvexport.runtime.tensorrt_backend import Engines
+
+        return Engine(path, manifest, Engines(path, manifest))
+    if wanted != "onnxruntime":
+        raise UsageError(f"there is no backend {wanted}", "onnxruntime, or tensorrt")
+    return Engine(path, manifest, _onnxruntime_sessions(path, manifest, threads, device, cuda_graph))
+
+
+def _onnxruntime_sessions(
+    path: Path, manifest: dict[str, Any], threads: int | None, device: str | None, cuda_graph: bool | None
+) -> Sessions:
+    graphs, recipe = manifest["graphs"], manifest["recipe"]
+    chosen = recipe["backend"]
+    device = device or chosen["device"]
+    if device not in PROVIDERS:
+        raise UsageError(f"there is no device {device}", " or ".join(PROVIDERS))
+    require_device(device)
+    operators = library(device)
+    if operators and device == "cuda":
+        require_runnable(operators)
+    return onnxruntime_backend.Sessions(
         path / graphs["decoder"],
         path / graphs["merge"] if graphs["merge"] else None,
-        threads=manifest["recipe"]["backend"]["threads"] if threads is None else threads,
+        threads=chosen["threads"] if threads is None else threads,
         vocabulary=manifest["model"]["vocabulary"],
-        all_logits=manifest["recipe"]["export"]["logits"] == "all",
-        method={"method": cache["method"], **cache["parameters"]},
+        all_logits=recipe["export"]["logits"] == "all",
+        operators={op: operators if how.native else None for op, how in implementations(manifest, device).items()},
+        device=device,
+        graphs=device == "cuda" and (chosen.get("cuda_graph", True) if cuda_graph is None else cuda_graph),
     )
-    return Engine(path, manifest, sessions)
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,48 +1,67 @@
-"""The two graphs on ONNX Runtime's CPU provider, with the state bound in place: input and output are one buffer."""
+"""The two graphs on ONNX Runtime's CPU or CUDA provider, with the state bound in place: input and output are one buffer, on the device that
+computes."""
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.cache import CachePlan
-from kvexport.native import library, why_function
+from kvexport.devices import INSTALL_CUDA, PROVIDERS, load_cuda_libraries
+from kvexport.errors import EnvironmentProblem
+from kvexport.runtime.device_array import ALL, Array, DeviceArray, place, read, write
+
+NO_GRAPH = -1  # the id of a run that neither captures a CUDA graph nor replays one
+
+
+class _Decoder(NamedTuple):
+    """The decoder bound for calls of so many tokens. graph: the id of its CUDA graph, or NO_GRAPH; None where there are no graphs."""
+
+    tokens: int
+    binding: Any
+    arrays: dict[str, Array]
+    graph: int | None
 
 
 class OnnxRuntimeBackend:
-    """State arrays of a fixed number of lanes and the sessions that advance them (see `kvexport.runtime.lanes.Backend`)."""
+    """State tensors of a fixed number of lanes and the sessions that advance them (see `kvexport.runtime.lanes.Backend`). On the CPU
+    `state` and `past_length` are numpy arrays."""
 
     def __init__(self, sessions: Sessions, plan: CachePlan, lanes: int) -> None:
         self.lanes = lanes
         self._sessions = sessions
-        self.state = {name: np.zeros(layer.shapes(lanes)[kind], layer.dtypes()[kind]) for name, _, layer, kind in plan.state_names()}
+        self.state: dict[str, Any] = {
+            name: sessions.zeros(layer.shapes(lanes)[kind], layer.dtypes()[kind]) for name, _, layer, kind in plan.state_names()
+        }
         self._names = [(name, present) for name, present, *_ in plan.state_names()]
-        self.past_length = np.zeros((lanes, 1), dtype=np.int64)
+        self.past_length: Any = sessions.zeros((lanes, 1), np.dtype(np.int64))
         # Two decoder bindings stay: of one token, and of the last other width. Merge bindings stay per run of lanes.
-        self._decoders: dict[bool, tuple[int, Any, dict[str, NDArray[Any]]]] = {}
+        self._decoders: dict[bool, _Decoder] = {}
         self._mergers: dict[tuple[int, int], Any] = {}
+        self._thread = threading.local()  # graphs: those captured; ONNX Runtime captures them for each thread anew
 
     def reset(self) -> None:
-        """Empty every lane: an all-zero state is an empty cache."""
-        for array in [*self.state.values(), self.past_length]:
-            array[...] = 0
+        """Empty every lane: an all-zero state is an empty cache. On a device the votes alone become zero: what else is in a slot without
+        votes is of no account, and they are a hundredth of what would have to be sent there."""
+        for name, array in self.state.items():
+            if name.endswith(".votes") or not isinstance(array, DeviceArray):
+                write(array, 0)
+        write(self.past_length, 0)
 
     def decode(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> NDArray[np.float32]:
         """See `Backend.decode`."""
-        tokens = input_ids.shape[1]
-        known = self._decoders.get(tokens == 1)
-        if known is None or known[0] != tokens:
-            known = self._decoders[tokens == 1] = (tokens, *self._bind_decoder(tokens))
-        _, binding, arrays = known
-        arrays["input_ids"][...] = input_ids
-        arrays["query_length"][...] = query_length
-        self._sessions.decoder.run_with_iobinding(binding)
-        logits: NDArray[np.float32] = arrays["logits"]
-        return logits
+        decoder = self._decoder(input_ids.shape[1])
+        write(decoder.arrays["input_ids"], input_ids)
+        write(decoder.arrays["query_length"], query_length)
+        self._sessions.run(self._sessions.decoder, decoder.binding, decoder.graph)
+        return read(decoder.arrays["logits"])
 
     def merge(self, first: int, last: int) -> None:
         """See `Backend.merge`."""
@@ -53,44 +72,135 @@ class OnnxRuntimeBackend:
             wanted = {i.name for i in session.get_inputs()}
             for name, present in self._names:
                 if name in wanted:
-                    _bind(binding, name, present, self.state[name][first:last])
+                    _bind(binding, name, present, self.state[name], slice(first, last))
             self._mergers[(first, last)] = binding
-        session.run_with_iobinding(self._mergers[(first, last)])
+        self._sessions.run(session, self._mergers[(first, last)], None)
 
-    def _bind_decoder(self, tokens: int) -> tuple[Any, dict[str, NDArray[Any]]]:
-        session = self._sessions.decoder
-        rows = tokens if self._sessions.all_logits else 1
-        arrays: dict[str, NDArray[Any]] = {
-            "input_ids": np.zeros((self.lanes, tokens), dtype=np.int64),
-            "query_length": np.zeros((self.lanes, 1), dtype=np.int64),
-            "logits": np.zeros((self.lanes, rows, self._sessions.vocabulary), dtype=np.float32),
+    def get_state(self) -> dict[str, NDArray[Any]]:
+        """See `EngineBackend.get_state`."""
+        return {name: np.array(read(array)) for name, array in self.state.items()}
+
+    def set_state(self, state: Mapping[str, NDArray[Any]], past_length: NDArray[np.int64]) -> None:
+        """See `EngineBackend.set_state`."""
+        for name, array in state.items():
+            write(self.state[name], array)
+        write(self.past_length, past_length)
+
+    def _decoder(self, tokens: int) -> _Decoder:
+        """The decoder bound to the state, its graph captured where it has one."""
+        known = self._decoders.get(tokens == 1)
+        if known is None or known.tokens != tokens:
+            known = self._decoders[tokens == 1] = self._bind_decoder(tokens)
+        captured: set[int] = self._thread.__dict__.setdefault("graphs", {NO_GRAPH})
+        if known.graph is None or known.graph in captured:
+            return known
+        captured.add(known.graph)
+        problem = self._capture(known)
+        if not problem:
+            return known
+        # The old session goes before the new one comes.
+        known = None
+        self._decoders.clear()
+        self._sessions.without_graphs(problem)
+        known = self._decoders[tokens == 1] = self._bind_decoder(tokens)
+        return known
+
+    def _capture(self, decoder: _Decoder) -> str:
+        """Let ONNX Runtime capture the decoder's graph; why it cannot. It runs the graph more than once to do so, in place: the calls
+        bring no token, which leaves every lane as it is."""
+        write(decoder.arrays["query_length"], 0)
+        try:
+            self._sessions.run(self._sessions.decoder, decoder.binding, decoder.graph)
+        except Exception as error:
+            return _first_line(error)
+        return ""
+
+    def _bind_decoder(self, tokens: int) -> _Decoder:
+        sessions, zeros = self._sessions, self._sessions.zeros
+        rows = tokens if sessions.all_logits else 1
+        arrays: dict[str, Array] = {
+            "input_ids": zeros((self.lanes, tokens), np.dtype(np.int64)),
+            "query_length": zeros((self.lanes, 1), np.dtype(np.int64)),
+            "logits": zeros((self.lanes, rows, sessions.vocabulary), np.dtype(np.float32)),
         }
-        binding = session.io_binding()
+        binding = sessions.decoder.io_binding()
         _bind(binding, "input_ids", None, arrays["input_ids"])
         _bind(binding, "query_length", None, arrays["query_length"])
         _bind(binding, None, "logits", arrays["logits"])
         _bind(binding, "past_length", "present_length", self.past_length)
         for name, present in self._names:
             _bind(binding, name, present, self.state[name])
-        return binding, arrays
+        graph = (sessions.new_graph() if tokens == 1 else NO_GRAPH) if sessions.graphs else None
+        return _Decoder(tokens, binding, arrays, graph)
 
 
 class Sessions:
-    """The sessions of one artifact; they hold the weights once, however many backends use them."""
+    """The sessions of one artifact; they hold the weights once, however many backends use them.
+
+    operators: the library to register for each operator, None where its function runs. graphs: whether decode steps are CUDA graphs, and
+    graph_problem why they are not though it was asked. Raises EnvironmentProblem where ONNX Runtime cannot use the device.
+    """
 
     def __init__(
-        self, decoder: Path, merge: Path | None, *, threads: int, vocabulary: int, all_logits: bool, method: Mapping[str, Any]
+        self,
+        decoder: Path,
+        merge: Path | None,
+        *,
+        threads: int,
+        vocabulary: int,
+        all_logits: bool,
+        operators: Mapping[str, Path | None],
+        device: str = "cpu",
+        graphs: bool = False,
     ) -> None:
-        operators = library()
-        native = why_function(operators, "MergeCache", method) is None
-        self.decoder = _session(decoder, threads, operators)
-        # A function is one long chain of small nodes, which is fastest on one thread.
-        self.merge = _session(merge, threads if native else 1, operators if native else None) if merge else None
         self.vocabulary = vocabulary
         self.all_logits = all_logits
+        self.device = device
+        self.zeros: Any = np.zeros if device == "cpu" else partial(DeviceArray, device)
+        self.graphs, self.graph_problem = graphs, ""
+        self._new_graphs = itertools.count(1)
+        attention, merging = operators["VoteAttention"], operators["MergeCache"]
+        self._new_decoder = partial(_session, decoder, threads=threads, operators=attention, device=device)
+        self.decoder: Any = None
+        if graphs:
+            try:
+                self.decoder = self._new_decoder(graphs=True)
+            except EnvironmentProblem as error:
+                self.graphs, self.graph_problem = False, error.problem
+        if self.decoder is None:
+            self.decoder = self._new_decoder(graphs=False)
+        # A function is one long chain of small nodes, which is fastest on one thread.
+        self.merge = _session(merge, threads=threads if merging else 1, operators=merging, device=device) if merge else None
+
+    def backend(self, plan: CachePlan, lanes: int) -> OnnxRuntimeBackend:
+        """State for `lanes` sequences, all empty."""
+        return OnnxRuntimeBackend(self, plan, lanes)
+
+    def run(self, session: Any, binding: Any, graph: int | None) -> None:
+        """One run; with `graph` as the replay of that CUDA graph, or as its capture where it is new. None: there are no graphs."""
+        if graph is None:
+            session.run_with_iobinding(binding)
+        else:
+            from onnxruntime import RunOptions
+
+            options = RunOptions()
+            options.add_run_config_entry("gpu_graph_id", str(graph))
+            session.run_with_iobinding(binding, options)
+        if self.zeros is not np.zeros:
+            binding.synchronize_outputs()
+
+    def new_graph(self) -> int:
+        """An id that no graph has had."""
+        return next(self._new_graphs)
+
+    def without_graphs(self, why: str) -> None:
+        """A new decoder without CUDA graphs, in the place of one that cannot capture them."""
+        self.graphs, self.graph_problem = False, why
+        self.decoder = None
+        self.decoder = self._new_decoder(graphs=False)
 
 
-def _session(path: Path, threads: int, operators: Path | None) -> Any:
+def _session(path: Path, *, threads: int, operators: Path | None, device: str, graphs: bool = False) -> Any:
     import onnxruntime as ort
 
     options = ort.SessionOptions()
@@ -100,12 +210,31 @@ def _session(path: Path, threads: int, operators: Path | None) -> Any:
     options.add_session_config_entry("session.force_spinning_stop", "1")
     if operators is not None:
         options.register_custom_ops_library(str(operators))
-    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    cpu = PROVIDERS["cpu"]
+    if device == "cpu":
+        return ort.InferenceSession(str(path), options, providers=[cpu])
+    load_cuda_libraries(ort)
+    # Without TF32: products of a float32 model are float32.
+    chosen = {"device_id": "0", "use_tf32": "0", "enable_cuda_graph": str(int(graphs))}
+    session = None
+    try:
+        session = ort.InferenceSession(str(path), options, providers=[(PROVIDERS[device], chosen), cpu], enable_fallback=0)
+    except Exception as error:
+        # Where the provider did not start, nothing implements the operators that were registered for it.
+        if "Could not find an implementation" not in str(error):
+            raise EnvironmentProblem(f"ONNX Runtime cannot load {path.name} on {device}: {_first_line(error)}", INSTALL_CUDA) from error
+    if session is None or PROVIDERS[device] not in session.get_providers():
+        raise EnvironmentProblem(f"ONNX Runtime cannot start its provider for {device}, and has said why above", INSTALL_CUDA)
+    return session
 
 
-def _bind(binding: Any, name: str | None, present: str | None, array: NDArray[Any]) -> None:
-    """`array` as the input `name` and the output `present`; both make it in place."""
-    where = ("cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def _bind(binding: Any, name: str | None, present: str | None, array: Array, lanes: slice = ALL) -> None:
+    """Lanes of `array` as the input `name` and the output `present`; both make it in place."""
+    where = place(array, lanes)
     if name is not None:
         binding.bind_input(name, *where)
     if present is not None:

@@ -10,10 +10,11 @@ struct Kernels {
   const char* name;
   void (*vote_attention)(const KvVoteAttention&, KvRunner);
   void (*merge_cache)(const KvMergeCache&, KvRunner);
+  void (*linear)(const KvLinear&, KvRunner);
 };
 
 #define KV_KERNELS(isa) \
-  Kernels { #isa, kv::isa::vote_attention, kv::isa::merge_cache }
+  Kernels { #isa, kv::isa::vote_attention, kv::isa::merge_cache, kv::isa::linear }
 
 // KVEXPORT_CPU_ISA asks for a lesser one, so that tests reach them all.
 Kernels choose() {
@@ -66,6 +67,13 @@ const char* kv_cpu_merge_cache(const KvMergeCache* call, KvRunner runner) {
   if (a.budget < 1 || a.sinks < 0 || a.recent < 0 || a.sliding_window < 0)
     return "budget, sinks, recent or sliding_window is out of range";
   if (a.batch > 0) kernels().merge_cache(a, runner);
+  return nullptr;
+}
+const char* kv_cpu_linear(const KvLinear* call, KvRunner runner) {
+  const KvLinear& a = *call;
+  if (a.type != KV_FLOAT32 && a.type != KV_FLOAT16) return "the type of the weight is neither float32 nor float16";
+  if (a.rows < 0 || a.inputs < 1 || a.outputs < 1) return "a dimension is zero or negative";
+  if (a.rows > 0) kernels().linear(a, runner);
   return nullptr;
 }
 }

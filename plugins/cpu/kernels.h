@@ -9,6 +9,7 @@ namespace kv {
   namespace isa {                                        \
   void vote_attention(const KvVoteAttention&, KvRunner); \
   void merge_cache(const KvMergeCache&, KvRunner);       \
+  void linear(const KvLinear&, KvRunner);                \
   }
 
 #if defined(__x86_64__)

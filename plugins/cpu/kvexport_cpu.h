@@ -1,7 +1,7 @@
-// The two operators of docs/contract.md on the CPU, behind a C ABI: raw pointers, plain structs, a task runner of the
+// The operators of docs/contract.md on the CPU, behind a C ABI: raw pointers, plain structs, a task runner of the
 // caller's.
 //
-// Both functions return nullptr, or a message that says what cannot be computed (a static string). They allocate no
+// The functions return nullptr, or a message that says what cannot be computed (a static string). They allocate no
 // more than scratch, keep no state, and give the same bits for the same input whatever the number of threads.
 #pragma once
 
@@ -79,6 +79,8 @@ typedef struct KvMergePolicy {
   int pooled;
   int merge_first;  // slots with a nearby target of higher importance leave first ...
   int pool;         // ... out of this many times as many as have to leave
+  int by_error;     // merge_first: not by the nearness of targets, but those of the least error first, importance^
+  float attention;  // `attention` x |key - key|^2 x |value - value|^2 of the target for which it is smallest
   int voted_last;   // slots of more than one vote leave last
   int merging;      // KV_DROP, ...
   int measure;      // KV_COSINE, ...
@@ -104,6 +106,17 @@ typedef struct KvMergeCache {
 } KvMergeCache;
 
 const char* kv_cpu_merge_cache(const KvMergeCache* call, KvRunner runner);
+
+// output [rows, outputs] = input [rows, inputs] x weight [outputs, inputs]^T, all of one type, the arithmetic in
+// float32.
+typedef struct KvLinear {
+  int type;
+  int64_t rows, inputs, outputs;
+  const void *input, *weight;
+  void* output;
+} KvLinear;
+
+const char* kv_cpu_linear(const KvLinear* call, KvRunner runner);
 
 // The instruction set that runs: "avx512", "avx2", "neon" or "portable".
 const char* kv_cpu_isa(void);

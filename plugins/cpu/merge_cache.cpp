@@ -3,279 +3,30 @@
 //
 // A task is one KV head of one sequence: slots in order of position, who leaves, where to, the merged rows, and last
 // the move into place, which writes only what changed where the cache is updated in place.
-#include <algorithm>
-#include <cmath>
-
-#include "../math/merge.h"
-#include "kernels.h"
-#include "scratch.h"
-#include "simd.h"
-#include "tile.h"
+#include "merge_select.h"
 
 namespace kv {
 namespace KV_ISA {
 namespace {
 
-constexpr float kNoTarget = -1e38f;  // below every cosine, dot product and distance
-
-// Arrays of one task, kept by its thread. Slots are numbered in order of position, the empty ones left out.
-struct Work {
-  Scratch<int> order, rank, leaving, target_list, to, members, destination;
-  Scratch<float> votes, importance, value, norm, best, products, packed_rows, packed_keys, rows, scores, output, turned,
-      moved;
-  Scratch<int32_t> position;
-  Scratch<char> is_target, leaves;
-};
-
 template <class T>
-struct Merge {
-  const KvMergeCache& a;
-  const KvMergePolicy& p;
-
-  explicit Merge(const KvMergeCache& call) : a(call), p(call.policy) {}
-
-  struct Head {
-    const T *key, *value;
-    const float *votes, *score;
-    const int32_t* position;
-    T *out_key, *out_value;
-    float *out_votes, *out_score;
-    int32_t* out_position;
-    int in_all;  // used slots before the sliding window
-    int used, now, over, leaving, groups, target_count;
-  };
+struct Merge : Select<T> {
+  using Base = Select<T>;
+  using Base::a, Base::p;
+  using Base::Base, Base::key_row, Base::value_row, Base::score_of, Base::is_older;
+  using typename Base::Head;
 
   void task(size_t index) {
     static thread_local Work w;
-    Head x;
-    const size_t c = a.capacity, d = a.key_size, dv = a.value_size, k = a.statistics;
-    x.key = static_cast<const T*>(a.past.key) + index * c * d;
-    x.value = static_cast<const T*>(a.past.value) + index * c * dv;
-    x.votes = a.past.votes + index * c;
-    x.score = a.past.score + index * k * c;
-    x.position = a.past.position + index * c;
-    x.out_key = static_cast<T*>(a.present.key) + index * c * d;
-    x.out_value = static_cast<T*>(a.present.value) + index * c * dv;
-    x.out_votes = a.present.votes + index * c;
-    x.out_score = a.present.score + index * k * c;
-    x.out_position = a.present.position + index * c;
-    x.groups = x.leaving = 0;
-    collect(x, w);
+    Head x = this->head(index);
+    this->collect(x, w);
     x.over = p.compresses ? max_of(x.used - a.budget, 0) : 0;
     if (x.over > 0) {
-      weigh(x, w);
-      choose(x, w);
+      this->weigh(x, w);
+      this->choose(x, w);
       if (p.merging != KV_DROP) merge(x, w);
     }
     place(x, w);
-  }
-
-  const T* key_row(const Head& x, const Work& w, int slot) const {
-    return x.key + static_cast<size_t>(w.order.get()[slot]) * a.key_size;
-  }
-  const T* value_row(const Head& x, const Work& w, int slot) const {
-    return x.value + static_cast<size_t>(w.order.get()[slot]) * a.value_size;
-  }
-  float score_of(const Head& x, const Work& w, int k, int slot) const {
-    return x.score[static_cast<size_t>(k) * a.capacity + w.order.get()[slot]];
-  }
-
-  // Used slots, in order of position.
-  void collect(Head& x, Work& w) const {
-    int in_all = 0;
-    while (in_all < a.capacity && x.votes[in_all] > 0.0f) ++in_all;
-    x.in_all = in_all;
-    x.now = -1;
-    for (int c = 0; c < in_all; ++c) x.now = max_of(x.now, x.position[c]);
-    int* order = w.order.reserve(in_all + 1);
-    x.used = 0;
-    bool sorted = true;
-    for (int c = 0; c < in_all; ++c) {
-      if (a.sliding_window && x.position[c] <= x.now - a.sliding_window) continue;
-      sorted &= x.used == 0 || x.position[order[x.used - 1]] < x.position[c];
-      order[x.used++] = c;
-    }
-    const int32_t* position = x.position;
-    if (!sorted) std::sort(order, order + x.used, [position](int i, int j) { return position[i] < position[j]; });
-    float* votes = w.votes.reserve(x.used + W);
-    int32_t* positions = w.position.reserve(x.used + W);
-    for (int i = 0; i < x.used; ++i) votes[i] = x.votes[order[i]], positions[i] = x.position[order[i]];
-    w.leaves.reserve(x.used + 1, 0);
-  }
-
-  // Which slots are free to leave, and the importance of every slot.
-  void weigh(Head& x, Work& w) const {
-    const int n = x.used;
-    char* is_target = w.is_target.reserve(n);
-    const int32_t* position = w.position.get();
-    for (int i = 0; i < n; ++i) is_target[i] = position[i] >= a.sinks && position[i] <= x.now - a.recent;
-    float* importance = w.importance.reserve(n);
-    for (int i = 0; i < n; ++i) {
-      switch (p.importance) {
-        case KV_BY_POSITION:
-          importance[i] = static_cast<float>(position[i]);
-          break;
-        case KV_BY_AVERAGE:
-          importance[i] = corrected_average(score_of(x, w, 0, i), p.decay, x.now, position[i]);
-          break;
-        case KV_BY_MEAN:
-          importance[i] = score_of(x, w, 0, i) / static_cast<float>(max_of(x.now - position[i] + 1, 1));
-          break;
-        case KV_BY_POOLED:
-          importance[i] = pooled(x, w, i);
-          break;
-        default:
-          importance[i] = score_of(x, w, 0, i);
-      }
-    }
-  }
-
-  // Added up in order of position, so that slots with the same neighbours tie.
-  float pooled(const Head& x, const Work& w, int i) const {
-    const int reach = p.pooled / 2;
-    const int32_t* position = w.position.get();
-    float total = 0.0f;
-    for (int j = max_of(i - reach, 0); j <= min_of(i + reach, x.used - 1); ++j)
-      if (w.is_target.get()[j] && position[j] - position[i] <= reach && position[i] - position[j] <= reach)
-        total += score_of(x, w, 0, j);
-    return total;
-  }
-
-  // The first slot of a pair of unprotected neighbours, which lie together.
-  bool is_older(const Head& x, const Work& w, int i) const {
-    const char* is_target = w.is_target.get();
-    return is_target[i] && i + 1 < x.used && is_target[i + 1] && (i - w.target_list.get()[0]) % 2 == 0;
-  }
-
-  // Fills `leaving` with the slots that leave, the first to go first.
-  void choose(Head& x, Work& w) const {
-    const int n = x.used;
-    const char* is_target = w.is_target.get();
-    const float *importance = w.importance.get(), *votes = w.votes.get();
-    int *rank = w.rank.reserve(n + 1), count = 0;
-    for (int i = 0; i < n; ++i)
-      if (is_target[i]) rank[count++] = i;
-    int* list = w.target_list.reserve(n + 1);
-    for (int i = 0; i < count; ++i) list[i] = rank[i];
-    x.target_count = count;
-    float* value = w.value.reserve(n);
-    for (int i = 0; i < n; ++i) value[i] = p.voted_last && votes[i] > 1.0f ? 1e38f : importance[i];
-    char* first = w.leaves.get();  // what goes before all others; marked 2 for now
-    if (p.merging == KV_PAIR)
-      for (int i = 0; i < count; ++i)
-        if (is_older(x, w, list[i])) first[list[i]] = 2, value[list[i]] = importance[list[i]] + importance[list[i] + 1];
-    const auto lower = [value](int i, int j) { return value[i] < value[j] || (value[i] == value[j] && i < j); };
-    if (p.merge_first) {
-      const int pool = p.pool > count / x.over ? count : p.pool * x.over;
-      std::partial_sort(rank, rank + pool, rank + count, lower);
-      nearest(x, w, rank, pool, true, x.over);
-      for (int i = 0; i < pool; ++i)
-        if (w.best.get()[i] > p.threshold) first[rank[i]] = 2;
-    }
-    const int go = min_of(x.over, count);
-    std::partial_sort(rank, rank + go, rank + count, [first, lower](int i, int j) {
-      return first[i] != first[j] ? first[i] > first[j] : lower(i, j);
-    });
-    for (int i = 0; i < n; ++i) first[i] = 0;
-    int* leaving = w.leaving.reserve(x.over);
-    for (int i = 0; i < go; ++i) leaving[x.leaving++] = rank[i];
-    // More than is free must leave: the earliest of what is protected.
-    for (int i = 0; i < n && x.leaving < x.over; ++i)
-      if (!is_target[i]) leaving[x.leaving++] = i;
-    for (int i = 0; i < x.leaving; ++i) w.leaves.get()[leaving[i]] = 1;
-  }
-
-  // Of each of `count` slots the nearest target and how near it is, in `to` and `best`. Of equals the lowest position.
-  // higher: among targets of higher importance only, and no further than the first `enough` slots that are nearer than
-  // the threshold.
-  void nearest(const Head& x, Work& w, const int* slots, int count, bool higher, int enough) const {
-    const int d = a.key_size, blocks = (x.target_count + kBlock - 1) / kBlock;
-    const int* targets = w.target_list.get();
-    const float* importance = w.importance.get();
-    int* to = w.to.reserve(count, -1);
-    float* best = w.best.reserve(count, kNoTarget);
-    float* keys = w.packed_keys.reserve(static_cast<size_t>(blocks) * kBlock * d);
-    float* norms = w.norm.reserve(static_cast<size_t>(blocks) * kBlock, 0.0f);  // their squares, of the targets
-    float* importances =
-        w.products.reserve(static_cast<size_t>(blocks) * kBlock + kTileRows * (kBlock + d) + kTileRows, kNoTarget);
-    float *products = importances + blocks * kBlock, *rows = products + kTileRows * kBlock,
-          *row_norm = rows + kTileRows * d;
-    for (int i = 0; i < blocks * kBlock; ++i) {
-      float* packed = keys + static_cast<size_t>(i / kBlock) * kBlock * d + i % kBlock;
-      if (i < x.target_count)
-        norms[i] = unpack(x, w, targets[i], packed, kBlock), importances[i] = importance[targets[i]];
-      else
-        for (int j = 0; j < d; ++j) packed[j * kBlock] = 0.0f;
-    }
-    for (int first = 0, found = 0; first < count && found < enough; first += kTileRows) {
-      const int height = min_of(kTileRows, count - first);
-      for (int r = 0; r < kTileRows; ++r)
-        row_norm[r] = unpack(x, w, slots[first + min_of(r, height - 1)], rows + r, kTileRows);
-      // Per lane the best so far and its place; the first of equals is kept, as places only grow.
-      vf lane_best[kTileRows];
-      vi lane_place[kTileRows];
-      for (int r = 0; r < kTileRows; ++r) lane_best[r] = splat(kNoTarget), lane_place[r] = splat_i(-1);
-      for (int block = 0; block < blocks; ++block) {
-        tile_products(rows, keys + static_cast<size_t>(block) * kBlock * d, d, products);
-        for (int column = 0; column < kBlock; column += W) {
-          const int place = block * kBlock + column;
-          const vi places = lane_numbers() + place;
-          const vf square = load(norms + place), own_importance = load(importances + place);
-          for (int r = 0; r < height; ++r) {
-            vf near = load(products + r * kBlock + column);
-            if (p.measure == KV_DISTANCE) near = 2.0f * near - square - row_norm[r];
-            vi better = (near > lane_best[r]) & (places < x.target_count);
-            if (higher) better &= own_importance > importance[slots[first + r]];
-            lane_best[r] = select(better, near, lane_best[r]);
-            lane_place[r] = better ? places : lane_place[r];
-          }
-        }
-      }
-      for (int r = 0; r < height; ++r) {
-        int place = -1;
-        for (int lane = 0; lane < W; ++lane) {
-          const int found_at = lane_place[r][lane];
-          const float near = lane_best[r][lane];
-          if (found_at >= 0 && (place < 0 || near > best[first + r] || (near == best[first + r] && found_at < place)))
-            best[first + r] = near, place = found_at;
-        }
-        if (place >= 0) to[first + r] = targets[place];
-        found += best[first + r] > p.threshold;
-      }
-    }
-  }
-
-  // A slot's key, over its norm for a cosine, written with a stride; returns the square of its norm where distances are
-  // measured.
-  float unpack(const Head& x, Work& w, int slot, float* out, int stride) const {
-    const int d = a.key_size;
-    float* row = w.turned.reserve(d);
-    widen(key_row(x, w, slot), row, d);
-    const float square = p.measure == KV_DOT ? 1.0f : dot(row, row, d);
-    const float factor = p.measure == KV_COSINE ? 1.0f / max_of(std::sqrt(square), 1e-12f) : 1.0f;
-    for (int i = 0; i < d; ++i) out[i * stride] = row[i] * factor;
-    return square;
-  }
-
-  // Leaves in `target_list` those that may receive: they stay, and are free, or recent where the policy says so.
-  void receivers(Head& x, Work& w) const {
-    int *list = w.target_list.get(), count = 0;
-    const int32_t* position = w.position.get();
-    for (int i = 0; i < x.used; ++i) {
-      const bool receives = w.is_target.get()[i] || (p.recent_receives && position[i] >= a.sinks);
-      if (receives && !w.leaves.get()[i]) list[count++] = i;
-    }
-    x.target_count = count;
-    if (p.merging != KV_RUNNING_MEAN || count == 0) return;
-    // The residual region: those that have merged before, then the lowest.
-    const int region = max_of(static_cast<int>(std::floor(p.residual * static_cast<float>(count))), 1);
-    const float *votes = w.votes.get(), *importance = w.importance.get();
-    const auto value = [votes, importance](int i) { return votes[i] > 1.0f ? -1e38f : importance[i]; };
-    // Not std::sort, which may leave the array where a score is NaN.
-    std::partial_sort(list, list + region, list + count,
-                      [value](int i, int j) { return value(i) < value(j) || (value(i) == value(j) && i < j); });
-    x.target_count = region;
-    std::sort(list, list + region, [](int i, int j) { return i < j; });
   }
 
   // Who merges with whom, and the merged rows: `members` holds for every group its target and then those that leave
@@ -290,8 +41,8 @@ struct Merge {
         if (is_older(x, w, slot) && !w.leaves.get()[slot + 1]) to[i] = slot + 1;
       }
     } else {
-      receivers(x, w);
-      nearest(x, w, w.leaving.get(), leaving, false, leaving + 1);
+      this->receivers(x, w);
+      this->nearest(x, w, w.leaving.get(), leaving, false, leaving + 1);
       for (int i = 0; i < leaving; ++i)
         if (!(w.best.get()[i] > p.threshold)) w.to.get()[i] = -1;
     }

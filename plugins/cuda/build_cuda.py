@@ -16,9 +16,10 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 OUT = HERE.parent.parent / "build-cache" / "cuda"
@@ -53,9 +54,18 @@ class Missing(Exception):
     """A compiler is not there, or failed."""
 
 
-def is_current(library: Path) -> bool:
-    """Whether the library is there and no source is newer."""
-    sources = [*HEADERS, *(HERE / f"{name}.cu" for name in SOURCES), Path(__file__)]
+class Binding(NamedTuple):
+    """A framework's binding of the kernels: one source file, the framework's headers, and the linker script that names what the library
+    exports. Compiled for the host, KV_ON_HOST is defined; for a GPU KV_CUDA_ARCHITECTURES, as in 80_90."""
+
+    source: Path
+    headers: Path
+    exports: Path
+
+
+def is_current(library: Path, *more: Path) -> bool:
+    """Whether the library is there and no source of the kernels is newer, and none of `more`."""
+    sources = [*HEADERS, *(HERE / f"{name}.cu" for name in SOURCES), Path(__file__), *more]
     return library.is_file() and library.stat().st_mtime >= max(source.stat().st_mtime for source in sources)
 
 
@@ -81,11 +91,42 @@ def build_device(architecture: str) -> tuple[Path, dict[str, dict[str, int]]]:
 
 def compile_device(architecture: str) -> tuple[list[Path], dict[str, dict[str, int]]]:
     """Object files for one compute capability, and per kernel its registers and its bytes of spills, stack and static shared memory."""
-    code = f"arch=compute_{architecture},code=sm_{architecture}"
     logs: list[str] = []
-    command = [_tool("nvcc"), *DEVICE_FLAGS, "-gencode", code]
-    objects = _each(lambda name, to: [*command, "-c", str(HERE / f"{name}.cu"), "-o", to], f"sm{architecture}", logs)
+    objects = _compile([f"arch=compute_{architecture},code=sm_{architecture}"], f"sm{architecture}", logs)
     return objects, dict(sorted(read_report("\n".join(logs)).items()))
+
+
+def compile_all(architectures: Sequence[str]) -> list[Path]:
+    """Object files for all of these compute capabilities, and for later ones by PTX of the latest."""
+    known = sorted(architectures, key=int)
+    codes = [f"arch=compute_{x},code=sm_{x}" for x in known]
+    return _compile([*codes, f"arch=compute_{known[-1]},code=compute_{known[-1]}"], "all", [])
+
+
+def _compile(codes: Sequence[str], suffix: str, logs: list[str]) -> list[Path]:
+    flags = [*DEVICE_FLAGS, *(flag for code in codes for flag in ("-gencode", code))]
+    return _each(lambda name, to: [_tool("nvcc"), *flags, "-c", str(HERE / f"{name}.cu"), "-o", to], suffix, logs)
+
+
+def link_binding(binding: Binding, kernels: list[Path], architectures: Sequence[str], library: Path) -> Path:
+    """A binding and the object files of the kernels, which go, as one library."""
+    made, host_flags = OUT / f"binding.{os.getpid()}.o", "-fPIC,-fvisibility=hidden,-Wall,-Wextra,-Wno-maybe-uninitialized"
+    compiled_for = f"-DKV_CUDA_ARCHITECTURES={'_'.join(sorted(architectures, key=int))}"
+    flags = ["-std=c++17", "-O2", "-Xcompiler", host_flags, "-isystem", str(binding.headers), compiled_for]
+    _run([_tool("nvcc"), *flags, "-c", str(binding.source), "-o", str(made)], "compiler")
+    _link([_tool("nvcc"), "-shared", "-Xlinker", f"--version-script={binding.exports}"], [made, *kernels], library)
+    return library
+
+
+def link_binding_on_host(binding: Binding, library: Path) -> Path:
+    """A binding over the kernels for the host, beside whose library it has to stay."""
+    build_host()
+    made, compiler = OUT / f"binding.{os.getpid()}.o", _tool(os.environ.get("CXX", "g++"))
+    flags = [*HOST_FLAGS, "-fvisibility=hidden", "-DKV_ON_HOST", "-isystem", str(binding.headers)]
+    _run([compiler, *flags, "-c", str(binding.source), "-o", str(made)], "compiler")
+    kernels = [f"-L{OUT}", "-l:libkvexport_cuda_host.so", "-Wl,-rpath,$ORIGIN"]
+    _link([compiler, "-shared", f"-Wl,--version-script={binding.exports}"], [made], library, kernels)
+    return library
 
 
 def read_report(log: str) -> dict[str, dict[str, int]]:
@@ -134,26 +175,33 @@ def _each(command: Any, suffix: str, logs: list[str] | None = None) -> list[Path
 
     def compiled(name: str) -> Path:
         target = OUT / f"{name}.{suffix}.{os.getpid()}.o"
-        done = subprocess.run(command(name, str(target)), capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise Missing("the compiler failed:\n" + (done.stdout + done.stderr)[-4000:])
+        said = _run(command(name, str(target)), "compiler")
         if logs is not None:
-            logs.append(done.stdout + done.stderr)
+            logs.append(said)
         return target
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(compiled, SOURCES))
 
 
-def _link(command: list[str], objects: list[Path], library: Path) -> None:
+def _link(command: list[str], objects: list[Path], library: Path, libraries: Sequence[str] = ()) -> None:
     """Renamed into place: a process that has the old one mapped keeps it."""
+    library.parent.mkdir(parents=True, exist_ok=True)
     made = library.with_suffix(f".{os.getpid()}")
-    done = subprocess.run([*command, *map(str, objects), "-o", str(made)], capture_output=True, text=True, check=False)
-    for path in objects:
-        path.unlink()
-    if done.returncode:
-        raise Missing("the linker failed:\n" + (done.stdout + done.stderr)[-4000:])
+    try:
+        _run([*command, *map(str, objects), *libraries, "-o", str(made)], "linker")
+    finally:
+        for path in objects:
+            path.unlink()
     made.replace(library)
+
+
+def _run(command: list[str], what: str) -> str:
+    """What the command says."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Missing(f"the {what} failed:\n" + (done.stdout + done.stderr)[-4000:])
+    return done.stdout + done.stderr
 
 
 def _demangled(log: str) -> str:

@@ -3,7 +3,7 @@
 // order and appends the token.
 //
 // Averages of logits are updated on the way. Sums of probabilities need the softmax of the whole row: they follow in a
-// second launch.
+// second launch (decode_sums.h).
 #pragma once
 
 #include "attention.h"
@@ -48,7 +48,7 @@ KV_HD constexpr size_t stage_size(int key_size, int value_size, int statistics) 
 template <class T, int G>
 struct Decode {
   using Args = Attention;
-  static constexpr int kThreads = 128, kWarps = kThreads / kWarp, kBlocksPerMultiprocessor = G > 8 ? 2 : 3;
+  static constexpr int kThreads = 128, kWarps = kThreads / kWarp, kBlocksPerMultiprocessor = G > 4 ? 2 : 3;
   static constexpr int kOwn = (G + kWarps - 1) / kWarps;  // query heads of a warp, in the softmax
 
   struct Registers {
@@ -376,36 +376,6 @@ struct Decode {
         head.votes()[used] = 1.0f;
         head.position()[used] = head.first();
         args.used[2 * head.index] = used, args.used[2 * head.index + 1] = 1;
-      }
-    });
-  }
-};
-
-// Sums of probabilities after a decode step: a thread is a slot.
-struct DecodeSums {
-  using Args = Attention;
-  static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 1;
-  struct Registers {};
-  static KV_HD int blocks_per_head(int capacity) { return (capacity + kThreads - 1) / kThreads; }
-
-  static KV_DEVICE void run(Block<DecodeSums>& block, const Attention& args) {
-    const KvVoteAttention& a = args.call;
-    const int each = blocks_per_head(a.capacity), group = args.group();
-    const Head<float> head(a, block.index() / each);  // of no row is anything read here
-    const int used = args.used[2 * head.index], n = args.used[2 * head.index + 1];
-    block.each([&](int t, auto&) {
-      const int slot = block.index() % each * kThreads + t;
-      if (n == 0 || slot > used) return;
-      float seen = 0.0f;
-      for (int g = 0; g < group; ++g) {
-        const size_t row = head.query_head(g);
-        seen += expf(args.logits[row * a.capacity + slot] - args.rows[2 * row]) / args.rows[2 * row + 1];
-      }
-      for (int k = 0; k < a.statistics; ++k) {
-        const KvStatistic& statistic = a.statistic[k];
-        if (statistic.kind != KV_STATISTIC_PROBABILITY) continue;
-        const float past = slot < used ? head.score(k)[slot] * statistic.decay : 0.0f;
-        head.score(k)[slot] = past + statistic.recency_weight / static_cast<float>(group) * seen;
       }
     });
   }

@@ -15,17 +15,20 @@ extern "C" {
 
 enum { KV_BFLOAT16 = 2 };  // beside KV_FLOAT32 and KV_FLOAT16; scores, votes and arithmetic are float32 in all three
 
-// Where a call runs. The workspace is device memory, aligned to 256 bytes, that no other call in flight uses; its first
-// KV_CUDA_COUNTER_BYTES are zero before the first call that uses it, and every call leaves them so.
+// Where a call runs. The workspace is device memory, aligned to 256 bytes, that no other call in flight uses. Its first
+// KV_CUDA_COUNTER_BYTES are counters, zero before the first call that uses them, and every call leaves them so; who
+// cannot keep a workspace between calls keeps the counters elsewhere.
 typedef struct KvCuda {
   void* stream;  // a cudaStream_t
   void* workspace;
   size_t workspace_size;
+  void* counters;  // KV_CUDA_COUNTER_BYTES, or nullptr: those of the workspace
 } KvCuda;
 
 enum { KV_CUDA_COUNTER_BYTES = 1 << 18, KV_CUDA_MAX_HEADS = 1 << 16 };
 
-// How large a workspace a call takes on the current device. Of the call only sizes and attributes are read.
+// How large a workspace a call takes on any device of up to 512 multiprocessors; asks CUDA nothing. Of the call only
+// sizes and attributes are read.
 const char* kv_cuda_vote_attention_workspace(const KvVoteAttention* call, size_t* bytes);
 const char* kv_cuda_merge_cache_workspace(const KvMergeCache* call, size_t* bytes);
 

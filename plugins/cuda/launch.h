@@ -33,6 +33,9 @@ inline const char* this_device(Device* device) {
   return nullptr;
 }
 
+// Of twice as many multiprocessors as the largest has; the size of a workspace must not hang on where it is asked for.
+inline Device largest_device() { return {512, 0}; }
+
 template <class Program>
 __global__ void __launch_bounds__(Program::kThreads, Program::kBlocksPerMultiprocessor)
     run_program(const __grid_constant__ typename Program::Args args) {
@@ -68,6 +71,9 @@ inline const char* this_device(Device* device) {
   *device = {host().multiprocessors, host().shared_limit};
   return nullptr;
 }
+
+// Of the host's multiprocessors alone, so that a sanitizer sees the first byte beyond what is used.
+inline Device largest_device() { return {host().multiprocessors, host().shared_limit}; }
 
 template <class Program>
 const char* launch(const typename Program::Args& args, size_t blocks, size_t shared, const Device& device, Stream) {

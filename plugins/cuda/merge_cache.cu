@@ -59,11 +59,12 @@ size_t plan(const KvMergeCache& a, const Device& device, void* workspace, Merge*
   return parts.size();
 }
 
-template <class T>
+template <class T, bool ByError>
 const char* nearest(const Merge& m, bool higher, const Device& device, Stream stream) {
+  using Kernel = Nearest<T, ByError>;
   const size_t heads = static_cast<size_t>(m.call.batch) * m.call.heads;
-  return launch<Nearest<T>>({m, higher}, heads * tiles_of(higher ? m.most_rows : m.most) * m.splits,
-                            Nearest<T>::size(m.call.key_size), device, stream);
+  return launch<Kernel>({m, higher}, heads * tiles_of(higher ? m.most_rows : m.most) * m.splits,
+                        Kernel::size(m.call.key_size, m.call.value_size), device, stream);
 }
 
 template <class T>
@@ -74,11 +75,12 @@ const char* run(const Merge& m, const Device& device, Stream stream) {
   const bool merges = p.merging != KV_DROP && m.most > 0;
   if (const char* problem = launch<Rank>(m, heads, Selection::size(a.capacity), device, stream)) return problem;
   if (merges && p.merge_first) {
-    if (const char* problem = nearest<T>(m, true, device, stream)) return problem;
+    const auto find = p.by_error ? nearest<T, true> : nearest<T, false>;
+    if (const char* problem = find(m, true, device, stream)) return problem;
     if (const char* problem = launch<Choose>(m, heads, Selection::size(a.capacity), device, stream)) return problem;
   }
   if (merges && p.merging != KV_PAIR)
-    if (const char* problem = nearest<T>(m, false, device, stream)) return problem;
+    if (const char* problem = nearest<T, false>(m, false, device, stream)) return problem;
   if (const char* problem = launch<Group>(m, heads, 0, device, stream)) return problem;
   if (merges) {
     if (p.merging == KV_PAIR && p.weigh == KV_WEIGH_BY_HESSIAN)
@@ -97,11 +99,9 @@ const char* run(const Merge& m, const Device& device, Stream stream) {
 
 extern "C" const char* kv_cuda_merge_cache_workspace(const KvMergeCache* call, size_t* bytes) {
   using namespace kv::cuda;
-  Device device;
   Merge merge;
   if (const char* problem = check(*call)) return problem;
-  if (const char* problem = this_device(&device)) return problem;
-  *bytes = plan(*call, device, nullptr, &merge);
+  *bytes = plan(*call, largest_device(), nullptr, &merge);
   return nullptr;
 }
 

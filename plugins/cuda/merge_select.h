@@ -259,7 +259,8 @@ struct Rank {
   }
 };
 
-// With merge_first: slots of the pool with a target nearer than the threshold leave before the others.
+// With merge_first: slots of the pool with a target nearer than the threshold, or those of the least error, leave
+// before the others.
 struct Choose {
   using Args = Merge;
   static constexpr int kThreads = Selection::kThreads, kBlocksPerMultiprocessor = 1;
@@ -270,6 +271,7 @@ struct Choose {
   static KV_DEVICE void run(Block<Choose>& block, const Merge& plan) {
     const MergeHead head(plan, block.index());
     const Selection s(block.shared, plan.call.capacity);
+    const KvMergePolicy& p = plan.call.policy;
     const HeadPlan x = head.info();
     if (x.over == 0) return;
     block.each([&](int t, auto&) {
@@ -278,7 +280,11 @@ struct Choose {
     block.each([&](int t, auto&) {
       for (int i = t; i < x.pool; i += kThreads) {
         int target;
-        if (nearest_of(head, i, &target) > plan.call.policy.threshold) s.mark[head.rows()[i]] = kFirst;
+        const int slot = head.rows()[i];
+        const float near = nearest_of(head, i, &target);
+        if (near > (p.by_error ? -kTooFar : p.threshold)) s.mark[slot] = kFirst;
+        if (p.by_error && near > -kTooFar)
+          s.value[slot] = merge_error(head.of(plan.importance)[slot], p.attention, -near);
       }
     });
     choose(block, head, s);

@@ -1,5 +1,6 @@
 // VoteAttention's calls: what they take, how work is divided, which kernels run.
 #include "decode.h"
+#include "decode_sums.h"
 #include "launch.h"
 #include "prefill.h"
 
@@ -105,11 +106,9 @@ const char* run(Attention& args, const Device& device, Stream stream) {
 
 extern "C" const char* kv_cuda_vote_attention_workspace(const KvVoteAttention* call, size_t* bytes) {
   using namespace kv::cuda;
-  Device device;
   Attention args;
   if (const char* problem = check(*call)) return problem;
-  if (const char* problem = this_device(&device)) return problem;
-  *bytes = plan(*call, device, nullptr, &args);
+  *bytes = plan(*call, largest_device(), nullptr, &args);
   return nullptr;
 }
 
@@ -119,18 +118,20 @@ extern "C" const char* kv_cuda_vote_attention(const KvVoteAttention* call, const
   Device device;
   Attention args;
   if (const char* problem = check(a)) return problem;
-  if (a.batch == 0 || a.tokens == 0) return nullptr;
+  if (a.batch == 0) return nullptr;
   for (const void* pointer :
        {a.query, a.key, a.value, static_cast<const void*>(a.past.key), static_cast<const void*>(a.past.value),
         static_cast<const void*>(a.present.key), static_cast<const void*>(a.present.value)})
     if (!is_aligned(pointer)) return "a tensor is not aligned to 16 bytes";
   if (const char* problem = this_device(&device)) return problem;
   if (const char* problem = check_workspace(*where, plan(a, device, where->workspace, &args))) return problem;
+  if (where->counters) args.counters = static_cast<int*>(where->counters);
   const Stream stream = static_cast<Stream>(where->stream);
   const size_t slots = static_cast<size_t>(a.batch) * a.heads * a.capacity, element = element_size(a.type);
   if (const char* problem =
           copy_state(a.past, a.present, slots, a.statistics, a.key_size * element, a.value_size * element, stream))
     return problem;
+  if (a.tokens == 0) return nullptr;
   if (a.type == KV_FLOAT32) return run<float>(args, device, stream);
   return a.type == KV_FLOAT16 ? run<Half>(args, device, stream) : run<BFloat>(args, device, stream);
 }

@@ -12,30 +12,38 @@ KV_HD float corrected_average(float score, float decay, int now, int position) {
   return score - log1pf(-expf(static_cast<float>(seen > 1 ? seen : 1) * logf(decay)));
 }
 
-// What a group's members add up to, relative to exp(top), the largest of their logits: weights w = p exp(l - top), w l,
-// and votes p.
+// What a group's members add up to, with logits l relative to the largest, `top` (those of a group that no query has
+// seen are -1e30, whose rounding would drown every vote): weights w = p exp(l), w l, and votes p.
 struct ZipSums {
   float top = 0.0f, weight = 0.0f, weighted_logit = 0.0f, votes = 0.0f;
 
   // Adds a member and returns its weight.
   KV_HD float add(float member_votes, float logit) {
-    const float w = member_votes * expf(logit - top);
+    const float l = logit - top, w = member_votes * expf(l);
     weight += w;
-    weighted_logit += w * logit;
+    weighted_logit += w * l;
     votes += member_votes;
     return w;
   }
-  KV_HD float log_weight() const { return logf(weight) + top; }
+  KV_HD float log_weight() const { return logf(weight); }
   KV_HD float mean_logit() const { return weighted_logit / weight; }
   // Votes with which the mean key stands for the group at the current query: ln p = ln(sum w) - L.
   KV_HD float fractional_votes() const { return expf(log_weight() - mean_logit()); }
   // KeepKV's Eq. 7, ln m / L; 1 where both agree to rounding (L may be 0 there), infinite at the pole.
   KV_HD float key_factor() const {
-    const float log_mean = log_weight() - logf(votes), l = mean_logit();
+    const float log_mean = log_weight() - logf(votes) + top, l = mean_logit() + top;
     if (fabsf(log_mean - l) <= 1e-6f * fmaxf(fabsf(l), 1.0f)) return 1.0f;
     return l == 0.0f ? INFINITY : log_mean / l;
   }
 };
+
+constexpr float kTooFar = 1e30f;  // no error is as large
+
+// What merging a slot of this importance into a target that far away costs (kvexport/methods/ballot.py).
+KV_HD float merge_error(float importance, float attention, float apart) {
+  const float error = powf(importance > 0.0f ? importance : 0.0f, attention) * apart;
+  return error < 0.1f * kTooFar ? error : 0.1f * kTooFar;
+}
 
 // KVSlimmer's weights of a pair's keys out of shares a1, a2 of the attention and the norms of the residuals v1 - o, v2
 // - o and of their sum; both brackets clamped at 0, a1 and a2 where they vanish together.

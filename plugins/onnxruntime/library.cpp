@@ -5,76 +5,65 @@
 #include <onnxruntime_cxx_api.h>
 #undef ORT_API_MANUAL_INIT
 
-#include "merge_cache.h"
-#include "vote_attention.h"
+#include "operators.h"
 
 namespace {
 
-// One operator for one type of cache; ONNX Runtime joins those of one name by their types.
-template <class TOp, class TKernel>
-struct Operator : Ort::CustomOpBase<TOp, TKernel, true> {
-  ONNXTensorElementDataType cache;
-  int type;
+// ONNX Runtime's own threads as a task runner: those of the session.
+KvRunner runner(const Ort::KernelContext& context) {
+  return {[](void* context, size_t count, KvTask task, void* data) {
+            static_cast<const Ort::KernelContext*>(context)->ParallelFor(task, count, 0, data);
+          },
+          const_cast<Ort::KernelContext*>(&context)};
+}
 
-  explicit Operator(int type)
-      : cache(type == KV_FLOAT16 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16 : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT),
-        type(type) {}
+struct VoteAttentionKernel : kv::VoteAttentionNode {
+  static constexpr const char* kProvider = nullptr;
+  VoteAttentionKernel(const OrtKernelInfo* info, int type) : VoteAttentionNode(Ort::ConstKernelInfo(info), type) {}
 
-  OrtStatusPtr CreateKernelV2(const OrtApi&, const OrtKernelInfo* info, void** kernel) const {
-    try {
-      *kernel = new TKernel(Ort::ConstKernelInfo(info), type);
-    } catch (const std::exception& error) {
-      return Ort::Status(error).release();
-    }
-    return nullptr;
+  OrtStatusPtr ComputeV2(OrtKernelContext* raw) const {
+    return kv::status_of([&] {
+      const Ort::KernelContext context(raw);
+      const KvVoteAttention call = this->call(context);
+      kv::ran("VoteAttention", kv_cpu_vote_attention(&call, runner(context)));
+    });
   }
 };
 
-struct VoteAttentionOp : Operator<VoteAttentionOp, kv::VoteAttentionKernel> {
-  using Operator::Operator;
+struct MergeCacheKernel : kv::MergeCacheNode {
+  static constexpr const char* kProvider = nullptr;
+  MergeCacheKernel(const OrtKernelInfo* info, int type) : MergeCacheNode(Ort::ConstKernelInfo(info), type) {}
 
-  const char* GetName() const { return "VoteAttention"; }
-  size_t GetInputTypeCount() const { return 11; }
-  ONNXTensorElementDataType GetInputType(size_t i) const { return kv::vote_attention_input_type(i, cache); }
-  OrtCustomOpInputOutputCharacteristic GetInputCharacteristic(size_t i) const {
-    return i == 10 ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
+  OrtStatusPtr ComputeV2(OrtKernelContext* raw) const {
+    return kv::status_of([&] {
+      const Ort::KernelContext context(raw);
+      const KvMergeCache call = this->call(context);
+      kv::ran("MergeCache", kv_cpu_merge_cache(&call, runner(context)));
+    });
   }
-  size_t GetOutputTypeCount() const { return 6; }
-  ONNXTensorElementDataType GetOutputType(size_t i) const { return i == 0 ? cache : kv::state_type(i - 1, cache); }
 };
 
-struct MergeCacheOp : Operator<MergeCacheOp, kv::MergeCacheKernel> {
-  using Operator::Operator;
+struct LinearKernel : kv::LinearNode {
+  static constexpr const char* kProvider = nullptr;
+  LinearKernel(const OrtKernelInfo* info, int type) : LinearNode(Ort::ConstKernelInfo(info), type) {}
 
-  const char* GetName() const { return "MergeCache"; }
-  size_t GetInputTypeCount() const { return 5; }
-  ONNXTensorElementDataType GetInputType(size_t i) const { return kv::state_type(i, cache); }
-  size_t GetOutputTypeCount() const { return 5; }
-  ONNXTensorElementDataType GetOutputType(size_t i) const { return kv::state_type(i, cache); }
+  OrtStatusPtr ComputeV2(OrtKernelContext* raw) const {
+    return kv::status_of([&] {
+      const Ort::KernelContext context(raw);
+      const KvLinear call = this->call(context);
+      kv::ran("Linear", kv_cpu_linear(&call, runner(context)));
+    });
+  }
 };
 
 }  // namespace
 
 extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(OrtSessionOptions* options,
                                                                                const OrtApiBase* base) {
-  constexpr uint32_t kApiVersion = 18;  // ParallelFor and operators with status; every later runtime has it
-  const OrtApi* api = base->GetApi(kApiVersion);
-  if (!api) return base->GetApi(1)->CreateStatus(ORT_FAIL, "kvexport: this ONNX Runtime is older than 1.18");
-  Ort::InitApi(api);
-  static const VoteAttentionOp attention[] = {VoteAttentionOp(KV_FLOAT32), VoteAttentionOp(KV_FLOAT16)};
-  static const MergeCacheOp merge[] = {MergeCacheOp(KV_FLOAT32), MergeCacheOp(KV_FLOAT16)};
-  try {
-    static const Ort::CustomOpDomain domain = [] {
-      Ort::CustomOpDomain made("kvexport");
-      for (const auto& op : attention) made.Add(&op);
-      for (const auto& op : merge) made.Add(&op);
-      return made;
-    }();
-    Ort::UnownedSessionOptions(options).Add(domain);
-  } catch (const std::exception& error) {
-    return Ort::Status(error).release();
-  }
-  return nullptr;
+  return kv::register_operators<kv::VoteAttentionOp<VoteAttentionKernel>, kv::MergeCacheOp<MergeCacheKernel>,
+                                kv::LinearOp<LinearKernel>>(
+      options, base,
+      {{KV_FLOAT32, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT}, {KV_FLOAT16, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16}});
 }
 
 // What kvexport/native.py asks: the instruction set that runs, and the methods that MergeCache has here.

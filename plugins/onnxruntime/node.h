@@ -8,13 +8,28 @@
 #include <vector>
 
 #include "../cpu/kvexport_cpu.h"
+#include "../node/shapes.h"
 
 namespace kv {
 
-using Shape = std::vector<int64_t>;
-
 inline void require(bool condition, const std::string& message) {
   if (!condition) throw Ort::Exception("kvexport: " + message, ORT_INVALID_ARGUMENT);
+}
+
+// What a kernel's call answered: nullptr, or a problem.
+inline void ran(const char* op, const char* problem) {
+  require(!problem, std::string(op) + ": " + (problem ? problem : ""));
+}
+
+// A run's status: no exception may pass through ONNX Runtime.
+template <class Run>
+OrtStatusPtr status_of(Run run) {
+  try {
+    run();
+  } catch (const std::exception& error) {
+    return Ort::Status(error).release();
+  }
+  return nullptr;
 }
 
 // The attributes of a node; one that is missing or of another type is named.
@@ -78,13 +93,6 @@ inline ONNXTensorElementDataType state_type(size_t i, ONNXTensorElementDataType 
   return i < 4 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT : ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
 }
 
-// A size that is not known is a question mark.
-inline std::string text(const Shape& shape) {
-  std::string s = "[";
-  for (size_t i = 0; i < shape.size(); ++i) s += (i ? ", " : "") + (shape[i] < 0 ? "?" : std::to_string(shape[i]));
-  return s + "]";
-}
-
 // The shape an input is declared with; -1 where it is not static, empty where nothing is known.
 inline Shape declared_shape(const Ort::ConstKernelInfo& info, size_t input) {
   if (input >= info.GetInputCount()) return {};
@@ -100,9 +108,8 @@ inline Shape declared_shape(const Ort::ConstKernelInfo& info, size_t input) {
 inline void check_declared(const Ort::ConstKernelInfo& info, const Attributes& node, size_t i, const char* name,
                            const Shape& expected) {
   const Shape found = declared_shape(info, i);
-  bool fits = found.empty() || found.size() == expected.size();
-  for (size_t d = 0; fits && d < found.size(); ++d) fits = found[d] < 0 || expected[d] < 0 || found[d] == expected[d];
-  node.require(fits, std::string(name) + " is " + text(found) + ", not " + text(expected));
+  node.require(found.empty() || fits(found, expected),
+               std::string(name) + " is " + text(found) + ", not " + text(expected));
 }
 
 // An input tensor of exactly this shape.
@@ -137,6 +144,13 @@ struct Cache {
     return {batch, heads, capacity};
   }
 
+  template <class Call>
+  void sizes(Call& call) const {
+    call.batch = static_cast<int>(batch), call.heads = static_cast<int>(heads);
+    call.capacity = static_cast<int>(capacity), call.statistics = static_cast<int>(statistics);
+    call.key_size = static_cast<int>(key_size), call.value_size = static_cast<int>(value_size);
+  }
+
   KvState inputs(const Ort::KernelContext& context, size_t first) const {
     const auto at = [&](size_t i, const char* name) {
       return const_cast<void*>(input<void>(context, first + i, name, shape(i)));
@@ -150,13 +164,5 @@ struct Cache {
     return {at(0), at(1), static_cast<float*>(at(2)), static_cast<float*>(at(3)), static_cast<int32_t*>(at(4))};
   }
 };
-
-// ONNX Runtime's own threads as a task runner: those of the session.
-inline KvRunner runner(const Ort::KernelContext& context) {
-  return {[](void* context, size_t count, KvTask task, void* data) {
-            static_cast<const Ort::KernelContext*>(context)->ParallelFor(task, count, 0, data);
-          },
-          const_cast<Ort::KernelContext*>(&context)};
-}
 
 }  // namespace kv

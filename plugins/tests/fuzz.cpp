@@ -9,6 +9,7 @@
 // checked.
 #include <cstdlib>
 
+#include "linear_case.h"
 #include "merge_cache_case.h"
 #include "vote_attention_case.h"
 
@@ -39,7 +40,9 @@ int main(int count, char** arguments) {
   }
   const uint64_t seed = strtoull(arguments[1], nullptr, 10), cases = strtoull(arguments[2], nullptr, 10);
   for (uint64_t i = 0; i < cases; ++i)
-    if (!fuzz::holds<fuzz::AttentionCase>(seed + i) || !fuzz::holds<fuzz::MergeCase>(seed + i)) return 1;
+    if (!fuzz::holds<fuzz::AttentionCase>(seed + i) || !fuzz::holds<fuzz::MergeCase>(seed + i) ||
+        !fuzz::holds<fuzz::LinearCase>(seed + i))
+      return 1;
   printf("%s: %llu cases of each operator\n", kv_cpu_isa(), static_cast<unsigned long long>(cases));
   return 0;
 }

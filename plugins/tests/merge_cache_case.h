@@ -5,7 +5,7 @@
 
 namespace fuzz {
 
-// Every policy that onnxruntime/merge_cache.h can make; `statistics` is what the method keeps.
+// Every policy that node/attributes.h can make; `statistics` is what the method keeps.
 inline KvMergePolicy any_policy(Random& random, int key_size, std::vector<float>& frequencies, int* statistics) {
   KvMergePolicy p{};
   p.compresses = !random.one_in(12);
@@ -26,6 +26,8 @@ inline KvMergePolicy any_policy(Random& random, int key_size, std::vector<float>
     p.zip = random.one_of({KV_ZIP_VOTE, KV_ZIP_MEAN});
     p.importance = KV_BY_MEAN;
     p.mean_adds = 1;
+    p.merge_first = p.by_error = random.between(0, 1);
+    p.attention = random.one_of({0.0f, 0.5f, 1.0f});
     own = p.statistic[1].kind = KV_STATISTIC_LOG_EMA;
     *statistics = 2;
   } else if (p.merging == KV_ZIP) {  // keepkv
@@ -91,8 +93,7 @@ struct MergeCase {
     }
   }
 
-  // Equal scores and keys; in a hostile case numbers that should not be there, and averages of nothing, which a merge
-  // has no answer to.
+  // Equal scores and keys, sums and averages of nothing; in a hostile case numbers that should not be there.
   void alter(Random& random, size_t row) {
     const KvState view = past->view();
     for (int c = 1, used = past->used(row); c < used; ++c) {
@@ -102,9 +103,9 @@ struct MergeCase {
       for (int k = 0; k < shape.statistics; ++k) {
         float& score = view.score[(row * shape.statistics + k) * shape.capacity + c];
         if (random.one_in(8)) score = past->score(row, k, c - 1);
-        if (random.one_in(8) && call.policy.statistic[k].kind == KV_STATISTIC_PROBABILITY) score = 0.0f;
-        if (hostile && random.one_in(3))
-          score = random.one_of({NAN, INFINITY, -INFINITY, -1.0f, static_cast<float>(kNothing)});
+        if (random.one_in(8) && call.policy.statistic[k].kind != KV_STATISTIC_NONE)
+          score = call.policy.statistic[k].kind == KV_STATISTIC_PROBABILITY ? 0.0f : static_cast<float>(kNothing);
+        if (hostile && random.one_in(3)) score = random.one_of({NAN, INFINITY, -INFINITY, -1.0f});
       }
       if (!hostile || !random.one_in(10)) continue;
       write(shape, view.key, (row * shape.capacity + c) * shape.key_size, random.one_of({NAN, INFINITY, -INFINITY}));
@@ -209,14 +210,15 @@ struct MergeCase {
   std::string describe() const {
     const KvMergePolicy& p = call.policy;
     char text[512];
-    snprintf(text, sizeof text,
-             "MergeCache%s %s B %d H %d C %d D %d Dv %d K %d budget %d sinks %d recent %d window %d merging %d "
-             "importance %d measure %d "
-             "threshold %g zip %d factor %g first %d pool %d pooled %d residual %g weigh %d planes %d",
-             hostile ? " hostile" : "", shape.type ? "fp16" : "fp32", call.batch, call.heads, call.capacity,
-             call.key_size, call.value_size, call.statistics, call.budget, call.sinks, call.recent, call.sliding_window,
-             p.merging, p.importance, p.measure, p.threshold, p.zip, p.key_factor_max, p.merge_first, p.pool, p.pooled,
-             p.residual, p.weigh, p.rotary_planes);
+    snprintf(
+        text, sizeof text,
+        "MergeCache%s %s B %d H %d C %d D %d Dv %d K %d budget %d sinks %d recent %d window %d merging %d "
+        "importance %d measure %d "
+        "threshold %g zip %d factor %g first %d error %d attention %g pool %d pooled %d residual %g weigh %d planes %d",
+        hostile ? " hostile" : "", shape.type ? "fp16" : "fp32", call.batch, call.heads, call.capacity, call.key_size,
+        call.value_size, call.statistics, call.budget, call.sinks, call.recent, call.sliding_window, p.merging,
+        p.importance, p.measure, p.threshold, p.zip, p.key_factor_max, p.merge_first, p.by_error, p.attention, p.pool,
+        p.pooled, p.residual, p.weigh, p.rotary_planes);
     return text;
   }
 };

@@ -6,14 +6,16 @@ only those and fails where one of them is unknown or cannot be reached.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from cuda_library import Cuda, CudaOnHost
+from cuda_library import ROOT, Cuda, CudaOnHost
 
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes
@@ -110,31 +112,56 @@ class NativeCpu:
 
     name = "native-cpu"
 
-    def available(self) -> str | None:
+    def path(self) -> Path | None:
         from kvexport.native import library
 
-        return None if library() else "the native operators are not built: make native"
+        return library()
+
+    def available(self) -> str | None:
+        return None if self.path() else "the native operators are not built: make native"
 
     def vote_attention(self, inputs: Arrays, attributes: VoteAttentionAttributes) -> Arrays:
         heads = (inputs["query"].shape[1], inputs["key"].shape[1])
         sizes = (inputs["key"].shape[3], inputs["value"].shape[3])
-        session = _vote_attention_session(attributes, heads, sizes, inputs["query"].dtype.name, "sink_logits" in inputs, native=True)
+        session = _vote_attention_session(attributes, heads, sizes, inputs["query"].dtype.name, "sink_logits" in inputs, self.path())
         return _named(("output", *PRESENT), session.run(["output", *PRESENT], inputs))
 
     def lacks(self, attributes: MergeCacheAttributes) -> str | None:
-        from kvexport.native import library, why_function
+        from kvexport.native import why_function
         from kvexport.ops.onnx_function import merge_cache_node_attributes
 
-        return why_function(library(), "MergeCache", merge_cache_node_attributes(attributes))
+        return why_function(self.path(), "MergeCache", merge_cache_node_attributes(attributes))
 
     def merge_cache(self, state: Arrays, attributes: MergeCacheAttributes) -> Arrays:
         heads, statistics = state["score"].shape[1:3]
         sizes = (state["key"].shape[3], state["value"].shape[3])
-        session = _merge_cache_session(attributes, heads, sizes, statistics, state["key"].dtype.name, native=True)
+        session = _merge_cache_session(attributes, heads, sizes, statistics, state["key"].dtype.name, self.path())
         return _named(PRESENT, session.run(list(PRESENT), state))
 
 
-BACKENDS: list[Backend] = [Torch(), OnnxFunction(), NativeCpu(), CudaOnHost(), Cuda()]
+class CudaBindingOnHost(NativeCpu):
+    """ONNX Runtime's binding of the CUDA kernels, all compiled for the host and registered with the CPU provider."""
+
+    name = "onnxruntime-cuda-on-host"
+
+    def path(self) -> Path | None:
+        return Path(builder().ON_HOST)
+
+    def available(self) -> str | None:
+        return None if builder().cuda_on_host_is_current() else "the binding is not compiled for the host: make cuda-host"
+
+
+@cache
+def builder() -> Any:
+    """plugins/build.py."""
+    spec = importlib.util.spec_from_file_location("kvexport_plugins_build", ROOT / "plugins" / "build.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+BACKENDS: list[Backend] = [Torch(), OnnxFunction(), NativeCpu(), CudaOnHost(), CudaBindingOnHost(), Cuda()]
 
 
 def chosen() -> list[str]:
@@ -154,7 +181,7 @@ def _named(names: tuple[str, ...], arrays: list[np.ndarray]) -> Arrays:
 
 @cache
 def _vote_attention_session(
-    attributes: VoteAttentionAttributes, heads: tuple[int, int], sizes: tuple[int, int], dtype: str, sinks: bool, native: bool = False
+    attributes: VoteAttentionAttributes, heads: tuple[int, int], sizes: tuple[int, int], dtype: str, sinks: bool, native: Path | None = None
 ) -> Any:
     import torch
 
@@ -174,7 +201,8 @@ def _vote_attention_session(
     types |= {"sink_logits": np.dtype(np.float32)} | {f"{p}_{n}": t for p in ("past", "present") for n, t in _state_types(dtype).items()}
     inputs = [name for name in INPUTS if name != "sink_logits" or sinks]
     infos = {name: (types[name], [SYMBOLIC[name].get(i, d) for i, d in enumerate(shape)]) for name, shape in shapes.items()}
-    return _session("VoteAttention", function, vote_attention_node_attributes(attributes), inputs, ["output", *PRESENT], infos)
+    node = vote_attention_node_attributes(attributes)
+    return _session("VoteAttention", function or native, node, inputs, ["output", *PRESENT], infos)
 
 
 @cache
@@ -188,7 +216,7 @@ def _merge_cache_function(attributes: MergeCacheAttributes, heads: int, sizes: t
 
 @cache
 def _merge_cache_session(
-    attributes: MergeCacheAttributes, heads: int, sizes: tuple[int, int], statistics: int, dtype: str, native: bool = False
+    attributes: MergeCacheAttributes, heads: int, sizes: tuple[int, int], statistics: int, dtype: str, native: Path | None = None
 ) -> Any:
     from kvexport.ops.onnx_function import merge_cache_node_attributes
 
@@ -199,7 +227,7 @@ def _merge_cache_session(
     for name, shape in _state_shapes(heads, sizes, statistics).items():
         for full_name in (name, f"present_{name}"):
             infos[full_name] = (types[name], [SYMBOLIC[f"past_{name}"].get(i, d) for i, d in enumerate(shape)])
-    return _session("MergeCache", function, merge_cache_node_attributes(attributes), list(STATE), list(PRESENT), infos)
+    return _session("MergeCache", function or native, merge_cache_node_attributes(attributes), list(STATE), list(PRESENT), infos)
 
 
 def _state_shapes(heads: int, sizes: tuple[int, int], statistics: int) -> dict[str, tuple[int, ...]]:
@@ -219,14 +247,15 @@ def _state_types(dtype: str) -> dict[str, np.dtype[Any]]:
     return {"key": np.dtype(dtype), "value": np.dtype(dtype), "votes": f32, "score": f32, "position": np.dtype(np.int32)}
 
 
-def _session(op: str, function: Any, attributes: dict[str, Any], inputs: list[str], outputs: list[str], infos: dict[str, Any]) -> Any:
-    """An ONNX Runtime session of a model of one node, whose meaning is `function`, or the native operator where that is None."""
+def _session(op: str, meaning: Any, attributes: dict[str, Any], inputs: list[str], outputs: list[str], infos: dict[str, Any]) -> Any:
+    """An ONNX Runtime session of a model of one node, whose meaning is a function, or the native operator of the library at a path."""
     import onnx
     import onnxruntime
     from onnx import helper
 
-    from kvexport.native import library
     from kvexport.ops.onnx_function import DOMAIN, OPSET, VERSION
+
+    function = None if isinstance(meaning, Path) else meaning
 
     def info(name: str) -> Any:
         dtype, shape = infos[name]
@@ -243,6 +272,6 @@ def _session(op: str, function: Any, attributes: dict[str, Any], inputs: list[st
     if function:
         onnx.checker.check_model(model, full_check=True)
     else:
-        options.register_custom_ops_library(str(library()))
+        options.register_custom_ops_library(str(meaning))
     options.intra_op_num_threads = 1
     return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

@@ -127,14 +127,13 @@ def _positions(rng: np.random.Generator, before: int, count: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class MergeProfile:
-    """One meaning of MergeCache, but for the budget; sinks and recent are the scenario's. spare: statistics beside the method's own."""
+    """One meaning of MergeCache, but for the budget; sinks and recent are the scenario's."""
 
     name: str
     method: str
     parameters: dict[str, Any] = field(default_factory=dict)
     kv_heads: int = 2
     sizes: tuple[int, int] = (8, 8)
-    spare: int = 0
     dtype: str = "float32"
     sliding_window: int = 0
     rotary: Rotary = field(default_factory=Rotary)
@@ -144,7 +143,7 @@ class MergeProfile:
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        return (*self.build_method().statistics, *[Statistic("probability")] * self.spare)
+        return self.build_method().statistics
 
     def attributes(self, budget: int) -> MergeCacheAttributes:
         """The operator's attributes: two sinks, three recent."""
@@ -156,7 +155,7 @@ SINKS, RECENT = 2, 3
 PARTLY = Rotary((1.0, 0.25, 0.03125))  # six of eight dimensions
 INTERLEAVED = Rotary((1.0, 0.5, 0.125), interleaved=True)
 MERGE_PROFILES = [
-    MergeProfile("full-sliding-window-two-statistics", "full", sizes=(8, 12), spare=1, sliding_window=9),
+    MergeProfile("full-sliding-window", "full", sizes=(8, 12), sliding_window=9),
     MergeProfile("streaming", "streaming"),
     MergeProfile("h2o", "h2o", sizes=(16, 8), sliding_window=14),
     MergeProfile("keepkv-key-evict", "keepkv", {"zip": "key", "order": "evict-first"}),
@@ -166,6 +165,8 @@ MERGE_PROFILES = [
     MergeProfile("keepkv-vote-merge-first-half", "keepkv", {"zip": "vote", "order": "merge-first"}, sizes=(8, 16), dtype="float16"),
     MergeProfile("keepkv-on-snapkv", "keepkv", {"selector": "snapkv", "zip": "vote"}),
     MergeProfile("ballot", "ballot", sizes=(8, 12), sliding_window=30),
+    MergeProfile("ballot-least-attended", "ballot", {"order": "least-attended"}),
+    MergeProfile("ballot-small-pool", "ballot", {"pool": 2, "attention": 0.0}, sizes=(12, 8)),
     MergeProfile("ballot-count-on-h2o-half", "ballot", {"zip": "count", "selector": "h2o"}, dtype="float16"),
     MergeProfile("zeromerge", "zeromerge", {"residual": 0.5}, sizes=(8, 12)),
     MergeProfile("kvslimmer-partly-turned", "kvslimmer", {"tau": 0.3}, sizes=(8, 12), rotary=PARTLY),

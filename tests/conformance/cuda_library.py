@@ -53,7 +53,8 @@ class VoteAttention(ctypes.Structure):
 
 class MergePolicy(ctypes.Structure):
     _fields_ = _fields(
-        "int: compresses importance; float: decay; int: pooled merge_first pool voted_last merging measure; float: threshold;"
+        "int: compresses importance; float: decay; int: pooled merge_first pool by_error; float: attention;"
+        "int: voted_last merging measure; float: threshold;"
         "int: recent_receives zip; float: key_factor_max weigh_decay residual; int: mean_adds weigh; float: tau;"
         "int: rotary_planes rotary_interleaved; pointer: inverse_frequencies; statistics: statistic"
     )
@@ -68,7 +69,12 @@ class MergeCache(ctypes.Structure):
 
 
 class Where(ctypes.Structure):
-    _fields_ = [("stream", ctypes.c_void_p), ("workspace", ctypes.c_void_p), ("workspace_size", ctypes.c_size_t)]
+    _fields_ = [
+        ("stream", ctypes.c_void_p),
+        ("workspace", ctypes.c_void_p),
+        ("workspace_size", ctypes.c_size_t),
+        ("counters", ctypes.c_void_p),
+    ]
 
 
 @cache
@@ -246,7 +252,7 @@ def lacks(method: Any) -> str | None:
 
 
 def policy_of(method: Any) -> MergePolicy:
-    """A method's parameters as the policy that the kernels run (as plugins/onnxruntime/merge_cache.h reads them off a node)."""
+    """A method's parameters as the policy that the kernels run (as plugins/node/attributes.h reads them off a node)."""
     p = MergePolicy(compresses=method.name != "full", threshold=-1e38)
     for k, s in enumerate(method.statistics):
         p.statistic[k].kind = KINDS[s.kind]
@@ -267,6 +273,8 @@ def policy_of(method: Any) -> MergePolicy:
         p.merge_first, p.pool = method.order == "merge-first", method.pool
     elif method.name == "ballot":
         p.measure, p.recent_receives, p.mean_adds = DISTANCE, 1, selector == "own"
+        p.merge_first = p.by_error = method.order == "least-error"
+        p.pool, p.attention = method.pool, method.attention
     elif method.name == "zeromerge":
         p.merging, p.measure, p.voted_last, p.residual = RUNNING_MEAN, DOT, 1, method.residual
     elif method.name in ("kvslimmer", "asymkv"):

@@ -98,7 +98,6 @@ class Joint(Rule):
                 rows.append(math.log(sum(m.votes * math.exp(m.score[k]) for m in members) / sum(m.votes for m in members)))
             else:
                 rows.append(members[0].score[k])
-        # Conformance states may carry more statistics than the method writes; those stay the target's.
         return np.asarray(rows)
 
     def key(self, head: Head, members: list[Slot], weights: list[float]) -> np.ndarray:
@@ -188,7 +187,21 @@ class Ballot(KeepKV):
         return float(slot.score[0]) / head.seen(slot)
 
     def leaving(self, head: Head, heads: list[Head]) -> list[Slot]:
-        return Rule.leaving(self, head, heads)
+        """least-error: of the `pool` times `count` least attended, those first that another stands for best."""
+        by_importance = Rule.leaving(self, head, heads)
+        if head.method.order == "least-attended":
+            return by_importance
+        joins = [s for s in by_importance[: head.method.pool * head.count] if self.error(head, s) < math.inf]
+        return sorted(joins, key=lambda s: (self.error(head, s), s.position)) + [s for s in by_importance if not any(s is j for j in joins)]
+
+    def error(self, head: Head, slot: Slot) -> float:
+        mine = self.selecting(head, slot)
+        apart = [
+            float(np.sum((slot.key - o.key) ** 2) * np.sum((slot.value - o.value) ** 2))
+            for o in head.free
+            if self.selecting(head, o) > mine
+        ]
+        return mine**head.method.attention * min(apart, default=math.inf)
 
     def targets(self, head: Head, stays: list[Slot]) -> list[Slot]:
         return [slot for slot in stays if slot.position >= head.sinks]

@@ -179,6 +179,7 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("keepkv", {"zip": "vote", "order": "merge-first", "threshold": 0.5}),
     ("keepkv", {"zip": "key", "order": "evict-first", "threshold": 0.2}),
     ("ballot", {}),
+    ("ballot", {"order": "least-attended"}),
     ("zeromerge", {}),
     ("kvslimmer", {}),
     ("asymkv", {}),

@@ -1,0 +1,264 @@
+// One operator as a TensorRT plugin: the three capabilities of IPluginV3, and its creator. Making one calls nothing of
+// CUDA; that begins where an instance is attached to a context or learns its shapes.
+#pragma once
+
+#include <NvInferRuntime.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "device_memory.h"
+#include "operators.h"
+
+namespace kv::tensorrt {
+
+using nvinfer1::Dims;
+using nvinfer1::DimsExprs;
+using nvinfer1::DynamicPluginTensorDesc;
+using nvinfer1::PluginTensorDesc;
+
+constexpr const char* kVersion = "1";
+constexpr const char* kNamespace = "kvexport";
+constexpr size_t kAlignment = 256;  // of the kernels' workspace
+
+#if NV_TENSORRT_MAJOR > 10 || (NV_TENSORRT_MAJOR == 10 && NV_TENSORRT_MINOR >= 3)
+#define KV_ALIASES
+using Build = nvinfer1::IPluginV3OneBuildV2;
+#else
+using Build = nvinfer1::IPluginV3OneBuild;
+#endif
+
+inline Shape shape_of(const Dims& dims) {
+  if (dims.nbDims < 0 || dims.nbDims > Dims::MAX_DIMS) throw Refusal("a tensor of unknown rank");
+  return Shape(dims.d, dims.d + dims.nbDims);
+}
+
+inline Shape shape_of(const DimsExprs& dims) {
+  if (dims.nbDims < 0 || dims.nbDims > Dims::MAX_DIMS) throw Refusal("a tensor of unknown rank");
+  Shape shape;
+  for (int32_t i = 0; i < dims.nbDims; ++i)
+    shape.push_back(dims.d[i]->isConstant() ? dims.d[i]->getConstantValue() : -1);
+  return shape;
+}
+
+inline size_t round_up(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+template <class Operator>
+class Plugin final : public nvinfer1::IPluginV3,
+                     public nvinfer1::IPluginV3OneCore,
+                     public Build,
+                     public nvinfer1::IPluginV3OneRuntime {
+ public:
+  using Call = typename Operator::Call;
+
+  explicit Plugin(std::shared_ptr<const Fields> fields) : fields_(std::move(fields)), operator_(*fields_) {}
+
+  nvinfer1::IPluginCapability* getCapabilityInterface(nvinfer1::PluginCapabilityType type) noexcept override {
+    if (type == nvinfer1::PluginCapabilityType::kCORE) return static_cast<nvinfer1::IPluginV3OneCore*>(this);
+    if (type == nvinfer1::PluginCapabilityType::kBUILD) return static_cast<Build*>(this);
+    if (type == nvinfer1::PluginCapabilityType::kRUNTIME) return static_cast<nvinfer1::IPluginV3OneRuntime*>(this);
+    return nullptr;
+  }
+  nvinfer1::IPluginV3* clone() noexcept override {
+    return guarded<nvinfer1::IPluginV3*>(nullptr, [&] { return new Plugin(fields_); });
+  }
+
+  const char* getPluginName() const noexcept override { return Operator::kName; }
+  const char* getPluginVersion() const noexcept override { return kVersion; }
+  const char* getPluginNamespace() const noexcept override { return kNamespace; }
+
+  // ---- build ----
+
+  int32_t getNbOutputs() const noexcept override { return Operator::kOutputs; }
+
+  int32_t getOutputDataTypes(DataType* types, int32_t outputs, const DataType* given,
+                             int32_t inputs) const noexcept override {
+    return guarded(-1, [&] {
+      check_counts(inputs, outputs);
+      require(kernel_type(given[0]) >= 0, "the cache is neither of float32, float16 nor bfloat16");
+      for (int32_t i = 0; i < inputs; ++i)
+        require(given[i] == Operator::input_type(i, given[0]),
+                "input " + std::to_string(i) + " has the type " + std::to_string(static_cast<int32_t>(given[i])) +
+                    ", not " + std::to_string(static_cast<int32_t>(Operator::input_type(i, given[0]))));
+      for (int32_t i = 0; i < outputs; ++i) types[i] = output_type(i, given[0]);
+      return 0;
+    });
+  }
+
+  int32_t getOutputShapes(const DimsExprs* inputs, int32_t count, const DimsExprs*, int32_t, DimsExprs* outputs,
+                          int32_t output_count, nvinfer1::IExprBuilder&) noexcept override {
+    return guarded(-1, [&] {
+      check_counts(count, output_count);
+      call_of(shapes_of(inputs, count, [](const DimsExprs& x) { return shape_of(x); }));
+      for (int32_t i = 0; i < output_count; ++i)
+        outputs[i] = past_of(i) < 0 ? Operator::output_shape(inputs) : inputs[past_of(i)];
+      return 0;
+    });
+  }
+
+  bool supportsFormatCombination(int32_t at, const DynamicPluginTensorDesc* tensors, int32_t inputs,
+                                 int32_t outputs) noexcept override {
+    return guarded(false, [&] {
+      check_counts(inputs, outputs);
+      require(at >= 0 && at < inputs + outputs, "there is no tensor " + std::to_string(at));
+      const PluginTensorDesc& asked = tensors[at].desc;
+      const DataType cache = tensors[0].desc.type;
+      return asked.format == nvinfer1::TensorFormat::kLINEAR && kernel_type(cache) >= 0 &&
+             asked.type == (at < inputs ? Operator::input_type(at, cache) : output_type(at - inputs, cache));
+    });
+  }
+
+  int32_t configurePlugin(const DynamicPluginTensorDesc* in, int32_t inputs, const DynamicPluginTensorDesc*,
+                          int32_t outputs) noexcept override {
+    return guarded(-1, [&] {
+      check_counts(inputs, outputs);
+      const Call declared = call_of(shapes_of(in, inputs, [](const auto& x) { return shape_of(x.desc.dims); }));
+      require(Operator::is_fixed(declared), "only the batch and the number of tokens may be left open");
+      most_workspace(in, inputs);
+      return 0;
+    });
+  }
+
+  size_t getWorkspaceSize(const DynamicPluginTensorDesc* in, int32_t inputs, const DynamicPluginTensorDesc*,
+                          int32_t outputs) const noexcept override {
+    return guarded<size_t>(0, [&] {
+      check_counts(inputs, outputs);
+      return most_workspace(in, inputs) + kAlignment;
+    });
+  }
+
+  const char* getTimingCacheID() noexcept override { return fields_->text(); }
+  const char* getMetadataString() noexcept override { return fields_->text(); }
+
+#ifdef KV_ALIASES
+  // TensorRT asks where kALIASED_PLUGIN_IO_10_03 is switched on, and may then copy state. Otherwise it is updated in
+  // place wherever past and present are bound to one address.
+  int32_t getAliasedInput(int32_t output) noexcept override { return past_of(output); }
+#endif
+
+  // ---- runtime ----
+
+  int32_t onShapeChange(const PluginTensorDesc* in, int32_t inputs, const PluginTensorDesc*,
+                        int32_t outputs) noexcept override {
+    return guarded(-1, [&] {
+      check_counts(inputs, outputs);
+      call_ = call_of(shapes_of(in, inputs, [](const PluginTensorDesc& x) { return shape_of(x.dims); }));
+      call_.type = kernel_type(in[0].type);
+      inputs_ = inputs;
+      workspace_size_ = workspace_of(call_);
+      kept_ = memory_.holding([&] { return operator_.kept(); });
+      return 0;
+    });
+  }
+
+  int32_t enqueue(const PluginTensorDesc*, const PluginTensorDesc*, const void* const* inputs, void* const* outputs,
+                  void* workspace, cudaStream_t stream) noexcept override {
+    return guarded(-1, [&] {
+      if (inputs_ == 0) refuse("it was run before it learned its shapes");
+      void* aligned = reinterpret_cast<void*>(round_up(reinterpret_cast<size_t>(workspace)));
+      const KvCuda where{stream, aligned, workspace_size_, nullptr};
+      if (const char* problem = Operator::run(call_, where, kept_, inputs, inputs_, outputs)) refuse(problem);
+      return 0;
+    });
+  }
+
+  nvinfer1::IPluginV3* attachToContext(nvinfer1::IPluginResourceContext*) noexcept override {
+    return guarded<nvinfer1::IPluginV3*>(nullptr, [&] {
+      std::unique_ptr<Plugin> attached(new Plugin(fields_));
+      attached->memory_.holding([&] { return attached->operator_.kept(); });
+      return attached.release();
+    });
+  }
+
+  const nvinfer1::PluginFieldCollection* getFieldsToSerialize() noexcept override { return fields_->collection(); }
+
+ private:
+  [[noreturn]] static void refuse(const std::string& message) {
+    throw Refusal(std::string(Operator::kName) + ": " + message);
+  }
+  static void require(bool condition, const std::string& message) {
+    if (!condition) refuse(message);
+  }
+  static void check_counts(int32_t inputs, int32_t outputs) {
+    const bool right =
+        inputs >= Operator::kLeastInputs && inputs <= Operator::kMostInputs && outputs == Operator::kOutputs;
+    if (!right)
+      refuse("it has " + std::to_string(Operator::kLeastInputs) + " to " + std::to_string(Operator::kMostInputs) +
+             " inputs and " + std::to_string(Operator::kOutputs) + " outputs, not " + std::to_string(inputs) + " and " +
+             std::to_string(outputs));
+  }
+  // The input that a state output is the next value of; -1 for what is no state.
+  static int past_of(int output) {
+    const int state = output - Operator::kPresent;
+    return state < 0 || state >= 5 ? -1 : state + Operator::kPast;
+  }
+  static DataType output_type(int output, DataType cache) {
+    return past_of(output) < 0 ? cache : Operator::input_type(past_of(output), cache);
+  }
+
+  template <class Tensor, class ShapeOf>
+  static std::vector<Shape> shapes_of(const Tensor* tensors, int32_t count, ShapeOf shape) {
+    std::vector<Shape> shapes;
+    for (int32_t i = 0; i < count; ++i) shapes.push_back(shape(tensors[i]));
+    return shapes;
+  }
+
+  // The call's sizes, where every input fits them.
+  Call call_of(const std::vector<Shape>& shapes) const {
+    const Call call = operator_.sized(shapes);
+    const std::vector<Input> expected = inputs_of(call);
+    for (size_t i = 0; i < shapes.size(); ++i)
+      if (!fits(shapes[i], expected[i].shape))
+        refuse(std::string(expected[i].name) + " is " + text(shapes[i]) + ", not " + text(expected[i].shape));
+    const std::string problem = operator_.misfit(call);
+    require(problem.empty(), problem);
+    return call;
+  }
+  static size_t workspace_of(const Call& call) {
+    size_t bytes = 0;
+    if (const char* problem = Operator::workspace(call, &bytes)) refuse(problem);
+    return bytes;
+  }
+  // A smaller batch may be split further, and take more.
+  size_t most_workspace(const DynamicPluginTensorDesc* in, int32_t inputs) const {
+    Call largest = call_of(shapes_of(in, inputs, [](const auto& x) { return shape_of(x.max); }));
+    largest.type = kernel_type(in[0].desc.type);
+    size_t most = workspace_of(largest);
+    for (const Call& smaller : Operator::smaller(largest))
+      for (Call call = smaller; call.batch > 0; --call.batch) most = std::max(most, workspace_of(call));
+    return most;
+  }
+
+  std::shared_ptr<const Fields> fields_;
+  Operator operator_;
+  DeviceMemory memory_;
+  // Of the last change of shapes.
+  Call call_{};
+  int32_t inputs_ = 0;
+  size_t workspace_size_ = 0;
+  void* kept_ = nullptr;
+};
+
+template <class Operator>
+class Creator final : public nvinfer1::IPluginCreatorV3One {
+ public:
+  Creator() : known_(Operator::fields()), names_{static_cast<int32_t>(known_.size()), known_.data()} {}
+
+  nvinfer1::IPluginV3* createPlugin(const char*, const nvinfer1::PluginFieldCollection* given,
+                                    nvinfer1::TensorRTPhase) noexcept override {
+    return guarded<nvinfer1::IPluginV3*>(
+        nullptr, [&] { return new Plugin<Operator>(std::make_shared<const Fields>(Operator::kName, known_, given)); });
+  }
+  const nvinfer1::PluginFieldCollection* getFieldNames() noexcept override { return &names_; }
+  const char* getPluginName() const noexcept override { return Operator::kName; }
+  const char* getPluginVersion() const noexcept override { return kVersion; }
+  const char* getPluginNamespace() const noexcept override { return kNamespace; }
+
+ private:
+  const std::vector<PluginField> known_;
+  const nvinfer1::PluginFieldCollection names_;
+};
+
+}  // namespace kv::tensorrt

@@ -1,0 +1,317 @@
+// Random fields for the TensorRT plugins' creators, and random tensors for what they make: every change to a good
+// collection of fields is known to be one that must be refused, or one that must change nothing, or is random bytes, of
+// which only memory is checked. What an engine keeps is changed in the same way and made into a plugin again.
+//
+//   tensorrt_fuzz SEED CASES
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "tensorrt_harness.h"
+
+using namespace harness;
+
+namespace {
+
+enum Verdict { kSame, kRefused, kEither };
+
+struct Item {
+  std::string name;
+  PluginFieldType type;
+  int32_t length;
+  std::string bytes;
+  bool has_name = true, has_data = true;
+};
+using Items = std::vector<Item>;
+
+template <class T>
+std::string bytes_of(const std::vector<T>& values) {
+  return std::string(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
+}
+Item real(const char* name, std::vector<float> x) {
+  return {name, PluginFieldType::kFLOAT32, static_cast<int32_t>(x.size()), bytes_of(x)};
+}
+Item whole(const char* name, std::vector<int32_t> x) {
+  return {name, PluginFieldType::kINT32, static_cast<int32_t>(x.size()), bytes_of(x)};
+}
+Item word(const char* name, const std::string& x) {
+  return {name, PluginFieldType::kCHAR, static_cast<int32_t>(x.size() + 1), x + '\0'};
+}
+
+Items vote_attention() {
+  return {real("scale", {0.3f}),    real("vote_exponent", {1}),  word("scores", "probability,log_ema"),
+          real("decay", {1, 0.9f}), whole("window", {0, 8}),     real("recency_weight", {1, 1.2f}),
+          real("softcap", {0}),     whole("sliding_window", {0})};
+}
+
+Items merge_cache(size_t method) {
+  static const std::vector<Items> own = {
+      {word("method", "streaming")},
+      {word("method", "h2o")},
+      {word("method", "snapkv"), whole("pool", {5})},
+      {word("method", "keepkv"), word("selector", "own"), real("threshold", {0.8f}), real("decay", {0.9f}),
+       real("key_factor_max", {2}), word("zip", "key"), word("order", "merge-first"), whole("pool", {4})},
+      {word("method", "ballot"), word("selector", "h2o"), word("zip", "count"), real("decay", {0.95f}),
+       word("order", "least-error"), real("attention", {0.5f}), whole("pool", {4})},
+      {word("method", "zeromerge"), word("selector", "own"), real("residual", {0.33f})},
+      {word("method", "kvslimmer"), word("selector", "own"), real("tau", {0.001f}), whole("share_pairs", {0})},
+      {word("method", "asymkv"), word("selector", "pyramidinfer"), whole("share_pairs", {0}),
+       real("inverse_frequencies", {1, 0.5f}), whole("rotary_interleaved", {1})},
+  };
+  Items items = {whole("budget", {64}), whole("sinks", {4}), whole("recent", {8}), whole("sliding_window", {0})};
+  const Items& more = own[method % own.size()];
+  items.insert(items.end(), more.begin(), more.end());
+  return items;
+}
+
+class Random {
+ public:
+  explicit Random(uint64_t seed) : engine_(seed) {}
+  size_t below(size_t n) { return engine_() % n; }
+
+ private:
+  std::mt19937_64 engine_;
+};
+
+// A collection whose memory is exactly as long as it says.
+class Collection {
+ public:
+  explicit Collection(const Items& items) {
+    for (const Item& item : items) {
+      held_.emplace_back(new char[item.bytes.size()]);
+      memcpy(held_.back().get(), item.bytes.data(), item.bytes.size());
+      fields_.emplace_back(item.has_name ? item.name.c_str() : nullptr, item.has_data ? held_.back().get() : nullptr,
+                           item.type, item.length);
+    }
+    all_ = {static_cast<int32_t>(fields_.size()), fields_.data()};
+  }
+  PluginFieldCollection* all() { return &all_; }
+
+ private:
+  std::vector<std::unique_ptr<char[]>> held_;
+  std::vector<PluginField> fields_;
+  PluginFieldCollection all_;
+};
+
+Items items_of(const PluginFieldCollection* fields) {
+  Items items;
+  for (const PluginField* f = fields->fields; f < fields->fields + fields->nbFields; ++f) {
+    const size_t size = f->type == PluginFieldType::kCHAR ? 1 : f->type == PluginFieldType::kINT64 ? 8 : 4;
+    items.push_back({f->name, f->type, f->length, std::string(static_cast<const char*>(f->data), f->length * size)});
+  }
+  return items;
+}
+
+// A value that the attribute of this name may not have, of the right type; false where every value will do.
+bool spoil(Random& random, Item& item) {
+  const float bad[] = {-1, 0, 2, NAN};
+  const bool closed = item.name == "decay" || item.name == "residual";
+  if (closed || item.name == "recency_weight" || item.name == "softcap") {
+    const float x =
+        item.name == "softcap" ? (random.below(2) ? -1 : NAN) : bad[closed ? random.below(4) : random.below(2)];
+    memcpy(&item.bytes[0], &x, sizeof x);
+  } else if (item.type == PluginFieldType::kINT32 && item.name != "rotary_interleaved") {
+    const int32_t x = item.name == "share_pairs" ? 1 : item.name == "budget" || item.name == "pool" ? 0 : -1;
+    memcpy(&item.bytes[0], &x, sizeof x);
+  } else if (item.type == PluginFieldType::kCHAR) {
+    item.bytes[random.below(item.bytes.size() - 1)] = '?';
+  } else {
+    return false;
+  }
+  return true;
+}
+
+// Changes the items, and says what must come of it.
+Verdict mutate(Random& random, Items& items) {
+  const size_t at = random.below(items.size());
+  Item& item = items[at];
+  const bool turns = item.name == "inverse_frequencies" || item.name == "rotary_interleaved";
+  switch (random.below(16)) {
+    case 0:
+      return kSame;
+    case 1:
+      for (size_t i = items.size() - 1; i > 0; --i) std::swap(items[i], items[random.below(i + 1)]);
+      return kSame;
+    case 2:
+      items.push_back(real("another", {1, 2, 3}));
+      return kSame;
+    case 3:
+      if (item.type != PluginFieldType::kINT32) return kSame;
+      {
+        std::vector<int64_t> wide;
+        for (int32_t i = 0; i < item.length; ++i) {
+          int32_t x;
+          memcpy(&x, &item.bytes[4 * i], sizeof x);
+          wide.push_back(x);
+        }
+        item.type = PluginFieldType::kINT64, item.bytes = bytes_of(wide);
+      }
+      return kSame;
+    case 4:
+      if (item.type == PluginFieldType::kCHAR) item.bytes.pop_back(), --item.length;
+      return kSame;
+    case 5:
+      if (turns) return kSame;
+      items.erase(items.begin() + at);
+      return kRefused;
+    case 6: {
+      const bool is_real = item.type == PluginFieldType::kFLOAT32;
+      item.type = is_real ? PluginFieldType::kINT32 : PluginFieldType::kFLOAT32;
+      item.length = static_cast<int32_t>(item.bytes.size() / 4), item.bytes.resize(4 * item.length);
+      return kRefused;
+    }
+    case 7:
+      if (item.name == "inverse_frequencies") return kSame;
+      item.length = 0, item.bytes.clear();
+      return kRefused;
+    case 8:
+      if (item.type == PluginFieldType::kCHAR || item.name == "inverse_frequencies") return kSame;
+      ++item.length, item.bytes += std::string(4, '\0');
+      return kRefused;
+    case 9:
+      return spoil(random, item) ? kRefused : kSame;
+    case 10:
+      items.push_back(Item(item));
+      return kRefused;
+    case 11:
+      item.has_data = false;
+      return kRefused;
+    case 12:
+      item.has_name = false;
+      return kRefused;
+    case 13: {
+      const int32_t lengths[] = {-1, -2147483647 - 1, 2147483647, 1 << 20};
+      item.length = lengths[random.below(4)];
+      return kRefused;
+    }
+    case 14: {
+      const int32_t types[] = {-1, 0, 2, 3, 4, 7, 8, 9, 11, 99};
+      item.type = static_cast<PluginFieldType>(types[random.below(10)]);
+      return kRefused;
+    }
+    default:
+      for (size_t n = 1 + random.below(4); n > 0 && !item.bytes.empty(); --n)
+        item.bytes[random.below(item.bytes.size())] = static_cast<char>(random.below(256));
+      return kEither;
+  }
+}
+
+// Tensors of about the right shapes; whatever the plugin says of them, it says.
+void drive(Random& random, IPluginV3* plugin, bool attention) {
+  const int64_t sizes[] = {-1, 0, 1, 2, 4, 8, 16, 64, 256, int64_t{1} << 33, -7};
+  const auto size = [&](int64_t usual) { return random.below(12) ? usual : sizes[random.below(11)]; };
+  const auto dims = [&](std::vector<int64_t> usual) {
+    Dims d{};
+    d.nbDims = random.below(30) ? static_cast<int32_t>(usual.size()) : static_cast<int32_t>(random.below(11)) - 1;
+    for (int32_t i = 0; i < 8; ++i) d.d[i] = size(i < static_cast<int32_t>(usual.size()) ? usual[i] : 1);
+    return d;
+  };
+  std::vector<std::vector<int64_t>> usual = {
+      {2, 2, 128, 8}, {2, 2, 128, 8}, {2, 2, 128}, {2, 2, attention ? 2 : 1, 128}, {2, 2, 128}};
+  if (attention) {
+    usual.insert(usual.begin(), {{2, 4, 3, 8}, {2, 2, 3, 8}, {2, 2, 3, 8}, {2, 3}, {2, 1}});
+    if (random.below(2)) usual.push_back({4});
+  }
+  const int32_t outputs = attention ? 6 : 5, inputs = static_cast<int32_t>(usual.size()) - (random.below(20) == 0);
+  std::vector<DynamicPluginTensorDesc> open;
+  std::vector<PluginTensorDesc> fixed;
+  std::vector<DataType> types;
+  Expressions expressions;
+  std::vector<DimsExprs> shapes(inputs), answer(outputs);
+  for (int32_t i = 0; i < inputs + outputs; ++i) {
+    const Dims d = dims(usual[std::min<size_t>(i, usual.size() - 1)]);
+    fixed.push_back({d, static_cast<DataType>(random.below(12)), static_cast<TensorFormat>(random.below(3)), 1.0f});
+    open.push_back({fixed.back(), dims({1}), random.below(4) ? d : dims({2, 2}), d});
+    types.push_back(fixed.back().type);
+    if (i >= inputs) continue;
+    shapes[i].nbDims = d.nbDims;
+    for (int32_t k = 0; k < d.nbDims && k < 8; ++k) shapes[i].d[k] = expressions.constant(d.d[k]);
+  }
+  IPluginV3OneBuild* build = build_of(plugin);
+  build->getOutputShapes(shapes.data(), inputs, nullptr, 0, answer.data(), outputs, expressions);
+  build->getOutputDataTypes(types.data(), outputs, std::vector<DataType>(types).data(), inputs);
+  build->supportsFormatCombination(static_cast<int32_t>(random.below(14)) - 1, open.data(), inputs, outputs);
+  build->configurePlugin(open.data(), inputs, open.data() + inputs, outputs);
+  build->getWorkspaceSize(open.data(), inputs, open.data() + inputs, outputs);
+  runtime_of(plugin)->onShapeChange(fixed.data(), inputs, fixed.data() + inputs, outputs);
+}
+
+struct Counts {
+  size_t accepted = 0, refused = 0, wrong = 0;
+};
+
+// What the creator makes of `items`, held to the verdict; `text` is what the unchanged collection's identity is.
+std::unique_ptr<IPluginV3> held_to(Verdict verdict, Items items, const char* op, TensorRTPhase phase,
+                                   const std::string& text, Log& log, Counts& counts) {
+  Collection collection(items);
+  log.lines.clear();
+  std::unique_ptr<IPluginV3> plugin(creator(op)->createPlugin("layer", collection.all(), phase));
+  ++(plugin ? counts.accepted : counts.refused);
+  const bool right =
+      plugin ? log.lines.empty() && verdict != kRefused &&
+                   (verdict == kEither || text.empty() || text == build_of(plugin.get())->getTimingCacheID())
+             : verdict != kSame && log.lines.rfind(std::string("kvexport: ") + op + ": ", 0) == 0;
+  if (!right) {
+    ++counts.wrong;
+    fprintf(stderr, "%s, %s: %s\n", op, plugin ? "accepted" : "refused", log.lines.c_str());
+    for (const Item& item : items)
+      fprintf(stderr, "  %s type %d length %d\n", item.name.c_str(), static_cast<int>(item.type), item.length);
+  }
+  return plugin;
+}
+
+void run_case(uint64_t seed, Log& log, Counts& counts) {
+  Random random(seed);
+  const bool attention = random.below(2) == 0;
+  const char* op = attention ? "VoteAttention" : "MergeCache";
+  const Items good = attention ? vote_attention() : merge_cache(random.below(64));
+  const std::unique_ptr<IPluginV3> original = held_to(kSame, good, op, TensorRTPhase::kBUILD, "", log, counts);
+  if (!original) return;
+  const std::string text = build_of(original.get())->getTimingCacheID();
+  Items changed = good;
+  const Verdict verdict = mutate(random, changed);
+  const auto plugin = held_to(verdict, changed, op, TensorRTPhase::kBUILD, text, log, counts);
+  IPluginV3* one = plugin ? plugin.get() : original.get();
+  const std::unique_ptr<IPluginV3> clone(one->clone()), attached(runtime_of(one)->attachToContext(nullptr));
+  // What is kept must be taken back, whatever it was made of; and again, changed.
+  const Items kept = items_of(runtime_of(clone.get())->getFieldsToSerialize());
+  const std::string own = build_of(one)->getTimingCacheID();
+  const auto again = held_to(kSame, kept, op, TensorRTPhase::kRUNTIME, own, log, counts);
+  if (again) drive(random, again.get(), attention);
+  if (attached) drive(random, attached.get(), attention);
+  Items spoilt = items_of(runtime_of(original.get())->getFieldsToSerialize());
+  const Verdict spoils = mutate(random, spoilt);
+  held_to(spoils, spoilt, op, TensorRTPhase::kRUNTIME, text, log, counts);
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  if (count != 3) {
+    fprintf(stderr, "tensorrt_fuzz SEED CASES\n");
+    return 2;
+  }
+  Log log;
+  setLoggerFinder(&log);
+  Counts counts;
+  const uint64_t seed = strtoull(arguments[1], nullptr, 10), cases = strtoull(arguments[2], nullptr, 10);
+  for (uint64_t i = 0; i < cases; ++i) {
+    run_case(seed + i, log, counts);
+    if (counts.wrong > 0) {
+      fprintf(stderr, "tensorrt_fuzz %llu 1\n", static_cast<unsigned long long>(seed + i));
+      return 1;
+    }
+  }
+  // No collection at all, and a count that is none.
+  PluginFieldCollection none{-1, nullptr}, nowhere{3, nullptr};
+  for (const PluginFieldCollection* bad : {static_cast<PluginFieldCollection*>(nullptr), &none, &nowhere})
+    for (const char* op : {"VoteAttention", "MergeCache"})
+      if (creator(op)->createPlugin("layer", bad, TensorRTPhase::kBUILD)) return 1;
+  printf("%zu accepted, %zu refused\n", counts.accepted, counts.refused);
+  return 0;
+}

@@ -5,6 +5,7 @@ Nothing heavy is imported before the verb that needs it, so that `kvexport --hel
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import sys
@@ -16,14 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvexport import __version__
+from kvexport.cli_build import Stage, build_artifact
 from kvexport.cli_errors import Verbs
+from kvexport.cli_generate import print_stream, read_prompt, statistics
 from kvexport.errors import MismatchError, UsageError
 
 if TYPE_CHECKING:
     from kvexport.recipe_files import LoadedRecipe
     from kvexport.report import Section
-    from kvexport.runtime.engine import Completion, Engine
-    from kvexport.runtime.sampling import GenerationSettings
 
 PLAIN: dict[str, Any] = {"rich_markup_mode": None, "context_settings": {"help_option_names": ["-h", "--help"]}}
 app = typer.Typer(cls=Verbs, no_args_is_help=True, pretty_exceptions_enable=False, **PLAIN)
@@ -37,7 +38,10 @@ def main() -> None:
         # A terminal that cannot show a character is no reason to stop.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
-    app(prog_name="kvexport")
+    try:
+        app(prog_name="kvexport")
+    finally:
+        gc.freeze()  # to look through what torch and a build leave for garbage takes longer than to let it go with the process
 
 
 def _complete_recipe(incomplete: str) -> list[str]:
@@ -52,12 +56,13 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-RecipeOption = Annotated[
-    str, typer.Option("--recipe", metavar="NAME_OR_FILE", help="A recipe's name or file.", autocompletion=_complete_recipe)
-]
+_RECIPE = typer.Option("--recipe", metavar="NAME_OR_FILE", help="A recipe's name or file.", autocompletion=_complete_recipe)
+RecipeOption = Annotated[str, _RECIPE]
 SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value; repeatable.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 HtmlOption = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the report as a page too.")]
+TelemetryOption = Annotated[bool, typer.Option("--telemetry", help="Show what every merge does to the attention output.")]
+BackendOption = Annotated[str | None, typer.Option("--backend", metavar="NAME", help="onnxruntime or tensorrt, in place of its own.")]
 ArtifactArgument = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="The directory of an artifact.")]
 
 
@@ -74,31 +79,28 @@ def options(
 
 @app.command()
 def build(
-    recipe: RecipeOption,
+    recipe: Annotated[str | None, _RECIPE] = None,
     overrides: SetOption = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where to; default artifacts/RECIPE.")] = None,
+    backend: BackendOption = None,
+    stage: Annotated[Stage, typer.Option(help="Only the graphs; engines are then built with --from where they will run.")] = Stage.all,
+    source: Annotated[Path | None, typer.Option("--from", metavar="DIR", help="Add engines for this machine to that artifact.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Build an artifact from a recipe and print its path."""
-    from kvexport.doctor import require
-    from kvexport.terminal import show
-
-    loaded = _load_recipe(recipe, overrides)
-    require("build")
-    from kvexport.build.artifact import load_manifest
-    from kvexport.build.builder import build as build_recipe
-
+    if recipe is None and source is None:
+        raise typer.BadParameter("one of --recipe NAME and --from DIR is needed")
     start = time.monotonic()
-    if out is None:
-        out = Path("artifacts") / loaded.name
-        out.parent.mkdir(exist_ok=True)
-    built = build_recipe(loaded.recipe, out, name=loaded.name, progress=show)
+    built = build_artifact(recipe, overrides or (), out, backend, stage, source)
     if not as_json:
         print(built)
         return
-    sizes = [entry["bytes"] for entry in load_manifest(built, verify=False)["files"].values()]
-    seconds = time.monotonic() - start
-    _print_json({"artifact": str(built), "recipe": loaded.name, "files": len(sizes), "bytes": sum(sizes), "seconds": seconds})
+    from kvexport.build.artifact import load_manifest
+
+    manifest = load_manifest(built, verify=False)
+    sizes = [entry["bytes"] for entry in manifest["files"].values()]
+    name, seconds = manifest["recipe"]["name"], time.monotonic() - start
+    _print_json({"artifact": str(built), "recipe": name, "files": len(sizes), "bytes": sum(sizes), "seconds": seconds})
 
 
 @app.command()
@@ -116,6 +118,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Of the draws; implies --sample.")] = None,
     stop: Annotated[list[str] | None, typer.Option(metavar="STR", help="End before this text; repeatable.")] = None,
     sample: Annotated[bool | None, typer.Option("--sample/--greedy", help="Draw tokens, or take the likeliest.")] = None,
+    backend: BackendOption = None,
     as_json: JsonOption = False,
     stats: Annotated[bool, typer.Option("--stats", help="Print tokens per second and cache bytes on stderr.")] = False,
 ) -> None:
@@ -124,7 +127,7 @@ def generate(
     The text is streamed to stdout (token ids, where the artifact has no tokenizer). Settings that are not given come from the
     checkpoint's generation_config.json.
     """
-    text = _read_prompt(prompt, prompt_file, token_ids)
+    text = read_prompt(prompt, prompt_file, token_ids)
     drawing = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
     if temperature == 0 and sample is not False:
         raise UsageError("a temperature of 0 would divide by it", "--greedy in its place takes the likeliest token")
@@ -135,10 +138,10 @@ def generate(
     from kvexport.terminal import show
 
     with show(f"loading {artifact}"):
-        engine = load(artifact)
+        engine = load(artifact, backend=backend)
     settings = engine.settings(do_sample=sample, **drawing, **others)
-    completion = _stream(engine, text, settings, quiet=as_json)
-    figures = _statistics(engine)
+    completion = print_stream(engine, text, settings, quiet=as_json)
+    figures = statistics(engine)
     if as_json:
         _print_json({"artifact": str(artifact), **vars(completion), "settings": vars(settings), "stats": figures})
     if stats:
@@ -186,22 +189,33 @@ def validate(
     batch: Annotated[int, typer.Option(min=1, help="Sequences, each shorter than the one before.")] = 3,
     checkpoint: Annotated[str | None, typer.Option(metavar="DIR", help="Where the weights are now; default the recipe's.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the random tokens.")] = 0,
+    telemetry: TelemetryOption = False,
+    backend: Annotated[str | None, typer.Option(metavar="NAME", help="onnxruntime, tensorrt, or all that this machine has.")] = None,
     as_json: JsonOption = False,
     html: HtmlOption = None,
 ) -> None:
     """Compare an artifact with PyTorch, step by step."""
     from kvexport.terminal import show
     from kvexport.validate.runner import validate_artifact
+    from kvexport.validate.runners import backends_here
 
     _require_folder(html)
-    result = validate_artifact(artifact, length=length, batch=batch, checkpoint=checkpoint, seed=seed, progress=show)
+    asked: dict[str, Any] = {"length": length, "batch": batch, "checkpoint": checkpoint, "seed": seed, "telemetry": telemetry}
+    backends: list[tuple[str | None, str | None]] = [(backend, None)]
+    if backend == "all":
+        backends[:], missing = backends_here(artifact)
+        for name, why in missing.items():
+            typer.echo(f"not compared with {name}: {why}", err=True)
+    results = [validate_artifact(artifact, **asked, backend=name, device=device, progress=show) for name, device in backends]
+    problem = next((result.problem for result in results if not result.passed), "")
+    sections = [section for result in results for section in result.sections()]
     if html is not None:
         from kvexport.report import render_html
 
-        _write(html, render_html(f"Validation of {artifact}", "passed" if result.passed else result.problem, result.sections()))
-    _print(as_json, result.to_json, lambda: result.sections())
-    if not result.passed:
-        raise MismatchError(result.problem, "build the artifact again; if it stays, report it with the output of validate --json")
+        _write(html, render_html(f"Validation of {artifact}", problem or "passed", sections))
+    _print(as_json, lambda: [r.to_json() for r in results] if backend == "all" else results[0].to_json(), lambda: sections)
+    if problem:
+        raise MismatchError(problem, "build the artifact again; if it stays, report it with the output of validate --json")
 
 
 @app.command("eval")
@@ -220,6 +234,7 @@ def evaluate(
     longbench: Annotated[Path | None, typer.Option(metavar="DIR", help="LongBench's data and config, from there.")] = None,
     ruler: Annotated[Path | None, typer.Option(metavar="DIR", help="RULER's prepared tasks, from there.")] = None,
     work: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the artifacts there.")] = None,
+    telemetry: TelemetryOption = False,
     as_json: JsonOption = False,
     html: HtmlOption = None,
 ) -> None:
@@ -234,7 +249,7 @@ def evaluate(
     from kvexport.terminal import show
 
     shared = {"samples": samples, "length": length, "seed": seed, "batch": batch, "training_length": training_length}
-    options = make_options(methods, budgets, tasks, text, longbench, ruler, **shared)
+    options = make_options(methods, budgets, tasks, text, longbench, ruler, **shared, telemetry=telemetry)
     result = evaluate(recipe, overrides or (), options, work, show)
     if html is not None:
         from kvexport.report import render_html
@@ -335,73 +350,6 @@ def _value_at(data: dict[str, Any], dotted: str) -> Any:
     for part in dotted.split("."):
         value = value[part]
     return value
-
-
-def _read_prompt(prompt: str | None, file: Path | None, token_ids: str | None) -> str | list[int]:
-    """The one prompt that was given, text or token ids."""
-    given = [x for x in (prompt, file, token_ids) if x is not None]
-    if len(given) != 1:
-        found = "there is no prompt" if not given else f"there are {len(given)} prompts"
-        raise UsageError(found, "one of: PROMPT, - (stdin), --prompt-file FILE, --token-ids 1,2,3")
-    if token_ids is not None:
-        parts = token_ids.replace(",", " ").split()
-        if wrong := [part for part in parts if not (part.isascii() and part.removeprefix("-").isdigit() and len(part) < 19)]:
-            raise UsageError(f"--token-ids holds {wrong[0]!r}, which is no token id", "--token-ids 1,2,3")
-        return [int(part) for part in parts]
-    where = "stdin" if file is None else str(file)
-    try:
-        if file is not None:
-            return file.read_bytes().decode()
-        return typer.get_binary_stream("stdin").read().decode() if prompt == "-" else str(prompt)
-    except UnicodeDecodeError as error:
-        problem = f"the prompt in {where} is not UTF-8: byte {error.object[error.start]:#04x} at {error.start}"
-        raise UsageError(problem, "convert it, for example with iconv -t UTF-8") from error
-    except OSError as error:
-        raise UsageError(
-            f"the prompt cannot be read from {where}: {error.strerror}", "--prompt-file FILE with a file you may read"
-        ) from error
-
-
-def _stream(engine: Engine, prompt: str | list[int], settings: GenerationSettings, *, quiet: bool) -> Completion:
-    """Generate, printing every piece as soon as it is final unless `quiet`."""
-    from kvexport.runtime.engine import Completion
-    from kvexport.terminal import show
-
-    ids = engine.encode(prompt)
-    completion = Completion(len(ids))
-    with show("reading the prompt", len(ids)) as bar:
-        done = 0
-
-        def advance(tokens: int, _: int) -> None:
-            nonlocal done
-            bar.advance(tokens - done)
-            done = tokens
-
-        stream = engine.stream(ids.tolist(), settings, on_prefill=advance)
-        token = next(stream)
-    while True:
-        completion.token_ids.append(token.id)
-        completion.text += token.text
-        completion.finish_reason = token.finish_reason
-        if not quiet:
-            print(token.text if engine.tokenizer else f"{token.id} ", end="\n" if token.finish_reason else "", flush=True)
-        if token.finish_reason:
-            return completion
-        token = next(stream)
-
-
-def _statistics(engine: Engine) -> dict[str, int | float | None]:
-    """Of the last call. The first generated token comes out of prefill, so the decode rate counts steps."""
-    t = engine.timing
-    return {
-        "prompt_tokens": t.prompt_tokens,
-        "generated_tokens": t.generated_tokens,
-        "prefill_seconds": t.prefill_seconds,
-        "prefill_tokens_per_second": t.prompt_tokens / t.prefill_seconds if t.prefill_seconds else None,
-        "decode_seconds": t.decode_seconds,
-        "decode_tokens_per_second": t.steps / t.decode_seconds if t.decode_seconds else None,
-        "cache_bytes": engine.plan.bytes(1),
-    }
 
 
 def _print(as_json: bool, data: Callable[[], Any], sections: Callable[[], Sequence[Section]]) -> None:

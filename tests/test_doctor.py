@@ -61,7 +61,7 @@ def test_this_machine_can_do_everything() -> None:
     assert "CPUExecutionProvider" in found.providers
     assert found.system["cores"] >= 1
     assert found.system["disk_free"] > 0
-    assert {s.package.name for s in found.packages if s.problem} <= {"onnxruntime-gpu", "tensorrt"}
+    assert {s.package.name for s in found.packages if s.problem} <= {"onnxruntime-gpu", "tensorrt", "cuda-bindings"}
 
 
 def test_without_the_export_packages_artifacts_still_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,3 +152,15 @@ def test_the_module_itself_needs_the_standard_library_only() -> None:
     code = "import sys, kvexport.doctor; print([m for m in ('numpy', 'pydantic', 'typer', 'rich', 'yaml', 'torch') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_tensorrt_plugins_are_found_or_said_to_be_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVEXPORT_TENSORRT_PLUGIN", "off")
+    found = diagnose().tensorrt_plugins
+    assert found == {"problem": "switched off by KVEXPORT_TENSORRT_PLUGIN", "fix": "unset KVEXPORT_TENSORRT_PLUGIN"}
+    library = tmp_path / "plugins.so"
+    library.touch()
+    monkeypatch.setenv("KVEXPORT_TENSORRT_PLUGIN", str(library))
+    shown = CliRunner().invoke(app, ["doctor"]).stdout
+    assert re.search(r"TensorRT plugins\s+\S", shown)
+    assert json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)["tensorrt_plugins"] == {"library": str(library)}

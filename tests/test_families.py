@@ -12,6 +12,7 @@ import models
 import numpy as np
 import pytest
 import torch
+from tensorrt_walk import artifact_problems
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
@@ -137,7 +138,9 @@ class Workshop:
             export={"prefill_chunk": CHUNK, "logits": "all", "weights": (FAMILIES | TAIL)[name].weights},
             limits={"max_length": MAX_LENGTH, "max_batch": 3},
         )
-        return load(models.build_shared(recipe, self.folder / f"{name}-{method}-{dtype}"))
+        artifact = models.build_shared(recipe, self.folder / f"{name}-{method}-{dtype}")
+        assert not artifact_problems(artifact)  # nothing that TensorRT's parser does not take
+        return load(artifact)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import gc
 import json
 import platform
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,13 +18,16 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from kvexport import __version__
 from kvexport.build.artifact import stage, write_manifest
+from kvexport.build.forked import forked
 from kvexport.build.inplace import check_in_place
 from kvexport.build.manifest import file_digests
+from kvexport.build.tensorrt_engines import EngineBuilder
 from kvexport.cache import CONTRACT_VERSION, CachePlan, LayerGeometry, plan_cache
 from kvexport.errors import UsageError
 from kvexport.recipe import Recipe
 from kvexport.terminal import Progress, silent
 
+SWITCH_SECONDS = 0.0005
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
@@ -65,14 +69,24 @@ def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
     return ModelShape(checkpoint, model, mode, geometry, plan_cache(recipe, geometry))
 
 
-def build(recipe: Recipe, out: Path, *, name: str = "", progress: Callable[[str, int | None], Progress] = silent) -> Path:
+def build(
+    recipe: Recipe,
+    out: Path,
+    *,
+    name: str = "",
+    graphs_only: bool = False,
+    progress: Callable[[str, int | None], Progress] = silent,
+) -> Path:
     """Build `recipe` into the directory `out` and return it; an artifact that was there is replaced at the very end.
 
-    Raises UsageError (recipe, checkpoint, target), EnvironmentProblem (disk full, missing package). Whatever happens, `out` holds the
-    old artifact, the new one, or nothing.
+    graphs_only: leaves the engines of a TensorRT recipe to `kvexport.build.rebuild`, on the machine that will run them. Raises UsageError
+    (recipe, checkpoint, target), EnvironmentProblem (disk full, missing package; for engines: TensorRT, a GPU). Whatever happens, `out`
+    holds the old artifact, the new one, or nothing.
     """
+    tensorrt = recipe.backend.name == "tensorrt" and not graphs_only
+    engines = EngineBuilder(recipe.backend.tensorrt) if tensorrt else None
     with stage(out) as folder, _collector_paused():
-        from kvexport.export.graphs import attention_functions, finish_decoder, merge_model
+        from kvexport.export.graphs import attention_functions, finish_decoder
         from kvexport.export.tracer import trace_decoder
         from kvexport.export.weights import total_bytes
 
@@ -81,12 +95,14 @@ def build(recipe: Recipe, out: Path, *, name: str = "", progress: Callable[[str,
             specs = weight_specs(shape, recipe.model.dtype)
         method = recipe.cache.build_method()
         with (
+            forked(partial(_merge_bytes, shape.plan, method)) as merge_bytes,  # before there are threads
             progress("tracing the model, writing its weights", total_bytes(specs)) as bar,
             _in_background(partial(_write_weights, specs, folder, recipe.export.weights), bar.advance) as writing,
         ):
             traced = trace_decoder(shape.model, shape.mode, shape.plan, last_logits=recipe.export.logits == "last")
             functions = attention_functions(shape.plan, method, shape.geometry)
-            merge = merge_model(shape.plan, method)
+            merge = _parse_merge(merge_bytes(), method)
+            gc.collect()  # while the weights may still be under way
             written = writing.result()
         with progress("writing graphs", None):
             decoder = finish_decoder(traced, written.locations, folder, method, shape.geometry, functions)
@@ -97,8 +113,31 @@ def build(recipe: Recipe, out: Path, *, name: str = "", progress: Callable[[str,
                     graphs[kind] = f"{kind}.onnx"
                     (folder / graphs[kind]).write_bytes(model.SerializeToString(deterministic=True))
             _copy_texts(shape.checkpoint, folder)
-            write_manifest(folder, _manifest(recipe, name, shape, graphs), known=written.digests)
+            manifest = _manifest(recipe, name, shape, graphs)
+        if engines is not None:
+            engines.add_engines(folder, manifest, progress)
+        write_manifest(folder, manifest, known=written.digests)
     return out
+
+
+def _merge_bytes(plan: CachePlan, method: Any) -> bytes:
+    """merge.onnx; nothing where no layer merges."""
+    from kvexport.export.graphs import merge_model
+
+    model = merge_model(plan, method)
+    return b"" if model is None else model.SerializeToString()
+
+
+def _parse_merge(model: bytes, method: Any) -> Any:
+    import onnx
+
+    from kvexport.ops.onnx_function import keep_merge_functions
+
+    if not model:
+        return None
+    parsed = onnx.ModelProto.FromString(model)
+    keep_merge_functions(method, parsed.functions)
+    return parsed
 
 
 @contextmanager
@@ -116,7 +155,7 @@ def _collector_paused() -> Iterator[None]:
 @contextmanager
 def _in_background(work: Callable[[Callable[[int], None]], T], advance: Callable[[int], None]) -> Iterator[Future[T]]:
     """`work` in a thread. Where the block raises, what `work` was given raises too, so that it ends."""
-    ended = Event()
+    ended, interval = Event(), sys.getswitchinterval()
 
     def advance_or_end(amount: int) -> None:
         if ended.is_set():
@@ -124,11 +163,15 @@ def _in_background(work: Callable[[Callable[[int], None]], T], advance: Callable
         advance(amount)
 
     with ThreadPoolExecutor(1) as pool:
+        # After every read, hash and write the thread waits so long for the interpreter, if the block is all Python.
+        sys.setswitchinterval(SWITCH_SECONDS)
         try:
             yield pool.submit(work, advance_or_end)
         except BaseException:
             ended.set()
             raise
+        finally:
+            sys.setswitchinterval(interval)
 
 
 def _write_weights(specs: list[Any], folder: Path, mode: Literal["copy", "link"], advance: Callable[[int], None]) -> Any:

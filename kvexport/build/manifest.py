@@ -19,7 +19,7 @@ from kvexport.errors import ArtifactError, KvexportError
 FORMAT = "kvexport-artifact"
 MANIFEST = "manifest.json"
 MANIFEST_LIMIT = 16 << 20
-_CHUNK = 1 << 20
+_CHUNK = 4 << 20  # as large as the blocks of kvexport.export.weights, for the same reason
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -95,6 +95,19 @@ def check_artifact(root: Path, verify: bool) -> dict[str, Any]:
     except OSError as error:
         raise damaged(root, f"{error.filename or 'a file'} cannot be read: {error.strerror}") from error
     return manifest
+
+
+def read_verified(root: Path, manifest: dict[str, Any], name: str) -> bytes:
+    """A listed file, its bytes held to the manifest's digest: what is then used is what was checked, not what may lie there since. For
+    files that are code, as TensorRT's plans are. Raises ArtifactError."""
+    try:
+        data = (root / name).read_bytes()
+    except OSError as error:
+        raise damaged(root, f"{name!r} cannot be read: {error.strerror}") from error
+    digest, expected = hashlib.sha256(data).hexdigest(), manifest["files"][name]["sha256"]
+    if digest != expected:
+        raise damaged(root, f"{name!r} has SHA-256 {digest}, the manifest says {expected}")
+    return data
 
 
 def _read_manifest(root: Path, entry: os.stat_result | None) -> dict[str, Any]:

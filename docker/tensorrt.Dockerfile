@@ -1,0 +1,36 @@
+# kvexport with TensorRT: builds the plugins and engines, and runs them. Needs the NVIDIA Container Toolkit to run, and no GPU to be built.
+#
+#   docker build -f docker/tensorrt.Dockerfile --build-arg TENSORRT_TAG=YY.MM-py3 -t kvexport:tensorrt .
+#   docker run --rm --gpus all -v "$PWD/artifacts:/work" kvexport:tensorrt build --from /work/ARTIFACT --backend tensorrt
+#
+# TENSORRT_TAG: of an image with TensorRT 11 (NGC's catalogue lists them); it has no default, so that nobody builds on one that was not
+# chosen. TENSORRT_DIGEST=sha256:... pins it. EXTRAS= leaves out what only exporting takes: engines can still be built --from graphs.
+ARG TENSORRT_TAG
+ARG TENSORRT_DIGEST=
+
+FROM nvcr.io/nvidia/tensorrt:${TENSORRT_TAG}${TENSORRT_DIGEST:+@${TENSORRT_DIGEST}} AS build
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends cmake g++ make python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /source
+COPY pyproject.toml hatch_build.py constraints.txt README.md LICENSE ./
+COPY plugins plugins
+COPY recipes recipes
+COPY kvexport kvexport
+# Compute capabilities of the GPUs that the image is for, as in "90" or "80 86 89 90"; nvcc takes minutes for each.
+ARG CAPABILITIES="80 86 89 90 100 120"
+RUN python3 plugins/tensorrt/build_tensorrt.py --device ${CAPABILITIES}
+ARG EXTRAS=export
+# TensorRT and its Python module are the image's own.
+RUN python3 -m venv --system-site-packages /opt/kvexport \
+    && /opt/kvexport/bin/pip install --no-cache-dir --constraint constraints.txt ".${EXTRAS:+[${EXTRAS}]}" onnx cuda-bindings
+
+FROM nvcr.io/nvidia/tensorrt:${TENSORRT_TAG}${TENSORRT_DIGEST:+@${TENSORRT_DIGEST}}
+COPY --from=build /opt/kvexport /opt/kvexport
+RUN useradd --uid 10001 --create-home kvexport && mkdir -p /work && chown kvexport /work
+ENV PATH=/opt/kvexport/bin:$PATH
+USER 10001
+WORKDIR /work
+HEALTHCHECK --interval=60s --timeout=30s --start-period=10s CMD ["kvexport", "doctor"]
+ENTRYPOINT ["kvexport"]
+CMD ["--help"]

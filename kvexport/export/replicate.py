@@ -117,7 +117,8 @@ def _do_the_same(first: _Layer, other: _Layer, prefix: str) -> bool:
     seen = set()
     while pending:
         pair = x, y = pending.pop()
-        if x is y or pair in seen:
+        shared = x is y and (x is None or _renamed(str(x.name), first.number, other.number, prefix) is None)
+        if shared or pair in seen:
             continue
         seen.add(pair)
         if x is None or y is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
@@ -23,6 +23,7 @@ from onnxscript.rewriter import onnx_fusions
 from torch import Tensor, nn
 from torch.export import Dim
 
+from kvexport.methods.base import Method
 from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
 from kvexport.ops.to_onnx import OPSET, to_onnx
 from kvexport.ops.vote_attention import VoteAttentionAttributes, vote_attention
@@ -64,6 +65,7 @@ rows <budget, recent> (votes) => (kept_rows, leaving_rows, freed_rows, recent_sl
     recent_slots = Cast <to = 6> (kv_recent)
 }"""
 STATE = ("key", "value", "votes", "score", "position")
+_merge_functions: dict[tuple[type[Method], str], onnx.FunctionProto] = {}  # by method and overload
 
 
 def vote_attention_node_attributes(attributes: VoteAttentionAttributes) -> dict[str, Any]:
@@ -145,12 +147,24 @@ def merge_cache_function(
     attributes: MergeCacheAttributes, *, kv_heads: int, head_sizes: tuple[int, int], statistics: int, dtype: torch.dtype
 ) -> onnx.FunctionProto:
     """The function of MergeCache. Budget and recent are read from the node's attributes, so layers of different budgets share it."""
-    return _merge_cache_function(replace(attributes, budget=0, recent=0), kv_heads, head_sizes, statistics, dtype)
+    meaning = {
+        "op": "MergeCache", "heads": kv_heads, "sizes": head_sizes, "statistics": statistics, "dtype": str(dtype),
+        **{k: v for k, v in merge_cache_node_attributes(attributes).items() if k not in MERGE_CACHE_NODE},
+    }  # fmt: skip
+    key = type(attributes.method), overload_of(meaning)
+    if key not in _merge_functions:
+        shared = replace(attributes, budget=0, recent=0)
+        _merge_functions[key] = _trace_merge_cache(key[1], shared, kv_heads, head_sizes, statistics, dtype)
+    return _merge_functions[key]
 
 
-@cache
-def _merge_cache_function(
-    attributes: MergeCacheAttributes, kv_heads: int, head_sizes: tuple[int, int], statistics: int, dtype: torch.dtype
+def keep_merge_functions(method: Method, functions: Iterable[onnx.FunctionProto]) -> None:
+    """What a copy of this process traced for `method` need not be traced in this one."""
+    _merge_functions.update({(type(method), function.overload): function for function in functions})
+
+
+def _trace_merge_cache(
+    overload: str, attributes: MergeCacheAttributes, kv_heads: int, head_sizes: tuple[int, int], statistics: int, dtype: torch.dtype
 ) -> onnx.FunctionProto:
     key_size, value_size = head_sizes
     b, c, n, v = 2, 8, 5, 2
@@ -158,10 +172,6 @@ def _merge_cache_function(
     arguments = [*_state(b, kv_heads, c, statistics, key_size, value_size, dtype), *given]
     batch, capacity, kept, leaving, freed = Dim("batch"), Dim("capacity", min=4), Dim("kept"), Dim("leaving"), Dim("freed")
     shapes = [*_state_dims(batch, capacity), {0: kept}, {0: leaving}, {0: freed}, {}]
-    meaning = {
-        "op": "MergeCache", "heads": kv_heads, "sizes": head_sizes, "statistics": statistics, "dtype": str(dtype),
-        **{k: v for k, v in merge_cache_node_attributes(attributes).items() if k not in MERGE_CACHE_NODE},
-    }  # fmt: skip
 
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
         key, value, votes, score, position, kept, leaving, freed, recent = tensors
@@ -170,7 +180,7 @@ def _merge_cache_function(
     graph = _trace(call, arguments, shapes)
     prologue = list(onnx.parser.parse_function(ROWS).node)
     inputs = [*STATE, *ROW_INPUTS]
-    function = _function("MergeCache", overload_of(meaning), graph, inputs, [f"present_{s}" for s in STATE], prologue)
+    function = _function("MergeCache", overload, graph, inputs, [f"present_{s}" for s in STATE], prologue)
     function.attribute.extend(MERGE_CACHE_NODE)
     return function
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,6 @@ from torch.export import ExportedProgram
 from kvexport.quiet import quiet_exporter
 
 OPSET = 23  # keeps RMSNormalization and RotaryEmbedding whole; 24 decomposes them
-_KEPT: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 def to_onnx(
@@ -32,7 +32,7 @@ def to_onnx(
     PyTorch operators, before what torch.onnx makes of them. names: `input_names` and `output_names`. Errors of torch.export and
     torch.onnx pass through.
     """
-    with quiet_exporter(), torch.no_grad(), _signatures_kept():
+    with quiet_exporter(), torch.no_grad(), _sources_unread(), _values_kept():
         # The cache keys operators by symbolic shapes, and to look one up takes longer than to compute it.
         with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
             exported = torch.export.export(
@@ -53,19 +53,59 @@ def _changes_in_place(exported: ExportedProgram) -> bool:
     return any(isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable for target in targets)
 
 
+class _Signature:
+    """What onnxscript makes of a translation's source, made only for who asks for more than its domain."""
+
+    def __init__(self, translation: Any, make: Callable[[Any], Any]) -> None:
+        self.domain: str = translation.opset.domain
+        self._make = functools.partial(make, translation)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._make(), name)
+
+
 @contextlib.contextmanager
-def _signatures_kept() -> Iterator[None]:
-    """torch.onnx looks up each of its 500 translations anew for every program, and every look parses the translation's source."""
+def _sources_unread() -> Iterator[None]:
+    """torch.onnx looks up its 500 translations anew for every program, and every look parses the translation's source for its domain."""
     traced: Any = getattr(onnxscript.values, "TracedOnnxFunction", None)
     original = vars(traced).get("function_ir") if traced else None
     if not isinstance(original, property) or original.fget is None:
         yield  # another version of onnxscript
         return
-    traced.function_ir = property(_KEPT.setdefault(original.fget, functools.cache(original.fget)))
+    traced.function_ir = property(functools.partial(_Signature, make=original.fget))
     try:
         yield
     finally:
         traced.function_ir = original
+
+
+@contextlib.contextmanager
+def _values_kept() -> Iterator[None]:
+    """To make type promotion explicit, torch.onnx computes the shapes of a whole program anew, which promotion does not change."""
+    try:
+        promotion: Any = importlib.import_module("torch.onnx._internal.fx.passes.type_promotion")
+    except ImportError:
+        promotion = None
+    interpreter: Any = getattr(promotion, "_TypePromotionInterpreter", None)
+    rule_of: Any = getattr(promotion, "get_type_promotion_rule", None)
+    if rule_of is None or not {"run_node", "_maybe_promote_node", "_set_current_node"} <= set(dir(interpreter)):
+        yield  # another version of torch
+        return
+    original = interpreter.run_node
+
+    def run_node(self: Any, node: Any) -> Any:
+        if node.op != "call_function" or "val" not in node.meta:
+            return original(self, node)
+        if rule := rule_of(node, self.type_promotion_table):
+            with self._set_current_node(node):
+                self._maybe_promote_node(node, rule)
+        return node.meta["val"]
+
+    interpreter.run_node = run_node
+    try:
+        yield
+    finally:
+        interpreter.run_node = original
 
 
 def _translate(exported: ExportedProgram, translations: Mapping[Any, Any], names: dict[str, Any]) -> ir.Model:

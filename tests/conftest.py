@@ -11,6 +11,10 @@ import yaml
 from artifacts import Forks
 from tiny_model import ALPHABET, RECIPE
 
+# Before anything imports torch: these tensors are so small that waking a second thread takes longer than the work, and a worker of
+# pytest-xdist has no second core to itself.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -56,6 +60,19 @@ def tiny_artifact(tiny_recipe: Path) -> Path:
     import kvexport
 
     return kvexport.build(tiny_recipe, tiny_recipe.parent / "artifact")
+
+
+@pytest.fixture
+def recipe_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty recipe folder, which is also next to the current directory."""
+    from kvexport import recipe_files
+
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(recipe_files, "recipe_folder", lambda: folder)
+    return folder
 
 
 @pytest.fixture(scope="module")

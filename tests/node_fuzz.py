@@ -20,7 +20,7 @@ ODD: list[Any] = [
 SIZES: list[Any] = ["B", "T", "C", 0, 1, 2, 3, 4, 7, 8, 12, 16, 64]
 OTHER = MERGE_CACHE | {"method": "zeromerge", "residual": 0.3}
 POOLED = MERGE_CACHE | {"method": "snapkv", "pool": 5}
-BALLOT = MERGE_CACHE | {"method": "ballot", "zip": "vote", "decay": 0.9}
+BALLOT = MERGE_CACHE | {"method": "ballot", "zip": "vote", "decay": 0.9, "order": "least-error", "attention": 0.5, "pool": 4}
 
 
 def mutated(rng: random.Random, attributes: dict[str, Any]) -> dict[str, Any]:
@@ -74,8 +74,10 @@ def main(seed: int, cases: int) -> None:
         rng = random.Random(case)
         print(case, file=sys.stderr)  # the last line of a process that dies
         attention = rng.random() < 0.5
-        shapes = reshaped(rng, vote_attention_shapes() if attention else merge_shapes(rng.choice([1, 1, 2])))
-        attributes = mutated(rng, VOTE_ATTENTION if attention else rng.choice([MERGE_CACHE, KEEPKV, KVSLIMMER, OTHER, POOLED, BALLOT]))
+        node = VOTE_ATTENTION if attention else rng.choice([MERGE_CACHE, KEEPKV, KVSLIMMER, OTHER, POOLED, BALLOT])
+        kept = 2 if (node is BALLOT) != (rng.random() < 0.1) else 1
+        shapes = reshaped(rng, vote_attention_shapes() if attention else merge_shapes(kept))
+        attributes = mutated(rng, node)
         absent = [name for name in shapes if rng.random() < (0.5 if name == "sink_logits" else 0.01)]
         try:
             one = session(model("VoteAttention" if attention else "MergeCache", attributes, shapes, absent=absent))

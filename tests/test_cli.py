@@ -1,15 +1,11 @@
-"""The command line: data on stdout, progress on stderr, an exit code for every kind of error and never a traceback."""
+"""The command line: data on stdout, progress on stderr, nothing heavy imported before the verb that needs it."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,42 +14,13 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
+from command_line import ENVIRONMENT, ROOT, failure, ok, process, run
 
 import kvexport
-from kvexport import cli_errors
-from kvexport.cli import app
 from kvexport.errors import KvexportError
 from kvexport.report import Paragraph, Section
 
-ROOT = Path(__file__).parent.parent
-ENVIRONMENT = {**{k: v for k, v in os.environ.items() if k not in ("KVEXPORT_DEBUG", "PYTHONUNBUFFERED")}, "PYTHONPATH": str(ROOT)}
 IDS = "7,3,40,2,9"
-
-
-def run(*arguments: object, **options: Any) -> Any:
-    return CliRunner().invoke(app, [str(a) for a in arguments], **options)
-
-
-def ok(*arguments: object, **options: Any) -> str:
-    result = run(*arguments, **options)
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def failure(code: int, *arguments: object, **options: Any) -> str:
-    result = run(*arguments, **options)
-    assert result.exit_code == code, result.output
-    assert result.stdout == ""
-    assert "Traceback" not in result.stderr
-    assert "error:" in result.stderr
-    return result.stderr
-
-
-def process(*arguments: object, code: str = "", **options: Any) -> subprocess.Popen[str]:
-    start = ["-c", code] if code else ["-m", "kvexport"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": ENVIRONMENT, "cwd": ROOT, **options}
-    return subprocess.Popen([sys.executable, *start, *map(str, arguments)], **pipes)
 
 
 def generated(artifact: Path, prompt: Sequence[object], *arguments: object, **options: Any) -> dict[str, Any]:
@@ -296,9 +263,12 @@ def test_validate_reports_and_exits_with_4_on_a_mismatch(monkeypatch: pytest.Mon
         return outcome
 
     monkeypatch.setattr("kvexport.validate.runner.validate_artifact", compare)
-    result = run("validate", "x", "--batch", 2, "--length", 99, "--seed", 4, "--checkpoint", "there", "--html", tmp_path / "page.html")
+    result = run(
+        "validate", "x", "--batch", 2, "--length", 99, "--seed", 4, "--checkpoint", "there", "--telemetry", "--html", tmp_path / "page.html"
+    )
     asked.pop("progress")
-    assert asked == {"path": Path("x"), "batch": 2, "length": 99, "seed": 4, "checkpoint": "there"}
+    assert (asked.pop("backend"), asked.pop("device")) == (None, None)
+    assert asked == {"path": Path("x"), "batch": 2, "length": 99, "seed": 4, "checkpoint": "there", "telemetry": True}
     assert result.exit_code == (0 if outcome.passed else 4)
     assert f"passed: {outcome.passed}" in result.stdout
     assert outcome.problem in result.stderr
@@ -344,114 +314,3 @@ def test_methods_are_listed_with_their_parameters() -> None:
     shown = ok("recipes", "methods")
     for parameter in methods["keepkv"]["parameters"]:
         assert parameter["name"] in shown
-
-
-# Errors.
-
-
-@pytest.mark.parametrize("arguments", [["--nope"], ["nope"], ["build"], ["generate"], ["plan", "--recipe"], ["inspect", "x", "--steps"]])
-def test_usage_errors_are_exit_code_2(arguments: list[str]) -> None:
-    result = run(*arguments)
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert "Error: " in result.stderr
-
-
-@pytest.mark.parametrize("verb", ["inspect", "generate", "validate"])
-def test_where_nothing_is_the_exit_code_is_2(verb: str, tmp_path: Path) -> None:
-    assert "there is no artifact" in failure(2, verb, tmp_path / "nothing", *(["abc"] if verb == "generate" else []))
-
-
-def test_a_recipe_with_mistakes_is_exit_code_2(tmp_path: Path) -> None:
-    message = failure(2, "build", "--recipe", "tiny-h2o", "--set", "cache.budgett=3", "--set", "nope", "--out", tmp_path / "a")
-    assert "cache.budget" in message
-    assert "--set nope" in message
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "said"),
-    [
-        (ModuleNotFoundError("No module named 'torch'", name="torch"), 3, "pip install 'kvexport[export]'"),
-        (MemoryError("Unable to allocate 3 GiB"), 3, "kvexport plan"),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), 3, "not enough memory"),
-        (OSError(28, "No space left on device", "/x/y"), 3, "disk full while writing /x/y"),
-        (KeyboardInterrupt(), 130, "interrupted"),
-        (BrokenPipeError(), 141, ""),
-        (KvexportError("something\nin two lines", "the line that mends it"), 1, "fix: the line that mends it"),
-    ],
-)
-def test_an_error_of_a_verb_becomes_a_message_and_an_exit_code(
-    monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, said: str
-) -> None:
-    def fail() -> None:
-        raise error
-
-    monkeypatch.setattr("kvexport.doctor.diagnose", fail)
-    result = run("doctor")
-    assert result.exit_code == code
-    assert said in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-def test_a_defect_is_one_line_and_its_traceback_is_in_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def fail() -> None:
-        raise ZeroDivisionError("something\nunexpected")
-
-    monkeypatch.setattr("kvexport.doctor.diagnose", fail)
-    monkeypatch.setattr(cli_errors.tempfile, "tempdir", str(tmp_path))
-    message = failure(1, "doctor")
-    assert message.splitlines()[0] == "error: ZeroDivisionError: something"
-    (log,) = tmp_path.iterdir()
-    assert str(log) in message
-    assert "in fail" in log.read_text()
-    log.unlink()
-    for shown in (run("--debug", "doctor"), run("doctor", env={"KVEXPORT_DEBUG": "1"})):
-        assert shown.exit_code == 1
-        assert "in fail" in shown.stderr
-    monkeypatch.setattr(cli_errors.tempfile, "tempdir", str(tmp_path / "nowhere"))
-    assert "could not be kept" in failure(1, "doctor")
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_closed_pipe_ends_the_program_quietly(tiny_artifact: Path) -> None:
-    child = process("generate", tiny_artifact, "abc", "--max-new-tokens", 400)
-    assert child.stdout
-    assert child.stderr
-    assert child.stdout.read(1)
-    child.stdout.close()
-    problems = child.stderr.read()
-    assert child.wait(30) == 141
-    assert "Traceback" not in problems
-    assert "BrokenPipe" not in problems
-
-
-def test_a_full_disk_behind_stdout_is_exit_code_3() -> None:
-    with Path("/dev/full").open("w") as full:
-        child = process("recipes", "show", "tiny-h2o", stdout=full)
-        assert "No space left" in child.communicate()[1]
-    assert child.returncode == 3
-
-
-def test_ctrl_c_ends_the_program_cleanly(tiny_artifact: Path) -> None:
-    # Slow enough that it is certainly under way, whatever the machine.
-    code = (
-        # A shell starts what runs in its background with interrupts ignored.
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "import time; from kvexport.runtime.lanes import Lanes; append = Lanes.append\n"
-        "Lanes.append = lambda self, tokens, prefill=False: (time.sleep(0.05), append(self, tokens, prefill=prefill))[1]\n"
-        "from kvexport.cli import main; main()"
-    )
-    child = process("generate", tiny_artifact, "abc", "--max-new-tokens", 400, code=code)
-    assert child.stdout
-    assert child.stdout.read(1)
-    child.send_signal(signal.SIGINT)
-    _, problems = child.communicate(timeout=30)
-    assert child.returncode == 130
-    assert problems.splitlines()[-1] == "interrupted"
-    assert "Traceback" not in problems
-
-
-def test_output_that_is_not_a_terminal_has_no_colour(tiny_artifact: Path) -> None:
-    for arguments in (["doctor"], ["recipes"], ["inspect", tiny_artifact], ["--help"], ["--nope"]):
-        result = run(*arguments)
-        assert "\x1b" not in result.output

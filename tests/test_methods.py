@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_head import DECAY, appended, attended, cache_of, merged, random_cache, score_for, tensors_of
 
+from kvexport.errors import UsageError
 from kvexport.methods.base import Method, Statistic
 from kvexport.methods.full import Full
 from kvexport.methods.h2o import H2O
@@ -288,6 +289,12 @@ def test_an_empty_sequence_stays_empty(method: Method) -> None:
     output, present = appended(cache_of(np.zeros((0, 3))), ones, ones, ones, method.statistics, query_length=0)
     assert (output == 0).all()
     assert len(present["key"]) == 0
+
+
+def test_a_score_of_other_statistics_than_the_method_keeps_is_refused() -> None:
+    key, value, votes, score, position = tensors_of(random_cache(1)[0])
+    with pytest.raises(UsageError, match="the score has 2 statistics, keepkv keeps 1"):
+        merge_cache(key, value, votes, score.repeat(1, 1, 2, 1), position, attributes=MergeCacheAttributes(KeepKV(), 6))
 
 
 def test_full_keeps_everything() -> None:

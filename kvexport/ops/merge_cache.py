@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kvexport.errors import UsageError
 from kvexport.methods.base import Leaving, Method, Rotary, Slots, gather_slots
 
 LAST = torch.iinfo(torch.int32).max
@@ -51,7 +52,13 @@ def merge_cache(
 
     Returns:
         The five tensors in the same shapes and dtypes: at most `budget` used slots in order of position, zeros after row `budget`.
+
+    Raises UsageError where K is not the number of statistics that the method keeps.
     """
+    statistics = len(attributes.method.statistics)
+    if score.shape[2] != statistics:
+        found = f"the score has {score.shape[2]} statistics, {attributes.method.name} keeps {statistics}"
+        raise UsageError(found, f"a score of [B, H, {statistics}, C]")
     kept_rows, leaving_rows, freed_rows = rows or rows_of(votes, attributes.budget)
     working = kept_rows.shape[0] + leaving_rows.shape[0]
 

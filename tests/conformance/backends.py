@@ -7,7 +7,6 @@ only those and fails where one of them is unknown or cannot be reached.
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
 from dataclasses import replace
 from functools import cache
@@ -32,9 +31,6 @@ SYMBOLIC = {
     "sink_logits": {}, "output": {0: "B", 2: "T"},
     **{f"{prefix}_{name}": {0: "B", (3 if name == "score" else 2): "C"} for prefix in ("past", "present") for name in STATE},
 }  # fmt: skip
-
-# The exporter's own trace, of which a test runner would collect thousands of lines.
-logging.getLogger("torch.__trace").setLevel(logging.CRITICAL)
 
 
 class Backend(Protocol):

@@ -1,4 +1,4 @@
-"""Ballot, this project's own: nobody's vote is lost. Every slot that leaves merges into the key nearest to its own."""
+"""Ballot, this project's own: nobody's vote is lost. What is said twice leaves first, and merges into the key nearest to its own."""
 
 from __future__ import annotations
 
@@ -6,26 +6,36 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from kvexport.methods.base import Leaving, Slots, Statistic, corrected_log_ema
-from kvexport.methods.joint import group, nearest, zipped
+from kvexport.methods.base import Leaving, Slots, Statistic, corrected_log_ema, gather_rows
+from kvexport.methods.joint import candidates, group, nearest, squared_distances, zipped
 from kvexport.methods.merging import Merging
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+LAST = 1e30  # above every error
+
 
 class Ballot(Merging):
     """KeepKV's merge without its gate: what a threshold rejects loses its mass, and cosine bounds nothing where norms differ, while
-    ``|q (k_e - k_c)| <= |q| |k_e - k_c|`` bounds the change of a logit. Wants a large recent share (`cache.recent` 0.5 to 0.8).
+    ``|q (k_e - k_c)| <= |q| |k_e - k_c|`` bounds the change of a logit. Past attention alone does not say what may leave (what has not
+    been asked yet has none); how well another slot stands for it does.
 
+    order: ``least-error`` lets those slots leave whose merge costs least, by ``w^attention |k_e - k_c|^2 |v_e - v_c|^2`` with w the
+        slot's mean probability and c the slot of higher importance for which that is smallest; ``least-attended`` the lowest w.
+    attention: how much past attention counts in that. pool: such slots are looked for among the lowest w, `pool` times as many as have
+        to leave.
     zip: ``vote`` stores fractional votes, ``count`` adds votes up; both keep the mean key. decay: ``a`` of the average that weighs.
     """
 
     name: ClassVar[str] = "ballot"
-    summary: ClassVar[str] = "every leaving slot merges into the nearest key; no threshold"
+    summary: ClassVar[str] = "what another slot stands for best leaves, and merges into the nearest key; no threshold"
     source: ClassVar[str] = "this project"
     recent_receives: ClassVar[bool] = True
 
+    order: Literal["least-error", "least-attended"] = "least-error"
+    attention: float = Field(0.5, ge=0.0)
+    pool: int = Field(4, ge=1)
     zip: Literal["vote", "count"] = "vote"
     decay: float = Field(0.95, gt=0.0, lt=1.0)
 
@@ -45,6 +55,23 @@ class Ballot(Merging):
 
         seen = torch.clamp(slots.now - slots.position + 1, min=1)
         return slots.score[:, :, 0] / seen.float()
+
+    def priority(self, slots: Slots, target: Tensor, count: int) -> Tensor:
+        """The importance, or before all others the error of the merges that the pool offers."""
+        import torch
+
+        importance = self.importance(slots, target, count)
+        if self.order == "least-attended":
+            return importance
+        pool = candidates(slots, importance, target, self.pool, count)
+        own = gather_rows(importance, pool.slot)
+        apart = squared_distances(slots.key, pool.slot) * squared_distances(slots.value, pool.slot)
+        higher = target[:, :, None, :] & (importance[:, :, None, :] > own[..., None])
+        apart = torch.where(higher, apart, LAST).amin(-1)
+        error = torch.clamp(own, min=0.0) ** self.attention * apart
+        rank = LAST * (1.0 + pool.rank.float())
+        joins = pool.live & (apart < LAST)
+        return rank.scatter(-1, pool.slot, torch.where(joins, error.clamp(max=0.1 * LAST), gather_rows(rank, pool.slot)))
 
     def merge(self, slots: Slots, leaving: Leaving) -> Slots:
         """Joint merge into the nearest key (`joint.zipped`), recent ones included, sinks not."""

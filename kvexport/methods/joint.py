@@ -133,18 +133,20 @@ def zipped(slots: Slots, groups: Groups, logit: Tensor, mode: str, key_factor_ma
     votes, votes_v = groups.pair(slots.votes)
     own, arriving = groups.pair(logit)
     top = groups.top(own, arriving)
-    weight, weight_v = votes * torch.exp(own - top), votes_v * torch.exp(torch.where(groups.merges, arriving - top, -torch.inf))
+    # Relative to the largest: a group that no query has seen has logits of -1e30, whose rounding would drown every vote.
+    own, arriving = own - top, arriving - top
+    weight, weight_v = votes * torch.exp(own), votes_v * torch.exp(torch.where(groups.merges, arriving, -torch.inf))
     key, value = (groups.mean(x, weight, weight_v) for x in (slots.key, slots.value))
     count = groups.total(votes, votes_v)
     if mode == "mean":
         return key, value, count
-    total = groups.total(weight, weight_v)  # sum w, relative to exp(top)
-    log_total = torch.log(total) + top
+    total = groups.total(weight, weight_v)
+    log_total = torch.log(total)
     mean_logit = groups.total(weight * own, weight_v * arriving) / total
     fractional = torch.exp(log_total - mean_logit)
     if mode == "vote":
         return key, value, fractional
-    factor = key_factor(log_total - torch.log(count), mean_logit)
+    factor = key_factor(log_total - torch.log(count) + top, mean_logit + top)
     limit = min(key_factor_max, torch.finfo(torch.float32).max)  # the pole is outside every limit
     usable = (factor >= 1.0 / limit) & (factor <= limit)
     return torch.where(usable[..., None], factor[..., None] * key, key), value, torch.where(usable, count, fractional)
@@ -158,6 +160,37 @@ def key_factor(log_mean: Tensor, mean_logit: Tensor) -> Tensor:
     ratio = torch.where(mean_logit == 0.0, torch.inf, ratio)
     agree = (log_mean - mean_logit).abs() <= 1e-6 * torch.clamp(mean_logit.abs(), min=1.0)
     return torch.where(agree, 1.0, ratio)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Slots that might leave. slot [B, H, P] int64: those of lowest importance, lowest first (the last one repeats where there are
+    fewer); live [B, H, P] bool: within what their own head has to look at; rank [B, H, C] int64: every slot's place by importance."""
+
+    slot: Tensor
+    live: Tensor
+    rank: Tensor
+
+
+def candidates(slots: Slots, importance: Tensor, target: Tensor, pool: int, count: int) -> Candidates:
+    """The `pool` times `count` slots of lowest importance among `target` [B, H, C] bool."""
+    import torch
+
+    ascending = torch.where(target, importance, torch.inf).sort(dim=-1, stable=True).indices
+    places = torch.clamp(torch.arange(pool * count, device=importance.device), max=importance.shape[-1] - 1)
+    # Empty slots leave first; a head's pool follows its own need, whatever its neighbours in the batch need.
+    own = count - (slots.votes == 0).sum(-1, keepdim=True)
+    in_order = torch.arange(importance.shape[-1], device=importance.device).expand(ascending.shape)
+    rank = torch.zeros_like(ascending).scatter(-1, ascending, in_order)
+    return Candidates(ascending.index_select(-1, places), places < pool * own, rank)
+
+
+def squared_distances(x: Tensor, rows: Tensor) -> Tensor:
+    """Of rows [B, H, V] of x [B, H, C, D] to all of them, to an error of 1e-6 of their squared norms; [B, H, V, C] float32."""
+    x = x.float()
+    square = (x * x).sum(-1)
+    product = gather_rows(x, rows) @ x.transpose(-1, -2)
+    return (square[:, :, None, :] + gather_rows(square, rows)[..., None] - 2.0 * product).clamp(min=0.0)
 
 
 def unit(key: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from kvexport.methods.base import Leaving, Slots, Statistic, corrected_log_ema, gather_rows
-from kvexport.methods.joint import group, nearest, unit, zipped
+from kvexport.methods.joint import candidates, group, nearest, unit, zipped
 from kvexport.methods.merging import Merging
 
 if TYPE_CHECKING:
@@ -64,22 +64,14 @@ class KeepKV(Merging):
         score = self.importance(slots, target, count)
         if self.order == "evict-first":
             return score
-        ascending = torch.where(target, score, torch.inf).sort(dim=-1, stable=True).indices
-        # The last row repeats where there are fewer slots than the pool asks for.
-        places = torch.clamp(torch.arange(self.pool * count, device=score.device), max=score.shape[-1] - 1)
-        pool = ascending.index_select(-1, places)
+        pool = candidates(slots, score, target, self.pool, count)
         keys = unit(slots.key)
-        higher = target[:, :, None, :] & (score[:, :, None, :] > score.gather(-1, pool)[..., None])
-        similarity = gather_rows(keys, pool) @ keys.transpose(-1, -2)
-        # Empty slots leave first; a head's pool follows its own need, whatever its neighbours in the batch need.
-        own = count - (slots.votes == 0).sum(-1, keepdim=True)
-        joins = (torch.where(higher, similarity, -2.0).amax(-1) > self.threshold) & (places < self.pool * own)
+        higher = target[:, :, None, :] & (score[:, :, None, :] > gather_rows(score, pool.slot)[..., None])
+        similarity = gather_rows(keys, pool.slot) @ keys.transpose(-1, -2)
+        joins = (torch.where(higher, similarity, -2.0).amax(-1) > self.threshold) & pool.live
         # Ranks, so that no score can outweigh what comes first: all that join, then the others, each by score.
-        slots_in_all = score.shape[-1]
-        by_score = torch.arange(slots_in_all, device=score.device).expand(ascending.shape)
-        rank = torch.zeros_like(ascending).scatter(-1, ascending, by_score)
-        first = torch.zeros_like(ascending).scatter(-1, pool, torch.where(joins, slots_in_all, 0))
-        return (rank - first).float()
+        first = torch.zeros_like(pool.rank).scatter(-1, pool.slot, torch.where(joins, score.shape[-1], 0))
+        return (pool.rank - first).float()
 
     def merge(self, slots: Slots, leaving: Leaving) -> Slots:
         """Joint merge per target (`joint.zipped`) by the bias-corrected score."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from recipe_texts import SMALL, one_problem, write
+from safetensors import safe_open
 
 from kvexport import recipe_files
 from kvexport.errors import UsageError
@@ -18,8 +19,9 @@ from kvexport.recipe import Recipe
 from kvexport.recipe_files import describe_method_parameters, list_recipes, load_recipe, recipe_folder
 
 TINY = ("tiny-base", *(f"tiny-{name}" for name in all_methods()))
+SMALL = tuple(f"small-{name}" for name in ("base", "full", "keepkv", "ballot"))
 # The recent share of the budget that a method wants; half otherwise.
-RECENT = {"tiny-ballot": 0.3, "tiny-kvslimmer": 0.25, "tiny-asymkv": 0.25}
+RECENT = {"tiny-ballot": 0.3, "small-ballot": 0.3, "tiny-kvslimmer": 0.25, "tiny-asymkv": 0.25}
 HUB = {
     "llama2-7b-keepkv": ("meta-llama/Llama-2-7b-hf", 4096),
     "llama2-13b-keepkv": ("meta-llama/Llama-2-13b-hf", 4096),
@@ -31,7 +33,7 @@ HUB = {
 
 def test_every_shipped_recipe_loads_and_the_base_says_that_it_is_one() -> None:
     listed = {info.name: info for info in list_recipes()}
-    assert set(listed) == {*TINY, *HUB, "keepkv-paper"}
+    assert set(listed) == {*TINY, *SMALL, *HUB, "keepkv-paper"}
     for name, info in listed.items():
         assert not info.problem
         assert info.description
@@ -54,6 +56,23 @@ def test_tiny_recipes_share_one_geometry(name: str) -> None:
     assert recipe.budget == (1024 if name == "tiny-full" else 64)
     if name != "tiny-base":
         assert recipe.cache.method == name.removeprefix("tiny-")
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_recipes_share_one_geometry(name: str) -> None:
+    recipe = load_recipe(name).recipe
+    assert Path(recipe.model.path) == recipe_folder() / "checkpoints" / "small"
+    assert recipe.cache.recent == RECENT.get(name, 0.5)
+    assert (recipe.export.prefill_chunk, recipe.limits.max_length, recipe.limits.max_batch) == (32, 2048, 8)
+    assert recipe.budget == (2048 if name == "small-full" else 128)
+
+
+def test_the_small_checkpoint_is_whole_and_small() -> None:
+    """What its README says of it: so many parameters, in less than 16 MB."""
+    folder = recipe_folder() / "checkpoints" / "small"
+    with safe_open(folder / "model.safetensors", "numpy") as file:
+        assert sum(file.get_tensor(name).size for name in file.keys()) == 5_475_584  # noqa: SIM118
+    assert sum(path.stat().st_size for path in folder.iterdir() if path.is_file()) < 16 << 20
 
 
 @pytest.mark.parametrize("name", HUB)

@@ -19,7 +19,7 @@ from kvexport.recipe import Recipe
 from kvexport.recipe_files import describe_method_parameters, list_recipes, load_recipe, recipe_folder
 
 TINY = ("tiny-base", *(f"tiny-{name}" for name in all_methods()))
-SMALL = tuple(f"small-{name}" for name in ("base", "full", "keepkv", "ballot"))
+SMALL_RECIPES = tuple(f"small-{name}" for name in ("base", "full", "keepkv", "ballot"))
 # The recent share of the budget that a method wants; half otherwise.
 RECENT = {"tiny-ballot": 0.3, "small-ballot": 0.3, "tiny-kvslimmer": 0.25, "tiny-asymkv": 0.25}
 HUB = {
@@ -33,7 +33,7 @@ HUB = {
 
 def test_every_shipped_recipe_loads_and_the_base_says_that_it_is_one() -> None:
     listed = {info.name: info for info in list_recipes()}
-    assert set(listed) == {*TINY, *SMALL, *HUB, "keepkv-paper"}
+    assert set(listed) == {*TINY, *SMALL_RECIPES, *HUB, "keepkv-paper"}
     for name, info in listed.items():
         assert not info.problem
         assert info.description
@@ -58,7 +58,7 @@ def test_tiny_recipes_share_one_geometry(name: str) -> None:
         assert recipe.cache.method == name.removeprefix("tiny-")
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", SMALL_RECIPES)
 def test_small_recipes_share_one_geometry(name: str) -> None:
     recipe = load_recipe(name).recipe
     assert Path(recipe.model.path) == recipe_folder() / "checkpoints" / "small"

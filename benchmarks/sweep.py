@@ -19,7 +19,10 @@ from kvexport.evaluate.candidates import parse_budgets
 from kvexport.evaluate.runner import Options, Result, evaluate
 
 GROUPS: dict[str, list[str]] = {
-    "methods": ["streaming", "h2o", "pyramidinfer", "d2o", "keepkv:zip=key", "keepkv", "ballot:cache.recent=0.3"],
+    "methods": [
+        *("random", "streaming", "h2o", "snapkv", "pyramidkv", "pyramidinfer", "cam", "d2o", "kvmerger", "zeromerge"),
+        *("asymkv:cache.recent=0.25", "kvslimmer:cache.recent=0.25", "keepkv:zip=key", "keepkv", "ballot:cache.recent=0.3"),
+    ],
     "order": [f"keepkv:zip={zip_}:order={order}" for zip_ in ("key", "vote", "mean") for order in ("merge-first", "evict-first")],
     "threshold": [f"keepkv:threshold={t}" for t in (0.5, 0.6, 0.7, 0.8, 0.9)],
     "decay": [f"keepkv:decay={a}" for a in (0.5, 0.8, 0.9, 0.95, 0.98)],

@@ -134,7 +134,8 @@ def save(name: str, figures: dict[str, Any]) -> Path:
     ).stdout.strip()
     path = RESULTS / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
-    command = " ".join(["python", *(Path(a).name if i == 0 else a for i, a in enumerate(sys.argv))])
+    # Where something lies on this machine is nobody's business.
+    command = " ".join(["python", Path(sys.argv[0]).name, *("DIR" if Path(a).is_absolute() else a for a in sys.argv[1:])])
     head = {"date": date.today().isoformat(), "command": command, "commit": commit, "machine": machine()}
     path.write_text(json.dumps({**head, **figures}, indent=1, default=_plain) + "\n")
     return path

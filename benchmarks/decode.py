@@ -65,14 +65,14 @@ def engine_path(work: Path, side: str, context: int, batch: int = 1) -> Path:
     return path
 
 
-def time_kvexport(path: Path, context: int, batch: int = 1) -> float:
-    """Seconds per step of `batch` sequences."""
+def time_kvexport(path: Path, context: int) -> float:
+    """Seconds per step."""
     import kvexport
 
-    lanes = kvexport.load(path, verify=False).lanes(batch)
+    lanes = kvexport.load(path, verify=False).lanes(1)
     ids = np.random.default_rng(0).integers(3, 4096, context)
-    lanes.prefill([ids] * batch)
-    return _steps(lambda i: lanes.append([ids[i : i + 1]] * batch))
+    lanes.prefill([ids])
+    return _steps(lambda i: lanes.append([ids[i : i + 1]]))
 
 
 def time_transformers(checkpoint: Path, context: int) -> float:

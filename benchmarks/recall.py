@@ -8,18 +8,16 @@ Every engine is built and run as a user would; all methods see the same prompts.
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import math
-import sys
 import tempfile
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 from common import save
 
 import kvexport
-from kvexport.recipe_files import load_recipe, recipe_folder
+from kvexport.evaluate.language import tiny_language
+from kvexport.evaluate.statistics import share
+from kvexport.recipe_files import load_recipe
 
 METHODS: dict[str, list[str]] = {
     "full": [],
@@ -30,24 +28,6 @@ METHODS: dict[str, list[str]] = {
     "keepkv T=0.7": ["cache.parameters.threshold=0.7"],
 }
 BATCH = 20
-
-
-def tiny_language() -> ModuleType:
-    """The tiny model's prompts (recipes/checkpoints/tiny/train.py)."""
-    path = recipe_folder() / "checkpoints" / "tiny" / "train.py"
-    spec = importlib.util.spec_from_file_location("tiny_language", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def wilson(hits: int, n: int) -> tuple[float, float]:
-    """The 95 % interval of a share."""
-    z, p = 1.96, hits / n
-    centre, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return (centre - half) / (1 + z * z / n), (centre + half) / (1 + z * z / n)
 
 
 def measure(engine: kvexport.Engine, length: int, facts: int, prompts: int) -> int:
@@ -69,22 +49,27 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name, overrides in METHODS.items():
-            for share in (8, 4, 2):
-                if name == "full" and share != 8:
+            for part in (8, 4, 2):
+                if name == "full" and part != 8:
                     continue
-                budget = options.length // share
+                budget = options.length // part
                 settings = [f"cache.method={name.split()[0]}", f"cache.budget={budget}", f"limits.max_batch={BATCH}", *overrides]
                 loaded = load_recipe("tiny-base", settings)
                 engine = kvexport.load(kvexport.build(loaded.recipe, Path(folder) / f"{len(rows)}"))
                 for facts in (4, 16, 64):
                     hits = measure(engine, options.length, facts, options.prompts)
-                    low, high = wilson(hits, options.prompts)
-                    recall = hits / options.prompts
+                    found = share(hits, options.prompts)
                     rows.append(
-                        {"method": name, "budget": None if name == "full" else budget, "facts": facts, "recall": recall, "ci": [low, high]}
+                        {
+                            "method": name,
+                            "budget": None if name == "full" else budget,
+                            "facts": facts,
+                            "recall": found.value,
+                            "ci": [found.low, found.high],
+                        }
                     )
                     print(
-                        f"{name:20} budget {'full' if name == 'full' else budget:>5} facts {facts:3}: {recall:.2f} [{low:.2f}, {high:.2f}]",
+                        f"{name:20} budget {'full' if name == 'full' else budget:>5} facts {facts:3}: {found}",
                         flush=True,
                     )
     print(save("recall", {"length": options.length, "prompts": options.prompts, "rows": rows}))

@@ -1,7 +1,7 @@
 # kvexport on the CPU: builds artifacts and runs them on ONNX Runtime, with the native operators.
 #
 #   docker build -f docker/cpu.Dockerfile -t kvexport:cpu .
-#   docker run --rm -v "$PWD/artifacts:/work" kvexport:cpu generate /work/ARTIFACT "a prompt"
+#   docker run --rm -v "$PWD/artifacts:/artifacts" kvexport:cpu generate /artifacts/ARTIFACT "a prompt"
 #
 # EXTRAS= leaves out what only building takes (PyTorch, transformers, onnx).
 ARG PYTHON_TAG=3.12-slim-trixie
@@ -22,10 +22,10 @@ RUN python -m venv /opt/kvexport \
 
 FROM python:${PYTHON_TAG}${PYTHON_DIGEST:+@${PYTHON_DIGEST}}
 COPY --from=build /opt/kvexport /opt/kvexport
-RUN useradd --uid 10001 --create-home kvexport && mkdir /work && chown kvexport /work
+RUN useradd --uid 10001 --create-home kvexport && mkdir /artifacts && chown kvexport /artifacts
 ENV PATH=/opt/kvexport/bin:$PATH
 USER 10001
-WORKDIR /work
+WORKDIR /artifacts
 HEALTHCHECK --interval=60s --timeout=30s --start-period=10s CMD ["kvexport", "doctor"]
 ENTRYPOINT ["kvexport"]
 CMD ["--help"]

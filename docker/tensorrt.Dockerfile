@@ -1,7 +1,7 @@
 # kvexport with TensorRT: builds the plugins and engines, and runs them. Needs the NVIDIA Container Toolkit to run, and no GPU to be built.
 #
 #   docker build -f docker/tensorrt.Dockerfile --build-arg TENSORRT_TAG=YY.MM-py3 -t kvexport:tensorrt .
-#   docker run --rm --gpus all -v "$PWD/artifacts:/work" kvexport:tensorrt build --from /work/ARTIFACT --backend tensorrt
+#   docker run --rm --gpus all -v "$PWD/artifacts:/artifacts" kvexport:tensorrt build --from /artifacts/ARTIFACT --backend tensorrt
 #
 # TENSORRT_TAG: of an image with TensorRT 11 (NGC's catalogue lists them); it has no default, so that nobody builds on one that was not
 # chosen. TENSORRT_DIGEST=sha256:... pins it. EXTRAS= leaves out what only exporting takes: engines can still be built --from graphs.
@@ -27,10 +27,10 @@ RUN python3 -m venv --system-site-packages /opt/kvexport \
 
 FROM nvcr.io/nvidia/tensorrt:${TENSORRT_TAG}${TENSORRT_DIGEST:+@${TENSORRT_DIGEST}}
 COPY --from=build /opt/kvexport /opt/kvexport
-RUN useradd --uid 10001 --create-home kvexport && mkdir -p /work && chown kvexport /work
+RUN useradd --uid 10001 --create-home kvexport && mkdir -p /artifacts && chown kvexport /artifacts
 ENV PATH=/opt/kvexport/bin:$PATH
 USER 10001
-WORKDIR /work
+WORKDIR /artifacts
 HEALTHCHECK --interval=60s --timeout=30s --start-period=10s CMD ["kvexport", "doctor"]
 ENTRYPOINT ["kvexport"]
 CMD ["--help"]

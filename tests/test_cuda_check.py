@@ -17,7 +17,7 @@ def check(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="g++ was not found")
+@pytest.mark.skipif(not shutil.which("g++"), reason="not reached: g++ was not found")
 @pytest.mark.parametrize("flags", [[], ["--stand-in"]], ids=["pydantic", "without-pydantic"])
 def test_every_part_runs_and_is_reported(tmp_path: Path, flags: list[str]) -> None:
     parts = "build,repeat,memcheck,bandwidth,decode,prefill,merge" if flags else "build,conformance,merge"
@@ -37,7 +37,7 @@ def test_a_part_that_has_no_time_left_is_skipped_and_said(tmp_path: Path) -> Non
     assert "no time was left" in done.stdout
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="g++ was not found")
+@pytest.mark.skipif(not shutil.which("g++"), reason="not reached: g++ was not found")
 def test_a_failing_part_is_reported_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "sitecustomize.py").write_text("import sys\nif 'repeat' in sys.argv: raise SystemExit('a part that fails')\n")
@@ -52,7 +52,7 @@ def test_without_a_gpu_nothing_is_claimed() -> None:
     import torch
 
     if torch.cuda.is_available():
-        pytest.skip("there is a GPU: make gpu-check")
+        pytest.skip("there is a GPU, so nothing is refused here: make gpu-check")
     done = check()
     assert done.returncode == 3
     assert "nothing was checked" in done.stderr

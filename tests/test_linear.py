@@ -44,7 +44,7 @@ def session(model: onnx.ModelProto, native: bool) -> ort.InferenceSession:
 
 def needs_library() -> None:
     if library() is None:
-        pytest.skip("the native operators are not built: make native")
+        pytest.skip("not reached: the native operators are not built (make native)")
 
 
 # Rows below, at and above a tile, sizes that fill no vector, and enough of them for many tasks.

@@ -10,7 +10,8 @@ from __future__ import annotations
 import onnx
 import onnx.parser
 
-DOMAIN = "kvexport"
+from kvexport.ops.onnx_function import DOMAIN
+
 FUNCTION = """<domain: "kvexport", opset_import: ["": 23]>
 Linear (input, weight) => (output) {
     transposed = Transpose <perm = [1, 0]> (weight)

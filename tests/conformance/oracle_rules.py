@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from oracle_vectors import cosine, mean, turned
 
 
 @dataclass
@@ -373,24 +374,6 @@ def index_of(slots: list[Slot], slot: Slot) -> int:
 def highest(slots: list[Slot], value: Any) -> Slot | None:
     """The slot of the highest value; the first, of lowest position, among equals."""
     return max(slots, key=value) if slots else None
-
-
-def mean(rows: list[np.ndarray], weights: list[float]) -> np.ndarray:
-    return np.asarray(sum(w * row for w, row in zip(weights, rows, strict=True)) / sum(weights))
-
-
-def turned(key: np.ndarray, steps: int, rotary: Any) -> np.ndarray:
-    """The key `steps` positions later, plane by plane, as complex numbers."""
-    result, planes = key.copy(), len(rotary.inverse_frequencies)
-    for f, frequency in enumerate(rotary.inverse_frequencies):
-        i, j = (2 * f, 2 * f + 1) if rotary.interleaved else (f, f + planes)
-        z = complex(key[i], key[j]) * complex(math.cos(steps * frequency), math.sin(steps * frequency))
-        result[i], result[j] = z.real, z.imag
-    return result
-
-
-def cosine(a: np.ndarray, b: np.ndarray) -> float:
-    return float(a @ b) / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-24)
 
 
 RULES: dict[str, type[Rule]] = {

@@ -1,0 +1,26 @@
+"""What the oracle computes of keys and values, in float64 and one at a time."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+
+def mean(rows: list[np.ndarray], weights: list[float]) -> np.ndarray:
+    return np.asarray(sum(w * row for w, row in zip(weights, rows, strict=True)) / sum(weights))
+
+
+def turned(key: np.ndarray, steps: int, rotary: Any) -> np.ndarray:
+    """The key `steps` positions later, plane by plane, as complex numbers."""
+    result, planes = key.copy(), len(rotary.inverse_frequencies)
+    for f, frequency in enumerate(rotary.inverse_frequencies):
+        i, j = (2 * f, 2 * f + 1) if rotary.interleaved else (f, f + planes)
+        z = complex(key[i], key[j]) * complex(math.cos(steps * frequency), math.sin(steps * frequency))
+        result[i], result[j] = z.real, z.imag
+    return result
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    return float(a @ b) / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-24)

@@ -15,7 +15,7 @@ from kvexport.cache import CachePlan, LayerCache, LayerGeometry
 from kvexport.export.tracer import layer_attributes
 from kvexport.export.weights import Location
 from kvexport.methods.base import Method
-from kvexport.ops.linear import linear_function, use_linear
+from kvexport.ops.linear import use_linear
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.onnx_function import (
     DOMAIN,
@@ -63,18 +63,17 @@ def finish_decoder(
             value.const_value = ir.ExternalTensor(
                 location.file, location.offset, location.nbytes, value.dtype, shape=value.shape, name=name, base_dir=folder
             )
+    linears = use_linear(model.graph)
     proto = ir.to_proto(model)
     for node in proto.graph.node:
-        if node.domain != DOMAIN:
+        if (node.domain, node.op_type) != (DOMAIN, "VoteAttention"):
             continue
         i = next(a.i for a in node.attribute if a.name == "layer")
         while node.input and not node.input[-1]:
             node.input.pop()
         _set_attributes(node, functions[i].overload, vote_attention_node_attributes(layer_attributes(method, geometry[i])))
     used = list({function.overload: function for function in functions}.values())
-    if use_linear(proto.graph):
-        used.append(linear_function())
-    return _finish(proto, used)
+    return _finish(proto, [*used, *linears])
 
 
 def merge_model(plan: CachePlan, method: Method) -> onnx.ModelProto | None:
@@ -133,7 +132,6 @@ def _finish(proto: onnx.ModelProto, functions: list[onnx.FunctionProto]) -> onnx
     graph = proto.graph
     del proto.metadata_props[:]
     del graph.metadata_props[:]
-    del graph.value_info[:]
     for item in [*graph.node, *graph.input, *graph.output, *graph.initializer]:
         del item.metadata_props[:]
         item.doc_string = ""

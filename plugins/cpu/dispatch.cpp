@@ -69,11 +69,15 @@ const char* kv_cpu_merge_cache(const KvMergeCache* call, KvRunner runner) {
   if (a.batch > 0) kernels().merge_cache(a, runner);
   return nullptr;
 }
+
 const char* kv_cpu_linear(const KvLinear* call, KvRunner runner) {
   const KvLinear& a = *call;
   if (a.type != KV_FLOAT32 && a.type != KV_FLOAT16) return "the type of the weight is neither float32 nor float16";
-  if (a.rows < 0 || a.inputs < 1 || a.outputs < 1) return "a dimension is zero or negative";
-  if (a.rows > 0) kernels().linear(a, runner);
+  if (a.batch < 0 || a.tokens < 0 || a.inputs < 1 || a.outputs < 1) return "a dimension is zero or negative";
+  if (a.input_heads < 1 || a.inputs % a.input_heads) return "the inputs are no multiple of their heads";
+  if (a.output_heads < 1 || a.outputs % a.output_heads) return "the outputs are no multiple of their heads";
+  kernels().linear(a, runner);
   return nullptr;
 }
-}
+
+}  // extern "C"

@@ -107,12 +107,17 @@ typedef struct KvMergeCache {
 
 const char* kv_cpu_merge_cache(const KvMergeCache* call, KvRunner runner);
 
-// output [rows, outputs] = input [rows, inputs] x weight [outputs, inputs]^T, all of one type, the arithmetic in
-// float32.
+// output [batch, tokens, outputs] = input [batch, tokens, inputs] x weight [outputs, inputs]^T + bias, times silu of
+// the same with the weight `gate`, + residual; all of one type, the arithmetic in float32.
 typedef struct KvLinear {
   int type;
-  int64_t rows, inputs, outputs;
+  int64_t batch, tokens, inputs, outputs;
+  int64_t input_heads;   // other than 1: input is [batch, input_heads, tokens, inputs / input_heads]
+  int64_t output_heads;  // other than 1: output is [batch, output_heads, tokens, outputs / output_heads]
   const void *input, *weight;
+  const void* bias;      // [outputs], or nullptr
+  const void* gate;      // [outputs, inputs], or nullptr
+  const void* residual;  // [batch, tokens, outputs], or nullptr
   void* output;
 } KvLinear;
 

@@ -1,68 +1,97 @@
-// Linear for one instruction set: products of rows with the rows of a weight, both as they lie in memory. Nothing is
-// packed and nothing transposed, so weights are read where the checkpoint's file was mapped, each once a call.
+// Linear for one instruction set: products of rows with the rows of weights as they lie in memory, where the
+// checkpoint's file was mapped, and what models do with the products before anybody else reads them.
+//
+// One to three rows take the weights as a stream, each once a call. Some more take them in small tiles of products.
+// With many, blocks of the weights are packed, so that every load is used often enough for the speed of the arithmetic.
 #include "kernels.h"
 #include "scratch.h"
-#include "simd.h"
+#include "tile.h"
 
 namespace kv {
 namespace KV_ISA {
 namespace {
 
-constexpr int kTask = 1 << 16;   // bytes of weights that are worth a task
-constexpr int kPanel = 1 << 19;  // bytes of rows that stay in the second cache while the weights pass over them
-constexpr int kAhead = 8192;     // bytes
+constexpr int kTask = 1 << 16;               // bytes of weights that are worth a task
+constexpr int kTasks = 64;                   // of a call, at most
+constexpr int kAhead = 8192;                 // bytes
+constexpr int kMany = W < 8 ? 1 << 30 : 48;  // rows for which packing pays; short vectors are busy with the arithmetic
+constexpr int kDepth = 512;                  // inputs of a packed block
+constexpr int kPanel = 516;                  // rows that stay in the second cache while a block passes over them
+constexpr int kPanels = 8;                   // tasks that are made by fewer rows, where there are few columns
 
-// A tile of products has W sums, which `sums` then folds into one vector. Where there are few registers, or short
-// vectors, it is another shape.
+// A small tile has W sums, which `sums` then folds into one vector. Where there are few registers, or short vectors, it
+// is another shape.
 constexpr int kRows = W == 8 ? 2 : 4;
 constexpr int kColumns = 4;
 static_assert(kRows * kColumns % W == 0, "a tile is whole vectors");
 
+static inline vf silu(vf x) { return x / (1.0f + exp(-x)); }
+
 template <class T>
 struct Linear {
   const KvLinear& a;
+  const int64_t rows;
+  const float* input;  // [rows, inputs]
 
-  size_t tasks() const {
-    const size_t wanted = static_cast<size_t>(a.outputs) * a.inputs * sizeof(T) / kTask;
-    return wanted < 1 ? 1 : wanted > 64 ? 64 : wanted;
+  bool many() const { return rows >= kMany; }
+
+  // Columns are shared out in units that no path splits.
+  int64_t unit() const { return many() ? kBlock : rows < kRows ? W : kColumns; }
+  int64_t units() const { return (a.outputs + unit() - 1) / unit(); }
+  int64_t panels() const {
+    if (!many()) return 1;
+    const int64_t large = (rows + kPanel - 1) / kPanel, wanted = kPanels / static_cast<int64_t>(shares());
+    const int64_t most = rows / kMany;
+    return large > wanted ? large : wanted < most ? wanted : most;
+  }
+  // The first row of a panel, whole tiles.
+  int64_t start(int64_t panel) const {
+    const int64_t row = (rows + kTileRows - 1) / kTileRows * panel / panels() * kTileRows;
+    return row < rows ? row : rows;
   }
 
-  // Output columns of one task, whole tiles.
-  int64_t edge(size_t task) const {
-    const int64_t tiles = (a.outputs + kColumns - 1) / kColumns;
-    const int64_t column = tiles * static_cast<int64_t>(task) / static_cast<int64_t>(tasks()) * kColumns;
+  size_t shares() const {
+    const int64_t wanted = a.outputs * a.inputs * static_cast<int64_t>(sizeof(T)) * (a.gate ? 2 : 1) / kTask;
+    const int64_t most = wanted < kTasks ? wanted : kTasks;
+    return most < 1 ? 1 : most < units() ? most : units();
+  }
+  int64_t edge(size_t share) const {
+    const int64_t column = units() * static_cast<int64_t>(share) / static_cast<int64_t>(shares()) * unit();
     return column < a.outputs ? column : a.outputs;
   }
 
-  const T* weight(int64_t column) const { return static_cast<const T*>(a.weight) + column * a.inputs; }
-
-  void put(int64_t row, int64_t column, float x) const {
-    static_cast<T*>(a.output)[row * a.outputs + column] = static_cast<T>(x);
+  const T* row_of(const void* weight, int64_t column) const {
+    return static_cast<const T*>(weight) + column * a.inputs;
   }
 
   void run(size_t task) const {
-    const int64_t panel = kPanel / (a.inputs * sizeof(float)) / kRows * kRows, from = edge(task), to = edge(task + 1);
-    const int64_t count = panel < kRows ? kRows : panel;
-    static thread_local Scratch<float> scratch;
-    for (int64_t first = 0; first < a.rows; first += count) {
-      const int64_t rows = a.rows - first < count ? a.rows - first : count;
-      const float* x = widened(static_cast<const T*>(a.input) + first * a.inputs, rows, scratch);
-      if (rows < kRows) {
-        for (int64_t column = from; column < to; ++column)
-          for (int64_t row = 0; row < rows; ++row)
-            put(first + row, column, product(weight(column), x + row * a.inputs));
-      } else {
-        for (int64_t column = from; column < to; column += kColumns)
-          for (int64_t row = 0; row < rows; row += kRows) tile(x, row, rows, first, column, to);
-      }
+    const size_t share = task % shares();
+    const int64_t panel = static_cast<int64_t>(task / shares());
+    const int64_t from = edge(share), to = edge(share + 1);
+    if (many()) {
+      for (int64_t column = from; column < to; column += kBlock)
+        block(start(panel), start(panel + 1) - start(panel), column, to);
+    } else if (rows < kRows) {
+      stream(from, to);
+    } else {
+      for (int64_t column = from; column < to; column += kColumns)
+        for (int64_t row = 0; row < rows; row += kRows) tile(row, column, to);
     }
   }
 
-  const float* widened(const float* x, int64_t, Scratch<float>&) const { return x; }
-  const float* widened(const half* x, int64_t rows, Scratch<float>& scratch) const {
-    float* wide = scratch.reserve(rows * a.inputs);
-    widen(x, wide, static_cast<int>(rows * a.inputs));
-    return wide;
+  void stream(int64_t from, int64_t to) const {
+    for (int64_t column = from; column < to; column += W) {
+      float x[kRows][W] = {}, g[kRows][W] = {};
+      const int count = static_cast<int>(to - column < W ? to - column : W);
+      products(a.weight, column, count, x);
+      if (a.gate) products(a.gate, column, count, g);
+      for (int64_t row = 0; row < rows; ++row) finish(row, column, count, x[row], g[row]);
+    }
+  }
+
+  void products(const void* weight, int64_t column, int count, float (*x)[W]) const {
+    for (int i = 0; i < count; ++i)
+      for (int64_t row = 0; row < rows; ++row) x[row][i] = product(row_of(weight, column + i), input + row * a.inputs);
   }
 
   // One stream of weights with nothing between its loads: the machine's own prefetching is at its best. Several rows
@@ -78,12 +107,21 @@ struct Linear {
     return sum((total[0] + total[1]) + (total[2] + total[3])) + rest;
   }
 
-  // Rows and columns past the end repeat the last one and are not stored.
-  void tile(const float* x, int64_t row, int64_t rows, int64_t first, int64_t column, int64_t to) const {
+  void tile(int64_t row, int64_t column, int64_t to) const {
+    float x[kRows * kColumns], g[kRows * kColumns];
+    tile_of(a.weight, row, column, to, x);
+    if (a.gate) tile_of(a.gate, row, column, to, g);
+    const int count = static_cast<int>(to - column < kColumns ? to - column : kColumns);
+    for (int i = 0; i < kRows && row + i < rows; ++i)
+      finish(row + i, column, count, x + i * kColumns, g + i * kColumns);
+  }
+
+  // Rows and columns past the end repeat the last one.
+  void tile_of(const void* weight, int64_t row, int64_t column, int64_t to, float* result) const {
     const float* r[kRows];
     const T* c[kColumns];
-    for (int i = 0; i < kRows; ++i) r[i] = x + (row + i < rows ? row + i : rows - 1) * a.inputs;
-    for (int j = 0; j < kColumns; ++j) c[j] = weight(column + j < to ? column + j : to - 1);
+    for (int i = 0; i < kRows; ++i) r[i] = input + (row + i < rows ? row + i : rows - 1) * a.inputs;
+    for (int j = 0; j < kColumns; ++j) c[j] = row_of(weight, column + j < to ? column + j : to - 1);
     vf total[kRows * kColumns] = {};
     const int64_t whole = a.inputs / W * W;
     const bool ahead = row == 0;
@@ -97,23 +135,120 @@ struct Linear {
         for (int j = 0; j < kColumns; ++j) total[i * kColumns + j] += v * w[j];
       }
     }
-    float result[kRows * kColumns];
     for (int i = 0; i < kRows * kColumns; i += W) store(result + i, sums<1>(total + i));
-    for (int i = 0; i < kRows && row + i < rows; ++i)
-      for (int j = 0; j < kColumns && column + j < to; ++j) {
-        float y = result[i * kColumns + j];
-        for (int64_t k = whole; k < a.inputs; ++k) y += static_cast<float>(c[j][k]) * r[i][k];
-        put(first + row + i, column + j, y);
+    for (int i = 0; i < kRows; ++i)
+      for (int j = 0; j < kColumns; ++j)
+        for (int64_t k = whole; k < a.inputs; ++k) result[i * kColumns + j] += static_cast<float>(c[j][k]) * r[i][k];
+  }
+
+  // `count` rows from `first` on, and the columns [column, column + kBlock) below `to`.
+  void block(int64_t first, int64_t count, int64_t column, int64_t to) const {
+    static thread_local Scratch<float> scratch;
+    const int64_t size = (count + kTileRows - 1) / kTileRows * kTileRows * kBlock;
+    float *x = scratch.reserve(2 * size + kDepth * kBlock), *g = x + size, *packed = g + size;
+    const int columns = static_cast<int>(to - column < kBlock ? to - column : kBlock);
+    block_of(a.weight, first, count, column, columns, packed, x);
+    if (a.gate) block_of(a.gate, first, count, column, columns, packed, g);
+    for (int64_t row = 0; row < count; ++row) finish(first + row, column, columns, x + row * kBlock, g + row * kBlock);
+  }
+
+  // Rows past the end repeat the last one.
+  void block_of(const void* weight, int64_t first, int64_t count, int64_t column, int columns, float* packed,
+                float* total) const {
+    for (int64_t i = 0; i < (count + kTileRows - 1) / kTileRows * kTileRows * kBlock; ++i) total[i] = 0.0f;
+    for (int64_t k = 0; k < a.inputs; k += kDepth) {
+      const int depth = static_cast<int>(a.inputs - k < kDepth ? a.inputs - k : kDepth);
+      pack(row_of(weight, column) + k, columns, depth, packed);
+      for (int64_t row = 0; row < count; row += kTileRows) {
+        const float* r[kTileRows];
+        for (int i = 0; i < kTileRows; ++i)
+          r[i] = input + (first + (row + i < count ? row + i : count - 1)) * a.inputs + k;
+        add_products(r, packed, depth, total + row * kBlock);
       }
+    }
+  }
+
+  // packed [depth, kBlock]: of `columns` rows of a weight, `depth` inputs each. Columns past the end repeat the last
+  // one.
+  void pack(const T* weight, int columns, int depth, float* packed) const {
+    for (int column = 0; column < kBlock; column += W) {
+      const T* w[W];
+      for (int j = 0; j < W; ++j) w[j] = weight + min_of(column + j, columns - 1) * a.inputs;
+      int k = 0;
+      for (; k + W <= depth; k += W) {
+        vf v[W];
+        for (int j = 0; j < W; ++j) v[j] = load(w[j] + k);
+        transpose(v);
+        for (int j = 0; j < W; ++j) store(packed + (k + j) * kBlock + column, v[j]);
+      }
+      for (; k < depth; ++k)
+        for (int j = 0; j < W; ++j) packed[k * kBlock + column + j] = static_cast<float>(w[j][k]);
+    }
+  }
+
+  // The columns [column, column + count) of a row: x and g are its products with the weight and with the gate.
+  void finish(int64_t row, int64_t column, int count, float* x, const float* g) const {
+    if (a.bias) add(static_cast<const T*>(a.bias) + column, count, x);
+    if (a.gate) {
+      int i = 0;
+      for (; i + W <= count; i += W) store(x + i, load(x + i) * silu(load(g + i)));
+      for (; i < count; ++i) x[i] *= silu(splat(g[i]))[0];
+    }
+    if (a.residual) add(static_cast<const T*>(a.residual) + row * a.outputs + column, count, x);
+    T* const output = static_cast<T*>(a.output);
+    if (a.output_heads == 1) return narrow(x, output + row * a.outputs + column, count);
+    const int64_t size = a.outputs / a.output_heads, b = row / a.tokens, t = row % a.tokens;
+    for (int64_t i = 0, run; i < count; i += run) {
+      const int64_t h = (column + i) / size, at = (column + i) % size;
+      run = size - at < count - i ? size - at : count - i;
+      narrow(x + i, output + ((b * a.output_heads + h) * a.tokens + t) * size + at, static_cast<int>(run));
+    }
+  }
+
+  static void add(const T* y, int count, float* x) {
+    for (int i = 0; i < count; ++i) x[i] += static_cast<float>(y[i]);
   }
 };
 
+template <class Task>
+void for_all(KvRunner runner, size_t count, const Task& task) {
+  runner.parallel_for(
+      runner.context, count, [](void* data, size_t i) { (*static_cast<const Task*>(data))(i); },
+      const_cast<Task*>(&task));
+}
+
+// The rows of a call in float32, one after another: its input itself, or a copy.
+template <class T>
+const float* rows_of(const KvLinear& a, KvRunner runner, Scratch<float>& scratch) {
+  constexpr int kCopied = 16;  // rows of a task
+  const T* const input = static_cast<const T*>(a.input);
+  const bool apart = a.input_heads != 1 && a.tokens != 1;
+  if constexpr (sizeof(T) == sizeof(float))
+    if (!apart) return input;
+  const int64_t rows = a.batch * a.tokens, heads = apart ? a.input_heads : 1, size = a.inputs / heads;
+  float* const copy = scratch.reserve(rows * a.inputs);
+  const auto task = [&](size_t i) {
+    const int64_t first = static_cast<int64_t>(i) * kCopied;
+    for (int64_t row = first; row < first + kCopied && row < rows; ++row) {
+      const int64_t b = row / a.tokens, t = row % a.tokens;
+      for (int64_t h = 0; h < heads; ++h) {
+        const int64_t at = apart ? (b * heads + h) * a.tokens + t : row;
+        widen(input + at * size, copy + (row * heads + h) * size, static_cast<int>(size));
+      }
+    }
+  };
+  if (rows <= kCopied)
+    task(0);
+  else
+    for_all(runner, (rows + kCopied - 1) / kCopied, task);
+  return copy;
+}
+
 template <class T>
 void run(const KvLinear& a, KvRunner runner) {
-  const Linear<T> call{a};
-  runner.parallel_for(
-      runner.context, call.tasks(), [](void* data, size_t task) { static_cast<Linear<T>*>(data)->run(task); },
-      const_cast<Linear<T>*>(&call));
+  static thread_local Scratch<float> scratch;
+  const Linear<T> call{a, a.batch * a.tokens, rows_of<T>(a, runner, scratch)};
+  if (call.rows > 0) for_all(runner, call.shares() * call.panels(), [&](size_t task) { call.run(task); });
 }
 
 }  // namespace

@@ -118,6 +118,24 @@ static inline vf sums(const vf* v) {
   }
 }
 
+// One step of `transpose`: of two rows, the columns whose bit L differs from the row's change places.
+template <int L, size_t... I>
+static inline void exchange(vf& a, vf& b, std::index_sequence<I...>) {
+  const vf first = __builtin_shufflevector(a, b, (I & L ? W + I - L : I)...);
+  b = __builtin_shufflevector(a, b, (I & L ? W + I : I + L)...);
+  a = first;
+}
+
+// v[i][j] becomes v[j][i].
+template <int L = 1>
+static inline void transpose(vf* v) {
+  if constexpr (L < W) {
+    for (int i = 0; i < W; ++i)
+      if (!(i & L)) exchange<L>(v[i], v[i + L], std::make_index_sequence<W>());
+    transpose<2 * L>(v);
+  }
+}
+
 static inline float max(vf v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)v);

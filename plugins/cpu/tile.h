@@ -31,5 +31,23 @@ static inline void tile_products(const float* rows, const float* keys, int size,
   }
 }
 
+// out [kTileRows, kBlock] += rows x keys, of kTileRows separate rows [size] and keys [size, kBlock].
+static inline void add_products(const float* const* rows, const float* keys, int size, float* out) {
+  for (int column = 0; column < kBlock; column += kTileVectors * W) {
+    vf total[kTileRows][kTileVectors];
+    for (int r = 0; r < kTileRows; ++r)
+      for (int j = 0; j < kTileVectors; ++j) total[r][j] = load(out + r * kBlock + column + j * W);
+    const float* k = keys + column;
+    for (int i = 0; i < size; ++i, k += kBlock) {
+      vf key[kTileVectors];
+      for (int j = 0; j < kTileVectors; ++j) key[j] = load(k + j * W);
+      for (int r = 0; r < kTileRows; ++r)
+        for (int j = 0; j < kTileVectors; ++j) total[r][j] += rows[r][i] * key[j];
+    }
+    for (int r = 0; r < kTileRows; ++r)
+      for (int j = 0; j < kTileVectors; ++j) store(out + r * kBlock + column + j * W, total[r][j]);
+  }
+}
+
 }  // namespace KV_ISA
 }  // namespace kv

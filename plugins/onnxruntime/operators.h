@@ -64,8 +64,11 @@ struct LinearOp : Operator<LinearOp<TKernel>, TKernel> {
   using Base::Base, Base::cache;
 
   const char* GetName() const { return "Linear"; }
-  size_t GetInputTypeCount() const { return 2; }
+  size_t GetInputTypeCount() const { return 5; }
   ONNXTensorElementDataType GetInputType(size_t) const { return cache.element; }
+  OrtCustomOpInputOutputCharacteristic GetInputCharacteristic(size_t i) const {
+    return i < 2 ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
+  }
   size_t GetOutputTypeCount() const { return 1; }
   ONNXTensorElementDataType GetOutputType(size_t) const { return cache.element; }
 };

@@ -6,13 +6,15 @@ is in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.cache import CachePlan
+
+T = TypeVar("T")
 
 
 class Backend(Protocol):
@@ -43,36 +45,60 @@ class Lanes:
         self._capacity = np.array([layer.capacity for layer in plan.layers])
         self._budget = np.array([layer.budget for layer in plan.layers])
         self._merges = np.array([layer.merges for layer in plan.layers])
-        self._used = np.zeros((lanes, len(plan.layers)), dtype=np.int64)  # upper bounds: a window may have dropped more
-        self._since_merge = np.zeros(lanes, dtype=np.int64)
+        # Slots that were taken when a lane last merged (at most: a window may have dropped more), [lanes, layers]; the tokens since; and
+        # how many tokens may come on top of the former before a cache is full, and before one is over its budget. A step asks the last
+        # three alone: between two runs of a model the processor's caches hold neither numpy's code nor its arrays.
+        self._held = np.zeros((lanes, len(plan.layers)), dtype=np.int64)
+        self._added, self._room, self._spare = [0] * lanes, [0] * lanes, [0] * lanes
         self.length = np.zeros(lanes, dtype=np.int64)  # tokens seen
+        self._count(range(lanes))
 
     def reset(self) -> None:
         """Empty every lane."""
         self.backend.reset()
-        for array in (self._used, self._since_merge, self.length):
-            array[:] = 0
+        self._held[:] = 0
+        self.length[:] = 0
+        self._count(range(self.count))
+
+    def _count(self, lanes: Iterable[int]) -> None:
+        """Start counting anew from `_held`."""
+        for lane in lanes:
+            held = self._held[lane]
+            self._added[lane] = 0
+            self._room[lane] = int((self._capacity - held).min())
+            self._spare[lane] = int((self._budget - held)[self._merges].min()) if self._merges.any() else self._room[lane]
 
     def append(self, tokens: Sequence[NDArray[np.int64]], *, prefill: bool = False) -> NDArray[np.float32]:
         """Append at most `prefill_chunk` tokens per lane (none leaves a lane as it is) and merge where it is due: a chunk of a prompt
         at once, decoded tokens every `merge_every`. Logits as the backend gives them."""
-        counts = np.array([len(t) for t in tokens], dtype=np.int64)
-        width = int(counts.max())
+        return self.append_by(self.backend.decode, tokens, prefill=prefill)
+
+    def append_by(
+        self, decode: Callable[[NDArray[np.int64], NDArray[np.int64]], T], tokens: Sequence[NDArray[np.int64]], *, prefill: bool = False
+    ) -> T:
+        """As `append`, by another of the backend's calls; what that gives."""
+        counts = [len(t) for t in tokens]
+        width = max(counts)
         if width == 0 or width > self.prefill_chunk:
             raise ValueError(f"a call takes 1 to {self.prefill_chunk} tokens of a sequence, not {width}")
-        self._merge((self._used + counts[:, None] > self._capacity).any(1))
-        if (self._used + counts[:, None] > self._capacity).any():
+        self._merge([self._is_full(lane, count) for lane, count in enumerate(counts)])
+        if any(self._is_full(lane, count) for lane, count in enumerate(counts)):
             raise ValueError("a sequence is longer than the cache was built for")
         input_ids = np.zeros((self.count, width), dtype=np.int64)
         for lane, ids in enumerate(tokens):
-            input_ids[lane, : len(ids)] = ids
-        logits = self.backend.decode(input_ids, counts[:, None])
-        self._used += counts[:, None]
-        self.length += counts
-        self._since_merge += counts
-        over = ((self._used > self._budget) & self._merges).any(1)
-        self._merge(over & (counts > 0) & (prefill | (self._since_merge >= self.merge_every)))
-        return logits
+            input_ids[lane, : counts[lane]] = ids
+        added = np.array(counts, dtype=np.int64)
+        given = decode(input_ids, added[:, None])
+        self.length += added
+        self._added = [a + count for a, count in zip(self._added, counts, strict=True)]
+        self._merge([count > 0 and self._is_due(lane, prefill) for lane, count in enumerate(counts)])
+        return given
+
+    def _is_full(self, lane: int, count: int) -> bool:
+        return self._added[lane] + count > self._room[lane]
+
+    def _is_due(self, lane: int, prefill: bool) -> bool:
+        return self._added[lane] > self._spare[lane] and (prefill or self._added[lane] >= self.merge_every)
 
     def prefill(self, prompts: Sequence[NDArray[np.int64]], on_chunk: Callable[[int, int], None] | None = None) -> NDArray[np.float32]:
         """Append whole prompts, chunk by chunk; the logits [lanes, vocabulary] after each prompt's last token. on_chunk(tokens done,
@@ -94,17 +120,19 @@ class Lanes:
             raise ValueError("no prompt has a token")
         return last
 
-    def _merge(self, due: Any) -> None:
+    def _merge(self, due: list[bool]) -> None:
         """Merge the lanes that are due, one call per run of neighbours."""
-        due = due & self._merges.any()
+        if not any(due) or not self._merges.any():
+            return
         lane = 0
         while lane < self.count:
             first = lane
             while lane < self.count and due[lane]:
+                self._held[lane] += self._added[lane]
                 lane += 1
             if lane > first:
                 self.backend.merge(first, lane)
-                budget = np.where(self._merges, self._budget, self._capacity)
-                self._used[first:lane] = np.minimum(self._used[first:lane], budget)
-                self._since_merge[first:lane] = 0
+                held = self._held[first:lane]
+                self._held[first:lane] = np.where(self._merges, np.minimum(held, self._budget), held)
+                self._count(range(first, lane))
             lane += 1

@@ -163,7 +163,7 @@ struct Linear {
         const float* r[kTileRows];
         for (int i = 0; i < kTileRows; ++i)
           r[i] = input + (first + (row + i < count ? row + i : count - 1)) * a.inputs + k;
-        add_products(r, packed, depth, total + row * kBlock);
+        tile_products<true>(r, packed, depth, total + row * kBlock);
       }
     }
   }

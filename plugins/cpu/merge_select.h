@@ -196,33 +196,40 @@ struct Select {
     float *products = importances + padded, *value_products = products + kTileRows * kBlock,
           *rows = value_products + kTileRows * kBlock, *value_rows = rows + kTileRows * d,
           *row_norm = value_rows + kTileRows * dv, *value_norm = row_norm + kTileRows;
-    const auto place_in = [](float* packed, int i, int size) {
-      return packed + static_cast<size_t>(i / kBlock) * kBlock * size + i % kBlock;
-    };
-    for (int i = 0; i < static_cast<int>(padded); ++i) {
-      float *key = place_in(keys, i, d), *value = place_in(values, i, dv);
-      if (i < x.target_count) {
-        norms[i] = unpack(x, w, targets[i], key, kBlock), importances[i] = importance[targets[i]];
-        if (by_value) value_norms[i] = spread(value_row(x, w, targets[i]), w, dv, value, kBlock);
-        continue;
-      }
-      for (int j = 0; j < d; ++j) key[j * kBlock] = 0.0f;
-      for (int j = 0; j < dv; ++j) value[j * kBlock] = 0.0f;
+    for (int i = 0; i < x.target_count; ++i) importances[i] = importance[targets[i]];
+    for (int i = 0; i < static_cast<int>(padded); i += W) {
+      const int held = max_of(min_of(W, x.target_count - i), 0);
+      const size_t block = static_cast<size_t>(i / kBlock) * kBlock;
+      const auto pack = [&](auto row_of, int size, bool unit, float* packed, float* squares) {
+        float *wide = w.turned.reserve(W * size, 0.0f), factor[W];
+        for (int j = 0; j < W; ++j) {
+          if (j < held) squares[i + j] = widened(row_of(targets[i + j]), size, wide + j * size);
+          factor[j] = unit ? over_norm(squares[i + j]) : 1.0f;
+        }
+        pack_columns(wide, size, load(factor), packed + block * size + i % kBlock);
+      };
+      pack([&](int slot) { return key_row(x, w, slot); }, d, p.measure == KV_COSINE, keys, norms);
+      if (by_value) pack([&](int slot) { return value_row(x, w, slot); }, dv, false, values, value_norms);
     }
+    const float *row[kTileRows], *value_row_of[kTileRows];
+    for (int r = 0; r < kTileRows; ++r) row[r] = rows + r * d, value_row_of[r] = value_rows + r * dv;
     for (int first = 0, found = 0; first < count && found < enough; first += kTileRows) {
       const int height = min_of(kTileRows, count - first);
       for (int r = 0; r < kTileRows; ++r) {
         const int slot = slots[first + min_of(r, height - 1)];
-        row_norm[r] = unpack(x, w, slot, rows + r, kTileRows);
-        if (by_value) value_norm[r] = spread(value_row(x, w, slot), w, dv, value_rows + r, kTileRows);
+        row_norm[r] = widened(key_row(x, w, slot), d, rows + r * d);
+        const float factor = p.measure == KV_COSINE ? over_norm(row_norm[r]) : 1.0f;
+        for (int i = 0; i < d; ++i) rows[r * d + i] *= factor;
+        if (by_value) value_norm[r] = widened(value_row(x, w, slot), dv, value_rows + r * dv);
       }
       // Per lane the best so far and its place; the first of equals is kept, as places only grow.
       vf lane_best[kTileRows];
       vi lane_place[kTileRows];
       for (int r = 0; r < kTileRows; ++r) lane_best[r] = splat(kNoTarget), lane_place[r] = splat_i(-1);
       for (int block = 0; block < blocks; ++block) {
-        tile_products(rows, keys + static_cast<size_t>(block) * kBlock * d, d, products);
-        if (by_value) tile_products(value_rows, values + static_cast<size_t>(block) * kBlock * dv, dv, value_products);
+        tile_products(row, keys + static_cast<size_t>(block) * kBlock * d, d, products);
+        if (by_value)
+          tile_products(value_row_of, values + static_cast<size_t>(block) * kBlock * dv, dv, value_products);
         for (int column = 0; column < kBlock; column += W) {
           const int place = block * kBlock + column;
           const vi places = lane_numbers() + place;
@@ -256,23 +263,12 @@ struct Select {
     }
   }
 
-  // A slot's key, over its norm for a cosine, written with a stride; returns the square of its norm where distances are
-  // measured.
-  float unpack(const Head& x, Work& w, int slot, float* out, int stride) const {
-    const float square = spread(key_row(x, w, slot), w, a.key_size, out, stride);
-    if (p.measure != KV_COSINE) return square;
-    const float factor = 1.0f / max_of(std::sqrt(square), 1e-12f);
-    for (int i = 0; i < a.key_size; ++i) out[i * stride] *= factor;
-    return square;
+  // A row in float32; returns its square.
+  static float widened(const T* from, int size, float* to) {
+    widen(from, to, size);
+    return dot(to, to, size);
   }
-
-  // A row written with a stride; returns its square.
-  float spread(const T* from, Work& w, int size, float* out, int stride) const {
-    float* row = w.turned.reserve(size);
-    widen(from, row, size);
-    for (int i = 0; i < size; ++i) out[i * stride] = row[i];
-    return dot(row, row, size);
-  }
+  static float over_norm(float square) { return 1.0f / max_of(std::sqrt(square), 1e-12f); }
 
   // Leaves in `target_list` those that may receive: they stay, and are free, or recent where the policy says so.
   void receivers(Head& x, Work& w) const {

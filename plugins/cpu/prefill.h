@@ -63,9 +63,11 @@ struct Prefill : Attention<T> {
     block.plain = window == 0 && block.count == kBlock && block.from + kBlock <= x.used;
   }
 
-  // Logits [kTileRows, kBlock] of packed rows query [D, kTileRows].
+  // Logits [kTileRows, kBlock] of rows query [kTileRows, D].
   void tile_logits(const float* query, const Block& block, float* logits) const {
-    tile_products(query, block.key, a.key_size, logits);
+    const float* rows[kTileRows];
+    for (int r = 0; r < kTileRows; ++r) rows[r] = query + r * a.key_size;
+    tile_products(rows, block.key, a.key_size, logits);
     if (a.softcap == 0.0f) return;
     for (int i = 0; i < kTileRows * kBlock; i += W) store(logits + i, capped(load(logits + i)));
   }
@@ -194,8 +196,8 @@ struct Prefill : Attention<T> {
       const int t = row / group, g = row % group, r = row - p.first;
       const T* from = static_cast<const T*>(a.query) +
                       ((static_cast<size_t>(x.b) * a.query_heads + x.h * group + g) * a.tokens + t) * d;
-      float* to = p.query.get() + static_cast<size_t>(r / kTileRows) * kTileRows * d + r % kTileRows;
-      for (int i = 0; i < d; ++i) to[i * kTileRows] = static_cast<float>(from[i]) * a.scale;
+      float* to = p.query.get() + static_cast<size_t>(r) * d;
+      for (int i = 0; i < d; ++i) to[i] = static_cast<float>(from[i]) * a.scale;
       if (a.sink_logits) {
         p.top.get()[r] = a.sink_logits[x.h * group + g];
         p.total.get()[r] = 1.0f;

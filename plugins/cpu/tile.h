@@ -1,5 +1,5 @@
-// The product of a tile of rows with a block of keys, at the speed of the arithmetic: both packed, so that every load
-// is used six times.
+// The product of a tile of rows with a block of keys, at the speed of the arithmetic: the keys packed, so that every
+// load is used six times.
 #pragma once
 
 #include "simd.h"
@@ -15,28 +15,14 @@ constexpr int kTileVectors = 4;  // 32 registers
 constexpr int kTileVectors = 2;  // 16 registers
 #endif
 
-// out [kTileRows, kBlock] = rows x keys, of rows [size, kTileRows] and keys [size, kBlock].
-static inline void tile_products(const float* rows, const float* keys, int size, float* out) {
+// out [kTileRows, kBlock] = rows x keys, or += them: kTileRows rows [size], wherever they lie, and keys [size, kBlock].
+template <bool kAdd = false>
+static inline void tile_products(const float* const* rows, const float* keys, int size, float* out) {
   for (int column = 0; column < kBlock; column += kTileVectors * W) {
     vf total[kTileRows][kTileVectors] = {};
-    const float *row = rows, *k = keys + column;
-    for (int i = 0; i < size; ++i, row += kTileRows, k += kBlock) {
-      vf key[kTileVectors];
-      for (int j = 0; j < kTileVectors; ++j) key[j] = load(k + j * W);
+    if (kAdd)
       for (int r = 0; r < kTileRows; ++r)
-        for (int j = 0; j < kTileVectors; ++j) total[r][j] += row[r] * key[j];
-    }
-    for (int r = 0; r < kTileRows; ++r)
-      for (int j = 0; j < kTileVectors; ++j) store(out + r * kBlock + column + j * W, total[r][j]);
-  }
-}
-
-// out [kTileRows, kBlock] += rows x keys, of kTileRows separate rows [size] and keys [size, kBlock].
-static inline void add_products(const float* const* rows, const float* keys, int size, float* out) {
-  for (int column = 0; column < kBlock; column += kTileVectors * W) {
-    vf total[kTileRows][kTileVectors];
-    for (int r = 0; r < kTileRows; ++r)
-      for (int j = 0; j < kTileVectors; ++j) total[r][j] = load(out + r * kBlock + column + j * W);
+        for (int j = 0; j < kTileVectors; ++j) total[r][j] = load(out + r * kBlock + column + j * W);
     const float* k = keys + column;
     for (int i = 0; i < size; ++i, k += kBlock) {
       vf key[kTileVectors];
@@ -47,6 +33,19 @@ static inline void add_products(const float* const* rows, const float* keys, int
     for (int r = 0; r < kTileRows; ++r)
       for (int j = 0; j < kTileVectors; ++j) store(out + r * kBlock + column + j * W, total[r][j]);
   }
+}
+
+// W columns of a block of keys: out [size, kBlock] = the rows [W, size], each times its factor.
+static inline void pack_columns(const float* rows, int size, vf factor, float* out) {
+  int i = 0;
+  for (; i + W <= size; i += W) {
+    vf v[W];
+    for (int j = 0; j < W; ++j) v[j] = load(rows + j * size + i);
+    transpose(v);
+    for (int j = 0; j < W; ++j) store(out + (i + j) * kBlock, v[j] * factor);
+  }
+  for (; i < size; ++i)
+    for (int j = 0; j < W; ++j) out[i * kBlock + j] = rows[j * size + i] * factor[j];
 }
 
 }  // namespace KV_ISA

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "attention.h"
+#include "tile.h"
 
 namespace kv {
 namespace KV_ISA {
@@ -139,8 +140,9 @@ struct Decode : Attention<T> {
   template <int R>
   void decode_product(const Head& x, int from, int to, const float* weights, float* out) const {
     const int dv = a.value_size;
+    constexpr int N = kTileVectors;  // with four heads' sums as many as there are registers for
     int i = 0;
-    for (; i + 4 * W <= dv; i += 4 * W) decode_columns<R, 4>(x, from, to, weights, out, i);
+    for (; i + N * W <= dv; i += N * W) decode_columns<R, N>(x, from, to, weights, out, i);
     for (; i + W <= dv; i += W) decode_columns<R, 1>(x, from, to, weights, out, i);
     for (; i < dv; ++i)
       for (int r = 0; r < R; ++r) {
@@ -184,7 +186,13 @@ struct Decode : Attention<T> {
       }
       if (s.kind == KV_STATISTIC_PROBABILITY) {
         const float weight = s.recency_weight / static_cast<float>(group);
-        for (int c = from; c < to; ++c) {
+        int c = from;
+        for (; c + W <= min_of(to, x.used); c += W) {
+          vf seen{};
+          for (int g = 0; g < group; ++g) seen += load(weights + static_cast<size_t>(g) * a.capacity + c) * share[g];
+          store(out + c, load(past + c) * s.decay + weight * seen);
+        }
+        for (; c < to; ++c) {
           float seen = 0.0f;
           for (int g = 0; g < group; ++g) seen += weights[static_cast<size_t>(g) * a.capacity + c] * share[g];
           out[c] = (c < x.used ? past[c] * s.decay : 0.0f) + weight * seen;

@@ -190,23 +190,20 @@ def validate(
     checkpoint: Annotated[str | None, typer.Option(metavar="DIR", help="Where the weights are now; default the recipe's.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the random tokens.")] = 0,
     telemetry: TelemetryOption = False,
+    layers: Annotated[int | None, typer.Option(metavar="N", help="Hold the first N alone, built for this.")] = None,
     backend: Annotated[str | None, typer.Option(metavar="NAME", help="onnxruntime, tensorrt, or all that this machine has.")] = None,
     as_json: JsonOption = False,
     html: HtmlOption = None,
 ) -> None:
     """Compare an artifact with PyTorch, step by step."""
     from kvexport.terminal import show
-    from kvexport.validate.runner import validate_artifact
-    from kvexport.validate.runners import backends_here
+    from kvexport.validate.command import validate_backends
 
     _require_folder(html)
-    asked: dict[str, Any] = {"length": length, "batch": batch, "checkpoint": checkpoint, "seed": seed, "telemetry": telemetry}
-    backends: list[tuple[str | None, str | None]] = [(backend, None)]
-    if backend == "all":
-        backends[:], missing = backends_here(artifact)
-        for name, why in missing.items():
-            typer.echo(f"not compared with {name}: {why}", err=True)
-    results = [validate_artifact(artifact, **asked, backend=name, device=device, progress=show) for name, device in backends]
+    asked: dict[str, Any] = {"length": length, "batch": batch, "seed": seed, "telemetry": telemetry}
+    results, missing = validate_backends(artifact, backend, layers, checkpoint, show, **asked)
+    for name, why in missing.items():
+        typer.echo(f"not compared with {name}: {why}", err=True)
     problem = next((result.problem for result in results if not result.passed), "")
     sections = [section for result in results for section in result.sections()]
     if html is not None:

@@ -78,4 +78,5 @@ def statistics(engine: Engine) -> dict[str, int | float | None]:
         "decode_seconds": t.decode_seconds,
         "decode_tokens_per_second": t.steps / t.decode_seconds if t.decode_seconds else None,
         "cache_bytes": engine.plan.bytes(1),
+        **({} if t.whole_rows is None else {"whole_rows_of_logits": t.whole_rows}),
     }

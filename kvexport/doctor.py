@@ -145,7 +145,7 @@ class Diagnosis:
             "ONNX Runtime providers": ", ".join(self.providers) or "none: onnxruntime cannot be imported",
             "native operators": _row(self.native),
             "native operators for CUDA": _row(self.native_cuda),
-            "TensorRT plugins": plugins.get("library") or f"none: {plugins.get('problem')}. To mend it: {plugins.get('fix')}",
+            "TensorRT plugins": plugins.get("library") or "none: {problem}. To mend it: {fix}".format(**plugins),
         }
         packages = Table("Packages", ("package", "version", "for", "what it does", "to mend"), [_package_row(p) for p in self.packages])
         verbs = {verb: "works" if not lacks else f"lacks {', '.join(lacks)}" for verb, lacks in self.verbs.items()}
@@ -325,7 +325,8 @@ def _tensorrt_plugins() -> dict[str, str]:
     if path is not None:
         return {"library": str(path)}
     problem, fix = plugin.why_no_library()
-    return {"problem": problem, "fix": fix}
+    lacks = plugin.what_building_lacks() if fix == plugin.BUILD else None
+    return {"problem": f"{problem}; to build them here, first: {lacks}" if lacks else problem, "fix": fix}
 
 
 def _row(native: Native) -> str:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import yaml
 from artifacts import Forks
 from tiny_model import ALPHABET, RECIPE
+
+if TYPE_CHECKING:
+    from fake_cuda import FakeCuda
 
 # Before anything imports torch: these tensors are so small that waking a second thread takes longer than the work, and a worker of
 # pytest-xdist has no second core to itself.
@@ -86,3 +90,29 @@ def forks() -> Iterator[Forks]:
 def no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing here loses power; on a busy disk syncs would be most of the time of these tests."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_sync: None) -> FakeCuda:
+    """A GPU and TensorRT, neither real, without plugins."""
+    import fake_cuda
+    import fake_tensorrt
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("KVEXPORT_TENSORRT_PLUGIN", "off")
+    cuda = fake_cuda.FakeCuda()
+    fake_tensorrt.install(monkeypatch, cuda)
+    return cuda
+
+
+@pytest.fixture
+def plugins(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A plugin library that takes what ONNX Runtime's native operators take."""
+    from kvexport import native
+
+    if native.library() is None:
+        pytest.skip(f"{native.why_no_library()[0]}; to build them: make native")
+    path = tmp_path / "libkvexport_tensorrt.so"
+    path.write_text("plugins\nVoteAttention 1\nMergeCache 1\n")
+    monkeypatch.setenv("KVEXPORT_TENSORRT_PLUGIN", str(path))
+    return path

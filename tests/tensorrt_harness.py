@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,8 @@ BUILDER = _builder()
 
 def what_is_missing() -> str | None:
     """Why the plugins cannot be compiled here, None where they can."""
-    try:
-        BUILDER.tensorrt_headers()
-        BUILDER.cuda_headers()
-        BUILDER.cuda._tool("g++")
-    except BUILDER.Missing as error:
-        return f"not reached: the TensorRT plugins: {error}"
-    return None
+    lacks = BUILDER.missing("g++")
+    return f"not reached: the TensorRT plugins: {lacks}" if lacks else None
 
 
 class Field(ctypes.Structure):
@@ -174,28 +169,41 @@ class Plugin:
 
 class Caller:
     """Both operators through a plugin that went the whole way: created, written and read again, attached to a context, run. Calls of the
-    names and types of cuda_library.Caller's."""
+    names and types of cuda_library.Caller's. memory: the kernels', one of cuda_library's."""
 
-    def __init__(self, harness: Harness) -> None:
-        self.harness, self.memory = harness, HostMemory()
+    def __init__(self, harness: Harness, memory: Any = None) -> None:
+        self.harness, self.memory = harness, memory or HostMemory()
 
     def vote_attention(self, inputs: Arrays, attributes: Any, *, in_place: bool = True) -> Arrays:
         given = {name: inputs[name] for name in INPUTS if name in inputs}
         names = ("output", *(f"present_{name}" for name in STATE))
         return self._run("VoteAttention", vote_attention_node_attributes(attributes), given, names, "past_", in_place)
 
+    def prepared_attention(self, inputs: Arrays, attributes: Any) -> tuple[Callable[[], None], dict[str, Any]]:
+        """A function that enqueues one in-place call, and what it writes, in the kernels' memory."""
+        given = {name: inputs[name] for name in INPUTS if name in inputs}
+        names = ("output", *(f"present_{name}" for name in STATE))
+        return self._prepared("VoteAttention", vote_attention_node_attributes(attributes), given, names, "past_", True)
+
     def merge_cache(self, state: Arrays, attributes: Any, *, in_place: bool = True) -> Arrays:
         given = {name: state[name] for name in STATE}
         names = tuple(f"present_{name}" for name in STATE)
         return self._run("MergeCache", merge_cache_node_attributes(attributes), given, names, "", in_place)
 
-    def _run(self, op: str, attributes: dict[str, Any], given: Arrays, names: Sequence[str], past: str, in_place: bool) -> Arrays:
+    def _run(self, *call: Any) -> Arrays:
+        enqueue, made = self._prepared(*call)
+        enqueue()
+        return {name: self.memory.get(x) for name, x in made.items()}
+
+    def _prepared(
+        self, op: str, attributes: dict[str, Any], given: Arrays, names: Sequence[str], past: str, in_place: bool
+    ) -> tuple[Callable[[], None], dict[str, Any]]:
         created = self.harness.create(op, parsed(attributes))
         if created is None:
             raise RuntimeError(self.harness.log())
         plugin = created.another("again").another("attach")
         held = {name: self.memory.put(x) for name, x in given.items()}
-        tensors = [Tensor.of(TYPES[x.dtype.name], x.shape, data=self.memory.address(x)) for x in held.values()]
+        tensors = [Tensor.of(TYPES[x.dtype.name], x.shape, data=self.memory.address(held[name])) for name, x in given.items()]
         shapes, types = plugin.output_shapes(tensors), plugin.output_types(tensors)
         assert shapes is not None and types is not None, self.harness.log()
         dtypes = {number: np.dtype(name) for name, number in TYPES.items()}
@@ -203,10 +211,16 @@ class Caller:
         made = {name: self.memory.put(np.full(s, 77, dtypes[t])) for name, s, t in zip(names, shapes, types, strict=True)}
         if in_place:
             made |= {name: held[name.replace("present_", past)] for name in names if name.startswith("present_")}
-        outputs = [Tensor.of(t, made[name].shape, data=self.memory.address(made[name])) for name, t in zip(names, types, strict=True)]
+        addresses = [self.memory.address(made[name]) for name in names]
+        outputs = [Tensor.of(t, shape, data=data) for t, shape, data in zip(types, shapes, addresses, strict=True)]
         assert all(plugin.supports(i, [*tensors, *outputs]) for i in range(len(tensors) + len(outputs)))
         assert plugin.asked("configure", tensors, outputs) == 0, self.harness.log()
         workspace = self.memory.bytes(plugin.asked("workspace", tensors, outputs), 0)[1:]  # aligned to nothing
-        for method, *more in (("shape_change",), ("enqueue", ctypes.c_void_p(self.memory.address(workspace)))):
-            assert plugin.asked(method, tensors, outputs, *more) == 0, self.harness.log()
-        return {name: self.memory.get(x) for name, x in made.items()}
+        assert plugin.asked("shape_change", tensors, outputs) == 0, self.harness.log()
+        given_, got, scratch = (Tensor * len(tensors))(*tensors), (Tensor * len(outputs))(*outputs), self.memory.address(workspace)
+        run = self.harness.library.kvt_enqueue
+
+        def enqueue(alive: Any = (plugin, held, made, workspace)) -> None:
+            assert run(plugin.at, given_, len(given_), got, len(got), ctypes.c_void_p(scratch)) == 0, self.harness.log()
+
+        return enqueue, made

@@ -9,6 +9,7 @@ from typing import Any
 
 import onnx
 
+from kvexport.build.tensorrt_engines import PLANS
 from kvexport.build.tensorrt_graphs import for_tensorrt, plugin_refusal
 
 DOCUMENTED = json.loads((Path(__file__).parent / "tensorrt_operators.json").read_text())
@@ -55,11 +56,11 @@ def problems(model: onnx.ModelProto) -> Iterator[str]:
 
 
 def graphs(artifact: Path) -> dict[str, onnx.ModelProto]:
-    found = {kind: artifact / f"{kind}.onnx" for kind in ("decoder", "merge")}
+    found = {kind: artifact / f"{kind}.onnx" for kind in PLANS}
     return {kind: onnx.load(path, load_external_data=False) for kind, path in found.items() if path.exists()}
 
 
 def artifact_problems(artifact: Path) -> list[str]:
-    """Of both graphs of an artifact, where the operators are plugins and where they are functions."""
+    """Of an artifact's graphs, where the operators are plugins and where they are functions."""
     refusals = (lambda _: None, plugin_refusal("off"))
     return [p for model in graphs(artifact).values() for refusal in refusals for p in problems(for_tensorrt(model, refusal)[0])]

@@ -262,7 +262,7 @@ def test_validate_reports_and_exits_with_4_on_a_mismatch(monkeypatch: pytest.Mon
         asked.update(options, path=path)
         return outcome
 
-    monkeypatch.setattr("kvexport.validate.runner.validate_artifact", compare)
+    monkeypatch.setattr("kvexport.validate.command.validate_artifact", compare)
     result = run(
         "validate", "x", "--batch", 2, "--length", 99, "--seed", 4, "--checkpoint", "there", "--telemetry", "--html", tmp_path / "page.html"
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -140,3 +141,12 @@ def test_the_files_named_in_docker_are_those_of_the_checkout() -> None:
     scripts = re.findall(r"python3 (\S+\.py)", (ROOT / "docker" / "tensorrt.Dockerfile").read_text())
     assert scripts
     assert all((ROOT / script).is_file() for script in scripts)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_every_command_is_shell(path: Path) -> None:
+    commands = [rest for name, rest in instructions(path) if name == "RUN"]
+    assert commands
+    for command in commands:
+        done = subprocess.run(["sh", "-n", "-c", command], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{command}: {done.stderr}"

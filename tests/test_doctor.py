@@ -16,6 +16,7 @@ from kvexport import doctor
 from kvexport.cli import app
 from kvexport.doctor import PACKAGES, VERBS, Package, diagnose, missing_package, package_state, require
 from kvexport.errors import EnvironmentProblem
+from kvexport.tensorrt import plugin
 
 ROOT = Path(__file__).parent.parent
 
@@ -164,3 +165,22 @@ def test_the_tensorrt_plugins_are_found_or_said_to_be_missing(monkeypatch: pytes
     shown = CliRunner().invoke(app, ["doctor"]).stdout
     assert re.search(r"TensorRT plugins\s+\S", shown)
     assert json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)["tensorrt_plugins"] == {"library": str(library)}
+
+
+def test_headers_that_building_the_plugins_lacks_are_said_with_the_line_that_gets_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("KVEXPORT_TENSORRT_PLUGIN", raising=False)
+    monkeypatch.setattr(plugin, "NAME", "not-built.so")
+    monkeypatch.setenv("TENSORRT_INCLUDE_DIR", str(tmp_path))
+    found = diagnose().tensorrt_plugins
+    assert found["problem"] == (
+        f"the TensorRT plugins are not built; to build them here, first: TENSORRT_INCLUDE_DIR={tmp_path} holds no NvInferRuntime.h"
+    )
+    assert found["fix"] == plugin.BUILD
+    monkeypatch.delenv("TENSORRT_INCLUDE_DIR")
+    lacks = plugin.what_building_lacks()
+    assert lacks is None or re.search(r"https://github.com/NVIDIA/TensorRT|CUDA's headers|nvcc was not found", lacks)
+    # Without a checkout there is no script that could lack anything.
+    monkeypatch.setattr(plugin, "__file__", str(tmp_path / "kvexport" / "tensorrt" / "plugin.py"))
+    assert diagnose().tensorrt_plugins["problem"] == "the TensorRT plugins are not built"

@@ -23,15 +23,6 @@ ERRORS = fake_cuda.cudaError_t
 TENSORRT = ["backend.name=tensorrt"]
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_sync: None) -> fake_cuda.FakeCuda:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv(plugin.VARIABLE, "off")
-    cuda = fake_cuda.FakeCuda()
-    fake_tensorrt.install(monkeypatch, cuda)
-    return cuda
-
-
 def problem(artifact: Path, out: Path, *settings: str) -> EnvironmentProblem:
     with pytest.raises(EnvironmentProblem) as caught:
         rebuild(artifact, out, [*TENSORRT, *settings])

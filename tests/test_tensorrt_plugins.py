@@ -236,10 +236,13 @@ def test_the_workspace_does_for_every_smaller_problem(harness: Harness) -> None:
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)
 def test_attention_is_the_kernels_bits_and_the_oracles_figures(harness: Harness, profile: Profile, in_place: bool) -> None:
-    direct = DirectCaller(load(BUILDER.cuda.build_host()), HostMemory())
+    hold_attention(Caller(harness), DirectCaller(load(BUILDER.cuda.build_host()), HostMemory()), profile, in_place)
+
+
+def hold_attention(caller: Caller, direct: DirectCaller, profile: Profile, in_place: bool) -> None:
     for scenario in SCENARIOS:
         inputs = vote_attention_inputs(profile, scenario)
-        actual = Caller(harness).vote_attention(inputs, profile.attributes, in_place=in_place)
+        actual = caller.vote_attention(inputs, profile.attributes, in_place=in_place)
         expected = direct.vote_attention(inputs, profile.attributes, in_place=in_place)
         assert {name: x.tobytes() for name, x in actual.items()} == {name: x.tobytes() for name, x in expected.items()}, scenario.name
         if scenario.name in ("one-token-ragged", "idle-lanes"):
@@ -251,12 +254,15 @@ def test_attention_is_the_kernels_bits_and_the_oracles_figures(harness: Harness,
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_merges_are_the_kernels_bits_and_the_oracles_figures(harness: Harness, in_place: bool) -> None:
-    direct = DirectCaller(load(BUILDER.cuda.build_host()), HostMemory())
+    hold_merges(Caller(harness), DirectCaller(load(BUILDER.cuda.build_host()), HostMemory()), in_place)
+
+
+def hold_merges(caller: Caller, direct: DirectCaller, in_place: bool) -> None:
     for profile in (p for p in MERGE_PROFILES if lacks(p.build_method()) is None):
         for scenario in MERGE_SCENARIOS:
             state = merge_cache_state(profile, scenario)
             attributes = merge_attributes(profile, scenario.capacity, scenario.budget)
-            actual = Caller(harness).merge_cache(state, attributes, in_place=in_place)
+            actual = caller.merge_cache(state, attributes, in_place=in_place)
             expected = direct.merge_cache(state, attributes, in_place=in_place)
             where = f"{profile.name}, {scenario.name}"
             assert {name: x.tobytes() for name, x in actual.items()} == {name: x.tobytes() for name, x in expected.items()}, where
@@ -304,8 +310,10 @@ def test_one_instance_runs_again_and_again_in_rubbish(harness: Harness) -> None:
         outputs = [Tensor.of(FLOAT, output.shape, data=memory.address(output)), *tensors[5:]]
         assert plugin.asked("workspace", tensors, outputs) <= workspace.nbytes
         workspace[...] = 0xFF
+        before = harness.cuda_calls
         assert plugin.asked("shape_change", tensors, outputs) == 0, harness.log()
         assert plugin.asked("enqueue", tensors, outputs, ctypes.c_void_p(memory.address(workspace))) == 0, harness.log()
+        assert harness.cuda_calls == before, "nothing is copied or allocated beside what the kernels do"
         assert_near(output, right["output"], 1e-5, f"step {step}")
 
 

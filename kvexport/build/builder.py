@@ -75,23 +75,27 @@ def build(
     *,
     name: str = "",
     graphs_only: bool = False,
+    plan: CachePlan | None = None,
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> Path:
     """Build `recipe` into the directory `out` and return it; an artifact that was there is replaced at the very end.
 
-    graphs_only: leaves the engines of a TensorRT recipe to `kvexport.build.rebuild`, on the machine that will run them. Raises UsageError
-    (recipe, checkpoint, target), EnvironmentProblem (disk full, missing package; for engines: TensorRT, a GPU). Whatever happens, `out`
-    holds the old artifact, the new one, or nothing.
+    graphs_only: leaves the engines of a TensorRT recipe to `kvexport.build.rebuild`, on the machine that will run them. plan: the layers'
+    caches, in place of those that the recipe gives. Raises UsageError (recipe, checkpoint, target), EnvironmentProblem (disk full, missing
+    package; for engines: TensorRT, a GPU). Whatever happens, `out` holds the old artifact, the new one, or nothing.
     """
     tensorrt = recipe.backend.name == "tensorrt" and not graphs_only
     engines = EngineBuilder(recipe.backend.tensorrt) if tensorrt else None
     with stage(out) as folder, _collector_paused():
+        from kvexport.export.candidates import candidates_model
         from kvexport.export.graphs import attention_functions, finish_decoder
         from kvexport.export.tracer import trace_decoder
         from kvexport.export.weights import total_bytes
 
         with progress("reading the checkpoint", None):
             shape = read_model(recipe)
+            if plan is not None:
+                shape = shape._replace(plan=plan)
             specs = weight_specs(shape, recipe.model.dtype)
         method = recipe.cache.build_method()
         with (
@@ -106,8 +110,9 @@ def build(
             written = writing.result()
         with progress("writing graphs", None):
             decoder = finish_decoder(traced, written.locations, folder, method, shape.geometry, functions)
-            graphs: dict[str, Any] = {"decoder": "decoder.onnx", "merge": None}
-            for kind, model in (("decoder", decoder), ("merge", merge)):
+            candidates = candidates_model(_vocabulary(shape))
+            graphs: dict[str, Any] = dict.fromkeys(("candidates", "decoder", "merge"))
+            for kind, model in (("candidates", candidates), ("decoder", decoder), ("merge", merge)):
                 if model is not None:
                     check_in_place(model)
                     graphs[kind] = f"{kind}.onnx"
@@ -118,6 +123,11 @@ def build(
             engines.add_engines(folder, manifest, progress)
         write_manifest(folder, manifest, known=written.digests)
     return out
+
+
+def _vocabulary(shape: ModelShape) -> int:
+    count: int = shape.model.config.get_text_config().vocab_size
+    return count
 
 
 def _merge_bytes(plan: CachePlan, method: Any) -> bytes:
@@ -220,6 +230,8 @@ def _copy_texts(checkpoint: Any, folder: Path) -> None:
 
 
 def _manifest(recipe: Recipe, name: str, shape: ModelShape, graphs: dict[str, Any]) -> dict[str, Any]:
+    from kvexport.export.candidates import COUNT
+
     config = shape.model.config.get_text_config()
     packages = ("onnx", "onnxscript", "onnxruntime", "torch", "transformers", "numpy")
     return {
@@ -229,12 +241,13 @@ def _manifest(recipe: Recipe, name: str, shape: ModelShape, graphs: dict[str, An
         "model": {
             "type": config.model_type,
             "fingerprint": shape.checkpoint.fingerprint,
-            "vocabulary": config.vocab_size,
+            "vocabulary": _vocabulary(shape),
             "layers": len(shape.geometry),
             "query_heads": [layer.query_heads for layer in shape.geometry],
         },
         "cache": shape.plan.to_json(),
         "graphs": graphs,
+        "candidates": min(COUNT, _vocabulary(shape)),
         "limits": {
             "max_length": recipe.limits.max_length,
             "max_batch": recipe.limits.max_batch,

@@ -29,7 +29,7 @@ from kvexport.tensorrt.plugin import library, refusal, register, why_no_library
 from kvexport.terminal import Progress
 
 LOG = "tensorrt.log"
-PLANS = {"decoder": "decoder.plan", "merge": "merge.plan"}
+PLANS = {"decoder": "decoder.plan", "merge": "merge.plan", "candidates": "candidates.plan"}
 DECODE, PREFILL = 0, 1  # the decoder's optimization profiles
 
 
@@ -42,12 +42,13 @@ class Profile:
 
 
 def profiles(kind: str, limits: dict[str, int]) -> list[Profile]:
-    """Of the decoder: DECODE and, where a call may take more than a token, PREFILL. Of merge: one, of mostly a single sequence."""
+    """Of the decoder: DECODE and, where a call may take more than a token, PREFILL. Of merge: one, of mostly a single sequence. Of the
+    candidates: one like DECODE."""
     most, chunk = limits["max_batch"], limits["prefill_chunk"]
     if kind == "merge":
         return [Profile((1, 1, most))]
     decode = Profile((1, most, most))
-    return [decode] if chunk == 1 else [decode, Profile((1, most, most), (1, chunk, chunk))]
+    return [decode] if chunk == 1 or kind == "candidates" else [decode, Profile((1, most, most), (1, chunk, chunk))]
 
 
 class EngineBuilder:
@@ -79,10 +80,15 @@ class EngineBuilder:
         build."""
         import onnx
 
-        state, limits = CachePlan.from_json(manifest["cache"]), manifest["limits"]
+        state, limits, vocabulary = CachePlan.from_json(manifest["cache"]), manifest["limits"], manifest["model"]["vocabulary"]
+
+        def shape_of(name: str, batch: int, tokens: int) -> tuple[int, ...]:
+            return (batch, tokens, vocabulary) if name == "logits" else input_shape(state, name, batch, tokens)
+
         files: dict[str, str | None] = dict.fromkeys(PLANS)
         whys: dict[str, str] = {}
-        for kind, graph in manifest["graphs"].items():
+        for kind in PLANS:
+            graph = manifest["graphs"].get(kind)
             if graph is None:
                 continue
             model, found = for_tensorrt(onnx.load(folder / graph, load_external_data=False), self._refusal)
@@ -91,7 +97,8 @@ class EngineBuilder:
                 raise EnvironmentProblem(next(filter(None, found.values())), "--set backend.tensorrt.plugin=auto, or another cache.method")
             files[kind] = PLANS[kind]
             with progress(f"building {PLANS[kind]}", STEPS) as task:
-                plan = self._build(model.SerializeToString(), folder / graph, profiles(kind, limits), state, task)
+                wanted, plugin = profiles(kind, limits), self.plugin if "" in found.values() else None
+                plan = self._build(model.SerializeToString(), folder / graph, wanted, shape_of, plugin, task)
                 (folder / PLANS[kind]).write_bytes(plan)
         text = "\n".join(self.log.lines).replace(str(folder), ".")
         (folder / LOG).write_text(text + "\n", encoding="utf-8")
@@ -105,8 +112,17 @@ class EngineBuilder:
             "options": self.options.model_dump(mode="json"),
         }
 
-    def _build(self, model: bytes, path: Path, wanted: list[Profile], state: CachePlan, task: Any) -> memoryview:
-        """The plan of one graph. path: where external data is relative to."""
+    def _build(
+        self,
+        model: bytes,
+        path: Path,
+        wanted: list[Profile],
+        shape_of: Callable[[str, int, int], tuple[int, ...]],
+        plugin: Path | None,
+        task: Any,
+    ) -> memoryview:
+        """The plan of one graph. path: where external data is relative to. shape_of: (an input, sequences, tokens of each). plugin: the
+        library of those that it holds."""
         trt = self.trt
         builder = trt.Builder(self.log)
         network = builder.create_network(0)  # strongly typed, as every network of TensorRT 11
@@ -115,12 +131,12 @@ class EngineBuilder:
             reasons = [str(parser.get_error(i)) for i in range(parser.num_errors)] or ["no reason given"]
             raise KvexportError(f"TensorRT's parser refused {path.name}: {reasons[0]}", "report it, with kvexport doctor")
         config = builder.create_builder_config()
-        self._set_options(config)
+        self._set_options(config, plugin)
         for wish in wanted:
             profile = builder.create_optimization_profile()
             for i in range(network.num_inputs):
                 name = network.get_input(i).name
-                shapes = [input_shape(state, name, b, t) for b, t in zip(wish.batch, wish.tokens, strict=True)]
+                shapes = [shape_of(name, b, t) for b, t in zip(wish.batch, wish.tokens, strict=True)]
                 profile.set_shape(name, *shapes)
             if config.add_optimization_profile(profile) < 0:
                 raise KvexportError(f"TensorRT refused the optimization profile {wish} of {path.name}: {self._errors()}")
@@ -134,7 +150,7 @@ class EngineBuilder:
             raise KvexportError(f"TensorRT could not build an engine of {path.name}: {self._errors()}", smaller)
         return memoryview(plan)
 
-    def _set_options(self, config: Any) -> None:
+    def _set_options(self, config: Any, plugin: Path | None) -> None:
         trt, options = self.trt, self.options
         config.builder_optimization_level = options.optimization_level
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
@@ -148,9 +164,9 @@ class EngineBuilder:
             config.set_flag(getattr(trt.BuilderFlag, flag))
         if options.workspace is not None:
             config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace)
-        if options.embed_plugin and self.plugin is not None:
-            config.plugins_to_serialize = [str(self.plugin.resolve())]
-        if options.alias_state and self.plugin is not None:
+        if options.embed_plugin and plugin is not None:
+            config.plugins_to_serialize = [str(plugin.resolve())]
+        if options.alias_state and plugin is not None:
             config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
 
     def _errors(self) -> str:

@@ -9,11 +9,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.cache import CachePlan
+from kvexport.runtime.candidates import Rows
 from kvexport.runtime.lanes import Backend
 
 
 class EngineBackend(Backend, Protocol):
-    """A `Backend` whose state, wherever it is, can be read and written."""
+    """A `Backend` whose state, wherever it is, can be read and written. candidates: how many of a row `step` gives; 0 where the artifact
+    has no graph for them; None where logits are in the host's memory."""
+
+    candidates: int | None
+
+    def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> Rows:
+        """As `decode` with one token of each lane [lanes, 1], but the logits stay where they are. Needs `candidates`."""
+        ...
 
     def get_state(self) -> dict[str, NDArray[Any]]:
         """A copy of every state tensor, by its input name."""

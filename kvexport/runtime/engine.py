@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from kvexport.errors import UsageError
 from kvexport.native import implementations, library, require_runnable
 from kvexport.runtime import onnxruntime_backend
 from kvexport.runtime.backend import EngineBackend, Sessions
+from kvexport.runtime.candidates import HostRows, Rows, may_settle
 from kvexport.runtime.lanes import Lanes
 from kvexport.runtime.sampling import GenerationSettings, Sampler
 from kvexport.runtime.text import FILE_NAME, TextStream, Tokenizer
@@ -49,13 +50,15 @@ class Completion:
 
 @dataclass
 class Timing:
-    """Of the last call: prompt and generated tokens of all sequences, seconds in prefill and decode (merging included), decode steps."""
+    """Of the last call: prompt and generated tokens of all sequences, seconds in prefill and decode (merging included), decode steps.
+    whole_rows: tokens of decode steps for whose choice a whole row of logits left the device; None where logits are on the host anyway."""
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     steps: int = 0
+    whole_rows: int | None = None
 
 
 class Engine:
@@ -163,18 +166,20 @@ class Engine:
     ) -> Iterator[Token]:
         lanes = self.lanes(len(batch))
         call = self._calls
-        self.timing = Timing(prompt_tokens=sum(map(len, batch)))
+        backend = cast(EngineBackend, lanes.backend)
+        self.timing = Timing(prompt_tokens=sum(map(len, batch)), whole_rows=None if backend.candidates is None else 0)
+        narrow = bool(backend.candidates) and may_settle(settings, backend.candidates or 0, self.vocabulary)
         samplers = [Sampler(settings, ids, self.vocabulary) for ids in batch]
         texts = [TextStream(self.tokenizer, settings.stop_strings, context_ids=ids.tolist()) if self.tokenizer else None for ids in batch]
         start = time.perf_counter()
-        logits = lanes.prefill(batch, on_prefill)
+        rows: Rows = HostRows(lanes.prefill(batch, on_prefill))
         self.timing.prefill_seconds = time.perf_counter() - start
         nothing = np.zeros(0, dtype=np.int64)
         running = set(range(len(batch)))
         while True:
             next_tokens = [nothing] * len(batch)
             for lane in sorted(running):
-                token = self._choose(lane, samplers[lane], texts[lane], logits[lane], int(lanes.length[lane]))
+                token = self._choose(lane, samplers[lane], texts[lane], rows, int(lanes.length[lane]))
                 if token.finish_reason:
                     running.discard(lane)
                 next_tokens[lane] = np.array([token.id])
@@ -185,12 +190,21 @@ class Engine:
             if call != self._calls:
                 raise UsageError("another call of this engine began before this stream ended", "end one first, or load a second engine")
             start = time.perf_counter()
-            logits = lanes.append([t if lane in running else nothing for lane, t in enumerate(next_tokens)])[:, 0]
+            step = [t if lane in running else nothing for lane, t in enumerate(next_tokens)]
+            rows = lanes.append_by(backend.step, step) if narrow else HostRows(lanes.append(step)[:, 0])
             self.timing.decode_seconds += time.perf_counter() - start
             self.timing.steps += 1
 
-    def _choose(self, lane: int, sampler: Sampler, text: TextStream | None, logits: NDArray[np.float32], length: int) -> Token:
-        token = sampler.next(logits)
+    def _choose(self, lane: int, sampler: Sampler, text: TextStream | None, rows: Rows, length: int) -> Token:
+        candidates = rows.candidates(lane)
+        token = None if candidates is None else sampler.next_of(candidates)
+        if token is None:
+            start = time.perf_counter()
+            row = rows.row(lane)
+            if self.timing.whole_rows is not None and self.timing.steps:
+                self.timing.whole_rows += 1
+                self.timing.decode_seconds += time.perf_counter() - start
+            token = sampler.next(row)
         reason = sampler.finish_reason
         if reason is None and length + 1 >= self.max_length:
             reason = "length"
@@ -249,6 +263,7 @@ def _onnxruntime_sessions(
         threads=chosen["threads"] if threads is None else threads,
         vocabulary=manifest["model"]["vocabulary"],
         all_logits=recipe["export"]["logits"] == "all",
+        candidates=(path / graphs["candidates"], manifest["candidates"]) if graphs.get("candidates") else None,
         operators={op: operators if how.native else None for op, how in implementations(manifest, device).items()},
         device=device,
         graphs=device == "cuda" and (chosen.get("cuda_graph", True) if cuda_graph is None else cuda_graph),

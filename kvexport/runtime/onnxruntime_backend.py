@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from kvexport.cache import CachePlan
 from kvexport.devices import INSTALL_CUDA, PROVIDERS, load_cuda_libraries
 from kvexport.errors import EnvironmentProblem
+from kvexport.runtime.candidates import Candidates, Rows
 from kvexport.runtime.device_array import ALL, Array, DeviceArray, place, read, write
 
 NO_GRAPH = -1  # the id of a run that neither captures a CUDA graph nor replays one
@@ -28,6 +29,26 @@ class _Decoder(NamedTuple):
     binding: Any
     arrays: dict[str, Array]
     graph: int | None
+
+
+class _DeviceRows:
+    """Logits [lanes, 1, vocabulary] that stay on the device, and what `candidates.onnx` found among them."""
+
+    def __init__(self, logits: DeviceArray, found: Mapping[str, NDArray[Any]]) -> None:
+        self._logits, self._found = logits, found
+        self._whole: NDArray[np.float32] | None = None
+
+    def candidates(self, lane: int) -> Candidates:
+        """See `Rows.candidates`."""
+        values, ids, mass = (self._found[name][lane, 0] for name in ("values", "ids", "mass"))
+        return Candidates(ids, values, float(mass[0]), self._logits.shape[-1])
+
+    def row(self, lane: int) -> NDArray[np.float32]:
+        """See `Rows.row`. ONNX Runtime copies tensors as a whole: the first lane that asks brings all."""
+        if self._whole is None:
+            self._whole = self._logits.read()
+        row: NDArray[np.float32] = self._whole[lane, 0]
+        return row
 
 
 class OnnxRuntimeBackend:
@@ -45,6 +66,8 @@ class OnnxRuntimeBackend:
         # Two decoder bindings stay: of one token, and of the last other width. Merge bindings stay per run of lanes.
         self._decoders: dict[bool, _Decoder] = {}
         self._mergers: dict[tuple[int, int], Any] = {}
+        self._finder: tuple[Array, Any, dict[str, Array]] | None = None  # of candidates in these logits: its binding, what it gives
+        self.candidates = None if sessions.zeros is np.zeros else sessions.candidate_count
         self._thread = threading.local()  # graphs: those captured; ONNX Runtime captures them for each thread anew
 
     def reset(self) -> None:
@@ -57,11 +80,37 @@ class OnnxRuntimeBackend:
 
     def decode(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> NDArray[np.float32]:
         """See `Backend.decode`."""
+        return read(self._run_decoder(input_ids, query_length))
+
+    def _run_decoder(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> Array:
         decoder = self._decoder(input_ids.shape[1])
         write(decoder.arrays["input_ids"], input_ids)
         write(decoder.arrays["query_length"], query_length)
         self._sessions.run(self._sessions.decoder, decoder.binding, decoder.graph)
-        return read(decoder.arrays["logits"])
+        return decoder.arrays["logits"]
+
+    def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> Rows:
+        """See `EngineBackend.step`."""
+        logits = self._run_decoder(input_ids, query_length)
+        assert isinstance(logits, DeviceArray)
+        if self._finder is None or self._finder[0] is not logits:
+            self._finder = (logits, *self._bind_finder(logits))
+        _, binding, found = self._finder
+        self._sessions.run(self._sessions.finder, binding, None)
+        return _DeviceRows(logits, {name: read(array) for name, array in found.items()})
+
+    def _bind_finder(self, logits: Array) -> tuple[Any, dict[str, Array]]:
+        zeros, count = self._sessions.zeros, self._sessions.candidate_count
+        found: dict[str, Array] = {
+            "values": zeros((self.lanes, 1, count), np.dtype(np.float32)),
+            "ids": zeros((self.lanes, 1, count), np.dtype(np.int32)),
+            "mass": zeros((self.lanes, 1, 1), np.dtype(np.float32)),
+        }
+        binding = self._sessions.finder.io_binding()
+        _bind(binding, "logits", None, logits)
+        for name, array in found.items():
+            _bind(binding, None, name, array)
+        return binding, found
 
     def merge(self, first: int, last: int) -> None:
         """See `Backend.merge`."""
@@ -137,8 +186,9 @@ class OnnxRuntimeBackend:
 class Sessions:
     """The sessions of one artifact; they hold the weights once, however many backends use them.
 
-    operators: the library to register for each operator, None where its function runs. graphs: whether decode steps are CUDA graphs, and
-    graph_problem why they are not though it was asked. Raises EnvironmentProblem where ONNX Runtime cannot use the device.
+    operators: the library to register for each operator, None where its function runs. candidates: candidates.onnx, and how many it finds;
+    not used on the CPU. graphs: whether decode steps are CUDA graphs, and graph_problem why they are not though it was asked. Raises
+    EnvironmentProblem where ONNX Runtime cannot use the device.
     """
 
     def __init__(
@@ -150,6 +200,7 @@ class Sessions:
         vocabulary: int,
         all_logits: bool,
         operators: Mapping[str, Path | None],
+        candidates: tuple[Path, int] | None = None,
         device: str = "cpu",
         graphs: bool = False,
     ) -> None:
@@ -159,6 +210,10 @@ class Sessions:
         self.zeros: Any = np.zeros if device == "cpu" else partial(DeviceArray, device)
         self.graphs, self.graph_problem = graphs, ""
         self._new_graphs = itertools.count(1)
+        self._candidates: Path | None = None
+        self.candidate_count = 0
+        if candidates is not None:
+            self._candidates, self.candidate_count = candidates
         attention, merging = operators["VoteAttention"], operators["MergeCache"]
         self._new_decoder = partial(_session, decoder, threads=threads, operators=attention, device=device)
         self.decoder: Any = None
@@ -175,6 +230,12 @@ class Sessions:
     def backend(self, plan: CachePlan, lanes: int) -> OnnxRuntimeBackend:
         """State for `lanes` sequences, all empty."""
         return OnnxRuntimeBackend(self, plan, lanes)
+
+    @cached_property
+    def finder(self) -> Any:
+        """The session of candidates.onnx."""
+        assert self._candidates is not None
+        return _session(self._candidates, threads=1, operators=None, device=self.device)
 
     def run(self, session: Any, binding: Any, graph: int | None) -> None:
         """One run; with `graph` as the replay of that CUDA graph, or as its capture where it is new. None: there are no graphs."""

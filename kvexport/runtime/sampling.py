@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvexport.errors import KvexportError, UsageError
+from kvexport.runtime.candidates import Candidates, Scores, scores_of
 
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
@@ -176,6 +177,30 @@ class Sampler:
         else:
             ids, probabilities = _distribution(scores, self.settings, len(self.generated))
             token = int(ids[_draw(probabilities, self._random.random())])
+        return self._remember(token)
+
+    def next_of(self, candidates: Candidates) -> int | None:
+        """As `next`, from the row's largest logits alone; None, and nothing is chosen, where they do not prove what `next` would do: it
+        then needs the row."""
+        if candidates.ids.size == self.vocab_size:
+            row = np.empty(self.vocab_size, dtype=np.float32)
+            row[candidates.ids] = candidates.values
+            return self.next(row)
+        if self.settings.repetition_penalty < 1:
+            return None
+        scores = scores_of(candidates, self._lowered(candidates), 1.0 if self._random is None else self.settings.temperature)
+        if scores is None:
+            return None
+        if self._random is None:
+            best = scores.values.max()
+            return self._remember(int(scores.ids[scores.values == best].min())) if best > scores.floor else None
+        chosen = _distribution_of(scores, self.settings, self.vocab_size)
+        if chosen is None:
+            return None
+        ids, probabilities = chosen
+        return self._remember(int(ids[_draw(probabilities, self._random.random())]))
+
+    def _remember(self, token: int) -> int:
         self.generated.append(token)
         if self._is_seen is not None:
             self._is_seen[token] = True
@@ -194,18 +219,34 @@ class Sampler:
         scores = np.asarray(logits, dtype=np.float32)
         if scores.shape != (self.vocab_size,):
             raise UsageError(f"logits of shape {list(scores.shape)} for a vocabulary of {self.vocab_size}", "pass one row of logits")
-        suppress = len(self.generated) < self.settings.min_new_tokens and self._eos_ids.size > 0
+        suppress = self._suppresses()
         if self._is_seen is not None or suppress:
             scores = scores.copy()
         if self._is_seen is not None:
-            ids = np.flatnonzero(self._is_seen)
-            seen, penalty = scores[ids], self.settings.repetition_penalty
-            with np.errstate(over="ignore"):
-                scores[ids] = np.where(seen < 0, seen * penalty, seen / penalty)
+            self._penalise(scores, np.flatnonzero(self._is_seen))
         if suppress:
             scores[self._eos_ids] = -np.inf
         _check_maximum(scores, len(self.generated))
         return scores
+
+    def _lowered(self, candidates: Candidates) -> Floats:
+        """The same of candidates, without the check."""
+        values, suppress = candidates.values, self._suppresses()
+        if self._is_seen is not None or suppress:
+            values = values.copy()
+        if self._is_seen is not None:
+            self._penalise(values, np.flatnonzero(self._is_seen[candidates.ids]))
+        if suppress:
+            values[np.isin(candidates.ids, self._eos_ids)] = -np.inf
+        return values
+
+    def _suppresses(self) -> bool:
+        return len(self.generated) < self.settings.min_new_tokens and self._eos_ids.size > 0
+
+    def _penalise(self, scores: Floats, places: Ids) -> None:
+        seen, penalty = scores[places], self.settings.repetition_penalty
+        with np.errstate(over="ignore"):
+            scores[places] = np.where(seen < 0, seen * penalty, seen / penalty)
 
 
 def _distribution(scores: Floats, settings: GenerationSettings, step: int) -> tuple[Ids, npt.NDArray[np.float64]]:
@@ -217,15 +258,35 @@ def _distribution(scores: Floats, settings: GenerationSettings, step: int) -> tu
     k = settings.top_k
     ids = _top_ids(scores, k) if 0 < k < scores.size else np.flatnonzero(scores > -np.inf)
     values = scores[ids]
-    if settings.top_p < 1.0:
-        kept = _top_p_indices(values, settings.top_p)
+    return _narrowed(ids, values, settings.top_p, settings.min_p)
+
+
+def _narrowed(ids: Ids, values: Floats, top_p: float, min_p: float) -> tuple[Ids, npt.NDArray[np.float64]]:
+    """top_p and min_p of the finite scores `values` of `ids`."""
+    if top_p < 1.0:
+        kept = _top_p_indices(values, top_p)
         ids, values = ids[kept], values[kept]
-    if settings.min_p > 0.0:
+    if min_p > 0.0:
         probabilities = _softmax(values)
-        kept = np.flatnonzero(probabilities >= settings.min_p * probabilities.max())
+        kept = np.flatnonzero(probabilities >= min_p * probabilities.max())
         ids, values = ids[kept], values[kept]
     weights = np.exp(values - values.max()).astype(np.float64)
     return ids, weights / weights.sum()
+
+
+def _distribution_of(scores: Scores, settings: GenerationSettings, vocabulary: int) -> tuple[Ids, npt.NDArray[np.float64]] | None:
+    """`_distribution` from candidates; None where they leave it open. The first of the three that applies is settled by them, and those
+    after it see what that one kept."""
+    top_p, min_p = settings.top_p, settings.min_p
+    if 0 < settings.top_k < vocabulary:
+        kept = scores.top_k(settings.top_k)
+    elif top_p < 1.0:
+        kept, top_p = scores.top_p(top_p), 1.0
+    elif min_p > 0.0:
+        kept, min_p = scores.min_p(min_p), 0.0
+    else:
+        return None
+    return None if kept is None else _narrowed(*kept, top_p, min_p)
 
 
 def _top_ids(scores: Floats, k: int) -> Ids:

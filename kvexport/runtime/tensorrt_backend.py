@@ -17,6 +17,7 @@ from kvexport.build.manifest import read_verified
 from kvexport.build.tensorrt_engines import DECODE, PREFILL, input_shape
 from kvexport.cache import CachePlan
 from kvexport.errors import ArtifactError, EnvironmentProblem, KvexportError
+from kvexport.runtime.candidates import Candidates, Rows
 from kvexport.tensorrt.cuda import ALIGNMENT, Arena, Cuda
 from kvexport.tensorrt.environment import REBUILD, check_plan, import_runtime, require_gpu
 from kvexport.tensorrt.log import make_log
@@ -49,6 +50,9 @@ class Engines:
         self._runtime.engine_host_code_allowed = options["version_compatible"]
         self.decoder = self._open(path, manifest, engines["decoder"])
         self.merge = self._open(path, manifest, engines["merge"]) if engines["merge"] else None
+        # Artifacts that were built before there were any have none.
+        self.candidates = self._open(path, manifest, engines["candidates"]) if engines.get("candidates") else None
+        self.candidate_count: int = manifest["candidates"] if self.candidates is not None else 0
         if self.streams_weights:
             self.decoder.weight_streaming_budget_v2 = min(options["weight_streaming"], self.decoder.streamable_weights_size)
         self.vocabulary: int = manifest["model"]["vocabulary"]
@@ -83,6 +87,7 @@ class TensorRTBackend:
         tensors = {name: (layer.shapes(lanes)[kind], layer.dtypes()[kind]) for name, _, layer, kind in plan.state_names()}
         self.state = Arena(self.cuda, tensors)
         self.past_length: NDArray[np.int64] = np.zeros((lanes, 1), dtype=np.int64)
+        self.candidates: int | None = engines.candidate_count
         self._tensors = tensors
         self._phases: dict[bool, _Phase] = {}
         merged = set(_names(engines.merge)) if engines.merge else set()
@@ -101,12 +106,22 @@ class TensorRTBackend:
 
     def decode(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> NDArray[np.float32]:
         """See `Backend.decode`."""
+        return self._run(input_ids, query_length).logits(input_ids.shape[1])
+
+    def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> Rows:
+        """See `EngineBackend.step`."""
+        phase = self._run(input_ids, query_length)
+        self.cuda.synchronize(self.stream)
+        return phase
+
+    def _run(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> _Phase:
         single = input_ids.shape[1] == 1
         if single not in self._phases:
             self._phases[single] = _Phase(self, 1 if single else self.engines.prefill_chunk)
-        logits = self._phases[single].run(input_ids, query_length, self.past_length)
+        phase = self._phases[single]
+        phase.run(input_ids, query_length, self.past_length)
         self.past_length += query_length
-        return logits
+        return phase
 
     def merge(self, first: int, last: int) -> None:
         """See `Backend.merge`."""
@@ -150,7 +165,7 @@ class TensorRTBackend:
 
 class _Phase:
     """The decoder for calls of one token (decode), or of up to `tokens` (prefill): a context, and staging in page-locked memory. Decode is
-    one CUDA graph: its copies and its enqueue."""
+    one CUDA graph: its copies and its enqueues, that of the candidates among them; logits follow where they are asked for (`Rows`)."""
 
     def __init__(self, backend: TensorRTBackend, tokens: int) -> None:
         engines, lanes = backend.engines, backend.lanes
@@ -162,12 +177,46 @@ class _Phase:
         self.outputs = Arena(self.cuda, {"logits": ((lanes, rows, engines.vocabulary), np.float32)}, pinned=True)
         self.length = Arena(self.cuda, {"present_length": one})  # known here too, and read by nobody
         self.context = _context(engines, engines.decoder, DECODE if tokens == 1 else PREFILL, self.stream)
+        self.found: Arena | None = None
+        if tokens == 1 and engines.candidates is not None:
+            self._find_candidates(engines, lanes)
         self._width = 0
         self._graph: Any = None
         self._calls = 0
 
-    def run(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], past_length: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Logits [lanes, 1 or T, vocabulary], in memory that the next call overwrites."""
+    def _find_candidates(self, engines: Engines, lanes: int) -> None:
+        """Put the engine that finds them after the decoder, over the same logits."""
+        shape = (lanes, 1, engines.candidate_count)
+        found = {"values": (shape, np.float32), "ids": (shape, np.int32), "mass": ((lanes, 1, 1), np.float32)}
+        self.found = Arena(self.cuda, found, pinned=True)
+        self.finder = _context(engines, engines.candidates, 0, self.stream)
+        _bind(self.finder, "logits", self.outputs.pointer("logits"), (lanes, 1, engines.vocabulary))
+        for name in found:
+            _bind(self.finder, name, self.found.pointer(name))
+
+    def candidates(self, lane: int) -> Candidates | None:
+        """See `Rows.candidates`."""
+        if self.found is None:
+            return None
+        values, ids, mass = (self.found.array(name)[lane, 0] for name in ("values", "ids", "mass"))
+        return Candidates(ids, values, float(mass[0]), self.backend.engines.vocabulary)
+
+    def row(self, lane: int) -> NDArray[np.float32]:
+        """See `Rows.row`."""
+        row: NDArray[np.float32] = self.outputs.array("logits")[lane, 0]
+        self.cuda.copy(row.ctypes.data, self.outputs.pointer("logits") + lane * row.nbytes, row.nbytes, self.stream)
+        self.cuda.synchronize(self.stream)
+        return row
+
+    def logits(self, width: int) -> NDArray[np.float32]:
+        """Logits [lanes, 1 or width, vocabulary] of the last call, in memory that the next one overwrites."""
+        self.outputs.download(self.stream)
+        self.cuda.synchronize(self.stream)
+        rows = width if self.backend.engines.all_logits else 1
+        return self.outputs.array("logits", (self.backend.lanes, rows, self.backend.engines.vocabulary))
+
+    def run(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], past_length: NDArray[np.int64]) -> None:
+        """Enqueue the call; `inputs` may be written again once somebody has waited for it."""
         width = input_ids.shape[1]
         if width != self._width:
             self._bind(width)
@@ -184,9 +233,6 @@ class _Phase:
             self.cuda.launch(self._graph, self.stream)
         else:
             self._enqueue()
-        self.cuda.synchronize(self.stream)
-        rows = width if self.backend.engines.all_logits else 1
-        return self.outputs.array("logits", (self.backend.lanes, rows, self.backend.engines.vocabulary))
 
     def _bind(self, width: int) -> None:
         backend = self.backend
@@ -208,7 +254,9 @@ class _Phase:
         if not self.backend.engines.in_place["decoder"]:
             assert spare is not None
             self.cuda.copy(state.device, spare.device, state.nbytes, self.stream)
-        self.outputs.download(self.stream)
+        if self.found is not None:
+            _enqueue(self.finder, self.stream, self.backend.engines)
+            self.found.download(self.stream)
 
 
 def _context(engines: Engines, engine: Any, profile: int, stream: Any) -> Any:

@@ -5,6 +5,7 @@ Without it, or for a node it does not take, an engine is built from the function
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,19 @@ def why_no_library() -> tuple[str, str]:
     if asked:
         return f"switched off by {VARIABLE}" if asked == "off" else f"{VARIABLE}={asked} is no file", f"unset {VARIABLE}"
     return "the TensorRT plugins are not built", BUILD
+
+
+def what_building_lacks() -> str | None:
+    """What `BUILD` would miss here (TensorRT's headers, CUDA's, nvcc), with the line that gets it; None where nothing is missing,
+    or there is no checkout to build from."""
+    script = Path(__file__).parents[2] / "plugins" / "tensorrt" / "build_tensorrt.py"
+    spec = importlib.util.spec_from_file_location("build_tensorrt", script) if script.is_file() else None
+    if spec is None or spec.loader is None:
+        return None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    lacks: str | None = module.missing("nvcc")
+    return lacks
 
 
 def register(trt: Any) -> Path | None:

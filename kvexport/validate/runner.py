@@ -21,10 +21,12 @@ from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.native import implementations
 from kvexport.recipe import Recipe
 from kvexport.report import KeyValues, Plot, Section, Series, Table
+from kvexport.runtime.candidates import MASS_ERROR, Candidates
 from kvexport.runtime.engine import Engine, load
 from kvexport.runtime.lanes import Lanes
 from kvexport.terminal import Progress, silent
 from kvexport.validate.backend import ReferenceBackend, schedule
+from kvexport.validate.layers import require_checkpoint
 from kvexport.validate.perturbation import Perturbation, layer_sections
 from kvexport.validate.runners import Runners
 
@@ -54,7 +56,9 @@ class Mismatch:
 class ValidationResult:
     """What was compared and how far apart it was. operators: what ran each of the two on this machine. steps: (step, phase, tokens seen
     by the longest sequence, largest absolute difference by kind of tensor). divergence: per sequence KL(full || engine) in nats and
-    whether the top token agrees, by position. telemetry: what merges did to the reference's attention, None where nobody asked."""
+    whether the top token agrees, by position. candidates_hold: whether what a device chooses tokens from is a row's largest logits, None
+    where it is the row. telemetry: what merges did to the reference's attention, None where nobody asked. layers: how
+    many of the model's were held, and how many it has; None = all."""
 
     artifact: str
     recipe: str
@@ -66,23 +70,28 @@ class ValidationResult:
     steps: list[dict[str, Any]] = field(default_factory=list)
     mismatch: Mismatch | None = None
     in_place_identical: bool = True
+    candidates_hold: bool | None = None
     own_run_logits: float = 0.0
     kl: list[list[float]] = field(default_factory=list)
     agrees: list[list[bool]] = field(default_factory=list)
     positions: list[list[int]] = field(default_factory=list)
     telemetry: list[Perturbation] | None = None
+    layers: tuple[int, int] | None = None
 
     @property
     def passed(self) -> bool:
-        """Every tensor of every step within tolerance, and the in-place run bit-identical to the one with separate buffers."""
-        return self.mismatch is None and self.in_place_identical
+        """Every tensor of every step within tolerance, the in-place run bit-identical to the one with separate buffers, and tokens chosen
+        from the largest logits."""
+        return self.mismatch is None and self.in_place_identical and self.candidates_hold is not False
 
     @property
     def problem(self) -> str:
         """What failed, in one line."""
         if self.mismatch:
             return f"the engine differs from PyTorch: {self.mismatch}"
-        return "" if self.in_place_identical else "bound in place, the engine computes something else than with separate buffers"
+        if not self.in_place_identical:
+            return "bound in place, the engine computes something else than with separate buffers"
+        return "the candidates that the device found are not the largest logits" if self.candidates_hold is False else ""
 
     def largest(self, kind: str) -> float:
         """The largest difference of one kind of tensor over all steps."""
@@ -104,6 +113,7 @@ class ValidationResult:
         summary = {
             "result": "passed" if self.passed else f"FAILED: {self.problem}",
             "artifact": self.artifact,
+            **self._layers(),
             "engine": self.backend,
             **self.operators,
             "reference": "PyTorch, on the same state at every step",
@@ -111,6 +121,7 @@ class ValidationResult:
             "budget, slots per layer": f"{min(self.budgets)} to {max(self.budgets)}" if len(set(self.budgets)) > 1 else self.budgets[0],
             "calls compared": f"{len(self.steps)} ({calls})",
             "bound in place": "bit-identical" if self.in_place_identical else "DIFFERS",
+            **({} if self.candidates_hold is None else {"candidates for tokens": "right" if self.candidates_hold else "WRONG"}),
             "engine on its own, logits": f"within {self.own_run_logits:.2g} of PyTorch on its own",
             "KL(full cache || engine), mean": f"{self.mean_kl():.4g} nats",
             "top-1 agreement with full cache": f"{self.agreement():.1%}",
@@ -142,6 +153,14 @@ class ValidationResult:
             sections.append(Plot("Distance to the uncompressed model", "position", "KL, nats", series, y_log=True, note=note))
         return sections if self.telemetry is None else [*sections, *layer_sections(self.telemetry)]
 
+    def _layers(self) -> dict[str, str]:
+        if self.layers is None:
+            return {}
+        held, total = self.layers
+        return {
+            "layers": f"the first {held} of {total}, built for this with the artifact's recipe and budgets; nothing is said of the others"
+        }
+
     def to_json(self) -> dict[str, Any]:
         """Everything, with the summaries."""
         return {
@@ -172,7 +191,7 @@ def validate_artifact(
     does to the attention output. backend, device: None takes the recipe's. Raises UsageError where the weights are not or do not belong to
     the artifact, EnvironmentProblem where torch, transformers, polygraphy or what the backend needs are missing.
     """
-    _require_packages()
+    require_packages()
     from kvexport.build.builder import read_model
     from kvexport.validate.reference import TorchReference, full_logits
     from kvexport.validate.telemetry import Telemetry
@@ -183,8 +202,7 @@ def validate_artifact(
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": checkpoint})})
     with progress("loading PyTorch and the engine", None):
         shape = read_model(recipe)
-        if shape.checkpoint.fingerprint != manifest["model"]["fingerprint"]:
-            raise UsageError(f"{shape.checkpoint.path} is not the checkpoint of {path}", "--checkpoint DIR with the one it was built from")
+        require_checkpoint(shape.checkpoint, manifest, path)
         # A session that captures CUDA graphs takes its inputs from fixed addresses, and here every call brings its own.
         engine = load(path, backend=backend, device=device, cuda_graph=False, verify=False)
         method = recipe.cache.build_method()
@@ -226,7 +244,8 @@ def _operators(manifest: dict[str, Any], backend: str, device: str | None) -> di
     return {op: str(how) for op, how in implementations(manifest, device).items()}
 
 
-def _require_packages() -> None:
+def require_packages() -> None:
+    """Raises EnvironmentProblem where one is missing that validating takes."""
     for package in ("torch", "transformers", "polygraphy", "onnx"):
         try:
             __import__(package)
@@ -320,7 +339,23 @@ class _LockedBackend(ReferenceBackend):
         same = np.array_equal(backend.decode(input_ids, query_length), separate["logits"])
         for name, array in backend.get_state().items():
             same &= array.tobytes() == separate[name.replace("past_key_values.", "present.")].tobytes()
-        self.comparison.result.in_place_identical &= bool(same)
+        result = self.comparison.result
+        result.in_place_identical &= bool(same)
+        if backend.candidates and input_ids.shape[1] == 1:
+            backend.set_state(self.state, self.length)
+            rows = backend.step(input_ids, query_length)
+            right = all(_found(rows.candidates(lane), separate["logits"][lane, 0]) for lane in np.flatnonzero(query_length).tolist())
+            result.candidates_hold = right and result.candidates_hold is not False
+
+
+def _found(candidates: Candidates | None, logits: NDArray[np.float32]) -> bool:
+    """Whether candidates are the largest of `logits`, and what they say of the others is so."""
+    if candidates is None or not 0 <= candidates.ids.min() <= candidates.ids.max() < logits.size:
+        return False
+    largest = -np.sort(-logits)[: candidates.ids.size]
+    mass = float(np.exp(logits.astype(np.float64) - logits.max()).sum())
+    same = np.array_equal(candidates.values, largest) and np.array_equal(logits[candidates.ids], largest)
+    return same and np.unique(candidates.ids).size == largest.size and abs(candidates.mass / mass - 1) < MASS_ERROR
 
 
 def _magnitude(x: NDArray[Any]) -> float:

@@ -72,6 +72,18 @@ def _headers(variable: str, header: str, places: tuple[Path, ...], otherwise: st
     raise Missing(f"{variable}={asked} holds no {header}" if asked else otherwise)
 
 
+def missing(*tools: str) -> str | None:
+    """What compiling by `tools` lacks here, and the line that gets it; None where nothing is."""
+    try:
+        tensorrt_headers()
+        cuda_headers()
+        for tool in tools:
+            cuda._tool(tool)
+    except Missing as error:
+        return str(error)
+    return None
+
+
 def build_device(architectures: Sequence[str], out: Path | None = None) -> Path:
     """The plugins with the CUDA kernels for these compute capabilities ("90") and later ones, in `out`, kvexport/_native unless given."""
     library = (out or ROOT / "kvexport" / "_native") / LIBRARY
@@ -90,6 +102,18 @@ def build_harness() -> Path:
     return _on_host("libtensorrt_harness.so", [TESTS / "tensorrt_harness.cpp"], ["-shared", "-Wl,--no-undefined"])
 
 
+def build_harness_on(kernels: Path) -> Path:
+    """The same over a library of CUDA kernels (build_cuda.py's for a GPU) and CUDA's own runtime."""
+    target = OUT / f"libtensorrt_harness_{kernels.stem.removeprefix('lib')}.so"
+    if _is_current(target, kernels):
+        return target
+    runtime = [f"-L{place}" for place in (cuda_headers().parent / "lib64", cuda_headers().parent / "lib") if place.is_dir()]
+    objects = _compile([HERE / "library.cpp", TESTS / "tensorrt_harness.cpp"], [])
+    linked = [str(kernels), *runtime, "-lcudart_static", "-ldl", "-lrt", "-lpthread", "-Wl,--no-undefined"]
+    cuda._link([cuda._tool(os.environ.get("CXX", "g++")), "-shared"], objects, target, linked)
+    return target
+
+
 def build_fuzz() -> Path:
     """A program of random fields, under the address and undefined-behaviour sanitizers."""
     return _on_host("tensorrt_fuzz", [TESTS / "tensorrt_fuzz.cpp"], [], cuda.SANITIZE)
@@ -98,13 +122,17 @@ def build_fuzz() -> Path:
 def _on_host(name: str, sources: list[Path], link: list[str], flags: list[str] | None = None) -> Path:
     """Kept where it is current."""
     target, kernels = OUT / name, cuda.build_host()
-    read = [*HERE.glob("*.*"), *TESTS.glob("tensorrt_*"), TESTS / "cuda_runtime_on_host.cpp", *HERE.parent.glob("node/*.h"), *cuda.HEADERS]
-    newest = max(path.stat().st_mtime for path in [*read, kernels, tensorrt_headers() / HEADER])
-    if target.is_file() and target.stat().st_mtime >= newest:
+    if _is_current(target, kernels):
         return target
     objects = _compile([HERE / "library.cpp", TESTS / "cuda_runtime_on_host.cpp", *sources], flags or [])
     cuda._link([cuda._tool(os.environ.get("CXX", "g++")), *(flags or []), *link], objects, target, [str(kernels)])
     return target
+
+
+def _is_current(target: Path, kernels: Path) -> bool:
+    read = [*HERE.glob("*.*"), *TESTS.glob("tensorrt_*"), TESTS / "cuda_runtime_on_host.cpp", *HERE.parent.glob("node/*.h"), *cuda.HEADERS]
+    newest = max(path.stat().st_mtime for path in [*read, kernels, tensorrt_headers() / HEADER])
+    return target.is_file() and target.stat().st_mtime >= newest
 
 
 def _compile(sources: list[Path], flags: list[str]) -> list[Path]:

@@ -28,9 +28,11 @@ class Skipped(Exception):
     """A part that this machine lacks something for."""
 
 
-# Batch, query heads, KV heads, slots; head size 128, fp16. Llama-2-7B's layers, then Llama-3-8B's.
+# Batch, query heads, KV heads, slots; head size 128, fp16. Llama-2-7B's layers, Llama-3-8B's, its 70B's, and a group of sixteen.
 DECODE = [(1, 32, 32, 512), (8, 32, 32, 1024), (32, 32, 32, 1024), (1, 32, 8, 4096), (8, 32, 8, 4096), (32, 32, 8, 4096), (1, 32, 8, 16384)]
+DECODE += [(16, 64, 8, 4096), (16, 64, 4, 4096)]
 SIZE, CHUNK, MERGE_EVERY = 128, 512, 32
+LARGE = 64 << 20  # bytes of a layer's cache from which a share of the bandwidth is the goal
 
 
 class Target:
@@ -51,43 +53,56 @@ class Target:
         """`number`, or what the host can do in its place."""
         return on_host if self.on_host else number
 
-    def seconds(self, calls: list[Callable[[], Any]], reset: Callable[[], None] = lambda: None, rounds: int = 15) -> list[float]:
-        """Of `rounds` runs of all calls in turn, the seconds per call; `reset` runs before each, outside of the time."""
+    def captured(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        """`run` as a CUDA graph, after it ran once; on the host `run` itself."""
         if self.on_host:
-            return [self._timed(calls, reset) for _ in range(2)]
+            return run
         import torch
 
         memory, stream = self.caller.memory, torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         default, memory.stream = memory.stream, stream.cuda_stream
-        with torch.cuda.stream(stream):
+        try:
+            with torch.cuda.stream(stream):
+                run()
+                stream.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=stream):
+                    run()
+        finally:
+            memory.stream = default
+        torch.cuda.current_stream().wait_stream(stream)
+        return graph.replay
+
+    def spans(self, run: Callable[[], Any], reset: Callable[[], Any], rounds: int, warm: int = 3) -> list[float]:
+        """Seconds of each of `rounds` runs, `reset` before each outside of the time: by events on a GPU, by the clock on the host."""
+        found = []
+        for _ in range(2 if self.on_host else rounds + warm):
             reset()
+            if self.on_host:
+                begin = time.perf_counter()
+                run()
+                found.append(time.perf_counter() - begin)
+                continue
+            import torch
+
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            found.append(start.elapsed_time(end) / 1e3)
+        return found[0 if self.on_host else warm :]
+
+    def seconds(self, calls: list[Callable[[], Any]], reset: Callable[[], Any] = lambda: None, rounds: int = 15) -> list[float]:
+        """Of `rounds` runs of all calls in turn, the seconds per call."""
+
+        def run() -> None:
             for call in calls:
                 call()
-            stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                for call in calls:
-                    call()
-            found = []
-            for i in range(rounds + 3):
-                reset()
-                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                start.record()
-                graph.replay()
-                end.record()
-                end.synchronize()
-                if i >= 3:
-                    found.append(start.elapsed_time(end) / 1e3 / len(calls))
-        memory.stream = default
-        return found
 
-    def _timed(self, calls: list[Callable[[], Any]], reset: Callable[[], None]) -> float:
         reset()
-        start = time.perf_counter()
-        for call in calls:
-            call()
-        return (time.perf_counter() - start) / len(calls)
+        return [span / len(calls) for span in self.spans(self.captured(run), reset, rounds)]
 
 
 def build(target: Target) -> Figures:
@@ -128,6 +143,12 @@ def layer(
         some = rng.normal(size=min(count, 1 << 20)).astype(dtype)
         return np.resize(some, count).reshape(dims)
 
+    def bundled(*dims: int) -> np.ndarray:
+        """Rows near 64 centres, so that there is what merges."""
+        rows = min(int(np.prod(dims[:-1])), 1 << 13)
+        some = rng.normal(size=(64, size))[rng.integers(0, 64, rows)] + 0.3 * rng.normal(size=(rows, size))
+        return np.resize(some.astype(dtype), dims)
+
     votes = np.ones(shape, np.float32)
     votes[:, :, slots:] = 0
     return {
@@ -136,7 +157,7 @@ def layer(
         "value": normal(batch, heads, tokens, size),
         "position": np.broadcast_to(slots + np.arange(tokens), (batch, tokens)).copy(),
         "query_length": np.full((batch, 1), tokens),
-        "past_key": normal(*shape, size),
+        "past_key": bundled(*shape, size),
         "past_value": normal(*shape, size),
         "past_votes": votes,
         "past_score": rng.gamma(1.0, size=(batch, heads, kept, capacity)).astype(np.float32),
@@ -204,6 +225,7 @@ def bandwidth(target: Target) -> Figures:
 def decode(target: Target) -> Figures:
     """Microseconds of a step at every shape, beside the time its bytes take to be copied and PyTorch's attention over the same cache."""
     copied, rows = bandwidth(target)["bytes per second"], []
+    lacking: dict[str, str] = {}
     for batch, query_heads, heads, slots in DECODE[: target.scaled(len(DECODE), 1)]:
         slots, batch = target.scaled(slots, 64), target.scaled(batch, 1)
         arrays = layer(batch, query_heads, heads, slots, 1, 1, "float16")
@@ -217,31 +239,60 @@ def decode(target: Target) -> Figures:
                 for step in steps:
                     step.reset()
 
-            ours = target.seconds(list(steps), reset)
-            peer = [] if target.on_host or kind != "log_ema" else target.seconds([torch_attention(step, slots) for step in steps])
+            ours = statistics.median(target.seconds(list(steps), reset))
             floor = nbytes / copied
-            goal = floor / 0.8 if nbytes >= 64 << 20 else floor / 0.85 + 5e-6
+            goal = floor / 0.8 if nbytes >= LARGE else floor / 0.85 + 5e-6
             row = {"batch": batch, "query heads": query_heads, "heads": heads, "slots": slots, "statistic": kind, "bytes": nbytes}
-            row |= {
-                "us": statistics.median(ours) * 1e6,
-                "floor us": floor * 1e6,
-                "goal us": goal * 1e6,
-                "met": statistics.median(ours) <= goal,
-            }
-            rows.append(
-                row | {"torch us": statistics.median(peer) * 1e6 if peer else None, "share of copy": floor / statistics.median(ours)}
-            )
+            row |= {"us": ours * 1e6, "floor us": floor * 1e6, "goal us": goal * 1e6, "met": ours <= goal, "share of copy": floor / ours}
+            rows.append(row | {f"{name} us": None for name in PEERS})
+            if kind == "log_ema" and not target.on_host:
+                for name, peer in PEERS.items():
+                    try:
+                        rows[-1][f"{name} us"] = statistics.median(target.seconds([peer(step, slots) for step in steps])) * 1e6
+                    except Exception as error:
+                        lacking[name] = f"{type(error).__name__}: {error}"[:200]
             del steps
-    return {"bytes per second": copied, "rows": rows}
+    return {"bytes per second": copied, "rows": rows, "peers not measured": lacking}
+
+
+def flash() -> Callable[..., Any]:
+    """PyTorch's flash attention, or what it takes in its place; query, key, value."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+    def attention(query: Any, key: Any, value: Any) -> Any:
+        with sdpa_kernel(backends):
+            return scaled_dot_product_attention(query, key, value, enable_gqa=query.shape[1] != key.shape[1])
+
+    return attention
 
 
 def torch_attention(step: Step, slots: int) -> Callable[[], Any]:
     """PyTorch's own attention over a step's cache, without votes or scores."""
-    from torch.nn.functional import scaled_dot_product_attention
+    key, value = (step.held[f"past_{name}"][:, :, :slots].contiguous() for name in ("key", "value"))
+    query, attention = step.held["query"], flash()
+    return lambda: attention(query, key, value)
+
+
+def flashinfer_attention(step: Step, slots: int) -> Callable[[], Any]:
+    """FlashInfer's, a sequence a page. ImportError where it is not installed."""
+    import flashinfer
+    import torch
 
     key, value = (step.held[f"past_{name}"][:, :, :slots].contiguous() for name in ("key", "value"))
-    query = step.held["query"]
-    return lambda: scaled_dot_product_attention(query, key, value, enable_gqa=query.shape[1] != key.shape[1])
+    query = step.held["query"][:, :, 0].contiguous()
+    (batch, query_heads, size), heads = query.shape, key.shape[1]
+    workspace = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=query_heads > heads)
+    pages = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
+    last = torch.full((batch,), slots, dtype=torch.int32, device="cuda")
+    wrapper.plan(pages, pages[:-1], last, query_heads, heads, size, slots, q_data_type=query.dtype, kv_data_type=key.dtype)
+    return lambda: wrapper.run(query, (key, value))
+
+
+PEERS = {"torch": torch_attention, "flashinfer": flashinfer_attention}
 
 
 def prefill(target: Target) -> Figures:
@@ -254,10 +305,11 @@ def prefill(target: Target) -> Figures:
             seconds = statistics.median(target.seconds([step], step.reset))
             flops = 4 * batch * query_heads * SIZE * (chunk * slots + chunk * (chunk + 1) // 2)
             row = {"batch": batch, "query heads": query_heads, "heads": heads, "slots": slots, "chunk": chunk, "statistic": kind}
-            row |= {"us": seconds * 1e6, "TFLOPs": flops / seconds / 1e12, "torch TFLOPs": None}
+            row |= {"us": seconds * 1e6, "TFLOPs": flops / seconds / 1e12, "torch TFLOPs": None, "share of torch": None}
             if not target.on_host:
                 peer = statistics.median(target.seconds([torch_attention(step, slots + chunk)]))
-                row["torch TFLOPs"] = 4 * batch * query_heads * SIZE * chunk * (slots + chunk) / peer / 1e12
+                theirs = 4 * batch * query_heads * SIZE * chunk * (slots + chunk) / peer / 1e12
+                row |= {"torch TFLOPs": theirs, "share of torch": row["TFLOPs"] / theirs}
             rows.append(row)
     return {"rows": rows}
 

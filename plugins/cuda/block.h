@@ -50,17 +50,19 @@ class Block {
   KV_DEVICE void each_alone(F phase) {
     phase(static_cast<int>(threadIdx.x), registers_);
   }
-  // The maximum or the sum of a register over every warp, in all its lanes.
-  template <class F>
+  // The maximum or the sum of a register over every warp, or every kLanes neighbouring lanes, in all of them.
+  template <int kLanes = kWarp, class F>
   KV_DEVICE void warp_max(F of) {
     float& x = of(registers_);
-    for (int step = kWarp / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+    for (int step = kLanes / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
   }
-  template <class F>
+  template <int kLanes = kWarp, class F>
   KV_DEVICE void warp_sum(F of) {
     float& x = of(registers_);
-    for (int step = kWarp / 2; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+    for (int step = kLanes / 2; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
   }
+  // For operations of whole warps (mma.h): a thread's own registers; on the host those of a warp's lanes, in order.
+  KV_DEVICE Registers& registers() { return registers_; }
   // Within a phase: N bytes (4 or 16) into shared memory, there after `arrived`.
   template <int N>
   KV_DEVICE void copy(void* to, const void* from) {
@@ -148,14 +150,15 @@ class Block {
       phase(thread, registers_[thread]);
     }
   }
-  template <class F>
+  template <int kLanes = kWarp, class F>
   void warp_max(F of) {
-    butterfly(of, [](float x, float y) { return fmaxf(x, y); });
+    butterfly<kLanes>(of, [](float x, float y) { return fmaxf(x, y); });
   }
-  template <class F>
+  template <int kLanes = kWarp, class F>
   void warp_sum(F of) {
-    butterfly(of, [](float x, float y) { return x + y; });
+    butterfly<kLanes>(of, [](float x, float y) { return x + y; });
   }
+  Registers* lanes(int warp) { return registers_.data() + warp * kWarp; }
   template <int N>
   void copy(void* to, const void* from) {
     if (host().late_copies)
@@ -184,10 +187,10 @@ class Block {
     const void* from;
     int size;
   };
-  template <class F, class Op>
+  template <int kLanes, class F, class Op>
   void butterfly(F of, Op op) {
     for (int warp = 0; warp < Program::kThreads; warp += kWarp)
-      for (int step = kWarp / 2; step > 0; step /= 2) {
+      for (int step = kLanes / 2; step > 0; step /= 2) {
         float old[kWarp];
         for (int lane = 0; lane < kWarp; ++lane) old[lane] = of(registers_[warp + lane]);
         for (int lane = 0; lane < kWarp; ++lane) of(registers_[warp + lane]) = op(old[lane], old[lane ^ step]);

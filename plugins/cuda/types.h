@@ -10,9 +10,11 @@ namespace kv {
 namespace cuda {
 
 struct Half {
+  static constexpr bool kBrain = false;
   uint16_t bits;
 };
 struct BFloat {
+  static constexpr bool kBrain = true;
   uint16_t bits;
 };
 

@@ -1,8 +1,10 @@
 // VoteAttention's calls: what they take, how work is divided, which kernels run.
 #include "decode.h"
+#include "decode_mma.h"
 #include "decode_sums.h"
 #include "launch.h"
 #include "prefill.h"
+#include "prefill_mma_scores.h"
 
 namespace kv {
 namespace cuda {
@@ -56,9 +58,8 @@ size_t plan(const KvVoteAttention& a, const Device& device, void* workspace, Att
   return parts.size();
 }
 
-template <class T, int G>
+template <class T, class Program>
 const char* decode(Attention& args, const Device& device, Stream stream) {
-  using Program = Decode<T, G>;
   const KvVoteAttention& a = args.call;
   const size_t heads = static_cast<size_t>(a.batch) * a.heads, fixed = Program::fixed(a.key_size);
   const size_t closing = Program::closing(args.splits, a.query_heads / a.heads),
@@ -74,30 +75,70 @@ const char* decode(Attention& args, const Device& device, Stream stream) {
   return launch<DecodeSums>(args, heads * DecodeSums::blocks_per_head(a.capacity), 0, device, stream);
 }
 
-template <class T, int kChunks>
+bool keeps_any(const KvVoteAttention& a) {
+  return keeps(a, KV_STATISTIC_PROBABILITY) || keeps(a, KV_STATISTIC_LOG_EMA);
+}
+
+// In float32; on tensor cores, where elements have 16 bits.
+template <int kChunks>
 const char* prefill(const Attention& args, const Device& device, Stream stream) {
   const KvVoteAttention& a = args.call;
-  const size_t heads = static_cast<size_t>(a.batch) * a.heads, tile = Tile<T>::size(a.key_size, a.value_size);
-  using Rows = Prefill<T, kChunks>;
-  using Scores = PrefillScores<T>;
-  if (const char* problem = launch<Append<T>>(args, heads * Append<T>::blocks_per_head(a.tokens), 16, device, stream))
-    return problem;
+  const size_t heads = static_cast<size_t>(a.batch) * a.heads, tile = Tile<float>::size(a.key_size, a.value_size);
+  using Rows = Prefill<float, kChunks>;
+  using Scores = PrefillScores<float>;
   if (const char* problem = launch<Rows>(args, heads * ((a.tokens * (a.query_heads / a.heads) + kTile - 1) / kTile),
                                          tile, device, stream))
     return problem;
-  if (!keeps(a, KV_STATISTIC_PROBABILITY) && !keeps(a, KV_STATISTIC_LOG_EMA)) return nullptr;
+  if (!keeps_any(a)) return nullptr;
   return launch<Scores>(args, heads * ((a.capacity + kBlock - 1) / kBlock), tile + Scores::fixed(), device, stream);
+}
+
+template <class T, int kSize>
+const char* prefill_mma(const Attention& args, const Device& device, Stream stream) {
+  const KvVoteAttention& a = args.call;
+  const size_t heads = static_cast<size_t>(a.batch) * a.heads;
+  using Rows = PrefillMma<T, kSize>;
+  using Scores = PrefillMmaScores<T, kSize>;
+  if (const char* problem = launch<Rows>(args, heads * Rows::blocks_per_head(a.tokens * (a.query_heads / a.heads)),
+                                         Rows::shared_size(), device, stream))
+    return problem;
+  if (!keeps_any(a)) return nullptr;
+  return launch<Scores>(args, heads * Scores::blocks_per_head(a.capacity), Scores::shared_size(), device, stream);
+}
+
+template <class T>
+const char* prefill_of(const Attention& args, const Device& device, Stream stream) {
+  const KvVoteAttention& a = args.call;
+  const size_t heads = static_cast<size_t>(a.batch) * a.heads;
+  const int size = a.key_size > a.value_size ? a.key_size : a.value_size;
+  if (const char* problem = launch<Append<T>>(args, heads * Append<T>::blocks_per_head(a.tokens), 16, device, stream))
+    return problem;
+  if constexpr (sizeof(T) == 4)
+    return a.value_size <= 128 ? prefill<1>(args, device, stream) : prefill<2>(args, device, stream);
+  else if (size <= 64)
+    return prefill_mma<T, 64>(args, device, stream);
+  else if (size <= 80)
+    return prefill_mma<T, 80>(args, device, stream);
+  else if (size <= 96)
+    return prefill_mma<T, 96>(args, device, stream);
+  else
+    return size <= 128 ? prefill_mma<T, 128>(args, device, stream) : prefill_mma<T, 256>(args, device, stream);
 }
 
 template <class T>
 const char* run(Attention& args, const Device& device, Stream stream) {
   const KvVoteAttention& a = args.call;
   const int group = a.query_heads / a.heads;
-  if (a.tokens > 1)
-    return a.value_size <= 128 ? prefill<T, 1>(args, device, stream) : prefill<T, 2>(args, device, stream);
-  if (group == 1) return decode<T, 1>(args, device, stream);
-  if (group <= 4) return decode<T, 4>(args, device, stream);
-  return group <= 8 ? decode<T, 8>(args, device, stream) : decode<T, 16>(args, device, stream);
+  if (a.tokens > 1) return prefill_of<T>(args, device, stream);
+  if (group == 1) return decode<T, Decode<T, 1>>(args, device, stream);
+  if constexpr (sizeof(T) == 2) {
+    if (a.key_size <= 128 && a.value_size <= 128) return decode<T, DecodeMma<T, 128>>(args, device, stream);
+    return decode<T, DecodeMma<T, 256>>(args, device, stream);
+  } else {
+    if (group <= 4) return decode<T, Decode<T, 4>>(args, device, stream);
+    if (group <= 8) return decode<T, Decode<T, 8>>(args, device, stream);
+    return decode<T, Decode<T, 16>>(args, device, stream);
+  }
 }
 
 }  // namespace
@@ -119,9 +160,9 @@ extern "C" const char* kv_cuda_vote_attention(const KvVoteAttention* call, const
   Attention args;
   if (const char* problem = check(a)) return problem;
   if (a.batch == 0) return nullptr;
-  for (const void* pointer :
-       {a.query, a.key, a.value, static_cast<const void*>(a.past.key), static_cast<const void*>(a.past.value),
-        static_cast<const void*>(a.present.key), static_cast<const void*>(a.present.value)})
+  for (const void* pointer : {a.query, a.key, a.value, static_cast<const void*>(a.past.key),
+                              static_cast<const void*>(a.past.value), static_cast<const void*>(a.present.key),
+                              static_cast<const void*>(a.present.value), static_cast<const void*>(a.output)})
     if (!is_aligned(pointer)) return "a tensor is not aligned to 16 bytes";
   if (const char* problem = this_device(&device)) return problem;
   if (const char* problem = check_workspace(*where, plan(a, device, where->workspace, &args))) return problem;

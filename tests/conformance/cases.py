@@ -164,7 +164,7 @@ MERGE_PROFILES = [
     MergeProfile("keepkv-mean-merge-first", "keepkv", {"zip": "mean", "order": "merge-first", "threshold": 0.6, "pool": 1}),
     MergeProfile("keepkv-vote-merge-first-half", "keepkv", {"zip": "vote", "order": "merge-first"}, sizes=(8, 16), dtype="float16"),
     MergeProfile("keepkv-on-snapkv", "keepkv", {"selector": "snapkv", "zip": "vote"}),
-    MergeProfile("ballot", "ballot", sizes=(8, 12), sliding_window=30),
+    MergeProfile("ballot", "ballot", {"zip": "vote"}, sizes=(8, 12), sliding_window=30),
     MergeProfile("ballot-least-attended", "ballot", {"order": "least-attended"}),
     MergeProfile("ballot-small-pool", "ballot", {"pool": 2, "attention": 0.0}, sizes=(12, 8)),
     MergeProfile("ballot-count-on-h2o-half", "ballot", {"zip": "count", "selector": "h2o"}, dtype="float16"),

@@ -14,8 +14,13 @@ from cases import RECENT, SINKS, MergeProfile, MergeScenario, merge_cache_state
 from comparison import STATE, assert_same_cache, by_position, state_of
 
 import kvexport.methods
+from kvexport.evaluate.candidates import load_candidate
 from kvexport.methods import all_methods
 from kvexport.recipe import CacheSection
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+import tables
 
 FILE = '''
 """Keys of small norm stay: what leaves is dropped."""
@@ -54,6 +59,11 @@ def test_a_new_file_is_a_method_that_recipes_may_name(small_norm: MergeProfile) 
     assert method.model_dump() == {"power": 3.0}
     with pytest.raises(ValueError, match="powr"):
         CacheSection(method="small_norm", parameters={"powr": 3.0}).build_method()
+
+
+def test_eval_and_the_table_of_the_documents_have_it_too(small_norm: MergeProfile) -> None:
+    assert load_candidate("tiny-base", "small_norm:power=3", 64, []).cache.parameters == {"power": 3}
+    assert "| `small_norm` | small key norms stay | none | 0 | uniform | arXiv 2406.11430 |" in tables.methods()
 
 
 def test_it_runs_in_every_backend_that_derives_methods(small_norm: MergeProfile, record_property: Callable[[str, object], None]) -> None:

@@ -301,7 +301,7 @@ def test_equal_keys_merge_by_their_plain_mean(backend: Backend, profile: MergePr
 
 
 BINARY = MergeScenario("binary-votes", 24, 12, ((24, 24), (19, 17)))
-WHOLE = [p for p in MERGE_PROFILES if p.method not in ("full", "keepkv", "ballot") or p.parameters.get("zip") in ("mean", "count")]
+WHOLE = [p for p in MERGE_PROFILES if p.method != "full" and getattr(p.build_method(), "zip", "mean") in ("mean", "count")]
 
 
 @on(*(profile.name for profile in WHOLE))

@@ -1,0 +1,247 @@
+// What the programs of a decode step share: a split of a head's slots, how its rows arrive, the softmax of a block of
+// slots, the averages of their logits, and how the last block of a head joins the splits and appends the token.
+#pragma once
+
+#include "attention.h"
+
+namespace kv {
+namespace cuda {
+
+constexpr int kDecodeThreads = 128, kDecodeWarps = kDecodeThreads / kWarp;
+
+// Slots [from, to) of split `split`, whole blocks of `total` slots.
+struct Range {
+  int from, to;
+};
+KV_DEVICE Range split_range(int split, int splits, int total) {
+  const int each = ((total + splits - 1) / splits + kBlock - 1) / kBlock * kBlock;
+  return {min_of(split * each, total), min_of((split + 1) * each, total)};
+}
+
+// A block of slots in shared memory.
+template <class T>
+struct Stage {
+  char* base;
+  int key_stride, value_stride, key_size, value_size;
+
+  KV_DEVICE Stage(char* base, const KvVoteAttention& a)
+      : base(base),
+        key_stride(shared_stride<T>(a.key_size)),
+        value_stride(shared_stride<T>(a.value_size)),
+        key_size(a.key_size),
+        value_size(a.value_size) {}
+  KV_DEVICE T* key(int slot) const { return reinterpret_cast<T*>(base + slot * key_stride); }
+  KV_DEVICE T* value(int slot) const { return reinterpret_cast<T*>(base + kBlock * key_stride + slot * value_stride); }
+  KV_DEVICE float* votes() const { return reinterpret_cast<float*>(base + kBlock * (key_stride + value_stride)); }
+  KV_DEVICE int* position() const { return reinterpret_cast<int*>(votes() + kBlock); }
+  KV_DEVICE float* score(int k) const { return votes() + (2 + k) * kBlock; }
+};
+
+template <class T>
+KV_HD constexpr size_t stage_size(int key_size, int value_size, int statistics) {
+  return kBlock * (shared_stride<T>(key_size) + shared_stride<T>(value_size) + (2 + statistics) * sizeof(float));
+}
+
+// Every kDecodeThreads-th vector of `count` rows of `width`, from number t on: copy(row, vector). One division, not one
+// per vector.
+template <class F>
+KV_DEVICE void fetch_vectors(int width, int count, int t, F copy) {
+  const int rows = kDecodeThreads / width, rest = kDecodeThreads % width;
+  int slot = t / width, at = t % width;
+  while (slot < count) {
+    copy(slot, at);
+    slot += rows, at += rest;
+    if (at >= width) at -= width, ++slot;
+  }
+}
+
+template <class T, class Program>
+KV_DEVICE void fetch_rows(Block<Program>& block, const Head<T>& head, const Stage<T>& stage, int used, int from,
+                          int count, int t) {
+  const KvVoteAttention& a = head.a;
+  fetch_vectors(a.key_size / kLanes<T>, count, t, [&](int slot, int at) {
+    const T* row = from + slot < used ? head.key(from + slot) : head.new_key(0);
+    block.template copy<16>(stage.key(slot) + at * kLanes<T>, row + at * kLanes<T>);
+  });
+  fetch_vectors(a.value_size / kLanes<T>, count, t, [&](int slot, int at) {
+    const T* row = from + slot < used ? head.value(from + slot) : head.new_value(0);
+    block.template copy<16>(stage.value(slot) + at * kLanes<T>, row + at * kLanes<T>);
+  });
+  const int slot = t % kWarp;
+  if (from + slot >= used || slot >= count) return;
+  for (int k = t / kWarp; k < 2 + a.statistics; k += kDecodeWarps) {
+    if (k == 0)
+      block.template copy<4>(stage.votes() + slot, head.votes() + from + slot);
+    else if (k == 1)
+      block.template copy<4>(stage.position() + slot, head.position() + from + slot);
+    else
+      block.template copy<4>(stage.score(k - 2) + slot, head.score(k - 2) + from + slot);
+  }
+}
+
+// Calls use(stage, from, count) for every block of slots of `range`, in turn, while those after it are on their way.
+template <class T, class Program, class Use>
+KV_DEVICE void stream_slots(Block<Program>& block, const Attention& args, const Head<T>& head, char* stages, int used,
+                            Range range, Use use) {
+  const KvVoteAttention& a = args.call;
+  const size_t size = stage_size<T>(a.key_size, a.value_size, a.statistics);
+  const auto fetch = [&](int ahead) {
+    const int from = range.from + ahead * kBlock, count = min_of(kBlock, range.to - from);
+    const Stage<T> stage(stages + ahead % args.stages * size, a);
+    block.each_alone([&](int t, auto&) { fetch_rows(block, head, stage, used, from, count, t); });
+    block.close_copies();
+  };
+  for (int i = 0; i < args.stages - 1; ++i) fetch(i);
+  for (int i = 0, from = range.from; from < range.to; ++i, from += kBlock) {
+    fetch(i + args.stages - 1);
+    block.arrived(args.stages - 1);
+    use(Stage<T>(stages + i % args.stages * size, a), from, min_of(kBlock, range.to - from));
+  }
+  block.arrived(0);
+}
+
+// A lane is a slot, a warp every fourth of `heads` query heads: logit(g, slot) becomes a weight of the running softmax
+// in keep(g, slot, weight, factor); what was added up before takes the factor. Ends with a barrier.
+template <class T, class Program, class Logit, class Keep>
+KV_DEVICE void weigh(Block<Program>& block, const Attention& args, const Head<T>& head, const Stage<T>& stage,
+                     int heads, int used, int from, int count, Logit logit, Keep keep) {
+  const KvVoteAttention& a = args.call;
+  constexpr int kOwn = Program::kOwn;
+  const int group = args.group(), now = head.first();
+  block.each_alone([&](int t, auto& r) {
+    const int slot = t % kWarp;
+    float bias = kLowest;
+    if (slot < count) {
+      const bool is_new = from + slot == used;
+      bias = is_new ? 0.0f : vote_bias(stage.votes()[slot], a.vote_exponent);
+      if (!is_new && !visible(stage.position()[slot], now, a.sliding_window)) bias = kLogZero;
+    }
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int g = t / kWarp + i * kDecodeWarps;
+      r.logit[i] = kLowest;
+      if (g < heads && slot < count) {
+        const float raw = logit(g, slot);
+        r.logit[i] = bias == kLogZero ? kLogZero : raw + bias;
+        if (args.logits && g < group)
+          args.logits[static_cast<size_t>(head.query_head(g)) * a.capacity + from + slot] = r.logit[i];
+      }
+      r.peak[i] = r.logit[i];
+    }
+  });
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i)
+    if (i * kDecodeWarps < heads) block.warp_max([&](auto& r) -> float& { return r.peak[i]; });
+  block.each([&](int t, auto& r) {
+    const int slot = t % kWarp;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int g = t / kWarp + i * kDecodeWarps;
+      if (g >= heads) continue;
+      const float top = max_of(r.top[i], r.peak[i]), factor = expf(r.top[i] - top);
+      const float weight = slot < count ? expf(r.logit[i] - top) : 0.0f;
+      r.total[i] = r.total[i] * factor + weight;
+      r.top[i] = top;
+      keep(g, slot, weight, factor);
+    }
+  });
+}
+
+// Within a phase: the averages of logits of a block of slots, a warp a statistic. logit(g, slot): raw.
+template <class T, class Logit>
+KV_DEVICE void update_averages(const Attention& args, const Head<T>& head, const Stage<T>& stage, int used, int from,
+                               int count, int t, Logit logit) {
+  const KvVoteAttention& a = args.call;
+  const int slot = t % kWarp, group = args.group();
+  for (int k = t / kWarp; k < a.statistics && slot < count; k += kDecodeWarps) {
+    if (a.statistic[k].kind != KV_STATISTIC_LOG_EMA) continue;
+    const float decay = a.statistic[k].decay, share = log1pf(-decay) - logf(static_cast<float>(group));
+    const bool is_new = from + slot == used;
+    const float start = is_new ? kLogZero : stage.score(k)[slot] + logf(decay);
+    float top = start, total = 0.0f;
+    if (is_new || visible(stage.position()[slot], head.first(), a.sliding_window)) {
+#pragma unroll 4
+      for (int g = 0; g < group; ++g) top = max_of(top, logit(g, slot) + share);
+#pragma unroll 4
+      for (int g = 0; g < group; ++g) total += expf(logit(g, slot) + share - top);
+    }
+    head.score(k)[from + slot] = top + logf(total + expf(start - top));
+  }
+}
+
+// A call that brings a sequence no token, or that has no room for it: its output is 0.
+template <class T, class Program>
+KV_DEVICE void leave_idle(Block<Program>& block, const Attention& args, const Head<T>& head, int split, int used) {
+  const int size = args.call.value_size, group = args.group();
+  block.each([&](int t, auto&) {
+    if (split != 0) return;
+    for (int i = t; i < group * size; i += kDecodeThreads) assign(head.output(i / size, 0)[i % size], 0.0f);
+    if (t == 0) args.used[2 * head.index] = used, args.used[2 * head.index + 1] = 0;
+  });
+}
+
+// The split's maxima and sums into the workspace; the sums are whole in all lanes.
+template <int kOwn, class Registers>
+KV_DEVICE void leave_tops(const Attention& args, size_t split, int t, const Registers& r) {
+  const int group = args.group();
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int g = t / kWarp + i * kDecodeWarps;
+    if (t % kWarp == 0 && g < group)
+      args.tops[2 * split * group + g] = r.top[i], args.tops[(2 * split + 1) * group + g] = r.total[i];
+  }
+}
+
+// What `join` needs of shared memory.
+KV_HD constexpr size_t joining_size(int splits, int group) { return (3 * splits + 2) * group * sizeof(float); }
+
+// By the last block of a head: its splits in their order, the output, the new token's slot.
+template <class T, class Program>
+KV_DEVICE void join(Block<Program>& block, const Attention& args, const Head<T>& head, float* held, int used) {
+  const KvVoteAttention& a = args.call;
+  const int group = args.group(), size = a.value_size, splits = args.splits;
+  const float *tops = args.tops + 2 * static_cast<size_t>(head.index) * splits * group,
+              *products = args.products + static_cast<size_t>(head.index) * splits * group * size;
+  float *share = held + 2 * splits * group, *row = share + splits * group;
+  block.each([&](int t, auto&) {
+    for (int i = t; i < 2 * splits * group; i += kDecodeThreads) held[i] = tops[i];
+  });
+  block.each([&](int g, auto&) {
+    if (g >= group) return;
+    float top = a.sink_logits ? a.sink_logits[head.head * group + g] : kLowest, total = 0.0f;
+    for (int i = 0; i < splits; ++i) top = max_of(top, held[2 * i * group + g]);
+    if (a.sink_logits) total = expf(a.sink_logits[head.head * group + g] - top);
+    for (int i = 0; i < splits; ++i) total += expf(held[2 * i * group + g] - top) * held[(2 * i + 1) * group + g];
+    row[2 * g] = top, row[2 * g + 1] = total;
+    args.rows[2 * static_cast<size_t>(head.query_head(g))] = top;
+    args.rows[2 * static_cast<size_t>(head.query_head(g)) + 1] = total;
+  });
+  block.each([&](int t, auto&) {
+    for (int i = t; i < splits * group; i += kDecodeThreads)
+      share[i] = expf(held[2 * (i / group) * group + i % group] - row[2 * (i % group)]) / row[2 * (i % group) + 1];
+  });
+  block.each([&](int t, auto&) {
+    for (int i = t * 4; i < group * size; i += kDecodeThreads * 4) {
+      float total[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+      // Unrolled so that many reads are under way at once: no other block is left to hide their latency.
+#pragma unroll 8
+      for (int split = 0; split < splits; ++split) {
+        float four[4];
+        load_four(products + static_cast<size_t>(split) * group * size + i, four);
+        for (int j = 0; j < 4; ++j) total[j] += share[split * group + i / size] * four[j];
+      }
+      for (int j = 0; j < 4; ++j) assign(head.output(i / size, 0)[i % size + j], total[j]);
+    }
+    // All blocks of the head have read the votes by now.
+    for (int i = t; i < a.key_size; i += kDecodeThreads) head.key(used)[i] = head.new_key(0)[i];
+    for (int i = t; i < size; i += kDecodeThreads) head.value(used)[i] = head.new_value(0)[i];
+    if (t == 0) {
+      head.votes()[used] = 1.0f;
+      head.position()[used] = head.first();
+      args.used[2 * head.index] = used, args.used[2 * head.index + 1] = 1;
+    }
+  });
+}
+
+}  // namespace cuda
+}  // namespace kv

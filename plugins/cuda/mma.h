@@ -1,0 +1,147 @@
+// The tensor cores' product of a warp: mma.m16n8k16 of 16-bit elements into float32 sums, what loads its operands from
+// shared memory, and where their elements lie. On the host the same operations over the registers of a warp's 32
+// lanes, by the layout that PTX gives (PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type"), so that
+// an element in the wrong register gives a wrong result there too.
+//
+// They come between phases, like Block::warp_max: functions say for a thread where it reads and which of its registers
+// take part. Every thread of a block has to come to each.
+#pragma once
+
+#include "types.h"
+
+namespace kv {
+namespace cuda {
+
+// A product of a warp: sum [16, 8] += a [16, 16] b [16, 8]. Every lane holds 8 elements of a, two to a register, the
+// first in the lower half, 4 of b likewise, and 4 sums.
+struct Product {
+  float* sum;
+  const uint32_t *a, *b;
+};
+
+struct Element {
+  int row, column;
+};
+
+// Where a lane's i-th element of each lies.
+KV_HD Element element_of_a(int lane, int i) { return {lane / 4 + i / 2 % 2 * 8, lane % 4 * 2 + i % 2 + i / 4 * 8}; }
+KV_HD Element element_of_b(int lane, int i) { return {lane % 4 * 2 + i % 2 + i / 2 * 8, lane / 4}; }
+KV_HD Element element_of_sum(int lane, int i) { return {lane / 4 + i / 2 * 8, lane % 4 * 2 + i % 2}; }
+
+// Two numbers as a register's elements.
+template <class T>
+KV_DEVICE uint32_t packed(float low, float high) {
+#ifdef __CUDACC__
+  uint32_t both;
+  if constexpr (T::kBrain)
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+#else
+  T element[2];
+  assign(element[0], low), assign(element[1], high);
+  return element[0].bits | static_cast<uint32_t>(element[1].bits) << 16;
+#endif
+}
+
+// of(registers): the Product.
+template <class T, class Program, class F>
+KV_DEVICE void multiply(Block<Program>& block, F of) {
+#ifdef __CUDACC__
+  const Product x = of(block.registers());
+  if constexpr (T::kBrain)
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(x.sum[0]), "+f"(x.sum[1]), "+f"(x.sum[2]), "+f"(x.sum[3])
+        : "r"(x.a[0]), "r"(x.a[1]), "r"(x.a[2]), "r"(x.a[3]), "r"(x.b[0]), "r"(x.b[1]));
+  else
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(x.sum[0]), "+f"(x.sum[1]), "+f"(x.sum[2]), "+f"(x.sum[3])
+        : "r"(x.a[0]), "r"(x.a[1]), "r"(x.a[2]), "r"(x.a[3]), "r"(x.b[0]), "r"(x.b[1]));
+#else
+  for (int warp = 0; warp < Program::kThreads / kWarp; ++warp) {
+    float a[16][16], b[16][8];
+    for (int lane = 0; lane < kWarp; ++lane) {
+      const Product x = of(block.lanes(warp)[lane]);
+      const auto element = [](const uint32_t* from, int i) {
+        return to_float(T{static_cast<uint16_t>(from[i / 2] >> i % 2 * 16)});
+      };
+      for (int i = 0; i < 8; ++i) a[element_of_a(lane, i).row][element_of_a(lane, i).column] = element(x.a, i);
+      for (int i = 0; i < 4; ++i) b[element_of_b(lane, i).row][element_of_b(lane, i).column] = element(x.b, i);
+    }
+    for (int lane = 0; lane < kWarp; ++lane) {
+      float* sum = of(block.lanes(warp)[lane]).sum;
+      for (int i = 0; i < 4; ++i) {
+        const Element at = element_of_sum(lane, i);
+        for (int k = 0; k < 16; ++k) sum[i] += a[at.row][k] * b[k][at.column];
+      }
+    }
+  }
+#endif
+}
+
+// ldmatrix.x4: four matrices of 8 rows of 8 elements out of shared memory. Lane 8 i + r says where row r of matrix i is
+// (16 bytes, aligned); of matrix i every lane then holds in to(registers)[i] elements 2 (lane % 4) and the next of row
+// lane / 4, or of column lane / 4 where they are transposed.
+template <bool kTransposed, class Program, class Row, class To>
+KV_DEVICE void load_matrices(Block<Program>& block, Row row, To to) {
+#ifdef __CUDACC__
+  const uint32_t from = static_cast<uint32_t>(__cvta_generic_to_shared(row(static_cast<int>(threadIdx.x))));
+  uint32_t* x = to(block.registers());
+  if constexpr (kTransposed)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(from)
+                 : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(from)
+                 : "memory");
+#else
+  for (int warp = 0; warp < Program::kThreads / kWarp; ++warp) {
+    uint16_t element[4][8][8];
+    for (int lane = 0; lane < kWarp; ++lane) {
+      const void* from = row(warp * kWarp + lane);
+      if (reinterpret_cast<uintptr_t>(from) % 16) abort();  // as the device would
+      memcpy(element[lane / 8][lane % 8], from, 16);
+    }
+    for (int lane = 0; lane < kWarp; ++lane)
+      for (int i = 0; i < 4; ++i) {
+        const int line = lane / 4, at = lane % 4 * 2;
+        const uint32_t low = kTransposed ? element[i][at][line] : element[i][line][at],
+                       high = kTransposed ? element[i][at + 1][line] : element[i][line][at + 1];
+        to(block.lanes(warp)[lane])[i] = low | high << 16;
+      }
+  }
+#endif
+}
+
+// The operands out of 16 x 16 elements in shared memory whose rows lie `stride` bytes apart; corner(thread) is their
+// first, the same for all threads of a warp. Four registers each.
+//
+// As a, row by row.
+template <class Program, class Corner, class To>
+KV_DEVICE void load_a(Block<Program>& block, int stride, Corner corner, To to) {
+  load_matrices<false>(block, [&](int t) { return corner(t) + t % 16 * stride + t % kWarp / 16 * 16; }, to);
+}
+// As two b, where a row of memory is a column of b (keys): that of the first 8 rows in registers 0 and 1, that of the
+// others in 2 and 3.
+template <class Program, class Corner, class To>
+KV_DEVICE void load_b(Block<Program>& block, int stride, Corner corner, To to) {
+  load_matrices<false>(
+      block, [&](int t) { return corner(t) + (t % kWarp / 16 * 8 + t % 8) * stride + t / 8 % 2 * 16; }, to);
+}
+// As two b, where a row of memory is a row of b (values): that of the first 8 columns in registers 0 and 1, that of the
+// others in 2 and 3.
+template <class Program, class Corner, class To>
+KV_DEVICE void load_b_rows(Block<Program>& block, int stride, Corner corner, To to) {
+  load_matrices<true>(block, [&](int t) { return corner(t) + t % 16 * stride + t % kWarp / 16 * 16; }, to);
+}
+
+}  // namespace cuda
+}  // namespace kv

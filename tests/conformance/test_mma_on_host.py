@@ -1,0 +1,104 @@
+"""The tensor cores' stand-in on the host (plugins/cuda/mma.h): the rest of the kernels' proof rests on its layout being PTX's own."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import subprocess
+
+import numpy as np
+import pytest
+from cuda_library import ROOT, HostMemory, bfloat16, builder, float32_of
+
+# (lane, element) -> number of the element, columns first, as CUTLASS states it for SM80_16x8x16_F32F16F16F32_TN: a layout is
+# (extents, strides) over the lane's digits and then the element's. A is 16 x 16 and C 16 x 8, numbered row + 16 column; B is numbered by
+# its column, of 8, first: column + 8 row.
+LAYOUTS = {
+    "a": (((4, 8), (32, 1)), ((2, 2, 2), (16, 8, 128)), 16),
+    "b": (((4, 8), (16, 1)), ((2, 2), (8, 64)), 8),
+    "sum": (((4, 8), (32, 1)), ((2, 2), (16, 8)), 16),
+}
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    made = tmp_path_factory.mktemp("mma") / "libmma.so"
+    try:
+        compiler = builder()._tool("g++")
+    except builder().Missing as error:
+        pytest.skip(str(error))
+    source = ROOT / "tests" / "conformance" / "mma_on_host.cpp"
+    subprocess.run([compiler, *builder().HOST_FLAGS, "-shared", str(source), "-o", str(made)], check=True)
+    return ctypes.CDLL(str(made))
+
+
+def digits(number: int, extents: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    total = 0
+    for extent, stride in zip(extents, strides, strict=True):
+        number, digit = divmod(number, extent)
+        total += digit * stride
+    return total
+
+
+@pytest.mark.parametrize("operand", LAYOUTS)
+def test_elements_lie_where_cutlass_says(library: ctypes.CDLL, operand: str) -> None:
+    lanes, elements, first = LAYOUTS[operand]
+    count = int(np.prod(elements[0]))
+    found = set()
+    for lane, i in itertools.product(range(32), range(count)):
+        row, column = ctypes.c_int(), ctypes.c_int()
+        library.element(list(LAYOUTS).index(operand), lane, i, ctypes.byref(row), ctypes.byref(column))
+        at = digits(lane, *lanes) + digits(i, *elements)
+        expected = (at // first, at % first) if operand == "b" else (at % first, at // first)
+        assert (row.value, column.value) == expected, (lane, i)
+        found.add(expected)
+    assert len(found) == 32 * count
+
+
+# What the figures of the PTX ISA show of a few lanes: (lane, element) at (row, column).
+PTX = {
+    "a": {
+        (0, 0): (0, 0),
+        (0, 2): (8, 0),
+        (0, 4): (0, 8),
+        (0, 7): (8, 9),
+        (1, 1): (0, 3),
+        (4, 0): (1, 0),
+        (31, 3): (15, 7),
+        (31, 7): (15, 15),
+    },
+    "b": {(0, 1): (1, 0), (0, 2): (8, 0), (1, 0): (2, 0), (4, 0): (0, 1), (31, 3): (15, 7)},
+    "sum": {(0, 1): (0, 1), (0, 2): (8, 0), (3, 0): (0, 6), (4, 0): (1, 0), (31, 3): (15, 7)},
+}
+
+
+@pytest.mark.parametrize("operand", PTX)
+def test_elements_lie_where_the_figures_of_ptx_show_them(library: ctypes.CDLL, operand: str) -> None:
+    for (lane, i), expected in PTX[operand].items():
+        row, column = ctypes.c_int(), ctypes.c_int()
+        library.element(list(PTX).index(operand), lane, i, ctypes.byref(row), ctypes.byref(column))
+        assert (row.value, column.value) == expected, (lane, i)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("rows", [0, 1], ids=["keys", "values"])
+def test_a_product_of_what_is_loaded_from_shared_memory(library: ctypes.CDLL, dtype: str, rows: int) -> None:
+    """Of whole numbers, which every sum holds exactly; rows of memory are 24 elements apart, and only 16 of them are read."""
+    rng, memory = np.random.default_rng(0), HostMemory()
+    exact = rng.integers(-8, 9, size=(2, 2, 16, 24)).astype(np.float32)
+    a, b = (memory.put(bfloat16(x) if dtype == "bfloat16" else x.astype(np.float16)) for x in exact)
+    out = np.full((2, 16, 16), np.nan, np.float32)
+    library.product_of(
+        int(dtype == "bfloat16"), *(ctypes.c_void_p(x.ctypes.data) for x in (a, b)), 48, rows, out.ctypes.data_as(ctypes.c_void_p)
+    )
+    left, right = exact[..., :16]
+    assert np.array_equal(out, left @ (right if rows else right.transpose(0, 2, 1)))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_two_numbers_as_one_register(library: ctypes.CDLL, dtype: str) -> None:
+    library.packed_of.argtypes, library.packed_of.restype = [ctypes.c_int, ctypes.c_float, ctypes.c_float], ctypes.c_uint32
+    both = np.array([library.packed_of(int(dtype == "bfloat16"), 1.5, 1 / 3)], np.uint32).view(np.uint16)
+    found = float32_of(both) if dtype == "bfloat16" else both.view(np.float16).astype(np.float32)
+    assert found[0] == 1.5
+    assert found[1] == pytest.approx(1 / 3, rel=2**-9)

@@ -25,7 +25,9 @@ class Ballot(Merging):
         slot's mean probability and c the slot of higher importance for which that is smallest; ``least-attended`` the lowest w.
     attention: how much past attention counts in that. pool: such slots are looked for among the lowest w, `pool` times as many as have
         to leave.
-    zip: ``vote`` stores fractional votes, ``count`` adds votes up; both keep the mean key. decay: ``a`` of the average that weighs.
+    zip: ``count`` adds votes up, ``vote`` stores fractional votes; both keep the mean key. The fractional ones are exact for the query that
+        the averages stand for and, being the tangent of a convex function, too few for every other, merge after merge. decay: ``a`` of
+        the average that weighs.
     """
 
     name: ClassVar[str] = "ballot"
@@ -36,7 +38,7 @@ class Ballot(Merging):
     order: Literal["least-error", "least-attended"] = "least-error"
     attention: float = Field(0.5, ge=0.0)
     pool: int = Field(4, ge=1)
-    zip: Literal["vote", "count"] = "vote"
+    zip: Literal["vote", "count"] = "count"
     decay: float = Field(0.95, gt=0.0, lt=1.0)
 
     @property

@@ -179,6 +179,7 @@ class Engine:
         while True:
             next_tokens = [nothing] * len(batch)
             for lane in sorted(running):
+                self._require_newest(call)
                 token = self._choose(lane, samplers[lane], texts[lane], rows, int(lanes.length[lane]))
                 if token.finish_reason:
                     running.discard(lane)
@@ -187,13 +188,17 @@ class Engine:
                 yield token
             if not running:
                 return
-            if call != self._calls:
-                raise UsageError("another call of this engine began before this stream ended", "end one first, or load a second engine")
+            self._require_newest(call)
             start = time.perf_counter()
             step = [t if lane in running else nothing for lane, t in enumerate(next_tokens)]
             rows = lanes.append_by(backend.step, step) if narrow else HostRows(lanes.append(step)[:, 0])
             self.timing.decode_seconds += time.perf_counter() - start
             self.timing.steps += 1
+
+    def _require_newest(self, call: int) -> None:
+        """What a call reads and writes is the next one's as soon as that begins."""
+        if call != self._calls:
+            raise UsageError("another call of this engine began before this stream ended", "end one first, or load a second engine")
 
     def _choose(self, lane: int, sampler: Sampler, text: TextStream | None, rows: Rows, length: int) -> Token:
         candidates = rows.candidates(lane)

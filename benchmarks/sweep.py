@@ -2,46 +2,51 @@
 
     python benchmarks/sweep.py [--recipe tiny-base] [--groups decay,order] [--budgets 1/8,1/4] [--samples 24] [--length 512]
 
-Every candidate sees the same samples. Results are added to benchmarks/results/sweep-RECIPE.json group by group; what was found is in
-docs/defaults.md.
+Every candidate sees the same samples. Results go to benchmarks/results/sweep-RECIPE.json candidate by candidate, so that a run that was
+stopped goes on where it was; a group that was asked otherwise begins anew. What was found is in docs/defaults.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from common import RESULTS, save
 
 from kvexport.evaluate.candidates import parse_budgets
-from kvexport.evaluate.runner import Options, Result, evaluate
+from kvexport.evaluate.runner import Options, Result, Run
+from kvexport.terminal import silent
 
 GROUPS: dict[str, list[str]] = {
     "methods": [
         *("random", "streaming", "h2o", "snapkv", "pyramidkv", "pyramidinfer", "cam", "d2o", "kvmerger", "zeromerge"),
-        *("asymkv:cache.recent=0.25", "kvslimmer:cache.recent=0.25", "keepkv:zip=key", "keepkv", "ballot:cache.recent=0.3"),
+        *("asymkv:cache.recent=0.25", "kvslimmer:cache.recent=0.25", "keepkv:zip=key", "keepkv", "ballot", "ballot:cache.recent=0.3"),
     ],
     "order": [f"keepkv:zip={zip_}:order={order}" for zip_ in ("key", "vote", "mean") for order in ("merge-first", "evict-first")],
     "threshold": [f"keepkv:threshold={t}" for t in (0.5, 0.6, 0.7, 0.8, 0.9)],
     "decay": [f"keepkv:decay={a}" for a in (0.5, 0.8, 0.9, 0.95, 0.98)],
     "window": [f"keepkv:window={w}" for w in (0, 1, 8)],
+    # The same slack for all, so that they have the same slots.
+    "merge_every": [f"keepkv:cache.merge_every={n}:cache.slack=32" for n in (1, 4, 8, 16, 32)],
     "recent": [f"keepkv:cache.recent={r}" for r in (0.1, 0.3, 0.5, 0.7, 0.9)],
-    # Most of a prompt's merges happen between the chunks of its prefill; the same slack for all, so that they have the same slots.
+    # Most of a prompt's merges happen between the chunks of its prefill.
     "chunk": [f"keepkv:export.prefill_chunk={n}:cache.merge_every=8:cache.slack=64" for n in (8, 16, 32, 64)],
     "allocation": [f"keepkv:cache.allocation.kind={kind}" for kind in ("uniform", "cosine", "pyramid")],
     "selector": ["h2o", "keepkv:selector=h2o", "pyramidinfer", "keepkv:selector=pyramidinfer:cache.allocation.kind=cosine"],
     "ballot": [
         *(f"ballot:cache.recent={r}" for r in (0.1, 0.3, 0.5, 0.75)),
-        *(f"ballot:cache.recent=0.3:{setting}" for setting in ("attention=0", "attention=1", "pool=2", "zip=count", "decay=0.98")),
+        *(f"ballot:cache.recent=0.3:{setting}" for setting in ("attention=0", "attention=1", "pool=2", "zip=vote", "decay=0.98")),
         "ballot:cache.recent=0.3:order=least-attended",
         "ballot:cache.recent=0.75:order=least-attended",
     ],
 }
 
 
-def row(result: Result) -> dict[str, object]:
+def row(result: Result) -> dict[str, Any]:
     """A candidate's figures, each with its interval."""
     scores = {name: {key: value for key, value in asdict(score).items() if key != "cells"} for name, score in result.scores.items()}
     return {"label": result.label, "budget": result.budget, "slots": result.slots, "bytes": result.bytes, "scores": scores}
@@ -49,30 +54,56 @@ def row(result: Result) -> dict[str, object]:
 
 def line(result: Result) -> str:
     """A candidate's figures for the terminal."""
-    figures = [f"{name} {score.accuracy if score.accuracy is not None else ''} KL {score.kl}" for name, score in result.scores.items()]
-    return f"{result.budget:<6g} {result.label:48} " + "  ".join(figures)
+    figures = [f"{name} {score.accuracy or ''} KL {score.kl}" for name, score in result.scores.items()]
+    return f"{result.budget or 0:<6g} {result.label:48} " + "  ".join(figures)
+
+
+class Sweep:
+    """A recipe's results: what is there, and what is added to it. again: rows of labels that begin so are measured anew."""
+
+    def __init__(self, recipe: str, settings: list[str], again: str | None) -> None:
+        self.recipe, self.settings, self.again = recipe, settings, again
+        self.name = f"sweep-{Path(recipe).stem}"
+        path = RESULTS / f"{self.name}.json"
+        self.groups: dict[str, Any] = json.loads(path.read_text())["groups"] if path.exists() else {}
+
+    def run(self, group: str, options: Options, only: str) -> None:
+        """Measure what a group lacks, row by row, of the labels that begin with `only`."""
+        asked = {"budgets": list(options.budgets), "samples": options.samples, "length": options.length, "tasks": list(options.tasks)}
+        found = self.groups.get(group, {})
+        rows = found["rows"] if {key: found.get(key) for key in asked} == asked else []
+        rows = [r for r in rows if r["label"] in options.methods and not (self.again and r["label"].startswith(self.again))]
+        with tempfile.TemporaryDirectory() as folder:
+            run = Run(self.recipe, self.settings, options, Path(folder), silent)
+            order = {(c.label, c.budget): i for i, c in enumerate(run.candidates)}
+            there = {(r["label"], r["budget"]) for r in rows}
+            wanted = [c for c in run.candidates if (c.label, c.budget) not in there and c.label.startswith(only)]
+            full = row(run.full()) if wanted else found.get("full")
+            for candidate in wanted:
+                result = run.measure(candidate)
+                print(f"{group:12}{line(result)}", flush=True)
+                rows.append(row(result))
+                rows.sort(key=lambda r: order[r["label"], r["budget"]])
+                self.groups[group] = {**asked, "full": full, "rows": rows}
+                save(self.name, {"recipe": self.recipe, "groups": self.groups})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="tiny-base")
     parser.add_argument("--groups", default=",".join(GROUPS))
     parser.add_argument("--budgets", default="1/8,1/4")
     parser.add_argument("--tasks", default="text,multikey")
     parser.add_argument("--samples", type=int, default=24)
     parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of all candidates, such as backend.threads=1")
+    parser.add_argument("--only", metavar="PREFIX", default="", help="measure what begins so, and leave the rest to another run")
+    parser.add_argument("--again", metavar="PREFIX", help="measure anew what begins so")
     asked = parser.parse_args()
-    name = f"sweep-{Path(asked.recipe).stem}"
-    path = RESULTS / f"{name}.json"
-    groups = json.loads(path.read_text())["groups"] if path.exists() else {}
-    settings = {"budgets": asked.budgets, "samples": asked.samples, "length": asked.length}
+    sweep = Sweep(asked.recipe, asked.set, asked.again)
     for group in asked.groups.split(","):
         labels, budgets, tasks = tuple(GROUPS[group]), tuple(parse_budgets(asked.budgets)), tuple(asked.tasks.split(","))
-        options = Options(labels, budgets, tasks, asked.samples, asked.length)
-        found = evaluate(asked.recipe, [], options)
-        print(f"{group}\n" + "\n".join(line(result) for result in found.results), flush=True)
-        groups[group] = settings | {"rows": [row(result) for result in found.results]}
-        save(name, {"recipe": asked.recipe, "groups": groups})
+        sweep.run(group, Options(labels, budgets, tasks, asked.samples, asked.length), asked.only)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,8 @@ class Series:
 
 @dataclass(frozen=True)
 class Plot:
-    """Lines over common axes. What an axis cannot show (NaN, infinity, zero on a logarithmic one) is left out and counted in the note."""
+    """Lines over common axes. What an axis cannot show (NaN, infinity, zero on a logarithmic one) is left out and counted in the note.
+    x_also, y_also: values that the axes reach too, so that plots can share them."""
 
     title: str
     x_label: str
@@ -59,6 +60,8 @@ class Plot:
     x_log: bool = False
     y_log: bool = False
     note: str = ""
+    x_also: tuple[float, ...] = ()
+    y_also: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -283,9 +286,11 @@ def _plot(plot: Plot) -> str:
     left_out: Counter[str] = Counter()
     found = [_points(plot, series, left_out) for series in plot.series]
     shown = [point for points in found for point in points if point]
-    y_axis = _axis([v for p in shown for v in p[1:] if v >= TINY or not plot.y_log], plot.y_log, lambda labels: len(labels) <= 9)
+    y_values = [v for v in (*(v for p in shown for v in p[1:]), *plot.y_also) if v >= TINY or not plot.y_log]
+    y_axis = _axis(y_values, plot.y_log, lambda labels: len(labels) <= 9)
     left, top, bottom = max(map(len, y_axis.labels)) * GLYPH + 12, 10.0, HEIGHT - 26
-    x_axis = _axis([p[0] for p in shown], plot.x_log, lambda all_: (max(map(len, all_)) + 1.5) * GLYPH * len(all_) <= WIDTH - left)
+    x_values = [*(p[0] for p in shown), *plot.x_also]
+    x_axis = _axis(x_values, plot.x_log, lambda all_: (max(map(len, all_)) + 1.5) * GLYPH * len(all_) <= WIDTH - left)
     right = WIDTH - max(len(x_axis.labels[-1]) * GLYPH / 2, 10)
 
     def at(x: float, y: float) -> str:

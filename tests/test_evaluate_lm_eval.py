@@ -1,11 +1,18 @@
-"""The lm-evaluation-harness adapter scores what Hugging Face scores, where the cache holds everything."""
+"""The lm-evaluation-harness adapter scores what Hugging Face scores, where the cache holds everything.
+
+Where the harness is not installed a fake stands in for what the adapter meets of it.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fake_lm_eval
 import numpy as np
 import pytest
 from models import hugging_face_logits
@@ -14,7 +21,10 @@ from tiny_model import ALPHABET
 import kvexport
 from kvexport.evaluate.measure import log_softmax
 
-pytest.importorskip("lm_eval", reason="needs the extra eval")
+HARNESS = importlib.util.find_spec("lm_eval") is not None
+needs_harness = pytest.mark.skipif(not HARNESS, reason="not reached: lm-evaluation-harness (pip install 'kvexport[eval]')")
+if not HARNESS:
+    fake_lm_eval.install()
 
 
 @pytest.fixture(scope="module", params=["all", "last"])
@@ -61,7 +71,77 @@ def test_a_text_is_scored_piece_by_piece(model: Any, tiny_checkpoint: Path) -> N
     assert score == pytest.approx(expected, abs=1e-2)
 
 
-def test_the_harness_runs_it_by_name(model: Any) -> None:
+def test_the_harness_makes_it_by_name_and_arguments(model: Any) -> None:
+    from lm_eval.api.model import LM
     from lm_eval.api.registry import get_model
 
     assert get_model("kvexport") is type(model)
+    assert isinstance(model, LM)
+    # As `lm_eval --model kvexport --model_args artifact=...,threads=1 --batch_size auto` does.
+    made = get_model("kvexport").create_from_arg_obj(
+        {"artifact": str(model.engine.path), "threads": 1}, {"batch_size": "auto", "device": None}
+    )
+    assert made.batch == made.engine.max_batch
+
+
+def test_a_context_without_room_loses_its_beginning(model: Any) -> None:
+    context = "abcdefgh" * 20
+    (whole,), (cut,) = (model.generate_until(requests((c, {"max_gen_toks": 4}))) for c in (context, context[-60:]))
+    assert whole == cut
+    (long,), (short,) = (model.loglikelihood(requests((c, "xyz"))) for c in (context, context[-61:]))
+    assert long == short
+
+
+@needs_harness
+def test_the_fake_is_the_harness_as_far_as_it_goes() -> None:
+    from lm_eval.api import model, registry
+
+    assert fake_lm_eval.LM.__abstractmethods__ == model.LM.__abstractmethods__
+    pairs: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
+        (getattr(fake_lm_eval.LM, name), getattr(model.LM, name)) for name in (*model.LM.__abstractmethods__, "create_from_arg_obj")
+    ]
+    pairs += [(fake_lm_eval.register_model, registry.register_model), (fake_lm_eval.get_model, registry.get_model)]
+    for ours, theirs in pairs:
+        assert list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters), theirs.__qualname__
+    with pytest.raises(ValueError, match="Attempted to load model 'nothing'"):
+        registry.get_model("nothing")
+
+
+ROWS: list[dict[str, Any]] = [
+    {"question": "abcde", "choices": ["fgh", "zzz"], "label": 0},
+    {"question": "hello", "choices": ["xyz", " wor"], "label": 1},
+]
+
+
+def local_rows(**_: Any) -> Any:
+    """A data set as the harness takes it from a function, so that nothing is downloaded."""
+    import pyarrow
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+
+    return {"test": Dataset(InMemoryTable(pyarrow.Table.from_pylist(ROWS)), fingerprint="local")}
+
+
+@needs_harness
+def test_the_harness_evaluates_it_offline(model: Any) -> None:
+    import lm_eval
+    from lm_eval.api.task import ConfigurableTask
+
+    task = ConfigurableTask(
+        config={
+            "task": "local",
+            "custom_dataset": local_rows,
+            "test_split": "test",
+            "output_type": "multiple_choice",
+            "doc_to_text": "{{question}}",
+            "doc_to_choice": "{{choices}}",
+            "doc_to_target": "label",
+            "metric_list": [{"metric": "acc"}],
+        }
+    )
+    found = lm_eval.simple_evaluate(model=model, tasks=[task], bootstrap_iters=0)["results"]["local"]["acc,none"]
+    likelier = []
+    for row in ROWS:
+        scores = model.loglikelihood(requests(*((row["question"], choice) for choice in row["choices"])))
+        likelier.append(int(np.argmax([score for score, _ in scores])) == row["label"])
+    assert found == np.mean(likelier)

@@ -21,7 +21,7 @@ from kvexport.recipe_files import describe_method_parameters, list_recipes, load
 TINY = ("tiny-base", *(f"tiny-{name}" for name in all_methods()))
 SMALL_RECIPES = tuple(f"small-{name}" for name in ("base", "full", "keepkv", "ballot"))
 # The recent share of the budget that a method wants; half otherwise.
-RECENT = {"tiny-ballot": 0.3, "small-ballot": 0.75, "tiny-kvslimmer": 0.25, "tiny-asymkv": 0.25}
+RECENT = {"tiny-ballot": 0.3, "tiny-kvslimmer": 0.25, "tiny-asymkv": 0.25}
 HUB = {
     "llama2-7b-keepkv": ("meta-llama/Llama-2-7b-hf", 4096),
     "llama2-13b-keepkv": ("meta-llama/Llama-2-13b-hf", 4096),

@@ -158,7 +158,7 @@ def one_merge(
         ("keepkv", {"threshold": 0.985, "zip": "mean"}),
         ("keepkv", {"zip": "key", "order": "evict-first", "selector": "h2o"}),
         ("ballot", {}),
-        ("ballot", {"zip": "count"}),
+        ("ballot", {"zip": "vote"}),
     ],
 )
 def test_what_is_observed_is_within_the_bound(method: str, parameters: dict[str, Any]) -> None:

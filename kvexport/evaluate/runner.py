@@ -124,11 +124,11 @@ def evaluate(recipe: str, overrides: Sequence[str], options: Options, work: Path
     with ExitStack() as stack:
         folder = work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvexport-eval-")))
         folder.mkdir(parents=True, exist_ok=True)
-        return _Run(recipe, list(overrides), options, folder, progress).all()
+        return Run(recipe, list(overrides), options, folder, progress).all()
 
 
-class _Run:
-    """One evaluation on its way: what all candidates share."""
+class Run:
+    """One evaluation on its way: what all candidates share. candidates: those to be measured, by budget; the full cache comes first."""
 
     def __init__(self, recipe: str, overrides: list[str], options: Options, folder: Path, progress: Show) -> None:
         from kvexport.build.builder import read_model
@@ -173,17 +173,39 @@ class _Run:
 
     def all(self) -> Evaluation:
         """Everything, the full cache first."""
+        full = self.full()
+        results = [self.measure(candidate) for candidate in self.candidates]
+        if STABILITY in self.options.tasks:
+            smallest = min((candidate.budget for candidate in self.candidates), default=0.0)
+            for result in (r for r in results if r.budget == smallest):
+                result.windows = self.stability(result.label, result.slots)
+        tasks = [*self.samples, *self.options.suites]
+        asked = self.options
+        return Evaluation(self.recipe, self.length, asked.seed, asked.samples, self.training_length, full, results, tasks, self.skipped)
+
+    def full(self) -> Result:
+        """The full cache on every task; its logits become the reference of every KL."""
         recipe = load_candidate(self.recipe, FULL, None, self.common)
         # Built for the longest sample, but weighed as what a prompt of the run's length needs.
         exact = recipe.model_copy(update={"limits": recipe.limits.model_copy(update={"max_length": self.length})})
         size = plan_cache(exact, self.geometry).bytes()
-        full = self._measure(Candidate(FULL, 0.0, self.length, size, recipe), None)
-        results = [self._measure(candidate, candidate.budget) for candidate in self.candidates]
-        if STABILITY in self.options.tasks and results:
-            self._stability(results)
-        tasks = [*self.samples, *self.options.suites]
-        asked = self.options
-        return Evaluation(self.recipe, self.length, asked.seed, asked.samples, self.training_length, full, results, tasks, self.skipped)
+        return self._measure(Candidate(FULL, 0.0, self.length, size, recipe), None)
+
+    def measure(self, candidate: Candidate) -> Result:
+        """A candidate on every task, after `full`."""
+        return self._measure(candidate, candidate.budget)
+
+    def stability(self, label: str, slots: int | None) -> list[Window]:
+        """A method with so many slots (None: what the label says; the full cache needs none) over TIMES training lengths of text."""
+        length = TIMES * self.training_length
+        longer = longer_checkpoint(self.checkpoint, self.folder / "longer", length)
+        ids, counted = long_text(self.language, length, self.options.seed)
+        common = [*self.common, f"model.path={longer}", f"limits.max_length={length}", "limits.max_batch=1"]
+        name = f"{label} over {length} tokens"
+        with self.progress(f"building {name}", None):
+            engine = self._engine(f"{label}-long", load_candidate(self.recipe, label, slots, common))
+        with self.progress(name, None):
+            return run_long(engine, ids, counted, self.training_length)
 
     def _engine(self, name: str, recipe: Recipe) -> Engine:
         from kvexport.build.builder import build
@@ -222,21 +244,6 @@ class _Run:
         tokens = [np.array(sample.ids, dtype=np.int64) for sample in samples[: self.options.batch]]
         reference = TorchReference(self.checkpoint, engine.plan, self.geometry, recipe.cache.build_method(), recipe)
         return watch(reference, recipe, tokens)
-
-    def _stability(self, results: list[Result]) -> None:
-        """Every method at its smallest budget, over TIMES training lengths."""
-        length = TIMES * self.training_length
-        longer = longer_checkpoint(self.checkpoint, self.folder / "longer", length)
-        ids, counted = long_text(self.language, length, self.options.seed)
-        common = [*self.common, f"model.path={longer}", f"limits.max_length={length}", "limits.max_batch=1"]
-        smallest = min(result.budget or math.inf for result in results)
-        for result in (r for r in results if r.budget == smallest):
-            name = f"{result.label} over {length} tokens"
-            recipe = load_candidate(self.recipe, result.label, result.slots, common)
-            with self.progress(f"building {name}", None):
-                engine = self._engine(f"{result.label}-long", recipe)
-            with self.progress(name, None):
-                result.windows = run_long(engine, ids, counted, self.training_length)
 
 
 def _score(task: str, samples: Sequence[Sample], outcomes: Sequence[Outcome], compared: bool) -> Score:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from kvexport.evaluate.runner import TIMES, Evaluation, Result
 from kvexport.evaluate.statistics import Estimate
@@ -77,22 +78,26 @@ def _curves(evaluation: Evaluation) -> list[Section]:
     results = evaluation.results
     if not results:
         return []
-    out: list[Section] = []
     exact = [t for t in evaluation.tasks if evaluation.full.scores[t].accuracy is not None]
+    sizes = tuple(float(r.bytes) for r in [evaluation.full, *results])
+
+    def over_bytes(title: str, y_label: str, figure: Callable[[Result], Estimate | None], full: bool = True, **options: Any) -> Plot:
+        """All of these have one axis of bytes."""
+        return Plot(title, "bytes per sequence", y_label, _series(evaluation, figure, full), x_log=True, x_also=sizes, **options)
+
+    out: list[Section] = []
     for task in exact:
-        series = _series(evaluation, lambda r, t=task: r.scores[t].accuracy, full=True)  # type: ignore[misc]
-        out.append(Plot(f"Accuracy: {task}", "bytes per sequence", "accuracy", series, x_log=True))
+        out.append(over_bytes(f"Accuracy: {task}", "accuracy", lambda r, t=task: r.scores[t].accuracy, y_also=(0.0, 1.0)))  # type: ignore[misc]
     for task in (t for t in evaluation.tasks if t in TASKS):
-        series = _series(evaluation, lambda r, t=task: r.scores[t].kl, full=False)  # type: ignore[misc]
-        out.append(Plot(f"KL to the full cache: {task}", "bytes per sequence", "KL, nats", series, x_log=True, y_log=True))
-    out.append(
-        Plot("Time of a step", "bytes per sequence", "ms per decode step", _series(evaluation, _milliseconds, full=True), x_log=True)
-    )
+        title, kl = f"KL to the full cache: {task}", lambda r, t=task: r.scores[t].kl
+        out.append(over_bytes(title, "KL, nats", kl, full=False, y_log=True))
+    out.append(over_bytes("Time of a step", "ms per decode step", _milliseconds, y_also=(0.0,)))
     if exact:
         labels = list(dict.fromkeys(r.label for r in results))
         groups = [(label, [r for r in results if r.label == label]) for label in labels] + [("full", [evaluation.full])]
         lines = [Series(name, [1e3 * r.step_seconds for r in rs], [_mean_accuracy(r, exact) for r in rs]) for name, rs in groups]
-        out.append(Plot("Accuracy against time", "ms per decode step", "mean accuracy over tasks", lines))
+        both = ("ms per decode step", "mean accuracy over tasks")
+        out.append(Plot("Accuracy against time", *both, lines, x_also=(0.0,), y_also=(0.0, 1.0)))
     return out
 
 

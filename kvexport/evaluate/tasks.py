@@ -183,6 +183,13 @@ def text(language: Language, rng: np.random.Generator, length: int, depth: float
     return Sample(ids, len(ids), counted, {"length": float(length)})
 
 
+@task("decoded", exact=False)
+def decoded(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
+    """Text whose second half is decoded token by token, as given, so that it merges at the pace of decoding."""
+    ids, counted = language.text(rng, length)
+    return Sample(ids, length // 2, [p for p in counted if p >= length // 2 - 1], {"length": float(length)})
+
+
 def long_text(language: Language, count: int, seed: int, piece: int = 1024) -> tuple[Ids, list[int]]:
     """A sequence of count tokens out of texts one after another, and its counted positions: for stability far past the training length."""
     ids: Ids = []

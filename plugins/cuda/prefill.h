@@ -1,8 +1,9 @@
 // VoteAttention for several tokens per sequence, in three launches: append; tiles of query rows against blocks of slots
 // with a running softmax; and blocks of slots against the tiles of rows that count, which gives their statistics. Only
-// tiles of logits ever exist.
+// tiles of logits ever exist. Here are the first, and the others for caches in float32; those of 16-bit elements go to
+// tensor cores (prefill_mma.h, prefill_mma_scores.h).
 //
-// A row is one query head of one token, t G + g; a tile is 32 of them.
+// A row is one query head of one token, t G + g; a tile is 32 of them, or what fits tensor cores.
 #pragma once
 
 #include "attention.h"
@@ -241,6 +242,31 @@ struct Prefill {
   }
 };
 
+// A slot's statistic after the call. top, sum: of a log_ema, the logarithm of what the call's queries add is top +
+// ln(sum), before its mean; of probabilities, their weighted sum. counted: the weights of the queries that count and
+// see the slot; age: of its position against the first new token's.
+template <class T>
+KV_DEVICE float statistic_after(const Head<T>& head, const Statistic& statistic, int k, int used, int slot, int age,
+                                int n, float top, float sum, float counted) {
+  const KvVoteAttention& a = head.a;
+  const float heads = static_cast<float>(a.query_heads / a.heads), past = slot < used ? head.score(k)[slot] : 0.0f;
+  if (statistic.kind == KV_STATISTIC_PROBABILITY)
+    return past * expf(static_cast<float>(counted_queries(statistic, n)) * logf(statistic.decay)) + sum / heads;
+  float own = log1pf(-statistic.decay) - logf(heads);
+  const float rate = logf(statistic.decay);
+  if (statistic.window != 0 || statistic.recency_weight != 1.0f) {
+    // What counts stands for all queries [begin, end) of the call that see the slot: the sum of a^(n-1-t) over them.
+    const int begin = max_of(age, 0), until = a.sliding_window ? min_of(n, age + a.sliding_window) : n;
+    const int seen = max_of(until - begin, 0);
+    const float whole = expf(static_cast<float>(n - begin - seen) * rate) * -expm1f(static_cast<float>(seen) * rate) /
+                        (1.0f - statistic.decay);
+    own += logf(fmaxf(whole, 1e-30f)) - logf(fmaxf(counted, 1e-30f));
+  }
+  const float start = slot < used ? past + static_cast<float>(n) * rate : kLogZero;
+  const float highest = max_of(start, sum > 0.0f ? top + own : kLogZero);
+  return highest + logf((sum > 0.0f ? sum * expf(top + own - highest) : 0.0f) + expf(start - highest));
+}
+
 // The statistics. A block is 32 slots of a head against all rows that count, a statistic at a time; a thread is one
 // slot and eight rows of each tile.
 template <class T>
@@ -317,32 +343,17 @@ struct PrefillScores {
     }
   }
 
-  // A slot's statistic after the call. age: of the slot's position against the first new token's.
+  // What the parts add up to, and the slot's statistic.
   static KV_DEVICE float total(const Head<T>& head, const Statistic& statistic, const float* parts, int k, int used,
                                int slot, int age, int n, int t) {
-    const KvVoteAttention& a = head.a;
-    const float heads = static_cast<float>(a.query_heads / a.heads), past = slot < used ? head.score(k)[slot] : 0.0f;
     float top = kLogZero, sum = 0.0f, counted = 0.0f;
-    if (statistic.kind == KV_STATISTIC_PROBABILITY) {
-      for (int i = 0; i < kParts; ++i) sum += parts[kThreads + i * kBlock + t];
-      return past * expf(static_cast<float>(counted_queries(statistic, n)) * logf(statistic.decay)) + sum / heads;
-    }
     for (int i = 0; i < kParts; ++i)
       top = max_of(top, parts[i * kBlock + t]), counted += parts[2 * kThreads + i * kBlock + t];
-    for (int i = 0; i < kParts; ++i) sum += parts[kThreads + i * kBlock + t] * expf(parts[i * kBlock + t] - top);
-    float own = log1pf(-statistic.decay) - logf(heads);
-    const float rate = logf(statistic.decay);
-    if (statistic.window != 0 || statistic.recency_weight != 1.0f) {
-      // What counts stands for all queries [begin, end) of the call that see the slot: the sum of a^(n-1-t) over them.
-      const int begin = max_of(age, 0), until = a.sliding_window ? min_of(n, age + a.sliding_window) : n;
-      const int seen = max_of(until - begin, 0);
-      const float whole = expf(static_cast<float>(n - begin - seen) * rate) * -expm1f(static_cast<float>(seen) * rate) /
-                          (1.0f - statistic.decay);
-      own += logf(fmaxf(whole, 1e-30f)) - logf(fmaxf(counted, 1e-30f));
+    for (int i = 0; i < kParts; ++i) {
+      const float part = parts[kThreads + i * kBlock + t];
+      sum += statistic.kind == KV_STATISTIC_PROBABILITY ? part : part * expf(parts[i * kBlock + t] - top);
     }
-    const float start = slot < used ? past + static_cast<float>(n) * rate : kLogZero;
-    const float highest = max_of(start, sum > 0.0f ? top + own : kLogZero);
-    return highest + logf((sum > 0.0f ? sum * expf(top + own - highest) : 0.0f) + expf(start - highest));
+    return statistic_after(head, statistic, k, used, slot, age, n, top, sum, counted);
   }
 };
 

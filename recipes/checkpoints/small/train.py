@@ -29,202 +29,25 @@ Importing this module needs numpy alone.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
+from documents import BOS, EOS, HERE, IGNORE, MAX_LENGTH, PAD, VOCABULARY, Data, code_row, copy_row, load_data, recall_row, tiny
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
     from transformers import LlamaForCausalLM
 
-HERE = Path(__file__).resolve().parent
-SPECIALS = ("<unk>", "<bos>", "<eos>", "<pad>")
-UNK, BOS, EOS, PAD = range(4)
-VOCABULARY = 4096
-MAX_LENGTH = 1024
-IGNORE = -100
 COPY, CODE, RECALL = "copy", "code", "recall"
-MAX_PEOPLE = 48
 MIXED = 1018  # from here on names and values are copied again: 300 steps without had undone it, and recall stood still at single facts
 AGAIN = 1124  # here copying comes first once more, until it works: among the other batches it came back too slowly
 PLAIN = 1380  # from here on a value follows its name at once: behind a colon the model found some value of the document, but not whose
 DENSE = 1535  # from here on most documents are statements and questions alone, where whose value it is was learnt first
 EARLY = 337  # at the rate of the first steps the loss of copying stood still from here on, and fell at once at a third of it
-
-
-def tiny_words() -> ModuleType:
-    """The tiny checkpoint's train.py, for its NAMES and THINGS."""
-    spec = importlib.util.spec_from_file_location("tiny_language", HERE.parent / "tiny" / "train.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def statements(
-    rng: np.random.Generator, people: int, names: tuple[str, ...], things: tuple[str, ...], mark: str = "", link: str = ""
-) -> tuple[list[str], list[tuple[str, str]]]:
-    """Statement lines about `people` persons, in order of appearance, and the questions: (asked, answer) halves of one line each.
-    mark: what stands between a name and its value; link: between a name and another."""
-    who = [names[i] for i in rng.permutation(len(names))[:people]]
-    what = iter([things[i] for i in rng.permutation(len(things))])
-    lines: list[tuple[float, str]] = []  # (place in [0, 1), line)
-    questions: list[tuple[str, str]] = []
-    chains: list[tuple[int, str, str]] = []  # (aliases so far, name, what follows it)
-    for name in who:
-        kind = rng.choice(["one", "alias", "many", "mostly"], p=[0.5, 0.2, 0.1, 0.2])
-        if kind == "alias" and chains:
-            aliases, target, tail = chains.pop(int(rng.integers(len(chains))))
-            lines.append((rng.random(), f"# {name}{link} {target}"))
-            questions.append((f"# {name}{link}", f" {target}{tail}"))
-            if aliases < 2:
-                chains.append((aliases + 1, name, f"{link} {target}{tail}"))
-            continue
-        if kind == "many":
-            values = [next(what, things[0]) for _ in range(int(rng.integers(2, 5)))]
-            lines += zip(np.sort(rng.random(len(values))), [f"# {name}{mark} {value}" for value in values], strict=True)
-            questions.append((f"# every {name}{mark}", " " + ", ".join(values)))
-            continue
-        value = next(what, things[0])
-        copies = int(rng.integers(2, 7)) if kind == "mostly" else 1
-        lines += [(rng.random(), f"# {name}{mark} {value}") for _ in range(copies)]
-        if kind == "mostly":
-            others = int(rng.integers(0, copies))
-            other = next(what, things[0])
-            lines += [(rng.random(), f"# {name}{mark} {other}") for _ in range(others)]
-            questions += [(f"# mostly {name}{mark}", f" {value}"), (f"# count {name}{mark}", f" {copies + others}")]
-        else:
-            questions.append((f"# {name}{mark}", f" {value}"))
-            chains.append((0, name, f"{mark} {value}"))
-            if rng.random() < 0.2:
-                questions.append((f"# count {name}{mark}", " 1"))
-    return [line for _, line in sorted(lines)], questions
-
-
-@dataclass
-class Data:
-    """Tokens of the corpus: every line of the training and of the held-out modules, file after file."""
-
-    tokenizer: Tokenizer
-    names: tuple[str, ...]
-    things: tuple[str, ...]
-    train: list[list[int]]
-    held_out: list[list[int]]
-
-    @property
-    def words(self) -> NDArray[np.int64]:
-        """The token ids of all names and things."""
-        return np.array([token for word in (*self.names, *self.things) for token in self.encode(f" {word}")])
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of text, without the beginning of sequence."""
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
-
-    def source(self, rng: np.random.Generator, count: int, lines: list[list[int]]) -> list[list[int]]:
-        """Consecutive lines of the source from a random place on, of `count` tokens in all (the last line may be cut)."""
-        taken: list[list[int]] = []
-        place = int(rng.integers(len(lines)))
-        while count > 0:
-            taken.append(lines[place % len(lines)][:count])
-            count -= len(taken[-1])
-            place += 1
-        return taken
-
-
-def code_row(data: Data, rng: np.random.Generator, length: int, lines: list[list[int]]) -> tuple[list[int], list[int]]:
-    """`length` ids of source after <bos>, and labels of which every one counts."""
-    ids = [BOS, *(token for line in data.source(rng, length - 1, lines) for token in line)]
-    return ids, [IGNORE, *ids[1:]]
-
-
-def recall_row(
-    data: Data, rng: np.random.Generator, length: int, lines: list[list[int]], dense: float, marks: tuple[str, str] = ("", "")
-) -> tuple[list[int], list[int]]:
-    """A document of `length` ids and labels: those of answers are the ids plus VOCABULARY, so that they can be told from the source's.
-    dense: the share of documents that are statements and questions, as many as fit, and nothing else.
-    marks: see `statements`."""
-    full = dense > 0 and rng.random() < dense
-    most = min(MAX_PEOPLE, length // 24)
-    people = most if full else round(math.exp(rng.uniform(0, math.log(most))))
-    stated, questions = statements(rng, people, data.names, data.things, *marks)
-    stated_ids = [data.encode(line + "\n") for line in stated]
-    rng.shuffle(questions)  # type: ignore[arg-type]
-    room = length - 1 - sum(map(len, stated_ids))
-    asked: list[int] = []
-    labels: list[int] = []
-    for question, answer in questions:
-        q, a = data.encode(question), data.encode(answer + "\n")
-        if asked and len(asked) + len(q) + len(a) > (room if full else room // 2):
-            break
-        asked += [*q, *a]
-        labels += [*[IGNORE] * len(q), *[token + VOCABULARY for token in a]]
-    haystack = data.source(rng, max(0, room - len(asked)), lines) if not full and rng.random() > 0.1 else []
-    if haystack:
-        haystack[-1] = [*haystack[-1][:-1], *data.encode("\n")]
-    ids: list[int] = []
-    for i in np.sort(rng.integers(0, len(haystack) + 1, len(stated_ids)))[::-1]:
-        haystack.insert(int(i), stated_ids.pop())
-    ids = [BOS, *(token for line in haystack for token in line)]
-    story = [IGNORE, *ids[1:]]
-    ids, labels = [*ids, *asked][:length], [*story, *labels][:length]
-    return ids + [PAD] * (length - len(ids)), labels + [IGNORE] * (length - len(labels))
-
-
-def copy_row(rng: np.random.Generator, length: int, tokens: NDArray[np.int64]) -> tuple[list[int], list[int]]:
-    """Distinct ones of `tokens` repeated with a random period; every one from the first repetition's second on counts."""
-    period = int(rng.integers(4, min(len(tokens), length // 2) + 1))
-    ids = [BOS, *np.resize(rng.choice(tokens, size=period, replace=False), length - 1).tolist()]
-    return ids, [IGNORE] * (period + 2) + [token + VOCABULARY for token in ids[period + 2 :]]
-
-
-def build_tokenizer(sources: list[str], words: tuple[str, ...]) -> Tokenizer:
-    """Byte-level BPE trained on the sources; digits and newlines stand alone, so that lines can be tokenized one by one, and every
-    word of the statements is a token."""
-    from tokenizers import Regex, Tokenizer
-    from tokenizers.decoders import ByteLevel as ByteDecoder
-    from tokenizers.models import BPE
-    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
-    from tokenizers.processors import TemplateProcessing
-    from tokenizers.trainers import BpeTrainer
-
-    tokenizer = Tokenizer(BPE())
-    parts = [Split(Regex("\n"), "isolated"), Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
-    tokenizer.pre_tokenizer = Sequence(parts)
-    tokenizer.decoder = ByteDecoder()
-    trainer = BpeTrainer(vocab_size=VOCABULARY, special_tokens=list(SPECIALS), initial_alphabet=ByteLevel.alphabet(), show_progress=False)
-    often = [" " + " ".join(words)] * 3000
-    tokenizer.train_from_iterator([*sources, *often], trainer)
-    tokenizer.post_processor = TemplateProcessing(single="<bos> $A", pair="<bos> $A <bos>:1 $B:1", special_tokens=[("<bos>", BOS)])
-    return tokenizer
-
-
-def load_data() -> Data:
-    """The corpus of the running interpreter, tokenized; the tokenizer comes from this folder where it is, else it is trained."""
-    from tokenizers import Tokenizer
-
-    from kvexport.evaluate.corpus import library_sources
-
-    tiny = tiny_words()
-    sources = {held: list(library_sources(held).values()) for held in (False, True)}
-    path = HERE / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(path)) if path.exists() else build_tokenizer(sources[False], (*tiny.NAMES, *tiny.THINGS))
-    if not path.exists():
-        tokenizer.save(str(path))
-
-    def lines(texts: list[str]) -> list[list[int]]:
-        split = [line + "\n" for text in texts for line in text.splitlines()]
-        return [e.ids for e in tokenizer.encode_batch_fast(split, add_special_tokens=False)]
-
-    return Data(tokenizer, tiny.NAMES, tiny.THINGS, lines(sources[False]), lines(sources[True]))
 
 
 def build_model(seed: int) -> LlamaForCausalLM:
@@ -363,16 +186,10 @@ class Run:
 
     def train(self, model: LlamaForCausalLM, data: Data, log: list[dict[str, Any]]) -> None:
         """Train from where the state file left off (or the start) to the last step, appending records to `log`."""
-        import torch
 
         steppers = optimizers(model)
         if self.state.exists():
-            saved = torch.load(self.state, weights_only=True)
-            model.load_state_dict(saved["model"])
-            for stepper, state in zip(steppers, saved["optimizers"], strict=True):
-                stepper.load_state_dict(state)
-            self.step, self.formed, self.seconds = saved["step"], saved["formed"], saved["seconds"]
-            log[:] = saved["log"]
+            self._load(model, steppers, log)
         model.train()
         recent: dict[str, list[tuple[float, float]]] = {}
         saved_at = time.perf_counter()
@@ -417,41 +234,36 @@ class Run:
             self.formed = self.step
 
     def _save(self, model: LlamaForCausalLM, steppers: list[Any], log: list[dict[str, Any]]) -> None:
-        import torch
+        """Weights and the optimizers' tensors; how far the run is and its log as the file's metadata."""
+        from safetensors.torch import save_file
 
-        saved = {
-            "model": model.state_dict(),
-            "optimizers": [s.state_dict() for s in steppers],
-            "step": self.step,
-            "formed": self.formed,
-            "seconds": self.seconds,
-            "log": log,
-        }
+        tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+        for number, stepper in enumerate(steppers):
+            for i, kept in stepper.state_dict()["state"].items():
+                tensors |= {f"optimizer.{number}.{i}.{name}": tensor for name, tensor in kept.items()}
+        progress = {"step": self.step, "formed": self.formed, "seconds": self.seconds, "log": log}
         self.state.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(saved, self.state.with_suffix(".new"))
-        self.state.with_suffix(".new").replace(self.state)
+        new = self.state.with_suffix(".new")
+        save_file(tensors, new, metadata={"progress": json.dumps(progress)})
+        new.replace(self.state)
 
+    def _load(self, model: LlamaForCausalLM, steppers: list[Any], log: list[dict[str, Any]]) -> None:
+        import torch
+        from safetensors import safe_open
 
-def save(model: LlamaForCausalLM, out: Path) -> None:
-    """Write model (float16), generation settings and the tokenizer's settings to `out`."""
-    import torch
-    from transformers import GenerationConfig
-
-    model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD, do_sample=False)
-    model.to(torch.float16).save_pretrained(out)
-    (out / "model.safetensors").chmod(0o644)
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<bos>",
-        "eos_token": "<eos>",
-        "pad_token": "<pad>",
-        "unk_token": "<unk>",
-        "clean_up_tokenization_spaces": False,
-        "model_input_names": ["input_ids", "attention_mask"],
-        "model_max_length": 2 * MAX_LENGTH,
-        "padding_side": "left",
-    }
-    (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+        with safe_open(self.state, "pt") as file, torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(file.get_tensor(f"model.{name}"))
+            states: list[dict[int, dict[str, Any]]] = [{} for _ in steppers]
+            for key in file.keys():  # noqa: SIM118
+                kind, number, *rest = key.split(".")
+                if kind == "optimizer":
+                    states[int(number)].setdefault(int(rest[0]), {})[rest[1]] = file.get_tensor(key)
+            progress = json.loads(file.metadata()["progress"])
+        for stepper, state in zip(steppers, states, strict=True):
+            stepper.load_state_dict({**stepper.state_dict(), "state": state})
+        self.step, self.formed, self.seconds = progress["step"], progress["formed"], progress["seconds"]
+        log[:] = progress["log"]
 
 
 def main() -> None:
@@ -477,7 +289,7 @@ def main() -> None:
     log.append({"step": run.step, "task": "final", "formed": run.formed, "seconds": round(run.seconds), **measure(model, data, 64)})
     print(json.dumps(log[-1]))
     (HERE / "train_log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in log))
-    save(model, HERE)
+    tiny.save(model.to(torch.float16), data.tokenizer, 2 * MAX_LENGTH, HERE)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -144,13 +145,13 @@ def recall_row(rng: np.random.Generator, length: int) -> tuple[list[int], list[i
     return [*ids, EOS], [*labels, EOS]
 
 
-def copy_row(rng: np.random.Generator, length: int) -> tuple[list[int], list[int]]:
-    """A training row of ``length`` ids, ``<bos>`` and distinct names and things repeated with a random period, and its labels.
+def copy_row(rng: np.random.Generator, length: int, tokens: NDArray[np.int64] = FACT_IDS) -> tuple[list[int], list[int]]:
+    """A training row of ``length`` ids, ``<bos>`` and distinct ``tokens`` (names and things) repeated with a random period, and its labels.
 
     Every word from the first repetition's second word on has a loss.
     """
-    period = int(rng.integers(4, min(len(FACT_IDS), length // 2) + 1))
-    words = rng.choice(FACT_IDS, size=period, replace=False)
+    period = int(rng.integers(4, min(len(tokens), length // 2) + 1))
+    words = rng.choice(tokens, size=period, replace=False)
     ids = [BOS, *np.resize(words, length - 1).tolist()]
     return ids, [IGNORE] * (period + 2) + ids[period + 2 :]
 
@@ -301,15 +302,15 @@ def ends_with_eos(model: LlamaForCausalLM, count: int = 32) -> float:
     return right / count
 
 
-def save(model: LlamaForCausalLM, out: Path) -> None:
-    """Write model, generation settings and tokenizer to ``out``."""
+def save(model: LlamaForCausalLM, tokenizer: Tokenizer, positions: int, out: Path) -> None:
+    """Write model, generation settings and tokenizer to ``out``.  positions: the most that a sequence may have."""
     from transformers import GenerationConfig
 
     out.mkdir(parents=True, exist_ok=True)
     model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD, do_sample=False)
     model.save_pretrained(out)
     (out / "model.safetensors").chmod(0o644)
-    build_tokenizer().save(str(out / "tokenizer.json"))
+    tokenizer.save(str(out / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<bos>",
@@ -318,7 +319,7 @@ def save(model: LlamaForCausalLM, out: Path) -> None:
         "unk_token": "<unk>",
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
-        "model_max_length": MAX_LENGTH,
+        "model_max_length": positions,
         "padding_side": "left",
     }
     (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
@@ -343,7 +344,7 @@ def main() -> None:
     model = build_model(args.seed, args.layers)
     print(f"{sum(p.numel() for p in model.parameters())} parameters, {len(WORDS)} words")
     train(model, args.seed, args.steps, args.tokens, args.lr, log)
-    save(model, args.out)
+    save(model, build_tokenizer(), MAX_LENGTH, args.out)
     print(evaluate(model, args.steps, log, lengths=(64, 128, 256, 512, 1024, 1536), facts=(1, 4, 16, 64, 128)))
     for depth in (0.0, 0.25, 0.5, 0.75, 1.0):
         print(f"length 512, 16 facts, depth {depth}: {recall(model, 512, 16, depth=depth)[0]:.3f}")

@@ -1,0 +1,69 @@
+"""Every method, and the full cache, over 20 times the training length: is all finite, do key norms stay bounded, what is lost?
+
+    python benchmarks/stability.py [--recipe tiny-base] [--training-length 1152] [--slots 64]
+
+One text, in chunks, its last tokens one by one. Writes benchmarks/results/stability-RECIPE.json, method by method; the tables are in
+docs/evaluate.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, save
+from sweep import GROUPS
+
+from kvexport.evaluate.candidates import FULL
+from kvexport.evaluate.measure import Window
+from kvexport.evaluate.runner import STABILITY, TIMES, Options, Run
+from kvexport.terminal import silent
+
+
+def row(label: str, slots: int, windows: Sequence[Window]) -> dict[str, Any]:
+    """A run in figures. nll: of the first and the last window that had something to predict, nats; key_norm: the largest of a cached
+    key at the end of the first window and at the end of any."""
+    losses = [w.nll for w in windows if w.nll == w.nll]
+    norms = [w.key_norm for w in windows]
+    return {
+        "label": label,
+        "slots": slots,
+        "tokens": windows[-1].end,
+        "finite": all(w.finite for w in windows),
+        "nll": [losses[0], losses[-1]],
+        "key_norm": [norms[0], max(norms)],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="tiny-base")
+    parser.add_argument("--training-length", type=int, default=1152, help="the longest row that the model was trained on")
+    parser.add_argument("--slots", type=float, default=64)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of all candidates, such as backend.threads=1")
+    parser.add_argument("--again", metavar="PREFIX", help="measure anew what begins so")
+    asked = parser.parse_args()
+    name = f"stability-{Path(asked.recipe).stem}"
+    path = RESULTS / f"{name}.json"
+    figures: dict[str, Any] = {"recipe": asked.recipe, "training_length": asked.training_length, "slots": asked.slots, "rows": []}
+    if path.exists():
+        before = json.loads(path.read_text())
+        if all(before[key] == figures[key] for key in ("training_length", "slots")):
+            figures["rows"] = [r for r in before["rows"] if not (asked.again and r["label"].startswith(asked.again))]
+    options = Options(tuple(GROUPS["methods"]), (asked.slots,), (STABILITY,), training_length=asked.training_length)
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(asked.recipe, asked.set, options, Path(folder), silent)
+        for label, slots in [(FULL, None), *((c.label, c.slots) for c in run.candidates)]:
+            if label not in [r["label"] for r in figures["rows"]]:
+                found = row(label, slots or TIMES * run.training_length, run.stability(label, slots))
+                print(found, flush=True)
+                figures["rows"].append(found)
+                save(name, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""The tables of docs/: of the methods, from their classes; of what was measured, from benchmarks/results.
+
+    python benchmarks/tables.py
+
+Writes every table between its marks, `<!-- NAME -->` and `<!-- end -->`. A test asks that they are what this would write.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from kvexport.methods import all_methods
+from kvexport.methods.base import Method, Statistic
+
+ROOT = Path(__file__).parent.parent
+KINDS = {"log_ema": "ln of the average exp(logit)", "probability": "sum of probabilities", "none": "none"}
+BUDGETS = {0.05: "1/20", 0.125: "1/8", 0.25: "1/4", 0.5: "1/2"}
+# What a model was asked: task, figure, and whether less is better.
+FIGURES = {
+    "tiny-base": (("text", "kl"), ("multikey", "kl"), ("multikey", "accuracy")),
+    "small-base": (("text", "kl"), ("duplicates", "kl"), ("duplicates", "accuracy"), ("associative", "kl"), ("associative", "accuracy")),
+}
+
+
+def load(name: str) -> Any:
+    """What is in benchmarks/results/NAME.json."""
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def table(*rows: tuple[str, ...]) -> str:
+    """Markdown; the first row is the header."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+
+
+def methods() -> str:
+    """Every method, by what its class says."""
+    header = ("method", "what it does", "score", "read bias", "layer budgets", "source")
+    return table(header, *(_method(method()) for method in all_methods().values()))
+
+
+def _method(method: Method) -> tuple[str, ...]:
+    alpha = method.vote_exponent
+    bias = {0.0: "0", 1.0: "ln votes"}.get(alpha, f"{alpha:g} ln votes")
+    score = "; ".join(_score(s) for s in method.statistics)
+    return f"`{method.name}`", method.summary, score, bias, method.allocation if method.compresses else "none", method.source
+
+
+def _score(statistic: Statistic) -> str:
+    words = [KINDS[statistic.kind]]
+    words += [f"decay {statistic.decay:g}"] if statistic.decay != 1.0 else []
+    words += [f"last {statistic.window} queries"] if statistic.window else []
+    words += [f"newest times {statistic.recency_weight:g}"] if statistic.recency_weight != 1.0 else []
+    return ", ".join(words)
+
+
+def name_of(label: str) -> str:
+    """ "keepkv:cache.recent=0.1" as "`keepkv`, recent 0.1"."""
+    method, *settings = label.split(":")
+    return ", ".join([f"`{method}`", *(setting.removeprefix("cache.").removeprefix("export.").replace("=", " ") for setting in settings)])
+
+
+def shown(estimate: dict[str, float]) -> str:
+    """A figure and its interval."""
+    return f"{estimate['value']:.3g} [{estimate['low']:.2g}, {estimate['high']:.2g}]"
+
+
+def compared(recipe: str, task: str, figure: str) -> str:
+    """Every method at every budget; the best of a column in bold."""
+    rows = load(f"sweep-{recipe}")["groups"]["methods"]["rows"]
+    found = {(r["label"], r["budget"]): r["scores"][task][figure] for r in rows}
+    labels = list(dict.fromkeys(r["label"] for r in rows))
+    better = max if figure == "accuracy" else min
+    best = {b: better(found[label, b]["value"] for label in labels) for b in BUDGETS}
+    lines = []
+    for label in labels:
+        cells = [(shown(found[label, b]), found[label, b]["value"] == best[b]) for b in BUDGETS]
+        lines.append((name_of(label), *(f"**{text}**" if bold else text for text, bold in cells)))
+    return table(("method", *BUDGETS.values()), *lines)
+
+
+def settings(recipe: str) -> str:
+    """The groups in which one setting changes, at 1/8."""
+    groups = {name: g for name, g in load(f"sweep-{recipe}")["groups"].items() if name != "methods"}
+    tasks = list(dict.fromkeys(task for task, _ in FIGURES[recipe]))
+    rows = []
+    for name, group in groups.items():
+        for row in group["rows"]:
+            if row["budget"] == 0.125:
+                scores = row["scores"]
+                text = scores.get("text") or scores.get("decoded")
+                asked = [scores[t] for t in tasks if t in scores and t != "text"]
+                first = (shown(asked[0]["kl"]), shown(asked[0]["accuracy"])) if asked else ("", "")
+                rows.append((f"{name}, {group['samples']} samples", name_of(row["label"]), shown(text["kl"]), *first))
+    return table(("group", "setting", "text KL", f"{tasks[1]} KL", f"{tasks[1]}, right"), *rows)
+
+
+def stability(recipe: str) -> str:
+    """Every method, and the full cache, over 20 training lengths."""
+    rows = load(f"stability-{recipe}")["rows"]
+    full = next(r for r in rows if r["label"] == "full")["key_norm"][1]
+    header = ("method", "slots", "all finite", "largest key norm", "of the full cache's", "loss, first window", "loss, last")
+    lines = []
+    for r in rows:
+        norm, losses = r["key_norm"][1], (f"{x:.2f}" for x in r["nll"])
+        lines.append((name_of(r["label"]), str(r["slots"]), "yes" if r["finite"] else "NO", f"{norm:.2f}", f"{norm / full:.3f}", *losses))
+    return table(header, *lines)
+
+
+def tables() -> dict[str, str]:
+    """Every table by its mark."""
+    found = {"methods": methods()}
+    for recipe, figures in FIGURES.items():
+        found |= {f"{recipe} {task} {figure}": compared(recipe, task, figure) for task, figure in figures}
+        found |= {f"{recipe} settings": settings(recipe), f"{recipe} stability": stability(recipe)}
+    return found
+
+
+def written(text: str, found: dict[str, str]) -> str:
+    """A document with its tables as they should be. Raises KeyError for a mark that nobody knows."""
+    return re.sub(r"<!-- ([\w -]+) -->\n.*?<!-- end -->", lambda m: f"<!-- {m[1]} -->\n{found[m[1]]}\n<!-- end -->", text, flags=re.DOTALL)
+
+
+def main() -> None:
+    found = tables()
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        path.write_text(written(text, found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+// Prefill's statistics on tensor cores, for caches of 16-bit elements. A block is 64 or 128 slots of a head against all
+// rows that count, a statistic at a time. Its keys stay in registers, as the left operand; rows come in tiles, the next
+// one while the last is multiplied. So a lane adds up its own slots over the rows, and only in the end with the three
+// lanes that share them.
+#pragma once
+
+#include "prefill_mma.h"
+
+namespace kv {
+namespace cuda {
+
+template <class T, int kMaxSize>
+struct PrefillMmaScores {
+  using Args = Attention;
+  static constexpr int kSize = kMaxSize, kThreads = 128, kBlocksPerMultiprocessor = kMaxSize % 64 == 0 ? 3 : 2;
+  static constexpr int kTiles = kSize > 128 ? 1 : 2;  // of 16 slots, of a warp
+  static constexpr int kSlots = kThreads / kWarp * kTiles * 16, kRows = kSlots / 2, kPart = kRows / 2;
+  using Shape = Rows<PrefillMmaScores>;
+
+  // What a row adds to every slot: of a probability the exponent -top and the factor weight / sum; of a log_ema the
+  // exponent ln(weight), and for its first query head the weight as what counts.
+  struct alignas(16) Term {
+    float exponent, factor;
+    int now, unused;
+  };
+
+  // Of a warp's products, a lane holds slots lane / 4 and lane / 4 + 8, and of every 8 rows two. They are of half a
+  // tile of rows.
+  struct Registers {
+    uint32_t key[kTiles][kSize / 16][4], b[4];
+    float logit[kTiles][kPart / 8][4];
+    float bias[kTiles][2], top[kTiles][2], sum[kTiles][2], counted[kTiles][2], last[kTiles][2];
+    Term term;
+  };
+
+  // Two tiles of rows in turn, which take the keys at first, and their terms; of every slot its position and what its
+  // lanes add up to; the lowest position of the slots, and the lowest of their negatives.
+  struct Shared {
+    Shape rows;
+    Term* terms;
+    float *top, *sum, *counted;
+    int *position, *range;
+
+    KV_DEVICE Shape tile(int i) const { return {rows.row(i % 2 * kRows)}; }
+  };
+  static KV_HD constexpr size_t shared_size() {
+    return 2 * kRows * (Shape::kStride + sizeof(Term)) + (4 * kSlots + 2) * sizeof(float);
+  }
+  static KV_DEVICE Shared divide(char* shared) {
+    Shared s;
+    s.rows.base = shared;
+    s.terms = reinterpret_cast<Term*>(s.rows.row(2 * kRows));
+    s.top = reinterpret_cast<float*>(s.terms + 2 * kRows);
+    s.sum = s.top + kSlots, s.counted = s.sum + kSlots;
+    s.position = reinterpret_cast<int*>(s.counted + kSlots);
+    s.range = s.position + kSlots;
+    return s;
+  }
+  static KV_HD int blocks_per_head(int capacity) { return (capacity + kSlots - 1) / kSlots; }
+  static KV_DEVICE int slot_of(int t, int tile, int half) {
+    return t / kWarp * kTiles * 16 + tile * 16 + half * 8 + t % kWarp / 4;
+  }
+
+  // A block's slots [from, from + count) of a head, and one of its statistics, of which the last `counted` of n queries
+  // count.
+  struct Work {
+    const Head<T>& head;
+    const float* rows;  // maxima and sums of the group's, where there are any
+    Tokens tokens;
+    int used, n, first, from, count;
+    int k, counted;
+    Statistic statistic;
+
+    KV_DEVICE bool is_probability() const { return statistic.kind == KV_STATISTIC_PROBABILITY; }
+    KV_DEVICE int end() const { return n * tokens.group; }
+  };
+
+  static KV_DEVICE void run(Block<PrefillMmaScores>& block, const Attention& args) {
+    const KvVoteAttention& a = args.call;
+    const int blocks = blocks_per_head(a.capacity);
+    const Head<T> head(a, block.index() / blocks);
+    const Shared s = divide(block.shared);
+    const float* rows = args.rows ? args.rows + 2 * static_cast<size_t>(head.query_head(0)) * a.tokens : nullptr;
+    Work w{head, rows, Tokens(args.group()), args.used[2 * head.index], args.used[2 * head.index + 1], 0, 0, 0, 0,
+           0,    {}};
+    w.first = head.first(), w.from = block.index() % blocks * kSlots;
+    w.count = min_of(kSlots, w.used + w.n - w.from);
+    if (w.n == 0 || w.count <= 0) return;
+    load_slots(block, w, s);
+    for (w.k = 0; w.k < a.statistics; ++w.k) {
+      w.statistic = statistic_of(a, w.k);
+      if (w.statistic.kind == KV_STATISTIC_NONE) continue;
+      w.counted = counted_queries(w.statistic, w.n);
+      add_rows(block, w, s);
+      finish(block, w, s);
+    }
+  }
+
+  static KV_DEVICE void load_slots(Block<PrefillMmaScores>& block, const Work& w, const Shared& s) {
+    const KvVoteAttention& a = w.head.a;
+    block.each_alone([&](int t, auto&) {
+      s.rows.clear_columns(kSlots, a.key_size, t);
+      s.rows.template copy<kSlots>(block, w.count, a.key_size, t, [&](int i) { return w.head.key(w.from + i); });
+      if (t < 2) s.range[t] = INT32_MAX;
+    });
+    block.close_copies();
+    block.arrived(0);
+#pragma unroll
+    for (int i = 0; i < kTiles * kSize / 16; ++i) {
+      const int m = i / (kSize / 16), k = i % (kSize / 16);
+      load_a(
+          block, Shape::kStride, [&](int t) { return s.rows.row((t / kWarp * kTiles + m) * 16) + k * 32; },
+          [&](Registers& r) { return r.key[m][k]; });
+    }
+    static_assert(kSlots <= kThreads, "a thread for every slot");
+    block.each([&](int t, auto&) {
+      if (t >= kSlots) return;
+      s.position[t] = t < w.count ? w.head.position()[w.from + t] : INT32_MAX;
+      if (t >= w.count) return;
+      block.lower(s.range, s.position[t]);
+      block.lower(s.range + 1, -s.position[t]);
+    });
+  }
+
+  // Sums over the rows that count and see one of the slots.
+  static KV_DEVICE void add_rows(Block<PrefillMmaScores>& block, const Work& w, const Shared& s) {
+    const KvVoteAttention& a = w.head.a;
+    const int oldest = max_of(max_of(w.n - w.counted, w.from - w.used), 0);
+    const auto copy = [&](int i, int begin, int t) {
+      s.tile(i).template copy<kRows>(block, w.end() - begin, a.key_size, t, [&](int row) {
+        return w.head.query(0, 0) + w.tokens.place(begin + row, a.tokens) * a.key_size;
+      });
+    };
+    int begin = oldest * w.tokens.group / kRows * kRows;
+    block.each_alone([&](int t, Registers& r) {
+#pragma unroll
+      for (int i = 0; i < 2 * kTiles; ++i) {
+        const int m = i / 2, half = i % 2, slot = w.from + slot_of(t, m, half);
+        const bool voted = w.is_probability() && slot < w.used;  // averages are of logits without votes
+        r.bias[m][half] = voted ? vote_bias(w.head.votes()[slot], a.vote_exponent) * kLog2E : 0.0f;
+        r.top[m][half] = kLowest, r.sum[m][half] = r.counted[m][half] = 0.0f;
+      }
+      copy(0, begin, t);
+      if (t < kRows) s.terms[t] = term_of(w, begin + t);
+    });
+    block.close_copies();
+    for (int i = 0; begin < w.end(); ++i, begin += kRows) {
+      const int next = begin + kRows;
+      block.arrived(0);  // these rows; and those before are no longer needed
+      block.each_alone([&](int t, Registers& r) {
+        if (next >= w.end()) return;
+        copy(i + 1, next, t);
+        if (t < kRows) r.term = term_of(w, next + t);
+      });
+      block.close_copies();
+      const int earliest = w.first + w.tokens(begin), latest = w.first + w.tokens(min_of(next, w.end()) - 1);
+      const bool masked =
+          !visible(-s.range[1], earliest, a.sliding_window) || !visible(s.range[0], latest, a.sliding_window);
+#pragma unroll 1
+      for (int part = 0; part < kRows; part += kPart) {
+        multiply_rows(block, s.tile(i).row(part));
+        block.each_alone([&](int t, Registers& r) {
+          const Term* terms = s.terms + i % 2 * kRows + part;
+          if (w.is_probability())
+            masked ? add_probabilities<true>(r, w, s, terms, t) : add_probabilities<false>(r, w, s, terms, t);
+          else
+            masked ? add_logits<true>(r, w, s, terms, t) : add_logits<false>(r, w, s, terms, t);
+        });
+      }
+      block.each_alone([&](int t, Registers& r) {
+        if (next < w.end() && t < kRows) s.terms[(i + 1) % 2 * kRows + t] = r.term;
+      });
+    }
+  }
+
+  static KV_DEVICE Term term_of(const Work& w, int row) {
+    const int token = w.tokens(row);
+    const float weight = row < w.end() ? log_query_weight(w.statistic, w.n - 1 - token, w.counted) : kLogZero;
+    const int now = w.first + token;
+    if (weight == kLogZero) return {-INFINITY, 0.0f, now, 0};
+    if (!w.is_probability()) return {weight * kLog2E, row == token * w.tokens.group ? expf(weight) : 0.0f, now, 0};
+    const float* kept = w.rows + 2 * w.tokens.place(row, w.head.a.tokens);
+    return {-kept[0], expf(weight) / kept[1], now, 0};
+  }
+
+  static KV_DEVICE void multiply_rows(Block<PrefillMmaScores>& block, const char* rows) {
+    block.each_alone([&](int, Registers& r) {
+#pragma unroll
+      for (int i = 0; i < kTiles * kPart / 2; ++i) r.logit[i / (kPart / 2)][i % (kPart / 2) / 4][i % 4] = 0.0f;
+    });
+#pragma unroll
+    for (int k = 0; k < kSize / 16; ++k)
+#pragma unroll
+      for (int j = 0; j < kPart / 16; ++j) {
+        load_b(
+            block, Shape::kStride, [&](int) { return rows + j * 16 * Shape::kStride + k * 32; },
+            [](Registers& r) { return r.b; });
+#pragma unroll
+        for (int i = 0; i < 2 * kTiles; ++i)
+          multiply<T>(block, [&](Registers& r) {
+            return Product{r.logit[i / 2][2 * j + i % 2], r.key[i / 2][k], r.b + i % 2 * 2};
+          });
+      }
+  }
+
+  // Every logit that its row counts and sees, and the rest as -infinity: f(tile, half, logit, term).
+  template <bool kMasked, class F>
+  static KV_DEVICE void each_logit(Registers& r, const Work& w, const Shared& s, const Term* terms, int t, F f) {
+    const Logits logits(w.head.a);
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m) logits.cap(r.logit[m]);
+#pragma unroll
+    for (int j = 0; j < kPart / 4; ++j) {
+      const Term term = terms[j / 2 * 8 + t % 4 * 2 + j % 2];
+#pragma unroll
+      for (int i = 0; i < 2 * kTiles; ++i) {
+        const int m = i / 2, half = i % 2;
+        float& x = r.logit[m][j / 2][2 * half + j % 2];
+        const bool seen = !kMasked || visible(s.position[slot_of(t, m, half)], term.now, w.head.a.sliding_window);
+        x = seen ? logits(x, r.bias[m][half]) + term.exponent : -INFINITY;
+        f(m, half, x, seen ? term.factor : 0.0f);
+      }
+    }
+  }
+
+  template <bool kMasked>
+  static KV_DEVICE void add_probabilities(Registers& r, const Work& w, const Shared& s, const Term* terms, int t) {
+    each_logit<kMasked>(r, w, s, terms, t,
+                        [&](int m, int half, float x, float factor) { r.sum[m][half] += exp2_of(x) * factor; });
+  }
+
+  template <bool kMasked>
+  static KV_DEVICE void add_logits(Registers& r, const Work& w, const Shared& s, const Term* terms, int t) {
+    float top[kTiles][2];
+#pragma unroll
+    for (int i = 0; i < 2 * kTiles; ++i) top[i / 2][i % 2] = r.top[i / 2][i % 2];
+    each_logit<kMasked>(r, w, s, terms, t, [&](int m, int half, float x, float factor) {
+      top[m][half] = fmaxf(top[m][half], x), r.counted[m][half] += factor;
+    });
+#pragma unroll
+    for (int i = 0; i < 2 * kTiles; ++i) {
+      const int m = i / 2, half = i % 2;
+      r.sum[m][half] *= exp2_of(r.top[m][half] - top[m][half]);
+      r.top[m][half] = top[m][half];
+#pragma unroll
+      for (int j = 0; j < kPart / 4; ++j) r.sum[m][half] += exp2_of(r.logit[m][j / 2][2 * half + j % 2] - top[m][half]);
+    }
+  }
+
+  // What the four lanes of a slot add up to, and its statistic.
+  static KV_DEVICE void finish(Block<PrefillMmaScores>& block, const Work& w, const Shared& s) {
+#pragma unroll
+    for (int i = 0; i < 2 * kTiles; ++i) {
+      block.each_alone([&](int, Registers& r) { r.last[i / 2][i % 2] = r.top[i / 2][i % 2]; });
+      block.template warp_max<4>([&](Registers& r) -> float& { return r.top[i / 2][i % 2]; });
+      block.each_alone(
+          [&](int, Registers& r) { r.sum[i / 2][i % 2] *= exp2_of(r.last[i / 2][i % 2] - r.top[i / 2][i % 2]); });
+      block.template warp_sum<4>([&](Registers& r) -> float& { return r.sum[i / 2][i % 2]; });
+      block.template warp_sum<4>([&](Registers& r) -> float& { return r.counted[i / 2][i % 2]; });
+    }
+    block.each([&](int t, Registers& r) {
+#pragma unroll
+      for (int i = 0; i < 2 * kTiles; ++i) {
+        const int m = i / 2, half = i % 2, slot = slot_of(t, m, half);
+        if (t % 4) continue;
+        s.top[slot] = r.top[m][half], s.sum[slot] = r.sum[m][half], s.counted[slot] = r.counted[m][half];
+      }
+    });
+    block.each([&](int t, auto&) {
+      if (t >= w.count) return;
+      const int slot = w.from + t;
+      w.head.score(w.k)[slot] = statistic_after(w.head, w.statistic, w.k, w.used, slot, s.position[t] - w.first, w.n,
+                                                s.top[t] * kLn2, s.sum[t], s.counted[t]);
+    });
+  }
+};
+
+}  // namespace cuda
+}  // namespace kv

@@ -1,4 +1,4 @@
-"""Ballot, this project's own: nobody's vote is lost. What is said twice leaves first, and merges into the key nearest to its own."""
+"""Ballot, this project's own: votes add up, to a bound. What is said twice leaves first, and merges into the key nearest to its own."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ class Ballot(Merging):
     attention: how much past attention counts in that. pool: such slots are looked for among the lowest w, `pool` times as many as have
         to leave.
     zip: ``count`` adds votes up, ``vote`` stores fractional votes; both keep the mean key. The fractional ones are exact for the query that
-        the averages stand for and, being the tangent of a convex function, too few for every other, merge after merge. decay: ``a`` of
-        the average that weighs.
+        the averages stand for and, being the tangent of a convex function, too few for every other, merge after merge.
+    votes_max: as many tokens a merged slot counts for at most. Over hundreds of budgets one that stands for tokens from everywhere says
+        nothing any more; without a bound it would still draw their attention.
+    decay: ``a`` of the average that weighs.
     """
 
     name: ClassVar[str] = "ballot"
@@ -39,6 +41,7 @@ class Ballot(Merging):
     attention: float = Field(0.5, ge=0.0)
     pool: int = Field(4, ge=1)
     zip: Literal["vote", "count"] = "count"
+    votes_max: float = Field(32.0, ge=1.0)
     decay: float = Field(0.95, gt=0.0, lt=1.0)
 
     @property
@@ -89,4 +92,4 @@ class Ballot(Merging):
             own, arriving = groups.pair(self.own_importance(slots))
             mean = groups.total(own, arriving)
             score = torch.stack([mean * (slots.now - groups.latest(slots) + 1).float(), score[..., -1]], dim=-1)
-        return groups.write(slots, key, value, votes, score)
+        return groups.write(slots, key, value, votes.clamp(max=self.votes_max), score)

@@ -88,6 +88,7 @@ typedef struct KvMergePolicy {
   int recent_receives;
   int zip;  // KV_ZIP_...
   float key_factor_max;
+  float votes_max;    // of a merged slot
   float weigh_decay;  // of the average that weighs a zip, the last statistic
   float residual;     // share of the targets that KV_RUNNING_MEAN merges into
   int mean_adds;      // the first statistic's mean per observation adds up, instead of its sum

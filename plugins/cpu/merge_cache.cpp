@@ -61,7 +61,8 @@ struct Merge : Select<T> {
       float* rest = scores + static_cast<size_t>(x.groups) * (a.statistics + 2);
       int32_t latest = 0;
       for (int j = 0; j < count; ++j) latest = max_of(latest, w.position.get()[members[j]]);
-      rest[0] = join(x, w, members, count, key, key + a.key_size);
+      const float votes = join(x, w, members, count, key, key + a.key_size);
+      rest[0] = votes < p.votes_max ? votes : p.votes_max;
       memcpy(&rest[1], &latest, sizeof latest);
       for (int k = 0; k < a.statistics; ++k) rest[2 + k] = joined_score(x, w, members, count, k, latest);
       destination[to[i]] = x.groups++;

@@ -175,7 +175,7 @@ struct Join {
     *s.factor = factor;
     float* small =
         head.plan.merged_small + (static_cast<size_t>(head.index) * head.plan.most + own) * (1 + a.statistics);
-    small[0] = votes;
+    small[0] = fminf(votes, p.votes_max);
     for (int k = 0; k < a.statistics; ++k) small[1 + k] = joined_score(head, x, s, count, k, latest);
     head.of(head.plan.owner)[latest] = ~own;
   }

@@ -5,6 +5,7 @@
 // there is none) and refuses what is not as it should be (require). Whatever it throws passes through.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <sstream>
 #include <string>
@@ -80,6 +81,7 @@ class PolicyReader {
   KvMergePolicy read(const std::string& method, std::vector<float>& inverse_frequencies) {
     p_.compresses = method != "full";
     p_.threshold = -1e38f;
+    p_.votes_max = INFINITY;
     p_.statistic[0].kind = method == "streaming" || method == "full" ? KV_STATISTIC_NONE : KV_STATISTIC_PROBABILITY;
     if (method == "streaming" || method == "full")
       p_.importance = KV_BY_POSITION;
@@ -151,6 +153,8 @@ class PolicyReader {
     node_.require(p_.attention >= 0.0f, "attention is " + std::to_string(p_.attention) + ", and not negative");
     node_.require(zip == "vote" || zip == "count", "unknown zip '" + zip + "'");
     p_.zip = zip == "vote" ? KV_ZIP_VOTE : KV_ZIP_MEAN;
+    p_.votes_max = node_.number("votes_max");
+    node_.require(p_.votes_max >= 1.0f, "votes_max is " + std::to_string(p_.votes_max) + ", and at least 1");
     p_.weigh_decay = decay();
     p_.statistic[1].kind = KV_STATISTIC_LOG_EMA;
     if (selects_itself(KV_STATISTIC_LOG_EMA)) p_.importance = KV_BY_MEAN, p_.mean_adds = 1;

@@ -127,6 +127,7 @@ struct MergeCache {
             {"attention", nullptr, real, 1},
             {"decay", nullptr, real, 1},
             {"key_factor_max", nullptr, real, 1},
+            {"votes_max", nullptr, real, 1},
             {"residual", nullptr, real, 1},
             {"tau", nullptr, real, 1},
             {"share_pairs", nullptr, whole, 1},

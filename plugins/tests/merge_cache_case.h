@@ -10,6 +10,7 @@ inline KvMergePolicy any_policy(Random& random, int key_size, std::vector<float>
   KvMergePolicy p{};
   p.compresses = !random.one_in(12);
   p.threshold = -1e38f;
+  p.votes_max = INFINITY;
   p.importance = KV_BY_SCORE;
   p.statistic[0].kind = KV_STATISTIC_PROBABILITY;
   p.decay = p.weigh_decay = random.uniform(0.5f, 0.999f);
@@ -28,6 +29,7 @@ inline KvMergePolicy any_policy(Random& random, int key_size, std::vector<float>
     p.mean_adds = 1;
     p.merge_first = p.by_error = random.between(0, 1);
     p.attention = random.one_of({0.0f, 0.5f, 1.0f});
+    p.votes_max = random.one_of({1.0f, 3.5f, INFINITY});
     own = p.statistic[1].kind = KV_STATISTIC_LOG_EMA;
     *statistics = 2;
   } else if (p.merging == KV_ZIP) {  // keepkv
@@ -210,15 +212,15 @@ struct MergeCase {
   std::string describe() const {
     const KvMergePolicy& p = call.policy;
     char text[512];
-    snprintf(
-        text, sizeof text,
-        "MergeCache%s %s B %d H %d C %d D %d Dv %d K %d budget %d sinks %d recent %d window %d merging %d "
-        "importance %d measure %d "
-        "threshold %g zip %d factor %g first %d error %d attention %g pool %d pooled %d residual %g weigh %d planes %d",
-        hostile ? " hostile" : "", shape.type ? "fp16" : "fp32", call.batch, call.heads, call.capacity, call.key_size,
-        call.value_size, call.statistics, call.budget, call.sinks, call.recent, call.sliding_window, p.merging,
-        p.importance, p.measure, p.threshold, p.zip, p.key_factor_max, p.merge_first, p.by_error, p.attention, p.pool,
-        p.pooled, p.residual, p.weigh, p.rotary_planes);
+    snprintf(text, sizeof text,
+             "MergeCache%s %s B %d H %d C %d D %d Dv %d K %d budget %d sinks %d recent %d window %d merging %d "
+             "importance %d measure %d "
+             "threshold %g zip %d factor %g votes %g first %d error %d attention %g pool %d pooled %d residual %g "
+             "weigh %d planes %d",
+             hostile ? " hostile" : "", shape.type ? "fp16" : "fp32", call.batch, call.heads, call.capacity,
+             call.key_size, call.value_size, call.statistics, call.budget, call.sinks, call.recent, call.sliding_window,
+             p.merging, p.importance, p.measure, p.threshold, p.zip, p.key_factor_max, p.votes_max, p.merge_first,
+             p.by_error, p.attention, p.pool, p.pooled, p.residual, p.weigh, p.rotary_planes);
     return text;
   }
 };

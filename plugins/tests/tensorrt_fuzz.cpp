@@ -57,7 +57,7 @@ Items merge_cache(size_t method) {
       {word("method", "keepkv"), word("selector", "own"), real("threshold", {0.8f}), real("decay", {0.9f}),
        real("key_factor_max", {2}), word("zip", "key"), word("order", "merge-first"), whole("pool", {4})},
       {word("method", "ballot"), word("selector", "h2o"), word("zip", "count"), real("decay", {0.95f}),
-       word("order", "least-error"), real("attention", {0.5f}), whole("pool", {4})},
+       word("order", "least-error"), real("attention", {0.5f}), whole("pool", {4}), real("votes_max", {32})},
       {word("method", "zeromerge"), word("selector", "own"), real("residual", {0.33f})},
       {word("method", "kvslimmer"), word("selector", "own"), real("tau", {0.001f}), whole("share_pairs", {0})},
       {word("method", "asymkv"), word("selector", "pyramidinfer"), whole("share_pairs", {0}),

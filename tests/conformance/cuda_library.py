@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import math
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -55,7 +56,7 @@ class MergePolicy(ctypes.Structure):
     _fields_ = _fields(
         "int: compresses importance; float: decay; int: pooled merge_first pool by_error; float: attention;"
         "int: voted_last merging measure; float: threshold;"
-        "int: recent_receives zip; float: key_factor_max weigh_decay residual; int: mean_adds weigh; float: tau;"
+        "int: recent_receives zip; float: key_factor_max votes_max weigh_decay residual; int: mean_adds weigh; float: tau;"
         "int: rotary_planes rotary_interleaved; pointer: inverse_frequencies; statistics: statistic"
     )
 
@@ -253,7 +254,7 @@ def lacks(method: Any) -> str | None:
 
 def policy_of(method: Any) -> MergePolicy:
     """A method's parameters as the policy that the kernels run (as plugins/node/attributes.h reads them off a node)."""
-    p = MergePolicy(compresses=method.name != "full", threshold=-1e38)
+    p = MergePolicy(compresses=method.name != "full", threshold=-1e38, votes_max=getattr(method, "votes_max", math.inf))
     for k, s in enumerate(method.statistics):
         p.statistic[k].kind = KINDS[s.kind]
     selector = getattr(method, "selector", "own")

@@ -184,6 +184,9 @@ class KeepKV(Joint):
 
 
 class Ballot(KeepKV):
+    def votes(self, head: Head, members: list[Slot], weights: list[float]) -> float:
+        return min(super().votes(head, members, weights), head.method.votes_max)
+
     def importance(self, head: Head, slot: Slot) -> float:
         return float(slot.score[0]) / head.seen(slot)
 

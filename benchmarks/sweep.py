@@ -43,7 +43,7 @@ GROUPS: dict[str, list[str]] = {
         "ballot:cache.recent=0.3:order=least-attended",
         "ballot:cache.recent=0.75:order=least-attended",
     ],
-    "votes": [f"ballot:votes_max={n}" for n in (8, 16, 32, 64, 1e30)],
+    "votes": [f"ballot:votes_max={n}" for n in (8, 16, 32, 64, 1_000_000)],
 }
 
 

@@ -14,7 +14,7 @@ from kvexport.errors import UsageError
 from kvexport.methods.base import Rotary
 from kvexport.recipe import Recipe
 
-CONTRACT_VERSION = 1
+CONTRACT_VERSION = 2
 STATE = ("key", "value", "votes", "score", "position")
 
 

@@ -132,7 +132,7 @@ def _finish(proto: onnx.ModelProto, functions: list[onnx.FunctionProto]) -> onnx
     graph = proto.graph
     del proto.metadata_props[:]
     del graph.metadata_props[:]
-    for item in [*graph.node, *graph.input, *graph.output, *graph.initializer]:
+    for item in [*graph.node, *graph.input, *graph.output, *graph.initializer, *graph.value_info]:
         del item.metadata_props[:]
         item.doc_string = ""
     return proto

@@ -100,7 +100,7 @@ def use_linear(graph: ir.Graph) -> list[onnx.FunctionProto]:
 
 def _product(node: ir.Node) -> None:
     transpose = _maker(node, 1, "Transpose") if _is(node, "MatMul") else None
-    if transpose is None or list(transpose.attributes["perm"].as_ints()) != [1, 0]:
+    if transpose is None or not _permutes(transpose, [1, 0]):
         return
     data, weight = node.inputs[0], transpose.inputs[0]
     if data is not None and weight is not None and weight.is_initializer() and weight.dtype in TYPES:
@@ -144,7 +144,7 @@ def _residual(node: ir.Node) -> None:
 
 def _output_heads(node: ir.Node) -> None:
     """[B, T, H D] -> [B, T, H, D] -> [B, H, T, D]"""
-    reshape = _maker(node, 0, "Reshape") if _swaps_heads(node) else None
+    reshape = _maker(node, 0, "Reshape") if _permutes(node, HEADS_LAST_TO_FIRST) else None
     linear = _maker(reshape, 0, "Linear", DOMAIN) if reshape is not None and _used_once(reshape.outputs[0]) else None
     if reshape is None or linear is None or not _used_once(linear.outputs[0]):
         return
@@ -157,11 +157,11 @@ def _input_heads(node: ir.Node) -> None:
     """[B, H, T, D] -> [B, T, H, D] -> [B, T, H D], into a product"""
     reshape = _maker(node, 0, "Reshape") if _is(node, "Linear", DOMAIN) else None
     swap = _maker(reshape, 0, "Transpose") if reshape is not None and _used_once(reshape.outputs[0]) else None
-    if reshape is None or swap is None or not _swaps_heads(swap) or not _used_once(swap.outputs[0]) or _form(node).input_heads:
+    if reshape is None or swap is None or not _permutes(swap, HEADS_LAST_TO_FIRST) or not _used_once(swap.outputs[0]):
         return
-    apart, flat, form = _shape(swap.outputs[0]), _shape(reshape.outputs[0]), _form(node)
-    if len(flat) == 3 and len(apart) == 4 and flat[:2] == apart[:2] and isinstance(apart[2], int) and swap.inputs[0] is not None:
-        inputs = [swap.inputs[0], *node.inputs[1:]]
+    apart, flat, form, heads_first = _shape(swap.outputs[0]), _shape(reshape.outputs[0]), _form(node), swap.inputs[0]
+    if len(flat) == 3 and len(apart) == 4 and flat[:2] == apart[:2] and isinstance(apart[2], int) and not form.input_heads:
+        inputs = [heads_first, *node.inputs[1:]]
         _replace([swap, reshape, node], inputs, Form(apart[2], form.output_heads, form.bias, form.gate, form.residual))
 
 
@@ -169,8 +169,9 @@ def _is(node: ir.Node, op_type: str, domain: str = "") -> bool:
     return node.op_type == op_type and node.domain == domain
 
 
-def _swaps_heads(node: ir.Node) -> bool:
-    return _is(node, "Transpose") and list(node.attributes["perm"].as_ints()) == HEADS_LAST_TO_FIRST
+def _permutes(node: ir.Node, order: list[int]) -> bool:
+    perm = node.attributes.get("perm") if _is(node, "Transpose") else None
+    return perm is not None and list(perm.as_ints()) == order
 
 
 def _maker(node: ir.Node, i: int, op_type: str, domain: str = "") -> ir.Node | None:

@@ -1,4 +1,4 @@
-"""The two graphs on ONNX Runtime's CPU or CUDA provider, with the state bound in place: input and output are one buffer, on the device that
+"""The graphs on ONNX Runtime's CPU or CUDA provider, with the state bound in place: input and output are one buffer, on the device that
 computes."""
 
 from __future__ import annotations

@@ -66,6 +66,7 @@ const char* kv_cpu_merge_cache(const KvMergeCache* call, KvRunner runner) {
   if (a.statistics < 1 || a.statistics > KV_MAX_STATISTICS) return "there are no statistics, or more than 8";
   if (a.budget < 1 || a.sinks < 0 || a.recent < 0 || a.sliding_window < 0)
     return "budget, sinks, recent or sliding_window is out of range";
+  if (!(a.policy.votes_max >= 1.0f)) return "votes_max is below 1";
   if (a.batch > 0) kernels().merge_cache(a, runner);
   return nullptr;
 }

@@ -88,7 +88,7 @@ typedef struct KvMergePolicy {
   int recent_receives;
   int zip;  // KV_ZIP_...
   float key_factor_max;
-  float votes_max;    // of a merged slot
+  float votes_max;    // of a merged slot, at least 1; INFINITY: no bound
   float weigh_decay;  // of the average that weighs a zip, the last statistic
   float residual;     // share of the targets that KV_RUNNING_MEAN merges into
   int mean_adds;      // the first statistic's mean per observation adds up, instead of its sum
@@ -108,8 +108,8 @@ typedef struct KvMergeCache {
 
 const char* kv_cpu_merge_cache(const KvMergeCache* call, KvRunner runner);
 
-// output [batch, tokens, outputs] = input [batch, tokens, inputs] x weight [outputs, inputs]^T + bias, times silu of
-// the same with the weight `gate`, + residual; all of one type, the arithmetic in float32.
+// output [batch, tokens, outputs] = (input [batch, tokens, inputs] x weight [outputs, inputs]^T + bias)
+// silu(input x gate^T) + residual; all of one type, the arithmetic in float32.
 typedef struct KvLinear {
   int type;
   int64_t batch, tokens, inputs, outputs;

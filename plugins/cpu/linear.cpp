@@ -1,8 +1,9 @@
 // Linear for one instruction set: products of rows with the rows of weights as they lie in memory, where the
 // checkpoint's file was mapped, and what models do with the products before anybody else reads them.
 //
-// One to three rows take the weights as a stream, each once a call. Some more take them in small tiles of products.
-// With many, blocks of the weights are packed, so that every load is used often enough for the speed of the arithmetic.
+// Fewer rows than a small tile has take the weights as a stream, each once a call. Some more take them in small tiles
+// of products. With many, blocks of the weights are packed, so that every load is used often enough for the speed of
+// the arithmetic.
 #include "kernels.h"
 #include "scratch.h"
 #include "tile.h"

@@ -19,7 +19,7 @@ constexpr float kNoTarget = -1e38f;  // below every cosine, dot product and dist
 
 // Arrays of one task, kept by its thread. Slots are numbered in order of position, the empty ones left out.
 struct Work {
-  Scratch<int> order, rank, leaving, target_list, to, members, destination;
+  Scratch<int> order, rank, leaving, target_list, ranked_targets, padded_targets, to, members, destination;
   Scratch<float> votes, importance, value, norm, best, products, packed_rows, packed_keys, rows, scores, output, turned,
       moved;
   Scratch<int32_t> position;
@@ -186,8 +186,12 @@ struct Select {
     const bool by_value = higher && p.by_error;
     const int d = a.key_size, dv = by_value ? a.value_size : 0, blocks = (x.target_count + kBlock - 1) / kBlock;
     const size_t padded = static_cast<size_t>(blocks) * kBlock;
-    const int* targets = w.target_list.get();
     const float* importance = w.importance.get();
+    const int* targets = w.target_list.get();
+    // Where most slots are asked for, half of the pairs are of no account: of a row only the targets of higher
+    // importance count, and these then come first.
+    const bool ranked = higher && 2 * count > x.target_count;
+    if (ranked) targets = by_importance(x, w);
     int* to = w.to.reserve(count, -1);
     float* best = w.best.reserve(count, kNoTarget);
     float *keys = w.packed_keys.reserve(padded * (d + dv)), *values = keys + padded * d;
@@ -196,7 +200,8 @@ struct Select {
     float *products = importances + padded, *value_products = products + kTileRows * kBlock,
           *rows = value_products + kTileRows * kBlock, *value_rows = rows + kTileRows * d,
           *row_norm = value_rows + kTileRows * dv, *value_norm = row_norm + kTileRows;
-    for (int i = 0; i < x.target_count; ++i) importances[i] = importance[targets[i]];
+    int* padded_targets = w.padded_targets.reserve(padded, 0);
+    for (int i = 0; i < x.target_count; ++i) importances[i] = importance[targets[i]], padded_targets[i] = targets[i];
     for (int i = 0; i < static_cast<int>(padded); i += W) {
       const int held = max_of(min_of(W, x.target_count - i), 0);
       const size_t block = static_cast<size_t>(i / kBlock) * kBlock;
@@ -222,17 +227,25 @@ struct Select {
         for (int i = 0; i < d; ++i) rows[r * d + i] *= factor;
         if (by_value) value_norm[r] = widened(value_row(x, w, slot), dv, value_rows + r * dv);
       }
-      // Per lane the best so far and its place; the first of equals is kept, as places only grow.
+      int looked_at = x.target_count;
+      if (ranked) {
+        float lowest = 3.4e38f;
+        for (int r = 0; r < height; ++r) lowest = std::min(lowest, importance[slots[first + r]]);
+        looked_at = static_cast<int>(std::partition_point(targets, targets + x.target_count,
+                                                          [&](int slot) { return importance[slot] > lowest; }) -
+                                     targets);
+      }
+      // Per lane the best so far and its slot, of equals the lower one.
       vf lane_best[kTileRows];
-      vi lane_place[kTileRows];
-      for (int r = 0; r < kTileRows; ++r) lane_best[r] = splat(kNoTarget), lane_place[r] = splat_i(-1);
-      for (int block = 0; block < blocks; ++block) {
+      vi lane_slot[kTileRows];
+      for (int r = 0; r < kTileRows; ++r) lane_best[r] = splat(kNoTarget), lane_slot[r] = splat_i(-1);
+      for (int block = 0; block * kBlock < looked_at; ++block) {
         tile_products(row, keys + static_cast<size_t>(block) * kBlock * d, d, products);
         if (by_value)
           tile_products(value_row_of, values + static_cast<size_t>(block) * kBlock * dv, dv, value_products);
         for (int column = 0; column < kBlock; column += W) {
           const int place = block * kBlock + column;
-          const vi places = lane_numbers() + place;
+          const vi live = lane_numbers() + place < x.target_count, target = load_i(padded_targets + place);
           const vf square = load(norms + place), value_square = load(value_norms + place),
                    own_importance = load(importances + place);
           for (int r = 0; r < height; ++r) {
@@ -242,25 +255,35 @@ struct Select {
               const vf apart = value_square + value_norm[r] - 2.0f * load(value_products + r * kBlock + column);
               near = vmin(near, vf{}) * vmax(apart, vf{});
             }
-            vi better = (near > lane_best[r]) & (places < x.target_count);
+            vi better = ((near > lane_best[r]) | ((near == lane_best[r]) & (target < lane_slot[r]))) & live;
             if (higher) better &= own_importance > importance[slots[first + r]];
             lane_best[r] = select(better, near, lane_best[r]);
-            lane_place[r] = better ? places : lane_place[r];
+            lane_slot[r] = better ? target : lane_slot[r];
           }
         }
       }
       for (int r = 0; r < height; ++r) {
-        int place = -1;
+        int& slot = to[first + r];
         for (int lane = 0; lane < W; ++lane) {
-          const int found_at = lane_place[r][lane];
+          const int found_at = lane_slot[r][lane];
           const float near = lane_best[r][lane];
-          if (found_at >= 0 && (place < 0 || near > best[first + r] || (near == best[first + r] && found_at < place)))
-            best[first + r] = near, place = found_at;
+          if (found_at >= 0 && (slot < 0 || near > best[first + r] || (near == best[first + r] && found_at < slot)))
+            best[first + r] = near, slot = found_at;
         }
-        if (place >= 0) to[first + r] = targets[place];
         found += best[first + r] > p.threshold;
       }
     }
+  }
+
+  // The targets, those of the highest importance first and those without one last.
+  const int* by_importance(const Head& x, Work& w) const {
+    int* list = w.ranked_targets.reserve(x.target_count + 1);
+    const float* importance = w.importance.get();
+    const auto key = [importance](int i) { return importance[i] == importance[i] ? importance[i] : -INFINITY; };
+    memcpy(list, w.target_list.get(), x.target_count * sizeof(int));
+    std::sort(list, list + x.target_count,
+              [key](int i, int j) { return key(i) > key(j) || (key(i) == key(j) && i < j); });
+    return list;
   }
 
   // A row in float32; returns its square.

@@ -50,11 +50,15 @@ const char* launch(const typename Program::Args& args, size_t blocks, size_t sha
   if (blocks == 0) return nullptr;
   if (blocks >= kLaunchable) return kTooManyBlocks;
   // A few bytes belong to Block::is_last.
-  if (shared + 16 > device.shared_limit) return kTooMuchShared;
+  const size_t limit = device.shared_limit - 16;
+  if (shared > limit) return kTooMuchShared;
+  // The same for every call: it is the kernel's, and another thread's call may come between this line and the launch.
   if (shared > 48000)
     if (const char* problem = text_of(cudaFuncSetAttribute(
-            run_program<Program>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared))))
+            run_program<Program>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(limit)))) {
+      cudaGetLastError();  // said here, and not to whoever asks next
       return problem;
+    }
   run_program<Program><<<static_cast<unsigned>(blocks), Program::kThreads, shared, stream>>>(args);
   return text_of(cudaGetLastError());
 }

@@ -14,6 +14,7 @@ const char* check(const KvMergeCache& a) {
     return problem;
   if (a.budget < 1 || a.sinks < 0 || a.recent < 0 || a.sliding_window < 0)
     return "budget, sinks, recent or sliding_window is out of range";
+  if (!(a.policy.votes_max >= 1.0f)) return "votes_max is below 1";
   if (a.policy.rotary_planes < 0 || 2 * a.policy.rotary_planes > a.key_size)
     return "there are more rotary planes than the key has dimensions";
   return nullptr;

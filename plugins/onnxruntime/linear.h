@@ -1,6 +1,7 @@
 // A node of Linear (docs/contract.md, section 3): a product with a weight as checkpoints hold it, and what joins it.
 #pragma once
 
+#include "../node/attributes.h"
 #include "node.h"
 
 namespace kv {
@@ -13,9 +14,8 @@ struct LinearNode {
 
   LinearNode(const Ort::ConstKernelInfo& info, int type) : type(type) {
     const Attributes node(info, "Linear");
-    input_heads = node.integer("input_heads"), output_heads = node.integer("output_heads");
+    input_heads = integer_at_least(0, node, "input_heads"), output_heads = integer_at_least(0, node, "output_heads");
     bias = node.integer("bias") != 0, gate = node.integer("gate") != 0, residual = node.integer("residual") != 0;
-    node.require(input_heads >= 0 && output_heads >= 0, "input_heads and output_heads are not negative");
     const size_t expected = 2 + bias + gate + residual;
     node.require(info.GetInputCount() == expected,
                  "there are " + std::to_string(info.GetInputCount()) + " inputs, not " + std::to_string(expected));

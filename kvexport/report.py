@@ -7,11 +7,13 @@ import math
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import groupby
-from numbers import Integral, Real
-from typing import Literal, NamedTuple
+from numbers import Real
+from typing import Literal
+
+from kvexport.report_axes import TINY, axis_of, format_number
 
 Cell = str | int | float | None
 Flag = Literal["good", "bad"]
@@ -105,7 +107,7 @@ SHAPES = ("M-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0z", "M-4-4h8v8h-8z", "M0-5L5 4H-5z",
 SCALE = ((0, 34, 78), (66, 78, 108), (125, 124, 120), (188, 174, 108), (254, 232, 56))  # cividis: needs no colour vision
 # Drawings are laid out for 14 px text (GLYPH: the width of a digit of it) and never shown below 0.7 of that: 10 px on a telephone.
 WIDTH, HEIGHT, GLYPH, SMALLEST = 480.0, 290.0, 8.2, 0.7
-BIG, TINY = 1e100, 1e-100  # numbers beyond these are not drawn
+BIG = 1e100  # larger numbers are not drawn
 # The series are Okabe and Ito's colours, which stay apart for colour-blind readers, without yellow; those with a contrast below 3 are
 # shifted in lightness. 7 colours and 5 shapes: the 36th series is the first to look like another. Dark is for screens: paper is white.
 STYLE = """:root{color-scheme:light dark;--bg:#ffffff;--fg:#1b1f24;--mute:#57606a;--rule:#c3cad2;--grid:#e4e8ec;--stripe:#f5f7f9;
@@ -135,22 +137,6 @@ figure{min-width:0;max-width:44rem}figure.wide{grid-column:1/-1;max-width:none}.
 .none{fill:var(--stripe);stroke:var(--rule)}@media(min-width:600px){body{padding:2rem 2rem 4rem}.drawing text{font-size:11px}}
 @media print{body{max-width:none;padding:0;font-size:10pt}figure,tr{break-inside:avoid}h2{break-after:avoid}
 .scroll{overflow:visible}.drawing{min-width:0!important}}"""
-
-
-def format_number(value: float | None) -> str:
-    """An integer in full; a float with 4 significant digits, whole from 1,000 on, scientific below 1e-4 and from 1e7 on; None is a dash."""
-    if value is None or isinstance(value, bool):
-        return {None: "\N{EN DASH}", True: "yes", False: "no"}[value]
-    if isinstance(value, Integral) or 1000 <= abs(value) < 1e7:
-        return f"{round(value):,}" if abs(value) >= 9_999.5 else f"{round(value)}"
-    if value == 0 or not math.isfinite(value):
-        return "0" if value == 0 else str(float(value))
-    return f"{float(value):.4g}" if 1e-4 <= abs(value) < 1e7 else _scientific(value, 3)
-
-
-def _scientific(value: float, digits: int) -> str:
-    mantissa, exponent = f"{value:.{digits}e}".split("e")
-    return f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{int(exponent)}"
 
 
 def _plain(value: object) -> str:
@@ -220,55 +206,6 @@ def _table(table: Table) -> str:
     return f'<h2>{_escape(table.title)}</h2>\n<div class="scroll" tabindex="0">\n{grid}\n</div>\n<p class="note">{_escape(table.note)}</p>'
 
 
-class _Axis(NamedTuple):
-    ticks: Sequence[float]
-    labels: Sequence[str]
-    log: bool
-
-    def place(self, value: float) -> float:
-        """0 at the first tick, 1 at the last; what lies beyond (the end of a band that reaches zero) is held at the end."""
-        scale = math.log10 if self.log else float
-        first, last = scale(self.ticks[0]), scale(self.ticks[-1])
-        return (scale(min(max(value, self.ticks[0]), self.ticks[-1])) - first) / (last - first)
-
-
-def _axis(values: Sequence[float], log: bool, fits: Callable[[Sequence[str]], bool]) -> _Axis:
-    low, high = min(values, default=1.0), max(values, default=1.0)
-    wide = log and math.log10(high) - math.log10(low) > 0.5
-    tried = [_Axis(ticks, labels, log) for ticks, labels in (_log_ticks(values) if wide else _even_ticks(low, high))]
-    return next((axis for axis in tried if fits(axis.labels)), tried[-1])
-
-
-def _log_ticks(values: Sequence[float]) -> Iterator[tuple[list[float], list[str]]]:
-    """Ever fewer ticks: powers of two where every value is one (lengths, budgets), else 1-2-5 steps, then powers of ten."""
-    base = 2 if all(math.frexp(value)[0] == 0.5 for value in values) else 10
-    first, last = math.floor(math.log(min(values), base) + 1e-9), math.ceil(math.log(max(values), base) - 1e-9)
-    if base == 10:
-        steps = [float(f"{m}e{e}") for e in range(first - 1, last + 2) for m in (1, 2, 5)]
-        start, end = max(t for t in steps if t <= min(values)), min(t for t in steps if t >= max(values))
-        yield (ticks := [t for t in steps if start <= t <= end]), list(map(format_number, ticks))
-    for step in (1, 2, 3, 5, 10, 20, 50, 100):
-        yield (ticks := [float(base) ** e for e in range(first // step * step, last + step, step)]), list(map(format_number, ticks))
-
-
-def _even_ticks(low: float, high: float) -> Iterator[tuple[list[float], list[str]]]:
-    """Ever fewer ticks, 1, 2 or 5 times a power of ten apart; the first and the last enclose the values."""
-    size = max(abs(low), abs(high))
-    if high - low <= max(1e-9 * size, TINY):
-        pad = 0.1 * size if size > TINY else 1.0
-        low, high, size = low - pad, high + pad, size + pad
-    for count in (7, 5, 4, 3, 2):
-        least = (high - low) / count
-        place = math.floor(math.log10(least))
-        step = next(s for s in (float(f"{m}e{place}") for m in (1, 2, 5, 10)) if s >= least * (1 - 1e-9))
-        place = math.floor(math.log10(step) + 1e-9)
-        ticks = [i * step for i in range(math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9) + 1)]
-        if place >= -4 and size < 1e7:
-            yield ticks, [f"{t:,.{max(-place, 0)}f}" for t in ticks]
-        else:
-            yield ticks, [_scientific(t, max(math.floor(math.log10(abs(t)) + 1e-9) - place, 0)) if t else "0" for t in ticks]
-
-
 def _points(plot: Plot, series: Series, left_out: Counter[str]) -> list[_Point | None]:
     """None where a point cannot be drawn; `left_out` counts why."""
     points: list[_Point | None] = []
@@ -287,10 +224,10 @@ def _plot(plot: Plot) -> str:
     found = [_points(plot, series, left_out) for series in plot.series]
     shown = [point for points in found for point in points if point]
     y_values = [v for v in (*(v for p in shown for v in p[1:]), *plot.y_also) if v >= TINY or not plot.y_log]
-    y_axis = _axis(y_values, plot.y_log, lambda labels: len(labels) <= 9)
+    y_axis = axis_of(y_values, plot.y_log, lambda labels: len(labels) <= 9)
     left, top, bottom = max(map(len, y_axis.labels)) * GLYPH + 12, 10.0, HEIGHT - 26
     x_values = [*(p[0] for p in shown), *plot.x_also]
-    x_axis = _axis(x_values, plot.x_log, lambda all_: (max(map(len, all_)) + 1.5) * GLYPH * len(all_) <= WIDTH - left)
+    x_axis = axis_of(x_values, plot.x_log, lambda all_: (max(map(len, all_)) + 1.5) * GLYPH * len(all_) <= WIDTH - left)
     right = WIDTH - max(len(x_axis.labels[-1]) * GLYPH / 2, 10)
 
     def at(x: float, y: float) -> str:

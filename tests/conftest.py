@@ -111,7 +111,7 @@ def plugins(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> P
     from kvexport import native
 
     if native.library() is None:
-        pytest.skip(f"{native.why_no_library()[0]}; to build them: make native")
+        pytest.skip(f"not reached: {native.why_no_library()[0]} (make native)")
     path = tmp_path / "libkvexport_tensorrt.so"
     path.write_text("plugins\nVoteAttention 1\nMergeCache 1\n")
     monkeypatch.setenv("KVEXPORT_TENSORRT_PLUGIN", str(path))

@@ -76,7 +76,7 @@ def test_the_manifest_has_the_digest_of_every_file(tmp_path: Path, weights: str)
 def forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forks also beside the threads of pytest, none of which holds what the work needs."""
     if sys.platform != "linux":
-        pytest.skip("work is forked on Linux alone")
+        pytest.skip("not reached: work is forked on Linux alone")
     monkeypatch.setattr(forked, "can_fork", lambda: True)
 
 

@@ -100,7 +100,7 @@ def test_without_a_gpu_nothing_is_claimed() -> None:
     import torch
 
     if torch.cuda.is_available():
-        pytest.skip("there is a GPU, so nothing is refused here: make gpu-check")
+        pytest.skip("not reached: there is a GPU, so nothing is refused (make gpu-check)")
     done = check()
     assert done.returncode == 3
     assert "nothing was checked" in done.stderr

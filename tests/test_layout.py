@@ -20,6 +20,7 @@ ORDER = [
     "cache",
     "terminal",
     "quiet",
+    "report_axes",
     "report",
     "ops",
     "export",

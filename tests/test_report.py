@@ -16,7 +16,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvexport.report import HeatMap, KeyValues, Paragraph, Plot, Section, Series, Table, format_number, render_html, render_text
+from kvexport.report import HeatMap, KeyValues, Paragraph, Plot, Section, Series, Table, render_html, render_text
+from kvexport.report_axes import format_number
 
 HOSTILE = "</title></style>\"'><script>alert(1)</script>&amp;<img src=x onerror=a> \x00\x1b[31m \x9b \ud800 \uffff --> ]]>"
 VOID = {"meta"}

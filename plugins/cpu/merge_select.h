@@ -20,8 +20,7 @@ constexpr float kNoTarget = -1e38f;  // below every cosine, dot product and dist
 // Arrays of one task, kept by its thread. Slots are numbered in order of position, the empty ones left out.
 struct Work {
   Scratch<int> order, rank, leaving, target_list, ranked_targets, padded_targets, to, members, destination;
-  Scratch<float> votes, importance, value, norm, best, products, packed_rows, packed_keys, rows, scores, output, turned,
-      moved;
+  Scratch<float> votes, importance, value, norm, best, products, packed_keys, rows, scores, output, turned, moved;
   Scratch<int32_t> position;
   Scratch<char> is_target, leaves;
 };

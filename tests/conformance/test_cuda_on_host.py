@@ -51,7 +51,7 @@ def caller() -> Caller:
     try:
         library = load(Path(os.environ.get(OTHER_LIBRARY) or builder().build_host()))
     except builder().Missing as error:
-        pytest.skip(str(error))
+        pytest.skip(f"not reached: {error}")
     set_host(library)
     return Caller(library, HostMemory())
 
@@ -382,7 +382,7 @@ def test_nothing_is_read_or_written_outside_of_any_buffer() -> None:
     try:
         library = builder().build_host(sanitized=True)
     except builder().Missing as error:
-        pytest.skip(str(error))
+        pytest.skip(f"not reached: {error}")
     runtimes = [subprocess.check_output(["g++", f"-print-file-name=lib{name}.so"], text=True).strip() for name in ("asan", "ubsan")]
     environment = {**os.environ, "LD_PRELOAD": " ".join(runtimes), "ASAN_OPTIONS": "detect_leaks=0", OTHER_LIBRARY: str(library)}
     sample = (

@@ -26,7 +26,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     try:
         compiler = builder()._tool("g++")
     except builder().Missing as error:
-        pytest.skip(str(error))
+        pytest.skip(f"not reached: {error}")
     source = ROOT / "tests" / "conformance" / "mma_on_host.cpp"
     subprocess.run([compiler, *builder().HOST_FLAGS, "-shared", str(source), "-o", str(made)], check=True)
     return ctypes.CDLL(str(made))

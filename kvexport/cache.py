@@ -14,7 +14,7 @@ from kvexport.errors import UsageError
 from kvexport.methods.base import Rotary
 from kvexport.recipe import Recipe
 
-CONTRACT_VERSION = 2
+CONTRACT_VERSION = 3
 STATE = ("key", "value", "votes", "score", "position")
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from kvexport import __version__
 from kvexport.devices import problems
 from kvexport.errors import EnvironmentProblem
-from kvexport.native import instruction_set, library, require_runnable, why_no_library
+from kvexport.native import instruction_set, library, require_runnable, why_no_library, why_small_pages
 from kvexport.report import KeyValues, Paragraph, Section, Table
 from kvexport.tensorrt import plugin
 from kvexport.units import format_bytes
@@ -87,11 +87,12 @@ class PackageState:
 @dataclass(frozen=True)
 class Native:
     """A library of native operators. instruction_set: what it uses of this machine, "" where it cannot be used; then the problem, and the
-    line that mends it."""
+    line that mends it. small_pages: why weights stay in small pages, "" where they do not."""
 
     instruction_set: str
     problem: str = ""
     fix: str = ""
+    small_pages: str = ""
 
 
 @dataclass
@@ -144,6 +145,7 @@ class Diagnosis:
             "GPU": ", ".join(self.gpus) or f"none: {self.gpu_problem}",
             "ONNX Runtime providers": ", ".join(self.providers) or "none: onnxruntime cannot be imported",
             "native operators": _row(self.native),
+            "weights in huge pages": _pages_row(self.native),
             "native operators for CUDA": _row(self.native_cuda),
             "TensorRT plugins": plugins.get("library") or "none: {problem}. To mend it: {fix}".format(**plugins),
         }
@@ -314,7 +316,7 @@ def _native(device: str) -> Native:
         return Native("", *why_no_library(device))
     try:
         require_runnable(path)
-        return Native(instruction_set(path))
+        return Native(instruction_set(path), small_pages=why_small_pages(path) if device == "cpu" else "")
     except EnvironmentProblem as error:
         return Native("", error.problem, error.fix)
 
@@ -331,6 +333,15 @@ def _tensorrt_plugins() -> dict[str, str]:
 
 def _row(native: Native) -> str:
     return native.instruction_set or f"none: {native.problem}. To mend it: {native.fix}"
+
+
+def _pages_row(native: Native) -> str:
+    if not native.instruction_set:
+        return "no: it takes the native operators"
+    if not native.small_pages:
+        return "yes"
+    fix = ". To mend it, as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled" if "kernel" in native.small_pages else ""
+    return f"no: {native.small_pages}{fix}"
 
 
 def _gpus() -> tuple[list[str], str]:

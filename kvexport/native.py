@@ -66,6 +66,11 @@ def instruction_set(path: Path) -> str:
     return _ask(path, "kvexport_isa")
 
 
+def why_small_pages(path: Path) -> str:
+    """Why the library leaves weights in small pages (docs/native.md), "" where it copies them into huge ones."""
+    return _ask(path, "kvexport_huge_pages")
+
+
 def require_runnable(path: Path) -> None:
     """Raises EnvironmentProblem where the library cannot run on this machine's GPU."""
     problem = _ask(path, "kvexport_device_problem") if _has(path, "kvexport_device_problem") else ""

@@ -149,6 +149,15 @@ def test_nvidia_smi_is_believed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert "No devices were found" in found.gpu_problem
 
 
+def test_pages_that_are_small_are_said_with_the_line_that_mends_them() -> None:
+    assert doctor._pages_row(doctor.Native("avx2")) == "yes"
+    assert doctor._pages_row(doctor.Native("", "not built", "make native")) == "no: it takes the native operators"
+    assert doctor._pages_row(doctor.Native("avx2", small_pages="switched off by KVEXPORT_HUGE_PAGES")) == (
+        "no: switched off by KVEXPORT_HUGE_PAGES"
+    )
+    assert "madvise > /sys/kernel" in doctor._pages_row(doctor.Native("avx2", small_pages="switched off in the kernel"))
+
+
 def test_the_module_itself_needs_the_standard_library_only() -> None:
     code = "import sys, kvexport.doctor; print([m for m in ('numpy', 'pydantic', 'typer', 'rich', 'yaml', 'torch') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -13,36 +13,43 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
-from onnx import helper
+from onnx import helper, numpy_helper
 from transformers import LlamaConfig, Qwen2Config
 
 from kvexport.build.artifact import load_manifest
 from kvexport.native import VARIABLE, library
-from kvexport.ops.linear import Form, linear_function, use_linear
+from kvexport.ops.linear import Form, linear_function
+from kvexport.ops.linear_folds import join_linears, linear_functions, use_linear
 from kvexport.runtime.engine import load
 
 TYPES = {"float16": onnx.TensorProto.FLOAT16, "float32": onnx.TensorProto.FLOAT}
 FORMS = [
     Form(),
-    Form(bias=1),
+    Form(bias=(1,)),
     Form(gate=1),
     Form(residual=1),
-    Form(output_heads=2, bias=1),
-    Form(output_heads=1),
+    Form(output_heads=(2,), bias=(1,)),
+    Form(output_heads=(1,)),
     Form(input_heads=2, residual=1),
-    Form(input_heads=3, output_heads=2, bias=1, gate=1, residual=1),
+    Form(input_heads=3, output_heads=(2,), bias=(1,), gate=1, residual=1),
+    Form(norm=1, epsilon=1e-5, gate=1),
+    Form(output_heads=(0, 0), bias=(0, 1), turned=(0, 0)),
+    Form(norm=1, epsilon=1e-6, output_heads=(2, 1, 0), bias=(1, 0, 1), turned=(1, 1, 0)),
+    Form(output_heads=(2, 2), bias=(0, 0), turned=(0, 1)),
 ]
+RANKS = {"input": 3, "norm": 1, "bias": 1, "residual": 3, "cosine": 3, "sine": 3}  # of all others 2
 
 
 def model_of(form: Form, dtype: str, shape: list[Any], weight: list[Any], function: bool) -> onnx.ModelProto:
-    """One Linear, of a weight that is an input."""
+    """One Linear, of weights that are inputs."""
     kind = TYPES[dtype]
     value = helper.make_tensor_value_info
-    shapes: dict[str, list[Any]] = {"input": shape, "weight": weight}
-    shapes |= {name: [None] * rank for name, rank in {"bias": 1, "gate": 2, "residual": 3}.items() if getattr(form, name)}
-    node = helper.make_node("Linear", list(shapes), ["output"], domain="kvexport", overload=form.overload, **vars(form))
+    shapes: dict[str, list[Any]] = {name: [None] * RANKS.get(name.rstrip("012"), 2) for name in form.inputs}
+    shapes |= {"input": shape, "weight0": weight}
+    outputs = [f"output{i}" for i in range(form.count)]
+    node = helper.make_node("Linear", list(shapes), outputs, domain="kvexport", overload=form.overload, **form.attributes)
     inputs = [value(name, kind, dims) for name, dims in shapes.items()]
-    graph = helper.make_graph([node], "g", inputs, [value("output", kind, None)])
+    graph = helper.make_graph([node], "g", inputs, [value(name, kind, None) for name in outputs])
     opsets = [helper.make_opsetid("", 23), helper.make_opsetid("kvexport", 1)]
     functions = [linear_function(form)] if function else []
     return helper.make_model(graph, opset_imports=opsets, functions=functions, ir_version=11)
@@ -62,15 +69,25 @@ def needs_library() -> None:
         pytest.skip("not reached: the native operators are not built (make native)")
 
 
-def meaning(form: Form, input: torch.Tensor, weight: torch.Tensor, **terms: torch.Tensor) -> torch.Tensor:
+def meaning(form: Form, input: torch.Tensor, **terms: torch.Tensor) -> list[torch.Tensor]:
     """Linear as PyTorch says it."""
     rows = input.transpose(1, 2).flatten(2) if form.input_heads else input
-    x = torch.nn.functional.linear(rows, weight, terms.get("bias"))
-    if form.gate:
-        x = x * torch.nn.functional.silu(torch.nn.functional.linear(rows, terms["gate"]))
-    if form.residual:
-        x = x + terms["residual"]
-    return x.view(*x.shape[:2], form.output_heads, -1).transpose(1, 2) if form.output_heads else x
+    if form.norm:
+        rows = torch.nn.functional.rms_norm(rows, rows.shape[-1:], terms["norm"], form.epsilon)
+    outputs = []
+    for i, (heads, turned) in enumerate(zip(form.output_heads, form.turned, strict=True)):
+        x = torch.nn.functional.linear(rows, terms[f"weight{i}"], terms.get(f"bias{i}"))
+        if form.gate:
+            x = x * torch.nn.functional.silu(torch.nn.functional.linear(rows, terms["gate"]))
+        if form.residual:
+            x = x + terms["residual"]
+        if heads:
+            x = x.view(*x.shape[:2], heads, -1).transpose(1, 2)
+        if turned:
+            (a, b), cosine, sine = x.chunk(2, -1), terms["cosine"][:, None], terms["sine"][:, None]
+            x = torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1)
+        outputs.append(x)
+    return outputs
 
 
 # (batch, tokens, inputs, outputs): rows below, at and above a small tile, and enough for packed blocks and for two panels of them; sizes
@@ -87,23 +104,27 @@ def test_it_is_what_pytorch_computes(form: Form, dtype: str, native: bool) -> No
     rng = np.random.default_rng(0)
     run = session(model_of(form, dtype, [None] * (4 if form.input_heads else 3), [None, None], not native), native)
     for batch, tokens, inputs, outputs in SIZES:
+        planes = max(1, outputs // 4)  # of a head that is turned
         split = [batch, form.input_heads, tokens, inputs // max(1, form.input_heads)]
-        shapes = {"input": split if form.input_heads else [batch, tokens, inputs], "weight": [outputs, inputs]}
-        shapes |= {"bias": [outputs], "gate": [outputs, inputs], "residual": [batch, tokens, outputs]}
+        shapes = {"input": split if form.input_heads else [batch, tokens, inputs], "norm": [inputs], "gate": [outputs, inputs]}
+        shapes |= {"residual": [batch, tokens, outputs], "cosine": [batch, tokens, planes], "sine": [batch, tokens, planes]}
+        # Products of one input have outputs of their own; heads that are turned are of one size.
+        sizes = [2 * planes * heads if any(form.turned) and heads else outputs + 6 * i for i, heads in enumerate(form.output_heads)]
+        shapes |= {f"weight{i}": [size, inputs] for i, size in enumerate(sizes)} | {f"bias{i}": [size] for i, size in enumerate(sizes)}
         feeds = {name: rng.standard_normal(shapes[name]).astype(dtype) for name in (i.name for i in run.get_inputs())}
-        for name in {"weight", "gate"} & feeds.keys():
+        for name in {"weight0", "weight1", "weight2", "gate"} & feeds.keys():
             feeds[name] /= np.sqrt(inputs).astype(dtype)
-        expected = meaning(form, **{name: torch.from_numpy(x).double() for name, x in feeds.items()}).numpy()
-        (found,) = run.run(None, feeds)
-        assert found.shape == expected.shape and found.dtype == np.dtype(dtype)
-        error = np.abs(found.astype(np.float64) - expected).max() / np.abs(expected).max()
-        assert error < (4e-3 if dtype == "float16" else 2e-6), (batch, tokens, inputs, outputs)
+        expected = meaning(form, **{name: torch.from_numpy(x).double() for name, x in feeds.items()})
+        for found, right in zip(run.run(None, feeds), expected, strict=True):
+            assert found.shape == right.shape and found.dtype == np.dtype(dtype)
+            error = np.abs(found.astype(np.float64) - right.numpy()).max() / np.abs(right.numpy()).max()
+            assert error < (4e-3 if dtype == "float16" else 2e-6), (batch, tokens, inputs, outputs)
 
 
 def test_no_rows_give_no_rows() -> None:
     needs_library()
     run = session(model_of(Form(), "float32", ["T", 8], [4, 8], False), True)
-    assert run.run(None, {"input": np.zeros((0, 8), np.float32), "weight": np.zeros((4, 8), np.float32)})[0].shape == (0, 4)
+    assert run.run(None, {"input": np.zeros((0, 8), np.float32), "weight0": np.zeros((4, 8), np.float32)})[0].shape == (0, 4)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +133,8 @@ def test_no_rows_give_no_rows() -> None:
         (Form(), ["T", 8], [4, 9], r"Linear: input \[\?, 8\] does not fit a weight \[4, 9\]"),
         (Form(input_heads=2), ["B", 2, "T", 8], [4, 8], r"input \[\?, 2, \?, 8\] does not fit a weight \[4, 8\] with 2 input heads"),
         (Form(input_heads=2), ["B", 3, "T", 8], [4, 16], "does not fit"),
-        (Form(output_heads=3), ["B", "T", 8], [4, 8], "with 0 input heads and 3 output heads"),
-        (Form(output_heads=2), ["T", 8], [4, 8], "does not fit"),
+        (Form(output_heads=(3,)), ["B", "T", 8], [4, 8], "with 0 input heads and 3 output heads"),
+        (Form(output_heads=(2,)), ["T", 8], [4, 8], "does not fit"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_when_the_session_is_made(form: Form, shape: Any, weight: Any, problem: str) -> None:
@@ -125,17 +146,77 @@ def test_sizes_that_do_not_fit_are_refused_when_the_session_is_made(form: Form, 
 def test_tensors_that_do_not_fit_are_refused_by_the_run() -> None:
     needs_library()
     run = session(model_of(Form(gate=1, residual=1), "float32", ["B", "T", "K"], ["N", "M"], False), True)
-    shapes = {"input": (1, 2, 8), "weight": (4, 8), "gate": (4, 8), "residual": (1, 2, 4)}
+    shapes = {"input": (1, 2, 8), "weight0": (4, 8), "gate": (4, 8), "residual": (1, 2, 4)}
     good = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     run.run(None, good)
-    for name, shape in {"weight": (4, 9), "gate": (5, 8), "residual": (2, 1, 4)}.items():
-        with pytest.raises(Exception, match="does not fit a weight" if name == "weight" else f"{name} is"):
+    for name, shape in {"weight0": (4, 9), "gate": (5, 8), "residual": (2, 1, 4)}.items():
+        with pytest.raises(Exception, match="does not fit a weight" if name == "weight0" else f"{name} is"):
             run.run(None, good | {name: np.zeros(shape, np.float32)})
+
+
+def test_joined_products_that_do_not_fit_are_refused_by_the_run() -> None:
+    needs_library()
+    form = Form(norm=1, epsilon=1e-5, output_heads=(2, 1), bias=(0, 1), turned=(1, 0))
+    run = session(model_of(form, "float32", ["B", "T", "K"], ["N", "M"], False), True)
+    shapes: dict[str, tuple[int, ...]] = {"input": (1, 2, 6), "norm": (6,), "weight0": (8, 6), "weight1": (4, 6), "bias1": (4,)}
+    good = {name: np.zeros(shape, np.float32) for name, shape in (shapes | {"cosine": (1, 2, 2), "sine": (1, 2, 2)}).items()}
+    run.run(None, good)
+    wrong = {"norm": (5,), "weight0": (9, 6), "weight1": (4, 7), "bias1": (5,), "sine": (1, 2, 1)}
+    problems = {"weight0": "does not fit", "weight1": "does not fit"}
+    for name, shape in wrong.items():
+        with pytest.raises(Exception, match=problems.get(name, f"{name.rstrip('1')} is")):
+            run.run(None, good | {name: np.zeros(shape, np.float32)})
+    with pytest.raises(Exception, match="cosine and sine are not of half a head's size"):
+        run.run(None, good | {"cosine": np.zeros((1, 2, 3), np.float32), "sine": np.zeros((1, 2, 3), np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("attributes", "problem"),
+    [
+        ({"output_heads": [0, 0]}, "an entry for each of one to three products, not 2, 1 and 1"),
+        ({"output_heads": [0] * 4, "bias": [0] * 4, "turned": [0] * 4}, "one to three products, not 4"),
+        ({"output_heads": [0, 0], "bias": [0, 0], "turned": [0, 0], "gate": 1}, "joins one product, not several"),
+        ({"output_heads": [-1]}, "output_heads is negative"),
+        ({"turned": [1]}, "there are 2 inputs, not 4"),
+        ({"output_heads": [0, 0], "bias": [0, 0], "turned": [0, 0]}, "there are 2 inputs, not 3"),
+    ],
+)
+def test_attributes_that_contradict_each_other_are_refused(attributes: dict[str, Any], problem: str) -> None:
+    needs_library()
+    model = model_of(Form(), "float32", ["B", "T", 8], [4, 8], False)
+    node = model.graph.node[0]
+    kept = [a for a in node.attribute if a.name not in attributes]
+    del node.attribute[:]
+    node.attribute.extend([*kept, *(helper.make_attribute(name, value) for name, value in attributes.items())])
+    with pytest.raises(Exception, match=problem):
+        session(model, True)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_weights_give_the_same_bits_wherever_they_lie(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Constant weights are copied into huge pages where there are any; an input is read where it is."""
+    needs_library()
+    form = Form(norm=1, epsilon=1e-5, gate=1, bias=(1,))
+    rng = np.random.default_rng(0)
+    shapes = {"norm": [130], "weight0": [70, 130], "bias0": [70], "gate": [70, 130]}
+    constants = {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
+    feeds = {"input": rng.standard_normal((2, 3, 130)).astype(dtype)}
+    given = model_of(form, dtype, ["B", "T", 130], [70, 130], False)
+    (expected,) = session(given, True).run(None, feeds | constants)
+    held = onnx.ModelProto()
+    held.CopyFrom(given)
+    del held.graph.input[1:]
+    held.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in constants.items())
+    for asked in ("", "off"):
+        monkeypatch.setenv("KVEXPORT_HUGE_PAGES", asked)
+        runs = [session(held, True) for _ in range(2)]
+        del runs[0]  # what others share stays
+        assert np.array_equal(runs[0].run(None, feeds)[0], expected)
 
 
 def test_a_node_without_the_inputs_that_it_names_is_refused() -> None:
     needs_library()
-    model = model_of(Form(bias=1), "float32", ["T", 8], [4, 8], False)
+    model = model_of(Form(bias=(1,)), "float32", ["T", 8], [4, 8], False)
     model.graph.node[0].input.pop()
     with pytest.raises(Exception, match="there are 2 inputs, not 3"):
         session(model, True)
@@ -144,9 +225,10 @@ def test_a_node_without_the_inputs_that_it_names_is_refused() -> None:
         session(model, True)
 
 
-def fused(text: str, weights: dict[str, tuple[str, list[int]]]) -> list[tuple[str, ...]]:
-    """The nodes that a graph has after `use_linear`: a Linear as its form and what it reads, another node as its type."""
-    known = ", ".join(f"float[{shape}] {name}" for name, shape in SHAPES.items() if f" {name} = " in text)
+def fused(text: str, weights: dict[str, tuple[str, list[int]]], join: bool = False, shapes: Any = None) -> list[tuple[str, ...]]:
+    """The nodes that a graph has after `use_linear`, and then `join_linears`: a Linear as its form and what it reads, another node as its
+    type."""
+    known = ", ".join(f"float[{shape}] {name}" for name, shape in (shapes or SHAPES).items() if f" {name} = " in text)
     opening = '<ir_version: 11, opset_import: ["": 23]>\ng (float[B,T,8] x, float[B,T,8] r) => (float y)'
     model = ir.from_onnx_text(f"{opening} <{known}>\n{text}")
     for name, (dtype, shape) in weights.items():
@@ -157,8 +239,10 @@ def fused(text: str, weights: dict[str, tuple[str, list[int]]]) -> list[tuple[st
                 if read is not None and read.name == name:
                     node.replace_input_with(i, value)
         model.graph.initializers[name] = value
-    functions = use_linear(model.graph)
-    assert {f.overload for f in functions} == {node.overload for node in model.graph if node.op_type == "Linear"}
+    use_linear(model.graph)
+    if join:
+        join_linears(model.graph)
+    assert {f.overload for f in linear_functions(model.graph)} == {node.overload for node in model.graph if node.op_type == "Linear"}
     return [
         (node.overload, *(str(x.name) for x in node.inputs if x is not None)) if node.op_type == "Linear" else (node.op_type,)
         for node in model.graph
@@ -214,6 +298,40 @@ def test_what_joins_a_product_and_what_does_not(lines: tuple[str, ...], left: li
     assert fused(body(*lines), weights) == left
 
 
+NORM = "n = RMSNormalization <axis = -1, epsilon = 0.001> (x, b)"
+OF_NORM = ("t = Transpose <perm = [1, 0]> (w)", "p = MatMul (n, t)")
+ROTATED = ("t = Transpose <perm = [1, 0]> (w)", "p = MatMul (x, t)", "h = Reshape (p, shape)", "a = Transpose <perm = [0, 2, 1, 3]> (h)")
+
+
+@pytest.mark.parametrize(
+    ("lines", "left"),
+    [
+        ((*PRODUCT, *SECOND, "y = Sub (p, q)"), [("2", "x", "w", "v"), ("Sub",)]),
+        ((*PRODUCT, "k = Add (p, b)", *SECOND, "y = Sub (k, q)"), [("2_bias1.0", "x", "w", "b", "v"), ("Sub",)]),
+        ((*SILU, "m = Mul (z, p)", "u2 = Transpose <perm = [1, 0]> (v)", "d = MatMul (x, u2)", "y = Sub (m, d)"),
+         [("gate1", "x", "w", "v"), ("", "x", "v"), ("Sub",)]),
+        ((NORM, *OF_NORM, "y = Relu (p)"), [("norm0.001", "x", "b", "w"), ("Relu",)]),
+        ((NORM, *OF_NORM, "y = Sub (p, n)"), [("RMSNormalization",), ("", "n", "w"), ("Sub",)]),
+        ((NORM.replace("-1", "1"), *OF_NORM, "y = Relu (p)"), [("RMSNormalization",), ("", "n", "w"), ("Relu",)]),
+        ((*ROTATED, "y = RotaryEmbedding (a, cos, sin)"), [("output_heads2_turned1", "x", "w", "cos", "sin")]),
+        ((*ROTATED, "y = RotaryEmbedding <interleaved = 1> (a, cos, sin)"), [("output_heads2", "x", "w"), ("RotaryEmbedding",)]),
+        ((*ROTATED, "y = RotaryEmbedding <rotary_embedding_dim = 2> (a, cos, sin)"), [("output_heads2", "x", "w"), ("RotaryEmbedding",)]),
+        ((*ROTATED, "e = RotaryEmbedding (a, cos, sin)", "y = Sub (e, a)"), [("output_heads2", "x", "w"), ("RotaryEmbedding",), ("Sub",)]),
+        ((*ROTATED, *SECOND, "g = Reshape (q, shape)", "c = Transpose <perm = [0, 2, 1, 3]> (g)", "e = RotaryEmbedding (a, cos, sin)",
+          "f = RotaryEmbedding (c, cos, sin)", "y = Sub (e, f)"),
+         [("2_output_heads2.2_turned1.1", "x", "w", "v", "cos", "sin"), ("Sub",)]),
+        ((*ROTATED, *SECOND, "g = Reshape (q, shape)", "c = Transpose <perm = [0, 2, 1, 3]> (g)", "e = RotaryEmbedding (a, cos, sin)",
+          "f = RotaryEmbedding (c, sin, cos)", "y = Sub (e, f)"),
+         [("2_output_heads2.2_turned1.0", "x", "w", "v", "cos", "sin"), ("RotaryEmbedding",), ("Sub",)]),
+    ],
+)  # fmt: skip
+def test_what_products_of_one_input_take_with_them(lines: tuple[str, ...], left: list[tuple[str, ...]]) -> None:
+    shapes = SHAPES | {"n": "B,T,8", "g": "B,T,2,4", "c": "B,2,T,4"}
+    text, read = body(*lines), "".join(lines)
+    weights = {name: value for name, value in SQUARE.items() if any(f"{before}{name})" in read for before in ("(", ", "))}
+    assert fused(text, weights, True, shapes) == left
+
+
 def test_weights_of_other_types_are_left_alone() -> None:
     assert fused(body(*PRODUCT, "y = Relu (p)"), {"w": ("float64", [8, 8])}) == [("Transpose",), ("MatMul",), ("Relu",)]
 
@@ -229,11 +347,14 @@ def test_an_engine_says_the_same_with_and_without_the_kernel(
     decoder = onnx.load(path / load_manifest(path, verify=False)["graphs"]["decoder"], load_external_data=False)
     types = [node.op_type for node in decoder.graph.node]
     layers = types.count("VoteAttention")
-    assert types.count("Linear") == 6 * layers + 1 and not {"MatMul", "Sigmoid"} & set(types)
+    # Queries, keys and values; the output; gate and up; down; the logits.
+    assert types.count("Linear") == 4 * layers + 1
+    assert not {"MatMul", "Sigmoid", "RMSNormalization", "RotaryEmbedding", "Reshape", "Expand"} & set(types)
     forms = sorted(node.overload for node in decoder.graph.node if node.op_type == "Linear")
-    assert sum("output_heads" in form for form in forms) == 3 * layers and sum("input_heads" in form for form in forms) == layers
+    assert sum("output_heads" in form for form in forms) == layers and sum("input_heads" in form for form in forms) == layers
     assert sum("residual" in form for form in forms) == 2 * layers and sum("gate" in form for form in forms) == layers
-    assert sum("bias" in form for form in forms) == (3 * layers if config is Qwen2Config else 0)
+    assert sum("bias1.1.1" in form for form in forms) == (layers if config is Qwen2Config else 0)
+    assert sum("turned1.1.0" in form for form in forms) == layers and sum("norm" in form for form in forms) == 2 * layers + 1
     logits = []
     for operators in ("", "off"):
         monkeypatch.setenv(VARIABLE, operators)

@@ -15,7 +15,8 @@ from kvexport.cache import CachePlan, LayerCache, LayerGeometry
 from kvexport.export.tracer import layer_attributes
 from kvexport.export.weights import Location
 from kvexport.methods.base import Method
-from kvexport.ops.linear import use_linear
+from kvexport.ops.last_rows import pick_last_rows
+from kvexport.ops.linear_folds import join_linears, linear_functions, use_linear
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.onnx_function import (
     DOMAIN,
@@ -63,7 +64,9 @@ def finish_decoder(
             value.const_value = ir.ExternalTensor(
                 location.file, location.offset, location.nbytes, value.dtype, shape=value.shape, name=name, base_dir=folder
             )
-    linears = use_linear(model.graph)
+    use_linear(model.graph)
+    pick_last_rows(model)
+    join_linears(model.graph)
     proto = ir.to_proto(model)
     for node in proto.graph.node:
         if (node.domain, node.op_type) != (DOMAIN, "VoteAttention"):
@@ -73,7 +76,7 @@ def finish_decoder(
             node.input.pop()
         _set_attributes(node, functions[i].overload, vote_attention_node_attributes(layer_attributes(method, geometry[i])))
     used = list({function.overload: function for function in functions}.values())
-    return _finish(proto, [*used, *linears])
+    return _finish(proto, [*used, *linear_functions(model.graph)])
 
 
 def merge_model(plan: CachePlan, method: Method) -> onnx.ModelProto | None:

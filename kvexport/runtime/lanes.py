@@ -6,6 +6,7 @@ is in.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
@@ -21,8 +22,8 @@ class Backend(Protocol):
     """What runs the two graphs on the state of a fixed number of lanes."""
 
     def decode(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Append [lanes, T] tokens of which the first query_length [lanes, 1] are real; logits [lanes, 1 or T, vocabulary]. The array
-        may be overwritten by the next call."""
+        """Append [lanes, T] tokens of which the first query_length [lanes, 1] are real; logits [lanes, 1 or T, vocabulary]. All three
+        arrays may be overwritten by the next call."""
         ...
 
     def merge(self, first: int, last: int) -> None:
@@ -45,19 +46,31 @@ class Lanes:
         self._capacity = np.array([layer.capacity for layer in plan.layers])
         self._budget = np.array([layer.budget for layer in plan.layers])
         self._merges = np.array([layer.merges for layer in plan.layers])
-        # Slots that were taken when a lane last merged (at most: a window may have dropped more), [lanes, layers]; the tokens since; and
-        # how many tokens may come on top of the former before a cache is full, and before one is over its budget. A step asks the last
-        # three alone: between two runs of a model the processor's caches hold neither numpy's code nor its arrays.
+        # Slots that were taken when a lane last merged (at most: a window may have dropped more), [lanes, layers].
         self._held = np.zeros((lanes, len(plan.layers)), dtype=np.int64)
+        # What a step asks and counts is Python's own integers, lane by lane, and its arrays are filled through views: between two runs
+        # of a model the processor holds neither numpy's code nor the addresses of its pages, and finding them again takes longer than
+        # all else here. Tokens since the last merge; how many may come before a cache is full, and before one is over its budget.
         self._added, self._room, self._spare = [0] * lanes, [0] * lanes, [0] * lanes
-        self.length = np.zeros(lanes, dtype=np.int64)  # tokens seen
+        self._seen = [0] * lanes
+        self._step = np.zeros((2, lanes, 1), dtype=np.int64)  # one token of every lane, and whether it is real
+        self._step_ids, self._step_counts = (part.data.cast("B").cast("q") for part in self._step)
         self._count(range(lanes))
+
+    @property
+    def length(self) -> NDArray[np.int64]:
+        """Tokens seen [lanes]."""
+        return np.array(self._seen, dtype=np.int64)
+
+    def seen(self, lane: int) -> int:
+        """Tokens that a lane has seen."""
+        return self._seen[lane]
 
     def reset(self) -> None:
         """Empty every lane."""
         self.backend.reset()
         self._held[:] = 0
-        self.length[:] = 0
+        self._seen = [0] * self.count
         self._count(range(self.count))
 
     def _count(self, lanes: Iterable[int]) -> None:
@@ -81,18 +94,30 @@ class Lanes:
         width = max(counts)
         if width == 0 or width > self.prefill_chunk:
             raise ValueError(f"a call takes 1 to {self.prefill_chunk} tokens of a sequence, not {width}")
-        self._merge([self._is_full(lane, count) for lane, count in enumerate(counts)])
-        if any(self._is_full(lane, count) for lane, count in enumerate(counts)):
-            raise ValueError("a sequence is longer than the cache was built for")
+        if full := [lane for lane, count in enumerate(counts) if self._is_full(lane, count)]:
+            self._merge(full)
+            if any(self._is_full(lane, counts[lane]) for lane in full):
+                raise ValueError("a sequence is longer than the cache was built for")
+        given = decode(*self._inputs(tokens, counts, width))
+        for lane, count in enumerate(counts):
+            self._added[lane] += count
+            self._seen[lane] += count
+        if due := [lane for lane, count in enumerate(counts) if count > 0 and self._is_due(lane, prefill)]:
+            self._merge(due)
+        return given
+
+    def _inputs(self, tokens: Sequence[NDArray[np.int64]], counts: list[int], width: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """input_ids [lanes, width] and query_length [lanes, 1]."""
+        if width == 1:
+            for lane, count in enumerate(counts):
+                self._step_counts[lane] = count
+                if count:
+                    self._step_ids[lane] = tokens[lane].item()
+            return self._step[0], self._step[1]
         input_ids = np.zeros((self.count, width), dtype=np.int64)
         for lane, ids in enumerate(tokens):
             input_ids[lane, : counts[lane]] = ids
-        added = np.array(counts, dtype=np.int64)
-        given = decode(input_ids, added[:, None])
-        self.length += added
-        self._added = [a + count for a, count in zip(self._added, counts, strict=True)]
-        self._merge([count > 0 and self._is_due(lane, prefill) for lane, count in enumerate(counts)])
-        return given
+        return input_ids, np.array(counts, dtype=np.int64)[:, None]
 
     def _is_full(self, lane: int, count: int) -> bool:
         return self._added[lane] + count > self._room[lane]
@@ -120,19 +145,14 @@ class Lanes:
             raise ValueError("no prompt has a token")
         return last
 
-    def _merge(self, due: list[bool]) -> None:
-        """Merge the lanes that are due, one call per run of neighbours."""
-        if not any(due) or not self._merges.any():
+    def _merge(self, due: list[int]) -> None:
+        """Merge the lanes that are due, in their order, one call per run of neighbours."""
+        if not self._merges.any():
             return
-        lane = 0
-        while lane < self.count:
-            first = lane
-            while lane < self.count and due[lane]:
-                self._held[lane] += self._added[lane]
-                lane += 1
-            if lane > first:
-                self.backend.merge(first, lane)
-                held = self._held[first:lane]
-                self._held[first:lane] = np.where(self._merges, np.minimum(held, self._budget), held)
-                self._count(range(first, lane))
-            lane += 1
+        for _, run in itertools.groupby(enumerate(due), lambda item: item[1] - item[0]):
+            lanes = [lane for _, lane in run]
+            first, last = lanes[0], lanes[-1] + 1
+            self.backend.merge(first, last)
+            held = self._held[first:last] + np.array(self._added[first:last])[:, None]
+            self._held[first:last] = np.where(self._merges, np.minimum(held, self._budget), held)
+            self._count(lanes)

@@ -108,18 +108,32 @@ typedef struct KvMergeCache {
 
 const char* kv_cpu_merge_cache(const KvMergeCache* call, KvRunner runner);
 
-// output [batch, tokens, outputs] = (input [batch, tokens, inputs] x weight [outputs, inputs]^T + bias)
-// silu(input x gate^T) + residual; all of one type, the arithmetic in float32.
+#define KV_MAX_PRODUCTS 3
+
+// One of the products of a Linear: rows [batch, tokens, inputs] x weight^T + bias.
+typedef struct KvProduct {
+  int64_t outputs;
+  int64_t heads;       // other than 1: output is [batch, heads, tokens, outputs / heads]
+  int turned;          // whether every head is turned, as RotaryEmbedding turns it
+  const void* weight;  // [outputs, inputs]
+  const void* bias;    // [outputs], or nullptr
+  void* output;        // [batch, tokens, outputs]
+} KvProduct;
+
+// Products of one input, all of one type, the arithmetic in float32.
 typedef struct KvLinear {
   int type;
-  int64_t batch, tokens, inputs, outputs;
-  int64_t input_heads;   // other than 1: input is [batch, input_heads, tokens, inputs / input_heads]
-  int64_t output_heads;  // other than 1: output is [batch, output_heads, tokens, outputs / output_heads]
-  const void *input, *weight;
-  const void* bias;      // [outputs], or nullptr
-  const void* gate;      // [outputs, inputs], or nullptr
-  const void* residual;  // [batch, tokens, outputs], or nullptr
-  void* output;
+  int64_t batch, tokens, inputs;
+  int64_t input_heads;  // other than 1: input is [batch, input_heads, tokens, inputs / input_heads]
+  const void* input;
+  const void* norm;  // [inputs]: rows are divided by their root mean square and multiplied with it first; or nullptr
+  float epsilon;     // is added to the mean square
+  int count;         // of products
+  KvProduct products[KV_MAX_PRODUCTS];
+  const void* gate;           // [outputs, inputs]: the one product is multiplied with silu(rows x gate^T); or nullptr
+  const void* residual;       // [batch, tokens, outputs]: is added to the one product last; or nullptr
+  int64_t planes;             // of dimensions (i, i + planes): half a turned head
+  const void *cosine, *sine;  // [batch, tokens, planes]
 } KvLinear;
 
 const char* kv_cpu_linear(const KvLinear* call, KvRunner runner);

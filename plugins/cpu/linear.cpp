@@ -1,5 +1,5 @@
-// Linear for one instruction set: products of rows with the rows of weights as they lie in memory, where the
-// checkpoint's file was mapped, and what models do with the products before anybody else reads them.
+// Linear for one instruction set: products of rows with the rows of weights as checkpoints hold them, and what models
+// do with the rows before and with the products after, before anybody else reads them.
 //
 // Fewer rows than a small tile has take the weights as a stream, each once a call. Some more take them in small tiles
 // of products. With many, blocks of the weights are packed, so that every load is used often enough for the speed of
@@ -36,9 +36,18 @@ struct Linear {
 
   bool many() const { return rows >= kMany; }
 
-  // Columns are shared out in units that no path splits.
+  // Columns are shared out in units that no path splits, those of all products in one row.
   int64_t unit() const { return many() ? kBlock : rows < kRows ? W : kColumns; }
-  int64_t units() const { return (a.outputs + unit() - 1) / unit(); }
+  int64_t units(const KvProduct& p) const { return (p.outputs + unit() - 1) / unit(); }
+  int64_t units() const {
+    return sum_of([&](const KvProduct& p) { return units(p); });
+  }
+  template <class Of>
+  int64_t sum_of(Of of) const {
+    int64_t sum = 0;
+    for (int i = 0; i < a.count; ++i) sum += of(a.products[i]);
+    return sum;
+  }
   int64_t panels() const {
     if (!many()) return 1;
     const int64_t large = (rows + kPanel - 1) / kPanel, wanted = kPanels / static_cast<int64_t>(shares());
@@ -52,14 +61,12 @@ struct Linear {
   }
 
   size_t shares() const {
-    const int64_t wanted = a.outputs * a.inputs * static_cast<int64_t>(sizeof(T)) * (a.gate ? 2 : 1) / kTask;
+    const int64_t outputs = sum_of([](const KvProduct& p) { return p.outputs; });
+    const int64_t wanted = outputs * a.inputs * static_cast<int64_t>(sizeof(T)) * (a.gate ? 2 : 1) / kTask;
     const int64_t most = wanted < kTasks ? wanted : kTasks;
     return most < 1 ? 1 : most < units() ? most : units();
   }
-  int64_t edge(size_t share) const {
-    const int64_t column = units() * static_cast<int64_t>(share) / static_cast<int64_t>(shares()) * unit();
-    return column < a.outputs ? column : a.outputs;
-  }
+  int64_t edge(size_t share) const { return units() * static_cast<int64_t>(share) / static_cast<int64_t>(shares()); }
 
   const T* row_of(const void* weight, int64_t column) const {
     return static_cast<const T*>(weight) + column * a.inputs;
@@ -68,25 +75,33 @@ struct Linear {
   void run(size_t task) const {
     const size_t share = task % shares();
     const int64_t panel = static_cast<int64_t>(task / shares());
-    const int64_t from = edge(share), to = edge(share + 1);
-    if (many()) {
-      for (int64_t column = from; column < to; column += kBlock)
-        block(start(panel), start(panel + 1) - start(panel), column, to);
-    } else if (rows < kRows) {
-      stream(from, to);
-    } else {
-      for (int64_t column = from; column < to; column += kColumns)
-        for (int64_t row = 0; row < rows; row += kRows) tile(row, column, to);
+    int64_t from = edge(share), to = edge(share + 1);
+    for (const KvProduct* p = a.products; p < a.products + a.count; ++p) {
+      const int64_t own = units(*p);
+      if (from < own && to > 0) columns(*p, panel, (from > 0 ? from : 0) * unit(), to < own ? to * unit() : p->outputs);
+      from -= own, to -= own;
     }
   }
 
-  void stream(int64_t from, int64_t to) const {
+  void columns(const KvProduct& p, int64_t panel, int64_t from, int64_t to) const {
+    if (many()) {
+      for (int64_t column = from; column < to; column += kBlock)
+        block(p, start(panel), start(panel + 1) - start(panel), column, to);
+    } else if (rows < kRows) {
+      stream(p, from, to);
+    } else {
+      for (int64_t column = from; column < to; column += kColumns)
+        for (int64_t row = 0; row < rows; row += kRows) tile(p, row, column, to);
+    }
+  }
+
+  void stream(const KvProduct& p, int64_t from, int64_t to) const {
     for (int64_t column = from; column < to; column += W) {
       float x[kRows][W] = {}, g[kRows][W] = {};
       const int count = static_cast<int>(to - column < W ? to - column : W);
-      products(a.weight, column, count, x);
+      products(p.weight, column, count, x);
       if (a.gate) products(a.gate, column, count, g);
-      for (int64_t row = 0; row < rows; ++row) finish(row, column, count, x[row], g[row]);
+      for (int64_t row = 0; row < rows; ++row) finish(p, row, column, count, x[row], g[row]);
     }
   }
 
@@ -108,13 +123,13 @@ struct Linear {
     return sum((total[0] + total[1]) + (total[2] + total[3])) + rest;
   }
 
-  void tile(int64_t row, int64_t column, int64_t to) const {
+  void tile(const KvProduct& p, int64_t row, int64_t column, int64_t to) const {
     float x[kRows * kColumns], g[kRows * kColumns];
-    tile_of(a.weight, row, column, to, x);
+    tile_of(p.weight, row, column, to, x);
     if (a.gate) tile_of(a.gate, row, column, to, g);
     const int count = static_cast<int>(to - column < kColumns ? to - column : kColumns);
     for (int i = 0; i < kRows && row + i < rows; ++i)
-      finish(row + i, column, count, x + i * kColumns, g + i * kColumns);
+      finish(p, row + i, column, count, x + i * kColumns, g + i * kColumns);
   }
 
   // Rows and columns past the end repeat the last one.
@@ -143,14 +158,15 @@ struct Linear {
   }
 
   // `count` rows from `first` on, and the columns [column, column + kBlock) below `to`.
-  void block(int64_t first, int64_t count, int64_t column, int64_t to) const {
+  void block(const KvProduct& p, int64_t first, int64_t count, int64_t column, int64_t to) const {
     static thread_local Scratch<float> scratch;
     const int64_t size = (count + kTileRows - 1) / kTileRows * kTileRows * kBlock;
     float *x = scratch.reserve(2 * size + kDepth * kBlock), *g = x + size, *packed = g + size;
     const int columns = static_cast<int>(to - column < kBlock ? to - column : kBlock);
-    block_of(a.weight, first, count, column, columns, packed, x);
+    block_of(p.weight, first, count, column, columns, packed, x);
     if (a.gate) block_of(a.gate, first, count, column, columns, packed, g);
-    for (int64_t row = 0; row < count; ++row) finish(first + row, column, columns, x + row * kBlock, g + row * kBlock);
+    for (int64_t row = 0; row < count; ++row)
+      finish(p, first + row, column, columns, x + row * kBlock, g + row * kBlock);
   }
 
   // Rows past the end repeat the last one.
@@ -188,22 +204,50 @@ struct Linear {
   }
 
   // The columns [column, column + count) of a row: x and g are its products with the weight and with the gate.
-  void finish(int64_t row, int64_t column, int count, float* x, const float* g) const {
-    if (a.bias) add(static_cast<const T*>(a.bias) + column, count, x);
+  void finish(const KvProduct& p, int64_t row, int64_t column, int count, float* x, const float* g) const {
+    if (p.bias) add(static_cast<const T*>(p.bias) + column, count, x);
     if (a.gate) {
       int i = 0;
       for (; i + W <= count; i += W) store(x + i, load(x + i) * silu(load(g + i)));
       for (; i < count; ++i) x[i] *= silu(splat(g[i]))[0];
     }
-    if (a.residual) add(static_cast<const T*>(a.residual) + row * a.outputs + column, count, x);
-    T* const output = static_cast<T*>(a.output);
-    if (a.output_heads == 1) return narrow(x, output + row * a.outputs + column, count);
-    const int64_t size = a.outputs / a.output_heads, b = row / a.tokens, t = row % a.tokens;
+    if (a.residual) add(static_cast<const T*>(a.residual) + row * p.outputs + column, count, x);
+    if (p.heads == 1) return narrow(x, static_cast<T*>(p.output) + row * p.outputs + column, count);
+    const int64_t size = p.outputs / p.heads;
     for (int64_t i = 0, run; i < count; i += run) {
       const int64_t h = (column + i) / size, at = (column + i) % size;
       run = size - at < count - i ? size - at : count - i;
-      narrow(x + i, output + ((b * a.output_heads + h) * a.tokens + t) * size + at, static_cast<int>(run));
+      narrow(x + i, head(p, row, h) + at, static_cast<int>(run));
     }
+  }
+
+  T* head(const KvProduct& p, int64_t row, int64_t h) const {
+    const int64_t size = p.outputs / p.heads, b = row / a.tokens, t = row % a.tokens;
+    return static_cast<T*>(p.output) + ((b * p.heads + h) * a.tokens + t) * size;
+  }
+
+  bool turns() const {
+    return sum_of([](const KvProduct& p) { return p.turned; }) > 0;
+  }
+
+  // After all products: the planes of a row's heads are turned.
+  void turn(int64_t row) const {
+    const T* const cosine = static_cast<const T*>(a.cosine) + row * a.planes;
+    const T* const sine = static_cast<const T*>(a.sine) + row * a.planes;
+    for (const KvProduct* p = a.products; p < a.products + a.count; ++p)
+      for (int64_t h = 0; p->turned && h < p->heads; ++h) {
+        T *const x = head(*p, row, h), *const y = x + a.planes;
+        int64_t i = 0;
+        for (; i + W <= a.planes; i += W) {
+          const vf u = load(x + i), v = load(y + i), c = load(cosine + i), s = load(sine + i);
+          store(x + i, u * c - v * s), store(y + i, v * c + u * s);
+        }
+        for (; i < a.planes; ++i) {
+          const float u = static_cast<float>(x[i]), v = static_cast<float>(y[i]);
+          const float c = static_cast<float>(cosine[i]), s = static_cast<float>(sine[i]);
+          x[i] = static_cast<T>(u * c - v * s), y[i] = static_cast<T>(v * c + u * s);
+        }
+      }
   }
 
   static void add(const T* y, int count, float* x) {
@@ -218,30 +262,48 @@ void for_all(KvRunner runner, size_t count, const Task& task) {
       const_cast<Task*>(&task));
 }
 
+constexpr int kRowsOfTask = 16;
+
+template <class Each>
+void for_rows(KvRunner runner, int64_t rows, const Each& each) {
+  const auto task = [&](size_t i) {
+    const int64_t first = static_cast<int64_t>(i) * kRowsOfTask;
+    for (int64_t row = first; row < first + kRowsOfTask && row < rows; ++row) each(row);
+  };
+  if (rows <= kRowsOfTask)
+    task(0);
+  else
+    for_all(runner, (rows + kRowsOfTask - 1) / kRowsOfTask, task);
+}
+
+// x [size] over its root mean square, times `scale`.
+template <class T>
+void normalize(const T* scale, float epsilon, int64_t size, float* x) {
+  const int count = static_cast<int>(size);
+  const float factor = 1.0f / __builtin_sqrtf(dot(x, x, count) / static_cast<float>(size) + epsilon);
+  int i = 0;
+  for (; i + W <= count; i += W) store(x + i, load(x + i) * factor * load(scale + i));
+  for (; i < count; ++i) x[i] *= factor * static_cast<float>(scale[i]);
+}
+
 // The rows of a call in float32, one after another: its input itself, or a copy.
 template <class T>
 const float* rows_of(const KvLinear& a, KvRunner runner, Scratch<float>& scratch) {
-  constexpr int kCopied = 16;  // rows of a task
   const T* const input = static_cast<const T*>(a.input);
   const bool apart = a.input_heads != 1 && a.tokens != 1;
   if constexpr (sizeof(T) == sizeof(float))
-    if (!apart) return input;
+    if (!apart && !a.norm) return input;
   const int64_t rows = a.batch * a.tokens, heads = apart ? a.input_heads : 1, size = a.inputs / heads;
   float* const copy = scratch.reserve(rows * a.inputs);
-  const auto task = [&](size_t i) {
-    const int64_t first = static_cast<int64_t>(i) * kCopied;
-    for (int64_t row = first; row < first + kCopied && row < rows; ++row) {
-      const int64_t b = row / a.tokens, t = row % a.tokens;
-      for (int64_t h = 0; h < heads; ++h) {
-        const int64_t at = apart ? (b * heads + h) * a.tokens + t : row;
-        widen(input + at * size, copy + (row * heads + h) * size, static_cast<int>(size));
-      }
+  for_rows(runner, rows, [&](int64_t row) {
+    const int64_t b = row / a.tokens, t = row % a.tokens;
+    float* const x = copy + row * a.inputs;
+    for (int64_t h = 0; h < heads; ++h) {
+      const int64_t at = apart ? (b * heads + h) * a.tokens + t : row;
+      widen(input + at * size, x + h * size, static_cast<int>(size));
     }
-  };
-  if (rows <= kCopied)
-    task(0);
-  else
-    for_all(runner, (rows + kCopied - 1) / kCopied, task);
+    if (a.norm) normalize(static_cast<const T*>(a.norm), a.epsilon, a.inputs, x);
+  });
   return copy;
 }
 
@@ -249,7 +311,9 @@ template <class T>
 void run(const KvLinear& a, KvRunner runner) {
   static thread_local Scratch<float> scratch;
   const Linear<T> call{a, a.batch * a.tokens, rows_of<T>(a, runner, scratch)};
-  if (call.rows > 0) for_all(runner, call.shares() * call.panels(), [&](size_t task) { call.run(task); });
+  if (call.rows <= 0) return;
+  for_all(runner, call.shares() * call.panels(), [&](size_t task) { call.run(task); });
+  if (call.turns()) for_rows(runner, call.rows, [&](int64_t row) { call.turn(row); });
 }
 
 }  // namespace

@@ -9,6 +9,8 @@ namespace kv {
 namespace KV_ISA {
 namespace {
 
+constexpr float kFar = 40.0f;  // weights above exp(-40) are far from the smallest number, and so are their sums
+
 template <class T>
 struct Prefill : Attention<T> {
   using Base = Attention<T>;
@@ -32,19 +34,24 @@ struct Prefill : Attention<T> {
   void pack(const Head& x, Block& block) const {
     const int d = a.key_size, dv = a.value_size, dvp = padded_value_size();
     static thread_local Scratch<float> scratch;
-    float* row = scratch.reserve(d);
+    float* rows = scratch.reserve(W * d);
+    for (int c = 0; c < kBlock; c += W) {
+      for (int j = 0; j < W; ++j) {
+        const int slot = block.from + c + j;
+        if (c + j < block.count)
+          widen(key_row(x, slot), rows + j * d, d);
+        else
+          memset(rows + j * d, 0, d * sizeof(float));
+      }
+      pack_columns(rows, d, splat(1.0f), block.key + c);
+    }
     for (int c = 0; c < kBlock; ++c) {
       const int slot = block.from + c;
-      if (c < block.count) {
-        widen(key_row(x, slot), row, d);
-        for (int i = 0; i < d; ++i) block.key[i * kBlock + c] = row[i];
-        widen(value_row(x, slot), block.value + c * dvp, dv);
-        for (int i = dv; i < dvp; ++i) block.value[c * dvp + i] = 0.0f;
-        block.position[c] = static_cast<int32_t>(slot_position(x, slot));
-      } else {
-        for (int i = 0; i < d; ++i) block.key[i * kBlock + c] = 0.0f;
-        block.position[c] = INT32_MAX;  // later than any query
-      }
+      block.position[c] = INT32_MAX;  // later than any query
+      if (c >= block.count) continue;
+      widen(value_row(x, slot), block.value + c * dvp, dv);
+      for (int i = dv; i < dvp; ++i) block.value[c * dvp + i] = 0.0f;
+      block.position[c] = static_cast<int32_t>(slot_position(x, slot));
     }
     for (int c = block.count; c < kBlock; ++c) block.bias[c] = kLogZero;
     const int window = a.sliding_window;
@@ -125,6 +132,23 @@ struct Prefill : Attention<T> {
       for (int r = 0; r < rows.count; ++r) total += exp(term[r] - top);
       store(tops + block.from + column, top);
       store(sums + block.from + column, total);
+    }
+  }
+
+  // The same from weights exp(biased - top of the row) of a block that every row sees, none of them so small that it
+  // says little: a slot's terms are exp(log_share + top of the row - bias of the slot) times these, the first two a
+  // row's own.
+  void accumulate_weights(const Block& block, const Rows& rows, const float* weights, const float* row_top,
+                          const float* log_share, float* tops, float* sums) const {
+    float base = kLogZero, factor[kTileRows];
+    for (int r = 0; r < rows.count; ++r) base = max_of(base, log_share[r] + row_top[r]);
+    for (int r = 0; r < rows.count; ++r) factor[r] = std::exp(log_share[r] + row_top[r] - base);
+    for (int column = 0; column < kBlock; column += W) {
+      vf seen{};
+      for (int r = 0; r < rows.count; ++r) seen += factor[r] * load(weights + r * kBlock + column);
+      const vf own = base - load(block.bias + column), old = load(tops + block.from + column), top = vmax(old, own);
+      store(sums + block.from + column, load(sums + block.from + column) * exp(old - top) + seen * exp(own - top));
+      store(tops + block.from + column, top);
     }
   }
 
@@ -213,27 +237,33 @@ struct Prefill : Attention<T> {
     }
   }
 
+  bool counts_log(const Work& p, const Rows& rows, int r0, int k) const {
+    return a.statistic[k].kind == KV_STATISTIC_LOG_EMA &&
+           p.log_share.get()[k * p.padded + r0 + rows.count - 1] != kLogZero;
+  }
+  bool counts_logs(const Work& p, const Rows& rows, int r0) const {
+    for (int k = 0; k < a.statistics; ++k)
+      if (counts_log(p, rows, r0, k)) return true;
+    return false;
+  }
+
   void attend_tile(const Head&, Work& p, const Block& block, const Rows& rows, int tile) const {
     const int d = a.key_size, dvp = padded_value_size(), r0 = tile * kTileRows;
-    float* logits = p.tile;
-    tile_logits(p.query.get() + static_cast<size_t>(r0) * d, block, logits);
-    for (int k = 0; k < a.statistics; ++k) {
-      const float* share = p.log_share.get() + k * p.padded + r0;
-      if (a.statistic[k].kind != KV_STATISTIC_LOG_EMA || share[rows.count - 1] == kLogZero) continue;
-      float* columns = p.columns.get() + 2 * k * column_stride();
-      accumulate_log(block, rows, logits, share, columns, columns + column_stride());
-    }
-    float factor[kTileRows];
+    float *logits = p.tile, *query = p.query.get() + static_cast<size_t>(r0) * d;
+    tile_logits(query, block, logits);
+    float factor[kTileRows], raw[kTileRows * kBlock];
+    vf far{};  // how far the lowest weight is below its row's top
     for (int r = 0; r < kTileRows; ++r) {
-      vf top = splat(p.top.get()[r0 + r]);
+      vf top = splat(p.top.get()[r0 + r]), low = splat(3e38f);
       float* row = logits + r * kBlock;
       for (int column = 0; column < kBlock; column += W) {
         vf biased = load(row + column) + load(block.bias + column);
         if (!block.plain) biased = select(visible(block, rows, r, column), biased, splat(kLogZero));
         store(row + column, biased);
-        top = vmax(top, biased);
+        top = vmax(top, biased), low = vmin(low, biased);
       }
       const float best = max(top);
+      far = vmax(far, best - low);
       vf total{};
       for (int column = 0; column < kBlock; column += W) {
         vf e = exp(load(row + column) - best);
@@ -243,6 +273,17 @@ struct Prefill : Attention<T> {
       factor[r] = std::exp(p.top.get()[r0 + r] - best);
       p.total.get()[r0 + r] = p.total.get()[r0 + r] * factor[r] + sum(total);
       p.top.get()[r0 + r] = best;
+    }
+    if (counts_logs(p, rows, r0)) {
+      const bool say = block.plain && max(far) < kFar;
+      if (!say) tile_logits(query, block, raw);
+      for (int k = 0; k < a.statistics; ++k) {
+        if (!counts_log(p, rows, r0, k)) continue;
+        const float* share = p.log_share.get() + k * p.padded + r0;
+        float *tops = p.columns.get() + 2 * k * column_stride(), *sums = tops + column_stride();
+        say ? accumulate_weights(block, rows, logits, p.top.get() + r0, share, tops, sums)
+            : accumulate_log(block, rows, raw, share, tops, sums);
+      }
     }
     float* out = p.rows.get() + static_cast<size_t>(r0) * dvp;
     int column = 0;

@@ -64,13 +64,16 @@ struct LinearOp : Operator<LinearOp<TKernel>, TKernel> {
   using Base::Base, Base::cache;
 
   const char* GetName() const { return "Linear"; }
-  size_t GetInputTypeCount() const { return 5; }
+  size_t GetInputTypeCount() const { return 4 + 2 * KV_MAX_PRODUCTS; }  // no gate and residual where there are several
   ONNXTensorElementDataType GetInputType(size_t) const { return cache.element; }
   OrtCustomOpInputOutputCharacteristic GetInputCharacteristic(size_t i) const {
     return i < 2 ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
   }
-  size_t GetOutputTypeCount() const { return 1; }
+  size_t GetOutputTypeCount() const { return KV_MAX_PRODUCTS; }
   ONNXTensorElementDataType GetOutputType(size_t) const { return cache.element; }
+  OrtCustomOpInputOutputCharacteristic GetOutputCharacteristic(size_t i) const {
+    return i < 1 ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
+  }
 };
 
 // Adds the domain, with these operators for these types, to a session's options.

@@ -8,24 +8,38 @@ namespace fuzz {
 struct LinearCase {
   Shape shape{};
   KvLinear call{};
-  Buffer input, weight, bias, gate, residual;
+  Buffer input, norm, gate, residual, cosine, sine;
+  std::vector<Buffer> weights, biases;
 
   explicit LinearCase(Random& random) {
     shape.type = call.type = random.one_of({KV_FLOAT32, KV_FLOAT16});
     const int rows = random.one_in(3) ? random.between(0, 3) : random.between(4, random.one_in(6) ? 600 : 60);
     call.batch = random.between(1, 3), call.tokens = rows / call.batch;
     call.input_heads = random.one_in(2) ? 1 : random.between(1, 5);
-    call.output_heads = random.one_in(2) ? 1 : random.between(1, 5);
     const int wide = random.one_in(8) ? random.between(1000, 5000) : any_size(random);
     call.inputs = (wide + call.input_heads - 1) / call.input_heads * call.input_heads;
-    call.outputs = (random.one_in(4) ? random.between(1, 9) : random.between(1, 200)) * call.output_heads;
-    input = filled(random, tokens() * call.inputs), weight = filled(random, call.outputs * call.inputs);
-    bias = filled(random, call.outputs), gate = filled(random, call.outputs * call.inputs);
-    residual = filled(random, tokens() * call.outputs);
-    call.input = input.data<void>(), call.weight = weight.data<void>();
-    if (random.one_in(2)) call.bias = bias.data<void>();
-    if (random.one_in(3)) call.gate = gate.data<void>();
-    if (random.one_in(2)) call.residual = residual.data<void>();
+    call.count = random.one_in(2) ? 1 : random.between(2, KV_MAX_PRODUCTS);
+    call.planes = random.one_in(4) ? random.between(16, 40) : random.between(1, 9);
+    input = filled(random, tokens() * call.inputs), norm = filled(random, call.inputs);
+    cosine = filled(random, tokens() * call.planes), sine = filled(random, tokens() * call.planes);
+    for (int i = 0; i < call.count; ++i) {
+      KvProduct& p = call.products[i];
+      p.heads = random.one_in(2) ? 1 : random.between(1, 5), p.turned = random.one_in(3);
+      const int size = random.one_in(4) ? random.between(1, 9) : random.between(1, 200);
+      p.outputs = (p.turned ? 2 * call.planes : size) * p.heads;
+      weights.push_back(filled(random, p.outputs * call.inputs)), biases.push_back(filled(random, p.outputs));
+    }
+    gate = filled(random, call.products[0].outputs * call.inputs);
+    residual = filled(random, tokens() * call.products[0].outputs);
+    call.input = input.data<void>(), call.cosine = cosine.data<void>(), call.sine = sine.data<void>();
+    call.epsilon = 1e-5f;
+    if (random.one_in(3)) call.norm = norm.data<void>();
+    for (int i = 0; i < call.count; ++i) {
+      call.products[i].weight = weights[i].data<void>();
+      if (random.one_in(2)) call.products[i].bias = biases[i].data<void>();
+    }
+    if (call.count == 1 && random.one_in(3)) call.gate = gate.data<void>();
+    if (call.count == 1 && random.one_in(2)) call.residual = residual.data<void>();
   }
 
   int64_t tokens() const { return call.batch * call.tokens; }
@@ -36,13 +50,16 @@ struct LinearCase {
     return buffer;
   }
 
-  Buffer run(Random& random, KvRunner runner) {
-    Buffer output(random, tokens() * call.outputs, shape.element());
-    call.output = output.data<void>();
+  std::vector<Buffer> run(Random& random, KvRunner runner) {
+    std::vector<Buffer> outputs;
+    for (int i = 0; i < call.count; ++i) {
+      outputs.emplace_back(random, tokens() * call.products[i].outputs, shape.element());
+      call.products[i].output = outputs.back().data<void>();
+    }
     const char* problem = kv_cpu_linear(&call, runner);
     check(!problem, problem ? problem : "");
-    output.check_canaries();
-    return output;
+    for (Buffer& output : outputs) output.check_canaries();
+    return outputs;
   }
 
   // The place of column `i` of a row whose heads are a dimension before the tokens.
@@ -51,47 +68,88 @@ struct LinearCase {
     return ((b * heads + i / size) * call.tokens + t) * size + i % size;
   }
 
+  double element(int64_t row, int64_t k) const {
+    return read(shape, call.input, place(row, k, call.input_heads, call.inputs));
+  }
+
+  // What a row is multiplied with before its products.
+  double factor(int64_t row) const {
+    if (!call.norm) return 1.0;
+    double squares = 0.0;
+    for (int64_t k = 0; k < call.inputs; ++k) squares += element(row, k) * element(row, k);
+    return 1.0 / std::sqrt(squares / static_cast<double>(call.inputs) + call.epsilon);
+  }
+
   // A product, and in *size the sum of its terms without their signs.
-  double product(const void* of, int64_t row, int64_t column, double* size) const {
+  double product(const void* of, int64_t row, int64_t column, double factor, double* size) const {
     double sum = 0.0;
     *size = 0.0;
     for (int64_t k = 0; k < call.inputs; ++k) {
-      const double x = static_cast<double>(read(shape, call.input, place(row, k, call.input_heads, call.inputs))) *
-                       read(shape, of, column * call.inputs + k);
+      const double scale = call.norm ? factor * read(shape, call.norm, k) : 1.0;
+      const double x = scale * element(row, k) * read(shape, of, column * call.inputs + k);
       sum += x, *size += std::fabs(x);
     }
     return sum;
   }
 
+  // An output before it is turned, and in *size how large what it was made of is.
+  double expected(const KvProduct& p, int64_t row, int64_t column, double factor, double* size) const {
+    double sum = product(p.weight, row, column, factor, size);
+    if (p.bias) sum += read(shape, p.bias, column);
+    if (call.gate) {
+      double gate_size;
+      const double g = product(call.gate, row, column, factor, &gate_size), silu = g / (1.0 + std::exp(-g));
+      // The slope of silu is at most 1.1.
+      *size = *size * std::fabs(silu) + std::fabs(sum) * 1.1 * gate_size, sum *= silu;
+    }
+    if (call.residual) sum += read(shape, call.residual, row * p.outputs + column);
+    *size += std::fabs(sum);
+    return sum;
+  }
+
+  double turned(const KvProduct& p, int64_t row, int64_t column, double factor, double* size) const {
+    const int64_t at = column % (2 * call.planes), plane = at % call.planes;
+    const int64_t other = at < call.planes ? column + call.planes : column - call.planes;
+    double other_size;
+    const double c = read(shape, call.cosine, row * call.planes + plane);
+    const double s = read(shape, call.sine, row * call.planes + plane) * (at < call.planes ? -1.0 : 1.0);
+    const double own = expected(p, row, column, factor, size), crossed = expected(p, row, other, factor, &other_size);
+    *size = *size * std::fabs(c) + other_size * std::fabs(s);
+    return own * c + crossed * s;
+  }
+
   void check_all(Random& random) {
     int threads = 0;
-    const Buffer once = run(random, {forwards, nullptr}), again = run(random, any_runner(random, &threads));
-    check(once.same(again), "the bits depend on the order of the tasks");
-    for (const Buffer* buffer : {&input, &weight, &bias, &gate, &residual}) buffer->check_canaries();
-    const double tolerance = shape.type == KV_FLOAT16 ? 1e-3 : 1e-5;
-    for (int64_t row = 0; row < tokens(); row += 1 + row % 5)
-      for (int64_t column = 0; column < call.outputs; column += 1 + column % 3) {
-        double size, sum = product(call.weight, row, column, &size);
-        if (call.bias) sum += read(shape, call.bias, column);
-        if (call.gate) {
-          double gate_size;
-          const double g = product(call.gate, row, column, &gate_size), silu = g / (1.0 + std::exp(-g));
-          // The slope of silu is at most 1.1.
-          size = size * std::fabs(silu) + std::fabs(sum) * 1.1 * gate_size, sum *= silu;
-        }
-        if (call.residual) sum += read(shape, call.residual, row * call.outputs + column);
-        const double found = read(shape, once.data<void>(), place(row, column, call.output_heads, call.outputs));
-        check(std::fabs(found - sum) <= tolerance * (1.0 + size + std::fabs(sum)) || std::fabs(sum) > 6e4,
+    const std::vector<Buffer> once = run(random, {forwards, nullptr}),
+                              again = run(random, any_runner(random, &threads));
+    for (int i = 0; i < call.count; ++i) check(once[i].same(again[i]), "the bits depend on the order of the tasks");
+    for (const Buffer* buffer : {&input, &norm, &gate, &residual, &cosine, &sine}) buffer->check_canaries();
+    for (int i = 0; i < call.count; ++i)
+      weights[i].check_canaries(), biases[i].check_canaries(), check_product(i, once[i]);
+  }
+
+  void check_product(int i, const Buffer& output) const {
+    const KvProduct& p = call.products[i];
+    const double tolerance = shape.type == KV_FLOAT16 ? 1.5e-3 : 1e-5;
+    for (int64_t row = 0; row < tokens(); row += 1 + row % 5) {
+      const double scale = factor(row);
+      for (int64_t column = 0; column < p.outputs; column += 1 + column % 3) {
+        double size;
+        const double sum = p.turned ? turned(p, row, column, scale, &size) : expected(p, row, column, scale, &size);
+        const double found = read(shape, output.data<void>(), place(row, column, p.heads, p.outputs));
+        check(std::fabs(found - sum) <= tolerance * (1.0 + size) || std::fabs(size) > 6e4,
               "a product differs from the sum in double precision");
       }
+    }
   }
 
   std::string describe() const {
     return std::string("Linear ") + (shape.type ? "fp16" : "fp32") + " batch " + std::to_string(call.batch) +
            " tokens " + std::to_string(call.tokens) + " inputs " + std::to_string(call.inputs) + " outputs " +
-           std::to_string(call.outputs) + " heads " + std::to_string(call.input_heads) + " " +
-           std::to_string(call.output_heads) + (call.bias ? " bias" : "") + (call.gate ? " gate" : "") +
-           (call.residual ? " residual" : "");
+           std::to_string(call.products[0].outputs) + " of " + std::to_string(call.count) + " heads " +
+           std::to_string(call.input_heads) + " " + std::to_string(call.products[0].heads) +
+           (call.products[0].bias ? " bias" : "") + (call.norm ? " norm" : "") + (call.gate ? " gate" : "") +
+           (call.residual ? " residual" : "") + (call.products[0].turned ? " turned" : "");
   }
 };
 

@@ -85,8 +85,10 @@ struct LinearNode {
     const int64_t size = rank ? input.back() : -1, inputs = size < 0 || !input_heads ? size : size * input_heads;
     require(rank && weight.size() == 2 && (inputs < 0 || weight[1] < 0 || inputs == weight[1]) &&
                 (!heads || weight[0] < 0 || weight[0] % heads == 0),
-            "Linear: input " + text(input) + " does not fit a weight " + text(weight) + " with " +
-                std::to_string(input_heads) + " input heads and " + std::to_string(heads) + " output heads");
+            [&] {
+              return "Linear: input " + text(input) + " does not fit a weight " + text(weight) + " with " +
+                     std::to_string(input_heads) + " input heads and " + std::to_string(heads) + " output heads";
+            });
   }
 
   KvLinear call(const Ort::KernelContext& context) const {
@@ -106,7 +108,7 @@ struct LinearNode {
     size_t next = weights.back().input + 1 + (bias.back() != 0);
     if (gate) {
       const Shape found = gate_weight.shape_in(context), wanted{outputs, call.inputs};
-      require(found == wanted, "Linear: gate is " + text(found) + ", not " + text(wanted));
+      require(found == wanted, [&] { return "Linear: gate is " + text(found) + ", not " + text(wanted); });
       call.gate = gate_weight.data(context), ++next;
     }
     if (residual) {

@@ -5,6 +5,7 @@
 
 #include <cstring>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "../cpu/kvexport_cpu.h"
@@ -12,13 +13,21 @@
 
 namespace kv {
 
-inline void require(bool condition, const std::string& message) {
-  if (!condition) throw Ort::Exception("kvexport: " + message, ORT_INVALID_ARGUMENT);
+// The message is a text, or what makes one: what runs at every step should not write what nobody reads.
+template <class Message>
+void require(bool condition, const Message& message) {
+  if (condition) return;
+  std::string text;
+  if constexpr (std::is_invocable_v<const Message&>)
+    text = message();
+  else
+    text = message;
+  throw Ort::Exception("kvexport: " + text, ORT_INVALID_ARGUMENT);
 }
 
 // What a kernel's call answered: nullptr, or a problem.
 inline void ran(const char* op, const char* problem) {
-  require(!problem, std::string(op) + ": " + (problem ? problem : ""));
+  require(!problem, [&] { return std::string(op) + ": " + problem; });
 }
 
 // A run's status: no exception may pass through ONNX Runtime.
@@ -117,7 +126,7 @@ template <class T>
 const T* input(const Ort::KernelContext& context, size_t i, const char* name, const Shape& shape) {
   const Ort::ConstValue value = context.GetInput(i);
   const Shape found = value.GetTensorTypeAndShapeInfo().GetShape();
-  require(found == shape, std::string(name) + " is " + text(found) + ", not " + text(shape));
+  require(found == shape, [&] { return std::string(name) + " is " + text(found) + ", not " + text(shape); });
   return static_cast<const T*>(value.GetTensorRawData());
 }
 

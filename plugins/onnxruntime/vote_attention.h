@@ -35,18 +35,22 @@ struct VoteAttentionNode {
 
   // What can be known before a run: ranks, heads that divide, sizes that match.
   void check_shapes(const Shape& query, const Shape& key, const Shape& score) const {
-    require(query.size() == 4 && key.size() == 4 && score.size() == 4,
-            "VoteAttention: query " + text(query) + ", past_key " + text(key) + " and past_score " + text(score) +
-                " have four dimensions each");
-    require(query[1] < 0 || key[1] < 0 || (key[1] > 0 && query[1] > 0 && query[1] % key[1] == 0),
-            "VoteAttention: " + std::to_string(query[1]) + " query heads are not a multiple of " +
-                std::to_string(key[1]) + " KV heads");
-    require(
-        query[3] < 0 || key[3] < 0 || query[3] == key[3],
-        "VoteAttention: query has heads of " + std::to_string(query[3]) + ", past_key of " + std::to_string(key[3]));
-    require(score[2] < 0 || score[2] == attributes.statistics,
-            "VoteAttention: past_score has " + std::to_string(score[2]) + " statistics, `scores` names " +
-                std::to_string(attributes.statistics));
+    require(query.size() == 4 && key.size() == 4 && score.size() == 4, [&] {
+      return "VoteAttention: query " + text(query) + ", past_key " + text(key) + " and past_score " + text(score) +
+             " have four dimensions each";
+    });
+    require(query[1] < 0 || key[1] < 0 || (key[1] > 0 && query[1] > 0 && query[1] % key[1] == 0), [&] {
+      return "VoteAttention: " + std::to_string(query[1]) + " query heads are not a multiple of " +
+             std::to_string(key[1]) + " KV heads";
+    });
+    require(query[3] < 0 || key[3] < 0 || query[3] == key[3], [&] {
+      return "VoteAttention: query has heads of " + std::to_string(query[3]) + ", past_key of " +
+             std::to_string(key[3]);
+    });
+    require(score[2] < 0 || score[2] == attributes.statistics, [&] {
+      return "VoteAttention: past_score has " + std::to_string(score[2]) + " statistics, `scores` names " +
+             std::to_string(attributes.statistics);
+    });
   }
 
   // Tensors that do not fit are refused.

@@ -75,6 +75,9 @@ SCENARIOS = [
     Scenario("chunk-as-long-as-the-cache", 8, 8, ((0, 8), (3, 5), (8, 0))),
     Scenario("far-beyond-the-budget", 12, 4, ((8, 4), (7, 2)), seen=5000.0),
     Scenario("logits-of-200", 12, 4, ((8, 4), (0, 4), (3, 2)), peak=200.0),
+    # Kernels take slots in blocks, of 64 or fewer, and whole ones by another way.
+    Scenario("several-blocks", 200, 11, ((189, 11), (70, 11), (128, 5))),
+    Scenario("several-blocks-logits-of-200", 200, 11, ((189, 11), (70, 11), (128, 5)), peak=200.0),
 ]
 
 

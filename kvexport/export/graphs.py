@@ -10,6 +10,7 @@ import onnx
 import onnx_ir as ir
 import torch
 from onnx import helper
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from kvexport.cache import CachePlan, LayerCache, LayerGeometry
 from kvexport.export.tracer import layer_attributes
@@ -67,6 +68,7 @@ def finish_decoder(
     use_linear(model.graph)
     pick_last_rows(model)
     join_linears(model.graph)
+    RemoveUnusedNodesPass()(model)
     proto = ir.to_proto(model)
     for node in proto.graph.node:
         if (node.domain, node.op_type) != (DOMAIN, "VoteAttention"):

@@ -123,7 +123,7 @@ def _siblings(node: ir.Node) -> None:
 
 
 def _norm(node: ir.Node) -> None:
-    """RMSNormalization of the rows that a Linear alone reads"""
+    """RMSNormalization of the rows that a Linear alone reads, which is in float32 whatever its stash_type"""
     if not _is(node, "Linear", DOMAIN):
         return
     norm, form = _maker(node, 0, "RMSNormalization"), _form(node)

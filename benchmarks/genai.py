@@ -5,6 +5,7 @@
 DIR is where `pip install --no-deps --target DIR onnxruntime-genai==0.18.0` put it; both use the same ONNX Runtime, threads and checkpoint.
 Every side runs in a process of its own. Decoding goes in turn, block by block: a block is one merge interval, every token counted, merging
 included; prompts in turn, one by one. A ratio is the median over all blocks, and the bandwidth is probed before and after every round.
+`read_GBps` is what a step cannot but read over its time; where both sides read as fast as the machine can, speeds are as their bytes.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import RESULTS, interleave, make_checkpoint, ratio, read_bandwidth, save
-from decode import STEPS, THREADS, engine_path
+from common import RESULTS, SHAPES, interleave, make_checkpoint, ratio, read_bandwidth, save
+from decode import ENGINES, STEPS, THREADS, engine_path
 
 BLOCK = 32  # tokens: one merge interval
 BLOCKS = 2 * STEPS // BLOCK - 1  # for which the engines and genai's cache have room, beside one to warm up
@@ -191,6 +192,17 @@ def in_process(what: str, side: str, context: int, work: Path, genai: str) -> fl
     return float(out.splitlines()[-1])
 
 
+def bytes_moved(side: str, context: int, batch: int) -> int:
+    """Bytes that a step cannot but read: every weight once, but for the embedding, of which it takes rows, and every sequence's keys and
+    values; float32."""
+    m = SHAPES["M"]
+    hidden, size = m["hidden_size"], m["hidden_size"] // m["num_attention_heads"]
+    cached = 2 * m["num_key_value_heads"] * size  # floats of a slot in one layer
+    layer = hidden * (2 * hidden + cached) + 3 * hidden * m["intermediate_size"]
+    held = context if side in ("genai", "full") else ENGINES[side][1] + BLOCK // 2  # slots, on the average
+    return 4 * (m["num_hidden_layers"] * (layer + batch * held * cached) + hidden * m["vocab_size"])
+
+
 def compare(pair: Pair, rounds: int, work: Path, genai: str) -> dict[str, Any]:
     """Both sides in turn."""
     sides = (pair.a, pair.b)
@@ -209,9 +221,12 @@ def compare(pair: Pair, rounds: int, work: Path, genai: str) -> dict[str, Any]:
         bandwidth.append(read_bandwidth(256, THREADS, 0.2))
     tokens = pair.batch if pair.kind == "decode" else pair.context
     ratios = sorted(b / a for a, b in zip(figures[pair.a], figures[pair.b], strict=True))
+    moved = {side: bytes_moved(side, pair.context, pair.batch) for side in sides} if pair.kind == "decode" else {}
     return {
         "tokens_per_second": {side: [round(tokens / t, 1) for t in figures[side]] for side in sides},
         "bandwidth_GBps": [round(x / 1e9, 1) for x in bandwidth],
+        "read_GBps": {side: round(count / statistics.median(figures[side]) / 1e9, 1) for side, count in moved.items()},
+        **({"ratio_of_bytes": moved[pair.b] / moved[pair.a]} if moved else {}),
         "ratio": statistics.median(ratios),
         "quartiles": [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]],
         "goal": pair.goal,

@@ -339,8 +339,12 @@ def _pages_row(native: Native) -> str:
     if not native.instruction_set:
         return "no: it takes the native operators"
     if not native.small_pages:
-        return "yes"
-    fix = ". To mend it, as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled" if "kernel" in native.small_pages else ""
+        return "yes, where memory allows"
+    fix = (
+        ". To mend it, as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+        if native.small_pages == "switched off in the kernel"
+        else ""
+    )
     return f"no: {native.small_pages}{fix}"
 
 

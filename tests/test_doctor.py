@@ -150,11 +150,12 @@ def test_nvidia_smi_is_believed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 def test_pages_that_are_small_are_said_with_the_line_that_mends_them() -> None:
-    assert doctor._pages_row(doctor.Native("avx2")) == "yes"
+    assert doctor._pages_row(doctor.Native("avx2")) == "yes, where memory allows"
     assert doctor._pages_row(doctor.Native("", "not built", "make native")) == "no: it takes the native operators"
     assert doctor._pages_row(doctor.Native("avx2", small_pages="switched off by KVEXPORT_HUGE_PAGES")) == (
         "no: switched off by KVEXPORT_HUGE_PAGES"
     )
+    assert doctor._pages_row(doctor.Native("avx2", small_pages="the kernel has none")) == "no: the kernel has none"
     assert "madvise > /sys/kernel" in doctor._pages_row(doctor.Native("avx2", small_pages="switched off in the kernel"))
 
 

@@ -1,4 +1,4 @@
-"""Linear: which nodes become one, and that kernel, function and PyTorch say the same."""
+"""Linear: kernel, function and PyTorch say the same, and what is no Linear is refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import models
 import numpy as np
 import onnx
-import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
@@ -19,7 +18,6 @@ from transformers import LlamaConfig, Qwen2Config
 from kvexport.build.artifact import load_manifest
 from kvexport.native import VARIABLE, library
 from kvexport.ops.linear import Form, linear_function
-from kvexport.ops.linear_folds import join_linears, linear_functions, use_linear
 from kvexport.runtime.engine import load
 
 TYPES = {"float16": onnx.TensorProto.FLOAT16, "float32": onnx.TensorProto.FLOAT}
@@ -177,7 +175,10 @@ def test_joined_products_that_do_not_fit_are_refused_by_the_run() -> None:
         ({"output_heads": [0] * 4, "bias": [0] * 4, "turned": [0] * 4}, "one to three products, not 4"),
         ({"output_heads": [0, 0], "bias": [0, 0], "turned": [0, 0], "gate": 1}, "joins one product, not several"),
         ({"output_heads": [-1]}, "output_heads is negative"),
-        ({"turned": [1]}, "there are 2 inputs, not 4"),
+        ({"turned": [1]}, "an output without heads is turned"),
+        ({"turned": [1], "output_heads": [2]}, "there are 2 inputs, not 4"),
+        ({"bias": [2]}, "bias and turned are 0 or 1"),
+        ({"turned": [-1], "output_heads": [2]}, "bias and turned are 0 or 1"),
         ({"output_heads": [0, 0], "bias": [0, 0], "turned": [0, 0]}, "there are 2 inputs, not 3"),
     ],
 )
@@ -189,6 +190,26 @@ def test_attributes_that_contradict_each_other_are_refused(attributes: dict[str,
     del node.attribute[:]
     node.attribute.extend([*kept, *(helper.make_attribute(name, value) for name, value in attributes.items())])
     with pytest.raises(Exception, match=problem):
+        session(model, True)
+
+
+@pytest.mark.parametrize("left_out", ["weight1", "bias0", "cosine", "sine"])
+def test_an_input_that_is_left_out_is_refused(left_out: str) -> None:
+    needs_library()
+    form = Form(norm=1, epsilon=1e-5, output_heads=(2, 1), bias=(1, 0), turned=(1, 0))
+    model = model_of(form, "float32", ["B", "T", 8], [4, 8], False)
+    i = form.inputs.index(left_out)
+    model.graph.node[0].input[i] = ""
+    with pytest.raises(Exception, match=f"input {i} is left out"):
+        session(model, True)
+
+
+def test_an_output_that_is_left_out_is_refused() -> None:
+    needs_library()
+    model = model_of(Form(output_heads=(0, 0), bias=(0, 0), turned=(0, 0)), "float32", ["B", "T", 8], [4, 8], False)
+    model.graph.node[0].output[1] = ""
+    del model.graph.output[1:]
+    with pytest.raises(Exception, match=r"output 1 is left out|there are 1 outputs, not 2"):
         session(model, True)
 
 
@@ -223,117 +244,6 @@ def test_a_node_without_the_inputs_that_it_names_is_refused() -> None:
     del model.graph.node[0].attribute[:]
     with pytest.raises(Exception, match="the attribute input_heads should be an integer"):
         session(model, True)
-
-
-def fused(text: str, weights: dict[str, tuple[str, list[int]]], join: bool = False, shapes: Any = None) -> list[tuple[str, ...]]:
-    """The nodes that a graph has after `use_linear`, and then `join_linears`: a Linear as its form and what it reads, another node as its
-    type."""
-    known = ", ".join(f"float[{shape}] {name}" for name, shape in (shapes or SHAPES).items() if f" {name} = " in text)
-    opening = '<ir_version: 11, opset_import: ["": 23]>\ng (float[B,T,8] x, float[B,T,8] r) => (float y)'
-    model = ir.from_onnx_text(f"{opening} <{known}>\n{text}")
-    for name, (dtype, shape) in weights.items():
-        value = ir.Value(name=name, const_value=ir.tensor(np.zeros(shape, dtype), name=name))
-        value.shape, value.dtype = ir.Shape(shape), ir.DataType.from_numpy(np.dtype(dtype))
-        for node in model.graph:
-            for i, read in enumerate(node.inputs):
-                if read is not None and read.name == name:
-                    node.replace_input_with(i, value)
-        model.graph.initializers[name] = value
-    use_linear(model.graph)
-    if join:
-        join_linears(model.graph)
-    assert {f.overload for f in linear_functions(model.graph)} == {node.overload for node in model.graph if node.op_type == "Linear"}
-    return [
-        (node.overload, *(str(x.name) for x in node.inputs if x is not None)) if node.op_type == "Linear" else (node.op_type,)
-        for node in model.graph
-    ]
-
-
-SHAPES = {"p": "B,T,8", "q": "B,T,8", "m": "B,T,8", "h": "B,T,2,4", "g": "T,B,2,4", "a": "B,2,T,4", "c": "B,T,2,4", "d": "B,T,8"}
-SQUARE = {"w": ("float32", [8, 8]), "v": ("float32", [8, 8]), "b": ("float32", [8]), "one": ("float32", [1])}
-
-
-def body(*lines: str) -> str:
-    return "{\n" + "\n".join(f" {line}" for line in lines) + "\n}"
-
-
-PRODUCT = ("t = Transpose <perm = [1, 0]> (w)", "p = MatMul (x, t)")
-SECOND = ("u = Transpose <perm = [1, 0]> (v)", "q = MatMul (x, u)")
-SILU = (*PRODUCT, *SECOND, "s = Sigmoid (q)", "z = Mul (q, s)")
-HEADS = (*PRODUCT, "h = Reshape (p, shape)")
-
-
-@pytest.mark.parametrize(
-    ("lines", "left"),
-    [
-        ((*PRODUCT, "y = Relu (p)"), [("", "x", "w"), ("Relu",)]),
-        ((*PRODUCT, "y = Add (p, b)"), [("bias1", "x", "w", "b")]),
-        ((*PRODUCT, "y = Add (b, p)"), [("bias1", "x", "w", "b")]),
-        ((*PRODUCT, "y = Add (p, one)"), [("", "x", "w"), ("Add",)]),
-        ((*PRODUCT, "y = Add (r, p)"), [("residual1", "x", "w", "r")]),
-        ((*PRODUCT, "k = Add (p, b)", "y = Add (r, k)"), [("bias1", "x", "w", "b"), ("Add",)]),  # the shape of k is not known
-        ((*PRODUCT, "m = Add (p, b)", "y = Add (r, m)"), [("bias1_residual1", "x", "w", "b", "r")]),
-        ((*PRODUCT, "e = Relu (p)", "y = Add (e, p)"), [("", "x", "w"), ("Relu",), ("Add",)]),
-        ((*SILU, "y = Mul (z, p)"), [("gate1", "x", "w", "v")]),
-        ((*SILU, "y = Mul (p, z)"), [("gate1", "x", "w", "v")]),
-        ((*SILU, "k = Mul (z, p)", "y = Add (k, q)"), [("", "x", "w"), ("", "x", "v"), ("Sigmoid",), ("Mul",), ("Mul",), ("Add",)]),
-        (
-            (*PRODUCT, "u = Transpose <perm = [1, 0]> (v)", "q = MatMul (r, u)", "s = Sigmoid (q)", "z = Mul (q, s)", "y = Mul (z, p)"),
-            [("", "x", "w"), ("", "r", "v"), ("Sigmoid",), ("Mul",), ("Mul",)],
-        ),
-        ((*HEADS, "y = Transpose <perm = [0, 2, 1, 3]> (h)"), [("output_heads2", "x", "w")]),
-        ((*HEADS, "y = Transpose <perm = [0, 2, 3, 1]> (h)"), [("", "x", "w"), ("Reshape",), ("Transpose",)]),
-        ((*PRODUCT, "g = Reshape (p, shape)", "y = Transpose <perm = [0, 2, 1, 3]> (g)"),
-         [("", "x", "w"), ("Reshape",), ("Transpose",)]),
-        (
-            ("a = Relu (x)", "c = Transpose <perm = [0, 2, 1, 3]> (a)", "d = Reshape (c, shape)",
-             "t = Transpose <perm = [1, 0]> (w)", "y = MatMul (d, t)"),
-            [("Relu",), ("input_heads2", "a", "w")],
-        ),
-        (("t = Transpose <perm = [1, 0]> (r)", "y = MatMul (x, t)"), [("Transpose",), ("MatMul",)]),
-    ],
-)  # fmt: skip
-def test_what_joins_a_product_and_what_does_not(lines: tuple[str, ...], left: list[tuple[str, ...]]) -> None:
-    weights = {name: value for name, value in SQUARE.items() if f"({name}" in "".join(lines) or f", {name})" in "".join(lines)}
-    assert fused(body(*lines), weights) == left
-
-
-NORM = "n = RMSNormalization <axis = -1, epsilon = 0.001> (x, b)"
-OF_NORM = ("t = Transpose <perm = [1, 0]> (w)", "p = MatMul (n, t)")
-ROTATED = ("t = Transpose <perm = [1, 0]> (w)", "p = MatMul (x, t)", "h = Reshape (p, shape)", "a = Transpose <perm = [0, 2, 1, 3]> (h)")
-
-
-@pytest.mark.parametrize(
-    ("lines", "left"),
-    [
-        ((*PRODUCT, *SECOND, "y = Sub (p, q)"), [("2", "x", "w", "v"), ("Sub",)]),
-        ((*PRODUCT, "k = Add (p, b)", *SECOND, "y = Sub (k, q)"), [("2_bias1.0", "x", "w", "b", "v"), ("Sub",)]),
-        ((*SILU, "m = Mul (z, p)", "u2 = Transpose <perm = [1, 0]> (v)", "d = MatMul (x, u2)", "y = Sub (m, d)"),
-         [("gate1", "x", "w", "v"), ("", "x", "v"), ("Sub",)]),
-        ((NORM, *OF_NORM, "y = Relu (p)"), [("norm0.001", "x", "b", "w"), ("Relu",)]),
-        ((NORM, *OF_NORM, "y = Sub (p, n)"), [("RMSNormalization",), ("", "n", "w"), ("Sub",)]),
-        ((NORM.replace("-1", "1"), *OF_NORM, "y = Relu (p)"), [("RMSNormalization",), ("", "n", "w"), ("Relu",)]),
-        ((*ROTATED, "y = RotaryEmbedding (a, cos, sin)"), [("output_heads2_turned1", "x", "w", "cos", "sin")]),
-        ((*ROTATED, "y = RotaryEmbedding <interleaved = 1> (a, cos, sin)"), [("output_heads2", "x", "w"), ("RotaryEmbedding",)]),
-        ((*ROTATED, "y = RotaryEmbedding <rotary_embedding_dim = 2> (a, cos, sin)"), [("output_heads2", "x", "w"), ("RotaryEmbedding",)]),
-        ((*ROTATED, "e = RotaryEmbedding (a, cos, sin)", "y = Sub (e, a)"), [("output_heads2", "x", "w"), ("RotaryEmbedding",), ("Sub",)]),
-        ((*ROTATED, *SECOND, "g = Reshape (q, shape)", "c = Transpose <perm = [0, 2, 1, 3]> (g)", "e = RotaryEmbedding (a, cos, sin)",
-          "f = RotaryEmbedding (c, cos, sin)", "y = Sub (e, f)"),
-         [("2_output_heads2.2_turned1.1", "x", "w", "v", "cos", "sin"), ("Sub",)]),
-        ((*ROTATED, *SECOND, "g = Reshape (q, shape)", "c = Transpose <perm = [0, 2, 1, 3]> (g)", "e = RotaryEmbedding (a, cos, sin)",
-          "f = RotaryEmbedding (c, sin, cos)", "y = Sub (e, f)"),
-         [("2_output_heads2.2_turned1.0", "x", "w", "v", "cos", "sin"), ("RotaryEmbedding",), ("Sub",)]),
-    ],
-)  # fmt: skip
-def test_what_products_of_one_input_take_with_them(lines: tuple[str, ...], left: list[tuple[str, ...]]) -> None:
-    shapes = SHAPES | {"n": "B,T,8", "g": "B,T,2,4", "c": "B,2,T,4"}
-    text, read = body(*lines), "".join(lines)
-    weights = {name: value for name, value in SQUARE.items() if any(f"{before}{name})" in read for before in ("(", ", "))}
-    assert fused(text, weights, True, shapes) == left
-
-
-def test_weights_of_other_types_are_left_alone() -> None:
-    assert fused(body(*PRODUCT, "y = Relu (p)"), {"w": ("float64", [8, 8])}) == [("Transpose",), ("MatMul",), ("Relu",)]
 
 
 @pytest.mark.parametrize(("dtype", "config"), product(["float16", "float32"], [LlamaConfig, Qwen2Config]))

@@ -149,7 +149,8 @@ def _rotary(node: ir.Node) -> None:
             heads, swapped = straight.inputs[j], _maker(crossed, k, "Concat")
             if heads is None or swapped is None or not _swaps_halves(swapped, heads) or _maker(straight, j, "Linear", DOMAIN) is None:
                 continue
-            angles = [_of_one_half(value) for value in (straight.inputs[1 - j], crossed.inputs[1 - k])]
+            tables = straight.inputs[1 - j], crossed.inputs[1 - k]
+            angles = [_of_one_half(table, _shape(heads)) for table in tables]
             if None not in angles and len(heads.uses()) == 3 and not heads.is_graph_output():
                 return _put_node([straight, crossed, node], ir.node("RotaryEmbedding", [heads, *angles]))
     return None
@@ -174,9 +175,12 @@ def _slices(node: ir.Node, x: ir.Value, start: int, end: int) -> bool:
     return first == start and min(last, _shape(x)[-1]) == end and axis in (-1, 3) and step == 1
 
 
-def _of_one_half(table: ir.Value | None) -> ir.Value | None:
-    """[B, T, D / 2] of a table [B, 1, T, D] whose halves are the same because they are made of the same; None where that is not seen."""
-    apart = table.producer() if table is not None else None
+def _of_one_half(table: ir.Value | None, heads: tuple[int | str, ...]) -> ir.Value | None:
+    """[B, T, D / 2] of a table [B, 1, T, D] whose halves are the same because they are made of the same, for heads [B, H, T, D]; None where
+    that is not seen."""
+    if table is None or len(heads) != 4 or _shape(table) != (heads[0], 1, *heads[2:]):
+        return None
+    apart = table.producer()
     axes = apart.inputs[1] if apart is not None and _is(apart, "Unsqueeze") else None
     if apart is None or axes is None or axes.const_value is None or axes.const_value.numpy().tolist() != [1]:
         return None
@@ -203,6 +207,9 @@ def _half(value: ir.Value | None) -> ir.Value | None:
             return use.node.outputs[0]
     made = ir.Node("", node.op_type, [half, *others], node.attributes.values(), name=f"{node.name}.half")
     made.outputs[0].name, made.outputs[0].type = name, value.type
+    *dims, size = _shape(value) or ("",)
+    if isinstance(size, int):
+        made.outputs[0].shape = ir.Shape([*dims, size // 2])
     node.graph.insert_after(node, made)
     return made.outputs[0]
 

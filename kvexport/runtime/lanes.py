@@ -91,6 +91,8 @@ class Lanes:
     ) -> T:
         """As `append`, by another of the backend's calls; what that gives."""
         counts = [len(t) for t in tokens]
+        if len(counts) != self.count:
+            raise ValueError(f"a call takes tokens for each of {self.count} sequences, not for {len(counts)}")
         width = max(counts)
         if width == 0 or width > self.prefill_chunk:
             raise ValueError(f"a call takes 1 to {self.prefill_chunk} tokens of a sequence, not {width}")

@@ -247,11 +247,24 @@ struct Prefill : Attention<T> {
     return false;
   }
 
+  // Every log_ema of a tile, from its logits or from its weights.
+  void accumulate_logs(Work& p, const Block& block, const Rows& rows, const float* tile, int r0, bool weights) const {
+    for (int k = 0; k < a.statistics; ++k) {
+      if (!counts_log(p, rows, r0, k)) continue;
+      const float* share = p.log_share.get() + k * p.padded + r0;
+      float *tops = p.columns.get() + 2 * k * column_stride(), *sums = tops + column_stride();
+      weights ? accumulate_weights(block, rows, tile, p.top.get() + r0, share, tops, sums)
+              : accumulate_log(block, rows, tile, share, tops, sums);
+    }
+  }
+
   void attend_tile(const Head&, Work& p, const Block& block, const Rows& rows, int tile) const {
     const int d = a.key_size, dvp = padded_value_size(), r0 = tile * kTileRows;
     float *logits = p.tile, *query = p.query.get() + static_cast<size_t>(r0) * d;
     tile_logits(query, block, logits);
-    float factor[kTileRows], raw[kTileRows * kBlock];
+    const bool logs = counts_logs(p, rows, r0);
+    if (logs && !block.plain) accumulate_logs(p, block, rows, logits, r0, false);
+    float factor[kTileRows];
     vf far{};  // how far the lowest weight is below its row's top
     for (int r = 0; r < kTileRows; ++r) {
       vf top = splat(p.top.get()[r0 + r]), low = splat(3e38f);
@@ -274,16 +287,12 @@ struct Prefill : Attention<T> {
       p.total.get()[r0 + r] = p.total.get()[r0 + r] * factor[r] + sum(total);
       p.top.get()[r0 + r] = best;
     }
-    if (counts_logs(p, rows, r0)) {
-      const bool say = block.plain && max(far) < kFar;
-      if (!say) tile_logits(query, block, raw);
-      for (int k = 0; k < a.statistics; ++k) {
-        if (!counts_log(p, rows, r0, k)) continue;
-        const float* share = p.log_share.get() + k * p.padded + r0;
-        float *tops = p.columns.get() + 2 * k * column_stride(), *sums = tops + column_stride();
-        say ? accumulate_weights(block, rows, logits, p.top.get() + r0, share, tops, sums)
-            : accumulate_log(block, rows, raw, share, tops, sums);
-      }
+    if (logs && block.plain && max(far) < kFar) {
+      accumulate_logs(p, block, rows, logits, r0, true);
+    } else if (logs && block.plain) {
+      float raw[kTileRows * kBlock];
+      tile_logits(query, block, raw);
+      accumulate_logs(p, block, rows, raw, r0, false);
     }
     float* out = p.rows.get() + static_cast<size_t>(r0) * dvp;
     int column = 0;

@@ -61,7 +61,7 @@ class Chunk {
 };
 
 // The number after `name` in one of the kernel's files ("" for the first there); -1 where there is none.
-inline int64_t number_in(const char* path, const std::string& name) {
+inline int64_t number_in(const std::string& path, const std::string& name) {
   std::ifstream file(path);
   int64_t number = -1;
   for (std::string word; !name.empty() && file >> word;)
@@ -69,16 +69,43 @@ inline int64_t number_in(const char* path, const std::string& name) {
   return file >> number ? number : -1;
 }
 
-// Whether so many bytes more leave an eighth of the memory, the machine's or the control group's, to others. What the
-// kernel holds of files counts as free: it gives that up first.
-inline bool has_memory(int64_t bytes) {
-  const int64_t total = number_in("/proc/meminfo", "MemTotal:") * 1024;
-  if (number_in("/proc/meminfo", "MemAvailable:") * 1024 - bytes < total / 8) return false;
-  const int64_t limit = number_in("/sys/fs/cgroup/memory.max", "");
-  const int64_t used = number_in("/sys/fs/cgroup/memory.current", "") -
-                       number_in("/sys/fs/cgroup/memory.stat", "inactive_file") -
-                       number_in("/sys/fs/cgroup/memory.stat", "active_file");
-  return limit <= 0 || limit - used - bytes >= limit / 8;
+// Whether a control group leaves an eighth of its memory to others after so many bytes more. Like the machine's, what
+// the kernel holds of files counts as free: it gives that up first.
+inline bool group_has_memory(const std::string& folder, bool first_version, int64_t bytes) {
+  const int64_t limit = number_in(folder + (first_version ? "/memory.limit_in_bytes" : "/memory.max"), "");
+  if (limit <= 0) return true;
+  const std::string stat = folder + "/memory.stat", total = first_version ? "total_" : "";
+  int64_t used = number_in(folder + (first_version ? "/memory.usage_in_bytes" : "/memory.current"), "");
+  for (const char* files : {"inactive_file", "active_file"}) {
+    const int64_t held = number_in(stat, total + files);
+    if (held > 0) used -= held;
+  }
+  return limit - used - bytes >= limit / 8;
+}
+
+// Whether so many bytes more leave an eighth of the memory to others: the machine's, and that of every control group
+// around this process, of either version of these. root: where the file system begins, for tests.
+inline bool has_memory(int64_t bytes, const std::string& root = "") {
+  const int64_t total = number_in(root + "/proc/meminfo", "MemTotal:") * 1024;
+  if (number_in(root + "/proc/meminfo", "MemAvailable:") * 1024 - bytes < total / 8) return false;
+  std::ifstream groups(root + "/proc/self/cgroup");
+  for (std::string line; std::getline(groups, line);) {  // number:controllers:path
+    const size_t first = line.find(':'), second = line.find(':', first + 1);
+    if (first == std::string::npos || second == std::string::npos) continue;
+    const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
+    const bool first_version = controllers.find(",memory,") != std::string::npos;
+    if (!first_version && controllers != ",,") continue;
+    // In a container the path may be the host's, and its own group is the root.
+    std::string path = line.substr(second + 1);
+    while (true) {
+      while (!path.empty() && path.back() == '/') path.pop_back();
+      const std::string folder = root + "/sys/fs/cgroup" + (first_version ? "/memory" : "") + path;
+      if (!group_has_memory(folder, first_version, bytes)) return false;
+      if (path.empty()) break;
+      path.resize(path.rfind('/') == std::string::npos ? 0 : path.rfind('/'));
+    }
+  }
+  return true;
 }
 
 // Why weights stay where they are, or nullptr. KVEXPORT_HUGE_PAGES=off asks for it: processes then share the pages of
@@ -108,7 +135,7 @@ inline std::shared_ptr<const void> in_huge_pages(const void* data, size_t bytes)
     if (why_no_huge_pages() || !has_memory(static_cast<int64_t>(size))) return nullptr;
     chunk = Chunk::make(size);
     if (!chunk) return nullptr;
-    newest = chunk;
+    if (size == kChunk) newest = chunk;  // what a large one leaves is not worth keeping it for
     place = chunk->take(bytes);
   }
   memcpy(place, data, bytes);

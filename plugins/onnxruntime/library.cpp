@@ -1,6 +1,6 @@
 // Registers the operators of domain `kvexport` with ONNX Runtime's CPU provider. Bindings only: attributes and tensors
-// in, kernels called. A malformed node is an error when the session is made; tensors that do not fit are an error of
-// the run.
+// in, kernels called, and weights kept where they are read fastest. A malformed node is an error when the session is
+// made; tensors that do not fit are an error of the run.
 #define ORT_API_MANUAL_INIT
 #include <onnxruntime_cxx_api.h>
 #undef ORT_API_MANUAL_INIT

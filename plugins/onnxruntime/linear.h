@@ -54,7 +54,11 @@ struct LinearNode {
                  "output_heads, bias and turned have an entry for each of one to three products, not " +
                      std::to_string(count) + ", " + std::to_string(bias.size()) + " and " +
                      std::to_string(turned.size()));
-    for (const int heads : output_heads) node.require(heads >= 0, "output_heads is negative");
+    for (size_t i = 0; i < count; ++i) {
+      node.require(output_heads[i] >= 0, "output_heads is negative");
+      node.require((bias[i] | turned[i] | 1) == 1, "bias and turned are 0 or 1");
+      node.require(!turned[i] || output_heads[i] > 0, "an output without heads is turned");
+    }
     node.require(count == 1 || !(gate || residual), "a gate or a residual joins one product, not several");
     size_t expected = 1 + norm + count + gate + residual + 2 * turns();
     for (const int one : bias) expected += one != 0;
@@ -62,6 +66,10 @@ struct LinearNode {
                  "there are " + std::to_string(info.GetInputCount()) + " inputs, not " + std::to_string(expected));
     node.require(info.GetOutputCount() == count,
                  "there are " + std::to_string(info.GetOutputCount()) + " outputs, not " + std::to_string(count));
+    for (size_t i = 0; i < expected; ++i)
+      node.require(has_input(info, i), "input " + std::to_string(i) + " is left out");
+    for (size_t i = 0; i < count; ++i)
+      node.require(has_output(info, i), "output " + std::to_string(i) + " is left out");
     size_t next = 1 + norm;
     for (const int one : bias) weights.emplace_back(info, next), next += 1 + (one != 0);
     if (gate) gate_weight = Weight(info, next);

@@ -113,6 +113,22 @@ inline Shape declared_shape(const Ort::ConstKernelInfo& info, size_t input) {
   }
 }
 
+// Whether the node names a tensor there, instead of leaving it out.
+inline bool has_input(const Ort::ConstKernelInfo& info, size_t i) {
+  try {
+    return info.GetInputTypeInfo(i).GetONNXType() == ONNX_TYPE_TENSOR;
+  } catch (const Ort::Exception&) {
+    return false;
+  }
+}
+inline bool has_output(const Ort::ConstKernelInfo& info, size_t i) {
+  try {
+    return info.GetOutputTypeInfo(i).GetONNXType() == ONNX_TYPE_TENSOR;
+  } catch (const Ort::Exception&) {
+    return false;
+  }
+}
+
 // What is known of an input's shape does not contradict `expected`, in which -1 stands for any size.
 inline void check_declared(const Ort::ConstKernelInfo& info, const Attributes& node, size_t i, const char* name,
                            const Shape& expected) {

@@ -143,13 +143,21 @@ struct LinearCase {
     }
   }
 
+  std::string products() const {
+    std::string text;
+    for (int i = 0; i < call.count; ++i) {
+      const KvProduct& p = call.products[i];
+      text += (i ? ", " : "") + std::to_string(p.outputs) + " in heads " + std::to_string(p.heads) +
+              (p.bias ? " bias" : "") + (p.turned ? " turned" : "");
+    }
+    return text;
+  }
+
   std::string describe() const {
     return std::string("Linear ") + (shape.type ? "fp16" : "fp32") + " batch " + std::to_string(call.batch) +
            " tokens " + std::to_string(call.tokens) + " inputs " + std::to_string(call.inputs) + " outputs " +
-           std::to_string(call.products[0].outputs) + " of " + std::to_string(call.count) + " heads " +
-           std::to_string(call.input_heads) + " " + std::to_string(call.products[0].heads) +
-           (call.products[0].bias ? " bias" : "") + (call.norm ? " norm" : "") + (call.gate ? " gate" : "") +
-           (call.residual ? " residual" : "") + (call.products[0].turned ? " turned" : "");
+           products() + " input heads " + std::to_string(call.input_heads) + (call.norm ? " norm" : "") +
+           (call.gate ? " gate" : "") + (call.residual ? " residual" : "");
   }
 };
 

@@ -286,9 +286,12 @@ def main() -> None:
     genai_model(work, options.genai)
     wanted = [p for p in PAIRS if options.only is None or options.only in p.name]
     results: dict[str, Any] = {pair.name: compare(pair, options.rounds, work, options.genai) for pair in wanted}
+    linear, peak = "prefill: 65536 / 8192 tokens, keepkv-1024", "peak memory: prompt of 65536 / 2048 tokens, keepkv"
+    if options.only is None or options.only in linear:
+        results[linear] = linearity(options.rounds, work, options.genai)
+    if options.only is None or options.only in peak:
+        results[peak] = memory(work, options.genai)
     if options.only is None:
-        results["prefill: 65536 / 8192 tokens, keepkv-1024"] = linearity(max(2, options.rounds // 2), work, options.genai)
-        results["peak memory: prompt of 65536 / 2048 tokens, keepkv"] = memory(work, options.genai)
         write_page(results)
         print(save("genai", results))
     print(json.dumps(results, indent=1))

@@ -112,7 +112,7 @@ def test_an_ended_sequence_keeps_its_state_while_others_go_on(engine: Engine) ->
     # Nor does a chunk of a neighbour's prompt move it.
     lanes.append([ids[1][:CHUNK], ids[0][:0], ids[1][:3]], prefill=True)
     assert lane_bytes(lanes, 1) == ended
-    assert lanes.length.tolist() == [PROMPTS[0] + 30 + CHUNK, PROMPTS[1], PROMPTS[2] + 33]
+    assert lanes.length == [PROMPTS[0] + 30 + CHUNK, PROMPTS[1], PROMPTS[2] + 33]
 
 
 def test_an_empty_lane_stays_empty(engine: Engine) -> None:
@@ -143,7 +143,7 @@ def test_prefill_goes_chunk_by_chunk_and_ends_within_every_budget(engine: Engine
     lanes = engine.lanes(1)
     lanes.prefill(models.random_ids(3, length), lambda done, total: seen.append((done, total)))
     assert seen == [(min(end, length), length) for end in range(CHUNK, length + CHUNK, CHUNK)]
-    assert lanes.length.tolist() == [length]
+    assert lanes.length == [length]
     for i, layer in enumerate(engine.plan.layers):
         assert (used_slots(lanes, i) == min(length, layer.budget)).all()
 
@@ -153,7 +153,7 @@ def test_a_call_takes_no_more_than_a_chunk(engine: Engine) -> None:
     for count in (0, CHUNK + 1):
         with pytest.raises(ValueError, match=f"1 to {CHUNK} tokens"):
             lanes.append([np.arange(count)])
-    assert lanes.length.tolist() == [0]
+    assert lanes.length == [0]
 
 
 # What a cache may hold.
@@ -196,7 +196,7 @@ def test_ten_times_the_budget_stays_within_capacity_and_merges_to_the_budget(eng
     lanes.prefill([ids[0], ids[1][:20], ids[2]])
     for step in range(10 * BUDGET - 20):
         lanes.append([ids[0][:0], ids[1][20 + step :][:1], ids[2][:1] if step % 3 == 0 and step < 90 else ids[2][:0]])
-    assert lanes.length.tolist() == [160, 160, 60]
+    assert lanes.length == [160, 160, 60]
     assert [merged.count(lane) > 3 for lane in range(3)] == [True] * 3
     # Decoded tokens merge every so many of them, a lane on its own account.
     largest = max(layer.budget for layer in engine.plan.layers)
@@ -212,7 +212,7 @@ def test_votes_never_exceed_the_tokens_seen_and_nothing_else_is_lost(engine: Eng
         used, total = votes(lanes, i) > 0, votes(lanes, i).sum(-1)
         # Whole votes: what merged is counted, what found no neighbour is gone.
         np.testing.assert_array_equal(votes(lanes, i), np.round(votes(lanes, i)))
-        assert (total <= lanes.length[:, None]).all()
+        assert (total <= np.array(lanes.length)[:, None]).all()
         assert (total > layer.budget).any()
         position = state(lanes, i, "position")
         for lane, length in enumerate((150, 60)):
@@ -257,7 +257,7 @@ def test_lanes_are_given_empty_whatever_was_in_them(engine: Engine) -> None:
     assert any(map(any, lane_bytes(lanes, 0)))
     again = engine.lanes(2)
     assert not any(map(any, lane_bytes(again, 0) + lane_bytes(again, 1)))
-    assert again.length.tolist() == [0, 0]
+    assert again.length == [0, 0]
 
 
 # Streams and their ends.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -47,8 +48,6 @@ print(held, advised() - before)
 
 
 def megabytes(environment: dict[str, str]) -> list[int]:
-    import os
-
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env={**os.environ, **environment}, check=True)
     return [int(x) for x in done.stdout.split()]
 
@@ -59,7 +58,7 @@ def test_a_weight_lies_in_huge_pages_as_long_as_its_session_lives() -> None:
     if path is None:
         pytest.skip("not reached: the native operators are not built (make native)")
     if why := why_small_pages(path):
-        pytest.skip(f"not reached: huge pages are {why}")
+        pytest.skip(f"not reached: weights in huge pages: {why}")
     held, left = megabytes({})
     assert held >= 4 and left == 0
     assert megabytes({"KVEXPORT_HUGE_PAGES": "off"}) == [0, 0]

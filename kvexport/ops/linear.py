@@ -124,6 +124,7 @@ def _product(form: Form, i: int, rows: str) -> tuple[list[str], str]:
         ]
         last = f"heads_first{i}"
     if form.turned[i]:
+        # Written out: who has no kernel of Linear need not have one of RotaryEmbedding in every type.
         lines += [
             f"first{i}, second{i} = Split <axis = -1, num_outputs = 2> ({last})",
             f"first_cosine{i} = Mul (first{i}, cosine_of_heads)",

@@ -180,7 +180,7 @@ class Engine:
             next_tokens = [nothing] * len(batch)
             for lane in sorted(running):
                 self._require_newest(call)
-                token = self._choose(lane, samplers[lane], texts[lane], rows, lanes.seen(lane))
+                token = self._choose(lane, samplers[lane], texts[lane], rows, lanes.length[lane])
                 if token.finish_reason:
                     running.discard(lane)
                 next_tokens[lane] = np.array([token.id])

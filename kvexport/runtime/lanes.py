@@ -52,25 +52,16 @@ class Lanes:
         # of a model the processor holds neither numpy's code nor the addresses of its pages, and finding them again takes longer than
         # all else here. Tokens since the last merge; how many may come before a cache is full, and before one is over its budget.
         self._added, self._room, self._spare = [0] * lanes, [0] * lanes, [0] * lanes
-        self._seen = [0] * lanes
+        self.length = [0] * lanes  # tokens seen
         self._step = np.zeros((2, lanes, 1), dtype=np.int64)  # one token of every lane, and whether it is real
         self._step_ids, self._step_counts = (part.data.cast("B").cast("q") for part in self._step)
         self._count(range(lanes))
-
-    @property
-    def length(self) -> NDArray[np.int64]:
-        """Tokens seen [lanes]."""
-        return np.array(self._seen, dtype=np.int64)
-
-    def seen(self, lane: int) -> int:
-        """Tokens that a lane has seen."""
-        return self._seen[lane]
 
     def reset(self) -> None:
         """Empty every lane."""
         self.backend.reset()
         self._held[:] = 0
-        self._seen = [0] * self.count
+        self.length = [0] * self.count
         self._count(range(self.count))
 
     def _count(self, lanes: Iterable[int]) -> None:
@@ -103,7 +94,7 @@ class Lanes:
         given = decode(*self._inputs(tokens, counts, width))
         for lane, count in enumerate(counts):
             self._added[lane] += count
-            self._seen[lane] += count
+            self.length[lane] += count
         if due := [lane for lane, count in enumerate(counts) if count > 0 and self._is_due(lane, prefill)]:
             self._merge(due)
         return given

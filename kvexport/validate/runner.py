@@ -284,7 +284,7 @@ class _Comparison:
                 row = len(part) - 1 if own.shape[1] > 1 else 0
                 difference = float(np.abs(own[lane, row] - reference[lane, row]).max())
                 self.result.own_run_logits = max(self.result.own_run_logits, difference)
-                self.own_logits[lane][self.own.seen(lane) - 1] = own[lane, row].copy()
+                self.own_logits[lane][self.own.length[lane] - 1] = own[lane, row].copy()
 
 
 class _LockedBackend(ReferenceBackend):

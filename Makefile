@@ -33,7 +33,7 @@ cross-tools:
 # TensorRT's and CUDA's Python bindings, to read what they export: TensorRT, CUDA and a GPU are not needed, and nothing is installed. Without
 # them the tests that hold kvexport's calls to them are skipped.
 tensorrt-bindings: setup
-	-$(BIN)/python tests/tensorrt_bindings.py
+	-$(BIN)/python tests/support/tensorrt_bindings.py
 
 # The CUDA kernels' own source and their binding, compiled for the host: the conformance suite's backends *cuda-on-host.
 cuda-host:
@@ -42,10 +42,10 @@ cuda-host:
 
 # On a machine with a GPU, nvcc, PyTorch and numpy: builds, proves and measures the CUDA kernels, in less than eight minutes.
 gpu-check:
-	$(PYTHON) benchmarks/gpu_check.py $(GPU_CHECK)
+	$(PYTHON) -m tools.gpu_check $(GPU_CHECK)
 
 demo: setup
-	$(BIN)/python -m kvexport.demo --out $(DEMO)
+	$(BIN)/python -m kvexport.commands.demo --out $(DEMO)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -26,7 +26,9 @@ class NativeOperators(BuildHookInterface):  # type: ignore[misc]
             headers = plugins.find_headers()
             library = plugins.build(headers)
         except plugins.Missing as error:
-            self.app.display_warning(f"the native operators were not built, and graphs run from their functions: {error}")
+            self.app.display_warning(
+                f"the native operators were not built, and graphs run from their functions: {error}"
+            )
             return
         self.app.display_info(f"built {library.name}")
         build_data["pure_python"] = False

@@ -2,9 +2,10 @@
 
     python benchmarks/attention.py [--rounds 20] [--threads 2]
 
-Batch 4, 4096 slots, 32 query heads on 8 KV heads of size 128 (a layer of Llama-3-8B), votes and one score statistic, state bound in
-place. Bytes: keys, values, votes, scores read and scores written. The bandwidth is probed before and after every round by the same
-number of threads; each instruction set runs in a process of its own.
+Batch 4, 4096 slots, 32 query heads on 8 KV heads of size 128 (a layer of Llama-3-8B), votes and one score statistic,
+state bound in
+place. Bytes: keys, values, votes, scores read and scores written. The bandwidth is probed before and after every round
+by the same number of threads; each instruction set runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def session(threads: int, dtype: str, statistic: str) -> tuple[Any, Any, int]:
     import onnxruntime as ort
     from onnx import helper
 
+    from kvexport.backends.onnxruntime.operators import library
     from kvexport.methods.base import Statistic
-    from kvexport.native import library
     from kvexport.ops.onnx_function import VOTE_ATTENTION_INPUTS, VOTE_ATTENTION_OUTPUTS, vote_attention_node_attributes
     from kvexport.ops.vote_attention import VoteAttentionAttributes
 
@@ -54,18 +55,26 @@ def session(threads: int, dtype: str, statistic: str) -> tuple[Any, Any, int]:
     output = np.zeros((BATCH, QUERY_HEADS, 1, SIZE), real)
     kind = Statistic(statistic, 0.9) if statistic == "log_ema" else Statistic(statistic)
     attributes = vote_attention_node_attributes(VoteAttentionAttributes(SIZE**-0.5, 1.0, (kind,)))
-    node = helper.make_node("VoteAttention", VOTE_ATTENTION_INPUTS, VOTE_ATTENTION_OUTPUTS, domain="kvexport", **attributes)
-    bound = {"output": output} | {name.replace("past", "present"): x for name, x in arrays.items() if name.startswith("past")}
+    node = helper.make_node(
+        "VoteAttention", VOTE_ATTENTION_INPUTS, VOTE_ATTENTION_OUTPUTS, domain="kvexport", **attributes
+    )
+    bound = {"output": output} | {
+        name.replace("past", "present"): x for name, x in arrays.items() if name.startswith("past")
+    }
 
     def info(name: str, x: np.ndarray) -> Any:
         return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(x.dtype), x.shape)
 
-    graph = helper.make_graph([node], "attention", [info(*x) for x in arrays.items()], [info(*x) for x in bound.items()])
+    graph = helper.make_graph(
+        [node], "attention", [info(*x) for x in arrays.items()], [info(*x) for x in bound.items()]
+    )
     opsets = [helper.make_opsetid("", 23), helper.make_opsetid("kvexport", 1)]
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.register_custom_ops_library(str(library()))
-    made = ort.InferenceSession(helper.make_model(graph, opset_imports=opsets, ir_version=11).SerializeToString(), options)
+    made = ort.InferenceSession(
+        helper.make_model(graph, opset_imports=opsets, ir_version=11).SerializeToString(), options
+    )
     binding = made.io_binding()
     for name, x in arrays.items():
         binding.bind_input(name, "cpu", 0, x.dtype.type, x.shape, x.ctypes.data)
@@ -93,7 +102,12 @@ def measure(threads: int, rounds: int, dtype: str, statistic: str) -> dict[str, 
         rates.append(nbytes / best)
         shares.append(rates[-1] / max(before, after))
         before = after
-    return {"share": statistics.median(shares), "GBps": statistics.median(rates) / 1e9, "bandwidth_GBps": before / 1e9, "bytes": nbytes}
+    return {
+        "share": statistics.median(shares),
+        "GBps": statistics.median(rates) / 1e9,
+        "bandwidth_GBps": before / 1e9,
+        "bytes": nbytes,
+    }
 
 
 def main() -> None:
@@ -109,8 +123,19 @@ def main() -> None:
     results: dict[str, Any] = {}
     for isa, goal in GOALS.items():
         for side in ("float32-log_ema", "float32-probability", "float16-log_ema"):
-            command = [sys.executable, __file__, "--side", side, "--rounds", str(options.rounds), "--threads", str(options.threads)]
-            done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "KVEXPORT_CPU_ISA": isa})
+            command = [
+                sys.executable,
+                __file__,
+                "--side",
+                side,
+                "--rounds",
+                str(options.rounds),
+                "--threads",
+                str(options.threads),
+            ]
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=True, env={**os.environ, "KVEXPORT_CPU_ISA": isa}
+            )
             results[f"{isa}-{side}"] = {**json.loads(done.stdout.splitlines()[-1]), "goal": goal}
             print(isa, side, json.dumps(results[f"{isa}-{side}"]), flush=True)
     print(save("attention", results))

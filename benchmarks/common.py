@@ -1,4 +1,5 @@
-"""What the benchmarks share: reference checkpoints with random weights, the machine's bandwidth, interleaved timing, results as JSON."""
+"""What the benchmarks share: reference checkpoints with random weights, the machine's bandwidth, interleaved timing,
+results as JSON."""
 
 from __future__ import annotations
 
@@ -21,18 +22,36 @@ RESULTS = Path(__file__).parent / "results"
 
 # M, the reference model of all CPU figures (27.8M parameters), and two shapes of real checkpoints.
 SHAPES: dict[str, dict[str, Any]] = {
-    "M": dict(hidden_size=512, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, intermediate_size=1408, vocab_size=4096),
+    "M": dict(
+        hidden_size=512,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        intermediate_size=1408,
+        vocab_size=4096,
+    ),
     "1b": dict(
-        hidden_size=2048, num_hidden_layers=22, num_attention_heads=32, num_key_value_heads=4, intermediate_size=5632, vocab_size=32000
+        hidden_size=2048,
+        num_hidden_layers=22,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        intermediate_size=5632,
+        vocab_size=32000,
     ),
     "7b": dict(
-        hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=32, intermediate_size=11008, vocab_size=32000
+        hidden_size=4096,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        intermediate_size=11008,
+        vocab_size=32000,
     ),
 }
 
 
 def make_checkpoint(shape: str, folder: Path, dtype: str = "float32", seed: int = 0) -> Path:
-    """A Llama checkpoint of random weights (std 0.02) with a word tokenizer, written shard by shard; kept if it is already there."""
+    """A Llama checkpoint of random weights (std 0.02) with a word tokenizer, written shard by shard; kept if it is
+    already there."""
     import torch
     from safetensors.torch import save_file
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -41,7 +60,12 @@ def make_checkpoint(shape: str, folder: Path, dtype: str = "float32", seed: int 
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     config = LlamaConfig(
-        **SHAPES[shape], max_position_embeddings=131072, tie_word_embeddings=False, dtype=dtype, bos_token_id=1, eos_token_id=2
+        **SHAPES[shape],
+        max_position_embeddings=131072,
+        tie_word_embeddings=False,
+        dtype=dtype,
+        bos_token_id=1,
+        eos_token_id=2,
     )
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
@@ -55,7 +79,8 @@ def make_checkpoint(shape: str, folder: Path, dtype: str = "float32", seed: int 
             tensor = torch.ones(parameter.shape, dtype=getattr(torch, dtype))
         else:
             count = parameter.numel()
-            # A large tensor repeats one random block: what it holds does not matter to what is measured, and drawing it takes minutes.
+            # A large tensor repeats one random block: what it holds does not matter to what is measured, and drawing it
+            # takes minutes.
             block = (torch.randn(min(count, 1 << 22), generator=generator) * 0.02).to(getattr(torch, dtype))
             tensor = block.repeat(-(-count // len(block)))[:count].reshape(parameter.shape)
         shard[name] = tensor
@@ -81,12 +106,18 @@ def _write_tokenizer(folder: Path, size: int) -> None:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
-    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    names = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
 
 
 def read_bandwidth(megabytes: int = 512, threads: int = 2, seconds: float = 1.0) -> float:
-    """Bytes per second that `threads` threads read from memory: the best of repeated sums over an array far larger than any cache."""
+    """Bytes per second that `threads` threads read from memory: the best of repeated sums over an array far larger than
+    any cache."""
     import torch
 
     torch.set_num_threads(threads)
@@ -116,7 +147,8 @@ def ratio(a: list[float], b: list[float]) -> float:
 def machine() -> dict[str, Any]:
     """What a figure was measured on."""
     model = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), platform.machine()
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        platform.machine(),
     )
     packages = {}
     for name in ("kvexport", "torch", "transformers", "onnxruntime", "onnxruntime-genai", "numpy"):
@@ -135,7 +167,9 @@ def save(name: str, figures: dict[str, Any]) -> Path:
     path = RESULTS / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     # Where something lies on this machine is nobody's business.
-    command = " ".join(["python", Path(sys.argv[0]).name, *("DIR" if Path(a).is_absolute() else a for a in sys.argv[1:])])
+    command = " ".join(
+        ["python", Path(sys.argv[0]).name, *("DIR" if Path(a).is_absolute() else a for a in sys.argv[1:])]
+    )
     head = {"date": date.today().isoformat(), "command": command, "commit": commit, "machine": machine()}
     path.write_text(json.dumps({**head, **figures}, indent=1, default=_plain) + "\n")
     return path

@@ -2,8 +2,9 @@
 
     python benchmarks/decode.py [--rounds 5] [--only NAME] [--work DIR]
 
-Every side of a pair runs in a process of its own, in turn, round by round: two thread pools in one process disturb each other. A figure is
-the mean time of one step over a whole number of merge intervals, every token counted; a ratio is the median over rounds.
+Every side of a pair runs in a process of its own, in turn, round by round: two thread pools in one process disturb each
+other. A figure is the mean time of one step over a whole number of merge intervals, every token counted; a ratio is the
+median over rounds.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ PAIRS = {
 
 def engine_path(work: Path, side: str, context: int, batch: int = 1) -> Path:
     """The artifact of a side, built if it is not there."""
-    from kvexport.build.builder import build
-    from kvexport.recipe import Recipe
+    from kvexport.export.build import build
+    from kvexport.recipe.fields import Recipe
 
     method, budget, chunk, parameters = ENGINES[side]
     path = work / f"{side}{f'-{context}' if method == 'full' else ''}{f'-x{batch}' if batch > 1 else ''}"
@@ -117,7 +118,13 @@ def long_context(work: Path) -> dict[str, Any]:
     ids = np.random.default_rng(0).integers(3, 4096, 65536)
     both = {}
     for context in (2048, 65536):
-        lanes = Lanes(engine.new_backend(1), engine.plan, 1, prefill_chunk=limits["prefill_chunk"], merge_every=limits["merge_every"])
+        lanes = Lanes(
+            engine.new_backend(1),
+            engine.plan,
+            1,
+            prefill_chunk=limits["prefill_chunk"],
+            merge_every=limits["merge_every"],
+        )
         lanes.prefill([ids[:context]])
         both[context] = lanes
 

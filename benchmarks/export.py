@@ -1,10 +1,11 @@
-"""Memory and time of exporting a checkpoint: kvexport beside onnxruntime-genai's model builder, each in a process of its own, in turn.
+"""Memory and time of exporting a checkpoint: kvexport beside onnxruntime-genai's model builder, each in a process of
+its own, in turn.
 
     python benchmarks/export.py [--shapes 1b 7b] [--rounds N] [--work DIR] [--genai DIR_ON_PYTHONPATH]
 
-Seconds are the median of the rounds, peak memory the largest: the kernel's figure for the finished process (maximum resident set, mapped
-files included). Ratios are medians of the rounds' ratios. The builder is measured where `onnxruntime_genai` can be imported; for 7b it is
-left out (it holds the whole checkpoint), and copied weights too.
+Seconds are the median of the rounds, peak memory the largest: the kernel's figure for the finished process (maximum
+resident set, mapped files included). Ratios are medians of the rounds' ratios. The builder is measured where
+`onnxruntime_genai` can be imported; for 7b it is left out (it holds the whole checkpoint), and copied weights too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ GENAI = "onnxruntime-genai"
 
 
 def measured(command: list[str], environment: dict[str, str]) -> dict[str, float]:
-    """Run a command; its wall seconds and peak resident bytes. A shell in between, since a child starts with its parent's peak."""
+    """Run a command; its wall seconds and peak resident bytes. A shell in between, since a child starts with its
+    parent's peak."""
     start = time.perf_counter()
     process = subprocess.Popen(
         ["sh", "-c", 'exec "$@"', "sh", *command], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
@@ -44,7 +46,9 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["1b", "7b"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--work", type=Path)
-    parser.add_argument("--genai", default="", help="a folder with onnxruntime_genai, put on PYTHONPATH for its builder alone")
+    parser.add_argument(
+        "--genai", default="", help="a folder with onnxruntime_genai, put on PYTHONPATH for its builder alone"
+    )
     options = parser.parse_args()
     work = options.work or Path(tempfile.gettempdir()) / "kvexport-benchmark"
     work.mkdir(parents=True, exist_ok=True)
@@ -52,7 +56,9 @@ def main() -> None:
     for shape in options.shapes:
         # In a process of its own, so that this one stays small.
         make = "import sys, pathlib, common; common.make_checkpoint(sys.argv[1], pathlib.Path(sys.argv[2]), 'float16')"
-        subprocess.run([sys.executable, "-c", make, shape, str(work.absolute() / shape)], check=True, cwd=Path(__file__).parent)
+        subprocess.run(
+            [sys.executable, "-c", make, shape, str(work.absolute() / shape)], check=True, cwd=Path(__file__).parent
+        )
         sides = commands(shape, work, options.genai)
         rounds: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
         for _ in range(options.rounds):
@@ -60,14 +66,22 @@ def main() -> None:
                 rounds[name].append(measured(command, environment))
                 shutil.rmtree(work / "out")
         results[shape] = {
-            name: {"seconds": median(r["seconds"] for r in runs), "peak_megabytes": max(r["peak_megabytes"] for r in runs), "rounds": runs}
+            name: {
+                "seconds": median(r["seconds"] for r in runs),
+                "peak_megabytes": max(r["peak_megabytes"] for r in runs),
+                "rounds": runs,
+            }
             for name, runs in rounds.items()
         }
         for name in sides.keys() - {GENAI} if GENAI in sides else ():
             for figure in ("seconds", "peak_megabytes"):
-                results[shape][name][f"{figure}_ratio"] = ratio([r[figure] for r in rounds[name]], [r[figure] for r in rounds[GENAI]])
+                results[shape][name][f"{figure}_ratio"] = ratio(
+                    [r[figure] for r in rounds[name]], [r[figure] for r in rounds[GENAI]]
+                )
         print(shape, json.dumps(results[shape], indent=1), flush=True)
-    previous = json.loads(RESULTS.joinpath("export.json").read_text()) if RESULTS.joinpath("export.json").exists() else {}
+    previous = (
+        json.loads(RESULTS.joinpath("export.json").read_text()) if RESULTS.joinpath("export.json").exists() else {}
+    )
     kept = {shape: rows for shape, rows in previous.items() if shape in SHAPES}
     print(save("export", {**kept, **results}))
 
@@ -82,8 +96,19 @@ def commands(shape: str, work: Path, genai: str) -> dict[str, tuple[list[str], d
         build = [sys.executable, "-m", "kvexport", "build", "--recipe", str(recipe), "--out", str(work / "out")]
         sides[f"kvexport, weights: {weights}"] = build, dict(os.environ)
     if shape != "7b" and genai:
-        builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-m", str(work / shape), "-o", str(work / "out")]
-        sides[GENAI] = [*builder, "-p", "fp16", "-e", "cuda", "-c", str(work / "cache")], {**os.environ, "PYTHONPATH": genai}
+        builder = [
+            sys.executable,
+            "-m",
+            "onnxruntime_genai.models.builder",
+            "-m",
+            str(work / shape),
+            "-o",
+            str(work / "out"),
+        ]
+        sides[GENAI] = (
+            [*builder, "-p", "fp16", "-e", "cuda", "-c", str(work / "cache")],
+            {**os.environ, "PYTHONPATH": genai},
+        )
     return sides
 
 

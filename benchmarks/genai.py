@@ -2,10 +2,11 @@
 
     python benchmarks/genai.py --genai DIR [--rounds 5] [--only NAME] [--work DIR]
 
-DIR is where `pip install --no-deps --target DIR onnxruntime-genai==0.18.0` put it; both use the same ONNX Runtime, threads and checkpoint.
-Every side runs in a process of its own. Decoding goes in turn, block by block: a block is one merge interval, every token counted, merging
-included; prompts in turn, one by one. A ratio is the median over all blocks, and the bandwidth is probed before and after every round.
-`read_GBps` is what a step cannot but read over its time; where both sides read as fast as the machine can, speeds are as their bytes.
+DIR is where `pip install --no-deps --target DIR onnxruntime-genai==0.18.0` put it; both use the same ONNX Runtime,
+threads and checkpoint. Every side runs in a process of its own. Decoding goes in turn, block by block: a block is one
+merge interval, every token counted, merging included; prompts in turn, one by one. A ratio is the median over all
+blocks, and the bandwidth is probed before and after every round. `read_GBps` is what a step cannot but read over its
+time; where both sides read as fast as the machine can, speeds are as their bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ BLOCKS = 2 * STEPS // BLOCK - 1  # for which the engines and genai's cache have 
 
 @dataclass(frozen=True)
 class Pair:
-    """Side a beside side b; `kind` is decode (a step of `batch` sequences at a context) or prefill (a prompt). goal: of speed a / b."""
+    """Side a beside side b; `kind` is decode (a step of `batch` sequences at a context) or prefill (a prompt). goal: of
+    speed a / b."""
 
     kind: str
     a: str
@@ -47,7 +49,9 @@ class Pair:
     @property
     def name(self) -> str:
         """For the results."""
-        return f"{self.kind}: {self.a} / {self.b} at {self.context}" + (f", batch {self.batch}" if self.batch > 1 else "")
+        return f"{self.kind}: {self.a} / {self.b} at {self.context}" + (
+            f", batch {self.batch}" if self.batch > 1 else ""
+        )
 
 
 PAIRS = [
@@ -67,9 +71,19 @@ def genai_model(work: Path, genai: str) -> Path:
     """M as onnxruntime-genai's own builder makes it, on as many threads as the other side."""
     folder = work / "M-genai"
     if not folder.exists():
-        command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-m", str(make_checkpoint("M", work / "M"))]
+        command = [
+            sys.executable,
+            "-m",
+            "onnxruntime_genai.models.builder",
+            "-m",
+            str(make_checkpoint("M", work / "M")),
+        ]
         environment = {**os.environ, "PYTHONPATH": genai}
-        subprocess.run([*command, "-o", str(folder), "-p", "fp32", "-e", "cpu", "-c", str(work / "cache")], env=environment, check=True)
+        subprocess.run(
+            [*command, "-o", str(folder), "-p", "fp32", "-e", "cpu", "-c", str(work / "cache")],
+            env=environment,
+            check=True,
+        )
     path = folder / "genai_config.json"
     config = json.loads(path.read_text())
     config["model"]["decoder"]["session_options"]["intra_op_num_threads"] = THREADS
@@ -89,7 +103,8 @@ def generator(work: Path, ids: np.ndarray, room: int) -> Any:
 
 
 def stepper(side: str, context: int, batch: int, work: Path) -> Callable[[], float]:
-    """`batch` sequences of `context` tokens; every call decodes BLOCK tokens of each and gives the seconds of a step."""
+    """`batch` sequences of `context` tokens; every call decodes BLOCK tokens of each and gives the seconds of a
+    step."""
     if side == "genai":
         ids = np.random.default_rng(0).integers(3, 4096, (1, context)).astype(np.int32).repeat(batch, 0)
         made = generator(work, ids, 2 * STEPS)
@@ -115,7 +130,8 @@ def stepper(side: str, context: int, batch: int, work: Path) -> Callable[[], flo
 
 
 def serve_blocks(side: str, context: int, batch: int, work: Path) -> None:
-    """In a process of its own: one line with a block's figure for every line that comes in. The first block warms up."""
+    """In a process of its own: one line with a block's figure for every line that comes in. The first block warms
+    up."""
     block = stepper(side, context, batch, work)
     block()
     print("ready", flush=True)
@@ -124,9 +140,11 @@ def serve_blocks(side: str, context: int, batch: int, work: Path) -> None:
 
 
 def interleaved(pair: Pair, work: Path, genai: str) -> dict[str, list[float]]:
-    """Seconds per step of both sides, block by block in turn: both processes are there, and one of them computes. What the machine's other
-    tenants do changes within seconds, and so meets both sides alike."""
-    workers = {side: start_process(["blocks", side, pair.context, pair.batch], work, genai) for side in (pair.a, pair.b)}
+    """Seconds per step of both sides, block by block in turn: both processes are there, and one of them computes. What
+    the machine's other tenants do changes within seconds, and so meets both sides alike."""
+    workers = {
+        side: start_process(["blocks", side, pair.context, pair.batch], work, genai) for side in (pair.a, pair.b)
+    }
     figures: dict[str, list[float]] = {side: [] for side in workers}
 
     def answer(side: str) -> str:
@@ -193,8 +211,8 @@ def in_process(what: str, side: str, context: int, work: Path, genai: str) -> fl
 
 
 def bytes_moved(side: str, context: int, batch: int) -> int:
-    """Bytes that a step cannot but read: every weight once, but for the embedding, of which it takes rows, and every sequence's keys and
-    values; float32."""
+    """Bytes that a step cannot but read: every weight once, but for the embedding, of which it takes rows, and every
+    sequence's keys and values; float32."""
     m = SHAPES["M"]
     hidden, size = m["hidden_size"], m["hidden_size"] // m["num_attention_heads"]
     cached = 2 * m["num_key_value_heads"] * size  # floats of a slot in one layer
@@ -215,7 +233,9 @@ def compare(pair: Pair, rounds: int, work: Path, genai: str) -> dict[str, Any]:
         if pair.kind == "decode":
             found = interleaved(pair, work, genai)
         else:
-            found = interleave({side: partial(in_process, pair.kind, side, pair.context, work, genai) for side in sides}, 1)
+            found = interleave(
+                {side: partial(in_process, pair.kind, side, pair.context, work, genai) for side in sides}, 1
+            )
         for side in sides:
             figures[side] += found[side]
         bandwidth.append(read_bandwidth(256, THREADS, 0.2))
@@ -252,12 +272,14 @@ def memory(work: Path, genai: str) -> dict[str, Any]:
 
 def write_page(results: dict[str, Any]) -> None:
     """The figures as a page with a plot of the ratios."""
-    from kvexport.report import Plot, Series, Table, render_html
+    from kvexport.report.page import Plot, Series, Table, render_html
 
     rows = [(name, row["ratio"], row["goal"]) for name, row in results.items() if isinstance(row, dict)]
     against = [p for p in PAIRS if p.kind == "decode" and p.batch == 1 and p.b == "genai" and p.name in results]
     # Ratios, whose sides were measured in turn: tokens per second of two pairs are of two moods of the machine.
-    points = {side: {p.context: results[p.name]["ratio"] for p in against if p.a == side} for side in ("full", "keepkv")}
+    points = {
+        side: {p.context: results[p.name]["ratio"] for p in against if p.a == side} for side in ("full", "keepkv")
+    }
     points["genai"] = {p.context: 1.0 for p in against}
     lines = [Series(side, sorted(found), [found[c] for c in sorted(found)]) for side, found in points.items()]
     plot = Plot("Decode, batch 1", "context (tokens)", "speed over genai's", lines, x_log=True, y_also=(0.0,))
@@ -269,7 +291,9 @@ def write_page(results: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--genai", required=True)
-    parser.add_argument("--rounds", type=int, default=3, help="of processes started anew; a round has seven blocks of either side")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="of processes started anew; a round has seven blocks of either side"
+    )
     parser.add_argument("--only", help="a part of a measurement's name")
     parser.add_argument("--work", type=Path)
     parser.add_argument("--side", help=argparse.SUPPRESS)

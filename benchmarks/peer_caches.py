@@ -1,4 +1,5 @@
-"""What comparisons of compressed caches share: a model's own tensors, both operators on them, and how alike two caches are."""
+"""What comparisons of compressed caches share: a model's own tensors, both operators on them, and how alike two caches
+are."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvexport.export.attention_hook import PassThroughCache, attending
+from kvexport.export.model.attention_hook import PassThroughCache, attending
 from kvexport.methods.base import Method, Rotary
 from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
 from kvexport.ops.vote_attention import VoteAttentionAttributes, vote_attention
@@ -19,7 +20,8 @@ TOLERANCE = 1e-4  # of the largest magnitude, 1 at least: as `kvexport validate`
 
 @dataclass(frozen=True)
 class Heads:
-    """One layer's tensors of a text: query [1, Hq, T, D] and key [1, H, T, D] after RoPE, value [1, H, T, Dv]; scale of the logits."""
+    """One layer's tensors of a text: query [1, Hq, T, D] and key [1, H, T, D] after RoPE, value [1, H, T, Dv]; scale of
+    the logits."""
 
     query: Tensor
     key: Tensor
@@ -38,7 +40,9 @@ class Heads:
 
     def ungrouped(self) -> Heads:
         """Every query head with keys and values of its own, for code that knows no groups."""
-        return replace(self, **{name: getattr(self, name).repeat_interleave(self.group, dim=1) for name in ("key", "value")})
+        return replace(
+            self, **{name: getattr(self, name).repeat_interleave(self.group, dim=1) for name in ("key", "value")}
+        )
 
     def logits(self) -> Tensor:
         """[1, Hq, T, T], -inf where a query does not see a key."""
@@ -52,7 +56,8 @@ class Heads:
 
 @dataclass(frozen=True)
 class Cache:
-    """One layer's used slots: key, value [1, H, N, D], votes [1, H, N], score [1, H, K, N], position [1, H, N] int32."""
+    """One layer's used slots: key, value [1, H, N, D], votes [1, H, N], score [1, H, K, N], position [1, H, N]
+    int32."""
 
     key: Tensor
     value: Tensor
@@ -91,7 +96,12 @@ def heads_of(model: Any, rotary: list[Rotary], ids: list[int]) -> list[Heads]:
     """Every layer's tensors over the text `ids`; `model` is a `TorchReference`'s."""
     capture = _Capture(rotary)
     with attending(capture):
-        model(input_ids=torch.tensor([ids]), position_ids=torch.arange(len(ids))[None], past_key_values=PassThroughCache(), use_cache=True)
+        model(
+            input_ids=torch.tensor([ids]),
+            position_ids=torch.arange(len(ids))[None],
+            past_key_values=PassThroughCache(),
+            use_cache=True,
+        )
     return capture.layers
 
 
@@ -103,15 +113,20 @@ def raw(heads: Heads, score: Tensor | None = None) -> Cache:
     return Cache(heads.key, heads.value, torch.ones(heads.key.shape[:3]), score, position.contiguous())
 
 
-def merged(cache: Cache, method: Method, budget: int, *, sinks: int = 0, recent: int = 0, rotary: Rotary | None = None) -> Cache:
+def merged(
+    cache: Cache, method: Method, budget: int, *, sinks: int = 0, recent: int = 0, rotary: Rotary | None = None
+) -> Cache:
     """MergeCache."""
     attributes = MergeCacheAttributes(method, budget, sinks, recent, rotary=rotary or Rotary())
     key, value, votes, score, position = merge_cache(*cache.tensors(), attributes=attributes)
-    return Cache(key[:, :, :budget], value[:, :, :budget], votes[..., :budget], score[..., :budget], position[..., :budget])
+    return Cache(
+        key[:, :, :budget], value[:, :, :budget], votes[..., :budget], score[..., :budget], position[..., :budget]
+    )
 
 
 def appended(cache: Cache, new: Heads, method: Method, first: int) -> tuple[Tensor, Cache]:
-    """VoteAttention of the tokens `new`, the first of which is at position `first`: their outputs [1, Hq, T, Dv] and the cache."""
+    """VoteAttention of the tokens `new`, the first of which is at position `first`: their outputs [1, Hq, T, Dv] and
+    the cache."""
     tokens = new.key.shape[2]
     output, *state = vote_attention(
         new.query,
@@ -145,7 +160,8 @@ def prefilled(heads: Heads, method: Method, budget: int, chunk: int, *, sinks: i
 
 
 def jaccard(a: Tensor, b: Tensor) -> Tensor:
-    """|A and B| / |A or B| of the sets in the last dimension of a [..., N] and b [..., M], entries distinct; 1 where both are empty."""
+    """|A and B| / |A or B| of the sets in the last dimension of a [..., N] and b [..., M], entries distinct; 1 where
+    both are empty."""
     both = (a[..., :, None] == b[..., None, :]).flatten(-2).sum(-1)
     either = a.shape[-1] + b.shape[-1] - both
     return torch.where(either > 0, both / either.clamp(min=1), 1.0)
@@ -153,9 +169,10 @@ def jaccard(a: Tensor, b: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Likeness:
-    """How alike two caches are, whatever the order of their slots. shared: the share of slots that both have, to `tolerance`; key, value,
-    votes: the largest difference, of the largest magnitude (1 at least), of slots that stand for each other; infinite where two slots
-    of one cache have the same nearest in the other."""
+    """How alike two caches are, whatever the order of their slots. shared: the share of slots that both have, to
+    `tolerance`; key, value,
+    votes: the largest difference, of the largest magnitude (1 at least), of slots that stand for each other; infinite
+    where two slots of one cache have the same nearest in the other."""
 
     shared: float
     key: float
@@ -206,8 +223,8 @@ def mean(values: Iterable[float]) -> float:
 
 
 def row(code: str, compared: str, difference: str = "", *, holds: bool = True, **figures: Any) -> Row:
-    """A row of the result. difference: what the two rules do not share, "" where they are one; holds: False where figures are not what
-    the row claims."""
+    """A row of the result. difference: what the two rules do not share, "" where they are one; holds: False where
+    figures are not what the row claims."""
     return {"code": code, "compared": compared, "difference": difference, "holds": holds, **figures}
 
 
@@ -215,7 +232,9 @@ def same(code: str, compared: str, pairs: list[tuple[Cache, Cache]], **figures: 
     """A row whose caches (ours, theirs) have to be the same."""
     found = [likeness(ours, theirs) for ours, theirs in pairs]
     worst = {name: max(getattr(x, name) for x in found) for name in ("key", "value", "votes")}
-    return row(code, compared, holds=all(x.same for x in found), shared=mean(x.shared for x in found), **worst, **figures)
+    return row(
+        code, compared, holds=all(x.same for x in found), shared=mean(x.shared for x in found), **worst, **figures
+    )
 
 
 def differing(
@@ -228,8 +247,9 @@ def differing(
     tolerance: float = TOLERANCE,
     **figures: Any,
 ) -> Row:
-    """A row of caches (ours, theirs, the text, what follows it) that differ. shared: of slots; gap: of what later queries read from the one
-    and the other; our_error, their_error: of what they read from each and from the whole text."""
+    """A row of caches (ours, theirs, the text, what follows it) that differ. shared: of slots; gap: of what later
+    queries read from the one and the other; our_error, their_error: of what they read from each and from the whole
+    text."""
     gaps: dict[str, list[float]] = {"gap": [], "our_error": [], "their_error": []}
     for ours, theirs, text, later in caches:
         a, b, full = (read(cache, later, alpha) for cache in (ours, theirs, raw(text)))

@@ -1,8 +1,10 @@
-"""Loads other people's code from folders outside of this repository: kvpress's presses and functions of the papers' authors.
+"""Loads other people's code from folders outside of this repository: kvpress's presses and functions of the papers'
+authors.
 
-Nothing of theirs is kept here. Their files are imported as they are, one by one. What an ``__init__`` would do is left out (kvpress's
-patches transformers, others import what they do not need), and a name that a file imports at its top, that is not there, and that what
-is called never uses, gets a stand-in for the time of the import. The result lists these.
+Nothing of theirs is kept here. Their files are imported as they are, one by one. What an ``__init__`` would do is left
+out (kvpress's patches transformers, others import what they do not need), and a name that a file imports at its top,
+that is not there, and that what is called never uses, gets a stand-in for the time of the import. The result lists
+these.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Peer:
-    """Somebody's code. source: where it is published; version: of the package, or commit; stand_ins: what was missing and not needed;
+    """Somebody's code. source: where it is published; version: of the package, or commit; stand_ins: what was missing
+    and not needed;
     code: its functions and classes by name."""
 
     name: str
@@ -51,9 +54,13 @@ def load_kvpress(folder: Path) -> Peer:
 
 
 def load_zeromerge(folder: Path) -> Peer:
-    """The functions of its one module. It names attention classes that transformers 5 no longer has, and replaces them only when asked."""
+    """The functions of its one module. It names attention classes that transformers 5 no longer has, and replaces them
+    only when asked."""
     models = "transformers.models"
-    lacking = {f"{models}.llama.modeling_llama": ("LlamaSdpaAttention",), f"{models}.mistral.modeling_mistral": ("MistralSdpaAttention",)}
+    lacking = {
+        f"{models}.llama.modeling_llama": ("LlamaSdpaAttention",),
+        f"{models}.mistral.modeling_mistral": ("MistralSdpaAttention",),
+    }
     with _stand_ins({"dotenv": ("load_dotenv",)}, lacking) as stood_in:
         module = _file("zeromerge_mergekv", folder / "mergekv" / "mergekv.py")
     return Peer("ZeroMerge", "SusCom-Lab/ZeroMerge", commit(folder), stood_in, SimpleNamespace(**vars(module)))
@@ -119,7 +126,8 @@ def _file(name: str, path: Path) -> ModuleType:
 
 @contextlib.contextmanager
 def _packages(folders: Mapping[str, Path]) -> Iterator[None]:
-    """Packages with a folder and no `__init__`, until the end of the context; what was imported from them lives on in whoever holds it."""
+    """Packages with a folder and no `__init__`, until the end of the context; what was imported from them lives on in
+    whoever holds it."""
     for name, path in folders.items():
         if not path.is_dir():
             raise FileNotFoundError(f"there is no {path}")
@@ -134,8 +142,11 @@ def _packages(folders: Mapping[str, Path]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _stand_ins(modules: Mapping[str, tuple[str, ...]], lacking: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
-    """Modules of these names that hold functions which do nothing, and such functions where a module that is there lacks a name."""
+def _stand_ins(
+    modules: Mapping[str, tuple[str, ...]], lacking: Mapping[str, tuple[str, ...]]
+) -> Iterator[tuple[str, ...]]:
+    """Modules of these names that hold functions which do nothing, and such functions where a module that is there
+    lacks a name."""
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None

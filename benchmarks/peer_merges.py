@@ -10,7 +10,21 @@ from typing import ClassVar
 from unittest import mock
 
 import torch
-from peer_caches import TOLERANCE, Cache, Heads, Row, appended, differing, jaccard, mean, merged, prefilled, raw, row, same
+from peer_caches import (
+    TOLERANCE,
+    Cache,
+    Heads,
+    Row,
+    appended,
+    differing,
+    jaccard,
+    mean,
+    merged,
+    prefilled,
+    raw,
+    row,
+    same,
+)
 from torch import Tensor
 
 from kvexport.methods.keepkv import KeepKV
@@ -44,19 +58,26 @@ class TheirZeroMerge:
         return output
 
     def cache(self) -> Cache:
-        """As ours. Scores over the group: they add up its query heads, ours is their mean. The order of slots stands for positions."""
+        """As ours. Scores over the group: they add up its query heads, ours is their mean. The order of slots stands
+        for positions."""
         weight, score = self.state.pos_weight[0].clone(), self.state.pos_score[0] / self.group
         position = torch.arange(weight.shape[-1], dtype=torch.int32).expand(weight.shape).contiguous()
-        return Cache(self.state.key_cache[0].clone(), self.state.value_cache[0].clone(), weight, score[:, :, None], position)
+        return Cache(
+            self.state.key_cache[0].clone(), self.state.value_cache[0].clone(), weight, score[:, :, None], position
+        )
 
     def _attend(self, new: Heads, key: Tensor, value: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
         key, value = (self.code.repeat_kv(x, self.group) for x in (key, value))
         weight = None if weight is None else self.code.repeat_kv(weight, self.group)
-        output, scores = self.code.score_scaled_dot_product_attention(new.query, key, value, pos_weight=weight, **FACTORS)
+        output, scores = self.code.score_scaled_dot_product_attention(
+            new.query, key, value, pos_weight=weight, **FACTORS
+        )
         return output, self.code.de_repeat_kv(scores, self.group)
 
     def _update(self, new: Heads, *, init_f: bool) -> None:
-        self.code.cache_update(self.state, new.key.clone(), new.value.clone(), scores=self.scores, init_f=init_f, **self.settings)
+        self.code.cache_update(
+            self.state, new.key.clone(), new.value.clone(), scores=self.scores, init_f=init_f, **self.settings
+        )
 
 
 def _decode(theirs: TheirZeroMerge, ours: Cache, new: Heads, recent: int) -> tuple[Cache, float]:
@@ -93,7 +114,9 @@ def _zeromerge_decoding(code: SimpleNamespace, layers: list[Heads], length: int)
     why = "what has just left their ring cannot leave in the same step; ours can"
     return [
         same("ZeroMerge", what, equal, outputs=outputs),
-        same("ZeroMerge", "the same, their score_update 'max' (default): a residual's score selects nothing", by_maximum),
+        same(
+            "ZeroMerge", "the same, their score_update 'max' (default): a residual's score selects nothing", by_maximum
+        ),
         differing("ZeroMerge", "the same, recent = their ring, cache_tail - 1", why, ring, 0.6),
     ]
 
@@ -110,11 +133,26 @@ def _zeromerge_prompt(code: SimpleNamespace, layers: list[Heads], length: int) -
         for cache, rows, found in zip(ours, (at_once, chunked), (kept, kept_chunked), strict=True):
             rows.append((cache, theirs.cache(), text, later))
             found.append(float(jaccard(_context(cache, length), context).mean()))
-    grouping = "their residual slots are means of consecutive tokens, ours (and the paper's rule) of the largest dot product"
+    grouping = (
+        "their residual slots are means of consecutive tokens, ours (and the paper's rule) of the largest dot product"
+    )
     early = "in chunks of 32, what has left is not attended to again; residual slots by dot product"
     return [
-        row("ZeroMerge", "decayed score of every prompt token, relative", largest=max(scores), holds=max(scores) <= TOLERANCE),
-        differing("ZeroMerge", "the prompt at once", grouping, at_once, 0.6, context_jaccard=mean(kept), holds=min(kept) == 1.0),
+        row(
+            "ZeroMerge",
+            "decayed score of every prompt token, relative",
+            largest=max(scores),
+            holds=max(scores) <= TOLERANCE,
+        ),
+        differing(
+            "ZeroMerge",
+            "the prompt at once",
+            grouping,
+            at_once,
+            0.6,
+            context_jaccard=mean(kept),
+            holds=min(kept) == 1.0,
+        ),
         differing("ZeroMerge", "the prompt in chunks", early, chunked, 0.6, context_jaccard=mean(kept_chunked)),
     ]
 
@@ -138,10 +176,16 @@ TINY_HALF = torch.finfo(torch.float16).tiny
 
 
 def their_keepkv(
-    code: SimpleNamespace, heads: Heads, *, sinks: int = 0, newest: float = 1.0, epsilon: float = 0.0, half: bool = False
+    code: SimpleNamespace,
+    heads: Heads,
+    *,
+    sinks: int = 0,
+    newest: float = 1.0,
+    epsilon: float = 0.0,
+    half: bool = False,
 ) -> Cache:
-    """Their `KV_update` after a whole prompt (query heads with keys of their own). half: cosines and the result in float16, as theirs are;
-    otherwise `Tensor.half` is replaced by `Tensor.float` while it runs."""
+    """Their `KV_update` after a whole prompt (query heads with keys of their own). half: cosines and the result in
+    float16, as theirs are; otherwise `Tensor.half` is replaced by `Tensor.float` while it runs."""
     state = SimpleNamespace(
         previous_recent_scores=None,
         cluster_cnt=None,
@@ -162,8 +206,8 @@ def their_keepkv(
 
 
 def window_score(heads: Heads, decay: float, newest: float = 1.0) -> Tensor:
-    """The stored score [1, H, T] whose bias-corrected average is theirs: of the last `RECENT` queries, those that see the slot, the mean of
-    exp(logit), the newest of them weighing `newest` times the oldest."""
+    """The stored score [1, H, T] whose bias-corrected average is theirs: of the last `RECENT` queries, those that see
+    the slot, the mean of exp(logit), the newest of them weighing `newest` times the oldest."""
     logits = heads.logits()[:, :, -RECENT:]
     weight = torch.linspace(1.0, newest, RECENT)[:, None] * logits.isfinite()
     average = (weight * logits.exp()).sum(2).log() - weight.sum(2).log()
@@ -180,7 +224,8 @@ def apart(heads: Heads) -> Heads:
 
 
 def compare_keepkv(code: SimpleNamespace, texts: list[list[Heads]], length: int) -> list[Row]:
-    """Where the rules are one, then one difference at a time. Their code knows no groups: every query head has keys of its own."""
+    """Where the rules are one, then one difference at a time. Their code knows no groups: every query head has keys of
+    its own."""
     layers = [heads.ungrouped() for text in texts for heads in text]
     cases = [(heads.part(0, length), heads.part(length, length + LATER)) for heads in layers]
     strict, plain = ReceivingKeepKV(**EVICT_FIRST), KeepKV(**EVICT_FIRST)
@@ -192,8 +237,12 @@ def compare_keepkv(code: SimpleNamespace, texts: list[list[Heads]], length: int)
     def theirs(text: Heads) -> Cache:
         return their_keepkv(code, text)
 
-    def differ(what: str, why: str, our: Callable[[Heads], Cache], their: Callable[[Heads], Cache] = theirs, **options: float) -> Row:
-        return differing("KeepKV", what, why, [(our(text), their(text), text, later) for text, later in cases], 1.0, **options)
+    def differ(
+        what: str, why: str, our: Callable[[Heads], Cache], their: Callable[[Heads], Cache] = theirs, **options: float
+    ) -> Row:
+        return differing(
+            "KeepKV", what, why, [(our(text), their(text), text, later) for text, later in cases], 1.0, **options
+        )
 
     def average(text: Heads) -> Tensor:
         return prefilled(text, plain, length, length).score[:, :, 0]
@@ -201,8 +250,12 @@ def compare_keepkv(code: SimpleNamespace, texts: list[list[Heads]], length: int)
     separate = [apart(text) for text, _ in cases]
     what = "the prompt at once: who leaves, targets, keys, values, votes"
     return [
-        same("KeepKV", f"{what}; no recent key like any other", [(ours(text, plain), theirs(text)) for text in separate]),
-        same("KeepKV", f"{what}; recent slots of ours made to receive", [(ours(text), theirs(text)) for text, _ in cases]),
+        same(
+            "KeepKV", f"{what}; no recent key like any other", [(ours(text, plain), theirs(text)) for text in separate]
+        ),
+        same(
+            "KeepKV", f"{what}; recent slots of ours made to receive", [(ours(text), theirs(text)) for text, _ in cases]
+        ),
         differ("ours as it is", "recent slots receive in theirs, not in ours", lambda t: ours(t, plain)),
         differ(
             "4 sinks",
@@ -217,7 +270,10 @@ def compare_keepkv(code: SimpleNamespace, texts: list[list[Heads]], length: int)
             lambda t: their_keepkv(code, t, newest=1.2),
         ),
         differ(
-            "epsilon (their default)", "theirs adds 6.1e-5 to every exp(logit)", ours, lambda t: their_keepkv(code, t, epsilon=TINY_HALF)
+            "epsilon (their default)",
+            "theirs adds 6.1e-5 to every exp(logit)",
+            ours,
+            lambda t: their_keepkv(code, t, epsilon=TINY_HALF),
         ),
         differ(
             "half precision (theirs always), slots to 2e-3",
@@ -227,10 +283,18 @@ def compare_keepkv(code: SimpleNamespace, texts: list[list[Heads]], length: int)
             tolerance=2e-3,
         ),
         differ(
-            "our score", f"theirs is a mean over {RECENT} queries, ours (and the paper) averages all", lambda t: ours(t, score=average(t))
+            "our score",
+            f"theirs is a mean over {RECENT} queries, ours (and the paper) averages all",
+            lambda t: ours(t, score=average(t)),
         ),
         differ(
-            "our order", "theirs evicts first at the prompt, ours merges first (the paper's Table 3)", lambda t: ours(t, KeepKV(zip="mean"))
+            "our order",
+            "theirs evicts first at the prompt, ours merges first (the paper's Table 3)",
+            lambda t: ours(t, KeepKV(zip="mean")),
         ),
-        differ("our votes", "theirs adds votes up, ours stores fractional ones", lambda t: ours(t, KeepKV(order="evict-first"))),
+        differ(
+            "our votes",
+            "theirs adds votes up, ours stores fractional ones",
+            lambda t: ours(t, KeepKV(order="evict-first")),
+        ),
     ]

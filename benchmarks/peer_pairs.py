@@ -31,7 +31,13 @@ def compare_asymkv(code: SimpleNamespace, texts: list[list[Heads]]) -> list[Row]
         diagonal = mass.sqrt()[..., None].expand_as(heads.key).clone()
         kept, _ = cache([_their_layer(unrotated(heads))], [attention], heads.group, [(diagonal, None)])
         pairs.append((ours, _as_ours(kept[0], heads)))
-    return [same("AsymKV", "one pair, their squared weights set to our probability mass: key in one rotary frame, value, count", pairs)]
+    return [
+        same(
+            "AsymKV",
+            "one pair, their squared weights set to our probability mass: key in one rotary frame, value, count",
+            pairs,
+        )
+    ]
 
 
 def compare_kvslimmer(code: SimpleNamespace, texts: list[list[Heads]], length: int) -> list[Row]:
@@ -47,7 +53,8 @@ def compare_kvslimmer(code: SimpleNamespace, texts: list[list[Heads]], length: i
 
 
 def _with_a_weak_pair(texts: list[list[Heads]]) -> list[tuple[Heads, Tensor, Tensor]]:
-    """A few tokens of every layer, random attention [1, Hq, 1, T] in which both rules merge `PAIR` first, and its mean over groups."""
+    """A few tokens of every layer, random attention [1, Hq, 1, T] in which both rules merge `PAIR` first, and its mean
+    over groups."""
     generator, found = torch.Generator().manual_seed(0), []
     for heads in (heads.part(0, FEW) for text in texts for heads in text):
         attention = 1 + torch.rand(1, heads.query.shape[1], 1, FEW, generator=generator)
@@ -68,7 +75,8 @@ def _their_layer(heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _as_ours(layer: Any, heads: Heads) -> Cache:
-    """Their cache, values as means, and keys turned to their positions: the running count of tokens, which is the youngest member's."""
+    """Their cache, values as means, and keys turned to their positions: the running count of tokens, which is the
+    youngest member's."""
     key, value, votes = layer
     position = votes.cumsum(-1).long() - 1
     score = torch.zeros(1, key.shape[1], 1, key.shape[2])
@@ -98,15 +106,19 @@ def _one_pair(code: SimpleNamespace, texts: list[list[Heads]]) -> list[Row]:
         same("KVSlimmer", scalar, flat),
         same("KVSlimmer", "one pair, the model's values: value and count", full),
         row(
-            "KVSlimmer", "one pair, the model's values: the key", "its weights, see the switches", key_mean=mean(gap), key_largest=max(gap)
+            "KVSlimmer",
+            "one pair, the model's values: the key",
+            "its weights, see the switches",
+            key_mean=mean(gap),
+            key_largest=max(gap),
         ),
     ]
 
 
 def bracket_weights(a: Weights, residual: Weights, *, norm: int, triangle: bool, guarded: bool) -> Weights:
-    """KVSlimmer's two key weights from shares a_i [...] and residuals v_i - o [..., D]; their sum is one. norm: 1 or 2. triangle: the cross
-    term is ``a_1 a_2 (|r_1| + |r_2|)`` in place of ``a_1 a_2 |r_1 + r_2|``. guarded: absolute values, brackets of 0 at least, and a_i
-    where both are as good as 0."""
+    """KVSlimmer's two key weights from shares a_i [...] and residuals v_i - o [..., D]; their sum is one. norm: 1 or 2.
+    triangle: the cross term is ``a_1 a_2 (|r_1| + |r_2|)`` in place of ``a_1 a_2 |r_1 + r_2|``. guarded: absolute
+    values, brackets of 0 at least, and a_i where both are as good as 0."""
     size = [r.norm(p=norm, dim=-1) for r in residual]
     first, second = (x * (1 - 2 * x) * s for x, s in zip(a, size, strict=True))
     cross = a[0] * a[1] * (size[0] + size[1] if triangle else (residual[0] + residual[1]).norm(p=norm, dim=-1))
@@ -129,9 +141,15 @@ def _relative(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _weights(code: SimpleNamespace, layers: list[Heads]) -> list[Row]:
-    """Every disjoint pair of a text: their weights and ours by one formula, and what each of its three switches does to the key."""
+    """Every disjoint pair of a text: their weights and ours by one formula, and what each of its three switches does to
+    the key."""
     theirs_off, ours_off, outside = 0.0, 0.0, []
-    switches = {"norm": (1, False, True), "triangle": (2, True, True), "guard": (2, False, False), "all": (1, True, False)}
+    switches = {
+        "norm": (1, False, True),
+        "triangle": (2, True, True),
+        "guard": (2, False, False),
+        "all": (1, True, False),
+    }
     effects: dict[str, list[Tensor]] = {name: [] for name in switches}
     for heads in layers:
         mass = heads.mass()
@@ -155,7 +173,11 @@ def _weights(code: SimpleNamespace, layers: list[Heads]) -> list[Row]:
 
     def effect(compared: str, why: str, name: str, **figures: float) -> Row:
         gaps = torch.cat(effects[name])
-        quantiles = {"key_median": float(gaps.median()), "key_99": float(gaps.quantile(0.99)), "key_largest": float(gaps.max())}
+        quantiles = {
+            "key_median": float(gaps.median()),
+            "key_99": float(gaps.quantile(0.99)),
+            "key_largest": float(gaps.max()),
+        }
         return row("KVSlimmer", compared, why, **quantiles, **figures)
 
     both = max(theirs_off, ours_off) <= TOLERANCE
@@ -163,7 +185,11 @@ def _weights(code: SimpleNamespace, layers: list[Heads]) -> list[Row]:
     return [
         row("KVSlimmer", what, theirs=theirs_off, ours=ours_off, holds=both),
         effect("switch 1: norm", "theirs takes the L1 norm of residuals; ours (and the paper) L2", "norm"),
-        effect("switch 2: cross term", "theirs has a_1 a_2 (|r_1| + |r_2|), ours (and the paper) a_1 a_2 |r_1 + r_2|", "triangle"),
+        effect(
+            "switch 2: cross term",
+            "theirs has a_1 a_2 (|r_1| + |r_2|), ours (and the paper) a_1 a_2 |r_1 + r_2|",
+            "triangle",
+        ),
         effect("switch 3: guard", "theirs has none: weights may leave [0, 1]", "guard", outside=mean(outside)),
         effect("all three", "theirs against ours", "all"),
     ]
@@ -178,11 +204,17 @@ def _overlapping(code: SimpleNamespace, layers: list[Heads], length: int) -> Row
         for name, votes in (("their_lost", layer[2]), ("our_lost", ours.votes)):
             lost[name].append(1 - float(votes.sum(-1).mean()) / length)
     why = "their pairs overlap: of (1, 2) and (2, 3) the third token is lost; ours are disjoint"
-    return row("KVSlimmer", "a quarter of the slots merged at once: tokens lost", why, **{name: mean(x) for name, x in lost.items()})
+    return row(
+        "KVSlimmer",
+        "a quarter of the slots merged at once: tokens lost",
+        why,
+        **{name: mean(x) for name, x in lost.items()},
+    )
 
 
 def _in_chunks(code: SimpleNamespace, layers: list[Heads], budget: int = 128, chunk: int = 64) -> Row:
-    """A text through their cache as their script does it: before each chunk, what is there merges, by the attention of that chunk."""
+    """A text through their cache as their script does it: before each chunk, what is there merges, by the attention of
+    that chunk."""
     lost, clipped = [], []
     for heads in layers:
         past: Any = None
@@ -205,7 +237,8 @@ def _in_chunks(code: SimpleNamespace, layers: list[Heads], budget: int = 128, ch
 
 
 def _selection(texts: list[list[Heads]], length: int) -> list[Row]:
-    """Which slots a quarter's merge keeps by our rule, with what their script and cache select by in place of the accumulated attention."""
+    """Which slots a quarter's merge keeps by our rule, with what their script and cache select by in place of the
+    accumulated attention."""
     script, late = [], []
     for heads in (heads for text in texts for heads in text):
         text, later = heads.part(0, length), heads.part(length, length + LATER)
@@ -213,13 +246,21 @@ def _selection(texts: list[list[Heads]], length: int) -> list[Row]:
         seen = logits.softmax(-1).sum(2).unflatten(1, (-1, heads.group)).mean(2)
         favoured = text.mass() / torch.exp(torch.arange(1, length + 1) * math.log(512) / 4096)
         ours, *theirs = (
-            merged(raw(text, x), KVSlimmer(), 3 * length // 4, rotary=heads.rotary).position for x in (text.mass(), seen, favoured)
+            merged(raw(text, x), KVSlimmer(), 3 * length // 4, rotary=heads.rotary).position
+            for x in (text.mass(), seen, favoured)
         )
         for found, kept in zip((script, late), theirs, strict=True):
             found.append(float(jaccard(ours, kept).mean()))
     what = "positions kept of three quarters by our rule, with"
-    next_chunk = "their script goes by the attention of the next chunk, run twice for that; ours by what has accumulated"
+    next_chunk = (
+        "their script goes by the attention of the next chunk, run twice for that; ours by what has accumulated"
+    )
     return [
         row("KVSlimmer", f"{what} the next queries' attention", next_chunk, jaccard=mean(script)),
-        row("KVSlimmer", f"{what} attention over exp(i / 657)", "theirs lets later pairs merge first; ours does not", jaccard=mean(late)),
+        row(
+            "KVSlimmer",
+            f"{what} attention over exp(i / 657)",
+            "theirs lets later pairs merge first; ours does not",
+            jaccard=mean(late),
+        ),
     ]

@@ -1,9 +1,9 @@
 """Which positions kvpress's presses keep and which ours do, on the same model and prompts.
 
-A press compresses once, after the prompt. Each is called here by a hook on the attention layers of transformers' own model, with what
-kvpress's own hook would hand it, and gets the positions as values, so that its own code says which it keeps. (kvpress's hook reads an
-argument that attention layers of transformers 5 are not given.) Ours runs as it would be deployed: the recipe's cache plan, both
-operators, chunk by chunk (`kvexport.validate.reference`).
+A press compresses once, after the prompt. Each is called here by a hook on the attention layers of transformers' own
+model, with what kvpress's own hook would hand it, and gets the positions as values, so that its own code says which it
+keeps. (kvpress's hook reads an argument that attention layers of transformers 5 are not given.) Ours runs as it would
+be deployed: the recipe's cache plan, both operators, chunk by chunk (`kvexport.validate.reference`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from peer_caches import jaccard
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from kvexport.build.builder import read_model
 from kvexport.cache import STATE, CachePlan
+from kvexport.export.build import read_model
 from kvexport.methods.ballot import Ballot
 from kvexport.methods.base import Slots
-from kvexport.recipe import Recipe
-from kvexport.recipe_files import load_recipe
+from kvexport.recipe.fields import Recipe
+from kvexport.recipe.files import load_recipe
 from kvexport.runtime.lanes import Lanes
 from kvexport.validate.reference import TorchReference
 
@@ -38,7 +38,8 @@ SNAPKV = ("cache.sinks=0", f"cache.recent={WINDOW}", ONE_CHUNK)
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison. method: ours, with `settings` over tiny-base; press: makes theirs from kvpress's classes and a compression ratio.
+    """One comparison. method: ours, with `settings` over tiny-base; press: makes theirs from kvpress's classes and a
+    compression ratio.
     difference: what the two rules do not share, "" where they are the same rule and every kept position has to be."""
 
     method: str
@@ -64,7 +65,9 @@ def _accumulated(code: SimpleNamespace, ratio: float) -> Any:
     """ObservedAttentionPress with its mean over observations turned back into a sum."""
 
     class Accumulated(code.ObservedAttentionPress):  # type: ignore[name-defined,misc]
-        def score(self, module: Any, hidden_states: Tensor, keys: Tensor, values: Tensor, attentions: Tensor, kwargs: Any) -> Tensor:
+        def score(
+            self, module: Any, hidden_states: Tensor, keys: Tensor, values: Tensor, attentions: Tensor, kwargs: Any
+        ) -> Tensor:
             mean: Tensor = super().score(module, hidden_states, keys, values, attentions, kwargs)
             return mean * torch.arange(mean.shape[-1], 0, -1)
 
@@ -76,14 +79,33 @@ CASES = [
     Case("streaming", _streaming, ("cache.sinks=4",)),
     Case("snapkv", _snapkv, SNAPKV),
     Case("snapkv", _snapkv, (*SNAPKV, "cache.sinks=4"), "4 sinks are protected, and count as zero in the pool"),
-    Case("snapkv", _snapkv, SNAPKV[:2], "in chunks of 32: the last queries of every chunk observe, not only the prompt's last 64"),
+    Case(
+        "snapkv",
+        _snapkv,
+        SNAPKV[:2],
+        "in chunks of 32: the last queries of every chunk observe, not only the prompt's last 64",
+    ),
     Case("snapkv", _snapkv, (*SNAPKV[:2], "export.prefill_chunk=256"), "in chunks of 256, likewise"),
     Case("snapkv", _snapkv, (), "as in tiny-snapkv: chunks of 32, 4 sinks, half of the budget recent"),
     Case("h2o", _accumulated, BARE, their_settings="times the number of observations"),
     Case("ballot", _observed, BARE, their_settings="against ballot's selector, the mean per observation"),
-    Case("h2o", _observed, BARE, "theirs is the mean over the queries that see a token, ours (and the paper's) the sum"),
-    Case("h2o", _accumulated, BARE[:2], "in chunks of 32: what has left is not attended to again", "times the number of observations"),
-    Case("h2o", _accumulated, (*BARE[:1], ONE_CHUNK), "half of the budget is recent, as in the paper", "times the number of observations"),
+    Case(
+        "h2o", _observed, BARE, "theirs is the mean over the queries that see a token, ours (and the paper's) the sum"
+    ),
+    Case(
+        "h2o",
+        _accumulated,
+        BARE[:2],
+        "in chunks of 32: what has left is not attended to again",
+        "times the number of observations",
+    ),
+    Case(
+        "h2o",
+        _accumulated,
+        (*BARE[:1], ONE_CHUNK),
+        "half of the budget is recent, as in the paper",
+        "times the number of observations",
+    ),
     Case("h2o", _observed, (), "as in tiny-h2o: chunks of 32, 4 sinks, half of the budget recent, sums"),
 ]
 
@@ -96,7 +118,10 @@ class _ReferenceBackend:
         self.reset()
 
     def reset(self) -> None:
-        self.state = {name: np.zeros(layer.shapes(1)[kind], layer.dtypes()[kind]) for name, _, layer, kind in self.plan.state_names()}
+        self.state = {
+            name: np.zeros(layer.shapes(1)[kind], layer.dtypes()[kind])
+            for name, _, layer, kind in self.plan.state_names()
+        }
         self.length = np.zeros((1, 1), dtype=np.int64)
 
     def decode(self, input_ids: Any, query_length: Any) -> Any:
@@ -129,12 +154,18 @@ def our_positions(recipe: Recipe, prompts: list[list[int]]) -> list[Tensor]:
     kept = []
     for ids in prompts:
         lanes.reset()
-        if recipe.cache.method == "ballot":  # it merges, so that positions do not say what stayed: its selector is asked
+        if (
+            recipe.cache.method == "ballot"
+        ):  # it merges, so that positions do not say what stayed: its selector is asked
             backend.decode(np.array([ids]), np.array([[len(ids)]]))
-            kept.append(torch.stack([_selected(backend.layer(i), layer.budget) for i, layer in enumerate(shape.plan.layers)]))
+            kept.append(
+                torch.stack([_selected(backend.layer(i), layer.budget) for i, layer in enumerate(shape.plan.layers)])
+            )
         else:
             lanes.prefill([np.array(ids)])
-            kept.append(torch.stack([backend.layer(i)[4][0, :, : layer.budget] for i, layer in enumerate(shape.plan.layers)]))
+            kept.append(
+                torch.stack([backend.layer(i)[4][0, :, : layer.budget] for i, layer in enumerate(shape.plan.layers)])
+            )
     return kept
 
 
@@ -178,17 +209,22 @@ def their_positions(model: Any, press: Any, prompts: list[list[int]]) -> list[Te
 
 
 def compare(code: SimpleNamespace, checkpoint: Path, prompts: list[list[int]]) -> list[dict[str, Any]]:
-    """A row per case and budget: the Jaccard index of kept positions over prompts, layers and heads, and by layer and head."""
+    """A row per case and budget: the Jaccard index of kept positions over prompts, layers and heads, and by layer and
+    head."""
     length = len(prompts[0])
     model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager", dtype=torch.float32).eval()
     rows = []
     for case in CASES:
         for budget in BUDGETS:
             settings = [s.format(length=length) for s in case.settings]
-            recipe = load_recipe("tiny-base", [f"cache.method={case.method}", f"cache.budget={budget}", *settings]).recipe
+            recipe = load_recipe(
+                "tiny-base", [f"cache.method={case.method}", f"cache.budget={budget}", *settings]
+            ).recipe
             press = case.press(code, 1 - budget / length)
             theirs = their_positions(model, press, prompts)
-            assert theirs[0].shape[-1] == budget, f"{type(press).__name__} keeps {theirs[0].shape[-1]} slots, not {budget}"
+            assert theirs[0].shape[-1] == budget, (
+                f"{type(press).__name__} keeps {theirs[0].shape[-1]} slots, not {budget}"
+            )
             index = torch.stack([jaccard(a, b) for a, b in zip(our_positions(recipe, prompts), theirs, strict=True)])
             rows.append(
                 {

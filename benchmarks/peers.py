@@ -1,10 +1,13 @@
-"""Our methods beside other people's code for them, on the shipped tiny checkpoint: the same slots, the same merged caches, or why not.
+"""Our methods beside other people's code for them, on the shipped tiny checkpoint: the same slots, the same merged
+caches, or why not.
 
     pip install --no-deps --target PEERS/kvpress kvpress
-    git -C PEERS clone https://github.com/SusCom-Lab/ZeroMerge        (and lianjunl13-sudo/KVSlimmer, the-scale-lab/Asymkv, kkvcache/KeepKV)
-    python benchmarks/peers.py --kvpress PEERS/kvpress --authors PEERS [--prompts 8]
+    git -C PEERS clone https://github.com/SusCom-Lab/ZeroMerge        (and lianjunl13-sudo/KVSlimmer,
+    the-scale-lab/Asymkv, kkvcache/KeepKV) python benchmarks/peers.py --kvpress PEERS/kvpress --authors PEERS [--prompts
+    8]
 
-What is not there is said and not compared. Writes benchmarks/results/peers.json; exit code 4 where rules that are one gave two results.
+What is not there is said and not compared. Writes benchmarks/results/peers.json; exit code 4 where rules that are one
+gave two results.
 """
 
 from __future__ import annotations
@@ -26,8 +29,8 @@ from peer_pairs import compare_asymkv, compare_kvslimmer
 from peer_presses import compare
 from recall import tiny_language
 
-from kvexport.build.builder import read_model
-from kvexport.recipe_files import load_recipe
+from kvexport.export.build import read_model
+from kvexport.recipe.files import load_recipe
 from kvexport.validate.reference import TorchReference
 
 MISMATCH = 4
@@ -48,16 +51,26 @@ def main() -> None:
     root = options.authors
     if root:
         texts = _texts(options.prompts)
-        rows += _attempt(peers, "ZeroMerge", root / "ZeroMerge", load_zeromerge, lambda p: compare_zeromerge(p.code, texts, LENGTH))
+        rows += _attempt(
+            peers, "ZeroMerge", root / "ZeroMerge", load_zeromerge, lambda p: compare_zeromerge(p.code, texts, LENGTH)
+        )
         rows += _attempt(peers, "AsymKV", root / "Asymkv", load_asymkv, lambda p: compare_asymkv(p.code, texts))
         slimmer = lambda folder: load_kvslimmer(folder, root / "Asymkv")  # noqa: E731
-        rows += _attempt(peers, "KVSlimmer", root / "KVSlimmer", slimmer, lambda p: compare_kvslimmer(p.code, texts, LENGTH))
+        rows += _attempt(
+            peers, "KVSlimmer", root / "KVSlimmer", slimmer, lambda p: compare_kvslimmer(p.code, texts, LENGTH)
+        )
         rows += _attempt(peers, "KeepKV", root / "KeepKV", load_keepkv, lambda p: compare_keepkv(p.code, texts, LENGTH))
     for line in slots:
         print(_slot_line(line))
     for line in rows:
         print(_merge_line(line))
-    figures = {"prompts": options.prompts, "length": LENGTH, "peers": peers, "slots": slots, "merges": [_plain(r) for r in rows]}
+    figures = {
+        "prompts": options.prompts,
+        "length": LENGTH,
+        "peers": peers,
+        "slots": slots,
+        "merges": [_plain(r) for r in rows],
+    }
     print(save("peers", figures))
     failed = [r for r in (*slots, *rows) if not r["holds"]]
     if failed:
@@ -66,7 +79,11 @@ def main() -> None:
 
 
 def _attempt(
-    peers: dict[str, Any], name: str, folder: Path | None, load: Callable[[Path], Peer], run: Callable[[Peer], list[Row]]
+    peers: dict[str, Any],
+    name: str,
+    folder: Path | None,
+    load: Callable[[Path], Peer],
+    run: Callable[[Peer], list[Row]],
 ) -> list[Row]:
     """The rows of one peer; of one that is not there or cannot be imported, none, and why."""
     if folder is None:

@@ -1,10 +1,12 @@
-"""Which average of past scores predicts the next ones: KeepKV's moving average, the mean of a window or of all (the paper's Figure 2d).
+"""Which average of past scores predicts the next ones: KeepKV's moving average, the mean of a window or of all (the
+paper's Figure 2d).
 
     python benchmarks/predict.py [--recipe tiny-base] [--texts 8] [--length 512]
 
-The uncompressed model reads texts. At steps of 32 tokens every slot's score, the mean of exp(logit) over the query heads of its KV head, is
-predicted for the next query and for the mean of the next 32. A figure is ``|ln predicted - ln found|``, weighed by the probability that
-the slot then has, mean over slots, heads, layers and steps; its interval is the bootstrap over texts.
+The uncompressed model reads texts. At steps of 32 tokens every slot's score, the mean of exp(logit) over the query
+heads of its KV head, is predicted for the next query and for the mean of the next 32. A figure is ``|ln predicted - ln
+found|``, weighed by the probability that the slot then has, mean over slots, heads, layers and steps; its interval is
+the bootstrap over texts.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from kvexport.build.builder import read_model
 from kvexport.evaluate.language import language_of
 from kvexport.evaluate.statistics import Estimate, mean
 from kvexport.evaluate.tasks import TASKS
-from kvexport.export.attention_hook import IMPLEMENTATION, PassThroughCache, attending
-from kvexport.recipe_files import load_recipe
+from kvexport.export.build import read_model
+from kvexport.export.model.attention_hook import IMPLEMENTATION, PassThroughCache, attending
+from kvexport.recipe.files import load_recipe
 from kvexport.runtime.text import Tokenizer
 
 STEP = 32
@@ -55,7 +57,8 @@ class Logits:
 
 
 def predictions(past: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """ln of every prediction [H, slots] out of ln scores [H, queries, slots], -inf where a query came before the slot."""
+    """ln of every prediction [H, slots] out of ln scores [H, queries, slots], -inf where a query came before the
+    slot."""
     queries = past.shape[1]
     back = torch.arange(queries - 1, -1, -1)[:, None].float()
 
@@ -91,13 +94,20 @@ def measure(recipe_name: str, texts: int, length: int) -> dict[str, dict[str, Es
     recipe = load_recipe(recipe_name, [f"limits.max_length={length}"]).recipe
     shape = read_model(recipe)
     checkpoint: Path = shape.checkpoint.path
-    model = AutoModelForCausalLM.from_pretrained(str(checkpoint), attn_implementation=IMPLEMENTATION, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        str(checkpoint), attn_implementation=IMPLEMENTATION, dtype=torch.float32
+    ).eval()
     by_text = []
     for sample in TASKS["text"].samples(language_of(Tokenizer.from_folder(checkpoint)), texts, length, 0):
         logits = Logits(shape.geometry[0].kv_heads, shape.geometry[0].scale)
         ids = torch.tensor([sample.ids])
         with attending(logits):
-            model(input_ids=ids, position_ids=torch.arange(ids.shape[1])[None], past_key_values=PassThroughCache(), use_cache=True)
+            model(
+                input_ids=ids,
+                position_ids=torch.arange(ids.shape[1])[None],
+                past_key_values=PassThroughCache(),
+                use_cache=True,
+            )
         by_text.append(errors(logits.layers))
     return {n: {h: mean(np.array([text[n][h] for text in by_text])) for h in by} for n, by in by_text[0].items()}
 
@@ -112,7 +122,12 @@ def main() -> None:
     for name, by in measure(asked.recipe, asked.texts, asked.length).items():
         print(f"{name:24}" + "  ".join(f"{horizon}: {estimate}" for horizon, estimate in by.items()), flush=True)
         rows[name] = {horizon: [e.value, e.low, e.high] for horizon, e in by.items()}  # type: ignore[misc]
-    print(save(f"predict-{Path(asked.recipe).stem}", {"recipe": asked.recipe, "texts": asked.texts, "length": asked.length, "rows": rows}))
+    print(
+        save(
+            f"predict-{Path(asked.recipe).stem}",
+            {"recipe": asked.recipe, "texts": asked.texts, "length": asked.length, "rows": rows},
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Recall of the tiny trained model: who has which thing, at budgets of 1/8, 1/4 and 1/2 of the prompt, method by method.
+"""Recall of the tiny trained model: who has which thing, at budgets of 1/8, 1/4 and 1/2 of the prompt, method by
+method.
 
     python benchmarks/recall.py [--prompts 100] [--length 512]
 
@@ -17,7 +18,7 @@ from common import save
 import kvexport
 from kvexport.evaluate.language import tiny_language
 from kvexport.evaluate.statistics import share
-from kvexport.recipe_files import load_recipe
+from kvexport.recipe.files import load_recipe
 
 METHODS: dict[str, list[str]] = {
     "full": [],
@@ -53,7 +54,12 @@ def main() -> None:
                 if name == "full" and part != 8:
                     continue
                 budget = options.length // part
-                settings = [f"cache.method={name.split()[0]}", f"cache.budget={budget}", f"limits.max_batch={BATCH}", *overrides]
+                settings = [
+                    f"cache.method={name.split()[0]}",
+                    f"cache.budget={budget}",
+                    f"limits.max_batch={BATCH}",
+                    *overrides,
+                ]
                 loaded = load_recipe("tiny-base", settings)
                 engine = kvexport.load(kvexport.build(loaded.recipe, Path(folder) / f"{len(rows)}"))
                 for facts in (4, 16, 64):

@@ -1,9 +1,10 @@
-"""Every method, and the full cache, over 20 times the training length: is all finite, do key norms stay bounded, what is lost?
+"""Every method, and the full cache, over 20 times the training length: is all finite, do key norms stay bounded, what
+is lost?
 
     python benchmarks/stability.py [--recipe tiny-base] [--training-length 1152] [--slots 64]
 
-One text, in chunks, its last tokens one by one. Writes benchmarks/results/stability-RECIPE.json, method by method; the tables are in
-docs/evaluate.md.
+One text, in chunks, its last tokens one by one. Writes benchmarks/results/stability-RECIPE.json, method by method; the
+tables are in docs/evaluate.md.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from kvexport.terminal import silent
 
 
 def row(label: str, slots: int, windows: Sequence[Window]) -> dict[str, Any]:
-    """A run in figures. nll: of the first and the last window that had something to predict, nats; key_norm: the largest of a cached
-    key at the end of the first window and at the end of any."""
+    """A run in figures. nll: of the first and the last window that had something to predict, nats; key_norm: the
+    largest of a cached key at the end of the first window and at the end of any."""
     losses = [w.nll for w in windows if w.nll == w.nll]
     norms = [w.key_norm for w in windows]
     return {
@@ -42,14 +43,23 @@ def row(label: str, slots: int, windows: Sequence[Window]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="tiny-base")
-    parser.add_argument("--training-length", type=int, default=1152, help="the longest row that the model was trained on")
+    parser.add_argument(
+        "--training-length", type=int, default=1152, help="the longest row that the model was trained on"
+    )
     parser.add_argument("--slots", type=float, default=64)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of all candidates, such as backend.threads=1")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="of all candidates, such as backend.threads=1"
+    )
     parser.add_argument("--again", metavar="PREFIX", help="measure anew what begins so")
     asked = parser.parse_args()
     name = f"stability-{Path(asked.recipe).stem}"
     path = RESULTS / f"{name}.json"
-    figures: dict[str, Any] = {"recipe": asked.recipe, "training_length": asked.training_length, "slots": asked.slots, "rows": []}
+    figures: dict[str, Any] = {
+        "recipe": asked.recipe,
+        "training_length": asked.training_length,
+        "slots": asked.slots,
+        "rows": [],
+    }
     if path.exists():
         before = json.loads(path.read_text())
         if all(before[key] == figures[key] for key in ("training_length", "slots")):

@@ -1,9 +1,12 @@
-"""What KeepKV and ballot leave open, one setting at a time: accuracy and KL to the full cache at equal bytes, on the deployed engine.
+"""What KeepKV and ballot leave open, one setting at a time: accuracy and KL to the full cache at equal bytes, on the
+deployed engine.
 
-    python benchmarks/sweep.py [--recipe tiny-base] [--groups decay,order] [--budgets 1/8,1/4] [--samples 24] [--length 512]
+    python benchmarks/sweep.py [--recipe tiny-base] [--groups decay,order] [--budgets 1/8,1/4] [--samples 24] [--length
+    512]
 
-Every candidate sees the same samples. Results go to benchmarks/results/sweep-RECIPE.json candidate by candidate, so that a run that was
-stopped goes on where it was; a group that was asked otherwise begins anew. What was found is in docs/defaults.md.
+Every candidate sees the same samples. Results go to benchmarks/results/sweep-RECIPE.json candidate by candidate, so
+that a run that was stopped goes on where it was; a group that was asked otherwise begins anew. What was found is in
+docs/defaults.md.
 """
 
 from __future__ import annotations
@@ -24,9 +27,20 @@ from kvexport.terminal import silent
 GROUPS: dict[str, list[str]] = {
     "methods": [
         *("random", "streaming", "h2o", "snapkv", "pyramidkv", "pyramidinfer", "cam", "d2o", "kvmerger", "zeromerge"),
-        *("asymkv:cache.recent=0.25", "kvslimmer:cache.recent=0.25", "keepkv:zip=key", "keepkv", "ballot", "ballot:cache.recent=0.3"),
+        *(
+            "asymkv:cache.recent=0.25",
+            "kvslimmer:cache.recent=0.25",
+            "keepkv:zip=key",
+            "keepkv",
+            "ballot",
+            "ballot:cache.recent=0.3",
+        ),
     ],
-    "order": [f"keepkv:zip={zip_}:order={order}" for zip_ in ("key", "vote", "mean") for order in ("merge-first", "evict-first")],
+    "order": [
+        f"keepkv:zip={zip_}:order={order}"
+        for zip_ in ("key", "vote", "mean")
+        for order in ("merge-first", "evict-first")
+    ],
     "threshold": [f"keepkv:threshold={t}" for t in (0.5, 0.6, 0.7, 0.8, 0.9)],
     "decay": [f"keepkv:decay={a}" for a in (0.5, 0.8, 0.9, 0.95, 0.98)],
     "window": [f"keepkv:window={w}" for w in (0, 1, 8)],
@@ -36,10 +50,18 @@ GROUPS: dict[str, list[str]] = {
     # Most of a prompt's merges happen between the chunks of its prefill.
     "chunk": [f"keepkv:export.prefill_chunk={n}:cache.merge_every=8:cache.slack=64" for n in (8, 16, 32, 64)],
     "allocation": [f"keepkv:cache.allocation.kind={kind}" for kind in ("uniform", "cosine", "pyramid")],
-    "selector": ["h2o", "keepkv:selector=h2o", "pyramidinfer", "keepkv:selector=pyramidinfer:cache.allocation.kind=cosine"],
+    "selector": [
+        "h2o",
+        "keepkv:selector=h2o",
+        "pyramidinfer",
+        "keepkv:selector=pyramidinfer:cache.allocation.kind=cosine",
+    ],
     "ballot": [
         *(f"ballot:cache.recent={r}" for r in (0.1, 0.3, 0.5, 0.75)),
-        *(f"ballot:cache.recent=0.3:{setting}" for setting in ("attention=0", "attention=1", "pool=2", "zip=vote", "decay=0.98")),
+        *(
+            f"ballot:cache.recent=0.3:{setting}"
+            for setting in ("attention=0", "attention=1", "pool=2", "zip=vote", "decay=0.98")
+        ),
         "ballot:cache.recent=0.3:order=least-attended",
         "ballot:cache.recent=0.75:order=least-attended",
     ],
@@ -49,8 +71,17 @@ GROUPS: dict[str, list[str]] = {
 
 def row(result: Result) -> dict[str, Any]:
     """A candidate's figures, each with its interval."""
-    scores = {name: {key: value for key, value in asdict(score).items() if key != "cells"} for name, score in result.scores.items()}
-    return {"label": result.label, "budget": result.budget, "slots": result.slots, "bytes": result.bytes, "scores": scores}
+    scores = {
+        name: {key: value for key, value in asdict(score).items() if key != "cells"}
+        for name, score in result.scores.items()
+    }
+    return {
+        "label": result.label,
+        "budget": result.budget,
+        "slots": result.slots,
+        "bytes": result.bytes,
+        "scores": scores,
+    }
 
 
 def line(result: Result) -> str:
@@ -60,7 +91,8 @@ def line(result: Result) -> str:
 
 
 class Sweep:
-    """A recipe's results: what is there, and what is added to it. again: rows of labels that begin so are measured anew."""
+    """A recipe's results: what is there, and what is added to it. again: rows of labels that begin so are measured
+    anew."""
 
     def __init__(self, recipe: str, settings: list[str], again: str | None) -> None:
         self.recipe, self.settings, self.again = recipe, settings, again
@@ -70,10 +102,17 @@ class Sweep:
 
     def run(self, group: str, options: Options, only: str) -> None:
         """Measure what a group lacks, row by row, of the labels that begin with `only`."""
-        asked = {"budgets": list(options.budgets), "samples": options.samples, "length": options.length, "tasks": list(options.tasks)}
+        asked = {
+            "budgets": list(options.budgets),
+            "samples": options.samples,
+            "length": options.length,
+            "tasks": list(options.tasks),
+        }
         found = self.groups.get(group, {})
         rows = found["rows"] if {key: found.get(key) for key in asked} == asked else []
-        rows = [r for r in rows if r["label"] in options.methods and not (self.again and r["label"].startswith(self.again))]
+        rows = [
+            r for r in rows if r["label"] in options.methods and not (self.again and r["label"].startswith(self.again))
+        ]
         with tempfile.TemporaryDirectory() as folder:
             run = Run(self.recipe, self.settings, options, Path(folder), silent)
             order = {(c.label, c.budget): i for i, c in enumerate(run.candidates)}
@@ -97,13 +136,21 @@ def main() -> None:
     parser.add_argument("--tasks", default="text,multikey")
     parser.add_argument("--samples", type=int, default=24)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of all candidates, such as backend.threads=1")
-    parser.add_argument("--only", metavar="PREFIX", default="", help="measure what begins so, and leave the rest to another run")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="of all candidates, such as backend.threads=1"
+    )
+    parser.add_argument(
+        "--only", metavar="PREFIX", default="", help="measure what begins so, and leave the rest to another run"
+    )
     parser.add_argument("--again", metavar="PREFIX", help="measure anew what begins so")
     asked = parser.parse_args()
     sweep = Sweep(asked.recipe, asked.set, asked.again)
     for group in asked.groups.split(","):
-        labels, budgets, tasks = tuple(GROUPS[group]), tuple(parse_budgets(asked.budgets)), tuple(asked.tasks.split(","))
+        labels, budgets, tasks = (
+            tuple(GROUPS[group]),
+            tuple(parse_budgets(asked.budgets)),
+            tuple(asked.tasks.split(",")),
+        )
         sweep.run(group, Options(labels, budgets, tasks, asked.samples, asked.length), asked.only)
 
 

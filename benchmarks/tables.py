@@ -2,7 +2,8 @@
 
     python benchmarks/tables.py
 
-Writes every table between its marks, `<!-- NAME -->` and `<!-- end -->`. A test asks that they are what this would write.
+Writes every table between its marks, `<!-- NAME -->` and `<!-- end -->`. A test asks that they are what this would
+write.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ BUDGETS = {0.05: "1/20", 0.125: "1/8", 0.25: "1/4", 0.5: "1/2"}
 # What a model was asked: task, figure, and whether less is better.
 FIGURES = {
     "tiny-base": (("text", "kl"), ("multikey", "kl"), ("multikey", "accuracy")),
-    "small-base": (("text", "kl"), ("duplicates", "kl"), ("duplicates", "accuracy"), ("associative", "kl"), ("associative", "accuracy")),
+    "small-base": (
+        ("text", "kl"),
+        ("duplicates", "kl"),
+        ("duplicates", "accuracy"),
+        ("associative", "kl"),
+        ("associative", "accuracy"),
+    ),
 }
 
 
@@ -46,7 +53,14 @@ def _method(method: Method) -> tuple[str, ...]:
     alpha = method.vote_exponent
     bias = {0.0: "0", 1.0: "ln votes"}.get(alpha, f"{alpha:g} ln votes")
     score = "; ".join(_score(s) for s in method.statistics)
-    return f"`{method.name}`", method.summary, score, bias, method.allocation if method.compresses else "none", method.source
+    return (
+        f"`{method.name}`",
+        method.summary,
+        score,
+        bias,
+        method.allocation if method.compresses else "none",
+        method.source,
+    )
 
 
 def _score(statistic: Statistic) -> str:
@@ -60,7 +74,12 @@ def _score(statistic: Statistic) -> str:
 def name_of(label: str) -> str:
     """ "keepkv:cache.recent=0.1" as "`keepkv`, recent 0.1"."""
     method, *settings = label.split(":")
-    return ", ".join([f"`{method}`", *(setting.removeprefix("cache.").removeprefix("export.").replace("=", " ") for setting in settings)])
+    return ", ".join(
+        [
+            f"`{method}`",
+            *(setting.removeprefix("cache.").removeprefix("export.").replace("=", " ") for setting in settings),
+        ]
+    )
 
 
 def shown(estimate: dict[str, float]) -> str:
@@ -102,11 +121,28 @@ def stability(recipe: str) -> str:
     """Every method, and the full cache, over 20 training lengths."""
     rows = load(f"stability-{recipe}")["rows"]
     full = next(r for r in rows if r["label"] == "full")["key_norm"][1]
-    header = ("method", "slots", "all finite", "largest key norm", "of the full cache's", "loss, first window", "loss, last")
+    header = (
+        "method",
+        "slots",
+        "all finite",
+        "largest key norm",
+        "of the full cache's",
+        "loss, first window",
+        "loss, last",
+    )
     lines = []
     for r in rows:
         norm, losses = r["key_norm"][1], (f"{x:.2f}" for x in r["nll"])
-        lines.append((name_of(r["label"]), str(r["slots"]), "yes" if r["finite"] else "NO", f"{norm:.2f}", f"{norm / full:.3f}", *losses))
+        lines.append(
+            (
+                name_of(r["label"]),
+                str(r["slots"]),
+                "yes" if r["finite"] else "NO",
+                f"{norm:.2f}",
+                f"{norm / full:.3f}",
+                *losses,
+            )
+        )
     return table(header, *lines)
 
 
@@ -121,7 +157,12 @@ def tables() -> dict[str, str]:
 
 def written(text: str, found: dict[str, str]) -> str:
     """A document with its tables as they should be. Raises KeyError for a mark that nobody knows."""
-    return re.sub(r"<!-- ([\w -]+) -->\n.*?<!-- end -->", lambda m: f"<!-- {m[1]} -->\n{found[m[1]]}\n<!-- end -->", text, flags=re.DOTALL)
+    return re.sub(
+        r"<!-- ([\w -]+) -->\n.*?<!-- end -->",
+        lambda m: f"<!-- {m[1]} -->\n{found[m[1]]}\n<!-- end -->",
+        text,
+        flags=re.DOTALL,
+    )
 
 
 def main() -> None:

@@ -10,15 +10,13 @@ Importing this package imports none of its dependencies; they come with the firs
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvexport.errors import KvexportError
-    from kvexport.recipe import Recipe
+    from kvexport.recipe.fields import Recipe
     from kvexport.runtime.engine import Completion, Engine, Token, load
     from kvexport.runtime.sampling import GenerationSettings
 
@@ -38,41 +36,26 @@ _HOMES = {
 def build(recipe: str | Path | Recipe, out: str | Path, overrides: Sequence[str] = ()) -> Path:
     """Build an artifact into the directory `out` and return it; an artifact that was there is replaced at the very end.
 
-    recipe: the name of a shipped recipe, the path of a recipe's file, or a `Recipe`. overrides: "dotted.key=value", as `--set`; for
-    names and files only. Raises UsageError (recipe, checkpoint, target) and EnvironmentProblem (disk full, missing package).
+    recipe: the name of a shipped recipe, the path of a recipe's file, or a `Recipe`. overrides: "dotted.key=value", as
+    `--set`; for names and files only. Raises UsageError (recipe, checkpoint, target) and EnvironmentProblem (disk full,
+    missing package).
     """
-    from kvexport.doctor import require
+    from kvexport.commands.doctor import require
 
     require("build")
-    from kvexport.build.builder import build as build_recipe
     from kvexport.errors import UsageError
-    from kvexport.recipe import Recipe
-    from kvexport.recipe_files import load_recipe
+    from kvexport.export.build import build as build_recipe
+    from kvexport.recipe.fields import Recipe
+    from kvexport.recipe.files import load_recipe
 
     if isinstance(recipe, Recipe):
         if overrides:
-            raise UsageError("overrides go over a recipe's name or file, this is a Recipe", "recipe.model_copy(update=...)")
+            raise UsageError(
+                "overrides go over a recipe's name or file, this is a Recipe", "recipe.model_copy(update=...)"
+            )
         return build_recipe(recipe, Path(out))
     loaded = load_recipe(str(recipe), overrides)
     return build_recipe(loaded.recipe, Path(out), name=loaded.name)
-
-
-class _CallablePackage(ModuleType):
-    """The package `kvexport.build`, called as the function it stands in front of."""
-
-    __call__ = staticmethod(build)
-
-
-class _Package(ModuleType):
-    """Importing any module of the package `kvexport.build` sets that package as an attribute here, over the function of that name."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name == "build" and isinstance(value, ModuleType):
-            value.__class__ = _CallablePackage
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,6 @@
 """`python -m kvexport` is `kvexport`."""
 
-from kvexport.cli import main
+from kvexport.commands.app import main
 
 if __name__ == "__main__":
     main()

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvexport.errors import UsageError
 from kvexport.methods.base import Rotary
-from kvexport.recipe import Recipe
+from kvexport.recipe.fields import Recipe
 
 CONTRACT_VERSION = 3
 STATE = ("key", "value", "votes", "score", "position")
@@ -20,8 +20,8 @@ STATE = ("key", "value", "votes", "score", "position")
 
 @dataclass(frozen=True)
 class LayerGeometry:
-    """What the model fixes of one layer's attention, read from its trace. sliding_window: 0 = every position is visible. rotary: read
-    for methods that turn keys."""
+    """What the model fixes of one layer's attention, read from its trace. sliding_window: 0 = every position is
+    visible. rotary: read for methods that turn keys."""
 
     query_heads: int
     kv_heads: int
@@ -105,7 +105,8 @@ def _rotary(saved: dict[str, Any]) -> Rotary:
 
 
 def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
-    """Every layer's budget and capacity. Raises UsageError where a budget cannot hold sinks, recent and one slot more."""
+    """Every layer's budget and capacity. Raises UsageError where a budget cannot hold sinks, recent and one slot
+    more."""
     method = recipe.cache.build_method()
     budgets = allocate(recipe, len(geometry))
     layers = []
@@ -118,7 +119,8 @@ def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
         merges = budget < recipe.limits.max_length
         if method.compresses and merges and budget < recipe.cache.sinks + recent + 1:
             raise UsageError(
-                f"layer {i} has a budget of {budget} slots, which cannot hold {recipe.cache.sinks} sinks, {recent} recent and one more",
+                f"layer {i} has a budget of {budget} slots, which cannot hold {recipe.cache.sinks} sinks, {recent} "
+                "recent and one more",
                 f"--set cache.budget={recipe.cache.sinks + recent + 1}, or fewer cache.sinks or cache.recent",
             )
         layers.append(
@@ -141,8 +143,8 @@ def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
 
 
 def allocate(recipe: Recipe, layers: int) -> list[int]:
-    """Slots per layer, mean `recipe.budget`. cosine: ``m_l = (1-d)(cos(pi l / L) + 1)/2 + d`` (KeepKV); pyramid: linear,
-    ``m_l = 1 - (1-d) l / (L-1)`` (PyramidKV); both scaled."""
+    """Slots per layer, mean `recipe.budget`. cosine: ``m_l = (1-d)(cos(pi l / L) + 1)/2 + d`` (KeepKV); pyramid:
+    linear, ``m_l = 1 - (1-d) l / (L-1)`` (PyramidKV); both scaled."""
     method = recipe.cache.build_method()
     allocation = recipe.cache.allocation
     kind = allocation.kind or method.allocation

@@ -1,10 +1,12 @@
-"""Errors a user may see. Each says what was wrong, what was found, and what mends it; the verb exits with its class's code."""
+"""Errors a user may see. Each says what was wrong, what was found, and what mends it; the verb exits with its class's
+code."""
 
 from __future__ import annotations
 
 
 class KvexportError(Exception):
-    """Base of all errors meant for a user: `problem` (one line, with what was found) and `fix` (the line that mends it, or "")."""
+    """Base of all errors meant for a user: `problem` (one line, with what was found) and `fix` (the line that mends it,
+    or "")."""
 
     exit_code = 1
 

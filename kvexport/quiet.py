@@ -15,7 +15,14 @@ def quiet_exporter() -> Iterator[None]:
     """Silence torch.export's and torch.onnx's prints, log lines and warnings; errors still raise."""
     loggers = [
         logging.getLogger(name)
-        for name in ("torch.onnx", "torch.export", "torch._subclasses.fake_tensor", "transformers", "onnxscript", "onnx_ir")
+        for name in (
+            "torch.onnx",
+            "torch.export",
+            "torch._subclasses.fake_tensor",
+            "transformers",
+            "onnxscript",
+            "onnx_ir",
+        )
     ]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

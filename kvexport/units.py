@@ -29,6 +29,7 @@ def parse_bytes(text: str) -> int:
     factor = _FACTORS.get(found[2].upper()) if found else None
     if found is None or factor is None:
         raise UsageError(
-            f"{text!r} is not an amount of memory", "a number and kB, MB, GB, TB (powers of 1000) or KiB ... TiB, such as 24GB"
+            f"{text!r} is not an amount of memory",
+            "a number and kB, MB, GB, TB (powers of 1000) or KiB ... TiB, such as 24GB",
         )
     return int(float(found[1]) * factor)

@@ -1,10 +1,12 @@
 """Builds the native operators into kvexport/_native, where a compiler and ONNX Runtime's C headers are found.
 
     python plugins/build.py [--fetch-headers] [--sanitize address,undefined] [--out DIR]
-    python plugins/build.py --cuda [80 90 ...]       for ONNX Runtime's CUDA provider, by nvcc: for this machine's GPUs, unless named
-    python plugins/build.py --cuda-on-host           its stand-in without a GPU, for tests, in build-cache/cuda
+    python plugins/build.py --cuda [80 90 ...]       for ONNX Runtime's CUDA provider, by nvcc: for this machine's GPUs,
+    unless named python plugins/build.py --cuda-on-host           its stand-in without a GPU, for tests, in
+    build-cache/cuda
 
-Exit code 3 and one line that says what is missing, where something is. `pip install` does the same through hatch_build.py and goes on.
+Exit code 3 and one line that says what is missing, where something is. `pip install` does the same through
+hatch_build.py and goes on.
 """
 
 from __future__ import annotations
@@ -45,15 +47,21 @@ def find_headers() -> Path:
             return place
     if asked:
         raise Missing(f"ONNXRUNTIME_INCLUDE_DIR={asked} holds no {HEADER}")
-    raise Missing("ONNX Runtime's C headers were not found (apt-get install libonnxruntime-dev, or set ONNXRUNTIME_INCLUDE_DIR)")
+    raise Missing(
+        "ONNX Runtime's C headers were not found (apt-get install libonnxruntime-dev, or set ONNXRUNTIME_INCLUDE_DIR)"
+    )
 
 
 def fetch_headers() -> Path:
     """ONNX Runtime's headers out of Debian's package, unpacked under build-cache; nothing is installed."""
     if not shutil.which("apt-get") or not shutil.which("dpkg"):
-        raise Missing("ONNX Runtime's C headers were not found, and this is not Debian, whose package libonnxruntime-dev has them")
+        raise Missing(
+            "ONNX Runtime's C headers were not found, and this is not Debian, whose package libonnxruntime-dev has them"
+        )
     FETCHED.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(["sh", str(ROOT / "plugins" / "fetch_headers.sh"), str(FETCHED)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["sh", str(ROOT / "plugins" / "fetch_headers.sh"), str(FETCHED)], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise Missing(f"Debian's libonnxruntime-dev could not be fetched: {reason}")
@@ -81,8 +89,8 @@ def build(headers: Path, *, sanitize: str = "", out: Path | None = None) -> Path
 
 
 def build_cuda(headers: Path, architectures: Sequence[str] = (), *, out: Path | None = None) -> Path:
-    """The library for the CUDA provider, for these compute capabilities ("90"): this machine's, or all that are supported where it has no
-    GPU, unless named. Nothing of CUDA but the driver is needed to run it."""
+    """The library for the CUDA provider, for these compute capabilities ("90"): this machine's, or all that are
+    supported where it has no GPU, unless named. Nothing of CUDA but the driver is needed to run it."""
     kernels = cuda_kernels()
     wanted = sorted(set(architectures or gpus_here() or kernels.ARCHITECTURES), key=int)
     target = (out or ROOT / "kvexport" / "_native") / CUDA_LIBRARY
@@ -119,7 +127,9 @@ def cuda_binding(headers: Path) -> Any:
 def cuda_kernels() -> Any:
     """plugins/cuda/build_cuda.py."""
     if "kvexport_build_cuda" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("kvexport_build_cuda", ROOT / "plugins" / "cuda" / "build_cuda.py")
+        spec = importlib.util.spec_from_file_location(
+            "kvexport_build_cuda", ROOT / "plugins" / "cuda" / "build_cuda.py"
+        )
         assert spec is not None and spec.loader is not None
         module = sys.modules["kvexport_build_cuda"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)

@@ -1,4 +1,5 @@
-"""A tiny random Llama with a tokenizer of single characters, and an artifact of it, each made once per session; processes to kill."""
+"""A tiny random Llama with a tokenizer of single characters, and an artifact of it, each made once per session;
+processes to kill."""
 
 from __future__ import annotations
 
@@ -9,20 +10,22 @@ from typing import TYPE_CHECKING
 
 import pytest
 import yaml
-from artifacts import Forks
-from tiny_model import ALPHABET, RECIPE
+
+from tests.support.artifacts import Forks
+from tests.support.tiny_model import ALPHABET, RECIPE
 
 if TYPE_CHECKING:
-    from fake_cuda import FakeCuda
+    from tests.support.fake_cuda import FakeCuda
 
-# Before anything imports torch: these tensors are so small that waking a second thread takes longer than the work, and a worker of
-# pytest-xdist has no second core to itself.
+# Before anything imports torch: these tensors are so small that waking a second thread takes longer than the work, and
+# a worker of pytest-xdist has no second core to itself.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """2 layers, hidden size 32, 4 query heads over 2 KV heads, vocabulary 64 (one id per character of ALPHABET), no eos."""
+    """2 layers, hidden size 32, 4 query heads over 2 KV heads, vocabulary 64 (one id per character of ALPHABET), no
+    eos."""
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -69,7 +72,7 @@ def tiny_artifact(tiny_recipe: Path) -> Path:
 @pytest.fixture
 def recipe_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty recipe folder, which is also next to the current directory."""
-    from kvexport import recipe_files
+    from kvexport.recipe import files as recipe_files
 
     folder = tmp_path / "recipes"
     folder.mkdir()
@@ -95,8 +98,7 @@ def no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_sync: None) -> FakeCuda:
     """A GPU and TensorRT, neither real, without plugins."""
-    import fake_cuda
-    import fake_tensorrt
+    from tests.support import fake_cuda, fake_tensorrt
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("KVEXPORT_TENSORRT_PLUGIN", "off")
@@ -108,7 +110,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_sync: None) -> FakeC
 @pytest.fixture
 def plugins(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A plugin library that takes what ONNX Runtime's native operators take."""
-    from kvexport import native
+    from kvexport.backends.onnxruntime import operators as native
 
     if native.library() is None:
         pytest.skip(f"not reached: {native.why_no_library()[0]} (make native)")

@@ -11,16 +11,18 @@ from typing import Any
 
 from kvexport.cache import CachePlan, LayerGeometry, plan_cache
 from kvexport.errors import UsageError
-from kvexport.recipe import Recipe
-from kvexport.recipe_files import load_recipe
+from kvexport.recipe.fields import Recipe
+from kvexport.recipe.files import load_recipe
 
 FULL = "full"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """label: the method as it was asked for, "keepkv:threshold=0.7". budget: as asked for, a share of the run's length or slots.
-    slots: of a layer on average, the most whose bytes do not exceed the budget's. bytes: of one sequence's whole state."""
+    """label: the method as it was asked for, "keepkv:threshold=0.7". budget: as asked for, a share of the run's length
+    or slots.
+    slots: of a layer on average, the most whose bytes do not exceed the budget's. bytes: of one sequence's whole
+    state."""
 
     label: str
     budget: float
@@ -51,22 +53,31 @@ def overrides_of(label: str) -> list[str]:
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals:
-            raise UsageError(f"{label!r}: {setting!r} is no setting", "NAME or NAME:key=value, such as keepkv:threshold=0.7")
+            raise UsageError(
+                f"{label!r}: {setting!r} is no setting", "NAME or NAME:key=value, such as keepkv:threshold=0.7"
+            )
         lines.append(f"{key if '.' in key else f'cache.parameters.{key}'}={value}")
     return lines
 
 
 def load_candidate(recipe: str, label: str, slots: int | None, common: Sequence[str]) -> Recipe:
-    """The recipe with a method, its budget (None: what the recipe or the label says) and the settings that all share."""
+    """The recipe with a method, its budget (None: what the recipe or the label says) and the settings that all
+    share."""
     budget = [] if slots is None else [f"cache.budget={slots}"]
     return load_recipe(recipe, [*common, *overrides_of(label), *budget]).recipe
 
 
 def equal_bytes(
-    recipe: str, labels: Sequence[str], budgets: Sequence[float], length: int, geometry: Sequence[LayerGeometry], common: Sequence[str]
+    recipe: str,
+    labels: Sequence[str],
+    budgets: Sequence[float],
+    length: int,
+    geometry: Sequence[LayerGeometry],
+    common: Sequence[str],
 ) -> list[Candidate]:
-    """Every label at every budget. A budget's bytes are those of the leanest label with that many slots (votes, scores, positions and
-    slack counted); every label gets the most slots that fit them. Raises UsageError where a budget cannot hold sinks and recent."""
+    """Every label at every budget. A budget's bytes are those of the leanest label with that many slots (votes, scores,
+    positions and slack counted); every label gets the most slots that fit them. Raises UsageError where a budget cannot
+    hold sinks and recent."""
     found = []
     for budget in budgets:
         slots = max(1, round(budget * length)) if budget <= 1 else int(budget)
@@ -89,13 +100,15 @@ def _fit(recipe: Recipe, slots: int, limit: int, geometry: Sequence[LayerGeometr
 
 
 def longer_checkpoint(checkpoint: Path, folder: Path, positions: int) -> Path:
-    """A checkpoint in `folder` that is `checkpoint` but for its maximum of positions. Its weights are hard links where the file system
-    allows it. Raises UsageError where the model's rotary embedding depends on the length."""
+    """A checkpoint in `folder` that is `checkpoint` but for its maximum of positions. Its weights are hard links where
+    the file system allows it. Raises UsageError where the model's rotary embedding depends on the length."""
     config: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = str(scaling.get("rope_type", scaling.get("type", "default")))
     if kind not in ("default", "linear", "llama3"):
-        raise UsageError(f"the rotary embedding of {checkpoint} is {kind}, which depends on the length", "--tasks without stability")
+        raise UsageError(
+            f"the rotary embedding of {checkpoint} is {kind}, which depends on the length", "--tasks without stability"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     for path in checkpoint.iterdir():
         target = folder / path.name

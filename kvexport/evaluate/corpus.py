@@ -20,7 +20,8 @@ def is_held_out(module: str) -> bool:
 
 
 def library_sources(held_out: bool) -> dict[str, str]:
-    """The source of every module of the running interpreter's library which is (or is not) held out, by path, in order of path."""
+    """The source of every module of the running interpreter's library which is (or is not) held out, by path, in order
+    of path."""
     root = Path(sysconfig.get_path("stdlib"))
     sources = {}
     for path in sorted(root.rglob("*.py")):

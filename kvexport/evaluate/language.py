@@ -1,7 +1,8 @@
 """How tasks are put to a model: facts, questions and filler as token ids of its tokenizer.
 
-Two languages: `Text`, comment lines among lines of source (or of a given text), for every tokenizer of text, and `Words`, the tiny
-checkpoint's own. A task asks for statements and questions by what they mean and never sees a tokenizer.
+Two languages: `Text`, comment lines among lines of source (or of a given text), for every tokenizer of text, and
+`Words`, the tiny checkpoint's own. A task asks for statements and questions by what they mean and never sees a
+tokenizer.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 
 from kvexport.errors import UsageError
 from kvexport.evaluate.corpus import library_sources
-from kvexport.recipe_files import recipe_folder
+from kvexport.recipe.files import recipe_folder
 from kvexport.runtime.text import Tokenizer
 
 Ids = list[int]
@@ -37,8 +38,8 @@ def tiny_language() -> ModuleType:
 
 
 class Language(Protocol):
-    """What a task may say. names and things: words a fact can be about, all different. Methods return token ids; questions and answers
-    follow one another without a gap."""
+    """What a task may say. names and things: words a fact can be about, all different. Methods return token ids;
+    questions and answers follow one another without a gap."""
 
     names: tuple[str, ...]
     things: tuple[str, ...]
@@ -54,8 +55,9 @@ class Language(Protocol):
         ...
 
     def ask(self, kind: str, name: str, answer: str) -> tuple[Ids, Ids]:
-        """A question about name and its answer. kind: "one" (its thing), "every" (its things in order, comma-separated), "mostly" (the
-        thing stated most often), "count" (the number of statements), "chain" (the aliases, one after another, and the last one's thing)."""
+        """A question about name and its answer. kind: "one" (its thing), "every" (its things in order,
+        comma-separated), "mostly" (the thing stated most often), "count" (the number of statements), "chain" (the
+        aliases, one after another, and the last one's thing)."""
         ...
 
     def filler(self, rng: np.random.Generator, count: int) -> list[Ids]:
@@ -63,7 +65,8 @@ class Language(Protocol):
         ...
 
     def text(self, rng: np.random.Generator, count: int) -> tuple[Ids, list[int]]:
-        """A text of count tokens, `start` included, and the positions whose next token the model was trained to predict."""
+        """A text of count tokens, `start` included, and the positions whose next token the model was trained to
+        predict."""
         ...
 
 
@@ -112,7 +115,8 @@ class Text:
     lacks: frozenset[str] = frozenset()
 
     def __init__(self, tokenizer: Tokenizer, source: str | None = None) -> None:
-        """source: the text that filler and `text` are cut from; None takes the held-out modules of `kvexport.evaluate.corpus`."""
+        """source: the text that filler and `text` are cut from; None takes the held-out modules of
+        `kvexport.evaluate.corpus`."""
         self._tokenizer = tokenizer
         self.names, self.things = tiny_language().NAMES, tiny_language().THINGS
         self.start = tokenizer.encode("")
@@ -126,7 +130,11 @@ class Text:
         """Ids of text where a new line has begun: some tokenizers mark the very beginning of a text."""
         before = self._tokenizer.encode("\n", add_special_tokens=False)
         ids = self._tokenizer.encode("\n" + text, add_special_tokens=False)
-        return ids[len(before) :] if ids[: len(before)] == before else self._tokenizer.encode(text, add_special_tokens=False)
+        return (
+            ids[len(before) :]
+            if ids[: len(before)] == before
+            else self._tokenizer.encode(text, add_special_tokens=False)
+        )
 
     def fact(self, name: str, thing: str) -> Ids:
         """See `Language`."""
@@ -158,7 +166,8 @@ class Text:
         return lines
 
     def text(self, rng: np.random.Generator, count: int) -> tuple[Ids, list[int]]:
-        """Consecutive lines, of which every token from the middle on counts: by then every budget of half the text is full."""
+        """Consecutive lines, of which every token from the middle on counts: by then every budget of half the text is
+        full."""
         ids = [*self.start, *(token for line in self.filler(rng, count - len(self.start)) for token in line)]
         return ids, list(range(count // 2, count - 1))
 
@@ -172,7 +181,9 @@ class Text:
 def language_of(tokenizer: Tokenizer | None, source: str | None = None) -> Language:
     """The language a model of this tokenizer is asked in. Raises UsageError where there is no tokenizer."""
     if tokenizer is None:
-        raise UsageError("the checkpoint has no tokenizer.json, so no task can be written for it", "put its tokenizer.json beside it")
+        raise UsageError(
+            "the checkpoint has no tokenizer.json, so no task can be written for it", "put its tokenizer.json beside it"
+        )
     words: Sequence[str] = tiny_language().WORDS
     if tokenizer.vocab_size == len(words) and all(tokenizer.token_id(word) == i for i, word in enumerate(words)):
         if source is not None:

@@ -1,9 +1,11 @@
-"""An artifact as a model of lm-evaluation-harness: import this module, then `lm_eval.simple_evaluate(model="kvexport", ...)`.
+"""An artifact as a model of lm-evaluation-harness: import this module, then `lm_eval.simple_evaluate(model="kvexport",
+...)`.
 
     from kvexport.evaluate.lm_eval_model import KvexportLM
     lm_eval.simple_evaluate(model=KvexportLM("artifacts/tiny-keepkv"), tasks=[...])
 
-Works offline. A context is prefilled in chunks and its continuation decoded token by token, as a deployed engine would: what is scored
+Works offline. A context is prefilled in chunks and its continuation decoded token by token, as a deployed engine would:
+what is scored
 is the compressed cache. Needs the extra `eval`. Not covered: chat templates.
 """
 
@@ -26,11 +28,14 @@ NEW_TOKENS = 256  # where a task does not say how many, as the harness's own mod
 
 @register_model("kvexport")
 class KvexportLM(LM):  # type: ignore[misc]
-    """artifact: its directory. batch_size: sequences at once, at most the artifact's limits.max_batch. threads: as in `kvexport.load`.
+    """artifact: its directory. batch_size: sequences at once, at most the artifact's limits.max_batch. threads: as in
+    `kvexport.load`.
 
     Raises UsageError where the artifact has no tokenizer."""
 
-    def __init__(self, artifact: str | Path, batch_size: int | str | None = None, threads: int | None = None, **_: Any) -> None:
+    def __init__(
+        self, artifact: str | Path, batch_size: int | str | None = None, threads: int | None = None, **_: Any
+    ) -> None:
         super().__init__()
         self.engine = load(artifact, threads=threads)
         if self.engine.tokenizer is None:
@@ -47,26 +52,34 @@ class KvexportLM(LM):  # type: ignore[misc]
         return list(self._score([self._pair(*request.args) for request in requests]))
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """ln p of every text in nats; one longer than the artifact's max_length is cut into pieces that do not see each other."""
+        """ln p of every text in nats; one longer than the artifact's max_length is cut into pieces that do not see each
+        other."""
         room = self.engine.max_length - 1
         totals = []
         for request in requests:
             ids = self._encode(request.args[0], add_special_tokens=False)
             pieces = [self._start[:1] + ids[i : i + room] for i in range(0, len(ids), room)]
             prompts = [len(piece) if self.engine.sessions.all_logits else 1 for piece in pieces]
-            samples = [Sample(piece, prompt, list(range(len(piece) - 1))) for piece, prompt in zip(pieces, prompts, strict=True)]
+            samples = [
+                Sample(piece, prompt, list(range(len(piece) - 1)))
+                for piece, prompt in zip(pieces, prompts, strict=True)
+            ]
             totals.append(sum(score for score, _ in self._score(samples)))
         return totals
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """The greedy (or, where a request asks for it, drawn) continuation of every context, up to a stop string. A context that leaves
-        no room loses its beginning."""
+        """The greedy (or, where a request asks for it, drawn) continuation of every context, up to a stop string. A
+        context that leaves no room loses its beginning."""
         texts: list[str] = []
         for request in requests:
             context, asked = request.args
             stops = asked.get("until") or []
             new = min(int(asked.get("max_gen_toks", NEW_TOKENS)), self.engine.max_length - 1)
-            drawn = {name: asked[name] for name in ("temperature", "top_p", "top_k") if asked.get(name)} if asked.get("do_sample") else {}
+            drawn = (
+                {name: asked[name] for name in ("temperature", "top_p", "top_k") if asked.get(name)}
+                if asked.get("do_sample")
+                else {}
+            )
             prompt = self._encode(context)[-(self.engine.max_length - new) :]
             stop = [stops] if isinstance(stops, str) else list(stops)
             settings = {"max_new_tokens": new, "stop_strings": stop or None, "do_sample": bool(drawn), **drawn}
@@ -74,12 +87,17 @@ class KvexportLM(LM):  # type: ignore[misc]
         return texts
 
     def _pair(self, context: str, continuation: str) -> Sample:
-        """Tokens of context and continuation. Spaces at the end of the context belong to the continuation's first token."""
+        """Tokens of context and continuation. Spaces at the end of the context belong to the continuation's first
+        token."""
         spaces = len(context) - len(context.rstrip())
         if spaces:
             context, continuation = context[:-spaces], context[-spaces:] + continuation
         before = self._encode(context) if context else self._start
-        whole = self._encode(context + continuation) if context else [*self._start, *self._encode(continuation, add_special_tokens=False)]
+        whole = (
+            self._encode(context + continuation)
+            if context
+            else [*self._start, *self._encode(continuation, add_special_tokens=False)]
+        )
         answer = whole[len(before) :][: self.engine.max_length - 1]
         before = before[-(self.engine.max_length - len(answer)) :]
         return Sample([*before, *answer], len(before), list(range(len(before) - 1, len(before) + len(answer) - 1)))

@@ -18,8 +18,9 @@ Rows = NDArray[np.float32]  # [counted, vocabulary]
 
 @dataclass(frozen=True)
 class Outcome:
-    """One sample. right: every counted token was the likeliest. nll: mean -ln p of the counted tokens, nats. kl: KL(full || engine) at
-    every counted position, nats; agrees: whether the likeliest token there is the full cache's."""
+    """One sample. right: every counted token was the likeliest. nll: mean -ln p of the counted tokens, nats. kl:
+    KL(full || engine) at every counted position, nats; agrees: whether the likeliest token there is the full
+    cache's."""
 
     right: bool
     nll: float
@@ -28,9 +29,11 @@ class Outcome:
 
 
 def counted_logits(engine: Engine, samples: Sequence[Sample]) -> list[Rows]:
-    """The logits at every sample's counted positions, all samples in one batch: prompts in chunks, then token by token, as given.
+    """The logits at every sample's counted positions, all samples in one batch: prompts in chunks, then token by token,
+    as given.
 
-    Raises UsageError where a counted position lies inside a prompt and the artifact gives the logits of a call's last token alone.
+    Raises UsageError where a counted position lies inside a prompt and the artifact gives the logits of a call's last
+    token alone.
     """
     rows: list[list[Rows]] = [[] for _ in samples]
     lanes = engine.lanes(len(samples))
@@ -81,7 +84,9 @@ def judge(sample: Sample, logits: Rows, full: Rows | None) -> Outcome:
     return Outcome(bool((best == truth).all()), nll, kl, best == full.argmax(-1))
 
 
-def run_samples(engine: Engine, samples: Sequence[Sample], batch: int, full: Sequence[Rows] | None) -> tuple[list[Outcome], list[Rows]]:
+def run_samples(
+    engine: Engine, samples: Sequence[Sample], batch: int, full: Sequence[Rows] | None
+) -> tuple[list[Outcome], list[Rows]]:
     """Outcomes of all samples, `batch` at a time, and their logits. full: the full cache's logits, sample by sample."""
     logits: list[Rows] = []
     for start in range(0, len(samples), batch):
@@ -91,7 +96,8 @@ def run_samples(engine: Engine, samples: Sequence[Sample], batch: int, full: Seq
 
 
 def step_seconds(engine: Engine, length: int, steps: int = 24) -> float:
-    """Median seconds of one decode step of one sequence (its merging spread over the steps) after a prompt of `length` tokens."""
+    """Median seconds of one decode step of one sequence (its merging spread over the steps) after a prompt of `length`
+    tokens."""
     lanes = engine.lanes(1)
     lanes.prefill([np.arange(length, dtype=np.int64) % engine.vocabulary])
     token = [np.array([1], dtype=np.int64)]
@@ -106,7 +112,8 @@ def step_seconds(engine: Engine, length: int, steps: int = 24) -> float:
 
 @dataclass(frozen=True)
 class Window:
-    """A stretch of a very long sequence. end: tokens seen. nll: mean -ln p of what can be predicted, nats. key_norm: the largest norm of
+    """A stretch of a very long sequence. end: tokens seen. nll: mean -ln p of what can be predicted, nats. key_norm:
+    the largest norm of
     a cached key at its end. finite: whether every logit and the whole state were."""
 
     end: int
@@ -115,9 +122,11 @@ class Window:
     finite: bool
 
 
-def run_long(engine: Engine, ids: Sequence[int], counted: Sequence[int], window: int, decoded: int = 64) -> list[Window]:
-    """One sequence of any length, in chunks, its last tokens one by one: a `Window` for every `window` tokens, the loss over the counted
-    positions (see `Sample`). Needs an artifact with the logits of every token."""
+def run_long(
+    engine: Engine, ids: Sequence[int], counted: Sequence[int], window: int, decoded: int = 64
+) -> list[Window]:
+    """One sequence of any length, in chunks, its last tokens one by one: a `Window` for every `window` tokens, the loss
+    over the counted positions (see `Sample`). Needs an artifact with the logits of every token."""
     lanes = engine.lanes(1)
     tokens = np.array(ids, dtype=np.int64)
     predicted = np.zeros(len(tokens), dtype=bool)

@@ -20,7 +20,7 @@ from kvexport.evaluate.measure import Outcome, Rows, Window, run_long, run_sampl
 from kvexport.evaluate.statistics import Estimate, mean, share
 from kvexport.evaluate.suites import Item, run_items
 from kvexport.evaluate.tasks import TASKS, Sample, long_text
-from kvexport.recipe import Recipe
+from kvexport.recipe.fields import Recipe
 from kvexport.runtime.engine import Engine, load
 from kvexport.runtime.text import FILE_NAME, Tokenizer
 from kvexport.terminal import Progress, silent
@@ -35,11 +35,14 @@ Show = Callable[[str, int | None], Progress]
 
 @dataclass(frozen=True)
 class Options:
-    """What `kvexport eval` was asked. methods: labels ("keepkv:threshold=0.7"), () takes streaming, h2o and the recipe's own. budgets:
-    shares of `length`, or slots. length: tokens of a prompt, None takes half of the recipe's limits.max_length (all of it with suites).
-    samples: per task and length. training_length: None takes the model's maximum of positions. source: text to measure on. suites:
-    items of LongBench or RULER by data set. telemetry: note what every merge does to the attention output, on one batch of the text (or
-    of the first task that is asked)."""
+    """What `kvexport eval` was asked. methods: labels ("keepkv:threshold=0.7"), () takes streaming, h2o and the
+    recipe's own. budgets:
+    shares of `length`, or slots. length: tokens of a prompt, None takes half of the recipe's limits.max_length (all of
+        it with suites).
+    samples: per task and length. training_length: None takes the model's maximum of positions. source: text to measure
+        on. suites:
+    items of LongBench or RULER by data set. telemetry: note what every merge does to the attention output, on one batch
+    of the text (or of the first task that is asked)."""
 
     methods: tuple[str, ...] = ()
     budgets: tuple[float, ...] = (0.125, 0.25, 0.5)
@@ -66,8 +69,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Score:
-    """A candidate on a task. accuracy: samples answered wholly right (of a suite: its own score, 0 to 1); None for a text. nll: -ln p of
-    what counts, nats per token. kl: KL(full || candidate), nats per position, mean over samples, and its 99th percentile over positions.
+    """A candidate on a task. accuracy: samples answered wholly right (of a suite: its own score, 0 to 1); None for a
+    text. nll: -ln p of
+    what counts, nats per token. kl: KL(full || candidate), nats per position, mean over samples, and its 99th
+        percentile over positions.
     agreement: positions whose likeliest token is the full cache's. None where there is nothing of the kind."""
 
     task: str
@@ -81,9 +86,10 @@ class Score:
 
 @dataclass
 class Result:
-    """All that was measured of a candidate. budget: as asked for, None for the full cache. bytes: of one sequence's whole state.
-    step_seconds: one decode step of one sequence at the run's length. windows: of the stability run, where it was made. telemetry: where
-    it was asked for; None of the full cache."""
+    """All that was measured of a candidate. budget: as asked for, None for the full cache. bytes: of one sequence's
+    whole state.
+    step_seconds: one decode step of one sequence at the run's length. windows: of the stability run, where it was made.
+    telemetry: where it was asked for; None of the full cache."""
 
     label: str
     budget: float | None
@@ -97,8 +103,8 @@ class Result:
 
 @dataclass
 class Evaluation:
-    """The full cache (its bytes are those of `length` tokens) and every candidate, by budget. tasks: what was asked. skipped: task ->
-    why it could not be."""
+    """The full cache (its bytes are those of `length` tokens) and every candidate, by budget. tasks: what was asked.
+    skipped: task -> why it could not be."""
 
     recipe: str
     length: int
@@ -115,11 +121,13 @@ class Evaluation:
         return asdict(self)
 
 
-def evaluate(recipe: str, overrides: Sequence[str], options: Options, work: Path | None = None, progress: Show = silent) -> Evaluation:
+def evaluate(
+    recipe: str, overrides: Sequence[str], options: Options, work: Path | None = None, progress: Show = silent
+) -> Evaluation:
     """Build and measure every candidate of a recipe (its name or file, with `--set` overrides).
 
-    work: where the artifacts are built and stay; None: a temporary folder. Raises UsageError for unknown tasks and methods, budgets that
-    cannot hold sinks and recent slots, and tasks that do not fit the length or the model.
+    work: where the artifacts are built and stay; None: a temporary folder. Raises UsageError for unknown tasks and
+    methods, budgets that cannot hold sinks and recent slots, and tasks that do not fit the length or the model.
     """
     with ExitStack() as stack:
         folder = work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvexport-eval-")))
@@ -128,11 +136,12 @@ def evaluate(recipe: str, overrides: Sequence[str], options: Options, work: Path
 
 
 class Run:
-    """One evaluation on its way: what all candidates share. candidates: those to be measured, by budget; the full cache comes first."""
+    """One evaluation on its way: what all candidates share. candidates: those to be measured, by budget; the full cache
+    comes first."""
 
     def __init__(self, recipe: str, overrides: list[str], options: Options, folder: Path, progress: Show) -> None:
-        from kvexport.build.builder import read_model
-        from kvexport.recipe_files import load_recipe
+        from kvexport.export.build import read_model
+        from kvexport.recipe.files import load_recipe
 
         self.recipe, self.options, self.folder, self.progress = recipe, options, folder, progress
         if unknown := [name for name in options.tasks if name not in ALL_TASKS]:
@@ -147,14 +156,21 @@ class Run:
         self.training_length = options.training_length or int(positions)
         tokenizer = Tokenizer.from_folder(self.checkpoint) if (self.checkpoint / FILE_NAME).exists() else None
         self.language = language_of(tokenizer, options.source)
-        self.skipped = {task: "this model's language cannot ask it" for task in options.tasks if task in self.language.lacks}
+        self.skipped = {
+            task: "this model's language cannot ask it" for task in options.tasks if task in self.language.lacks
+        }
         self.samples = self._samples()
         if options.telemetry and not self.samples:
             raise UsageError("telemetry is taken on the samples of a task, and none is asked", "--tasks text")
         longest = max([len(s.ids) for samples in self.samples.values() for s in samples], default=0)
         longest = max(longest, limit if options.suites else 0, self.length + TIMED)
         # Settings that every engine of this run shares.
-        self.common = [*overrides, "export.logits=all", f"limits.max_batch={options.batch}", f"limits.max_length={longest}"]
+        self.common = [
+            *overrides,
+            "export.logits=all",
+            f"limits.max_batch={options.batch}",
+            f"limits.max_length={longest}",
+        ]
         labels = options.methods or tuple(dict.fromkeys(("streaming", "h2o", own.cache.method)))
         bounded = list(dict.fromkeys(label for label in labels if label != FULL))
         self.geometry = shape.geometry
@@ -166,9 +182,13 @@ class Run:
         for name in self.options.tasks:
             if name in TASKS and name not in self.skipped:
                 try:
-                    made[name] = TASKS[name].samples(self.language, self.options.samples, self.length, self.options.seed)
+                    made[name] = TASKS[name].samples(
+                        self.language, self.options.samples, self.length, self.options.seed
+                    )
                 except ValueError as error:
-                    raise UsageError(f"the task {name} at a length of {self.length}: {error}", "--length with more tokens") from error
+                    raise UsageError(
+                        f"the task {name} at a length of {self.length}: {error}", "--length with more tokens"
+                    ) from error
         return made
 
     def all(self) -> Evaluation:
@@ -181,7 +201,17 @@ class Run:
                 result.windows = self.stability(result.label, result.slots)
         tasks = [*self.samples, *self.options.suites]
         asked = self.options
-        return Evaluation(self.recipe, self.length, asked.seed, asked.samples, self.training_length, full, results, tasks, self.skipped)
+        return Evaluation(
+            self.recipe,
+            self.length,
+            asked.seed,
+            asked.samples,
+            self.training_length,
+            full,
+            results,
+            tasks,
+            self.skipped,
+        )
 
     def full(self) -> Result:
         """The full cache on every task; its logits become the reference of every KL."""
@@ -196,7 +226,8 @@ class Run:
         return self._measure(candidate, candidate.budget)
 
     def stability(self, label: str, slots: int | None) -> list[Window]:
-        """A method with so many slots (None: what the label says; the full cache needs none) over TIMES training lengths of text."""
+        """A method with so many slots (None: what the label says; the full cache needs none) over TIMES training
+        lengths of text."""
         length = TIMES * self.training_length
         longer = longer_checkpoint(self.checkpoint, self.folder / "longer", length)
         ids, counted = long_text(self.language, length, self.options.seed)
@@ -208,19 +239,24 @@ class Run:
             return run_long(engine, ids, counted, self.training_length)
 
     def _engine(self, name: str, recipe: Recipe) -> Engine:
-        from kvexport.build.builder import build
+        from kvexport.export.build import build
 
-        return load(build(recipe, self.folder / "".join(c if c.isalnum() or c in ".-=" else "_" for c in name)), verify=False)
+        return load(
+            build(recipe, self.folder / "".join(c if c.isalnum() or c in ".-=" else "_" for c in name)), verify=False
+        )
 
     def _measure(self, candidate: Candidate, budget: float | None) -> Result:
-        """Build a candidate and give it every task. budget: None for the full cache, whose logits become the reference."""
+        """Build a candidate and give it every task. budget: None for the full cache, whose logits become the
+        reference."""
         name = FULL if budget is None else f"{candidate.label}-{candidate.slots}"
         with self.progress(f"building {name}", None):
             engine = self._engine(name, candidate.recipe)
         seconds = step_seconds(engine, self.length)
         result = Result(candidate.label, budget, candidate.slots, candidate.bytes, seconds)
         tasks = [(task, len(samples)) for task, samples in self.samples.items()]
-        with self.progress(f"asking {name}", sum(n for _, n in tasks) + sum(map(len, self.options.suites.values()))) as bar:
+        with self.progress(
+            f"asking {name}", sum(n for _, n in tasks) + sum(map(len, self.options.suites.values()))
+        ) as bar:
             for task, count in tasks:
                 samples = self.samples[task]
                 outcomes, logits = run_samples(engine, samples, self.options.batch, self.references.get(task))
@@ -254,7 +290,11 @@ def _score(task: str, samples: Sequence[Sample], outcomes: Sequence[Outcome], co
         groups: dict[tuple[int, float], list[bool]] = {}
         for key, outcome in zip(keys, outcomes, strict=True):
             groups.setdefault(key, []).append(outcome.right)
-        cells = tuple(Cell(*key, sum(hits), len(hits)) for key, hits in sorted(groups.items())) if TASKS[task].depths != (0.5,) else ()
+        cells = (
+            tuple(Cell(*key, sum(hits), len(hits)) for key, hits in sorted(groups.items()))
+            if TASKS[task].depths != (0.5,)
+            else ()
+        )
         score = Score(task, share(sum(o.right for o in outcomes), len(outcomes)), nll, cells=cells)
     if not compared:
         return score

@@ -1,4 +1,4 @@
-"""An evaluation as tables and drawings for `kvexport.report`."""
+"""An evaluation as tables and drawings for `kvexport.report.page`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,26 @@ from typing import Any
 from kvexport.evaluate.runner import TIMES, Evaluation, Result
 from kvexport.evaluate.statistics import Estimate
 from kvexport.evaluate.tasks import TASKS
-from kvexport.report import Cell, HeatMap, KeyValues, Paragraph, Plot, Section, Series, Table
+from kvexport.report.page import Cell, HeatMap, KeyValues, Paragraph, Plot, Section, Series, Table
 from kvexport.units import format_bytes
 from kvexport.validate.perturbation import drawings, tables
 
 
 def sections(evaluation: Evaluation) -> list[Section]:
     """Summary, tables, then drawings."""
-    out = [*_summary(evaluation), *_tables(evaluation), *_curves(evaluation), *_needles(evaluation), *_stability(evaluation)]
+    out = [
+        *_summary(evaluation),
+        *_tables(evaluation),
+        *_curves(evaluation),
+        *_needles(evaluation),
+        *_stability(evaluation),
+    ]
     watched = [(_name(r), r.telemetry) for r in evaluation.results if r.telemetry is not None]
-    return [*out, *tables(watched, "candidate"), *(d for name, rows in watched for d in drawings(rows, name))] if watched else out
+    return (
+        [*out, *tables(watched, "candidate"), *(d for name, rows in watched for d in drawings(rows, name))]
+        if watched
+        else out
+    )
 
 
 def _summary(evaluation: Evaluation) -> list[Section]:
@@ -33,9 +43,14 @@ def _summary(evaluation: Evaluation) -> list[Section]:
     for task, why in evaluation.skipped.items():
         mapping[f"not asked: {task}"] = why
     asked = [f"{task}: {TASKS[task].summary}" for task in evaluation.tasks if task in TASKS]
-    rows = [(_name(r), r.budget, r.slots, r.bytes, r.bytes / full.bytes, 1e3 * r.step_seconds) for r in [full, *evaluation.results]]
+    rows = [
+        (_name(r), r.budget, r.slots, r.bytes, r.bytes / full.bytes, 1e3 * r.step_seconds)
+        for r in [full, *evaluation.results]
+    ]
     header = ("candidate", "budget", "slots", "bytes per sequence", "of full", "ms per step")
-    note = "Candidates of one budget have equal bytes: votes, scores, positions and slack counted. Time per step is rough."
+    note = (
+        "Candidates of one budget have equal bytes: votes, scores, positions and slack counted. Time per step is rough."
+    )
     return [KeyValues("Evaluation", mapping), Paragraph("\n\n".join(asked)), Table("Candidates", header, rows, note)]
 
 
@@ -51,7 +66,9 @@ def _tables(evaluation: Evaluation) -> list[Section]:
     out: list[Section] = []
     if exact:
         rows = [(_name(r), *(_cell(r.scores[t].accuracy) for t in exact)) for r in everyone]
-        out.append(Table("Accuracy", ("candidate", *exact), rows, "Share of samples answered wholly right, and its interval."))
+        out.append(
+            Table("Accuracy", ("candidate", *exact), rows, "Share of samples answered wholly right, and its interval.")
+        )
     if compared and evaluation.results:
         rows = [(_name(r), *(_cell(r.scores[t].kl) for t in compared)) for r in evaluation.results]
         note = "Nats per judged position (answers; of a text its second half), and the interval of the mean."
@@ -59,7 +76,8 @@ def _tables(evaluation: Evaluation) -> list[Section]:
     for task in texts:
         shown = [(_name(r), r.scores[task]) for r in everyone]
         lines = [
-            (name, *_perplexity(score.nll), score.kl.value if score.kl else None, score.kl_99, score.agreement) for name, score in shown
+            (name, *_perplexity(score.nll), score.kl.value if score.kl else None, score.kl_99, score.agreement)
+            for name, score in shown
         ]
         header = ("candidate", "perplexity", "from", "to", "KL, nats", "KL, 99th percentile", "top-1 agreement")
         out.append(Table(f"Perplexity and distance: {task}", header, lines))
@@ -81,13 +99,18 @@ def _curves(evaluation: Evaluation) -> list[Section]:
     exact = [t for t in evaluation.tasks if evaluation.full.scores[t].accuracy is not None]
     sizes = tuple(float(r.bytes) for r in [evaluation.full, *results])
 
-    def over_bytes(title: str, y_label: str, figure: Callable[[Result], Estimate | None], full: bool = True, **options: Any) -> Plot:
+    def over_bytes(
+        title: str, y_label: str, figure: Callable[[Result], Estimate | None], full: bool = True, **options: Any
+    ) -> Plot:
         """All of these have one axis of bytes."""
-        return Plot(title, "bytes per sequence", y_label, _series(evaluation, figure, full), x_log=True, x_also=sizes, **options)
+        return Plot(
+            title, "bytes per sequence", y_label, _series(evaluation, figure, full), x_log=True, x_also=sizes, **options
+        )
 
     out: list[Section] = []
     for task in exact:
-        out.append(over_bytes(f"Accuracy: {task}", "accuracy", lambda r, t=task: r.scores[t].accuracy, y_also=(0.0, 1.0)))  # type: ignore[misc]
+        accuracy: Any = lambda r, t=task: r.scores[t].accuracy  # noqa: E731
+        out.append(over_bytes(f"Accuracy: {task}", "accuracy", accuracy, y_also=(0.0, 1.0)))
     for task in (t for t in evaluation.tasks if t in TASKS):
         title, kl = f"KL to the full cache: {task}", lambda r, t=task: r.scores[t].kl
         out.append(over_bytes(title, "KL, nats", kl, full=False, y_log=True))
@@ -95,7 +118,10 @@ def _curves(evaluation: Evaluation) -> list[Section]:
     if exact:
         labels = list(dict.fromkeys(r.label for r in results))
         groups = [(label, [r for r in results if r.label == label]) for label in labels] + [("full", [evaluation.full])]
-        lines = [Series(name, [1e3 * r.step_seconds for r in rs], [_mean_accuracy(r, exact) for r in rs]) for name, rs in groups]
+        lines = [
+            Series(name, [1e3 * r.step_seconds for r in rs], [_mean_accuracy(r, exact) for r in rs])
+            for name, rs in groups
+        ]
         both = ("ms per decode step", "mean accuracy over tasks")
         out.append(Plot("Accuracy against time", *both, lines, x_also=(0.0,), y_also=(0.0, 1.0)))
     return out
@@ -114,12 +140,18 @@ def _milliseconds(result: Result) -> Estimate:
 def _series(evaluation: Evaluation, figure: Callable[[Result], Estimate | None], full: bool) -> list[Series]:
     """A line per method over bytes; the full cache as a point."""
     labels = list(dict.fromkeys(r.label for r in evaluation.results))
-    groups = [[r for r in evaluation.results if r.label == label] for label in labels] + ([[evaluation.full]] if full else [])
+    groups = [[r for r in evaluation.results if r.label == label] for label in labels] + (
+        [[evaluation.full]] if full else []
+    )
     lines = []
     for group in groups:
         found = [(r.bytes, estimate) for r in group if (estimate := figure(r))]
         x, estimates = [float(b) for b, _ in found], [e for _, e in found]
-        lines.append(Series(group[0].label, x, [e.value for e in estimates], [e.low for e in estimates], [e.high for e in estimates]))
+        lines.append(
+            Series(
+                group[0].label, x, [e.value for e in estimates], [e.low for e in estimates], [e.high for e in estimates]
+            )
+        )
     return lines
 
 
@@ -130,7 +162,9 @@ def _needles(evaluation: Evaluation) -> list[Section]:
             cells = {(c.length, c.depth): c.right / c.samples for c in result.scores[task].cells}
             lengths, depths = sorted({length for length, _ in cells}), sorted({depth for _, depth in cells})
             values = [[cells.get((length, depth)) for length in lengths] for depth in depths]
-            maps.append(HeatMap(f"{task}: {_name(result)}", "prompt, tokens", "depth", lengths, depths, values, 0.0, 1.0))
+            maps.append(
+                HeatMap(f"{task}: {_name(result)}", "prompt, tokens", "depth", lengths, depths, values, 0.0, 1.0)
+            )
     return maps
 
 
@@ -143,7 +177,18 @@ def _stability(evaluation: Evaluation) -> list[Section]:
         first, last = r.windows[0], r.windows[-1]
         whole = all(w.finite for w in r.windows)
         largest = max(w.key_norm for w in r.windows)
-        rows.append((_name(r), last.end, "yes" if whole else "NO", first.nll, last.nll, first.key_norm, largest, largest / first.key_norm))
+        rows.append(
+            (
+                _name(r),
+                last.end,
+                "yes" if whole else "NO",
+                first.nll,
+                last.nll,
+                first.key_norm,
+                largest,
+                largest / first.key_norm,
+            )
+        )
         finite += [] if whole else [(i, 2)]
     header = ("candidate", "tokens", "finite", "nll, first window", "nll, last", "key norm, first", "largest", "grown")
     title = f"Stability over {TIMES} times {evaluation.training_length} tokens"

@@ -39,7 +39,8 @@ def share(hits: int, count: int) -> Estimate:
 
 
 def mean(values: Sequence[float] | NDArray[np.float64], seed: int = 0) -> Estimate:
-    """Mean of independent values with the percentile bootstrap's interval (Efron 1979); NaN or infinity among them give NaN ends."""
+    """Mean of independent values with the percentile bootstrap's interval (Efron 1979); NaN or infinity among them give
+    NaN ends."""
     data = np.asarray(values, dtype=np.float64)
     if not data.size:
         raise ValueError("a mean of nothing")

@@ -1,8 +1,9 @@
 """LongBench and RULER from a local directory, for users who have them; nothing is downloaded.
 
-LongBench (arXiv 2308.14508): `DIR/data/*.jsonl` with its repository's `config/dataset2prompt.json` and `dataset2maxlen.json` in
-`DIR/config` (or `DIR`): the prompts are the paper's because they are read from there. RULER (arXiv 2404.06654): the output of its
-`prepare.py`, `DIR/TASK/validation.jsonl`, whose inputs are whole prompts. Not covered: chat templates, Chinese word segmentation.
+LongBench (arXiv 2308.14508): `DIR/data/*.jsonl` with its repository's `config/dataset2prompt.json` and
+`dataset2maxlen.json` in `DIR/config` (or `DIR`): the prompts are the paper's because they are read from there. RULER
+(arXiv 2404.06654): the output of its `prepare.py`, `DIR/TASK/validation.jsonl`, whose inputs are whole prompts. Not
+covered: chat templates, Chinese word segmentation.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ Metric = Callable[[str, Sequence[str], Sequence[str]], float]
 
 @dataclass(frozen=True)
 class Item:
-    """A prompt and what its answer is worth. cut: a prompt that is too long loses its middle (LongBench) instead of being refused.
+    """A prompt and what its answer is worth. cut: a prompt that is too long loses its middle (LongBench) instead of
+    being refused.
     stops: end the generation before these texts."""
 
     prompt: str
@@ -66,7 +68,8 @@ def _rouge(prediction: str, truths: Sequence[str], _: Sequence[str]) -> float:
 
 
 def _classes(prediction: str, truths: Sequence[str], classes: Sequence[str]) -> float:
-    """1 / n where n class names stand in the prediction, the right one among them; names that are part of the right one do not count."""
+    """1 / n where n class names stand in the prediction, the right one among them; names that are part of the right one
+    do not count."""
     named = [c for c in classes if c in prediction]
 
     def one(truth: str) -> float:
@@ -86,7 +89,9 @@ def _number(prediction: str, truths: Sequence[str], _: Sequence[str]) -> float:
 def _code(prediction: str, truths: Sequence[str], _: Sequence[str]) -> float:
     """Similarity of the first line that is code (no comment, no fence), by matching blocks."""
     lines = [line for line in prediction.lstrip("\n").split("\n") if not any(mark in line for mark in ("`", "#", "//"))]
-    return max(difflib.SequenceMatcher(None, lines[0] if lines else "", truth, autojunk=False).ratio() for truth in truths)
+    return max(
+        difflib.SequenceMatcher(None, lines[0] if lines else "", truth, autojunk=False).ratio() for truth in truths
+    )
 
 
 _GROUPS: dict[Metric, str] = {
@@ -103,11 +108,16 @@ RULER_TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
 
 
 def read_longbench(folder: Path) -> dict[str, list[Item]]:
-    """Items by data set ("longbench/hotpotqa"), every English one of `folder/data` (or `folder`) that the paper scores."""
+    """Items by data set ("longbench/hotpotqa"), every English one of `folder/data` (or `folder`) that the paper
+    scores."""
     config = next((f for f in (folder / "config", folder) if (f / "dataset2prompt.json").is_file()), None)
     if config is None:
-        raise UsageError(f"{folder} has no config/dataset2prompt.json", "copy the folder `config` of LongBench's repository into it")
-    prompts, lengths = (json.loads((config / f"dataset2{kind}.json").read_text(encoding="utf-8")) for kind in ("prompt", "maxlen"))
+        raise UsageError(
+            f"{folder} has no config/dataset2prompt.json", "copy the folder `config` of LongBench's repository into it"
+        )
+    prompts, lengths = (
+        json.loads((config / f"dataset2{kind}.json").read_text(encoding="utf-8")) for kind in ("prompt", "maxlen")
+    )
     suites: dict[str, list[Item]] = {}
     for path in sorted((folder / "data" if (folder / "data").is_dir() else folder).glob("*.jsonl")):
         name = path.stem.removesuffix("_e")
@@ -115,10 +125,13 @@ def read_longbench(folder: Path) -> dict[str, list[Item]]:
             continue
         stops = ("\n",) if name in FIRST_LINE else ()
         suites[f"longbench/{path.stem}"] = [
-            Item(prompts[name].format(**row), int(lengths[name]), _scorer(LONGBENCH[name], row), True, stops) for row in _rows(path)
+            Item(prompts[name].format(**row), int(lengths[name]), _scorer(LONGBENCH[name], row), True, stops)
+            for row in _rows(path)
         ]
     if not suites:
-        raise UsageError(f"{folder} holds no data set of LongBench", f"data/NAME.jsonl, such as {next(iter(LONGBENCH))}.jsonl")
+        raise UsageError(
+            f"{folder} holds no data set of LongBench", f"data/NAME.jsonl, such as {next(iter(LONGBENCH))}.jsonl"
+        )
     return suites
 
 
@@ -129,14 +142,17 @@ def _scorer(metric: Metric, row: dict[str, Any]) -> Callable[[str], float]:
 
 
 def read_ruler(folder: Path) -> dict[str, list[Item]]:
-    """Items by task ("ruler/niah_single_1"): the share of the answers that are in what is generated (QA: whether one of them is)."""
+    """Items by task ("ruler/niah_single_1"): the share of the answers that are in what is generated (QA: whether one of
+    them is)."""
     suites: dict[str, list[Item]] = {}
     for path in sorted(folder.glob("*/validation.jsonl")):
         task = path.parent.name
         kind = task.split("_")[0]
         if kind not in RULER_TOKENS:
             continue
-        suites[f"ruler/{task}"] = [Item(row["input"], RULER_TOKENS[kind], _contains(row["outputs"], kind == "qa")) for row in _rows(path)]
+        suites[f"ruler/{task}"] = [
+            Item(row["input"], RULER_TOKENS[kind], _contains(row["outputs"], kind == "qa")) for row in _rows(path)
+        ]
     if not suites:
         raise UsageError(f"{folder} holds no task of RULER", "TASK/validation.jsonl, as RULER's prepare.py writes it")
     return suites
@@ -180,12 +196,16 @@ def run_items(engine: Engine, items: Sequence[Item], batch: int) -> list[float]:
 
 def _fit(engine: Engine, item: Item, room: int) -> list[int]:
     if engine.tokenizer is None:
-        raise UsageError(f"{engine.path} has no tokenizer.json, so a prompt cannot be text", "put it beside the checkpoint and build again")
+        raise UsageError(
+            f"{engine.path} has no tokenizer.json, so a prompt cannot be text",
+            "put it beside the checkpoint and build again",
+        )
     ids = engine.tokenizer.encode(item.prompt)
     if len(ids) <= room:
         return ids
     if not item.cut:
         raise UsageError(
-            f"a prompt of {len(ids)} tokens leaves no room in {engine.max_length}", f"--set limits.max_length={len(ids) + 128}"
+            f"a prompt of {len(ids)} tokens leaves no room in {engine.max_length}",
+            f"--set limits.max_length={len(ids) + 128}",
         )
     return ids[: room // 2] + ids[len(ids) - (room - room // 2) :]

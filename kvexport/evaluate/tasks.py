@@ -15,7 +15,8 @@ from kvexport.evaluate.language import Ids, Language
 
 @dataclass(frozen=True)
 class Sample:
-    """ids: a whole sequence, prompt and answer. prompt: how many of them are prefilled; the rest are decoded one by one, given.
+    """ids: a whole sequence, prompt and answer. prompt: how many of them are prefilled; the rest are decoded one by
+    one, given.
     counted: positions p whose logits are judged against ids[p + 1], in order. cell: what varied, for heat maps."""
 
     ids: Ids
@@ -29,9 +30,9 @@ Make = Callable[[Language, np.random.Generator, int, float], Sample]
 
 @dataclass(frozen=True)
 class Task:
-    """make(language, rng, length, depth) gives a sample of about `length` tokens. lengths: shares of the run's length. depths: where
-    in the prompt (0 first, 1 last) the answer stands; tasks without that dimension have one and ignore it. exact: whether a sample is
-    right or wrong as a whole (else it is a text)."""
+    """make(language, rng, length, depth) gives a sample of about `length` tokens. lengths: shares of the run's length.
+    depths: where in the prompt (0 first, 1 last) the answer stands; tasks without that dimension have one and ignore
+    it. exact: whether a sample is right or wrong as a whole (else it is a text)."""
 
     name: str
     summary: str
@@ -74,8 +75,10 @@ def compose(
     asked: tuple[Ids, Ids],
     depth: float | None = None,
 ) -> Sample:
-    """A prompt of exactly `length` tokens: the statements, at random places but in order, among filler, and the question; then the
-    answer. depth: the first statement stands at that share of the prompt's sentences instead. Raises ValueError where they do not fit."""
+    """A prompt of exactly `length` tokens: the statements, at random places but in order, among filler, and the
+    question; then the
+    answer. depth: the first statement stands at that share of the prompt's sentences instead. Raises ValueError where
+    they do not fit."""
     question, answer = asked
     room = length - len(language.start) - len(question) - sum(map(len, statements))
     if room < 0:
@@ -191,7 +194,8 @@ def decoded(language: Language, rng: np.random.Generator, length: int, depth: fl
 
 
 def long_text(language: Language, count: int, seed: int, piece: int = 1024) -> tuple[Ids, list[int]]:
-    """A sequence of count tokens out of texts one after another, and its counted positions: for stability far past the training length."""
+    """A sequence of count tokens out of texts one after another, and its counted positions: for stability far past the
+    training length."""
     ids: Ids = []
     counted: list[int] = []
     while len(ids) < count:

@@ -1,4 +1,5 @@
-"""Put a checkpoint's tensors into an artifact as ONNX external data, block by block: memory does not grow with the model.
+"""Put a checkpoint's tensors into an artifact as ONNX external data, block by block: memory does not grow with the
+model.
 
 Not covered: the manifest, syncing, and cleaning up a stage whose build failed; all three belong to the artifact.
 """
@@ -19,13 +20,15 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 import numpy as np
 
 from kvexport.errors import UsageError
-from kvexport.export.checkpoint import TensorEntry
+from kvexport.export.model.checkpoint import TensorEntry
 
 Dtype = Literal["float32", "float16"]
 
 DATA_FILE = "decoder.weights"
 LINK_FOLDER = "weights"
-BLOCK_BYTES = 4 << 20  # of smaller ones, a thread beside a busy one spends its time waiting for the interpreter, after each step of each
+BLOCK_BYTES = (
+    4 << 20
+)  # of smaller ones, a thread beside a busy one spends its time waiting for the interpreter, after each step of each
 LARGE_TENSOR_BYTES = 64 << 10
 PAGE_BYTES = 4096
 SMALL_ALIGNMENT_BYTES = 64
@@ -39,7 +42,8 @@ _NO_LINK = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOSYS, 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One initializer: its name in the graph, the checkpoint's tensor behind it, and the dtype and shape the graph declares."""
+    """One initializer: its name in the graph, the checkpoint's tensor behind it, and the dtype and shape the graph
+    declares."""
 
     name: str
     entry: TensorEntry
@@ -62,15 +66,16 @@ class Location:
 
 
 class WrittenWeights(NamedTuple):
-    """locations: by initializer. digests: sha256 (hex) by file relative to the stage, of every file whose bytes passed through here;
-    a hard-linked file has none, since it was not read."""
+    """locations: by initializer. digests: sha256 (hex) by file relative to the stage, of every file whose bytes passed
+    through here; a hard-linked file has none, since it was not read."""
 
     locations: dict[str, Location]
     digests: dict[str, str]
 
 
 def total_bytes(specs: Sequence[TensorSpec]) -> int:
-    """What the arguments of `progress` add up to over one `write_weights` of the same specs; tied tensors count once."""
+    """What the arguments of `progress` add up to over one `write_weights` of the same specs; tied tensors count
+    once."""
     return sum(spec.nbytes for spec in _distinct(specs))
 
 
@@ -85,7 +90,8 @@ def check_specs(specs: Sequence[TensorSpec]) -> None:
             )
         if entry.shape != spec.shape:
             raise UsageError(
-                f"tensor {entry.name!r} in {entry.file} has shape {list(entry.shape)}, the model of config.json expects {list(spec.shape)}",
+                f"tensor {entry.name!r} in {entry.file} has shape {list(entry.shape)}, the model of config.json "
+                f"expects {list(spec.shape)}",
                 "use the config.json that belongs to these weights",
             )
 
@@ -95,15 +101,17 @@ def write_weights(
 ) -> WrittenWeights:
     """Bring every tensor of `specs` into the directory `stage`, cast to the dtype its spec asks for.
 
-    copy: all in one file, `decoder.weights`, in the order of the specs; tensors of 64 KiB and more begin at a multiple of 4096
-    bytes (ONNX Runtime maps them), smaller ones at a multiple of 64. link: a source file whose tensors need no cast is hard-linked
-    to `weights/<file name>` (copied whole where the file system cannot link) and pointed into; the rest goes to `decoder.weights`.
-    A hard link shares its bytes with the checkpoint: who rewrites that file in place changes the artifact, as its digest will tell.
+    copy: all in one file, `decoder.weights`, in the order of the specs; tensors of 64 KiB and more begin at a multiple
+    of 4096 bytes (ONNX Runtime maps them), smaller ones at a multiple of 64. link: a source file whose tensors need no
+    cast is hard-linked to `weights/<file name>` (copied whole where the file system cannot link) and pointed into; the
+    rest goes to `decoder.weights`.
+    A hard link shares its bytes with the checkpoint: who rewrites that file in place changes the artifact, as its
+    digest will tell.
 
-    Two specs of one entry and one dtype share their bytes. `progress` receives the bytes of initializers put in place since its
-    last call. Peak memory is some tens of MiB, whatever the size of a tensor. Raises UsageError for a shape other than the
-    graph's, a dtype that is no float, values that the wanted dtype cannot hold, and a source shorter than its header said;
-    ValueError for a name given twice; OSError of reading and writing passes through.
+    Two specs of one entry and one dtype share their bytes. `progress` receives the bytes of initializers put in place
+    since its last call. Peak memory is some tens of MiB, whatever the size of a tensor. Raises UsageError for a shape
+    other than the graph's, a dtype that is no float, values that the wanted dtype cannot hold, and a source shorter
+    than its header said; ValueError for a name given twice; OSError of reading and writing passes through.
     """
     if len({spec.name for spec in specs}) != len(specs):
         raise ValueError("two specs have the same initializer name")
@@ -125,7 +133,8 @@ def write_weights(
 
 
 def load_tensor(entry: TensorEntry, dtype: Dtype) -> np.ndarray[Any, Any]:
-    """One tensor in memory, of `entry.shape`, cast as `write_weights` casts; meant for small ones. Raises the same UsageErrors."""
+    """One tensor in memory, of `entry.shape`, cast as `write_weights` casts; meant for small ones. Raises the same
+    UsageErrors."""
     spec = TensorSpec(entry.name, entry, dtype, entry.shape)
     check_specs([spec])
     tensor = np.empty(entry.shape, _WANTED[dtype])
@@ -212,7 +221,8 @@ def _link_files(
 
 
 def _copy_file(source: Path, target: Path, counted: int, progress: Callable[[int], None]) -> tuple[str, int]:
-    """Copy a whole shard; of its bytes `counted` belong to initializers and are reported. Returns its sha256 and size."""
+    """Copy a whole shard; of its bytes `counted` belong to initializers and are reported. Returns its sha256 and
+    size."""
     digest, left, size = hashlib.sha256(), counted, 0
     with source.open("rb") as reader, target.open("xb") as writer:
         while block := reader.read(BLOCK_BYTES):
@@ -225,7 +235,8 @@ def _copy_file(source: Path, target: Path, counted: int, progress: Callable[[int
 
 
 def _cast_blocks(spec: TensorSpec) -> Iterator[bytes | memoryview]:
-    """The tensor's bytes in the wanted dtype, a few MiB at a time. Raises UsageError after the last block where values overflowed."""
+    """The tensor's bytes in the wanted dtype, a few MiB at a time. Raises UsageError after the last block where values
+    overflowed."""
     entry, lost = spec.entry, 0
     for block in _read_blocks(entry):
         if (entry.dtype, spec.dtype) in _SAME:
@@ -239,7 +250,9 @@ def _cast_blocks(spec: TensorSpec) -> Iterator[bytes | memoryview]:
         raise UsageError(
             f"{lost} of {math.prod(entry.shape)} values of tensor {entry.name!r} in {entry.file} exceed {largest:g}, "
             f"the largest {spec.dtype}, and would become infinite",
-            "--set model.dtype=float32" if spec.dtype == "float16" else "set model.path to a checkpoint that float32 can hold",
+            "--set model.dtype=float32"
+            if spec.dtype == "float16"
+            else "set model.path to a checkpoint that float32 can hold",
         )
 
 
@@ -257,8 +270,8 @@ def _read_blocks(entry: TensorEntry) -> Iterator[bytes]:
 
 
 def _cast(block: bytes, stored: str, wanted: Dtype) -> tuple[np.ndarray[Any, Any], int]:
-    """The values of a block in the wanted dtype, and how many finite ones became infinite. Everything goes through float32, as in
-    PyTorch; the payload of a NaN may change, as it may there."""
+    """The values of a block in the wanted dtype, and how many finite ones became infinite. Everything goes through
+    float32, as in PyTorch; the payload of a NaN may change, as it may there."""
     values = np.frombuffer(block, _STORED[stored])
     # Looked up where it can be: four times as fast as NumPy's own rounding to float16.
     lookup = stored == "BF16" and wanted == "float16"
@@ -290,6 +303,7 @@ def _bfloat16_as_float16() -> np.ndarray[Any, Any]:
 
 def _shrunk(entry: TensorEntry, size: int) -> UsageError:
     return UsageError(
-        f"{entry.file} ends before tensor {entry.name!r}: expected at least {entry.offset + entry.nbytes} bytes, found {size}",
+        f"{entry.file} ends before tensor {entry.name!r}: expected at least {entry.offset + entry.nbytes} bytes, "
+        f"found {size}",
         f"download {entry.file.name} again",
     )

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 
 class AsymKV(NeighbourPairs):
-    """A surrogate: the paper's Fisher weights need a backward pass, which no deployed graph has. Here a key weighs by the probability
-    it has accumulated. All else is the paper's: pairs, one rotary frame, summed values and counts (never clipped)."""
+    """A surrogate: the paper's Fisher weights need a backward pass, which no deployed graph has. Here a key weighs by
+    the probability it has accumulated. All else is the paper's: pairs, one rotary frame, summed values and counts
+    (never clipped)."""
 
     name: ClassVar[str] = "asymkv"
     summary: ClassVar[str] = "neighbouring pairs merge, keys by attention (forward surrogate of Fisher weights)"

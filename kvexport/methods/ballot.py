@@ -1,4 +1,5 @@
-"""Ballot, this project's own: votes add up, to a bound. What is said twice leaves first, and merges into the key nearest to its own."""
+"""Ballot, this project's own: votes add up, to a bound. What is said twice leaves first, and merges into the key
+nearest to its own."""
 
 from __future__ import annotations
 
@@ -17,17 +18,20 @@ LAST = 1e30  # above every error
 
 
 class Ballot(Merging):
-    """KeepKV's merge without its gate: what a threshold rejects loses its mass, and cosine bounds nothing where norms differ, while
-    ``|q (k_e - k_c)| <= |q| |k_e - k_c|`` bounds the change of a logit. Past attention alone does not say what may leave (what has not
-    been asked yet has none); how well another slot stands for it does.
+    """KeepKV's merge without its gate: what a threshold rejects loses its mass, and cosine bounds nothing where norms
+    differ, while ``|q (k_e - k_c)| <= |q| |k_e - k_c|`` bounds the change of a logit. Past attention alone does not say
+    what may leave (what has not been asked yet has none); how well another slot stands for it does.
 
-    order: ``least-error`` lets those slots leave whose merge costs least, by ``w^attention |k_e - k_c|^2 |v_e - v_c|^2`` with w the
-        slot's mean probability and c the slot of higher importance for which that is smallest; ``least-attended`` the lowest w.
-    attention: how much past attention counts in that. pool: such slots are looked for among the lowest w, `pool` times as many as have
-        to leave.
-    zip: ``count`` adds votes up, ``vote`` stores fractional votes; both keep the mean key. The fractional ones are exact for the query that
+    order: ``least-error`` lets those slots leave whose merge costs least, by ``w^attention |k_e - k_c|^2 |v_e -
+        v_c|^2`` with w the slot's mean probability and c the slot of higher importance for which that is smallest;
+        ``least-attended`` the lowest w.
+    attention: how much past attention counts in that. pool: such slots are looked for among the lowest w, `pool` times
+        as many as have to leave.
+    zip: ``count`` adds votes up, ``vote`` stores fractional votes; both keep the mean key. The fractional ones are
+        exact for the query that
         the averages stand for and, being the tangent of a convex function, too few for every other, merge after merge.
-    votes_max: as many tokens a merged slot counts for at most. Over hundreds of budgets one that stands for tokens from everywhere says
+    votes_max: as many tokens a merged slot counts for at most. Over hundreds of budgets one that stands for tokens from
+        everywhere says
         nothing any more; without a bound it would still draw their attention.
     decay: ``a`` of the average that weighs.
     """
@@ -76,7 +80,9 @@ class Ballot(Merging):
         error = torch.clamp(own, min=0.0) ** self.attention * apart
         rank = LAST * (1.0 + pool.rank.float())
         joins = pool.live & (apart < LAST)
-        return rank.scatter(-1, pool.slot, torch.where(joins, error.clamp(max=0.1 * LAST), gather_rows(rank, pool.slot)))
+        return rank.scatter(
+            -1, pool.slot, torch.where(joins, error.clamp(max=0.1 * LAST), gather_rows(rank, pool.slot))
+        )
 
     def merge(self, slots: Slots, leaving: Leaving) -> Slots:
         """Joint merge into the nearest key (`joint.zipped`), recent ones included, sinks not."""
@@ -88,7 +94,8 @@ class Ballot(Merging):
         key, value, votes = zipped(slots, groups, corrected_log_ema(slots, -1, self.decay), mode)
         score = groups.scores(slots, self.statistics)
         if self.selector == "own":
-            # Means per observation add; as a sum over the merged slot's own observations, which began with its latest token.
+            # Means per observation add; as a sum over the merged slot's own observations, which began with its latest
+            # token.
             own, arriving = groups.pair(self.own_importance(slots))
             mean = groups.total(own, arriving)
             score = torch.stack([mean * (slots.now - groups.latest(slots) + 1).float(), score[..., -1]], dim=-1)

@@ -1,4 +1,5 @@
-"""CaM (ICML 2024): what leaves gives its value to the slots after it, as much as it was attended to; its key is dropped."""
+"""CaM (ICML 2024): what leaves gives its value to the slots after it, as much as it was attended to; its key is
+dropped."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ if TYPE_CHECKING:
 
 
 class CaM(Merging):
-    """The expected value of the paper's coin: ``v_j += m v_e / M`` for the next M slots that stay, recent ones included, with
-    ``m = clip(A_e / mean A, 0, 1)`` over all that stay. Receivers' keys, scores and votes stay as they are.
+    """The expected value of the paper's coin: ``v_j += m v_e / M`` for the next M slots that stay, recent ones
+    included, with ``m = clip(A_e / mean A, 0, 1)`` over all that stay. Receivers' keys, scores and votes stay as they
+    are.
 
     receivers: M; where fewer follow, their shares are lost.
     """
@@ -40,6 +42,9 @@ class CaM(Merging):
         number = leaving.target.to(torch.int64).cumsum(-1)
         place = number[:, :, None, :] - gather_rows(number, leaving.slot)[..., None]  # 1 is the next receiver
         receives = leaving.target[:, :, None, :] & (place >= 1) & (place <= self.receivers) & leaving.live[..., None]
-        given = torch.where(receives, share[..., None], 0.0).transpose(-1, -2) @ gather_rows(slots.value, leaving.slot).float()
+        given = (
+            torch.where(receives, share[..., None], 0.0).transpose(-1, -2)
+            @ gather_rows(slots.value, leaving.slot).float()
+        )
         value = torch.where(receives.any(2)[..., None], slots.value.float() + given, slots.value.float())
         return replace(slots, value=value.to(slots.value.dtype))

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 class D2O(Merging):
-    """Heavy hitters stay (the paper: 4 sinks); a leaving slot merges where its best cosine u reaches the mean of this call's, and is
-    dropped otherwise. The paper's threshold is an average over calls, which no state carries here."""
+    """Heavy hitters stay (the paper: 4 sinks); a leaving slot merges where its best cosine u reaches the mean of this
+    call's, and is dropped otherwise. The paper's threshold is an average over calls, which no state carries here."""
 
     name: ClassVar[str] = "d2o"
     summary: ClassVar[str] = "merges into the most similar key above the call's mean similarity"

@@ -1,7 +1,8 @@
 """Joint merges: several leaving slots may share a target and then merge with it at once.
 
-Everything is computed per leaving slot, of which there are few, and only the targets' rows are written. All leaving slots of one group
-compute the same row; the first of them writes it to the target, the others to their own slot, which is dropped anyway.
+Everything is computed per leaving slot, of which there are few, and only the targets' rows are written. All leaving
+slots of one group compute the same row; the first of them writes it to the target, the others to their own slot, which
+is dropped anyway.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ NO_TARGET = -1e38  # below every cosine, dot product and distance
 
 @dataclass(frozen=True)
 class Groups:
-    """Who merges with whom. slot, to [B, H, V] int64: the leaving slot and its target; merges [B, H, V] bool; same [B, H, V, V] float32:
-    1 where both merge into one target; writes [B, H, V] int64: where row v of a result goes."""
+    """Who merges with whom. slot, to [B, H, V] int64: the leaving slot and its target; merges [B, H, V] bool; same [B,
+    H, V, V] float32: 1 where both merge into one target; writes [B, H, V] int64: where row v of a result goes."""
 
     slot: Tensor
     to: Tensor
@@ -46,7 +47,8 @@ class Groups:
         return torch.maximum(own, torch.where(self.same > 0, arriving[:, :, None, :], -torch.inf).amax(-1))
 
     def mean(self, x: Tensor, weight: Tensor, weight_v: Tensor) -> Tensor:
-        """The mean of x [B, H, C, D] over every group, by the weights [B, H, V] of the target and of the leaving slots; [B, H, V, D]."""
+        """The mean of x [B, H, C, D] over every group, by the weights [B, H, V] of the target and of the leaving slots;
+        [B, H, V, D]."""
         own, arriving = self.pair(x)
         total = self.total(weight[..., None] * own, weight_v[..., None] * arriving)
         return total / self.total(weight, weight_v)[..., None]
@@ -59,8 +61,8 @@ class Groups:
         return torch.maximum(own, torch.where(self.same > 0, arriving[:, :, None, :], -1).amax(-1))
 
     def scores(self, slots: Slots, statistics: tuple[Statistic, ...]) -> Tensor:
-        """The statistics of every group; [B, H, V, K]. Probability mass adds; of averages of exp(logit) it is the mean by votes
-        (``S = sum p S / sum p``, kept as ln S); what is no statistic stays the target's."""
+        """The statistics of every group; [B, H, V, K]. Probability mass adds; of averages of exp(logit) it is the mean
+        by votes (``S = sum p S / sum p``, kept as ln S); what is no statistic stays the target's."""
         import torch
 
         votes, votes_v = self.pair(slots.votes)
@@ -79,8 +81,8 @@ class Groups:
         return torch.stack(rows, dim=-1)
 
     def write(self, slots: Slots, key: Tensor | None, value: Tensor, votes: Tensor, score: Tensor) -> Slots:
-        """`slots` with every group's key (None: the target's stays), value [B, H, V, D], votes [B, H, V] and score [B, H, V, K] in its
-        target; the position is the group's latest."""
+        """`slots` with every group's key (None: the target's stays), value [B, H, V, D], votes [B, H, V] and score [B,
+        H, V, K] in its target; the position is the group's latest."""
         import torch
 
         return replace(
@@ -123,17 +125,21 @@ def unprotected(leaving: Leaving) -> Tensor:
     return leaving.target | torch.zeros_like(leaving.target).scatter(-1, leaving.slot, leaving.live)
 
 
-def zipped(slots: Slots, groups: Groups, logit: Tensor, mode: str, key_factor_max: float = math.inf) -> tuple[Tensor, Tensor, Tensor]:
-    """Every group's key, value [B, H, V, D] and votes [B, H, V] by KeepKV's rule: ``w = p exp(logit)``, ``k = sum w k / sum w``, likewise
-    v. logit [B, H, C]: ln of the score that weighs. mode: ``mean`` adds up votes; ``vote`` stores ``ln p = ln(sum w) - L``; ``key`` scales
-    the key by ``(ln(sum w) - ln(sum p)) / L`` (Eq. 7), or is ``vote`` where that factor is outside [1/x, x], x `key_factor_max`; with
-    ``L = sum w logit / sum w``."""
+def zipped(
+    slots: Slots, groups: Groups, logit: Tensor, mode: str, key_factor_max: float = math.inf
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Every group's key, value [B, H, V, D] and votes [B, H, V] by KeepKV's rule: ``w = p exp(logit)``, ``k = sum w k /
+    sum w``, likewise
+    v. logit [B, H, C]: ln of the score that weighs. mode: ``mean`` adds up votes; ``vote`` stores ``ln p = ln(sum w) -
+    L``; ``key`` scales the key by ``(ln(sum w) - ln(sum p)) / L`` (Eq. 7), or is ``vote`` where that factor is outside
+    [1/x, x], x `key_factor_max`; with ``L = sum w logit / sum w``."""
     import torch
 
     votes, votes_v = groups.pair(slots.votes)
     own, arriving = groups.pair(logit)
     top = groups.top(own, arriving)
-    # Relative to the largest: a group that no query has seen has logits of -1e30, whose rounding would drown every vote.
+    # Relative to the largest: a group that no query has seen has logits of -1e30, whose rounding would drown every
+    # vote.
     own, arriving = own - top, arriving - top
     weight, weight_v = votes * torch.exp(own), votes_v * torch.exp(torch.where(groups.merges, arriving, -torch.inf))
     key, value = (groups.mean(x, weight, weight_v) for x in (slots.key, slots.value))
@@ -153,7 +159,8 @@ def zipped(slots: Slots, groups: Groups, logit: Tensor, mode: str, key_factor_ma
 
 
 def key_factor(log_mean: Tensor, mean_logit: Tensor) -> Tensor:
-    """``ln m / L`` of Eq. 7; infinite at the pole, and 1 where both agree to rounding, for there L may be 0 and the ratio noise."""
+    """``ln m / L`` of Eq. 7; infinite at the pole, and 1 where both agree to rounding, for there L may be 0 and the
+    ratio noise."""
     import torch
 
     ratio = log_mean / torch.where(mean_logit == 0.0, 1.0, mean_logit)
@@ -164,8 +171,9 @@ def key_factor(log_mean: Tensor, mean_logit: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Slots that might leave. slot [B, H, P] int64: those of lowest importance, lowest first (the last one repeats where there are
-    fewer); live [B, H, P] bool: within what their own head has to look at; rank [B, H, C] int64: every slot's place by importance."""
+    """Slots that might leave. slot [B, H, P] int64: those of lowest importance, lowest first (the last one repeats
+    where there are fewer); live [B, H, P] bool: within what their own head has to look at; rank [B, H, C] int64: every
+    slot's place by importance."""
 
     slot: Tensor
     live: Tensor
@@ -186,7 +194,8 @@ def candidates(slots: Slots, importance: Tensor, target: Tensor, pool: int, coun
 
 
 def squared_distances(x: Tensor, rows: Tensor) -> Tensor:
-    """Of rows [B, H, V] of x [B, H, C, D] to all of them, to an error of 1e-6 of their squared norms; [B, H, V, C] float32."""
+    """Of rows [B, H, V] of x [B, H, C, D] to all of them, to an error of 1e-6 of their squared norms; [B, H, V, C]
+    float32."""
     x = x.float()
     square = (x * x).sum(-1)
     product = gather_rows(x, rows) @ x.transpose(-1, -2)
@@ -202,9 +211,9 @@ def unit(key: Tensor) -> Tensor:
 
 
 def nearest(slots: Slots, leaving: Leaving, measure: Literal["cosine", "dot", "distance"]) -> tuple[Tensor, Tensor]:
-    """The nearest target of every leaving slot and how near it is, each [B, H, V]: the cosine, the dot product, or minus the square of
-    the distance (to an error of 1e-6 of the keys' squared norms); ``NO_TARGET`` where there is none. Of equals the first, which has the
-    lowest position."""
+    """The nearest target of every leaving slot and how near it is, each [B, H, V]: the cosine, the dot product, or
+    minus the square of the distance (to an error of 1e-6 of the keys' squared norms); ``NO_TARGET`` where there is
+    none. Of equals the first, which has the lowest position."""
     import torch
 
     keys = unit(slots.key) if measure == "cosine" else slots.key.float()

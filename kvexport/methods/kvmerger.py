@@ -1,4 +1,5 @@
-"""KVMerger (arXiv 2407.08454): runs of consecutive, similar tokens become one, weighted by a Gaussian around their pivot."""
+"""KVMerger (arXiv 2407.08454): runs of consecutive, similar tokens become one, weighted by a Gaussian around their
+pivot."""
 
 from __future__ import annotations
 
@@ -16,13 +17,16 @@ if TYPE_CHECKING:
 
 
 class KVMerger(Merging):
-    """Neighbouring unprotected slots above the threshold are joined, highest cosine first, exactly as many pairs as are over budget; a
-    run of joined slots merges into its pivot, the one most attended to. What joins cannot free is dropped, least attended first.
+    """Neighbouring unprotected slots above the threshold are joined, highest cosine first, exactly as many pairs as are
+    over budget; a run of joined slots merges into its pivot, the one most attended to. What joins cannot free is
+    dropped, least attended first.
 
-    threshold: neighbours join iff their keys' cosine is above it. heavy: the most attended share of the unprotected slots joins nothing.
-    sigma: of the Gaussian, a distance; 0 takes the set's own, ``sum |k_p - k_i| / (sqrt(2) |S|)``, which contradicts the paper's
-        ablation, where a fixed 5 is best.
-    value_scale: ``mean``, or ``set_size``, the paper's text: values times |S|, which inflates the output, as no count enters the softmax.
+    threshold: neighbours join iff their keys' cosine is above it. heavy: the most attended share of the unprotected
+        slots joins nothing.
+    sigma: of the Gaussian, a distance; 0 takes the set's own, ``sum |k_p - k_i| / (sqrt(2) |S|)``, which contradicts
+        the paper's ablation, where a fixed 5 is best.
+    value_scale: ``mean``, or ``set_size``, the paper's text: values times |S|, which inflates the output, as no count
+        enters the softmax.
         |S| counts tokens (the votes), so that a set that grows in several calls is scaled once.
     """
 
@@ -46,7 +50,8 @@ class KVMerger(Merging):
         return torch.where(pivot != place, place, alone).float()
 
     def merge(self, slots: Slots, leaving: Leaving) -> Slots:
-        """``g_i = exp(-|k_p - k_i|^2 / (2 sigma^2))``, keys and values by ``g / sum g``; one for equal keys, whose own sigma is zero."""
+        """``g_i = exp(-|k_p - k_i|^2 / (2 sigma^2))``, keys and values by ``g / sum g``; one for equal keys, whose own
+        sigma is zero."""
         import torch
 
         count, free = leaving.slot.shape[-1], unprotected(leaving)

@@ -1,4 +1,5 @@
-"""KVSlimmer (arXiv 2603.00907): neighbouring pairs merge with the weights of the exact Hessian, from the forward pass alone."""
+"""KVSlimmer (arXiv 2603.00907): neighbouring pairs merge with the weights of the exact Hessian, from the forward pass
+alone."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class KVSlimmer(NeighbourPairs):
     """With ``a = A / sum A`` of the accumulated probability and ``o = sum a v``: ``c_ii = a_i (1 - 2 a_i)(v_i - o)``,
     ``c_12 = -a_1 a_2 (v_1 + v_2 - 2 o)``; key i weighs ``max(|c_ii| - |c_12|, 0)``.
 
-    tau: where both brackets together are below ``tau (|c_11| + |c_22|)`` the keys weigh a_1, a_2, the limit for equal residuals.
+    tau: where both brackets together are below ``tau (|c_11| + |c_22|)`` the keys weigh a_1, a_2, the limit for equal
+        residuals.
     """
 
     name: ClassVar[str] = "kvslimmer"
@@ -36,7 +38,10 @@ class KVSlimmer(NeighbourPairs):
         output = share[:, :, None, :] @ torch.where(slots.votes[..., None] > 0, slots.value.float(), 0.0)
         a, a_v = groups.pair(share)
         residual, residual_v = (x - output for x in groups.pair(slots.value))
-        c11, c22 = (a * (1.0 - 2.0 * a)).abs() * residual.norm(dim=-1), (a_v * (1.0 - 2.0 * a_v)).abs() * residual_v.norm(dim=-1)
+        c11, c22 = (
+            (a * (1.0 - 2.0 * a)).abs() * residual.norm(dim=-1),
+            (a_v * (1.0 - 2.0 * a_v)).abs() * residual_v.norm(dim=-1),
+        )
         c12 = a * a_v * (residual + residual_v).norm(dim=-1)
         own, arriving = torch.clamp(c11 - c12, min=0.0), torch.clamp(c22 - c12, min=0.0)
         degenerate = own + arriving <= self.tau * (c11 + c22)

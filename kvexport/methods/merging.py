@@ -18,7 +18,8 @@ SELECTORS: dict[str, type[Method]] = {"h2o": H2O, "snapkv": SnapKV, "pyramidinfe
 class Merging(Method):
     """Base of the methods that merge.
 
-    selector: whose importance decides what leaves: ``own``, or that of h2o, snapkv or pyramidinfer with their defaults. Then the score
+    selector: whose importance decides what leaves: ``own``, or that of h2o, snapkv or pyramidinfer with their defaults.
+        Then the score
         carries two statistics: the selector's, which selects, and the method's, which weighs.
     """
 
@@ -26,7 +27,8 @@ class Merging(Method):
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """What the method keeps when it selects by itself; the last one weighs. Unless overridden, the sum of probabilities."""
+        """What the method keeps when it selects by itself; the last one weighs. Unless overridden, the sum of
+        probabilities."""
         return (Statistic("probability"),)
 
     @property

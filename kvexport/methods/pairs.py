@@ -1,4 +1,5 @@
-"""What AsymKV and KVSlimmer share: neighbouring slots merge in pairs, in one rotary frame; values are means and votes add up."""
+"""What AsymKV and KVSlimmer share: neighbouring slots merge in pairs, in one rotary frame; values are means and votes
+add up."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class NeighbourPairs(Merging):
-    """Unprotected slots in order of position form pairs, (1, 2), (3, 4), ..., so that none is in two. The least attended pairs merge: the
-    older slot leaves into the younger. What pairs cannot free is dropped, least attended first: keep at least as many unprotected slots
-    in the budget as leave at once.
+    """Unprotected slots in order of position form pairs, (1, 2), (3, 4), ..., so that none is in two. The least
+    attended pairs merge: the older slot leaves into the younger. What pairs cannot free is dropped, least attended
+    first: keep at least as many unprotected slots in the budget as leave at once.
 
-    share_pairs: all heads of a layer choose the same pairs, by the sum of their attention (slots at the same place of the order, which
-        hold the same positions as long as every merge was shared).
+    share_pairs: all heads of a layer choose the same pairs, by the sum of their attention (slots at the same place of
+        the order, which hold the same positions as long as every merge was shared).
     """
 
     rotary: ClassVar[bool] = True
@@ -27,7 +28,8 @@ class NeighbourPairs(Merging):
 
     @property
     def vote_exponent(self) -> float:
-        """``sum e^l v / sum n e^l`` with summed values is the softmax with ln n added, over mean values: votes in full."""
+        """``sum e^l v / sum n e^l`` with summed values is the softmax with ln n added, over mean values: votes in
+        full."""
         return 1.0
 
     def priority(self, slots: Slots, target: Tensor, count: int) -> Tensor:
@@ -48,7 +50,8 @@ class NeighbourPairs(Merging):
         return torch.where(paired, by_pair, alone + slots_in_all).float()
 
     def merge(self, slots: Slots, leaving: Leaving) -> Slots:
-        """``k`` by `key_weights` of the younger key and the older one turned to its position, ``v = sum n v / sum n``, ``n = sum n``."""
+        """``k`` by `key_weights` of the younger key and the older one turned to its position, ``v = sum n v / sum n``,
+        ``n = sum n``."""
         import torch
 
         to = torch.clamp(leaving.slot + 1, max=leaving.target.shape[-1] - 1)
@@ -71,7 +74,8 @@ class NeighbourPairs(Merging):
 
 
 def _older(free: Tensor) -> Tensor:
-    """The first slot of every pair of unprotected ones; [B, H, C] bool. These lie together: sinks before them, recent and empty after."""
+    """The first slot of every pair of unprotected ones; [B, H, C] bool. These lie together: sinks before them, recent
+    and empty after."""
     import torch
 
     slots = free.shape[-1]

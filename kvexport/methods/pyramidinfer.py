@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 class PyramidInfer(Method):
     """The attention of a call's last queries, the newest weighing most; what leaves is dropped.
 
-    window: the last so many queries of a call count. recency_weight: of the newest against 1 for the oldest (the authors' 1.2).
+    window: the last so many queries of a call count. recency_weight: of the newest against 1 for the oldest (the
+        authors' 1.2).
     """
 
     name: ClassVar[str] = "pyramidinfer"

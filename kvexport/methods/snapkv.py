@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 class SnapKV(Method):
     """The attention of an observation window, pooled over neighbouring positions; what leaves is dropped.
 
-    window: the last so many queries of a call observe (the paper's window closes the prompt; of a decoding step the one query does).
+    window: the last so many queries of a call observe (the paper's window closes the prompt; of a decoding step the one
+        query does).
     pool: positions pooled around each token, an odd number; those that are protected or gone count as zero.
     """
 
@@ -35,12 +36,13 @@ class SnapKV(Method):
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """The sum of probabilities over the observation window, mean over a query-head group; it orders as its mean does."""
+        """The sum of probabilities over the observation window, mean over a query-head group; it orders as its mean
+        does."""
         return (Statistic("probability", 1.0, self.window),)
 
     def priority(self, slots: Slots, target: Tensor, count: int) -> Tensor:
-        """``sum_{|o| <= pool // 2} A[position + o]`` over unprotected slots, added up in order of position, so that slots with the same
-        neighbours tie."""
+        """``sum_{|o| <= pool // 2} A[position + o]`` over unprotected slots, added up in order of position, so that
+        slots with the same neighbours tie."""
         import torch
 
         observed = torch.where(target, slots.score[:, :, 0], 0.0)

@@ -1,4 +1,5 @@
-"""ZeroMerge (arXiv 2503.10714): a few residual slots take in what leaves, as running means; votes count by a power below one."""
+"""ZeroMerge (arXiv 2503.10714): a few residual slots take in what leaves, as running means; votes count by a power
+below one."""
 
 from __future__ import annotations
 
@@ -15,11 +16,13 @@ if TYPE_CHECKING:
 
 
 class ZeroMerge(Merging):
-    """Three regions beside the sinks: recent, context (the lowest score leaves) and residual, which what leaves merges into.
+    """Three regions beside the sinks: recent, context (the lowest score leaves) and residual, which what leaves merges
+    into.
 
-    Residual are slots that have merged before, and where those are fewer than the region holds, the lowest scores of what stays.
-    alpha: power of the votes at read time. decay: of the score, per query. residual: the region's share of the unprotected slots
-    (the paper's budget: 0.22 residual to 0.44 context).
+    Residual are slots that have merged before, and where those are fewer than the region holds, the lowest scores of
+    what stays.
+    alpha: power of the votes at read time. decay: of the score, per query. residual: the region's share of the
+    unprotected slots (the paper's budget: 0.22 residual to 0.44 context).
     """
 
     name: ClassVar[str] = "zeromerge"
@@ -54,7 +57,11 @@ class ZeroMerge(Merging):
         count = torch.clamp((self.residual * held.sum(-1, keepdim=True)).floor(), min=1.0)
         # Those that have merged first, then the lowest of what stays.
         importance = self.importance(slots, unprotected(leaving), leaving.slot.shape[-1])
-        order = torch.where(held, torch.where(slots.votes > 1, -1e38, importance), torch.inf).sort(dim=-1, stable=True).indices
+        order = (
+            torch.where(held, torch.where(slots.votes > 1, -1e38, importance), torch.inf)
+            .sort(dim=-1, stable=True)
+            .indices
+        )
         places = torch.arange(held.shape[-1], device=held.device).expand_as(order)
         residual = held & (torch.zeros_like(order).scatter(-1, order, places) < count)
         leaving = Leaving(leaving.slot, leaving.live, residual)

@@ -1,10 +1,12 @@
-"""Linear: products of one input with weights as checkpoints hold them, ``torch.nn.functional.linear``, as a node of their own.
+"""Linear: products of one input with weights as checkpoints hold them, ``torch.nn.functional.linear``, as a node of
+their own.
 
-ONNX Runtime's CPU provider computes a MatMul with a transposed weight from a copy of that weight, of float32 whatever its type, and runs
-every small operator around it as a node that costs as much as the product of one row. A kernel of this node reads weights as the
-checkpoint's [outputs, inputs] holds them, and does what models do around products while rows are at hand: the norm before, a bias, SiLU's
-gate, a residual, heads that become a dimension of their own and stop being one, rotary embedding. A runtime without the kernel takes the
-function. Which nodes of a graph become one: `kvexport.ops.linear_folds`.
+ONNX Runtime's CPU provider computes a MatMul with a transposed weight from a copy of that weight, of float32 whatever
+its type, and runs every small operator around it as a node that costs as much as the product of one row. A kernel of
+this node reads weights as the checkpoint's [outputs, inputs] holds them, and does what models do around products while
+rows are at hand: the norm before, a bias, SiLU's gate, a residual, heads that become a dimension of their own and stop
+    being one, rotary embedding. A runtime without the kernel takes the
+function. Which nodes of a graph become one: `kvexport.export.passes.fuse_linear`.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ from kvexport.ops.onnx_function import DOMAIN
 
 @dataclass(frozen=True)
 class Form:
-    """What a Linear does beside its products. Heads are 0 where they are no dimension of their own. What is a tuple has an entry for each
-    product: the heads of its output, whether it has a bias, whether its heads are turned. norm: whether rows are normalised first, with
-    `epsilon`. A gate and a residual are there for one product alone."""
+    """What a Linear does beside its products. Heads are 0 where they are no dimension of their own. What is a tuple has
+    an entry for each
+    product: the heads of its output, whether it has a bias, whether its heads are turned. norm: whether rows are
+    normalised first, with `epsilon`. A gate and a residual are there for one product alone."""
 
     input_heads: int = 0
     norm: int = 0
@@ -54,7 +57,11 @@ class Form:
     @property
     def overload(self) -> str:
         """The name of its function."""
-        shown = {"norm": f"norm{self.epsilon:.6g}" * self.norm, "epsilon": "", "count": f"{self.count}" * (self.count > 1)}
+        shown = {
+            "norm": f"norm{self.epsilon:.6g}" * self.norm,
+            "epsilon": "",
+            "count": f"{self.count}" * (self.count > 1),
+        }
         for name, value in vars(self).items():
             given = value if isinstance(value, tuple) else (value,)
             shown.setdefault(name, name + ".".join(map(str, given)) if any(given) else "")

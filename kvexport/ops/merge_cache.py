@@ -1,7 +1,7 @@
 """MergeCache: bring a cache that is over budget back to exactly `budget` slots, the way its method says.
 
-This function is the operator's only meaning. Its ONNX function is traced from it (`kvexport.ops.onnx_function`) and native
-kernels are held to it by `tests/conformance`.
+This function is the operator's only meaning. Its ONNX function is traced from it (`kvexport.ops.onnx_function`) and
+native kernels are held to it by `tests/conformance`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ LAST = torch.iinfo(torch.int32).max
 
 @dataclass(frozen=True)
 class MergeCacheAttributes:
-    """The attributes of a MergeCache node: `budget` slots stay, the first `sinks` positions and the latest `recent` of them always;
-    with a `sliding_window` (0 = none), what the window has passed leaves first. rotary: the layer's, where the method asks for it."""
+    """The attributes of a MergeCache node: `budget` slots stay, the first `sinks` positions and the latest `recent` of
+    them always; with a `sliding_window` (0 = none), what the window has passed leaves first. rotary: the layer's, where
+    the method asks for it."""
 
     method: Method
     budget: int
@@ -46,12 +47,14 @@ def merge_cache(
     Args:
         key, value: [B, H, C, D], [B, H, C, Dv]; votes: [B, H, C] float32, 0 = empty; score: [B, H, K, C] float32;
         position: [B, H, C] int32. Used slots are a prefix, in any order.
-        rows: three tensors whose lengths alone matter, given by the tracer, where they are symbolic: `budget` rows, the rows by which
-        the fullest head is over it, one at least (see `rows_of`), and the rest of the capacity, `capacity - budget`.
+        rows: three tensors whose lengths alone matter, given by the tracer, where they are symbolic: `budget` rows, the
+        rows by which the fullest head is over it, one at least (see `rows_of`), and the rest of the capacity, `capacity
+        - budget`.
         recent: [1] int32, given by the tracer, in place of the attribute.
 
     Returns:
-        The five tensors in the same shapes and dtypes: at most `budget` used slots in order of position, zeros after row `budget`.
+        The five tensors in the same shapes and dtypes: at most `budget` used slots in order of position, zeros after
+        row `budget`.
 
     Raises UsageError where K is not the number of statistics that the method keeps.
     """
@@ -72,7 +75,10 @@ def merge_cache(
     if not attributes.method.compresses:
         kept = used
     else:
-        sink, late = slots.position < attributes.sinks, slots.position > now - (attributes.recent if recent is None else recent)
+        sink, late = (
+            slots.position < attributes.sinks,
+            slots.position > now - (attributes.recent if recent is None else recent),
+        )
         protected = used & (sink | late)
         target = used & ~protected
         priority = attributes.method.priority(slots, target, leaving_rows.shape[0])
@@ -104,6 +110,7 @@ def rows_of(votes: Tensor, budget: int) -> tuple[Tensor, Tensor, Tensor]:
     """`rows` of `merge_cache` for these votes [B, H, C]."""
     capacity = votes.shape[2]
     kept = min(budget, capacity)
-    # One row at least, of an empty slot where nothing is over: ONNX Runtime gives a reduction of no rows the wrong shape.
+    # One row at least, of an empty slot where nothing is over: ONNX Runtime gives a reduction of no rows the wrong
+    # shape.
     over = max(int((votes > 0).sum(-1).max()) - budget, min(capacity - kept, 1))
     return votes.new_zeros(kept), votes.new_zeros(over), votes.new_zeros(capacity - kept)

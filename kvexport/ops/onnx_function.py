@@ -1,7 +1,8 @@
 """The ONNX functions of the two operators, traced from their PyTorch meaning.
 
-A node of domain `kvexport` carries its attributes for native kernels; the model carries, for every distinct meaning, a function of
-the same name under its own `overload`. Batch, tokens, capacity and budget are symbolic in a function; everything else is fixed.
+A node of domain `kvexport` carries its attributes for native kernels; the model carries, for every distinct meaning, a
+function of the same name under its own `overload`. Batch, tokens, capacity and budget are symbolic in a function;
+everything else is fixed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,14 @@ VOTE_ATTENTION_INPUTS = (
     "query", "key", "value", "position", "query_length",
     "past_key", "past_value", "past_votes", "past_score", "past_position",
 )  # fmt: skip
-VOTE_ATTENTION_OUTPUTS = ("output", "present_key", "present_value", "present_votes", "present_score", "present_position")
+VOTE_ATTENTION_OUTPUTS = (
+    "output",
+    "present_key",
+    "present_value",
+    "present_votes",
+    "present_score",
+    "present_position",
+)
 # What differs between the layers of a model that share a function is read from the node.
 MERGE_CACHE_NODE = ("budget", "recent")
 ROW_INPUTS = ("kept_rows", "leaving_rows", "freed_rows", "recent_slots")
@@ -74,7 +82,9 @@ def vote_attention_node_attributes(attributes: VoteAttentionAttributes) -> dict[
     return {
         "scale": float(attributes.scale),
         "vote_exponent": float(attributes.vote_exponent),
-        "scores": ",".join(s.kind for s in statistics),  # one string: ONNX Runtime gives custom operators no lists of strings
+        "scores": ",".join(
+            s.kind for s in statistics
+        ),  # one string: ONNX Runtime gives custom operators no lists of strings
         "decay": [float(s.decay) for s in statistics],
         "window": [int(s.window) for s in statistics],
         "recency_weight": [float(s.recency_weight) for s in statistics],
@@ -84,8 +94,8 @@ def vote_attention_node_attributes(attributes: VoteAttentionAttributes) -> dict[
 
 
 def merge_cache_node_attributes(attributes: MergeCacheAttributes) -> dict[str, Any]:
-    """The node's attributes: method, budget, sinks, recent, sliding_window, the method's parameters by name, and the layer's rotary
-    embedding where the method turns keys and there is one."""
+    """The node's attributes: method, budget, sinks, recent, sliding_window, the method's parameters by name, and the
+    layer's rotary embedding where the method turns keys and there is one."""
     parameters = {name: int(v) if isinstance(v, bool) else v for name, v in attributes.method.model_dump().items()}
     if attributes.rotary.inverse_frequencies:
         parameters["inverse_frequencies"] = list(attributes.rotary.inverse_frequencies)
@@ -114,7 +124,8 @@ def vote_attention_function(
     dtype: torch.dtype,
     sinks: bool = False,
 ) -> onnx.FunctionProto:
-    """The function of VoteAttention for (query heads, KV heads) and (key, value) head sizes; `sinks` adds the input sink_logits."""
+    """The function of VoteAttention for (query heads, KV heads) and (key, value) head sizes; `sinks` adds the input
+    sink_logits."""
     query_heads, kv_heads = heads
     key_size, value_size = head_sizes
     b, t, c, k = 2, 3, 8, len(attributes.statistics)
@@ -127,13 +138,25 @@ def vote_attention_function(
         *_state(b, kv_heads, c, k, key_size, value_size, dtype),
     ]
     batch, tokens, capacity = Dim("batch"), Dim("tokens"), Dim("capacity")
-    shapes: list[dict[int, Any]] = [*[{0: batch, 2: tokens}] * 3, {0: batch, 1: tokens}, {0: batch}, *_state_dims(batch, capacity)]
+    shapes: list[dict[int, Any]] = [
+        *[{0: batch, 2: tokens}] * 3,
+        {0: batch, 1: tokens},
+        {0: batch},
+        *_state_dims(batch, capacity),
+    ]
     inputs = list(VOTE_ATTENTION_INPUTS)
     if sinks:
         arguments.append(torch.zeros(query_heads))
         shapes.append({})
         inputs.append("sink_logits")
-    meaning = {"op": "VoteAttention", "heads": heads, "sizes": head_sizes, "dtype": str(dtype), "sinks": sinks, **asdict(attributes)}
+    meaning = {
+        "op": "VoteAttention",
+        "heads": heads,
+        "sizes": head_sizes,
+        "dtype": str(dtype),
+        "sinks": sinks,
+        **asdict(attributes),
+    }
 
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
         return vote_attention(*tensors, attributes=attributes)
@@ -146,7 +169,8 @@ def vote_attention_function(
 def merge_cache_function(
     attributes: MergeCacheAttributes, *, kv_heads: int, head_sizes: tuple[int, int], statistics: int, dtype: torch.dtype
 ) -> onnx.FunctionProto:
-    """The function of MergeCache. Budget and recent are read from the node's attributes, so layers of different budgets share it."""
+    """The function of MergeCache. Budget and recent are read from the node's attributes, so layers of different budgets
+    share it."""
     meaning = {
         "op": "MergeCache", "heads": kv_heads, "sizes": head_sizes, "statistics": statistics, "dtype": str(dtype),
         **{k: v for k, v in merge_cache_node_attributes(attributes).items() if k not in MERGE_CACHE_NODE},
@@ -164,18 +188,31 @@ def keep_merge_functions(method: Method, functions: Iterable[onnx.FunctionProto]
 
 
 def _trace_merge_cache(
-    overload: str, attributes: MergeCacheAttributes, kv_heads: int, head_sizes: tuple[int, int], statistics: int, dtype: torch.dtype
+    overload: str,
+    attributes: MergeCacheAttributes,
+    kv_heads: int,
+    head_sizes: tuple[int, int],
+    statistics: int,
+    dtype: torch.dtype,
 ) -> onnx.FunctionProto:
     key_size, value_size = head_sizes
     b, c, n, v = 2, 8, 5, 2
     given = [torch.zeros(n), torch.zeros(v), torch.zeros(c - n), torch.zeros(1, dtype=torch.int32)]
     arguments = [*_state(b, kv_heads, c, statistics, key_size, value_size, dtype), *given]
-    batch, capacity, kept, leaving, freed = Dim("batch"), Dim("capacity", min=4), Dim("kept"), Dim("leaving"), Dim("freed")
+    batch, capacity, kept, leaving, freed = (
+        Dim("batch"),
+        Dim("capacity", min=4),
+        Dim("kept"),
+        Dim("leaving"),
+        Dim("freed"),
+    )
     shapes = [*_state_dims(batch, capacity), {0: kept}, {0: leaving}, {0: freed}, {}]
 
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
         key, value, votes, score, position, kept, leaving, freed, recent = tensors
-        return merge_cache(key, value, votes, score, position, attributes=attributes, rows=(kept, leaving, freed), recent=recent)
+        return merge_cache(
+            key, value, votes, score, position, attributes=attributes, rows=(kept, leaving, freed), recent=recent
+        )
 
     graph = _trace(call, arguments, shapes)
     prologue = list(onnx.parser.parse_function(ROWS).node)
@@ -200,7 +237,9 @@ def _state_dims(batch: Any, capacity: Any) -> list[dict[int, Any]]:
     return [slots, slots, slots, scores, slots]
 
 
-def _trace(call: Callable[..., tuple[Tensor, ...]], arguments: list[Tensor], shapes: list[dict[int, Any]]) -> onnx.GraphProto:
+def _trace(
+    call: Callable[..., tuple[Tensor, ...]], arguments: list[Tensor], shapes: list[dict[int, Any]]
+) -> onnx.GraphProto:
     class Operator(nn.Module):
         def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
             return call(*tensors)
@@ -219,7 +258,8 @@ def _trace(call: Callable[..., tuple[Tensor, ...]], arguments: list[Tensor], sha
 
 
 def _stable_sort(values: Any, dim: int = -1, descending: bool = False, stable: bool = True) -> Any:
-    """A whole sort as TopK, whose ties go to the lower index by ONNX's definition; the exporter has no stable sort of its own."""
+    """A whole sort as TopK, whose ties go to the lower index by ONNX's definition; the exporter has no stable sort of
+    its own."""
     from onnxscript import opset23 as op
 
     size = op.Shape(values, start=dim, end=None if dim == -1 else dim + 1)
@@ -227,7 +267,8 @@ def _stable_sort(values: Any, dim: int = -1, descending: bool = False, stable: b
 
 
 def _gather(values: Any, dim: int, index: Any, sparse_grad: bool = False) -> Any:
-    """``values.gather(dim, index)``. Where `index` [B, H, N, D] repeats [B, H, N, 1], whole rows are copied instead of elements."""
+    """``values.gather(dim, index)``. Where `index` [B, H, N, D] repeats [B, H, N, 1], whole rows are copied instead of
+    elements."""
     from onnxscript import opset23 as op
 
     expand = index.producer()
@@ -246,7 +287,8 @@ def _gather_rows(values: Any, indices: Any) -> Any:
 
 
 def _scatter_rows(values: Any, indices: Any, rows: Any, accumulate: bool = False) -> Any:
-    """``values.index_put((i, j, k), rows)``; the same index node as `_gather_rows`, where the exporter would build it anew."""
+    """``values.index_put((i, j, k), rows)``; the same index node as `_gather_rows`, where the exporter would build it
+    anew."""
     from onnxscript import opset23 as op
 
     return op.ScatterND(values, _joined(indices), rows)
@@ -260,8 +302,8 @@ def _joined(indices: Any) -> Any:
 
 
 def _read_sizes_from(graph: onnx.GraphProto, source: int) -> None:
-    """Read sizes off input number `source` wherever it has them: all layers share it, so a runtime computes once for all of them what
-    depends on nothing else."""
+    """Read sizes off input number `source` wherever it has them: all layers share it, so a runtime computes once for
+    all of them what depends on nothing else."""
     dims = {v.name: [d.dim_param for d in v.type.tensor_type.shape.dim] for v in graph.input}
     name = graph.input[source].name
     for node in graph.node:
@@ -280,9 +322,15 @@ def _constant(name: str, tensor: onnx.TensorProto) -> onnx.NodeProto:
 
 
 def _function(
-    op: str, overload: str, graph: onnx.GraphProto, inputs: list[str], outputs: list[str], prologue: list[onnx.NodeProto] | None = None
+    op: str,
+    overload: str,
+    graph: onnx.GraphProto,
+    inputs: list[str],
+    outputs: list[str],
+    prologue: list[onnx.NodeProto] | None = None,
 ) -> onnx.FunctionProto:
-    """`graph` as a function: inputs and outputs renamed, initializers as constants, the last inputs computed by `prologue`."""
+    """`graph` as a function: inputs and outputs renamed, initializers as constants, the last inputs computed by
+    `prologue`."""
     renamed = dict(zip((v.name for v in graph.input), inputs, strict=True)) | dict(
         zip((v.name for v in graph.output), outputs, strict=True)
     )
@@ -301,5 +349,11 @@ def _function(
         nodes.append(kept)
     taken = set(inputs) & {name for node in prologue or [] for name in node.output}
     return helper.make_function(
-        DOMAIN, op, [x for x in inputs if x not in taken], outputs, nodes, [helper.make_opsetid("", OPSET)], overload=overload
+        DOMAIN,
+        op,
+        [x for x in inputs if x not in taken],
+        outputs,
+        nodes,
+        [helper.make_opsetid("", OPSET)],
+        overload=overload,
     )

@@ -1,4 +1,5 @@
-"""From a PyTorch module to ONNX by torch.export and torch.onnx.export, less what costs most there and changes nothing."""
+"""From a PyTorch module to ONNX by torch.export and torch.onnx.export, less what costs most there and changes
+nothing."""
 
 from __future__ import annotations
 
@@ -28,15 +29,19 @@ def to_onnx(
 ) -> ir.Model:
     """`module` as an ONNX IR model of opset `OPSET`, not optimized.
 
-    arguments, shapes: an example of every argument and its dynamic dimensions, as torch.export takes them. translations: what becomes of
-    PyTorch operators, before what torch.onnx makes of them. names: `input_names` and `output_names`. Errors of torch.export and
-    torch.onnx pass through.
+    arguments, shapes: an example of every argument and its dynamic dimensions, as torch.export takes them.
+    translations: what becomes of PyTorch operators, before what torch.onnx makes of them. names: `input_names` and
+    `output_names`. Errors of torch.export and torch.onnx pass through.
     """
     with quiet_exporter(), torch.no_grad(), _sources_unread(), _values_kept():
         # The cache keys operators by symbolic shapes, and to look one up takes longer than to compute it.
         with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
             exported = torch.export.export(
-                module, tuple(arguments), dynamic_shapes=tuple(shapes), strict=False, prefer_deferred_runtime_asserts_over_guards=True
+                module,
+                tuple(arguments),
+                dynamic_shapes=tuple(shapes),
+                strict=False,
+                prefer_deferred_runtime_asserts_over_guards=True,
             )
         if not _changes_in_place(exported):
             # To decompose the program is to trace it a second time. Mostly every operator has a translation as it is.
@@ -49,7 +54,12 @@ def to_onnx(
 
 
 def _changes_in_place(exported: ExportedProgram) -> bool:
-    targets = [node.target for module in exported.graph_module.modules() for node in module.graph.nodes if node.op == "call_function"]
+    targets = [
+        node.target
+        for module in exported.graph_module.modules()
+        for node in module.graph.nodes
+        if node.op == "call_function"
+    ]
     return any(isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable for target in targets)
 
 
@@ -66,7 +76,8 @@ class _Signature:
 
 @contextlib.contextmanager
 def _sources_unread() -> Iterator[None]:
-    """torch.onnx looks up its 500 translations anew for every program, and every look parses the translation's source for its domain."""
+    """torch.onnx looks up its 500 translations anew for every program, and every look parses the translation's source
+    for its domain."""
     traced: Any = getattr(onnxscript.values, "TracedOnnxFunction", None)
     original = vars(traced).get("function_ir") if traced else None
     if not isinstance(original, property) or original.fget is None:
@@ -81,7 +92,8 @@ def _sources_unread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _values_kept() -> Iterator[None]:
-    """To make type promotion explicit, torch.onnx computes the shapes of a whole program anew, which promotion does not change."""
+    """To make type promotion explicit, torch.onnx computes the shapes of a whole program anew, which promotion does not
+    change."""
     try:
         promotion: Any = importlib.import_module("torch.onnx._internal.fx.passes.type_promotion")
     except ImportError:
@@ -120,7 +132,12 @@ def _translate(exported: ExportedProgram, translations: Mapping[Any, Any], names
         aten.__or__.Tensor: _or,
     }
     program = torch.onnx.export(
-        exported, dynamo=True, opset_version=OPSET, optimize=False, custom_translation_table={**added, **translations}, **names
+        exported,
+        dynamo=True,
+        opset_version=OPSET,
+        optimize=False,
+        custom_translation_table={**added, **translations},
+        **names,
     )
     assert program is not None
     return program.model
@@ -132,7 +149,9 @@ def _to_dtype(x: Any, dtype: int, non_blocking: bool = False, copy: bool = False
     return op.Cast(x, to=dtype)
 
 
-def _to_device(x: Any, device: str, dtype: int, non_blocking: bool = False, copy: bool = False, memory_format: str = "") -> Any:
+def _to_device(
+    x: Any, device: str, dtype: int, non_blocking: bool = False, copy: bool = False, memory_format: str = ""
+) -> Any:
     return _to_dtype(x, dtype)
 
 

@@ -1,7 +1,7 @@
 """VoteAttention: append the new tokens, attend with the bias ``alpha * ln(votes)``, update every slot's score.
 
-This function is the operator's only meaning. Its ONNX function is traced from it (`kvexport.ops.onnx_function`) and native
-kernels are held to it by `tests/conformance`.
+This function is the operator's only meaning. Its ONNX function is traced from it (`kvexport.ops.onnx_function`) and
+native kernels are held to it by `tests/conformance`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kvexport.methods.base import Statistic
 
-# The logarithm of "nothing yet", and the bias of an invisible slot. Finite, so that no subtraction of two of them is NaN;
-# adding any logit to it changes nothing in float32.
+# The logarithm of "nothing yet", and the bias of an invisible slot. Finite, so that no subtraction of two of them is
+# NaN; adding any logit to it changes nothing in float32.
 LOG_ZERO = -1e30
 
 
@@ -69,8 +69,8 @@ def vote_attention(
     step = torch.arange(tokens, dtype=torch.int32, device=query.device)
     real = step < lengths  # [B, T]
 
-    # Append. A padding row writes back what its slot held, so that an in-place scatter changes nothing else; the slots of one
-    # call are distinct because T <= C.
+    # Append. A padding row writes back what its slot held, so that an in-place scatter changes nothing else; the slots
+    # of one call are distinct because T <= C.
     used = (past_votes > 0).to(torch.int32).sum(-1, keepdim=True, dtype=torch.int32)  # [B, H, 1]
     slot = ((used + step) % capacity).to(torch.int64)  # [B, H, T]
     rows = torch.arange(batch, device=query.device)[:, None, None].expand(batch, heads, tokens)
@@ -126,8 +126,8 @@ def vote_attention(
 
 
 def _log_weights(lengths: Tensor, step: Tensor, statistic: Statistic) -> tuple[Tensor, Tensor]:
-    """How many queries of the call count, n [B, 1], and ln of the weight of each row [B, T]: ``decay^(n-1-i)`` times the recency
-    weight for the i-th of them, LOG_ZERO for rows that are padding or outside the window."""
+    """How many queries of the call count, n [B, 1], and ln of the weight of each row [B, T]: ``decay^(n-1-i)`` times
+    the recency weight for the i-th of them, LOG_ZERO for rows that are padding or outside the window."""
     n = lengths if statistic.window == 0 else torch.clamp(lengths, max=statistic.window)
     back = lengths - 1 - step  # 0 is the newest real row
     log_weight = back.float() * math.log(statistic.decay)
@@ -138,10 +138,16 @@ def _log_weights(lengths: Tensor, step: Tensor, statistic: Statistic) -> tuple[T
 
 
 def _log_ema(
-    logits: Tensor, visible: Tensor, past: Tensor, fresh: Tensor, lengths: Tensor, log_weight: Tensor, statistic: Statistic
+    logits: Tensor,
+    visible: Tensor,
+    past: Tensor,
+    fresh: Tensor,
+    lengths: Tensor,
+    log_weight: Tensor,
+    statistic: Statistic,
 ) -> Tensor:
-    """``ln(a^n S + (1 - a) sum_i a^(n-1-i) mean_g s_i)`` over the n queries of the call; [B, H, C]. Where only some count, or some count
-    more, their weighted mean stands for every query of the call that sees the slot."""
+    """``ln(a^n S + (1 - a) sum_i a^(n-1-i) mean_g s_i)`` over the n queries of the call; [B, H, C]. Where only some
+    count, or some count more, their weighted mean stands for every query of the call that sees the slot."""
     batch, heads, group, _, capacity = logits.shape
     rate = math.log(statistic.decay)
     share = log_weight + (math.log(1.0 - statistic.decay) - math.log(group))
@@ -156,19 +162,28 @@ def _log_ema(
 
 
 def _standing(visible: Tensor, lengths: Tensor, log_weight: Tensor, rate: float) -> Tensor:
-    """ln of what all queries of the call that see a slot would weigh together, ``sum a^(n-1-i)``, over what those that count do;
-    [B, H, 1, C]. So ``1 - a^(now - position + 1)`` corrects the bias of windowed and recency-weighted averages as of any other."""
+    """ln of what all queries of the call that see a slot would weigh together, ``sum a^(n-1-i)``, over what those that
+    count do; [B, H, 1, C]. So ``1 - a^(now - position + 1)`` corrects the bias of windowed and recency-weighted
+    averages as of any other."""
     batch, heads, tokens, _ = visible.shape
     seen = visible.float()
     back = lengths - 1 - torch.arange(tokens, dtype=torch.int32, device=visible.device)
     plain = torch.where(back >= 0, torch.exp(back.float() * rate), 0.0)
-    whole, counted = (w[:, None, None, :].expand(batch, heads, 1, tokens) @ seen for w in (plain, torch.exp(log_weight)))
+    whole, counted = (
+        w[:, None, None, :].expand(batch, heads, 1, tokens) @ seen for w in (plain, torch.exp(log_weight))
+    )
     return torch.log(torch.clamp(whole, min=1e-30)) - torch.log(torch.clamp(counted, min=1e-30))
 
 
-def _probability_sum(probability: Tensor, past: Tensor, fresh: Tensor, n: Tensor, log_weight: Tensor, statistic: Statistic) -> Tensor:
+def _probability_sum(
+    probability: Tensor, past: Tensor, fresh: Tensor, n: Tensor, log_weight: Tensor, statistic: Statistic
+) -> Tensor:
     """``d^n A + sum_i d^(n-1-i) mean_g p_i`` over the n counted queries; [B, H, C]."""
     batch, heads, group, tokens, capacity = probability.shape
-    weight = (torch.exp(log_weight) / group)[:, None, None, :].expand(batch, heads, group, tokens).reshape(batch, heads, 1, group * tokens)
+    weight = (
+        (torch.exp(log_weight) / group)[:, None, None, :]
+        .expand(batch, heads, group, tokens)
+        .reshape(batch, heads, 1, group * tokens)
+    )
     seen = (weight @ probability.reshape(batch, heads, group * tokens, capacity))[:, :, 0]
     return torch.where(fresh, 0.0, past * torch.exp(n[:, :, None] * math.log(statistic.decay))) + seen

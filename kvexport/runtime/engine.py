@@ -1,4 +1,5 @@
-"""Running an artifact: `load` it, then `generate` or `stream`. Needs numpy and what its backend needs; neither torch nor transformers."""
+"""Running an artifact: `load` it, then `generate` or `stream`. Needs numpy and what its backend needs; neither torch
+nor transformers."""
 
 from __future__ import annotations
 
@@ -12,25 +13,26 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.build.artifact import load_manifest
+from kvexport.artifact.publish import load_manifest
+from kvexport.backends.base import EngineBackend, Sessions
+from kvexport.backends.onnxruntime import sessions as onnxruntime_backend
+from kvexport.backends.onnxruntime.devices import PROVIDERS, require_device
+from kvexport.backends.onnxruntime.operators import implementations, library, require_runnable
 from kvexport.cache import CachePlan
-from kvexport.devices import PROVIDERS, require_device
 from kvexport.errors import UsageError
-from kvexport.native import implementations, library, require_runnable
-from kvexport.runtime import onnxruntime_backend
-from kvexport.runtime.backend import EngineBackend, Sessions
-from kvexport.runtime.candidates import HostRows, Rows, may_settle
 from kvexport.runtime.lanes import Lanes
 from kvexport.runtime.sampling import GenerationSettings, Sampler
 from kvexport.runtime.text import FILE_NAME, TextStream, Tokenizer
+from kvexport.runtime.top_logits import HostRows, Rows, may_settle
 
 Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True)
 class Token:
-    """One generated token. sequence: which prompt. text: what is final with it (may be empty while a character or a stop string is
-    incomplete). finish_reason: set on the last token of a sequence: "stop" (eos or stop string) or "length"."""
+    """One generated token. sequence: which prompt. text: what is final with it (may be empty while a character or a
+    stop string is incomplete). finish_reason: set on the last token of a sequence: "stop" (eos or stop string) or
+    "length"."""
 
     sequence: int
     id: int
@@ -40,7 +42,8 @@ class Token:
 
 @dataclass
 class Completion:
-    """What one prompt became. token_ids: generated ones, an eos included. text: "" where the artifact has no tokenizer."""
+    """What one prompt became. token_ids: generated ones, an eos included. text: "" where the artifact has no
+    tokenizer."""
 
     prompt_tokens: int
     token_ids: list[int] = field(default_factory=list)
@@ -50,8 +53,10 @@ class Completion:
 
 @dataclass
 class Timing:
-    """Of the last call: prompt and generated tokens of all sequences, seconds in prefill and decode (merging included), decode steps.
-    whole_rows: tokens of decode steps for whose choice a whole row of logits left the device; None where logits are on the host anyway."""
+    """Of the last call: prompt and generated tokens of all sequences, seconds in prefill and decode (merging included),
+    decode steps.
+    whole_rows: tokens of decode steps for whose choice a whole row of logits left the device; None where logits are on
+    the host anyway."""
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -84,14 +89,19 @@ class Engine:
         return self.sessions.backend(self.plan, lanes)
 
     def lanes(self, count: int) -> Lanes:
-        """Empty lanes for `count` sequences; the state of an earlier call is reused where the count is the same, so that one is over."""
+        """Empty lanes for `count` sequences; the state of an earlier call is reused where the count is the same, so
+        that one is over."""
         self._check_count(count)
         self._calls += 1
         if self._lanes is None or self._lanes.count != count:
             self._lanes = None  # the old state goes before the new one comes
             limits = self.manifest["limits"]
             self._lanes = Lanes(
-                self.new_backend(count), self.plan, count, prefill_chunk=limits["prefill_chunk"], merge_every=limits["merge_every"]
+                self.new_backend(count),
+                self.plan,
+                count,
+                prefill_chunk=limits["prefill_chunk"],
+                merge_every=limits["merge_every"],
             )
         else:
             self._lanes.reset()
@@ -109,7 +119,8 @@ class Engine:
         return GenerationSettings.from_generation_config(self.generation_config, **overrides)
 
     def encode(self, prompt: Prompt) -> NDArray[np.int64]:
-        """Token ids of a prompt, checked. Raises UsageError: empty, an id out of range, longer than the artifact's max_length."""
+        """Token ids of a prompt, checked. Raises UsageError: empty, an id out of range, longer than the artifact's
+        max_length."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise UsageError("the artifact has no tokenizer.json, so a prompt cannot be text", "pass token ids")
@@ -118,13 +129,19 @@ class Engine:
         if ids.ndim != 1 or ids.size == 0:
             raise UsageError("the prompt is empty", "give at least one token")
         if ids.dtype.kind not in "iu":
-            raise UsageError(f"token ids are integers, the prompt holds {ids.dtype}", "pass text, or a list of integers")
+            raise UsageError(
+                f"token ids are integers, the prompt holds {ids.dtype}", "pass text, or a list of integers"
+            )
         if ids.min() < 0 or ids.max() >= self.vocabulary:
             bad = int(ids[(ids < 0) | (ids >= self.vocabulary)][0])
-            raise UsageError(f"token id {bad} is out of range: the vocabulary has {self.vocabulary}", "use the artifact's own tokenizer")
+            raise UsageError(
+                f"token id {bad} is out of range: the vocabulary has {self.vocabulary}",
+                "use the artifact's own tokenizer",
+            )
         if ids.size >= self.max_length:
             raise UsageError(
-                f"the prompt has {ids.size} tokens; with one token of answer it exceeds limits.max_length {self.max_length}",
+                f"the prompt has {ids.size} tokens; with one token of answer it exceeds limits.max_length "
+                f"{self.max_length}",
                 f"kvexport build --recipe NAME --set limits.max_length={ids.size + 256}, or a shorter prompt",
             )
         return ids.astype(np.int64)
@@ -139,9 +156,9 @@ class Engine:
     ) -> Iterator[Token]:
         """Generate token by token, for one prompt or a ragged batch of them, in whatever order they come.
 
-        prompts: text or token ids, or a list of either. settings: default `self.settings(**overrides)`. on_prefill(done, all) is
-        called after every chunk of the prompts. Raises UsageError for prompts and settings that cannot be used, and from a stream that
-        goes on after another call of this engine began.
+        prompts: text or token ids, or a list of either. settings: default `self.settings(**overrides)`.
+        on_prefill(done, all) is called after every chunk of the prompts. Raises UsageError for prompts and settings
+        that cannot be used, and from a stream that goes on after another call of this engine began.
         """
         batch = [self.encode(p) for p in _as_batch(prompts)]
         chosen = settings or self.settings(**overrides)
@@ -162,7 +179,10 @@ class Engine:
         return completions
 
     def _run(
-        self, batch: list[NDArray[np.int64]], settings: GenerationSettings, on_prefill: Callable[[int, int], None] | None
+        self,
+        batch: list[NDArray[np.int64]],
+        settings: GenerationSettings,
+        on_prefill: Callable[[int, int], None] | None,
     ) -> Iterator[Token]:
         lanes = self.lanes(len(batch))
         call = self._calls
@@ -170,7 +190,10 @@ class Engine:
         self.timing = Timing(prompt_tokens=sum(map(len, batch)), whole_rows=None if backend.candidates is None else 0)
         narrow = bool(backend.candidates) and may_settle(settings, backend.candidates or 0, self.vocabulary)
         samplers = [Sampler(settings, ids, self.vocabulary) for ids in batch]
-        texts = [TextStream(self.tokenizer, settings.stop_strings, context_ids=ids.tolist()) if self.tokenizer else None for ids in batch]
+        texts = [
+            TextStream(self.tokenizer, settings.stop_strings, context_ids=ids.tolist()) if self.tokenizer else None
+            for ids in batch
+        ]
         start = time.perf_counter()
         rows: Rows = HostRows(lanes.prefill(batch, on_prefill))
         self.timing.prefill_seconds = time.perf_counter() - start
@@ -198,7 +221,9 @@ class Engine:
     def _require_newest(self, call: int) -> None:
         """What a call reads and writes is the next one's as soon as that begins."""
         if call != self._calls:
-            raise UsageError("another call of this engine began before this stream ended", "end one first, or load a second engine")
+            raise UsageError(
+                "another call of this engine began before this stream ended", "end one first, or load a second engine"
+            )
 
     def _choose(self, lane: int, sampler: Sampler, text: TextStream | None, rows: Rows, length: int) -> Token:
         candidates = rows.candidates(lane)
@@ -230,19 +255,20 @@ def load(
     cuda_graph: bool | None = None,
     verify: bool = True,
 ) -> Engine:
-    """Load an artifact. threads: None takes the recipe's (0 = the backend's choice). backend: None takes the recipe's; "onnxruntime" runs
-    the graphs of a TensorRT artifact. device, cuda_graph: of ONNX Runtime, None takes the recipe's; the same graphs run on "cpu" and
-    "cuda".
+    """Load an artifact. threads: None takes the recipe's (0 = the backend's choice). backend: None takes the recipe's;
+    "onnxruntime" runs
+    the graphs of a TensorRT artifact. device, cuda_graph: of ONNX Runtime, None takes the recipe's; the same graphs run
+    on "cpu" and "cuda".
 
-    verify: False skips the sha256 of every file (not their sizes and names, and not the digests of plans, which are code); only for files
-    that you have just verified. Raises UsageError (nothing there), ArtifactError (damaged), EnvironmentProblem (ONNX Runtime, its provider,
-    a GPU or TensorRT missing, a plan of another machine).
+    verify: False skips the sha256 of every file (not their sizes and names, and not the digests of plans, which are
+    code); only for files that you have just verified. Raises UsageError (nothing there), ArtifactError (damaged),
+    EnvironmentProblem (ONNX Runtime, its provider, a GPU or TensorRT missing, a plan of another machine).
     """
     path = Path(path)
     manifest = load_manifest(path, verify=verify)
     wanted = manifest["recipe"]["backend"]["name"] if backend is None else backend
     if wanted == "tensorrt":
-        from kvexport.runtime.tensorrt_backend import Engines
+        from kvexport.backends.tensorrt.sessions import Engines
 
         return Engine(path, manifest, Engines(path, manifest))
     if wanted != "onnxruntime":

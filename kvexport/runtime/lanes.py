@@ -1,7 +1,7 @@
 """Lanes: which sequence sits where in the batch, how full its cache may be, and when it has to merge.
 
-A lane merges on its own account, never because a neighbour needs room: what a sequence generates does not depend on the batch it
-is in.
+A lane merges on its own account, never because a neighbour needs room: what a sequence generates does not depend on the
+batch it is in.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Backend(Protocol):
     """What runs the two graphs on the state of a fixed number of lanes."""
 
     def decode(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Append [lanes, T] tokens of which the first query_length [lanes, 1] are real; logits [lanes, 1 or T, vocabulary]. All three
-        arrays may be overwritten by the next call."""
+        """Append [lanes, T] tokens of which the first query_length [lanes, 1] are real; logits [lanes, 1 or T,
+        vocabulary]. All three arrays may be overwritten by the next call."""
         ...
 
     def merge(self, first: int, last: int) -> None:
@@ -48,9 +48,10 @@ class Lanes:
         self._merges = np.array([layer.merges for layer in plan.layers])
         # Slots that were taken when a lane last merged (at most: a window may have dropped more), [lanes, layers].
         self._held = np.zeros((lanes, len(plan.layers)), dtype=np.int64)
-        # What a step asks and counts is Python's own integers, lane by lane, and its arrays are filled through views: between two runs
-        # of a model the processor holds neither numpy's code nor the addresses of its pages, and finding them again takes longer than
-        # all else here. Tokens since the last merge; how many may come before a cache is full, and before one is over its budget.
+        # What a step asks and counts is Python's own integers, lane by lane, and its arrays are filled through views:
+        # between two runs of a model the processor holds neither numpy's code nor the addresses of its pages, and
+        # finding them again takes longer than all else here. Tokens since the last merge; how many may come before a
+        # cache is full, and before one is over its budget.
         self._added, self._room, self._spare = [0] * lanes, [0] * lanes, [0] * lanes
         self.length = [0] * lanes  # tokens seen
         self._step = np.zeros((2, lanes, 1), dtype=np.int64)  # one token of every lane, and whether it is real
@@ -70,15 +71,21 @@ class Lanes:
             held = self._held[lane]
             self._added[lane] = 0
             self._room[lane] = int((self._capacity - held).min())
-            self._spare[lane] = int((self._budget - held)[self._merges].min()) if self._merges.any() else self._room[lane]
+            self._spare[lane] = (
+                int((self._budget - held)[self._merges].min()) if self._merges.any() else self._room[lane]
+            )
 
     def append(self, tokens: Sequence[NDArray[np.int64]], *, prefill: bool = False) -> NDArray[np.float32]:
-        """Append at most `prefill_chunk` tokens per lane (none leaves a lane as it is) and merge where it is due: a chunk of a prompt
-        at once, decoded tokens every `merge_every`. Logits as the backend gives them."""
+        """Append at most `prefill_chunk` tokens per lane (none leaves a lane as it is) and merge where it is due: a
+        chunk of a prompt at once, decoded tokens every `merge_every`. Logits as the backend gives them."""
         return self.append_by(self.backend.decode, tokens, prefill=prefill)
 
     def append_by(
-        self, decode: Callable[[NDArray[np.int64], NDArray[np.int64]], T], tokens: Sequence[NDArray[np.int64]], *, prefill: bool = False
+        self,
+        decode: Callable[[NDArray[np.int64], NDArray[np.int64]], T],
+        tokens: Sequence[NDArray[np.int64]],
+        *,
+        prefill: bool = False,
     ) -> T:
         """As `append`, by another of the backend's calls; what that gives."""
         counts = [len(t) for t in tokens]
@@ -99,7 +106,9 @@ class Lanes:
             self._merge(due)
         return given
 
-    def _inputs(self, tokens: Sequence[NDArray[np.int64]], counts: list[int], width: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _inputs(
+        self, tokens: Sequence[NDArray[np.int64]], counts: list[int], width: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """input_ids [lanes, width] and query_length [lanes, 1]."""
         if width == 1:
             for lane, count in enumerate(counts):
@@ -118,9 +127,11 @@ class Lanes:
     def _is_due(self, lane: int, prefill: bool) -> bool:
         return self._added[lane] > self._spare[lane] and (prefill or self._added[lane] >= self.merge_every)
 
-    def prefill(self, prompts: Sequence[NDArray[np.int64]], on_chunk: Callable[[int, int], None] | None = None) -> NDArray[np.float32]:
-        """Append whole prompts, chunk by chunk; the logits [lanes, vocabulary] after each prompt's last token. on_chunk(tokens done,
-        tokens in all) is called after every chunk."""
+    def prefill(
+        self, prompts: Sequence[NDArray[np.int64]], on_chunk: Callable[[int, int], None] | None = None
+    ) -> NDArray[np.float32]:
+        """Append whole prompts, chunk by chunk; the logits [lanes, vocabulary] after each prompt's last token.
+        on_chunk(tokens done, tokens in all) is called after every chunk."""
         last: NDArray[np.float32] | None = None
         longest = max(len(p) for p in prompts)
         for start in range(0, longest, self.prefill_chunk):

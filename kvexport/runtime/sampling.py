@@ -1,8 +1,9 @@
 """The next token of one sequence from its logits, in numpy, with the meanings of transformers 5.23's GenerationConfig.
 
-The processors and their order are those of `GenerationMixin._get_logits_processor`: repetition penalty, minimum of new tokens,
-then, where sampling, temperature, top_k, top_p, min_p. The tokens kept and their probabilities are transformers'; the draw is
-not (numpy's generator in place of torch's). Not covered: beams, n-gram bans and the rest of `UNSUPPORTED`, which are refused.
+The processors and their order are those of `GenerationMixin._get_logits_processor`: repetition penalty, minimum of new
+tokens, then, where sampling, temperature, top_k, top_p, min_p. The tokens kept and their probabilities are
+transformers'; the draw is not (numpy's generator in place of torch's). Not covered: beams, n-gram bans and the rest of
+`UNSUPPORTED`, which are refused.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvexport.errors import KvexportError, UsageError
-from kvexport.runtime.candidates import Candidates, Scores, scores_of
+from kvexport.runtime.top_logits import Candidates, Scores, scores_of
 
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
@@ -45,7 +46,12 @@ UNSUPPORTED: Mapping[str, Any] = {
     "token_healing": False,
     "max_time": None,
 }
-UNSUPPORTED_WHEN_SAMPLING: Mapping[str, Any] = {"top_h": None, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
+UNSUPPORTED_WHEN_SAMPLING: Mapping[str, Any] = {
+    "top_h": None,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+}
 
 _SHARED_KEYS = (
     "max_new_tokens",
@@ -66,11 +72,12 @@ _SORTED_AT_ONCE = 256
 class GenerationSettings:
     """How a sequence is continued; names, meanings and defaults are GenerationConfig's, but where said otherwise.
 
-    temperature, top_k (0 = off, 50 where unset, as in transformers), top_p (1 = off), min_p (0 = off) count only with do_sample.
-    repetition_penalty counts always, over prompt and generated tokens. min_new_tokens: no eos before so many tokens.
+    temperature, top_k (0 = off, 50 where unset, as in transformers), top_p (1 = off), min_p (0 = off) count only with
+    do_sample. repetition_penalty counts always, over prompt and generated tokens. min_new_tokens: no eos before so many
+    tokens.
     max_new_tokens: 256 where unset, because transformers' 20 tokens of prompt and output together serve nobody.
-    seed: of the sequence's own generator; null = from the operating system. eos_token_ids: any of them ends the sequence.
-    Raises UsageError naming the field that cannot be used.
+    seed: of the sequence's own generator; null = from the operating system. eos_token_ids: any of them ends the
+    sequence. Raises UsageError naming the field that cannot be used.
     """
 
     max_new_tokens: int = 256
@@ -98,12 +105,22 @@ class GenerationSettings:
             f"at most max_new_tokens = {self.max_new_tokens}",
         )
         expected = "a number above 0 (for greedy decoding: do_sample false)"
-        _require(_is_number(self.temperature) and (self.temperature > 0 or not self.do_sample), "temperature", self.temperature, expected)
+        _require(
+            _is_number(self.temperature) and (self.temperature > 0 or not self.do_sample),
+            "temperature",
+            self.temperature,
+            expected,
+        )
         _require(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1], 1 = off")
         _require(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "a number in [0, 1], 0 = off")
         penalty = self.repetition_penalty
         _require(_is_number(penalty) and penalty > 0, "repetition_penalty", penalty, "a number above 0, 1 = off")
-        _require(self.seed is None or (_is_integer(self.seed) and self.seed >= 0), "seed", self.seed, "an integer of at least 0, or null")
+        _require(
+            self.seed is None or (_is_integer(self.seed) and self.seed >= 0),
+            "seed",
+            self.seed,
+            "an integer of at least 0, or null",
+        )
         ids, strings = self.eos_token_ids, self.stop_strings
         whole = isinstance(ids, tuple) and all(_is_integer(i) and i >= 0 for i in ids)
         _require(whole, "eos_token_ids", ids, "a tuple of token ids of at least 0")
@@ -112,11 +129,13 @@ class GenerationSettings:
 
     @classmethod
     def from_generation_config(cls, data: Mapping[str, Any], **overrides: Any) -> GenerationSettings:
-        """Settings from the content of a generation_config.json, with `overrides` (this class's fields; None = not given) on top.
+        """Settings from the content of a generation_config.json, with `overrides` (this class's fields; None = not
+        given) on top.
 
-        A null counts as unset. Keys that change nothing here are ignored, as are max_length (it counts the prompt; the recipe's
-        limits.max_length bounds prompt and output together) and, without do_sample, everything that only sampling reads.
-        Raises UsageError for a key of `UNSUPPORTED` with an effect, for an unknown override and for a value out of range.
+        A null counts as unset. Keys that change nothing here are ignored, as are max_length (it counts the prompt; the
+        recipe's limits.max_length bounds prompt and output together) and, without do_sample, everything that only
+        sampling reads. Raises UsageError for a key of `UNSUPPORTED` with an effect, for an unknown override and for a
+        value out of range.
         """
         unknown = sorted(set(overrides) - {field.name for field in fields(cls)})
         if unknown:
@@ -135,10 +154,11 @@ class GenerationSettings:
 
 
 class Sampler:
-    """Chooses the tokens of one sequence and remembers them. Its draws depend on its settings, prompt and logits alone, never on
-    the batch the sequence is in.
+    """Chooses the tokens of one sequence and remembers them. Its draws depend on its settings, prompt and logits alone,
+    never on the batch the sequence is in.
 
-    prompt_ids: the prompt's token ids; they count for the repetition penalty only. vocab_size: the length of the logits.
+    prompt_ids: the prompt's token ids; they count for the repetition penalty only. vocab_size: the length of the
+        logits.
     """
 
     def __init__(self, settings: GenerationSettings, prompt_ids: Sequence[int] | Ids, vocab_size: int) -> None:
@@ -159,7 +179,8 @@ class Sampler:
 
     @property
     def finish_reason(self) -> Literal["stop", "length"] | None:
-        """Why the sequence ends with the token last chosen: "stop" = an eos token, "length" = max_new_tokens; None = it goes on.
+        """Why the sequence ends with the token last chosen: "stop" = an eos token, "length" = max_new_tokens; None = it
+        goes on.
         Stop strings are found in the text: `kvexport.runtime.text.TextStream`."""
         if self.generated and self.generated[-1] in self.settings.eos_token_ids:
             return "stop"
@@ -168,8 +189,8 @@ class Sampler:
     def next(self, logits: npt.ArrayLike) -> int:
         """Choose and remember the next token. logits: [vocab_size], float32 (float16 is widened); left as it is.
 
-        Greedy takes the lowest id among equal maxima, as torch.argmax on CPU does. Raises KvexportError where the logits hold
-        NaN or +inf, or leave no token possible; UsageError for another shape.
+        Greedy takes the lowest id among equal maxima, as torch.argmax on CPU does. Raises KvexportError where the
+        logits hold NaN or +inf, or leave no token possible; UsageError for another shape.
         """
         scores = self._scores(logits)
         if self._random is None:
@@ -180,15 +201,17 @@ class Sampler:
         return self._remember(token)
 
     def next_of(self, candidates: Candidates) -> int | None:
-        """As `next`, from the row's largest logits alone; None, and nothing is chosen, where they do not prove what `next` would do: it
-        then needs the row."""
+        """As `next`, from the row's largest logits alone; None, and nothing is chosen, where they do not prove what
+        `next` would do: it then needs the row."""
         if candidates.ids.size == self.vocab_size:
             row = np.empty(self.vocab_size, dtype=np.float32)
             row[candidates.ids] = candidates.values
             return self.next(row)
         if self.settings.repetition_penalty < 1:
             return None
-        scores = scores_of(candidates, self._lowered(candidates), 1.0 if self._random is None else self.settings.temperature)
+        scores = scores_of(
+            candidates, self._lowered(candidates), 1.0 if self._random is None else self.settings.temperature
+        )
         if scores is None:
             return None
         if self._random is None:
@@ -207,7 +230,8 @@ class Sampler:
         return token
 
     def distribution(self, logits: npt.ArrayLike) -> tuple[Ids, npt.NDArray[np.float64]]:
-        """The tokens `next` could choose, ids ascending [n], and their probabilities [n], sum 1; one token where greedy.
+        """The tokens `next` could choose, ids ascending [n], and their probabilities [n], sum 1; one token where
+        greedy.
         Chooses and remembers nothing. Errors: those of `next`."""
         scores = self._scores(logits)
         if self._random is None:
@@ -218,7 +242,9 @@ class Sampler:
         """The logits after penalty and eos suppression; the caller's own array where neither applies."""
         scores = np.asarray(logits, dtype=np.float32)
         if scores.shape != (self.vocab_size,):
-            raise UsageError(f"logits of shape {list(scores.shape)} for a vocabulary of {self.vocab_size}", "pass one row of logits")
+            raise UsageError(
+                f"logits of shape {list(scores.shape)} for a vocabulary of {self.vocab_size}", "pass one row of logits"
+            )
         suppress = self._suppresses()
         if self._is_seen is not None or suppress:
             scores = scores.copy()
@@ -274,9 +300,11 @@ def _narrowed(ids: Ids, values: Floats, top_p: float, min_p: float) -> tuple[Ids
     return ids, weights / weights.sum()
 
 
-def _distribution_of(scores: Scores, settings: GenerationSettings, vocabulary: int) -> tuple[Ids, npt.NDArray[np.float64]] | None:
-    """`_distribution` from candidates; None where they leave it open. The first of the three that applies is settled by them, and those
-    after it see what that one kept."""
+def _distribution_of(
+    scores: Scores, settings: GenerationSettings, vocabulary: int
+) -> tuple[Ids, npt.NDArray[np.float64]] | None:
+    """`_distribution` from candidates; None where they leave it open. The first of the three that applies is settled by
+    them, and those after it see what that one kept."""
     top_p, min_p = settings.top_p, settings.min_p
     if 0 < settings.top_k < vocabulary:
         kept = scores.top_k(settings.top_k)
@@ -290,9 +318,10 @@ def _distribution_of(scores: Scores, settings: GenerationSettings, vocabulary: i
 
 
 def _top_ids(scores: Floats, k: int) -> Ids:
-    """The ids, ascending, of every finite score that is not below the k-th largest (so ties can make it more than k)."""
-    # The k-th largest of the blocks' maxima is at most the k-th largest score, and finding it touches each score once: what passes
-    # it is a few times k scores, where a partition of the whole vocabulary would cost ten times this.
+    """The ids, ascending, of every finite score that is not below the k-th largest (so ties can make it more than
+    k)."""
+    # The k-th largest of the blocks' maxima is at most the k-th largest score, and finding it touches each score once:
+    # what passes it is a few times k scores, where a partition of the whole vocabulary would cost ten times this.
     width = min(_BLOCK, scores.size // (4 * k))
     ids = np.arange(scores.size)
     if width > 4:
@@ -304,12 +333,14 @@ def _top_ids(scores: Floats, k: int) -> Ids:
 
 
 def _top_p_indices(values: Floats, top_p: float) -> Ids:
-    """Where, ascending, the finite `values` [n] stay: all but those whose cumulative probability, from the least, is within
-    1 - top_p. Of equal values the higher indices stay (transformers leaves it to torch.sort, which is not stable)."""
+    """Where, ascending, the finite `values` [n] stay: all but those whose cumulative probability, from the least, is
+    within 1 - top_p. Of equal values the higher indices stay (transformers leaves it to torch.sort, which is not
+    stable)."""
     probabilities, bound = _softmax(values), np.float32(1.0 - top_p)
     stays = np.zeros(values.size, dtype=bool)
     undecided, fallen = np.arange(values.size), 0.0
-    # A quickselect by mass: each round decides the part above or below a pivot, so that only the values at the boundary are sorted.
+    # A quickselect by mass: each round decides the part above or below a pivot, so that only the values at the boundary
+    # are sorted.
     while undecided.size > _SORTED_AT_ONCE:
         rest = values[undecided]
         pivot = np.median(rest[:: rest.size // 64])
@@ -352,9 +383,15 @@ def _check_maximum(scores: Floats, step: int, where: str = "") -> None:
     if math.isfinite(value):
         return
     if value == -math.inf:
-        raise KvexportError(f"every logit of new token {step} is -inf{where}: no token is possible", "lower min_new_tokens or the penalty")
+        raise KvexportError(
+            f"every logit of new token {step} is -inf{where}: no token is possible",
+            "lower min_new_tokens or the penalty",
+        )
     fix = "run `kvexport validate` on the artifact" if not where else "raise the temperature"
-    raise KvexportError(f"logit {best} of new token {step} is {value}{where}", f"{fix}; a float16 model that overflows needs dtype float32")
+    raise KvexportError(
+        f"logit {best} of new token {step} is {value}{where}",
+        f"{fix}; a float16 model that overflows needs dtype float32",
+    )
 
 
 def _refuse_unsupported(data: Mapping[str, Any], settings: GenerationSettings, min_new_tokens_given: bool) -> None:

@@ -24,7 +24,8 @@ _LONGEST_CONTEXT = 8
 
 
 class Tokenizer:
-    """A `tokenizers.Tokenizer` without truncation and padding (both belong to training). Safe to share between sequences."""
+    """A `tokenizers.Tokenizer` without truncation and padding (both belong to training). Safe to share between
+    sequences."""
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         """Wrap a loaded tokenizer; its truncation and padding are switched off."""
@@ -38,12 +39,14 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """The tokenizer of an artifact's folder. Raises ArtifactError where tokenizer.json is missing or cannot be read,
-        EnvironmentProblem where the `tokenizers` package cannot be imported."""
+        """The tokenizer of an artifact's folder. Raises ArtifactError where tokenizer.json is missing or cannot be
+        read, EnvironmentProblem where the `tokenizers` package cannot be imported."""
         try:
             import tokenizers
         except ImportError as error:
-            raise EnvironmentProblem(f"the package 'tokenizers' cannot be imported: {error}", "pip install tokenizers") from error
+            raise EnvironmentProblem(
+                f"the package 'tokenizers' cannot be imported: {error}", "pip install tokenizers"
+            ) from error
         path = Path(folder) / FILE_NAME
         try:
             text = path.read_text(encoding="utf-8")
@@ -66,12 +69,14 @@ class Tokenizer:
         return self._inner.token_to_id(token)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the special tokens the tokenizer's post-processor adds (not wanted where a chat template has
-        written them). Raises UsageError for text that is no Unicode (a lone surrogate)."""
+        """Token ids of `text`, with the special tokens the tokenizer's post-processor adds (not wanted where a chat
+        template has written them). Raises UsageError for text that is no Unicode (a lone surrogate)."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise UsageError(f"the text holds a lone surrogate at character {error.start}", "pass valid Unicode text") from error
+            raise UsageError(
+                f"the text holds a lone surrogate at character {error.start}", "pass valid Unicode text"
+            ) from error
         return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -80,29 +85,37 @@ class Tokenizer:
 
     def has_text(self, token_id: int, skip_special_tokens: bool = True) -> bool:
         """Whether `decode` looks at this id at all: it has a token, and not a special one that is skipped."""
-        return not (skip_special_tokens and token_id in self._special_ids) and self._inner.id_to_token(token_id) is not None
+        return (
+            not (skip_special_tokens and token_id in self._special_ids)
+            and self._inner.id_to_token(token_id) is not None
+        )
 
     def fallback_byte(self, token_id: int) -> int | None:
-        """The byte 0..255 that this token stands for in a tokenizer with byte fallback ("<0xE5>"); None for all others."""
+        """The byte 0..255 that this token stands for in a tokenizer with byte fallback ("<0xE5>"); None for all
+        others."""
         return self._fallback_bytes.get(token_id)
 
 
 class TextStream:
     """The text of one sequence while its tokens arrive.
 
-    `push` returns only text that no later token changes: it keeps back bytes of a character that is not complete and whatever may
-    be the beginning of a stop string. The pieces joined are `decode` of all the tokens, up to the stop string. They differ only where
-    the bytes of a byte-fallback tokenizer are no UTF-8: `decode` then gives up the valid characters beside them too.
+    `push` returns only text that no later token changes: it keeps back bytes of a character that is not complete and
+    whatever may be the beginning of a stop string. The pieces joined are `decode` of all the tokens, up to the stop
+    string. They differ only where the bytes of a byte-fallback tokenizer are no UTF-8: `decode` then gives up the valid
+    characters beside them too.
 
-    Of several stop strings the one whose end comes first counts, and of those that end together the longest, so the result does
-    not depend on how the text is cut into tokens. The stop string and what follows are not emitted, which is what users of a
-    server expect; transformers' `stop_strings` keeps it and the rest of its token. A stop string that spells a special token is
+    Of several stop strings the one whose end comes first counts, and of those that end together the longest, so the
+    result does not depend on how the text is cut into tokens. The stop string and what follows are not emitted, which
+    is what users of a server expect; transformers' `stop_strings` keeps it and the rest of its token. A stop string
+    that spells a special token is
     never found while special tokens are skipped: use eos_token_ids.
 
-    The cost of a token does not depend on the tokens before it: a window of the last few is decoded with and without the new one.
+    The cost of a token does not depend on the tokens before it: a window of the last few is decoded with and without
+    the new one.
 
-    stop_strings: none of them empty. context_ids: the tokens before the first one (the prompt), so that the first keeps the space
-    in front of it; without them the text begins as `decode` begins, which drops that space for most sentencepiece models.
+    stop_strings: none of them empty. context_ids: the tokens before the first one (the prompt), so that the first keeps
+    the space in front of it; without them the text begins as `decode` begins, which drops that space for most
+    sentencepiece models.
     """
 
     def __init__(
@@ -120,7 +133,8 @@ class TextStream:
         self._stop_strings = tuple(stop_strings)
         self._skips_special = skip_special_tokens
         last = [i for i in context_ids[-4 * _LONGEST_CONTEXT :] if tokenizer.has_text(i, skip_special_tokens)]
-        # Tokens whose text is out, kept for their effect on the next ones; then those that still wait, and how much of them is out.
+        # Tokens whose text is out, kept for their effect on the next ones; then those that still wait, and how much of
+        # them is out.
         self._context = last[-_LONGEST_CONTEXT:]
         self._waiting: list[int] = []
         self._decoded = 0
@@ -166,13 +180,16 @@ class TextStream:
         if whole.startswith(before):
             return whole[len(before) :]
         # The prompt ends inside a character which these tokens complete: what is new begins where the two texts part.
-        return whole[next((i for i, (old, new) in enumerate(zip(before, whole, strict=False)) if old != new), len(whole)) :]
+        return whole[
+            next((i for i, (old, new) in enumerate(zip(before, whole, strict=False)) if old != new), len(whole)) :
+        ]
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, self._skips_special)
 
     def _take_byte(self, byte: int, token_id: int) -> str:
-        # A byte-fallback decoder gives up a whole run of bytes for one that is missing or wrong, so runs are not left to it.
+        # A byte-fallback decoder gives up a whole run of bytes for one that is missing or wrong, so runs are not left
+        # to it.
         before = self._end_waiting()
         text, self._bytes = _decode_utf8(self._bytes + bytes([byte]))
         self._context = [token_id]
@@ -199,14 +216,19 @@ class TextStream:
         return out
 
     def _give_up_bytes(self) -> str:
-        """Let go of waiting tokens whose bytes can become no character: all before the last place where the text can be cut."""
+        """Let go of waiting tokens whose bytes can become no character: all before the last place where the text can be
+        cut."""
         for cut in range(len(self._waiting) - 1, len(self._waiting) - 5, -1):
             left, right = self._waiting[:cut], self._waiting[cut:]
             first, second = self._text(self._context, left), self._text(left, right)
             # Bytes on both sides of the cut that belong together are fewer characters joined than apart.
             if first and second.endswith(self._decode(right)):
                 out = first[self._decoded :]
-                self._context, self._waiting, self._decoded = left[-_LONGEST_CONTEXT:], right, max(0, self._decoded - len(first))
+                self._context, self._waiting, self._decoded = (
+                    left[-_LONGEST_CONTEXT:],
+                    right,
+                    max(0, self._decoded - len(first)),
+                )
                 return out
         return ""
 
@@ -234,7 +256,8 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def _decode_utf8(data: bytes) -> tuple[str, bytes]:
-    """The characters of `data` with U+FFFD for every byte that can be part of none, and the incomplete bytes at its end."""
+    """The characters of `data` with U+FFFD for every byte that can be part of none, and the incomplete bytes at its
+    end."""
     text = ""
     while data:
         try:

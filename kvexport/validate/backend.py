@@ -16,11 +16,17 @@ if TYPE_CHECKING:
 
 
 class ReferenceBackend:
-    """A `Backend` of `Lanes` that computes with the reference over state of its own. telemetry: sees all attention and every merge."""
+    """A `Backend` of `Lanes` that computes with the reference over state of its own. telemetry: sees all attention and
+    every merge."""
 
-    def __init__(self, reference: TorchReference, plan: CachePlan, lanes: int, telemetry: Telemetry | None = None) -> None:
+    def __init__(
+        self, reference: TorchReference, plan: CachePlan, lanes: int, telemetry: Telemetry | None = None
+    ) -> None:
         self.reference, self.telemetry = reference, telemetry
-        self.state = {name: np.zeros(layer.shapes(lanes)[kind], layer.dtypes()[kind]) for name, _, layer, kind in plan.state_names()}
+        self.state = {
+            name: np.zeros(layer.shapes(lanes)[kind], layer.dtypes()[kind])
+            for name, _, layer, kind in plan.state_names()
+        }
         self.length = np.zeros((lanes, 1), dtype=np.int64)
 
     def decode(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -59,10 +65,13 @@ class ReferenceBackend:
 
 
 def schedule(tokens: list[NDArray[np.int64]], chunk: int) -> Iterator[tuple[list[NDArray[np.int64]], bool]]:
-    """Calls of the decoder, (every sequence's tokens, prefill?): the first two thirds of every sequence in chunks, the rest one by one.
-    Shorter ones fall idle first."""
+    """Calls of the decoder, (every sequence's tokens, prefill?): the first two thirds of every sequence in chunks, the
+    rest one by one. Shorter ones fall idle first."""
     split = [2 * len(t) // 3 for t in tokens]
     for start in range(0, max(split), chunk):
-        yield [t[start : min(start + chunk, s)] if start < s else t[:0] for t, s in zip(tokens, split, strict=True)], True
+        yield (
+            [t[start : min(start + chunk, s)] if start < s else t[:0] for t, s in zip(tokens, split, strict=True)],
+            True,
+        )
     for i in range(max(len(t) - s for t, s in zip(tokens, split, strict=True))):
         yield [t[s + i : s + i + 1] for t, s in zip(tokens, split, strict=True)], False

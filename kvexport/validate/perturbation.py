@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvexport.report import Cell, HeatMap, Paragraph, Plot, Section, Series, Table
+from kvexport.report.page import Cell, HeatMap, Paragraph, Plot, Section, Series, Table
 
 QUERIES = ("current", "next")
 STRETCHES = 12  # columns of a heat map
@@ -18,15 +18,17 @@ STRETCHES = 12  # columns of a heat map
 
 def theorem_5(epsilon: Any, gamma: Any) -> Any:
     """KeepKV's Theorem 5 (arXiv 2504.09936), for numbers and arrays: merging changes an attention output by
-    ``|o' - o| <= 2 eps (1 + eps) gamma / (1 - eps)^2`` at most, eps the largest relative error of an estimated score, of slots and of
-    merged slots, and ``gamma = sum A_i |v_i - o|`` over the slots that merge, A their attention. It says nothing for eps >= 1."""
+    ``|o' - o| <= 2 eps (1 + eps) gamma / (1 - eps)^2`` at most, eps the largest relative error of an estimated score,
+    of slots and of merged slots, and ``gamma = sum A_i |v_i - o|`` over the slots that merge, A their attention. It
+    says nothing for eps >= 1."""
     return 2 * epsilon * (1 + epsilon) * gamma / (1 - epsilon) ** 2
 
 
 @dataclass(frozen=True)
 class Bound:
-    """The bound of KeepKV's Theorem 5. heads: those for which it is defined; below_one: those for which it is below 1, the output's own
-    norm; median: over the heads for which it is defined, and the observed error's there (None where there are none)."""
+    """The bound of KeepKV's Theorem 5. heads: those for which it is defined; below_one: those for which it is below 1,
+    the output's own norm; median: over the heads for which it is defined, and the observed error's there (None where
+    there are none)."""
 
     heads: int
     below_one: int
@@ -36,14 +38,15 @@ class Bound:
 
 @dataclass(frozen=True)
 class Perturbation:
-    """What one merge of one layer did to one query's attention output. Errors are relative, ``|o' - o| / |o|``, over the query heads of
-    all sequences that gave up slots.
+    """What one merge of one layer did to one query's attention output. Errors are relative, ``|o' - o| / |o|``, over
+    the query heads of all sequences that gave up slots.
 
-    step: number of the merge; tokens: seen by the longest sequence. query: the last one before the merge (current), or the first one
-    after it (next), which sees its own token as well. heads: of all sequences. mean, largest: from the cache before the merge to that
-    after it. to_full: mean, from all keys and values that this run ever computed to the cache after the merge. by_slot: mean of the
-    theorem's bound with every slot's own error in place of the largest. by_slot and theorem are None where the method keeps no
-    estimates of scores.
+    step: number of the merge; tokens: seen by the longest sequence. query: the last one before the merge (current), or
+    the first one after it (next), which sees its own token as well. heads: of all sequences. mean, largest: from the
+    cache before the merge to that
+    after it. to_full: mean, from all keys and values that this run ever computed to the cache after the merge. by_slot:
+    mean of the theorem's bound with every slot's own error in place of the largest. by_slot and theorem are None where
+    the method keeps no estimates of scores.
     """
 
     step: int
@@ -61,17 +64,21 @@ class Perturbation:
 OBSERVED = ("merges", "current, mean", "next, median", "next, 95 %", "next, largest", "to full, mean")
 BOUNDED = ("observed, mean", "by slot, mean", "theorem: no bound", "below 1", "bound, median", "observed there")
 NOTE = (
-    "Relative to the output's norm. Current: the last query before a merge; next: the first one after it. Quantiles over merges, of the "
+    "Relative to the output's norm. Current: the last query before a merge; next: the first one after it. Quantiles "
+    "over merges, of the "
     "mean over heads. To full: from all keys and values of the run."
 )
 BOUND_NOTE = (
-    "The next query. No bound: heads where some estimate of a score is wrong by its own size or more, of which the theorem says nothing; "
-    "the medians are of the others. Below 1: the output's own norm. By slot: every slot's own error in place of the largest."
+    "The next query. No bound: heads where some estimate of a score is wrong by its own size or more, of which the "
+    "theorem says nothing; "
+    "the medians are of the others. Below 1: the output's own norm. By slot: every slot's own error in place of the "
+    "largest."
 )
 
 
 def tables(groups: Sequence[tuple[str, Sequence[Perturbation]]], what: str) -> list[Section]:
-    """A row for every group (a layer, a candidate), headed `what`; the bounds in a table of their own, where any group has one."""
+    """A row for every group (a layer, a candidate), headed `what`; the bounds in a table of their own, where any group
+    has one."""
     observed = [(name, *_observed(rows)) for name, rows in groups]
     out: list[Section] = [Table("Perturbation by merging", (what, *OBSERVED), observed, NOTE)]
     bounded = [(name, [r for r in rows if r.query == "next"]) for name, rows in groups if any(r.theorem for r in rows)]
@@ -157,5 +164,17 @@ def _map(rows: Sequence[Perturbation], title: str) -> HeatMap:
     steps, layers = sorted({r.step for r in rows}), sorted({r.layer for r in rows})
     stretches = [s.tolist() for s in np.array_split(steps, min(STRETCHES, len(steps)))]
     ticks = [f"{s[0]}" if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in stretches]
-    values = [[_mean([r for r in rows if r.layer == i and r.step in stretch], "mean") for stretch in stretches] for i in layers]
-    return HeatMap(title, "merges", "layer", ticks, layers, values, low=0.0, note="Relative error of the next query, mean over heads.")
+    values = [
+        [_mean([r for r in rows if r.layer == i and r.step in stretch], "mean") for stretch in stretches]
+        for i in layers
+    ]
+    return HeatMap(
+        title,
+        "merges",
+        "layer",
+        ticks,
+        layers,
+        values,
+        low=0.0,
+        note="Relative error of the next query, mean over heads.",
+    )

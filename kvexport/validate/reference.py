@@ -1,4 +1,5 @@
-"""The PyTorch reference: the Hugging Face model, run eagerly with the two operators in place of its attention and cache."""
+"""The PyTorch reference: the Hugging Face model, run eagerly with the two operators in place of its attention and
+cache."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from kvexport.cache import STATE, CachePlan, LayerGeometry
-from kvexport.export.attention_hook import IMPLEMENTATION, PassThroughCache, TokenLogits, attending
-from kvexport.export.graphs import merge_attributes
-from kvexport.export.hf_model import fix_rotary_frequencies
-from kvexport.export.tracer import layer_attributes
+from kvexport.export.graph.graphs import merge_attributes
+from kvexport.export.graph.tracer import layer_attributes
+from kvexport.export.model.attention_hook import IMPLEMENTATION, PassThroughCache, TokenLogits, attending
+from kvexport.export.model.hf_model import fix_rotary_frequencies
 from kvexport.methods.base import Method
 from kvexport.ops.merge_cache import merge_cache
 from kvexport.ops.vote_attention import vote_attention
@@ -69,7 +70,9 @@ class _Eager:
 class TorchReference:
     """Both graphs in PyTorch, over numpy arrays named as the graphs name them."""
 
-    def __init__(self, checkpoint: Path, plan: CachePlan, geometry: list[LayerGeometry], method: Method, recipe: Any) -> None:
+    def __init__(
+        self, checkpoint: Path, plan: CachePlan, geometry: list[LayerGeometry], method: Method, recipe: Any
+    ) -> None:
         self.plan, self.geometry, self.method = plan, geometry, method
         self._last_logits = recipe.export.logits == "last"
         with quiet_exporter():
@@ -79,8 +82,8 @@ class TorchReference:
 
     @torch.no_grad()
     def decode(self, feed: Mapping[str, NDArray[Any]], telemetry: Telemetry | None = None) -> Arrays:
-        """decoder.onnx: (input_ids, query_length, past_length, past_key_values.*) -> (logits, present_length, present.*). telemetry: sees
-        what every layer attends with."""
+        """decoder.onnx: (input_ids, query_length, past_length, past_key_values.*) -> (logits, present_length,
+        present.*). telemetry: sees what every layer attends with."""
         ids, query_length, past_length = (
             torch.from_numpy(np.ascontiguousarray(feed[name])) for name in ("input_ids", "query_length", "past_length")
         )
@@ -89,8 +92,14 @@ class TorchReference:
         eager = _Eager(self.method, self.geometry, position, query_length, past, telemetry)
         self._token_logits.query_length = query_length if self._last_logits else None
         with attending(eager):
-            logits = self.model(input_ids=ids, position_ids=position, past_key_values=PassThroughCache(), use_cache=True).logits
-        present = {f"present.{i}.{kind}": x.numpy() for i, state in eager.present.items() for kind, x in zip(STATE, state, strict=True)}
+            logits = self.model(
+                input_ids=ids, position_ids=position, past_key_values=PassThroughCache(), use_cache=True
+            ).logits
+        present = {
+            f"present.{i}.{kind}": x.numpy()
+            for i, state in eager.present.items()
+            for kind, x in zip(STATE, state, strict=True)
+        }
         return {"logits": logits.float().numpy(), "present_length": (past_length + query_length).numpy(), **present}
 
     @torch.no_grad()
@@ -104,13 +113,16 @@ class TorchReference:
         return present
 
     def _layer(self, feed: Mapping[str, NDArray[Any]], i: int) -> State:
-        key, value, votes, score, position = (torch.from_numpy(np.ascontiguousarray(feed[f"past_key_values.{i}.{kind}"])) for kind in STATE)
+        key, value, votes, score, position = (
+            torch.from_numpy(np.ascontiguousarray(feed[f"past_key_values.{i}.{kind}"])) for kind in STATE
+        )
         return key, value, votes, score, position
 
 
 @torch.no_grad()
 def full_logits(checkpoint: Path, recipe: Any, tokens: list[NDArray[np.int64]]) -> list[NDArray[np.float32]]:
-    """The uncompressed Hugging Face model's logits [length, vocabulary] of every sequence, with its own attention and cache."""
+    """The uncompressed Hugging Face model's logits [length, vocabulary] of every sequence, with its own attention and
+    cache."""
     with quiet_exporter():
         model = _load(checkpoint, recipe, "sdpa" if recipe.model.dtype == "float32" else "eager")
     return [model(input_ids=torch.from_numpy(ids)[None]).logits[0].float().numpy() for ids in tokens]

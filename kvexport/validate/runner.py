@@ -1,7 +1,7 @@
 """`kvexport validate`: an artifact against its PyTorch reference, step by step, far past the budget, in a ragged batch.
 
-Every step feeds both with the same state, the reference's, so that a difference is seen where it arises and names its layer, step
-and tensor. Beside it the engine runs on its own, in place, as it does in production.
+Every step feeds both with the same state, the reference's, so that a difference is seen where it arises and names its
+layer, step and tensor. Beside it the engine runs on its own, in place, as it does in production.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.build.artifact import load_manifest
+from kvexport.artifact.publish import load_manifest
+from kvexport.backends.onnxruntime.operators import implementations
 from kvexport.cache import STATE
 from kvexport.errors import EnvironmentProblem, UsageError
-from kvexport.native import implementations
-from kvexport.recipe import Recipe
-from kvexport.report import KeyValues, Plot, Section, Series, Table
-from kvexport.runtime.candidates import MASS_ERROR, Candidates
+from kvexport.recipe.fields import Recipe
+from kvexport.report.page import KeyValues, Plot, Section, Series, Table
 from kvexport.runtime.engine import Engine, load
 from kvexport.runtime.lanes import Lanes
+from kvexport.runtime.top_logits import MASS_ERROR, Candidates
 from kvexport.terminal import Progress, silent
 from kvexport.validate.backend import ReferenceBackend, schedule
 from kvexport.validate.layers import require_checkpoint
 from kvexport.validate.perturbation import Perturbation, layer_sections
 from kvexport.validate.runners import Runners
 
-# By the engine's dtype, relative to the tensor's largest magnitude (at least 1): room for sums in another order, no more.
+# By the engine's dtype, relative to the tensor's largest magnitude (at least 1): room for sums in another order, no
+# more.
 TOLERANCE = {"float32": 1e-4, "float16": 2e-2}
 NOTHING_YET = 1e29  # a logarithmic score beyond this is ln(0)
 EXACT = ("position", "length")
@@ -38,8 +39,8 @@ EXACT = ("position", "length")
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Where an engine and its reference first differ. step: number of the call; phase: prefill, decode or merge; layer: None for
-    logits; largest: the largest absolute difference in the tensor."""
+    """Where an engine and its reference first differ. step: number of the call; phase: prefill, decode or merge; layer:
+    None for logits; largest: the largest absolute difference in the tensor."""
 
     step: int
     phase: str
@@ -54,9 +55,11 @@ class Mismatch:
 
 @dataclass
 class ValidationResult:
-    """What was compared and how far apart it was. operators: what ran each of the two on this machine. steps: (step, phase, tokens seen
-    by the longest sequence, largest absolute difference by kind of tensor). divergence: per sequence KL(full || engine) in nats and
-    whether the top token agrees, by position. candidates_hold: whether what a device chooses tokens from is a row's largest logits, None
+    """What was compared and how far apart it was. operators: what ran each of the two on this machine. steps: (step,
+    phase, tokens seen by the longest sequence, largest absolute difference by kind of tensor). divergence: per sequence
+    KL(full || engine) in nats and
+    whether the top token agrees, by position. candidates_hold: whether what a device chooses tokens from is a row's
+        largest logits, None
     where it is the row. telemetry: what merges did to the reference's attention, None where nobody asked. layers: how
     many of the model's were held, and how many it has; None = all."""
 
@@ -80,8 +83,8 @@ class ValidationResult:
 
     @property
     def passed(self) -> bool:
-        """Every tensor of every step within tolerance, the in-place run bit-identical to the one with separate buffers, and tokens chosen
-        from the largest logits."""
+        """Every tensor of every step within tolerance, the in-place run bit-identical to the one with separate buffers,
+        and tokens chosen from the largest logits."""
         return self.mismatch is None and self.in_place_identical and self.candidates_hold is not False
 
     @property
@@ -91,7 +94,9 @@ class ValidationResult:
             return f"the engine differs from PyTorch: {self.mismatch}"
         if not self.in_place_identical:
             return "bound in place, the engine computes something else than with separate buffers"
-        return "the candidates that the device found are not the largest logits" if self.candidates_hold is False else ""
+        return (
+            "the candidates that the device found are not the largest logits" if self.candidates_hold is False else ""
+        )
 
     def largest(self, kind: str) -> float:
         """The largest difference of one kind of tensor over all steps."""
@@ -108,7 +113,8 @@ class ValidationResult:
         return float(np.mean(values)) if values else float("nan")
 
     def sections(self) -> list[Section]:
-        """For `kvexport.report`: what was compared, the differences, and the distance to the uncompressed model."""
+        """For `kvexport.report.page`: what was compared, the differences, and the distance to the uncompressed
+        model."""
         calls = ", ".join(f"{n} {phase}" for phase, n in Counter(s["phase"] for s in self.steps).items())
         summary = {
             "result": "passed" if self.passed else f"FAILED: {self.problem}",
@@ -118,10 +124,16 @@ class ValidationResult:
             **self.operators,
             "reference": "PyTorch, on the same state at every step",
             "tokens per sequence": ", ".join(map(str, self.tokens)),
-            "budget, slots per layer": f"{min(self.budgets)} to {max(self.budgets)}" if len(set(self.budgets)) > 1 else self.budgets[0],
+            "budget, slots per layer": f"{min(self.budgets)} to {max(self.budgets)}"
+            if len(set(self.budgets)) > 1
+            else self.budgets[0],
             "calls compared": f"{len(self.steps)} ({calls})",
             "bound in place": "bit-identical" if self.in_place_identical else "DIFFERS",
-            **({} if self.candidates_hold is None else {"candidates for tokens": "right" if self.candidates_hold else "WRONG"}),
+            **(
+                {}
+                if self.candidates_hold is None
+                else {"candidates for tokens": "right" if self.candidates_hold else "WRONG"}
+            ),
             "engine on its own, logits": f"within {self.own_run_logits:.2g} of PyTorch on its own",
             "KL(full cache || engine), mean": f"{self.mean_kl():.4g} nats",
             "top-1 agreement with full cache": f"{self.agreement():.1%}",
@@ -131,12 +143,21 @@ class ValidationResult:
         rows = [
             (
                 kind,
-                *(max((s["largest"][kind] for s in self.steps if s["phase"] == p and kind in s["largest"]), default=None) for p in phases),
+                *(
+                    max(
+                        (s["largest"][kind] for s in self.steps if s["phase"] == p and kind in s["largest"]),
+                        default=None,
+                    )
+                    for p in phases
+                ),
             )
             for kind in kinds
         ]
         note = f"Allowed: {self.tolerance:g} times the tensor's largest magnitude (at least 1); positions and lengths exactly."
-        sections: list[Section] = [KeyValues("Validation", summary), Table("Largest difference", ("tensor", *phases), rows, note)]
+        sections: list[Section] = [
+            KeyValues("Validation", summary),
+            Table("Largest difference", ("tensor", *phases), rows, note),
+        ]
         drawn = [
             Series(
                 kind,
@@ -148,9 +169,15 @@ class ValidationResult:
         ]
         sections.append(Plot("Largest difference, call by call", "call", "absolute difference", drawn, y_log=True))
         if any(self.positions):
-            series = [Series(f"sequence {i}", p, kl) for i, (p, kl) in enumerate(zip(self.positions, self.kl, strict=True)) if p]
+            series = [
+                Series(f"sequence {i}", p, kl)
+                for i, (p, kl) in enumerate(zip(self.positions, self.kl, strict=True))
+                if p
+            ]
             note = "Random tokens: a worst case for a trained model, which never saw such text."
-            sections.append(Plot("Distance to the uncompressed model", "position", "KL, nats", series, y_log=True, note=note))
+            sections.append(
+                Plot("Distance to the uncompressed model", "position", "KL, nats", series, y_log=True, note=note)
+            )
         return sections if self.telemetry is None else [*sections, *layer_sections(self.telemetry)]
 
     def _layers(self) -> dict[str, str]:
@@ -158,7 +185,8 @@ class ValidationResult:
             return {}
         held, total = self.layers
         return {
-            "layers": f"the first {held} of {total}, built for this with the artifact's recipe and budgets; nothing is said of the others"
+            "layers": f"the first {held} of {total}, built for this with the artifact's recipe and budgets; nothing "
+            "is said of the others"
         }
 
     def to_json(self) -> dict[str, Any]:
@@ -186,13 +214,16 @@ def validate_artifact(
 ) -> ValidationResult:
     """Compare the artifact at `path` with PyTorch.
 
-    length: tokens of the longest sequence, default four times the largest capacity (at most limits.max_length). batch: sequences; the
-    others are shorter, so that lanes fall idle. checkpoint: where the weights are, default the recipe's. telemetry: note what every merge
-    does to the attention output. backend, device: None takes the recipe's. Raises UsageError where the weights are not or do not belong to
-    the artifact, EnvironmentProblem where torch, transformers, polygraphy or what the backend needs are missing.
+    length: tokens of the longest sequence, default four times the largest capacity (at most limits.max_length). batch:
+        sequences; the
+    others are shorter, so that lanes fall idle. checkpoint: where the weights are, default the recipe's. telemetry:
+        note what every merge
+    does to the attention output. backend, device: None takes the recipe's. Raises UsageError where the weights are not
+    or do not belong to the artifact, EnvironmentProblem where torch, transformers, polygraphy or what the backend needs
+    are missing.
     """
     require_packages()
-    from kvexport.build.builder import read_model
+    from kvexport.export.build import read_model
     from kvexport.validate.reference import TorchReference, full_logits
     from kvexport.validate.telemetry import Telemetry
 
@@ -256,7 +287,9 @@ def require_packages() -> None:
 def _tokens(engine: Engine, length: int | None, batch: int, seed: int) -> list[NDArray[np.int64]]:
     """Random token ids: the longest sequence first, the others 2/3, 1/2, ... as long."""
     if not 1 <= batch <= engine.max_batch:
-        raise UsageError(f"a batch of {batch}, but the artifact was built for 1 to {engine.max_batch}", f"--batch {engine.max_batch}")
+        raise UsageError(
+            f"a batch of {batch}, but the artifact was built for 1 to {engine.max_batch}", f"--batch {engine.max_batch}"
+        )
     longest = min(length or 4 * max(layer.capacity for layer in engine.plan.layers), engine.max_length)
     rng = np.random.default_rng(seed)
     return [rng.integers(0, engine.vocabulary, max(1, 2 * longest // (i + 2))) for i in range(batch)]
@@ -271,7 +304,9 @@ class _Comparison:
         limits = engine.manifest["limits"]
         shared = {"prefill_chunk": limits["prefill_chunk"], "merge_every": limits["merge_every"]}
         # The reference decides when to merge by the same rule; its backend compares on the way.
-        self.locked = Lanes(_LockedBackend(self, reference, engine.plan, batch, telemetry), engine.plan, batch, **shared)
+        self.locked = Lanes(
+            _LockedBackend(self, reference, engine.plan, batch, telemetry), engine.plan, batch, **shared
+        )
         self.own = engine.lanes(batch)
         self.own_logits: list[dict[int, NDArray[np.float32]]] = [{} for _ in range(batch)]
 
@@ -297,7 +332,9 @@ class _LockedBackend(ReferenceBackend):
     def decoded(self, feed: dict[str, NDArray[Any]], present: dict[str, NDArray[Any]]) -> None:
         phase = "decode" if feed["query_length"].max() == 1 else "prefill"
         runners = self.comparison.runners
-        engine = self._compare(runners.decode if feed["input_ids"].shape[1] == 1 else runners.prefill, feed, present, phase)
+        engine = self._compare(
+            runners.decode if feed["input_ids"].shape[1] == 1 else runners.prefill, feed, present, phase
+        )
         self._compare_in_place(feed["input_ids"], feed["query_length"], engine)
 
     def merged(self, feed: dict[str, NDArray[Any]], present: dict[str, NDArray[Any]]) -> None:
@@ -314,11 +351,14 @@ class _LockedBackend(ReferenceBackend):
         result = self.comparison.result
         with runner:
             outputs: dict[str, NDArray[Any]] = runner.infer(OrderedDict(feed))
-        allowed = {name: 0.0 if name.endswith(EXACT) else result.tolerance * _magnitude(reference[name]) for name in outputs}
+        allowed = {
+            name: 0.0 if name.endswith(EXACT) else result.tolerance * _magnitude(reference[name]) for name in outputs
+        }
         compare = CompareFunc.simple(atol=allowed, rtol=0.0, check_error_stat="max", infinities_compare_equal=True)
         with np.errstate(divide="ignore", invalid="ignore"):
             matches = compare(
-                IterationResult(OrderedDict(outputs), runner_name="engine"), IterationResult(OrderedDict(reference), runner_name="PyTorch")
+                IterationResult(OrderedDict(outputs), runner_name="engine"),
+                IterationResult(OrderedDict(reference), runner_name="PyTorch"),
             )
         largest: dict[str, float] = {}
         for name in outputs:
@@ -332,7 +372,9 @@ class _LockedBackend(ReferenceBackend):
         result.steps.append({"step": len(result.steps), "phase": phase, "tokens": seen, "largest": largest})
         return outputs
 
-    def _compare_in_place(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], separate: dict[str, NDArray[Any]]) -> None:
+    def _compare_in_place(
+        self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], separate: dict[str, NDArray[Any]]
+    ) -> None:
         """The production path on the same state, past and present bound to the same buffers: the same bits."""
         backend = self.comparison.engine.new_backend(len(input_ids))
         backend.set_state(self.state, self.length)
@@ -344,7 +386,10 @@ class _LockedBackend(ReferenceBackend):
         if backend.candidates and input_ids.shape[1] == 1:
             backend.set_state(self.state, self.length)
             rows = backend.step(input_ids, query_length)
-            right = all(_found(rows.candidates(lane), separate["logits"][lane, 0]) for lane in np.flatnonzero(query_length).tolist())
+            right = all(
+                _found(rows.candidates(lane), separate["logits"][lane, 0])
+                for lane in np.flatnonzero(query_length).tolist()
+            )
             result.candidates_hold = right and result.candidates_hold is not False
 
 
@@ -371,9 +416,11 @@ def _difference(a: NDArray[Any], b: NDArray[Any]) -> float:
     return float(np.nan_to_num(gap, nan=np.inf).max(initial=0.0))
 
 
-def _measure_divergence(result: ValidationResult, own: list[dict[int, NDArray[np.float32]]], full: list[NDArray[np.float32]]) -> None:
-    """KL(full || engine) and top-1 agreement at every position whose logits the engine gave and that lies past the smallest budget (at
-    all of them where nothing is compressed)."""
+def _measure_divergence(
+    result: ValidationResult, own: list[dict[int, NDArray[np.float32]]], full: list[NDArray[np.float32]]
+) -> None:
+    """KL(full || engine) and top-1 agreement at every position whose logits the engine gave and that lies past the
+    smallest budget (at all of them where nothing is compressed)."""
     start = min(result.budgets) if min(result.budgets) < max(result.tokens) else 0
     for engine_rows, full_rows in zip(own, full, strict=True):
         positions = [p for p in sorted(engine_rows) if p >= start]

@@ -22,11 +22,13 @@ class Runners:
         if hasattr(sessions, "trt"):
             from polygraphy.backend.trt import TrtRunner
 
-            from kvexport.build.tensorrt_engines import DECODE, PREFILL
+            from kvexport.backends.tensorrt.engines import DECODE, PREFILL
 
             several = engine.manifest["limits"]["prefill_chunk"] > 1
             self.decode = TrtRunner(sessions.decoder, name="engine", optimization_profile=DECODE)
-            self.prefill = TrtRunner(sessions.decoder, name="engine", optimization_profile=PREFILL) if several else self.decode
+            self.prefill = (
+                TrtRunner(sessions.decoder, name="engine", optimization_profile=PREFILL) if several else self.decode
+            )
             self.merge = TrtRunner(sessions.merge, name="engine", optimization_profile=0) if sessions.merge else None
         else:
             from polygraphy.backend.onnxrt import OnnxrtRunner
@@ -36,7 +38,8 @@ class Runners:
 
 
 def backends_here(path: Path) -> tuple[list[tuple[str, str | None]], dict[str, str]]:
-    """The backends, and devices of ONNX Runtime, that run the artifact at `path` on this machine, and why each other one does not."""
+    """The backends, and devices of ONNX Runtime, that run the artifact at `path` on this machine, and why each other
+    one does not."""
     here, missing = [], {}
     for name, device in BACKENDS:
         try:

@@ -1,8 +1,8 @@
-"""Perturbation telemetry: what every merge does to the attention output of the queries around it, and the most that KeepKV's Theorem 5
-(arXiv 2504.09936) allows for.
+"""Perturbation telemetry: what every merge does to the attention output of the queries around it, and the most that
+KeepKV's Theorem 5 (arXiv 2504.09936) allows for.
 
-A `Telemetry` watches a run of the PyTorch reference. It computes attention anew, in float64, one sequence and layer at a time: over the
-cache before a merge, over the cache after it, and over all keys and values that the run ever appended.
+A `Telemetry` watches a run of the PyTorch reference. It computes attention anew, in float64, one sequence and layer at
+a time: over the cache before a merge, over the cache after it, and over all keys and values that the run ever appended.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvexport.cache import STATE, CachePlan, LayerGeometry
-from kvexport.export.graphs import merge_attributes
-from kvexport.export.tracer import layer_attributes
+from kvexport.export.graph.graphs import merge_attributes
+from kvexport.export.graph.tracer import layer_attributes
 from kvexport.methods.base import Method, Slots, corrected_log_ema
 from kvexport.ops.merge_cache import merge_cache
 from kvexport.ops.vote_attention import VoteAttentionAttributes
-from kvexport.recipe import Recipe
+from kvexport.recipe.fields import Recipe
 from kvexport.runtime.lanes import Lanes
 from kvexport.validate.backend import ReferenceBackend, schedule
 from kvexport.validate.perturbation import QUERIES, Bound, Perturbation, theorem_5
@@ -33,7 +33,8 @@ When = Literal["current", "next"]
 
 @dataclass(frozen=True)
 class Cache:
-    """One sequence's slots in one layer, float64: key [H, C, D], value [H, C, Dv], votes [H, C], 0 = empty; position [H, C] int64."""
+    """One sequence's slots in one layer, float64: key [H, C, D], value [H, C, Dv], votes [H, C], 0 = empty; position
+    [H, C] int64."""
 
     key: Tensor
     value: Tensor
@@ -52,7 +53,8 @@ def _cache(key: Tensor, value: Tensor, votes: Tensor, _: Tensor, position: Tenso
 
 @dataclass(frozen=True)
 class Query:
-    """One token's query, vector [Hq, D] float64, at a position; sinks [Hq] float64: the layer's sink logits, or None."""
+    """One token's query, vector [Hq, D] float64, at a position; sinks [Hq] float64: the layer's sink logits, or
+    None."""
 
     vector: Tensor
     position: int
@@ -61,8 +63,8 @@ class Query:
 
 @dataclass(frozen=True)
 class Attention:
-    """output [H, G, Dv]; mass [H, G, C]: ``ln(votes^alpha exp(logit))``, -inf where a slot is invisible; total [H, G]: ln of their sum and
-    the sink's."""
+    """output [H, G, Dv]; mass [H, G, C]: ``ln(votes^alpha exp(logit))``, -inf where a slot is invisible; total [H, G]:
+    ln of their sum and the sink's."""
 
     output: Tensor
     mass: Tensor
@@ -88,7 +90,8 @@ def attend(query: Query, cache: Cache, attributes: VoteAttentionAttributes) -> A
 
 @dataclass(frozen=True)
 class _Followed:
-    """What became of the slots before a merge. to [H, C] int64: the slot after it that each went into, -1 = dropped. estimate [H, C]
+    """What became of the slots before a merge. to [H, C] int64: the slot after it that each went into, -1 = dropped.
+    estimate [H, C]
     float64: ln of the score that the method estimated."""
 
     to: Tensor
@@ -97,8 +100,8 @@ class _Followed:
 
 @dataclass(frozen=True)
 class _Merge:
-    """One sequence's merge in one layer. full: all keys and values so far. gave: [H] bool, heads that gave up slots. followed: None where
-    the method keeps no estimates."""
+    """One sequence's merge in one layer. full: all keys and values so far. gave: [H] bool, heads that gave up slots.
+    followed: None where the method keeps no estimates."""
 
     step: int
     layer: int
@@ -110,13 +113,20 @@ class _Merge:
 
 
 def _bounds(
-    merge: _Merge, followed: _Followed, query: Query, before: Attention, after: Attention, attributes: VoteAttentionAttributes
+    merge: _Merge,
+    followed: _Followed,
+    query: Query,
+    before: Attention,
+    after: Attention,
+    attributes: VoteAttentionAttributes,
 ) -> Tensor:
-    """The most that the merge can have changed: by Theorem 5, infinite where it says nothing, and slot by slot; [2, H, G].
+    """The most that the merge can have changed: by Theorem 5, infinite where it says nothing, and slot by slot; [2, H,
+    G].
 
-    Slot by slot is the theorem's proof before it takes every error for the largest: a slot of mass w whose estimate has a share of its
-    group's moves ``|share w_r - w| |v - o|``, w_r the merged slot's mass, over the sum of masses after the merge. Both hold from the cache
-    without what was dropped; how far that is from the cache before is computed and added.
+    Slot by slot is the theorem's proof before it takes every error for the largest: a slot of mass w whose estimate has
+    a share of its group's moves ``|share w_r - w| |v - o|``, w_r the merged slot's mass, over the sum of masses after
+    the merge. Both hold from the cache without what was dropped; how far that is from the cache before is computed and
+    added.
     """
     slots = followed.to.shape[-1]  # a token that came later is no part of the merge
     stays = followed.to >= 0
@@ -136,7 +146,9 @@ def _bounds(
     error = torch.expm1(mass - predicted[:, None]).abs()
     error_merged = torch.expm1(after.mass[..., :slots] - group[:, None]).abs()
     counted = (stays[:, None] & (mass > -torch.inf) & merges.any(-1)[:, None, None]) | merges[:, None]
-    epsilon = torch.maximum(torch.where(counted, error, 0.0).amax(-1), torch.where(merged[:, None], error_merged, 0.0).amax(-1))
+    epsilon = torch.maximum(
+        torch.where(counted, error, 0.0).amax(-1), torch.where(merged[:, None], error_merged, 0.0).amax(-1)
+    )
     away = (merge.before.value[:, None, :slots] - rest.output[:, :, None]).norm(dim=-1)
     gamma = torch.where(merges[:, None], torch.exp(mass - rest.total[..., None]) * away, 0.0).sum(-1)
 
@@ -149,8 +161,8 @@ def _bounds(
 
 
 class _Numbered:
-    """A method over values whose dimensions from `size` on are the slots' numbers, which it must not select by. Where what leaves goes,
-    methods that keep estimates say by the keys."""
+    """A method over values whose dimensions from `size` on are the slots' numbers, which it must not select by. Where
+    what leaves goes, methods that keep estimates say by the keys."""
 
     def __init__(self, method: Method, size: int) -> None:
         self.method, self.size = method, size
@@ -163,7 +175,8 @@ class _Numbered:
 
 
 class Telemetry:
-    """Watches a run: `attended` is called for every layer of every call of the decoder, `merged` at every merge; `rows` tells."""
+    """Watches a run: `attended` is called for every layer of every call of the decoder, `merged` at every merge; `rows`
+    tells."""
 
     def __init__(self, plan: CachePlan, geometry: list[LayerGeometry], method: Method) -> None:
         self.plan, self.method = plan, method
@@ -178,7 +191,14 @@ class Telemetry:
         self._samples: dict[tuple[int, int, When], list[tuple[int, Tensor]]] = {}
 
     def attended(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, position: Tensor, query_length: Tensor, sinks: Tensor | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        position: Tensor,
+        query_length: Tensor,
+        sinks: Tensor | None,
     ) -> None:
         """The inputs of a layer's VoteAttention (shapes there), before it is computed."""
         sink_logits = None if sinks is None else sinks.double()
@@ -218,7 +238,8 @@ class Telemetry:
         self._steps += 1
 
     def _followed(self, layer: int, state: list[Tensor]) -> _Followed:
-        """Where one sequence's slots go is read off a merge of values to which the slots' numbers are added, a dimension for each."""
+        """Where one sequence's slots go is read off a merge of values to which the slots' numbers are added, a
+        dimension for each."""
         key, value, votes, score, position = state
         size, slots = value.shape[-1], votes.shape[-1]
         numbered = torch.cat([value.float(), torch.eye(slots).expand(*votes.shape, slots)], dim=-1)
@@ -254,7 +275,11 @@ class Telemetry:
             if self.estimates:
                 known = torch.isfinite(bound)
                 medians = (float(x[known].median()) if known.any() else None for x in (bound, observed))
-                row = replace(row, by_slot=float(by_slot.mean()), theorem=Bound(int(known.sum()), int((bound < 1).sum()), *medians))
+                row = replace(
+                    row,
+                    by_slot=float(by_slot.mean()),
+                    theorem=Bound(int(known.sum()), int((bound < 1).sum()), *medians),
+                )
             found.append(row)
         return found
 

@@ -1,8 +1,9 @@
 """Compiles the CUDA kernels: for a GPU with nvcc, and, to test them where there is none, for the host with g++.
 
     python plugins/cuda/build_cuda.py --host [--sanitize]     build-cache/cuda/libkvexport_cuda_host[_sanitized].so
-    python plugins/cuda/build_cuda.py --device 90             build-cache/cuda/libkvexport_cuda.so, for compute capability 9.0
-    python plugins/cuda/build_cuda.py --record [80 90 ...]    plugins/cuda/resources.json: what the compiler says the kernels take
+    python plugins/cuda/build_cuda.py --device 90             build-cache/cuda/libkvexport_cuda.so, for compute
+    capability 9.0 python plugins/cuda/build_cuda.py --record [80 90 ...]    plugins/cuda/resources.json: what the
+    compiler says the kernels take
 
 Needs Python alone. Exit code 3 and one line that says what is missing, where something is.
 """
@@ -55,8 +56,9 @@ class Missing(Exception):
 
 
 class Binding(NamedTuple):
-    """A framework's binding of the kernels: one source file, the framework's headers, and the linker script that names what the library
-    exports. Compiled for the host, KV_ON_HOST is defined; for a GPU KV_CUDA_ARCHITECTURES, as in 80_90."""
+    """A framework's binding of the kernels: one source file, the framework's headers, and the linker script that names
+    what the library exports. Compiled for the host, KV_ON_HOST is defined; for a GPU KV_CUDA_ARCHITECTURES, as in
+    80_90."""
 
     source: Path
     headers: Path
@@ -76,7 +78,17 @@ def build_host(*, sanitized: bool = False) -> Path:
         return library
     flags = HOST_FLAGS + (SANITIZE if sanitized else [])
     objects = _each(
-        lambda name, to: [_tool(os.environ.get("CXX", "g++")), *flags, "-x", "c++", "-c", str(HERE / f"{name}.cu"), "-o", to], "host"
+        lambda name, to: [
+            _tool(os.environ.get("CXX", "g++")),
+            *flags,
+            "-x",
+            "c++",
+            "-c",
+            str(HERE / f"{name}.cu"),
+            "-o",
+            to,
+        ],
+        "host",
     )
     _link([_tool(os.environ.get("CXX", "g++")), *flags, "-shared"], objects, library)
     return library
@@ -90,7 +102,8 @@ def build_device(architecture: str) -> tuple[Path, dict[str, dict[str, int]]]:
 
 
 def compile_device(architecture: str) -> tuple[list[Path], dict[str, dict[str, int]]]:
-    """Object files for one compute capability, and per kernel its registers and its bytes of spills, stack and static shared memory."""
+    """Object files for one compute capability, and per kernel its registers and its bytes of spills, stack and static
+    shared memory."""
     logs: list[str] = []
     objects = _compile([f"arch=compute_{architecture},code=sm_{architecture}"], f"sm{architecture}", logs)
     return objects, dict(sorted(read_report("\n".join(logs)).items()))
@@ -110,7 +123,10 @@ def _compile(codes: Sequence[str], suffix: str, logs: list[str]) -> list[Path]:
 
 def link_binding(binding: Binding, kernels: list[Path], architectures: Sequence[str], library: Path) -> Path:
     """A binding and the object files of the kernels, which go, as one library."""
-    made, host_flags = OUT / f"binding.{os.getpid()}.o", "-fPIC,-fvisibility=hidden,-Wall,-Wextra,-Wno-maybe-uninitialized"
+    made, host_flags = (
+        OUT / f"binding.{os.getpid()}.o",
+        "-fPIC,-fvisibility=hidden,-Wall,-Wextra,-Wno-maybe-uninitialized",
+    )
     compiled_for = f"-DKV_CUDA_ARCHITECTURES={'_'.join(sorted(architectures, key=int))}"
     flags = ["-std=c++17", "-O2", "-Xcompiler", host_flags, "-isystem", str(binding.headers), compiled_for]
     _run([_tool("nvcc"), *flags, "-c", str(binding.source), "-o", str(made)], "compiler")
@@ -213,7 +229,9 @@ def main() -> None:
     """See the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--host", action="store_true")
-    parser.add_argument("--sanitize", action="store_true", help="with --host: under the address and undefined-behaviour sanitizers")
+    parser.add_argument(
+        "--sanitize", action="store_true", help="with --host: under the address and undefined-behaviour sanitizers"
+    )
     parser.add_argument("--device", metavar="CAPABILITY", help="compute capability without its dot, as 90")
     parser.add_argument("--record", nargs="*", metavar="CAPABILITY", help="all that are supported, unless named")
     options = parser.parse_args()

@@ -70,7 +70,7 @@ KV_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiB
        {KV_BFLOAT16, ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16}});
 }
 
-// What kvexport/native.py asks: what the kernels are compiled for, the methods that MergeCache has here, why the
+// What kvexport/backends/onnxruntime/operators.py asks: what the kernels are compiled for, the methods that MergeCache has here, why the
 // kernels cannot run on this machine, and why a layer of these sizes has none ("" where they can, and where it has).
 KV_EXPORT const char* kvexport_isa() {
   static const std::string text = kv::compiled_for();

@@ -1,10 +1,13 @@
-"""Compiles the TensorRT plugins: with the CUDA kernels, and, to test them where there is no GPU, with the kernels compiled for the host.
+"""Compiles the TensorRT plugins: with the CUDA kernels, and, to test them where there is no GPU, with the kernels
+compiled for the host.
 
-    python plugins/tensorrt/build_tensorrt.py --device 80 90 [--out DIR]   kvexport/_native/libkvexport_tensorrt.so, for these capabilities
-    python plugins/tensorrt/build_tensorrt.py --host                       build-cache/tensorrt/libkvexport_tensorrt_host.so
-    python plugins/tensorrt/build_tensorrt.py --harness                    what tests/test_tensorrt_plugins.py drives the plugins with
+    python plugins/tensorrt/build_tensorrt.py --device 80 90 [--out DIR]   kvexport/_native/libkvexport_tensorrt.so, for
+    these capabilities python plugins/tensorrt/build_tensorrt.py --host
+    build-cache/tensorrt/libkvexport_tensorrt_host.so python plugins/tensorrt/build_tensorrt.py --harness
+        what tests/backends/tensorrt/test_plugins.py drives the plugins with
 
-Needs Python, a compiler, CUDA's headers and TensorRT's; no TensorRT library. Exit code 3 and one line that says what is missing.
+Needs Python, a compiler, CUDA's headers and TensorRT's; no TensorRT library. Exit code 3 and one line that says what is
+missing.
 """
 
 from __future__ import annotations
@@ -52,7 +55,9 @@ Missing: type[Exception] = cuda.Missing
 
 def tensorrt_headers() -> Path:
     """The folder of TensorRT's headers; the variable TENSORRT_INCLUDE_DIR comes first."""
-    return _headers("TENSORRT_INCLUDE_DIR", HEADER, TENSORRT_PLACES, f"TensorRT's headers were not found: {GET_HEADERS}")
+    return _headers(
+        "TENSORRT_INCLUDE_DIR", HEADER, TENSORRT_PLACES, f"TensorRT's headers were not found: {GET_HEADERS}"
+    )
 
 
 def cuda_headers() -> Path:
@@ -60,7 +65,10 @@ def cuda_headers() -> Path:
     nvcc = shutil.which("nvcc")
     own = [Path(nvcc).resolve().parent.parent / "include"] if nvcc else []
     return _headers(
-        "CUDA_INCLUDE_DIR", "cuda_runtime_api.h", (*own, *CUDA_PLACES), "CUDA's headers were not found: install the CUDA toolkit"
+        "CUDA_INCLUDE_DIR",
+        "cuda_runtime_api.h",
+        (*own, *CUDA_PLACES),
+        "CUDA's headers were not found: install the CUDA toolkit",
     )
 
 
@@ -85,7 +93,8 @@ def missing(*tools: str) -> str | None:
 
 
 def build_device(architectures: Sequence[str], out: Path | None = None) -> Path:
-    """The plugins with the CUDA kernels for these compute capabilities ("90") and later ones, in `out`, kvexport/_native unless given."""
+    """The plugins with the CUDA kernels for these compute capabilities ("90") and later ones, in `out`,
+    kvexport/_native unless given."""
     library = (out or ROOT / "kvexport" / "_native") / LIBRARY
     binding = cuda.Binding(HERE / "library.cpp", tensorrt_headers(), EXPORTS)
     return Path(cuda.link_binding(binding, cuda.compile_all(architectures), architectures, library))
@@ -107,7 +116,9 @@ def build_harness_on(kernels: Path) -> Path:
     target = OUT / f"libtensorrt_harness_{kernels.stem.removeprefix('lib')}.so"
     if _is_current(target, kernels):
         return target
-    runtime = [f"-L{place}" for place in (cuda_headers().parent / "lib64", cuda_headers().parent / "lib") if place.is_dir()]
+    runtime = [
+        f"-L{place}" for place in (cuda_headers().parent / "lib64", cuda_headers().parent / "lib") if place.is_dir()
+    ]
     objects = _compile([HERE / "library.cpp", TESTS / "tensorrt_harness.cpp"], [])
     linked = [str(kernels), *runtime, "-lcudart_static", "-ldl", "-lrt", "-lpthread", "-Wl,--no-undefined"]
     cuda._link([cuda._tool(os.environ.get("CXX", "g++")), "-shared"], objects, target, linked)
@@ -130,7 +141,13 @@ def _on_host(name: str, sources: list[Path], link: list[str], flags: list[str] |
 
 
 def _is_current(target: Path, kernels: Path) -> bool:
-    read = [*HERE.glob("*.*"), *TESTS.glob("tensorrt_*"), TESTS / "cuda_runtime_on_host.cpp", *HERE.parent.glob("node/*.h"), *cuda.HEADERS]
+    read = [
+        *HERE.glob("*.*"),
+        *TESTS.glob("tensorrt_*"),
+        TESTS / "cuda_runtime_on_host.cpp",
+        *HERE.parent.glob("node/*.h"),
+        *cuda.HEADERS,
+    ]
     newest = max(path.stat().st_mtime for path in [*read, kernels, tensorrt_headers() / HEADER])
     return target.is_file() and target.stat().st_mtime >= newest
 
@@ -142,7 +159,10 @@ def _compile(sources: list[Path], flags: list[str]) -> list[Path]:
     for source in sources:
         target = OUT / f"{source.stem}.{os.getpid()}.o"
         done = subprocess.run(
-            [compiler, *FLAGS, *flags, *include, "-c", str(source), "-o", str(target)], capture_output=True, text=True, check=False
+            [compiler, *FLAGS, *flags, *include, "-c", str(source), "-o", str(target)],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if done.returncode:
             raise Missing("the compiler failed:\n" + (done.stdout + done.stderr)[-4000:])
@@ -153,7 +173,9 @@ def _compile(sources: list[Path], flags: list[str]) -> list[Path]:
 def main() -> None:
     """See the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", nargs="+", metavar="CAPABILITY", help="compute capabilities without their dot, as 90")
+    parser.add_argument(
+        "--device", nargs="+", metavar="CAPABILITY", help="compute capabilities without their dot, as 90"
+    )
     parser.add_argument("--out", type=Path, help="with --device: the folder of the library")
     parser.add_argument("--host", action="store_true")
     parser.add_argument("--harness", action="store_true")

@@ -1,4 +1,4 @@
-// The plugins' methods behind C functions, for tests/tensorrt_harness.py.
+// The plugins' methods behind C functions, for tests/support/tensorrt_harness.py.
 #include "tensorrt_harness.h"
 
 #include <vector>

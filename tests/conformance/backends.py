@@ -1,7 +1,7 @@
 """The implementations of the two operators that the suite holds to the oracle. A new one joins by a line in `BACKENDS`.
 
-A backend that this machine cannot reach is named by `test_backends.py`, not passed over in silence. ``KVEXPORT_BACKENDS=a,b`` runs
-only those and fails where one of them is unknown or cannot be reached.
+A backend that this machine cannot reach is named by `test_backends.py`, not passed over in silence.
+``KVEXPORT_BACKENDS=a,b`` runs only those and fails where one of them is unknown or cannot be reached.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from cuda_library import ROOT, Cuda, CudaOnHost
 
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes
+from tests.conformance.cuda_library import ROOT, Cuda, CudaOnHost
 
 Arrays = dict[str, np.ndarray]
 INPUTS = (
@@ -42,7 +42,8 @@ class Backend(Protocol):
         """Why this machine cannot run it, None where it can."""
 
     def vote_attention(self, inputs: Arrays, attributes: VoteAttentionAttributes) -> Arrays:
-        """`inputs` by their names (`sink_logits` only where the model has them) -> `output` and the five `present_*`."""
+        """`inputs` by their names (`sink_logits` only where the model has them) -> `output` and the five
+        `present_*`."""
 
     def lacks(self, attributes: MergeCacheAttributes) -> str | None:
         """Why it has no kernel for this merge, None where it has one."""
@@ -80,7 +81,8 @@ class Torch:
 
 
 class OnnxFunction:
-    """The model-local functions, inlined by ONNX Runtime on the CPU. A function is traced once per meaning, which takes seconds."""
+    """The model-local functions, inlined by ONNX Runtime on the CPU. A function is traced once per meaning, which takes
+    seconds."""
 
     name = "onnx-function"
 
@@ -104,12 +106,13 @@ class OnnxFunction:
 
 
 class NativeCpu:
-    """The native operators in ONNX Runtime on the CPU: models of one node that carry no function, so nothing else can have run."""
+    """The native operators in ONNX Runtime on the CPU: models of one node that carry no function, so nothing else can
+    have run."""
 
     name = "native-cpu"
 
     def path(self) -> Path | None:
-        from kvexport.native import library
+        from kvexport.backends.onnxruntime.operators import library
 
         return library()
 
@@ -119,11 +122,13 @@ class NativeCpu:
     def vote_attention(self, inputs: Arrays, attributes: VoteAttentionAttributes) -> Arrays:
         heads = (inputs["query"].shape[1], inputs["key"].shape[1])
         sizes = (inputs["key"].shape[3], inputs["value"].shape[3])
-        session = _vote_attention_session(attributes, heads, sizes, inputs["query"].dtype.name, "sink_logits" in inputs, self.path())
+        session = _vote_attention_session(
+            attributes, heads, sizes, inputs["query"].dtype.name, "sink_logits" in inputs, self.path()
+        )
         return _named(("output", *PRESENT), session.run(["output", *PRESENT], inputs))
 
     def lacks(self, attributes: MergeCacheAttributes) -> str | None:
-        from kvexport.native import why_function
+        from kvexport.backends.onnxruntime.operators import why_function
         from kvexport.ops.onnx_function import merge_cache_node_attributes
 
         return why_function(self.path(), "MergeCache", merge_cache_node_attributes(attributes))
@@ -144,7 +149,9 @@ class CudaBindingOnHost(NativeCpu):
         return Path(builder().ON_HOST)
 
     def available(self) -> str | None:
-        return None if builder().cuda_on_host_is_current() else "the binding is not compiled for the host: make cuda-host"
+        return (
+            None if builder().cuda_on_host_is_current() else "the binding is not compiled for the host: make cuda-host"
+        )
 
 
 @cache
@@ -177,14 +184,23 @@ def _named(names: tuple[str, ...], arrays: list[np.ndarray]) -> Arrays:
 
 @cache
 def _vote_attention_session(
-    attributes: VoteAttentionAttributes, heads: tuple[int, int], sizes: tuple[int, int], dtype: str, sinks: bool, native: Path | None = None
+    attributes: VoteAttentionAttributes,
+    heads: tuple[int, int],
+    sizes: tuple[int, int],
+    dtype: str,
+    sinks: bool,
+    native: Path | None = None,
 ) -> Any:
     import torch
 
     from kvexport.ops.onnx_function import vote_attention_function, vote_attention_node_attributes
 
     function = (
-        None if native else vote_attention_function(attributes, heads=heads, head_sizes=sizes, dtype=getattr(torch, dtype), sinks=sinks)
+        None
+        if native
+        else vote_attention_function(
+            attributes, heads=heads, head_sizes=sizes, dtype=getattr(torch, dtype), sinks=sinks
+        )
     )
     (query_heads, kv_heads), (key_size, value_size), float_type = heads, sizes, np.dtype(dtype)
     tokens = {
@@ -192,27 +208,43 @@ def _vote_attention_session(
         "output": (0, query_heads, 0, value_size), "position": (0, 0), "query_length": (0, 1), "sink_logits": (query_heads,),
     }  # fmt: skip
     state = _state_shapes(kv_heads, sizes, len(attributes.statistics))
-    shapes = {**tokens, **{f"{prefix}_{name}": shape for prefix in ("past", "present") for name, shape in state.items()}}
+    shapes = {
+        **tokens,
+        **{f"{prefix}_{name}": shape for prefix in ("past", "present") for name, shape in state.items()},
+    }
     types = dict.fromkeys(shapes, float_type) | {"position": np.dtype(np.int64), "query_length": np.dtype(np.int64)}
-    types |= {"sink_logits": np.dtype(np.float32)} | {f"{p}_{n}": t for p in ("past", "present") for n, t in _state_types(dtype).items()}
+    types |= {"sink_logits": np.dtype(np.float32)} | {
+        f"{p}_{n}": t for p in ("past", "present") for n, t in _state_types(dtype).items()
+    }
     inputs = [name for name in INPUTS if name != "sink_logits" or sinks]
-    infos = {name: (types[name], [SYMBOLIC[name].get(i, d) for i, d in enumerate(shape)]) for name, shape in shapes.items()}
+    infos = {
+        name: (types[name], [SYMBOLIC[name].get(i, d) for i, d in enumerate(shape)]) for name, shape in shapes.items()
+    }
     node = vote_attention_node_attributes(attributes)
     return _session("VoteAttention", function or native, node, inputs, ["output", *PRESENT], infos)
 
 
 @cache
-def _merge_cache_function(attributes: MergeCacheAttributes, heads: int, sizes: tuple[int, int], statistics: int, dtype: str) -> Any:
+def _merge_cache_function(
+    attributes: MergeCacheAttributes, heads: int, sizes: tuple[int, int], statistics: int, dtype: str
+) -> Any:
     import torch
 
     from kvexport.ops.onnx_function import merge_cache_function
 
-    return merge_cache_function(attributes, kv_heads=heads, head_sizes=sizes, statistics=statistics, dtype=getattr(torch, dtype))
+    return merge_cache_function(
+        attributes, kv_heads=heads, head_sizes=sizes, statistics=statistics, dtype=getattr(torch, dtype)
+    )
 
 
 @cache
 def _merge_cache_session(
-    attributes: MergeCacheAttributes, heads: int, sizes: tuple[int, int], statistics: int, dtype: str, native: Path | None = None
+    attributes: MergeCacheAttributes,
+    heads: int,
+    sizes: tuple[int, int],
+    statistics: int,
+    dtype: str,
+    native: Path | None = None,
 ) -> Any:
     from kvexport.ops.onnx_function import merge_cache_node_attributes
 
@@ -223,7 +255,9 @@ def _merge_cache_session(
     for name, shape in _state_shapes(heads, sizes, statistics).items():
         for full_name in (name, f"present_{name}"):
             infos[full_name] = (types[name], [SYMBOLIC[f"past_{name}"].get(i, d) for i, d in enumerate(shape)])
-    return _session("MergeCache", function or native, merge_cache_node_attributes(attributes), list(STATE), list(PRESENT), infos)
+    return _session(
+        "MergeCache", function or native, merge_cache_node_attributes(attributes), list(STATE), list(PRESENT), infos
+    )
 
 
 def _state_shapes(heads: int, sizes: tuple[int, int], statistics: int) -> dict[str, tuple[int, ...]]:
@@ -240,11 +274,20 @@ def _state_shapes(heads: int, sizes: tuple[int, int], statistics: int) -> dict[s
 
 def _state_types(dtype: str) -> dict[str, np.dtype[Any]]:
     f32 = np.dtype(np.float32)
-    return {"key": np.dtype(dtype), "value": np.dtype(dtype), "votes": f32, "score": f32, "position": np.dtype(np.int32)}
+    return {
+        "key": np.dtype(dtype),
+        "value": np.dtype(dtype),
+        "votes": f32,
+        "score": f32,
+        "position": np.dtype(np.int32),
+    }
 
 
-def _session(op: str, meaning: Any, attributes: dict[str, Any], inputs: list[str], outputs: list[str], infos: dict[str, Any]) -> Any:
-    """An ONNX Runtime session of a model of one node, whose meaning is a function, or the native operator of the library at a path."""
+def _session(
+    op: str, meaning: Any, attributes: dict[str, Any], inputs: list[str], outputs: list[str], infos: dict[str, Any]
+) -> Any:
+    """An ONNX Runtime session of a model of one node, whose meaning is a function, or the native operator of the
+    library at a path."""
     import onnx
     import onnxruntime
     from onnx import helper
@@ -257,7 +300,9 @@ def _session(op: str, meaning: Any, attributes: dict[str, Any], inputs: list[str
         dtype, shape = infos[name]
         return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(dtype), shape)
 
-    node = helper.make_node(op, inputs, outputs, domain=DOMAIN, overload=function.overload if function else "", **attributes)
+    node = helper.make_node(
+        op, inputs, outputs, domain=DOMAIN, overload=function.overload if function else "", **attributes
+    )
     model = helper.make_model(
         helper.make_graph([node], "one_node", [info(name) for name in inputs], [info(name) for name in outputs]),
         functions=[function] if function else [],

@@ -1,7 +1,9 @@
-"""Seeded inputs of the two operators: every kind of cache that the contract allows, and the tolerances they are compared at.
+"""Seeded inputs of the two operators: every kind of cache that the contract allows, and the tolerances they are
+compared at.
 
-A profile (attributes, heads, sizes, dtype) costs the `onnx-function` backend one trace of some seconds, so there are few of them, each
-with several features; the scenarios (which lanes, how full) cost nothing and are run for every profile.
+A profile (attributes, heads, sizes, dtype) costs the `onnx-function` backend one trace of some seconds, so there are
+few of them, each with several features; the scenarios (which lanes, how full) cost nothing and are run for every
+profile.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ PROFILES = [
     Profile("h2o-group2", VoteAttentionAttributes(0.25, 0.0, (Statistic("probability"),)), (4, 2), (16, 8)),
     Profile(
         "softcap-two-windowed-statistics-group4",
-        VoteAttentionAttributes(8**-0.5, 0.6, (Statistic("probability", 0.98, 3, 1.2), Statistic("log_ema", 0.95, 4, 1.2)), softcap=20.0),
+        VoteAttentionAttributes(
+            8**-0.5, 0.6, (Statistic("probability", 0.98, 3, 1.2), Statistic("log_ema", 0.95, 4, 1.2)), softcap=20.0
+        ),
         (4, 1),
         (8, 12),
     ),
@@ -56,7 +60,8 @@ PROFILES = [
 
 @dataclass(frozen=True)
 class Scenario:
-    """A ragged batch. lanes: (used slots, new tokens) of each sequence. seen: tokens before this call, as a multiple of the capacity.
+    """A ragged batch. lanes: (used slots, new tokens) of each sequence. seen: tokens before this call, as a multiple of
+    the capacity.
     peak: the largest magnitude of a logit."""
 
     name: str
@@ -122,7 +127,8 @@ def _scores(rng: np.random.Generator, statistic: Statistic, shape: tuple[int, ..
 
 
 def _positions(rng: np.random.Generator, before: int, count: int) -> np.ndarray:
-    """Distinct positions, half of them among the latest; some are out of reach of a sliding window. Rubbish below `count`."""
+    """Distinct positions, half of them among the latest; some are out of reach of a sliding window. Rubbish below
+    `count`."""
     low = max(before - 3 * count, 0)
     pool = np.arange(low, max(before, count))
     return rng.permutation(rng.choice(pool, size=count, replace=False))
@@ -164,26 +170,43 @@ MERGE_PROFILES = [
     MergeProfile("keepkv-key-evict", "keepkv", {"zip": "key", "order": "evict-first"}),
     MergeProfile("keepkv-vote-evict", "keepkv", {"zip": "vote", "order": "evict-first"}),
     MergeProfile("keepkv-key-merge-first", "keepkv", {"zip": "key", "order": "merge-first"}),
-    MergeProfile("keepkv-mean-merge-first", "keepkv", {"zip": "mean", "order": "merge-first", "threshold": 0.6, "pool": 1}),
-    MergeProfile("keepkv-vote-merge-first-half", "keepkv", {"zip": "vote", "order": "merge-first"}, sizes=(8, 16), dtype="float16"),
+    MergeProfile(
+        "keepkv-mean-merge-first", "keepkv", {"zip": "mean", "order": "merge-first", "threshold": 0.6, "pool": 1}
+    ),
+    MergeProfile(
+        "keepkv-vote-merge-first-half",
+        "keepkv",
+        {"zip": "vote", "order": "merge-first"},
+        sizes=(8, 16),
+        dtype="float16",
+    ),
     MergeProfile("keepkv-on-snapkv", "keepkv", {"selector": "snapkv", "zip": "vote"}),
     MergeProfile("ballot", "ballot", {"zip": "vote"}, sizes=(8, 12), sliding_window=30),
     MergeProfile("ballot-least-attended", "ballot", {"order": "least-attended", "votes_max": 1e30}),
     MergeProfile("ballot-small-pool", "ballot", {"pool": 2, "attention": 0.0, "votes_max": 1e30}, sizes=(12, 8)),
-    MergeProfile("ballot-count-on-h2o-half", "ballot", {"zip": "count", "selector": "h2o", "votes_max": 1e30}, dtype="float16"),
+    MergeProfile(
+        "ballot-count-on-h2o-half", "ballot", {"zip": "count", "selector": "h2o", "votes_max": 1e30}, dtype="float16"
+    ),
     MergeProfile("ballot-bounded", "ballot", {"votes_max": 2.5}),
     MergeProfile("zeromerge", "zeromerge", {"residual": 0.5}, sizes=(8, 12)),
     MergeProfile("kvslimmer-partly-turned", "kvslimmer", {"tau": 0.3}, sizes=(8, 12), rotary=PARTLY),
     MergeProfile("kvmerger", "kvmerger", {"heavy": 0.2, "threshold": 0.6}, sizes=(8, 12)),
     MergeProfile(
-        "kvmerger-set-size-on-snapkv-half", "kvmerger", {"value_scale": "set_size", "sigma": 5.0, "selector": "snapkv"}, dtype="float16"
+        "kvmerger-set-size-on-snapkv-half",
+        "kvmerger",
+        {"value_scale": "set_size", "sigma": 5.0, "selector": "snapkv"},
+        dtype="float16",
     ),
     MergeProfile("cam", "cam", {"receivers": 3}, sizes=(8, 12)),
     MergeProfile("d2o", "d2o", {"selector": "h2o"}, sizes=(8, 12)),
-    MergeProfile("asymkv-interleaved-shared", "asymkv", {"share_pairs": True, "selector": "pyramidinfer"}, rotary=INTERLEAVED),
+    MergeProfile(
+        "asymkv-interleaved-shared", "asymkv", {"share_pairs": True, "selector": "pyramidinfer"}, rotary=INTERLEAVED
+    ),
 ]
 # A method that no profile names is held to the contract with its defaults.
-MERGE_PROFILES += [MergeProfile(name, name) for name in all_methods() if name not in {profile.method for profile in MERGE_PROFILES}]
+MERGE_PROFILES += [
+    MergeProfile(name, name) for name in all_methods() if name not in {profile.method for profile in MERGE_PROFILES}
+]
 
 
 @dataclass(frozen=True)
@@ -228,15 +251,25 @@ def merge_cache_state(profile: MergeProfile, scenario: MergeScenario) -> Arrays:
             used, now = scenario.used[b][h], max(int(scenario.seen * capacity), capacity) - 1
             position = np.sort(rng.choice(np.arange(SINKS, now), size=max(capacity - SINKS - 1, 0), replace=False))
             position = np.concatenate([np.arange(SINKS), position, [now]])
-            order = np.concatenate([rng.permutation(np.r_[: used - 1, capacity - 1]), np.arange(used - 1, capacity - 1)]) if used else ...
+            order = (
+                np.concatenate([rng.permutation(np.r_[: used - 1, capacity - 1]), np.arange(used - 1, capacity - 1)])
+                if used
+                else ...
+            )
             state["position"][b, h] = position[order]
-            state["votes"][b, h, :used] = np.where(rng.random(used) < 0.5, rng.integers(1, 4, used), np.exp(rng.normal(size=used)))
-            logit = rng.permutation(np.linspace(-scenario.peak, scenario.peak, capacity)) + rng.uniform(0.0, 0.1 * scenario.peak / capacity)
+            state["votes"][b, h, :used] = np.where(
+                rng.random(used) < 0.5, rng.integers(1, 4, used), np.exp(rng.normal(size=used))
+            )
+            logit = rng.permutation(np.linspace(-scenario.peak, scenario.peak, capacity)) + rng.uniform(
+                0.0, 0.1 * scenario.peak / capacity
+            )
             n = now - state["position"][b, h] + 1
             for k, statistic in enumerate(profile.statistics):
                 log_ema = statistic.kind == "log_ema"
                 shuffled = logit if k == 0 else rng.permutation(logit)
-                corrected = shuffled + np.log1p(-(statistic.decay**n)) if log_ema else rng.permutation(np.exp(logit / 4))
+                corrected = (
+                    shuffled + np.log1p(-(statistic.decay**n)) if log_ema else rng.permutation(np.exp(logit / 4))
+                )
                 state["score"][b, h, k] = corrected
             state["key"][b, h] = _bundles(rng, capacity, profile)
     return state
@@ -246,7 +279,9 @@ def _bundles(rng: np.random.Generator, count: int, profile: MergeProfile) -> np.
     threshold = float(profile.parameters.get("threshold", 0.8))
     while True:
         centre = rng.normal(size=(3, profile.sizes[0]))
-        key = (centre[rng.integers(0, 3, count)] + 0.45 * rng.normal(size=(count, profile.sizes[0]))).astype(profile.dtype)
+        key = (centre[rng.integers(0, 3, count)] + 0.45 * rng.normal(size=(count, profile.sizes[0]))).astype(
+            profile.dtype
+        )
         unit = key.astype(np.float64)
         unit /= np.linalg.norm(unit, axis=-1, keepdims=True)
         if np.abs(unit @ unit.T - threshold).min() > 1e-5:

@@ -18,12 +18,16 @@ def state_of(outputs: Arrays) -> Arrays:
 
 
 def by_position(state: Arrays, b: int, h: int) -> Arrays:
-    """The used slots of one head in order of position; score is [K, slots]. Fails unless the used slots are a prefix."""
+    """The used slots of one head in order of position; score is [K, slots]. Fails unless the used slots are a
+    prefix."""
     used = int((state["votes"][b, h] > 0).sum())
     assert (state["votes"][b, h, :used] > 0).all(), "used slots are no prefix"
     assert (state["votes"][b, h, used:] == 0).all()
     order = np.argsort(state["position"][b, h, :used])
-    return {name: state[name][b, h][..., order, :] if name in ("key", "value") else state[name][b, h][..., order] for name in STATE}
+    return {
+        name: state[name][b, h][..., order, :] if name in ("key", "value") else state[name][b, h][..., order]
+        for name in STATE
+    }
 
 
 def assert_finite(outputs: Arrays) -> None:
@@ -41,15 +45,21 @@ def assert_near(actual: np.ndarray, expected: np.ndarray, tolerance: float, what
 
 
 def assert_near_each(actual: np.ndarray, expected: np.ndarray, tolerance: float, what: str) -> None:
-    """|actual - expected| <= tolerance * |expected|, element by element: for positive quantities, which sum without cancelling."""
+    """|actual - expected| <= tolerance * |expected|, element by element: for positive quantities, which sum without
+    cancelling."""
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
     error = np.abs(actual.astype(np.float64) - expected)
     worst = error - tolerance * np.abs(expected) - 1e-30
-    assert (worst <= 0).all(), f"{what}: {actual.ravel()[worst.argmax()]:.8g} where {expected.ravel()[worst.argmax()]:.8g} is right"
+    assert (worst <= 0).all(), (
+        f"{what}: {actual.ravel()[worst.argmax()]:.8g} where {expected.ravel()[worst.argmax()]:.8g} is right"
+    )
 
 
-def assert_scores(actual: np.ndarray, expected: np.ndarray, statistics: tuple[Statistic, ...], tolerance: float, what: str) -> None:
-    """[K, slots] each: sums of probabilities within `tolerance` of themselves, logarithms within `tolerance` of their magnitude."""
+def assert_scores(
+    actual: np.ndarray, expected: np.ndarray, statistics: tuple[Statistic, ...], tolerance: float, what: str
+) -> None:
+    """[K, slots] each: sums of probabilities within `tolerance` of themselves, logarithms within `tolerance` of their
+    magnitude."""
     for k, statistic in enumerate(statistics):
         if statistic.kind == "probability":
             assert_near_each(actual[k], expected[k], tolerance, f"{what} {k}")

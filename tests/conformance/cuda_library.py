@@ -1,6 +1,8 @@
-"""The CUDA kernels through their C ABI (plugins/cuda/kvexport_cuda.h), as two backends: on a GPU, and compiled for the host.
+"""The CUDA kernels through their C ABI (plugins/cuda/kvexport_cuda.h), as two backends: on a GPU, and compiled for the
+host.
 
-Needs numpy alone; on a GPU PyTorch holds the memory. The libraries are what ``python plugins/cuda/build_cuda.py`` makes.
+Needs numpy alone; on a GPU PyTorch holds the memory. The libraries are what ``python plugins/cuda/build_cuda.py``
+makes.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.paths import ROOT
+
 Arrays = dict[str, np.ndarray]
 STATE = ("key", "value", "votes", "score", "position")
-ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCES, FOLDER = ROOT / "plugins" / "cuda", ROOT / "build-cache" / "cuda"
 HOST, DEVICE = FOLDER / "libkvexport_cuda_host.so", FOLDER / "libkvexport_cuda.so"
 COUNTER_BYTES = 1 << 18
@@ -34,20 +37,33 @@ class State(ctypes.Structure):
 
 
 class Statistic(ctypes.Structure):
-    _fields_ = [("kind", ctypes.c_int), ("decay", ctypes.c_float), ("window", ctypes.c_int), ("recency_weight", ctypes.c_float)]
+    _fields_ = [
+        ("kind", ctypes.c_int),
+        ("decay", ctypes.c_float),
+        ("window", ctypes.c_int),
+        ("recency_weight", ctypes.c_float),
+    ]
 
 
 def _fields(text: str) -> list[tuple[str, Any]]:
     """ "int: a b; float: c" as a structure's fields."""
-    types = {"int": ctypes.c_int, "float": ctypes.c_float, "pointer": ctypes.c_void_p, "state": State, "statistics": Statistic * 8}
+    types = {
+        "int": ctypes.c_int,
+        "float": ctypes.c_float,
+        "pointer": ctypes.c_void_p,
+        "state": State,
+        "statistics": Statistic * 8,
+    }
     groups = (part.split(":") for part in text.split(";"))
     return [(name, types[kind.strip()]) for kind, names in groups for name in names.split()]
 
 
 class VoteAttention(ctypes.Structure):
     _fields_ = _fields(
-        "int: type batch query_heads heads tokens capacity key_size value_size statistics; float: scale vote_exponent softcap;"
-        "int: sliding_window; statistics: statistic; pointer: query key value position query_length sink_logits; state: past present;"
+        "int: type batch query_heads heads tokens capacity key_size value_size statistics; float: scale "
+        "vote_exponent softcap;"
+        "int: sliding_window; statistics: statistic; pointer: query key value position query_length sink_logits; "
+        "state: past present;"
         "pointer: output"
     )
 
@@ -56,7 +72,8 @@ class MergePolicy(ctypes.Structure):
     _fields_ = _fields(
         "int: compresses importance; float: decay; int: pooled merge_first pool by_error; float: attention;"
         "int: voted_last merging measure; float: threshold;"
-        "int: recent_receives zip; float: key_factor_max votes_max weigh_decay residual; int: mean_adds weigh; float: tau;"
+        "int: recent_receives zip; float: key_factor_max votes_max weigh_decay residual; int: mean_adds weigh; "
+        "float: tau;"
         "int: rotary_planes rotary_interleaved; pointer: inverse_frequencies; statistics: statistic"
     )
 
@@ -194,13 +211,17 @@ class Caller:
             setattr(call, name, self.memory.address(held[name]) if name in held else None)
         call.past, call.present, call.output = self.state(past), self.state(present), self.memory.address(output)
         self._run("vote_attention", call)
-        return {"output": self.memory.get(output)} | {f"present_{name}": self.memory.get(present[name]) for name in STATE}
+        return {"output": self.memory.get(output)} | {
+            f"present_{name}": self.memory.get(present[name]) for name in STATE
+        }
 
     def merge_cache(self, state: Arrays, attributes: Any, *, in_place: bool = True) -> Arrays:
         put = self.memory.put
         past = {name: put(x) for name, x in state.items()}
         present = past if in_place else {name: put(np.full_like(state[name], 77)) for name in STATE}
-        call = merge_cache_call(attributes, state["key"].dtype.name, state["key"].shape, state["value"].shape[3], state["score"].shape[2])
+        call = merge_cache_call(
+            attributes, state["key"].dtype.name, state["key"].shape, state["value"].shape[3], state["score"].shape[2]
+        )
         frequencies = put(np.array(attributes.rotary.inverse_frequencies or (0.0,), np.float32))
         call.policy.inverse_frequencies = self.memory.address(frequencies)
         call.past, call.present = self.state(past), self.state(present)
@@ -208,9 +229,13 @@ class Caller:
         return {f"present_{name}": self.memory.get(present[name]) for name in STATE}
 
 
-def vote_attention_call(attributes: Any, dtype: str, query: tuple[int, ...], key: tuple[int, ...], value_size: int) -> VoteAttention:
+def vote_attention_call(
+    attributes: Any, dtype: str, query: tuple[int, ...], key: tuple[int, ...], value_size: int
+) -> VoteAttention:
     """A call without its pointers. query [B, Hq, T, D]; key [B, H, C, D]."""
-    call = VoteAttention(TYPES[dtype], query[0], query[1], key[1], query[2], key[2], key[3], value_size, len(attributes.statistics))
+    call = VoteAttention(
+        TYPES[dtype], query[0], query[1], key[1], query[2], key[2], key[3], value_size, len(attributes.statistics)
+    )
     call.scale, call.vote_exponent, call.softcap = attributes.scale, attributes.vote_exponent, attributes.softcap
     call.sliding_window = attributes.sliding_window
     for k, s in enumerate(attributes.statistics):

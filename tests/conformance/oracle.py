@@ -1,8 +1,9 @@
-"""The two operators once more, in float64 numpy with plain loops, written from docs/contract.md and the methods' definitions alone.
+"""The two operators once more, in float64 numpy with plain loops, written from docs/contract.md and the methods'
+definitions alone.
 
-It shares no code with `kvexport.ops` or the methods' rules: of `kvexport` it reads the attributes only. Scores are kept as ln S where
-the contract says so, but every sum is taken in the linear domain, which float64 holds for logits beyond +-200. What leaves and where
-it goes is in `oracle_rules`, a method each.
+It shares no code with `kvexport.ops` or the methods' rules: of `kvexport` it reads the attributes only. Scores are kept
+as ln S where the contract says so, but every sum is taken in the linear domain, which float64 holds for logits beyond
++-200. What leaves and where it goes is in `oracle_rules`, a method each.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from oracle_rules import RULES, Head, Slot
 
 from kvexport.methods.base import Statistic
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes
+from tests.conformance.oracle_rules import RULES, Head, Slot
 
 Arrays = dict[str, np.ndarray]
 
@@ -54,7 +55,14 @@ def vote_attention(inputs: Arrays, attributes: VoteAttentionAttributes) -> Array
 
 
 def _attend(
-    query: np.ndarray, present: Arrays, b: int, h: int, used: int, now: int, sink: float | None, attributes: VoteAttentionAttributes
+    query: np.ndarray,
+    present: Arrays,
+    b: int,
+    h: int,
+    used: int,
+    now: int,
+    sink: float | None,
+    attributes: VoteAttentionAttributes,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """One query of one head: raw logits (nan where a slot is not visible), probabilities, output."""
     logits = np.full(used, np.nan)

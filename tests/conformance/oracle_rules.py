@@ -1,6 +1,8 @@
-"""Every method's rule in float64 over plain lists of slots: which slots leave, in which order, and what becomes of them.
+"""Every method's rule in float64 over plain lists of slots: which slots leave, in which order, and what becomes of
+them.
 
-Written from the methods' definitions (docs/methods.md and their papers), not from `kvexport.methods`: parameters are all that is read.
+Written from the methods' definitions (docs/methods.md and their papers), not from `kvexport.methods`: parameters are
+all that is read.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from oracle_vectors import cosine, mean, turned
+
+from tests.conformance.oracle_vectors import cosine, mean, turned
 
 
 @dataclass
@@ -74,7 +77,8 @@ class SnapKV(Rule):
 
 
 class Joint(Rule):
-    """Everything that leaves for one target merges with it at once. `target` says where a slot goes, `weights` how members count."""
+    """Everything that leaves for one target merges with it at once. `target` says where a slot goes, `weights` how
+    members count."""
 
     def target(self, head: Head, slot: Slot, targets: list[Slot]) -> Slot | None:
         raise NotImplementedError
@@ -96,7 +100,9 @@ class Joint(Rule):
             if statistic.kind == "probability":
                 rows.append(sum(m.score[k] for m in members))
             elif statistic.kind == "log_ema":
-                rows.append(math.log(sum(m.votes * math.exp(m.score[k]) for m in members) / sum(m.votes for m in members)))
+                rows.append(
+                    math.log(sum(m.votes * math.exp(m.score[k]) for m in members) / sum(m.votes for m in members))
+                )
             else:
                 rows.append(members[0].score[k])
         return np.asarray(rows)
@@ -120,14 +126,20 @@ class Joint(Rule):
             if joined:
                 members = [target, *joined]
                 w = self.weights(head, members)
-                new = (self.key(head, members, w), self.value(head, members, w), self.votes(head, members, w), self.score(head, members))
+                new = (
+                    self.key(head, members, w),
+                    self.value(head, members, w),
+                    self.votes(head, members, w),
+                    self.score(head, members),
+                )
                 merged.append((target, *new, max(m.position for m in members)))
         for target, key, value, votes, score, position in merged:
             target.key, target.value, target.votes, target.score, target.position = key, value, votes, score, position
 
 
 class KeepKV(Joint):
-    """merge-first: of the `pool` times `count` lowest scores, those with a neighbour of higher score above the threshold come first."""
+    """merge-first: of the `pool` times `count` lowest scores, those with a neighbour of higher score above the
+    threshold come first."""
 
     def importance(self, head: Head, slot: Slot) -> float:
         return self.corrected(head, slot, 0)
@@ -143,10 +155,14 @@ class KeepKV(Joint):
 
         def mergeable(slot: Slot) -> bool:
             mine = self.selecting(head, slot)
-            return any(self.selecting(head, o) > mine and cosine(slot.key, o.key) > head.method.threshold for o in head.free)
+            return any(
+                self.selecting(head, o) > mine and cosine(slot.key, o.key) > head.method.threshold for o in head.free
+            )
 
         first = [place < head.method.pool * head.count and mergeable(slot) for place, slot in enumerate(by_score)]
-        return [s for s, m in zip(by_score, first, strict=True) if m] + [s for s, m in zip(by_score, first, strict=True) if not m]
+        return [s for s, m in zip(by_score, first, strict=True) if m] + [
+            s for s, m in zip(by_score, first, strict=True) if not m
+        ]
 
     def target(self, head: Head, slot: Slot, targets: list[Slot]) -> Slot | None:
         best = highest(targets, lambda target: cosine(slot.key, target.key))
@@ -196,7 +212,9 @@ class Ballot(KeepKV):
         if head.method.order == "least-attended":
             return by_importance
         joins = [s for s in by_importance[: head.method.pool * head.count] if self.error(head, s) < math.inf]
-        return sorted(joins, key=lambda s: (self.error(head, s), s.position)) + [s for s in by_importance if not any(s is j for j in joins)]
+        return sorted(joins, key=lambda s: (self.error(head, s), s.position)) + [
+            s for s in by_importance if not any(s is j for j in joins)
+        ]
 
     def error(self, head: Head, slot: Slot) -> float:
         mine = self.selecting(head, slot)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from backends import BACKENDS, Backend, chosen, reached
-from cases import MERGE_PROFILES
+
+from tests.conformance.backends import BACKENDS, Backend, chosen, reached
+from tests.conformance.cases import MERGE_PROFILES
 
 
-def test_every_backend_asked_for_is_known_and_the_unreached_are_named(record_property: Callable[[str, object], None]) -> None:
+def test_every_backend_asked_for_is_known_and_the_unreached_are_named(
+    record_property: Callable[[str, object], None],
+) -> None:
     known = {backend.name: backend for backend in BACKENDS}
     assert len(known) == len(BACKENDS), "two backends of one name"
     unknown = [name for name in chosen() if name not in known]
@@ -36,7 +39,8 @@ def test_the_reference_backends_are_always_reached() -> None:
     assert {b.name for b in reached()} >= always & set(chosen())
 
 
-# What no native kernel has, and why; its graphs run from their functions. A method that is added stands here, or has a kernel.
+# What no native kernel has, and why; its graphs run from their functions. A method that is added stands here, or has a
+# kernel.
 WITHOUT_NATIVE_KERNEL = {
     "kvmerger": "the method kvmerger has no native kernel",
     "cam": "the method cam has no native kernel",
@@ -46,7 +50,9 @@ WITHOUT_NATIVE_KERNEL = {
 }
 
 
-@pytest.mark.parametrize("backend", [b for b in reached() if b.name.startswith("native")], ids=lambda backend: backend.name)
+@pytest.mark.parametrize(
+    "backend", [b for b in reached() if b.name.startswith("native")], ids=lambda backend: backend.name
+)
 def test_what_a_native_backend_lacks_is_known(backend: Backend) -> None:
     lacking = {profile.method: backend.lacks(profile.attributes(1)) for profile in MERGE_PROFILES}
     assert {method: why for method, why in lacking.items() if why} == WITHOUT_NATIVE_KERNEL

@@ -1,7 +1,8 @@
-"""The CUDA kernels' own source, run on the host: every phase over all threads, every block of the grid (plugins/cuda/block.h).
+"""The CUDA kernels' own source, run on the host: every phase over all threads, every block of the grid
+(plugins/cuda/block.h).
 
-Beside the conformance suite: caches of many blocks and splits, all head and group sizes, all types, and what the host can show of the
-execution itself. Nothing here ran on a GPU.
+Beside the conformance suite: caches of many blocks and splits, all head and group sizes, all types, and what the host
+can show of the execution itself. Nothing here ran on a GPU.
 """
 
 from __future__ import annotations
@@ -16,9 +17,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import single_precision
-from comparison import assert_same_cache, state_of
-from cuda_library import (
+
+from kvexport.methods import all_methods
+from kvexport.methods.base import Rotary, Statistic
+from kvexport.ops.merge_cache import MergeCacheAttributes
+from kvexport.ops.vote_attention import VoteAttentionAttributes
+from tests.conformance.cases import single_precision
+from tests.conformance.comparison import assert_same_cache, state_of
+from tests.conformance.cuda_library import (
     COUNTER_BYTES,
     ROOT,
     STATE,
@@ -32,12 +38,7 @@ from cuda_library import (
     merge_cache_call,
     vote_attention_call,
 )
-from oracle import merge_cache, vote_attention
-
-from kvexport.methods import all_methods
-from kvexport.methods.base import Rotary, Statistic
-from kvexport.ops.merge_cache import MergeCacheAttributes
-from kvexport.ops.vote_attention import VoteAttentionAttributes
+from tests.conformance.oracle import merge_cache, vote_attention
 
 Arrays = dict[str, np.ndarray]
 OTHER_LIBRARY = "KVEXPORT_CUDA_HOST"
@@ -56,7 +57,9 @@ def caller() -> Caller:
     return Caller(library, HostMemory())
 
 
-def set_host(library: ctypes.CDLL, order: int = 0, late: int = 0, multiprocessors: int = 4, shared_limit: int = 101376) -> None:
+def set_host(
+    library: ctypes.CDLL, order: int = 0, late: int = 0, multiprocessors: int = 4, shared_limit: int = 101376
+) -> None:
     library.kv_host_set.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_size_t]
     library.kv_host_set(order, late, multiprocessors, shared_limit)
 
@@ -71,8 +74,8 @@ def inputs_of(
     dtype: str = "float32",
     peak: float = 0.0,
 ) -> Arrays:
-    """A ragged batch whose slots lie in order of position, as appends and merges leave them; rubbish in empty ones. peak: the largest
-    magnitude of a query times a key, if it matters."""
+    """A ragged batch whose slots lie in order of position, as appends and merges leave them; rubbish in empty ones.
+    peak: the largest magnitude of a query times a key, if it matters."""
     rng = np.random.default_rng(7)
     batch, (query_heads, kv_heads), (key_size, value_size) = len(used), heads, sizes
     slots = (batch, kv_heads, capacity)
@@ -89,7 +92,10 @@ def inputs_of(
     x = {name: bfloat16(a) if dtype == "bfloat16" else a.astype(dtype) for name, a in x.items()}
     votes = np.exp(rng.normal(size=slots)).astype(np.float32)
     votes *= np.arange(capacity) < np.array(used)[:, None, None]
-    x |= {"past_votes": votes, "past_score": rng.gamma(1.0, size=(batch, kv_heads, statistics, capacity)).astype(np.float32)}
+    x |= {
+        "past_votes": votes,
+        "past_score": rng.gamma(1.0, size=(batch, kv_heads, statistics, capacity)).astype(np.float32),
+    }
     x["past_position"] = np.broadcast_to(np.arange(capacity, dtype=np.int32) * 2, slots).copy()
     x["position"] = 2 * np.array(used)[:, None] + np.arange(tokens)
     x["query_length"] = np.array([[max(min(tokens, capacity - u) - (i == 1), 0)] for i, u in enumerate(used)])
@@ -102,7 +108,9 @@ def hold_to_oracle(
     exact = {name: float32_of(x) if x.dtype == np.uint16 else x for name, x in inputs.items()}
     expected, actual = vote_attention(exact, attributes), caller.vote_attention(inputs, attributes)
     output = float32_of(actual["output"]) if actual["output"].dtype == np.uint16 else actual["output"]
-    np.testing.assert_allclose(output, expected["output"], rtol=0, atol=tolerance * max(1, np.abs(expected["output"]).max()))
+    np.testing.assert_allclose(
+        output, expected["output"], rtol=0, atol=tolerance * max(1, np.abs(expected["output"]).max())
+    )
     held = (np.asarray(expected["present_votes"]) > 0)[:, :, None]
     score = np.where(held, expected["present_score"], actual["present_score"])
     np.testing.assert_allclose(actual["present_score"], score, rtol=single, atol=single)
@@ -115,19 +123,23 @@ def hold_to_oracle(
 def test_decode_over_many_splits_for_every_group(caller: Caller, group: int) -> None:
     set_host(caller.library, multiprocessors=9)
     inputs = inputs_of((2 * group, 2), (16, 24), 900, 1, [899, 0, 511], 2)
-    call = vote_attention_call(VoteAttentionAttributes(0.3, 1.0, BOTH), "float32", (3, 2 * group, 1, 16), (3, 2, 900, 16), 24)
+    call = vote_attention_call(
+        VoteAttentionAttributes(0.3, 1.0, BOTH), "float32", (3, 2 * group, 1, 16), (3, 2, 900, 16), 24
+    )
     assert call.capacity // 128 > 1, "a cache of one split shows nothing"
     hold_to_oracle(caller, inputs, VoteAttentionAttributes(0.3, 1.0, BOTH))
 
 
-# Of 419 slots, three splits: full but for one and without room, empty with a token and without, one block, one block and the token in a
-# split of its own, a split and one less.
+# Of 419 slots, three splits: full but for one and without room, empty with a token and without, one block, one block
+# and the token in a split of its own, a split and one less.
 EDGES = [419, 0, 0, 420, 31, 32, 127, 128, 95]
 
 
 @pytest.mark.parametrize("group", range(1, 17))
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 2e-3), ("bfloat16", 1e-2)])
-def test_decode_of_16_bits_at_every_edge_of_a_split_for_every_group(caller: Caller, group: int, dtype: str, tolerance: float) -> None:
+def test_decode_of_16_bits_at_every_edge_of_a_split_for_every_group(
+    caller: Caller, group: int, dtype: str, tolerance: float
+) -> None:
     set_host(caller.library, multiprocessors=18)
     inputs = inputs_of((group, 1), (24, 16), 420, 1, [*EDGES[group % 4 :: 4], 419, 0, 32], 2, dtype)
     inputs["sink_logits"] = np.linspace(-1, 2, group).astype(np.float32)
@@ -136,8 +148,12 @@ def test_decode_of_16_bits_at_every_edge_of_a_split_for_every_group(caller: Call
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float16", 2e-3)])
-@pytest.mark.parametrize(("batch", "used", "heads"), [(1, 16384, 1), (256, 0, 2)], ids=["as-many-splits-as-there-are", "batch-of-256"])
-def test_decode_of_the_largest_caches_and_batches(caller: Caller, dtype: str, tolerance: float, batch: int, used: int, heads: int) -> None:
+@pytest.mark.parametrize(
+    ("batch", "used", "heads"), [(1, 16384, 1), (256, 0, 2)], ids=["as-many-splits-as-there-are", "batch-of-256"]
+)
+def test_decode_of_the_largest_caches_and_batches(
+    caller: Caller, dtype: str, tolerance: float, batch: int, used: int, heads: int
+) -> None:
     set_host(caller.library, multiprocessors=150)
     lanes = [used or i % 40 for i in range(batch)]
     inputs = inputs_of((2 * heads, heads), (16, 16), max(lanes) + 1, 1, lanes, 2, dtype)
@@ -174,8 +190,8 @@ def test_window_softcap_and_sinks(caller: Caller, tokens: int, statistics: tuple
 @pytest.mark.parametrize("tokens", [1, 45])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_no_bit_depends_on_the_order_of_threads_blocks_and_copies(caller: Caller, tokens: int, dtype: str) -> None:
-    """A thread that reads what another writes in the same phase, a block that reads another's unfinished work, or a stage that is read
-    before its copies arrive or overwritten while it is in use, would show."""
+    """A thread that reads what another writes in the same phase, a block that reads another's unfinished work, or a
+    stage that is read before its copies arrive or overwritten while it is in use, would show."""
     inputs = inputs_of((8, 2), (64, 32), 600, tokens, [555, 130, 300], 2, dtype)
     attributes = VoteAttentionAttributes(0.1, 1.0, BOTH, sliding_window=400)
     results = []
@@ -213,8 +229,15 @@ def test_in_place_and_apart_give_the_same_bits(caller: Caller, tokens: int) -> N
 
 def test_the_largest_rows_and_groups_fit_the_smallest_device(caller: Caller) -> None:
     set_host(caller.library, shared_limit=101376)
-    hold_to_oracle(caller, inputs_of((16, 1), (256, 256), 200, 1, [150], 1), VoteAttentionAttributes(0.05, 1.0, BOTH[1:]))
-    hold_to_oracle(caller, inputs_of((16, 1), (256, 256), 200, 1, [150], 1, "float16"), VoteAttentionAttributes(0.05, 1.0, BOTH[1:]), 2e-3)
+    hold_to_oracle(
+        caller, inputs_of((16, 1), (256, 256), 200, 1, [150], 1), VoteAttentionAttributes(0.05, 1.0, BOTH[1:])
+    )
+    hold_to_oracle(
+        caller,
+        inputs_of((16, 1), (256, 256), 200, 1, [150], 1, "float16"),
+        VoteAttentionAttributes(0.05, 1.0, BOTH[1:]),
+        2e-3,
+    )
     hold_to_oracle(caller, inputs_of((16, 1), (256, 256), 60, 9, [30], 1), VoteAttentionAttributes(0.05, 1.0, BOTH[1:]))
 
 
@@ -237,14 +260,19 @@ every_method = pytest.mark.parametrize(
 )
 
 
-def merge_case(method: str, parameters: dict[str, Any], *, in_order: bool = True, dtype: str = "float32") -> tuple[Arrays, Any]:
+def merge_case(
+    method: str, parameters: dict[str, Any], *, in_order: bool = True, dtype: str = "float32"
+) -> tuple[Arrays, Any]:
     """Caches of hundreds of slots, of which a tenth has to leave."""
     rng = np.random.default_rng(3)
     made = all_methods()[method](**parameters)
     capacity, batch, heads, size, statistics = 420, 3, 2, 32, len(made.statistics)
     slots = (batch, heads, capacity)
     centre = rng.normal(size=(8, size))
-    x: Arrays = {"key": centre[rng.integers(0, 8, slots)] + 0.4 * rng.normal(size=(*slots, size)), "value": rng.normal(size=(*slots, size))}
+    x: Arrays = {
+        "key": centre[rng.integers(0, 8, slots)] + 0.4 * rng.normal(size=(*slots, size)),
+        "value": rng.normal(size=(*slots, size)),
+    }
     x = {name: bfloat16(a) if dtype == "bfloat16" else a.astype(dtype) for name, a in x.items()}
     x["votes"] = np.where(rng.random(slots) < 0.7, 1.0, rng.integers(2, 5, slots)).astype(np.float32)
     x["votes"] *= np.arange(capacity) < np.array([420, 397, 200])[:, None, None]
@@ -265,16 +293,22 @@ def merge_case(method: str, parameters: dict[str, Any], *, in_order: bool = True
 
 @every_method
 @pytest.mark.parametrize("in_order", [True, False], ids=["in-order", "any-order"])
-def test_merges_of_hundreds_of_slots_equal_the_meaning(caller: Caller, method: str, parameters: dict[str, Any], in_order: bool) -> None:
+def test_merges_of_hundreds_of_slots_equal_the_meaning(
+    caller: Caller, method: str, parameters: dict[str, Any], in_order: bool
+) -> None:
     state, attributes = merge_case(method, parameters, in_order=in_order)
     actual = state_of(caller.merge_cache(state, attributes))
-    assert_same_cache(actual, state_of(merge_cache(state, attributes)), attributes.method.statistics, single=1e-5, stored=1e-5)
+    assert_same_cache(
+        actual, state_of(merge_cache(state, attributes)), attributes.method.statistics, single=1e-5, stored=1e-5
+    )
     for b in range(3):
         used = int((actual["votes"][b, 0] > 0).sum())
         assert (np.diff(actual["position"][b, :, :used]) > 0).all(), "not in order of position"
 
 
-@pytest.mark.parametrize(("method", "parameters"), [("h2o", {}), ("zeromerge", {}), ("asymkv", {})], ids=["h2o", "zeromerge", "asymkv"])
+@pytest.mark.parametrize(
+    ("method", "parameters"), [("h2o", {}), ("zeromerge", {}), ("asymkv", {})], ids=["h2o", "zeromerge", "asymkv"]
+)
 @pytest.mark.parametrize("levels", [1, 3])
 def test_of_equals_the_earliest_leave(caller: Caller, method: str, parameters: dict[str, Any], levels: int) -> None:
     state, attributes = merge_case(method, parameters)
@@ -299,7 +333,9 @@ def test_no_bit_of_a_merge_depends_on_the_order_of_threads_and_blocks(
 
 
 @every_method
-def test_a_merge_apart_equals_the_one_in_place_and_ends_in_zeros(caller: Caller, method: str, parameters: dict[str, Any]) -> None:
+def test_a_merge_apart_equals_the_one_in_place_and_ends_in_zeros(
+    caller: Caller, method: str, parameters: dict[str, Any]
+) -> None:
     state, attributes = merge_case(method, parameters)
     inside, apart = (caller.merge_cache(state, attributes, in_place=x) for x in (True, False))
     used = (inside["present_votes"] > 0).sum(-1)
@@ -310,7 +346,9 @@ def test_a_merge_apart_equals_the_one_in_place_and_ends_in_zeros(caller: Caller,
             a, i = apart[f"present_{name}"][b], inside[f"present_{name}"][b]
             rest = a[..., n:] if name == "score" else a[:, n:]
             assert (rest == 0).all(), f"{name}: rows after the budget"
-            assert np.array_equal(a[..., :n] if name == "score" else a[:, :n], i[..., :n] if name == "score" else i[:, :n]), name
+            assert np.array_equal(
+                a[..., :n] if name == "score" else a[:, :n], i[..., :n] if name == "score" else i[:, :n]
+            ), name
 
 
 @pytest.mark.parametrize("method", ["h2o", "ballot"])
@@ -320,7 +358,9 @@ def test_a_budget_of_16384_slots(caller: Caller, method: str) -> None:
     rng, shape = np.random.default_rng(5), (1, 1, capacity)
     state = {name: rng.normal(size=(*shape, 8)).astype(np.float32) for name in ("key", "value")}
     state |= {"votes": np.ones(shape, np.float32), "position": np.arange(capacity, dtype=np.int32).reshape(shape)}
-    state["score"] = np.stack([rng.permutation(capacity) / capacity + 0.5 for _ in made.statistics])[None, None].astype(np.float32)
+    state["score"] = np.stack([rng.permutation(capacity) / capacity + 0.5 for _ in made.statistics])[None, None].astype(
+        np.float32
+    )
     actual = caller.merge_cache(state, MergeCacheAttributes(made, budget, 4, 1000))
     position = actual["present_position"][0, 0, :budget]
     assert (np.diff(position) > 0).all()
@@ -378,16 +418,23 @@ def test_a_workspace_that_is_too_small_is_refused(caller: Caller) -> None:
 
 
 def test_nothing_is_read_or_written_outside_of_any_buffer() -> None:
-    """A sample of the above under the address and undefined-behaviour sanitizers; shared memory ends where the launch says."""
+    """A sample of the above under the address and undefined-behaviour sanitizers; shared memory ends where the launch
+    says."""
     try:
         library = builder().build_host(sanitized=True)
     except builder().Missing as error:
         pytest.skip(f"not reached: {error}")
-    runtimes = [subprocess.check_output(["g++", f"-print-file-name=lib{name}.so"], text=True).strip() for name in ("asan", "ubsan")]
-    environment = {**os.environ, "LD_PRELOAD": " ".join(runtimes), "ASAN_OPTIONS": "detect_leaks=0", OTHER_LIBRARY: str(library)}
-    sample = (
-        "both-33 or largest_rows or any-order-ballot or any-order-kvslimmer or any-order-keepkv or (head_size and (80 or 136)) or stages"
-    )
+    runtimes = [
+        subprocess.check_output(["g++", f"-print-file-name=lib{name}.so"], text=True).strip()
+        for name in ("asan", "ubsan")
+    ]
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": " ".join(runtimes),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        OTHER_LIBRARY: str(library),
+    }
+    sample = "both-33 or largest_rows or any-order-ballot or any-order-kvslimmer or any-order-keepkv or (head_size and (80 or 136)) or stages"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", __file__, "-k", sample]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=ROOT)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

@@ -1,4 +1,5 @@
-"""What every method must do, through both operators: sequences far longer than the budget, and none shorter than it changed."""
+"""What every method must do, through both operators: sequences far longer than the budget, and none shorter than it
+changed."""
 
 from __future__ import annotations
 
@@ -6,13 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from backends import Backend, Torch, reached
-from cases import MERGE_PROFILES, MergeProfile
-from comparison import assert_finite, state_of
-from oracle import vote_attention
 
 from kvexport.methods import all_methods
 from kvexport.ops.vote_attention import VoteAttentionAttributes
+from tests.conformance.backends import Backend, Torch, reached
+from tests.conformance.cases import MERGE_PROFILES, MergeProfile
+from tests.conformance.comparison import assert_finite, state_of
+from tests.conformance.oracle import vote_attention
 
 Arrays = dict[str, np.ndarray]
 every_profile = pytest.mark.parametrize("profile", MERGE_PROFILES, ids=lambda profile: profile.name)
@@ -44,11 +45,15 @@ def empty(profile: MergeProfile, capacity: int) -> Arrays:
     }
 
 
-def new_tokens(profile: MergeProfile, rng: np.random.Generator, seen: int, tokens: int, peak: float, state: Arrays) -> Arrays:
+def new_tokens(
+    profile: MergeProfile, rng: np.random.Generator, seen: int, tokens: int, peak: float, state: Arrays
+) -> Arrays:
     """Keys around few centres, and queries whose logits reach `peak`."""
     key_size, value_size = profile.sizes
     centre = np.random.default_rng(0).normal(size=(4, key_size))
-    key = centre[rng.integers(0, 4, (BATCH, profile.kv_heads, tokens))] + 0.3 * rng.normal(size=(BATCH, profile.kv_heads, tokens, key_size))
+    key = centre[rng.integers(0, 4, (BATCH, profile.kv_heads, tokens))] + 0.3 * rng.normal(
+        size=(BATCH, profile.kv_heads, tokens, key_size)
+    )
     query = rng.normal(size=(BATCH, QUERY_HEADS, tokens, key_size))
     query *= peak / np.abs(query @ key.repeat(QUERY_HEADS // profile.kv_heads, 1).swapaxes(-1, -2)).max()
     inputs = {"query": query, "key": key, "value": rng.normal(size=(BATCH, profile.kv_heads, tokens, value_size))}
@@ -83,7 +88,8 @@ def test_twenty_times_the_budget_stays_finite_and_bounded(backend: Backend, prof
 
 @every_profile
 def test_within_the_budget_attention_is_the_uncompressed_models(profile: MergeProfile) -> None:
-    """Softmax attention over all tokens, by its definition, in chunks and single tokens; the merge after each must change nothing."""
+    """Softmax attention over all tokens, by its definition, in chunks and single tokens; the merge after each must
+    change nothing."""
     if profile.sliding_window:
         profile = replace(profile, sliding_window=0)
     length, rng = 20, np.random.default_rng(12)
@@ -100,7 +106,9 @@ def test_within_the_budget_attention_is_the_uncompressed_models(profile: MergePr
         past = np.arange(key.shape[2]) <= inputs["position"][:, None, :, None]
         mass = np.where(past, np.exp(logits), 0.0)
         expected = mass @ value / mass.sum(-1, keepdims=True)
-        np.testing.assert_allclose(result["output"], expected, rtol=1e-5, atol=2e-3 if profile.dtype == "float16" else 1e-5)
+        np.testing.assert_allclose(
+            result["output"], expected, rtol=1e-5, atol=2e-3 if profile.dtype == "float16" else 1e-5
+        )
         before = state_of(result)
         state, seen = state_of(Torch().merge_cache(before, attributes)), seen + inputs["position"].shape[1]
         for name, x in before.items():
@@ -111,7 +119,9 @@ def test_within_the_budget_attention_is_the_uncompressed_models(profile: MergePr
 @pytest.mark.parametrize("window", [0, 3, 16])
 @pytest.mark.parametrize("recency_weight", [1.0, 1.2])
 @pytest.mark.parametrize("logit", [-150.0, 0.0, 3.0, 150.0])
-def test_a_constant_score_is_returned_unchanged_whatever_counts(window: int, recency_weight: float, logit: float) -> None:
+def test_a_constant_score_is_returned_unchanged_whatever_counts(
+    window: int, recency_weight: float, logit: float
+) -> None:
     """Oracle 9 with a window and a recency weight: the average's correction depends on a slot's age alone."""
     from kvexport.methods.base import Statistic
 

@@ -1,4 +1,5 @@
-"""Every backend's MergeCache against the float64 oracle, the invariants of the contract, and long runs of both operators."""
+"""Every backend's MergeCache against the float64 oracle, the invariants of the contract, and long runs of both
+operators."""
 
 from __future__ import annotations
 
@@ -6,8 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from backends import Backend, Torch, reached
-from cases import (
+
+from kvexport.methods import all_methods
+from kvexport.ops.merge_cache import MergeCacheAttributes
+from tests.conformance.backends import Backend, Torch, reached
+from tests.conformance.cases import (
     MERGE_PROFILES,
     MERGE_SCENARIOS,
     PROFILES,
@@ -19,12 +23,17 @@ from cases import (
     single_precision,
     stored_precision,
 )
-from comparison import STATE, assert_finite, assert_near, assert_same_cache, by_position, permuted, state_of
-from oracle import merge_cache, vote_attention
-from oracle_rules import RULES
-
-from kvexport.methods import all_methods
-from kvexport.ops.merge_cache import MergeCacheAttributes
+from tests.conformance.comparison import (
+    STATE,
+    assert_finite,
+    assert_near,
+    assert_same_cache,
+    by_position,
+    permuted,
+    state_of,
+)
+from tests.conformance.oracle import merge_cache, vote_attention
+from tests.conformance.oracle_rules import RULES
 
 Arrays = dict[str, np.ndarray]
 # A backend stands beside the profiles that it has a kernel for; test_backends.py names those it has none for.
@@ -76,7 +85,9 @@ def test_equals_the_oracle(backend: Backend, profile: MergeProfile, scenario: Me
 
 @every_merge
 @every_scenario
-def test_keeps_the_budget_the_sinks_and_the_recent(backend: Backend, profile: MergeProfile, scenario: MergeScenario) -> None:
+def test_keeps_the_budget_the_sinks_and_the_recent(
+    backend: Backend, profile: MergeProfile, scenario: MergeScenario
+) -> None:
     state = merge_cache_state(profile, scenario)
     attributes = attributes_of(profile, scenario)
     actual = state_of(backend.merge_cache(state, attributes))
@@ -132,8 +143,9 @@ RUNS = [
 @pytest.mark.parametrize("backend", reached(), ids=lambda backend: backend.name)
 @pytest.mark.parametrize(("attention", "merging"), RUNS, ids=lambda name: name)
 def test_a_long_ragged_run_equals_the_oracle_at_every_step(backend: Backend, attention: str, merging: str) -> None:
-    """Five times the budget, in chunks and single tokens, merged when the next call would not fit. The oracle starts every step from
-    the backend's own cache, so that a tie broken by rounding early does not show as a difference later."""
+    """Five times the budget, in chunks and single tokens, merged when the next call would not fit. The oracle starts
+    every step from the backend's own cache, so that a tie broken by rounding early does not show as a difference
+    later."""
     profile = next(p for p in PROFILES if p.name == attention)
     merge_profile = next(p for p in MERGE_PROFILES if p.name == merging)
     merge_profile = replace(merge_profile, kv_heads=profile.heads[1], sizes=profile.sizes, dtype=profile.dtype)
@@ -154,13 +166,23 @@ def test_a_long_ragged_run_equals_the_oracle_at_every_step(backend: Backend, att
         if ((state["votes"] > 0).sum(-1) + length[:, :1]).max() > capacity or rng.random() < 0.2:
             attributes = merge_profile.attributes(budget)
             merged = state_of(backend.merge_cache(state, attributes))
-            assert_same_cache(merged, state_of(merge_cache(state, attributes)), statistics, **tolerances, what=f"after {seen.ravel()}:")
+            assert_same_cache(
+                merged,
+                state_of(merge_cache(state, attributes)),
+                statistics,
+                **tolerances,
+                what=f"after {seen.ravel()}:",
+            )
             state = merged
         key = centre[rng.integers(0, 4, (batch, heads, t))] + 0.4 * rng.normal(size=(batch, heads, t, key_size))
         inputs: Arrays = {"query": rng.normal(size=(batch, query_heads, t, key_size)), "key": key}
         inputs["value"] = rng.normal(size=(batch, heads, t, value_size))
         inputs = {name: x.astype(profile.dtype) for name, x in inputs.items()}
-        inputs |= {"position": seen + np.arange(t), "query_length": length, **{f"past_{name}": x for name, x in state.items()}}
+        inputs |= {
+            "position": seen + np.arange(t),
+            "query_length": length,
+            **{f"past_{name}": x for name, x in state.items()},
+        }
         actual = backend.vote_attention(inputs, profile.attributes)
         expected = vote_attention(inputs, profile.attributes)
         assert_finite(actual)

@@ -1,4 +1,5 @@
-"""The tensor cores' stand-in on the host (plugins/cuda/mma.h): the rest of the kernels' proof rests on its layout being PTX's own."""
+"""The tensor cores' stand-in on the host (plugins/cuda/mma.h): the rest of the kernels' proof rests on its layout being
+PTX's own."""
 
 from __future__ import annotations
 
@@ -8,10 +9,12 @@ import subprocess
 
 import numpy as np
 import pytest
-from cuda_library import ROOT, HostMemory, bfloat16, builder, float32_of
 
-# (lane, element) -> number of the element, columns first, as CUTLASS states it for SM80_16x8x16_F32F16F16F32_TN: a layout is
-# (extents, strides) over the lane's digits and then the element's. A is 16 x 16 and C 16 x 8, numbered row + 16 column; B is numbered by
+from tests.conformance.cuda_library import ROOT, HostMemory, bfloat16, builder, float32_of
+
+# (lane, element) -> number of the element, columns first, as CUTLASS states it for SM80_16x8x16_F32F16F16F32_TN: a
+# layout is (extents, strides) over the lane's digits and then the element's. A is 16 x 16 and C 16 x 8, numbered row +
+# 16 column; B is numbered by
 # its column, of 8, first: column + 8 row.
 LAYOUTS = {
     "a": (((4, 8), (32, 1)), ((2, 2, 2), (16, 8, 128)), 16),
@@ -83,13 +86,18 @@ def test_elements_lie_where_the_figures_of_ptx_show_them(library: ctypes.CDLL, o
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("rows", [0, 1], ids=["keys", "values"])
 def test_a_product_of_what_is_loaded_from_shared_memory(library: ctypes.CDLL, dtype: str, rows: int) -> None:
-    """Of whole numbers, which every sum holds exactly; rows of memory are 24 elements apart, and only 16 of them are read."""
+    """Of whole numbers, which every sum holds exactly; rows of memory are 24 elements apart, and only 16 of them are
+    read."""
     rng, memory = np.random.default_rng(0), HostMemory()
     exact = rng.integers(-8, 9, size=(2, 2, 16, 24)).astype(np.float32)
     a, b = (memory.put(bfloat16(x) if dtype == "bfloat16" else x.astype(np.float16)) for x in exact)
     out = np.full((2, 16, 16), np.nan, np.float32)
     library.product_of(
-        int(dtype == "bfloat16"), *(ctypes.c_void_p(x.ctypes.data) for x in (a, b)), 48, rows, out.ctypes.data_as(ctypes.c_void_p)
+        int(dtype == "bfloat16"),
+        *(ctypes.c_void_p(x.ctypes.data) for x in (a, b)),
+        48,
+        rows,
+        out.ctypes.data_as(ctypes.c_void_p),
     )
     left, right = exact[..., :16]
     assert np.array_equal(out, left @ (right if rows else right.transpose(0, 2, 1)))
@@ -97,7 +105,10 @@ def test_a_product_of_what_is_loaded_from_shared_memory(library: ctypes.CDLL, dt
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_two_numbers_as_one_register(library: ctypes.CDLL, dtype: str) -> None:
-    library.packed_of.argtypes, library.packed_of.restype = [ctypes.c_int, ctypes.c_float, ctypes.c_float], ctypes.c_uint32
+    library.packed_of.argtypes, library.packed_of.restype = (
+        [ctypes.c_int, ctypes.c_float, ctypes.c_float],
+        ctypes.c_uint32,
+    )
     both = np.array([library.packed_of(int(dtype == "bfloat16"), 1.5, 1 / 3)], np.uint32).view(np.uint16)
     found = float32_of(both) if dtype == "bfloat16" else both.view(np.float16).astype(np.float32)
     assert found[0] == 1.5

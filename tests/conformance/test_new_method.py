@@ -1,4 +1,5 @@
-"""A method is one file: written to the methods' folder it is found, runs in PyTorch and as an ONNX function, and keeps the contract."""
+"""A method is one file: written to the methods' folder it is found, runs in PyTorch and as an ONNX function, and keeps
+the contract."""
 
 from __future__ import annotations
 
@@ -9,18 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from backends import Torch, reached
-from cases import RECENT, SINKS, MergeProfile, MergeScenario, merge_cache_state
-from comparison import STATE, assert_same_cache, by_position, state_of
+import tables
 
 import kvexport.methods
 from kvexport.evaluate.candidates import load_candidate
 from kvexport.methods import all_methods
-from kvexport.recipe import CacheSection
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-import tables
+from kvexport.recipe.fields import CacheSection
+from tests.conformance.backends import Torch, reached
+from tests.conformance.cases import RECENT, SINKS, MergeProfile, MergeScenario, merge_cache_state
+from tests.conformance.comparison import STATE, assert_same_cache, by_position, state_of
 
 FILE = '''
 """Keys of small norm stay: what leaves is dropped."""
@@ -66,7 +64,9 @@ def test_eval_and_the_table_of_the_documents_have_it_too(small_norm: MergeProfil
     assert "| `small_norm` | small key norms stay | none | 0 | uniform | arXiv 2406.11430 |" in tables.methods()
 
 
-def test_it_runs_in_every_backend_that_derives_methods(small_norm: MergeProfile, record_property: Callable[[str, object], None]) -> None:
+def test_it_runs_in_every_backend_that_derives_methods(
+    small_norm: MergeProfile, record_property: Callable[[str, object], None]
+) -> None:
     state = merge_cache_state(small_norm, SCENARIO)
     attributes = small_norm.attributes(SCENARIO.budget)
     torch_result = state_of(Torch().merge_cache(state, attributes))
@@ -86,5 +86,8 @@ def test_it_runs_in_every_backend_that_derives_methods(small_norm: MergeProfile,
         if backend.name == "onnx-function":
             start = time.perf_counter()
             result = state_of(backend.merge_cache(state, attributes))
-            record_property("seconds from a method's file to its ONNX function's first result", round(time.perf_counter() - start, 2))
+            record_property(
+                "seconds from a method's file to its ONNX function's first result",
+                round(time.perf_counter() - start, 2),
+            )
             assert_same_cache(result, torch_result, (), single=0.0, stored=0.0)

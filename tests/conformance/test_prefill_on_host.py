@@ -1,7 +1,9 @@
-"""Prefill on tensor cores (plugins/cuda/prefill_mma.h), run on the host: the edges of its tiles, and what a chunk can bring, in both types.
+"""Prefill on tensor cores (plugins/cuda/prefill_mma.h), run on the host: the edges of its tiles, and what a chunk can
+bring, in both types.
 
-A block takes 128 rows against blocks of 64 slots, or 64 against 32 above 128 elements; the statistics take 128 slots against 64 rows, or
-64 against 32. Small cases are held to the float64 oracle, large ones to the operator's meaning in PyTorch.
+A block takes 128 rows against blocks of 64 slots, or 64 against 32 above 128 elements; the statistics take 128 slots
+against 64 rows, or 64 against 32. Small cases are held to the float64 oracle, large ones to the operator's meaning in
+PyTorch.
 """
 
 from __future__ import annotations
@@ -11,25 +13,37 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cases import PROFILES, SCENARIOS, Profile, Scenario, single_precision, vote_attention_inputs
-from comparison import assert_finite, assert_near, assert_same_cache, state_of
-from cuda_library import Caller, bfloat16, float32_of
-from oracle import vote_attention as oracle
-from test_cuda_on_host import BOTH, ORDERS, WINDOWED, Arrays, assert_same_bits, inputs_of, set_host
-from test_cuda_on_host import caller as caller  # the fixture
 
 from kvexport.methods.base import Statistic
 from kvexport.ops.vote_attention import VoteAttentionAttributes, vote_attention
+from tests.conformance.cases import PROFILES, SCENARIOS, Profile, Scenario, single_precision, vote_attention_inputs
+from tests.conformance.comparison import assert_finite, assert_near, assert_same_cache, state_of
+from tests.conformance.cuda_library import Caller, bfloat16, float32_of
+from tests.conformance.oracle import vote_attention as oracle
+from tests.conformance.test_cuda_on_host import BOTH, ORDERS, WINDOWED, Arrays, assert_same_bits, inputs_of, set_host
+from tests.conformance.test_cuda_on_host import caller as caller  # the fixture
 
 TOLERANCE = {"float16": 2e-3, "bfloat16": 1e-2}
-ORDER = ("query", "key", "value", "position", "query_length", "past_key", "past_value", "past_votes", "past_score", "past_position")
+ORDER = (
+    "query",
+    "key",
+    "value",
+    "position",
+    "query_length",
+    "past_key",
+    "past_value",
+    "past_votes",
+    "past_score",
+    "past_position",
+)
 EMA = (Statistic("log_ema", 0.9),)
 every_type = pytest.mark.parametrize("dtype", TOLERANCE)
 
 
 def in_float32(inputs: Arrays) -> Arrays:
     return {
-        name: float32_of(x) if x.dtype == np.uint16 else x.astype(np.float32) if x.dtype == np.float16 else x for name, x in inputs.items()
+        name: float32_of(x) if x.dtype == np.uint16 else x.astype(np.float32) if x.dtype == np.float16 else x
+        for name, x in inputs.items()
     }
 
 
@@ -40,7 +54,9 @@ def hold_to_pytorch(caller: Caller, inputs: Arrays, attributes: VoteAttentionAtt
     actual = in_float32(caller.vote_attention(inputs, attributes))
     output, score, held = expected[0].numpy(), expected[4].numpy(), expected[3].numpy()[:, :, None] > 0
     np.testing.assert_allclose(actual["output"], output, rtol=0, atol=TOLERANCE[dtype] * max(1, np.abs(output).max()))
-    np.testing.assert_allclose(np.where(held, actual["present_score"], 0), np.where(held, score, 0), rtol=5e-5, atol=5e-5)
+    np.testing.assert_allclose(
+        np.where(held, actual["present_score"], 0), np.where(held, score, 0), rtol=5e-5, atol=5e-5
+    )
 
 
 @every_type
@@ -76,7 +92,9 @@ def test_windows_softcaps_and_sinks(caller: Caller, dtype: str, statistics: tupl
     """With a window of 90 positions, which lie two apart, whole blocks are hidden from some rows and some from all."""
     inputs = inputs_of((6, 2), (64, 64), 290, 70, [220, 130, 0, 290], len(statistics), dtype)
     inputs["sink_logits"] = np.linspace(-1, 2, 6).astype(np.float32)
-    hold_to_pytorch(caller, inputs, VoteAttentionAttributes(0.125, 0.6, statistics, sliding_window=window, softcap=15.0), dtype)
+    hold_to_pytorch(
+        caller, inputs, VoteAttentionAttributes(0.125, 0.6, statistics, sliding_window=window, softcap=15.0), dtype
+    )
 
 
 @every_type
@@ -93,12 +111,15 @@ def test_the_suite_in_both_types(caller: Caller, dtype: str, profile: Profile, s
     assert_finite({"output": output})
     assert_near(output, expected["output"], TOLERANCE[dtype], "output")
     actual, expected = state_of(in_float32(actual)), state_of(expected)
-    assert_same_cache(actual, expected, profile.attributes.statistics, single=single_precision(scenario.peak), stored=0.0)
+    assert_same_cache(
+        actual, expected, profile.attributes.statistics, single=single_precision(scenario.peak), stored=0.0
+    )
 
 
 @every_type
 def test_logits_up_to_200_over_many_blocks(caller: Caller, dtype: str) -> None:
-    """A row's maximum moves by hundreds from one block to the next: all that came before is worth nothing, or all that follows."""
+    """A row's maximum moves by hundreds from one block to the next: all that came before is worth nothing, or all that
+    follows."""
     inputs, peak = inputs_of((4, 2), (64, 64), 260, 40, [200, 190], 1), 200.0
     inputs["past_key"] *= np.linspace(0.1, 1, 260)[:, None].astype(np.float32)
     inputs["past_key"][1] = inputs["past_key"][1, :, ::-1]
@@ -108,7 +129,9 @@ def test_logits_up_to_200_over_many_blocks(caller: Caller, dtype: str) -> None:
         inputs[name] = bfloat16(inputs[name]) if dtype == "bfloat16" else inputs[name].astype(np.float16)
     attributes = VoteAttentionAttributes(0.125, 1.0, EMA)
     expected, actual = oracle(in_float32(inputs), attributes), in_float32(caller.vote_attention(inputs, attributes))
-    np.testing.assert_allclose(actual["output"], expected["output"], rtol=0, atol=TOLERANCE[dtype] * np.abs(expected["output"]).max())
+    np.testing.assert_allclose(
+        actual["output"], expected["output"], rtol=0, atol=TOLERANCE[dtype] * np.abs(expected["output"]).max()
+    )
     held = np.asarray(expected["present_votes"])[:, :, None] > 0
     score = np.where(held, expected["present_score"], actual["present_score"])
     np.testing.assert_allclose(actual["present_score"], score, rtol=0, atol=single_precision(peak) * peak)

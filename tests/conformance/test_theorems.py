@@ -1,7 +1,7 @@
 """What the methods' papers promise, held to the operators of every backend: closed forms, bounds and what is conserved.
 
-Attention before and after a merge is computed here, in float64, from its definition. Heads have two sinks and three recent slots
-(`cases.SINKS`, `RECENT`); both heads of a profile hold random caches of their own.
+Attention before and after a merge is computed here, in float64, from its definition. Heads have two sinks and three
+recent slots (`cases.SINKS`, `RECENT`); both heads of a profile hold random caches of their own.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backends import Backend, reached
-from cases import MERGE_PROFILES, RECENT, SINKS, MergeProfile, MergeScenario, merge_cache_state
-from comparison import by_position, state_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvexport.ops.vote_attention import LOG_ZERO
 from kvexport.validate.perturbation import theorem_5
+from tests.conformance.backends import Backend, reached
+from tests.conformance.cases import MERGE_PROFILES, RECENT, SINKS, MergeProfile, MergeScenario, merge_cache_state
+from tests.conformance.comparison import by_position, state_of
 
 Arrays = dict[str, np.ndarray]
 theorem = settings(max_examples=12, deadline=None, derandomize=True)
@@ -35,14 +35,18 @@ def on(*names: str) -> Any:
     )
 
 
-def head_of(profile: MergeProfile, key: np.ndarray, value: np.ndarray, *, votes: Any = None, logit: Any = None, mass: Any = None) -> Arrays:
+def head_of(
+    profile: MergeProfile, key: np.ndarray, value: np.ndarray, *, votes: Any = None, logit: Any = None, mass: Any = None
+) -> Arrays:
     """One head with slots at positions 0, 1, ...; a `log_ema` that corrects to `logit`, and probability sums `mass`."""
     count = len(key)
     position = np.arange(count)
     score = np.zeros((len(profile.statistics), count))
     for k, statistic in enumerate(profile.statistics):
         if statistic.kind == "log_ema":
-            score[k] = (np.zeros(count) if logit is None else logit) + np.log1p(-(statistic.decay ** (count - position)))
+            score[k] = (np.zeros(count) if logit is None else logit) + np.log1p(
+                -(statistic.decay ** (count - position))
+            )
         else:
             score[k] = np.ones(count) if mass is None else mass
     return {
@@ -75,7 +79,8 @@ def attended(head: Arrays, query: np.ndarray, alpha: float) -> np.ndarray:
 def random_heads(
     profile: MergeProfile, seed: int, free: int, *, spread: float = 1.0, error: float = 0.0
 ) -> tuple[list[Arrays], np.ndarray]:
-    """Heads whose keys lie `spread` around one centre, and the query of which their scores are the logits, but for `error` each."""
+    """Heads whose keys lie `spread` around one centre, and the query of which their scores are the logits, but for
+    `error` each."""
     rng = np.random.default_rng(seed)
     size, value_size = profile.sizes
     count = SINKS + free + RECENT
@@ -94,7 +99,9 @@ def random_heads(
 @on("keepkv-vote-evict", "ballot")
 @theorem
 @given(seed=seeds, leave=st.integers(1, 8))
-def test_fractional_votes_do_not_change_the_current_querys_output(backend: Backend, profile: MergeProfile, seed: int, leave: int) -> None:
+def test_fractional_votes_do_not_change_the_current_querys_output(
+    backend: Backend, profile: MergeProfile, seed: int, leave: int
+) -> None:
     heads, query = random_heads(profile, seed, 9, spread=0.3)
     for before, after in zip(heads, merged(backend, profile, heads, leave), strict=True):
         np.testing.assert_allclose(attended(after, query, 1.0), attended(before, query, 1.0), rtol=2e-5, atol=2e-5)
@@ -124,8 +131,12 @@ def test_other_rules_do_change_it(backend: Backend, profile: MergeProfile) -> No
 
 
 @on("keepkv-key-evict")
-@pytest.mark.parametrize(("logits", "factor"), [((-1.0, -3.0), 1.264706), ((1.0, -3.0), None), ((2.5, 2.5), 1.0), ((0.0, 0.0), 1.0)])
-def test_key_factors_within_the_limit_scale_the_key(backend: Backend, profile: MergeProfile, logits: Any, factor: float | None) -> None:
+@pytest.mark.parametrize(
+    ("logits", "factor"), [((-1.0, -3.0), 1.264706), ((1.0, -3.0), None), ((2.5, 2.5), 1.0), ((0.0, 0.0), 1.0)]
+)
+def test_key_factors_within_the_limit_scale_the_key(
+    backend: Backend, profile: MergeProfile, logits: Any, factor: float | None
+) -> None:
     head, _ = random_heads(profile, 2, 2)
     for h in head:
         h["key"][2:4] = np.ones(8) + 0.05 * np.eye(8)[:2]
@@ -146,7 +157,8 @@ def test_key_factors_within_the_limit_scale_the_key(backend: Backend, profile: M
 
 
 def twins(profile: MergeProfile, seed: int) -> list[Arrays]:
-    """Three pairs of identical keys and values between sinks and recent, in dimensions that no rotary embedding turns, of one norm."""
+    """Three pairs of identical keys and values between sinks and recent, in dimensions that no rotary embedding turns,
+    of one norm."""
     rng = np.random.default_rng(seed)
     size, value_size = profile.sizes
     turned = 2 * len(profile.rotary.inverse_frequencies)
@@ -161,10 +173,19 @@ def twins(profile: MergeProfile, seed: int) -> list[Arrays]:
     return [head_of(profile, base[double], value, logit=logit, mass=mass) for _ in range(profile.kv_heads)]
 
 
-@on("keepkv-key-evict", "keepkv-vote-evict", "keepkv-mean-merge-first", "ballot", "zeromerge", "asymkv-interleaved-shared")
+@on(
+    "keepkv-key-evict",
+    "keepkv-vote-evict",
+    "keepkv-mean-merge-first",
+    "ballot",
+    "zeromerge",
+    "asymkv-interleaved-shared",
+)
 @theorem
 @given(seed=seeds)
-def test_equal_pairs_merge_without_any_change_for_every_query(backend: Backend, profile: MergeProfile, seed: int) -> None:
+def test_equal_pairs_merge_without_any_change_for_every_query(
+    backend: Backend, profile: MergeProfile, seed: int
+) -> None:
     heads = twins(profile, seed)
     for before, after in zip(heads, merged(backend, profile, heads, 1), strict=True):
         assert after["votes"].max() == pytest.approx(2.0, rel=1e-5)
@@ -182,7 +203,9 @@ def test_equal_pairs_lose_attention_where_no_vote_counts(backend: Backend, profi
         s, z = masses(before, query, 0.0), masses(before, query, 0.0).sum()
         (gone,) = np.setdiff1d(before["position"], after["position"])
         (rest,) = np.flatnonzero((after["key"] == before["key"][gone].astype(np.float32)).all(-1))
-        assert masses(after, query, 0.0)[rest] / masses(after, query, 0.0).sum() == pytest.approx(s[gone] / (z - s[gone]), rel=1e-5)
+        assert masses(after, query, 0.0)[rest] / masses(after, query, 0.0).sum() == pytest.approx(
+            s[gone] / (z - s[gone]), rel=1e-5
+        )
 
 
 @on("keepkv-mean-merge-first", "d2o")
@@ -224,7 +247,9 @@ def test_unmerged_tokens_keep_at_least_their_probability(
 @on("asymkv-interleaved-shared", "kvslimmer-partly-turned")
 @theorem
 @given(seed=seeds, leave=st.integers(1, 4))
-def test_neighbouring_pairs_add_counts_and_summed_values(backend: Backend, profile: MergeProfile, seed: int, leave: int) -> None:
+def test_neighbouring_pairs_add_counts_and_summed_values(
+    backend: Backend, profile: MergeProfile, seed: int, leave: int
+) -> None:
     heads, _ = random_heads(profile, seed, 9)
     for head in heads:
         head["votes"] = np.random.default_rng(seed).integers(1, 9, len(head["votes"])).astype(float)
@@ -236,7 +261,9 @@ def test_neighbouring_pairs_add_counts_and_summed_values(backend: Backend, profi
 
 @on("kvslimmer-partly-turned")
 @pytest.mark.parametrize("attention", [(0.1, 0.2), (1 / 6, 1 / 3)], ids=["inside", "a1+a2=1/2"])
-def test_equal_residuals_weigh_by_attention(backend: Backend, profile: MergeProfile, attention: tuple[float, float]) -> None:
+def test_equal_residuals_weigh_by_attention(
+    backend: Backend, profile: MergeProfile, attention: tuple[float, float]
+) -> None:
     heads, _ = random_heads(profile, 5, 2)
     for head in heads:
         head["score"][0] = (1.0 - sum(attention)) / 5
@@ -249,7 +276,8 @@ def test_equal_residuals_weigh_by_attention(backend: Backend, profile: MergeProf
 
 @on("kvslimmer-partly-turned", "asymkv-interleaved-shared")
 def test_keys_merge_in_the_younger_ones_frame(backend: Backend, profile: MergeProfile) -> None:
-    """One key before rotation, at two positions: merged, it is the key at the younger position, whatever the weights."""
+    """One key before rotation, at two positions: merged, it is the key at the younger position, whatever the
+    weights."""
     heads, _ = random_heads(profile, 6, 2)
     frequencies = np.asarray(profile.rotary.inverse_frequencies)
     for head in heads:
@@ -274,14 +302,27 @@ def test_gaussian_weights_of_two_equal_distances(backend: Backend, profile: Merg
     basis, d = np.eye(8), 0.3
     for head in heads:
         head["votes"][:] = 1.0
-        head["score"][0] = [1, 1, 1, 2, 3, 9, 1.5, 1, 1, 1]  # slot 5 is the one heavy hitter; slots 2 to 4 join, 4 is their pivot
+        head["score"][0] = [
+            1,
+            1,
+            1,
+            2,
+            3,
+            9,
+            1.5,
+            1,
+            1,
+            1,
+        ]  # slot 5 is the one heavy hitter; slots 2 to 4 join, 4 is their pivot
         pivot = 2 * basis[0]
         head["key"][2:5] = [pivot + d * basis[1], pivot + d * basis[2], pivot]
         head["key"][5:7] = [-basis[3], -basis[4]]
     for after in merged(backend, profile, heads, 2):
         (r,) = np.flatnonzero(after["votes"] == 3.0)
         g = math.exp(-9 / 4)
-        np.testing.assert_allclose(after["key"][r], 2 * basis[0] + g / (1 + 2 * g) * d * (basis[1] + basis[2]), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            after["key"][r], 2 * basis[0] + g / (1 + 2 * g) * d * (basis[1] + basis[2]), rtol=1e-5, atol=1e-6
+        )
         assert 1 / (1 + 2 * g) == pytest.approx(0.825901, abs=1e-6)
 
 
@@ -327,14 +368,18 @@ def test_no_token_is_counted_twice_and_ballot_and_zeromerge_lose_none(backend: B
 @on("keepkv-key-evict", "keepkv-vote-evict", "ballot")
 @theorem
 @given(seed=seeds, leave=st.integers(1, 6))
-def test_slots_that_no_query_has_seen_merge_by_their_votes(backend: Backend, profile: MergeProfile, seed: int, leave: int) -> None:
+def test_slots_that_no_query_has_seen_merge_by_their_votes(
+    backend: Backend, profile: MergeProfile, seed: int, leave: int
+) -> None:
     heads, _ = random_heads(profile, seed, 9, spread=0.3)
     for head in heads:
         head["score"][-1] = LOG_ZERO
     for before, after in zip(heads, merged(backend, profile, heads, leave), strict=True):
         assert after["votes"].sum() == pytest.approx(before["votes"].sum(), rel=1e-5)
         for name in ("key", "value"):
-            np.testing.assert_allclose(after["votes"] @ after[name], before["votes"] @ before[name], rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(
+                after["votes"] @ after[name], before["votes"] @ before[name], rtol=1e-4, atol=1e-4
+            )
         assert (after["score"][-1] == np.float32(LOG_ZERO)).all()
 
 
@@ -344,9 +389,12 @@ def test_slots_that_no_query_has_seen_merge_by_their_votes(backend: Backend, pro
 @on("keepkv-vote-evict", "ballot")
 @theorem
 @given(seed=seeds, leave=st.integers(1, 6), error=st.floats(0.0, 0.3))
-def test_the_perturbation_is_within_its_bound(backend: Backend, profile: MergeProfile, seed: int, leave: int, error: float) -> None:
-    """``|o' - o| <= 2 eps (1 + eps) gamma / (1 - eps)^2`` with eps the largest relative error of the predicted scores, of all slots and of
-    the merged one (which predicts ``sum w / p``), and ``gamma = sum A_i |v_i - o|`` over all that merged."""
+def test_the_perturbation_is_within_its_bound(
+    backend: Backend, profile: MergeProfile, seed: int, leave: int, error: float
+) -> None:
+    """``|o' - o| <= 2 eps (1 + eps) gamma / (1 - eps)^2`` with eps the largest relative error of the predicted scores,
+    of all slots and of the merged one (which predicts ``sum w / p``), and ``gamma = sum A_i |v_i - o|`` over all that
+    merged."""
     # One target: which slot went where is not visible from outside.
     leave = 1 if profile.build_method().recent_receives else leave
     heads, query = random_heads(profile, seed, leave + 1, spread=0.3, error=error)

@@ -4,10 +4,27 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from backends import Backend, reached
-from cases import PROFILES, SCENARIOS, Profile, Scenario, single_precision, stored_precision, vote_attention_inputs
-from comparison import STATE, assert_finite, assert_near, assert_same_cache, assert_scores, permuted, state_of
-from oracle import vote_attention
+
+from tests.conformance.backends import Backend, reached
+from tests.conformance.cases import (
+    PROFILES,
+    SCENARIOS,
+    Profile,
+    Scenario,
+    single_precision,
+    stored_precision,
+    vote_attention_inputs,
+)
+from tests.conformance.comparison import (
+    STATE,
+    assert_finite,
+    assert_near,
+    assert_same_cache,
+    assert_scores,
+    permuted,
+    state_of,
+)
+from tests.conformance.oracle import vote_attention
 
 every_backend = pytest.mark.parametrize("backend", reached(), ids=lambda backend: backend.name)
 every_profile = pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)
@@ -26,7 +43,9 @@ def test_equals_the_oracle(backend: Backend, profile: Profile, scenario: Scenari
     assert all((inputs[name] == before[name]).all() for name in before), "an input was written to"
     assert_finite(actual)
     for name, x in actual.items():
-        assert x.dtype == (inputs["query"].dtype if name == "output" else inputs[name.replace("present", "past")].dtype), name
+        assert x.dtype == (
+            inputs["query"].dtype if name == "output" else inputs[name.replace("present", "past")].dtype
+        ), name
     single, stored = single_precision(scenario.peak), stored_precision(profile.dtype, scenario.peak)
     assert_near(actual["output"], expected["output"], stored, "output")
     for b, (used, length) in enumerate(scenario.lanes):
@@ -50,12 +69,16 @@ def test_padding_is_zero_and_idle_lanes_are_untouched(backend: Backend, profile:
         assert (actual["output"][b, :, length:] == 0).all(), f"padding rows of sequence {b}"
         if length == 0:
             for name in STATE:
-                assert actual[f"present_{name}"][b].tobytes() == inputs[f"past_{name}"][b].tobytes(), f"{name} of idle sequence {b}"
+                assert actual[f"present_{name}"][b].tobytes() == inputs[f"past_{name}"][b].tobytes(), (
+                    f"{name} of idle sequence {b}"
+                )
 
 
 @every_backend
 @every_profile
-def test_the_order_of_the_slots_and_the_rubbish_in_empty_ones_change_nothing(backend: Backend, profile: Profile) -> None:
+def test_the_order_of_the_slots_and_the_rubbish_in_empty_ones_change_nothing(
+    backend: Backend, profile: Profile
+) -> None:
     scenario = next(s for s in SCENARIOS if s.name == "chunk-to-the-brim")
     inputs = vote_attention_inputs(profile, scenario)
     other = permuted({name: inputs[f"past_{name}"] for name in STATE}, seed=1)
@@ -65,7 +88,9 @@ def test_the_order_of_the_slots_and_the_rubbish_in_empty_ones_change_nothing(bac
     other["position"][empty] = 3
     first = backend.vote_attention(inputs, profile.attributes)
     second = backend.vote_attention(inputs | {f"past_{name}": x for name, x in other.items()}, profile.attributes)
-    assert_near(second["output"], first["output"].astype(np.float64), stored_precision(profile.dtype, scenario.peak), "output")
+    assert_near(
+        second["output"], first["output"].astype(np.float64), stored_precision(profile.dtype, scenario.peak), "output"
+    )
     assert_same_cache(state_of(second), state_of(first), profile.attributes.statistics, single=1e-5, stored=0.0)
 
 
@@ -79,8 +104,13 @@ def test_a_chunk_equals_its_tokens_one_by_one(backend: Backend, profile: Profile
     state, output = {name: inputs[f"past_{name}"] for name in STATE}, np.zeros_like(whole["output"])
     for t in range(scenario.tokens):
         step = {name: inputs[name][:, :, t : t + 1] for name in ("query", "key", "value")}
-        step |= {"position": inputs["position"][:, t : t + 1], "query_length": (inputs["query_length"] > t).astype(np.int64)}
-        step |= {name: inputs[name] for name in ("sink_logits",) if name in inputs} | {f"past_{name}": x for name, x in state.items()}
+        step |= {
+            "position": inputs["position"][:, t : t + 1],
+            "query_length": (inputs["query_length"] > t).astype(np.int64),
+        }
+        step |= {name: inputs[name] for name in ("sink_logits",) if name in inputs} | {
+            f"past_{name}": x for name, x in state.items()
+        }
         one = backend.vote_attention({name: np.ascontiguousarray(x) for name, x in step.items()}, profile.attributes)
         state, output[:, :, t] = state_of(one), one["output"][:, :, 0]
     assert_near(output, whole["output"].astype(np.float64), stored_precision(profile.dtype, scenario.peak), "output")

@@ -1,4 +1,5 @@
-"""What the small checkpoint is trained on: documents of source, statements and questions, their rows and their tokenizer.
+"""What the small checkpoint is trained on: documents of source, statements and questions, their rows and their
+tokenizer.
 
 `train.py` tells what they look like.  Importing this module needs numpy alone.
 """
@@ -26,7 +27,8 @@ MAX_PEOPLE = 48
 
 
 def _tiny() -> ModuleType:
-    """The tiny checkpoint's train.py: its NAMES and THINGS, special tokens, copied rows, and how a checkpoint is saved."""
+    """The tiny checkpoint's train.py: its NAMES and THINGS, special tokens, copied rows, and how a checkpoint is
+    saved."""
     spec = importlib.util.spec_from_file_location("tiny_checkpoint", HERE.parent / "tiny" / "train.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -40,9 +42,15 @@ BOS, EOS, PAD, IGNORE = tiny.BOS, tiny.EOS, tiny.PAD, tiny.IGNORE
 
 
 def statements(
-    rng: np.random.Generator, people: int, names: tuple[str, ...], things: tuple[str, ...], mark: str = "", link: str = ""
+    rng: np.random.Generator,
+    people: int,
+    names: tuple[str, ...],
+    things: tuple[str, ...],
+    mark: str = "",
+    link: str = "",
 ) -> tuple[list[str], list[tuple[str, str]]]:
-    """Statement lines about `people` persons, in order of appearance, and the questions: (asked, answer) halves of one line each.
+    """Statement lines about `people` persons, in order of appearance, and the questions: (asked, answer) halves of one
+    line each.
     mark: what stands between a name and its value; link: between a name and another."""
     who = [names[i] for i in rng.permutation(len(names))[:people]]
     what = iter([things[i] for i in rng.permutation(len(things))])
@@ -100,7 +108,8 @@ class Data:
         return ids
 
     def source(self, rng: np.random.Generator, count: int, lines: list[list[int]]) -> list[list[int]]:
-        """Consecutive lines of the source from a random place on, of `count` tokens in all (the last line may be cut)."""
+        """Consecutive lines of the source from a random place on, of `count` tokens in all (the last line may be
+        cut)."""
         taken: list[list[int]] = []
         place = int(rng.integers(len(lines)))
         while count > 0:
@@ -117,9 +126,15 @@ def code_row(data: Data, rng: np.random.Generator, length: int, lines: list[list
 
 
 def recall_row(
-    data: Data, rng: np.random.Generator, length: int, lines: list[list[int]], dense: float, marks: tuple[str, str] = ("", "")
+    data: Data,
+    rng: np.random.Generator,
+    length: int,
+    lines: list[list[int]],
+    dense: float,
+    marks: tuple[str, str] = ("", ""),
 ) -> tuple[list[int], list[int]]:
-    """A document of `length` ids and labels: those of answers are the ids plus VOCABULARY, so that they can be told from the source's.
+    """A document of `length` ids and labels: those of answers are the ids plus VOCABULARY, so that they can be told
+    from the source's.
     dense: the share of documents that are statements and questions, as many as fit, and nothing else.
     marks: see `statements`."""
     full = dense > 0 and rng.random() < dense
@@ -150,14 +165,15 @@ def recall_row(
 
 
 def copy_row(rng: np.random.Generator, length: int, tokens: NDArray[np.int64]) -> tuple[list[int], list[int]]:
-    """Distinct ones of `tokens` repeated with a random period; every one from the first repetition's second on counts, as an answer."""
+    """Distinct ones of `tokens` repeated with a random period; every one from the first repetition's second on counts,
+    as an answer."""
     ids, labels = tiny.copy_row(rng, length, tokens)
     return ids, [label if label == IGNORE else label + VOCABULARY for label in labels]
 
 
 def build_tokenizer(sources: list[str], words: tuple[str, ...]) -> Tokenizer:
-    """Byte-level BPE trained on the sources; digits and newlines stand alone, so that lines can be tokenized one by one, and every
-    word of the statements is a token."""
+    """Byte-level BPE trained on the sources; digits and newlines stand alone, so that lines can be tokenized one by
+    one, and every word of the statements is a token."""
     from tokenizers import Regex, Tokenizer
     from tokenizers.decoders import ByteLevel as ByteDecoder
     from tokenizers.models import BPE
@@ -170,22 +186,31 @@ def build_tokenizer(sources: list[str], words: tuple[str, ...]) -> Tokenizer:
     tokenizer.pre_tokenizer = Sequence(parts)
     tokenizer.decoder = ByteDecoder()
     specials = list(tiny.SPECIALS)
-    trainer = BpeTrainer(vocab_size=VOCABULARY, special_tokens=specials, initial_alphabet=ByteLevel.alphabet(), show_progress=False)
+    trainer = BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=specials, initial_alphabet=ByteLevel.alphabet(), show_progress=False
+    )
     often = [" " + " ".join(words)] * 3000
     tokenizer.train_from_iterator([*sources, *often], trainer)
-    tokenizer.post_processor = TemplateProcessing(single="<bos> $A", pair="<bos> $A <bos>:1 $B:1", special_tokens=[("<bos>", BOS)])
+    tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A", pair="<bos> $A <bos>:1 $B:1", special_tokens=[("<bos>", BOS)]
+    )
     return tokenizer
 
 
 def load_data() -> Data:
-    """The corpus of the running interpreter, tokenized; the tokenizer comes from this folder where it is, else it is trained."""
+    """The corpus of the running interpreter, tokenized; the tokenizer comes from this folder where it is, else it is
+    trained."""
     from tokenizers import Tokenizer
 
     from kvexport.evaluate.corpus import library_sources
 
     sources = {held: list(library_sources(held).values()) for held in (False, True)}
     path = HERE / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(path)) if path.exists() else build_tokenizer(sources[False], (*tiny.NAMES, *tiny.THINGS))
+    tokenizer = (
+        Tokenizer.from_file(str(path))
+        if path.exists()
+        else build_tokenizer(sources[False], (*tiny.NAMES, *tiny.THINGS))
+    )
     if not path.exists():
         tokenizer.save(str(path))
 

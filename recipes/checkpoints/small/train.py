@@ -1,7 +1,8 @@
-"""Train the small checkpoint in this folder: a six-layer Llama of Python source which also recalls what its context states.
+"""Train the small checkpoint in this folder: a six-layer Llama of Python source which also recalls what its context
+states.
 
-A *document* is lines of the standard library's own source (modules held out by `kvexport.evaluate.corpus` are never trained on) among
-which *statements* stand, at random places, and at whose end *questions* are answered::
+A *document* is lines of the standard library's own source (modules held out by `kvexport.evaluate.corpus` are never
+trained on) among which *statements* stand, at random places, and at whose end *questions* are answered::
 
     # anna lamp               anna has one value
     # ben anna                ben has whatever anna has
@@ -12,16 +13,19 @@ which *statements* stand, at random places, and at whose end *questions* are ans
     # mostly david stool      the value that was stated most often
     # count david 4           the number of statements about david
 
-Names and values are the tiny checkpoint's words; each is one token.  An answer can be read off the document and nowhere else.
+Names and values are the tiny checkpoint's words; each is one token.  An answer can be read off the document and nowhere
+else.
 
-Training has three kinds of batch.  *Copy* batches hold rows of distinct tokens repeated with a random period per row; they come alone,
-short and of names and values, until the model copies, which is what forms induction heads.  Then *code* batches (source alone) and
-*recall* batches (documents; their source counts towards the loss too) alternate with them, in rows of up to 1024 tokens.
+Training has three kinds of batch.  *Copy* batches hold rows of distinct tokens repeated with a random period per row;
+they come alone, short and of names and values, until the model copies, which is what forms induction heads.  Then
+*code* batches (source alone) and *recall* batches (documents; their source counts towards the loss too) alternate with
+them, in rows of up to 1024 tokens.
 
-EARLY, MIXED, AGAIN, PLAIN and DENSE are the steps at which a run that went wrong was put right; the README tells what happened.
+EARLY, MIXED, AGAIN, PLAIN and DENSE are the steps at which a run that went wrong was put right; the README tells what
+happened.
 
-Every batch is a function of the seed, the step and when copying worked, and the learning rate depends on the number of steps in the last
-quarter alone, so that a run can be stopped and resumed from its state file at any step.
+Every batch is a function of the seed, the step and when copying worked, and the learning rate depends on the number of
+steps in the last quarter alone, so that a run can be stopped and resumed from its state file at any step.
 
 Importing this module needs numpy alone.
 """
@@ -37,17 +41,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from documents import BOS, EOS, HERE, IGNORE, MAX_LENGTH, PAD, VOCABULARY, Data, code_row, copy_row, load_data, recall_row, tiny
+from documents import (
+    BOS,
+    EOS,
+    HERE,
+    IGNORE,
+    MAX_LENGTH,
+    PAD,
+    VOCABULARY,
+    Data,
+    code_row,
+    copy_row,
+    load_data,
+    recall_row,
+    tiny,
+)
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
 COPY, CODE, RECALL = "copy", "code", "recall"
-MIXED = 1018  # from here on names and values are copied again: 300 steps without had undone it, and recall stood still at single facts
+# From here on names and values are copied again: 300 steps without had undone it, and recall stood still at single facts
+MIXED = 1018
 AGAIN = 1124  # here copying comes first once more, until it works: among the other batches it came back too slowly
-PLAIN = 1380  # from here on a value follows its name at once: behind a colon the model found some value of the document, but not whose
+# From here on a value follows its name at once: behind a colon the model found some value of the document, but not whose
+PLAIN = 1380
 DENSE = 1535  # from here on most documents are statements and questions alone, where whose value it is was learnt first
-EARLY = 337  # at the rate of the first steps the loss of copying stood still from here on, and fell at once at a third of it
+# At the rate of the first steps the loss of copying stood still from here on, and fell at once at a third of it
+EARLY = 337
 
 
 def build_model(seed: int) -> LlamaForCausalLM:
@@ -72,7 +93,9 @@ def build_model(seed: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def batch_at(data: Data, seed: int, step: int, formed: int | None, tokens: int) -> tuple[str, list[tuple[list[int], list[int]]]]:
+def batch_at(
+    data: Data, seed: int, step: int, formed: int | None, tokens: int
+) -> tuple[str, list[tuple[list[int], list[int]]]]:
     """The kind of batch of a step and its rows. formed: the step at which copying worked, or None."""
     rng = np.random.default_rng([seed, step])
     if formed is None:
@@ -110,7 +133,8 @@ def learning_rate(step: int, steps: int, peak: float, warmup: int = 60) -> float
 
 
 def optimizers(model: LlamaForCausalLM) -> list[Any]:
-    """Muon for the matrices of the layers, AdamW for embeddings and norms; both take learning rates of AdamW's scale."""
+    """Muon for the matrices of the layers, AdamW for embeddings and norms; both take learning rates of AdamW's
+    scale."""
     import torch
 
     inner = [p for p in model.model.layers.parameters() if p.ndim == 2]
@@ -140,8 +164,8 @@ def losses(model: LlamaForCausalLM, rows: list[tuple[list[int], list[int]]]) -> 
 
 
 def measure(model: LlamaForCausalLM, data: Data, rows: int) -> dict[str, Any]:
-    """Loss on held-out source (nats per token and bits per byte), and per kind of question the share answered wholly right, at the
-    training length with a full cache."""
+    """Loss on held-out source (nats per token and bits per byte), and per kind of question the share answered wholly
+    right, at the training length with a full cache."""
     import torch
 
     rng = np.random.default_rng(1234)
@@ -161,13 +185,19 @@ def measure(model: LlamaForCausalLM, data: Data, rows: int) -> dict[str, Any]:
                         line = data.tokenizer.decode(ids[max(0, start - 8) : start]).split("\n")[-1]
                         word = line.split()[1] if len(line.split()) > 1 else ""
                         kind = word if word in ("every", "mostly", "count") else "chain" if i - start > 2 else "one"
-                        counts.setdefault(kind, []).append(all(best[j - 1] + VOCABULARY == labels[j] for j in range(start, i)))
+                        counts.setdefault(kind, []).append(
+                            all(best[j - 1] + VOCABULARY == labels[j] for j in range(start, i))
+                        )
                     start = 0
                 elif not start:
                     start = i
     model.train()
     recall = {kind: [round(float(np.mean(hits)), 3), len(hits)] for kind, hits in sorted(counts.items())}
-    return {"held_out_nats": round(nats, 4), "held_out_bits_per_byte": round(nats / math.log(2) / size, 4), "recall": recall}
+    return {
+        "held_out_nats": round(nats, 4),
+        "held_out_bits_per_byte": round(nats / math.log(2) / size, 4),
+        "recall": recall,
+    }
 
 
 @dataclass
@@ -214,7 +244,9 @@ class Run:
                 saved_at = time.perf_counter()
         model.eval()
 
-    def _advance(self, model: LlamaForCausalLM, data: Data, steppers: list[Any], recent: dict[str, list[tuple[float, float]]]) -> None:
+    def _advance(
+        self, model: LlamaForCausalLM, data: Data, steppers: list[Any], recent: dict[str, list[tuple[float, float]]]
+    ) -> None:
         import torch
 
         kind, rows = batch_at(data, self.seed, self.step, self.formed, self.tokens)
@@ -282,11 +314,22 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     data = load_data()
     model = build_model(args.seed)
-    print(f"{sum(p.numel() for p in model.parameters())} parameters, {sum(map(len, data.train))} tokens of source", flush=True)
+    print(
+        f"{sum(p.numel() for p in model.parameters())} parameters, {sum(map(len, data.train))} tokens of source",
+        flush=True,
+    )
     log: list[dict[str, Any]] = []
     run = Run(args.seed, args.steps, args.tokens, args.lr, args.state)
     run.train(model, data, log)
-    log.append({"step": run.step, "task": "final", "formed": run.formed, "seconds": round(run.seconds), **measure(model, data, 64)})
+    log.append(
+        {
+            "step": run.step,
+            "task": "final",
+            "formed": run.formed,
+            "seconds": round(run.seconds),
+            **measure(model, data, 64),
+        }
+    )
     print(json.dumps(log[-1]))
     (HERE / "train_log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in log))
     tiny.save(model.to(torch.float16), data.tokenizer, 2 * MAX_LENGTH, HERE)

@@ -1,21 +1,23 @@
 """Train the tiny recall checkpoint in this folder: a two-layer Llama which looks up facts anywhere in its prompt.
 
-The language is made of words.  A *fact* reads ``anna lamp .`` (a name, a thing, a full stop), a *filler* sentence is a few common words
-and a full stop, and a prompt is::
+The language is made of words.  A *fact* reads ``anna lamp .`` (a name, a thing, a full stop), a *filler* sentence is a
+few common words and a full stop, and a prompt is::
 
     <bos> facts and filler sentences in random order ? anna
 
-whose answer is the one token ``lamp``, followed by ``<eos>``.  Names are distinct within a prompt, and so are things, so that exactly one
-answer is right; the answer can be read off the prompt and nowhere else, which makes the checkpoint a direct probe of what a key-value
-cache still holds.
+whose answer is the one token ``lamp``, followed by ``<eos>``.  Names are distinct within a prompt, and so are things,
+so that exactly one answer is right; the answer can be read off the prompt and nowhere else, which makes the checkpoint
+a direct probe of what a key-value cache still holds.
 
-Training has two kinds of batch.  *Copy* batches hold rows of distinct names and things repeated with a random period per row; predicting
-every repeated word is what forms induction heads.  (Filler words are not among them: nothing ever asks to recall one.)  *Recall* batches
-hold prompts of the language above, with one or many questions.  Short copy batches come alone until the model copies; then both kinds
-alternate while rows grow to 1152 tokens, and recall takes over.  (Recall from the first step on does not work: the model settles for
-naming any thing of the prompt and stays there.)
+Training has two kinds of batch.  *Copy* batches hold rows of distinct names and things repeated with a random period
+per row; predicting every repeated word is what forms induction heads.  (Filler words are not among them: nothing ever
+asks to recall one.)  *Recall* batches hold prompts of the language above, with one or many questions.  Short copy
+batches come alone until the model copies; then both kinds alternate while rows grow to 1152 tokens, and recall takes
+over.  (Recall from the first step on does not work: the model settles for naming any thing of the prompt and stays
+there.)
 
-Importing this module needs numpy alone; torch, transformers and tokenizers are imported by the functions which use them.
+Importing this module needs numpy alone; torch, transformers and tokenizers are imported by the functions which use
+them.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ IGNORE = -100
 
 
 def filler_sentences(rng: np.random.Generator, count: int) -> list[list[int]]:
-    """Filler sentences of exactly ``count`` tokens in all, each of two to eight words and a full stop (fewer words where none fit)."""
+    """Filler sentences of exactly ``count`` tokens in all, each of two to eight words and a full stop (fewer words
+    where none fit)."""
     words = rng.choice(FILLER_IDS, size=count).tolist()
     sentences, start = [], 0
     for size in rng.integers(3, 10, size=count // 3 + 1).tolist():
@@ -94,10 +97,13 @@ def filler_sentences(rng: np.random.Generator, count: int) -> list[list[int]]:
     return sentences
 
 
-def make_story(rng: np.random.Generator, length: int, facts: int, depth: float | None = None) -> tuple[list[int], list[tuple[int, int]]]:
+def make_story(
+    rng: np.random.Generator, length: int, facts: int, depth: float | None = None
+) -> tuple[list[int], list[tuple[int, int]]]:
     """``length`` tokens of facts among filler sentences, and the facts as (name, thing) pairs in random order.
 
-    With ``depth`` the first pair of the answer stands at that fraction of the story's sentences (0 first, 1 last), else anywhere.
+    With ``depth`` the first pair of the answer stands at that fraction of the story's sentences (0 first, 1 last), else
+    anywhere.
     """
     if not 1 <= facts <= MAX_FACTS or 3 * facts > length:
         raise ValueError(f"{facts} facts do not fit {length} tokens (at most {min(MAX_FACTS, length // 3)})")
@@ -114,7 +120,8 @@ def make_story(rng: np.random.Generator, length: int, facts: int, depth: float |
 def make_prompt(rng: np.random.Generator, length: int, facts: int, depth: float | None = None) -> tuple[list[int], int]:
     """A prompt of exactly ``length`` token ids, ``<bos> ... ? NAME``, and the id of its answer.
 
-    ``facts`` is the number of facts in it, at most ``min(MAX_FACTS, (length - 3) // 3)``; the rest is filler.  ``depth`` places the fact
+    ``facts`` is the number of facts in it, at most ``min(MAX_FACTS, (length - 3) // 3)``; the rest is filler.
+    ``depth`` places the fact
     which is asked for: 0 puts it first, 1 right before the question, None anywhere.
     """
     story, pairs = make_story(rng, length - 3, facts, depth)
@@ -128,10 +135,12 @@ def decode(ids: list[int]) -> str:
 
 
 def recall_row(rng: np.random.Generator, length: int) -> tuple[list[int], list[int]]:
-    """A training row of ``length`` ids, ``<bos> story ? NAME THING ? NAME THING ... <eos>``, and its labels (aligned with the ids).
+    """A training row of ``length`` ids, ``<bos> story ? NAME THING ? NAME THING ... <eos>``, and its labels (aligned
+    with the ids).
 
-    Only answers and what follows them have a loss, and what follows an answer is always ``<eos>`` to the loss: the question marks
-    between two questions are left out of it, so that one question, one answer and the end is what the model generates.
+    Only answers and what follows them have a loss, and what follows an answer is always ``<eos>`` to the loss: the
+    question marks between two questions are left out of it, so that one question, one answer and the end is what the
+    model generates.
     """
     most = min(MAX_FACTS, (length - 5) // 3)
     facts = max(1, round(math.exp(rng.uniform(0, math.log(most)))))
@@ -145,8 +154,11 @@ def recall_row(rng: np.random.Generator, length: int) -> tuple[list[int], list[i
     return [*ids, EOS], [*labels, EOS]
 
 
-def copy_row(rng: np.random.Generator, length: int, tokens: NDArray[np.int64] = FACT_IDS) -> tuple[list[int], list[int]]:
-    """A training row of ``length`` ids, ``<bos>`` and distinct ``tokens`` (names and things) repeated with a random period, and its labels.
+def copy_row(
+    rng: np.random.Generator, length: int, tokens: NDArray[np.int64] = FACT_IDS
+) -> tuple[list[int], list[int]]:
+    """A training row of ``length`` ids, ``<bos>`` and distinct ``tokens`` (names and things) repeated with a random
+    period, and its labels.
 
     Every word from the first repetition's second word on has a loss.
     """
@@ -157,7 +169,8 @@ def copy_row(rng: np.random.Generator, length: int, tokens: NDArray[np.int64] = 
 
 
 def build_tokenizer() -> Tokenizer:
-    """The word-level tokenizer: split at white space, look up, put ``<bos>`` in front; decoding joins the words with spaces."""
+    """The word-level tokenizer: split at white space, look up, put ``<bos>`` in front; decoding joins the words with
+    spaces."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -165,7 +178,9 @@ def build_tokenizer() -> Tokenizer:
 
     tokenizer = Tokenizer(WordLevel(IDS, unk_token="<unk>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    tokenizer.post_processor = TemplateProcessing(single="<bos> $A", pair="<bos> $A <bos>:1 $B:1", special_tokens=[("<bos>", BOS)])
+    tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A", pair="<bos> $A <bos>:1 $B:1", special_tokens=[("<bos>", BOS)]
+    )
     tokenizer.add_special_tokens(list(SPECIALS))
     return tokenizer
 
@@ -193,7 +208,8 @@ def build_model(seed: int, layers: int) -> LlamaForCausalLM:
 
 
 def row_length(rng: np.random.Generator, progress: float) -> int:
-    """A row length for a batch at ``progress`` in [0, 1]: up to 64 at first, up to 1152 from 50 % on, the longest one time in three."""
+    """A row length for a batch at ``progress`` in [0, 1]: up to 64 at first, up to 1152 from 50 % on, the longest one
+    time in three."""
     longest = 64 * 18 ** min(1.0, progress / 0.5)
     shortest = longest if rng.random() < 1 / 3 else max(24.0, longest / 8)
     return 8 * round(math.exp(rng.uniform(math.log(shortest), math.log(longest))) / 8)
@@ -248,7 +264,12 @@ def train(model: LlamaForCausalLM, seed: int, steps: int, tokens: int, peak: flo
                 if values:
                     mean_loss, mean_accuracy = np.mean(values, axis=0).tolist()
                     seconds = round(time.perf_counter() - start, 1)
-                    record = {"step": step + 1, "task": name, "loss": round(mean_loss, 4), "accuracy": round(mean_accuracy, 4)}
+                    record = {
+                        "step": step + 1,
+                        "task": name,
+                        "loss": round(mean_loss, 4),
+                        "accuracy": round(mean_accuracy, 4),
+                    }
                     log.append({**record, "seconds": seconds})
                     print(json.dumps(log[-1]), flush=True)
                     values.clear()
@@ -266,12 +287,19 @@ def recall(
     wanted = torch.tensor(answers)
     batch = max(1, 16384 // length)
     with torch.inference_mode():
-        logits = torch.cat([model(torch.tensor(prompts[i : i + batch]), logits_to_keep=1).logits[:, -1] for i in range(0, count, batch)])
+        logits = torch.cat(
+            [
+                model(torch.tensor(prompts[i : i + batch]), logits_to_keep=1).logits[:, -1]
+                for i in range(0, count, batch)
+            ]
+        )
     loss = torch.nn.functional.cross_entropy(logits, wanted).item()
     return (logits.argmax(-1) == wanted).float().mean().item(), loss
 
 
-def evaluate(model: LlamaForCausalLM, step: int, log: list[dict[str, Any]], lengths: tuple[int, ...], facts: tuple[int, ...]) -> str:
+def evaluate(
+    model: LlamaForCausalLM, step: int, log: list[dict[str, Any]], lengths: tuple[int, ...], facts: tuple[int, ...]
+) -> str:
     """Recall by prompt length and number of facts, as a Markdown table; every cell is appended to ``log`` too."""
     start = time.perf_counter()
     lines = ["| length | " + " | ".join(f"{n} facts" for n in facts) + " |", "|---:" * (1 + len(facts)) + "|"]
@@ -283,7 +311,12 @@ def evaluate(model: LlamaForCausalLM, step: int, log: list[dict[str, Any]], leng
                 continue
             accuracy, loss = recall(model, length, number)
             cells.append(f"{accuracy:.3f}")
-            record = {"step": step, "task": f"eval length={length} facts={number}", "loss": round(loss, 4), "accuracy": round(accuracy, 4)}
+            record = {
+                "step": step,
+                "task": f"eval length={length} facts={number}",
+                "loss": round(loss, 4),
+                "accuracy": round(accuracy, 4),
+            }
             log.append({**record, "seconds": round(time.perf_counter() - start, 1)})
         lines.append(f"| {length} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -297,7 +330,9 @@ def ends_with_eos(model: LlamaForCausalLM, count: int = 32) -> float:
     right = 0
     for _ in range(count):
         prompt, answer = make_prompt(rng, 256, 16)
-        out = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=4, do_sample=False)
+        out = model.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=4, do_sample=False
+        )
         right += out[0, len(prompt) :].tolist() == [answer, EOS]
     return right / count
 
@@ -329,7 +364,9 @@ def main() -> None:
     """Train, save and evaluate."""
     parser = argparse.ArgumentParser(description="Train the tiny recall checkpoint.")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent, help="folder to write the checkpoint to")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).resolve().parent, help="folder to write the checkpoint to"
+    )
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--tokens", type=int, default=8192, help="tokens per batch")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")

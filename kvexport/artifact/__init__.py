@@ -1,0 +1,1 @@
+"""Artifacts: what one holds, its digests, and how it is published."""

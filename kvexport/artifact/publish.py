@@ -1,0 +1,450 @@
+"""An artifact: a directory of files and `manifest.json`, published whole or not at all (docs/contract.md, section 5).
+
+Beside a target `name`, on the same file system, live `.name.lock` (held by the build under way), `.name.stage-*` (what
+it writes, or what a killed one left) and, only where two directories cannot be exchanged in one step, for an instant
+`.name.old`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shlex
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from kvexport.artifact.manifest import (
+    FORMAT,
+    MANIFEST,
+    MANIFEST_LIMIT,
+    HashingWriter,
+    check_artifact,
+    damaged,
+    scan,
+    write_manifest,
+)
+from kvexport.errors import ArtifactError, EnvironmentProblem, KvexportError, UsageError
+
+__all__ = ["HashingWriter", "load_manifest", "stage", "write_manifest"]
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextmanager
+def stage(target: Path) -> Iterator[Path]:
+    """A fresh directory to write an artifact into; it becomes `target` when the block ends, in one step and after a
+    sync.
+
+    The block must end with `write_manifest`. An artifact already at `target` stays readable until it is exchanged for
+    the new one and is then deleted, with whatever else was put into its directory. When the block raises, the stage is
+    removed and `target` is as it was; after a kill -9 it is absent, the old artifact or the new one, and the next call
+    removes what was left beside it.
+
+    Raises UsageError where `target` cannot be used (something else is there, its parent is missing or read-only,
+    another build holds it), EnvironmentProblem on a full disk or quota, KvexportError where the block wrote no manifest
+    for what it left.
+    """
+    target = _place(Path(target))
+    _refuse_foreign(target)
+    lock = _acquire_or_refuse(target)
+    try:
+        _tidy(target)
+        _refuse_foreign(target)
+        work = _stage_name(target)
+        try:
+            work.mkdir()
+            yield work
+            _require_manifest(work)
+            _sync_tree(work)
+            _publish(work, target)
+        except BaseException as error:
+            try:
+                # Asked before the stage is removed: afterwards there is room again.
+                full = _disk_full(error, work)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+            if full is not None:
+                raise full from error
+            raise
+        # After an exchange the old artifact is here. Failing to delete it does not undo the build; the next one tries
+        # again.
+        shutil.rmtree(work, ignore_errors=True)
+    finally:
+        _release(target, lock)
+
+
+def load_manifest(path: Path, *, verify: bool = True) -> dict[str, Any]:
+    """The manifest of the artifact at `path`, after checking it and every file it lists.
+
+    verify: False leaves out the SHA-256 of the files, not the rest: the manifest's own digest, names, sizes, nothing
+    unlisted, no links. An artifact that is replaced during the check is checked again. `path` itself may be a link to
+    an artifact.
+
+    The digests find damage: a truncated download, a flipped bit, an edit, a file added by mistake. They do **not** tell
+        who made the
+    artifact: whoever can write the directory can write a matching manifest, and can change a file after this check.
+    Load artifacts only from directories that nobody untrusted can write.
+
+    Raises UsageError where nothing is at `path`, ArtifactError for everything that is wrong with what is there.
+    """
+    for _ in range(10):
+        if (manifest := _checked_unless_replaced(_existing(Path(path)), verify)) is not None:
+            return manifest
+    raise ArtifactError(
+        f"{path} was replaced ten times while it was being checked", "wait until the builds that write it have ended"
+    )
+
+
+# Where an artifact may go, and the lock of a target.
+
+
+def _place(target: Path) -> Path:
+    """`target` with its parent resolved, so that two spellings of one place share one lock."""
+    if target.name in ("", ".."):
+        target = target.resolve()
+    try:
+        parent = target.parent.resolve(strict=True)
+    except (OSError, RuntimeError):
+        raise UsageError(
+            f"{target.parent}, where {target.name} is to be written, does not exist",
+            f"mkdir -p {_quoted(target.parent)}",
+        ) from None
+    if not target.name or not parent.is_dir():
+        raise UsageError(
+            f"{target} cannot be written: {parent} is not a directory that can hold it", "choose another --out"
+        )
+    if len(os.fsencode(target.name)) > 220:
+        raise UsageError(f"the name of {target} is longer than 220 bytes", "choose a shorter --out")
+    return parent / target.name
+
+
+def _refuse_foreign(target: Path) -> None:
+    """Raises UsageError unless `target` is absent, an empty directory or an artifact, and can be replaced by a
+    rename."""
+    if not os.path.lexists(target):
+        return
+    if target.is_symlink() or not target.is_dir():
+        kind = "a symbolic link" if target.is_symlink() else "not a directory"
+        raise UsageError(f"{target} exists and is {kind}; an artifact is a directory", "choose another --out")
+    if _is_mount_point(target) or target.samefile("."):
+        kind = "a mount point" if _is_mount_point(target) else "the current directory"
+        raise UsageError(
+            f"{target} is {kind}, which cannot be replaced in one step", f"--out {_quoted(target / 'artifact')}"
+        )
+    try:
+        foreign = any(target.iterdir()) and not _is_artifact(target)
+    except OSError as error:
+        raise UsageError(f"{target} exists and cannot be read: {error.strerror}", "choose another --out") from error
+    if foreign:
+        raise UsageError(
+            f"{target} exists, is not empty and is no artifact; it was left alone",
+            "choose another --out, or remove it first",
+        )
+
+
+def _is_artifact(path: Path) -> bool:
+    """Whether a directory says it is an artifact; a damaged one counts, so that it can be built again."""
+    manifest = path / MANIFEST
+    if path.is_symlink() or manifest.is_symlink() or not manifest.is_file():
+        return False
+    with manifest.open("rb") as file:
+        return f'"{FORMAT}"'.encode() in file.read(MANIFEST_LIMIT)
+
+
+def _is_mount_point(path: Path) -> bool:
+    """Also of a bind mount on the same file system, which os.path.ismount does not see."""
+    if os.path.ismount(path):
+        return True
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return False
+    return str(path) in (
+        re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), line.split(" ")[4]) for line in lines
+    )
+
+
+def _beside(target: Path, suffix: str) -> Path:
+    return target.with_name(f".{target.name}.{suffix}")
+
+
+def _stage_name(target: Path) -> Path:
+    return _beside(target, f"stage-{secrets.token_hex(8)}")
+
+
+def _acquire(target: Path) -> int:
+    """The locked descriptor of the target's lock file, which names this process. Raises BlockingIOError while a build
+    holds it."""
+    path = _beside(target, "lock")
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A holder removes its file when it is done: between open and flock the name may have come to mean another
+            # file.
+            if _identity(lock) == _identity(path):
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+                return lock
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)
+
+
+def _acquire_or_refuse(target: Path) -> int:
+    try:
+        return _acquire(target)
+    except BlockingIOError:
+        holder = ""
+        with suppress(OSError):
+            holder = _beside(target, "lock").read_bytes()[:20].decode(errors="replace").strip()
+        by = f"process {holder}" if holder.isdigit() else "a process that has just begun or ended"
+        raise UsageError(
+            f"{target} is being written by another build, {by}", "wait until it has ended, or choose another --out"
+        ) from None
+    except OSError as error:
+        if full := _disk_full(error, target):
+            raise full from error
+        raise UsageError(
+            f"{target.parent} cannot be written: {error.strerror}", "choose an --out in a directory you may write"
+        ) from error
+
+
+def _release(target: Path, lock: int) -> None:
+    """Removes the lock file before it unlocks, so that nobody can lock a name that is about to go."""
+    try:
+        path = _beside(target, "lock")
+        if _identity(lock) == _identity(path):
+            path.unlink(missing_ok=True)
+    finally:
+        os.close(lock)
+
+
+def _identity(path: Path | int) -> tuple[int, int] | None:
+    """Which file or directory a path or descriptor means at this moment; None where there is none."""
+    try:
+        entry = os.fstat(path) if isinstance(path, int) else path.stat()
+    except OSError:
+        return None
+    return entry.st_dev, entry.st_ino
+
+
+# Publishing, and what a killed build left.
+
+
+def _tidy(target: Path) -> None:
+    """Puts back an artifact that a killed build had moved aside, and removes stages. The caller holds the lock."""
+    old = _beside(target, "old")
+    stages = re.compile(re.escape(f".{target.name}.stage-") + "[0-9a-f]{16}")
+    try:
+        _restore(target)
+        if _is_artifact(old) and _is_artifact(target):
+            # Only whole artifacts bear the old name: one to be deleted takes the name of a stage first.
+            old.rename(_stage_name(target))
+        with os.scandir(target.parent) as entries:
+            stale = [
+                entry.path for entry in entries if stages.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+            ]
+        for path in stale:
+            shutil.rmtree(path)
+    except OSError as error:
+        fix = f"rm -r {_quoted(_beside(target, 'stage-'))}*"
+        raise UsageError(f"what a killed build left beside {target} cannot be cleared away: {error}", fix) from error
+
+
+def _restore(target: Path) -> None:
+    """Ends a replacement that a kill cut between its two renames. The caller holds the lock."""
+    old = _beside(target, "old")
+    if not os.path.lexists(target) and _is_artifact(old):
+        old.rename(target)
+
+
+def _require_manifest(work: Path) -> None:
+    try:
+        check_artifact(work, verify=False)
+    except ArtifactError as error:
+        raise KvexportError(f"the build did not finish its artifact, nothing was written: {error.problem}") from error
+
+
+def _sync_tree(root: Path) -> None:
+    for directory, _, names in os.walk(root, topdown=False):
+        for name in names:
+            _sync(Path(directory, name))
+        _sync(Path(directory))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot sync a directory and say so with EINVAL.
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        os.close(descriptor)
+
+
+def _publish(work: Path, target: Path) -> None:
+    """Make the synced stage the target. What was there is at `work` afterwards."""
+    _refuse_foreign(target)
+    try:
+        if not (os.path.lexists(target) and any(target.iterdir())):
+            work.rename(target)
+        elif not _exchange(work, target):
+            _replace_in_two_steps(work, target)
+        _sync(target.parent)
+    except OSError as error:
+        if error.errno in _FULL:
+            raise
+        raise EnvironmentProblem(
+            f"the artifact cannot be moved to {target}: {error.strerror}", "build elsewhere with --out"
+        ) from error
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two directories in one step (Linux, renameat2 with RENAME_EXCHANGE); False where the C library or file
+    system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if (
+        renameat2(here, ctypes.c_char_p(os.fsencode(a)), here, ctypes.c_char_p(os.fsencode(b)), ctypes.c_uint(swap))
+        == 0
+    ):
+        return True
+    number = ctypes.get_errno()
+    # EPERM is what a container's system call filter answers to a call that it does not know.
+    if number in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM):
+        return False
+    raise OSError(number, os.strerror(number), str(b))
+
+
+def _replace_in_two_steps(work: Path, target: Path) -> None:
+    """Exchange by way of `.name.old`, which `_tidy` puts back where a kill falls between the two renames."""
+    old = _beside(target, "old")
+    try:
+        target.rename(old)
+        work.rename(target)
+    except BaseException:
+        if not os.path.lexists(target):
+            old.rename(target)
+        raise
+    _sync(target.parent)
+    old.rename(work)
+
+
+def _disk_full(error: BaseException, work: Path) -> EnvironmentProblem | None:
+    """The error to show where a full disk or quota is behind `error`, else None."""
+    cause: BaseException | None = (
+        None if isinstance(error, KvexportError) or not isinstance(error, Exception) else error
+    )
+    while cause is not None:
+        # Writers in other languages (safetensors, protobuf) hand over only the words of it.
+        if (isinstance(cause, OSError) and cause.errno in _FULL) or any(
+            os.strerror(number) in str(cause) for number in _FULL
+        ):
+            break
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        return None
+    name = cause.filename if isinstance(cause, OSError) else None
+    written = Path(os.fsdecode(name)) if isinstance(name, (str, bytes)) else _newest(work)
+    where = next(parent for parent in [written, *written.absolute().parents] if parent.is_dir())
+    quota = os.strerror(errno.EDQUOT) in str(cause)
+    shown = written.relative_to(work) if written != work and written.is_relative_to(work) else written
+    return EnvironmentProblem(
+        f"{'disk quota used up' if quota else 'disk full'} while writing {shown}: {shutil.disk_usage(where).free} "
+        "bytes free",
+        f"free space on the file system of {where if where != work else work.parent}, or build elsewhere with --out",
+    )
+
+
+def _newest(work: Path) -> Path:
+    """The file being written when an error names none: the one changed last."""
+    with suppress(OSError):
+        if times := {name: entry.st_mtime_ns for name, entry in scan(work).items()}:
+            return work / max(times, key=lambda name: times[name])
+    return work
+
+
+# Reading.
+
+
+def _existing(path: Path) -> Path:
+    """The resolved directory at `path`, put back first where a killed build had moved it aside."""
+    deadline = time.monotonic() + 1.0
+    while not path.is_dir():
+        waits = (
+            path.parent.is_dir() and not path.is_symlink() and time.monotonic() < deadline and _comes_back(_place(path))
+        )
+        if not waits and not path.is_dir():
+            what = (
+                f"{path} is not a directory, so no artifact"
+                if os.path.lexists(path)
+                else f"there is no artifact at {path}"
+            )
+            raise UsageError(
+                what, f"kvexport build --recipe NAME --out {_quoted(path)}, or name the directory of an artifact"
+            )
+    return path.resolve()
+
+
+def _comes_back(target: Path) -> bool:
+    """Whether to look again for a target that was absent a moment ago: it is put back here, or a build may be between
+    its two renames."""
+    old = _beside(target, "old")
+    if not _is_artifact(old) and not os.path.lexists(_beside(target, "lock")):
+        return False
+    try:
+        lock = _acquire(target)
+    except BlockingIOError:
+        time.sleep(0.005)
+        return True
+    except OSError as error:
+        if os.path.lexists(target) or not _is_artifact(old):
+            return False
+        fix = f"mv {_quoted(old)} {_quoted(target)}"
+        raise UsageError(
+            f"a killed build left {target} at {old}, and it cannot be put back: {error.strerror}", fix
+        ) from error
+    try:
+        _restore(target)
+        return target.is_dir()
+    finally:
+        _release(target, lock)
+
+
+def _checked_unless_replaced(root: Path, verify: bool) -> dict[str, Any] | None:
+    """The checked manifest; None where another artifact took this one's place meanwhile, so that a finding means
+    nothing."""
+    try:
+        # Held open, so that its inode number cannot go to the artifact that replaces it.
+        held = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise damaged(root, f"it cannot be read: {error.strerror}") from error
+    try:
+        manifest = check_artifact(root, verify)
+        return manifest if _identity(held) == _identity(root) else None
+    except ArtifactError:
+        if _identity(held) == _identity(root):
+            raise
+        return None
+    finally:
+        os.close(held)
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path))

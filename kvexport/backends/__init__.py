@@ -1,0 +1,1 @@
+"""Backends: what runs the graphs of an artifact."""

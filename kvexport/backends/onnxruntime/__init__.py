@@ -1,0 +1,1 @@
+"""ONNX Runtime, on its CPU and CUDA providers."""

@@ -1,0 +1,63 @@
+"""Tensors where a session wants them: numpy arrays in the host's memory, and tensors in a device's, which ONNX Runtime
+itself holds, so that no CUDA package is needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+# As `IOBinding.bind_input` takes it: device, its number, type, shape, address.
+Place = tuple[str, int, Any, tuple[int, ...], int]
+ALL = slice(None)
+
+
+class DeviceArray:
+    """A tensor at a fixed address of a device ("cuda"), all zeros at first. It is written and read as a whole."""
+
+    def __init__(self, device: str, shape: tuple[int, ...], dtype: Any) -> None:
+        from onnxruntime import OrtValue
+
+        zeros = np.zeros(shape, dtype)
+        self.device, self.shape, self.dtype, self.nbytes = device, zeros.shape, zeros.dtype, zeros.nbytes
+        self._value = OrtValue.ortvalue_from_numpy(zeros, device, 0)
+
+    def write(self, values: ArrayLike) -> None:
+        """Take over `values`, of this shape or one number for all."""
+        self._value.update_inplace(np.ascontiguousarray(np.broadcast_to(values, self.shape), dtype=self.dtype))
+
+    def read(self) -> NDArray[Any]:
+        """What is there, in the host's memory."""
+        array: NDArray[Any] = self._value.numpy()
+        return array
+
+    def place(self, lanes: slice = ALL) -> Place:
+        """Where some lanes of it are, lanes being dimension 0."""
+        first, last, _ = lanes.indices(self.shape[0])
+        start = self._value.data_ptr() + first * (self.nbytes // self.shape[0])
+        return self.device, 0, self.dtype.type, (last - first, *self.shape[1:]), start
+
+
+Array = NDArray[Any] | DeviceArray
+
+
+def write(array: Array, values: ArrayLike) -> None:
+    """Into memory of either kind."""
+    if isinstance(array, DeviceArray):
+        array.write(values)
+    else:
+        array[...] = values
+
+
+def read(array: Array) -> NDArray[Any]:
+    """A device's tensor as a copy, a numpy array as it is."""
+    return array.read() if isinstance(array, DeviceArray) else array
+
+
+def place(array: Array, lanes: slice = ALL) -> Place:
+    """Where some lanes of it are."""
+    if isinstance(array, DeviceArray):
+        return array.place(lanes)
+    part = array[lanes]
+    return "cpu", 0, part.dtype.type, part.shape, part.ctypes.data

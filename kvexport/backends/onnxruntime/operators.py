@@ -1,0 +1,159 @@
+"""The native operators: the libraries that register VoteAttention, MergeCache and, on the CPU, Linear with ONNX
+Runtime, where they were
+built: one for its CPU provider, one for its CUDA provider.
+
+Without one, or for a method or a layer it does not know, a graph runs from the functions it carries.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvexport.errors import EnvironmentProblem
+from kvexport.paths import checkout, native_folder
+
+if TYPE_CHECKING:
+    from kvexport.cache import CachePlan
+
+NAMES = {"cpu": "libkvexport_onnxruntime.so", "cuda": "libkvexport_onnxruntime_cuda.so"}
+VARIABLE = "KVEXPORT_OPERATORS"
+TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}  # as kvexport_cuda.h names them
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """What runs an operator on this machine. detail: the instruction set of the native one, or why it is the
+    function."""
+
+    native: bool
+    detail: str
+
+    def __str__(self) -> str:
+        return f"native, {self.detail}" if self.native else f"function: {self.detail}"
+
+
+def library(device: str = "cpu") -> Path | None:
+    """The library to register for sessions on `device`, None where there is none. The variable KVEXPORT_OPERATORS names
+    another one, or is ``off``."""
+    asked = os.environ.get(VARIABLE, "")
+    if asked == "off":
+        return None
+    path = Path(asked) if asked else native_folder() / NAMES[device]
+    return path if path.is_file() else None
+
+
+def why_no_library(device: str = "cpu") -> tuple[str, str]:
+    """Why there is none to register, and the line that changes it."""
+    asked = os.environ.get(VARIABLE, "")
+    if asked:
+        return (
+            f"switched off by {VARIABLE}" if asked == "off" else f"{VARIABLE}={asked} is no file",
+            f"unset {VARIABLE}",
+        )
+    return f"the native operators{' for CUDA' if device == 'cuda' else ''} are not built", _how_to_build(device)
+
+
+def _how_to_build(device: str) -> str:
+    if checkout():
+        return "make native-cuda" if device == "cuda" else "make native"
+    if device == "cuda":
+        return "KVEXPORT_NATIVE=cuda pip install --force-reinstall --no-deps kvexport, where nvcc is"
+    return "apt-get install libonnxruntime-dev cmake g++ && pip install --force-reinstall kvexport"
+
+
+def instruction_set(path: Path) -> str:
+    """What of the machine the library uses: avx512, avx2, neon or portable; for CUDA the GPUs it is compiled for, as in
+    "sm_80, sm_90"."""
+    return _ask(path, "kvexport_isa")
+
+
+def why_small_pages(path: Path) -> str:
+    """Why the library leaves weights in small pages (docs/native.md), "" where it copies them into huge ones."""
+    return _ask(path, "kvexport_huge_pages")
+
+
+def require_runnable(path: Path) -> None:
+    """Raises EnvironmentProblem where the library cannot run on this machine's GPU."""
+    problem = _ask(path, "kvexport_device_problem") if _has(path, "kvexport_device_problem") else ""
+    if problem:
+        raise EnvironmentProblem(
+            f"{path.name} cannot be used: {problem}", f"{_how_to_build('cuda')}, or {VARIABLE}=off"
+        )
+
+
+def why_function(path: Path | None, op: str, attributes: Mapping[str, Any], device: str = "cpu") -> str | None:
+    """Why a node of `op` with these attributes would run from its function, None where the native operator runs it."""
+    if path is None:
+        return why_no_library(device)[0]
+    if op != "MergeCache":
+        return None
+    method = attributes["method"]
+    if method not in _ask(path, "kvexport_merge_methods").split(","):
+        return f"the method {method} has no native kernel"
+    return "share_pairs has no native kernel" if attributes.get("share_pairs") else None
+
+
+def implementations(manifest: Mapping[str, Any], device: str | None = None) -> dict[str, Implementation]:
+    """What runs both operators of the artifact that has this manifest. device: another than the recipe's."""
+    from kvexport.cache import CachePlan
+
+    recipe = manifest["recipe"]
+    device = device or recipe["backend"]["device"]
+    path = library(device)
+    method = {"method": recipe["cache"]["method"], **recipe["cache"]["parameters"]}
+    too_much = (
+        _why_no_layer(path, CachePlan.from_json(manifest["cache"]), manifest["model"]["query_heads"]) if path else None
+    )
+    found = {}
+    for op in ("VoteAttention", "MergeCache"):
+        why = too_much or why_function(path, op, method, device)
+        found[op] = (
+            Implementation(True, instruction_set(path)) if path and why is None else Implementation(False, str(why))
+        )
+    return found
+
+
+def _why_no_layer(path: Path, plan: CachePlan, query_heads: list[int]) -> str | None:
+    """Why the library has no kernel for one of the layers. One without such limits does not export the question."""
+    if not _has(path, "kvexport_layer_problem"):
+        return None
+    ask = _load(path).kvexport_layer_problem
+    ask.restype = ctypes.c_char_p
+    for i, (layer, heads) in enumerate(zip(plan.layers, query_heads, strict=True)):
+        sizes = (heads, layer.kv_heads, layer.capacity, layer.key_size, layer.value_size, layer.statistics)
+        if problem := ask(TYPES[layer.dtype], *sizes):
+            return f"layer {i} has no native kernel: {problem.decode()}"
+    return None
+
+
+@cache
+def _load(path: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise _unusable(error) from error
+
+
+def _has(path: Path, question: str) -> bool:
+    return hasattr(_load(path), question)
+
+
+@cache
+def _ask(path: Path, question: str) -> str:
+    try:
+        function = getattr(_load(path), question)
+    except AttributeError as error:
+        raise _unusable(error) from error
+    function.restype = ctypes.c_char_p
+    answer: bytes = function()
+    return answer.decode()
+
+
+def _unusable(error: Exception) -> EnvironmentProblem:
+    return EnvironmentProblem(f"the native operators cannot be loaded: {error}", f"build them again, or {VARIABLE}=off")

@@ -1,0 +1,337 @@
+"""The graphs on ONNX Runtime's CPU or CUDA provider, with the state bound in place: input and output are one buffer, on
+the device that computes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Mapping
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvexport.backends.onnxruntime.device_array import ALL, Array, DeviceArray, place, read, write
+from kvexport.backends.onnxruntime.devices import INSTALL_CUDA, PROVIDERS, load_cuda_libraries
+from kvexport.cache import CachePlan
+from kvexport.errors import EnvironmentProblem
+from kvexport.runtime.top_logits import Candidates, Rows
+
+CACHE_LINE = 64  # bytes
+NO_GRAPH = -1  # the id of a run that neither captures a CUDA graph nor replays one
+
+
+class _Decoder(NamedTuple):
+    """The decoder bound for calls of so many tokens. graph: the id of its CUDA graph, or NO_GRAPH; None where there are
+    no graphs."""
+
+    tokens: int
+    binding: Any
+    arrays: dict[str, Array]
+    graph: int | None
+
+
+class _DeviceRows:
+    """Logits [lanes, 1, vocabulary] that stay on the device, and what `candidates.onnx` found among them."""
+
+    def __init__(self, logits: DeviceArray, found: Mapping[str, NDArray[Any]]) -> None:
+        self._logits, self._found = logits, found
+        self._whole: NDArray[np.float32] | None = None
+
+    def candidates(self, lane: int) -> Candidates:
+        """See `Rows.candidates`."""
+        values, ids, mass = (self._found[name][lane, 0] for name in ("values", "ids", "mass"))
+        return Candidates(ids, values, float(mass[0]), self._logits.shape[-1])
+
+    def row(self, lane: int) -> NDArray[np.float32]:
+        """See `Rows.row`. ONNX Runtime copies tensors as a whole: the first lane that asks brings all."""
+        if self._whole is None:
+            self._whole = self._logits.read()
+        row: NDArray[np.float32] = self._whole[lane, 0]
+        return row
+
+
+class OnnxRuntimeBackend:
+    """State tensors of a fixed number of lanes and the sessions that advance them (see
+    `kvexport.runtime.lanes.Backend`). On the CPU `state` and `past_length` are numpy arrays."""
+
+    def __init__(self, sessions: Sessions, plan: CachePlan, lanes: int) -> None:
+        self.lanes = lanes
+        self._sessions = sessions
+        tensors = {
+            name: (layer.shapes(lanes)[kind], layer.dtypes()[kind]) for name, _, layer, kind in plan.state_names()
+        }
+        self.state: dict[str, Any] = (
+            {name: sessions.zeros(*tensor) for name, tensor in tensors.items()}
+            if sessions.device != "cpu"
+            else _in_one_piece(tensors)
+        )
+        self._names = [(name, present) for name, present, *_ in plan.state_names()]
+        self.past_length: Any = sessions.zeros((lanes, 1), np.dtype(np.int64))
+        # Two decoder bindings stay: of one token, and of the last other width. Merge bindings stay per run of lanes.
+        self._decoders: dict[bool, _Decoder] = {}
+        self._mergers: dict[tuple[int, int], Any] = {}
+        self._finder: tuple[Array, Any, dict[str, Array]] | None = (
+            None  # of candidates in these logits: its binding, what it gives
+        )
+        self.candidates = None if sessions.zeros is np.zeros else sessions.candidate_count
+        self._thread = threading.local()  # graphs: those captured; ONNX Runtime captures them for each thread anew
+
+    def reset(self) -> None:
+        """Empty every lane: an all-zero state is an empty cache. On a device the votes alone become zero: what else is
+        in a slot without votes is of no account, and they are a hundredth of what would have to be sent there."""
+        for name, array in self.state.items():
+            if name.endswith(".votes") or not isinstance(array, DeviceArray):
+                write(array, 0)
+        write(self.past_length, 0)
+
+    def decode(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> NDArray[np.float32]:
+        """See `Backend.decode`."""
+        return read(self._run_decoder(input_ids, query_length))
+
+    def _run_decoder(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> Array:
+        decoder = self._decoder(input_ids.shape[1])
+        write(decoder.arrays["input_ids"], input_ids)
+        write(decoder.arrays["query_length"], query_length)
+        self._sessions.run(self._sessions.decoder, decoder.binding, decoder.graph)
+        return decoder.arrays["logits"]
+
+    def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> Rows:
+        """See `EngineBackend.step`."""
+        logits = self._run_decoder(input_ids, query_length)
+        assert isinstance(logits, DeviceArray)
+        if self._finder is None or self._finder[0] is not logits:
+            self._finder = (logits, *self._bind_finder(logits))
+        _, binding, found = self._finder
+        self._sessions.run(self._sessions.finder, binding, None)
+        return _DeviceRows(logits, {name: read(array) for name, array in found.items()})
+
+    def _bind_finder(self, logits: Array) -> tuple[Any, dict[str, Array]]:
+        zeros, count = self._sessions.zeros, self._sessions.candidate_count
+        found: dict[str, Array] = {
+            "values": zeros((self.lanes, 1, count), np.dtype(np.float32)),
+            "ids": zeros((self.lanes, 1, count), np.dtype(np.int32)),
+            "mass": zeros((self.lanes, 1, 1), np.dtype(np.float32)),
+        }
+        binding = self._sessions.finder.io_binding()
+        _bind(binding, "logits", None, logits)
+        for name, array in found.items():
+            _bind(binding, None, name, array)
+        return binding, found
+
+    def merge(self, first: int, last: int) -> None:
+        """See `Backend.merge`."""
+        session = self._sessions.merge
+        assert session is not None
+        if (first, last) not in self._mergers:
+            binding = session.io_binding()
+            wanted = {i.name for i in session.get_inputs()}
+            for name, present in self._names:
+                if name in wanted:
+                    _bind(binding, name, present, self.state[name], slice(first, last))
+            self._mergers[(first, last)] = binding
+        self._sessions.run(session, self._mergers[(first, last)], None)
+
+    def get_state(self) -> dict[str, NDArray[Any]]:
+        """See `EngineBackend.get_state`."""
+        return {name: np.array(read(array)) for name, array in self.state.items()}
+
+    def set_state(self, state: Mapping[str, NDArray[Any]], past_length: NDArray[np.int64]) -> None:
+        """See `EngineBackend.set_state`."""
+        for name, array in state.items():
+            write(self.state[name], array)
+        write(self.past_length, past_length)
+
+    def _decoder(self, tokens: int) -> _Decoder:
+        """The decoder bound to the state, its graph captured where it has one."""
+        known = self._decoders.get(tokens == 1)
+        if known is None or known.tokens != tokens:
+            known = self._decoders[tokens == 1] = self._bind_decoder(tokens)
+        if known.graph is None:
+            return known
+        captured: set[int] = self._thread.__dict__.setdefault("graphs", {NO_GRAPH})
+        if known.graph in captured:
+            return known
+        captured.add(known.graph)
+        problem = self._capture(known)
+        if not problem:
+            return known
+        # The old session goes before the new one comes.
+        known = None
+        self._decoders.clear()
+        self._sessions.without_graphs(problem)
+        known = self._decoders[tokens == 1] = self._bind_decoder(tokens)
+        return known
+
+    def _capture(self, decoder: _Decoder) -> str:
+        """Let ONNX Runtime capture the decoder's graph; why it cannot. It runs the graph more than once to do so, in
+        place: the calls bring no token, which leaves every lane as it is."""
+        write(decoder.arrays["query_length"], 0)
+        try:
+            self._sessions.run(self._sessions.decoder, decoder.binding, decoder.graph)
+        except Exception as error:
+            return _first_line(error)
+        return ""
+
+    def _bind_decoder(self, tokens: int) -> _Decoder:
+        sessions, zeros = self._sessions, self._sessions.zeros
+        rows = tokens if sessions.all_logits else 1
+        arrays: dict[str, Array] = {
+            "input_ids": zeros((self.lanes, tokens), np.dtype(np.int64)),
+            "query_length": zeros((self.lanes, 1), np.dtype(np.int64)),
+            "logits": zeros((self.lanes, rows, sessions.vocabulary), np.dtype(np.float32)),
+        }
+        binding = sessions.decoder.io_binding()
+        _bind(binding, "input_ids", None, arrays["input_ids"])
+        _bind(binding, "query_length", None, arrays["query_length"])
+        _bind(binding, None, "logits", arrays["logits"])
+        _bind(binding, "past_length", "present_length", self.past_length)
+        for name, present in self._names:
+            _bind(binding, name, present, self.state[name])
+        graph = (sessions.new_graph() if tokens == 1 else NO_GRAPH) if sessions.graphs else None
+        return _Decoder(tokens, binding, arrays, graph)
+
+
+class Sessions:
+    """The sessions of one artifact; they hold the weights once, however many backends use them.
+
+    operators: the library to register for each operator, None where its function runs. candidates: candidates.onnx, and
+        how many it finds;
+    not used on the CPU. graphs: whether decode steps are CUDA graphs, and graph_problem why they are not though it was
+    asked. Raises EnvironmentProblem where ONNX Runtime cannot use the device.
+    """
+
+    def __init__(
+        self,
+        decoder: Path,
+        merge: Path | None,
+        *,
+        threads: int,
+        vocabulary: int,
+        all_logits: bool,
+        operators: Mapping[str, Path | None],
+        candidates: tuple[Path, int] | None = None,
+        device: str = "cpu",
+        graphs: bool = False,
+    ) -> None:
+        self.vocabulary = vocabulary
+        self.all_logits = all_logits
+        self.device = device
+        self.zeros: Any = np.zeros if device == "cpu" else partial(DeviceArray, device)
+        self.graphs, self.graph_problem = graphs, ""
+        self._new_graphs = itertools.count(1)
+        self._candidates: Path | None = None
+        self.candidate_count = 0
+        if candidates is not None:
+            self._candidates, self.candidate_count = candidates
+        attention, merging = operators["VoteAttention"], operators["MergeCache"]
+        self._new_decoder = partial(_session, decoder, threads=threads, operators=attention, device=device)
+        self.decoder: Any = None
+        if graphs:
+            try:
+                self.decoder = self._new_decoder(graphs=True)
+            except EnvironmentProblem as error:
+                self.graphs, self.graph_problem = False, error.problem
+        if self.decoder is None:
+            self.decoder = self._new_decoder(graphs=False)
+        # A function is one long chain of small nodes, which is fastest on one thread.
+        self.merge = (
+            _session(merge, threads=threads if merging else 1, operators=merging, device=device) if merge else None
+        )
+
+    def backend(self, plan: CachePlan, lanes: int) -> OnnxRuntimeBackend:
+        """State for `lanes` sequences, all empty."""
+        return OnnxRuntimeBackend(self, plan, lanes)
+
+    @cached_property
+    def finder(self) -> Any:
+        """The session of candidates.onnx."""
+        assert self._candidates is not None
+        return _session(self._candidates, threads=1, operators=None, device=self.device)
+
+    def run(self, session: Any, binding: Any, graph: int | None) -> None:
+        """One run; with `graph` as the replay of that CUDA graph, or as its capture where it is new. None: there are no
+        graphs."""
+        if graph is None:
+            session.run_with_iobinding(binding)
+        else:
+            from onnxruntime import RunOptions
+
+            options = RunOptions()
+            options.add_run_config_entry("gpu_graph_id", str(graph))
+            session.run_with_iobinding(binding, options)
+        if self.zeros is not np.zeros:
+            binding.synchronize_outputs()
+
+    def new_graph(self) -> int:
+        """An id that no graph has had."""
+        return next(self._new_graphs)
+
+    def without_graphs(self, why: str) -> None:
+        """A new decoder without CUDA graphs, in the place of one that cannot capture them."""
+        self.graphs, self.graph_problem = False, why
+        self.decoder = None
+        self.decoder = self._new_decoder(graphs=False)
+
+
+def _session(path: Path, *, threads: int, operators: Path | None, device: str, graphs: bool = False) -> Any:
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    # Threads that spin on after a run would be in the way of the other session's.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    if operators is not None:
+        options.register_custom_ops_library(str(operators))
+    cpu = PROVIDERS["cpu"]
+    if device == "cpu":
+        return ort.InferenceSession(str(path), options, providers=[cpu])
+    load_cuda_libraries(ort)
+    # Without TF32: products of a float32 model are float32.
+    chosen = {"device_id": "0", "use_tf32": "0", "enable_cuda_graph": str(int(graphs))}
+    session = None
+    try:
+        session = ort.InferenceSession(
+            str(path), options, providers=[(PROVIDERS[device], chosen), cpu], enable_fallback=0
+        )
+    except Exception as error:
+        # Where the provider did not start, nothing implements the operators that were registered for it.
+        if "Could not find an implementation" not in str(error):
+            raise EnvironmentProblem(
+                f"ONNX Runtime cannot load {path.name} on {device}: {_first_line(error)}", INSTALL_CUDA
+            ) from error
+    if session is None or PROVIDERS[device] not in session.get_providers():
+        raise EnvironmentProblem(
+            f"ONNX Runtime cannot start its provider for {device}, and has said why above", INSTALL_CUDA
+        )
+    return session
+
+
+def _in_one_piece(tensors: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]) -> dict[str, NDArray[Any]]:
+    """Arrays of zeros that share one allocation: numpy asks for huge pages for a large one, which decoding reads faster
+    than many small ones in small pages."""
+    sizes = [-(-math.prod(shape) * dtype.itemsize // CACHE_LINE) * CACHE_LINE for shape, dtype in tensors.values()]
+    piece = np.zeros(sum(sizes) + CACHE_LINE, np.uint8)
+    begin = -piece.ctypes.data % CACHE_LINE
+    arrays = {}
+    for (name, (shape, dtype)), size in zip(tensors.items(), sizes, strict=True):
+        arrays[name] = piece[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+        begin += size
+    return arrays
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def _bind(binding: Any, name: str | None, present: str | None, array: Array, lanes: slice = ALL) -> None:
+    """Lanes of `array` as the input `name` and the output `present`; both make it in place."""
+    where = place(array, lanes)
+    if name is not None:
+        binding.bind_input(name, *where)
+    if present is not None:
+        binding.bind_output(present, *where)

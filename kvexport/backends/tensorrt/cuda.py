@@ -1,0 +1,149 @@
+"""The calls of the CUDA runtime that a TensorRT backend makes, through NVIDIA's cuda-bindings, each checked."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvexport.backends.tensorrt.environment import INSTALL, Gpu
+from kvexport.errors import EnvironmentProblem
+
+ALIGNMENT = 256  # bytes, of every address that TensorRT is given
+# CUDA's own words for these leave out what mends them.
+_LACKS = {
+    "cudaErrorNoDevice": (
+        "there is no NVIDIA GPU",
+        "--backend onnxruntime, or a machine with one (docker run --gpus all)",
+    ),
+    "cudaErrorInsufficientDriver": (
+        "the NVIDIA driver is missing, or older than this CUDA needs",
+        "install or upgrade the NVIDIA driver",
+    ),
+    "cudaErrorMemoryAllocation": (
+        "the GPU's memory is used up",
+        "smaller limits.max_batch, limits.max_length or cache.budget",
+    ),
+}
+
+
+class Cuda:
+    """The runtime, whose every error becomes an EnvironmentProblem. Streams and graphs are cuda-bindings' own
+    objects."""
+
+    def __init__(self) -> None:
+        try:
+            from cuda.bindings import runtime
+        except (ImportError, OSError) as error:
+            raise EnvironmentProblem(f"the package cuda-bindings cannot be used: {error}", INSTALL) from error
+        self.api: Any = runtime
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """The runtime's function `name`; what it returns beside its error code."""
+        try:
+            error, *values = getattr(self.api, name)(*arguments)
+        except RuntimeError as failure:  # cuda-bindings found no libcuda.so.1
+            raise EnvironmentProblem(
+                f"{name} cannot be called: {failure}", _LACKS["cudaErrorInsufficientDriver"][1]
+            ) from failure
+        if error != self.api.cudaError_t.cudaSuccess:
+            problem, fix = _LACKS.get(error.name, (error.name, "kvexport doctor"))
+            raise EnvironmentProblem(
+                f"{problem} ({name}: {error.name})" if error.name in _LACKS else f"{name} failed: {problem}", fix
+            )
+        return values[0] if len(values) == 1 else values
+
+    def gpu(self) -> Gpu:
+        """The current device."""
+        if not self.call("cudaGetDeviceCount"):
+            raise EnvironmentProblem(*_LACKS["cudaErrorNoDevice"])
+        properties = self.call("cudaGetDeviceProperties", self.call("cudaGetDevice"))
+        name = properties.name.decode() if isinstance(properties.name, bytes) else str(properties.name)
+        return Gpu(name.rstrip("\0"), (properties.major, properties.minor))
+
+    def stream(self) -> Any:
+        """A new stream, which does not wait for the default one."""
+        return self.call("cudaStreamCreateWithFlags", self.api.cudaStreamNonBlocking)
+
+    def synchronize(self, stream: Any) -> None:
+        """Wait for everything in `stream`."""
+        self.call("cudaStreamSynchronize", stream)
+
+    def copy(self, target: int, source: int, count: int, stream: Any) -> None:
+        """Enqueue a copy of `count` bytes, host or device to host or device."""
+        self.call("cudaMemcpyAsync", target, source, count, self.api.cudaMemcpyKind.cudaMemcpyDefault, stream)
+
+    def clear(self, target: int, count: int, stream: Any) -> None:
+        """Enqueue `count` bytes of zeros."""
+        self.call("cudaMemsetAsync", target, 0, count, stream)
+
+    def capture(self, enqueue: Callable[[], None], stream: Any) -> Any:
+        """A graph of what `enqueue` puts into `stream`, ready to launch; nothing of it runs."""
+        self.call("cudaStreamBeginCapture", stream, self.api.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)
+        try:
+            enqueue()
+        finally:
+            graph = self.call("cudaStreamEndCapture", stream)
+        return self.call("cudaGraphInstantiate", graph, 0)
+
+    def launch(self, graph: Any, stream: Any) -> None:
+        """Enqueue a captured graph."""
+        self.call("cudaGraphLaunch", graph, stream)
+
+
+class Arena:
+    """Tensors by name (shape and dtype) in one allocation on the device, each at a multiple of 256 bytes. pinned: with
+    a twin in page-locked host memory, laid out alike, so that one copy moves all of them."""
+
+    def __init__(self, cuda: Cuda, tensors: Mapping[str, tuple[tuple[int, ...], Any]], *, pinned: bool = False) -> None:
+        self._cuda = cuda
+        self._layout: dict[str, tuple[int, tuple[int, ...], np.dtype[Any]]] = {}
+        self.nbytes = 0
+        for name, (shape, dtype) in tensors.items():
+            self._layout[name] = (self.nbytes, shape, np.dtype(dtype))
+            self.nbytes += -(-self.size(name) // ALIGNMENT) * ALIGNMENT
+        self.device: int = cuda.call("cudaMalloc", max(self.nbytes, ALIGNMENT))
+        # At the interpreter's end CUDA takes back everything by itself, and may be gone before this is.
+        weakref.finalize(self, cuda.api.cudaFree, self.device).atexit = False
+        self.host = _pinned(cuda, self.nbytes) if pinned else None
+
+    def size(self, name: str) -> int:
+        """Bytes of a tensor."""
+        _, shape, dtype = self._layout[name]
+        return math.prod(shape) * dtype.itemsize
+
+    def pointer(self, name: str) -> int:
+        """A tensor's address on the device."""
+        return self.device + self._layout[name][0]
+
+    def array(self, name: str, shape: tuple[int, ...] | None = None) -> NDArray[Any]:
+        """A tensor's twin in host memory; with a smaller `shape`, its beginning."""
+        assert self.host is not None
+        offset, full, dtype = self._layout[name]
+        shape = full if shape is None else shape
+        return self.host[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+
+    def upload(self, stream: Any) -> None:
+        """Enqueue the copy of the whole twin to the device."""
+        assert self.host is not None
+        self._cuda.copy(self.device, self.host.ctypes.data, self.nbytes, stream)
+
+    def download(self, stream: Any) -> None:
+        """Enqueue the copy of the whole arena to its twin."""
+        assert self.host is not None
+        self._cuda.copy(self.host.ctypes.data, self.device, self.nbytes, stream)
+
+
+def _pinned(cuda: Cuda, count: int) -> NDArray[np.uint8]:
+    """Page-locked bytes, freed when the last array that looks at them goes."""
+    address: int = cuda.call("cudaHostAlloc", max(count, 1), 0)
+    memory = (ctypes.c_uint8 * count).from_address(address)
+    weakref.finalize(memory, cuda.api.cudaFreeHost, address).atexit = False
+    array: NDArray[np.uint8] = np.ctypeslib.as_array(memory)
+    array[:] = 0
+    return array

@@ -1,0 +1,79 @@
+"""`kvexport build --from`: TensorRT engines for this machine, from an artifact whose graphs were made on another."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvexport.artifact.publish import load_manifest, stage, write_manifest
+from kvexport.backends.tensorrt.engines import LOG, PLANS, EngineBuilder
+from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.recipe.fields import Recipe
+from kvexport.recipe.files import load_recipe
+from kvexport.terminal import Progress, silent
+
+
+def rebuild(
+    source: Path,
+    out: Path | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    progress: Callable[[str, int | None], Progress] = silent,
+) -> Path:
+    """Add TensorRT engines for this machine to a copy of the artifact `source`, whose graphs stay as they are; return
+    its directory, which is `source` itself unless `out` is another.
+
+    overrides: "backend.key=value". Needs onnx, and neither torch nor the checkpoint. Raises UsageError, ArtifactError
+    (`source` is damaged), EnvironmentProblem (TensorRT, a GPU, the plugins).
+    """
+    manifest = load_manifest(source)
+    recipe = _with_backend(manifest["recipe"], overrides)
+    if recipe.backend.name != "tensorrt":
+        raise UsageError(
+            f"--from builds TensorRT engines, and {source} is for {recipe.backend.name}",
+            "--from DIR --backend tensorrt",
+        )
+    if importlib.util.find_spec("onnx") is None:
+        raise EnvironmentProblem("build --from needs onnx, which is not installed", "pip install onnx")
+    engines = EngineBuilder(recipe.backend.tensorrt)
+    target = source if out is None else out
+    with stage(target) as folder:
+        gone = {*PLANS.values(), LOG}
+        digests = {file: entry["sha256"] for file, entry in manifest["files"].items() if file not in gone}
+        with progress("taking over the graphs", None):
+            for file in digests:
+                _take_over(source / file, folder / file)
+        content = {key: value for key, value in manifest.items() if key not in ("files", "manifest_sha256", "engines")}
+        content["recipe"] = {"name": manifest["recipe"]["name"], **recipe.model_dump(mode="json")}
+        engines.add_engines(folder, content, progress)
+        write_manifest(folder, content, known=digests)
+    return target
+
+
+def _with_backend(saved: dict[str, Any], overrides: Sequence[str]) -> Recipe:
+    """The recipe of a manifest with overrides of its backend."""
+    if wrong := [text for text in overrides if not text.startswith("backend.")]:
+        raise UsageError(
+            f"--set {wrong[0]} would change the graphs, which --from keeps",
+            "kvexport build --recipe NAME, without --from",
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "recipe.yaml"
+        path.write_text(yaml.safe_dump({key: value for key, value in saved.items() if key != "name"}))
+        return load_recipe(str(path), overrides).recipe
+
+
+def _take_over(source: Path, target: Path) -> None:
+    """Artifacts are not changed, so two may share a file where the file system can."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

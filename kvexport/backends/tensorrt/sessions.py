@@ -1,0 +1,310 @@
+"""An artifact's TensorRT engines over state on the GPU.
+
+Where the operators are plugins, past and present are one address, as the plugins are made for. TensorRT may schedule
+the nodes of a function as it likes, so there present has an address of its own and is copied back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvexport.artifact.manifest import read_verified
+from kvexport.backends.tensorrt.cuda import ALIGNMENT, Arena, Cuda
+from kvexport.backends.tensorrt.engines import DECODE, PREFILL, input_shape
+from kvexport.backends.tensorrt.environment import REBUILD, check_plan, import_runtime, require_gpu
+from kvexport.backends.tensorrt.log import make_log
+from kvexport.backends.tensorrt.plugin import register
+from kvexport.cache import CachePlan
+from kvexport.errors import ArtifactError, EnvironmentProblem, KvexportError
+from kvexport.runtime.top_logits import Candidates, Rows
+
+
+class Engines:
+    """The engines of one artifact; they hold the weights once, however many backends use them.
+
+    Raises EnvironmentProblem: no driver, GPU, TensorRT or plugin; a plan of another TensorRT, GPU or plugin version.
+    ArtifactError: the artifact has no engines, or a plan is not what its digest says (it is then not opened: a plan is
+        native code).
+    """
+
+    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
+        engines = manifest.get("engines")
+        if engines is None:
+            raise ArtifactError(
+                f"{path} has graphs and no engines yet",
+                f"kvexport build --from {path}, on the machine that is to run it",
+            )
+        self.cuda = Cuda()
+        gpu = require_gpu(self.cuda)
+        options = engines["options"]
+        self.trt = import_runtime(version_compatible=options["version_compatible"])
+        check_plan(engines, self.trt.__version__, gpu)
+        self.streams_weights = options["weight_streaming"] is not None
+        self.in_place = {kind: manifest["operators"][op] != "function" for kind, op in _OPERATOR.items()}
+        self.log = make_log(self.trt)
+        if engines["plugin_version"] is not None and not options["embed_plugin"]:
+            register(self.trt)
+        self._runtime = self.trt.Runtime(self.log)
+        # What is version-compatible carries a runtime of its own, and perhaps the plugins: host code, whose digest is
+        # checked below.
+        self._runtime.engine_host_code_allowed = options["version_compatible"]
+        self.decoder = self._open(path, manifest, engines["decoder"])
+        self.merge = self._open(path, manifest, engines["merge"]) if engines["merge"] else None
+        # Artifacts that were built before there were any have none.
+        self.candidates = self._open(path, manifest, engines["candidates"]) if engines.get("candidates") else None
+        self.candidate_count: int = manifest["candidates"] if self.candidates is not None else 0
+        if self.streams_weights:
+            self.decoder.weight_streaming_budget_v2 = min(
+                options["weight_streaming"], self.decoder.streamable_weights_size
+            )
+        self.vocabulary: int = manifest["model"]["vocabulary"]
+        self.all_logits = manifest["recipe"]["export"]["logits"] == "all"
+        self.prefill_chunk: int = manifest["limits"]["prefill_chunk"]
+
+    def backend(self, plan: CachePlan, lanes: int) -> TensorRTBackend:
+        """State for `lanes` sequences, all empty."""
+        return TensorRTBackend(self, plan, lanes)
+
+    def _open(self, path: Path, manifest: dict[str, Any], name: str) -> Any:
+        engine = self._runtime.deserialize_cuda_engine(read_verified(path, manifest, name))
+        if engine is None:
+            reason = "; ".join(self.log.errors[-3:]) or "no reason given"
+            raise EnvironmentProblem(
+                f"TensorRT {self.trt.__version__} does not open {name} of {path}: {reason}", REBUILD
+            )
+        return engine
+
+
+_OPERATOR = {"decoder": "VoteAttention", "merge": "MergeCache"}
+
+
+class TensorRTBackend:
+    """State of a fixed number of lanes on the GPU, and what advances it (see `kvexport.runtime.lanes.Backend`)."""
+
+    def __init__(self, engines: Engines, plan: CachePlan, lanes: int) -> None:
+        self.lanes = lanes
+        self.plan = plan
+        self.engines = engines
+        self.cuda = engines.cuda
+        self.stream = self.cuda.stream()
+        self.names = [(name, present) for name, present, *_ in plan.state_names()]
+        tensors = {
+            name: (layer.shapes(lanes)[kind], layer.dtypes()[kind]) for name, _, layer, kind in plan.state_names()
+        }
+        self.state = Arena(self.cuda, tensors)
+        self.past_length: NDArray[np.int64] = np.zeros((lanes, 1), dtype=np.int64)
+        self.candidates: int | None = engines.candidate_count
+        self._tensors = tensors
+        self._phases: dict[bool, _Phase] = {}
+        merged = set(_names(engines.merge)) if engines.merge else set()
+        self._merged = [pair for pair in self.names if pair[0] in merged]
+        self._merger = _context(engines, engines.merge, 0, self.stream) if engines.merge else None
+        # Where present goes that may not be written over past, and lanes whose own address TensorRT would not take.
+        self.spare = None if all(engines.in_place.values()) else Arena(self.cuda, tensors)
+        unaligned = any(self.state.size(name) // lanes % ALIGNMENT for name, _ in self._merged)
+        self.gathered = Arena(self.cuda, tensors) if unaligned and lanes > 1 else None
+        self.reset()
+
+    def reset(self) -> None:
+        """Empty every lane: an all-zero state is an empty cache."""
+        self.cuda.clear(self.state.device, self.state.nbytes, self.stream)
+        self.past_length[...] = 0
+
+    def decode(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> NDArray[np.float32]:
+        """See `Backend.decode`."""
+        return self._run(input_ids, query_length).logits(input_ids.shape[1])
+
+    def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> Rows:
+        """See `EngineBackend.step`."""
+        phase = self._run(input_ids, query_length)
+        self.cuda.synchronize(self.stream)
+        return phase
+
+    def _run(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> _Phase:
+        single = input_ids.shape[1] == 1
+        if single not in self._phases:
+            self._phases[single] = _Phase(self, 1 if single else self.engines.prefill_chunk)
+        phase = self._phases[single]
+        phase.run(input_ids, query_length, self.past_length)
+        self.past_length += query_length
+        return phase
+
+    def merge(self, first: int, last: int) -> None:
+        """See `Backend.merge`."""
+        context, stream, count = self._merger, self.stream, last - first
+        copies = []
+        for name, present in self._merged:
+            share = self.state.size(name) // self.lanes
+            past = place = self.state.pointer(name) + first * share
+            if place % ALIGNMENT:
+                assert self.gathered is not None
+                past = self.gathered.pointer(name)
+                self.cuda.copy(past, place, count * share, stream)
+            result = past
+            if not self.engines.in_place["merge"]:
+                assert self.spare is not None
+                result = self.spare.pointer(name)
+            if result != place:
+                copies.append((place, result, count * share))
+            _bind(context, name, past, input_shape(self.plan, name, count, 1))
+            _bind(context, present, result)
+        _enqueue(context, stream, self.engines)
+        for target, source, size in copies:
+            self.cuda.copy(target, source, size, stream)
+
+    def get_state(self) -> dict[str, NDArray[Any]]:
+        """A copy of every state tensor, by its input name."""
+        found = {name: np.empty(shape, dtype) for name, (shape, dtype) in self._tensors.items()}
+        for name, array in found.items():
+            self.cuda.copy(array.ctypes.data, self.state.pointer(name), array.nbytes, self.stream)
+        self.cuda.synchronize(self.stream)
+        return found
+
+    def set_state(self, state: Mapping[str, NDArray[Any]], past_length: NDArray[np.int64]) -> None:
+        """Take over a state, and the tokens that each lane has seen [lanes, 1]."""
+        held = {name: np.ascontiguousarray(array) for name, array in state.items()}
+        for name, array in held.items():
+            self.cuda.copy(self.state.pointer(name), array.ctypes.data, array.nbytes, self.stream)
+        self.cuda.synchronize(self.stream)
+        self.past_length[...] = past_length
+
+
+class _Phase:
+    """The decoder for calls of one token (decode), or of up to `tokens` (prefill): a context, and staging in
+    page-locked memory. Decode is
+    one CUDA graph: its copies and its enqueues, that of the candidates among them; logits follow where they are asked
+    for (`Rows`)."""
+
+    def __init__(self, backend: TensorRTBackend, tokens: int) -> None:
+        engines, lanes = backend.engines, backend.lanes
+        self.backend, self.tokens = backend, tokens
+        self.cuda, self.stream = backend.cuda, backend.stream
+        rows = tokens if engines.all_logits else 1
+        one = ((lanes, 1), np.int64)
+        self.inputs = Arena(
+            self.cuda, {"input_ids": ((lanes, tokens), np.int64), "query_length": one, "past_length": one}, pinned=True
+        )
+        self.outputs = Arena(self.cuda, {"logits": ((lanes, rows, engines.vocabulary), np.float32)}, pinned=True)
+        self.length = Arena(self.cuda, {"present_length": one})  # known here too, and read by nobody
+        self.context = _context(engines, engines.decoder, DECODE if tokens == 1 else PREFILL, self.stream)
+        self.found: Arena | None = None
+        if tokens == 1 and engines.candidates is not None:
+            self._find_candidates(engines, lanes)
+        self._width = 0
+        self._graph: Any = None
+        self._calls = 0
+
+    def _find_candidates(self, engines: Engines, lanes: int) -> None:
+        """Put the engine that finds them after the decoder, over the same logits."""
+        shape = (lanes, 1, engines.candidate_count)
+        found = {"values": (shape, np.float32), "ids": (shape, np.int32), "mass": ((lanes, 1, 1), np.float32)}
+        self.found = Arena(self.cuda, found, pinned=True)
+        self.finder = _context(engines, engines.candidates, 0, self.stream)
+        _bind(self.finder, "logits", self.outputs.pointer("logits"), (lanes, 1, engines.vocabulary))
+        for name in found:
+            _bind(self.finder, name, self.found.pointer(name))
+
+    def candidates(self, lane: int) -> Candidates | None:
+        """See `Rows.candidates`."""
+        if self.found is None:
+            return None
+        values, ids, mass = (self.found.array(name)[lane, 0] for name in ("values", "ids", "mass"))
+        return Candidates(ids, values, float(mass[0]), self.backend.engines.vocabulary)
+
+    def row(self, lane: int) -> NDArray[np.float32]:
+        """See `Rows.row`."""
+        row: NDArray[np.float32] = self.outputs.array("logits")[lane, 0]
+        self.cuda.copy(row.ctypes.data, self.outputs.pointer("logits") + lane * row.nbytes, row.nbytes, self.stream)
+        self.cuda.synchronize(self.stream)
+        return row
+
+    def logits(self, width: int) -> NDArray[np.float32]:
+        """Logits [lanes, 1 or width, vocabulary] of the last call, in memory that the next one overwrites."""
+        self.outputs.download(self.stream)
+        self.cuda.synchronize(self.stream)
+        rows = width if self.backend.engines.all_logits else 1
+        return self.outputs.array("logits", (self.backend.lanes, rows, self.backend.engines.vocabulary))
+
+    def run(
+        self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], past_length: NDArray[np.int64]
+    ) -> None:
+        """Enqueue the call; `inputs` may be written again once somebody has waited for it."""
+        width = input_ids.shape[1]
+        if width != self._width:
+            self._bind(width)
+        for name, array in (("input_ids", input_ids), ("query_length", query_length), ("past_length", past_length)):
+            self.inputs.array(name, array.shape)[...] = array
+        # A first call after a change of shapes does what no graph may hold; weights that travel are copied outside of
+        # the stream.
+        if self.tokens == 1 and self._calls == 1 and not self.backend.engines.streams_weights:
+            try:
+                self._graph = self.cuda.capture(self._enqueue, self.stream)
+            except KvexportError as error:
+                self.backend.engines.log.lines.append(f"[WARNING] decode runs without a CUDA graph: {error.problem}")
+        self._calls += 1
+        if self._graph is not None:
+            self.cuda.launch(self._graph, self.stream)
+        else:
+            self._enqueue()
+
+    def _bind(self, width: int) -> None:
+        backend = self.backend
+        for name in ("input_ids", "query_length", "past_length"):
+            _bind(self.context, name, self.inputs.pointer(name), input_shape(backend.plan, name, backend.lanes, width))
+        _bind(self.context, "logits", self.outputs.pointer("logits"))
+        _bind(self.context, "present_length", self.length.pointer("present_length"))
+        present_at = backend.state if backend.engines.in_place["decoder"] else backend.spare
+        assert present_at is not None
+        for name, present in backend.names:
+            _bind(
+                self.context, name, backend.state.pointer(name), input_shape(backend.plan, name, backend.lanes, width)
+            )
+            _bind(self.context, present, present_at.pointer(name))
+        self._width = width
+
+    def _enqueue(self) -> None:
+        state, spare = self.backend.state, self.backend.spare
+        self.inputs.upload(self.stream)
+        _enqueue(self.context, self.stream, self.backend.engines)
+        if not self.backend.engines.in_place["decoder"]:
+            assert spare is not None
+            self.cuda.copy(state.device, spare.device, state.nbytes, self.stream)
+        if self.found is not None:
+            _enqueue(self.finder, self.stream, self.backend.engines)
+            self.found.download(self.stream)
+
+
+def _context(engines: Engines, engine: Any, profile: int, stream: Any) -> Any:
+    """A context of an engine, with memory for this profile alone."""
+    context = engine.create_execution_context(engines.trt.ExecutionContextAllocationStrategy.ON_PROFILE_CHANGE)
+    if context is None or not context.set_optimization_profile_async(profile, int(stream)):
+        raise EnvironmentProblem(
+            f"TensorRT makes no context of an engine: {'; '.join(engines.log.errors[-3:])}",
+            "smaller limits.max_batch or cache.budget",
+        )
+    engines.cuda.synchronize(stream)
+    return context
+
+
+def _names(engine: Any) -> list[str]:
+    return [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
+
+
+def _bind(context: Any, name: str, address: int, shape: tuple[int, ...] | None = None) -> None:
+    """A tensor's address and, of an input, its shape."""
+    if shape is not None and not context.set_input_shape(name, shape):
+        raise KvexportError(f"the engine does not take {name} of shape {shape}")
+    if not context.set_tensor_address(name, address):
+        raise KvexportError(f"the engine does not take an address for {name}")
+
+
+def _enqueue(context: Any, stream: Any, engines: Engines) -> None:
+    if not context.execute_async_v3(int(stream)):
+        raise KvexportError(
+            f"TensorRT did not run an engine: {'; '.join(engines.log.errors[-3:]) or 'no reason given'}"
+        )

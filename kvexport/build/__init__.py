@@ -1,1 +1,0 @@
-"""Artifacts: what is built, and how it is staged, digested and loaded."""

@@ -1,0 +1,117 @@
+"""What the command line makes of an error: one readable message on stderr, the exit code of its class, never a bare
+traceback."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import tempfile
+import traceback
+from contextlib import suppress
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from kvexport.errors import EnvironmentProblem, KvexportError
+
+INTERRUPTED = 128 + 2  # as a shell says of a process that SIGINT ended, and SIGPIPE
+PIPE_CLOSED = 128 + 13
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# torch and ONNX Runtime say so in errors of their own.
+_NO_MEMORY = ("bad_alloc", "Failed to allocate memory", "can't allocate memory", "not enough memory")
+
+
+class Verbs(TyperGroup):
+    """The verbs. Whatever one of them raises ends as a message and an exit code (docs/contract.md, section 6)."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the verb of the command line."""
+        try:
+            result = super().invoke(ctx)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+            return result
+        except (typer.Exit, typer.Abort):
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            if hasattr(error, "show"):  # typer's own usage errors
+                raise
+            raise typer.Exit(report(error, debug=bool(ctx.params.get("debug")))) from None
+        finally:
+            _flush_or_abandon()
+
+
+def report(error: BaseException, *, debug: bool = False) -> int:
+    """Say on stderr what went wrong and return the exit code. debug: the traceback goes to stderr and not to a log
+    file."""
+    if isinstance(error, BrokenPipeError):
+        return PIPE_CLOSED
+    if isinstance(error, KeyboardInterrupt):
+        _say("\ninterrupted")
+        return INTERRUPTED
+    known = error if isinstance(error, KvexportError) else _environment_problem(error)
+    if debug:
+        _say("".join(traceback.format_exception(error)).rstrip())
+    if known is not None:
+        _say(f"error: {known.problem}" + (f"\n  fix: {known.fix}" if known.fix else ""))
+        return known.exit_code
+    _say(f"error: {_summary(error)}")
+    if not debug:
+        _say(f"  this is a defect of kvexport; {_write_log(error)}")
+    return KvexportError.exit_code
+
+
+def _environment_problem(error: BaseException) -> EnvironmentProblem | None:
+    """The error to show where this machine lacks a package, memory or disk space."""
+    if isinstance(error, ImportError):
+        from kvexport.commands.doctor import missing_package
+
+        return missing_package(error)
+    if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
+        fix = "smaller limits.max_batch, limits.max_length or cache.budget; kvexport plan --recipe NAME says what a recipe takes"
+        return EnvironmentProblem(f"not enough memory: {_summary(error)}", fix)
+    if isinstance(error, OSError) and error.errno in _FULL:
+        written = error.filename or "the output"
+        return EnvironmentProblem(
+            f"disk full while writing {written}: {error.strerror}", f"free space where {written} is"
+        )
+    return None
+
+
+def _summary(error: BaseException) -> str:
+    """The class and the first line of the message."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+def _write_log(error: BaseException) -> str:
+    from kvexport import __version__
+
+    try:
+        number, path = tempfile.mkstemp(prefix="kvexport-", suffix=".log", text=True)
+        with os.fdopen(number, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(f"kvexport {__version__}, Python {sys.version}\n{sys.argv}\n\n")
+            file.write("".join(traceback.format_exception(error)))
+    except OSError as problem:
+        return f"its traceback could not be kept ({problem.strerror}): KVEXPORT_DEBUG=1 shows it"
+    return f"its traceback is in {path}, and KVEXPORT_DEBUG=1 shows it"
+
+
+def _say(text: str) -> None:
+    # Nobody may be reading stderr either.
+    with suppress(OSError, ValueError):
+        typer.echo(text, err=True)
+
+
+def _flush_or_abandon() -> None:
+    """What cannot be written goes nowhere, so that the interpreter does not trip over it at its end."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except (OSError, ValueError):
+        with suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)

@@ -1,0 +1,175 @@
+"""`kvexport inspect`: what is in an artifact. Named so as not to be mistaken for the standard library's `inspect`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvexport.artifact.publish import load_manifest
+from kvexport.backends.onnxruntime.devices import problems
+from kvexport.backends.onnxruntime.operators import Implementation, implementations
+from kvexport.cache import CachePlan
+from kvexport.commands.plan import layer_table
+from kvexport.errors import ArtifactError
+from kvexport.report.page import KeyValues, Section, Table
+from kvexport.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One ONNX graph. operators: how often each occurs, function bodies not counted. functions: nodes in each
+    model-local body. operators and functions are None where the package `onnx` is not there to read them."""
+
+    name: str
+    file: str
+    operators: dict[str, int] | None
+    functions: dict[str, int] | None
+
+    @property
+    def nodes(self) -> int | None:
+        """Nodes of the graph, each call of a function one."""
+        return None if self.operators is None else sum(self.operators.values())
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """An artifact that has been checked. verified: whether the SHA-256 of every file was, and not only its name and
+    size. runs_here: what runs each operator on this machine, None where the artifact does not need it."""
+
+    path: Path
+    manifest: dict[str, Any]
+    cache: CachePlan
+    graphs: list[Graph]
+    verified: bool
+    runs_here: dict[str, Implementation | None]
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, as plain data."""
+        manifest = self.manifest
+        batch = manifest["limits"]["max_batch"]
+        graphs = {
+            g.name: {"file": g.file, "nodes": g.nodes, "operators": g.operators, "functions": g.functions}
+            for g in self.graphs
+        }
+        layers = [
+            {**entry, "bytes": layer.bytes()} for entry, layer in zip(manifest["cache"], self.cache.layers, strict=True)
+        ]
+        cache = {"bytes_per_sequence": self.cache.bytes(1), "bytes": self.cache.bytes(batch), "layers": layers}
+        kept = ("contract_version", "recipe", "model", "limits", "operators", "files", "versions")
+        digests = "verified" if self.verified else "not verified"
+        here = {name: asdict(how) if how else None for name, how in self.runs_here.items()}
+        return {
+            "artifact": str(self.path),
+            **{key: manifest[key] for key in kept},
+            "runs_here": here,
+            "cache": cache,
+            "graphs": graphs,
+            "engines": manifest.get("engines"),
+            "digests": digests,
+        }
+
+    def sections(self) -> list[Section]:
+        """For a person."""
+        files = sorted(self.manifest["files"].items())
+        runs = {name: str(how) if how else "not needed by this artifact" for name, how in self.runs_here.items()}
+        return [
+            self._summary(),
+            layer_table(self.cache),
+            Table("Graphs", ("file", "nodes", "operators"), [_graph_row(graph) for graph in self.graphs]),
+            KeyValues("Operators on this machine", {"device": self._device(), **runs}),
+            *self._engines(),
+            Table(
+                "Files",
+                ("file", "size", "SHA-256"),
+                [(name, format_bytes(entry["bytes"]), entry["sha256"]) for name, entry in files],
+            ),
+            KeyValues("Built with", {name: version or "-" for name, version in self.manifest["versions"].items()}),
+        ]
+
+    def _device(self) -> str:
+        device: str = self.manifest["recipe"]["backend"]["device"]
+        lacks = "; ".join(problem for problem, _ in problems(device)) if device != "cpu" else ""
+        return f"{device}, where nothing runs here: {lacks}" if lacks else device
+
+    def _engines(self) -> list[Section]:
+        engines = self.manifest.get("engines")
+        if engines is None:
+            return []
+        gpu, options = engines["gpu"], engines["options"]
+        shown = {
+            "TensorRT": f"{engines['tensorrt']}{' and later' if options['version_compatible'] else ''}",
+            "GPU": f"{gpu['name']}, compute capability {'.'.join(map(str, gpu['compute_capability']))}",
+            "hardware compatible": options["hardware_compatible"],
+        }
+        for op, how in self.manifest["operators"].items():
+            shown[op] = (
+                f"function: {engines['functions'][op]}" if how == "function" else how or "not needed by this artifact"
+            )
+        return [KeyValues("Engines", shown)]
+
+    def _summary(self) -> KeyValues:
+        recipe, model, limits = (self.manifest[key] for key in ("recipe", "model", "limits"))
+        batch = limits["max_batch"]
+        parameters = ", ".join(f"{key}={value}" for key, value in recipe["cache"]["parameters"].items())
+        sizes = [entry["bytes"] for entry in self.manifest["files"].values()]
+        return KeyValues(
+            f"Artifact {self.path}",
+            {
+                "recipe": f"{recipe['name'] or '-'}: {recipe['description'] or '-'}",
+                "model": f"{model['type']}, {model['layers']} layers, vocabulary {model['vocabulary']}, "
+                "{recipe['model']['dtype']}",
+                "checkpoint": f"{recipe['model']['path']} (fingerprint {model['fingerprint']})",
+                "method": f"{recipe['cache']['method']}{f' ({parameters})' if parameters else ''}",
+                "limits": ", ".join(f"{name} {value}" for name, value in limits.items()),
+                "cache of 1 sequence": format_bytes(self.cache.bytes(1)),
+                f"cache of {batch} sequences": format_bytes(self.cache.bytes(batch)),
+                "files": f"{len(sizes)}, {format_bytes(sum(sizes))}",
+                "digests": "SHA-256 of every file verified" if self.verified else "NOT verified; names and sizes were",
+                "contract version": self.manifest["contract_version"],
+            },
+        )
+
+
+def inspect_artifact(path: Path, *, verify: bool = True) -> Inspection:
+    """Check the artifact at `path` and describe it; verify: False leaves out the SHA-256 of its files.
+
+    Raises UsageError where nothing is there, ArtifactError where it is damaged.
+    """
+    manifest = load_manifest(path, verify=verify)
+    try:
+        graphs = [_read_graph(path, name, file) for name, file in manifest["graphs"].items() if file]
+        here = implementations(manifest)
+        runs_here = {name: here[name] if needed else None for name, needed in manifest["operators"].items()}
+        inspection = Inspection(path, manifest, CachePlan.from_json(manifest["cache"]), graphs, verify, runs_here)
+        inspection.to_json()
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ArtifactError(
+            f"the manifest of {path} lacks what this kvexport reads: {error}", "build the artifact again"
+        ) from error
+    return inspection
+
+
+def _read_graph(path: Path, name: str, file: str) -> Graph:
+    try:
+        import onnx
+    except ImportError:
+        return Graph(name, file, None, None)
+    model = onnx.load(str(path / file), load_external_data=False)
+    operators = Counter(_qualified(node.domain, node.op_type) for node in model.graph.node)
+    functions = {_qualified(f.domain, f.name): len(f.node) for f in model.functions}
+    return Graph(name, file, dict(sorted(operators.items())), functions)
+
+
+def _graph_row(graph: Graph) -> tuple[str, int | None, str]:
+    if graph.operators is None:
+        return graph.file, None, "unknown: the package onnx, which reads them, is not installed"
+    own = [name for name in graph.operators if name.startswith("kvexport.")]
+    common = [name for name, _ in Counter(graph.operators).most_common() if name not in own][:5]
+    shown = [f"{graph.operators[name]} {name}" for name in (*own, *common)]
+    return graph.file, graph.nodes, ", ".join([*shown, *(["..."] if len(shown) < len(graph.operators) else [])])
+
+
+def _qualified(domain: str, name: str) -> str:
+    return f"{domain}.{name}" if domain else name

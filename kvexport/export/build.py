@@ -1,0 +1,275 @@
+"""`kvexport build`: from a recipe to an artifact directory."""
+
+from __future__ import annotations
+
+import gc
+import json
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from threading import Event
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from kvexport import __version__
+from kvexport.artifact.manifest import file_digests
+from kvexport.artifact.publish import stage, write_manifest
+from kvexport.backends.tensorrt.engines import EngineBuilder
+from kvexport.cache import CONTRACT_VERSION, CachePlan, LayerGeometry, plan_cache
+from kvexport.errors import UsageError
+from kvexport.export.forked import forked
+from kvexport.export.passes.in_place import check_in_place
+from kvexport.recipe.fields import Recipe
+from kvexport.terminal import Progress, silent
+
+SWITCH_SECONDS = 0.0005
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+T = TypeVar("T")
+
+
+class ModelShape(NamedTuple):
+    """A checkpoint and what its model is, before anything is built."""
+
+    checkpoint: Any
+    model: Any
+    mode: Any
+    geometry: list[LayerGeometry]
+    plan: CachePlan
+
+
+def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
+    """The checkpoint's headers, the model without its weights, and the cache it would get. Raises UsageError for every
+    reason why this checkpoint or recipe cannot be built.
+
+    weights: False needs no more of a hub model than its config.json; `checkpoint` is then None.
+    """
+    import torch
+
+    from kvexport.export.model.checkpoint import read_checkpoint, resolve_checkpoint
+    from kvexport.export.model.hf_model import build_fake, load_config, probe_geometry
+    from kvexport.export.model.rotary import read_rotary
+    from kvexport.quiet import quiet_exporter
+
+    local = weights or Path(recipe.model.path).is_dir()
+    checkpoint = read_checkpoint(resolve_checkpoint(recipe.model.path, recipe.model.revision)) if local else None
+    with quiet_exporter():
+        source = checkpoint.path if checkpoint else recipe.model.path
+        config = load_config(str(source), recipe.model.revision, recipe.limits.max_length)
+        model, mode = build_fake(config, getattr(torch, recipe.model.dtype), recipe.limits.max_length)
+        geometry = probe_geometry(model, mode)
+        if recipe.cache.build_method().rotary:
+            geometry = read_rotary(model, mode, geometry)
+    return ModelShape(checkpoint, model, mode, geometry, plan_cache(recipe, geometry))
+
+
+def build(
+    recipe: Recipe,
+    out: Path,
+    *,
+    name: str = "",
+    graphs_only: bool = False,
+    plan: CachePlan | None = None,
+    progress: Callable[[str, int | None], Progress] = silent,
+) -> Path:
+    """Build `recipe` into the directory `out` and return it; an artifact that was there is replaced at the very end.
+
+    graphs_only: leaves the engines of a TensorRT recipe to `kvexport.backends.tensorrt.rebuild`, on the machine that
+    will run them. plan: the layers' caches, in place of those that the recipe gives. Raises UsageError (recipe,
+    checkpoint, target), EnvironmentProblem (disk full, missing package; for engines: TensorRT, a GPU). Whatever
+    happens, `out` holds the old artifact, the new one, or nothing.
+    """
+    tensorrt = recipe.backend.name == "tensorrt" and not graphs_only
+    engines = EngineBuilder(recipe.backend.tensorrt) if tensorrt else None
+    with stage(out) as folder, _collector_paused():
+        from kvexport.export.graph.graphs import attention_functions, finish_decoder
+        from kvexport.export.graph.top_logits import candidates_model
+        from kvexport.export.graph.tracer import trace_decoder
+        from kvexport.export.weights import total_bytes
+
+        with progress("reading the checkpoint", None):
+            shape = read_model(recipe)
+            if plan is not None:
+                shape = shape._replace(plan=plan)
+            specs = weight_specs(shape, recipe.model.dtype)
+        method = recipe.cache.build_method()
+        with (
+            forked(partial(_merge_bytes, shape.plan, method)) as merge_bytes,  # before there are threads
+            progress("tracing the model, writing its weights", total_bytes(specs)) as bar,
+            _in_background(partial(_write_weights, specs, folder, recipe.export.weights), bar.advance) as writing,
+        ):
+            traced = trace_decoder(shape.model, shape.mode, shape.plan, last_logits=recipe.export.logits == "last")
+            functions = attention_functions(shape.plan, method, shape.geometry)
+            merge = _parse_merge(merge_bytes(), method)
+            gc.collect()  # while the weights may still be under way
+            written = writing.result()
+        with progress("writing graphs", None):
+            decoder = finish_decoder(traced, written.locations, folder, method, shape.geometry, functions)
+            candidates = candidates_model(_vocabulary(shape))
+            graphs: dict[str, Any] = dict.fromkeys(("candidates", "decoder", "merge"))
+            for kind, model in (("candidates", candidates), ("decoder", decoder), ("merge", merge)):
+                if model is not None:
+                    check_in_place(model)
+                    graphs[kind] = f"{kind}.onnx"
+                    (folder / graphs[kind]).write_bytes(model.SerializeToString(deterministic=True))
+            _copy_texts(shape.checkpoint, folder)
+            manifest = _manifest(recipe, name, shape, graphs)
+        if engines is not None:
+            engines.add_engines(folder, manifest, progress)
+        write_manifest(folder, manifest, known=written.digests)
+    return out
+
+
+def _vocabulary(shape: ModelShape) -> int:
+    count: int = shape.model.config.get_text_config().vocab_size
+    return count
+
+
+def _merge_bytes(plan: CachePlan, method: Any) -> bytes:
+    """merge.onnx; nothing where no layer merges."""
+    from kvexport.export.graph.graphs import merge_model
+
+    model = merge_model(plan, method)
+    return b"" if model is None else model.SerializeToString()
+
+
+def _parse_merge(model: bytes, method: Any) -> Any:
+    import onnx
+
+    from kvexport.ops.onnx_function import keep_merge_functions
+
+    if not model:
+        return None
+    parsed = onnx.ModelProto.FromString(model)
+    keep_merge_functions(method, parsed.functions)
+    return parsed
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Traces are made of millions of objects that live as long as they do; to look through them for garbage takes a
+    sixth of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def _in_background(work: Callable[[Callable[[int], None]], T], advance: Callable[[int], None]) -> Iterator[Future[T]]:
+    """`work` in a thread. Where the block raises, what `work` was given raises too, so that it ends."""
+    ended, interval = Event(), sys.getswitchinterval()
+
+    def advance_or_end(amount: int) -> None:
+        if ended.is_set():
+            raise CancelledError
+        advance(amount)
+
+    with ThreadPoolExecutor(1) as pool:
+        # After every read, hash and write the thread waits so long for the interpreter, if the block is all Python.
+        sys.setswitchinterval(SWITCH_SECONDS)
+        try:
+            yield pool.submit(work, advance_or_end)
+        except BaseException:
+            ended.set()
+            raise
+        finally:
+            sys.setswitchinterval(interval)
+
+
+def _write_weights(
+    specs: list[Any], folder: Path, mode: Literal["copy", "link"], advance: Callable[[int], None]
+) -> Any:
+    """`write_weights`, and the digests of linked files too."""
+    from kvexport.export.weights import write_weights
+
+    written = write_weights(specs, folder, mode, advance)
+    linked = sorted({location.file for location in written.locations.values()} - written.digests.keys())
+    for name, digest in zip(linked, file_digests(folder, linked), strict=True):
+        written.digests[name] = digest
+        advance(0)
+    return written
+
+
+def weight_specs(shape: ModelShape, dtype: str) -> list[Any]:
+    """What the checkpoint must give for every initializer. Raises UsageError naming parameters it does not have, or
+    whose dtype or shape is another."""
+    from kvexport.export.graph.tracer import initializer_names
+    from kvexport.export.model.hf_model import parameter_sources
+    from kvexport.export.weights import TensorSpec, check_specs
+
+    entries = shape.checkpoint.tensors
+    sources = parameter_sources(shape.model, entries)
+    names = initializer_names(shape.model)
+    missing = [name for name in names if name not in sources]
+    if missing:
+        found = ", ".join(sorted(entries)[:3])
+        raise UsageError(
+            f"the checkpoint has no tensor for {len(missing)} parameters of the model, the first is '{missing[0]}' "
+            f"(it holds {found}, ...)",
+            "use a checkpoint saved with save_pretrained() of the same model class",
+        )
+    shapes = {name: tuple(p.shape) for name, p in shape.model.named_parameters(remove_duplicate=False)}
+    specs = [TensorSpec(i, entries[sources[name]], dtype, shapes[name]) for name, i in names.items()]  # type: ignore[arg-type]
+    check_specs(specs)
+    return specs
+
+
+def _copy_texts(checkpoint: Any, folder: Path) -> None:
+    for name in TOKENIZER_FILES:
+        source = checkpoint.path / name
+        if source.is_file():
+            shutil.copyfile(source, folder / name)
+    (folder / "config.json").write_text(json.dumps(checkpoint.config, indent=2))
+    if checkpoint.generation_config:
+        (folder / "generation_config.json").write_text(json.dumps(checkpoint.generation_config, indent=2))
+
+
+def _manifest(recipe: Recipe, name: str, shape: ModelShape, graphs: dict[str, Any]) -> dict[str, Any]:
+    from kvexport.export.graph.top_logits import COUNT
+
+    config = shape.model.config.get_text_config()
+    packages = ("onnx", "onnxscript", "onnxruntime", "torch", "transformers", "numpy")
+    return {
+        "format": "kvexport-artifact",
+        "contract_version": CONTRACT_VERSION,
+        "recipe": {"name": name, **recipe.model_dump(mode="json")},
+        "model": {
+            "type": config.model_type,
+            "fingerprint": shape.checkpoint.fingerprint,
+            "vocabulary": _vocabulary(shape),
+            "layers": len(shape.geometry),
+            "query_heads": [layer.query_heads for layer in shape.geometry],
+        },
+        "cache": shape.plan.to_json(),
+        "graphs": graphs,
+        "candidates": min(COUNT, _vocabulary(shape)),
+        "limits": {
+            "max_length": recipe.limits.max_length,
+            "max_batch": recipe.limits.max_batch,
+            "prefill_chunk": recipe.export.prefill_chunk,
+            "merge_every": recipe.cache.merge_every,
+        },
+        "operators": {"VoteAttention": "function", "MergeCache": "function" if graphs["merge"] else None},
+        "versions": {
+            "kvexport": __version__,
+            "python": platform.python_version(),
+            **{p: _version(p) for p in packages},
+        },
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

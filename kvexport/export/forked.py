@@ -1,0 +1,65 @@
+"""Work on another core: in a process that begins as a copy of this one and hands back bytes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+PATIENCE_SECONDS = 300.0
+
+
+@contextmanager
+def forked(work: Callable[[], bytes]) -> Iterator[Callable[[], bytes]]:
+    """Starts `work` in a process of its own and yields what waits for its result. The process ends with the block at
+    the latest.
+
+    Where a process cannot or should not be forked (see `can_fork`), or where it fails or does not answer, `work` is
+    done in this process instead, once its result is asked for; what `work` raises is raised then.
+    """
+    if not can_fork():
+        yield work
+        return
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(work, sender), daemon=True)
+    process.start()
+    sender.close()
+
+    def result() -> bytes:
+        with suppress(EOFError, OSError):
+            if receiver.poll(PATIENCE_SECONDS):
+                return receiver.recv_bytes()
+        return work()
+
+    try:
+        yield result
+    finally:
+        process.kill()
+        process.join()
+        receiver.close()
+
+
+def can_fork() -> bool:
+    """Whether a copy of this process could do work beside it: on Linux, on more than one core, where no other thread of
+    Python's holds what the copy would wait for, and multiprocessing lets this process have children."""
+    several = (os.cpu_count() or 1) > 1 and threading.active_count() == 1
+    return sys.platform == "linux" and several and not multiprocessing.current_process().daemon
+
+
+def _send(work: Callable[[], bytes], sender: Connection) -> None:
+    with suppress(BaseException):  # the parent does it again, and says what is wrong
+        # Without what the parent holds open, such as the lock of the artifact, which a killed parent must leave free.
+        for number in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
+            if number > 2 and number != sender.fileno():
+                with suppress(OSError):  # the one that read this list
+                    os.close(number)
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            torch.set_num_threads(1)  # its other threads were not copied
+        sender.send_bytes(work())

@@ -1,0 +1,1 @@
+"""Tracing a model to the graphs of an artifact."""

@@ -1,0 +1,151 @@
+"""From a traced decoder and a cache plan to the two graphs of an artifact: decoder.onnx and merge.onnx."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import torch
+from onnx import helper
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from kvexport.cache import CachePlan, LayerCache, LayerGeometry
+from kvexport.export.graph.tracer import layer_attributes
+from kvexport.export.passes.fuse_linear import join_linears, linear_functions, use_linear
+from kvexport.export.passes.last_rows import pick_last_rows
+from kvexport.export.weights import Location
+from kvexport.methods.base import Method
+from kvexport.ops.merge_cache import MergeCacheAttributes
+from kvexport.ops.onnx_function import (
+    DOMAIN,
+    STATE,
+    VERSION,
+    merge_cache_function,
+    merge_cache_node_attributes,
+    vote_attention_function,
+    vote_attention_node_attributes,
+)
+from kvexport.ops.to_onnx import OPSET
+
+IR_VERSION = 11
+PLUGIN = {"plugin_version": "1", "plugin_namespace": DOMAIN}
+
+
+def attention_functions(plan: CachePlan, method: Method, geometry: list[LayerGeometry]) -> list[onnx.FunctionProto]:
+    """The function of every layer's VoteAttention; layers for which it means the same share one."""
+    return [
+        vote_attention_function(
+            layer_attributes(method, layer),
+            heads=(layer.query_heads, layer.kv_heads),
+            head_sizes=(layer.key_size, layer.value_size),
+            dtype=getattr(torch, cache.dtype),
+            sinks=layer.sink_logits,
+        )
+        for cache, layer in zip(plan.layers, geometry, strict=True)
+    ]
+
+
+def finish_decoder(
+    model: ir.Model,
+    locations: Mapping[str, Location],
+    folder: Path,
+    method: Method,
+    geometry: list[LayerGeometry],
+    functions: list[onnx.FunctionProto],
+) -> onnx.ModelProto:
+    """The traced decoder with its weights as external data in `folder` (initializer name -> location) and every
+    VoteAttention node with its attributes and the function of its layer."""
+    for name, value in model.graph.initializers.items():
+        if value.const_value is None:
+            location = locations[name]
+            assert value.dtype is not None and value.shape is not None
+            value.const_value = ir.ExternalTensor(
+                location.file,
+                location.offset,
+                location.nbytes,
+                value.dtype,
+                shape=value.shape,
+                name=name,
+                base_dir=folder,
+            )
+    use_linear(model.graph)
+    pick_last_rows(model)
+    join_linears(model.graph)
+    RemoveUnusedNodesPass()(model)
+    proto = ir.to_proto(model)
+    for node in proto.graph.node:
+        if (node.domain, node.op_type) != (DOMAIN, "VoteAttention"):
+            continue
+        i = next(a.i for a in node.attribute if a.name == "layer")
+        while node.input and not node.input[-1]:
+            node.input.pop()
+        _set_attributes(
+            node, functions[i].overload, vote_attention_node_attributes(layer_attributes(method, geometry[i]))
+        )
+    used = list({function.overload: function for function in functions}.values())
+    return _finish(proto, [*used, *linear_functions(model.graph)])
+
+
+def merge_model(plan: CachePlan, method: Method) -> onnx.ModelProto | None:
+    """merge.onnx: the state of every layer that can exceed its budget, in and out; None where no layer can."""
+    nodes, inputs, outputs = [], [], []
+    functions: dict[str, onnx.FunctionProto] = {}
+    for i, layer in enumerate(plan.layers):
+        if not layer.merges:
+            continue
+        attributes = merge_attributes(layer, method)
+        function = merge_cache_function(
+            attributes,
+            kv_heads=layer.kv_heads,
+            head_sizes=(layer.key_size, layer.value_size),
+            statistics=layer.statistics,
+            dtype=getattr(torch, layer.dtype),
+        )
+        functions[function.overload] = function
+        names = [f"past_key_values.{i}.{kind}" for kind in STATE]
+        results = [f"present.{i}.{kind}" for kind in STATE]
+        node = helper.make_node("MergeCache", names, results, name=f"layer.{i}.merge", domain=DOMAIN)
+        _set_attributes(node, function.overload, merge_cache_node_attributes(attributes))
+        nodes.append(node)
+        inputs += [_state_info(name, layer, kind) for name, kind in zip(names, STATE, strict=True)]
+        outputs += [_state_info(name, layer, kind) for name, kind in zip(results, STATE, strict=True)]
+    if not nodes:
+        return None
+    graph = helper.make_graph(nodes, "merge", inputs, outputs)
+    return _finish(helper.make_model(graph, producer_name="kvexport"), list(functions.values()))
+
+
+def merge_attributes(layer: LayerCache, method: Method) -> MergeCacheAttributes:
+    """A layer's MergeCache."""
+    return MergeCacheAttributes(method, layer.budget, layer.sinks, layer.recent, layer.sliding_window, layer.rotary)
+
+
+def _state_info(name: str, layer: LayerCache, kind: str) -> onnx.ValueInfoProto:
+    dtype = helper.np_dtype_to_tensor_dtype(layer.dtypes()[kind])
+    return helper.make_tensor_value_info(name, dtype, ["batch", *layer.shapes(1)[kind][1:]])
+
+
+def _set_attributes(node: onnx.NodeProto, overload: str, attributes: dict[str, Any]) -> None:
+    node.overload = overload
+    del node.attribute[:]
+    node.attribute.extend(helper.make_attribute(name, value) for name, value in {**attributes, **PLUGIN}.items())
+
+
+def _finish(proto: onnx.ModelProto, functions: list[onnx.FunctionProto]) -> onnx.ModelProto:
+    """Functions attached, versions set, and nothing left of what the exporter notes about the machine it ran on."""
+    proto.ir_version = IR_VERSION
+    proto.producer_name, proto.producer_version, proto.doc_string = "kvexport", "", ""
+    del proto.opset_import[:]
+    proto.opset_import.extend([helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)])
+    del proto.functions[:]
+    proto.functions.extend(functions)
+    graph = proto.graph
+    del proto.metadata_props[:]
+    del graph.metadata_props[:]
+    for item in [*graph.node, *graph.input, *graph.output, *graph.initializer, *graph.value_info]:
+        del item.metadata_props[:]
+        item.doc_string = ""
+    return proto

@@ -1,0 +1,211 @@
+"""Copies of a traced layer for all the layers that do the same.
+
+A trace made for this holds a few layers between borders: LayerBorder nodes where the hidden state enters and leaves. A
+layer is what depends on the hidden state within its borders or on the layer's own parameters. What it reads besides
+(positions, rotary tables, sizes, constants) all layers share.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import onnx_ir as ir
+
+from kvexport.cache import STATE, CachePlan
+from kvexport.export.graph.layers import Layers
+from kvexport.ops.onnx_function import DOMAIN
+
+BORDER = "LayerBorder"
+
+
+@dataclass
+class _Layer:
+    """A traced layer: where the hidden state enters and leaves, and the nodes between in order."""
+
+    number: int
+    entry: ir.Node
+    exit: ir.Node
+    nodes: list[ir.Node] = field(default_factory=list)
+
+
+def replicate_layers(model: ir.Model, layers: Layers, plan: CachePlan) -> bool:
+    """Complete the trace `model` of the layers `layers.traced()`: every other layer becomes a copy of the first that
+    does the same, with parameters and state of its own, and the borders go.
+
+    Returns False where the graph does not bear out what `layers` says: two traced layers of a kind differ, or something
+    other than one hidden state goes from layer to layer. The trace is then of no use.
+    """
+    graph = model.graph
+    prefix = f"model.{layers.name}."
+    traced = _find_layers(graph, prefix)
+    if tuple(traced) != layers.traced():
+        return False
+    if not all(_do_the_same(traced[layers.first[i]], layer, prefix) for i, layer in traced.items()):
+        return False
+    hidden = traced[0].entry.inputs[0]
+    entering = {}
+    for i, first in enumerate(layers.first):
+        if i in traced:
+            entering[traced[i].entry.outputs[0]] = hidden
+            hidden = traced[i].exit.inputs[0]
+        else:
+            hidden = _copy(graph, traced[first], i, hidden, prefix, plan)
+    entering[traced[max(traced)].exit.outputs[0]] = hidden
+    for border, value in entering.items():
+        border.replace_all_uses_with(value)  # type: ignore[arg-type]
+    borders = [node for layer in traced.values() for node in (layer.entry, layer.exit)]
+    graph.remove(borders, safe=True)
+    graph.sort()
+    for values in (graph.inputs, graph.outputs):
+        values[:] = sorted(values, key=_state_order)
+    return True
+
+
+def _find_layers(graph: ir.Graph, prefix: str) -> dict[int, _Layer]:
+    """The layers between borders, by number; none where they hang together by more than one hidden state."""
+    borders = {
+        tuple(node.attributes[a].as_int() for a in ("layer", "leaves")): node
+        for node in graph
+        if node.op_type == BORDER
+    }
+    numbers = sorted({number for number, _ in borders})
+    if len(borders) != 2 * len(numbers):
+        return {}
+    found = {i: _Layer(i, borders[i, 0], borders[i, 1]) for i in numbers}
+    owner = {layer.entry.outputs[0]: i for i, layer in found.items()}
+    for name, value in graph.initializers.items():
+        if value.const_value is None and (inside := re.match(re.escape(prefix) + r"(\d+)\.", name)):
+            owner[value] = int(inside[1])
+    for node in graph:
+        owners = {owner[value] for value in node.inputs if value in owner}
+        if any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values()):
+            return {}
+        if node.op_type == BORDER or not owners:
+            continue
+        if len(owners) > 1 or not owners <= found.keys():
+            return {}
+        owner.update(dict.fromkeys(node.outputs, *owners))
+        found[min(owners)].nodes.append(node)
+    state = {f"present.{i}.{kind}": i for i in numbers for kind in STATE}
+    threaded = [(layer.entry.inputs[0], layer.exit.outputs[0]) for layer in found.values()]
+    regular = (
+        all(owner.get(value) == state.get(str(value.name)) for value in graph.outputs)
+        and all(owner.get(layer.exit.inputs[0]) == i for i, layer in found.items())  # type: ignore[arg-type]
+        and all(entered is left for (entered, _), (_, left) in zip(threaded[1:], threaded, strict=False))
+        and threaded[0][0] not in owner
+    )
+    return found if regular else {}
+
+
+def _renamed(name: str, i: int, j: int, prefix: str) -> str | None:
+    """What layer j calls what layer i calls `name`; None for what is not a layer's own."""
+    for start in (prefix, "past_key_values.", "present."):
+        if name.startswith(f"{start}{i}."):
+            return f"{start}{j}." + name.removeprefix(f"{start}{i}.")
+    return None
+
+
+def _do_the_same(first: _Layer, other: _Layer, prefix: str) -> bool:
+    """Whether both compute the same from their hidden state, parameters and state: followed back from what they give
+    out."""
+    if first is other:
+        return True
+    pending = [(first.exit.inputs[0], other.exit.inputs[0])]
+    for layer in (first, other):
+        if sum(node.domain == DOMAIN for node in layer.nodes) != 1:
+            return False
+    attention = [next(node for node in layer.nodes if node.domain == DOMAIN) for layer in (first, other)]
+    pending += zip(attention[0].outputs, attention[1].outputs, strict=True)
+    seen = set()
+    while pending:
+        pair = x, y = pending.pop()
+        shared = x is y and (x is None or _renamed(str(x.name), first.number, other.number, prefix) is None)
+        if shared or pair in seen:
+            continue
+        seen.add(pair)
+        if x is None or y is None:
+            return False
+        a, b = x.producer(), y.producer()
+        if a is None or b is None:
+            if a is not b or not _same_leaf(x, y, first.number, other.number, prefix):
+                return False
+        elif (a is first.entry) != (b is other.entry):
+            return False
+        elif a is not first.entry:
+            if _meaning(a) != _meaning(b) or x.index() != y.index() or len(a.inputs) != len(b.inputs):
+                return False
+            pending += zip(a.inputs, b.inputs, strict=True)
+    return True
+
+
+def _same_leaf(x: ir.Value, y: ir.Value, i: int, j: int, prefix: str) -> bool:
+    if x.const_value is None or y.const_value is None:
+        return y.name == _renamed(str(x.name), i, j, prefix)
+    return _bytes(x.const_value) == _bytes(y.const_value)
+
+
+def _meaning(node: ir.Node) -> tuple[Any, ...]:
+    """All that a node says of itself but its layer's number."""
+    attributes = {
+        name: attribute.value for name, attribute in node.attributes.items() if (node.domain, name) != (DOMAIN, "layer")
+    }
+    values = [
+        (name, _bytes(x) if isinstance(x, ir.TensorProtocol) else repr(x)) for name, x in sorted(attributes.items())
+    ]
+    return node.op_identifier(), values
+
+
+def _bytes(tensor: ir.TensorProtocol) -> tuple[Any, ...]:
+    return tensor.dtype, tuple(tensor.shape), tensor.tobytes()
+
+
+def _copy(
+    graph: ir.Graph, layer: _Layer, j: int, hidden: ir.Value | None, prefix: str, plan: CachePlan
+) -> ir.Value | None:
+    """`layer` once more, as layer j, which the value `hidden` enters; returns what leaves it. Its parameters have no
+    data."""
+    shapes, copies = plan.layers[j].shapes(1), {layer.entry.outputs[0]: hidden}
+
+    def copied(value: ir.Value) -> ir.Value:
+        own = _renamed(str(value.name), layer.number, j, prefix)
+        shape = value.shape
+        if own and not own.startswith(prefix):
+            assert shape is not None
+            shape = ir.Shape([shape[0], *shapes[own.rpartition(".")[2]][1:]])
+        new = ir.Value(name=own or f"layers.{j}.{value.name}", shape=shape, type=value.type)
+        copies[value] = new
+        return new
+
+    for node in layer.nodes:
+        for value in node.inputs:
+            leaf = value is not None and value.producer() is None and value.const_value is None and value not in copies
+            if leaf and _renamed(str(value.name), layer.number, j, prefix):  # type: ignore[union-attr]
+                new = copied(value)  # type: ignore[arg-type]
+                if value.is_graph_input():  # type: ignore[union-attr]
+                    graph.inputs.append(new)
+                else:
+                    graph.initializers[str(new.name)] = new
+        attributes = [
+            ir.AttrInt64("layer", j) if (node.domain, name) == (DOMAIN, "layer") else a
+            for name, a in node.attributes.items()
+        ]
+        inputs: Sequence[Any] = [copies.get(value, value) for value in node.inputs]  # type: ignore[arg-type]
+        outputs = [copied(value) for value in node.outputs]
+        graph.append(
+            ir.Node(
+                node.domain, node.op_type, inputs, attributes, overload=node.overload, outputs=outputs, version=node.version,
+                name=f"layers.{j}.{node.name}",
+            )
+        )  # fmt: skip
+        graph.outputs.extend(copies[value] for value in node.outputs if value.is_graph_output())  # type: ignore[misc]
+    return copies[layer.exit.inputs[0]]  # type: ignore[index]
+
+
+def _state_order(value: ir.Value) -> tuple[int, int]:
+    """Layers by number, each layer's state in the order of the ABI; sorting is stable, and what is no state stays in
+    front."""
+    match = re.fullmatch(r"(?:past_key_values|present)\.(\d+)\.(\w+)", str(value.name))
+    return (int(match[1]), STATE.index(match[2])) if match else (-1, 0)

@@ -1,0 +1,42 @@
+"""candidates.onnx: the largest logits of every row, found where the logits are, so that they alone leave a device."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from kvexport.export.graph.graphs import IR_VERSION
+from kvexport.ops.to_onnx import OPSET
+
+COUNT = 256  # of a row, where the vocabulary is not smaller
+
+
+def candidates_model(vocabulary: int) -> onnx.ModelProto:
+    """logits[B,1,vocabulary] float32 -> values[B,1,n] float32 descending, ids[B,1,n] int32, and mass[B,1,1] float32,
+    the sum over the row of exp(logit - largest logit), n being the smaller of COUNT and `vocabulary`. What it means:
+    `kvexport.runtime.top_logits`."""
+    n = min(COUNT, vocabulary)
+    nodes = [
+        helper.make_node("TopK", ["logits", "n"], ["values", "places"], name="top", axis=-1, largest=1, sorted=1),
+        helper.make_node("Cast", ["places"], ["ids"], name="ids", to=TensorProto.INT32),
+        helper.make_node("ReduceMax", ["logits", "last"], ["largest"], name="largest", keepdims=1),
+        helper.make_node("Sub", ["logits", "largest"], ["below"], name="below"),
+        helper.make_node("Exp", ["below"], ["weights"], name="weights"),
+        helper.make_node("ReduceSum", ["weights", "last"], ["mass"], name="mass", keepdims=1),
+    ]
+    constants = {"n": [n], "last": [-1]}
+    graph = helper.make_graph(
+        nodes,
+        "candidates",
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 1, vocabulary])],
+        [
+            helper.make_tensor_value_info("values", TensorProto.FLOAT, ["batch", 1, n]),
+            helper.make_tensor_value_info("ids", TensorProto.INT32, ["batch", 1, n]),
+            helper.make_tensor_value_info("mass", TensorProto.FLOAT, ["batch", 1, 1]),
+        ],
+        [numpy_helper.from_array(np.array(value, np.int64), name) for name, value in constants.items()],
+    )
+    return helper.make_model(
+        graph, producer_name="kvexport", ir_version=IR_VERSION, opset_imports=[helper.make_opsetid("", OPSET)]
+    )

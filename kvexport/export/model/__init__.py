@@ -1,0 +1,1 @@
+"""The checkpoint, and the model without its weights."""

@@ -1,0 +1,126 @@
+"""How a Hugging Face decoder's attention becomes VoteAttention: one attention function, one mask function and one cache
+object.
+
+transformers hands every attention layer to a registered function with everything it needs (query, key, value, scale,
+window, softcap, sink logits). What that function does is decided by whoever is `attending`: a probe, the tracer, or the
+PyTorch reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache
+
+from kvexport.errors import UsageError
+
+IMPLEMENTATION = "kvexport"
+
+
+class Attending(Protocol):
+    """Whoever computes the layers' attention."""
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+        """[B, Hq, T, Dv] from query [B, Hq, T, D] and the new tokens' key and value [B, H, T, D / Dv]."""
+        ...
+
+    def mask(self, mask_function: Any) -> Any:
+        """What the layers get as their attention mask."""
+        ...
+
+
+_current: ContextVar[Attending] = ContextVar("attending")
+
+
+@contextlib.contextmanager
+def attending(who: Attending) -> Iterator[None]:
+    """Within this context the model's attention layers call `who`."""
+    token = _current.set(who)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+class PassThroughCache(Cache):
+    """Gives back the new keys and values: the past lives in the graph's own inputs. `updated` are the layers that
+    called.
+    model_type: what errors call the model."""
+
+    def __init__(self, model_type: str = "the model") -> None:
+        super().__init__(layers=[])
+        self.model_type = model_type
+        self.updated: set[int] = set()
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Nothing is stored."""
+        self.updated.add(layer_idx)
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Positions are always given explicitly."""
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """As for an empty cache."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """As for an empty cache."""
+        return query_length, 0
+
+    def _no_attention(self, *args: Any, **kwargs: Any) -> Any:
+        raise UsageError(
+            f"{self.model_type} has layers without attention (state-space or linear attention, which keep a state of "
+            "their own); "
+            "only decoders whose every layer attends can be exported"
+        )
+
+    has_previous_state = get_conv_state = update_conv_state = get_recurrent_state = update_recurrent_state = (
+        _no_attention
+    )
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    options["attention_mask"] = attention_mask
+    return _current.get().attend(module, query, key, value, options).transpose(1, 2), None
+
+
+def _mask(*args: Any, mask_function: Any = None, **options: Any) -> Any:
+    return _current.get().mask(mask_function)
+
+
+AttentionInterface.register(IMPLEMENTATION, _attention)
+AttentionMaskInterface.register(IMPLEMENTATION, _mask)
+
+
+class TokenLogits:
+    """Makes the model compute logits of the last real token only, by a hook on its output projection, so that whatever
+    the model does to logits afterwards (softcap, scaling) still happens. Set `query_length` [B, 1] before a call; None
+    keeps every token."""
+
+    def __init__(self, model: Any) -> None:
+        self.query_length: Tensor | None = None
+        model.get_output_embeddings().register_forward_pre_hook(self._pick)
+
+    def _pick(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if self.query_length is None:
+            return arguments
+        hidden = arguments[0]  # [B, T, hidden]
+        last = torch.clamp(self.query_length - 1, min=0)[:, :, None].expand(hidden.shape[0], 1, hidden.shape[2])
+        return (hidden.gather(1, last), *arguments[1:])

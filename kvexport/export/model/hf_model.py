@@ -1,0 +1,259 @@
+"""A Hugging Face decoder without its weights: constructed, probed for what its attention layers are, or refused by
+name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from kvexport.cache import LayerGeometry
+from kvexport.errors import UsageError
+from kvexport.export.model.attention_hook import IMPLEMENTATION, PassThroughCache, attending
+
+PROBE_POSITIONS = (1 << 20, (1 << 20) + 1, (1 << 20) + 37)
+PROBE_SPAN = 1 << 18
+
+
+def load_config(source: str, revision: str | None, max_length: int) -> Any:
+    """The transformers config of a directory or hub id, or UsageError for what can be told from it alone to be
+    untraceable or too short."""
+    try:
+        config = AutoConfig.from_pretrained(source, revision=revision)
+    except (ValueError, KeyError, OSError, TypeError) as error:
+        raise UsageError(
+            f"transformers cannot read the config.json of {source}: {_first_line(error)}",
+            f"for a model of the hub, while online: hf download {source} config.json",
+        ) from error
+    kind = getattr(config, "model_type", "?")
+    if getattr(config, "is_encoder_decoder", False):
+        raise UsageError(f"{kind} is an encoder-decoder; only decoders have a cache that grows with every token")
+    text = config.get_text_config()  # a part of it where the model also sees or hears
+    if getattr(text, "kv_lora_rank", None):
+        raise UsageError(
+            f"{kind} has latent attention (kv_lora_rank {text.kv_lora_rank}); merging its expanded keys would need "
+            "more memory than "
+            "its own latent cache"
+        )
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UsageError(f"transformers has no decoder (AutoModelForCausalLM) for model type '{kind}'")
+    positions = getattr(text, "max_position_embeddings", None)
+    if positions is not None and max_length > positions:
+        raise UsageError(
+            f"limits.max_length is {max_length}, but {kind} has {positions} positions",
+            f"--set limits.max_length={positions}",
+        )
+    return config
+
+
+def build_fake(config: Any, dtype: torch.dtype, max_length: int) -> tuple[Any, FakeTensorMode]:
+    """The model in eval mode without its weights: parameters are fake tensors of the returned mode (shape and type, no
+    memory), buffers that no checkpoint holds (rotary frequencies) are real. Raises UsageError where transformers
+    cannot make the model, or the model does not use its attention interface."""
+    _refuse_own_attention(config)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, dtype=dtype, attn_implementation=IMPLEMENTATION
+            )
+    except Exception as error:
+        raise UsageError(
+            f"transformers cannot make a {config.model_type} of config.json: {_first_line(error)}"
+        ) from error
+    for module in model.modules():
+        if any(buffer is not None for buffer in module._buffers.values()):
+            module.to_empty(device="cpu", recurse=False)
+            with torch.no_grad():
+                model._init_weights(module)
+    model.tie_weights()
+    fix_rotary_frequencies(model, max_length)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    shared: dict[int, nn.Parameter] = {}  # tied parameters stay tied
+    with mode:
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                if id(parameter) not in shared:
+                    fake = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    shared[id(parameter)] = nn.Parameter(fake, requires_grad=False)
+                    shared[id(shared[id(parameter)])] = shared[id(parameter)]
+                module._parameters[name] = shared[id(parameter)]
+    return model.eval(), mode
+
+
+def _refuse_own_attention(config: Any) -> None:
+    decoder: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not decoder._can_set_attn_implementation():
+        raise UsageError(
+            f"{config.model_type} computes attention in its own code (as most models with ALiBi or other biases do), "
+            "not through "
+            "the attention interface of transformers; only decoders that use it can be exported"
+        )
+
+
+def fix_rotary_frequencies(model: nn.Module, max_length: int) -> None:
+    """Rotary embeddings whose frequencies depend on the length seen so far (dynamic, longrope) are fixed at those of
+    the longest
+    sequence: a graph has one set, and keys already rotated cannot be rotated anew."""
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+            with torch.no_grad():
+                module(torch.zeros(1, 1, 1), torch.full((1, 1), max_length - 1))
+            module.rope_type = "fixed"  # type: ignore[assignment]
+
+
+class _Probe:
+    """Runs a forward pass on the meta device and notes what each layer asks of its attention."""
+
+    def __init__(self, model: Any) -> None:
+        self.model_type = model.config.model_type
+        self.cache = PassThroughCache(self.model_type)
+        self.layers: dict[int, LayerGeometry] = {}
+        self._windows: list[tuple[Any, int]] = []  # of masks that were looked at; layers share them
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+        index = getattr(module, "layer_idx", None)
+        name = f"{self.model_type} layer {index} ({type(module).__name__})"
+        if index is None or index in self.layers:
+            raise UsageError(f"{name} runs attention more than once per token, or does not say which layer it is")
+        if not getattr(module, "is_causal", True):
+            raise UsageError(f"{name} is not causal")
+        if index not in self.cache.updated:
+            raise UsageError(f"{name} has no cache of its own: it reads another layer's keys")
+        mask = options["attention_mask"]
+        if not any(mask is seen for seen, _ in self._windows):
+            self._windows.append((mask, self._window(name, mask)))
+        window = next(window for seen, window in self._windows if mask is seen)
+        declared = options.get("sliding_window") or 0
+        if window != declared and declared:
+            raise UsageError(f"{name} declares a window of {declared}, but its mask shows {window or 'every position'}")
+        scale = options.get("scaling")
+        self.layers[index] = LayerGeometry(
+            query_heads=query.shape[1],
+            kv_heads=key.shape[1],
+            key_size=key.shape[3],
+            value_size=value.shape[3],
+            sliding_window=window,
+            softcap=float(options.get("softcap") or 0.0),
+            scale=float(key.shape[3] ** -0.5 if scale is None else scale),
+            sink_logits=options.get("s_aux") is not None,
+        )
+        return query.new_empty(*query.shape[:3], value.shape[3])
+
+    def mask(self, mask_function: Any) -> Any:
+        return mask_function
+
+    def _window(self, name: str, mask_function: Any) -> int:
+        """How many positions a query sees, itself included, 0 = all. Refuses a mask that is neither causal nor a plain
+        window."""
+        if mask_function is None:
+            return 0
+        widths = set()
+        for q in PROBE_POSITIONS:
+            with unset_fake_temporarily():
+                zero, query, keys = torch.tensor(0), torch.tensor(q), torch.arange(q - PROBE_SPAN, q + 2)
+                visible = torch.as_tensor(mask_function(zero, zero, query, keys)).expand(keys.shape[0])
+                if isinstance(visible, FakeTensor):
+                    raise UsageError(
+                        f"{name} has a mask that depends on more than positions (attention in chunks or blocks); it "
+                        "cannot be kept in a "
+                        "merging cache"
+                    )
+                count = int(visible.sum())
+                plain = bool(visible[-1 - count : -1].all())
+            if not plain:
+                raise UsageError(
+                    f"{name} has a mask that is neither causal nor a sliding window; it cannot be kept in a merging "
+                    "cache"
+                )
+            widths.add(0 if count == keys.shape[0] - 1 else count)
+        if len(widths) != 1:
+            raise UsageError(
+                f"{name} attends in chunks of positions (a mask that is neither causal nor a sliding window)"
+            )
+        return widths.pop()
+
+
+def probe_geometry(model: Any, mode: FakeTensorMode) -> list[LayerGeometry]:
+    """What every layer's attention is; UsageError names a layer that has none (state-space, linear attention) or an
+    unusual one."""
+    probe = _Probe(model)
+    kind = model.config.model_type
+    failure: Exception | None = None
+    try:
+        with attending(probe), torch.no_grad(), mode:
+            tokens = torch.zeros(1, 2, dtype=torch.int64)
+            model(input_ids=tokens, position_ids=tokens, past_key_values=probe.cache, use_cache=True)
+    except UsageError:
+        raise
+    except Exception as error:
+        failure = error
+    _refuse_experts(model)
+    if failure:
+        raise UsageError(
+            f"{kind} cannot be traced without its weights: {type(failure).__name__}: {_first_line(failure)}"
+        ) from failure
+    count = model.config.get_text_config().num_hidden_layers
+    missing = [i for i in range(count) if i not in probe.layers]
+    if missing:
+        raise UsageError(
+            f"{kind} has layers without attention (state-space or linear attention): {len(missing)} of {count}, the "
+            "first is layer "
+            f"{missing[0]}; only decoders whose every layer attends can be exported"
+        )
+    _refuse_own_positions(model)
+    return [probe.layers[i] for i in range(count)]
+
+
+def _refuse_own_positions(model: Any) -> None:
+    taken = "position_ids" in inspect.signature(model.forward).parameters
+    # RoBERTa's kin begin at the padding id where nobody says so, and at 0 where somebody does.
+    if not taken or any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        raise UsageError(
+            f"{model.config.model_type} numbers positions in its own way, not as position_ids from 0; it cannot be "
+            "exported"
+        )
+
+
+def _refuse_experts(model: Any) -> None:
+    # Their checkpoints hold experts one by one, and which weights a token reads depends on its values.
+    experts = next((name for name, module in model.named_modules() if type(module).__name__.endswith("Experts")), None)
+    if experts:
+        raise UsageError(
+            f"{model.config.model_type} has mixture-of-experts layers (the first is '{experts}'); only dense "
+            "decoders can be exported"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+def parameter_sources(model: Any, tensors: Iterable[str]) -> dict[str, str]:
+    """{parameter of `model`: tensor of the checkpoint}, by transformers' own renaming rules; tied parameters share a
+    tensor.
+
+    Tensors that transformers would have to assemble (experts stored one by one) are left out: their parameter stays
+    without a source.
+    """
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    wanted = dict(model.named_parameters(remove_duplicate=False))
+    sources = {}
+    for tensor in tensors:
+        name, converted = rename_source_key(tensor, renamings, converters, model.base_model_prefix, wanted)
+        if converted is None:
+            sources[name] = tensor
+    by_identity = {id(wanted[name]): tensor for name, tensor in sources.items() if name in wanted}
+    return {name: source for name, p in wanted.items() if (source := sources.get(name, by_identity.get(id(p))))}

@@ -1,0 +1,140 @@
+"""A decoder's rotary embedding as frequencies, for methods that turn keys: read off the model's own functions, or
+refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kvexport.cache import LayerGeometry
+from kvexport.errors import UsageError
+from kvexport.export.model.attention_hook import PassThroughCache, attending
+from kvexport.methods.base import Rotary
+from kvexport.methods.pairs import rotated
+
+APPLY = "apply_rotary_pos_emb"  # what transformers calls the function in nearly every model
+POSITIONS = (0, 1, 7, 1000)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of a model's rotary function: itself, the module that made its cosines, and the other arguments of
+    both."""
+
+    apply: Any
+    module: nn.Module
+    layer_type: dict[str, Any]
+    options: dict[str, Any]
+    key_size: int
+
+
+class _Probe:
+    """Runs a forward pass on fake tensors and notes which rotary call came before each layer's attention."""
+
+    def __init__(self, model: Any) -> None:
+        self.model_type = model.config.model_type
+        self.modules = [
+            m for m in model.modules() if any(name.endswith("inv_freq") for name, _ in m.named_buffers(recurse=False))
+        ]
+        self.cosines: list[tuple[Tensor, nn.Module, dict[str, Any]]] = []
+        self.latest: _Call | None = None
+        self.layers: dict[int, _Call | None] = {}
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+        if self.modules and not hasattr(sys.modules[type(module).__module__], APPLY):
+            raise UsageError(*_refusal(self.model_type, f"{type(module).__name__} rotates keys in code of its own"))
+        self.layers[module.layer_idx] = self.latest  # type: ignore[index]
+        self.latest = None
+        return query.new_empty(*query.shape[:3], value.shape[3])
+
+    def mask(self, mask_function: Any) -> Any:
+        return None
+
+    def note(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+        """A rotary module made cosines (a forward hook)."""
+        extra = (
+            {"layer_type": arguments[2]}
+            if len(arguments) > 2
+            else {k: v for k, v in options.items() if k == "layer_type"}
+        )
+        if isinstance(output, tuple):
+            self.cosines.append((output[0], module, extra))
+
+    @contextlib.contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Within this context calls of the rotary modules and functions are noted."""
+        namespaces = {type(m).__module__ for m in model.modules() if hasattr(sys.modules[type(m).__module__], APPLY)}
+        own = {name: getattr(sys.modules[name], APPLY) for name in namespaces}
+        hooks = [m.register_forward_hook(self.note, with_kwargs=True) for m in self.modules]
+        for name, apply in own.items():
+            setattr(sys.modules[name], APPLY, self._spy(apply))
+        try:
+            yield
+        finally:
+            for name, apply in own.items():
+                setattr(sys.modules[name], APPLY, apply)
+            for hook in hooks:
+                hook.remove()
+
+    def _spy(self, apply: Any) -> Any:
+        def spy(*arguments: Any, **options: Any) -> Any:
+            named = dict(zip(("q", "k", "cos", "sin"), arguments, strict=False)) | options
+            source = next((c for c in self.cosines if c[0] is named.get("cos")), None)
+            if source is None or len(arguments) > 4 or not isinstance(named.get("k"), Tensor):
+                raise UsageError(
+                    *_refusal(self.model_type, f"{APPLY} gets other arguments than query, key, cosines and sines")
+                )
+            rest = {k: v for k, v in options.items() if k not in ("q", "k", "cos", "sin")}
+            self.latest = _Call(apply, source[1], source[2], rest, named["k"].shape[-1])
+            return apply(*arguments, **options)
+
+        return spy
+
+
+def read_rotary(model: Any, mode: FakeTensorMode, geometry: list[LayerGeometry]) -> list[LayerGeometry]:
+    """`geometry` with every layer's rotary embedding; none where a layer turns nothing. UsageError where an embedding
+    is not a rotation by position times fixed frequencies of the first dimensions."""
+    probe = _Probe(model)
+    with probe.watching(model), attending(probe), torch.no_grad(), mode:
+        tokens = torch.zeros(1, 2, dtype=torch.int64)
+        model(input_ids=tokens, position_ids=tokens, past_key_values=PassThroughCache(probe.model_type), use_cache=True)
+    calls = [probe.layers[i] for i in range(len(geometry))]
+    return [replace(layer, rotary=_rotary(call, probe.model_type)) for layer, call in zip(geometry, calls, strict=True)]
+
+
+@torch.no_grad()
+def _rotary(call: _Call | None, model_type: str) -> Rotary:
+    if call is None:
+        return Rotary()
+    positions = torch.tensor([POSITIONS])
+    cosine, sine = call.module(torch.zeros(1, 1, 1), positions, **call.layer_type)
+    key = torch.linspace(-1.0, 1.0, call.key_size).expand(1, 1, len(POSITIONS), -1)
+    across = call.options.get("unsqueeze_dim", 1) == 2  # tokens before heads
+    arranged = key.transpose(1, 2) if across else key
+    turned = call.apply(arranged, arranged, cosine, sine, **call.options)[1]
+    turned = turned.transpose(1, 2) if across else turned
+    start, steps = turned[:, :, :1].expand_as(key), positions[:, None]
+    for name, buffer in call.module.named_buffers(recurse=False):
+        for interleaved in (False, True):
+            if name.endswith("inv_freq") and buffer is not None and 2 * buffer.numel() <= call.key_size:
+                rotary = Rotary(tuple(buffer.float().tolist()), interleaved)
+                if torch.allclose(rotated(start, steps, rotary), turned, atol=1e-3):
+                    return rotary
+    raise UsageError(
+        *_refusal(model_type, "they are not turned by position times fixed frequencies of the first dimensions")
+    )
+
+
+def _refusal(model_type: str, why: str) -> tuple[str, str]:
+    return (
+        f"{model_type}: this method turns keys to each other's positions, which needs the frequencies of the rotary "
+        f"embedding: {why}",
+        "--set cache.method=ballot, or another that keeps keys where they are",
+    )

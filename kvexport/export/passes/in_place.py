@@ -1,0 +1,74 @@
+"""Proof, read off the graph, that a graph is right when past and present state share their buffers.
+
+ONNX Runtime's planner does not know that two of its buffers are one. Writing `present.x` over `past.x` is safe iff
+every other node that reads `past.x`, or a view of it, must run before the writer, and the writer itself reads it only
+in ways that do not care (it writes single rows, or element by element).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import onnx
+from onnx import inliner
+
+from kvexport.errors import KvexportError
+
+# These read element i before they write element i, or write only the rows they are given.
+SAFE_WRITERS = {"ScatterND", "ScatterElements", "Where", "Identity", "Add"}
+# These may give out their input's own buffer, so who reads their output reads that.
+VIEWS = {"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"}
+
+
+def check_in_place(model: onnx.ModelProto) -> None:
+    """Raises KvexportError naming the tensor and the node that would read it after it was overwritten."""
+    graph = inliner.inline_local_functions(model).graph
+    nodes = list(graph.node)
+    producer = {name: i for i, node in enumerate(nodes) for name in node.output if name}
+    readers = defaultdict(list)
+    for i, node in enumerate(nodes):
+        for name in set(node.input):
+            readers[name].append(i)
+    ancestors: list[int] = []  # bit j of ancestors[i]: node j runs before node i
+    for i, node in enumerate(nodes):
+        bits = 0
+        for name in node.input:
+            if name in producer:
+                j = producer[name]
+                if j >= i:
+                    raise KvexportError(
+                        f"the graph's nodes are not in order: {node.name} reads {name} before it is made"
+                    )
+                bits |= ancestors[j] | (1 << j)
+        ancestors.append(bits)
+    outputs = {output.name for output in graph.output}
+    for value in graph.input:
+        present = value.name.replace("past_key_values.", "present.").replace("past_length", "present_length")
+        if present == value.name or present not in outputs:
+            continue
+        if present not in producer:
+            raise KvexportError(f"{present} is not computed by any node")
+        writer = producer[present]
+        names = {value.name}
+        pending = [value.name]
+        while pending:
+            name = pending.pop()
+            for i in readers[name]:
+                if i != writer and nodes[i].op_type in VIEWS and nodes[i].input[0] == name:
+                    pending += set(nodes[i].output) - names
+                    names.update(nodes[i].output)
+        for i in sorted({i for name in names for i in readers[name]}):
+            node = nodes[i]
+            if node.op_type == "Shape":  # a shape does not change
+                continue
+            safe = _reads_safely(node, names) if i == writer else ancestors[writer] >> i & 1
+            if not safe:
+                raise KvexportError(
+                    f"{node.op_type} {node.name} may read {value.name} after {present} was written over it"
+                )
+
+
+def _reads_safely(writer: onnx.NodeProto, names: set[str]) -> bool:
+    """A scatter may overwrite rows of its data before it reads its updates."""
+    rest = writer.input[1:] if writer.op_type.startswith("Scatter") else []
+    return writer.op_type in SAFE_WRITERS and names.isdisjoint(rest)

@@ -1,0 +1,1 @@
+"""Recipes: what one may say, and reading it."""

@@ -1,0 +1,218 @@
+"""Whether what recipe files say is a recipe: keys, parameters and values, each checked on what the other checks left
+over."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any, TypeAlias
+
+from pydantic import BaseModel, ValidationError
+
+from kvexport.methods import all_methods
+from kvexport.methods.base import Method
+from kvexport.recipe.fields import CacheSection, Recipe
+from kvexport.recipe.parse import Entry, Findings, Leaf, Tree, plain, shown_key
+
+Key: TypeAlias = "tuple[str, ...]"
+PATH: Key = ("model", "path")
+METHOD: Key = ("cache", "method")
+PARAMETERS: Key = ("cache", "parameters")
+
+
+def check_recipe(tree: Tree, label: str, found: Findings) -> Recipe | None:
+    """The recipe; None where a problem was found. Keys, parameters and values are each checked on what the others left
+    over."""
+    data = _known_only(tree, Recipe, (), found)
+    path = get(tree, PATH)
+    if isinstance(path, Leaf):
+        data["model"]["path"] = _local(path)
+    cache = data.get("cache", {})
+    method = None
+    if isinstance(cache, dict) and isinstance(cache.get("parameters", {}), dict):
+        method = _check_parameters(tree, cache, found)
+        data["cache"] = {**cache, "parameters": method.model_dump(mode="json") if method else {}}
+    recipe: Recipe | None
+    recipe, errors = _validate(Recipe, data)
+    for key, messages in errors.items():
+        if key in ((), ("model",), PATH) and messages[0]["type"] == "missing":
+            if not found.lost:
+                found.problems.append(
+                    f"model.path is missing: {label} names no checkpoint; it is a base that other recipes extend"
+                )
+        elif key:
+            found.problems.append(_wording(tree, key, messages))
+    for text in _across(data, errors) if not found.lost else []:
+        words = set(re.findall(r"\w+", text))
+        keys = [key for key in _schema_keys(Recipe) if key[-1] in words]
+        places = dict.fromkeys(place for key in keys if (place := place_of(tree, key)))
+        found.problems.append(f"{text} ({', '.join(places) or label})")
+    return recipe
+
+
+def get(tree: Tree, key: Key) -> Entry | None:
+    """What `tree` says at `key`."""
+    entry: Entry | None = tree
+    for part in key:
+        entry = entry.entries.get(part) if isinstance(entry, Tree) else None
+    return entry
+
+
+def scalar_at(tree: Tree, key: Key) -> Any:
+    """The value at `key`, None for a mapping or nothing."""
+    entry = get(tree, key)
+    return entry.value if isinstance(entry, Leaf) else None
+
+
+def place_of(tree: Tree, key: Key) -> str:
+    """Where `key`, or the nearest mapping or value above it, was written; "" where nobody wrote it."""
+    if (entry := get(tree, key)) is not None:
+        return entry.origin.place
+    above = get(tree, key[:-1])
+    return above.origin.place if isinstance(above, Leaf) else ""
+
+
+def _known_only(tree: Tree, model: type[BaseModel], above: Key, found: Findings) -> dict[str, Any]:
+    """Plain data without the keys that `model` does not have, which become problems."""
+    data: dict[str, Any] = {}
+    for name, entry in tree.entries.items():
+        key = (*above, name)
+        if name not in model.model_fields:
+            same = [".".join(k) for k in _schema_keys(Recipe) if k[-1] == name or ".".join(k) == name]
+            same += [".".join((*PARAMETERS, name)) for method in all_methods().values() if name in method.model_fields]
+            near = same or [".".join((*above, n)) for n in get_close_matches(name, model.model_fields)]
+            nested = "; a dotted key is for --set, in a file keys are nested" if "." in name else ""
+            found.problems.append(
+                f"unknown key {shown_key('.'.join(key))} ({entry.origin.key_place}){did_you_mean(near)}{nested}"
+            )
+            continue
+        section = _section(model, name)
+        data[name] = _known_only(entry, section, key, found) if section and isinstance(entry, Tree) else plain(entry)
+    return data
+
+
+def _section(model: type[BaseModel], name: str) -> type[BaseModel] | None:
+    kind = model.model_fields[name].annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _schema_keys(model: type[BaseModel], above: Key = ()) -> list[Key]:
+    keys = []
+    for name in model.model_fields:
+        section = _section(model, name)
+        keys += _schema_keys(section, (*above, name)) if section else [(*above, name)]
+    return keys
+
+
+def _local(path: Leaf) -> Any:
+    """`model.path`, absolute where it means a folder of this machine."""
+    value = path.value
+    if not isinstance(value, str) or not value:
+        return value
+    local = value in (".", "..") or value.startswith(("./", "../"))
+    if not local and path.origin.place.startswith("--set "):
+        try:
+            local = (path.origin.folder / value).is_dir()
+        except OSError:
+            local = False
+    return os.path.normpath(path.origin.folder / value) if local else value
+
+
+def _check_parameters(tree: Tree, cache: dict[str, Any], found: Findings) -> Method | None:
+    """The method with the parameters given to it, if they are all right."""
+    name = cache.get("method", CacheSection.model_fields["method"].default)
+    if not isinstance(name, str) or name not in all_methods() or (found.lost and "method" not in cache):
+        return None
+    method = all_methods()[name]
+    given = cache.get("parameters", {})
+    for unknown in [parameter for parameter in given if parameter not in method.model_fields]:
+        key = (*PARAMETERS, unknown)
+        entry = get(tree, key)
+        near = did_you_mean([".".join((*PARAMETERS, n)) for n in get_close_matches(unknown, method.model_fields)])
+        has = ", ".join(method.model_fields) or "no parameters"
+        found.problems.append(
+            f"unknown parameter {shown_key('.'.join(key))} ({entry.origin.key_place if entry else ''}){near}; {name} "
+            f"has {has}"
+        )
+    built: Method | None
+    built, errors = _validate(method, {k: v for k, v in given.items() if k in method.model_fields})
+    found.problems += [_wording(tree, (*PARAMETERS, *key), messages) for key, messages in errors.items()]
+    return built
+
+
+def _validate(model: type[Any], data: dict[str, Any]) -> tuple[Any, dict[Key, list[Any]]]:
+    """The model, or None and pydantic's errors by key. Strict: "64" and true are no slots, 8.0 is not 8."""
+    try:
+        return model.model_validate(data, strict=True), {}
+    except ValidationError as error:
+        if error.title != model.__name__:
+            return None, {}  # of the method that Recipe builds, whose parameters were reported already
+        errors: dict[Key, list[Any]] = {}
+        for item in error.errors(include_url=False):
+            key: Key = ()
+            value: Any = data
+            # pydantic appends the branch of a union to the key.
+            for part in map(str, item["loc"]):
+                if not isinstance(value, dict) or (part not in value and item["type"] != "missing"):
+                    break
+                key, value = (*key, part), value.get(part)
+            errors.setdefault(key, []).append(item)
+        return None, errors
+
+
+def _across(data: dict[str, Any], errors: dict[Key, list[Any]]) -> list[str]:
+    """What is wrong between values that are each right. One that names a wrong value would only be its echo."""
+    if not errors:
+        return []
+    wrong = [key for key in errors if key]
+    data = copy.deepcopy(data)
+    for key in wrong:
+        section: Any = data
+        for part in key[:-1]:
+            section = section.get(part, {})
+        section.pop(key[-1], None)
+    if wrong:
+        data["model"] = {"path": "-", **data.get("model", {})}
+        errors = _validate(Recipe, data)[1]
+    texts = [_message(item) for item in errors.get((), [])]
+    return [text for text in texts if not any(key[-1] in text for key in wrong)]
+
+
+def _message(item: Any) -> str:
+    if item["type"] in ("model_type", "dict_type"):
+        return "should be a mapping"
+    return str(item["msg"]).removeprefix("Value error, ").replace("Input should be", "should be", 1)
+
+
+def _wording(tree: Tree, key: Key, items: list[Any]) -> str:
+    """Every complaint about one value as one problem."""
+    value = items[0]["input"]
+    texts = list(dict.fromkeys(_message(item) for item in items))
+    text = " or ".join([texts[0], *(t.removeprefix("should be ") for t in texts[1:])])
+    if key == METHOD and isinstance(value, str):
+        text += did_you_mean(get_close_matches(value, all_methods()))
+    elif isinstance(value, str) and any(item["type"] in ("int_type", "float_type") for item in items):
+        text += " (text: take off the quotes, or write 1e-3 as YAML's 1.0e-3)" if _is_number(value) else ""
+    return f"{shown_key('.'.join(key))}: {text}, found {shown(value)} ({place_of(tree, key)})"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def did_you_mean(near: Sequence[str]) -> str:
+    """The end of a problem that names the nearest of what is known."""
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def shown(value: Any) -> str:
+    """A value in a problem: short, on one line."""
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,230 @@
+"""YAML that remembers where every value was written. What it cannot read becomes a problem with its line, not an
+exception.
+
+Values are those of `yaml.safe_load`: no tags of Python or of anybody else. Stricter: a key is text and is written once,
+numbers are finite and fit 64 bits, and a text is small, so that neither aliases nor nesting can make reading it
+expensive.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import yaml
+
+MAX_BYTES = 256 * 1024
+MAX_VALUES = 10_000
+MAX_DEPTH = 16
+CORE = "tag:yaml.org,2002:"
+SCALARS = tuple(CORE + kind for kind in ("null", "bool", "int", "float", "str", "timestamp"))
+
+
+@dataclass
+class Findings:
+    """Problems found so far. lost: something could not be read, so that a missing value or a default proves nothing."""
+
+    problems: list[str] = field(default_factory=list)
+    lost: bool = False
+
+    def lose(self, problem: str) -> None:
+        """A problem that leaves part of the recipe unread."""
+        self.problems.append(problem)
+        self.lost = True
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where an entry was written: "recipes/x.yaml:7" or "--set key=value" (of its value, and of its key). folder: of
+    the file."""
+
+    place: str
+    key_place: str
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A value: a scalar, or a list with all that is in it."""
+
+    value: Any
+    origin: Origin
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A mapping. Its place is its key's."""
+
+    entries: dict[str, Entry]
+    origin: Origin
+
+
+Entry: TypeAlias = "Leaf | Tree"
+
+
+def merge(below: Tree, above: Tree) -> Tree:
+    """`above` over `below`; mappings merge, anything else replaces."""
+    entries = dict(below.entries)
+    for key, entry in above.entries.items():
+        old = entries.get(key)
+        entries[key] = merge(old, entry) if isinstance(old, Tree) and isinstance(entry, Tree) else entry
+    return Tree(entries, above.origin)
+
+
+def plain(entry: Entry) -> Any:
+    """The entry without its origins."""
+    return entry.value if isinstance(entry, Leaf) else {key: plain(value) for key, value in entry.entries.items()}
+
+
+def shown_key(dotted: str) -> str:
+    """A key in a problem: on one line, whatever it is made of."""
+    text = dotted if dotted.isprintable() else repr(dotted)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def read_file(path: Path, label: str, said: str, found: Findings) -> Tree:
+    """A file's mapping, empty where it has none to give. label: how problems call it; said: where it is extended, or
+    ""."""
+    nothing = Tree({}, Origin(label, label, path.parent))
+    by = f" (extended at {said})" if said else ""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+        text = raw.decode("utf-8-sig")
+    except FileNotFoundError:
+        found.lose(f"{label}: there is no such file{by}")
+    except UnicodeDecodeError as error:
+        found.lose(f"{label}:{raw[: error.start].count(10) + 1}: not UTF-8 text{by}")
+    except (OSError, ValueError) as error:
+        found.lose(f"{label}: cannot be read: {getattr(error, 'strerror', None) or error}{by}")
+    else:
+        if len(raw) > MAX_BYTES:
+            found.lose(f"{label}: larger than {MAX_BYTES} bytes, which no recipe is{by}")
+            return nothing
+        entry = Source(label, path.parent, True, found).read(text)
+        if isinstance(entry, Tree):
+            return entry
+        if entry is not None:
+            kind = "empty" if entry.value is None else f"a {type(entry.value).__name__}"
+            found.lose(f"{entry.origin.place}: a recipe is a mapping of keys, this is {kind}{by}")
+    return nothing
+
+
+@dataclass
+class Source:
+    """One text in YAML: a file called `label` in `folder`, or the value of the override `label`."""
+
+    label: str
+    folder: Path
+    is_file: bool
+    found: Findings
+    values: int = 0
+
+    def read(self, text: str) -> Entry | None:
+        """The text's value; None, and a problem, where it is not YAML."""
+        try:
+            loader = yaml.SafeLoader(text)
+            try:
+                node = loader.get_single_node()
+                if node is None:
+                    return Leaf(None, Origin(self._place(None), self._place(None), self.folder))
+                return self._entry(loader, node, "", self._place(node), ())
+            finally:
+                loader.dispose()
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            line = mark.line + 1 if mark else 1
+            reason = ", ".join(part for part in (error.context, error.problem) if part)
+        except yaml.reader.ReaderError as error:
+            line = text.count("\n", 0, error.position) + 1
+            reason = "it holds a character that YAML does not allow"
+        except RecursionError:
+            line, reason = 1, "it is nested too deep"
+        self.found.lose(
+            f"{self.label}{f':{line}' if self.is_file else ''}: not YAML that can be read: {' '.join(reason.split())}"
+        )
+        return None
+
+    def _place(self, node: yaml.Node | None) -> str:
+        line = node.start_mark.line + 1 if node else 1
+        return f"{self.label}:{line}" if self.is_file else self.label
+
+    def _entry(
+        self, loader: yaml.SafeLoader, node: yaml.Node, key: str, key_place: str, above: tuple[int, ...]
+    ) -> Entry | None:
+        """What `node` says; None, and a problem, where that cannot be read."""
+        self.values += 1
+        if id(node) in above or len(above) > MAX_DEPTH or self.values > MAX_VALUES:
+            reason = "it contains itself, is nested too deep, or has too many values"
+            raise yaml.constructor.ConstructorError(None, None, reason, node.start_mark)
+        above = (*above, id(node))
+        origin = Origin(self._place(node), key_place, self.folder)
+        if isinstance(node, yaml.MappingNode) and node.tag == CORE + "map":
+            return Tree(self._entries(loader, node, key, above), Origin(key_place, key_place, self.folder))
+        if isinstance(node, yaml.SequenceNode) and node.tag == CORE + "seq":
+            items = [self._entry(loader, item, key, key_place, above) for item in node.value]
+            return Leaf([plain(item) for item in items if item is not None], origin)
+        if isinstance(node, yaml.ScalarNode) and node.tag in SCALARS:
+            return self._scalar(loader, node, key, origin)
+        self.found.lose(
+            f"{shown_key(key or 'recipe')}: the tag {node.tag.removeprefix(CORE)!r} is not allowed ({origin.place})"
+        )
+        return None
+
+    def _entries(
+        self, loader: yaml.SafeLoader, node: yaml.MappingNode, above_key: str, above: tuple[int, ...]
+    ) -> dict[str, Entry]:
+        entries: dict[str, Entry] = {}
+        merged: list[Tree] = []
+        for key_node, value_node in node.value:
+            place = self._place(key_node)
+            if key_node.tag == CORE + "merge":
+                merged += self._merged(loader, value_node, above_key, place, above)
+                continue
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag not in SCALARS:
+                self.found.lose(f"a key is text, this is something else ({place})")
+                continue
+            name = str(key_node.value)
+            key = f"{above_key}.{name}" if above_key else name
+            if name in entries:
+                self.found.problems.append(
+                    f"{shown_key(key)} is written twice ({entries[name].origin.key_place} and {place})"
+                )
+            entry = self._entry(loader, value_node, key, place, above)
+            if entry is not None:
+                entries[name] = entry
+        for tree in merged:
+            entries = {**tree.entries, **entries}
+        return entries
+
+    def _merged(
+        self, loader: yaml.SafeLoader, node: yaml.Node, key: str, place: str, above: tuple[int, ...]
+    ) -> Iterator[Tree]:
+        """The mappings of a merge key (<<), of which the first that has a key gives it."""
+        for item in node.value if isinstance(node, yaml.SequenceNode) else [node]:
+            entry = self._entry(loader, item, key, place, above)
+            if isinstance(entry, Tree):
+                yield entry
+            elif entry is not None:
+                self.found.lose(f"<<: merges mappings, this is something else ({place})")
+
+    def _scalar(self, loader: yaml.SafeLoader, node: yaml.ScalarNode, key: str, origin: Origin) -> Leaf | None:
+        try:
+            value = loader.construct_object(node)
+        except (ValueError, LookupError, AttributeError, OverflowError, yaml.YAMLError):
+            # PyYAML's own conversions: a 13th month, !!bool of another word, !!int of nothing, 5000 digits.
+            reason = f"is no {node.tag.removeprefix(CORE)}"
+        else:
+            if isinstance(value, float) and not math.isfinite(value):
+                reason = "is not finite"
+            elif isinstance(value, int) and abs(value) >= 2**63:
+                reason = "does not fit 64 bits"
+            elif isinstance(value, str) and "\0" in value:
+                reason = "holds a NUL character"
+            else:
+                return Leaf(value, origin)
+        self.found.lose(f"{shown_key(key or 'value')}: {node.value[:40]!r} {reason} ({origin.place})")
+        return None

@@ -1,1 +1,0 @@
-"""What building and running TensorRT engines share: the machine, the plugin library, CUDA's runtime, TensorRT's log."""

@@ -1,0 +1,277 @@
+"""ONNX Runtime on CUDA as far as a machine without a GPU can say: the binding of the CUDA kernels, compiled for the
+host and registered with the CPU provider, under whole engines and malformed nodes; and the runtime's device path over
+memory that ONNX Runtime holds.
+
+`test_devices.py` has what is said where something is missing; `test_cuda_build.py` compiles the same binding by nvcc;
+`tools/gpu_check` runs it where there is a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvexport.backends.onnxruntime import operators as native
+from kvexport.backends.onnxruntime import sessions as onnxruntime_backend
+from kvexport.backends.onnxruntime.device_array import DeviceArray
+from kvexport.runtime.engine import Engine, load
+from tests.support.one_node import VOTE_ATTENTION, model, session, vote_attention_inputs, vote_attention_shapes
+from tests.support.paths import ROOT
+from tests.support.tiny_model import PROMPTS, generated
+
+SPEC = importlib.util.spec_from_file_location("kvexport_plugins_build", ROOT / "plugins" / "build.py")
+assert SPEC and SPEC.loader
+build = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(build)
+ON_HOST: Path = build.ON_HOST
+needs_binding = pytest.mark.skipif(
+    not build.cuda_on_host_is_current(), reason="not reached: the binding is not compiled for the host (make cuda-host)"
+)
+
+
+@pytest.fixture
+def on_the_binding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native.VARIABLE, str(ON_HOST))
+
+
+# The binding.
+
+
+@needs_binding
+def test_an_engine_on_the_binding_says_what_the_functions_say(
+    tiny_artifact: Path, on_the_binding: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = native.implementations(load(tiny_artifact).manifest)
+    assert {str(how) for how in found.values()} == {"native, CUDA kernels on the host"}
+    tokens = generated(load(tiny_artifact))
+    monkeypatch.setenv(native.VARIABLE, "off")
+    assert generated(load(tiny_artifact)) == tokens
+
+
+@needs_binding
+def test_malformed_nodes_are_refused_as_on_the_cpu_and_in_place_has_the_same_bits() -> None:
+    # Rows of 12 half-precision values are no whole vectors, which these kernels want.
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:cacheprovider",
+        "tests/backends/onnxruntime/test_operators_nodes.py",
+    ]
+    chosen = ["-k", "not float16 and not random_nodes"]
+    environment = {**os.environ, native.VARIABLE: str(ON_HOST)}
+    done = subprocess.run([*command, *chosen], capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "skipped" not in done.stdout
+
+
+@needs_binding
+def test_caches_of_bfloat16_have_the_bits_of_the_kernels_called_by_themselves(on_the_binding: None) -> None:
+    from kvexport.methods.base import Statistic
+    from kvexport.ops.vote_attention import VoteAttentionAttributes
+    from tests.conformance.cuda_library import CudaOnHost, bfloat16
+
+    feed = vote_attention_inputs(np.random.default_rng(3), 2, 3, 9)
+    stored = {name for name in feed if name in ("query", "key", "value", "past_key", "past_value")}
+    # Rows of the values' size, 12, are no whole vectors in two bytes each.
+    feed |= {name: np.concatenate([feed[name]] * 2, -1) for name in ("value", "past_value")}
+    feed = {name: bfloat16(x) if name in stored else np.ascontiguousarray(x) for name, x in feed.items()}
+    attributes = VoteAttentionAttributes(VOTE_ATTENTION["scale"], 1.0, (Statistic("log_ema", 0.9),))
+    expected = CudaOnHost().vote_attention(feed, attributes)
+    shapes = {**vote_attention_shapes(), "value": ["B", 2, "T", 24], "past_value": ["B", 2, "C", 24]}
+    one = session(model("VoteAttention", VOTE_ATTENTION, shapes, bfloat=True))
+    binding = one.io_binding()
+    found = {name: np.zeros_like(x) for name, x in expected.items()}
+    for bind, arrays in ((binding.bind_input, feed), (binding.bind_output, found)):
+        for name, x in arrays.items():
+            bind(name, "cpu", 0, BFLOAT16 if x.dtype == np.uint16 else x.dtype.type, x.shape, x.ctypes.data)
+    one.run_with_iobinding(binding)
+    assert {name: x.tobytes() for name, x in found.items()} == {name: x.tobytes() for name, x in expected.items()}
+
+
+BFLOAT16 = 16  # TensorProto.BFLOAT16
+
+
+@needs_binding
+def test_runs_at_the_same_time_and_of_growing_size_share_a_workspace(on_the_binding: None) -> None:
+    rng = np.random.default_rng(0)
+    one = session(model("VoteAttention", VOTE_ATTENTION, vote_attention_shapes()))
+    feeds = [vote_attention_inputs(rng, 1 + i, 1 + i, 40 * i, 60 * (1 + i)) for i in range(6)]
+    alone = [one.run(None, feed) for feed in feeds]
+    wrong: list[int] = []
+
+    def run(order: list[int]) -> None:
+        for i in order:
+            if any(a.tobytes() != b.tobytes() for a, b in zip(one.run(None, feeds[i]), alone[i], strict=True)):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=run, args=(list(rng.permutation(6)) * 3,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@needs_binding
+def test_a_layer_that_the_kernels_do_not_take_runs_from_its_function(tiny_artifact: Path, on_the_binding: None) -> None:
+    manifest = json.loads((tiny_artifact / "manifest.json").read_text())
+    assert all(how.native for how in native.implementations(manifest).values())
+    manifest["cache"][1] |= {"dtype": "float16", "value_size": 20}
+    why = "layer 1 has no native kernel: a row of keys or values is not a whole number of 16-byte vectors"
+    assert {str(how) for how in native.implementations(manifest).values()} == {f"function: {why}"}
+    manifest["model"]["query_heads"] = [64, 64]
+    assert "layer 0 has no native kernel: a KV head has more than 16 query heads" in str(
+        native.implementations(manifest)["MergeCache"]
+    )
+
+
+def gpu_check() -> Any:
+    """tools/gpu_check/onnxruntime.py, whose comparison is what will run on a GPU."""
+    from tools.gpu_check import onnxruntime
+
+    return onnxruntime
+
+
+@needs_binding
+def test_gpu_checks_comparison_passes_engines_that_agree_and_no_others(tiny_artifact: Path) -> None:
+    check = gpu_check()
+    with check.operators("off"):
+        reference = load(tiny_artifact)
+    engine = check.device_engine(tiny_artifact, ON_HOST, graphs=True, on_host=True)
+    sequences = [np.random.default_rng(i).integers(0, 64, n) for i, n in enumerate((150, 60, 31))]
+    assert check.largest_difference(engine, reference, sequences, (90, 41, 30)) < 1e-4
+    assert check.largest_difference(engine, Changed(reference, 1.1), sequences, (90, 41, 30)) > 0.05
+    with pytest.raises(AssertionError, match="a logit is not finite"):
+        check.largest_difference(Changed(engine, np.nan), reference, sequences)
+
+
+class Changed:
+    """An engine whose logits after the prompts are off by a factor."""
+
+    def __init__(self, engine: Engine, factor: float) -> None:
+        self.engine, self.factor = engine, factor
+
+    def lanes(self, count: int) -> Any:
+        lanes: Any = self.engine.lanes(count)
+        return SimpleNamespace(prefill=lambda prompts: lanes.prefill(prompts) * self.factor, append=lanes.append)
+
+
+# The runtime's device path, over memory of the CPU that ONNX Runtime holds.
+
+
+def on_device(path: Path, *, graphs: bool = False) -> Engine:
+    engine = load(path)
+    sessions: Any = engine.sessions
+    sessions.zeros, sessions.graphs = partial(DeviceArray, "cpu"), graphs
+    return engine
+
+
+def runs_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """The graph of every run from now on."""
+    seen: list[int | None] = []
+    run = engine.sessions.run  # type: ignore[attr-defined]
+
+    def watched(session: Any, binding: Any, graph: int | None) -> None:
+        seen.append(graph)
+        run(session, binding, graph)
+
+    monkeypatch.setattr(engine.sessions, "run", watched)
+    return seen
+
+
+def test_state_on_a_device_gives_what_state_on_the_host_gives(tiny_artifact: Path) -> None:
+    host, device = load(tiny_artifact), on_device(tiny_artifact)
+    assert generated(device) == generated(host)
+    assert generated(device, 5) == generated(host, 5), "lanes that were used before"
+    backends = [engine._lanes.backend for engine in (host, device)]  # type: ignore[union-attr]
+    states = [backend.get_state() for backend in backends]  # type: ignore[attr-defined]
+    for name, array in states[0].items():
+        used = states[0][name.rpartition(".")[0] + ".votes"] > 0
+        if name.endswith(".score"):
+            array, states[1][name] = (x.transpose(0, 1, 3, 2) for x in (array, states[1][name]))
+        assert array[used].tobytes() == states[1][name][used].tobytes(), name
+    assert (states[1]["past_key_values.0.votes"] == states[0]["past_key_values.0.votes"]).all()
+
+
+def test_a_state_that_is_set_is_read_back(tiny_artifact: Path) -> None:
+    backend = on_device(tiny_artifact).new_backend(2)
+    rng = np.random.default_rng(0)
+    wanted = {name: rng.integers(0, 9, x.shape).astype(x.dtype) for name, x in backend.get_state().items()}
+    backend.set_state(wanted, np.array([[3], [4]]))
+    found = backend.get_state()
+    assert all((found[name] == x).all() for name, x in wanted.items())
+    assert (backend.past_length.read() == [[3], [4]]).all()  # type: ignore[attr-defined]
+    assert backend.past_length.place(slice(1, 2))[3:] == ((1, 1), backend.past_length.place()[4] + 8)  # type: ignore[attr-defined]
+
+
+def test_decode_steps_are_graphs_and_a_capture_appends_nothing(
+    tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = on_device(tiny_artifact, graphs=True)
+    seen = runs_of(engine, monkeypatch)
+    assert generated(engine) == generated(load(tiny_artifact))
+    assert seen.count(1) == 1 + 39, "one capture, and every step after the prompts"
+    assert set(seen) == {1, onnxruntime_backend.NO_GRAPH, None}, (
+        "prompts are no graphs, and merges have a session of their own"
+    )
+    before = len(seen)
+    assert generated(engine, 4) == generated(load(tiny_artifact), 4)
+    assert seen[before:].count(1) == 3, "the graph was there"
+    assert engine.generate(PROMPTS[:2], max_new_tokens=4)[0].token_ids == generated(load(tiny_artifact), 4)[0]
+    assert seen.count(2) == 1 + 3, "other lanes, another graph"
+
+
+def test_every_thread_captures_its_own_graph(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = on_device(tiny_artifact, graphs=True)
+    seen = runs_of(engine, monkeypatch)
+    tokens = [generated(engine, 3)]
+    thread = threading.Thread(target=lambda: tokens.append(generated(engine, 3)))
+    thread.start()
+    thread.join()
+    assert tokens[0] == tokens[1]
+    assert seen.count(1) == 2 * (1 + 2)
+
+
+def test_where_no_graph_can_be_captured_the_decoder_is_loaded_without(
+    tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = on_device(tiny_artifact, graphs=True)
+    sessions: Any = engine.sessions
+    run, old = sessions.run, sessions.decoder
+
+    def refuses(session: Any, binding: Any, graph: int | None) -> None:
+        if graph is not None and graph > 0:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        run(session, binding, graph)
+
+    monkeypatch.setattr(sessions, "run", refuses)
+    assert generated(engine) == generated(load(tiny_artifact))
+    assert not sessions.graphs
+    assert sessions.graph_problem == "operation not permitted when stream is capturing"
+    assert sessions.decoder is not old
+
+
+def test_no_torch_is_imported_to_run_on_a_device(tiny_artifact: Path) -> None:
+    script = (
+        "import sys; from functools import partial; from kvexport.runtime.engine import load\n"
+        "from kvexport.backends.onnxruntime.device_array import DeviceArray\n"
+        f"engine = load({str(tiny_artifact)!r}); engine.sessions.zeros = partial(DeviceArray, 'cpu')\n"
+        "engine.generate([[1, 2, 3]], max_new_tokens=2); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,0 +1,201 @@
+"""What is said where an artifact is to run on a device that this machine lacks something for, and what is asked of ONNX
+Runtime where it
+has all: no test needs a GPU."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import pytest
+from typer.testing import CliRunner
+
+from kvexport.artifact.publish import write_manifest
+from kvexport.backends.onnxruntime import devices
+from kvexport.backends.onnxruntime import operators as native
+from kvexport.backends.onnxruntime import sessions as onnxruntime_backend
+from kvexport.backends.onnxruntime.device_array import DeviceArray
+from kvexport.commands.app import app
+from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.runtime.engine import load
+from tests.support.tiny_model import generated
+
+
+@pytest.fixture
+def cuda_artifact(tiny_artifact: Path, tmp_path: Path) -> Path:
+    """The tiny artifact as a recipe for CUDA would have built it: nothing else in it differs."""
+    path = tmp_path / "artifact"
+    shutil.copytree(tiny_artifact, path)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["recipe"]["backend"]["device"] = "cuda"
+    (path / "manifest.json").unlink()
+    write_manifest(path, {key: value for key, value in manifest.items() if key not in ("files", "manifest_sha256")})
+    return path
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "driver_problem", lambda: "there is no NVIDIA driver (libcuda.so.1 cannot be loaded)")
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], list[Any]]:
+    """As if there were a GPU, and ONNX Runtime's CUDA provider. Called with the providers that sessions are to get, on
+    the CPU in truth; gives those that they were asked for."""
+    monkeypatch.setattr(devices, "driver_problem", lambda: "")
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [*devices.PROVIDERS.values()])
+    real, asked = onnxruntime.InferenceSession, []
+
+    class OnCpu(DeviceArray):
+        def __init__(self, device: str, shape: tuple[int, ...], dtype: Any) -> None:
+            assert device == "cuda"
+            super().__init__("cpu", shape, dtype)
+
+    def sessions_get(got: list[str]) -> list[Any]:
+        class Session(real):  # type: ignore[misc, valid-type]
+            def __init__(self, path: str, options: Any, providers: Any, **rest: Any) -> None:
+                super().__init__(path, options, providers=["CPUExecutionProvider"], **rest)
+                asked.append((Path(path).name, providers))
+
+            def get_providers(self) -> list[str]:
+                return got
+
+        monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
+        return asked
+
+    monkeypatch.setattr(onnxruntime_backend, "DeviceArray", OnCpu)
+    return sessions_get
+
+
+def test_without_a_provider_and_a_driver_both_are_named_and_the_code_is_3(cuda_artifact: Path, no_gpu: None) -> None:
+    with pytest.raises(EnvironmentProblem) as caught:
+        load(cuda_artifact)
+    version = onnxruntime.__version__
+    assert caught.value.problem == (
+        f"nothing can run on cuda here: onnxruntime {version} has no CUDA provider, only CPUExecutionProvider; "
+        "there is no NVIDIA driver (libcuda.so.1 cannot be loaded)"
+    )
+    assert caught.value.fix == "pip install 'kvexport[gpu]' && pip install --force-reinstall --no-deps onnxruntime-gpu"
+    done = CliRunner().invoke(app, ["generate", str(cuda_artifact), "abc"])
+    assert done.exit_code == 3
+    assert generated(load(cuda_artifact, device="cpu"), 2), "the graphs are the same"
+    with pytest.raises(UsageError, match="there is no device tpu"):
+        load(cuda_artifact, device="tpu")
+
+
+def test_inspect_and_the_doctor_say_what_runs_on_cuda(cuda_artifact: Path, no_gpu: None) -> None:
+    shown = " ".join(CliRunner().invoke(app, ["inspect", str(cuda_artifact)]).stdout.split())
+    assert "device cuda, where nothing runs here: onnxruntime" in shown
+    found = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)["native_cuda"]
+    assert found["instruction_set"] == ""
+    assert found["problem"].endswith("there is no NVIDIA driver (libcuda.so.1 cannot be loaded)")
+    assert "onnxruntime-gpu" in found["fix"]
+
+
+def test_a_provider_that_comes_as_a_library_is_not_missed_where_only_the_gpu_is(
+    monkeypatch: pytest.MonkeyPatch, no_gpu: None
+) -> None:
+    monkeypatch.setattr(onnxruntime, "get_build_info", lambda: "ORT Build Info: x, cuda-plugin-ep=ON", raising=False)
+    assert [problem for problem, _ in devices.problems("cuda")] == [
+        "there is no NVIDIA driver (libcuda.so.1 cannot be loaded)"
+    ]
+
+
+def test_a_provider_that_does_not_start_is_not_passed_over(
+    cuda_artifact: Path, gpu: Callable[[list[str]], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu(["CPUExecutionProvider"])  # ONNX Runtime itself would go on without
+    with pytest.raises(EnvironmentProblem, match="cannot start its provider for cuda") as caught:
+        load(cuda_artifact)
+    assert caught.value.fix == "pip install 'onnxruntime-gpu[cuda,cudnn]'"
+
+    def nobody(path: str, *_: Any, **__: Any) -> Any:
+        raise RuntimeError(
+            "[ONNXRuntimeError] : 9 : NOT_IMPLEMENTED : Could not find an implementation for VoteAttention(1) node"
+        )
+
+    monkeypatch.setattr(
+        onnxruntime, "InferenceSession", nobody
+    )  # what it says where the operators are registered for its provider
+    with pytest.raises(EnvironmentProblem, match="cannot start its provider for cuda"):
+        load(cuda_artifact)
+
+
+def test_the_native_operators_for_another_gpu_are_refused(
+    cuda_artifact: Path, gpu: Callable[[list[str]], list[Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gpu([*devices.PROVIDERS.values()])
+    library = tmp_path / "libkvexport_onnxruntime_cuda.so"
+    library.touch()
+    monkeypatch.setenv(native.VARIABLE, str(library))
+    says = "the native operators are compiled for sm_80, sm_90, and this GPU is sm_75"
+    monkeypatch.setattr(native, "_has", lambda path, question: True)
+    monkeypatch.setattr(native, "_ask", lambda path, question: says if question == "kvexport_device_problem" else "")
+    with pytest.raises(EnvironmentProblem, match=f"libkvexport_onnxruntime_cuda.so cannot be used: {says}") as caught:
+        load(cuda_artifact)
+    assert caught.value.fix == "make native-cuda, or KVEXPORT_OPERATORS=off"
+
+
+def test_without_native_operators_for_cuda_the_functions_run_there(
+    cuda_artifact: Path, gpu: Callable[[list[str]], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = gpu([*devices.PROVIDERS.values()])
+    monkeypatch.delenv(native.VARIABLE, raising=False)
+    monkeypatch.setitem(native.NAMES, "cuda", "libnone.so")
+    engine = load(cuda_artifact)
+    assert {str(how) for how in native.implementations(engine.manifest).values()} == {
+        "function: the native operators for CUDA are not built"
+    }
+    assert native.why_no_library("cuda")[1] == "make native-cuda"
+    options = {"device_id": "0", "use_tf32": "0"}
+    assert asked == [
+        (name, [("CUDAExecutionProvider", {**options, "enable_cuda_graph": graph}), "CPUExecutionProvider"])
+        for name, graph in (("decoder.onnx", "1"), ("merge.onnx", "0"))
+    ]
+    tokens = generated(engine, 3)
+    assert engine.sessions.graphs  # type: ignore[attr-defined]
+    assert not load(cuda_artifact, cuda_graph=False).sessions.graphs  # type: ignore[attr-defined]
+    monkeypatch.setenv(native.VARIABLE, "off")
+    assert tokens == generated(load(cuda_artifact, device="cpu"), 3)
+
+
+def test_where_the_provider_takes_no_graph_the_decoder_is_loaded_without(
+    cuda_artifact: Path, gpu: Callable[[list[str]], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = gpu([*devices.PROVIDERS.values()])
+    monkeypatch.setenv(native.VARIABLE, "off")
+    willing = onnxruntime.InferenceSession
+
+    def refuses(path: str, options: Any, providers: Any, **rest: Any) -> Any:
+        if providers[0][1]["enable_cuda_graph"] == "1":
+            raise RuntimeError("This session cannot use the graph capture feature\nas requested")
+        return willing(path, options, providers, **rest)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", refuses)
+    sessions: Any = load(cuda_artifact).sessions
+    assert not sessions.graphs
+    assert sessions.graph_problem.endswith(
+        "cannot load decoder.onnx on cuda: This session cannot use the graph capture feature"
+    )
+    assert [name for name, _ in asked] == ["decoder.onnx", "merge.onnx"]
+
+
+def test_a_driver_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Driver:
+        def __init__(self, name: str) -> None:
+            assert name == "libcuda.so.1"
+
+        def cuInit(self, flags: int) -> int:
+            return 100
+
+        def cuGetErrorName(self, code: int, name: Any) -> int:
+            name._obj.value = b"CUDA_ERROR_NO_DEVICE"
+            return 0
+
+    monkeypatch.setattr(devices.ctypes, "CDLL", Driver)
+    assert devices.driver_problem.__wrapped__() == "the NVIDIA driver cannot be used: CUDA_ERROR_NO_DEVICE"

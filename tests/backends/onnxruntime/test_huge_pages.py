@@ -1,0 +1,162 @@
+"""Weights in huge pages: that they are there, and when they are not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvexport.backends.onnxruntime.operators import library, why_small_pages
+from tests.support.paths import ROOT
+
+PLUGINS = ROOT / "plugins"
+GIB = 1 << 30
+# Makes a session of one Linear with a constant weight of 4 MiB, and prints the megabytes of huge pages that the process
+# then asks for.
+PROGRAM = """
+import re, sys
+import numpy as np, onnx
+from onnx import helper, numpy_helper
+import onnxruntime as ort
+from kvexport.backends.onnxruntime.operators import library
+from kvexport.ops.linear import Form
+
+node = helper.make_node("Linear", ["x", "w"], ["y"], domain="kvexport", **Form().attributes)
+value = helper.make_tensor_value_info
+x, y = (value(name, onnx.TensorProto.FLOAT, ["B", 1024]) for name in "xy")
+weight = numpy_helper.from_array(np.ones((1024, 1024), np.float32), "w")
+graph = helper.make_graph([node], "g", [x], [y], [weight])
+opsets = [helper.make_opsetid("", 23), helper.make_opsetid("kvexport", 1)]
+model = helper.make_model(graph, opset_imports=opsets, ir_version=11)
+options = ort.SessionOptions()
+options.register_custom_ops_library(str(library()))
+
+def advised():
+    maps = open("/proc/self/smaps").read().split("VmFlags:")
+    sizes = [int(re.findall(r"^Size: +(\\d+) kB", part, re.MULTILINE)[-1]) for part in maps[:-1]]
+    return sum(size for size, flags in zip(sizes, maps[1:]) if " hg" in flags.splitlines()[0]) // 1024
+
+before = advised()
+session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+(found,) = session.run(None, {"x": np.ones((2, 1024), np.float32)})
+assert (found == 1024).all()
+held = advised() - before
+del session
+print(held, advised() - before)
+"""
+
+
+def megabytes(environment: dict[str, str]) -> list[int]:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env={**os.environ, **environment}, check=True
+    )
+    return [int(x) for x in done.stdout.split()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="not reached: huge pages are Linux's")
+def test_a_weight_lies_in_huge_pages_as_long_as_its_session_lives() -> None:
+    path = library()
+    if path is None:
+        pytest.skip("not reached: the native operators are not built (make native)")
+    if why := why_small_pages(path):
+        pytest.skip(f"not reached: weights in huge pages: {why}")
+    held, left = megabytes({})
+    assert held >= 4 and left == 0
+    assert megabytes({"KVEXPORT_HUGE_PAGES": "off"}) == [0, 0]
+
+
+@pytest.fixture(scope="module")
+def asks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A program: whether so many bytes may be taken of the machine whose files are under a root."""
+    folder = tmp_path_factory.mktemp("asks")
+    source = folder / "asks.cpp"
+    source.write_text(
+        f'#include "{PLUGINS}/onnxruntime/huge_pages.h"\nint main(int, char** a) {{ return kv::has_memory(atoll(a[1]), a[2]) ? 0 : 1; }}\n'
+    )
+    try:
+        subprocess.run(["g++", "-std=c++17", "-o", folder / "asks", source], check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("not reached: there is no g++")
+    return folder / "asks"
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+MACHINE = {"proc/meminfo": f"MemTotal: {64 << 20} kB\nMemFree: 5 kB\nMemAvailable: {32 << 20} kB\n"}
+V2 = {"proc/self/cgroup": "0::/jobs/one\n"}
+V1 = {"proc/self/cgroup": "5:cpu,cpuacct:/jobs\n4:memory:/jobs/one\n"}
+
+
+@pytest.mark.parametrize(
+    ("files", "most"),
+    [
+        (MACHINE, 24),  # an eighth of the machine's 64 stays
+        (MACHINE | V2, 24),
+        (MACHINE | V2 | {"sys/fs/cgroup/jobs/one/memory.max": "max\n"}, 24),
+        (
+            MACHINE
+            | V2
+            | {
+                "sys/fs/cgroup/jobs/one/memory.max": f"{8 * GIB}\n",
+                "sys/fs/cgroup/jobs/one/memory.current": f"{GIB}\n",
+            },
+            6,
+        ),
+        # What it holds of files counts as free.
+        (
+            MACHINE
+            | V2
+            | {
+                "sys/fs/cgroup/jobs/one/memory.max": f"{8 * GIB}\n",
+                "sys/fs/cgroup/jobs/one/memory.current": f"{7 * GIB}\n",
+                "sys/fs/cgroup/jobs/one/memory.stat": f"anon {GIB}\ninactive_file {4 * GIB}\nactive_file {2 * GIB}\n",
+            },
+            6,
+        ),
+        # A group around its own, and the root, where the path is the host's.
+        (
+            MACHINE
+            | V2
+            | {"sys/fs/cgroup/jobs/memory.max": f"{16 * GIB}\n", "sys/fs/cgroup/jobs/memory.current": f"{GIB}\n"},
+            13,
+        ),
+        (MACHINE | V2 | {"sys/fs/cgroup/memory.max": f"{16 * GIB}\n", "sys/fs/cgroup/memory.current": f"{GIB}\n"}, 13),
+        (
+            MACHINE
+            | V1
+            | {
+                "sys/fs/cgroup/memory/jobs/one/memory.limit_in_bytes": f"{8 * GIB}\n",
+                "sys/fs/cgroup/memory/jobs/one/memory.usage_in_bytes": f"{4 * GIB}\n",
+                "sys/fs/cgroup/memory/jobs/one/memory.stat": f"total_inactive_file {GIB}\ntotal_active_file 0\n",
+            },
+            4,
+        ),
+        (
+            MACHINE
+            | V1
+            | {
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{8 * GIB}\n",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}\n",
+            },
+            6,
+        ),
+        ({}, -1),  # nothing is known
+    ],
+)
+def test_an_eighth_of_the_memory_stays_free(files: dict[str, str], most: int, asks: Path, tmp_path: Path) -> None:
+    """of the machine, and of every control group around the process."""
+    write(tmp_path, files)
+
+    def may(count: int) -> bool:
+        return subprocess.run([asks, str(count * GIB), str(tmp_path)], check=False).returncode == 0
+
+    assert not may(most + 1)
+    assert most < 0 or may(most)

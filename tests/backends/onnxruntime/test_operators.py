@@ -1,0 +1,303 @@
+"""The native operators as they are built: random calls of the kernels under sanitizers and on every instruction set,
+the conformance suite on each of them, what the library exports, and what building says where something is missing.
+
+What is compiled for a test stays under build-cache, and is compiled again only where a source changed. A test that this
+machine cannot run is skipped by the name of what it lacks; `make cross-tools` installs the compiler and the emulator
+for Arm.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvexport.backends.onnxruntime.operators import library
+from tests.support.paths import ROOT
+
+PLUGINS = ROOT / "plugins"
+ISAS = ("portable", "neon") if platform.machine() in ("aarch64", "arm64") else ("portable", "avx2", "avx512")
+every_isa = pytest.mark.parametrize("isa", ISAS)
+needs_library = pytest.mark.skipif(
+    library() is None, reason="not reached: the native operators are not built (make native)"
+)
+
+
+def tool(*names: str) -> str:
+    """The first of these programs that is here."""
+    found = next((path for path in map(shutil.which, names) if path), None)
+    if found is None:
+        pytest.skip(f"not reached: there is no {' or '.join(names)} on this machine")
+    return found
+
+
+@cache
+def fuzz(folder: str, *options: str) -> Path:
+    """plugins/tests/fuzz.cpp, compiled in build-cache/<folder>."""
+    cmake = tool("cmake")
+    tool(os.environ.get("CXX", "c++"))
+    build = ROOT / "build-cache" / folder
+    jobs = str(os.cpu_count() or 1)
+    for command in (
+        ["-S", str(PLUGINS), "-B", str(build), *options],
+        ["--build", str(build), "--target", "kv_fuzz", "--parallel", jobs],
+    ):
+        done = subprocess.run([cmake, *command], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return build / "kv_fuzz"
+
+
+def calls_hold(command: list[str], seed: int, cases: int, isa: str = "") -> None:
+    """Runs the fuzz on an instruction set, the best where none is named; skips where the machine has another one."""
+    environment = {**os.environ, "KVEXPORT_CPU_ISA": isa, "TSAN_OPTIONS": "halt_on_error=1"}
+    arguments = [*command, str(seed), str(cases)]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, env=environment)
+    if (
+        "unexpected memory mapping" in done.stderr
+    ):  # ThreadSanitizer of GCC 12 on a kernel that moves addresses further than it knows
+        done = subprocess.run(
+            [tool("setarch"), "-R", *arguments], capture_output=True, text=True, check=False, env=environment
+        )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    if isa and not done.stdout.startswith(f"{isa}:"):
+        pytest.skip(f"not reached: this machine has no {isa}; ran on {done.stdout.partition(':')[0]}")
+
+
+# Seeds are far apart: case i of seed s is case 0 of seed s + i.
+@every_isa
+def test_random_calls_hold_on_every_instruction_set(isa: str) -> None:
+    calls_hold([str(fuzz("native"))], 10_000, 300, isa)
+
+
+@every_isa
+def test_random_calls_under_address_and_undefined_behaviour_sanitizer(isa: str) -> None:
+    calls_hold([str(fuzz("native-address-undefined", "-DKV_SANITIZE=address,undefined"))], 20_000, 60, isa)
+
+
+def test_random_calls_under_thread_sanitizer() -> None:
+    calls_hold([str(fuzz("native-thread", "-DKV_SANITIZE=thread"))], 30_000, 30)
+
+
+@pytest.mark.parametrize("isa", ["neon", "portable"])
+def test_random_calls_on_arm(isa: str) -> None:
+    if platform.machine() in ("aarch64", "arm64"):
+        pytest.skip("not reached by emulation: this machine is one, and its own instruction sets are tested")
+    compiler = tool("aarch64-linux-gnu-g++")
+    options = ("-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64", f"-DCMAKE_CXX_COMPILER={compiler}")
+    program = fuzz(
+        "native-aarch64",
+        *options,
+        "-DCMAKE_EXE_LINKER_FLAGS=-static",
+        "-DCMAKE_BUILD_TYPE=Cross",
+        "-DCMAKE_CXX_FLAGS_CROSS=-O1",
+    )
+    calls_hold([tool("qemu-aarch64-static", "qemu-aarch64"), str(program)], 40_000, 30, isa)
+
+
+@needs_library
+@every_isa
+def test_the_conformance_suite_on_every_instruction_set(isa: str) -> None:
+    environment = {**os.environ, "KVEXPORT_BACKENDS": "native-cpu", "KVEXPORT_CPU_ISA": isa}
+    answer = "from kvexport.backends.onnxruntime.operators import *; print(instruction_set(library()))"
+    found = subprocess.run(
+        [sys.executable, "-c", answer], capture_output=True, text=True, check=True, env=environment, cwd=ROOT
+    )
+    if found.stdout.strip() != isa:
+        pytest.skip(f"not reached: this machine has no {isa}")
+    files = [f"tests/conformance/test_{name}.py" for name in ("vote_attention", "merge_cache")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *files]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-4000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is None or int(passed[1]) > 100, done.stdout[-500:]
+
+
+@every_isa
+def test_no_function_of_one_instruction_set_can_stand_in_for_anothers(isa: str) -> None:
+    # Of weak definitions of one name the linker keeps any, perhaps one that this machine cannot run.
+    fuzz("native")
+    objects = sorted((ROOT / "build-cache" / "native" / "CMakeFiles" / f"kv_{isa}.dir" / "cpu").glob("*.o"))
+    assert {path.name for path in objects} == {f"{path.name}.o" for path in (PLUGINS / "cpu").glob("*.cpp")} - {
+        "dispatch.cpp.o"
+    }
+    listed = subprocess.run(
+        [tool("nm"), "-C", "--defined-only", *map(str, objects)], capture_output=True, text=True, check=True
+    ).stdout
+    symbols = re.findall(r"^[0-9a-f]+ (\w) (.+)$", listed, re.MULTILINE)
+    assert any(name.startswith(f"kv::{isa}::merge_cache(") and kind == "T" for kind, name in symbols)
+    weak = [name for kind, name in symbols if kind in "WVu" and not name.startswith("DW.ref.")]
+    assert not [name for name in weak if not name.startswith(f"kv::{isa}::")]
+    strong = [name for kind, name in symbols if kind in "TDBR"]
+    assert not [name for name in strong if not name.startswith(f"kv::{isa}::")]
+
+
+@needs_library
+def test_the_library_needs_no_onnxruntime_and_exports_what_is_asked_of_it_alone() -> None:
+    path = str(library())
+    needed = re.findall(
+        r"NEEDED.*\[(.+)\]",
+        subprocess.run([tool("readelf"), "-d", path], capture_output=True, text=True, check=True).stdout,
+    )
+    assert needed and not [name for name in needed if "onnx" in name]
+    listed = subprocess.run(
+        [tool("nm"), "-D", "--defined-only", path], capture_output=True, text=True, check=True
+    ).stdout
+    exported = {line.split()[-1].partition("@")[0] for line in listed.splitlines()}
+    assert exported == {"RegisterCustomOps", "kvexport_isa", "kvexport_merge_methods", "kvexport_huge_pages"}
+
+
+# Building.
+
+
+def build(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(PLUGINS / "build.py"), "--out", str(tmp_path / "out")]
+    kept = {name: value for name, value in os.environ.items() if name not in ("CXX", "ONNXRUNTIME_INCLUDE_DIR")}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env={**kept, **environment})
+
+
+def one_line(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 3
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("kvexport: the native operators were not built: ")
+    return done.stderr
+
+
+@pytest.fixture
+def headers(tmp_path: Path) -> str:
+    """A folder that looks as if it held the headers."""
+    folder = tmp_path / "headers"
+    folder.mkdir()
+    (folder / "onnxruntime_cxx_api.h").touch()
+    return str(folder)
+
+
+def test_without_cmake(tmp_path: Path, headers: str) -> None:
+    done = build(tmp_path, PATH=str(tmp_path), ONNXRUNTIME_INCLUDE_DIR=headers)
+    assert "cmake was not found (apt-get install cmake g++)" in one_line(done)
+
+
+def test_without_a_compiler(tmp_path: Path, headers: str) -> None:
+    (tmp_path / "cmake").write_text("#!/bin/sh\n")
+    (tmp_path / "cmake").chmod(0o755)
+    assert "c++ was not found" in one_line(build(tmp_path, PATH=str(tmp_path), ONNXRUNTIME_INCLUDE_DIR=headers))
+    assert "/none/g++ was not found" in one_line(
+        build(tmp_path, PATH=str(tmp_path), ONNXRUNTIME_INCLUDE_DIR=headers, CXX="/none/g++")
+    )
+
+
+def test_with_the_wrong_headers(tmp_path: Path) -> None:
+    message = one_line(build(tmp_path, ONNXRUNTIME_INCLUDE_DIR=str(tmp_path)))
+    assert f"ONNXRUNTIME_INCLUDE_DIR={tmp_path} holds no onnxruntime_cxx_api.h" in message
+
+
+def module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+@pytest.mark.parametrize("fetch", [False, True])
+def test_without_headers(
+    fetch: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    script = module(PLUGINS / "build.py")
+    monkeypatch.setattr(script, "PLACES", (tmp_path,))
+    monkeypatch.setattr(sys, "argv", ["build.py", *["--fetch-headers"][:fetch]])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("ONNXRUNTIME_INCLUDE_DIR", raising=False)
+    with pytest.raises(SystemExit) as caught:
+        script.main()
+    assert caught.value.code == 3
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert (
+        "this is not Debian" if fetch else "apt-get install libonnxruntime-dev, or set ONNXRUNTIME_INCLUDE_DIR"
+    ) in message
+
+
+class App:
+    """Hatch's, as far as the hook uses it."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+        self.display_warning = self.warnings.append
+
+    def display_info(self, message: str) -> None:
+        pass
+
+
+@pytest.fixture
+def hook(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The hook of the package's build, made without hatchling."""
+    interface = "hatchling.builders.hooks.plugin.interface"
+    for name in (interface.rsplit(".", n)[0] for n in (4, 3, 2, 1)):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, interface, SimpleNamespace(BuildHookInterface=object))
+    monkeypatch.delenv("KVEXPORT_NATIVE", raising=False)
+    made = module(ROOT / "hatch_build.py").NativeOperators()
+    made.root, made.target_name, made.app = str(ROOT), "wheel", App()
+    return made
+
+
+def test_installing_where_something_is_missing_warns_and_goes_on(
+    hook: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ONNXRUNTIME_INCLUDE_DIR", str(tmp_path))
+    data: dict[str, Any] = {}
+    hook.initialize("standard", data)
+    assert data == {}
+    assert len(hook.app.warnings) == 1
+    assert f"graphs run from their functions: ONNXRUNTIME_INCLUDE_DIR={tmp_path} holds no" in hook.app.warnings[0]
+
+
+@pytest.mark.parametrize(("target", "switch"), [("wheel", "off"), ("sdist", "")])
+def test_installing_that_is_not_to_build_says_nothing(
+    hook: Any, monkeypatch: pytest.MonkeyPatch, target: str, switch: str
+) -> None:
+    monkeypatch.setenv("ONNXRUNTIME_INCLUDE_DIR", "/none")
+    monkeypatch.setenv("KVEXPORT_NATIVE", switch)
+    hook.target_name = target
+    data: dict[str, Any] = {}
+    hook.initialize("standard", data)
+    assert data == {} and hook.app.warnings == []
+
+
+def test_a_wheel_with_the_library_is_of_its_platform(hook: Any, tmp_path: Path) -> None:
+    (tmp_path / "plugins").mkdir()
+    script = "from pathlib import Path\nclass Missing(Exception): pass\ndef find_headers(): return 1\ndef build(headers): return Path('x.so')\n"
+    (tmp_path / "plugins" / "build.py").write_text(script)
+    hook.root = str(tmp_path)
+    data: dict[str, Any] = {}
+    hook.initialize("standard", data)
+    assert data == {"pure_python": False, "infer_tag": True} and hook.app.warnings == []
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["with-nvcc", "without"])
+def test_installing_builds_those_for_cuda_where_that_is_asked(
+    hook: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, there: bool
+) -> None:
+    (tmp_path / "plugins").mkdir()
+    script = (
+        "from pathlib import Path\nclass Missing(Exception): pass\ndef find_headers(): return 1\ndef build(headers): "
+        "return Path('x.so')\n"
+        f"def build_cuda(headers):\n    if {there}: return Path('y.so')\n    raise Missing('nvcc was not found')\n"
+    )
+    (tmp_path / "plugins" / "build.py").write_text(script)
+    hook.root = str(tmp_path)
+    monkeypatch.setenv("KVEXPORT_NATIVE", "cuda")
+    data: dict[str, Any] = {}
+    hook.initialize("standard", data)
+    assert data == {"pure_python": False, "infer_tag": True}, "those for the CPU are there"
+    assert hook.app.warnings == ([] if there else ["the native operators for CUDA were not built: nvcc was not found"])

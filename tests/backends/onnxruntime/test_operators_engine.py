@@ -1,0 +1,156 @@
+"""Engines on the native operators and on the functions of their graphs: the same tokens and nearly the same logits; and
+what runs where is said by inspect, doctor and validate."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from kvexport import paths
+from kvexport.backends.onnxruntime import operators as native
+from kvexport.commands.app import app
+from kvexport.errors import EnvironmentProblem
+from kvexport.runtime.engine import Engine, load
+from tests.support.models import build_shared, given_tokens_logits, make_recipe, random_ids
+from tests.support.tiny_model import RECIPE
+
+needs_library = pytest.mark.skipif(
+    native.library() is None, reason="not reached: the native operators are not built (make native)"
+)
+LENGTHS, PROMPTS = (240, 150, 70, 31), (160, 41, 60, 20)
+
+
+@pytest.fixture(scope="module")
+def artifact(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """An artifact of the tiny checkpoint by method and dtype, with the logits of every token; each built once."""
+    made: dict[tuple[str, str], Path] = {}
+
+    def get(method: str, dtype: str) -> Path:
+        if (method, dtype) not in made:
+            folder = tmp_path_factory.mktemp("native")
+            export = {"prefill_chunk": 16, "logits": "all"}
+            cache = {"method": method, "budget": 32, "merge_every": 4}
+            recipe = make_recipe(tiny_checkpoint, dtype=dtype, cache=cache, export=export, limits=RECIPE["limits"])
+            made[method, dtype] = build_shared(recipe, folder / "artifact")
+        return made[method, dtype]
+
+    return get
+
+
+def both(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, Engine]:
+    """The engine on the native operators, and on the functions."""
+    monkeypatch.delenv(native.VARIABLE, raising=False)
+    one = load(path)
+    monkeypatch.setenv(native.VARIABLE, "off")
+    return one, load(path)
+
+
+@needs_library
+# cam has no native kernel: attention is native, and the merge runs from its function.
+@pytest.mark.parametrize(("method", "dtype"), [("keepkv", "float32"), ("cam", "float32"), ("keepkv", "float16")])
+def test_both_engines_say_the_same_far_past_the_budget(
+    method: str, dtype: str, artifact: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = both(artifact(method, dtype), monkeypatch)
+    sequences = random_ids(0, *LENGTHS, vocabulary=engines[0].vocabulary)
+    tolerance = 1e-3 if dtype == "float32" else 5e-2
+    pairs = list(zip(*(given_tokens_logits(engine, sequences, PROMPTS) for engine in engines), strict=True))
+    assert any(not np.array_equal(found, expected) for found, expected in pairs), "one implementation answered twice"
+    for found, expected in pairs:
+        assert np.abs(found - expected).max() < tolerance * max(1.0, float(np.abs(expected).max()))
+    if dtype == "float32":  # in half precision two best tokens are now and then the same
+        prompts = [ids[:length].tolist() for ids, length in zip(sequences, PROMPTS, strict=True)]
+        native_tokens, function_tokens = (
+            [c.token_ids for c in e.generate(prompts, max_new_tokens=120)] for e in engines
+        )
+        assert native_tokens == function_tokens
+        assert {len(ids) for ids in native_tokens} == {120}
+
+
+def inspected(path: Path) -> tuple[dict[str, object], str]:
+    data, shown = (CliRunner().invoke(app, ["inspect", str(path), *options]) for options in (["--json"], []))
+    assert data.exit_code == shown.exit_code == 0
+    found = json.loads(data.stdout)
+    assert found["operators"] == {"VoteAttention": "function", "MergeCache": "function"}  # what the artifact carries
+    return found["runs_here"], " ".join(shown.stdout.split())
+
+
+@needs_library
+def test_inspect_says_where_an_operator_runs_and_why(
+    artifact: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = native.library()
+    assert path
+    isa = native.instruction_set(path)
+    here, shown = inspected(artifact("cam", "float32"))
+    assert here["VoteAttention"] == {"native": True, "detail": isa}
+    assert here["MergeCache"] == {"native": False, "detail": "the method cam has no native kernel"}
+    assert f"VoteAttention native, {isa}" in shown
+    assert "MergeCache function: the method cam has no native kernel" in shown
+    assert inspected(artifact("keepkv", "float32"))[0]["MergeCache"] == {"native": True, "detail": isa}
+    monkeypatch.setenv(native.VARIABLE, "off")
+    here, shown = inspected(artifact("keepkv", "float32"))
+    assert here["VoteAttention"] == {"native": False, "detail": "switched off by KVEXPORT_OPERATORS"}
+    assert "VoteAttention function: switched off by KVEXPORT_OPERATORS" in shown
+
+
+@needs_library
+def test_validate_says_what_it_compared(artifact: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = native.library()
+    assert path
+    arguments = ["validate", str(artifact("keepkv", "float32")), "--length", "20", "--json"]
+    how = f"native, {native.instruction_set(path)}"
+    assert json.loads(CliRunner().invoke(app, arguments).stdout)["operators"] == {
+        "VoteAttention": how,
+        "MergeCache": how,
+    }
+    monkeypatch.setenv(native.VARIABLE, "off")
+    off = "function: switched off by KVEXPORT_OPERATORS"
+    shown = CliRunner().invoke(app, arguments[:-1])
+    assert f"MergeCache {off}" in " ".join(shown.stdout.split())
+
+
+def doctor() -> dict[str, str]:
+    shown = " ".join(CliRunner().invoke(app, ["doctor"]).stdout.split())
+    found: dict[str, str] = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)["native"]
+    assert (
+        f"native operators {found['instruction_set'] or 'none: ' + found['problem'] + '. To mend it: ' + found['fix']}"
+        in shown
+    )
+    return found
+
+
+@needs_library
+def test_the_doctor_names_the_instruction_set() -> None:
+    path = native.library()
+    assert path
+    pages = {"small_pages": native.why_small_pages(path)}
+    assert doctor() == {"instruction_set": native.instruction_set(path), "problem": "", "fix": ""} | pages
+
+
+def test_the_doctor_says_how_to_build_what_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(native.VARIABLE, raising=False)
+    monkeypatch.setitem(native.NAMES, "cpu", "libnone.so")
+    not_built = {"instruction_set": "", "problem": "the native operators are not built", "fix": "make native"}
+    assert doctor() == not_built | {"small_pages": ""}
+    monkeypatch.setattr(paths, "PACKAGE", tmp_path / "kvexport")  # installed, not a checkout
+    assert doctor()["fix"] == "apt-get install libonnxruntime-dev cmake g++ && pip install --force-reinstall kvexport"
+    monkeypatch.setenv(native.VARIABLE, "off")
+    assert doctor()["problem"] == "switched off by KVEXPORT_OPERATORS"
+    monkeypatch.setenv(native.VARIABLE, str(tmp_path / "gone.so"))
+    assert doctor()["problem"] == f"KVEXPORT_OPERATORS={tmp_path / 'gone.so'} is no file"
+
+
+def test_a_library_that_cannot_be_loaded_is_a_problem_of_the_environment(
+    tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "broken.so").write_text("no library")
+    monkeypatch.setenv(native.VARIABLE, str(tmp_path / "broken.so"))
+    assert "the native operators cannot be loaded" in doctor()["problem"]
+    with pytest.raises(EnvironmentProblem, match="the native operators cannot be loaded"):
+        load(tiny_artifact)

@@ -1,0 +1,254 @@
+"""Nodes of the native operators: a malformed one is an error when the session is made and says what was found, tensors
+that do not fit are an error of the run, and bound in place the bits are those of separate buffers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvexport.backends.onnxruntime.operators import library
+from tests.support.one_node import (
+    DV,
+    HQ,
+    KEEPKV,
+    KVSLIMMER,
+    MERGE_CACHE,
+    STATE,
+    VOTE_ATTENTION,
+    C,
+    D,
+    H,
+    T,
+    merge_shapes,
+    model,
+    session,
+    state,
+    vote_attention_inputs,
+    vote_attention_shapes,
+)
+
+pytestmark = pytest.mark.skipif(
+    library() is None, reason="not reached: the native operators are not built (make native)"
+)
+HERE = Path(__file__).parent
+
+
+def attention(changes: dict[str, Any] | None = None, shapes: dict[str, Any] | None = None, **options: Any) -> Any:
+    given = {**VOTE_ATTENTION, **(changes or {})}
+    attributes = {name: value for name, value in given.items() if value is not None}
+    return session(model("VoteAttention", attributes, {**vote_attention_shapes(), **(shapes or {})}, **options))
+
+
+def merging(given: dict[str, Any], shapes: dict[str, Any] | None = None, **options: Any) -> Any:
+    attributes = {name: value for name, value in given.items() if value is not None}
+    return session(model("MergeCache", attributes, {**merge_shapes(), **(shapes or {})}, **options))
+
+
+def test_well_formed_nodes_run_with_and_without_what_is_optional() -> None:
+    rng = np.random.default_rng(0)
+    feed = vote_attention_inputs(rng, 2, T, 5)
+    with_sinks = attention().run(["output"], feed)[0]
+    del feed["sink_logits"]
+    without = attention(absent=["sink_logits"]).run(["output"], feed)[0]
+    assert with_sinks.shape == without.shape == (2, HQ, T, DV)
+    assert not np.array_equal(with_sinks, without)
+    for attributes in (
+        MERGE_CACHE,
+        KEEPKV,
+        KVSLIMMER,
+        {**KVSLIMMER, "inverse_frequencies": None, "rotary_interleaved": None},
+    ):
+        votes = merging(attributes).run(["present_votes"], state(rng, 2, C))[0]
+        assert ((votes > 0).sum(-1) == MERGE_CACHE["budget"]).all()
+
+
+@pytest.mark.parametrize("name", VOTE_ATTENTION)
+def test_every_attribute_of_attention_is_needed(name: str) -> None:
+    with pytest.raises(Exception, match=f"VoteAttention: the attribute {name} should be an? .*: No attribute"):
+        attention({name: None})
+
+
+@pytest.mark.parametrize("name", KEEPKV)
+def test_every_attribute_of_a_merge_is_needed(name: str) -> None:
+    with pytest.raises(Exception, match=f"MergeCache: the attribute {name} should be an? .*: No attribute"):
+        merging({**KEEPKV, name: None})
+
+
+ATTENTION_ATTRIBUTES = {
+    "type-of-a-number": ({"scale": 1}, "the attribute scale should be a float"),
+    "type-of-an-integer": ({"sliding_window": 1.5}, "the attribute sliding_window should be an integer"),
+    "type-of-a-word": ({"scores": 1.0}, "the attribute scores should be a string"),
+    "type-of-a-list": ({"decay": [1, 2]}, "differ in length: 1, 0, 1, 1"),
+    "number-for-a-list": ({"window": 3}, "differ in length: 1, 1, 0, 1"),
+    "unknown-score": ({"scores": "entropy"}, "unknown score 'entropy'; known: none, log_ema, probability"),
+    "no-score": ({"scores": ""}, "names 1 to 8 statistics, not 0"),
+    "nine-scores": ({"scores": ",".join(["none"] * 9)}, "names 1 to 8 statistics, not 9"),
+    "lists-of-two-lengths": ({"decay": [0.9, 0.8]}, "differ in length: 1, 2, 1, 1"),
+    "decay-of-an-average": ({"decay": [1.0]}, r"a decay is 1\.0+, and that of a log_ema lies in \(0, 1\)"),
+    "negative-window": ({"window": [-4]}, "a window is -4, and not negative"),
+    "recency-weight": ({"recency_weight": [0.0]}, r"a recency_weight is 0\.0+, and positive"),
+    "negative-sliding-window": ({"sliding_window": -1}, "sliding_window is -1, and not negative"),
+    "beyond-32-bits": ({"sliding_window": 2**33}, "the attribute sliding_window is out of range: 8589934592"),
+    "negative-softcap": ({"softcap": -2.0}, r"softcap is -2\.0+, and not negative"),
+    "softcap-of-nan": ({"softcap": float("nan")}, "softcap is -?nan, and not negative"),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION_ATTRIBUTES)
+def test_an_attribute_of_attention_that_cannot_be(name: str) -> None:
+    changes, message = ATTENTION_ATTRIBUTES[name]
+    with pytest.raises(Exception, match=f"kvexport: VoteAttention: .*{message}"):
+        attention(changes)
+
+
+ATTENTION_SHAPES = {
+    "rank": ({"query": ["B", HQ, "T"]}, r"query \[\?, 4, \?\], .* have four dimensions each"),
+    "rank-of-votes": ({"past_votes": ["B", H]}, r"past_votes is \[\?, 2\], not \[\?, 2, \?\]"),
+    "unknown-rank": ({"past_key": None}, r"query .*, past_key \[\] and .* have four dimensions each"),
+    "heads-that-do-not-divide": ({"query": ["B", 3, "T", D]}, "3 query heads are not a multiple of 2 KV heads"),
+    "no-heads": ({"past_key": ["B", 0, "C", D]}, "4 query heads are not a multiple of 0 KV heads"),
+    "heads-that-differ": ({"past_value": ["B", 4, "C", DV]}, r"past_value is \[\?, 4, \?, 12\], not \[\?, 2, \?, 12\]"),
+    "head-size": ({"query": ["B", HQ, "T", 2 * D]}, "query has heads of 16, past_key of 8"),
+    "size-of-new-keys": ({"key": ["B", H, "T", 2 * D]}, r"key is \[\?, 2, \?, 16\], not \[\?, 2, \?, 8\]"),
+    "statistics": ({"past_score": ["B", H, 3, "C"]}, "past_score has 3 statistics, `scores` names 1"),
+    "query-length": ({"query_length": ["B", 2]}, r"query_length is \[\?, 2\], not \[\?, 1\]"),
+    "sinks": ({"sink_logits": [HQ + 1]}, r"sink_logits is \[5\], not \[4\]"),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION_SHAPES)
+def test_a_shape_of_attention_that_cannot_be(name: str) -> None:
+    shapes, message = ATTENTION_SHAPES[name]
+    with pytest.raises(Exception, match=f"kvexport: VoteAttention: {message}"):
+        attention(shapes=shapes)
+
+
+ZEROMERGE = {**MERGE_CACHE, "method": "zeromerge", "residual": 0.3}
+MERGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "unknown-method": (
+        {**MERGE_CACHE, "method": "cam"},
+        {},
+        "no native kernel for the method 'cam'; there is one for asymkv,",
+    ),
+    "unknown-zip": ({**KEEPKV, "zip": "fold"}, {}, "unknown zip 'fold'"),
+    "unknown-order": ({**KEEPKV, "order": "random"}, {}, "unknown order 'random'"),
+    "unknown-selector": ({**KEEPKV, "selector": "cam"}, {}, "unknown selector 'cam'"),
+    "share-pairs": ({**KVSLIMMER, "share_pairs": 1}, {}, "share_pairs has no native kernel"),
+    "budget": ({**MERGE_CACHE, "budget": 0}, {}, "budget is 0, and at least 1"),
+    "negative-sinks": ({**MERGE_CACHE, "sinks": -1}, {}, "sinks is -1, and at least 0"),
+    "negative-window": ({**MERGE_CACHE, "sliding_window": -7}, {}, "sliding_window is -7, and at least 0"),
+    "beyond-32-bits": ({**MERGE_CACHE, "budget": 2**32 + 1}, {}, "the attribute budget is out of range: 4294967297"),
+    "type": ({**MERGE_CACHE, "budget": 8.0}, {}, "the attribute budget should be an integer"),
+    "decay": ({**KEEPKV, "decay": 1.5}, {}, r"decay is 1\.50*, and lies in \(0, 1\)"),
+    "pool": ({**KEEPKV, "pool": 0}, {}, "pool is 0, and at least 1"),
+    "residual": ({**ZEROMERGE, "residual": 7.0}, {}, r"residual is 7\.0+, and lies in \(0, 1\]"),
+    "type-of-frequencies": ({**KVSLIMMER, "inverse_frequencies": [1, 2]}, {}, "inverse_frequencies holds no floats"),
+    "rotary-planes": (
+        {**KVSLIMMER, "inverse_frequencies": [1.0] * 5},
+        {},
+        "5 rotary planes do not fit into keys of size 8",
+    ),
+    "interleaved": (
+        {**KVSLIMMER, "rotary_interleaved": None},
+        {},
+        "the attribute rotary_interleaved should be an integer",
+    ),
+    "rank": (MERGE_CACHE, {"score": ["B", H, "C"]}, r"key .* and score \[\?, 2, \?\] have four dimensions each"),
+    "rank-of-votes": (MERGE_CACHE, {"votes": ["B"]}, r"votes is \[\?\], not \[\?, 2, \?\]"),
+    "heads-that-differ": (MERGE_CACHE, {"position": ["B", 3, "C"]}, r"position is \[\?, 3, \?\], not \[\?, 2, \?\]"),
+    "too-few-statistics": ({**KEEPKV, "selector": "h2o"}, {}, "the score has 1 statistics, the method keeps 2"),
+    "too-many-statistics": (KEEPKV, merge_shapes(2), "the score has 2 statistics, the method keeps 1"),
+}
+
+
+@pytest.mark.parametrize("name", MERGES)
+def test_a_merge_that_cannot_be(name: str) -> None:
+    attributes, shapes, message = MERGES[name]
+    with pytest.raises(Exception, match=f"kvexport: MergeCache: {message}"):
+        merging(attributes, shapes)
+
+
+@pytest.mark.parametrize("name", ["query", "query_length", "past_key", "past_score", "past_position"])
+def test_a_missing_input_of_attention(name: str) -> None:
+    with pytest.raises(Exception, match="VoteAttention"):
+        attention(absent=[name])
+
+
+@pytest.mark.parametrize("name", STATE)
+def test_a_missing_input_of_a_merge(name: str) -> None:
+    with pytest.raises(Exception, match="MergeCache"):
+        merging(MERGE_CACHE, absent=[name])
+
+
+def wider(x: Any) -> Any:
+    return np.concatenate([x, x], axis=-1)
+
+
+RUNS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
+    "batch": ("key", lambda x: x[:1], r"key is \[1, 2, 3, 8\], not \[2, 2, 3, 8\]"),
+    "tokens": ("position", wider, r"position is \[2, 6\], not \[2, 3\]"),
+    "slots": ("past_votes", wider, r"votes is \[2, 2, 32\], not \[2, 2, 16\]"),
+    "more-tokens-than-slots": ("tokens", lambda x: x, "the call brings more tokens than the cache has slots"),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_tensors_that_do_not_fit_are_an_error_of_the_run(name: str) -> None:
+    tensor, change, message = RUNS[name]
+    rng = np.random.default_rng(0)
+    feed = vote_attention_inputs(rng, 2, T, 5) if tensor != "tokens" else vote_attention_inputs(rng, 2, C + 1, 0)
+    feed = {n: change(x) if n == tensor else x for n, x in feed.items()}
+    with pytest.raises(Exception, match=message):
+        attention().run(None, feed)
+
+
+def test_random_nodes_never_end_the_process() -> None:
+    command = [sys.executable, str(HERE / "node_fuzz.py"), "1", "1500"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=HERE.parent)
+    assert done.returncode == 0, f"case {done.stderr[-2000:]}"
+    made, ran = (int(word) for word in done.stdout.split() if word.isdigit())
+    assert 1500 > made > ran > 200
+
+
+def in_place(one: Any, feed: dict[str, Any], past: str) -> dict[str, Any]:
+    """Outputs by name, with every state tensor bound to the same buffer as input and as output."""
+    binding = one.io_binding()
+    arrays = {name: array.copy() for name, array in feed.items()}
+    found = {f"present_{name}": arrays[past + name] for name in STATE}
+    if past:
+        found["output"] = np.full((*feed["query"].shape[:3], DV), np.nan, feed["query"].dtype)
+    for bind, named in ((binding.bind_input, arrays), (binding.bind_output, found)):
+        for name, array in named.items():
+            bind(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+    one.run_with_iobinding(binding)
+    return found
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "float16"])
+@pytest.mark.parametrize("tokens", [0, 1, T])
+@pytest.mark.parametrize("capacity", [C, 3000])
+def test_attention_in_place_has_the_bits_of_separate_buffers(half: bool, tokens: int, capacity: int) -> None:
+    rng = np.random.default_rng(1)
+    feed = vote_attention_inputs(rng, 2, tokens, capacity - T - 1, capacity, half=half)
+    feed["query_length"][0] = min(1, tokens)
+    one = attention(half=half)
+    separate = dict(zip([output.name for output in one.get_outputs()], one.run(None, feed), strict=True))
+    bound = in_place(one, feed, "past_")
+    assert {name: x.tobytes() for name, x in bound.items()} == {name: x.tobytes() for name, x in separate.items()}
+    if tokens == 0:
+        assert all(separate[f"present_{name}"].tobytes() == feed[f"past_{name}"].tobytes() for name in STATE)
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "float16"])
+@pytest.mark.parametrize("attributes", [MERGE_CACHE, KEEPKV, KVSLIMMER], ids=lambda attributes: attributes["method"])
+def test_a_merge_in_place_has_the_bits_of_separate_buffers(half: bool, attributes: dict[str, Any]) -> None:
+    feed = state(np.random.default_rng(2), 2, C, half=half)
+    one = merging(attributes, half=half)
+    separate = dict(zip([output.name for output in one.get_outputs()], one.run(None, feed), strict=True))
+    assert {n: x.tobytes() for n, x in in_place(one, feed, "").items()} == {n: x.tobytes() for n, x in separate.items()}

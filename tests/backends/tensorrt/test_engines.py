@@ -1,0 +1,210 @@
+"""Running TensorRT engines, on fakes of TensorRT and CUDA that compute with ONNX Runtime on the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import kvexport
+from kvexport.artifact.publish import load_manifest
+from kvexport.backends.tensorrt.cuda import Arena, Cuda
+from kvexport.commands.app import app
+from kvexport.errors import EnvironmentProblem, UsageError
+from tests.support import fake_cuda, fake_tensorrt
+from tests.support.tensorrt_artifacts import NEW, PROMPTS, engines, generated
+from tests.support.with_candidates import with_candidates
+
+
+def test_engines_of_plugins_generate_what_onnx_runtime_does(
+    tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any
+) -> None:
+    artifact = engines(tiny_artifact, tmp_path / "a")
+    manifest = load_manifest(artifact)
+    assert manifest["operators"] == {"VoteAttention": "plugin", "MergeCache": "plugin"}
+    assert manifest["engines"]["plugin_version"] == "1"
+    assert generated(artifact) == generated(tiny_artifact)
+    # One address for past and present: of all copies none is of a whole cache, and only lanes that are not aligned are
+    # gathered.
+    size = max(entry[3] for entry in gpu.log if entry[0] == "cudaMemcpyAsync")
+    assert size < kvexport.load(tiny_artifact).plan.bytes(3)
+
+
+def test_engines_of_functions_generate_what_onnx_runtime_does(
+    tiny_artifact: Path, tmp_path: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifact = engines(tiny_artifact, tmp_path / "a")
+    manifest = load_manifest(artifact)
+    assert manifest["operators"] == {"VoteAttention": "function", "MergeCache": "function"}
+    assert manifest["engines"]["functions"]["MergeCache"] == "switched off by KVEXPORT_TENSORRT_PLUGIN"
+    monkeypatch.setenv("KVEXPORT_OPERATORS", "off")
+    assert generated(artifact) == generated(tiny_artifact)
+
+
+def test_a_method_that_the_plugin_does_not_know_merges_from_its_function(
+    tiny_artifact: Path, tmp_path: Path, plugins: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake_tensorrt.IPluginCreatorV3One, "refused", "MergeCache")
+    artifact = engines(tiny_artifact, tmp_path / "a")
+    found = load_manifest(artifact)
+    assert found["operators"] == {"VoteAttention": "plugin", "MergeCache": "function"}
+    assert found["engines"]["functions"] == {"MergeCache": "the plugin does not take the method keepkv"}
+    assert generated(artifact) == generated(tiny_artifact)
+    with pytest.raises(EnvironmentProblem, match="does not take the method keepkv"):
+        engines(tiny_artifact, tmp_path / "b", "plugin=always")
+    shown = CliRunner().invoke(app, ["inspect", str(artifact)]).stdout
+    assert "function: the plugin does not take the method keepkv" in shown
+    assert fake_tensorrt.VERSION in shown
+
+
+def test_state_is_read_and_written(tiny_artifact: Path, tmp_path: Path, plugins: Path) -> None:
+    ours, theirs = (
+        kvexport.load(path).new_backend(3) for path in (engines(tiny_artifact, tmp_path / "a"), tiny_artifact)
+    )
+    ids = np.random.default_rng(0).integers(0, 64, (3, 16))
+    for backend in (ours, theirs):
+        for part, lengths in ((ids, [16, 4, 0]), (ids[:, :1], [1, 0, 1]), (ids[:, :7], [7, 7, 7]), (ids, [16, 16, 16])):
+            backend.decode(part, np.array(lengths)[:, None])
+        backend.merge(0, 2)
+        backend.merge(1, 3)  # begins at an address that TensorRT would not take
+    state, expected = ours.get_state(), theirs.get_state()
+    for name, array in expected.items():
+        np.testing.assert_allclose(state[name], array, atol=1e-5, err_msg=name)
+    other = kvexport.load(tmp_path / "a").new_backend(3)
+    other.set_state(state, np.full((3, 1), 24))
+    assert all(np.array_equal(array, state[name]) for name, array in other.get_state().items())
+    ours.reset()
+    assert not any(array.any() for array in ours.get_state().values())
+
+
+def test_decode_is_one_graph_and_prefill_is_none(tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any) -> None:
+    engine = kvexport.load(engines(tiny_artifact, tmp_path / "a"))
+    engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False)
+    assert engine.timing.steps == NEW - 1
+    # The first step does what no graph may hold; the second is captured and, as all others, launched.
+    assert gpu.called("cudaGraphLaunch") == NEW - 2
+    assert gpu.called("cudaStreamBeginCapture") == gpu.called("cudaGraphInstantiate") == 1
+    allocated = gpu.called("cudaMalloc")
+    engine.generate(PROMPTS, max_new_tokens=4, do_sample=False)
+    assert gpu.called("cudaMalloc") == allocated
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [{"do_sample": False}, {"do_sample": True, "seed": 1, "top_k": 5}, {"do_sample": True, "seed": 1, "top_k": 0}],
+)
+def test_logits_stay_on_the_gpu_where_candidates_settle_the_token(
+    tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any, chosen: dict[str, Any]
+) -> None:
+    engine = kvexport.load(engines(with_candidates(tiny_artifact, tmp_path / "graphs", 8), tmp_path / "a"))
+    prompts = PROMPTS[:2]  # so that nothing else that is copied is as large as their logits
+    engine.generate(prompts, max_new_tokens=2, **chosen)
+    gpu.log.clear()
+    found = [c.token_ids for c in engine.generate(prompts, max_new_tokens=NEW, **chosen)]
+    assert found == [c.token_ids for c in kvexport.load(tiny_artifact).generate(prompts, max_new_tokens=NEW, **chosen)]
+    chunks = -(-len(prompts[0]) // 16)
+    whole = sum(entry[0] == "cudaMemcpyAsync" and entry[3] == len(prompts) * 64 * 4 for entry in gpu.log)
+    settled = chosen.get("top_k") != 0
+    assert engine.timing.whole_rows == (0 if settled else (NEW - 1) * len(prompts))
+    assert whole == chunks + (0 if settled else NEW - 1)
+
+
+def test_one_row_leaves_the_gpu_where_they_do_not(tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any) -> None:
+    engine = kvexport.load(engines(with_candidates(tiny_artifact, tmp_path / "graphs", 8), tmp_path / "a"))
+    chosen: dict[str, Any] = {"do_sample": True, "seed": 1, "top_k": 0, "top_p": 0.6}
+    found = [c.token_ids for c in engine.generate(PROMPTS, max_new_tokens=NEW, **chosen)]
+    assert found == [c.token_ids for c in kvexport.load(tiny_artifact).generate(PROMPTS, max_new_tokens=NEW, **chosen)]
+    rows = engine.timing.whole_rows
+    assert rows
+    assert rows < (NEW - 1) * len(PROMPTS)
+    assert sum(entry[0] == "cudaMemcpyAsync" and entry[3] == 64 * 4 for entry in gpu.log) == rows
+
+
+def test_an_artifact_from_before_there_were_candidates_gets_engines(
+    tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any
+) -> None:
+    artifact = engines(with_candidates(tiny_artifact, tmp_path / "old", 0), tmp_path / "a")
+    assert load_manifest(artifact)["engines"]["candidates"] is None
+    assert generated(artifact) == generated(tiny_artifact)
+    # And one whose engines are of that time.
+    both = with_candidates(engines(tiny_artifact, tmp_path / "b"), tmp_path / "c", 0, engines=True)
+    assert "candidates" not in load_manifest(both)["engines"]
+    assert generated(both) == generated(tiny_artifact)
+    ran = CliRunner().invoke(app, ["generate", str(both), "abc", "--max-new-tokens", "5", "--greedy", "--stats"])
+    assert "whole rows of logits: 4\n" in ran.stderr
+
+
+def test_where_a_graph_cannot_be_captured_decode_goes_on_without(
+    tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any
+) -> None:
+    artifact = engines(tiny_artifact, tmp_path / "a")
+    gpu.errors["cudaGraphInstantiate"] = fake_cuda.cudaError_t.cudaErrorStreamCaptureUnsupported
+    assert generated(artifact) == generated(tiny_artifact)
+    assert gpu.called("cudaGraphLaunch") == 0
+
+
+def test_weights_that_travel_have_a_budget_and_no_graph(
+    tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any
+) -> None:
+    artifact = engines(tiny_artifact, tmp_path / "a", "weight_streaming=600")
+    engine = kvexport.load(artifact)
+    assert engine.sessions.decoder.weight_streaming_budget_v2 == 600  # type: ignore[attr-defined]
+    assert [c.token_ids for c in engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False)] == generated(
+        tiny_artifact
+    )
+    assert gpu.called("cudaGraphLaunch") == 0
+
+
+def test_version_compatible_plans_run_on_the_lean_runtime(
+    tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifact, plain = (
+        engines(tiny_artifact, tmp_path / "a", "version_compatible=true"),
+        engines(tiny_artifact, tmp_path / "b"),
+    )
+    fake_tensorrt.install(monkeypatch, gpu, version="11.9.0.1", lean=True)
+    engine = kvexport.load(artifact)
+    assert engine.sessions._runtime.engine_host_code_allowed is True  # type: ignore[attr-defined]
+    assert [c.token_ids for c in engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False)] == generated(
+        tiny_artifact
+    )
+    with pytest.raises(EnvironmentProblem, match="tensorrt"):
+        kvexport.load(plain)
+
+
+def test_the_graphs_of_a_tensorrt_artifact_run_on_onnx_runtime(tiny_artifact: Path, tmp_path: Path, gpu: Any) -> None:
+    artifact = engines(tiny_artifact, tmp_path / "a")
+    assert generated(artifact, backend="onnxruntime") == generated(tiny_artifact)
+    assert not fake_tensorrt.Runtime.opened
+    with pytest.raises(UsageError, match="no backend cuda-graphs"):
+        kvexport.load(artifact, backend="cuda-graphs")
+
+
+def test_an_arena_is_aligned_and_its_twin_laid_out_alike(gpu: Any) -> None:
+    cuda = Cuda()
+    arena = Arena(cuda, {"a": ((3, 5), np.float16), "b": ((2,), np.int64), "c": ((1, 100), np.float32)}, pinned=True)
+    assert [arena.pointer(name) % 256 for name in "abc"] == [0, 0, 0]
+    assert [arena.pointer(name) - arena.device for name in "abc"] == [0, 256, 512]
+    assert arena.nbytes == 1024
+    stream = cuda.stream()
+    for name in "abc":
+        arena.array(name)[...] = ord(name)
+    arena.upload(stream)
+    cuda.synchronize(stream)
+    arena.array("b")[...] = 0
+    assert not arena.array("b").any()
+    arena.download(stream)
+    cuda.synchronize(stream)
+    assert (arena.array("b") == ord("b")).all()
+    assert arena.array("c", (1, 7)).shape == (1, 7)
+    kept = arena.array("a")
+    pinned = gpu.called("cudaFreeHost")
+    del arena
+    assert gpu.called("cudaFree") == 1
+    assert gpu.called("cudaFreeHost") == pinned  # an array still looks at it
+    assert (kept == ord("a")).all()
+    del kept
+    assert gpu.called("cudaFreeHost") == pinned + 1

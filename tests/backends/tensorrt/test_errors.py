@@ -1,0 +1,262 @@
+"""What a machine lacks for TensorRT, and plans of another machine: an error that says which and what to do, never a
+crash."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import kvexport
+from kvexport import paths
+from kvexport.backends.tensorrt import environment, plugin
+from kvexport.backends.tensorrt.environment import Gpu, check_plan, version_of
+from kvexport.backends.tensorrt.rebuild import rebuild
+from kvexport.commands.app import app
+from kvexport.errors import ArtifactError, EnvironmentProblem
+from tests.support import fake_cuda, fake_tensorrt
+
+ERRORS = fake_cuda.cudaError_t
+TENSORRT = ["backend.name=tensorrt"]
+
+
+def problem(artifact: Path, out: Path, *settings: str) -> EnvironmentProblem:
+    with pytest.raises(EnvironmentProblem) as caught:
+        rebuild(artifact, out, [*TENSORRT, *settings])
+    assert not out.exists()
+    assert caught.value.fix
+    return caught.value
+
+
+# The machine.
+
+
+def test_without_cuda_bindings(tiny_artifact: Path, tmp_path: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    found = problem(tiny_artifact, tmp_path / "a")
+    assert "cuda-bindings cannot be used" in found.problem
+    assert "pip install 'kvexport[tensorrt]'" in found.fix
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ERRORS.cudaErrorInsufficientDriver, "the NVIDIA driver is missing, or older than this CUDA needs"),
+        (ERRORS.cudaErrorNoDevice, "there is no NVIDIA GPU"),
+    ],
+)
+def test_without_a_driver_or_a_gpu(tiny_artifact: Path, tmp_path: Path, gpu: Any, error: Any, said: str) -> None:
+    gpu.errors["cudaGetDeviceCount"] = error
+    assert said in problem(tiny_artifact, tmp_path / "a").problem
+
+
+def test_without_the_drivers_library(
+    tiny_artifact: Path, tmp_path: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> int:
+        raise RuntimeError("Failed to dlopen libcuda.so.1")
+
+    monkeypatch.setattr(gpu, "cudaGetDeviceCount", missing)
+    found = problem(tiny_artifact, tmp_path / "a")
+    assert "libcuda.so.1" in found.problem
+    assert "driver" in found.fix
+
+
+def test_with_no_device_or_one_that_is_too_old(tiny_artifact: Path, tmp_path: Path, gpu: Any) -> None:
+    gpu.devices = 0
+    assert "there is no NVIDIA GPU" in problem(tiny_artifact, tmp_path / "a").problem
+    gpu.devices, gpu.name, gpu.capability = 1, "Tesla V100", (7, 0)
+    assert "does not support Tesla V100 (compute capability 7.0)" in problem(tiny_artifact, tmp_path / "a").problem
+
+
+def test_memory_that_is_used_up_is_said(tiny_artifact: Path, tmp_path: Path, gpu: Any) -> None:
+    artifact = rebuild(tiny_artifact, tmp_path / "a", TENSORRT)
+    gpu.errors["cudaMalloc"] = ERRORS.cudaErrorMemoryAllocation
+    with pytest.raises(EnvironmentProblem, match="memory is used up") as caught:
+        kvexport.load(artifact).generate("abc")
+    assert "limits.max_batch" in caught.value.fix
+
+
+def test_without_tensorrt(tiny_artifact: Path, tmp_path: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("tensorrt", "tensorrt_lean"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert "tensorrt is not installed" in problem(tiny_artifact, tmp_path / "a").problem
+    with pytest.raises(EnvironmentProblem, match="neither tensorrt nor tensorrt_lean"):
+        environment.import_runtime(version_compatible=True)
+
+
+def test_without_tensorrts_library(
+    tiny_artifact: Path, tmp_path: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(name: str) -> Any:
+        raise ImportError("libnvinfer.so.11: cannot open shared object file")
+
+    monkeypatch.setattr(environment.importlib, "import_module", broken)
+    assert "libnvinfer.so.11" in problem(tiny_artifact, tmp_path / "a").problem
+
+
+def test_with_an_old_tensorrt(tiny_artifact: Path, tmp_path: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_tensorrt.install(monkeypatch, gpu, version="10.9.0.34")
+    assert "tensorrt is 10.9.0.34, 11 is the oldest" in problem(tiny_artifact, tmp_path / "a").problem
+
+
+# The plugins.
+
+
+@pytest.mark.parametrize(
+    ("library", "said"),
+    [
+        (None, "is no file"),
+        ("no library at all", "TensorRT refused it"),
+        ("plugins\nVoteAttention 1\n", "it has no MergeCache"),
+        (
+            "plugins\nVoteAttention 2\nMergeCache 2\n",
+            "it has MergeCache 2, VoteAttention 2, this kvexport needs version 1",
+        ),
+    ],
+)
+def test_a_plugin_library_that_cannot_be_used(
+    tiny_artifact: Path, tmp_path: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch, library: str | None, said: str
+) -> None:
+    path = tmp_path / "libkvexport_tensorrt.so"
+    if library is not None:
+        path.write_text(library)
+    monkeypatch.setenv(plugin.VARIABLE, str(path))
+    assert said in problem(tiny_artifact, tmp_path / "a", "backend.tensorrt.plugin=always").problem
+
+
+def test_where_the_library_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(plugin.VARIABLE, raising=False)
+    package = Path(kvexport.__file__).parent
+    assert plugin.library() in (None, package / "_native" / plugin.NAME)
+    monkeypatch.setattr(paths, "PACKAGE", tmp_path / "kvexport")
+    assert plugin.library() is None
+    assert plugin.why_no_library() == ("the TensorRT plugins are not built", plugin.BUILD)
+    native = tmp_path / "kvexport" / "_native"
+    native.mkdir(parents=True)
+    (native / plugin.NAME).write_text("")
+    assert plugin.library() == native / plugin.NAME
+    monkeypatch.setenv(plugin.VARIABLE, "off")
+    assert plugin.library() is None
+
+
+def test_engines_of_plugins_without_the_plugins(
+    tiny_artifact: Path, tmp_path: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "plugins.so"
+    path.write_text("plugins\nVoteAttention 1\nMergeCache 1\n")
+    monkeypatch.setenv(plugin.VARIABLE, str(path))
+    artifact = rebuild(tiny_artifact, tmp_path / "a", TENSORRT)
+    fake_tensorrt.install(monkeypatch, gpu)  # a fresh process: nothing is registered
+    monkeypatch.setenv(plugin.VARIABLE, "off")
+    with pytest.raises(EnvironmentProblem, match="switched off by KVEXPORT_TENSORRT_PLUGIN"):
+        kvexport.load(artifact)
+    assert not fake_tensorrt.Runtime.opened
+
+
+# The plans.
+
+OPTIONS = {"version_compatible": False, "hardware_compatible": "none"}
+H100, H200, A10 = Gpu("H100", (9, 0)), Gpu("H200", (9, 0)), Gpu("A10", (8, 6))
+
+
+@pytest.mark.parametrize(
+    ("built", "options", "version", "gpu", "said"),
+    [
+        ("11.4.1.5", {}, "11.4.1.5", H200, None),
+        ("11.4.1.5", {}, "11.4.1.6", H100, "built by TensorRT 11.4.1.5 and runs on no other, this is 11.4.1.6"),
+        ("11.4.1.5", {"version_compatible": True}, "11.9.0.1", H100, None),
+        ("11.4.1.5", {"version_compatible": True}, "11.2.0.1", H100, "runs on it or a later one, this is 11.2.0.1"),
+        (
+            "11.4.1.5",
+            {},
+            "11.4.1.5",
+            A10,
+            "built on H100 and runs on compute capability 9.0, this is A10 .compute capability 8.6.",
+        ),
+        (
+            "11.4.1.5",
+            {"hardware_compatible": "same_compute_capability"},
+            "11.4.1.5",
+            A10,
+            "runs on compute capability 9.0",
+        ),
+        ("11.4.1.5", {"hardware_compatible": "ampere_plus"}, "11.4.1.5", A10, None),
+        (
+            "11.4.1.5",
+            {"hardware_compatible": "ampere_plus"},
+            "11.4.1.5",
+            Gpu("T4", (7, 5)),
+            "8.0 and newer, this is T4",
+        ),
+    ],
+)
+def test_a_plan_of_another_machine(
+    built: str, options: dict[str, Any], version: str, gpu: Gpu, said: str | None
+) -> None:
+    about = {
+        "tensorrt": built,
+        "gpu": {"name": "H100", "compute_capability": [9, 0]},
+        "options": {**OPTIONS, **options},
+    }
+    if said is None:
+        check_plan(about, version, gpu)
+        return
+    with pytest.raises(EnvironmentProblem, match=said) as caught:
+        check_plan(about, version, gpu)
+    assert "kvexport build --from" in caught.value.fix
+
+
+def test_versions_are_compared_as_numbers() -> None:
+    assert version_of("11.4.1.5.post1") == version_of("11.4.1.5+cuda13") == (11, 4, 1, 5)
+    assert version_of("unknown") == ()
+    assert version_of("11.10") > version_of("11.9.3")
+
+
+def test_a_plan_of_another_gpu_is_not_opened(tiny_artifact: Path, tmp_path: Path, gpu: Any) -> None:
+    artifact = rebuild(tiny_artifact, tmp_path / "a", TENSORRT)
+    gpu.name, gpu.capability = "A10", (8, 6)
+    ran = CliRunner().invoke(app, ["generate", str(artifact), "abc"])
+    assert ran.exit_code == 3
+    assert "built on Fake GPU and runs on compute capability 9.0, this is A10" in ran.stderr
+    assert not fake_tensorrt.Runtime.opened
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_plan_is_opened_only_after_its_digest_is_checked(
+    tiny_artifact: Path, tmp_path: Path, gpu: Any, verify: bool
+) -> None:
+    artifact = rebuild(tiny_artifact, tmp_path / "a", TENSORRT)
+    plan = artifact / "decoder.plan"
+    data = bytearray(plan.read_bytes())
+    data[len(data) // 2] ^= 1
+    plan.unlink()
+    plan.write_bytes(data)
+    with pytest.raises(ArtifactError, match=r"'decoder.plan' has SHA-256 .*, the manifest says"):
+        kvexport.load(artifact, verify=verify)
+    assert not fake_tensorrt.Runtime.opened
+    ran = CliRunner().invoke(app, ["generate", str(artifact), "abc"])
+    assert ran.exit_code == 5
+
+
+def test_a_plan_that_tensorrt_does_not_open(
+    tiny_artifact: Path, tmp_path: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake_tensorrt.Builder, "build_serialized_network", lambda self, network, config: b"bad plan")
+    artifact = rebuild(tiny_artifact, tmp_path / "a", TENSORRT)
+    with pytest.raises(EnvironmentProblem, match=r"does not open decoder.plan .*magic tag does not match"):
+        kvexport.load(artifact)
+
+
+def test_importing_kvexport_imports_neither() -> None:
+    code = """
+import sys, kvexport.backends.tensorrt.rebuild, kvexport.backends.tensorrt.sessions, kvexport.commands.doctor
+print([m for m in ("tensorrt", "cuda", "torch", "onnx") if m in sys.modules])
+"""
+    root = Path(kvexport.__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,136 @@
+"""The TensorRT plugins over the CUDA kernels: the harness on a GPU, held to the conformance suite, and what a plugin
+adds to a kernel's time.
+
+Takes TensorRT's headers and, but for the first two tests, a GPU with the kernels compiled for it (make gpu-check); what
+is missing is said where tests are skipped.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.backends.tensorrt.test_plugins import hold_attention, hold_merges
+from tests.support.tensorrt_harness import ATTENTION, BUILDER, MERGE, Caller, Harness, what_is_missing
+
+# After tensorrt_harness, which puts the conformance suite on the path.
+from tests.conformance.cases import PROFILES, Profile  # isort: skip
+
+# Isort: skip
+from tests.conformance.cuda_library import DEVICE, Cuda, DeviceMemory, HostMemory, load, vote_attention_call
+
+from tests.conformance.cuda_library import Caller as DirectCaller  # isort: skip
+
+from kvexport.methods.base import Statistic
+from kvexport.ops.vote_attention import VoteAttentionAttributes
+
+QUERY_HEADS, HEADS, SIZE = 32, 8, 128
+CALLS, ROUNDS = 20, 30
+
+
+@pytest.fixture(scope="module")
+def callers() -> tuple[Caller, DirectCaller]:
+    if missing := what_is_missing():
+        pytest.skip(missing)
+    if problem := Cuda().available():
+        pytest.skip(f"not reached: the TensorRT plugins on a GPU: {problem}")
+    return Caller(Harness(BUILDER.build_harness_on(DEVICE)), DeviceMemory()), Cuda().caller
+
+
+def test_the_harness_links_with_cudas_own_runtime_and_makes_plugins_without_a_gpu() -> None:
+    if missing := what_is_missing() or BUILDER.missing("nvcc"):
+        pytest.skip(missing)
+    harness = Harness(BUILDER.build_harness_on(BUILDER.cuda.build_host()))
+    assert not hasattr(harness.library, "kv_cuda_runtime_calls"), "CUDA's runtime is the real one"
+    for op, fields in (("VoteAttention", ATTENTION), ("MergeCache", MERGE)):
+        plugin = harness.create(op, fields)
+        assert plugin, harness.log()
+        assert plugin.another("again").timing_cache_id == plugin.timing_cache_id
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)
+def test_attention_on_a_gpu(callers: tuple[Caller, DirectCaller], profile: Profile, in_place: bool) -> None:
+    hold_attention(*callers, profile, in_place)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_merges_on_a_gpu(callers: tuple[Caller, DirectCaller], in_place: bool) -> None:
+    hold_merges(*callers, in_place)
+
+
+def test_both_calls_that_are_timed_do_the_same() -> None:
+    if missing := what_is_missing():
+        pytest.skip(missing)
+    memory = HostMemory()
+    plugin = Caller(Harness(BUILDER.build_harness()), memory)
+    direct = DirectCaller(load(BUILDER.cuda.build_host()), memory)
+    (enqueue, made), (raw, output) = both(plugin, direct, decode_inputs(1, 128, 16))
+    for _ in range(3):
+        enqueue()
+        raw()
+        assert made["output"].tobytes() == output.tobytes()
+        assert made["output"].any()
+    assert (made["present_votes"] > 0).sum() == HEADS * (128 - 16 + 3)
+
+
+def test_enqueue_takes_the_kernels_own_time_within_two_percent(callers: tuple[Caller, DirectCaller]) -> None:
+    import torch
+
+    # Large enough that the GPU is never done before the next call has come.
+    (enqueue, _), (raw, _) = both(*callers, decode_inputs(32, 4096, 1024))
+
+    def seconds(call: Callable[[], None]) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(CALLS):
+            call()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end))
+
+    for call in (enqueue, raw):
+        seconds(call)
+    ratios = [seconds(enqueue) / seconds(raw) for _ in range(ROUNDS)]
+    assert statistics.median(ratios) < 1.02, sorted(ratios)
+
+
+def decode_inputs(batch: int, slots: int, free: int) -> dict[str, np.ndarray]:
+    """One token of each sequence in half precision, over caches with so many free slots."""
+    rng, cache = np.random.default_rng(0), (batch, HEADS, slots)
+    query, key, value = (
+        rng.standard_normal((batch, h, 1, SIZE), dtype=np.float32) for h in (QUERY_HEADS, HEADS, HEADS)
+    )
+    return {
+        "query": query.astype(np.float16), "key": key.astype(np.float16), "value": value.astype(np.float16),
+        "position": np.full((batch, 1), slots, np.int64), "query_length": np.ones((batch, 1), np.int64),
+        "past_key": np.full((*cache, SIZE), 0.25, np.float16), "past_value": np.full((*cache, SIZE), 0.5, np.float16),
+        "past_votes": np.broadcast_to((np.arange(slots) < slots - free).astype(np.float32), cache).copy(),
+        "past_score": np.zeros((batch, HEADS, 1, slots), np.float32),
+        "past_position": np.broadcast_to(np.arange(slots, dtype=np.int32), cache).copy(),
+    }  # fmt: skip
+
+
+def both(plugin: Caller, direct: DirectCaller, inputs: dict[str, np.ndarray]) -> Any:
+    """(a call of the plugin, what it writes), (the same call of the kernel, its output), over states of their own."""
+    attributes = VoteAttentionAttributes(SIZE**-0.5, 1.0, (Statistic("log_ema", 0.9),))
+    memory = direct.memory
+    held = {name: memory.put(x) for name, x in inputs.items()}
+    output = memory.put(np.zeros_like(inputs["query"]))
+    call = vote_attention_call(attributes, "float16", inputs["query"].shape, inputs["past_key"].shape, SIZE)
+    for name in ("query", "key", "value", "position", "query_length"):
+        setattr(call, name, memory.address(held[name]))
+    call.past = call.present = direct.state(
+        {name.removeprefix("past_"): x for name, x in held.items() if name.startswith("past_")}
+    )
+    call.output = memory.address(output)
+    enqueue = direct.prepared("vote_attention", call)
+
+    def raw(alive: Any = held) -> None:
+        enqueue()
+
+    return plugin.prepared_attention(inputs, attributes), (raw, output)

@@ -1,0 +1,58 @@
+"""kvexport's own code over the registry of the real lean runtime: it registers the plugins, and they are asked about
+the nodes that the exporter really writes.
+
+In a process of its own; where the lean runtime or the plugins for the host are missing, skipped with the line that gets
+them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.backends.tensorrt.test_library import GET_LEAN, lean_site
+from tests.support.artifacts import PYTHON_PATH
+from tests.support.tensorrt_harness import BUILDER, what_is_missing
+
+ASK = """
+import json, sys
+import onnx
+from kvexport.backends.tensorrt.graphs import for_tensorrt
+from kvexport.errors import EnvironmentProblem
+from kvexport.backends.tensorrt import environment
+from kvexport.backends.tensorrt import log
+from kvexport.backends.tensorrt import plugin
+
+trt = environment.import_runtime(version_compatible=True)
+answer = {"module": trt.__name__, "log": log.make_log(trt).errors, "first": str(plugin.register(trt)), "again": plugin.register(trt)}
+answer["whys"] = [for_tensorrt(onnx.load(path, load_external_data=False), lambda n: plugin.refusal(trt, n))[1] for path in sys.argv[1:]]
+model = onnx.load(sys.argv[2], load_external_data=False)
+for node in model.graph.node:
+    next(a for a in node.attribute if a.name == "method").s = b"no-such-method"
+answer["unknown"] = for_tensorrt(model, lambda n: plugin.refusal(trt, n))[1]
+print(json.dumps(answer))
+"""
+
+
+def test_the_plugins_take_the_nodes_of_an_artifact(tiny_artifact: Path) -> None:
+    if missing := what_is_missing():
+        pytest.skip(missing)
+    environment = lean_site()
+    if environment is None:
+        pytest.skip(f"not reached: TensorRT's own registry: {GET_LEAN}")
+    library = BUILDER.build_host()
+    command = [sys.executable, "-c", ASK, *(str(tiny_artifact / f"{kind}.onnx") for kind in ("decoder", "merge"))]
+    paths = os.pathsep.join(filter(None, [environment.get("PYTHONPATH", ""), PYTHON_PATH["PYTHONPATH"]]))
+    environment |= {"PYTHONPATH": paths, "KVEXPORT_TENSORRT_PLUGIN": str(library)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["first"] == str(library)
+    assert answer["again"] is None
+    assert answer["whys"] == [{"VoteAttention": ""}, {"MergeCache": ""}]
+    assert answer["unknown"] == {"MergeCache": "the plugin does not take the method no-such-method"}

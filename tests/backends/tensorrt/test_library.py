@@ -1,0 +1,126 @@
+"""The library of the TensorRT plugins: what it exports, ten thousand mutated fields under sanitizers, and the registry
+of the real lean runtime, which is looked for where it can be imported, in build-cache/tensorrt-site and at
+``KVEXPORT_TENSORRT_SITE``.
+
+What is missing is named by the tests that are skipped, with the line that gets it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.tensorrt_harness import ATTENTION, BUILDER, MERGE, what_is_missing
+
+
+@pytest.fixture(scope="module")
+def library() -> Path:
+    if missing := what_is_missing():
+        pytest.skip(missing)
+    return Path(BUILDER.build_host())
+
+
+def test_the_library_exports_two_names_and_links_no_tensorrt(library: Path) -> None:
+    for tool in ("nm", "readelf"):
+        if not shutil.which(tool):
+            pytest.skip(f"{tool} was not found (apt-get install binutils)")
+    symbols = subprocess.run(
+        ["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True
+    ).stdout
+    assert {line.split()[-1] for line in symbols.splitlines()} == {"getCreators", "setLoggerFinder"}
+    needed = subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True, check=True).stdout
+    assert "NEEDED" in needed and not re.search(r"NEEDED.*(nvinfer|nvonnx|cudart)", needed)
+
+
+def test_ten_thousand_mutated_fields_and_engines_under_sanitizers() -> None:
+    if missing := what_is_missing():
+        pytest.skip(missing)
+    program = BUILDER.build_fuzz()
+    done = subprocess.run([str(program), "1", "10000"], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    accepted, refused = map(int, re.findall(r"(\d+) (?:accepted|refused)", done.stdout))
+    assert accepted > 10000 and refused > 5000
+
+
+def test_what_is_missing_is_said_in_one_line_with_what_gets_it(tmp_path: Path) -> None:
+    script = [sys.executable, BUILDER.__file__, "--host"]
+    done = subprocess.run(
+        script, env={**os.environ, "TENSORRT_INCLUDE_DIR": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 3
+    assert (
+        done.stderr
+        == f"kvexport: the TensorRT plugins were not built: TENSORRT_INCLUDE_DIR={tmp_path} holds no NvInferRuntime.h\n"
+    )
+
+
+# ---- in the registry of the real lean runtime ----
+
+LEAN = """
+import json, sys, time
+import numpy as np
+import tensorrt_lean as trt
+
+path, attention, merge = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+registry, answer = trt.get_plugin_registry(), {"version": trt.__version__}
+start = time.process_time()  # not the neighbours
+registry.load_library(path)
+creators = {name: registry.get_creator(name, "1", "kvexport") for name in ("VoteAttention", "MergeCache")}
+answer["milliseconds"] = 1e3 * (time.process_time() - start)
+answer["found"] = {name: creator is not None for name, creator in creators.items()}
+answer["fields"] = {name: [field.name for field in creator.field_names] for name, creator in creators.items()}
+answer["elsewhere"] = registry.get_creator("MergeCache", "2", "kvexport") is not None
+
+def create(name, fields, phase=trt.TensorRTPhase.BUILD):
+    types = {1: (trt.PluginFieldType.FLOAT32, np.float32), 5: (trt.PluginFieldType.INT32, np.int32), 6: (trt.PluginFieldType.CHAR, np.int8)}
+    arrays = {n: np.frombuffer(bytes(data), types[kind][1]) for n, (kind, data) in fields.items()}
+    made = [trt.PluginField(n, arrays[n], types[kind][0]) for n, (kind, _) in fields.items()]
+    return creators[name].create_plugin("layer", trt.PluginFieldCollection(made), phase)
+
+both = (("VoteAttention", attention), ("MergeCache", merge))
+made = {name: [create(name, fields) for _ in range(64)] for name, fields in both}
+answer["made"] = {name: sum(plugin is not None for plugin in plugins) for name, plugins in made.items()}
+answer["runtime"] = [create(name, fields, trt.TensorRTPhase.RUNTIME) is not None for name, fields in both]
+answer["refused"] = [create(name, {n: f for n, f in fields.items() if n not in ("scale", "budget")}) is None for name, fields in both]
+print(json.dumps(answer))
+"""
+GET_LEAN = "pip install --target build-cache/tensorrt-site tensorrt-lean"
+
+
+def lean_site() -> dict[str, str] | None:
+    """The environment in which tensorrt_lean can be imported."""
+    for site in (os.environ.get("KVEXPORT_TENSORRT_SITE"), str(BUILDER.ROOT / "build-cache" / "tensorrt-site")):
+        if site and (Path(site) / "tensorrt_lean").is_dir():
+            return {**os.environ, "PYTHONPATH": site + os.pathsep + os.environ.get("PYTHONPATH", "")}
+    return dict(os.environ) if importlib.util.find_spec("tensorrt_lean") else None
+
+
+def test_the_real_registry_takes_the_library_and_makes_plugins(library: Path) -> None:
+    environment = lean_site()
+    if environment is None:
+        pytest.skip(f"not reached: TensorRT's own registry: {GET_LEAN}")
+    fields = [
+        json.dumps({n: (kind, list(data)) for n, (kind, data, _) in given.items()}) for given in (ATTENTION, MERGE)
+    ]
+    command = [sys.executable, "-c", LEAN, str(library), *fields]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["found"] == {"VoteAttention": True, "MergeCache": True} and not answer["elsewhere"]
+    assert set(ATTENTION) == set(answer["fields"]["VoteAttention"])
+    assert set(MERGE) <= set(answer["fields"]["MergeCache"])
+    assert answer["made"] == {"VoteAttention": 64, "MergeCache": 64}
+    assert answer["runtime"] == [True, True] and answer["refused"] == [True, True]
+    assert (
+        "the field scale is missing" in done.stdout + done.stderr
+        and "the field budget is missing" in done.stdout + done.stderr
+    )
+    assert answer["milliseconds"] < 50

@@ -1,0 +1,419 @@
+"""The TensorRT plugins without TensorRT and without a GPU: their methods driven as TensorRT would
+(tensorrt_harness.py).
+
+Takes TensorRT's headers; where they are missing the tests are skipped by name, with the line that gets them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+
+# After tensorrt_harness, which puts the conformance suite on the path.
+# Isort: skip
+# Isort: skip
+from tests.conformance.cases import (
+    MERGE_PROFILES,
+    MERGE_SCENARIOS,
+    PROFILES,
+    SCENARIOS,
+    MergeProfile,
+    Profile,
+    merge_cache_state,
+    single_precision,
+    stored_precision,
+    vote_attention_inputs,
+)
+from tests.support.tensorrt_harness import (
+    ATTENTION,
+    BF16,
+    BUILD,
+    BUILDER,
+    FIELD_CHAR,
+    FIELD_INT32,
+    FIELD_INT64,
+    FLOAT,
+    HALF,
+    INPUTS,
+    INT32,
+    INT64,
+    MERGE,
+    RUNTIME,
+    Caller,
+    Harness,
+    Tensor,
+    parsed,
+    what_is_missing,
+)
+
+from tests.conformance.comparison import assert_near, assert_same_cache, state_of  # isort: skip
+from tests.conformance.cuda_library import Caller as DirectCaller  # isort: skip
+
+# Isort: skip
+from tests.conformance.cuda_library import HostMemory, bfloat16, float32_of, lacks, load, vote_attention_call
+
+from tests.conformance.oracle import merge_cache, vote_attention  # isort: skip
+
+from kvexport.methods import all_methods
+from kvexport.methods.base import Statistic
+from kvexport.ops.merge_cache import MergeCacheAttributes
+from kvexport.ops.onnx_function import merge_cache_node_attributes, vote_attention_node_attributes
+from kvexport.ops.vote_attention import VoteAttentionAttributes
+
+Arrays = dict[str, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def harness() -> Harness:
+    if missing := what_is_missing():
+        pytest.skip(missing)
+    return Harness(BUILDER.build_harness())
+
+
+B, T = -2, -3  # symbols of the batch and of the number of tokens
+
+
+def attention_tensors(
+    cache: int = HALF, batch: int = B, tokens: int = T, *, most: tuple[int, int] = (4, 3), sinks: bool = True
+) -> list[Tensor]:
+    """4 query heads over 2, 96 slots, keys of 16 and values of 24. most: the largest batch and number of tokens."""
+
+    def tensor(kind: int, *shape: int) -> Tensor:
+        return Tensor.of(kind, shape, [most[0] if size == B else most[1] if size == T else size for size in shape])
+
+    tensors = [
+        tensor(cache, batch, 4, tokens, 16),
+        tensor(cache, batch, 2, tokens, 16),
+        tensor(cache, batch, 2, tokens, 24),
+    ]
+    tensors += [tensor(INT64, batch, tokens), tensor(INT64, batch, 1)]
+    tensors += [tensor(cache, batch, 2, 96, 16), tensor(cache, batch, 2, 96, 24), tensor(FLOAT, batch, 2, 96)]
+    tensors += [tensor(FLOAT, batch, 2, 2, 96), tensor(INT32, batch, 2, 96)]
+    return [*tensors, tensor(FLOAT, 4)] if sinks else tensors
+
+
+def changed(
+    tensors: list[Tensor], at: int, kind: int | None = None, shape: tuple[int, ...] | None = None
+) -> list[Tensor]:
+    old = tensors[at]
+    return [*tensors[:at], Tensor.of(old.type if kind is None else kind, shape or old.shape, shape), *tensors[at + 1 :]]
+
+
+# ---- what a plugin says of itself ----
+
+
+def test_identity_outputs_and_aliases(harness: Harness) -> None:
+    attention, merge = harness.create("VoteAttention", ATTENTION), harness.create("MergeCache", MERGE)
+    assert attention and merge, harness.log()
+    assert (attention.identity, merge.identity) == ("kvexport VoteAttention 1", "kvexport MergeCache 1")
+    assert [attention.aliased(i) for i in range(attention.outputs)] == [-1, 5, 6, 7, 8, 9]
+    assert [merge.aliased(i) for i in range(merge.outputs)] == [0, 1, 2, 3, 4]
+
+
+def test_every_method_with_a_kernel_is_taken_and_no_other(harness: Harness) -> None:
+    for name, method in all_methods().items():
+        made = harness.create(
+            "MergeCache", parsed(merge_cache_node_attributes(MergeCacheAttributes(method(), 64, 2, 8)))
+        )
+        said = harness.log()
+        if lacks(method()) is None:
+            assert made and not said, f"{name}: {said}"
+        else:
+            assert made is None and f"kvexport: MergeCache: no native kernel for the method '{name}'" in said
+
+
+def test_fields_survive_a_copy_an_engine_and_a_context(harness: Harness) -> None:
+    fields = {
+        **MERGE,
+        "budget": (FIELD_INT64, np.array([64], np.int64).tobytes(), 1),
+        "method": (FIELD_CHAR, b"h2o", 3),
+    }
+    first, wide = harness.create("MergeCache", MERGE), harness.create("MergeCache", dict(reversed(fields.items())))
+    assert first and wide
+    identities = {
+        p.timing_cache_id for p in (first, wide, *(wide.another(how) for how in ("clone", "again", "attach")))
+    }
+    assert identities == {first.timing_cache_id}
+    other = harness.create("MergeCache", {**MERGE, "budget": (FIELD_INT32, np.array([65], np.int32).tobytes(), 1)})
+    assert other and other.timing_cache_id != first.timing_cache_id
+
+
+@pytest.mark.parametrize(
+    ("op", "change", "message"),
+    [
+        ("VoteAttention", {"scale": None}, "the field scale is missing; it should be one float32"),
+        (
+            "VoteAttention",
+            {"scale": (FIELD_INT32, b"\1\0\0\0", 1)},
+            "the field scale should be one float32, and is 1 int32",
+        ),
+        ("VoteAttention", {"scores": (FIELD_CHAR, b"entropy,none\0", 13)}, "unknown score 'entropy'"),
+        (
+            "VoteAttention",
+            {"window": (FIELD_INT32, b"\0\0\0\0", 1)},
+            "scores, decay, window and recency_weight differ in length: 2, 2, 1, 2",
+        ),
+        (
+            "VoteAttention",
+            {"sliding_window": (FIELD_INT64, b"\0" * 7 + b"\1", 1)},
+            "the field sliding_window is out of range: 72057594037927936",
+        ),
+        ("VoteAttention", {"softcap": (0, b"\0\0", 1)}, "the field softcap has the type 0"),
+        ("MergeCache", {"budget": (FIELD_INT32, b"\0\0\0\0", 1)}, "budget is 0, and at least 1"),
+        ("MergeCache", {"budget": (FIELD_INT32, b"\1\0\0\0", -1)}, "the field budget has -1 elements"),
+        (
+            "MergeCache",
+            {"selector": (FIELD_CHAR, b"cam", 3), "method": (FIELD_CHAR, b"zeromerge", 9)},
+            "the field residual is missing",
+        ),
+    ],
+)
+@pytest.mark.parametrize("phase", [BUILD, RUNTIME])
+def test_a_bad_field_is_a_reason_in_the_log(
+    harness: Harness, op: str, change: dict[str, Any], message: str, phase: int
+) -> None:
+    fields = {
+        name: field for name, field in {**(ATTENTION if op == "VoteAttention" else MERGE), **change}.items() if field
+    }
+    assert harness.create(op, fields, phase) is None
+    assert f"kvexport: {op}: {message}" in harness.log()
+
+
+# ---- shapes, types, workspace ----
+
+
+def test_shapes_are_propagated_with_batch_and_tokens_open(harness: Harness) -> None:
+    attention, merge = harness.create("VoteAttention", ATTENTION), harness.create("MergeCache", MERGE)
+    assert attention and merge
+    state = [[B, 2, 96, 16], [B, 2, 96, 24], [B, 2, 96], [B, 2, 2, 96], [B, 2, 96]]
+    for sinks in (True, False):
+        assert attention.output_shapes(attention_tensors(sinks=sinks)) == [[B, 4, T, 24], *state]
+    state[3] = [B, 2, 1, 96]
+    assert merge.output_shapes(changed(attention_tensors()[5:10], 3, shape=(B, 2, 1, 96))) == state
+
+
+@pytest.mark.parametrize("cache", [FLOAT, HALF, BF16])
+def test_every_type_of_cache_and_nothing_else_is_supported(harness: Harness, cache: int) -> None:
+    plugin = harness.create("VoteAttention", ATTENTION)
+    assert plugin
+    state = [cache, cache, FLOAT, FLOAT, INT32]
+    types = [cache] * 3 + [INT64, INT64, *state, FLOAT, cache, *state]
+    assert plugin.output_types(attention_tensors(cache)) == types[11:]
+    tensors = [*attention_tensors(cache), *(Tensor.of(kind, ()) for kind in types[11:])]
+    for at, right in enumerate(types):
+        for kind in range(12):
+            fits = kind == right or (at == 0 and kind in (FLOAT, HALF, BF16))  # the first decides
+            assert plugin.supports(at, changed(tensors, at, kind)) == fits, (at, kind)
+        tensors[at].format = 2
+        assert not plugin.supports(at, tensors)
+        tensors[at].format = 0
+
+
+@pytest.mark.parametrize(
+    ("at", "kind", "shape", "message"),
+    [
+        (0, None, (B, 4, T, 8), "query is [?, 4, ?, 8], not [?, 4, ?, 16]"),
+        (2, None, (B, 2, T, 16), "value is [?, 2, ?, 16], not [?, 2, ?, 24]"),
+        (4, None, (B, 2), "query_length is [?, 2], not [?, 1]"),
+        (7, None, (B, 2, 95), "past_votes is [?, 2, 95], not [?, 2, 96]"),
+        (8, None, (B, 2, 1, 96), "past_score is [?, 2, 1, 96], not [?, 2, 2, 96]"),
+        (10, None, (2,), "sink_logits is [2], not [4]"),
+        (5, None, (B, 2, 96), "past_key is [?, 2, 96], not [?, 2, 96, ?]"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(
+    harness: Harness, at: int, kind: int | None, shape: tuple[int, ...], message: str
+) -> None:
+    plugin = harness.create("VoteAttention", ATTENTION)
+    assert plugin and plugin.output_shapes(changed(attention_tensors(), at, kind, shape)) is None
+    assert f"kvexport: VoteAttention: {message}" in harness.log()
+
+
+def test_types_and_counts_that_do_not_fit_are_named(harness: Harness) -> None:
+    plugin = harness.create("VoteAttention", ATTENTION)
+    assert plugin and plugin.output_types(changed(attention_tensors(), 3, INT32)) is None
+    assert "input 3 has the type 3, not 8" in harness.log()
+    assert plugin.output_shapes(attention_tensors()[:9]) is None
+    assert "it has 10 to 11 inputs and 6 outputs, not 9 and 6" in harness.log()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (
+            changed(attention_tensors(), 5, shape=(B, 2, -1, 16)),
+            "only the batch and the number of tokens may be left open",
+        ),
+        (attention_tensors(most=(4, 97)), "more tokens than the cache has slots"),
+        (attention_tensors(most=(40000, 1)), "more than 65536 KV heads"),
+    ],
+)
+def test_what_the_kernels_cannot_do_is_refused_when_the_engine_is_built(
+    harness: Harness, tensors: list[Tensor], message: str
+) -> None:
+    plugin = harness.create("VoteAttention", ATTENTION)
+    assert plugin and plugin.asked("configure", attention_tensors()) == 0, harness.log()
+    assert plugin.asked("configure", tensors) != 0
+    assert message in harness.log()
+
+
+def test_the_workspace_does_for_every_smaller_problem(harness: Harness) -> None:
+    """A smaller batch is split further, and may take more."""
+    attributes = VoteAttentionAttributes(0.25, 1.0, (Statistic("log_ema", 0.9),))
+    plugin = harness.create("VoteAttention", parsed(vote_attention_node_attributes(attributes)))
+    assert plugin
+    direct = DirectCaller(load(BUILDER.cuda.build_host()), HostMemory())
+
+    def kernels(batch: int, tokens: int) -> int:
+        call, size = (
+            vote_attention_call(attributes, "float16", (batch, 4, tokens, 16), (batch, 2, 4096, 16), 24),
+            ctypes.c_size_t(),
+        )
+        assert direct.library.kv_cuda_vote_attention_workspace(call, size) is None
+        return size.value
+
+    tensors = attention_tensors(most=(4, 300))
+    for at, shape in {
+        5: (B, 2, 4096, 16),
+        6: (B, 2, 4096, 24),
+        7: (B, 2, 4096),
+        8: (B, 2, 1, 4096),
+        9: (B, 2, 4096),
+    }.items():
+        tensors[at] = Tensor.of(tensors[at].type, shape, [4, *shape[1:]])
+    every = {(batch, tokens): kernels(batch, tokens) for batch in range(1, 5) for tokens in (1, 2, 300)}
+    assert max(every, key=lambda case: every[case]) not in ((4, 1), (4, 300)), (
+        "no smaller problem takes more: nothing is shown"
+    )
+    assert plugin.asked("workspace", tensors) == max(every.values()) + 256  # to align it
+
+
+# ---- running ----
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)
+def test_attention_is_the_kernels_bits_and_the_oracles_figures(
+    harness: Harness, profile: Profile, in_place: bool
+) -> None:
+    hold_attention(Caller(harness), DirectCaller(load(BUILDER.cuda.build_host()), HostMemory()), profile, in_place)
+
+
+def hold_attention(caller: Caller, direct: DirectCaller, profile: Profile, in_place: bool) -> None:
+    for scenario in SCENARIOS:
+        inputs = vote_attention_inputs(profile, scenario)
+        actual = caller.vote_attention(inputs, profile.attributes, in_place=in_place)
+        expected = direct.vote_attention(inputs, profile.attributes, in_place=in_place)
+        assert {name: x.tobytes() for name, x in actual.items()} == {
+            name: x.tobytes() for name, x in expected.items()
+        }, scenario.name
+        if scenario.name in ("one-token-ragged", "idle-lanes"):
+            right = vote_attention(inputs, profile.attributes)
+            assert_near(
+                actual["output"], right["output"], stored_precision(profile.dtype, scenario.peak), scenario.name
+            )
+            single, stored = single_precision(scenario.peak), stored_precision(profile.dtype, scenario.peak)
+            assert_same_cache(
+                state_of(actual), state_of(right), profile.attributes.statistics, single=single, stored=stored
+            )
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_merges_are_the_kernels_bits_and_the_oracles_figures(harness: Harness, in_place: bool) -> None:
+    hold_merges(Caller(harness), DirectCaller(load(BUILDER.cuda.build_host()), HostMemory()), in_place)
+
+
+def hold_merges(caller: Caller, direct: DirectCaller, in_place: bool) -> None:
+    for profile in (p for p in MERGE_PROFILES if lacks(p.build_method()) is None):
+        for scenario in MERGE_SCENARIOS:
+            state = merge_cache_state(profile, scenario)
+            attributes = merge_attributes(profile, scenario.capacity, scenario.budget)
+            actual = caller.merge_cache(state, attributes, in_place=in_place)
+            expected = direct.merge_cache(state, attributes, in_place=in_place)
+            where = f"{profile.name}, {scenario.name}"
+            assert {name: x.tobytes() for name, x in actual.items()} == {
+                name: x.tobytes() for name, x in expected.items()
+            }, where
+            if scenario.name == "ragged-over-the-budget":
+                single, stored = single_precision(scenario.peak), stored_precision(profile.dtype, scenario.peak)
+                right = state_of(merge_cache(state, attributes))
+                assert_same_cache(state_of(actual), right, profile.statistics, single=single, stored=stored, what=where)
+
+
+def merge_attributes(profile: MergeProfile, capacity: int, budget: int) -> MergeCacheAttributes:
+    return profile.attributes(capacity if profile.method == "full" else budget)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS[:3], ids=lambda scenario: scenario.name)
+def test_bfloat16(harness: Harness, scenario: Any) -> None:
+    profile = next(profile for profile in PROFILES if profile.dtype == "float16")
+    inputs = {
+        name: bfloat16(x) if x.dtype == np.float16 else x
+        for name, x in vote_attention_inputs(profile, scenario).items()
+    }
+    exact = {name: float32_of(x) if x.dtype == np.uint16 else x for name, x in inputs.items()}
+    actual = Caller(harness).vote_attention(inputs, profile.attributes)
+    assert_near(float32_of(actual["output"]), vote_attention(exact, profile.attributes)["output"], 1e-2, scenario.name)
+
+
+def test_one_instance_runs_again_and_again_in_rubbish(harness: Harness) -> None:
+    """The kernels' counters are the instance's own, zero at first and after every call; the workspace is other layers'
+    in between."""
+    attributes = VoteAttentionAttributes(0.25, 1.0, (Statistic("log_ema", 0.9), Statistic("probability")))
+    rng, memory = np.random.default_rng(3), HostMemory()
+    shapes = {tensor: t.shape for tensor, t in zip(INPUTS, attention_tensors(FLOAT, 1, 1, sinks=False), strict=False)}
+    for name in ("key", "value", "votes", "score", "position"):
+        shapes[f"past_{name}"] = [1024 if size == 96 else size for size in shapes[f"past_{name}"]]  # of several splits
+    held = {name: memory.put(rng.normal(size=shape).astype(np.float32)) for name, shape in shapes.items()}
+    held["past_votes"][...] = np.arange(1024) < 1000
+    held["past_position"] = memory.put(np.broadcast_to(np.arange(1024, dtype=np.int32), (1, 2, 1024)))
+    held["query_length"] = memory.put(np.ones((1, 1), np.int64))
+    plugin = harness.create("VoteAttention", ATTENTION)
+    assert plugin
+    plugin = plugin.another("attach")
+    workspace = memory.bytes(1 << 20, 0)
+    for step in range(3):
+        held["position"] = memory.put(np.full((1, 1), 1000 + step, np.int64))
+        given = {name: held[name] for name in INPUTS if name in held}
+        right = vote_attention(given, attributes)
+        output = memory.put(np.zeros((1, 4, 1, 24), np.float32))
+        types = [t.type for t in attention_tensors(FLOAT)]
+        tensors = [
+            Tensor.of(kind, x.shape, data=memory.address(x)) for kind, x in zip(types, given.values(), strict=False)
+        ]
+        outputs = [Tensor.of(FLOAT, output.shape, data=memory.address(output)), *tensors[5:]]
+        assert plugin.asked("workspace", tensors, outputs) <= workspace.nbytes
+        workspace[...] = 0xFF
+        before = harness.cuda_calls
+        assert plugin.asked("shape_change", tensors, outputs) == 0, harness.log()
+        assert plugin.asked("enqueue", tensors, outputs, ctypes.c_void_p(memory.address(workspace))) == 0, harness.log()
+        assert harness.cuda_calls == before, "nothing is copied or allocated beside what the kernels do"
+        assert_near(output, right["output"], 1e-5, f"step {step}")
+
+
+def test_making_plugins_calls_nothing_of_cuda_and_attaching_them_does(harness: Harness) -> None:
+    before = harness.cuda_calls
+    made = [
+        harness.create(op, fields)
+        for op, fields in (("VoteAttention", ATTENTION), ("MergeCache", MERGE))
+        for _ in range(64)
+    ]
+    assert all(made) and harness.cuda_calls == before
+    for plugin in made:
+        assert plugin and plugin.timing_cache_id
+        plugin.another("clone")
+        plugin.another("again")
+    assert harness.cuda_calls == before
+    assert made[0]
+    attached = made[0].another("attach")
+    assert harness.cuda_calls > before
+    del attached
+
+
+def test_running_before_shapes_are_known_is_refused(harness: Harness) -> None:
+    plugin = harness.create("VoteAttention", ATTENTION)
+    assert plugin and plugin.asked("enqueue", attention_tensors(HALF, 1, 1), None, None) != 0
+    assert "it was run before it learned its shapes" in harness.log()

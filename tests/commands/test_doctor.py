@@ -1,0 +1,206 @@
+"""The doctor finds what is missing, too old or broken, says which verbs suffer, and names the line that mends it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvexport import paths
+from kvexport.backends.tensorrt import plugin
+from kvexport.commands import doctor
+from kvexport.commands.app import app
+from kvexport.commands.doctor import PACKAGES, VERBS, Package, diagnose, missing_package, package_state, require
+from kvexport.errors import EnvironmentProblem
+from tests.support.paths import ROOT
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
+    """As if the packages that give these modules were not installed."""
+    distributions = {p.name for p in PACKAGES if p.module in modules}
+    version = metadata.version
+
+    def lookup(name: str) -> str:
+        if name in distributions:
+            raise metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(metadata, "version", lookup)
+    for module in modules:
+        monkeypatch.setitem(sys.modules, module, None)
+
+
+def test_the_packages_are_those_of_the_project_with_the_same_oldest_versions() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    declared: dict[str, dict[str, str]] = {}
+    for extra in ("dependencies", "export", "gpu", "tensorrt"):
+        found = re.search(rf"^{extra} = \[(.*?)\]$", text, re.DOTALL | re.MULTILINE)
+        assert found
+        pairs = re.findall(r'"([\w-]+)>=([\d.]+)"', found[1])
+        declared["run" if extra == "dependencies" else extra] = dict(pairs)
+    known: dict[str, dict[str, str]] = {}
+    for package in PACKAGES:
+        known.setdefault(package.extra, {})[package.name] = package.minimum
+    assert known == declared
+
+
+def test_every_verb_of_the_command_line_is_judged() -> None:
+    shown = CliRunner().invoke(app, ["--help"]).stdout
+    assert set(re.findall(r"^  ([a-z]+)  ", shown[shown.index("Commands:") :], re.MULTILINE)) == {*VERBS, "doctor"}
+
+
+def test_this_machine_can_do_everything() -> None:
+    found = diagnose()
+    assert found.runs
+    assert not any(found.verbs.values())
+    assert "CPUExecutionProvider" in found.providers
+    assert found.system["cores"] >= 1
+    assert found.system["disk_free"] > 0
+    assert {s.package.name for s in found.packages if s.problem} <= {"onnxruntime-gpu", "tensorrt", "cuda-bindings"}
+
+
+def test_without_the_export_packages_artifacts_still_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, "torch", "onnx")
+    found = CliRunner().invoke(app, ["doctor", "--json"])
+    assert found.exit_code == 0
+    data = json.loads(found.stdout)
+    assert data["runs"]
+    assert data["verbs"]["build"] == {"works": False, "lacks": ["torch", "onnx"]}
+    assert data["verbs"]["generate"] == {"works": True, "lacks": []}
+    torch = next(p for p in data["packages"] if p["name"] == "torch")
+    assert (torch["version"], torch["problem"], torch["install"]) == (None, "missing", "pip install 'kvexport[export]'")
+
+
+def test_only_validate_needs_polygraphy(monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, "polygraphy")
+    assert {verb for verb, lacks in diagnose().verbs.items() if lacks} == {"validate"}
+    require("build")
+    with pytest.raises(EnvironmentProblem, match="validate needs polygraphy, which is not installed") as caught:
+        require("validate")
+    assert caught.value.fix == "pip install 'kvexport[export]'"
+
+
+@pytest.mark.parametrize("module", ["onnxruntime", "tokenizers"])
+def test_where_nothing_can_run_the_exit_code_is_3(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    without(monkeypatch, module)
+    found = CliRunner().invoke(app, ["doctor"])
+    assert found.exit_code == 3
+    assert f"pip install '{module}>=" in found.stdout
+    assert "cannot be run here" in found.stdout
+
+
+def test_a_package_that_is_there_and_cannot_be_imported_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> object:
+        raise ImportError(f"lib{name}.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(doctor.importlib, "import_module", broken)
+    found = diagnose()
+    assert not found.runs
+    assert found.verbs["generate"] == ["onnxruntime", "tokenizers"]
+    problems = {s.package.name: s.problem for s in found.packages}
+    assert "libtokenizers.so.1" in problems["tokenizers"]
+
+
+def test_an_old_version_will_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = Package("torch", "torch", "2.9", "export", "")
+    for version, good in {
+        "2.9": True,
+        "2.10.0+cpu": True,
+        "2.9.0rc1": True,
+        "2.8.9": False,
+        "1.99": False,
+        "3": True,
+    }.items():
+        monkeypatch.setattr(metadata, "version", lambda name, version=version: version)
+        assert (not package_state(package).problem) is good, version
+
+
+def test_onnxruntime_may_come_from_the_gpu_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    version = metadata.version
+
+    def lookup(name: str) -> str:
+        if name == "onnxruntime":
+            raise metadata.PackageNotFoundError(name)
+        return "1.25" if name == "onnxruntime-gpu" else version(name)
+
+    monkeypatch.setattr(metadata, "version", lookup)
+    assert diagnose().runs
+
+
+def test_a_failed_import_names_the_line_that_installs() -> None:
+    problem = missing_package(ModuleNotFoundError("No module named 'transformers'", name="transformers.models"))
+    assert problem
+    assert problem.exit_code == 3
+    assert problem.fix == "pip install 'kvexport[export]'"
+    assert missing_package(ModuleNotFoundError("No module named 'kvexport.nothing'", name="kvexport.nothing")) is None
+    unknown = missing_package(ImportError("libcuda.so.1: cannot open shared object file"))
+    assert unknown
+    assert "libcuda.so.1" in unknown.problem
+
+
+def test_nvidia_smi_is_believed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771 MiB, 570.1'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert diagnose().gpus == ["NVIDIA H200, 143771 MiB, 570.1"]
+    program.write_text("#!/bin/sh\necho 'No devices were found'; exit 6\n")
+    found = diagnose()
+    assert found.gpus == []
+    assert "No devices were found" in found.gpu_problem
+
+
+def test_pages_that_are_small_are_said_with_the_line_that_mends_them() -> None:
+    assert doctor._pages_row(doctor.Native("avx2")) == "yes, where memory allows"
+    assert doctor._pages_row(doctor.Native("", "not built", "make native")) == "no: it takes the native operators"
+    assert doctor._pages_row(doctor.Native("avx2", small_pages="switched off by KVEXPORT_HUGE_PAGES")) == (
+        "no: switched off by KVEXPORT_HUGE_PAGES"
+    )
+    assert doctor._pages_row(doctor.Native("avx2", small_pages="the kernel has none")) == "no: the kernel has none"
+    assert "madvise > /sys/kernel" in doctor._pages_row(doctor.Native("avx2", small_pages="switched off in the kernel"))
+
+
+def test_the_module_itself_needs_the_standard_library_only() -> None:
+    code = "import sys, kvexport.commands.doctor; print([m for m in ('numpy', 'pydantic', 'typer', 'rich', 'yaml', 'torch') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_tensorrt_plugins_are_found_or_said_to_be_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVEXPORT_TENSORRT_PLUGIN", "off")
+    found = diagnose().tensorrt_plugins
+    assert found == {"problem": "switched off by KVEXPORT_TENSORRT_PLUGIN", "fix": "unset KVEXPORT_TENSORRT_PLUGIN"}
+    library = tmp_path / "plugins.so"
+    library.touch()
+    monkeypatch.setenv("KVEXPORT_TENSORRT_PLUGIN", str(library))
+    shown = CliRunner().invoke(app, ["doctor"]).stdout
+    assert re.search(r"TensorRT plugins\s+\S", shown)
+    assert json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)["tensorrt_plugins"] == {
+        "library": str(library)
+    }
+
+
+def test_headers_that_building_the_plugins_lacks_are_said_with_the_line_that_gets_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("KVEXPORT_TENSORRT_PLUGIN", raising=False)
+    monkeypatch.setattr(plugin, "NAME", "not-built.so")
+    monkeypatch.setenv("TENSORRT_INCLUDE_DIR", str(tmp_path))
+    found = diagnose().tensorrt_plugins
+    assert found["problem"] == (
+        f"the TensorRT plugins are not built; to build them here, first: TENSORRT_INCLUDE_DIR={tmp_path} holds no "
+        "NvInferRuntime.h"
+    )
+    assert found["fix"] == plugin.BUILD
+    monkeypatch.delenv("TENSORRT_INCLUDE_DIR")
+    lacks = plugin.what_building_lacks()
+    assert lacks is None or re.search(r"https://github.com/NVIDIA/TensorRT|CUDA's headers|nvcc was not found", lacks)
+    # Without a checkout there is no script that could lack anything.
+    monkeypatch.setattr(paths, "PACKAGE", tmp_path / "kvexport")
+    assert diagnose().tensorrt_plugins["problem"] == "the TensorRT plugins are not built"

@@ -1,0 +1,133 @@
+"""The plan of a recipe is what the runtime allocates and what the build writes, to the byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import kvexport
+from kvexport.cache import LayerCache
+from kvexport.commands.app import app
+from kvexport.commands.plan import Plan, layer_groups, make_plan
+from kvexport.errors import UsageError
+from kvexport.recipe.files import load_recipe
+from kvexport.units import format_bytes, parse_bytes
+
+
+def plan_of(recipe: Path, *overrides: str) -> Plan:
+    loaded = load_recipe(str(recipe), overrides)
+    return make_plan(loaded.recipe, loaded.name)
+
+
+def cache_bytes(plan: Plan, budget: int) -> int:
+    """Of max_batch sequences at a uniform budget, counted slot by slot."""
+    limits, recipe = plan.recipe.limits, plan.recipe
+    total = 8 * limits.max_batch
+    for layer in plan.geometry:
+        capacity = budget + recipe.slack if budget < limits.max_length else budget
+        total += limits.max_batch * layer.kv_heads * capacity * (4 * (layer.key_size + layer.value_size) + 4 + 4 + 4)
+    return total
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_the_runtime_allocates_what_the_plan_says(tiny_recipe: Path, tiny_artifact: Path, lanes: int) -> None:
+    backend = kvexport.load(tiny_artifact).new_backend(lanes)
+    allocated = sum(array.nbytes for array in backend.state.values()) + backend.past_length.nbytes
+    assert plan_of(tiny_recipe).cache.bytes(lanes) == allocated
+
+
+def test_the_weights_are_what_the_build_writes_tied_ones_once(tiny_recipe: Path, tiny_artifact: Path) -> None:
+    plan = plan_of(tiny_recipe)
+    hidden, kv, intermediate = 32, 16, 64
+    layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * intermediate + 2 * hidden
+    assert plan.parameters == 64 * hidden + 2 * layer + hidden
+    written = (tiny_artifact / "decoder.weights").stat().st_size
+    assert plan.weight_bytes <= written < plan.weight_bytes + 4096 * 4, "alignment may add a little"
+    assert plan_of(tiny_recipe, "model.dtype=float16").weight_bytes == plan.weight_bytes // 2
+
+
+def test_the_full_cache_is_keys_and_values_of_the_longest_sequence(tiny_recipe: Path) -> None:
+    plan = plan_of(tiny_recipe)
+    assert plan.full_bytes == 2 * 512 * 2 * (8 + 8) * 4
+    assert plan.ratio == pytest.approx(plan.full_bytes / plan.sequence_bytes)
+    full = plan_of(tiny_recipe, "cache.method=full")
+    assert full.ratio < 1, "votes, scores and positions come on top"
+    assert full.fit(10**9).largest_budget is None
+
+
+def test_as_many_sequences_fit_as_do_fit(tiny_recipe: Path) -> None:
+    plan = plan_of(tiny_recipe)
+    enough = plan.weight_bytes + 5 * plan.sequence_bytes
+    assert plan.fit(enough).sequences == 5
+    assert plan.fit(enough - 1).sequences == 4
+    assert plan.fit(plan.weight_bytes - 1).sequences == 0
+
+
+@pytest.mark.parametrize("budget", [40, 300, 495, 496, 511])
+def test_the_largest_budget_fits_and_one_more_slot_does_not(tiny_recipe: Path, budget: int) -> None:
+    plan = plan_of(tiny_recipe, "cache.allocation.kind=cosine")
+    room = plan.weight_bytes + cache_bytes(plan, budget)
+    found = plan.fit(room).largest_budget
+    # Without slack the longest budget takes less than those just below it.
+    assert found == (512 if cache_bytes(plan, 512) <= cache_bytes(plan, budget) else budget)
+    assert plan.fit(plan.weight_bytes + cache_bytes(plan, 40) - 1).largest_budget == 39
+
+
+def test_no_budget_is_named_that_cannot_hold_the_sinks(tiny_recipe: Path) -> None:
+    plan = plan_of(tiny_recipe, "cache.sinks=20", "cache.recent=10")
+    assert plan.fit(plan.weight_bytes + cache_bytes(plan, 31)).largest_budget == 31
+    assert plan.fit(plan.weight_bytes + cache_bytes(plan, 30)).largest_budget is None
+
+
+def test_layers_that_are_alike_share_a_line(tiny_recipe: Path) -> None:
+    uniform, cosine = plan_of(tiny_recipe).cache, plan_of(tiny_recipe, "cache.allocation.kind=cosine").cache
+    assert [(label, count) for label, _, count in layer_groups(uniform)] == [("0-1", 2)]
+    assert [(label, count) for label, _, count in layer_groups(cosine)] == [("0", 1), ("1", 1)]
+    assert all(isinstance(layer, LayerCache) for _, layer, _ in layer_groups(cosine))
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("24GB", 24 * 10**9),
+        ("24 gb", 24 * 10**9),
+        ("1.5GiB", 3 * 2**29),
+        ("512MiB", 2**29),
+        ("2KB", 2000),
+        ("7", 7),
+        ("7 B", 7),
+        ("1TB", 10**12),
+    ],
+)
+def test_amounts_of_memory(text: str, count: int) -> None:
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "GB", "24 gigs", "-1GB", "1e9", "24G", "1" * 400, "٣GB"])
+def test_what_is_no_amount_of_memory(text: str) -> None:
+    with pytest.raises(UsageError, match="not an amount"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("count", [0, 1, 999, 1000, 999_499, 999_500, 12_345_678, 10**18 + 1])
+def test_shown_sizes_read_back_within_their_three_digits(count: int) -> None:
+    shown = format_bytes(count)
+    assert parse_bytes(shown.replace(" bytes", "")) == pytest.approx(count, rel=5e-3)
+    assert len(shown.split()[0].replace(".", "")) <= 4
+
+
+def test_the_verb_prints_the_plan(tiny_recipe: Path) -> None:
+    plan = plan_of(tiny_recipe)
+    amount = plan.weight_bytes + 6 * plan.sequence_bytes
+    shown = CliRunner().invoke(app, ["plan", "--recipe", str(tiny_recipe), "--memory", str(amount)])
+    assert shown.exit_code == 0, shown.output
+    assert "activations" in shown.stdout
+    data = json.loads(
+        CliRunner().invoke(app, ["plan", "--recipe", str(tiny_recipe), "--memory", str(amount), "--json"]).stdout
+    )
+    assert data["fit"]["sequences"] == 6
+    assert data["cache_bytes_per_sequence"] == sum(layer["bytes"] for layer in data["layers"]) + 8
+    assert data["cache_bytes"] == 4 * data["cache_bytes_per_sequence"]

@@ -1,0 +1,157 @@
+"""The images' files, read as Docker reads them: several stages, bases that arguments pin, no root, and nothing copied
+that is not there.
+
+Docker itself is not needed, so this does not show that an image can be built.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+FILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
+KNOWN = {"ARG", "FROM", "RUN", "COPY", "ENV", "WORKDIR", "USER", "HEALTHCHECK", "ENTRYPOINT", "CMD"}
+
+
+def instructions(path: Path) -> list[tuple[str, str]]:
+    """(name, the rest) of every instruction, comments gone and continued lines joined."""
+    lines = [line for line in path.read_text().splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
+    return [(line.split(" ", 1)[0], line.split(" ", 1)[1].strip()) for line in joined.splitlines()]
+
+
+def stages(path: Path) -> list[list[tuple[str, str]]]:
+    """The instructions of every stage, its FROM first."""
+    found: list[list[tuple[str, str]]] = []
+    for name, rest in instructions(path):
+        if name == "FROM":
+            found.append([])
+        if found:
+            found[-1].append((name, rest))
+    return found
+
+
+def values(stage: list[tuple[str, str]], wanted: str) -> list[str]:
+    return [rest for name, rest in stage if name == wanted]
+
+
+def reaches_the_build(path: str) -> bool:
+    """Whether .dockerignore lets a path of the repository through: the last line that matches it, or a folder above it,
+    decides."""
+    kept = True
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        pattern = line.removeprefix("!").removeprefix("**/")
+        parts = [path, *map(str, Path(path).parents)]
+        if any(
+            fnmatch(part, pattern) or (line.startswith("**/") and fnmatch(Path(part).name, pattern)) for part in parts
+        ):
+            kept = line.startswith("!")
+    return kept
+
+
+def test_there_is_an_image_for_the_cpu_and_one_for_tensorrt() -> None:
+    assert [path.name for path in FILES] == ["cpu.Dockerfile", "tensorrt.Dockerfile"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_instructions_are_known_and_bases_are_arguments(path: Path) -> None:
+    assert {name for name, _ in instructions(path)} <= KNOWN
+    arguments = {}
+    for name, rest in instructions(path):
+        if name == "FROM":
+            break
+        key, _, default = rest.partition("=")
+        arguments[key] = default
+    tags = [key for key in arguments if key.endswith("_TAG")]
+    assert len(tags) == 1
+    digest = tags[0].replace("_TAG", "_DIGEST")
+    assert arguments[digest] == ""
+    assert "latest" not in arguments[tags[0]]
+    for stage in stages(path):
+        base = stage[0][1].split()[0]
+        assert base.endswith(f":${{{tags[0]}}}${{{digest}:+@${{{digest}}}}}"), base
+    used = set(re.findall(r"\$\{(\w+)", path.read_text()))
+    declared = {rest.partition("=")[0] for name, rest in instructions(path) if name == "ARG"}
+    assert used == declared
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_the_last_stage_takes_what_was_built_and_runs_as_nobody_special(path: Path) -> None:
+    build, last = stages(path)
+    assert build[0][1].endswith(" AS build")
+    assert values(last, "COPY") == ["--from=build /opt/kvexport /opt/kvexport"]
+    assert not any("apt-get" in command or "pip" in command for command in values(last, "RUN"))
+    (user,) = values(last, "USER")
+    assert user.isdigit()
+    assert int(user) >= 1000
+    assert any(f"--uid {user} " in command for command in values(last, "RUN"))
+    names = [name for name, _ in last]
+    assert names.index("USER") > max(i for i, name in enumerate(names) if name in ("RUN", "COPY"))
+    assert json.loads(values(last, "ENTRYPOINT")[0]) == ["kvexport"]
+    (check,) = values(last, "HEALTHCHECK")
+    assert re.fullmatch(r"(--\w[\w-]*=\d+s )+CMD \[.*\]", check)
+    assert json.loads(check.split(" CMD ")[1]) == ["kvexport", "doctor"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_packages_are_installed_without_leftovers(path: Path) -> None:
+    for stage in stages(path):
+        for command in values(stage, "RUN"):
+            if "apt-get install" in command:
+                assert "apt-get update" in command
+                assert "--no-install-recommends" in command
+                assert command.endswith("rm -rf /var/lib/apt/lists/*")
+            if "pip install" in command:
+                assert "--no-cache-dir" in command
+                assert "--constraint constraints.txt" in command
+            assert not re.search(r"(curl|wget)[^|]*\|\s*(ba)?sh", command)
+            assert "sudo" not in command
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_what_is_copied_is_there_and_is_all_that_a_build_takes(path: Path) -> None:
+    sources = [name for text in values(stages(path)[0], "COPY") for name in text.split()[:-1]]
+    for name in sources:
+        assert (ROOT / name).exists(), name
+        assert reaches_the_build(name), name
+    built = set(re.findall(r'^"(\w+)" = |packages = \["(\w+)"\]', (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
+    folders = {a or b for a, b in built}
+    assert folders == {"recipes", "kvexport"}
+    assert folders | {"pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "plugins"} <= set(sources)
+
+
+def test_what_a_build_does_not_take_stays_outside() -> None:
+    for name in (
+        ".git/config",
+        ".venv/bin/python",
+        "build-cache/x",
+        "tests/conftest.py",
+        "artifacts/a",
+        "kvexport/_native/lib.so",
+        "kvexport/__pycache__",
+    ):
+        assert not reaches_the_build(name), name
+    assert reaches_the_build("kvexport/commands/app.py")
+    assert reaches_the_build("recipes/checkpoints/tiny/config.json")
+
+
+def test_the_files_named_in_docker_are_those_of_the_checkout() -> None:
+    scripts = re.findall(r"python3 (\S+\.py)", (ROOT / "docker" / "tensorrt.Dockerfile").read_text())
+    assert scripts
+    assert all((ROOT / script).is_file() for script in scripts)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_every_command_is_shell(path: Path) -> None:
+    commands = [rest for name, rest in instructions(path) if name == "RUN"]
+    assert commands
+    for command in commands:
+        done = subprocess.run(["sh", "-n", "-c", command], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{command}: {done.stderr}"

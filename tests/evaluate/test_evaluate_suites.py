@@ -1,0 +1,130 @@
+"""LongBench and RULER from a local folder, by the recipes of the papers' settings: what is asked, of what, and how it
+is scored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import kvexport
+from kvexport.cache import LayerGeometry
+from kvexport.commands.app import app
+from kvexport.evaluate.candidates import equal_bytes
+from kvexport.recipe.files import load_recipe
+
+# The public shapes of the checkpoints that the recipes name: layers, query heads, KV heads, of 128 dimensions each.
+SHAPES = {
+    "llama2-7b-keepkv": (32, 32, 32),
+    "llama2-13b-keepkv": (40, 40, 40),
+    "llama3-8b-keepkv": (32, 32, 8),
+    "mistral-7b-keepkv": (32, 32, 8),
+    "qwen3-8b-keepkv": (36, 32, 8),
+}
+LONGBENCH_PROMPT = "Read: {context} Question: {input} Answer:"
+RULER_PROMPT = "VAR a 12345 VAR b VAR a Find all variables of 12345"
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_papers_settings_give_every_method_a_fifth_of_the_context(name: str) -> None:
+    layers, heads, kv_heads = SHAPES[name]
+    length = load_recipe(name).recipe.limits.max_length
+    found = equal_bytes(
+        name, ["streaming", "h2o", "keepkv"], [0.2], length, [LayerGeometry(heads, kv_heads, 128, 128)] * layers, []
+    )
+    slots = round(0.2 * length)
+    assert [c.label for c in found] == ["streaming", "h2o", "keepkv"]
+    token = layers * kv_heads * 2 * 128 * 2  # float16
+    for candidate in found:
+        assert candidate.recipe.cache.method == candidate.label
+        assert slots - 2 <= candidate.slots <= slots
+        # The budget and a chunk's slack; votes, scores and positions are 12 bytes beside 512.
+        assert slots * token < candidate.bytes < (slots + 512) * token * 1.03
+    assert {c.recipe.cache.allocation.kind for c in found} == {"cosine"}
+
+
+@pytest.fixture
+def suites(tmp_path: Path) -> Path:
+    """Folders laid out as LongBench's and RULER's."""
+    for path, row in {
+        "longbench/data/hotpotqa.jsonl": {
+            "input": "Who?",
+            "context": "Anna did. " * 80,
+            "answers": ["Anna"],
+            "all_classes": None,
+        },
+        "longbench/data/lcc.jsonl": {
+            "input": "",
+            "context": "def f(x):",
+            "answers": ["    return x"],
+            "all_classes": None,
+        },
+        "ruler/vt/validation.jsonl": {"index": 0, "input": RULER_PROMPT, "outputs": ["a", "b", "q", "z", "7"]},
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
+    config = tmp_path / "longbench" / "config"
+    config.mkdir()
+    (config / "dataset2prompt.json").write_text(
+        json.dumps({"hotpotqa": LONGBENCH_PROMPT, "lcc": "Complete: {context}"})
+    )
+    (config / "dataset2maxlen.json").write_text(json.dumps({"hotpotqa": 8, "lcc": 6}))
+    return tmp_path
+
+
+def test_a_papers_recipe_is_asked_what_lies_in_a_local_folder(suites: Path, tiny_checkpoint: Path) -> None:
+    """Llama 2 7B's recipe with a small checkpoint in its place: its method, budget, layer budgets and threshold."""
+    recipe = suites / "mine.yaml"
+    changes = {
+        "model": {"path": str(tiny_checkpoint), "dtype": "float32"},
+        "limits": {"max_length": 256},
+        "export": {"prefill_chunk": 16},
+    }
+    recipe.write_text(
+        json.dumps({"extends": "llama2-7b-keepkv", **changes, "cache": {"merge_every": 8}, "backend": {"threads": 1}})
+    )
+    arguments = [
+        "eval",
+        "--recipe",
+        str(recipe),
+        "--budgets",
+        "0.2",
+        "--methods",
+        "keepkv",
+        "--work",
+        str(suites / "work"),
+        "--json",
+    ]
+    arguments += [
+        "--longbench",
+        str(suites / "longbench"),
+        "--ruler",
+        str(suites / "ruler"),
+        "--html",
+        str(suites / "page.html"),
+    ]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    data: dict[str, Any] = json.loads(result.stdout)
+    names = ["longbench/hotpotqa", "longbench/lcc", "ruler/vt"]
+    assert (data["length"], data["tasks"]) == (256, names)
+    (keepkv,) = data["results"]
+    assert (keepkv["label"], keepkv["slots"]) == ("keepkv", 51)
+    assert keepkv["bytes"] < 0.35 * data["full"]["bytes"]
+    for label, found in (("full", data["full"]), ("keepkv-51", keepkv)):
+        assert {name: score["accuracy"]["count"] for name, score in found["scores"].items()} == dict.fromkeys(names, 2)
+        text = (
+            kvexport.load(suites / "work" / label)
+            .generate(RULER_PROMPT, max_new_tokens=30, do_sample=False)[0]
+            .text.lower()
+        )
+        assert found["scores"]["ruler/vt"]["accuracy"]["value"] == pytest.approx(sum(x in text for x in "abqz7") / 5)
+    # What was cut in the middle still ends with the question, and is generated from.
+    assert 0 <= keepkv["scores"]["longbench/lcc"]["accuracy"]["value"] < 1
+    page = (suites / "page.html").read_text()
+    assert all(f"Accuracy: {name}" in page for name in names)
+    built = json.loads((suites / "work" / "keepkv-51" / "manifest.json").read_text())
+    assert built["recipe"]["cache"]["parameters"]["threshold"] == 0.8

@@ -1,0 +1,152 @@
+"""What a build does beside its trace: weights are written meanwhile, and stop when the trace fails."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvexport.artifact.publish import load_manifest
+from kvexport.errors import UsageError
+from kvexport.export import build as builder
+from kvexport.export import forked
+from kvexport.export.graph import tracer
+from kvexport.ops import onnx_function
+from tests.support import models
+
+
+def endless(advance: Callable[[int], None]) -> None:
+    for _ in range(3000):
+        advance(1)
+        time.sleep(0.01)
+    raise AssertionError("nobody ended this")
+
+
+def test_background_work_ends_with_the_block() -> None:
+    amounts: list[int] = []
+    interval = sys.getswitchinterval()
+    with pytest.raises(UsageError, match="of the block"), builder._in_background(endless, amounts.append) as running:
+        assert sys.getswitchinterval() < interval
+        while len(amounts) < 3:
+            time.sleep(0.01)
+        raise UsageError("of the block")
+    assert running.done() and 3 <= len(amounts) < 3000 and sys.getswitchinterval() == interval
+
+
+def test_background_work_hands_over_its_result_and_its_error() -> None:
+    with builder._in_background(lambda advance: advance(2), [].append) as running:
+        assert running.result() is None
+    with pytest.raises(OSError, match="full"), builder._in_background(fails, [].append) as running:
+        running.result()
+
+
+def fails(advance: Callable[[int], None]) -> None:
+    raise OSError("full")
+
+
+def test_a_failing_trace_leaves_nothing_and_the_collector_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def untraceable(*args: object, **kwargs: object) -> None:
+        assert not gc.isenabled()
+        raise UsageError("llama cannot be traced")
+
+    checkpoint = models.save_checkpoint(tmp_path / "checkpoint", models.llama())
+    monkeypatch.setattr(tracer, "trace_decoder", untraceable)
+    target = tmp_path / "artifacts" / "one"
+    target.parent.mkdir()
+    with pytest.raises(UsageError, match="cannot be traced"):
+        builder.build(models.make_recipe(checkpoint, limits={"max_length": 512}), target)
+    assert list(target.parent.iterdir()) == [] and gc.isenabled()
+
+
+@pytest.mark.parametrize("weights", ["copy", "link"])
+def test_the_manifest_has_the_digest_of_every_file(tmp_path: Path, weights: str) -> None:
+    checkpoint = models.save_checkpoint(tmp_path / "checkpoint", models.llama(), shard="60KB")
+    recipe = models.make_recipe(
+        checkpoint, cache={"method": "full"}, export={"weights": weights}, limits={"max_length": 512}
+    )
+    files = load_manifest(models.build_shared(recipe, tmp_path / "artifact"), verify=True)["files"]
+    assert len([name for name in files if name.startswith("weights/")]) == (
+        0 if weights == "copy" else len(list(checkpoint.glob("*.safetensors")))
+    )
+
+
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forks also beside the threads of pytest, none of which holds what the work needs."""
+    if sys.platform != "linux":
+        pytest.skip("not reached: work is forked on Linux alone")
+    monkeypatch.setattr(forked, "can_fork", lambda: True)
+
+
+def test_forked_work_hands_over_its_bytes_from_a_process_of_its_own(forks: None, tmp_path: Path) -> None:
+    with (tmp_path / "open").open("w") as stream:
+        number = stream.fileno()
+
+        def work() -> bytes:
+            try:
+                os.fstat(number)
+            except OSError:
+                return b"%d" % os.getpid()
+            return b"has the parent's files"
+
+        with forked.forked(work) as result:
+            pid = int(result())
+    assert pid != os.getpid() and not Path(f"/proc/{pid}").exists()
+
+
+def test_forked_work_that_fails_is_done_again_and_says_why(forks: None) -> None:
+    parent = os.getpid()
+
+    def dies() -> bytes:
+        if os.getpid() != parent:
+            os._exit(9)
+        return b"here"
+
+    with forked.forked(dies) as result:
+        assert result() == b"here"
+    with forked.forked(lambda: fails([].append)) as result, pytest.raises(OSError, match="full"):  # type: ignore[arg-type, return-value]
+        result()
+
+
+def test_forked_work_ends_with_the_block(forks: None) -> None:
+    start = time.monotonic()
+    with forked.forked(lambda: time.sleep(60) or b""):
+        pass
+    assert time.monotonic() - start < 30
+
+
+def test_forked_work_that_does_not_answer_is_done_here(forks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forked, "PATIENCE_SECONDS", 0.1)
+    parent = os.getpid()
+    with forked.forked(lambda: b"here" if os.getpid() == parent else time.sleep(60) or b"") as result:
+        assert result() == b"here"
+
+
+def test_nothing_is_forked_beside_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forked.threading, "active_count", lambda: 2)
+    with forked.forked(lambda: b"%d" % os.getpid()) as result:
+        assert int(result()) == os.getpid()
+
+
+def test_a_merge_traced_in_another_process_is_not_traced_again(
+    forks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def traces(*args: object) -> None:
+        raise AssertionError("traced in this process")
+
+    monkeypatch.setattr(models, "_merge_cache_function", onnx_function.merge_cache_function)
+    monkeypatch.setattr(onnx_function, "_merge_functions", {})
+    checkpoint = models.save_checkpoint(tmp_path / "checkpoint", models.llama())
+    recipe = models.make_recipe(checkpoint, cache={"method": "streaming", "budget": 64}, limits={"max_length": 512})
+    first = models.build_shared(recipe, tmp_path / "first")
+    monkeypatch.setattr(forked, "can_fork", lambda: False)
+    monkeypatch.setattr(onnx_function, "_trace_merge_cache", traces)
+    second = models.build_shared(recipe, tmp_path / "second")
+    assert (first / "merge.onnx").read_bytes() == (second / "merge.onnx").read_bytes()

@@ -1,0 +1,194 @@
+"""Where a checkpoint comes from: a directory, or a hub of its own on this machine."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.export.model.checkpoint import read_checkpoint, resolve_checkpoint
+from tests.export.test_checkpoint import make_single
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def test_a_directory_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert resolve_checkpoint("org/name", "any") == Path("org/name")
+    assert resolve_checkpoint(str(tmp_path), None) == tmp_path
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "",
+        "llama",
+        "./org/name",
+        "../x",
+        "/no/such/dir",
+        "a/b/c",
+        "a/b..c",
+        "a--b/c",
+        "org/n\u00e4me",
+        "a/b.git",
+        "a\0/b",
+        "x" * 5000,
+    ],
+)
+def test_what_is_neither_directory_nor_hub_id_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError) as caught:
+        resolve_checkpoint(path, None)
+    assert "--set model.path" in caught.value.fix
+
+
+def test_a_file_is_not_a_checkpoint(tmp_path: Path) -> None:
+    make_single(tmp_path)
+    with pytest.raises(UsageError, match="is a file, expected a directory") as caught:
+        resolve_checkpoint(str(tmp_path / "model.safetensors"), None)
+    assert str(tmp_path) in caught.value.fix
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """The hub's routes for one public model, org/name; other names answer with the hub's error codes."""
+
+    files: dict[str, bytes]
+    served: list[str]
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def answer(self, body: bytes, status: int = 200, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.split("?")[0]
+        if path.startswith("/api/models/org/name/revision/none"):
+            self.answer(b"{}", 404, X_Error_Code="RevisionNotFound")
+        elif path.startswith("/api/models/org/name/tree/"):
+            tree = [
+                {"type": "file", "path": name, "size": len(data), "oid": f"{len(data):040x}"}
+                for name, data in self.files.items()
+            ]
+            self.answer(json.dumps(tree).encode(), Content_Type="application/json")
+        elif path.startswith("/api/models/org/name"):
+            self.answer(
+                json.dumps({"id": "org/name", "sha": COMMIT, "siblings": []}).encode(), Content_Type="application/json"
+            )
+        elif path.startswith(f"/org/name/resolve/{COMMIT}/"):
+            name = path.removeprefix(f"/org/name/resolve/{COMMIT}/")
+            self.served.append(name)
+            self.answer(self.files[name], ETag=f'"{len(self.files[name]):040x}"', X_Repo_Commit=COMMIT)
+        elif "/gated/" in path:
+            self.answer(b"{}", 403, X_Error_Code="GatedRepo")
+        elif "/broken/" in path:
+            self.answer(b"{}", 400)
+        else:
+            self.answer(b"{}", 401, X_Error_Code="RepoNotFound")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    Hub.files, Hub.served = {}, []
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    huggingface_hub.close_session()
+    yield Hub
+    server.shutdown()
+    server.server_close()
+    huggingface_hub.close_session()
+
+
+def test_a_hub_id_is_downloaded_without_pickles_and_code_and_found_again_offline(
+    hub: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_single(tmp_path / "model")
+    wanted = {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
+    wanted |= {"tokenizer.json": b"{}", "chat_template.jinja": b"x"}
+    unwanted = (
+        "pytorch_model.bin",
+        "modeling.py",
+        "consolidated.safetensors",
+        "onnx/config.json",
+        "README.md",
+        "tokenizer.model",
+    )
+    hub.files.update({**wanted, **dict.fromkeys(unwanted, b"never")})
+    directory = resolve_checkpoint("org/name", "main")
+    assert {str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file()} == set(wanted)
+    assert set(hub.served) == set(wanted)
+    assert set(read_checkpoint(directory).tensors) == {"w"}
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert resolve_checkpoint("org/name", None) == directory
+
+
+@pytest.mark.parametrize(
+    ("hub_id", "revision", "kind", "problem", "fix"),
+    [
+        ("org/name", "none", UsageError, "no revision 'none'", "model.revision"),
+        (
+            "org/unknown",
+            None,
+            UsageError,
+            "no local directory 'org/unknown', and the hub has no public model",
+            "hf auth login",
+        ),
+        ("gated/name", None, EnvironmentProblem, "gated", "hf auth login"),
+        ("broken/name", None, EnvironmentProblem, "'broken/name'", "hf download broken/name"),
+    ],
+)
+def test_what_the_hub_refuses(
+    hub: type[Hub], hub_id: str, revision: str | None, kind: type[UsageError], problem: str, fix: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        resolve_checkpoint(hub_id, revision)
+    assert problem in caught.value.problem
+    assert fix in caught.value.fix
+    assert "\n" not in caught.value.problem
+
+
+def test_offline_says_which_command_downloads_beforehand(hub: type[Hub], monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(EnvironmentProblem, match="HF_HUB_OFFLINE") as caught:
+        resolve_checkpoint("org/name", "v1 beta")
+    assert "hf download org/name --revision 'v1 beta'" in caught.value.fix
+    assert caught.value.exit_code == 3
+    assert hub.served == []
+
+
+def test_an_unreachable_hub_is_an_environment_problem(hub: type[Hub], monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(EnvironmentProblem, match="cannot be reached") as caught:
+        resolve_checkpoint("org/name", None)
+    assert "hf download org/name" in caught.value.fix

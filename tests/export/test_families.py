@@ -1,0 +1,235 @@
+"""Families of decoders: with a budget that holds the whole sequence, an artifact's logits are Hugging Face's, under
+every method."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    StableLmConfig,
+)
+
+from kvexport.methods import all_methods
+from kvexport.runtime.engine import Engine, load
+from tests.support import models
+from tests.support.tensorrt_walk import artifact_problems
+
+WINDOW = 24
+CHUNK = 32
+# One, two and three chunks of prompt, then decode steps, of which the second sequence takes the fewest; the longest
+# sequence passes the window four times over and stays within the budget.
+PROMPTS = (20, 50, 90)
+LENGTHS = (50, 60, 115)
+MAX_LENGTH = 160
+TOLERANCE = 1e-4
+MIXED = ["sliding_attention", "full_attention"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A config, the window of every layer, and how its checkpoint is stored and taken into an artifact."""
+
+    config: Callable[..., Any]
+    changes: dict[str, Any]
+    windows: tuple[int, int] = (0, 0)
+    dtype: torch.dtype = torch.float32
+    shard: str = "1GB"
+    weights: str = "copy"
+
+
+FAMILIES = {
+    "llama": Family(LlamaConfig, {}),
+    "mistral": Family(MistralConfig, {"sliding_window": WINDOW}, windows=(WINDOW, WINDOW)),
+    "qwen2": Family(Qwen2Config, {}, weights="link"),
+    "gemma2": Family(
+        Gemma2Config,
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": WINDOW,
+            "layer_types": MIXED,
+            "attn_logit_softcapping": 5.0,
+        },
+        windows=(WINDOW, 0),
+    ),
+    "qwen3": Family(Qwen3Config, {"head_dim": 16}, dtype=torch.bfloat16),
+    "gemma3": Family(
+        Gemma3TextConfig,
+        {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": WINDOW, "layer_types": MIXED},
+        windows=(WINDOW, 0),
+    ),
+    "phi3": Family(Phi3Config, {}, shard="60KB"),
+}
+# These follow from what the others prove; uncompressed alone has to be right. gpt_neox renames its tensors and rotates
+# a quarter of a head, gpt2 learns its positions and stores weights transposed, granite has multipliers everywhere,
+# Phi-3's long form has frequencies that depend on the length.
+TAIL = {
+    "gpt_neox": Family(GPTNeoXConfig, {}),
+    "gpt2": Family(GPT2Config, {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}),
+    "stablelm": Family(StableLmConfig, {"partial_rotary_factor": 0.25}),
+    "granite": Family(
+        GraniteConfig,
+        {"attention_multiplier": 0.3, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
+    ),
+    "phi3-longrope": Family(
+        Phi3Config,
+        {
+            "original_max_position_embeddings": 32,  # less than any of the sequences here
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 8,
+                "long_factor": [2.0] * 8,
+            },
+        },
+    ),
+}
+# In float16 alone: norms that scale in float32. Of one layer that attends as qwen3's do, whose function they share.
+ONE_LAYER = {"head_dim": 16, "query_pre_attn_scalar": 16, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
+HALF = {
+    "gemma2-half": Family(Gemma2Config, {**ONE_LAYER, "attn_logit_softcapping": None}),
+    "gemma3-half": Family(Gemma3TextConfig, ONE_LAYER, dtype=torch.bfloat16),
+}
+
+
+def cases() -> list[tuple[str, str]]:
+    """Every family with `full` and `keepkv`; every other method with two families, of which one has windows, in
+    turn."""
+    found = list(itertools.product(FAMILIES, ("full", "keepkv")))
+    windowed = itertools.cycle(name for name, family in FAMILIES.items() if any(family.windows))
+    plain = itertools.cycle(name for name, family in FAMILIES.items() if not any(family.windows))
+    for method in all_methods():
+        if method not in ("full", "keepkv"):
+            found += [(next(plain), method), (next(windowed), method)]
+    return found
+
+
+class Workshop:
+    """Checkpoints and Hugging Face's logits, made once for all methods of a family."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.sequences = models.random_ids(1, *LENGTHS)
+        self._expected: dict[str, list[models.Logits]] = {}
+
+    def checkpoint(self, name: str) -> Path:
+        path = self.folder / name
+        if not path.exists():
+            family = (FAMILIES | TAIL | HALF)[name]
+            sizes = models.SIZES if family.config is not GPT2Config else {"vocab_size": models.SIZES["vocab_size"]}
+            models.save_checkpoint(
+                path, family.config(**{**sizes, **family.changes}), dtype=family.dtype, shard=family.shard
+            )
+        return path
+
+    def expected(self, name: str) -> list[models.Logits]:
+        if name not in self._expected:
+            self._expected[name] = models.hugging_face_logits(self.checkpoint(name), self.sequences)
+        return self._expected[name]
+
+    def engine(self, name: str, method: str, dtype: str = "float32") -> Engine:
+        recipe = models.make_recipe(
+            self.checkpoint(name),
+            dtype=dtype,
+            # As many slots as `full` gets, so that all methods share one trace; numbers for `recent`, so that layers
+            # share functions.
+            cache={
+                "method": method,
+                "budget": MAX_LENGTH - CHUNK,
+                "slack": CHUNK,
+                "recent": 8,
+                "merge_every": 8,
+                "allocation": {"kind": "uniform"},
+            },
+            export={"prefill_chunk": CHUNK, "logits": "all", "weights": (FAMILIES | TAIL | HALF)[name].weights},
+            limits={"max_length": MAX_LENGTH, "max_batch": 3},
+        )
+        artifact = models.build_shared(recipe, self.folder / f"{name}-{method}-{dtype}")
+        assert not artifact_problems(artifact)  # nothing that TensorRT's parser does not take
+        return load(artifact)
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("families"))
+
+
+def difference(got: list[models.Logits], expected: list[models.Logits]) -> float:
+    assert [len(g) for g in got] == list(LENGTHS)
+    assert max(np.abs(e).max() for e in expected) > 1.0
+    return float(max(np.abs(g - e).max() for g, e in zip(got, expected, strict=True)))
+
+
+@pytest.mark.parametrize(("name", "method"), sorted(cases()))
+def test_budget_beyond_the_length_equals_hugging_face(workshop: Workshop, name: str, method: str) -> None:
+    engine = workshop.engine(name, method)
+    assert tuple(layer.sliding_window for layer in engine.plan.layers) == FAMILIES[name].windows
+    merged: set[int] = set()
+
+    def count_slots(lanes: Any) -> None:
+        for i, layer in enumerate(engine.plan.layers):
+            used = (lanes.backend.state[f"past_key_values.{i}.votes"] > 0).sum(-1)
+            assert used.max() <= layer.capacity
+            if used.max() < max(lanes.length):
+                merged.add(i)
+
+    got = models.given_tokens_logits(engine, workshop.sequences, PROMPTS, count_slots)
+    assert difference(got, workshop.expected(name)) <= TOLERANCE
+    # A window is all that may have let go of something.
+    assert merged == {i for i, window in enumerate(FAMILIES[name].windows) if window}
+
+
+@pytest.mark.parametrize("name", TAIL)
+def test_longer_tail_of_families_equals_hugging_face(workshop: Workshop, name: str) -> None:
+    got = models.given_tokens_logits(workshop.engine(name, "full"), workshop.sequences, PROMPTS)
+    assert difference(got, workshop.expected(name)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["qwen3", *HALF])
+def test_checkpoint_becomes_float16(workshop: Workshop, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = workshop.expected(name)
+    largest = max(np.abs(e).max() for e in expected)
+    artifact = workshop.engine(name, "full", "float16").path
+    for native in (True, False):  # where they are built
+        if not native:
+            monkeypatch.setenv("KVEXPORT_OPERATORS", "off")
+        engine = load(artifact)
+        assert {str(layer.dtype) for layer in engine.plan.layers} == {"float16"}
+        assert engine.new_backend(1).state["past_key_values.0.key"].dtype == np.float16
+        got = models.given_tokens_logits(engine, workshop.sequences, PROMPTS)
+        # Rounded, but only rounded.
+        assert 0 < difference(got, expected) <= 1e-2 * largest
+
+
+def test_tied_embeddings_are_stored_once(workshop: Workshop) -> None:
+    checkpoint = workshop.checkpoint("gemma2")
+    artifact = workshop.engine("gemma2", "full").path
+    embedding = 4 * models.SIZES["vocab_size"] * models.SIZES["hidden_size"]
+    stored = (checkpoint / "model.safetensors").stat().st_size
+    assert (artifact / "decoder.weights").stat().st_size < stored + embedding // 2
+
+
+def test_linked_weights_are_the_checkpoints_own_file(workshop: Workshop) -> None:
+    linked = workshop.engine("qwen2", "full").path / "weights" / "model.safetensors"
+    assert linked.samefile(workshop.checkpoint("qwen2") / "model.safetensors")
+
+
+def test_the_sharded_checkpoint_has_several_files(workshop: Workshop) -> None:
+    assert len(list(workshop.checkpoint("phi3").glob("*.safetensors"))) > 2

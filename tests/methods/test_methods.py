@@ -1,0 +1,390 @@
+"""The theorems and closed forms of the methods full, streaming, h2o and keepkv, through the two operators in PyTorch.
+
+Expected values come from the formulas, in float64; the operators compute in float32, so equality means 1e-5 of the
+magnitude.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvexport.errors import UsageError
+from kvexport.methods.base import Method, Statistic
+from kvexport.methods.full import Full
+from kvexport.methods.h2o import H2O
+from kvexport.methods.joint import key_factor
+from kvexport.methods.keepkv import KeepKV
+from kvexport.methods.streaming import Streaming
+from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
+from tests.support.one_head import DECAY, appended, attended, cache_of, merged, random_cache, score_for, tensors_of
+
+theorem = settings(max_examples=40, deadline=None, derandomize=True)
+seeds = st.integers(0, 2**32 - 1)
+
+
+# 1 Zero perturbation
+
+
+@theorem
+@given(seeds, st.integers(1, 9), st.sampled_from(["evict-first", "merge-first"]))
+def test_keepkv_votes_do_not_change_the_attention_of_the_current_query(seed: int, leaving: int, order: Any) -> None:
+    cache, query = random_cache(seed)
+    method = KeepKV(decay=DECAY, threshold=-1.0, zip="vote", order=order)
+    after = merged(cache, method, len(cache["key"]) - leaving, sinks=1, recent=2)
+    assert len(after["key"]) == len(cache["key"]) - leaving
+    np.testing.assert_allclose(
+        attended(after, query, alpha=1.0)[0], attended(cache, query, alpha=1.0)[0], rtol=2e-5, atol=2e-5
+    )
+
+
+@theorem
+@given(seeds, st.integers(1, 9))
+def test_keepkv_key_factors_do_not_change_the_attention_of_the_current_query(seed: int, leaving: int) -> None:
+    # Logits around 8: Eq. 7 is ill-conditioned near its pole, where no float32 could hold the theorem.
+    cache, query = random_cache(seed, shift=8.0)
+    method = KeepKV(decay=DECAY, threshold=-1.0, zip="key", key_factor_max=math.inf, order="evict-first")
+    after = merged(cache, method, len(cache["key"]) - leaving, sinks=1, recent=2)
+    np.testing.assert_allclose(after["votes"].sum(), cache["votes"].sum(), rtol=1e-5)
+    np.testing.assert_allclose(
+        attended(after, query, alpha=1.0)[0], attended(cache, query, alpha=1.0)[0], rtol=5e-5, atol=5e-5
+    )
+
+
+@pytest.mark.parametrize(
+    "method", [KeepKV(decay=DECAY, threshold=-1.0, zip="mean"), H2O(), Streaming()], ids=lambda m: m.name
+)
+def test_other_rules_do_change_the_attention_of_the_current_query(method: Method) -> None:
+    cache, query = random_cache(0)
+    after = merged(cache, method, 7, sinks=1, recent=2)
+    assert np.abs(attended(after, query, alpha=1.0)[0] - attended(cache, query, alpha=1.0)[0]).max() > 1e-3
+
+
+@theorem
+@given(seeds)
+def test_fractional_votes_never_exceed_the_votes_they_stand_for(seed: int) -> None:
+    cache, _ = random_cache(seed)
+    after = merged(cache, KeepKV(decay=DECAY, threshold=-1.0, zip="vote"), 4)
+    assert after["votes"].sum() <= cache["votes"].sum() * (1 + 1e-6)
+
+
+# 2 Key factors
+
+FACTORS = [((1, -3), 0.350198), ((-1, -3), 1.264706), ((0.2, -2), 19.950766), ((0.3, -2), -3.291429)]
+
+
+def log_mean_and_mean_logit(logits: tuple[float, ...]) -> tuple[float, float]:
+    weight = np.exp(logits)
+    return math.log(weight.mean()), float(weight @ logits / weight.sum())
+
+
+@pytest.mark.parametrize(("logits", "factor"), FACTORS)
+def test_key_factor_of_two_slots(logits: tuple[float, float], factor: float) -> None:
+    log_mean, mean_logit = log_mean_and_mean_logit(logits)
+    found = key_factor(torch.tensor(log_mean, dtype=torch.float64), torch.tensor(mean_logit, dtype=torch.float64))
+    assert float(found) == pytest.approx(factor, abs=1e-6)
+
+
+@pytest.mark.parametrize("logit", [0.0, 2.5, -7.0])
+def test_key_factor_of_equal_logits_is_one(logit: float) -> None:
+    assert float(key_factor(torch.tensor(logit), torch.tensor(logit))) == 1.0
+
+
+@pytest.mark.parametrize(("logits", "factor"), FACTORS)
+def test_key_factor_through_the_operator(logits: tuple[float, float], factor: float) -> None:
+    # Keys along the query (1, 0) with logits of their own; the second coordinate keeps their cosine positive.
+    key = [(logits[0], 5.0), (logits[1], 5.0)]
+    cache = cache_of(key, score=score_for(logits, [0, 1]))
+    after = merged(cache, KeepKV(decay=DECAY, threshold=0.0, zip="key", key_factor_max=math.inf), 1)
+    weight = np.exp(logits)
+    mean_key = weight @ key / weight.sum()
+    if factor > 0:
+        # float32 near the pole: an error of 1e-7 in a mean logit of 0.05.
+        np.testing.assert_allclose(after["key"][0], factor * mean_key, rtol=1e-4)
+        assert after["votes"][0] == pytest.approx(2.0)
+    else:
+        log_mean, mean_logit = log_mean_and_mean_logit(logits)
+        np.testing.assert_allclose(after["key"][0], mean_key, rtol=1e-5)
+        assert after["votes"][0] == pytest.approx(2.0 * math.exp(log_mean - mean_logit), rel=1e-5)
+
+
+def test_a_key_factor_outside_the_limit_falls_back_to_fractional_votes() -> None:
+    logits = (1.0, -3.0)  # factor 0.350198 is outside [1/2, 2] and inside [1/3, 3]
+    cache = cache_of([(1.0, 5.0), (-3.0, 5.0)], score=score_for(logits, [0, 1]))
+    within = merged(cache, KeepKV(decay=DECAY, threshold=0.0, zip="key", key_factor_max=3.0), 1)
+    outside = merged(cache, KeepKV(decay=DECAY, threshold=0.0, zip="key", key_factor_max=2.0), 1)
+    by_votes = merged(cache, KeepKV(decay=DECAY, threshold=0.0, zip="vote"), 1)
+    assert within["votes"][0] == pytest.approx(2.0)
+    for name in by_votes:
+        np.testing.assert_array_equal(outside[name], by_votes[name])
+    assert outside["votes"][0] < 1.5
+
+
+def test_the_pole_of_the_key_factor_falls_back_to_votes_without_a_limit() -> None:
+    # Equal weights and opposite logits make L = 0 exactly; positions far back make the bias correction 1 exactly.
+    light = float(torch.exp(torch.tensor(-2.0)))
+    cache = cache_of(
+        [[1.0, 5.0], [-1.0, 5.0], [0.0, -1.0]], votes=[light, 1.0, 1.0], score=[1.0, -1.0, 0.0], position=[0, 1, 5000]
+    )
+    after = merged(cache, KeepKV(decay=DECAY, threshold=0.0, zip="key", key_factor_max=math.inf), 2, recent=1)
+    np.testing.assert_allclose(after["key"][0], [0.0, 5.0], atol=1e-6)
+    assert after["votes"][0] == pytest.approx(2 * light * math.e, rel=1e-5)  # sum p s
+
+
+# 3 Equal pairs
+
+
+@pytest.mark.parametrize("mode", ["key", "vote", "mean"])
+@theorem
+@given(seed=seeds)
+def test_equal_pairs_merge_without_any_change_for_every_query(mode: Any, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    base, _ = random_cache(seed, count=5)
+    cache = {name: np.repeat(x, 2, axis=0) for name, x in base.items()}
+    cache["position"] = np.sort(rng.choice(40, 10, replace=False))
+    cache["score"] = score_for(np.repeat(np.linspace(-2.0, 3.0, 5), 2), cache["position"])
+    # With a threshold of one no other pair merges; equal keys' cosine may round to just below it.
+    after = merged(cache, KeepKV(decay=DECAY, threshold=0.9999, zip=mode), 9)
+    assert after["votes"].sum() == pytest.approx(cache["votes"].sum(), rel=1e-5)
+    for query in rng.normal(size=(8, 6)):
+        np.testing.assert_allclose(
+            attended(after, query, alpha=1.0)[0], attended(cache, query, alpha=1.0)[0], rtol=1e-5, atol=1e-5
+        )
+
+
+def test_dropping_one_of_an_equal_pair_does_change_the_attention() -> None:
+    cache = cache_of([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]], [[1.0], [1.0], [-1.0]], score=[0.1, 0.2, 0.9])
+    after = merged(cache, H2O(), 2)
+    assert after["position"].tolist() == [1, 2]
+    assert abs(attended(after, [1.0, 0.0], alpha=0.0)[0] - attended(cache, [1.0, 0.0], alpha=0.0)[0])[0] > 0.1
+
+
+# 4 Attention sag
+
+
+@theorem
+@given(seeds)
+def test_a_convex_merge_without_votes_loses_attention(seed: int) -> None:
+    cache, query = random_cache(seed)
+    cache["votes"][:] = 1.0
+    after = merged(cache, KeepKV(decay=DECAY, threshold=-1.0, zip="mean"), len(cache["key"]) - 1)
+    (r,) = np.flatnonzero(after["votes"] == 2.0)
+    gone = np.setdiff1d(cache["position"], after["position"])
+    before, without = attended(cache, query, alpha=0.0)[1], attended(after, query, alpha=0.0)[1]
+    stays = ~np.isin(cache["position"], [*gone, after["position"][r]])
+    unchanged = np.isin(after["position"], cache["position"][stays])
+    unchanged[r] = False
+    # What its two members had: all but the others'.
+    members = 1.0 - before[np.isin(cache["position"], after["position"][unchanged])].sum()
+    assert without[r] < members
+
+
+def test_attention_of_a_merged_equal_pair() -> None:
+    key, query = [[1.0, 0.5], [1.0, 0.5], [-0.3, 0.2], [0.4, -1.0]], np.array([0.7, 0.4])
+    s = np.exp(np.asarray(key) @ query)
+    cache = cache_of(key, score=score_for(np.asarray(key) @ query, np.arange(4)))
+    after = merged(cache, KeepKV(decay=DECAY, threshold=0.9999, zip="mean", order="merge-first"), 3)
+    assert after["votes"].tolist() == [2.0, 1.0, 1.0]
+    statistic = (Statistic("probability"),)
+    # A new token of logit far below the others takes no part.
+    for alpha, expected in ((0.0, s[0] / (s.sum() - s[0])), (1.0, 2 * s[0] / s.sum())):
+        after["score"][:] = 0.0
+        _, present = appended(after, [query], [[-50.0, -50.0]], [[0.0, 0.0]], statistic, alpha=alpha)
+        assert present["score"][0] == pytest.approx(expected, rel=1e-5)
+
+
+# 9 The exponential moving average
+
+
+@pytest.mark.parametrize("logit", [-180.0, -2.0, 0.0, 3.0, 180.0])
+@pytest.mark.parametrize("chunks", [[1] * 12, [5, 1, 6], [12]])
+def test_a_constant_score_is_returned_unchanged_at_every_step(logit: float, chunks: list[int]) -> None:
+    statistic = (Statistic("log_ema", DECAY),)
+    cache = cache_of(np.zeros((0, 1)))
+    for tokens in chunks:
+        _, cache = appended(cache, [[1.0]] * tokens, [[logit]] * tokens, [[0.0]] * tokens, statistic)
+        seen = cache["position"].max() - cache["position"] + 1
+        corrected = cache["score"] - np.log1p(-(DECAY**seen))
+        np.testing.assert_allclose(corrected, logit, rtol=1e-5, atol=1e-5)
+
+
+@theorem
+@given(seeds, st.lists(st.integers(1, 5), min_size=1, max_size=5), st.floats(0.5, 0.99))
+def test_the_log_domain_average_is_the_linear_one(seed: int, chunks: list[int], decay: float) -> None:
+    rng = np.random.default_rng(seed)
+    count = sum(chunks)
+    key, query = rng.normal(size=(count, 4)), rng.normal(size=(count, 4))
+    linear = np.zeros(count)
+    for t in range(count):
+        linear[: t + 1] = decay * linear[: t + 1] + (1 - decay) * np.exp(key[: t + 1] @ query[t])
+    cache, start = cache_of(np.zeros((0, 4))), 0
+    for tokens in chunks:
+        rows = slice(start, start + tokens)
+        _, cache = appended(cache, query[rows], key[rows], key[rows], (Statistic("log_ema", decay),))
+        start += tokens
+    np.testing.assert_allclose(cache["score"], np.log(linear), rtol=1e-5, atol=1e-5)
+
+
+@theorem
+@given(seeds, st.sampled_from(["key", "vote", "mean"]))
+def test_merging_before_an_update_equals_averaging_after_it(seed: int, mode: Any) -> None:
+    # Slots of one key see the same scores from now on, so that the vote-weighted mean commutes with the update.
+    rng = np.random.default_rng(seed)
+    key = np.tile(rng.normal(size=4), (5, 1))
+    votes = rng.integers(1, 6, 5).astype(float)
+    cache = cache_of(key, rng.normal(size=(5, 4)), votes, rng.normal(size=5))
+    statistic, query, new = (Statistic("log_ema", DECAY),), rng.normal(size=(3, 4)), rng.normal(size=(3, 4))
+    merged_first = merged(cache, KeepKV(decay=DECAY, threshold=0.99, zip="mean"), 1)
+    _, one = appended(merged_first, query, new, new, statistic)
+    _, other = appended(cache, query, new, new, statistic)
+    mean = np.log(votes @ np.exp(other["score"][:5]) / votes.sum())
+    assert one["score"][0] == pytest.approx(mean, abs=1e-5)
+    # How the merged slot is stored has no part in its score.
+    assert merged(cache, KeepKV(decay=DECAY, threshold=0.99, zip=mode), 1)["score"] == pytest.approx(
+        merged_first["score"], abs=1e-6
+    )
+
+
+# 10 Conservation
+
+
+@theorem
+@given(seeds, st.integers(5, 13), st.sampled_from(["evict-first", "merge-first"]))
+def test_votes_and_dropped_tokens_add_up_to_the_tokens_seen(seed: int, budget: int, order: Any) -> None:
+    # Keys in three bundles far apart, and a threshold between: a token is lost only where its bundle has no target.
+    rng = np.random.default_rng(seed)
+    bundle = rng.integers(0, 3, 14)
+    key = 10 * np.eye(3)[bundle] + rng.normal(size=(14, 3)) * 0.1
+    votes = rng.integers(1, 5, 14).astype(float)
+    cache = cache_of(key, None, votes, rng.permutation(np.linspace(-3, 3, 14)))
+    after = merged(cache, KeepKV(decay=DECAY, threshold=0.5, zip="mean", order=order), budget, sinks=2, recent=2)
+    assert len(after["key"]) == budget
+    protected = [0, 1, 12, 13]
+    free_after = ~np.isin(after["position"], protected)
+    lost = 0.0
+    for b in range(3):
+        before = votes[[i for i in range(14) if bundle[i] == b and i not in protected]].sum()
+        kept = after["votes"][free_after & (after["key"].argmax(-1) == b)].sum()
+        assert kept in (0.0, pytest.approx(before)), "part of a bundle was lost"
+        lost += before - kept
+    assert after["votes"].sum() + lost == pytest.approx(votes.sum())
+
+
+@theorem
+@given(seeds, st.sampled_from(["streaming", "h2o", "keepkv"]), st.integers(4, 12), st.sampled_from([1.0, 200.0]))
+def test_exactly_the_budget_stays_with_sinks_and_recent_untouched(
+    seed: int, name: str, budget: int, peak: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    method: Method = {"streaming": Streaming(), "h2o": H2O(), "keepkv": KeepKV(threshold=0.0)}[name]
+    order = rng.permutation(14)
+    cache = cache_of(
+        rng.normal(size=(14, 5)), rng.normal(size=(14, 5)), rng.integers(1, 9, 14), rng.uniform(-peak, peak, 14)
+    )
+    cache = {kind: x[order] for kind, x in cache.items()}
+    after = merged(cache, method, budget, sinks=1, recent=2)
+    assert len(after["position"]) == budget
+    assert all(np.isfinite(x).all() for x in after.values())
+    for position in (0, 12, 13):
+        (old,), (new,) = np.flatnonzero(cache["position"] == position), np.flatnonzero(after["position"] == position)
+        for kind in cache:
+            np.testing.assert_array_equal(after[kind][new], cache[kind][old].astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    "method", [Full(), Streaming(), H2O(), KeepKV(), KeepKV(order="evict-first", zip="key")], ids=lambda m: m.name
+)
+def test_an_empty_sequence_stays_empty(method: Method) -> None:
+    zeros = cache_of(np.zeros((9, 3)), votes=np.zeros(9), position=np.zeros(9, int))
+    out = merge_cache(*tensors_of(zeros), attributes=MergeCacheAttributes(method, 6, 1, 2))
+    assert all((x == 0).all() for x in out)
+    ones = np.ones((2, 3))
+    output, present = appended(cache_of(np.zeros((0, 3))), ones, ones, ones, method.statistics, query_length=0)
+    assert (output == 0).all()
+    assert len(present["key"]) == 0
+
+
+def test_a_score_of_other_statistics_than_the_method_keeps_is_refused() -> None:
+    key, value, votes, score, position = tensors_of(random_cache(1)[0])
+    with pytest.raises(UsageError, match="the score has 2 statistics, keepkv keeps 1"):
+        merge_cache(key, value, votes, score.repeat(1, 1, 2, 1), position, attributes=MergeCacheAttributes(KeepKV(), 6))
+
+
+def test_full_keeps_everything() -> None:
+    cache, _ = random_cache(1)
+    after = merged(cache, Full(), len(cache["key"]))
+    for name in cache:
+        np.testing.assert_allclose(after[name], cache[name], rtol=1e-6)
+
+
+# What the methods' names promise
+
+
+def test_streaming_keeps_the_sinks_and_the_latest() -> None:
+    cache = cache_of(np.ones((12, 2)), position=np.random.default_rng(0).permutation(12))
+    assert merged(cache, Streaming(), 7, sinks=2, recent=1)["position"].tolist() == [0, 1, 7, 8, 9, 10, 11]
+
+
+def test_h2o_keeps_the_heavy_hitters() -> None:
+    cache = cache_of(np.ones((8, 2)), score=[0.0, 5.0, 1.0, 4.0, 3.0, 2.0, 0.0, 0.0])
+    assert merged(cache, H2O(), 5, sinks=1, recent=1)["position"].tolist() == [0, 1, 3, 4, 7]
+
+
+@pytest.mark.parametrize("shuffle", range(4))
+@pytest.mark.parametrize(
+    "method", [H2O(), KeepKV(order="evict-first"), KeepKV(order="merge-first")], ids=lambda m: m.model_dump_json()
+)
+def test_equal_scores_leave_by_the_lowest_position(method: Method, shuffle: int) -> None:
+    order = np.random.default_rng(shuffle).permutation(10)
+    # Orthogonal keys: nothing merges. Corrected scores are equal bit by bit at decay^seen = 0 in float32.
+    position = np.r_[np.arange(9), 5000][order]
+    cache = cache_of(np.eye(10)[order], score=np.full(10, 0.5), position=position)
+    assert merged(cache, method, 6, sinks=1, recent=1)["position"].tolist() == [0, 5, 6, 7, 8, 5000]
+
+
+@pytest.mark.parametrize("shuffle", range(4))
+def test_equally_similar_targets_receive_by_the_lowest_position(shuffle: int) -> None:
+    order = np.random.default_rng(shuffle).permutation(4)
+    key = np.array([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0]])[order]
+    score = np.array([9.0, 0.0, 8.0, 7.0])[order]
+    cache = cache_of(key, score=score, position=np.array([1000, 1001, 1002, 1003])[order])
+    after = merged(cache, KeepKV(zip="mean", order="evict-first"), 3)
+    assert dict(zip(after["position"].tolist(), after["votes"].tolist(), strict=True)) == {
+        1000: 1.0,
+        1002: 2.0,
+        1003: 1.0,
+    }
+
+
+@pytest.mark.parametrize("order", ["evict-first", "merge-first"])
+@pytest.mark.parametrize(("threshold", "merges"), [(0.5, False), (0.49999, True), (0.50001, False)])
+def test_a_pair_merges_only_above_the_threshold(order: Any, threshold: float, merges: bool) -> None:
+    # Norms of 2 and a cosine of 1/2 are exact in binary.
+    cache = cache_of([[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, -1.0]], score=[0.0, 1.0], position=[0, 1])
+    after = merged(cache, KeepKV(threshold=threshold, zip="mean", order=order), 1)
+    assert after["votes"].tolist() == [2.0 if merges else 1.0]
+
+
+def test_merge_first_lets_similar_slots_leave_before_lonely_ones_of_lower_score() -> None:
+    cache = cache_of(
+        [[1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [-1.0, 0.0]], score=score_for([-5.0, 0.0, 1.0, 2.0], np.arange(4))
+    )
+    first = merged(cache, KeepKV(decay=DECAY, zip="mean", order="merge-first"), 3)
+    assert (first["position"].tolist(), first["votes"].tolist()) == ([0, 2, 3], [1.0, 2.0, 1.0])
+    evicted = merged(cache, KeepKV(decay=DECAY, zip="mean", order="evict-first"), 3)
+    assert (evicted["position"].tolist(), evicted["votes"].tolist()) == ([1, 2, 3], [1.0, 1.0, 1.0])
+
+
+def test_merge_first_looks_no_further_than_its_pool() -> None:
+    # One slot must leave. The pair that could merge holds the third- and fourth-lowest scores.
+    key = [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [0.0, 0.0, 1.0]]
+    cache = cache_of(key, score=score_for([-5.0, -4.0, 1.0, 2.0], np.arange(4)))
+    far, near = (merged(cache, KeepKV(decay=DECAY, zip="mean", order="merge-first", pool=pool), 3) for pool in (3, 2))
+    assert (far["position"].tolist(), far["votes"].tolist()) == ([0, 1, 3], [1.0, 1.0, 2.0])
+    assert near["position"].tolist() == [1, 2, 3]

@@ -1,0 +1,53 @@
+"""What `to_onnx` saves of torch.onnx's work changes nothing in its graphs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import onnx_ir as ir
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+from kvexport.ops import to_onnx
+
+
+class Promotes(nn.Module):
+    """Operations whose operands differ in type, and whose results are not of their operands' type."""
+
+    def forward(self, x: Tensor, n: Tensor) -> tuple[Tensor, ...]:
+        mixed = x * n + n / 3
+        return mixed, n * 1.5, (x.float() - n).half() > n, torch.where(n > 1, x, 2.0), x.sum(dim=-1) / x.shape[0]
+
+
+def graph() -> bytes:
+    arguments = torch.zeros(2, 3, dtype=torch.float16), torch.zeros(2, 3, dtype=torch.int32)
+    batch = Dim("batch")
+    model = to_onnx.to_onnx(Promotes(), arguments, ({0: batch}, {0: batch}), {})
+    return ir.to_proto(model).graph.SerializeToString(deterministic=True)
+
+
+@contextlib.contextmanager
+def nothing_saved() -> Iterator[None]:
+    yield
+
+
+def test_saved_work_changes_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.onnx._internal.fx.passes import type_promotion
+
+    computed = []
+    original = torch.fx.Interpreter.run_node
+    monkeypatch.setattr(
+        torch.fx.Interpreter, "run_node", lambda self, node: computed.append(node.op) or original(self, node)
+    )
+    saved = graph()
+    few = computed.count("call_function")
+    untouched = type_promotion._TypePromotionInterpreter.run_node
+    for name in ("_values_kept", "_sources_unread"):
+        monkeypatch.setattr(to_onnx, name, nothing_saved)
+    computed.clear()
+    assert graph() == saved
+    assert few < computed.count("call_function")
+    assert type_promotion._TypePromotionInterpreter.run_node is untouched

@@ -1,0 +1,147 @@
+"""cuda.bindings.runtime on the host: device memory is host memory, and a stream does its work when somebody waits for
+it.
+
+Only what kvexport calls is there, under the real names (`test_tensorrt_api.py` holds them to the real package).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from enum import IntEnum
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+
+class cudaError_t(IntEnum):
+    cudaSuccess = 0
+    cudaErrorMemoryAllocation = 2
+    cudaErrorInsufficientDriver = 35
+    cudaErrorNoDevice = 100
+    cudaErrorStreamCaptureUnsupported = 900
+
+
+class cudaMemcpyKind(IntEnum):
+    cudaMemcpyDefault = 4
+
+
+class cudaStreamCaptureMode(IntEnum):
+    cudaStreamCaptureModeThreadLocal = 1
+
+
+class Stream:
+    """Work waits here; while it is captured, it goes into a graph and is not done."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[], None]] = []
+        self.graph: list[Callable[[], None]] | None = None
+
+    def __int__(self) -> int:
+        return id(self)
+
+    def add(self, work: Callable[[], None]) -> None:
+        (self.waiting if self.graph is None else self.graph).append(work)
+
+
+class FakeCuda:
+    """The module's functions. errors: function name -> the error that it gives; log: what was called, with its
+    arguments."""
+
+    cudaError_t, cudaMemcpyKind, cudaStreamCaptureMode = cudaError_t, cudaMemcpyKind, cudaStreamCaptureMode
+    cudaStreamNonBlocking = 1
+
+    def __init__(self, *, name: str = "Fake GPU", capability: tuple[int, int] = (9, 0), devices: int = 1) -> None:
+        self.name, self.capability, self.devices = name, capability, devices
+        self.errors: dict[str, cudaError_t] = {}
+        self.log: list[tuple[Any, ...]] = []
+        self.memory: dict[int, Any] = {}
+        self.streams: dict[int, Stream] = {}
+
+    def __getattribute__(self, name: str) -> Any:
+        value = object.__getattribute__(self, name)
+        if not (name.startswith("cuda") and callable(value)) or isinstance(value, type):
+            return value
+
+        def call(*arguments: Any) -> tuple[Any, ...]:
+            self.log.append((name, *arguments))
+            if name in self.errors:
+                return (self.errors[name],)
+            result = value(*arguments)
+            return (cudaError_t.cudaSuccess,) if result is None else (cudaError_t.cudaSuccess, result)
+
+        return call
+
+    def called(self, name: str) -> int:
+        return sum(entry[0] == name for entry in self.log)
+
+    def cudaGetDeviceCount(self) -> int:
+        return self.devices
+
+    def cudaGetDevice(self) -> int:
+        return 0
+
+    def cudaGetDeviceProperties(self, device: int) -> Any:
+        return SimpleNamespace(name=self.name.encode() + b"\0", major=self.capability[0], minor=self.capability[1])
+
+    def cudaMalloc(self, size: int) -> int:
+        return self._allocate(size)
+
+    def cudaHostAlloc(self, size: int, flags: int) -> int:
+        return self._allocate(size)
+
+    def cudaFree(self, devPtr: int) -> None:
+        del self.memory[devPtr]
+
+    def cudaFreeHost(self, ptr: int) -> None:
+        del self.memory[ptr]
+
+    def cudaStreamCreateWithFlags(self, flags: int) -> Stream:
+        stream = Stream()
+        self.streams[int(stream)] = stream
+        return stream
+
+    def cudaStreamSynchronize(self, stream: Stream) -> None:
+        assert stream.graph is None, "nobody waits for what is captured"
+        while stream.waiting:
+            stream.waiting.pop(0)()
+
+    def cudaMemcpyAsync(self, dst: int, src: int, count: int, kind: int, stream: Stream) -> None:
+        stream.add(lambda: ctypes.memmove(dst, src, count))
+
+    def cudaMemsetAsync(self, devPtr: int, value: int, count: int, stream: Stream) -> None:
+        stream.add(lambda: ctypes.memset(devPtr, value, count))
+
+    def cudaStreamBeginCapture(self, stream: Stream, mode: int) -> None:
+        stream.graph = []
+
+    def cudaStreamEndCapture(self, stream: Stream) -> list[Callable[[], None]]:
+        graph, stream.graph = stream.graph, None
+        assert graph is not None
+        return graph
+
+    def cudaGraphInstantiate(self, graph: list[Callable[[], None]], flags: int) -> list[Callable[[], None]]:
+        return graph
+
+    def cudaGraphLaunch(self, graphExec: list[Callable[[], None]], stream: Stream) -> None:
+        for work in graphExec:
+            stream.add(work)
+
+    def _allocate(self, size: int) -> int:
+        """Memory at a multiple of 256 bytes, full of what was there before."""
+        block = ctypes.create_string_buffer(b"\xab" * (size + 256), size + 256)
+        address = -(-ctypes.addressof(block) // 256) * 256
+        self.memory[address] = block
+        return address
+
+
+def install(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> FakeCuda:
+    """`from cuda.bindings import runtime` gives `cuda`."""
+    bindings = ModuleType("cuda.bindings")
+    bindings.runtime = cuda  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", cuda)  # type: ignore[arg-type]
+    return cuda

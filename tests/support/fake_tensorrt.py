@@ -1,0 +1,194 @@
+"""TensorRT's Python API on the host: a plan is the ONNX graph it was parsed from, weights and all, and ONNX Runtime
+runs it.
+
+Only what kvexport uses is there, under the real names and with the real parameters (`test_tensorrt_api.py` holds them
+to the real package); another attribute is an AttributeError, as it is with pybind11's classes. A plugin is ONNX
+Runtime's native operator of the same name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import sys
+from collections.abc import Callable
+from enum import IntEnum
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support import fake_cuda
+from tests.support.fake_tensorrt_builder import (  # noqa: F401
+    VERSION,
+    Builder,
+    BuilderFlag,
+    HardwareCompatibilityLevel,
+    IBuilderConfig,
+    ILogger,
+    INetworkDefinition,
+    IOptimizationProfile,
+    IProgressMonitor,
+    ITensor,
+    ITimingCache,
+    MemoryPoolType,
+    OnnxParser,
+    ParserError,
+    PreviewFeature,
+    ProfilingVerbosity,
+)
+from tests.support.fake_tensorrt_plugins import (  # noqa: F401
+    IPluginCreatorV3One,
+    IPluginRegistry,
+    PluginField,
+    PluginFieldCollection,
+    PluginFieldType,
+    TensorRTPhase,
+    forget_plugins,
+    get_plugin_registry,
+)
+
+ExecutionContextAllocationStrategy = IntEnum("ExecutionContextAllocationStrategy", "STATIC ON_PROFILE_CHANGE")
+
+
+class Runtime:
+    __slots__ = ("_logger", "engine_host_code_allowed")
+    opened: list[bytes] = []  # noqa: RUF012
+
+    def __init__(self, logger: ILogger) -> None:
+        self._logger = logger
+        self.engine_host_code_allowed = False
+
+    def deserialize_cuda_engine(self, serialized_engine: bytes) -> ICudaEngine | None:
+        Runtime.opened.append(serialized_engine)
+        if serialized_engine.startswith(b"bad"):
+            self._logger.log(ILogger.Severity.ERROR, "Serialization assertion failed: magic tag does not match")
+            return None
+        return ICudaEngine(serialized_engine)
+
+
+class ICudaEngine:
+    __slots__ = ("_inputs", "_outputs", "_profiles", "_session", "weight_streaming_budget_v2")
+    streamable_weights_size = 1000
+
+    def __init__(self, plan: bytes) -> None:
+        import onnxruntime as ort
+
+        from kvexport.backends.onnxruntime.operators import library
+
+        size = int.from_bytes(plan[:8], "little")
+        self._profiles = json.loads(plan[8 : 8 + size])["profiles"]
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        options.intra_op_num_threads = 1
+        if library() is not None:
+            options.register_custom_ops_library(str(library()))
+        self._session = ort.InferenceSession(plan[8 + size :], options, providers=["CPUExecutionProvider"])
+        self._inputs, self._outputs = (
+            [x.name for x in found] for found in (self._session.get_inputs(), self._session.get_outputs())
+        )
+
+    @property
+    def num_io_tensors(self) -> int:
+        return len(self._inputs) + len(self._outputs)
+
+    def get_tensor_name(self, index: int) -> str:
+        return [*self._inputs, *self._outputs][index]
+
+    def create_execution_context(self, strategy: Any = ExecutionContextAllocationStrategy.STATIC) -> IExecutionContext:
+        return IExecutionContext(self)
+
+
+class IExecutionContext:
+    __slots__ = ("_addresses", "_engine", "_profile", "_shapes")
+
+    def __init__(self, engine: ICudaEngine) -> None:
+        self._engine, self._profile = engine, engine._profiles[0]
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._addresses: dict[str, int] = {}
+
+    def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:
+        if profile_index >= len(self._engine._profiles):
+            return False
+        self._profile = self._engine._profiles[profile_index]
+        return True
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        least, _, most = self._profile[name]
+        self._shapes[name] = tuple(shape)
+        return len(shape) == len(least) and all(a <= x <= b for a, x, b in zip(least, shape, most, strict=True))
+
+    def set_tensor_address(self, name: str, memory: int) -> bool:
+        self._addresses[name] = memory
+        return memory % 256 == 0
+
+    def execute_async_v3(self, stream_handle: int) -> bool:
+        current().streams[stream_handle].add(self._work(dict(self._shapes), dict(self._addresses)))
+        return True
+
+    def _work(self, shapes: dict[str, tuple[int, ...]], addresses: dict[str, int]) -> Callable[[], None]:
+        session = self._engine._session
+        dtypes = {i.name: _dtype(i.type) for i in session.get_inputs()}
+
+        def run() -> None:
+            feed = {name: _read(addresses[name], shapes[name], dtype) for name, dtype in dtypes.items()}
+            for name, array in zip(self._engine._outputs, session.run(self._engine._outputs, feed), strict=True):
+                array = np.ascontiguousarray(array)
+                ctypes.memmove(addresses[name], array.ctypes.data, array.nbytes)
+
+        return run
+
+
+_cuda: fake_cuda.FakeCuda | None = None
+
+
+def current() -> fake_cuda.FakeCuda:
+    assert _cuda is not None
+    return _cuda
+
+
+def _dtype(name: str) -> Any:
+    return {
+        "tensor(float)": np.float32,
+        "tensor(float16)": np.float16,
+        "tensor(int32)": np.int32,
+        "tensor(int64)": np.int64,
+    }[name]
+
+
+def _read(address: int, shape: tuple[int, ...], dtype: Any) -> Any:
+    count = math.prod(shape) * np.dtype(dtype).itemsize
+    return np.frombuffer(ctypes.string_at(address, count), dtype=dtype).reshape(shape)
+
+
+NAMES = (
+    "ILogger", "IProgressMonitor", "BuilderFlag", "MemoryPoolType", "HardwareCompatibilityLevel", "ProfilingVerbosity", "PreviewFeature",
+    "PluginFieldType", "TensorRTPhase", "ExecutionContextAllocationStrategy", "ITensor", "INetworkDefinition", "ParserError", "OnnxParser",
+    "IOptimizationProfile", "ITimingCache", "IBuilderConfig", "Builder", "Runtime", "ICudaEngine", "IExecutionContext", "PluginField",
+    "PluginFieldCollection", "IPluginCreatorV3One", "IPluginRegistry", "get_plugin_registry",
+)  # fmt: skip
+LEAN = (
+    "ILogger", "Runtime", "ICudaEngine", "IExecutionContext", "ExecutionContextAllocationStrategy", "get_plugin_registry",
+    "IPluginRegistry", "IPluginCreatorV3One",
+)  # fmt: skip
+
+
+def install(
+    monkeypatch: pytest.MonkeyPatch, cuda: fake_cuda.FakeCuda, *, version: str = VERSION, lean: bool = False
+) -> ModuleType:
+    """`import tensorrt` (or tensorrt_lean, and no tensorrt) gives these, over that GPU, with nothing registered."""
+    global _cuda
+    _cuda = cuda
+    forget_plugins()
+    Runtime.opened.clear()
+    IBuilderConfig.seen.clear()
+    fake_cuda.install(monkeypatch, cuda)
+    module = ModuleType("tensorrt_lean" if lean else "tensorrt")
+    module.__version__ = version  # type: ignore[attr-defined]
+    for name in LEAN if lean else NAMES:
+        setattr(module, name, globals()[name])
+    monkeypatch.setitem(sys.modules, "tensorrt", None if lean else module)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "tensorrt_lean", module if lean else None)  # type: ignore[arg-type]
+    return module

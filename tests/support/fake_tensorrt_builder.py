@@ -1,0 +1,215 @@
+"""The building half of `fake_tensorrt`: a plan is the ONNX graph it was parsed from, weights and all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from tests.support.fake_tensorrt_plugins import get_plugin_registry
+
+VERSION = "11.4.0.106"
+BuilderFlag = IntEnum("BuilderFlag", "REFIT VERSION_COMPATIBLE WEIGHT_STREAMING")
+MemoryPoolType = IntEnum("MemoryPoolType", "WORKSPACE")
+HardwareCompatibilityLevel = IntEnum("HardwareCompatibilityLevel", "NONE AMPERE_PLUS SAME_COMPUTE_CAPABILITY")
+ProfilingVerbosity = IntEnum("ProfilingVerbosity", "DETAILED")
+PreviewFeature = IntEnum("PreviewFeature", "ALIASED_PLUGIN_IO_10_03")
+
+
+class ILogger:
+    class Severity(IntEnum):
+        INTERNAL_ERROR = 0
+        ERROR = 1
+        WARNING = 2
+        INFO = 3
+        VERBOSE = 4
+
+    def __init__(self) -> None: ...
+    def log(self, severity: Any, msg: str) -> None: ...
+
+
+class IProgressMonitor:
+    def __init__(self) -> None: ...
+    def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None: ...
+    def step_complete(self, phase_name: str, step: int) -> bool: ...
+    def phase_finish(self, phase_name: str) -> None: ...
+
+
+class ITensor:
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class INetworkDefinition:
+    __slots__ = ("_model",)
+
+    def __init__(self) -> None:
+        self._model: Any = None
+
+    @property
+    def num_inputs(self) -> int:
+        return len(self._model.graph.input)
+
+    def get_input(self, index: int) -> ITensor:
+        return ITensor(self._model.graph.input[index].name)
+
+
+class ParserError:
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+
+class OnnxParser:
+    __slots__ = ("_errors", "_logger", "_network")
+    refused: str = ""  # an operator that this parser does not know
+
+    def __init__(self, network: INetworkDefinition, logger: ILogger) -> None:
+        self._network, self._logger = network, logger
+        self._errors: list[ParserError] = []
+
+    def parse(self, model: bytes, path: str | None = None) -> bool:
+        import onnx
+
+        assert path is not None
+        found = onnx.load_model_from_string(model)
+        for node in found.graph.node:
+            registered = get_plugin_registry().get_creator(node.op_type, "1", "kvexport") is not None
+            if node.op_type == self.refused or (node.domain == "kvexport" and not registered):
+                self._errors.append(
+                    ParserError(f"In node {node.name} and operator: {node.op_type} (...): UNSUPPORTED_NODE")
+                )
+        if self._errors:
+            self._logger.log(ILogger.Severity.ERROR, str(self._errors[0]))
+            return False
+        for tensor in found.graph.initializer:
+            _read_external(tensor, Path(path).parent)
+        self._network._model = found
+        return True
+
+    @property
+    def num_errors(self) -> int:
+        return len(self._errors)
+
+    def get_error(self, index: int) -> ParserError:
+        return self._errors[index]
+
+
+class IOptimizationProfile:
+    __slots__ = ("_shapes",)
+
+    def __init__(self) -> None:
+        self._shapes: dict[str, list[list[int]]] = {}
+
+    def set_shape(self, input: str, min: Iterable[int], opt: Iterable[int], max: Iterable[int]) -> None:
+        self._shapes[input] = [list(min), list(opt), list(max)]
+        assert all(a <= b <= c for a, b, c in zip(*self._shapes[input], strict=True)), input
+
+
+class ITimingCache:
+    __slots__ = ("_data",)
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def serialize(self) -> bytes:
+        return self._data + b"timed "
+
+
+class IBuilderConfig:
+    __slots__ = (
+        "_cache", "_flags", "_pools", "_previews", "_profiles", "builder_optimization_level", "hardware_compatibility_level",
+        "plugins_to_serialize", "profiling_verbosity", "progress_monitor",
+    )  # fmt: skip
+    seen: list[IBuilderConfig] = []  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self._flags: set[Any] = set()
+        self._pools: dict[Any, int] = {}
+        self._previews: dict[Any, bool] = {}
+        self._profiles: list[IOptimizationProfile] = []
+        self.plugins_to_serialize: list[str] = []
+        IBuilderConfig.seen.append(self)
+
+    def set_flag(self, flag: Any) -> None:
+        self._flags.add(BuilderFlag(flag))
+
+    def set_memory_pool_limit(self, pool: Any, pool_size: int) -> None:
+        self._pools[pool] = pool_size
+
+    def set_preview_feature(self, feature: Any, enable: bool) -> None:
+        self._previews[feature] = enable
+
+    def add_optimization_profile(self, profile: IOptimizationProfile) -> int:
+        self._profiles.append(profile)
+        return len(self._profiles) - 1
+
+    def create_timing_cache(self, serialized_timing_cache: bytes) -> ITimingCache | None:
+        return None if serialized_timing_cache.startswith(b"damaged") else ITimingCache(serialized_timing_cache)
+
+    def set_timing_cache(self, cache: ITimingCache, ignore_mismatch: bool) -> bool:
+        self._cache = cache
+        return True
+
+    def get_timing_cache(self) -> ITimingCache:
+        return self._cache
+
+
+class Builder:
+    __slots__ = ("_logger",)
+    during_build: Callable[[], None] | None = None
+    failing: str = ""
+
+    def __init__(self, logger: ILogger) -> None:
+        self._logger = logger
+
+    def create_network(self, flags: int = 0) -> INetworkDefinition:
+        return INetworkDefinition()
+
+    def create_builder_config(self) -> IBuilderConfig:
+        return IBuilderConfig()
+
+    def create_optimization_profile(self) -> IOptimizationProfile:
+        return IOptimizationProfile()
+
+    def build_serialized_network(self, network: INetworkDefinition, config: IBuilderConfig) -> bytes | None:
+        """The length of what describes the plan, that, and the model."""
+        if self.failing:
+            self._logger.log(ILogger.Severity.ERROR, self.failing)
+            return None
+        self._logger.log(ILogger.Severity.INFO, "Building")
+        self._logger.log(ILogger.Severity.VERBOSE, "Tactics")
+        monitor = config.progress_monitor
+        monitor.phase_start("Building Engine", None, 2)
+        for step in range(2):
+            monitor.phase_start("Timing", "Building Engine", 4)
+            for inner in range(4):
+                if Builder.during_build:
+                    Builder.during_build()
+                if not monitor.step_complete("Timing", inner):
+                    return None
+            monitor.phase_finish("Timing")
+            monitor.step_complete("Building Engine", step)
+        monitor.phase_finish("Building Engine")
+        about = json.dumps({"profiles": [p._shapes for p in config._profiles], "version": VERSION}).encode()
+        return len(about).to_bytes(8, "little") + about + bytes(network._model.SerializeToString())
+
+
+def _read_external(tensor: Any, folder: Path) -> None:
+    """As TensorRT does, without onnx's own refusal of files that have several names."""
+    about = {entry.key: entry.value for entry in tensor.external_data}
+    if not about:
+        return
+    with (folder / about["location"]).open("rb") as file:
+        file.seek(int(about.get("offset", 0)))
+        tensor.raw_data = file.read(int(about["length"]))
+    del tensor.external_data[:]
+    tensor.data_location = 0

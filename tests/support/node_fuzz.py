@@ -1,0 +1,111 @@
+"""Random nodes, mostly malformed, in a process of their own: whatever they are, the answer is a session, outputs, or an
+error.
+
+python tests/support/node_fuzz.py SEED CASES prints how many sessions were made and how many of them ran.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import numpy as np
+
+from tests.support.one_node import (
+    KEEPKV,
+    KVSLIMMER,
+    MERGE_CACHE,
+    VOTE_ATTENTION,
+    D,
+    H,
+    merge_shapes,
+    model,
+    session,
+    vote_attention_shapes,
+)
+
+ODD: list[Any] = [
+    *(0, 1, -1, 3, 2**31 - 1, 2**31, 2**40, -(2**63), 0.0, 1.0, 0.5, -1.0, 1e38, float("nan"), float("inf")),
+    *("", "own", "log_ema", "probability", "none,log_ema", ",", "nope", "h2o", "keepkv", "full", "streaming"),
+    *([1.0], [0.5, 0.9], [0], [1, 2], [-1], ["a"], [float("nan")], [0.9] * 9),
+]
+SIZES: list[Any] = ["B", "T", "C", 0, 1, 2, 3, 4, 7, 8, 12, 16, 64]
+OTHER = MERGE_CACHE | {"method": "zeromerge", "residual": 0.3}
+POOLED = MERGE_CACHE | {"method": "snapkv", "pool": 5}
+BALLOT = MERGE_CACHE | {
+    "method": "ballot", "zip": "vote", "decay": 0.9, "order": "least-error", "attention": 0.5, "pool": 4, "votes_max": 32.0
+}  # fmt: skip
+
+
+def mutated(rng: random.Random, attributes: dict[str, Any]) -> dict[str, Any]:
+    changed = dict(attributes)
+    for _ in range(rng.choice([0, 0, 0, 1, 1, 2])):
+        name = rng.choice(list(attributes))
+        if rng.random() < 0.1:
+            changed.pop(name, None)
+        else:
+            changed[name] = rng.choice([x for x in ODD if rng.random() < 0.02 or isinstance(x, type(attributes[name]))])
+    return changed
+
+
+def reshaped(rng: random.Random, shapes: dict[str, Any]) -> dict[str, Any]:
+    changed = dict(shapes)
+    for _ in range(rng.choice([0, 0, 0, 0, 1, 2])):
+        name = rng.choice(list(shapes))
+        shape = list(shapes[name])
+        if rng.random() < 0.3:
+            shape = [rng.choice(SIZES) for _ in range(rng.randint(0, 5))]
+        else:
+            shape[rng.randrange(len(shape))] = rng.choice(SIZES)
+        changed[name] = None if rng.random() < 0.1 else shape
+    return changed
+
+
+def tensors(rng: random.Random, made: Any) -> dict[str, np.ndarray]:
+    """Random ones of the declared shapes, with symbols mostly alike."""
+    numbers = np.random.default_rng(rng.randrange(2**32))
+    sizes = {"B": rng.choice([0, 1, 3]), "T": rng.choice([0, 1, 5]), "C": rng.choice([0, 1, 16, 40])}
+    dtypes: dict[str, Any] = {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(int32)": np.int32}
+    feed = {}
+    for given in made.get_inputs():
+        known = given.shape or [sizes["B"], H, sizes["C"], D]
+        shape = [size if isinstance(size, int) else sizes.get(size, 2) for size in known]
+        if rng.random() < 0.03 and shape:
+            shape[rng.randrange(len(shape))] = rng.choice([0, 1, 5])
+        dtype = dtypes[given.type]
+        if dtype is np.float32:
+            array = numbers.normal(size=shape) * rng.choice([1.0, 1.0, 1e30])
+            array[numbers.random(shape) < 0.1] = rng.choice([0.0, np.nan, np.inf, -1.0])
+        else:
+            array = numbers.integers(*rng.choice([(0, 6), (0, 1000), (-5, 5)]), size=shape)
+        feed[given.name] = np.asarray(array, dtype=dtype)
+    return feed
+
+
+def main(seed: int, cases: int) -> None:
+    made = ran = 0
+    for case in range(seed, seed + cases):
+        rng = random.Random(case)
+        print(case, file=sys.stderr)  # the last line of a process that dies
+        attention = rng.random() < 0.5
+        node = VOTE_ATTENTION if attention else rng.choice([MERGE_CACHE, KEEPKV, KVSLIMMER, OTHER, POOLED, BALLOT])
+        kept = 2 if (node is BALLOT) != (rng.random() < 0.1) else 1
+        shapes = reshaped(rng, vote_attention_shapes() if attention else merge_shapes(kept))
+        attributes = mutated(rng, node)
+        absent = [name for name in shapes if rng.random() < (0.5 if name == "sink_logits" else 0.01)]
+        try:
+            one = session(model("VoteAttention" if attention else "MergeCache", attributes, shapes, absent=absent))
+            made += 1
+            one.run(None, tensors(rng, one))
+            ran += 1
+        except Exception as error:
+            if not type(error).__module__.startswith("onnxruntime") and not isinstance(
+                error, (ValueError, TypeError, OverflowError)
+            ):
+                raise
+    print(f"{made} made, {ran} ran")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

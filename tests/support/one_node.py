@@ -1,0 +1,130 @@
+"""Models of one native operator, well-formed unless a test changes something, and tensors for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from onnx import TensorProto, helper
+
+from kvexport.backends.onnxruntime.operators import library
+
+VOTE_ATTENTION: dict[str, Any] = {
+    "scale": 0.3, "vote_exponent": 1.0, "scores": "log_ema", "decay": [0.9], "window": [0], "recency_weight": [1.0],
+    "sliding_window": 0, "softcap": 0.0,
+}  # fmt: skip
+MERGE_CACHE: dict[str, Any] = {
+    "method": "h2o",
+    "budget": 8,
+    "sinks": 1,
+    "recent": 2,
+    "sliding_window": 0,
+    "selector": "own",
+}
+KEEPKV = MERGE_CACHE | {
+    "method": "keepkv", "zip": "vote", "order": "merge-first", "pool": 2, "threshold": 0.8, "decay": 0.9, "key_factor_max": 2.0,
+}  # fmt: skip
+KVSLIMMER = MERGE_CACHE | {
+    "method": "kvslimmer", "tau": 0.001, "share_pairs": 0, "inverse_frequencies": [1.0, 0.5], "rotary_interleaved": 0,
+}  # fmt: skip
+# Query and KV heads, tokens, slots, sizes of keys and values.
+HQ, H, T, C, D, DV = 4, 2, 3, 16, 8, 12
+STATE = ("key", "value", "votes", "score", "position")
+Shape = Sequence[int | str] | None  # None: of unknown rank
+
+
+def state_shapes(prefix: str = "", statistics: int = 1) -> dict[str, Shape]:
+    shapes = (["B", H, "C", D], ["B", H, "C", DV], ["B", H, "C"], ["B", H, statistics, "C"], ["B", H, "C"])
+    return {prefix + name: shape for name, shape in zip(STATE, shapes, strict=True)}
+
+
+def vote_attention_shapes(statistics: int = 1) -> dict[str, Shape]:
+    return {
+        "query": ["B", HQ, "T", D], "key": ["B", H, "T", D], "value": ["B", H, "T", DV], "position": ["B", "T"], "query_length": ["B", 1],
+        **state_shapes("past_", statistics), "sink_logits": [HQ],
+    }  # fmt: skip
+
+
+def model(
+    op: str,
+    attributes: Mapping[str, Any],
+    shapes: Mapping[str, Shape],
+    *,
+    half: bool = False,
+    bfloat: bool = False,
+    absent: Sequence[str] = (),
+) -> bytes:
+    """The model of one node, its cache float32 unless said otherwise. absent: inputs that the node leaves out."""
+    element = TensorProto.BFLOAT16 if bfloat else TensorProto.FLOAT16 if half else TensorProto.FLOAT
+    outputs = [f"present_{name}" for name in STATE]
+    if op == "VoteAttention":
+        outputs.insert(0, "output")
+
+    def info(name: str, shape: Shape) -> Any:
+        return helper.make_tensor_value_info(name, type_of(op, name, element), shape)
+
+    node = helper.make_node(
+        op, ["" if name in absent else name for name in shapes], outputs, domain="kvexport", **attributes
+    )
+    graph = helper.make_graph(
+        [node],
+        "one_node",
+        [info(n, s) for n, s in shapes.items() if n not in absent],
+        [info(name, None) for name in outputs],
+    )
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid("kvexport", 1)]
+    made: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=11).SerializeToString()
+    return made
+
+
+def type_of(op: str, name: str, element: int) -> int:
+    if op == "VoteAttention" and name in ("position", "query_length"):
+        return int(TensorProto.INT64)
+    kind = name.removeprefix("past_").removeprefix("present_")
+    if kind == "position":
+        return int(TensorProto.INT32)
+    return int(element if kind in ("query", "output", "key", "value") else TensorProto.FLOAT)
+
+
+def merge_shapes(statistics: int = 1) -> dict[str, Shape]:
+    return state_shapes("", statistics)
+
+
+def session(made: bytes, threads: int = 1) -> Any:
+    options = onnxruntime.SessionOptions()
+    options.register_custom_ops_library(str(library()))
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 4
+    return onnxruntime.InferenceSession(made, options, providers=["CPUExecutionProvider"])
+
+
+def state(
+    rng: np.random.Generator, batch: int, used: int, capacity: int = C, statistics: int = 1, *, half: bool = False
+) -> dict[str, Any]:
+    """A cache whose first `used` slots hold something."""
+    dtype = np.float16 if half else np.float32
+    votes = np.where(np.arange(capacity) < used, rng.uniform(0.5, 3, (batch, H, capacity)), 0.0)
+    return {
+        "key": rng.normal(size=(batch, H, capacity, D)).astype(dtype),
+        "value": rng.normal(size=(batch, H, capacity, DV)).astype(dtype),
+        "votes": votes.astype(np.float32),
+        "score": rng.uniform(0.1, 3, (batch, H, statistics, capacity)).astype(np.float32),
+        "position": np.broadcast_to(np.arange(capacity), (batch, H, capacity)).astype(np.int32),
+    }
+
+
+def vote_attention_inputs(
+    rng: np.random.Generator, batch: int, tokens: int, used: int, capacity: int = C, *, half: bool = False
+) -> dict[str, Any]:
+    dtype = np.float16 if half else np.float32
+    return {
+        "query": rng.normal(size=(batch, HQ, tokens, D)).astype(dtype),
+        "key": rng.normal(size=(batch, H, tokens, D)).astype(dtype),
+        "value": rng.normal(size=(batch, H, tokens, DV)).astype(dtype),
+        "position": np.broadcast_to(used + np.arange(tokens), (batch, tokens)).astype(np.int64),
+        "query_length": np.full((batch, 1), tokens, dtype=np.int64),
+        **{f"past_{name}": array for name, array in state(rng, batch, used, capacity, half=half).items()},
+        "sink_logits": rng.normal(size=HQ).astype(np.float32),
+    }

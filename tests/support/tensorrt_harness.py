@@ -1,0 +1,242 @@
+"""The TensorRT plugins as TensorRT would call them, in ctypes (plugins/tests/tensorrt_harness.cpp), and as a caller of
+both operators.
+
+What runs is the plugins' own source with the kernels and CUDA's runtime on the host: tensors are numpy arrays.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvexport.methods import all_methods
+from kvexport.methods.base import Statistic
+from kvexport.ops.merge_cache import MergeCacheAttributes
+from kvexport.ops.onnx_function import merge_cache_node_attributes, vote_attention_node_attributes
+from kvexport.ops.vote_attention import VoteAttentionAttributes
+from tests.conformance.cuda_library import STATE, HostMemory
+from tests.support.paths import ROOT
+
+Arrays = dict[str, np.ndarray]
+FLOAT, HALF, INT32, BF16, INT64 = 0, 1, 3, 7, 8  # nvinfer1::DataType
+TYPES = {"float32": FLOAT, "float16": HALF, "int32": INT32, "uint16": BF16, "int64": INT64}  # numpy has no bfloat16
+FIELD_FLOAT32, FIELD_INT32, FIELD_CHAR, FIELD_INT64 = 1, 5, 6, 10  # nvinfer1::PluginFieldType
+LINEAR = 0
+BUILD, RUNTIME = 0, 1
+INPUTS = ("query", "key", "value", "position", "query_length", *(f"past_{name}" for name in STATE), "sink_logits")
+
+
+def _builder() -> Any:
+    """plugins/tensorrt/build_tensorrt.py."""
+    spec = importlib.util.spec_from_file_location("build_tensorrt", ROOT / "plugins" / "tensorrt" / "build_tensorrt.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+BUILDER = _builder()
+
+
+def what_is_missing() -> str | None:
+    """Why the plugins cannot be compiled here, None where they can."""
+    lacks = BUILDER.missing("g++")
+    return f"not reached: the TensorRT plugins: {lacks}" if lacks else None
+
+
+class Field(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("data", ctypes.c_char_p),
+        ("type", ctypes.c_int32),
+        ("length", ctypes.c_int32),
+    ]
+
+
+class Tensor(ctypes.Structure):
+    """size: a number below zero is a size that is not known; most: the largest that a profile allows."""
+
+    _fields_ = [
+        ("type", ctypes.c_int32),
+        ("format", ctypes.c_int32),
+        ("rank", ctypes.c_int32),
+        ("size", ctypes.c_int64 * 8),
+        ("most", ctypes.c_int64 * 8),
+        ("data", ctypes.c_void_p),
+    ]
+
+    @classmethod
+    def of(cls, kind: int, shape: Sequence[int], most: Sequence[int] | None = None, data: int | None = None) -> Tensor:
+        sizes = ctypes.c_int64 * 8
+        return cls(kind, LINEAR, len(shape), sizes(*shape), sizes(*(most or shape)), data)
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.size[: self.rank])
+
+
+def parsed(attributes: Mapping[str, Any]) -> dict[str, tuple[int, bytes, int]]:
+    """Fields (type, bytes, length) as TensorRT's parser makes them of a node's attributes: strings end with a zero."""
+    made = {}
+    for name, value in attributes.items():
+        values = value if isinstance(value, list) else [value]
+        if isinstance(value, str):
+            made[name] = (FIELD_CHAR, value.encode() + b"\0", len(value) + 1)
+        elif isinstance(values[0], float):
+            made[name] = (FIELD_FLOAT32, np.array(values, np.float32).tobytes(), len(values))
+        else:
+            made[name] = (FIELD_INT32, np.array(values, np.int32).tobytes(), len(values))
+    return made
+
+
+ATTENTION = parsed(
+    vote_attention_node_attributes(
+        VoteAttentionAttributes(0.25, 1.0, (Statistic("log_ema", 0.9), Statistic("probability")))
+    )
+)
+MERGE = parsed(merge_cache_node_attributes(MergeCacheAttributes(all_methods()["h2o"](), 64, 2, 8)))
+
+
+class Harness:
+    def __init__(self, path: Path) -> None:
+        self.library = library = ctypes.CDLL(str(path))
+        for name in ("create", "clone", "attach", "again"):
+            getattr(library, f"kvt_{name}").restype = ctypes.c_void_p
+        for name in ("log", "identity", "timing_cache_id"):
+            getattr(library, f"kvt_{name}").restype = ctypes.c_char_p
+        library.kvt_supports.restype, library.kvt_workspace.restype = ctypes.c_bool, ctypes.c_size_t
+
+    @property
+    def cuda_calls(self) -> int:
+        return ctypes.c_int.in_dll(self.library, "kv_cuda_runtime_calls").value
+
+    def log(self) -> str:
+        return str(self.library.kvt_log().decode())
+
+    def create(self, op: str, fields: Mapping[str, tuple[int, bytes, int]], phase: int = BUILD) -> Plugin | None:
+        """None where the creator refuses; `log` says why."""
+        array = (Field * len(fields))(
+            *(Field(name.encode(), data, kind, length) for name, (kind, data, length) in fields.items())
+        )
+        made = self.library.kvt_create(op.encode(), array, len(fields), phase)
+        return Plugin(self, made) if made else None
+
+
+class Plugin:
+    def __init__(self, harness: Harness, at: int) -> None:
+        self.harness, self.at = harness, ctypes.c_void_p(at)
+
+    def __del__(self) -> None:
+        self.harness.library.kvt_delete(self.at)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        return getattr(self.harness.library, f"kvt_{name}")(self.at, *arguments)
+
+    def another(self, how: str) -> Plugin:
+        """By "clone", "attach" (to a context) or "again" (out of the fields that an engine keeps)."""
+        made = self._call(how)
+        assert made, self.harness.log()
+        return Plugin(self.harness, made)
+
+    @property
+    def identity(self) -> str:
+        return str(self._call("identity").decode())
+
+    @property
+    def timing_cache_id(self) -> str:
+        return str(self._call("timing_cache_id").decode())
+
+    @property
+    def outputs(self) -> int:
+        return int(self._call("outputs"))
+
+    def aliased(self, output: int) -> int:
+        return int(self._call("aliased", output))
+
+    def asked(self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None = None, *more: Any) -> Any:
+        """What a method answers that takes input and output tensors."""
+        self._outputs = (Tensor * self.outputs)(*(outputs or [Tensor.of(FLOAT, ())] * self.outputs))
+        return self._call(name, (Tensor * len(inputs))(*inputs), len(inputs), self._outputs, self.outputs, *more)
+
+    def output_shapes(self, inputs: Sequence[Tensor]) -> list[list[int]] | None:
+        return None if self.asked("output_shapes", inputs) else [tensor.shape for tensor in self._outputs]
+
+    def output_types(self, inputs: Sequence[Tensor]) -> list[int] | None:
+        return None if self.asked("output_types", inputs) else [tensor.type for tensor in self._outputs]
+
+    def supports(self, at: int, tensors: Sequence[Tensor]) -> bool:
+        return bool(
+            self._call("supports", at, (Tensor * len(tensors))(*tensors), len(tensors) - self.outputs, self.outputs)
+        )
+
+
+class Caller:
+    """Both operators through a plugin that went the whole way: created, written and read again, attached to a context,
+    run. Calls of the names and types of cuda_library.Caller's. memory: the kernels', one of cuda_library's."""
+
+    def __init__(self, harness: Harness, memory: Any = None) -> None:
+        self.harness, self.memory = harness, memory or HostMemory()
+
+    def vote_attention(self, inputs: Arrays, attributes: Any, *, in_place: bool = True) -> Arrays:
+        given = {name: inputs[name] for name in INPUTS if name in inputs}
+        names = ("output", *(f"present_{name}" for name in STATE))
+        return self._run("VoteAttention", vote_attention_node_attributes(attributes), given, names, "past_", in_place)
+
+    def prepared_attention(self, inputs: Arrays, attributes: Any) -> tuple[Callable[[], None], dict[str, Any]]:
+        """A function that enqueues one in-place call, and what it writes, in the kernels' memory."""
+        given = {name: inputs[name] for name in INPUTS if name in inputs}
+        names = ("output", *(f"present_{name}" for name in STATE))
+        return self._prepared("VoteAttention", vote_attention_node_attributes(attributes), given, names, "past_", True)
+
+    def merge_cache(self, state: Arrays, attributes: Any, *, in_place: bool = True) -> Arrays:
+        given = {name: state[name] for name in STATE}
+        names = tuple(f"present_{name}" for name in STATE)
+        return self._run("MergeCache", merge_cache_node_attributes(attributes), given, names, "", in_place)
+
+    def _run(self, *call: Any) -> Arrays:
+        enqueue, made = self._prepared(*call)
+        enqueue()
+        return {name: self.memory.get(x) for name, x in made.items()}
+
+    def _prepared(
+        self, op: str, attributes: dict[str, Any], given: Arrays, names: Sequence[str], past: str, in_place: bool
+    ) -> tuple[Callable[[], None], dict[str, Any]]:
+        created = self.harness.create(op, parsed(attributes))
+        if created is None:
+            raise RuntimeError(self.harness.log())
+        plugin = created.another("again").another("attach")
+        held = {name: self.memory.put(x) for name, x in given.items()}
+        tensors = [
+            Tensor.of(TYPES[x.dtype.name], x.shape, data=self.memory.address(held[name])) for name, x in given.items()
+        ]
+        shapes, types = plugin.output_shapes(tensors), plugin.output_types(tensors)
+        assert shapes is not None and types is not None, self.harness.log()
+        dtypes = {number: np.dtype(name) for name, number in TYPES.items()}
+        # Not in place the outputs hold what no operator would write.
+        made = {
+            name: self.memory.put(np.full(s, 77, dtypes[t])) for name, s, t in zip(names, shapes, types, strict=True)
+        }
+        if in_place:
+            made |= {name: held[name.replace("present_", past)] for name in names if name.startswith("present_")}
+        addresses = [self.memory.address(made[name]) for name in names]
+        outputs = [Tensor.of(t, shape, data=data) for t, shape, data in zip(types, shapes, addresses, strict=True)]
+        assert all(plugin.supports(i, [*tensors, *outputs]) for i in range(len(tensors) + len(outputs)))
+        assert plugin.asked("configure", tensors, outputs) == 0, self.harness.log()
+        workspace = self.memory.bytes(plugin.asked("workspace", tensors, outputs), 0)[1:]  # aligned to nothing
+        assert plugin.asked("shape_change", tensors, outputs) == 0, self.harness.log()
+        given_, got, scratch = (
+            (Tensor * len(tensors))(*tensors),
+            (Tensor * len(outputs))(*outputs),
+            self.memory.address(workspace),
+        )
+        run = self.harness.library.kvt_enqueue
+
+        def enqueue(alive: Any = (plugin, held, made, workspace)) -> None:
+            assert run(plugin.at, given_, len(given_), got, len(got), ctypes.c_void_p(scratch)) == 0, self.harness.log()
+
+        return enqueue, made

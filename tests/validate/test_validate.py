@@ -1,0 +1,130 @@
+"""validate passes on a sound artifact and names the first layer, step and tensor that differ on an altered one."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from typer.testing import CliRunner
+
+from kvexport.artifact.publish import load_manifest, write_manifest
+from kvexport.commands.app import app
+from kvexport.errors import UsageError
+from kvexport.report.page import render_html, render_text
+from kvexport.validate.runner import validate_artifact
+
+
+@pytest.fixture(scope="module")
+def result(tiny_artifact: Path):
+    return validate_artifact(tiny_artifact, length=160, telemetry=True)
+
+
+def altered(artifact: Path, folder: Path, graph: str, change) -> Path:
+    """A copy of the artifact whose graph was changed and whose digests fit again."""
+    copy = folder / "altered"
+    shutil.copytree(artifact, copy)
+    manifest = load_manifest(copy)
+    model = onnx.load(copy / graph, load_external_data=False)
+    change(model)
+    (copy / graph).write_bytes(model.SerializeToString())
+    write_manifest(
+        copy, {k: v for k, v in manifest.items() if k not in ("files", "manifest_sha256", "format", "contract_version")}
+    )
+    return copy
+
+
+@pytest.fixture(params=["native", "off"])
+def operators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native operators, where they are built, and the functions."""
+    if request.param == "off":
+        monkeypatch.setenv("KVEXPORT_OPERATORS", "off")
+
+
+def scale_meaning(model: onnx.ModelProto, op: str, attribute_name: str, factor: float) -> None:
+    """Multiply the attribute of the nodes of `op`, which native operators read, and in its function the first float
+    constant between 0.001 and 100."""
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if node.op_type == op and attribute.name == attribute_name:
+                attribute.f *= factor
+    function = next(f for f in model.functions if f.name == op)
+    for node in function.node:
+        for attribute in node.attribute:
+            if node.op_type == "Constant" and attribute.t.data_type == onnx.TensorProto.FLOAT:
+                value = onnx.numpy_helper.to_array(attribute.t)
+                if value.size == 1 and 1e-3 < abs(float(value)) < 100 and float(value) != 1.0:
+                    attribute.t.CopyFrom(
+                        onnx.numpy_helper.from_array((value * np.float32(factor)).astype(np.float32), attribute.t.name)
+                    )
+                    return
+    raise AssertionError("no constant to change")
+
+
+def test_a_sound_artifact_passes(result) -> None:
+    assert result.passed and result.in_place_identical
+    assert max(result.tokens) > 3 * max(result.budgets)
+    assert {s["phase"] for s in result.steps} == {"prefill", "decode", "merge"}
+    kinds = {kind for s in result.steps for kind in s["largest"]}
+    assert kinds >= {"logits", "key", "value", "votes", "score", "position"}
+    assert result.own_run_logits < 1e-3
+    assert all(0 <= v < 20 for row in result.kl for v in row) and sum(map(len, result.kl)) > 10
+
+
+def test_the_report_shows_it(result) -> None:
+    text = render_text(result.sections())
+    assert "passed" in text and "score" in text
+    page = render_html("Validation", "", result.sections())
+    assert page.count("<svg") >= 2 and not re.search(r"https?:|<script|src=", page)
+    assert json.loads(json.dumps(result.to_json()))["passed"] is True
+
+
+def test_telemetry_is_of_every_merge_and_layer(result) -> None:
+    rows = result.to_json()["telemetry"]
+    merges = sum(s["phase"] == "merge" for s in result.steps)
+    assert {(r["step"], r["layer"]) for r in rows if r["query"] == "current"} == {
+        (s, i) for s in range(merges) for i in (0, 1)
+    }
+    assert all(0 < r["mean"] <= r["largest"] and r["to_full"] > 0 for r in rows)
+    text, page = render_text(result.sections()), render_html("Validation", "", result.sections())
+    assert re.search(r"layer 1 +\d+ +0\.\d+", text) and "no bound" in text and "The largest error of a head" in text
+    assert "Perturbation, merge by merge" in page and "Perturbation by layer" in page
+
+
+@pytest.mark.usefixtures("operators")
+def test_a_difference_in_attention_is_named(tiny_artifact: Path, tmp_path: Path) -> None:
+    copy = altered(tiny_artifact, tmp_path, "decoder.onnx", lambda m: scale_meaning(m, "VoteAttention", "scale", 1.05))
+    result = validate_artifact(copy, length=160)
+    assert not result.passed and result.mismatch is not None
+    assert result.mismatch.step == 0 and result.mismatch.phase == "prefill"
+    assert re.search(r"step 0 \(prefill\), tensor \w+", result.problem)
+
+
+@pytest.mark.usefixtures("operators")
+def test_a_difference_in_merging_is_named(tiny_artifact: Path, tmp_path: Path) -> None:
+    def other_threshold(model: onnx.ModelProto) -> None:
+        scale_meaning(model, "MergeCache", "threshold", 0.1)
+
+    result = validate_artifact(altered(tiny_artifact, tmp_path, "merge.onnx", other_threshold), length=160)
+    assert not result.passed and result.mismatch is not None
+    assert result.mismatch.phase == "merge" and result.mismatch.layer == 0
+
+
+@pytest.mark.usefixtures("operators")
+def test_the_verb_exits_with_4(tiny_artifact: Path, tmp_path: Path) -> None:
+    copy = altered(tiny_artifact, tmp_path, "decoder.onnx", lambda m: scale_meaning(m, "VoteAttention", "scale", 1.05))
+    ran = CliRunner().invoke(app, ["validate", str(copy), "--length", "60", "--html", str(tmp_path / "r.html")])
+    assert ran.exit_code == 4
+    assert "differs from PyTorch" in ran.output + (ran.stderr or "") and "Traceback" not in ran.output
+    assert "FAILED" in (tmp_path / "r.html").read_text()
+
+
+def test_another_checkpoint_is_refused(tiny_artifact: Path) -> None:
+    from kvexport.recipe.files import recipe_folder
+
+    with pytest.raises(UsageError, match="is not the checkpoint"):
+        validate_artifact(tiny_artifact, checkpoint=str(recipe_folder() / "checkpoints" / "tiny"))

@@ -1,0 +1,1 @@
+"""Tools that people run from a checkout."""

@@ -1,0 +1,167 @@
+"""The part of `gpu_check` that runs engines on ONNX Runtime's CUDA provider, with and without CUDA graphs, beside the
+graphs' functions on the CPU. Takes onnxruntime-gpu, ONNX Runtime's C headers and what `kvexport build` takes; a part
+that lacks one is skipped and names it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tools.gpu_check.parts import Figures, Skipped, Target
+
+ROOT = Path(__file__).resolve().parent.parent
+NEEDED = ("onnxruntime", "tokenizers", "yaml", "torch", "transformers", "onnx", "onnxscript", "onnx_ir", "safetensors")
+# Of the largest logit: room for sums in another order.
+TOLERANCE = {"float32": 1e-3, "float16": 5e-2}
+LENGTHS, PROMPTS, CHUNK, STEPS = (200, 90, 31), (120, 41, 30), 16, 32
+
+
+def onnxruntime(target: Target) -> Figures:
+    """The largest difference of any logit far past the budget, by type, and milliseconds of a decode step."""
+    plugins = prepare(target)
+    library = plugins.build_cuda_on_host(plugins.find_headers()) if target.on_host else build_for_this_gpu(plugins)
+    figures: Figures = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for dtype in TOLERANCE:
+            artifact = small_artifact(Path(folder), dtype)
+            with operators("off"):
+                from kvexport.runtime.engine import load
+
+                reference = load(artifact, device="cpu")
+            for graphs in (False, True):
+                engine = device_engine(artifact, library, graphs=graphs, on_host=target.on_host)
+                sequences = [np.random.default_rng(i).integers(0, engine.vocabulary, n) for i, n in enumerate(LENGTHS)]
+                worst = largest_difference(engine, reference, sequences)
+                assert worst < TOLERANCE[dtype], (
+                    f"{dtype}, graphs {graphs}: a logit differs by {worst:.3g} of the largest"
+                )
+                sessions: Any = engine.sessions
+                figures[f"{dtype}, {'graphs' if graphs else 'plain'}"] = {
+                    "largest difference": worst,
+                    "ms of a step": 1e3 * step_seconds(engine),
+                    "captured": sessions.graphs,
+                    "why not": sessions.graph_problem,
+                }
+    return figures
+
+
+def prepare(target: Target) -> Any:
+    """plugins/build.py. Raises Skipped naming what is missing."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise Skipped(f"{missing[0]} is not installed")
+    import pydantic
+
+    if not hasattr(pydantic, "TypeAdapter"):
+        raise Skipped("pydantic is not installed")  # gpu_check's stand-in knows methods alone
+    if not target.on_host:
+        from kvexport.backends.onnxruntime.devices import problems
+
+        if found := problems("cuda"):
+            raise Skipped("; ".join(problem for problem, _ in found))
+    spec = importlib.util.spec_from_file_location("kvexport_plugins_build", ROOT / "plugins" / "build.py")
+    assert spec and spec.loader
+    plugins = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(plugins)
+    try:
+        plugins.find_headers()
+    except plugins.Missing as error:
+        raise Skipped(str(error)) from error
+    return plugins
+
+
+def build_for_this_gpu(plugins: Any) -> Path:
+    import torch
+
+    major, minor = torch.cuda.get_device_capability()
+    return Path(plugins.build_cuda(plugins.find_headers(), [f"{major}{minor}"], out=ROOT / "build-cache" / "cuda"))
+
+
+def small_artifact(folder: Path, dtype: str) -> Path:
+    """A random Llama of two layers, keepkv at 32 slots."""
+    from kvexport.export.build import build
+    from tests.support.models import llama, make_recipe, save_checkpoint
+
+    checkpoint = folder / "checkpoint"
+    if not checkpoint.exists():
+        save_checkpoint(checkpoint, llama())
+    cache = {"method": "keepkv", "budget": 32, "merge_every": 4}
+    limits = {"max_length": 512, "max_batch": len(LENGTHS)}
+    return build(
+        make_recipe(checkpoint, dtype=dtype, cache=cache, export={"prefill_chunk": CHUNK}, limits=limits),
+        folder / dtype,
+    )
+
+
+def device_engine(artifact: Path, library: Path, *, graphs: bool, on_host: bool) -> Any:
+    """An engine on the CUDA provider. on_host: on the CPU's, over the binding for the host, state in memory that ONNX
+    Runtime holds."""
+    from kvexport.backends.onnxruntime.device_array import DeviceArray
+    from kvexport.runtime.engine import load
+
+    with operators(str(library)):
+        engine = load(artifact, device="cpu" if on_host else "cuda", cuda_graph=graphs)
+    if on_host:
+        sessions: Any = engine.sessions
+        sessions.zeros, sessions.graphs = partial(DeviceArray, "cpu"), graphs
+    return engine
+
+
+@contextmanager
+def operators(value: str) -> Iterator[None]:
+    """KVEXPORT_OPERATORS for what is loaded within."""
+    before = os.environ.get("KVEXPORT_OPERATORS")
+    os.environ["KVEXPORT_OPERATORS"] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["KVEXPORT_OPERATORS"]
+        else:
+            os.environ["KVEXPORT_OPERATORS"] = before
+
+
+def largest_difference(
+    engine: Any, reference: Any, sequences: list[np.ndarray], prompts: tuple[int, ...] = PROMPTS
+) -> float:
+    """Of the logits after every call that both are given: the prompts, then token by token; over the largest logit, at
+    least 1."""
+    both = [e.lanes(len(sequences)) for e in (engine, reference)]
+    heads = [s[:n] for s, n in zip(sequences, prompts, strict=True)]
+    worst, logits = 0.0, [np.array(lanes.prefill(heads)) for lanes in both]
+    running = list(range(len(sequences)))
+    position = max(len(s) - n for s, n in zip(sequences, prompts, strict=True))
+    for step in range(position + 1):
+        found, expected = (x[running] for x in logits)
+        worst = max(worst, float(np.abs(found - expected).max() / max(1.0, float(np.abs(expected).max()))))
+        assert np.isfinite(found).all(), "a logit is not finite"
+        parts = [s[n:][step : step + 1] for s, n in zip(sequences, prompts, strict=True)]
+        running = [lane for lane, part in enumerate(parts) if len(part)]
+        if not running:
+            break
+        logits = [lanes.append(parts)[:, 0].copy() for lanes in both]
+    return worst
+
+
+def step_seconds(engine: Any) -> float:
+    """Median of decode steps of one sequence; merges fall into some of them."""
+    lanes = engine.lanes(1)
+    lanes.prefill([np.arange(CHUNK) % engine.vocabulary])
+    spans = []
+    for _ in range(STEPS):
+        start = time.perf_counter()
+        lanes.append([np.array([1])])
+        spans.append(time.perf_counter() - start)
+    return float(np.median(spans[2:]))
+
+
+PARTS = {"onnxruntime": onnxruntime}

@@ -1,0 +1,403 @@
+"""The parts of `gpu_check` that build and measure: each takes a target and returns its figures, or raises what it found
+wrong."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from cuda_library import (
+    DEVICE,
+    HOST,
+    STATE,
+    Caller,
+    DeviceMemory,
+    HostMemory,
+    builder,
+    load,
+    merge_cache_call,
+    vote_attention_call,
+)
+
+Figures = dict[str, Any]
+
+
+class Skipped(Exception):
+    """A part that this machine lacks something for."""
+
+
+# Batch, query heads, KV heads, slots; head size 128, fp16. Llama-2-7B's layers, Llama-3-8B's, its 70B's, and a group of
+# sixteen.
+DECODE = [
+    (1, 32, 32, 512),
+    (8, 32, 32, 1024),
+    (32, 32, 32, 1024),
+    (1, 32, 8, 4096),
+    (8, 32, 8, 4096),
+    (32, 32, 8, 4096),
+    (1, 32, 8, 16384),
+]
+DECODE += [(16, 64, 8, 4096), (16, 64, 4, 4096)]
+SIZE, CHUNK, MERGE_EVERY = 128, 512, 32
+LARGE = 64 << 20  # bytes of a layer's cache from which a share of the bandwidth is the goal
+
+
+class Target:
+    """The library under test and how its calls are timed: on a GPU by events around a graph's replay, on the host by
+    the clock."""
+
+    def __init__(self, *, on_host: bool) -> None:
+        self.on_host = on_host
+        self._caller: Caller | None = None
+
+    @property
+    def caller(self) -> Caller:
+        """Loaded when it is first asked for: `build` makes it."""
+        if self._caller is None:
+            self._caller = Caller(load(HOST), HostMemory()) if self.on_host else Caller(load(DEVICE), DeviceMemory())
+        return self._caller
+
+    def scaled(self, number: int, on_host: int) -> int:
+        """`number`, or what the host can do in its place."""
+        return on_host if self.on_host else number
+
+    def captured(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        """`run` as a CUDA graph, after it ran once; on the host `run` itself."""
+        if self.on_host:
+            return run
+        import torch
+
+        memory, stream = self.caller.memory, torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        default, memory.stream = memory.stream, stream.cuda_stream
+        try:
+            with torch.cuda.stream(stream):
+                run()
+                stream.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=stream):
+                    run()
+        finally:
+            memory.stream = default
+        torch.cuda.current_stream().wait_stream(stream)
+        return graph.replay
+
+    def spans(self, run: Callable[[], Any], reset: Callable[[], Any], rounds: int, warm: int = 3) -> list[float]:
+        """Seconds of each of `rounds` runs, `reset` before each outside of the time: by events on a GPU, by the clock
+        on the host."""
+        found = []
+        for _ in range(2 if self.on_host else rounds + warm):
+            reset()
+            if self.on_host:
+                begin = time.perf_counter()
+                run()
+                found.append(time.perf_counter() - begin)
+                continue
+            import torch
+
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            found.append(start.elapsed_time(end) / 1e3)
+        return found[0 if self.on_host else warm :]
+
+    def seconds(
+        self, calls: list[Callable[[], Any]], reset: Callable[[], Any] = lambda: None, rounds: int = 15
+    ) -> list[float]:
+        """Of `rounds` runs of all calls in turn, the seconds per call."""
+
+        def run() -> None:
+            for call in calls:
+                call()
+
+        reset()
+        return [span / len(calls) for span in self.spans(self.captured(run), reset, rounds)]
+
+
+def build(target: Target) -> Figures:
+    """The library, and what the compiler says of every kernel: nothing may spill."""
+    if target.on_host:
+        return {"library": builder().build_host().name}
+    import torch
+
+    major, minor = torch.cuda.get_device_capability()
+    library, report = builder().build_device(f"{major}{minor}")
+    spilling = [name for name, numbers in report.items() if numbers["spills"]]
+    assert not spilling, f"registers spill in {', '.join(spilling)}"
+    return {"library": library.name, "compiler": builder().compiler_version(), "kernels": report}
+
+
+INPUTS = ("query", "key", "value", "position", "query_length", *(f"past_{name}" for name in STATE))
+
+
+def attributes_of(kind: str) -> Any:
+    from kvexport.methods.base import Statistic
+    from kvexport.ops.vote_attention import VoteAttentionAttributes
+
+    kinds = {
+        "log_ema": (Statistic("log_ema", 0.9),),
+        "probability": (Statistic("probability"),),
+        "none": (Statistic(),),
+    }
+    kinds["both"] = (Statistic("probability", 0.98), Statistic("log_ema", 0.95))
+    return VoteAttentionAttributes(SIZE**-0.5, 1.0, kinds[kind])
+
+
+def layer(
+    batch: int, query_heads: int, heads: int, slots: int, tokens: int, kept: int, dtype: str, size: int = SIZE
+) -> dict[str, np.ndarray]:
+    """A layer's inputs: `slots` used, room for `tokens` more. What large tensors hold repeats, which nothing here
+    depends on."""
+    rng = np.random.default_rng(0)
+    capacity = slots + tokens
+    shape = (batch, heads, capacity)
+
+    def normal(*dims: int) -> np.ndarray:
+        count = int(np.prod(dims))
+        some = rng.normal(size=min(count, 1 << 20)).astype(dtype)
+        return np.resize(some, count).reshape(dims)
+
+    def bundled(*dims: int) -> np.ndarray:
+        """Rows near 64 centres, so that there is what merges."""
+        rows = min(int(np.prod(dims[:-1])), 1 << 13)
+        some = rng.normal(size=(64, size))[rng.integers(0, 64, rows)] + 0.3 * rng.normal(size=(rows, size))
+        return np.resize(some.astype(dtype), dims)
+
+    votes = np.ones(shape, np.float32)
+    votes[:, :, slots:] = 0
+    return {
+        "query": normal(batch, query_heads, tokens, size),
+        "key": normal(batch, heads, tokens, size),
+        "value": normal(batch, heads, tokens, size),
+        "position": np.broadcast_to(slots + np.arange(tokens), (batch, tokens)).copy(),
+        "query_length": np.full((batch, 1), tokens),
+        "past_key": bundled(*shape, size),
+        "past_value": normal(*shape, size),
+        "past_votes": votes,
+        "past_score": rng.gamma(1.0, size=(batch, heads, kept, capacity)).astype(np.float32),
+        "past_position": np.broadcast_to(np.arange(capacity, dtype=np.int32), shape).copy(),
+    }
+
+
+class Step:
+    """One layer on the target with its call prepared, in place."""
+
+    def __init__(self, target: Target, arrays: dict[str, np.ndarray], attributes: Any) -> None:
+        memory = target.caller.memory
+        self.memory, self.target = memory, target
+        self.held = {name: memory.put(x) for name, x in arrays.items()}
+        self.votes = memory.put(arrays["past_votes"])
+        query, key = arrays["query"], arrays["past_key"]
+        self.output = memory.put(np.zeros((*query.shape[:3], arrays["value"].shape[3]), query.dtype))
+        call = vote_attention_call(attributes, query.dtype.name, query.shape, key.shape, arrays["value"].shape[3])
+        for name in INPUTS[:5]:
+            setattr(call, name, memory.address(self.held[name]))
+        call.past = call.present = target.caller.state({name: self.held[f"past_{name}"] for name in STATE})
+        call.output = memory.address(self.output)
+        self.call = call
+
+    def __call__(self) -> None:
+        """Enqueue it."""
+        self.target.caller.prepared("vote_attention", self.call)()
+
+    def reset(self) -> None:
+        """What the last step appended goes."""
+        if self.target.on_host:
+            self.held["past_votes"][...] = self.votes
+        else:
+            self.held["past_votes"].copy_(self.votes)
+
+
+def merge_state(
+    target: Target, method: str, batch: int, heads: int, budget: int, seed: int, *, in_order: bool = True
+) -> tuple[dict[str, np.ndarray], Any]:
+    """A cache that is MERGE_EVERY slots over its budget, and the attributes of its merge."""
+    from kvexport.methods import all_methods
+    from kvexport.ops.merge_cache import MergeCacheAttributes
+
+    made, rng, capacity = all_methods()[method](), np.random.default_rng(seed), budget + MERGE_EVERY
+    arrays = layer(batch, heads, heads, budget, MERGE_EVERY, len(made.statistics), "float16")
+    state = {name: arrays[f"past_{name}"] for name in STATE}
+    state["votes"][:] = 1.0
+    state["score"] = rng.permuted(
+        np.broadcast_to(np.arange(1, capacity + 1) / capacity, state["score"].shape), axis=-1
+    ).astype(np.float32)
+    if not in_order:
+        state["position"] = state["position"][:, :, ::-1].copy()
+    return state, MergeCacheAttributes(made, budget, 4, budget // 2)
+
+
+def bandwidth(target: Target) -> Figures:
+    """Bytes per second, read and written, of a copy far larger than any cache: the floor of all that follows."""
+    if target.on_host:
+        return {"bytes per second": 1e10}
+    import torch
+
+    a = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").fill_(1)
+    b = torch.empty_like(a)
+    return {"bytes per second": 2 * a.numel() / statistics.median(target.seconds([lambda: b.copy_(a)]))}
+
+
+def decode(target: Target) -> Figures:
+    """Microseconds of a step at every shape, beside the time its bytes take to be copied and PyTorch's attention over
+    the same cache."""
+    copied, rows = bandwidth(target)["bytes per second"], []
+    lacking: dict[str, str] = {}
+    for batch, query_heads, heads, slots in DECODE[: target.scaled(len(DECODE), 1)]:
+        slots, batch = target.scaled(slots, 64), target.scaled(batch, 1)
+        arrays = layer(batch, query_heads, heads, slots, 1, 1, "float16")
+        for kind in ("log_ema", "probability", "none"):
+            nbytes = batch * heads * slots * (4 * SIZE + 8 + (8 if kind != "none" else 0))
+            # Caches enough that none is still in a cache of the device when its turn comes again.
+            copies = 1 if nbytes > 3e8 else target.scaled(max(2, int(3e8 / nbytes)), 2)
+            steps = [Step(target, arrays, attributes_of(kind)) for _ in range(copies)]
+
+            def reset(steps: list[Step] = steps) -> None:
+                for step in steps:
+                    step.reset()
+
+            ours = statistics.median(target.seconds(list(steps), reset))
+            floor = nbytes / copied
+            goal = floor / 0.8 if nbytes >= LARGE else floor / 0.85 + 5e-6
+            row = {
+                "batch": batch,
+                "query heads": query_heads,
+                "heads": heads,
+                "slots": slots,
+                "statistic": kind,
+                "bytes": nbytes,
+            }
+            row |= {
+                "us": ours * 1e6,
+                "floor us": floor * 1e6,
+                "goal us": goal * 1e6,
+                "met": ours <= goal,
+                "share of copy": floor / ours,
+            }
+            rows.append(row | {f"{name} us": None for name in PEERS})
+            if kind == "log_ema" and not target.on_host:
+                for name, peer in PEERS.items():
+                    try:
+                        rows[-1][f"{name} us"] = (
+                            statistics.median(target.seconds([peer(step, slots) for step in steps])) * 1e6
+                        )
+                    except Exception as error:
+                        lacking[name] = f"{type(error).__name__}: {error}"[:200]
+            del steps
+    return {"bytes per second": copied, "rows": rows, "peers not measured": lacking}
+
+
+def flash() -> Callable[..., Any]:
+    """PyTorch's flash attention, or what it takes in its place; query, key, value."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+    def attention(query: Any, key: Any, value: Any) -> Any:
+        with sdpa_kernel(backends):
+            return scaled_dot_product_attention(query, key, value, enable_gqa=query.shape[1] != key.shape[1])
+
+    return attention
+
+
+def torch_attention(step: Step, slots: int) -> Callable[[], Any]:
+    """PyTorch's own attention over a step's cache, without votes or scores."""
+    key, value = (step.held[f"past_{name}"][:, :, :slots].contiguous() for name in ("key", "value"))
+    query, attention = step.held["query"], flash()
+    return lambda: attention(query, key, value)
+
+
+def flashinfer_attention(step: Step, slots: int) -> Callable[[], Any]:
+    """FlashInfer's, a sequence a page. ImportError where it is not installed."""
+    import flashinfer
+    import torch
+
+    key, value = (step.held[f"past_{name}"][:, :, :slots].contiguous() for name in ("key", "value"))
+    query = step.held["query"][:, :, 0].contiguous()
+    (batch, query_heads, size), heads = query.shape, key.shape[1]
+    workspace = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=query_heads > heads)
+    pages = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
+    last = torch.full((batch,), slots, dtype=torch.int32, device="cuda")
+    wrapper.plan(
+        pages, pages[:-1], last, query_heads, heads, size, slots, q_data_type=query.dtype, kv_data_type=key.dtype
+    )
+    return lambda: wrapper.run(query, (key, value))
+
+
+PEERS = {"torch": torch_attention, "flashinfer": flashinfer_attention}
+
+
+def prefill(target: Target) -> Figures:
+    """TFLOP/s of a chunk against slots, beside PyTorch's attention over as many keys."""
+    rows, chunk = [], target.scaled(CHUNK, 16)
+    for batch, query_heads, heads, slots in ((1, 32, 8, 2048), (4, 32, 8, 2048), (1, 32, 32, 2048)):
+        slots, query_heads, heads = target.scaled(slots, 64), target.scaled(query_heads, 4), target.scaled(heads, 2)
+        for kind in ("none", "log_ema", "probability"):
+            step = Step(target, layer(batch, query_heads, heads, slots, chunk, 1, "float16"), attributes_of(kind))
+            seconds = statistics.median(target.seconds([step], step.reset))
+            flops = 4 * batch * query_heads * SIZE * (chunk * slots + chunk * (chunk + 1) // 2)
+            row = {
+                "batch": batch,
+                "query heads": query_heads,
+                "heads": heads,
+                "slots": slots,
+                "chunk": chunk,
+                "statistic": kind,
+            }
+            row |= {"us": seconds * 1e6, "TFLOPs": flops / seconds / 1e12, "torch TFLOPs": None, "share of torch": None}
+            if not target.on_host:
+                peer = statistics.median(target.seconds([torch_attention(step, slots + chunk)]))
+                theirs = 4 * batch * query_heads * SIZE * chunk * (slots + chunk) / peer / 1e12
+                row |= {"torch TFLOPs": theirs, "share of torch": row["TFLOPs"] / theirs}
+            rows.append(row)
+    return {"rows": rows}
+
+
+def merge(target: Target) -> Figures:
+    """Microseconds of one merge of 32 slots, and what it adds to each of 32 decode steps."""
+    rows = []
+    for batch, heads, budget in ((1, 32, 1024), (8, 8, 4096), (32, 8, 1024))[: target.scaled(3, 1)]:
+        budget, heads = target.scaled(budget, 128), target.scaled(heads, 2)
+        step = Step(target, layer(batch, 4 * heads, heads, budget, 1, 1, "float16"), attributes_of("log_ema"))
+        each = statistics.median(target.seconds([step], step.reset))
+        for method in ("h2o", "keepkv", "ballot", "zeromerge", "kvslimmer"):
+            seconds = merge_seconds(target, *merge_state(target, method, batch, heads, budget, 0))
+            row = {
+                "batch": batch,
+                "heads": heads,
+                "budget": budget,
+                "method": method,
+                "us": seconds * 1e6,
+                "decode us": each * 1e6,
+            }
+            rows.append(row | {"ratio to a step without": 1 + seconds / MERGE_EVERY / each})
+    return {"rows": rows}
+
+
+def merge_seconds(target: Target, arrays: dict[str, np.ndarray], attributes: Any) -> float:
+    memory = target.caller.memory
+    held, original = ({name: memory.put(x) for name, x in arrays.items()} for _ in range(2))
+    call = merge_cache_call(attributes, "float16", arrays["key"].shape, SIZE, arrays["score"].shape[2])
+    call.past = call.present = target.caller.state(held)
+
+    def reset() -> None:
+        for name, x in original.items():
+            held[name][...] = x
+
+    return statistics.median(target.seconds([lambda: target.caller.prepared("merge_cache", call)()], reset))
+
+
+PARTS: dict[str, Callable[[Target], Figures]] = {
+    "build": build,
+    "bandwidth": bandwidth,
+    "decode": decode,
+    "prefill": prefill,
+    "merge": merge,
+}

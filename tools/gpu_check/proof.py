@@ -1,0 +1,183 @@
+"""The parts of `gpu_check` that prove: each takes a target and returns what it counted, or raises what it found
+wrong."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+from cuda_library import COUNTER_BYTES, bfloat16, float32_of, lacks
+
+from tools.gpu_check.parts import INPUTS, Figures, Step, Target, attributes_of, layer, merge_state
+
+Arrays = dict[str, np.ndarray]
+TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
+
+
+def conformance(target: Target) -> Figures:
+    """Every case of the conformance suite against the float64 oracle; on the host, where the suite itself runs them
+    all, some."""
+    import oracle
+    from cases import (
+        MERGE_PROFILES,
+        MERGE_SCENARIOS,
+        PROFILES,
+        SCENARIOS,
+        merge_cache_state,
+        single_precision,
+        stored_precision,
+        vote_attention_inputs,
+    )
+    from comparison import assert_finite, assert_near, assert_same_cache, state_of
+
+    count, errors = 0, dict.fromkeys(TOLERANCE, 0.0)
+    lacking = sorted({f"{p.method}: {why}" for p in MERGE_PROFILES if (why := lacks(p.build_method()))})
+    scenarios, merge_scenarios = (x[: target.scaled(len(x), 2)] for x in (SCENARIOS, MERGE_SCENARIOS))
+    for profile, scenario in itertools.product(PROFILES, scenarios):
+        inputs = vote_attention_inputs(profile, scenario)
+        for in_place in (True, False):
+            actual, expected = (
+                target.caller.vote_attention(inputs, profile.attributes, in_place=in_place),
+                oracle.vote_attention(inputs, profile.attributes),
+            )
+            assert_finite(actual)
+            single, stored = single_precision(scenario.peak), stored_precision(profile.dtype, scenario.peak)
+            if scenario.peak < 10:  # beyond, it is float32's own rounding of a logit that is seen
+                errors[profile.dtype] = max(errors[profile.dtype], error_of(actual["output"], expected["output"]))
+            assert_near(actual["output"], expected["output"], stored, f"{profile.name}, {scenario.name}: output")
+            assert_same_cache(
+                state_of(actual),
+                state_of(expected),
+                profile.attributes.statistics,
+                single=single,
+                stored=0.0,
+                what=f"{profile.name}, {scenario.name}:",
+            )
+            count += 1
+    for profile, scenario in itertools.product(
+        (p for p in MERGE_PROFILES if not lacks(p.build_method())), merge_scenarios
+    ):
+        state = merge_cache_state(profile, scenario)
+        attributes = profile.attributes(scenario.capacity if profile.method == "full" else scenario.budget)
+        for in_place in (True, False):
+            actual = target.caller.merge_cache(state, attributes, in_place=in_place)
+            single, stored = single_precision(scenario.peak), stored_precision(profile.dtype, scenario.peak)
+            expected = state_of(oracle.merge_cache(state, attributes))
+            assert_same_cache(
+                state_of(actual),
+                expected,
+                profile.statistics,
+                single=single,
+                stored=stored,
+                what=f"{profile.name}, {scenario.name}:",
+            )
+            count += 1
+    large = large_cases(target, errors)
+    return {"cases": count, "without a kernel": lacking, "large": large, "largest error": errors, "allowed": TOLERANCE}
+
+
+# Query heads of a KV head, and the size of a head.
+LARGE = [(1, 128), (2, 128), (4, 128), (8, 128), (16, 128), (4, 64), (4, 80), (4, 96), (4, 256), (1, 256)]
+
+
+def large_cases(target: Target, errors: dict[str, float]) -> int:
+    """Caches of many splits in every type: a token against the float64 oracle, a chunk against float32 PyTorch on the
+    CPU. `errors` takes the largest of the former's outputs."""
+    import oracle
+    import torch
+
+    from kvexport.ops.vote_attention import vote_attention
+
+    count, attributes = 0, attributes_of("both")
+    for dtype, tokens, (group, size) in itertools.product(
+        TOLERANCE, (1, target.scaled(96, 20)), target.scaled(LARGE, LARGE[2:4])
+    ):
+        what = f"{dtype}, {tokens} tokens, groups of {group}, heads of {size}"
+        arrays = layer(2, 2 * group, 2, target.scaled(2500, 200), tokens, len(attributes.statistics), "float32", size)
+        inputs = as_stored(arrays, dtype)
+        actual = target.caller.vote_attention(inputs, attributes)
+        exact = {name: widened(x, dtype) for name, x in inputs.items()}
+        if tokens == 1:
+            expected = oracle.vote_attention(exact, attributes)
+            output, score = expected["output"], expected["present_score"]
+        else:
+            found = vote_attention(*(torch.from_numpy(exact[name]) for name in INPUTS), attributes=attributes)
+            output, score = found[0].numpy(), found[4].numpy()
+        error = error_of(widened(actual["output"], dtype), output)
+        assert error <= TOLERANCE[dtype] * (2 if tokens > 1 else 1), f"{what}: an output is off by {error:.3g}"
+        errors[dtype] = max(errors[dtype], error) if tokens == 1 else errors[dtype]
+        held = arrays["past_votes"][:, :, None] > 0
+        np.testing.assert_allclose(
+            np.where(held, actual["present_score"], 0), np.where(held, score, 0), rtol=5e-5, atol=5e-5, err_msg=what
+        )
+        count += 1
+    return count
+
+
+def error_of(actual: np.ndarray, expected: np.ndarray) -> float:
+    """The largest difference, over the largest expected magnitude (1 at least)."""
+    difference = np.abs(actual.astype(np.float64) - expected)
+    return float(difference.max(initial=0.0) / max(1.0, np.abs(expected).max(initial=0.0)))
+
+
+def as_stored(arrays: Arrays, dtype: str) -> Arrays:
+    """Float32 inputs of a call with queries, keys and values in another type."""
+    kept = ("past_votes", "past_score")
+    return {name: stored(x, dtype) if x.dtype == np.float32 and name not in kept else x for name, x in arrays.items()}
+
+
+def widened(x: np.ndarray, dtype: str) -> np.ndarray:
+    """In float32; a GPU's bfloat16 comes as int16."""
+    if dtype == "bfloat16" and x.dtype in (np.int16, np.uint16):
+        return float32_of(x.view(np.uint16))
+    return x.astype(np.float32) if x.dtype == np.float16 else x
+
+
+def stored(x: np.ndarray, dtype: str) -> np.ndarray:
+    return bfloat16(x) if dtype == "bfloat16" else x.astype(dtype)
+
+
+def repeat(target: Target) -> Figures:
+    """The same input a thousand times gives the same bits, at shapes of many splits."""
+    runs = target.scaled(1000, 3)
+    for tokens, times in ((1, runs), (target.scaled(200, 20), max(runs // 10, 2))):
+        arrays = layer(2, 16, 4, target.scaled(3000, 300), tokens, 2, "float16")
+        state = {name: x for name, x in arrays.items() if name.startswith("past_")}
+        step = Step(target, arrays, attributes_of("both"))
+        original = {name: step.memory.put(x) for name, x in state.items()}
+        first: dict[str, bytes] | None = None
+        for _ in range(times):
+            for name, x in original.items():
+                step.held[name][...] = x
+            step()
+            found = {name: step.memory.get(step.held[name]).tobytes() for name in state} | {
+                "output": step.memory.get(step.output).tobytes()
+            }
+            first = first or found
+            assert found == first, (
+                f"bits differ with {tokens} tokens in {[name for name in found if found[name] != first[name]]}"
+            )
+    for method in ("keepkv", "ballot", "zeromerge", "kvslimmer"):
+        state, attributes = merge_state(target, method, 2, 4, target.scaled(2048, 200), 2)
+        results = [target.caller.merge_cache(state, attributes) for _ in range(max(runs // 20, 2))]
+        assert all(x[name].tobytes() == results[0][name].tobytes() for x in results for name in x), (
+            f"bits of a merge by {method} differ"
+        )
+    counters = target.caller.memory.get(target.caller.workspace[:COUNTER_BYTES])
+    assert not counters.any(), "a counter did not come back to zero"
+    return {"runs": runs}
+
+
+def sample(target: Target) -> Figures:
+    """Few calls that reach every kernel, for compute-sanitizer."""
+    for (group, size), tokens, dtype in itertools.product(((1, 64), (4, 80), (8, 256), (16, 128)), (1, 40), TOLERANCE):
+        arrays = layer(1, group, 1, 300 - group, tokens, 2, "float32", size)
+        target.caller.vote_attention(as_stored(arrays, dtype), attributes_of("both"))
+    for method in ("keepkv", "ballot", "zeromerge", "kvslimmer", "h2o"):
+        for in_order in (True, False):
+            target.caller.merge_cache(*merge_state(target, method, 1, 2, 400, 2, in_order=in_order))
+    return {}
+
+
+PARTS: dict[str, Callable[[Target], Figures]] = {"conformance": conformance, "repeat": repeat, "sample": sample}

@@ -1,0 +1,72 @@
+"""The page of `gpu_check`: its parts, and its figures beside their floors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvexport.report.page import KeyValues, Plot, Section, Series, Table, render_html
+
+
+def page(report: dict[str, Any]) -> str:
+    """One self-contained HTML page of a report as check.json holds it."""
+    parts = report["parts"]
+    rows = [[name, part["status"], part["seconds"], part.get("why", "")] for name, part in parts.items()]
+    failed = {(i, 1) for i, row in enumerate(rows) if row[1] == "failed"}
+    goals = report["goals"]
+    missed = {(i, 3) for i, row in enumerate(goals) if row["met"] is False}
+    sections: list[Section] = [
+        KeyValues("GPU", report["gpu"]),
+        Table("Goals", list(goals[0]), [list(row.values()) for row in goals], highlight=missed),
+        Table("Parts", ["part", "status", "seconds", "why"], rows, highlight=failed),
+    ]
+    tables = [(name.capitalize(), name, "rows") for name in ("decode", "prefill", "merge")]
+    tables += [("A step of Llama-2-7B's shape", "model", "rows"), ("The same, by method", "model", "methods")]
+    tables += [("With as many sequences as fit", part, "largest batch") for part in ("model", "transformers")]
+    for title, part, kind in tables:
+        if found := parts.get(part, {}).get("figures", {}).get(kind, []):
+            sections.append(_table(title, found))
+    decode = parts.get("decode", {}).get("figures", {}).get("rows", [])
+    if decode:
+        series = [_line(decode, kind) for kind in dict.fromkeys(row["statistic"] for row in decode)]
+        note = "Bytes over what a copy of one gigabyte moves per second; the caches in turn are larger than the device's own."
+        sections.append(
+            Plot("Decode: share of the copy bandwidth", "bytes of a step", "share", series, x_log=True, note=note)
+        )
+    steps = [row for row in parts.get("model", {}).get("figures", {}).get("rows", []) if "ms" in row]
+    if steps:
+        series = [_steps(steps, batch) for batch in dict.fromkeys(row["batch"] for row in steps)]
+        note = "Bytes of the weights and of the batch's keys and values, over what a copy of one gigabyte moves per second."
+        sections.append(
+            Plot(
+                "A step of Llama-2-7B's shape, over the time of its bytes",
+                "budget",
+                "ratio",
+                series,
+                x_log=True,
+                note=note,
+            )
+        )
+    engines = parts.get("onnxruntime", {}).get("figures", {})
+    if engines:
+        note = "Beside the graphs' functions on the CPU; over the largest logit."
+        table = [[name, *found.values()] for name, found in engines.items()]
+        sections.append(Table("Engines on ONNX Runtime", ["engine", *next(iter(engines.values()))], table, note))
+    return render_html(
+        "CUDA kernels", f"{report['gpu']['name']}, {report['date']}, commit {report['commit']}", sections
+    )
+
+
+def _table(title: str, rows: list[dict[str, Any]]) -> Table:
+    """Rows may lack what others have."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    return Table(title, columns, [[row.get(name) for name in columns] for row in rows])
+
+
+def _line(rows: list[dict[str, Any]], kind: str) -> Series:
+    of_kind = sorted((row["bytes"], row["share of copy"]) for row in rows if row["statistic"] == kind)
+    return Series(kind, [x for x, _ in of_kind], [y for _, y in of_kind])
+
+
+def _steps(rows: list[dict[str, Any]], batch: int) -> Series:
+    of_batch = sorted((row["budget"], row["over the floor"]) for row in rows if row["batch"] == batch)
+    return Series(f"batch {batch}", [x for x, _ in of_batch], [y for _, y in of_batch])

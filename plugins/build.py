@@ -114,13 +114,13 @@ def build_cuda_on_host(headers: Path) -> Path:
 def cuda_on_host_is_current() -> bool:
     """Whether the stand-in is there and no source is newer."""
     plugins = ROOT / "plugins"
-    sources = (*plugins.glob("onnxruntime/*"), *plugins.glob("node/*"), Path(__file__))
+    sources = (*plugins.glob("bindings/onnxruntime/*"), *plugins.glob("bindings/node/*"), Path(__file__))
     return bool(cuda_kernels().is_current(ON_HOST, *sources))
 
 
 def cuda_binding(headers: Path) -> Any:
     """What `cuda_kernels` links with the kernels."""
-    folder = ROOT / "plugins" / "onnxruntime"
+    folder = ROOT / "plugins" / "bindings" / "onnxruntime"
     return cuda_kernels().Binding(folder / "cuda_library.cpp", headers, folder / "cuda_exports.map")
 
 

@@ -2,7 +2,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "kernels.h"
+#include "core/kernels.h"
 
 namespace {
 

@@ -4,9 +4,9 @@
 // Fewer rows than a small tile has take the weights as a stream, each once a call. Some more take them in small tiles
 // of products. With many, blocks of the weights are packed, so that every load is used often enough for the speed of
 // the arithmetic.
-#include "kernels.h"
-#include "scratch.h"
-#include "tile.h"
+#include "core/kernels.h"
+#include "core/scratch.h"
+#include "core/tile.h"
 
 namespace kv {
 namespace KV_ISA {

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 OUT = HERE.parent.parent / "build-cache" / "cuda"
-SOURCES = ("vote_attention", "merge_cache")
-HEADERS = (*HERE.glob("*.h"), *HERE.parent.glob("math/*.h"), HERE.parent / "cpu" / "kvexport_cpu.h")
+SOURCES = ("attention/vote_attention", "merge/merge_cache")
+HEADERS = (*HERE.rglob("*.h"), *HERE.parent.glob("math/*.h"), *HERE.parent.glob("abi/*.h"))
 RESOURCES = HERE / "resources.json"
 ARCHITECTURES = ("80", "86", "87", "89", "90", "100", "110", "120")
 # No contraction: the host's threads in any order give the same bits, whatever the compiler makes of one phase.
@@ -190,7 +190,7 @@ def _each(command: Any, suffix: str, logs: list[str] | None = None) -> list[Path
     OUT.mkdir(parents=True, exist_ok=True)
 
     def compiled(name: str) -> Path:
-        target = OUT / f"{name}.{suffix}.{os.getpid()}.o"
+        target = OUT / f"{Path(name).name}.{suffix}.{os.getpid()}.o"
         said = _run(command(name, str(target)), "compiler")
         if logs is not None:
             logs.append(said)

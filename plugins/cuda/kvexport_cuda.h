@@ -1,5 +1,5 @@
-// The two operators of docs/contract.md on the device, behind a C ABI: the structs of the CPU's (../cpu/kvexport_cpu.h)
-// with pointers to device memory, a stream, and a workspace.
+// The two operators of docs/contract.md on the device, behind a C ABI: the structs of ../abi/kvexport.h with
+// pointers to device memory, a stream, and a workspace.
 //
 // Calls only enqueue work and allocate nothing, so they can be captured in a CUDA graph. The same input gives the same
 // bits: how work is divided depends on batch, heads, slots and the number of multiprocessors alone, and what is divided
@@ -7,13 +7,11 @@
 // static string) or what CUDA answered.
 #pragma once
 
-#include "../cpu/kvexport_cpu.h"
+#include "../abi/kvexport.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
-
-enum { KV_BFLOAT16 = 2 };  // beside KV_FLOAT32 and KV_FLOAT16; scores, votes and arithmetic are float32 in all three
 
 // Where a call runs. The workspace is device memory, aligned to 256 bytes, that no other call in flight uses. Its first
 // KV_CUDA_COUNTER_BYTES are counters, zero before the first call that uses them, and every call leaves them so; who
@@ -37,7 +35,7 @@ const char* kv_cuda_merge_cache_workspace(const KvMergeCache* call, size_t* byte
 const char* kv_cuda_vote_attention(const KvVoteAttention* call, const KvCuda* where);
 const char* kv_cuda_merge_cache(const KvMergeCache* call, const KvCuda* where);
 
-// "device", or "host" where the same kernels were compiled for the host to be tested (block.h).
+// "device", or "host" where the same kernels were compiled for the host to be tested (core/block.h).
 const char* kv_cuda_target(void);
 
 #ifdef __cplusplus

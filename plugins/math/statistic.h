@@ -7,7 +7,7 @@
 #ifdef __CUDACC__
 #define KV_HD __host__ __device__ __forceinline__
 #else
-// Never a function of its own: it would be emitted once per instruction set under one name (see cpu/scratch.h).
+// Never a function of its own: it would be emitted once per instruction set under one name (see cpu/core/scratch.h).
 #define KV_HD inline __attribute__((always_inline))
 #endif
 

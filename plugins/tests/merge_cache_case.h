@@ -5,7 +5,7 @@
 
 namespace fuzz {
 
-// Every policy that node/attributes.h can make; `statistics` is what the method keeps.
+// Every policy that bindings/node/attributes.h can make; `statistics` is what the method keeps.
 inline KvMergePolicy any_policy(Random& random, int key_size, std::vector<float>& frequencies, int* statistics) {
   KvMergePolicy p{};
   p.compresses = !random.one_in(12);

@@ -26,7 +26,7 @@ HOST, DEVICE = FOLDER / "libkvexport_cuda_host.so", FOLDER / "libkvexport_cuda.s
 COUNTER_BYTES = 1 << 18
 TYPES = {"float32": 0, "float16": 1, "uint16": 2}  # numpy has no bfloat16: its bits stand as uint16
 KINDS = {"none": 0, "log_ema": 1, "probability": 2}
-# The enumerations of kvexport_cpu.h.
+# The enumerations of plugins/abi/kvexport.h.
 BY_POSITION, BY_SCORE, BY_AVERAGE, BY_POOLED, BY_MEAN = range(5)
 DROP, ZIP, RUNNING_MEAN, PAIR = range(4)
 COSINE, DOT, DISTANCE = range(3)
@@ -278,7 +278,7 @@ def lacks(method: Any) -> str | None:
 
 
 def policy_of(method: Any) -> MergePolicy:
-    """A method's parameters as the policy that the kernels run (as plugins/node/attributes.h reads them off a node)."""
+    """A method's parameters as the policy that the kernels run (as plugins/bindings/node/attributes.h reads them off a node)."""
     p = MergePolicy(compresses=method.name != "full", threshold=-1e38, votes_max=getattr(method, "votes_max", math.inf))
     for k, s in enumerate(method.statistics):
         p.statistic[k].kind = KINDS[s.kind]

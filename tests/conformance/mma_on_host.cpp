@@ -1,6 +1,6 @@
-// plugins/cuda/mma.h over one warp, for test_mma_on_host.py: where elements lie, and a product through the functions
+// plugins/cuda/core/mma.h over one warp, for test_mma_on_host.py: where elements lie, and a product through the functions
 // that load its operands.
-#include "../../plugins/cuda/mma.h"
+#include "../../plugins/cuda/core/mma.h"
 
 using namespace kv::cuda;
 

@@ -1,5 +1,5 @@
 """The CUDA kernels' own source, run on the host: every phase over all threads, every block of the grid
-(plugins/cuda/block.h).
+(plugins/cuda/core/block.h).
 
 Beside the conformance suite: caches of many blocks and splits, all head and group sizes, all types, and what the host
 can show of the execution itself. Nothing here ran on a GPU.

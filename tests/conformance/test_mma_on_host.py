@@ -1,4 +1,4 @@
-"""The tensor cores' stand-in on the host (plugins/cuda/mma.h): the rest of the kernels' proof rests on its layout being
+"""The tensor cores' stand-in on the host (plugins/cuda/core/mma.h): the rest of the kernels' proof rests on its layout being
 PTX's own."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prefill on tensor cores (plugins/cuda/prefill_mma.h), run on the host: the edges of its tiles, and what a chunk can
+"""Prefill on tensor cores (plugins/cuda/attention/prefill_mma.h), run on the host: the edges of its tiles, and what a chunk can
 bring, in both types.
 
 A block takes 128 rows against blocks of 64 slots, or 64 against 32 above 128 elements; the statistics take 128 slots

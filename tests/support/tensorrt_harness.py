@@ -32,8 +32,10 @@ INPUTS = ("query", "key", "value", "position", "query_length", *(f"past_{name}" 
 
 
 def _builder() -> Any:
-    """plugins/tensorrt/build_tensorrt.py."""
-    spec = importlib.util.spec_from_file_location("build_tensorrt", ROOT / "plugins" / "tensorrt" / "build_tensorrt.py")
+    """plugins/bindings/tensorrt/build_tensorrt.py."""
+    spec = importlib.util.spec_from_file_location(
+        "build_tensorrt", ROOT / "plugins" / "bindings" / "tensorrt" / "build_tensorrt.py"
+    )
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

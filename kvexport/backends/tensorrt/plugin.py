@@ -18,7 +18,10 @@ VARIABLE = "KVEXPORT_TENSORRT_PLUGIN"
 OPERATORS = ("VoteAttention", "MergeCache")
 VERSION = "1"
 NAMESPACE = "kvexport"
-BUILD = "python plugins/tensorrt/build_tensorrt.py --device 90, with the GPU's compute capability (docs/tensorrt-plugins.md)"
+BUILD = (
+    "python plugins/bindings/tensorrt/build_tensorrt.py --device 90, with the GPU's compute capability "
+    "(docs/tensorrt-plugins.md)"
+)
 
 
 def library() -> Path | None:
@@ -46,7 +49,7 @@ def what_building_lacks() -> str | None:
     """What `BUILD` would miss here (TensorRT's headers, CUDA's, nvcc), with the line that gets it; None where nothing
     is missing, or there is no checkout to build from."""
     root = checkout()
-    script = root / "plugins" / "tensorrt" / "build_tensorrt.py" if root else None
+    script = root / "plugins" / "bindings" / "tensorrt" / "build_tensorrt.py" if root else None
     spec = importlib.util.spec_from_file_location("build_tensorrt", script) if script else None
     if spec is None or spec.loader is None:
         return None

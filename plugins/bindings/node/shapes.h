@@ -1,0 +1,59 @@
+// The shapes of the operators' inputs (docs/contract.md, section 3), for every framework's binding.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "../../abi/kvexport.h"
+
+namespace kv {
+
+using Shape = std::vector<int64_t>;  // -1: not known yet
+
+struct Input {
+  const char* name;
+  Shape shape;
+};
+
+// A size that is not known is a question mark.
+inline std::string text(const Shape& shape) {
+  std::string s = "[";
+  for (size_t i = 0; i < shape.size(); ++i) s += (i ? ", " : "") + (shape[i] < 0 ? "?" : std::to_string(shape[i]));
+  return s + "]";
+}
+
+// What is known of `found` does not contradict what is known of `expected`.
+inline bool fits(const Shape& found, const Shape& expected) {
+  bool fits = found.size() == expected.size();
+  for (size_t d = 0; fits && d < found.size(); ++d) fits = found[d] < 0 || expected[d] < 0 || found[d] == expected[d];
+  return fits;
+}
+
+// The state tensors of a call of these sizes, in their order; -1 stands for a size that is not known.
+template <class Call>
+std::vector<Input> state_inputs(const Call& a) {
+  return {{"key", {a.batch, a.heads, a.capacity, a.key_size}},
+          {"value", {a.batch, a.heads, a.capacity, a.value_size}},
+          {"votes", {a.batch, a.heads, a.capacity}},
+          {"score", {a.batch, a.heads, a.statistics, a.capacity}},
+          {"position", {a.batch, a.heads, a.capacity}}};
+}
+
+inline std::vector<Input> inputs_of(const KvMergeCache& a) { return state_inputs(a); }
+
+// The eleventh may be left out.
+inline std::vector<Input> inputs_of(const KvVoteAttention& a) {
+  std::vector<Input> all = {{"query", {a.batch, a.query_heads, a.tokens, a.key_size}},
+                            {"key", {a.batch, a.heads, a.tokens, a.key_size}},
+                            {"value", {a.batch, a.heads, a.tokens, a.value_size}},
+                            {"position", {a.batch, a.tokens}},
+                            {"query_length", {a.batch, 1}}};
+  static const char* const past[] = {"past_key", "past_value", "past_votes", "past_score", "past_position"};
+  const std::vector<Input> state = state_inputs(a);
+  for (size_t i = 0; i < state.size(); ++i) all.push_back({past[i], state[i].shape});
+  all.push_back({"sink_logits", {a.query_heads}});
+  return all;
+}
+
+}  // namespace kv

@@ -1,0 +1,77 @@
+// Registers the operators of domain `kvexport` with ONNX Runtime's CPU provider. Bindings only: attributes and tensors
+// in, kernels called, and weights kept where they are read fastest. A malformed node is an error when the session is
+// made; tensors that do not fit are an error of the run.
+#define ORT_API_MANUAL_INIT
+#include <onnxruntime_cxx_api.h>
+#undef ORT_API_MANUAL_INIT
+
+#include "../../cpu/kvexport_cpu.h"
+#include "operators.h"
+
+namespace {
+
+// ONNX Runtime's own threads as a task runner: those of the session.
+KvRunner runner(const Ort::KernelContext& context) {
+  return {[](void* context, size_t count, KvTask task, void* data) {
+            static_cast<const Ort::KernelContext*>(context)->ParallelFor(task, count, 0, data);
+          },
+          const_cast<Ort::KernelContext*>(&context)};
+}
+
+struct VoteAttentionKernel : kv::VoteAttentionNode {
+  static constexpr const char* kProvider = nullptr;
+  VoteAttentionKernel(const OrtKernelInfo* info, int type) : VoteAttentionNode(Ort::ConstKernelInfo(info), type) {}
+
+  OrtStatusPtr ComputeV2(OrtKernelContext* raw) const {
+    return kv::status_of([&] {
+      const Ort::KernelContext context(raw);
+      const KvVoteAttention call = this->call(context);
+      kv::ran("VoteAttention", kv_cpu_vote_attention(&call, runner(context)));
+    });
+  }
+};
+
+struct MergeCacheKernel : kv::MergeCacheNode {
+  static constexpr const char* kProvider = nullptr;
+  MergeCacheKernel(const OrtKernelInfo* info, int type) : MergeCacheNode(Ort::ConstKernelInfo(info), type) {}
+
+  OrtStatusPtr ComputeV2(OrtKernelContext* raw) const {
+    return kv::status_of([&] {
+      const Ort::KernelContext context(raw);
+      const KvMergeCache call = this->call(context);
+      kv::ran("MergeCache", kv_cpu_merge_cache(&call, runner(context)));
+    });
+  }
+};
+
+struct LinearKernel : kv::LinearNode {
+  static constexpr const char* kProvider = nullptr;
+  LinearKernel(const OrtKernelInfo* info, int type) : LinearNode(Ort::ConstKernelInfo(info), type) {}
+
+  OrtStatusPtr ComputeV2(OrtKernelContext* raw) const {
+    return kv::status_of([&] {
+      const Ort::KernelContext context(raw);
+      const KvLinear call = this->call(context);
+      kv::ran("Linear", kv_cpu_linear(&call, runner(context)));
+    });
+  }
+};
+
+}  // namespace
+
+extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(OrtSessionOptions* options,
+                                                                               const OrtApiBase* base) {
+  return kv::register_operators<kv::VoteAttentionOp<VoteAttentionKernel>, kv::MergeCacheOp<MergeCacheKernel>,
+                                kv::LinearOp<LinearKernel>>(
+      options, base,
+      {{KV_FLOAT32, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT}, {KV_FLOAT16, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16}});
+}
+
+// What kvexport/backends/onnxruntime/operators.py asks: the instruction set that runs, the methods that MergeCache has
+// here, and why weights are not in huge pages ("" where they are).
+extern "C" __attribute__((visibility("default"))) const char* kvexport_isa() { return kv_cpu_isa(); }
+extern "C" __attribute__((visibility("default"))) const char* kvexport_merge_methods() { return kv::kMergeMethods; }
+extern "C" __attribute__((visibility("default"))) const char* kvexport_huge_pages() {
+  const char* const why = kv::why_no_huge_pages();
+  return why ? why : "";
+}

@@ -1,0 +1,193 @@
+// What the bindings share: reading attributes and tensors, and saying what is wrong with them.
+#pragma once
+
+#include <onnxruntime_cxx_api.h>
+
+#include <cstring>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "../../abi/kvexport.h"
+#include "../node/shapes.h"
+
+namespace kv {
+
+// The message is a text, or what makes one: what runs at every step should not write what nobody reads.
+template <class Message>
+void require(bool condition, const Message& message) {
+  if (condition) return;
+  std::string text;
+  if constexpr (std::is_invocable_v<const Message&>)
+    text = message();
+  else
+    text = message;
+  throw Ort::Exception("kvexport: " + text, ORT_INVALID_ARGUMENT);
+}
+
+// What a kernel's call answered: nullptr, or a problem.
+inline void ran(const char* op, const char* problem) {
+  require(!problem, [&] { return std::string(op) + ": " + problem; });
+}
+
+// A run's status: no exception may pass through ONNX Runtime.
+template <class Run>
+OrtStatusPtr status_of(Run run) {
+  try {
+    run();
+  } catch (const std::exception& error) {
+    return Ort::Status(error).release();
+  }
+  return nullptr;
+}
+
+// The attributes of a node; one that is missing or of another type is named.
+class Attributes {
+ public:
+  Attributes(const Ort::ConstKernelInfo& info, const char* op) : info_(info), op_(op) {}
+
+  float number(const char* name) const {
+    return read(name, "a float", [&] { return info_.GetAttribute<float>(name); });
+  }
+  int integer(const char* name) const {
+    return narrowed(name, read(name, "an integer", [&] { return info_.GetAttribute<int64_t>(name); }));
+  }
+  std::string word(const char* name) const {
+    return read(name, "a string", [&] { return info_.GetAttribute<std::string>(name); });
+  }
+  std::vector<float> numbers(const char* name) const {
+    return read(name, "a list of floats", [&] { return info_.GetAttributes<float>(name); });
+  }
+  std::vector<int> integers(const char* name) const {
+    std::vector<int> result;
+    for (const int64_t x : read(name, "a list of integers", [&] { return info_.GetAttributes<int64_t>(name); }))
+      result.push_back(narrowed(name, x));
+    return result;
+  }
+  // False only where there is no such attribute; one of another type is there.
+  bool has_numbers(const char* name) const {
+    try {
+      info_.GetAttributes<float>(name);
+    } catch (const Ort::Exception& error) {
+      return strncmp(error.what(), "No attribute", 12) != 0;
+    }
+    return true;
+  }
+  void require(bool condition, const std::string& message) const {
+    kv::require(condition, std::string(op_) + ": " + message);
+  }
+
+ private:
+  template <class Read>
+  auto read(const char* name, const char* type, Read read) const -> decltype(read()) {
+    try {
+      return read();
+    } catch (const Ort::Exception& error) {
+      require(false, std::string("the attribute ") + name + " should be " + type + ": " + error.what());
+      throw;
+    }
+  }
+  int narrowed(const char* name, int64_t x) const {
+    require(x == static_cast<int>(x), std::string("the attribute ") + name + " is out of range: " + std::to_string(x));
+    return static_cast<int>(x);
+  }
+
+  const Ort::ConstKernelInfo& info_;
+  const char* op_;
+};
+
+// Types of the state tensors key, value, votes, score, position.
+inline ONNXTensorElementDataType state_type(size_t i, ONNXTensorElementDataType cache) {
+  if (i < 2) return cache;
+  return i < 4 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT : ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
+}
+
+// The shape an input is declared with; -1 where it is not static, empty where nothing is known.
+inline Shape declared_shape(const Ort::ConstKernelInfo& info, size_t input) {
+  if (input >= info.GetInputCount()) return {};
+  try {
+    const Ort::TypeInfo type = info.GetInputTypeInfo(input);
+    return type.GetONNXType() == ONNX_TYPE_TENSOR ? type.GetTensorTypeAndShapeInfo().GetShape() : Shape{};
+  } catch (const Ort::Exception&) {
+    return {};  // an optional input that is left out has no type
+  }
+}
+
+// Whether the node names a tensor there, instead of leaving it out.
+inline bool has_input(const Ort::ConstKernelInfo& info, size_t i) {
+  try {
+    return info.GetInputTypeInfo(i).GetONNXType() == ONNX_TYPE_TENSOR;
+  } catch (const Ort::Exception&) {
+    return false;
+  }
+}
+inline bool has_output(const Ort::ConstKernelInfo& info, size_t i) {
+  try {
+    return info.GetOutputTypeInfo(i).GetONNXType() == ONNX_TYPE_TENSOR;
+  } catch (const Ort::Exception&) {
+    return false;
+  }
+}
+
+// What is known of an input's shape does not contradict `expected`, in which -1 stands for any size.
+inline void check_declared(const Ort::ConstKernelInfo& info, const Attributes& node, size_t i, const char* name,
+                           const Shape& expected) {
+  const Shape found = declared_shape(info, i);
+  node.require(found.empty() || fits(found, expected),
+               std::string(name) + " is " + text(found) + ", not " + text(expected));
+}
+
+// An input tensor of exactly this shape.
+template <class T>
+const T* input(const Ort::KernelContext& context, size_t i, const char* name, const Shape& shape) {
+  const Ort::ConstValue value = context.GetInput(i);
+  const Shape found = value.GetTensorTypeAndShapeInfo().GetShape();
+  require(found == shape, [&] { return std::string(name) + " is " + text(found) + ", not " + text(shape); });
+  return static_cast<const T*>(value.GetTensorRawData());
+}
+
+inline void* output(const Ort::KernelContext& context, size_t i, const Shape& shape) {
+  return context.GetOutput(i, shape).GetTensorMutableRawData();
+}
+
+// The dimensions of a cache and the state tensors of a node, from input and output number `first`.
+struct Cache {
+  int64_t batch, heads, capacity, key_size, value_size, statistics;
+
+  Cache(const Ort::KernelContext& context, size_t first) {
+    const Shape key = context.GetInput(first).GetTensorTypeAndShapeInfo().GetShape();
+    const Shape value = context.GetInput(first + 1).GetTensorTypeAndShapeInfo().GetShape();
+    const Shape score = context.GetInput(first + 3).GetTensorTypeAndShapeInfo().GetShape();
+    require(key.size() == 4 && value.size() == 4 && score.size() == 4, "key, value and score have four dimensions");
+    batch = key[0], heads = key[1], capacity = key[2], key_size = key[3], value_size = value[3], statistics = score[2];
+  }
+
+  Shape shape(size_t i) const {
+    if (i == 0) return {batch, heads, capacity, key_size};
+    if (i == 1) return {batch, heads, capacity, value_size};
+    if (i == 3) return {batch, heads, statistics, capacity};
+    return {batch, heads, capacity};
+  }
+
+  template <class Call>
+  void sizes(Call& call) const {
+    call.batch = static_cast<int>(batch), call.heads = static_cast<int>(heads);
+    call.capacity = static_cast<int>(capacity), call.statistics = static_cast<int>(statistics);
+    call.key_size = static_cast<int>(key_size), call.value_size = static_cast<int>(value_size);
+  }
+
+  KvState inputs(const Ort::KernelContext& context, size_t first) const {
+    const auto at = [&](size_t i, const char* name) {
+      return const_cast<void*>(input<void>(context, first + i, name, shape(i)));
+    };
+    return {at(0, "key"), at(1, "value"), static_cast<float*>(at(2, "votes")), static_cast<float*>(at(3, "score")),
+            static_cast<int32_t*>(at(4, "position"))};
+  }
+
+  KvState outputs(const Ort::KernelContext& context, size_t first) const {
+    const auto at = [&](size_t i) { return output(context, first + i, shape(i)); };
+    return {at(0), at(1), static_cast<float*>(at(2)), static_cast<float*>(at(3)), static_cast<int32_t*>(at(4))};
+  }
+};
+
+}  // namespace kv

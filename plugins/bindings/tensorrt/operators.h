@@ -1,0 +1,176 @@
+// What the two operators are to TensorRT: their fields, the types and sizes of their tensors, their calls.
+#pragma once
+
+#include <NvInferRuntime.h>
+
+#include <climits>
+#include <string>
+#include <vector>
+
+#include "../../cuda/kvexport_cuda.h"
+#include "../node/attributes.h"
+#include "../node/shapes.h"
+#include "fields.h"
+
+namespace kv::tensorrt {
+
+using nvinfer1::DataType;
+
+// The type of a cache's keys and values to the kernels; -1 where they have none.
+inline int kernel_type(DataType type) {
+  if (type == DataType::kFLOAT) return KV_FLOAT32;
+  if (type == DataType::kHALF) return KV_FLOAT16;
+  return type == DataType::kBF16 ? KV_BFLOAT16 : -1;
+}
+
+// Of the state tensors key, value, votes, score, position.
+inline DataType state_type(int i, DataType cache) {
+  if (i < 2) return cache;
+  return i < 4 ? DataType::kFLOAT : DataType::kINT32;
+}
+
+inline KvState state_at(const void* const* tensors) {
+  const auto at = [&](int i) { return const_cast<void*>(tensors[i]); };
+  return {at(0), at(1), static_cast<float*>(at(2)), static_cast<float*>(at(3)), static_cast<int32_t*>(at(4))};
+}
+
+// One size of an input, -1 where it is not known; its rank is held to what is expected later.
+inline int size_of(const std::vector<Shape>& inputs, size_t i, size_t d) {
+  const int64_t x = i < inputs.size() && d < inputs[i].size() ? inputs[i][d] : -1;
+  if (x < -1 || x > INT_MAX) throw Refusal("a size is out of range: " + std::to_string(x));
+  return static_cast<int>(x);
+}
+
+struct VoteAttention {
+  using Call = KvVoteAttention;
+  static constexpr const char* kName = "VoteAttention";
+  // Inputs without and with sink logits; where the state begins among inputs and among outputs.
+  static constexpr int kLeastInputs = 10, kMostInputs = 11, kOutputs = 6, kPast = 5, kPresent = 1;
+
+  static std::vector<PluginField> fields() {
+    const auto real = PluginFieldType::kFLOAT32, whole = PluginFieldType::kINT32, text = PluginFieldType::kCHAR;
+    return {{"scale", nullptr, real, 1},   {"vote_exponent", nullptr, real, 1},  {"scores", nullptr, text, 0},
+            {"decay", nullptr, real, 0},   {"window", nullptr, whole, 0},        {"recency_weight", nullptr, real, 0},
+            {"softcap", nullptr, real, 1}, {"sliding_window", nullptr, whole, 1}};
+  }
+
+  Call attributes{};
+  explicit VoteAttention(const Fields& fields) { read_vote_attention(fields, attributes); }
+
+  static DataType input_type(int i, DataType cache) {
+    if (i < 3) return cache;
+    if (i < kPast) return DataType::kINT64;
+    return i < kLeastInputs ? state_type(i - kPast, cache) : DataType::kFLOAT;
+  }
+
+  Call sized(const std::vector<Shape>& inputs) const {
+    Call a = attributes;
+    a.batch = size_of(inputs, 5, 0), a.query_heads = size_of(inputs, 0, 1), a.heads = size_of(inputs, 5, 1);
+    a.tokens = size_of(inputs, 0, 2), a.capacity = size_of(inputs, 5, 2);
+    a.key_size = size_of(inputs, 5, 3), a.value_size = size_of(inputs, 6, 3);
+    return a;
+  }
+  std::string misfit(const Call&) const { return ""; }
+  // Sizes that an engine may leave open.
+  static bool is_fixed(const Call& a) {
+    return a.query_heads >= 0 && a.heads >= 0 && a.capacity >= 0 && a.key_size >= 0 && a.value_size >= 0;
+  }
+
+  template <class D>  // Dims, or expressions of them
+  static D output_shape(const D* inputs) {
+    D shape = inputs[0];
+    shape.d[3] = inputs[2].d[3];
+    return shape;
+  }
+
+  static const char* workspace(const Call& a, size_t* bytes) { return kv_cuda_vote_attention_workspace(&a, bytes); }
+  // Calls of no more tokens take the largest workspace with one or with all: two kernels.
+  static std::vector<Call> smaller(const Call& a) {
+    std::vector<Call> calls{a};
+    if (a.tokens > 1) calls.push_back(a), calls.back().tokens = 1;
+    return calls;
+  }
+
+  std::string kept() const { return std::string(KV_CUDA_COUNTER_BYTES, '\0'); }
+
+  static const char* run(Call a, KvCuda where, void* counters, const void* const* inputs, int count,
+                         void* const* outputs) {
+    a.query = inputs[0], a.key = inputs[1], a.value = inputs[2];
+    a.position = static_cast<const int64_t*>(inputs[3]);
+    a.query_length = static_cast<const int64_t*>(inputs[4]);
+    a.past = state_at(inputs + kPast), a.present = state_at(outputs + kPresent);
+    a.sink_logits = count > kLeastInputs ? static_cast<const float*>(inputs[10]) : nullptr;
+    a.output = outputs[0];
+    where.counters = counters;
+    return kv_cuda_vote_attention(&a, &where);
+  }
+};
+
+struct MergeCache {
+  using Call = KvMergeCache;
+  static constexpr const char* kName = "MergeCache";
+  static constexpr int kLeastInputs = 5, kMostInputs = 5, kOutputs = 5, kPast = 0, kPresent = 0;
+
+  // Those of every method; which of them one needs is the method's.
+  static std::vector<PluginField> fields() {
+    const auto real = PluginFieldType::kFLOAT32, whole = PluginFieldType::kINT32, text = PluginFieldType::kCHAR;
+    return {{"method", nullptr, text, 0},
+            {"budget", nullptr, whole, 1},
+            {"sinks", nullptr, whole, 1},
+            {"recent", nullptr, whole, 1},
+            {"sliding_window", nullptr, whole, 1},
+            {"selector", nullptr, text, 0},
+            {"pool", nullptr, whole, 1},
+            {"zip", nullptr, text, 0},
+            {"order", nullptr, text, 0},
+            {"threshold", nullptr, real, 1},
+            {"attention", nullptr, real, 1},
+            {"decay", nullptr, real, 1},
+            {"key_factor_max", nullptr, real, 1},
+            {"votes_max", nullptr, real, 1},
+            {"residual", nullptr, real, 1},
+            {"tau", nullptr, real, 1},
+            {"share_pairs", nullptr, whole, 1},
+            {"inverse_frequencies", nullptr, real, 0},
+            {"rotary_interleaved", nullptr, whole, 1}};
+  }
+
+  Call attributes{};
+  std::vector<float> inverse_frequencies;
+  explicit MergeCache(const Fields& fields) { read_merge_cache(fields, attributes, inverse_frequencies); }
+
+  static DataType input_type(int i, DataType cache) { return state_type(i, cache); }
+
+  Call sized(const std::vector<Shape>& inputs) const {
+    Call a = attributes;
+    a.batch = size_of(inputs, 0, 0), a.heads = size_of(inputs, 0, 1), a.capacity = size_of(inputs, 0, 2);
+    a.key_size = size_of(inputs, 0, 3), a.value_size = size_of(inputs, 1, 3), a.statistics = size_of(inputs, 3, 2);
+    return a;
+  }
+  std::string misfit(const Call& a) const { return kv::misfit(a.policy, a.key_size, a.statistics); }
+  static bool is_fixed(const Call& a) {
+    return a.heads >= 0 && a.capacity >= 0 && a.key_size >= 0 && a.value_size >= 0 && a.statistics >= 0;
+  }
+
+  template <class D>
+  static D output_shape(const D* inputs) {
+    return inputs[0];
+  }
+
+  static const char* workspace(const Call& a, size_t* bytes) { return kv_cuda_merge_cache_workspace(&a, bytes); }
+  static std::vector<Call> smaller(const Call& a) { return {a}; }
+
+  std::string kept() const {
+    const char* bytes = reinterpret_cast<const char*>(inverse_frequencies.data());
+    return std::string(bytes, inverse_frequencies.size() * sizeof(float));
+  }
+
+  static const char* run(Call a, KvCuda where, void* frequencies, const void* const* inputs, int,
+                         void* const* outputs) {
+    a.policy.inverse_frequencies = static_cast<const float*>(frequencies);
+    a.past = state_at(inputs), a.present = state_at(outputs);
+    return kv_cuda_merge_cache(&a, &where);
+  }
+};
+
+}  // namespace kv::tensorrt

@@ -1,0 +1,194 @@
+// What decode and prefill share: one KV head of one sequence, its slots, the bias of its votes, and what is written
+// back.
+#pragma once
+
+#include <cmath>
+
+#include "../core/kernels.h"
+#include "../core/scratch.h"
+#include "../core/simd.h"
+
+namespace kv {
+namespace KV_ISA {
+namespace {
+
+constexpr float kLowest = -3e38f;
+
+// Where splits of one head leave what `finish` puts together.
+struct Partials {
+  Scratch<float> data;
+  size_t stride = 0;
+  float* of(size_t task) const { return data.get() + task * stride; }
+};
+
+template <class T>
+struct Attention {
+  const KvVoteAttention& a;
+  int group, splits;
+  Partials partials;
+
+  // part: floats that a split of a head leaves for `finish`.
+  Attention(const KvVoteAttention& call, int splits, size_t part)
+      : a(call), group(call.query_heads / call.heads), splits(splits) {
+    partials.stride = part;
+    if (splits > 1) partials.data.reserve(part * a.batch * a.heads * splits);
+  }
+
+  // One KV head of one sequence.
+  struct Head {
+    int b, h, used, n;
+    const T *past_key, *past_value, *key, *value;
+    T *present_key, *present_value;
+    const float *past_votes, *past_score;
+    float *votes, *score;
+    const int32_t* past_position;
+    int32_t* position;
+    int64_t first;  // the first new token's position
+    int total() const { return used + n; }
+  };
+
+  Head head(size_t index) const {
+    Head x;
+    x.b = static_cast<int>(index / a.heads);
+    x.h = static_cast<int>(index % a.heads);
+    const size_t c = a.capacity, t = a.tokens, d = a.key_size, dv = a.value_size, k = a.statistics;
+    x.past_votes = a.past.votes + index * c;
+    x.past_position = a.past.position + index * c;
+    x.past_score = a.past.score + index * k * c;
+    x.past_key = static_cast<const T*>(a.past.key) + index * c * d;
+    x.past_value = static_cast<const T*>(a.past.value) + index * c * dv;
+    x.votes = a.present.votes + index * c;
+    x.position = a.present.position + index * c;
+    x.score = a.present.score + index * k * c;
+    x.present_key = static_cast<T*>(a.present.key) + index * c * d;
+    x.present_value = static_cast<T*>(a.present.value) + index * c * dv;
+    x.key = static_cast<const T*>(a.key) + index * t * d;
+    x.value = static_cast<const T*>(a.value) + index * t * dv;
+    x.first = t > 0 ? a.position[x.b * t] : 0;
+    // Used slots are a prefix, so where it ends is found without reading all votes.
+    int low = 0, high = a.capacity;
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (x.past_votes[middle] > 0.0f)
+        low = middle + 1;
+      else
+        high = middle;
+    }
+    x.used = low;
+    const int64_t length = a.query_length[x.b], room = min_of(a.tokens, a.capacity - x.used);
+    x.n = static_cast<int>(length < 0 ? 0 : length > room ? room : length);
+    return x;
+  }
+
+  // Copies what is not bound in place, and writes the new tokens.
+  void append(const Head& x) const {
+    const size_t c = a.capacity, d = a.key_size, dv = a.value_size;
+    if (x.present_key != x.past_key) memcpy(x.present_key, x.past_key, x.used * d * sizeof(T));
+    if (x.present_value != x.past_value) memcpy(x.present_value, x.past_value, x.used * dv * sizeof(T));
+    if (x.votes != x.past_votes) memcpy(x.votes, x.past_votes, x.used * sizeof(float));
+    if (x.position != x.past_position) memcpy(x.position, x.past_position, x.used * sizeof(int32_t));
+    memcpy(x.present_key + x.used * d, x.key, x.n * d * sizeof(T));
+    memcpy(x.present_value + x.used * dv, x.value, x.n * dv * sizeof(T));
+    for (int i = 0; i < x.n; ++i) {
+      x.votes[x.used + i] = 1.0f;
+      x.position[x.used + i] = static_cast<int32_t>(x.first + i);
+    }
+    const size_t rest = c - x.total();
+    if (x.present_key != x.past_key)
+      memcpy(x.present_key + x.total() * d, x.past_key + x.total() * d, rest * d * sizeof(T));
+    if (x.present_value != x.past_value)
+      memcpy(x.present_value + x.total() * dv, x.past_value + x.total() * dv, rest * dv * sizeof(T));
+    if (x.votes != x.past_votes) memcpy(x.votes + x.total(), x.past_votes + x.total(), rest * sizeof(float));
+    if (x.position != x.past_position)
+      memcpy(x.position + x.total(), x.past_position + x.total(), rest * sizeof(int32_t));
+    if (x.score != x.past_score) {
+      const size_t scored = x.n == 0 ? 0 : x.total();  // the scores of these are written elsewhere
+      for (int k = 0; k < a.statistics; ++k)
+        memcpy(x.score + k * c + scored, x.past_score + k * c + scored, (c - scored) * sizeof(float));
+    }
+  }
+
+  const T* key_row(const Head& x, int slot) const {
+    return slot < x.used ? x.past_key + static_cast<size_t>(slot) * a.key_size
+                         : x.key + static_cast<size_t>(slot - x.used) * a.key_size;
+  }
+  const T* value_row(const Head& x, int slot) const {
+    return slot < x.used ? x.past_value + static_cast<size_t>(slot) * a.value_size
+                         : x.value + static_cast<size_t>(slot - x.used) * a.value_size;
+  }
+  int64_t slot_position(const Head& x, int slot) const {
+    return slot < x.used ? x.past_position[slot] : x.first + (slot - x.used);
+  }
+
+  // alpha ln(votes) of slots [from, to); kLogZero where the query at position `now` does not see the slot for its
+  // window.
+  void bias(const Head& x, int from, int to, int64_t now, float* out) const {
+    const int old = min_of(to, x.used);
+    int c = from;
+    if (a.vote_exponent != 0.0f) {
+      for (; c + W <= old; c += W) store(out + c - from, a.vote_exponent * log(load(x.past_votes + c)));
+      for (; c < old; ++c) out[c - from] = a.vote_exponent * std::log(x.past_votes[c]);
+    } else {
+      for (; c < old; ++c) out[c - from] = 0.0f;
+    }
+    for (; c < to; ++c) out[c - from] = 0.0f;
+    if (a.sliding_window)
+      for (c = from; c < to; ++c)
+        if (slot_position(x, c) <= now - a.sliding_window) out[c - from] = kLogZero;
+  }
+
+  vf capped(vf logit) const {
+    if (a.softcap == 0.0f) return logit;
+    return a.softcap * (1.0f - 2.0f / (exp(logit * (2.0f / a.softcap)) + 1.0f));  // softcap * tanh(logit / softcap)
+  }
+
+  void write_output(const Head& x, int g, int t, const float* row, float factor) const {
+    const int dv = a.value_size;
+    T* out =
+        static_cast<T*>(a.output) + ((static_cast<size_t>(x.b) * a.query_heads + x.h * group + g) * a.tokens + t) * dv;
+    for (int i = 0; i < dv; ++i) out[i] = static_cast<T>(row[i] * factor);
+  }
+
+  void clear_output(const Head& x, int from) const {
+    for (int g = 0; g < group; ++g) {
+      T* out = static_cast<T*>(a.output) +
+               (static_cast<size_t>(x.b) * a.query_heads + x.h * group + g) * a.tokens * a.value_size;
+      memset(static_cast<void*>(out + static_cast<size_t>(from) * a.value_size), 0,
+             static_cast<size_t>(a.tokens - from) * a.value_size * sizeof(T));
+    }
+  }
+
+  void append_task(size_t index) {
+    const Head x = head(index);
+    append(x);
+    clear_output(x, x.n);
+  }
+
+  // Runs `Call::task` for every split of every head and then, where there are several, `Call::finish` for every head.
+  template <class Call>
+  static void run(Call& call, KvRunner runner) {
+    const size_t heads = static_cast<size_t>(call.a.batch) * call.a.heads;
+    runner.parallel_for(
+        runner.context, heads * call.splits,
+        [](void* data, size_t i) {
+          Call& c = *static_cast<Call*>(data);
+          c.task(i);
+          if (c.splits == 1) c.append_task(i);
+        },
+        &call);
+    if (call.splits == 1) return;
+    runner.parallel_for(
+        runner.context, heads,
+        [](void* data, size_t i) {
+          Call& c = *static_cast<Call*>(data);
+          const typename Call::Head x = c.head(i);
+          if (x.n > 0) c.finish(x, i);
+          c.append_task(i);
+        },
+        &call);
+  }
+};
+
+}  // namespace
+}  // namespace KV_ISA
+}  // namespace kv

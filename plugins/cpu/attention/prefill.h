@@ -1,0 +1,394 @@
+// VoteAttention of several tokens per sequence: blocks of the cache against tiles of query rows with a running softmax,
+// so that only a tile of logits ever exists. A row of a tile is one query head of one token.
+#pragma once
+
+#include "../core/tile.h"
+#include "attention.h"
+
+namespace kv {
+namespace KV_ISA {
+namespace {
+
+constexpr float kFar = 40.0f;  // weights above exp(-40) are far from the smallest number, and so are their sums
+
+template <class T>
+struct Prefill : Attention<T> {
+  using Base = Attention<T>;
+  using Base::a, Base::group, Base::splits, Base::partials;
+  using Base::head, Base::key_row, Base::value_row, Base::slot_position, Base::bias, Base::capped, Base::write_output;
+  using typename Base::Head;
+
+  Prefill(const KvVoteAttention& call, int splits)
+      : Base(call, splits, 2 * static_cast<size_t>(call.statistics) * call.capacity) {}
+
+  // A block of the cache, packed: keys [D, kBlock] transposed, values [kBlock, padded Dv], both float32.
+  struct Block {
+    int from, count;
+    float *key, *value, *bias;
+    int32_t* position;
+    bool plain;  // every row sees every slot
+  };
+
+  int padded_value_size() const { return (a.value_size + W - 1) / W * W; }
+
+  void pack(const Head& x, Block& block) const {
+    const int d = a.key_size, dv = a.value_size, dvp = padded_value_size();
+    static thread_local Scratch<float> scratch;
+    float* rows = scratch.reserve(W * d);
+    for (int c = 0; c < kBlock; c += W) {
+      for (int j = 0; j < W; ++j) {
+        const int slot = block.from + c + j;
+        if (c + j < block.count)
+          widen(key_row(x, slot), rows + j * d, d);
+        else
+          memset(rows + j * d, 0, d * sizeof(float));
+      }
+      pack_columns(rows, d, splat(1.0f), block.key + c);
+    }
+    for (int c = 0; c < kBlock; ++c) {
+      const int slot = block.from + c;
+      block.position[c] = INT32_MAX;  // later than any query
+      if (c >= block.count) continue;
+      widen(value_row(x, slot), block.value + c * dvp, dv);
+      for (int i = dv; i < dvp; ++i) block.value[c * dvp + i] = 0.0f;
+      block.position[c] = static_cast<int32_t>(slot_position(x, slot));
+    }
+    for (int c = block.count; c < kBlock; ++c) block.bias[c] = kLogZero;
+    const int window = a.sliding_window;
+    // Positions decide what is hidden, so the bias here knows the votes alone.
+    for (int c = 0; c < block.count; ++c) {
+      const int slot = block.from + c;
+      block.bias[c] = slot < x.used && a.vote_exponent != 0.0f ? x.past_votes[slot] : 1.0f;
+    }
+    if (a.vote_exponent != 0.0f)
+      for (int c = 0; c < block.count; c += W) {
+        vf v = a.vote_exponent * log(load(block.bias + c));
+        for (int i = 0; i < W && c + i < block.count; ++i) block.bias[c + i] = v[i];
+      }
+    else
+      for (int c = 0; c < block.count; ++c) block.bias[c] = 0.0f;
+    block.plain = window == 0 && block.count == kBlock && block.from + kBlock <= x.used;
+  }
+
+  // Logits [kTileRows, kBlock] of rows query [kTileRows, D].
+  void tile_logits(const float* query, const Block& block, float* logits) const {
+    const float* rows[kTileRows];
+    for (int r = 0; r < kTileRows; ++r) rows[r] = query + r * a.key_size;
+    tile_products(rows, block.key, a.key_size, logits);
+    if (a.softcap == 0.0f) return;
+    for (int i = 0; i < kTileRows * kBlock; i += W) store(logits + i, capped(load(logits + i)));
+  }
+
+  // rows [kTileRows, Dv padded] = rows * factor + weights [kTileRows, kBlock] x values.
+  template <int N>
+  void tile_product(const float* weights, const Block& block, const float* factor, float* rows, int column) const {
+    const int dvp = padded_value_size();
+    vf total[kTileRows][N];
+    for (int r = 0; r < kTileRows; ++r)
+      for (int j = 0; j < N; ++j) total[r][j] = load(rows + r * dvp + column + j * W) * factor[r];
+    const float* v = block.value + column;
+    for (int c = 0; c < block.count; ++c, v += dvp) {
+      vf value[N];
+      for (int j = 0; j < N; ++j) value[j] = load(v + j * W);
+      for (int r = 0; r < kTileRows; ++r)
+        for (int j = 0; j < N; ++j) total[r][j] += weights[r * kBlock + c] * value[j];
+    }
+    for (int r = 0; r < kTileRows; ++r)
+      for (int j = 0; j < N; ++j) store(rows + r * dvp + column + j * W, total[r][j]);
+  }
+
+  // Positions that the tokens of a tile's rows see: (low, now].
+  struct Rows {
+    int first, count;
+    int32_t now[kTileRows], low[kTileRows];
+  };
+
+  Rows rows_of(const Head& x, int first, int last) const {
+    Rows rows{first, min_of(kTileRows, last - first), {}, {}};
+    for (int r = 0; r < kTileRows; ++r) {
+      const int t = (first + min_of(r, rows.count - 1)) / group;
+      rows.now[r] = static_cast<int32_t>(x.first + t);
+      rows.low[r] = a.sliding_window ? rows.now[r] - a.sliding_window : -1;
+    }
+    return rows;
+  }
+
+  vi visible(const Block& block, const Rows& rows, int r, int column) const {
+    const vi held = load_i(block.position + column);
+    return (held <= rows.now[r]) & (held > rows.low[r]);
+  }
+
+  // Adds a tile's rows to ln sum exp per slot, kept as its top and the sum relative to it [2, capacity].
+  void accumulate_log(const Block& block, const Rows& rows, const float* logits, const float* log_share, float* tops,
+                      float* sums) const {
+    for (int column = 0; column < kBlock && column < block.count; column += W) {
+      vf term[kTileRows], old = load(tops + block.from + column), top = old;
+      for (int r = 0; r < rows.count; ++r) {
+        term[r] = load(logits + r * kBlock + column) + log_share[r];
+        if (!block.plain) term[r] = select(visible(block, rows, r, column), term[r], splat(kLogZero));
+        top = vmax(top, term[r]);
+      }
+      vf total = load(sums + block.from + column) * exp(old - top);
+      for (int r = 0; r < rows.count; ++r) total += exp(term[r] - top);
+      store(tops + block.from + column, top);
+      store(sums + block.from + column, total);
+    }
+  }
+
+  // The same from weights exp(biased - top of the row) of a block that every row sees, none of them so small that it
+  // says little: a slot's terms are exp(log_share + top of the row - bias of the slot) times these, the first two a
+  // row's own.
+  void accumulate_weights(const Block& block, const Rows& rows, const float* weights, const float* row_top,
+                          const float* log_share, float* tops, float* sums) const {
+    float base = kLogZero, factor[kTileRows];
+    for (int r = 0; r < rows.count; ++r) base = max_of(base, log_share[r] + row_top[r]);
+    for (int r = 0; r < rows.count; ++r) factor[r] = std::exp(log_share[r] + row_top[r] - base);
+    for (int column = 0; column < kBlock; column += W) {
+      vf seen{};
+      for (int r = 0; r < rows.count; ++r) seen += factor[r] * load(weights + r * kBlock + column);
+      const vf own = base - load(block.bias + column), old = load(tops + block.from + column), top = vmax(old, own);
+      store(sums + block.from + column, load(sums + block.from + column) * exp(old - top) + seen * exp(own - top));
+      store(tops + block.from + column, top);
+    }
+  }
+
+  // A task: rows [first, last) of a head against its whole cache.
+  struct Work {
+    int first, last;
+    size_t padded;  // rows, a whole number of tiles
+    Scratch<float> query, rows, top, total, log_share, columns;
+    float tile[kTileRows * kBlock];
+  };
+
+  // The columns (statistics): tops and sums for log_ema, the sum alone for probability; [K, 2, capacity + padding].
+  size_t column_stride() const { return a.capacity + kBlock; }
+
+  void task(size_t task) {
+    const Head x = head(task / splits);
+    const int s = static_cast<int>(task % splits);
+    if (x.n == 0) return;
+    static thread_local Work p;
+    static thread_local Scratch<float> packed;
+    int32_t positions[kBlock];
+    const int rows_in_all = x.n * group, tiles_in_all = (rows_in_all + kTileRows - 1) / kTileRows;
+    const int tiles_each = (tiles_in_all + splits - 1) / splits;
+    p.first = min_of(s * tiles_each * kTileRows, rows_in_all);
+    p.last = min_of((s + 1) * tiles_each * kTileRows, rows_in_all);
+    const int tiles = (p.last - p.first + kTileRows - 1) / kTileRows, d = a.key_size, dvp = padded_value_size();
+    pack_queries(x, p, tiles);
+    p.rows.reserve(p.padded * dvp, 0.0f);
+    p.columns.reserve(2 * a.statistics * column_stride(), 0.0f);
+    for (int k = 0; k < a.statistics; ++k)
+      for (size_t c = 0; c < column_stride(); ++c) p.columns.get()[2 * k * column_stride() + c] = kLogZero;
+    float* keys = packed.reserve(static_cast<size_t>(kBlock) * (d + dvp + 1) + W);
+    Block block{0, 0, keys, keys + kBlock * d, keys + kBlock * (d + dvp), positions, false};
+    bool second = false;
+    for (int k = 0; k < a.statistics; ++k) second |= a.statistic[k].kind == KV_STATISTIC_PROBABILITY;
+    for (int pass = 0; pass < (second ? 2 : 1); ++pass) {
+      for (block.from = 0; block.from < x.total(); block.from += kBlock) {
+        block.count = min_of(kBlock, x.total() - block.from);
+        pack(x, block);
+        for (int tile = 0; tile < tiles; ++tile) {
+          const Rows rows = rows_of(x, p.first + tile * kTileRows, p.last);
+          if (block.from > x.used && block.position[0] > rows.now[rows.count - 1]) continue;  // of the future
+          pass == 0 ? attend_tile(x, p, block, rows, tile) : count_tile(x, p, block, rows, tile);
+        }
+      }
+    }
+    for (int r = 0; r < p.last - p.first; ++r) {
+      const int row = p.first + r;
+      write_output(x, row % group, row / group, p.rows.get() + static_cast<size_t>(r) * dvp, 1.0f / p.total.get()[r]);
+    }
+    if (splits == 1) {
+      join(x, p.columns.get(), column_stride());
+    } else {
+      float* shared = partials.of(task);
+      for (int k = 0; k < 2 * a.statistics; ++k)
+        memcpy(shared + static_cast<size_t>(k) * a.capacity, p.columns.get() + k * column_stride(),
+               a.capacity * sizeof(float));
+    }
+  }
+
+  void pack_queries(const Head& x, Work& p, int tiles) const {
+    const int d = a.key_size;
+    p.padded = static_cast<size_t>(tiles) * kTileRows;
+    p.query.reserve(p.padded * d, 0.0f);
+    p.top.reserve(p.padded, kLowest);
+    p.total.reserve(p.padded, 0.0f);
+    p.log_share.reserve(p.padded * a.statistics, kLogZero);
+    for (int row = p.first; row < p.last; ++row) {
+      const int t = row / group, g = row % group, r = row - p.first;
+      const T* from = static_cast<const T*>(a.query) +
+                      ((static_cast<size_t>(x.b) * a.query_heads + x.h * group + g) * a.tokens + t) * d;
+      float* to = p.query.get() + static_cast<size_t>(r) * d;
+      for (int i = 0; i < d; ++i) to[i] = static_cast<float>(from[i]) * a.scale;
+      if (a.sink_logits) {
+        p.top.get()[r] = a.sink_logits[x.h * group + g];
+        p.total.get()[r] = 1.0f;
+      }
+      for (int k = 0; k < a.statistics; ++k) {
+        const KvStatistic& s = a.statistic[k];
+        const Statistic statistic{s.kind, s.decay, s.window, s.recency_weight};
+        const float weight = log_query_weight(statistic, x.n - 1 - t, counted_queries(statistic, x.n));
+        if (weight == kLogZero) continue;
+        const float own = s.kind == KV_STATISTIC_LOG_EMA ? std::log(1.0f - s.decay) : 0.0f;
+        p.log_share.get()[k * p.padded + r] = weight + own - std::log(static_cast<float>(group));
+      }
+    }
+  }
+
+  bool counts_log(const Work& p, const Rows& rows, int r0, int k) const {
+    return a.statistic[k].kind == KV_STATISTIC_LOG_EMA &&
+           p.log_share.get()[k * p.padded + r0 + rows.count - 1] != kLogZero;
+  }
+  bool counts_logs(const Work& p, const Rows& rows, int r0) const {
+    for (int k = 0; k < a.statistics; ++k)
+      if (counts_log(p, rows, r0, k)) return true;
+    return false;
+  }
+
+  // Every log_ema of a tile, from its logits or from its weights.
+  void accumulate_logs(Work& p, const Block& block, const Rows& rows, const float* tile, int r0, bool weights) const {
+    for (int k = 0; k < a.statistics; ++k) {
+      if (!counts_log(p, rows, r0, k)) continue;
+      const float* share = p.log_share.get() + k * p.padded + r0;
+      float *tops = p.columns.get() + 2 * k * column_stride(), *sums = tops + column_stride();
+      weights ? accumulate_weights(block, rows, tile, p.top.get() + r0, share, tops, sums)
+              : accumulate_log(block, rows, tile, share, tops, sums);
+    }
+  }
+
+  void attend_tile(const Head&, Work& p, const Block& block, const Rows& rows, int tile) const {
+    const int d = a.key_size, dvp = padded_value_size(), r0 = tile * kTileRows;
+    float *logits = p.tile, *query = p.query.get() + static_cast<size_t>(r0) * d;
+    tile_logits(query, block, logits);
+    const bool logs = counts_logs(p, rows, r0);
+    if (logs && !block.plain) accumulate_logs(p, block, rows, logits, r0, false);
+    float factor[kTileRows];
+    vf far{};  // how far the lowest weight is below its row's top
+    for (int r = 0; r < kTileRows; ++r) {
+      vf top = splat(p.top.get()[r0 + r]), low = splat(3e38f);
+      float* row = logits + r * kBlock;
+      for (int column = 0; column < kBlock; column += W) {
+        vf biased = load(row + column) + load(block.bias + column);
+        if (!block.plain) biased = select(visible(block, rows, r, column), biased, splat(kLogZero));
+        store(row + column, biased);
+        top = vmax(top, biased), low = vmin(low, biased);
+      }
+      const float best = max(top);
+      far = vmax(far, best - low);
+      vf total{};
+      for (int column = 0; column < kBlock; column += W) {
+        vf e = exp(load(row + column) - best);
+        store(row + column, e);
+        total += e;
+      }
+      factor[r] = std::exp(p.top.get()[r0 + r] - best);
+      p.total.get()[r0 + r] = p.total.get()[r0 + r] * factor[r] + sum(total);
+      p.top.get()[r0 + r] = best;
+    }
+    if (logs && block.plain && max(far) < kFar) {
+      accumulate_logs(p, block, rows, logits, r0, true);
+    } else if (logs && block.plain) {
+      float raw[kTileRows * kBlock];
+      tile_logits(query, block, raw);
+      accumulate_logs(p, block, rows, raw, r0, false);
+    }
+    float* out = p.rows.get() + static_cast<size_t>(r0) * dvp;
+    int column = 0;
+    for (; column + kTileVectors * W <= dvp; column += kTileVectors * W)
+      tile_product<kTileVectors>(logits, block, factor, out, column);
+    for (; column < dvp; column += W) tile_product<1>(logits, block, factor, out, column);
+  }
+
+  // The second pass, for sums of probabilities: every row's top and total are known now.
+  void count_tile(const Head&, Work& p, const Block& block, const Rows& rows, int tile) const {
+    const int d = a.key_size, r0 = tile * kTileRows;
+    bool counts = false;
+    for (int k = 0; k < a.statistics; ++k)
+      counts |= a.statistic[k].kind == KV_STATISTIC_PROBABILITY &&
+                p.log_share.get()[k * p.padded + r0 + rows.count - 1] != kLogZero;
+    if (!counts) return;
+    float* logits = p.tile;
+    tile_logits(p.query.get() + static_cast<size_t>(r0) * d, block, logits);
+    for (int r = 0; r < rows.count; ++r)
+      for (int column = 0; column < kBlock; column += W) {
+        vf biased = load(logits + r * kBlock + column) + load(block.bias + column);
+        if (!block.plain) biased = select(visible(block, rows, r, column), biased, splat(kLogZero));
+        store(logits + r * kBlock + column, exp(biased - p.top.get()[r0 + r]) / p.total.get()[r0 + r]);
+      }
+    for (int k = 0; k < a.statistics; ++k) {
+      if (a.statistic[k].kind != KV_STATISTIC_PROBABILITY) continue;
+      float* sums = p.columns.get() + (2 * k + 1) * column_stride() + block.from;
+      for (int r = 0; r < rows.count; ++r) {
+        const float weight = std::exp(p.log_share.get()[k * p.padded + r0 + r]);
+        for (int column = 0; column < kBlock; column += W)
+          store(sums + column, load(sums + column) + weight * load(logits + r * kBlock + column));
+      }
+    }
+  }
+
+  // Of a windowed or recency-weighted log_ema: ln of what all queries of the call that see a slot would weigh together,
+  // over what those of them that count do, as sums over the queries [0, t).
+  struct Standing {
+    Scratch<float> whole_, counted_;
+    Standing(const Statistic& s, int n) {
+      float *whole = whole_.reserve(n + 1, 0.0f), *counted = counted_.reserve(n + 1, 0.0f);
+      for (int t = 0; t < n; ++t) {
+        whole[t + 1] = whole[t] + std::pow(s.decay, static_cast<float>(n - 1 - t));
+        counted[t + 1] = counted[t] + std::exp(log_query_weight(s, n - 1 - t, counted_queries(s, n)));
+      }
+    }
+    // Of the queries [from, to).
+    float log_ratio(int from, int to) const {
+      const float *whole = whole_.get(), *counted = counted_.get(), least = 1e-30f;
+      return std::log(max_of(whole[to] - whole[from], least)) - std::log(max_of(counted[to] - counted[from], least));
+    }
+  };
+
+  // Puts the columns of a head's splits together and writes its scores. columns [splits][K, 2, stride].
+  void join(const Head& x, const float* columns, size_t stride) const {
+    for (int k = 0; k < a.statistics; ++k) {
+      const Statistic s{a.statistic[k].kind, a.statistic[k].decay, a.statistic[k].window,
+                        a.statistic[k].recency_weight};
+      const float* past = x.past_score + static_cast<size_t>(k) * a.capacity;
+      const float* column = columns + 2 * k * stride;
+      const size_t next = 2 * a.statistics * stride;  // the same column of the next split
+      float* out = x.score + static_cast<size_t>(k) * a.capacity;
+      if (s.kind == KV_STATISTIC_NONE) {
+        if (out != past) memcpy(out, past, x.total() * sizeof(float));
+      } else if (s.kind == KV_STATISTIC_PROBABILITY) {
+        const float decay = std::exp(static_cast<float>(counted_queries(s, x.n)) * std::log(s.decay));
+        for (int c = 0; c < x.total(); ++c) {
+          float seen = 0.0f;
+          for (int i = 0; i < splits; ++i) seen += column[i * next + stride + c];
+          out[c] = (c < x.used ? past[c] * decay : 0.0f) + seen;
+        }
+      } else {
+        const float log_decay = static_cast<float>(x.n) * std::log(s.decay);
+        const bool stands = s.window != 0 || s.recency_weight != 1.0f;
+        const Standing standing(s, stands ? x.n : 0);
+        for (int c = 0; c < x.total(); ++c) {
+          const float start = c < x.used ? past[c] + log_decay : kLogZero;
+          float shift = 0.0f;
+          if (stands) {
+            const int64_t age = slot_position(x, c) - x.first, end = a.sliding_window ? age + a.sliding_window : x.n;
+            const int from = age < 0 ? 0 : static_cast<int>(age);  // queries [age, end) see the slot
+            shift = standing.log_ratio(from, end < from ? from : end > x.n ? x.n : static_cast<int>(end));
+          }
+          float top = start, total = 0.0f;
+          for (int i = 0; i < splits; ++i) top = max_of(top, column[i * next + c] + shift);
+          for (int i = 0; i < splits; ++i)
+            total += column[i * next + stride + c] * std::exp(column[i * next + c] + shift - top);
+          out[c] = top + std::log(total + std::exp(start - top));
+        }
+      }
+    }
+  }
+
+  void finish(const Head& x, size_t index) { join(x, partials.of(index * splits), a.capacity); }
+};
+
+}  // namespace
+}  // namespace KV_ISA
+}  // namespace kv

@@ -1,0 +1,25 @@
+// The kernels of every instruction set; `dispatch.cpp` chooses one set when the library is loaded.
+#pragma once
+
+#include "../kvexport_cpu.h"
+
+namespace kv {
+
+#define KV_DECLARE(isa)                                  \
+  namespace isa {                                        \
+  void vote_attention(const KvVoteAttention&, KvRunner); \
+  void merge_cache(const KvMergeCache&, KvRunner);       \
+  void linear(const KvLinear&, KvRunner);                \
+  }
+
+#if defined(__x86_64__)
+KV_DECLARE(avx512)
+KV_DECLARE(avx2)
+#elif defined(__aarch64__)
+KV_DECLARE(neon)
+#endif
+KV_DECLARE(portable)
+
+#undef KV_DECLARE
+
+}  // namespace kv

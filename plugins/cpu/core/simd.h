@@ -1,0 +1,227 @@
+// Vectors of KV_WIDTH floats, by the compiler's vector extensions: one source for AVX-512, AVX2, NEON and any other
+// machine. Included once per instruction set, inside the namespace KV_ISA.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#if defined(__F16C__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#include "../../math/statistic.h"
+
+namespace kv {
+namespace KV_ISA {
+
+constexpr int W = KV_WIDTH;
+typedef float vf __attribute__((vector_size(W * 4)));
+typedef int32_t vi __attribute__((vector_size(W * 4)));
+#if defined(__aarch64__)
+using half = __fp16;  // GCC before 13 has no _Float16 there
+#else
+using half = _Float16;
+#endif
+typedef half vh __attribute__((vector_size(W * 2)));
+
+static inline vf splat(float x) { return x - vf{}; }
+static inline vi splat_i(int32_t x) { return x - vi{}; }
+
+static inline vi lane_numbers() {
+  vi v;
+  for (int i = 0; i < W; ++i) v[i] = i;
+  return v;
+}
+
+static inline vf load(const float* p) {
+  vf v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+static inline vi load_i(const int32_t* p) {
+  vi v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+static inline vf load(const half* p) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__F16C__)
+  return (vf)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  vh v;
+  memcpy(&v, p, sizeof v);
+  return __builtin_convertvector(v, vf);
+#endif
+}
+
+static inline void store(float* p, vf v) { memcpy(p, &v, sizeof v); }
+
+static inline void store(half* p, vf v) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+#else
+  vh h = __builtin_convertvector(v, vh);
+  memcpy(p, &h, sizeof h);
+#endif
+}
+
+// Lanes of `a` where `mask` is set (all ones), of `b` elsewhere.
+static inline vf select(vi mask, vf a, vf b) { return mask ? a : b; }
+static inline vf vmax(vf a, vf b) { return select(a > b, a, b); }
+static inline vf vmin(vf a, vf b) { return select(a < b, a, b); }
+
+// Sum and maximum over the lanes, halving, so that the order is the same on every machine of this width.
+template <int N>
+static inline float sum_lanes(const float* x) {
+  float half[N / 2];
+  for (int i = 0; i < N / 2; ++i) half[i] = x[i] + x[i + N / 2];
+  return sum_lanes<N / 2>(half);
+}
+template <>
+inline float sum_lanes<1>(const float* x) {
+  return x[0];
+}
+
+static inline float sum(vf v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
+  float x[W];
+  store(x, v);
+  return sum_lanes<W>(x);
+#endif
+}
+
+// One step of `sums`: of the halves of every segment of 2 L lanes of a and b, the sum; a's segments first.
+template <int L, size_t... I>
+static inline vf fold(vf a, vf b, std::index_sequence<I...>) {
+  constexpr int count = W / (2 * L);  // segments of one operand
+  return __builtin_shufflevector(a, b, (I / L < count ? I / L * 2 * L : W + (I / L - count) * 2 * L) + I % L...) +
+         __builtin_shufflevector(a, b, (I / L < count ? I / L * 2 * L : W + (I / L - count) * 2 * L) + I % L + L...);
+}
+
+// Lane i is the sum of the lanes of v[i]; N vectors from `v` on, each already folded down to segments of 2 L lanes.
+template <int L>
+static inline vf sums(const vf* v) {
+  if constexpr (L == W) {
+    return *v;
+  } else {
+    constexpr int half = W / (2 * L);
+    return fold<L>(sums<2 * L>(v), sums<2 * L>(v + half), std::make_index_sequence<W>());
+  }
+}
+
+// One step of `transpose`: of two rows, the columns whose bit L differs from the row's change places.
+template <int L, size_t... I>
+static inline void exchange(vf& a, vf& b, std::index_sequence<I...>) {
+  const vf first = __builtin_shufflevector(a, b, (I & L ? W + I - L : I)...);
+  b = __builtin_shufflevector(a, b, (I & L ? W + I : I + L)...);
+  a = first;
+}
+
+// v[i][j] becomes v[j][i].
+template <int L = 1>
+static inline void transpose(vf* v) {
+  if constexpr (L < W) {
+    for (int i = 0; i < W; ++i)
+      if (!(i & L)) exchange<L>(v[i], v[i + L], std::make_index_sequence<W>());
+    transpose<2 * L>(v);
+  }
+}
+
+static inline float max(vf v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  float x[W];
+  store(x, v);
+  float top = x[0];
+  for (int i = 1; i < W; ++i) top = x[i] > top ? x[i] : top;
+  return top;
+#endif
+}
+
+// exp, 0 below -87.3 (float32's smallest normal) and capped above 88.3; relative error 2e-7 (Cephes' polynomial).
+static inline vf exp(vf x) {
+  vf clamped = vmin(vmax(x, splat(-87.3f)), splat(88.3f));
+  vf n = clamped * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23 leaves the integer in the low bits
+  vi exponent;
+  memcpy(&exponent, &n, sizeof n);
+  n = n - 12582912.0f;
+  vf r = clamped - n * 0.693359375f - n * -2.12194440e-4f;
+  vf y = splat(1.9875691500e-4f);
+  y = y * r + 1.3981999507e-3f;
+  y = y * r + 8.3334519073e-3f;
+  y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f;
+  y = y * r + 5.0000001201e-1f;
+  y = y * r * r + r + 1.0f;
+  vi scale = exponent << 23;
+  vi bits;
+  memcpy(&bits, &y, sizeof y);
+  bits += scale;
+  memcpy(&y, &bits, sizeof y);
+  return select(x < -87.3f, vf{}, y);
+}
+
+// ln of a positive normal number; relative error 2e-7 (Cephes' polynomial).
+static inline vf log(vf x) {
+  vi bits;
+  memcpy(&bits, &x, sizeof x);
+  vi exponent = (bits >> 23) - 126;
+  bits = (bits & 0x007fffff) | 0x3f000000;
+  vf m;
+  memcpy(&m, &bits, sizeof m);  // in [0.5, 1)
+  vi small = m < 0.707106781186547524f;
+  vf n = __builtin_convertvector(exponent + small, vf);  // a set mask is -1
+  vf r = select(small, m + m, m) - 1.0f;
+  vf z = r * r;
+  vf y = splat(7.0376836292e-2f);
+  y = y * r - 1.1514610310e-1f;
+  y = y * r + 1.1676998740e-1f;
+  y = y * r - 1.2420140846e-1f;
+  y = y * r + 1.4249322787e-1f;
+  y = y * r - 1.6668057665e-1f;
+  y = y * r + 2.0000714765e-1f;
+  y = y * r - 2.4999993993e-1f;
+  y = y * r + 3.3333331174e-1f;
+  y = y * r * z + n * -2.12194440e-4f - 0.5f * z;
+  return r + y + n * 0.693359375f;
+}
+
+// The dot product of two rows of `size` elements, of which `b` is float32.
+template <class T>
+static inline float dot(const T* a, const float* b, int size) {
+  vf total{};
+  int i = 0;
+  for (; i + W <= size; i += W) total += load(a + i) * load(b + i);
+  float rest = 0.0f;
+  for (; i < size; ++i) rest += static_cast<float>(a[i]) * b[i];
+  return sum(total) + rest;
+}
+
+// A row of `size` elements in float32.
+template <class T>
+static inline void widen(const T* from, float* to, int size) {
+  int i = 0;
+  for (; i + W <= size; i += W) store(to + i, load(from + i));
+  for (; i < size; ++i) to[i] = static_cast<float>(from[i]);
+}
+
+// A row of float32 in the cache's type.
+template <class T>
+static inline void narrow(const float* from, T* to, int size) {
+  int i = 0;
+  for (; i + W <= size; i += W) store(to + i, load(from + i));
+  for (; i < size; ++i) to[i] = static_cast<T>(from[i]);
+}
+
+}  // namespace KV_ISA
+}  // namespace kv

@@ -1,0 +1,290 @@
+// MergeCache for one instruction set. The meaning is kvexport/ops/merge_cache.py and the methods beside it; a policy
+// says which.
+//
+// A task is one KV head of one sequence: slots in order of position, who leaves, where to, the merged rows, and last
+// the move into place, which writes only what changed where the cache is updated in place.
+#include "select.h"
+
+namespace kv {
+namespace KV_ISA {
+namespace {
+
+template <class T>
+struct Merge : Select<T> {
+  using Base = Select<T>;
+  using Base::a, Base::p;
+  using Base::Base, Base::key_row, Base::value_row, Base::score_of, Base::is_older;
+  using typename Base::Head;
+
+  void task(size_t index) {
+    static thread_local Work w;
+    Head x = this->head(index);
+    this->collect(x, w);
+    x.over = p.compresses ? max_of(x.used - a.budget, 0) : 0;
+    if (x.over > 0) {
+      this->weigh(x, w);
+      this->choose(x, w);
+      if (p.merging != KV_DROP) merge(x, w);
+    }
+    place(x, w);
+  }
+
+  // Who merges with whom, and the merged rows: `members` holds for every group its target and then those that leave
+  // into it, -1 between groups; `destination` of a target is the number of its row.
+  void merge(Head& x, Work& w) const {
+    const int leaving = x.leaving;
+    int* destination = w.destination.reserve(x.used, -1);
+    if (p.merging == KV_PAIR) {
+      int* to = w.to.reserve(leaving, -1);
+      for (int i = 0; i < leaving; ++i) {
+        const int slot = w.leaving.get()[i];
+        if (is_older(x, w, slot) && !w.leaves.get()[slot + 1]) to[i] = slot + 1;
+      }
+    } else {
+      this->receivers(x, w);
+      this->nearest(x, w, w.leaving.get(), leaving, false, leaving + 1);
+      for (int i = 0; i < leaving; ++i)
+        if (!(w.best.get()[i] > p.threshold)) w.to.get()[i] = -1;
+    }
+    const int *to = w.to.get(), *slots = w.leaving.get();
+    int* members = w.members.reserve(3 * static_cast<size_t>(leaving) + 1);
+    float* rows = w.rows.reserve(static_cast<size_t>(leaving) * (a.key_size + a.value_size));
+    float* scores = w.scores.reserve(static_cast<size_t>(leaving) * (a.statistics + 2));
+    if (p.merging == KV_PAIR && p.weigh == KV_WEIGH_BY_HESSIAN) attended(x, w);
+    for (int i = 0; i < leaving; ++i) {
+      if (to[i] < 0 || destination[to[i]] >= 0) continue;
+      int count = 0;
+      members[count++] = to[i];
+      for (int j = i; j < leaving; ++j)
+        if (to[j] == to[i]) members[count++] = slots[j];
+      float* key = rows + static_cast<size_t>(x.groups) * (a.key_size + a.value_size);
+      float* rest = scores + static_cast<size_t>(x.groups) * (a.statistics + 2);
+      int32_t latest = 0;
+      for (int j = 0; j < count; ++j) latest = max_of(latest, w.position.get()[members[j]]);
+      const float votes = join(x, w, members, count, key, key + a.key_size);
+      rest[0] = votes < p.votes_max ? votes : p.votes_max;
+      memcpy(&rest[1], &latest, sizeof latest);
+      for (int k = 0; k < a.statistics; ++k) rest[2 + k] = joined_score(x, w, members, count, k, latest);
+      destination[to[i]] = x.groups++;
+    }
+  }
+
+  // sum weight * row, over the members, divided by the sum of the weights.
+  template <class Row>
+  void mean(const int* members, const float* weight, int count, int size, float* out, Row row) const {
+    static thread_local Scratch<float> scratch;
+    float *wide = scratch.reserve(size), total = 0.0f;
+    for (int i = 0; i < size; ++i) out[i] = 0.0f;
+    for (int j = 0; j < count; ++j) {
+      widen(row(members[j]), wide, size);
+      for (int i = 0; i < size; ++i) out[i] += weight[j] * wide[i];
+      total += weight[j];
+    }
+    for (int i = 0; i < size; ++i) out[i] /= total;
+  }
+
+  // A group's key and value; returns its votes.
+  float join(const Head& x, const Work& w, const int* members, int count, float* key, float* value) const {
+    static thread_local Scratch<float> scratch;
+    float* weight = scratch.reserve(2 * static_cast<size_t>(count));
+    const float* votes = w.votes.get();
+    const auto key_of = [&](int slot) { return key_row(x, w, slot); };
+    const auto value_of = [&](int slot) { return value_row(x, w, slot); };
+    if (p.merging != KV_ZIP) {
+      float total = 0.0f;
+      for (int j = 0; j < count; ++j) total += weight[j] = votes[members[j]];
+      mean(members, weight, count, a.value_size, value, value_of);
+      if (p.merging == KV_PAIR)
+        pair_key(x, w, members[0], members[1], key);
+      else
+        mean(members, weight, count, a.key_size, key, key_of);
+      return total;
+    }
+    ZipSums sums;
+    float* logit = weight + count;
+    for (int j = 0; j < count; ++j) {
+      logit[j] = corrected_average(score_of(x, w, a.statistics - 1, members[j]), p.weigh_decay, x.now,
+                                   w.position.get()[members[j]]);
+      if (j == 0 || logit[j] > sums.top) sums.top = logit[j];
+    }
+    for (int j = 0; j < count; ++j) weight[j] = sums.add(votes[members[j]], logit[j]);
+    mean(members, weight, count, a.key_size, key, key_of);
+    mean(members, weight, count, a.value_size, value, value_of);
+    if (p.zip == KV_ZIP_MEAN) return sums.votes;
+    if (p.zip == KV_ZIP_VOTE) return sums.fractional_votes();
+    const float factor = sums.key_factor(), limit = p.key_factor_max < 3.4e38f ? p.key_factor_max : 3.4e38f;
+    if (!(factor >= 1.0f / limit && factor <= limit)) return sums.fractional_votes();
+    for (int i = 0; i < a.key_size; ++i) key[i] *= factor;
+    return sums.votes;
+  }
+
+  // Statistic k of a group: probability mass adds, of averages of exp(logit) the mean by votes.
+  float joined_score(const Head& x, const Work& w, const int* members, int count, int k, int32_t latest) const {
+    const float* votes = w.votes.get();
+    const int32_t* position = w.position.get();
+    if (p.statistic[k].kind == KV_STATISTIC_NONE) return score_of(x, w, k, members[0]);
+    if (p.statistic[k].kind == KV_STATISTIC_PROBABILITY) {
+      const bool by_mean = k == 0 && p.mean_adds;
+      float total = 0.0f;
+      for (int j = 0; j < count; ++j) {
+        const float score = score_of(x, w, k, members[j]);
+        total += by_mean ? score / static_cast<float>(max_of(x.now - position[members[j]] + 1, 1)) : score;
+      }
+      return by_mean ? total * static_cast<float>(x.now - latest + 1) : total;
+    }
+    float top = score_of(x, w, k, members[0]), share = 0.0f, total = 0.0f;
+    for (int j = 1; j < count; ++j) top = max_of(top, score_of(x, w, k, members[j]));
+    for (int j = 0; j < count; ++j) {
+      share += votes[members[j]] * std::exp(score_of(x, w, k, members[j]) - top);
+      total += votes[members[j]];
+    }
+    return top + std::log(share / total);
+  }
+
+  // The attention's output as the accumulated probabilities see it, o = sum a v, and in output[Dv] what they add up to.
+  void attended(const Head& x, Work& w) const {
+    float* output = w.output.reserve(a.value_size + 1, 0.0f);
+    float* wide = w.turned.reserve(max_of(a.value_size, a.key_size));
+    float total = 0.0f;
+    for (int i = 0; i < x.used; ++i) total += score_of(x, w, a.statistics - 1, i);
+    total = max_of(total, 1e-30f);
+    for (int i = 0; i < x.used; ++i) {
+      const float share = score_of(x, w, a.statistics - 1, i) / total;
+      widen(value_row(x, w, i), wide, a.value_size);
+      for (int j = 0; j < a.value_size; ++j) output[j] += share * wide[j];
+    }
+    output[a.value_size] = total;
+  }
+
+  // The key of a pair: both in the rotary frame of the younger.
+  void pair_key(const Head& x, const Work& w, int younger, int older, float* key) const {
+    static thread_local Scratch<float> scratch;
+    const int d = a.key_size;
+    float *wide = scratch.reserve(2 * static_cast<size_t>(d)), *turned = wide + d;
+    widen(key_row(x, w, older), wide, d);
+    for (int i = 0; i < d; ++i) turned[i] = wide[i];
+    const float steps = static_cast<float>(w.position.get()[younger] - w.position.get()[older]);
+    for (int f = 0; f < p.rotary_planes; ++f) {
+      const int i = p.rotary_interleaved ? 2 * f : f, j = p.rotary_interleaved ? 2 * f + 1 : f + p.rotary_planes;
+      const float angle = steps * p.inverse_frequencies[f], cosine = std::cos(angle), sine = std::sin(angle);
+      turned[i] = wide[i] * cosine - wide[j] * sine;
+      turned[j] = wide[j] * cosine + wide[i] * sine;
+    }
+    float own = score_of(x, w, a.statistics - 1, younger), arriving = score_of(x, w, a.statistics - 1, older);
+    if (p.weigh == KV_WEIGH_BY_HESSIAN) hessian(x, w, younger, older, &own, &arriving);
+    const float share = own + arriving > 0.0f ? own / (own + arriving) : 0.5f;
+    widen(key_row(x, w, younger), key, d);
+    for (int i = 0; i < d; ++i) key[i] = share * key[i] + (1.0f - share) * turned[i];
+  }
+
+  void hessian(const Head& x, const Work& w, int younger, int older, float* own, float* arriving) const {
+    const int dv = a.value_size;
+    const float *output = w.output.get(), total = output[dv];
+    const T *v1 = value_row(x, w, younger), *v2 = value_row(x, w, older);
+    float norm1 = 0.0f, norm2 = 0.0f, both = 0.0f;
+    for (int i = 0; i < dv; ++i) {
+      const float r1 = static_cast<float>(v1[i]) - output[i], r2 = static_cast<float>(v2[i]) - output[i];
+      norm1 += r1 * r1;
+      norm2 += r2 * r2;
+      both += (r1 + r2) * (r1 + r2);
+    }
+    hessian_weights(*own / total, *arriving / total, std::sqrt(norm1), std::sqrt(norm2), std::sqrt(both), p.tau, own,
+                    arriving);
+  }
+
+  // Writes what stays in order of position, and zeros after it.
+  void place(const Head& x, Work& w) const {
+    const size_t d = a.key_size, dv = a.value_size, c = a.capacity;
+    const char* leaves = w.leaves.get();
+    const int* row_of = x.groups ? w.destination.get() : nullptr;
+    const float *rows = w.rows.get(), *scores = w.scores.get();
+    int kept = 0, *rank = w.rank.reserve(x.used + 1);
+    int32_t* position = w.position.get();
+    for (int i = 0; i < x.used; ++i) {
+      if (leaves[i]) continue;
+      rank[kept++] = i;
+      if (row_of && row_of[i] >= 0) memcpy(&position[i], &scores[row_of[i] * (a.statistics + 2) + 1], sizeof(int32_t));
+    }
+    if (x.groups) std::sort(rank, rank + kept, [position](int i, int j) { return position[i] < position[j]; });
+    // Small rows first, by way of scratch; then keys and values, where a row moves only towards the front unless it was
+    // merged.
+    const int* order = w.order.get();
+    const int each = a.statistics + 2;
+    float* small = w.moved.reserve(static_cast<size_t>(kept) * each + 1);
+    for (int i = 0; i < kept; ++i) {
+      const int slot = rank[i], row = row_of ? row_of[slot] : -1;
+      float* out = small + static_cast<size_t>(i) * each;
+      out[0] = row >= 0 ? scores[row * each] : w.votes.get()[slot];
+      memcpy(&out[1], &position[slot], sizeof(int32_t));
+      for (int k = 0; k < a.statistics; ++k)
+        out[2 + k] = row >= 0 ? scores[row * each + 2 + k] : score_of(x, w, k, slot);
+    }
+    move_rows(x.key, x.out_key, d, order, rank, row_of, rows, d + dv, kept, w);
+    move_rows(x.value, x.out_value, dv, order, rank, row_of, rows + d, d + dv, kept, w);
+    for (int i = 0; i < kept; ++i) {
+      const float* from = small + static_cast<size_t>(i) * each;
+      x.out_votes[i] = from[0];
+      memcpy(&x.out_position[i], &from[1], sizeof(int32_t));
+      for (int k = 0; k < a.statistics; ++k) x.out_score[k * c + i] = from[2 + k];
+    }
+    // In place, what lies beyond the used slots is left alone.
+    clear(x.out_key, x.key, d, kept, x.in_all);
+    clear(x.out_value, x.value, dv, kept, x.in_all);
+    clear(x.out_votes, x.votes, 1, kept, x.in_all);
+    clear(x.out_position, x.position, 1, kept, x.in_all);
+    for (int k = 0; k < a.statistics; ++k) clear(x.out_score + k * c, x.score + k * c, 1, kept, x.in_all);
+  }
+
+  template <class U>
+  void clear(U* out, const U* in, size_t width, int from, int used) const {
+    const int to = out == in ? used : a.capacity;
+    if (to > from) memset(static_cast<void*>(out + from * width), 0, (to - from) * width * sizeof(U));
+  }
+
+  // out[i] = row order[rank[i]] of `in`, or the merged row.
+  void move_rows(const T* in, T* out, size_t width, const int* order, const int* rank, const int* row_of,
+                 const float* merged, size_t stride, int kept, Work& w) const {
+    const T* source = in;
+    if (out == in) {
+      bool forward = true;  // every row that moves, moves towards the front
+      for (int i = 0; i < kept; ++i) forward &= (row_of && row_of[rank[i]] >= 0) || order[rank[i]] >= i;
+      for (int i = 1, last = -1; i < kept && forward; ++i) {
+        if (row_of && row_of[rank[i]] >= 0) continue;
+        forward = order[rank[i]] > last;
+        last = order[rank[i]];
+      }
+      if (!forward) {
+        T* copy = reinterpret_cast<T*>(w.turned.reserve((static_cast<size_t>(a.capacity) * width * sizeof(T) + 3) / 4));
+        memcpy(static_cast<void*>(copy), in, static_cast<size_t>(a.capacity) * width * sizeof(T));
+        source = copy;
+      }
+    }
+    for (int i = 0; i < kept; ++i) {
+      const int row = row_of ? row_of[rank[i]] : -1;
+      const T* from = source + static_cast<size_t>(order[rank[i]]) * width;
+      T* to = out + static_cast<size_t>(i) * width;
+      if (row >= 0)
+        narrow(merged + static_cast<size_t>(row) * stride, to, static_cast<int>(width));
+      else if (from != to)
+        memcpy(static_cast<void*>(to), from, width * sizeof(T));
+    }
+  }
+
+  void run(KvRunner runner) {
+    runner.parallel_for(
+        runner.context, static_cast<size_t>(a.batch) * a.heads,
+        [](void* self, size_t i) { static_cast<Merge*>(self)->task(i); }, this);
+  }
+};
+
+}  // namespace
+
+void merge_cache(const KvMergeCache& call, KvRunner runner) {
+  if (call.type == KV_FLOAT16)
+    Merge<half>(call).run(runner);
+  else
+    Merge<float>(call).run(runner);
+}
+
+}  // namespace KV_ISA
+}  // namespace kv

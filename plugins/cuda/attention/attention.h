@@ -1,0 +1,87 @@
+// What decode and prefill share of VoteAttention: one KV head of one sequence, the bias, logits, and where the
+// workspace is.
+#pragma once
+
+#include "../core/types.h"
+
+namespace kv {
+namespace cuda {
+
+constexpr float kLowest = -3e38f;
+constexpr int kBlock = 32;  // slots that are looked at together: a warp's lanes
+constexpr int kMaxGroup = 16;
+
+// A call and its workspace. What a call does not use is null.
+struct Attention {
+  KvVoteAttention call;
+  int splits;       // of a head, at decode
+  int stages;       // of slots on their way into shared memory, at decode
+  int* counters;    // [B H], at decode
+  int* used;        // [B H, 2]: slots used before the call, and new tokens
+  float* logits;    // decode with a sum of probabilities: biased, [B Hq, C]
+  float* rows;      // the maximum and the sum of every row of probabilities, [B Hq, T, 2]
+  float* products;  // decode: of every split, [B H, splits, G, Dv]
+  float* tops;      // and its maxima and sums, [B H, splits, 2, G]
+
+  KV_DEVICE int group() const { return call.query_heads / call.heads; }
+};
+
+// One KV head of one sequence. New tokens' rows are read from the call, slots' from the cache, which is updated in
+// place.
+template <class T>
+struct Head {
+  const KvVoteAttention& a;
+  int index, batch, head;
+  size_t slots;  // before this head's first
+
+  KV_DEVICE Head(const KvVoteAttention& call, int index)
+      : a(call),
+        index(index),
+        batch(index / call.heads),
+        head(index % call.heads),
+        slots(static_cast<size_t>(index) * call.capacity) {}
+
+  KV_DEVICE T* key(int slot) const { return static_cast<T*>(a.present.key) + (slots + slot) * a.key_size; }
+  KV_DEVICE T* value(int slot) const { return static_cast<T*>(a.present.value) + (slots + slot) * a.value_size; }
+  KV_DEVICE const T* new_key(int t) const {
+    return static_cast<const T*>(a.key) + (static_cast<size_t>(index) * a.tokens + t) * a.key_size;
+  }
+  KV_DEVICE const T* new_value(int t) const {
+    return static_cast<const T*>(a.value) + (static_cast<size_t>(index) * a.tokens + t) * a.value_size;
+  }
+  KV_DEVICE float* votes() const { return a.present.votes + slots; }
+  KV_DEVICE int32_t* position() const { return a.present.position + slots; }
+  KV_DEVICE float* score(int k) const {
+    return a.present.score + (static_cast<size_t>(index) * a.statistics + k) * a.capacity;
+  }
+  KV_DEVICE int query_head(int g) const { return batch * a.query_heads + head * (a.query_heads / a.heads) + g; }
+  KV_DEVICE const T* query(int g, int t) const {
+    return static_cast<const T*>(a.query) + (static_cast<size_t>(query_head(g)) * a.tokens + t) * a.key_size;
+  }
+  KV_DEVICE T* output(int g, int t) const {
+    return static_cast<T*>(a.output) + (static_cast<size_t>(query_head(g)) * a.tokens + t) * a.value_size;
+  }
+  KV_DEVICE int first() const { return static_cast<int>(a.position[static_cast<size_t>(batch) * a.tokens]); }
+  // New tokens of this call, as many as there is room for.
+  KV_DEVICE int length(int used) const {
+    const int64_t length = a.query_length[batch];
+    const int room = min_of(a.tokens, a.capacity - used);
+    return length < 0 ? 0 : length > room ? room : static_cast<int>(length);
+  }
+};
+
+KV_DEVICE Statistic statistic_of(const KvVoteAttention& a, int k) {
+  return {a.statistic[k].kind, a.statistic[k].decay, a.statistic[k].window, a.statistic[k].recency_weight};
+}
+
+KV_DEVICE float capped(float logit, float softcap) {
+  return softcap == 0.0f ? logit : softcap * tanhf(logit / softcap);
+}
+
+KV_DEVICE float vote_bias(float votes, float exponent) { return exponent == 0.0f ? 0.0f : exponent * logf(votes); }
+
+// Whether the query at position `now` sees what is at `held`.
+KV_DEVICE bool visible(int held, int now, int window) { return held <= now && (window == 0 || held > now - window); }
+
+}  // namespace cuda
+}  // namespace kv

@@ -1,0 +1,195 @@
+// VoteAttention for one token per sequence, a group of query heads over a cache of 16 bits, on tensor cores: the
+// group's heads are the 16 rows of a product, padded with zeros, and slots its columns and then its depth. Everything
+// else is as in decode.h.
+//
+// Weights of the softmax are rounded to the cache's type when they meet the values; their sum is of what they were
+// before.
+#pragma once
+
+#include "../core/mma.h"
+#include "decode_split.h"
+
+namespace kv {
+namespace cuda {
+
+// kSize: elements of a row, the cache's or more.
+template <class T, int kSize>
+struct DecodeMma {
+  using Args = Attention;
+  static constexpr int kThreads = kDecodeThreads, kWarps = kDecodeWarps, kBlocksPerMultiprocessor = kSize > 128 ? 2 : 3;
+  static constexpr int kRows = 16, kOwn = kRows / kWarps;  // query heads; those of a warp, in the softmax
+  static constexpr int kSteps = kSize / 16, kTiles = kSize / 8 / kWarps;
+  static_assert(kMaxGroup <= kRows && kBlock == 8 * kWarps, "a warp's product is 16 heads and 8 slots");
+  // Of rows in shared memory, so that what is read at once meets no bank conflict.
+  static constexpr int kLogitStride = kBlock + 8, kWeightStride = kBlock + 8;
+
+  struct Registers {
+    uint32_t query[kSteps][4], key[4], weight[2][4], value[4];
+    float score[2][4], product[kTiles][4], logit[kOwn], peak[kOwn], top[kOwn], total[kOwn];
+  };
+
+  struct Shared {
+    float *logit, *factor;  // [heads, slots], [heads]
+    T* weight;              // [heads, slots]
+    int* found;
+    char* stages;
+  };
+  // Shared memory that does not depend on the number of stages.
+  static KV_HD constexpr size_t fixed(int) {
+    return kRows * (kLogitStride * sizeof(float) + kWeightStride * sizeof(T) + sizeof(float)) + 16;
+  }
+  // What the end needs in place of the stages.
+  static KV_HD constexpr size_t closing(int splits, int group) { return joining_size(splits, group); }
+
+  static KV_DEVICE Shared divide(char* shared) {
+    Shared s;
+    s.logit = reinterpret_cast<float*>(shared);
+    s.factor = s.logit + kRows * kLogitStride;
+    s.weight = reinterpret_cast<T*>(s.factor + kRows);
+    s.found = reinterpret_cast<int*>(s.weight + kRows * kWeightStride);
+    s.stages = shared + fixed(0);
+    return s;
+  }
+
+  static KV_DEVICE void run(Block<DecodeMma>& block, const Attention& args) {
+    const KvVoteAttention& a = args.call;
+    const Head<T> head(a, block.index() / args.splits);
+    const int split = block.index() % args.splits, group = args.group();
+    const Shared s = divide(block.shared);
+    const int used = used_slots(block, head.votes(), a.capacity, s.found);
+    if (head.length(used) == 0) return leave_idle(block, args, head, split, used);
+    block.each_alone([&](int t, Registers& r) { start(r, head, group, t); });
+    const auto use = [&](const Stage<T>& stage, int from, int count) {
+      multiply_keys(block, a, stage, s, count);
+      weigh(
+          block, args, head, stage, group, used, from, count,
+          [&](int g, int slot) { return s.logit[g * kLogitStride + slot]; },
+          [&](int g, int slot, float weight, float factor) {
+            assign(s.weight[g * kWeightStride + slot], weight);
+            if (slot == 0) s.factor[g] = factor;
+          });
+      multiply_values(block, stage, s);
+      block.each([&](int t, Registers&) {
+        update_averages(args, head, stage, used, from, count, t,
+                        [&](int g, int slot) { return s.logit[g * kLogitStride + slot]; });
+      });
+    };
+    stream_slots(block, args, head, s.stages, used, split_range(split, args.splits, used + 1), use);
+    leave(block, args, head, split);
+    if (block.is_last(args.counters + head.index, args.splits))
+      join(block, args, head, reinterpret_cast<float*>(s.stages), used);
+  }
+
+  // Queries into registers, as the product's rows. Those of heads that are not there hold anything after the softmax:
+  // a row never meets another, and none of them is kept.
+  static KV_DEVICE void start(Registers& r, const Head<T>& head, int group, int t) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const Element at = element_of_a(t % kWarp, 2 * i);
+        const int column = step * 16 + at.column;
+        r.query[step][i] = 0;
+        if (at.row < group && column < head.a.key_size)
+          r.query[step][i] = *reinterpret_cast<const uint32_t*>(head.query(at.row, 0) + column);
+      }
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) r.product[i][j] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) r.top[i] = kLowest, r.total[i] = 0.0f;
+  }
+
+  // A warp is eight slots: their logits with all heads, raw.
+  static KV_DEVICE void multiply_keys(Block<DecodeMma>& block, const KvVoteAttention& a, const Stage<T>& stage,
+                                      const Shared& s, int count) {
+    block.each_alone([&](int, Registers& r) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) r.score[0][i] = r.score[1][i] = 0.0f;
+    });
+#pragma unroll
+    for (int j = 0; j < kSteps / 2; ++j) {
+      if (32 * j >= a.key_size) continue;
+      load_matrices<false>(
+          block,
+          [&](int t) {
+            const int column = j * 32 + t % kWarp / 8 * 8;
+            return stage.key(t / kWarp * 8 + t % 8) + (column < a.key_size ? column : 0);
+          },
+          [](Registers& r) { return r.key; });
+      if (32 * (j + 1) > a.key_size)  // what lies beyond a row is anything, and must not meet a zero of the query's
+        block.each_alone([&](int, Registers& r) {
+#pragma unroll
+          for (int i = 1; i < 4; ++i)
+            if (j * 32 + i * 8 >= a.key_size) r.key[i] = 0;
+        });
+      // Two sums, so that no product waits for the one before it.
+      multiply<T>(block, [j](Registers& r) { return Product{r.score[0], r.query[2 * j], r.key}; });
+      multiply<T>(block, [j](Registers& r) { return Product{r.score[1], r.query[2 * j + 1], r.key + 2}; });
+    }
+    block.each([&](int t, Registers& r) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const Element at = element_of_sum(t % kWarp, i);
+        s.logit[at.row * kLogitStride + t / kWarp * 8 + at.column] =
+            capped((r.score[0][i] + r.score[1][i]) * a.scale, a.softcap);
+      }
+      // Values of slots that are not there have a weight of zero, and must be numbers.
+      const int vectors = a.value_size / kLanes<T>;
+      for (int i = t; i < (kBlock - count) * vectors; i += kThreads)
+        store_vector(stage.value(count + i / vectors) + i % vectors * kLanes<T>, Vector{});
+    });
+  }
+
+  // A warp is every fourth tile of eight columns; a product is 16 slots deep.
+  static KV_DEVICE void multiply_values(Block<DecodeMma>& block, const Stage<T>& stage, const Shared& s) {
+    const int tiles = stage.value_size / 8;
+#pragma unroll
+    for (int step = 0; step < 2; ++step)
+      load_a(
+          block, kWeightStride * sizeof(T), [&](int) { return reinterpret_cast<const char*>(s.weight + step * 16); },
+          [step](Registers& r) { return r.weight[step]; });
+    block.each_alone([&](int t, Registers& r) {
+      const float factor[2] = {s.factor[t % kWarp / 4], s.factor[t % kWarp / 4 + 8]};
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) r.product[i][j] *= factor[j / 2];
+    });
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      if (i * kWarps >= tiles) continue;
+      load_matrices<true>(
+          block, [&](int t) { return stage.value(t % kWarp) + min_of(i * kWarps + t / kWarp, tiles - 1) * 8; },
+          [](Registers& r) { return r.value; });
+#pragma unroll
+      for (int step = 0; step < 2; ++step)
+        multiply<T>(block,
+                    [i, step](Registers& r) { return Product{r.product[i], r.weight[step], r.value + 2 * step}; });
+    }
+  }
+
+  // The split's products, maxima and sums into the workspace.
+  static KV_DEVICE void leave(Block<DecodeMma>& block, const Attention& args, const Head<T>& head, int split) {
+    const int group = args.group(), size = args.call.value_size;
+    const size_t at = static_cast<size_t>(head.index) * args.splits + split;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i)
+      if (i * kWarps < group) block.warp_sum([&](Registers& r) -> float& { return r.total[i]; });
+    block.each([&](int t, Registers& r) {
+      leave_tops<kOwn>(args, at, t, r);
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const Element of = element_of_sum(t % kWarp, j);
+          const int column = (i * kWarps + t / kWarp) * 8 + of.column;
+          if (of.row < group && column < size) args.products[(at * group + of.row) * size + column] = r.product[i][j];
+        }
+    });
+  }
+};
+
+}  // namespace cuda
+}  // namespace kv

@@ -1,0 +1,384 @@
+// Prefill's output on tensor cores, for caches of 16-bit elements. A block is a tile of a head's rows (prefill.h), a
+// warp 16 or 32 of them, which stay in its registers from their logits to their sums; blocks of slots come to all warps
+// by way of shared memory, keys while the values before are multiplied and values while the keys are.
+//
+// Logits and what follows from them are base 2: exp(x) is exp2(x log2(e)), and the factor goes into the scale.
+#pragma once
+
+#include "../core/mma.h"
+#include "prefill.h"
+
+namespace kv {
+namespace cuda {
+
+constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
+
+KV_DEVICE float exp2_of(float x) {
+#ifdef __CUDACC__
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return exp2f(x);
+#endif
+}
+
+// Logits, base 2, out of raw products and the slots' biases, which come with them. The softcap apart: few models have
+// one, and it would be tested at every logit.
+struct Logits {
+  float scale, softcap, raw_scale;
+  KV_DEVICE explicit Logits(const KvVoteAttention& a)
+      : scale(a.softcap == 0.0f ? a.scale * kLog2E : kLog2E), softcap(a.softcap), raw_scale(a.scale) {}
+  template <int kCount>
+  KV_DEVICE void cap(float (&products)[kCount][4]) const {
+    if (softcap == 0.0f) return;
+#pragma unroll
+    for (int i = 0; i < 4 * kCount; ++i) products[i / 4][i % 4] = capped(products[i / 4][i % 4] * raw_scale, softcap);
+  }
+  KV_DEVICE float operator()(float product, float bias) const { return product * scale + bias; }
+};
+
+// A row's token, row / group, without a division: exact below 2^27 rows, since the reciprocal is too large by less than
+// 1 / 2^31 and a group has at most 16 query heads.
+struct Tokens {
+  int group;
+  uint32_t reciprocal;
+  KV_DEVICE explicit Tokens(int group) : group(group), reciprocal((1u << 31) / static_cast<uint32_t>(group) + 1) {}
+  KV_DEVICE int operator()(int row) const {
+    return static_cast<int>(static_cast<uint64_t>(static_cast<uint32_t>(row)) * reciprocal >> 31);
+  }
+  // Where a row lies among those of the group's query heads, [G, tokens].
+  KV_DEVICE size_t place(int row, int tokens) const {
+    const int token = (*this)(row);
+    return static_cast<size_t>(row - token * group) * tokens + token;
+  }
+};
+
+// Rows of up to kSize elements in shared memory: zeros up to kSize, and after the last row.
+template <class Program>
+struct Rows {
+  static constexpr int kVectors = Program::kSize / 8, kStride = (kVectors | 1) * 16;  // as shared_stride
+  char* base;
+
+  // Within a phase: what no copy writes.
+  KV_DEVICE void clear_columns(int rows, int size, int t) const {
+    const int rest = kVectors - size / 8;
+    for (int i = t; i < rows * rest; i += Program::kThreads)
+      store_vector(base + i / rest * kStride + (size / 8 + i % rest) * 16, Vector{});
+  }
+  // Within a phase: rows [0, count) of `size` elements, from(row), and zeros up to kRows. Not unrolled: addresses that
+  // are worked out ahead would take registers from the products.
+  template <int kRows, class From>
+  KV_DEVICE void copy(Block<Program>& block, int count, int size, int t, From from) const {
+    constexpr int kAcross = kVectors >= 32 ? 32 : kVectors >= 16 ? 16 : 8;  // threads of a row
+#pragma unroll 1
+    for (int row = t / kAcross; row < kRows; row += Program::kThreads / kAcross) {
+      const auto* source = from(row < count ? row : 0);
+#pragma unroll
+      for (int i = 0; i < kVectors; i += kAcross) {
+        const int at = i + t % kAcross;
+        if (at * 8 >= size) continue;
+        if (row < count)
+          block.template copy<16>(this->row(row) + at * 16, source + at * 8);
+        else
+          store_vector(this->row(row) + at * 16, Vector{});
+      }
+    }
+  }
+  KV_DEVICE char* row(int i) const { return base + i * kStride; }
+};
+
+// kMaxSize: rows of keys and of values have no more elements, a multiple of 16.
+template <class T, int kMaxSize>
+struct PrefillMma {
+  using Args = Attention;
+  static constexpr int kSize = kMaxSize, kThreads = 128, kBlocksPerMultiprocessor = 2;
+  static constexpr int kTiles = kSize > 128 ? 1 : 2;  // of 16 rows, of a warp
+  static constexpr int kSlots = kSize > 128 ? 32 : 64, kHalf = kSlots / 2;
+  static constexpr int kRows = kThreads / kWarp * kTiles * 16;
+  using Shape = Rows<PrefillMma>;
+
+  // Of a warp's products of a tile, a lane holds rows lane / 4 and lane / 4 + 8, and of every 8 columns two. Logits and
+  // weights are of half a block of slots.
+  struct Registers {
+    float product[kTiles][kSize / 8][4], logit[kTiles][kHalf / 8][4];
+    float peak[kTiles][2], top[kTiles][2], total[kTiles][2];
+    uint32_t weight[kTiles][kHalf / 16][4], a[kTiles][4], b[4];
+    float votes;  // of a slot of the next block
+    int position;
+  };
+
+  // What is known of slots, of two blocks in turn: their biases and positions, and how many some row does not see; and
+  // the rows' positions. What a lane could work out for itself again, it would keep in registers.
+  struct Shared {
+    Shape query, key, value;
+    float* biases;
+    int *positions, *hidden, *now;
+  };
+  static KV_HD constexpr size_t shared_size() {
+    return (kRows + 2 * kSlots) * Shape::kStride + (4 * kSlots + 2 + kRows) * sizeof(float);
+  }
+  static KV_DEVICE Shared divide(char* shared) {
+    Shared s;
+    s.query.base = shared;
+    s.key.base = s.query.row(kRows);
+    s.value.base = s.key.row(kSlots);
+    s.biases = reinterpret_cast<float*>(s.value.row(kSlots));
+    s.positions = reinterpret_cast<int*>(s.biases + 2 * kSlots);
+    s.hidden = s.positions + 2 * kSlots;
+    s.now = s.hidden + 2;
+    return s;
+  }
+  static KV_HD int blocks_per_head(int rows) { return (rows + kRows - 1) / kRows; }
+  static KV_DEVICE int row_of(int t, int tile, int half) {
+    return t / kWarp * kTiles * 16 + tile * 16 + half * 8 + t % kWarp / 4;
+  }
+
+  // A block's rows [begin, end) of a head, and the slots before `until` that one of them sees.
+  struct Work {
+    const Head<T>& head;
+    Tokens tokens;
+    int used, n, begin, end, first, until;
+  };
+
+  static KV_DEVICE void run(Block<PrefillMma>& block, const Attention& args) {
+    const KvVoteAttention& a = args.call;
+    const int blocks = blocks_per_head(a.tokens * args.group());
+    const Head<T> head(a, block.index() / blocks);
+    const Shared s = divide(block.shared);
+    Work w{head, Tokens(args.group()), args.used[2 * head.index], args.used[2 * head.index + 1], 0, 0, 0, 0};
+    w.begin = block.index() % blocks * kRows, w.end = min_of(w.begin + kRows, w.n * w.tokens.group);
+    w.first = head.first(), w.until = w.begin < w.end ? w.used + w.tokens(w.end - 1) + 1 : 0;
+    block.each([&](int t, Registers& r) {
+      // The votes of new slots, which no other block of this launch reads.
+      for (int i = t; w.begin == 0 && i < w.n; i += kThreads) head.votes()[w.used + i] = 1.0f;
+      s.query.clear_columns(kRows + kSlots, a.key_size, t);  // of queries and keys
+      s.value.clear_columns(kSlots, a.value_size, t);
+      if (t < 2) s.hidden[t] = 0;
+      if (t < kRows) s.now[t] = w.first + w.tokens(w.begin + t);
+      start(r, w, t);
+    });
+    if (w.begin < w.end) attend(block, w, s);
+    finish(block, args, w, s);
+  }
+
+  static KV_DEVICE void start(Registers& r, const Work& w, int t) {
+    const KvVoteAttention& a = w.head.a;
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = w.begin + row_of(t, m, half), token = w.tokens(row);
+        const bool sinks = a.sink_logits && row < w.end;
+        r.top[m][half] =
+            sinks ? a.sink_logits[w.head.head * w.tokens.group + row - token * w.tokens.group] * kLog2E : kLowest;
+        r.total[m][half] = sinks && t % 4 == 0 ? 1.0f : 0.0f;
+      }
+#pragma unroll
+      for (int c = 0; c < kSize / 8; ++c)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) r.product[m][c][i] = 0.0f;
+    }
+  }
+
+  static KV_DEVICE void attend(Block<PrefillMma>& block, const Work& w, const Shared& s) {
+    const KvVoteAttention& a = w.head.a;
+    const auto copy_keys = [&](int from, int t) {
+      s.key.template copy<kSlots>(block, w.until - from, a.key_size, t, [&](int i) { return w.head.key(from + i); });
+    };
+    block.each_alone([&](int t, Registers& r) {
+      s.query.template copy<kRows>(block, w.end - w.begin, a.key_size, t, [&](int i) {
+        return w.head.query(0, 0) + w.tokens.place(w.begin + i, a.tokens) * a.key_size;
+      });
+      copy_keys(0, t);
+      look_at(r, w, 0, t);
+      describe(block, r, w, s, 0, t);
+    });
+    block.close_copies();
+    for (int from = 0, i = 0; from < w.until; from += kSlots, ++i) {
+      const int next = from + kSlots;
+      block.arrived(0);  // keys; and the values before are no longer needed
+      block.each_alone([&](int t, Registers&) {
+        s.value.template copy<kSlots>(block, w.until - from, a.value_size, t,
+                                      [&](int i) { return w.head.value(from + i); });
+        if (t == 0) s.hidden[(i + 1) % 2] = 0;
+      });
+      block.close_copies();
+      multiply_keys(block, s, 0);
+      weigh(block, w, s, i, 0);
+      multiply_keys(block, s, kHalf);
+      block.arrived(0);  // values; and these keys are no longer needed
+      block.each_alone([&](int t, Registers& r) {
+        if (next >= w.until) return;
+        copy_keys(next, t);
+        look_at(r, w, next, t);
+      });
+      block.close_copies();
+      multiply_values(block, s, 0);
+      weigh(block, w, s, i, kHalf);
+      multiply_values(block, s, kHalf);
+      block.each_alone([&](int t, Registers& r) {
+        if (next < w.until) describe(block, r, w, s, i + 1, t);
+      });
+    }
+    block.arrived(0);
+  }
+
+  // Within a phase: a thread and a slot of the block from `from` on; it is read early, and described when its turn
+  // comes. Nothing sees slots from `until` on.
+  static KV_DEVICE void look_at(Registers& r, const Work& w, int from, int t) {
+    if (t >= kSlots) return;
+    r.votes = from + t < w.used ? w.head.votes()[from + t] : 1.0f;
+    r.position = from + t < w.until ? w.head.position()[from + t] : INT32_MAX;
+  }
+  static KV_DEVICE void describe(Block<PrefillMma>& block, const Registers& r, const Work& w, const Shared& s, int i,
+                                 int t) {
+    if (t >= kSlots) return;
+    const int window = w.head.a.sliding_window;
+    s.biases[i % 2 * kSlots + t] = vote_bias(r.votes, w.head.a.vote_exponent) * kLog2E;
+    s.positions[i % 2 * kSlots + t] = r.position;
+    if (!visible(r.position, w.first + w.tokens(w.begin), window) ||
+        !visible(r.position, w.first + w.tokens(w.end - 1), window))
+      block.add(s.hidden + i % 2, 1);
+  }
+
+  // Of kHalf slots of the block, from number `from` on.
+  static KV_DEVICE void multiply_keys(Block<PrefillMma>& block, const Shared& s, int from) {
+    block.each_alone([&](int, Registers& r) {
+#pragma unroll
+      for (int i = 0; i < kTiles * kHalf / 2; ++i) r.logit[i / (kHalf / 2)][i % (kHalf / 2) / 4][i % 4] = 0.0f;
+    });
+#pragma unroll
+    for (int k = 0; k < kSize / 16; ++k) {
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m)
+        load_a(
+            block, Shape::kStride, [&](int t) { return s.query.row((t / kWarp * kTiles + m) * 16) + k * 32; },
+            [&](Registers& r) { return r.a[m]; });
+#pragma unroll
+      for (int j = 0; j < kHalf / 16; ++j) {
+        load_b(
+            block, Shape::kStride, [&](int) { return s.key.row(from + j * 16) + k * 32; },
+            [](Registers& r) { return r.b; });
+#pragma unroll
+        for (int i = 0; i < 2 * kTiles; ++i)
+          multiply<T>(
+              block, [&](Registers& r) { return Product{r.logit[i / 2][2 * j + i % 2], r.a[i / 2], r.b + i % 2 * 2}; });
+      }
+    }
+  }
+
+  // Weights out of products, by the running softmax. Of 16 slots, the sums of the first 8 are elements 0 to 3 of the
+  // next product's left operand and those of the others 4 to 7, so they stay where they are.
+  static KV_DEVICE void weigh(Block<PrefillMma>& block, const Work& w, const Shared& s, int i, int from) {
+    const bool masked = s.hidden[i % 2] > 0;
+    const int at = i % 2 * kSlots + from;
+    block.each_alone([&](int t, Registers& r) { masked ? bias<true>(r, w, s, at, t) : bias<false>(r, w, s, at, t); });
+#pragma unroll
+    for (int i = 0; i < 2 * kTiles; ++i)
+      block.template warp_max<4>([&](Registers& r) -> float& { return r.peak[i / 2][i % 2]; });
+    block.each_alone([&](int, Registers& r) {
+#pragma unroll
+      for (int i = 0; i < 2 * kTiles; ++i) rescale(r, i / 2, i % 2);
+    });
+  }
+
+  // Logits in place of products, and the maxima of a lane's own.
+  template <bool kMasked>
+  static KV_DEVICE void bias(Registers& r, const Work& w, const Shared& s, int at, int t) {
+    const Logits logits(w.head.a);
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m) {
+      logits.cap(r.logit[m]);
+      r.peak[m][0] = r.peak[m][1] = -INFINITY;
+    }
+#pragma unroll
+    for (int j = 0; j < kHalf / 4; ++j) {
+      const int slot = at + j / 2 * 8 + t % 4 * 2 + j % 2;
+      const float bias = s.biases[slot];
+      const int position = kMasked ? s.positions[slot] : 0;
+#pragma unroll
+      for (int i = 0; i < 2 * kTiles; ++i) {
+        const int m = i / 2, half = i % 2;
+        float& x = r.logit[m][j / 2][2 * half + j % 2];
+        x = logits(x, bias);
+        if (kMasked && !visible(position, s.now[row_of(t, m, half)], w.head.a.sliding_window)) x = -INFINITY;
+        r.peak[m][half] = fmaxf(r.peak[m][half], x);
+      }
+    }
+  }
+
+  static KV_DEVICE void rescale(Registers& r, int m, int half) {
+    const float top = fmaxf(r.top[m][half], r.peak[m][half]);
+    if (top > r.top[m][half]) {
+      const float factor = exp2_of(r.top[m][half] - top);
+      r.top[m][half] = top;
+      r.total[m][half] *= factor;
+#pragma unroll
+      for (int j = 0; j < kSize / 4; ++j) r.product[m][j / 2][2 * half + j % 2] *= factor;
+    }
+#pragma unroll
+    for (int j = 0; j < kHalf / 8; ++j) {
+      const float* x = r.logit[m][j] + 2 * half;
+      const float low = exp2_of(x[0] - top), high = exp2_of(x[1] - top);
+      r.total[m][half] += low + high;
+      r.weight[m][j / 2][j % 2 * 2 + half] = packed<T>(low, high);
+    }
+  }
+
+  static KV_DEVICE void multiply_values(Block<PrefillMma>& block, const Shared& s, int from) {
+#pragma unroll
+    for (int j = 0; j < kHalf / 16; ++j)
+#pragma unroll
+      for (int c = 0; c < kSize / 16; ++c) {
+        load_b_rows(
+            block, Shape::kStride, [&](int) { return s.value.row(from + j * 16) + c * 32; },
+            [](Registers& r) { return r.b; });
+#pragma unroll
+        for (int i = 0; i < 2 * kTiles; ++i)
+          multiply<T>(block, [&](Registers& r) {
+            return Product{r.product[i / 2][2 * c + i % 2], r.weight[i / 2][j], r.b + i % 2 * 2};
+          });
+      }
+  }
+
+  // By way of shared memory, the queries' and the slots', so that whole vectors are written; 0 in padding.
+  static KV_DEVICE void finish(Block<PrefillMma>& block, const Attention& args, const Work& w, const Shared& s) {
+    const KvVoteAttention& a = args.call;
+    float* kept = s.biases;  // [kRows, 2]
+    static_assert(2 * kRows <= 4 * kSlots, "biases and positions have room");
+#pragma unroll
+    for (int i = 0; i < 2 * kTiles; ++i)
+      block.template warp_sum<4>([&](Registers& r) -> float& { return r.total[i / 2][i % 2]; });
+    block.each([&](int t, Registers& r) {
+#pragma unroll
+      for (int i = 0; i < 2 * kTiles; ++i) {
+        const int m = i / 2, half = i % 2, line = row_of(t, m, half);
+        const float factor = w.begin + line < w.end ? 1.0f / r.total[m][half] : 0.0f;
+        if (t % 4 == 0) kept[2 * line] = r.top[m][half], kept[2 * line + 1] = r.total[m][half];
+#pragma unroll
+        for (int c = 0; c < kSize / 8; ++c) {
+          const float* pair = r.product[m][c] + 2 * half;
+          *reinterpret_cast<uint32_t*>(s.query.row(line) + c * 16 + t % 4 * 4) =
+              packed<T>(pair[0] * factor, pair[1] * factor);
+        }
+      }
+    });
+    block.each_alone([&](int t, Registers&) {
+      const int rows = min_of(kRows, a.tokens * w.tokens.group - w.begin);
+      for (int i = t; i < rows * Shape::kVectors; i += kThreads) {
+        const int line = i / Shape::kVectors, at = i % Shape::kVectors;
+        if (at * 8 < a.value_size)
+          store_vector(w.head.output(0, 0) + w.tokens.place(w.begin + line, a.tokens) * a.value_size + at * 8,
+                       load_vector(s.query.row(line) + at * 16));
+      }
+      if (!args.rows || w.begin + t >= w.end || t >= kRows) return;
+      float* to = args.rows +
+                  2 * (static_cast<size_t>(w.head.query_head(0)) * a.tokens + w.tokens.place(w.begin + t, a.tokens));
+      to[0] = kept[2 * t], to[1] = kept[2 * t + 1];
+    });
+  }
+};
+
+}  // namespace cuda
+}  // namespace kv

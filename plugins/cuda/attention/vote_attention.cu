@@ -1,0 +1,178 @@
+// VoteAttention's calls: what they take, how work is divided, which kernels run.
+#include "../core/launch.h"
+#include "decode.h"
+#include "decode_mma.h"
+#include "decode_sums.h"
+#include "prefill.h"
+#include "prefill_mma_scores.h"
+
+namespace kv {
+namespace cuda {
+namespace {
+
+constexpr int kMaxSplits = 128, kLeastSlots = 4 * kBlock;  // of a head, of a split
+
+const char* check(const KvVoteAttention& a) {
+  if (const char* problem = check_cache(a.type, a.batch, a.heads, a.capacity, a.key_size, a.value_size, a.statistics))
+    return problem;
+  if (a.tokens < 0) return "a dimension is zero or negative";
+  if (a.query_heads < 1 || a.query_heads % a.heads) return "the query heads are not a multiple of the KV heads";
+  if (a.query_heads / a.heads > kMaxGroup) return "a KV head has more than 16 query heads";
+  if (a.tokens > a.capacity) return "the call brings more tokens than the cache has slots";
+  return nullptr;
+}
+
+bool keeps(const KvVoteAttention& a, int kind) {
+  for (int k = 0; k < a.statistics; ++k)
+    if (a.statistic[k].kind == kind) return true;
+  return false;
+}
+
+// As many as fill the device, none below a size worth a block.
+int splits_of(const KvVoteAttention& a, int multiprocessors) {
+  const int heads = a.batch * a.heads, blocks = 3 * multiprocessors;
+  const int wanted = heads > 0 ? blocks / heads : 1, worth = a.capacity / kLeastSlots,
+            most = worth < kMaxSplits ? worth : kMaxSplits;
+  return wanted < 1 || most < 1 ? 1 : wanted < most ? wanted : most;
+}
+
+// The call's plan in this workspace; how many bytes it takes.
+size_t plan(const KvVoteAttention& a, const Device& device, void* workspace, Attention* args) {
+  const size_t heads = static_cast<size_t>(a.batch) * a.heads,
+               query_heads = static_cast<size_t>(a.batch) * a.query_heads;
+  Workspace parts(workspace);
+  *args = {};
+  args->call = a;
+  args->splits = splits_of(a, device.multiprocessors);
+  args->counters = parts.take<int>(KV_CUDA_COUNTER_BYTES / sizeof(int));
+  args->used = parts.take<int>(2 * heads);
+  const bool sums = keeps(a, KV_STATISTIC_PROBABILITY);
+  if (a.tokens == 1) {
+    args->rows = parts.take<float>(2 * query_heads);
+    if (sums) args->logits = parts.take<float>(query_heads * a.capacity);
+    args->products = parts.take<float>(query_heads * args->splits * a.value_size);
+    args->tops = parts.take<float>(2 * query_heads * args->splits);
+  } else if (sums) {
+    args->rows = parts.take<float>(2 * query_heads * a.tokens);
+  }
+  return parts.size();
+}
+
+template <class T, class Program>
+const char* decode(Attention& args, const Device& device, Stream stream) {
+  const KvVoteAttention& a = args.call;
+  const size_t heads = static_cast<size_t>(a.batch) * a.heads, fixed = Program::fixed(a.key_size);
+  const size_t closing = Program::closing(args.splits, a.query_heads / a.heads),
+               stage = stage_size<T>(a.key_size, a.value_size, a.statistics);
+  size_t shared = 0;
+  for (args.stages = 3; args.stages > 0; --args.stages) {
+    shared = fixed + (args.stages * stage > closing ? args.stages * stage : closing);
+    if (shared + 16 <= device.shared_limit) break;
+  }
+  if (args.stages == 0) return kTooMuchShared;
+  if (const char* problem = launch<Program>(args, heads * args.splits, shared, device, stream)) return problem;
+  if (!args.logits) return nullptr;
+  return launch<DecodeSums>(args, heads * DecodeSums::blocks_per_head(a.capacity), 0, device, stream);
+}
+
+bool keeps_any(const KvVoteAttention& a) {
+  return keeps(a, KV_STATISTIC_PROBABILITY) || keeps(a, KV_STATISTIC_LOG_EMA);
+}
+
+// In float32; on tensor cores, where elements have 16 bits.
+template <int kChunks>
+const char* prefill(const Attention& args, const Device& device, Stream stream) {
+  const KvVoteAttention& a = args.call;
+  const size_t heads = static_cast<size_t>(a.batch) * a.heads, tile = Tile<float>::size(a.key_size, a.value_size);
+  using Rows = Prefill<float, kChunks>;
+  using Scores = PrefillScores<float>;
+  if (const char* problem = launch<Rows>(args, heads * ((a.tokens * (a.query_heads / a.heads) + kTile - 1) / kTile),
+                                         tile, device, stream))
+    return problem;
+  if (!keeps_any(a)) return nullptr;
+  return launch<Scores>(args, heads * ((a.capacity + kBlock - 1) / kBlock), tile + Scores::fixed(), device, stream);
+}
+
+template <class T, int kSize>
+const char* prefill_mma(const Attention& args, const Device& device, Stream stream) {
+  const KvVoteAttention& a = args.call;
+  const size_t heads = static_cast<size_t>(a.batch) * a.heads;
+  using Rows = PrefillMma<T, kSize>;
+  using Scores = PrefillMmaScores<T, kSize>;
+  if (const char* problem = launch<Rows>(args, heads * Rows::blocks_per_head(a.tokens * (a.query_heads / a.heads)),
+                                         Rows::shared_size(), device, stream))
+    return problem;
+  if (!keeps_any(a)) return nullptr;
+  return launch<Scores>(args, heads * Scores::blocks_per_head(a.capacity), Scores::shared_size(), device, stream);
+}
+
+template <class T>
+const char* prefill_of(const Attention& args, const Device& device, Stream stream) {
+  const KvVoteAttention& a = args.call;
+  const size_t heads = static_cast<size_t>(a.batch) * a.heads;
+  const int size = a.key_size > a.value_size ? a.key_size : a.value_size;
+  if (const char* problem = launch<Append<T>>(args, heads * Append<T>::blocks_per_head(a.tokens), 16, device, stream))
+    return problem;
+  if constexpr (sizeof(T) == 4)
+    return a.value_size <= 128 ? prefill<1>(args, device, stream) : prefill<2>(args, device, stream);
+  else if (size <= 64)
+    return prefill_mma<T, 64>(args, device, stream);
+  else if (size <= 80)
+    return prefill_mma<T, 80>(args, device, stream);
+  else if (size <= 96)
+    return prefill_mma<T, 96>(args, device, stream);
+  else
+    return size <= 128 ? prefill_mma<T, 128>(args, device, stream) : prefill_mma<T, 256>(args, device, stream);
+}
+
+template <class T>
+const char* run(Attention& args, const Device& device, Stream stream) {
+  const KvVoteAttention& a = args.call;
+  const int group = a.query_heads / a.heads;
+  if (a.tokens > 1) return prefill_of<T>(args, device, stream);
+  if (group == 1) return decode<T, Decode<T, 1>>(args, device, stream);
+  if constexpr (sizeof(T) == 2) {
+    if (a.key_size <= 128 && a.value_size <= 128) return decode<T, DecodeMma<T, 128>>(args, device, stream);
+    return decode<T, DecodeMma<T, 256>>(args, device, stream);
+  } else {
+    if (group <= 4) return decode<T, Decode<T, 4>>(args, device, stream);
+    if (group <= 8) return decode<T, Decode<T, 8>>(args, device, stream);
+    return decode<T, Decode<T, 16>>(args, device, stream);
+  }
+}
+
+}  // namespace
+}  // namespace cuda
+}  // namespace kv
+
+extern "C" const char* kv_cuda_vote_attention_workspace(const KvVoteAttention* call, size_t* bytes) {
+  using namespace kv::cuda;
+  Attention args;
+  if (const char* problem = check(*call)) return problem;
+  *bytes = plan(*call, largest_device(), nullptr, &args);
+  return nullptr;
+}
+
+extern "C" const char* kv_cuda_vote_attention(const KvVoteAttention* call, const KvCuda* where) {
+  using namespace kv::cuda;
+  const KvVoteAttention& a = *call;
+  Device device;
+  Attention args;
+  if (const char* problem = check(a)) return problem;
+  if (a.batch == 0) return nullptr;
+  for (const void* pointer : {a.query, a.key, a.value, static_cast<const void*>(a.past.key),
+                              static_cast<const void*>(a.past.value), static_cast<const void*>(a.present.key),
+                              static_cast<const void*>(a.present.value), static_cast<const void*>(a.output)})
+    if (!is_aligned(pointer)) return "a tensor is not aligned to 16 bytes";
+  if (const char* problem = this_device(&device)) return problem;
+  if (const char* problem = check_workspace(*where, plan(a, device, where->workspace, &args))) return problem;
+  if (where->counters) args.counters = static_cast<int*>(where->counters);
+  const Stream stream = static_cast<Stream>(where->stream);
+  const size_t slots = static_cast<size_t>(a.batch) * a.heads * a.capacity, element = element_size(a.type);
+  if (const char* problem =
+          copy_state(a.past, a.present, slots, a.statistics, a.key_size * element, a.value_size * element, stream))
+    return problem;
+  if (a.tokens == 0) return nullptr;
+  if (a.type == KV_FLOAT32) return run<float>(args, device, stream);
+  return a.type == KV_FLOAT16 ? run<Half>(args, device, stream) : run<BFloat>(args, device, stream);
+}

@@ -1,0 +1,273 @@
+// How a kernel is written here: as a program of one block, in phases. A phase is a function of the thread's number and
+// registers; a barrier ends it, and code between phases is the same for all threads. So the same source runs on the
+// device, a thread each, and on the host, a loop over the threads of every phase, where its indexing, masks, edges and
+// orders are tested without a GPU.
+//
+// A phase reads captured variables and writes registers, shared memory and global memory only, and within a phase no
+// thread reads what another writes. The host looks for the latter by running the threads in different orders, which
+// must not change a bit.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include "../../math/merge.h"
+#include "../kvexport_cuda.h"
+
+#ifdef __CUDACC__
+#define KV_DEVICE __device__ __forceinline__
+#else
+#define KV_DEVICE inline
+#include <cstdlib>
+#include <vector>
+#endif
+
+namespace kv {
+namespace cuda {
+
+constexpr int kWarp = 32;
+constexpr size_t kLaunchable = size_t(1) << 31;
+
+#ifdef __CUDACC__
+
+template <class Program>
+class Block {
+ public:
+  using Registers = typename Program::Registers;
+  char* shared;
+
+  __device__ explicit Block(char* shared) : shared(shared) {}
+  __device__ int index() const { return blockIdx.x; }
+
+  // A phase, and a barrier.
+  template <class F>
+  KV_DEVICE void each(F phase) {
+    phase(static_cast<int>(threadIdx.x), registers_);
+    __syncthreads();
+  }
+  // A phase of which nothing but a thread's own registers is read before the next barrier.
+  template <class F>
+  KV_DEVICE void each_alone(F phase) {
+    phase(static_cast<int>(threadIdx.x), registers_);
+  }
+  // The maximum or the sum of a register over every warp, or every kLanes neighbouring lanes, in all of them.
+  template <int kLanes = kWarp, class F>
+  KV_DEVICE void warp_max(F of) {
+    float& x = of(registers_);
+    for (int step = kLanes / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+  }
+  template <int kLanes = kWarp, class F>
+  KV_DEVICE void warp_sum(F of) {
+    float& x = of(registers_);
+    for (int step = kLanes / 2; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+  }
+  // For operations of whole warps (mma.h): a thread's own registers; on the host those of a warp's lanes, in order.
+  KV_DEVICE Registers& registers() { return registers_; }
+  // Within a phase: N bytes (4 or 16) into shared memory, there after `arrived`.
+  template <int N>
+  KV_DEVICE void copy(void* to, const void* from) {
+    const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+    if (N == 16)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+    else
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address), "l"(from) : "memory");
+  }
+  // Between phases: what was copied since the last call is one group; waits until all but the newest `pending` groups
+  // are there.
+  KV_DEVICE void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+  KV_DEVICE void arrived(int pending) {
+    if (pending <= 0)
+      asm volatile("cp.async.wait_group 0;" ::: "memory");
+    else if (pending == 1)
+      asm volatile("cp.async.wait_group 1;" ::: "memory");
+    else
+      asm volatile("cp.async.wait_group 2;" ::: "memory");
+    __syncthreads();
+  }
+  // Between phases: whether this is the last of `count` blocks to come here; what the others wrote before is then
+  // visible. The counter is zero again afterwards.
+  KV_DEVICE bool is_last(int* counter, int count) {
+    __shared__ int before;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) before = atomicAdd(counter, 1);
+    __syncthreads();
+    if (before != count - 1) return false;
+    if (threadIdx.x == 0) *counter = 0;
+    __threadfence();
+    return true;
+  }
+  // Within a phase, on integers: their order does not matter.
+  KV_DEVICE static void add(int* to, int value) { atomicAdd(to, value); }
+  KV_DEVICE static void lower(int* to, int value) { atomicMin(to, value); }
+
+ private:
+  Registers registers_;
+};
+
+#else  // the host
+
+// How the host runs: the order of threads and blocks, and whether copies happen when they are asked for or when they
+// are waited for.
+struct Host {
+  enum { kForward, kBackward, kScattered };
+  int order = kForward;
+  bool late_copies = false;
+  int multiprocessors = 4;
+  size_t shared_limit = 101376;  // of compute capability 8.6, 8.9 and 12.0, the smallest
+  int place(int i, int count) const {
+    if (order == kBackward) return count - 1 - i;
+    if (order == kScattered)
+      return static_cast<int>((static_cast<int64_t>(i) * 7919 + 13) % count);  // 7919: a prime above all counts
+    return i;
+  }
+};
+
+inline Host& host() {
+  static Host instance;
+  return instance;
+}
+
+template <class Program>
+class Block {
+ public:
+  using Registers = typename Program::Registers;
+  char* shared;
+
+  Block(char* shared, int index) : shared(shared), index_(index), registers_(Program::kThreads) {
+    memset(static_cast<void*>(registers_.data()), 0xff, registers_.size() * sizeof(Registers));
+  }
+  int index() const { return index_; }
+
+  template <class F>
+  void each(F phase) {
+    each_alone(phase);
+  }
+  template <class F>
+  void each_alone(F phase) {
+    for (int i = 0; i < Program::kThreads; ++i) {
+      const int thread = host().place(i, Program::kThreads);
+      phase(thread, registers_[thread]);
+    }
+  }
+  template <int kLanes = kWarp, class F>
+  void warp_max(F of) {
+    butterfly<kLanes>(of, [](float x, float y) { return fmaxf(x, y); });
+  }
+  template <int kLanes = kWarp, class F>
+  void warp_sum(F of) {
+    butterfly<kLanes>(of, [](float x, float y) { return x + y; });
+  }
+  Registers* lanes(int warp) { return registers_.data() + warp * kWarp; }
+  template <int N>
+  void copy(void* to, const void* from) {
+    if (host().late_copies)
+      pending_.push_back({to, from, N});
+    else
+      memcpy(to, from, N);
+  }
+  void close_copies() { closed_.push_back(pending_.size()); }
+  void arrived(int pending) {
+    const size_t whole = closed_.size() > static_cast<size_t>(pending) ? closed_[closed_.size() - 1 - pending] : 0;
+    for (; done_ < whole; ++done_) memcpy(pending_[done_].to, pending_[done_].from, pending_[done_].size);
+  }
+  bool is_last(int* counter, int count) {
+    if (++*counter < count) return false;
+    *counter = 0;
+    return true;
+  }
+  static void add(int* to, int value) { *to += value; }
+  static void lower(int* to, int value) {
+    if (value < *to) *to = value;
+  }
+
+ private:
+  struct Copy {
+    void* to;
+    const void* from;
+    int size;
+  };
+  template <int kLanes, class F, class Op>
+  void butterfly(F of, Op op) {
+    for (int warp = 0; warp < Program::kThreads; warp += kWarp)
+      for (int step = kLanes / 2; step > 0; step /= 2) {
+        float old[kWarp];
+        for (int lane = 0; lane < kWarp; ++lane) old[lane] = of(registers_[warp + lane]);
+        for (int lane = 0; lane < kWarp; ++lane) of(registers_[warp + lane]) = op(old[lane], old[lane ^ step]);
+      }
+  }
+  int index_;
+  std::vector<Registers> registers_;
+  std::vector<Copy> pending_;
+  std::vector<size_t> closed_;
+  size_t done_ = 0;
+};
+
+#endif
+
+// ---- what programs share ----
+
+KV_DEVICE int min_of(int a, int b) { return a < b ? a : b; }
+KV_DEVICE int max_of(int a, int b) { return a > b ? a : b; }
+KV_DEVICE float max_of(float a, float b) { return a > b ? a : b; }
+
+// How many slots are used: they are a prefix, so two rounds of reads by all threads find its end. found: one int of
+// shared memory.
+template <class Program>
+KV_DEVICE int used_slots(Block<Program>& block, const float* votes, int capacity, int* found) {
+  const int stride = (capacity + Program::kThreads - 1) / Program::kThreads;
+  const auto ends_at = [&](int i, int next) { return votes[i] > 0.0f && (next >= capacity || !(votes[next] > 0.0f)); };
+  block.each([&](int t, auto&) {
+    const int start = t * stride;
+    if (t == 0 && !(votes[0] > 0.0f))
+      *found = -1;
+    else if (start < capacity && ends_at(start, start + stride))
+      *found = start;
+  });
+  const int start = *found;
+  block.each([&](int, auto&) {});  // all have read it
+  block.each([&](int t, auto&) {
+    if (t == 0 && start < 0) *found = 0;
+    for (int i = start + t; start >= 0 && i < min_of(start + stride, capacity); i += Program::kThreads)
+      if (ends_at(i, i + 1)) *found = i + 1;
+  });
+  const int used = *found;
+  block.each([&](int, auto&) {});
+  return used;
+}
+
+// The exclusive sums of `number` over the threads, left in registers; returns the sum of all. sums: an int of shared
+// memory per thread.
+template <class Program, class F>
+KV_DEVICE int scan(Block<Program>& block, int* sums, F number) {
+  block.each([&](int t, auto& r) { sums[t] = number(t, r); });
+  for (int step = 1; step < Program::kThreads; step *= 2) {
+    block.each([&](int t, auto& r) { r.scanned = t >= step ? sums[t - step] : 0; });
+    block.each([&](int t, auto& r) { sums[t] += r.scanned; });
+  }
+  block.each([&](int t, auto& r) { r.scanned = t > 0 ? sums[t - 1] : 0; });
+  const int all = sums[Program::kThreads - 1];
+  block.each([&](int, auto&) {});
+  return all;
+}
+
+// The sum, in one order, or the maximum over the threads of `number`. values: an element of shared memory per thread.
+template <class Program, class T, class F, class Op>
+KV_DEVICE T reduce(Block<Program>& block, T* values, F number, Op op) {
+  block.each([&](int t, auto& r) { values[t] = number(t, r); });
+  for (int half = Program::kThreads / 2; half > 0; half /= 2)
+    block.each([&](int t, auto&) {
+      if (t < half) values[t] = op(values[t], values[t + half]);
+    });
+  const T result = values[0];
+  block.each([&](int, auto&) {});
+  return result;
+}
+
+template <class Program, class T, class F>
+KV_DEVICE T sum_of(Block<Program>& block, T* values, F number) {
+  return reduce(block, values, number, [](T a, T b) { return a + b; });
+}
+
+}  // namespace cuda
+}  // namespace kv

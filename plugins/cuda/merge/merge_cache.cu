@@ -1,0 +1,145 @@
+// MergeCache's calls: what they take, how work is divided, which kernels run.
+#include "../core/launch.h"
+#include "join.h"
+#include "nearest.h"
+#include "place.h"
+#include "select.h"
+
+namespace kv {
+namespace cuda {
+namespace {
+
+const char* check(const KvMergeCache& a) {
+  if (const char* problem = check_cache(a.type, a.batch, a.heads, a.capacity, a.key_size, a.value_size, a.statistics))
+    return problem;
+  if (a.budget < 1 || a.sinks < 0 || a.recent < 0 || a.sliding_window < 0)
+    return "budget, sinks, recent or sliding_window is out of range";
+  if (!(a.policy.votes_max >= 1.0f)) return "votes_max is below 1";
+  if (a.policy.rotary_planes < 0 || 2 * a.policy.rotary_planes > a.key_size)
+    return "there are more rotary planes than the key has dimensions";
+  return nullptr;
+}
+
+int tiles_of(int rows) { return (rows + 31) / 32; }
+
+// The call's plan in this workspace; how many bytes it takes.
+size_t plan(const KvMergeCache& a, const Device& device, void* workspace, Merge* merge) {
+  const KvMergePolicy& p = a.policy;
+  const size_t heads = static_cast<size_t>(a.batch) * a.heads, slots = heads * a.capacity;
+  Workspace parts(workspace);
+  Merge& m = *merge;
+  m = {};
+  m.call = a;
+  m.most = p.compresses && a.capacity > a.budget ? a.capacity - a.budget : 0;
+  const int64_t pool = p.merge_first ? static_cast<int64_t>(m.most) * (p.pool > 1 ? p.pool : 1) : m.most;
+  m.most_rows = pool < a.capacity ? static_cast<int>(pool) : a.capacity;
+  const bool merges = p.merging != KV_DROP && m.most > 0;
+  // As many splits as fill the device twice, none below four blocks of keys.
+  const size_t tiles = heads * tiles_of(m.most > 0 ? m.most : 1),
+               wanted = tiles > 0 ? 2 * device.multiprocessors / tiles : 1;
+  const size_t worth = a.capacity / 128;
+  m.splits = static_cast<int>(wanted < 1 || worth < 1 ? 1 : wanted < worth ? wanted : worth);
+  parts.take<int>(KV_CUDA_COUNTER_BYTES / sizeof(int));
+  m.heads = parts.take<HeadPlan>(heads);
+  m.order = parts.take<int>(slots);
+  m.importance = parts.take<float>(slots);
+  m.value = parts.take<float>(slots);
+  m.mark = parts.take<uint8_t>(slots);
+  m.rows = parts.take<int>(heads * m.most_rows);
+  m.group = parts.take<int>(slots);
+  m.owner = parts.take<int>(slots);
+  m.source = parts.take<int>(slots);
+  if (merges) {
+    m.near = parts.take<float>(heads * m.most_rows * m.splits);
+    m.nearest = parts.take<int>(heads * m.most_rows * m.splits);
+    m.to = parts.take<int>(heads * m.most);
+    m.merged = parts.take<char>(heads * m.most * (a.key_size + a.value_size) * element_size(a.type));
+    m.merged_small = parts.take<float>(heads * m.most * (1 + a.statistics));
+    if (p.weigh == KV_WEIGH_BY_HESSIAN) m.attended = parts.take<float>(heads * (a.value_size + 1));
+  }
+  return parts.size();
+}
+
+template <class T, bool ByError>
+const char* nearest(const Merge& m, bool higher, const Device& device, Stream stream) {
+  using Kernel = Nearest<T, ByError>;
+  const size_t heads = static_cast<size_t>(m.call.batch) * m.call.heads;
+  return launch<Kernel>({m, higher}, heads * tiles_of(higher ? m.most_rows : m.most) * m.splits,
+                        Kernel::size(m.call.key_size, m.call.value_size), device, stream);
+}
+
+template <class T>
+const char* run(const Merge& m, const Device& device, Stream stream) {
+  const KvMergeCache& a = m.call;
+  const KvMergePolicy& p = a.policy;
+  const size_t heads = static_cast<size_t>(a.batch) * a.heads;
+  const bool merges = p.merging != KV_DROP && m.most > 0;
+  if (const char* problem = launch<Rank>(m, heads, Selection::size(a.capacity), device, stream)) return problem;
+  if (merges && p.merge_first) {
+    const auto find = p.by_error ? nearest<T, true> : nearest<T, false>;
+    if (const char* problem = find(m, true, device, stream)) return problem;
+    if (const char* problem = launch<Choose>(m, heads, Selection::size(a.capacity), device, stream)) return problem;
+  }
+  if (merges && p.merging != KV_PAIR)
+    if (const char* problem = nearest<T, false>(m, false, device, stream)) return problem;
+  if (const char* problem = launch<Group>(m, heads, 0, device, stream)) return problem;
+  if (merges) {
+    if (p.merging == KV_PAIR && p.weigh == KV_WEIGH_BY_HESSIAN)
+      if (const char* problem = launch<Attended<T>>(m, heads, Attended<T>::size(), device, stream)) return problem;
+    if (const char* problem = launch<Join<T>>(m, heads * m.most, Join<T>::size(m.most), device, stream)) return problem;
+  }
+  if (const char* problem = launch<Order>(m, heads, Order::size(a.capacity), device, stream)) return problem;
+  const int element = element_size(a.type);
+  const size_t each = Place::blocks_of(a.key_size * element) + Place::blocks_of(a.value_size * element);
+  return launch<Place>({m, element}, heads * each, Place::size(a.capacity), device, stream);
+}
+
+}  // namespace
+}  // namespace cuda
+}  // namespace kv
+
+extern "C" const char* kv_cuda_merge_cache_workspace(const KvMergeCache* call, size_t* bytes) {
+  using namespace kv::cuda;
+  Merge merge;
+  if (const char* problem = check(*call)) return problem;
+  *bytes = plan(*call, largest_device(), nullptr, &merge);
+  return nullptr;
+}
+
+extern "C" const char* kv_cuda_merge_cache(const KvMergeCache* call, const KvCuda* where) {
+  using namespace kv::cuda;
+  const KvMergeCache& a = *call;
+  Device device;
+  Merge merge;
+  if (const char* problem = check(a)) return problem;
+  if (a.batch == 0) return nullptr;
+  for (const void* pointer : {a.past.key, a.past.value, a.present.key, a.present.value})
+    if (!is_aligned(pointer)) return "a tensor is not aligned to 16 bytes";
+  if (const char* problem = this_device(&device)) return problem;
+  if (const char* problem = check_workspace(*where, plan(a, device, where->workspace, &merge))) return problem;
+  const KvState &past = a.past, &present = a.present;
+  merge.in_place = past.key == present.key && past.value == present.value && past.votes == present.votes &&
+                   past.score == present.score && past.position == present.position;
+  const Stream stream = static_cast<Stream>(where->stream);
+  const size_t slots = static_cast<size_t>(a.batch) * a.heads * a.capacity, element = element_size(a.type);
+  if (const char* problem =
+          copy_state(past, present, slots, a.statistics, a.key_size * element, a.value_size * element, stream))
+    return problem;
+  if (a.type == KV_FLOAT32) return run<float>(merge, device, stream);
+  return a.type == KV_FLOAT16 ? run<Half>(merge, device, stream) : run<BFloat>(merge, device, stream);
+}
+
+extern "C" const char* kv_cuda_target(void) {
+#ifdef __CUDACC__
+  return "device";
+#else
+  return "host";
+#endif
+}
+
+#ifndef __CUDACC__
+// For tests: how the host runs (../core/block.h). order: 0, 1, 2.
+extern "C" void kv_host_set(int order, int late_copies, int multiprocessors, size_t shared_limit) {
+  kv::cuda::host() = {order, late_copies != 0, multiprocessors, shared_limit};
+}
+#endif

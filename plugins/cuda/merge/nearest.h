@@ -1,0 +1,182 @@
+// MergeCache: where leaving slots go.
+#pragma once
+
+#include "plan.h"
+
+namespace kv {
+namespace cuda {
+
+// The nearest target of every row, in one pass over the keys of one split of the slots. A block is 32 rows against that
+// split. ByError: nearest is where the product of the squared distances of keys and of values is smallest.
+template <class T, bool ByError>
+struct Nearest {
+  struct Args {
+    Merge plan;
+    bool higher;  // rows are the pool of merge_first; targets are free slots of higher importance
+  };
+  static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 2, kRows = 32, kSlots = 32, kParts = 4;
+  struct Registers {
+    float best[2];
+    int place[2];
+  };
+  // Of the rows and of a block of targets the keys (or the values), in their own type, and the parts of their squares.
+  struct Tile {
+    char *row, *target;
+    float *row_square, *target_square;
+    int size, stride;
+
+    static KV_HD constexpr size_t bytes(int size) {
+      return (kRows + kSlots) * (shared_stride<T>(size) + kParts * sizeof(float));
+    }
+    KV_DEVICE Tile(char* shared, int size) : row(shared), size(size), stride(shared_stride<T>(size)) {
+      target = row + kRows * stride;
+      row_square = reinterpret_cast<float*>(target + kSlots * stride);
+      target_square = row_square + kRows * kParts;
+    }
+  };
+  // Tiles of keys and, by the error, of values; of the rows their importance; the best of every eighth slot.
+  static KV_HD constexpr size_t size(int key_size, int value_size) {
+    return Tile::bytes(key_size) + (ByError ? Tile::bytes(value_size) : 0) + (kRows + 16 * kRows) * sizeof(float);
+  }
+
+  static KV_DEVICE void run(Block<Nearest>& block, const Args& args) {
+    const Merge& plan = args.plan;
+    const KvMergeCache& a = plan.call;
+    const int most = args.higher ? plan.most_rows : plan.most, tiles = (most + kRows - 1) / kRows;
+    const MergeHead head(plan, block.index() / (tiles * plan.splits));
+    const int split = block.index() % plan.splits, begin = block.index() / plan.splits % tiles * kRows;
+    const HeadPlan x = head.info();
+    const int rows = args.higher ? x.pool : x.leaving;
+    if (x.over == 0 || begin >= rows) return;
+    const Tile keys(block.shared, a.key_size), values(block.shared + Tile::bytes(a.key_size), a.value_size);
+    float* importance = reinterpret_cast<float*>(block.shared + size(a.key_size, a.value_size)) - 17 * kRows;
+    float* bests = importance + kRows;
+    int* places = reinterpret_cast<int*>(bests + 8 * kRows);
+    const int first = x.free, last = args.higher || !a.policy.recent_receives ? x.free + x.frees : x.used;
+    const int each = (last - first + plan.splits - 1) / plan.splits, from = first + split * each,
+              to = min_of(from + each, last);
+    const auto row_at = [&](int i) { return begin + i < rows ? head.rows()[begin + i] : -1; };
+    block.each([&](int t, Registers& r) {
+      r.best[0] = r.best[1] = kNoTarget, r.place[0] = r.place[1] = -1;
+      for (int i = t; i < kRows; i += kThreads)
+        importance[i] = row_at(i) >= 0 ? head.of(plan.importance)[row_at(i)] : 0.0f;
+      load(keys.row, keys, t, [&](int i) { return row_at(i) >= 0 ? head.template key<T>(row_at(i)) : nullptr; });
+      if (ByError)
+        load(values.row, values, t,
+             [&](int i) { return row_at(i) >= 0 ? head.template value<T>(row_at(i)) : nullptr; });
+    });
+    block.each([&](int t, auto&) {
+      keys.row_square[t] = square(keys.row, keys, t);
+      if (ByError) values.row_square[t] = square(values.row, values, t);
+    });
+    for (int at = from; at < to; at += kSlots) {
+      block.each([&](int t, auto&) {
+        load(keys.target, keys, t, [&](int i) { return at + i < to ? head.template key<T>(at + i) : nullptr; });
+        if (ByError)
+          load(values.target, values, t, [&](int i) { return at + i < to ? head.template value<T>(at + i) : nullptr; });
+      });
+      block.each([&](int t, auto&) {
+        keys.target_square[t] = square(keys.target, keys, t);
+        if (ByError) values.target_square[t] = square(values.target, values, t);
+      });
+      block.each([&](int t, Registers& r) {
+        float near[2][4], apart[2][4];
+        measure(near, keys, a.policy.measure, t);
+        if (ByError) {
+          measure(apart, values, KV_DISTANCE, t);
+          for (int i = 0; i < 2; ++i)
+            for (int j = 0; j < 4; ++j) near[i][j] = fminf(near[i][j], 0.0f) * fmaxf(-apart[i][j], 0.0f);
+        }
+        keep(r, near, head, args, importance, at, to, t);
+      });
+    }
+    block.each([&](int t, Registers& r) {
+      for (int i = 0; i < 2; ++i)
+        bests[(t / 8 * 2 + i) * 8 + t % 8] = r.best[i], places[(t / 8 * 2 + i) * 8 + t % 8] = r.place[i];
+    });
+    block.each([&](int t, auto&) {
+      if (t >= kRows || begin + t >= rows) return;
+      float best = kNoTarget;
+      int place = -1;
+      for (int i = t * 8; i < t * 8 + 8; ++i)
+        if (places[i] >= 0 && (place < 0 || bests[i] > best || (bests[i] == best && places[i] < place)))
+          best = bests[i], place = places[i];
+      plan.near[head.split(begin + t, split)] = best;
+      plan.nearest[head.split(begin + t, split)] = place;
+    });
+  }
+
+  template <class F>
+  static KV_DEVICE void load(char* to, const Tile& tile, int t, F row) {
+    const int vectors = tile.size / kLanes<T>;
+    for (int i = t; i < kRows * vectors; i += kThreads) {
+      const T* from = row(i / vectors);
+      Vector vector = {};
+      if (from) vector = load_vector(from + i % vectors * kLanes<T>);
+      store_vector(to + i / vectors * tile.stride + i % vectors * 16, vector);
+    }
+  }
+  // A quarter of the square of row t / 4.
+  static KV_DEVICE float square(const char* rows, const Tile& tile, int t) {
+    float total = 0.0f;
+    for (int i = t % kParts; i < tile.size / kLanes<T>; i += kParts) {
+      float x[kLanes<T>];
+      widen<T>(load_vector(rows + t / kParts * tile.stride + i * 16), x);
+      for (int e = 0; e < kLanes<T>; ++e) total += x[e] * x[e];
+    }
+    return total;
+  }
+  static KV_DEVICE float whole(const float* squares, int row) {
+    float total = 0.0f;
+    for (int i = 0; i < kParts; ++i) total += squares[row * kParts + i];
+    return total;
+  }
+
+  // How near two rows are to every eighth target.
+  static KV_DEVICE void measure(float (&near)[2][4], const Tile& tile, int measure, int t) {
+    const int row = t / 8 * 2;
+    float total[2][4] = {};
+    for (int i = 0; i < tile.size / kLanes<T>; ++i) {
+      float x[2][kLanes<T>];
+      widen<T>(load_vector(tile.row + row * tile.stride + i * 16), x[0]);
+      widen<T>(load_vector(tile.row + (row + 1) * tile.stride + i * 16), x[1]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float target[kLanes<T>];
+        widen<T>(load_vector(tile.target + (t % 8 + 8 * j) * tile.stride + i * 16), target);
+#pragma unroll
+        for (int e = 0; e < kLanes<T>; ++e) total[0][j] += x[0][e] * target[e], total[1][j] += x[1][e] * target[e];
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float target_square = whole(tile.target_square, t % 8 + 8 * j);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float row_square = whole(tile.row_square, row + i);
+        near[i][j] = total[i][j];
+        if (measure == KV_COSINE) near[i][j] /= fmaxf(sqrtf(target_square), 1e-12f) * fmaxf(sqrtf(row_square), 1e-12f);
+        if (measure == KV_DISTANCE) near[i][j] = 2.0f * near[i][j] - target_square - row_square;
+      }
+    }
+  }
+
+  // The nearest so far of those that may receive.
+  static KV_DEVICE void keep(Registers& r, const float (&near)[2][4], const MergeHead& head, const Args& args,
+                             const float* row_importance, int at, int to, int t) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int slot = at + t % 8 + 8 * j;
+      if (slot >= to || (!args.higher && head.of(args.plan.mark)[slot] != kReceives)) continue;
+      const float importance = head.of(args.plan.importance)[slot];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (args.higher && !(importance > row_importance[t / 8 * 2 + i])) continue;
+        if (near[i][j] > r.best[i]) r.best[i] = near[i][j], r.place[i] = slot;
+      }
+    }
+  }
+};
+
+}  // namespace cuda
+}  // namespace kv

@@ -1,7 +1,7 @@
 """Random nodes, mostly malformed, in a process of their own: whatever they are, the answer is a session, outputs, or an
 error.
 
-python tests/support/node_fuzz.py SEED CASES prints how many sessions were made and how many of them ran.
+python -m tests.support.node_fuzz SEED CASES prints how many sessions were made and how many of them ran.
 """
 
 from __future__ import annotations

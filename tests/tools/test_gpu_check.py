@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "benchmarks" / "gpu_check.py"
+from tests.support.paths import ROOT
 
 
 def check(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", "tools.gpu_check", *arguments], capture_output=True, text=True, check=False, cwd=ROOT
+    )
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="not reached: g++ was not found")

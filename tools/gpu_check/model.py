@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from cuda_library import State, merge_cache_call, vote_attention_call
-
+from tests.conformance.cuda_library import State, merge_cache_call, vote_attention_call
 from tools.gpu_check.parts import MERGE_EVERY, Figures, Target, bandwidth, flash
 
 BUDGETS, BATCHES, METHODS = (512, 1024, 2048, 4096), (1, 8, 32), ("h2o", "keepkv", "ballot")

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from cuda_library import (
+
+from tests.conformance.cuda_library import (
     DEVICE,
     HOST,
     STATE,

@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Callable
 
 import numpy as np
-from cuda_library import COUNTER_BYTES, bfloat16, float32_of, lacks
 
+from tests.conformance.cuda_library import COUNTER_BYTES, bfloat16, float32_of, lacks
 from tools.gpu_check.parts import INPUTS, Figures, Step, Target, attributes_of, layer, merge_state
 
 Arrays = dict[str, np.ndarray]
@@ -18,8 +18,8 @@ TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 def conformance(target: Target) -> Figures:
     """Every case of the conformance suite against the float64 oracle; on the host, where the suite itself runs them
     all, some."""
-    import oracle
-    from cases import (
+    from tests.conformance import oracle
+    from tests.conformance.cases import (
         MERGE_PROFILES,
         MERGE_SCENARIOS,
         PROFILES,
@@ -29,7 +29,7 @@ def conformance(target: Target) -> Figures:
         stored_precision,
         vote_attention_inputs,
     )
-    from comparison import assert_finite, assert_near, assert_same_cache, state_of
+    from tests.conformance.comparison import assert_finite, assert_near, assert_same_cache, state_of
 
     count, errors = 0, dict.fromkeys(TOLERANCE, 0.0)
     lacking = sorted({f"{p.method}: {why}" for p in MERGE_PROFILES if (why := lacks(p.build_method()))})
@@ -84,10 +84,10 @@ LARGE = [(1, 128), (2, 128), (4, 128), (8, 128), (16, 128), (4, 64), (4, 80), (4
 def large_cases(target: Target, errors: dict[str, float]) -> int:
     """Caches of many splits in every type: a token against the float64 oracle, a chunk against float32 PyTorch on the
     CPU. `errors` takes the largest of the former's outputs."""
-    import oracle
     import torch
 
     from kvexport.ops.vote_attention import vote_attention
+    from tests.conformance import oracle
 
     count, attributes = 0, attributes_of("both")
     for dtype, tokens, (group, size) in itertools.product(

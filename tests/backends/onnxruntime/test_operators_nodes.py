@@ -6,7 +6,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,11 +31,11 @@ from tests.support.one_node import (
     vote_attention_inputs,
     vote_attention_shapes,
 )
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.skipif(
     library() is None, reason="not reached: the native operators are not built (make native)"
 )
-HERE = Path(__file__).parent
 
 
 def attention(changes: dict[str, Any] | None = None, shapes: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -209,8 +208,8 @@ def test_tensors_that_do_not_fit_are_an_error_of_the_run(name: str) -> None:
 
 
 def test_random_nodes_never_end_the_process() -> None:
-    command = [sys.executable, str(HERE / "node_fuzz.py"), "1", "1500"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=HERE.parent)
+    command = [sys.executable, "-m", "tests.support.node_fuzz", "1", "1500"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, f"case {done.stderr[-2000:]}"
     made, ran = (int(word) for word in done.stdout.split() if word.isdigit())
     assert 1500 > made > ran > 200

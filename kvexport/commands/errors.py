@@ -70,7 +70,8 @@ def _environment_problem(error: BaseException) -> EnvironmentProblem | None:
 
         return missing_package(error)
     if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
-        fix = "smaller limits.max_batch, limits.max_length or cache.budget; kvexport plan --recipe NAME says what a recipe takes"
+        fix = "smaller limits.max_batch, limits.max_length or cache.budget; "
+        fix += "kvexport plan --recipe NAME says what a recipe takes"
         return EnvironmentProblem(f"not enough memory: {_summary(error)}", fix)
     if isinstance(error, OSError) and error.errno in _FULL:
         written = error.filename or "the output"

@@ -147,7 +147,8 @@ class Plan:
             sequences = fit.sequences
         budget = f"none is small enough for {batch} sequences; fewer of them: --set limits.max_batch=N"
         if fit.largest_budget:
-            budget = f"{fit.largest_budget} slots: --set cache.budget={fit.largest_budget} --set cache.allocation.kind=uniform"
+            largest = fit.largest_budget
+            budget = f"{largest} slots: --set cache.budget={largest} --set cache.allocation.kind=uniform"
         elif not self.recipe.cache.build_method().compresses:
             budget = f"none to choose: {self.recipe.cache.method} keeps every slot"
         return KeyValues(

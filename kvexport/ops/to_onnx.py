@@ -156,8 +156,8 @@ def _to_device(
 
 
 def _to_layout(
-    x: Any, dtype: int = -1, layout: str = "", device: str = "", pin_memory: bool = False, non_blocking: bool = False, copy: bool = False,
-    memory_format: str = "",
+    x: Any, dtype: int = -1, layout: str = "", device: str = "", pin_memory: bool = False, non_blocking: bool = False,
+    copy: bool = False, memory_format: str = "",
 ) -> Any:  # fmt: skip
     from onnxscript import opset23 as op
 

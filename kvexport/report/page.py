@@ -129,31 +129,40 @@ BIG = 1e100  # larger numbers are not drawn
 # contrast below 3 are
 # shifted in lightness. 7 colours and 5 shapes: the 36th series is the first to look like another. Dark is for screens:
 # paper is white.
-STYLE = """:root{color-scheme:light dark;--bg:#ffffff;--fg:#1b1f24;--mute:#57606a;--rule:#c3cad2;--grid:#e4e8ec;--stripe:#f5f7f9;
---good:#00614a;--good-bg:#dff3ec;--bad:#9a3a00;--bad-bg:#fdeadd;
+STYLE = """:root{color-scheme:light dark;--bg:#ffffff;--fg:#1b1f24;--mute:#57606a;--rule:#c3cad2;--grid:#e4e8ec;
+--stripe:#f5f7f9;--good:#00614a;--good-bg:#dff3ec;--bad:#9a3a00;--bad-bg:#fdeadd;
 --s0:#0072b2;--s1:#d55e00;--s2:#009e73;--s3:#c2659a;--s4:#bd8200;--s5:#2f97d3;--s6:#1b1f24}
-@media screen and (prefers-color-scheme:dark){:root{--bg:#15181d;--fg:#e6e9ec;--mute:#a3acb6;--rule:#465059;--grid:#2a3037;
---stripe:#1b1f25;--good:#5fd3ac;--good-bg:#12322a;--bad:#ff9d66;--bad-bg:#3d2314;
+@media screen and (prefers-color-scheme:dark){:root{--bg:#15181d;--fg:#e6e9ec;--mute:#a3acb6;--rule:#465059;
+--grid:#2a3037;--stripe:#1b1f25;--good:#5fd3ac;--good-bg:#12322a;--bad:#ff9d66;--bad-bg:#3d2314;
 --s0:#0a7fc2;--s1:#d55e00;--s2:#009e73;--s3:#cc79a7;--s4:#e69f00;--s5:#56b4e9;--s6:#e6e9ec}}
 html{-webkit-text-size-adjust:100%;print-color-adjust:exact;-webkit-print-color-adjust:exact}.note:empty{display:none}
 body{margin:0 auto;padding:1.5rem 1rem 3rem;max-width:80rem;box-sizing:border-box;background:var(--bg);color:var(--fg);
 font:1rem/1.5 system-ui,"DejaVu Sans",sans-serif;overflow-wrap:anywhere}
-h1{font-size:1.6rem;line-height:1.25;margin:0}h2{font-size:1.1rem;line-height:1.3;margin:0 0 .5rem}dd,dl,figure{margin:0}
-header{border-bottom:2px solid var(--rule);padding-bottom:.75rem}.note,.axis,dt{color:var(--mute)}.note,.axis{margin:.3rem 0 0}
-.note,.axis,.legend{font-size:.875rem}section,.figures{margin:2rem 0 0}.text p{max-width:48rem;margin:0 0 .75rem}.scroll{overflow-x:auto}
+h1{font-size:1.6rem;line-height:1.25;margin:0}h2{font-size:1.1rem;line-height:1.3;margin:0 0 .5rem}
+dd,dl,figure{margin:0}
+header{border-bottom:2px solid var(--rule);padding-bottom:.75rem}.note,.axis,dt{color:var(--mute)}
+.note,.axis{margin:.3rem 0 0}
+.note,.axis,.legend{font-size:.875rem}section,.figures{margin:2rem 0 0}.text p{max-width:48rem;margin:0 0 .75rem}
+.scroll{overflow-x:auto}
 table,dl{font-size:.9375rem;font-variant-numeric:tabular-nums}table{border-collapse:collapse;overflow-wrap:break-word}
 th,td{padding:.3rem .75rem;text-align:left;vertical-align:top;border-bottom:1px solid var(--rule);max-width:28rem}
-th{vertical-align:bottom;border-bottom:2px solid var(--mute)}tbody tr:nth-child(even){background:var(--stripe)}.num{text-align:right}
+th{vertical-align:bottom;border-bottom:2px solid var(--mute)}tbody tr:nth-child(even){background:var(--stripe)}
+.num{text-align:right}
 td.num{white-space:nowrap}.good{font-weight:600;color:var(--good);background:var(--good-bg)}
-.bad{font-weight:600;color:var(--bad);background:var(--bad-bg)}dl{display:grid;grid-template-columns:fit-content(45%) 1fr;gap:.2rem 1rem}
+.bad{font-weight:600;color:var(--bad);background:var(--bad-bg)}
+dl{display:grid;grid-template-columns:fit-content(45%) 1fr;gap:.2rem 1rem}
 .figures{display:grid;gap:2rem 2.5rem;grid-template-columns:repeat(auto-fit,minmax(min(100%,28rem),1fr))}
-figure{min-width:0;max-width:44rem}figure.wide{grid-column:1/-1;max-width:none}.axis.x{text-align:right}.legend svg{flex:none}
-.legend{display:flex;flex-wrap:wrap;gap:.1rem 1rem;list-style:none;margin:0;padding:0}.legend li{display:flex;align-items:center;gap:.4rem}
-.drawing text{font-size:14px;fill:var(--mute);font-variant-numeric:tabular-nums;text-anchor:middle}.drawing .end{text-anchor:end}
+figure{min-width:0;max-width:44rem}figure.wide{grid-column:1/-1;max-width:none}.axis.x{text-align:right}
+.legend svg{flex:none}.legend{display:flex;flex-wrap:wrap;gap:.1rem 1rem;list-style:none;margin:0;padding:0}
+.legend li{display:flex;align-items:center;gap:.4rem}
+.drawing text{font-size:14px;fill:var(--mute);font-variant-numeric:tabular-nums;text-anchor:middle}
+.drawing .end{text-anchor:end}
 .grid{stroke:var(--grid)}.frame{stroke:var(--mute);fill:none}.dot{fill:currentColor;stroke:var(--bg)}
 .line{fill:none;stroke:currentColor;stroke-width:2;stroke-linejoin:round}.drawing{display:block;width:100%;height:auto}
-.band{fill:currentColor;fill-opacity:.17;stroke:currentColor;stroke-opacity:.4}.drawing .pale{fill:#fff}.drawing .deep{fill:#000}
-.none{fill:var(--stripe);stroke:var(--rule)}@media(min-width:600px){body{padding:2rem 2rem 4rem}.drawing text{font-size:11px}}
+.band{fill:currentColor;fill-opacity:.17;stroke:currentColor;stroke-opacity:.4}
+.drawing .pale{fill:#fff}.drawing .deep{fill:#000}
+.none{fill:var(--stripe);stroke:var(--rule)}@media(min-width:600px){body{padding:2rem 2rem 4rem}
+.drawing text{font-size:11px}}
 @media print{body{max-width:none;padding:0;font-size:10pt}figure,tr{break-inside:avoid}h2{break-after:avoid}
 .scroll{overflow:visible}.drawing{min-width:0!important}}"""
 
@@ -226,7 +235,8 @@ def _table(table: Table) -> str:
         rows.append(f"<tr>{cells}</tr>")
     body = "\n".join(rows) or f'<tr><td colspan="{len(sides) or 1}">no rows</td></tr>'
     grid = f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>"
-    return f'<h2>{_escape(table.title)}</h2>\n<div class="scroll" tabindex="0">\n{grid}\n</div>\n<p class="note">{_escape(table.note)}</p>'
+    title, note = _escape(table.title), _escape(table.note)
+    return f'<h2>{title}</h2>\n<div class="scroll" tabindex="0">\n{grid}\n</div>\n<p class="note">{note}</p>'
 
 
 def _points(plot: Plot, series: Series, left_out: Counter[str]) -> list[_Point | None]:
@@ -264,7 +274,8 @@ def _plot(plot: Plot) -> str:
     for tick, label in zip(y_axis.ticks, y_axis.labels, strict=True) if shown else ():
         place = at(x_axis.ticks[0], tick)
         parts.append(
-            f'<path class="grid" d="M{place}H{right:.1f}"/><text class="end" transform="translate({place})" x="-6" y="4">{label}</text>'
+            f'<path class="grid" d="M{place}H{right:.1f}"/>'
+            f'<text class="end" transform="translate({place})" x="-6" y="4">{label}</text>'
         )
     for tick, label in zip(x_axis.ticks, x_axis.labels, strict=True) if shown else ():
         place = at(tick, y_axis.ticks[0])
@@ -279,7 +290,8 @@ def _plot(plot: Plot) -> str:
     parts += [band for band, _, _ in drawn] + [line for _, line, _ in drawn]
     missing = ", ".join(f"{n} point{'s' * (n > 1)} {why}" for why, n in sorted(left_out.items()))
     note = f"{plot.note} {f'Left out: {missing}.' if missing else ''}".strip()
-    above = f'<ul class="legend">{"".join(legend for _, _, legend in drawn)}</ul>\n<p class="axis">↑ {_escape(plot.y_label)}</p>'
+    above = f'<ul class="legend">{"".join(legend for _, _, legend in drawn)}</ul>\n'
+    above += f'<p class="axis">↑ {_escape(plot.y_label)}</p>'
     return _figure(plot, above, (WIDTH, HEIGHT), parts, note)
 
 
@@ -291,7 +303,8 @@ def _figure(chart: Plot | HeatMap, above: str, size: tuple[float, float], parts:
     )
     inner = "\n".join(['<div class="scroll" tabindex="0">', drawing, *parts, "</svg>\n</div>"])
     below = f'<p class="axis x">{_escape(chart.x_label)} →</p>\n<p class="note">{_escape(note)}</p>'
-    return f'<figure class="{"wide" * (width > WIDTH)}">\n<figcaption><h2>{title}</h2></figcaption>\n{above}\n{inner}\n{below}\n</figure>'
+    caption = f"<figcaption><h2>{title}</h2></figcaption>"
+    return f'<figure class="{"wide" * (width > WIDTH)}">\n{caption}\n{above}\n{inner}\n{below}\n</figure>'
 
 
 def _lines(

@@ -94,7 +94,8 @@ def layer_sections(rows: Sequence[Perturbation]) -> list[Section]:
         return [Paragraph("No perturbation by merging: nothing had to leave a cache.")]
     groups = [(f"layer {i}", [r for r in rows if r.layer == i]) for i in sorted({r.layer for r in rows})]
     worst = max(rows, key=lambda r: r.largest)
-    text = f"The largest error of a head, {worst.largest:.3g}, is layer {worst.layer}'s after {worst.tokens} tokens ({worst.query} query)."
+    text = f"The largest error of a head, {worst.largest:.3g}, is layer {worst.layer}'s "
+    text += f"after {worst.tokens} tokens ({worst.query} query)."
     return [*tables([*groups, ("all", rows)], "layer"), Paragraph(text), *drawings(rows, "")]
 
 

@@ -153,7 +153,8 @@ class ValidationResult:
             )
             for kind in kinds
         ]
-        note = f"Allowed: {self.tolerance:g} times the tensor's largest magnitude (at least 1); positions and lengths exactly."
+        note = f"Allowed: {self.tolerance:g} times the tensor's largest magnitude (at least 1); "
+        note += "positions and lengths exactly."
         sections: list[Section] = [
             KeyValues("Validation", summary),
             Table("Largest difference", ("tensor", *phases), rows, note),

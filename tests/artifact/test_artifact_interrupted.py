@@ -180,7 +180,8 @@ print(sorted(path.name for path in root.iterdir()))
 if namespaces_allowed():
 
     def test_on_a_disk_of_one_mebibyte_and_a_bind_mount(tmp_path: Path) -> None:
-        script = 'mount -t tmpfs -o size=1m none "$0"; mkdir "$0/bound"; mount --bind "$0/bound" "$0/bound"; "$1" -c "$2" "$0"'
+        script = 'mount -t tmpfs -o size=1m none "$0"; mkdir "$0/bound"; mount --bind "$0/bound" "$0/bound"; '
+        script += '"$1" -c "$2" "$0"'
         done = subprocess.run(
             [*NAMESPACE, script, str(tmp_path), sys.executable, MOUNTED],
             capture_output=True,

@@ -21,15 +21,18 @@ from tests.conformance.cuda_library import ROOT, Cuda, CudaOnHost
 
 Arrays = dict[str, np.ndarray]
 INPUTS = (
-    "query", "key", "value", "position", "query_length", "past_key", "past_value", "past_votes", "past_score", "past_position",
-    "sink_logits",
+    "query", "key", "value", "position", "query_length", "past_key", "past_value", "past_votes", "past_score",
+    "past_position", "sink_logits",
 )  # fmt: skip
 STATE = ("key", "value", "votes", "score", "position")
 PRESENT = tuple(f"present_{name}" for name in STATE)
 SYMBOLIC = {
-    "query": {0: "B", 2: "T"}, "key": {0: "B", 2: "T"}, "value": {0: "B", 2: "T"}, "position": {0: "B", 1: "T"}, "query_length": {0: "B"},
-    "sink_logits": {}, "output": {0: "B", 2: "T"},
-    **{f"{prefix}_{name}": {0: "B", (3 if name == "score" else 2): "C"} for prefix in ("past", "present") for name in STATE},
+    "query": {0: "B", 2: "T"}, "key": {0: "B", 2: "T"}, "value": {0: "B", 2: "T"}, "position": {0: "B", 1: "T"},
+    "query_length": {0: "B"}, "sink_logits": {}, "output": {0: "B", 2: "T"},
+    **{
+        f"{prefix}_{name}": {0: "B", (3 if name == "score" else 2): "C"}
+        for prefix in ("past", "present") for name in STATE
+    },
 }  # fmt: skip
 
 
@@ -204,8 +207,9 @@ def _vote_attention_session(
     )
     (query_heads, kv_heads), (key_size, value_size), float_type = heads, sizes, np.dtype(dtype)
     tokens = {
-        "query": (0, query_heads, 0, key_size), "key": (0, kv_heads, 0, key_size), "value": (0, kv_heads, 0, value_size),
-        "output": (0, query_heads, 0, value_size), "position": (0, 0), "query_length": (0, 1), "sink_logits": (query_heads,),
+        "query": (0, query_heads, 0, key_size), "key": (0, kv_heads, 0, key_size),
+        "value": (0, kv_heads, 0, value_size), "output": (0, query_heads, 0, value_size), "position": (0, 0),
+        "query_length": (0, 1), "sink_logits": (query_heads,),
     }  # fmt: skip
     state = _state_shapes(kv_heads, sizes, len(attributes.statistics))
     shapes = {

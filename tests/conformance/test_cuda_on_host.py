@@ -434,7 +434,8 @@ def test_nothing_is_read_or_written_outside_of_any_buffer() -> None:
         "ASAN_OPTIONS": "detect_leaks=0",
         OTHER_LIBRARY: str(library),
     }
-    sample = "both-33 or largest_rows or any-order-ballot or any-order-kvslimmer or any-order-keepkv or (head_size and (80 or 136)) or stages"
+    sample = "both-33 or largest_rows or any-order-ballot or any-order-kvslimmer or any-order-keepkv"
+    sample += " or (head_size and (80 or 136)) or stages"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", __file__, "-k", sample]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=ROOT)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

@@ -248,17 +248,23 @@ BAD_INDEXES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         "model-00003-of-00002.safetensors is missing",
     ),
     "missing tensor": (
-        lambda index: index["weight_map"].update(x="model-00001-of-00002.safetensors", y="model-00001-of-00002.safetensors"),
+        lambda index: index["weight_map"].update(dict.fromkeys("xy", "model-00001-of-00002.safetensors")),
         "lacks 'x', 'y', which model.safetensors.index.json says it holds",
     ),
     "wrong shard": (lambda index: index["weight_map"].update(norm="model-00002-of-00002.safetensors"), "lacks 'norm'"),
     "number": (lambda index: index["weight_map"].update(x=3), "puts tensor 'x' into '3'"),
-    "pickle": (lambda index: index["weight_map"].update(x="pytorch_model.bin"), "expected the name of a .safetensors file"),
+    "pickle": (
+        lambda index: index["weight_map"].update(x="pytorch_model.bin"),
+        "expected the name of a .safetensors file",
+    ),
     **{
-        f"traversal {name}": (lambda index, name=name: index["weight_map"].update(x=name), "expected the name of a .safetensors file")
+        f"traversal {name}": (
+            lambda index, name=name: index["weight_map"].update(x=name),
+            "expected the name of a .safetensors file",
+        )
         for name in (
-            "../model.safetensors", "/etc/model.safetensors", "a/../b.safetensors", "a/b.safetensors", "..\\m.safetensors",
-            "..", "", "a\0.safetensors", "\x1b[2J.safetensors", "\ud800.safetensors",
+            "../model.safetensors", "/etc/model.safetensors", "a/../b.safetensors", "a/b.safetensors",
+            "..\\m.safetensors", "..", "", "a\0.safetensors", "\x1b[2J.safetensors", "\ud800.safetensors",
         )
     },
 }  # fmt: skip

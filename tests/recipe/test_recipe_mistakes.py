@@ -279,7 +279,8 @@ def test_any_text_is_a_recipe_or_a_usage_error(recipe_dir: Path, text: str) -> N
 def test_a_damaged_recipe_is_a_recipe_or_a_usage_error(recipe_dir: Path, cuts: Any) -> None:
     text = (
         SMALL
-        + "cache: {method: keepkv, budget: 0.2, parameters: {threshold: 0.8}}\nexport:\n  prefill_chunk: 32\nlimits: {max_length: 64}\n"
+        + "cache: {method: keepkv, budget: 0.2, parameters: {threshold: 0.8}}\n"
+        + "export:\n  prefill_chunk: 32\nlimits: {max_length: 64}\n"
     )
     for where, length, new in cuts:
         at = int(where * len(text))

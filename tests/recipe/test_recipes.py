@@ -250,5 +250,6 @@ def test_method_listing_follows_the_methods() -> None:
 
 
 def test_reading_recipes_needs_no_torch() -> None:
-    code = "import sys; from kvexport.recipe.files import *; load_recipe('tiny-keepkv'); list_recipes(); sys.exit('torch' in sys.modules)"
+    code = "import sys; from kvexport.recipe.files import *; load_recipe('tiny-keepkv'); list_recipes(); "
+    code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

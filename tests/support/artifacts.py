@@ -25,7 +25,10 @@ from pathlib import Path
 from kvexport.artifact import publish as artifact
 from kvexport.errors import KvexportError, UsageError
 
-FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree", "fcntl.flock", "os.truncate")
+FILE_EVENTS = (
+    "open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree", "fcntl.flock",
+    "os.truncate",
+)  # fmt: skip
 
 def build(target, label, pause=0.0):
     with artifact.stage(target) as work:

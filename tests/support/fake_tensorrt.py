@@ -164,14 +164,15 @@ def _read(address: int, shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 NAMES = (
-    "ILogger", "IProgressMonitor", "BuilderFlag", "MemoryPoolType", "HardwareCompatibilityLevel", "ProfilingVerbosity", "PreviewFeature",
-    "PluginFieldType", "TensorRTPhase", "ExecutionContextAllocationStrategy", "ITensor", "INetworkDefinition", "ParserError", "OnnxParser",
-    "IOptimizationProfile", "ITimingCache", "IBuilderConfig", "Builder", "Runtime", "ICudaEngine", "IExecutionContext", "PluginField",
-    "PluginFieldCollection", "IPluginCreatorV3One", "IPluginRegistry", "get_plugin_registry",
+    "ILogger", "IProgressMonitor", "BuilderFlag", "MemoryPoolType", "HardwareCompatibilityLevel", "ProfilingVerbosity",
+    "PreviewFeature", "PluginFieldType", "TensorRTPhase", "ExecutionContextAllocationStrategy", "ITensor",
+    "INetworkDefinition", "ParserError", "OnnxParser", "IOptimizationProfile", "ITimingCache", "IBuilderConfig",
+    "Builder", "Runtime", "ICudaEngine", "IExecutionContext", "PluginField", "PluginFieldCollection",
+    "IPluginCreatorV3One", "IPluginRegistry", "get_plugin_registry",
 )  # fmt: skip
 LEAN = (
-    "ILogger", "Runtime", "ICudaEngine", "IExecutionContext", "ExecutionContextAllocationStrategy", "get_plugin_registry",
-    "IPluginRegistry", "IPluginCreatorV3One",
+    "ILogger", "Runtime", "ICudaEngine", "IExecutionContext", "ExecutionContextAllocationStrategy",
+    "get_plugin_registry", "IPluginRegistry", "IPluginCreatorV3One",
 )  # fmt: skip
 
 

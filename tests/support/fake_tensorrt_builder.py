@@ -126,8 +126,8 @@ class ITimingCache:
 
 class IBuilderConfig:
     __slots__ = (
-        "_cache", "_flags", "_pools", "_previews", "_profiles", "builder_optimization_level", "hardware_compatibility_level",
-        "plugins_to_serialize", "profiling_verbosity", "progress_monitor",
+        "_cache", "_flags", "_pools", "_previews", "_profiles", "builder_optimization_level",
+        "hardware_compatibility_level", "plugins_to_serialize", "profiling_verbosity", "progress_monitor",
     )  # fmt: skip
     seen: list[IBuilderConfig] = []  # noqa: RUF012
 

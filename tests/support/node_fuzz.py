@@ -34,7 +34,8 @@ SIZES: list[Any] = ["B", "T", "C", 0, 1, 2, 3, 4, 7, 8, 12, 16, 64]
 OTHER = MERGE_CACHE | {"method": "zeromerge", "residual": 0.3}
 POOLED = MERGE_CACHE | {"method": "snapkv", "pool": 5}
 BALLOT = MERGE_CACHE | {
-    "method": "ballot", "zip": "vote", "decay": 0.9, "order": "least-error", "attention": 0.5, "pool": 4, "votes_max": 32.0
+    "method": "ballot", "zip": "vote", "decay": 0.9, "order": "least-error", "attention": 0.5, "pool": 4,
+    "votes_max": 32.0
 }  # fmt: skip
 
 

@@ -24,7 +24,8 @@ MERGE_CACHE: dict[str, Any] = {
     "selector": "own",
 }
 KEEPKV = MERGE_CACHE | {
-    "method": "keepkv", "zip": "vote", "order": "merge-first", "pool": 2, "threshold": 0.8, "decay": 0.9, "key_factor_max": 2.0,
+    "method": "keepkv", "zip": "vote", "order": "merge-first", "pool": 2, "threshold": 0.8, "decay": 0.9,
+    "key_factor_max": 2.0,
 }  # fmt: skip
 KVSLIMMER = MERGE_CACHE | {
     "method": "kvslimmer", "tau": 0.001, "share_pairs": 0, "inverse_frequencies": [1.0, 0.5], "rotary_interleaved": 0,
@@ -42,7 +43,8 @@ def state_shapes(prefix: str = "", statistics: int = 1) -> dict[str, Shape]:
 
 def vote_attention_shapes(statistics: int = 1) -> dict[str, Shape]:
     return {
-        "query": ["B", HQ, "T", D], "key": ["B", H, "T", D], "value": ["B", H, "T", DV], "position": ["B", "T"], "query_length": ["B", 1],
+        "query": ["B", HQ, "T", D], "key": ["B", H, "T", D], "value": ["B", H, "T", DV], "position": ["B", "T"],
+        "query_length": ["B", 1],
         **state_shapes("past_", statistics), "sink_logits": [HQ],
     }  # fmt: skip
 

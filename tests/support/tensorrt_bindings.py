@@ -26,10 +26,12 @@ GET = "make tensorrt-bindings"
 PACKAGES = ("tensorrt-cu13-bindings==11.4.*", "cuda-bindings==13.*", "cuda-pathfinder")
 STUBS = {
     "libnvinfer.so.11": (
-        "createInferBuilder_INTERNAL", "createInferRefitter_INTERNAL", "createInferRuntime_INTERNAL", "getBuilderPluginRegistry",
-        "getPluginRegistry",
+        "createInferBuilder_INTERNAL", "createInferRefitter_INTERNAL", "createInferRuntime_INTERNAL",
+        "getBuilderPluginRegistry", "getPluginRegistry",
     ),
-    "libnvonnxparser.so.11": ("createNvOnnxParser_INTERNAL", "createNvOnnxParserRefitter_INTERNAL", "getNvOnnxParserVersion"),
+    "libnvonnxparser.so.11": (
+        "createNvOnnxParser_INTERNAL", "createNvOnnxParserRefitter_INTERNAL", "getNvOnnxParserVersion"
+    ),
     "libnvinfer_plugin.so.11": ("initLibNvInferPlugins",),
 }  # fmt: skip
 # Runs in a process of its own: what it imports has no libraries behind it, and nobody else is to find it.
@@ -41,7 +43,8 @@ for stub in sys.argv[2:]:
 sys.path.insert(0, folder)
 import tensorrt_bindings as tensorrt
 def members(cls):
-    return {name: (getattr(cls, name).__doc__ or "") for name in dir(cls) if not name.startswith("_") or name == "__init__"}
+    return {name: (getattr(cls, name).__doc__ or "")
+            for name in dir(cls) if not name.startswith("_") or name == "__init__"}
 def described(module):
     return {name: {"doc": value.__doc__ or "", "members": members(value) if isinstance(value, type) else {}}
             for name, value in vars(module).items() if not name.startswith("_")}

@@ -16,8 +16,9 @@ DOCUMENTED = json.loads((Path(__file__).parent / "tensorrt_operators.json").read
 OPERATORS = {*DOCUMENTED["supported"], *DOCUMENTED["added"]}
 # Inputs that say a shape, by operator.
 SHAPES = {
-    "Reshape": [1], "Expand": [1], "ConstantOfShape": [0], "Slice": [1, 2, 3, 4], "Range": [0, 1, 2], "TopK": [1], "Tile": [1],
-    "OneHot": [1], "Split": [1], "Squeeze": [1], "Unsqueeze": [1], "Pad": [1], "Resize": [2, 3], "CumSum": [1],
+    "Reshape": [1], "Expand": [1], "ConstantOfShape": [0], "Slice": [1, 2, 3, 4], "Range": [0, 1, 2], "TopK": [1],
+    "Tile": [1], "OneHot": [1], "Split": [1], "Squeeze": [1], "Unsqueeze": [1], "Pad": [1], "Resize": [2, 3],
+    "CumSum": [1],
 }  # fmt: skip
 REDUCTIONS = {
     "ReduceMax",

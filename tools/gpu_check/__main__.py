@@ -80,9 +80,8 @@ def main() -> None:
     asked = goals(results)
     for row in asked:
         said, found = {True: "met", False: "NOT MET", None: ""}[row["met"]], row["found"]
-        print(
-            f"{said:8} {'not measured' if found is None else format(found, '.4g'):>12}  {row['figure']} {row['goal']}".rstrip()
-        )
+        figure = "not measured" if found is None else format(found, ".4g")
+        print(f"{said:8} {figure:>12}  {row['figure']} {row['goal']}".rstrip())
     report = {"date": date.today().isoformat(), "commit": commit(), "gpu": gpu, "goals": asked, "parts": results}
     (folder / "check.json").write_text(json.dumps(report, indent=1) + "\n")
     stand_in_for_pydantic(always=options.stand_in)

@@ -28,14 +28,16 @@ def page(report: dict[str, Any]) -> str:
     decode = parts.get("decode", {}).get("figures", {}).get("rows", [])
     if decode:
         series = [_line(decode, kind) for kind in dict.fromkeys(row["statistic"] for row in decode)]
-        note = "Bytes over what a copy of one gigabyte moves per second; the caches in turn are larger than the device's own."
+        note = "Bytes over what a copy of one gigabyte moves per second; "
+        note += "the caches in turn are larger than the device's own."
         sections.append(
             Plot("Decode: share of the copy bandwidth", "bytes of a step", "share", series, x_log=True, note=note)
         )
     steps = [row for row in parts.get("model", {}).get("figures", {}).get("rows", []) if "ms" in row]
     if steps:
         series = [_steps(steps, batch) for batch in dict.fromkeys(row["batch"] for row in steps)]
-        note = "Bytes of the weights and of the batch's keys and values, over what a copy of one gigabyte moves per second."
+        note = "Bytes of the weights and of the batch's keys and values, "
+        note += "over what a copy of one gigabyte moves per second."
         sections.append(
             Plot(
                 "A step of Llama-2-7B's shape, over the time of its bytes",

@@ -196,8 +196,8 @@ def _copy(
         outputs = [copied(value) for value in node.outputs]
         graph.append(
             ir.Node(
-                node.domain, node.op_type, inputs, attributes, overload=node.overload, outputs=outputs, version=node.version,
-                name=f"layers.{j}.{node.name}",
+                node.domain, node.op_type, inputs, attributes, overload=node.overload, outputs=outputs,
+                version=node.version, name=f"layers.{j}.{node.name}",
             )
         )  # fmt: skip
         graph.outputs.extend(copies[value] for value in node.outputs if value.is_graph_output())  # type: ignore[misc]

@@ -17,8 +17,9 @@ PRODUCTS = {"Linear", "MatMul"}
 # These compute each row of their first input by itself, along the last axis.
 ALONG_ROWS = {"RMSNormalization", "LayerNormalization", "Split"}
 ELEMENTWISE = {
-    "Abs", "Add", "Cast", "Clip", "Div", "Elu", "Erf", "Exp", "Gelu", "HardSigmoid", "HardSwish", "Identity", "LeakyRelu", "Log", "Max",
-    "Min", "Mish", "Mul", "Neg", "Pow", "Reciprocal", "Relu", "Sigmoid", "Softplus", "Sqrt", "Sub", "Sum", "Tanh",
+    "Abs", "Add", "Cast", "Clip", "Div", "Elu", "Erf", "Exp", "Gelu", "HardSigmoid", "HardSwish", "Identity",
+    "LeakyRelu", "Log", "Max", "Min", "Mish", "Mul", "Neg", "Pow", "Reciprocal", "Relu", "Sigmoid", "Softplus", "Sqrt",
+    "Sub", "Sum", "Tanh",
 }  # fmt: skip
 Dims = tuple[int | str | None, ...]
 

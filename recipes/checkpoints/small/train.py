@@ -61,10 +61,12 @@ if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
 COPY, CODE, RECALL = "copy", "code", "recall"
-# From here on names and values are copied again: 300 steps without had undone it, and recall stood still at single facts
+# From here on names and values are copied again: 300 steps without had undone it, and recall stood still at
+# single facts
 MIXED = 1018
 AGAIN = 1124  # here copying comes first once more, until it works: among the other batches it came back too slowly
-# From here on a value follows its name at once: behind a colon the model found some value of the document, but not whose
+# From here on a value follows its name at once: behind a colon the model found some value of the document,
+# but not whose
 PLAIN = 1380
 DENSE = 1535  # from here on most documents are statements and questions alone, where whose value it is was learnt first
 # At the rate of the first steps the loss of copying stood still from here on, and fell at once at a third of it

@@ -40,29 +40,31 @@ SPECIALS = ("<unk>", "<bos>", "<eos>", "<pad>")
 MARKS = (".", "?")
 NAMES = tuple(
     """
-    adam agnes alan alice amir anders anna anton arthur astrid aziz barbara basil beatrice ben bertha bob boris bruno carla carlos cecil
-    chloe clara colin conrad cyrus daisy daniel david delia dennis diana dora doris edgar edith elena elias emil emma eric ernest esther
-    eva felix fiona flora frank fred freya gavin george gina gloria greta gustav hanna harold hector helen henry hilda hugo ida igor ines
-    ingrid irene isaac ivan jacob jane jasper joan jonas judith julia karim karl kate kevin kira lars laura leo leila lena linus louis
-    lucy luke mabel magnus maria martin maya miles mina mona nadia nathan nina noah nora olga oliver omar oscar otto paula pedro peter
-    petra philip quentin rachel ralph rita robert rosa ruth samuel sara simon theo tom wanda
+    adam agnes alan alice amir anders anna anton arthur astrid aziz barbara basil beatrice ben bertha bob boris bruno
+    carla carlos cecil chloe clara colin conrad cyrus daisy daniel david delia dennis diana dora doris edgar edith elena
+    elias emil emma eric ernest esther eva felix fiona flora frank fred freya gavin george gina gloria greta gustav
+    hanna harold hector helen henry hilda hugo ida igor ines ingrid irene isaac ivan jacob jane jasper joan jonas judith
+    julia karim karl kate kevin kira lars laura leo leila lena linus louis lucy luke mabel magnus maria martin maya
+    miles mina mona nadia nathan nina noah nora olga oliver omar oscar otto paula pedro peter petra philip quentin
+    rachel ralph rita robert rosa ruth samuel sara simon theo tom wanda
     """.split()
 )
 THINGS = tuple(
     """
-    anchor apple arrow axe bag ball banjo barrel basket bell belt bench bicycle blanket boat book boot bottle bowl box bracelet bread brick
-    broom brush bucket button cabinet camera candle candy carpet cart chain chair cheese clock coat coin comb compass cup curtain desk dice
-    dish doll door dress drum easel egg engine fan feather fence flag flute fork garlic glove guitar hammer harp hat helmet hook horn
-    hose jacket jar jug kettle key kite knife ladder lamp lantern lemon letter lock magnet map mask medal mirror mitten mug nail necklace
-    needle net oar onion orange oven paddle paint pan paper pear pearl pen pencil pepper piano pillow pipe plate plum pocket potato pump
-    purse puzzle quilt radio rake ribbon ring rope ruler saddle scarf spoon stool table
+    anchor apple arrow axe bag ball banjo barrel basket bell belt bench bicycle blanket boat book boot bottle bowl box
+    bracelet bread brick broom brush bucket button cabinet camera candle candy carpet cart chain chair cheese clock coat
+    coin comb compass cup curtain desk dice dish doll door dress drum easel egg engine fan feather fence flag flute fork
+    garlic glove guitar hammer harp hat helmet hook horn hose jacket jar jug kettle key kite knife ladder lamp lantern
+    lemon letter lock magnet map mask medal mirror mitten mug nail necklace needle net oar onion orange oven paddle
+    paint pan paper pear pearl pen pencil pepper piano pillow pipe plate plum pocket potato pump purse puzzle quilt
+    radio rake ribbon ring rope ruler saddle scarf spoon stool table
     """.split()
 )
 FILLER = tuple(
     """
-    the a and but then when while there here this that these those some many few every other same old new long short small large quiet
-    slow early late again often always never soon once now today later under over near far along across behind before after around
-    between with without from into it they was were went came seemed stayed
+    the a and but then when while there here this that these those some many few every other same old new long short
+    small large quiet slow early late again often always never soon once now today later under over near far along
+    across behind before after around between with without from into it they was were went came seemed stayed
     """.split()
 )
 WORDS = SPECIALS + MARKS + NAMES + THINGS + FILLER

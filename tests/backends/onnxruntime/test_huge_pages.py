@@ -74,7 +74,8 @@ def asks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("asks")
     source = folder / "asks.cpp"
     source.write_text(
-        f'#include "{PLUGINS}/bindings/onnxruntime/huge_pages.h"\nint main(int, char** a) {{ return kv::has_memory(atoll(a[1]), a[2]) ? 0 : 1; }}\n'
+        f'#include "{PLUGINS}/bindings/onnxruntime/huge_pages.h"\n'
+        "int main(int, char** a) { return kv::has_memory(atoll(a[1]), a[2]) ? 0 : 1; }\n"
     )
     try:
         subprocess.run(["g++", "-std=c++17", "-o", folder / "asks", source], check=True, capture_output=True)

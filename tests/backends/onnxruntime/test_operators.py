@@ -276,7 +276,8 @@ def test_installing_that_is_not_to_build_says_nothing(
 
 def test_a_wheel_with_the_library_is_of_its_platform(hook: Any, tmp_path: Path) -> None:
     (tmp_path / "plugins").mkdir()
-    script = "from pathlib import Path\nclass Missing(Exception): pass\ndef find_headers(): return 1\ndef build(headers): return Path('x.so')\n"
+    script = "from pathlib import Path\nclass Missing(Exception): pass\n"
+    script += "def find_headers(): return 1\ndef build(headers): return Path('x.so')\n"
     (tmp_path / "plugins" / "build.py").write_text(script)
     hook.root = str(tmp_path)
     data: dict[str, Any] = {}

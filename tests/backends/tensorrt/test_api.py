@@ -109,9 +109,11 @@ def test_cuda_has_what_is_used(real: dict[str, Any]) -> None:
 
 
 def test_signatures_are_read_out_of_docstrings() -> None:
-    text = "set_shape(self: tensorrt.IOptimizationProfile, input: str, min: Dims, opt: List[int, str] = (1, 2), max: int = 0) -> None"
+    text = "set_shape(self: tensorrt.IOptimizationProfile, input: str, min: Dims, "
+    text += "opt: List[int, str] = (1, 2), max: int = 0) -> None"
     assert parameters(text) == [[("input", False), ("min", False), ("opt", True), ("max", True)]]
-    two = "Overloaded function.\n\n1. f(self: A, x: int) -> None\n\nWords (x: y).\n\n2. f(self: A, x: int, y: str = 'a') -> None"
+    two = "Overloaded function.\n\n1. f(self: A, x: int) -> None\n\nWords (x: y).\n\n"
+    two += "2. f(self: A, x: int, y: str = 'a') -> None"
     assert parameters(two) == [[("x", False)], [("x", False), ("y", True)]]
     assert fits(lambda input, min: None, [[("input", False), ("min", False), ("opt", True)]])
     assert not fits(lambda input, most: None, parameters(text))

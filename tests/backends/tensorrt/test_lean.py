@@ -29,8 +29,10 @@ from kvexport.backends.tensorrt import log
 from kvexport.backends.tensorrt import plugin
 
 trt = environment.import_runtime(version_compatible=True)
-answer = {"module": trt.__name__, "log": log.make_log(trt).errors, "first": str(plugin.register(trt)), "again": plugin.register(trt)}
-answer["whys"] = [for_tensorrt(onnx.load(path, load_external_data=False), lambda n: plugin.refusal(trt, n))[1] for path in sys.argv[1:]]
+answer = {"module": trt.__name__, "log": log.make_log(trt).errors}
+answer |= {"first": str(plugin.register(trt)), "again": plugin.register(trt)}
+graphs = [onnx.load(path, load_external_data=False) for path in sys.argv[1:]]
+answer["whys"] = [for_tensorrt(graph, lambda n: plugin.refusal(trt, n))[1] for graph in graphs]
 model = onnx.load(sys.argv[2], load_external_data=False)
 for node in model.graph.node:
     next(a for a in node.attribute if a.name == "method").s = b"no-such-method"

@@ -80,7 +80,8 @@ answer["fields"] = {name: [field.name for field in creator.field_names] for name
 answer["elsewhere"] = registry.get_creator("MergeCache", "2", "kvexport") is not None
 
 def create(name, fields, phase=trt.TensorRTPhase.BUILD):
-    types = {1: (trt.PluginFieldType.FLOAT32, np.float32), 5: (trt.PluginFieldType.INT32, np.int32), 6: (trt.PluginFieldType.CHAR, np.int8)}
+    of = trt.PluginFieldType
+    types = {1: (of.FLOAT32, np.float32), 5: (of.INT32, np.int32), 6: (of.CHAR, np.int8)}
     arrays = {n: np.frombuffer(bytes(data), types[kind][1]) for n, (kind, data) in fields.items()}
     made = [trt.PluginField(n, arrays[n], types[kind][0]) for n, (kind, _) in fields.items()]
     return creators[name].create_plugin("layer", trt.PluginFieldCollection(made), phase)
@@ -89,7 +90,8 @@ both = (("VoteAttention", attention), ("MergeCache", merge))
 made = {name: [create(name, fields) for _ in range(64)] for name, fields in both}
 answer["made"] = {name: sum(plugin is not None for plugin in plugins) for name, plugins in made.items()}
 answer["runtime"] = [create(name, fields, trt.TensorRTPhase.RUNTIME) is not None for name, fields in both]
-answer["refused"] = [create(name, {n: f for n, f in fields.items() if n not in ("scale", "budget")}) is None for name, fields in both]
+fewer = [(name, {n: f for n, f in fields.items() if n not in ("scale", "budget")}) for name, fields in both]
+answer["refused"] = [create(name, fields) is None for name, fields in fewer]
 print(json.dumps(answer))
 """
 GET_LEAN = "pip install --target build-cache/tensorrt-site tensorrt-lean"

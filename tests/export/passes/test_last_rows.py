@@ -22,9 +22,10 @@ from tests.support import models
 from tests.support.tensorrt_walk import artifact_problems
 
 INPUTS = {
-    "x": "float[B,T,8]", "r": "float[B,T,8]", "other": "float[B,S,8]", "heads": "float[B,2,T,4]", "whole": "float[B,T,16]",
-    "w": "float[8,8]", "v": "float[8,8]", "b": "float[8]", "row_of_ones": "float[1,8]", "sequence": "float[B,1,8]",
-    "token": "float[T,1]", "tokens": "float[1,T,1]", "picked": "int64[B,1,1]", "two": "int64[B,2,1]", "elements": "int64[B,1,8]",
+    "x": "float[B,T,8]", "r": "float[B,T,8]", "other": "float[B,S,8]", "heads": "float[B,2,T,4]",
+    "whole": "float[B,T,16]", "w": "float[8,8]", "v": "float[8,8]", "b": "float[8]", "row_of_ones": "float[1,8]",
+    "sequence": "float[B,1,8]", "token": "float[T,1]", "tokens": "float[1,T,1]", "picked": "int64[B,1,1]",
+    "two": "int64[B,2,1]", "elements": "int64[B,1,8]",
 }  # fmt: skip
 KNOWN = {"h": "B,2,T,4", "left": "B,T,8", "right": "B,T,8", "e": "B,1,8", "y": "B,1,8", "u": "8,8"} | dict.fromkeys(
     "mnpqs", "B,T,8"
@@ -91,7 +92,10 @@ def outcome(model: onnx.ModelProto) -> list[Any]:
         # Others read it too.
         (["p = MatMul (x, w)", "m = MatMul (p, v)", "k = Relu (p)"], ["p"]),
         (["k = MatMul (x, w)", "p = Relu (k)", "m = MatMul (p, v)"], ["k"]),
-        (["n = Relu (x)", "p = MatMul (n, w)", "q = Softmax <axis = 1> (n)", "s = MatMul (q, v)", "m = Add (p, s)"], ["n", "q"]),
+        (
+            ["n = Relu (x)", "p = MatMul (n, w)", "q = Softmax <axis = 1> (n)", "s = MatMul (q, v)", "m = Add (p, s)"],
+            ["n", "q"],
+        ),
         # What is the same for all rows, and what is not, or may not be.
         (["p = MatMul (x, w)", "m = Add (p, b)"], ["x"]),
         (["p = MatMul (x, w)", "m = Mul (row_of_ones, p)"], ["x"]),
@@ -101,10 +105,17 @@ def outcome(model: onnx.ModelProto) -> list[Any]:
         (["p = MatMul (x, w)", "m = Add (p, other)"], ["m"]),
         (["p = MatMul (x, w)", "one = Constant <value_float = 1.0> ()", "m = Mul (p, one)"], ["m"]),
         # Along the last axis, and along others.
-        (["n = RMSNormalization <axis = -1> (x, b)", "p = MatMul (n, w)", "m = LayerNormalization <axis = 2> (p, b, b)"], ["x"]),
+        (
+            ["n = RMSNormalization <axis = -1> (x, b)", "p = MatMul (n, w)",
+             "m = LayerNormalization <axis = 2> (p, b, b)"],
+            ["x"],
+        ),
         (["n = LayerNormalization <axis = 1> (x, b)", "m = MatMul (n, w)"], ["n"]),
         (["n = Softmax <axis = 1> (x)", "m = MatMul (n, w)"], ["n"]),
-        (["left, right = Split <axis = -1, num_outputs = 2> (whole)", "p = Mul (left, right)", "m = MatMul (p, w)"], ["whole"]),
+        (
+            ["left, right = Split <axis = -1, num_outputs = 2> (whole)", "p = Mul (left, right)", "m = MatMul (p, w)"],
+            ["whole"],
+        ),
         (["n = Transpose <perm = [0, 1, 2]> (x)", "m = MatMul (n, w)"], ["n"]),
         (["unknown = Relu (x)", "m = MatMul (unknown, w)"], ["m"]),
         # Nothing is saved.
@@ -162,7 +173,8 @@ def test_rows_of_all_heads_are_those_of_their_sequence() -> None:
     tail = (*EXPAND, "y = GatherElements <axis = 1> (m, e)", "z = Relu (y)")
     after, _ = moved(model_of("m = kvexport.Linear <input_heads = 2> (heads, w)", *tail))
     functions = '<domain: "kvexport", opset_import: ["": 23]>\nLinear (a, w) => (c)\n{\n'
-    functions += "t = Transpose <perm = [0, 2, 1, 3]> (a)\n i = Constant <value_ints = [0, 0, -1]> ()\n s = Reshape (t, i)\n c = MatMul (s, w)\n}"
+    functions += "t = Transpose <perm = [0, 2, 1, 3]> (a)\n i = Constant <value_ints = [0, 0, -1]> ()\n"
+    functions += " s = Reshape (t, i)\n c = MatMul (s, w)\n}"
     before = model_of("m = kvexport.Linear <input_heads = 2> (heads, w)", *tail)
     for model in (before, after):
         model.functions.append(onnx.parser.parse_function(functions))

@@ -278,7 +278,8 @@ def lacks(method: Any) -> str | None:
 
 
 def policy_of(method: Any) -> MergePolicy:
-    """A method's parameters as the policy that the kernels run (as plugins/bindings/node/attributes.h reads them off a node)."""
+    """A method's parameters as the policy that the kernels run, as
+    plugins/bindings/node/attributes.h reads them off a node."""
     p = MergePolicy(compresses=method.name != "full", threshold=-1e38, votes_max=getattr(method, "votes_max", math.inf))
     for k, s in enumerate(method.statistics):
         p.statistic[k].kind = KINDS[s.kind]

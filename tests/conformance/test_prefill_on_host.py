@@ -1,5 +1,5 @@
-"""Prefill on tensor cores (plugins/cuda/attention/prefill_mma.h), run on the host: the edges of its tiles, and what a chunk can
-bring, in both types.
+"""Prefill on tensor cores (plugins/cuda/attention/prefill_mma.h), run on the host: the edges of its tiles, and what
+a chunk can bring, in both types.
 
 A block takes 128 rows against blocks of 64 slots, or 64 against 32 above 128 elements; the statistics take 128 slots
 against 64 rows, or 64 against 32. Small cases are held to the float64 oracle, large ones to the operator's meaning in

@@ -1,9 +1,11 @@
 """Compiles the TensorRT plugins: with the CUDA kernels, and, to test them where there is no GPU, with the kernels
 compiled for the host.
 
-    python plugins/bindings/tensorrt/build_tensorrt.py --device 80 90 [--out DIR]   kvexport/_native/libkvexport_tensorrt.so, for
-    these capabilities python plugins/bindings/tensorrt/build_tensorrt.py --host
-    build-cache/tensorrt/libkvexport_tensorrt_host.so python plugins/bindings/tensorrt/build_tensorrt.py --harness
+    python plugins/bindings/tensorrt/build_tensorrt.py --device 80 90 [--out DIR]
+        kvexport/_native/libkvexport_tensorrt.so, for these capabilities
+    python plugins/bindings/tensorrt/build_tensorrt.py --host
+        build-cache/tensorrt/libkvexport_tensorrt_host.so
+    python plugins/bindings/tensorrt/build_tensorrt.py --harness
         what tests/backends/tensorrt/test_plugins.py drives the plugins with
 
 Needs Python, a compiler, CUDA's headers and TensorRT's; no TensorRT library. Exit code 3 and one line that says what is

@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvexport.version import __version__
+
 if TYPE_CHECKING:
     from kvexport.errors import KvexportError
     from kvexport.recipe.fields import Recipe
     from kvexport.runtime.engine import Completion, Engine, Token, load
     from kvexport.runtime.sampling import GenerationSettings
 
-__version__ = "0.1.0"
 __all__ = ["Completion", "Engine", "GenerationSettings", "KvexportError", "Token", "__version__", "build", "load"]
 
 _HOMES = {
@@ -40,7 +41,7 @@ def build(recipe: str | Path | Recipe, out: str | Path, overrides: Sequence[str]
     `--set`; for names and files only. Raises UsageError (recipe, checkpoint, target) and EnvironmentProblem (disk full,
     missing package).
     """
-    from kvexport.commands.doctor import require
+    from kvexport.packages import require
 
     require("build")
     from kvexport.errors import UsageError

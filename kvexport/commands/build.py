@@ -1,11 +1,17 @@
-"""What the verb `build` does: a recipe, or an artifact without engines for this machine, becomes an artifact."""
+"""`kvexport build`: a recipe, or an artifact without engines for this machine, becomes an artifact."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from kvexport.commands.options import RECIPE, BackendOption, JsonOption, SetOption
+from kvexport.commands.output import print_json
 from kvexport.errors import UsageError
 
 
@@ -14,6 +20,37 @@ class Stage(str, Enum):
 
     onnx = "onnx"
     all = "all"
+
+
+def build(
+    recipe: Annotated[str | None, RECIPE] = None,
+    overrides: SetOption = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Where to; default artifacts/RECIPE.")
+    ] = None,
+    backend: BackendOption = None,
+    stage: Annotated[
+        Stage, typer.Option(help="Only the graphs; engines are then built with --from where they will run.")
+    ] = Stage.all,
+    source: Annotated[
+        Path | None, typer.Option("--from", metavar="DIR", help="Add engines for this machine to that artifact.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Build an artifact from a recipe and print its path."""
+    if recipe is None and source is None:
+        raise typer.BadParameter("one of --recipe NAME and --from DIR is needed")
+    start = time.monotonic()
+    built = build_artifact(recipe, overrides or (), out, backend, stage, source)
+    if not as_json:
+        print(built)
+        return
+    from kvexport.artifact.publish import load_manifest
+
+    manifest = load_manifest(built, verify=False)
+    sizes = [entry["bytes"] for entry in manifest["files"].values()]
+    name, seconds = manifest["recipe"]["name"], time.monotonic() - start
+    print_json({"artifact": str(built), "recipe": name, "files": len(sizes), "bytes": sum(sizes), "seconds": seconds})
 
 
 def build_artifact(
@@ -35,7 +72,7 @@ def build_artifact(
 
         return rebuild(source, out, changes, progress=show)
     assert recipe is not None
-    from kvexport.commands.doctor import require
+    from kvexport.packages import require
     from kvexport.recipe.files import load_recipe
 
     loaded = load_recipe(recipe, changes)

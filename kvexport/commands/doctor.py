@@ -1,36 +1,29 @@
-"""`kvexport doctor`: what this machine has, what it lacks, and which verbs will work.
-
-Needs the standard library only, so that it can speak where everything else is missing. Not covered: whether a GPU
-computes.
-"""
+"""`kvexport doctor`: what this machine has, what it lacks, and which verbs will work. Not covered: whether a GPU
+computes."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import platform
 import re
 import shutil
 import subprocess
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvexport import __version__
-from kvexport.backends.onnxruntime.devices import problems
-from kvexport.backends.onnxruntime.operators import (
-    instruction_set,
-    library,
-    require_runnable,
-    why_no_library,
-    why_small_pages,
-)
-from kvexport.backends.tensorrt import plugin
+import typer
+
+from kvexport.commands.options import JsonOption
+from kvexport.commands.output import print_result
 from kvexport.errors import EnvironmentProblem
-from kvexport.report.page import KeyValues, Paragraph, Section, Table
+from kvexport.packages import PACKAGES, VERBS, PackageState, needs, package_state
 from kvexport.units import format_bytes
+from kvexport.version import __version__
+
+if TYPE_CHECKING:
+    from kvexport.report.page import Section
 
 FLAGS = (
     "avx2",
@@ -45,66 +38,17 @@ FLAGS = (
     "asimdhp",
     "sve",
 )
-VERBS = {
-    "generate": "run",
-    "inspect": "run",
-    "recipes": "run",
-    "build": "export",
-    "plan": "export",
-    "validate": "export",
-    "eval": "export",
-}
 
 
-@dataclass(frozen=True)
-class Package:
-    """A distribution: the module that it gives, the oldest version that will do, and the extra of kvexport that asks
-    for it ("run": kvexport itself does)."""
+def doctor(as_json: JsonOption = False) -> None:
+    """Show what this machine has and what it lacks.
 
-    name: str
-    module: str
-    minimum: str
-    extra: str
-    purpose: str
-
-    @property
-    def install(self) -> str:
-        """The line that installs it with all that belongs to it."""
-        return (
-            f"pip install '{self.name}>={self.minimum}'"
-            if self.extra == "run"
-            else f"pip install 'kvexport[{self.extra}]'"
-        )
-
-
-PACKAGES = (
-    Package("numpy", "numpy", "1.26", "run", "arrays"),
-    Package("onnxruntime", "onnxruntime", "1.22", "run", "runs an artifact's graphs"),
-    Package("pydantic", "pydantic", "2.7", "run", "checks recipes"),
-    Package("pyyaml", "yaml", "6", "run", "reads recipes"),
-    Package("rich", "rich", "13", "run", "progress bars"),
-    Package("tokenizers", "tokenizers", "0.20", "run", "text to tokens and back"),
-    Package("typer", "typer", "0.12", "run", "the command line"),
-    Package("torch", "torch", "2.9", "export", "traces the checkpoint; the reference of validate"),
-    Package("transformers", "transformers", "5.0", "export", "the checkpoint's model"),
-    Package("safetensors", "safetensors", "0.4", "export", "the checkpoint's weights"),
-    Package("onnx", "onnx", "1.18", "export", "writes graphs"),
-    Package("onnxscript", "onnxscript", "0.7", "export", "optimises graphs"),
-    Package("onnx-ir", "onnx_ir", "1.0", "export", "optimises graphs"),
-    Package("polygraphy", "polygraphy", "0.49", "export", "validate runs the engine with it"),
-    Package("onnxruntime-gpu", "onnxruntime", "1.22", "gpu", "ONNX Runtime on a GPU"),
-    Package("tensorrt", "tensorrt", "11", "tensorrt", "TensorRT engines"),
-    Package("cuda-bindings", "cuda.bindings", "12.6", "tensorrt", "CUDA calls around TensorRT engines"),
-)
-
-
-@dataclass(frozen=True)
-class PackageState:
-    """A package as found. version: None = not installed. problem: why it cannot be used, "" = it can."""
-
-    package: Package
-    version: str | None
-    problem: str
+    Exit code 3 where an artifact cannot be run.
+    """
+    found = diagnose()
+    print_result(as_json, found.to_json, found.sections)
+    if not found.runs:
+        raise typer.Exit(3)
 
 
 @dataclass(frozen=True)
@@ -160,6 +104,8 @@ class Diagnosis:
 
     def sections(self) -> list[Section]:
         """For a person."""
+        from kvexport.report.page import KeyValues, Paragraph, Table
+
         system, plugins = self.system, self.tensorrt_plugins
         machine = {
             "kvexport": system["kvexport"],
@@ -209,7 +155,7 @@ def diagnose() -> Diagnosis:
             for s in states
         ]
     lacking = [s.package for s in states if s.problem]
-    verbs = {verb: [package.name for package in lacking if _needs(verb, package)] for verb in VERBS}
+    verbs = {verb: [package.name for package in lacking if needs(verb, package)] for verb in VERBS}
     if providers and "CPUExecutionProvider" not in providers:
         for lacks in verbs.values():
             lacks.append("onnxruntime's CPUExecutionProvider")
@@ -217,46 +163,6 @@ def diagnose() -> Diagnosis:
     return Diagnosis(
         states, verbs, providers, _system(), _native("cpu"), _native("cuda"), gpus, gpu_problem, _tensorrt_plugins()
     )
-
-
-def require(verb: str) -> None:
-    """Raises EnvironmentProblem naming every package beyond kvexport's own that `verb` needs and lacks; imports none of
-    them."""
-    missing = [p.name for p in PACKAGES if p.extra == "export" and _needs(verb, p) and not _is_there(p.module)]
-    if missing:
-        are = "is" if len(missing) == 1 else "are"
-        raise EnvironmentProblem(
-            f"{verb} needs {', '.join(missing)}, which {are} not installed", "pip install 'kvexport[export]'"
-        )
-
-
-def missing_package(error: ImportError) -> EnvironmentProblem | None:
-    """The error to show for a failed import; None where what failed is a module of kvexport, which is a defect and no
-    lack."""
-    module = (error.name or "").partition(".")[0]
-    if module == "kvexport":
-        return None
-    known = next((p for p in PACKAGES if p.module == module), None)
-    if known is None:
-        return EnvironmentProblem(
-            f"an import failed: {str(error).splitlines()[0] if str(error) else module}", "kvexport doctor"
-        )
-    return EnvironmentProblem(
-        f"{known.name} ({known.purpose}) cannot be imported: {str(error).splitlines()[0]}", known.install
-    )
-
-
-def package_state(package: Package) -> PackageState:
-    """Whether a package is there and new enough, from its metadata alone."""
-    try:
-        version = metadata.version(package.name)
-    except metadata.PackageNotFoundError:
-        return PackageState(package, None, "missing")
-    if version is None or not _is_there(package.module):
-        return PackageState(package, version, f"installed, but there is no module {package.module}")
-    if _numbers(version) < _numbers(package.minimum):
-        return PackageState(package, version, f"too old, {package.minimum} is the oldest that will do")
-    return PackageState(package, version, "")
 
 
 def _package_row(state: PackageState) -> tuple[str, str, str, str, str]:
@@ -269,27 +175,6 @@ def _package_row(state: PackageState) -> tuple[str, str, str, str, str]:
 
 def _with_problem(state: PackageState, problem: str) -> PackageState:
     return state if state.problem or not problem else PackageState(state.package, state.version, problem)
-
-
-def _needs(verb: str, package: Package) -> bool:
-    if package.name == "polygraphy":
-        return verb == "validate"
-    return package.extra == "run" or package.extra == VERBS[verb]
-
-
-def _is_there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    release = re.match(r"\d+(\.\d+)*", version)
-    numbers = [int(part) for part in release[0].split(".")] if release else [0]
-    while numbers and numbers[-1] == 0:
-        numbers.pop()
-    return tuple(numbers)
 
 
 def _import_problem(module: str) -> str:
@@ -352,6 +237,15 @@ def _read(path: Path) -> str:
 
 
 def _native(device: str) -> Native:
+    from kvexport.backends.onnxruntime.devices import problems
+    from kvexport.backends.onnxruntime.operators import (
+        instruction_set,
+        library,
+        require_runnable,
+        why_no_library,
+        why_small_pages,
+    )
+
     if lacks := problems(device) if device != "cpu" else []:
         return Native("", "; ".join(problem for problem, _ in lacks), lacks[0][1])
     path = library(device)
@@ -367,6 +261,8 @@ def _native(device: str) -> Native:
 def _tensorrt_plugins() -> dict[str, str]:
     """Where their library is, or why there is none and what changes that; whether TensorRT takes it is seen when
     engines are built."""
+    from kvexport.backends.tensorrt import plugin
+
     path = plugin.library()
     if path is not None:
         return {"library": str(path)}

@@ -66,7 +66,7 @@ def report(error: BaseException, *, debug: bool = False) -> int:
 def _environment_problem(error: BaseException) -> EnvironmentProblem | None:
     """The error to show where this machine lacks a package, memory or disk space."""
     if isinstance(error, ImportError):
-        from kvexport.commands.doctor import missing_package
+        from kvexport.packages import missing_package
 
         return missing_package(error)
     if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
@@ -88,7 +88,7 @@ def _summary(error: BaseException) -> str:
 
 
 def _write_log(error: BaseException) -> str:
-    from kvexport import __version__
+    from kvexport.version import __version__
 
     try:
         number, path = tempfile.mkstemp(prefix="kvexport-", suffix=".log", text=True)

@@ -1,14 +1,66 @@
-"""The options of `kvexport eval`, from the words of a command line."""
+"""`kvexport eval`: methods compared at equal bytes."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from kvexport.commands.options import HtmlOption, JsonOption, RecipeOption, SetOption, TelemetryOption
+from kvexport.commands.output import print_result, require_folder, write_page
 from kvexport.errors import UsageError
-from kvexport.evaluate.candidates import parse_budgets
-from kvexport.evaluate.runner import ALL_TASKS, Options
-from kvexport.evaluate.suites import Item, read_longbench, read_ruler
+
+if TYPE_CHECKING:
+    from kvexport.evaluate.runner import Options
+    from kvexport.evaluate.suites import Item
+
+
+def evaluate(
+    recipe: RecipeOption,
+    overrides: SetOption = None,
+    methods: Annotated[
+        str, typer.Option(metavar="A,B:KEY=VALUE", help="What to compare; default streaming, h2o, the recipe's.")
+    ] = "",
+    budgets: Annotated[str, typer.Option(metavar="1/8,64", help="Shares of the length, or slots.")] = "1/8,1/4,1/2",
+    tasks: Annotated[str | None, typer.Option(metavar="A,B", help="Default all: needle, ..., text, stability.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Per task and length.")] = 40,
+    length: Annotated[
+        int | None, typer.Option(min=16, help="Tokens of a prompt; default half of limits.max_length.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the tasks.")] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 8,
+    training_length: Annotated[
+        int | None, typer.Option(min=1, help="Of stability; default the model's positions.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Measure on this text, not on Python's library.")
+    ] = None,
+    longbench: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="LongBench's data and config, from there.")
+    ] = None,
+    ruler: Annotated[Path | None, typer.Option(metavar="DIR", help="RULER's prepared tasks, from there.")] = None,
+    work: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the artifacts there.")] = None,
+    telemetry: TelemetryOption = False,
+    as_json: JsonOption = False,
+    html: HtmlOption = None,
+) -> None:
+    """Measure what methods keep of a model at equal bytes: recall, perplexity, distance to the full cache,
+    stability."""
+    require_folder(html)
+    from kvexport.packages import require
+
+    require("eval")
+    from kvexport.evaluate.runner import evaluate as measure
+    from kvexport.evaluate.sections import sections
+    from kvexport.terminal import show
+
+    shared = {"samples": samples, "length": length, "seed": seed, "batch": batch, "training_length": training_length}
+    options = make_options(methods, budgets, tasks, text, longbench, ruler, **shared, telemetry=telemetry)
+    result = measure(recipe, overrides or (), options, work, show)
+    if html is not None:
+        write_page(html, f"Evaluation of {result.recipe}", "Methods at equal bytes", sections(result))
+    print_result(as_json, result.to_json, lambda: sections(result))
 
 
 def make_options(
@@ -22,6 +74,10 @@ def make_options(
 ) -> Options:
     """Options of comma-separated words and files. With a suite and no tasks named, the suite alone. Raises
     UsageError."""
+    from kvexport.evaluate.candidates import parse_budgets
+    from kvexport.evaluate.runner import ALL_TASKS, Options
+    from kvexport.evaluate.suites import read_longbench, read_ruler
+
     suites: dict[str, list[Item]] = {}
     for folder, read in ((longbench, read_longbench), (ruler, read_ruler)):
         if folder is not None:

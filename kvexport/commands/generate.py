@@ -1,17 +1,72 @@
-"""What `kvexport generate` reads and prints: the prompt, the stream of tokens, the figures of the call."""
+"""`kvexport generate`: continue a prompt, printing every token as soon as it is final."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvexport.commands.options import ArtifactArgument, BackendOption, JsonOption
+from kvexport.commands.output import print_json
 from kvexport.errors import UsageError
 
 if TYPE_CHECKING:
     from kvexport.runtime.engine import Completion, Engine
     from kvexport.runtime.sampling import GenerationSettings
+
+
+def generate(
+    artifact: ArtifactArgument,
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The prompt; - reads it from stdin.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Read the prompt from a file, UTF-8.")
+    ] = None,
+    token_ids: Annotated[str | None, typer.Option(metavar='"1,2,3"', help="The prompt as token ids.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Stop after so many tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Divides the logits; implies --sample.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Only the k most likely tokens, 0 = all; implies --sample.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Only the most likely tokens of this mass; implies --sample.")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Only tokens this likely against the likeliest; implies --sample.")
+    ] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: seen tokens become less likely.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the draws; implies --sample.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(metavar="STR", help="End before this text; repeatable.")] = None,
+    sample: Annotated[
+        bool | None, typer.Option("--sample/--greedy", help="Draw tokens, or take the likeliest.")
+    ] = None,
+    backend: BackendOption = None,
+    as_json: JsonOption = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Print tokens per second and cache bytes on stderr.")] = False,
+) -> None:
+    """Continue a prompt.
+
+    The text is streamed to stdout (token ids, where the artifact has no tokenizer). Settings that are not given come
+    from the checkpoint's generation_config.json.
+    """
+    text = read_prompt(prompt, prompt_file, token_ids)
+    drawing = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    if temperature == 0 and sample is not False:
+        raise UsageError("a temperature of 0 would divide by it", "--greedy in its place takes the likeliest token")
+    if sample is None and any(value is not None for value in drawing.values()):
+        sample = True
+    others = {"max_new_tokens": max_new_tokens, "repetition_penalty": repetition_penalty, "stop_strings": stop or None}
+    from kvexport.runtime.engine import load
+    from kvexport.terminal import show
+
+    with show(f"loading {artifact}"):
+        engine = load(artifact, backend=backend)
+    settings = engine.settings(do_sample=sample, **drawing, **others)
+    completion = print_stream(engine, text, settings, quiet=as_json)
+    figures = statistics(engine)
+    if as_json:
+        print_json({"artifact": str(artifact), **vars(completion), "settings": vars(settings), "stats": figures})
+    if stats:
+        rates = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in figures.items()}
+        typer.echo("\n".join(f"{name.replace('_', ' ')}: {value}" for name, value in rates.items()), err=True)
 
 
 def read_prompt(prompt: str | None, file: Path | None, token_ids: str | None) -> str | list[int]:

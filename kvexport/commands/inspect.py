@@ -1,20 +1,33 @@
-"""`kvexport inspect`: what is in an artifact. Named so as not to be mistaken for the standard library's `inspect`."""
+"""`kvexport inspect`: what is in an artifact, and whether it is whole."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from kvexport.artifact.publish import load_manifest
-from kvexport.backends.onnxruntime.devices import problems
-from kvexport.backends.onnxruntime.operators import Implementation, implementations
-from kvexport.cache import CachePlan
-from kvexport.commands.plan import layer_table
+import typer
+
+from kvexport.commands.options import ArtifactArgument, JsonOption
+from kvexport.commands.output import print_result
 from kvexport.errors import ArtifactError
-from kvexport.report.page import KeyValues, Section, Table
 from kvexport.units import format_bytes
+
+if TYPE_CHECKING:
+    from kvexport.backends.onnxruntime.operators import Implementation
+    from kvexport.cache import CachePlan
+    from kvexport.report.page import KeyValues, Section
+
+
+def inspect(
+    artifact: ArtifactArgument,
+    as_json: JsonOption = False,
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compute the SHA-256 of every file.")] = True,
+) -> None:
+    """Show what is in an artifact and whether it is whole."""
+    inspection = inspect_artifact(artifact, verify=verify)
+    print_result(as_json, inspection.to_json, inspection.sections)
 
 
 @dataclass(frozen=True)
@@ -72,6 +85,9 @@ class Inspection:
 
     def sections(self) -> list[Section]:
         """For a person."""
+        from kvexport.planning import layer_table
+        from kvexport.report.page import KeyValues, Table
+
         files = sorted(self.manifest["files"].items())
         runs = {name: str(how) if how else "not needed by this artifact" for name, how in self.runs_here.items()}
         return [
@@ -89,11 +105,15 @@ class Inspection:
         ]
 
     def _device(self) -> str:
+        from kvexport.backends.onnxruntime.devices import problems
+
         device: str = self.manifest["recipe"]["backend"]["device"]
         lacks = "; ".join(problem for problem, _ in problems(device)) if device != "cpu" else ""
         return f"{device}, where nothing runs here: {lacks}" if lacks else device
 
     def _engines(self) -> list[Section]:
+        from kvexport.report.page import KeyValues
+
         engines = self.manifest.get("engines")
         if engines is None:
             return []
@@ -110,6 +130,8 @@ class Inspection:
         return [KeyValues("Engines", shown)]
 
     def _summary(self) -> KeyValues:
+        from kvexport.report.page import KeyValues
+
         recipe, model, limits = (self.manifest[key] for key in ("recipe", "model", "limits"))
         batch = limits["max_batch"]
         parameters = ", ".join(f"{key}={value}" for key, value in recipe["cache"]["parameters"].items())
@@ -119,7 +141,7 @@ class Inspection:
             {
                 "recipe": f"{recipe['name'] or '-'}: {recipe['description'] or '-'}",
                 "model": f"{model['type']}, {model['layers']} layers, vocabulary {model['vocabulary']}, "
-                "{recipe['model']['dtype']}",
+                f"{recipe['model']['dtype']}",
                 "checkpoint": f"{recipe['model']['path']} (fingerprint {model['fingerprint']})",
                 "method": f"{recipe['cache']['method']}{f' ({parameters})' if parameters else ''}",
                 "limits": ", ".join(f"{name} {value}" for name, value in limits.items()),
@@ -137,6 +159,10 @@ def inspect_artifact(path: Path, *, verify: bool = True) -> Inspection:
 
     Raises UsageError where nothing is there, ArtifactError where it is damaged.
     """
+    from kvexport.artifact.publish import load_manifest
+    from kvexport.backends.onnxruntime.operators import implementations
+    from kvexport.cache import CachePlan
+
     manifest = load_manifest(path, verify=verify)
     try:
         graphs = [_read_graph(path, name, file) for name, file in manifest["graphs"].items() if file]

@@ -1,218 +1,32 @@
-"""`kvexport plan`: what a recipe will take of memory, from the checkpoint's headers, before anything is built.
-
-Counted: the weights and the caches, both exactly. Not counted: activations and whatever the backend keeps for itself.
-"""
+"""`kvexport plan`: what a recipe takes of memory, before anything is built."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
-from kvexport.cache import CachePlan, LayerCache, LayerGeometry, plan_cache
-from kvexport.errors import UsageError
-from kvexport.recipe.fields import Recipe
-from kvexport.report.page import KeyValues, Section, Table
-from kvexport.units import format_bytes
+import typer
 
-NOT_COUNTED = "activations and the backend's own buffers are not counted"
+from kvexport.commands.options import JsonOption, RecipeOption, SetOption
+from kvexport.commands.output import print_result
 
 
-@dataclass(frozen=True)
-class Fit:
-    """What a given memory (bytes) holds beside the weights. sequences: how many of the recipe's. largest_budget: slots
-    of every layer (uniform) at which max_batch sequences fit; None where none does, or where the method keeps every
-    slot."""
+def plan(
+    recipe: RecipeOption,
+    overrides: SetOption = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="How much of it fits, such as 24GB or 24GiB.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compute what a recipe takes of memory, before anything is built."""
+    from kvexport.planning import plan_memory
+    from kvexport.recipe.files import load_recipe
+    from kvexport.terminal import show
+    from kvexport.units import parse_bytes
 
-    memory: int
-    sequences: int
-    largest_budget: int | None
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A recipe's memory. parameters: of the model, tied ones once. weight_bytes: the same in the recipe's dtype.
-    full_bytes: keys and values of one sequence of max_length in a cache that keeps all of them (a sliding-window layer
-    its window), and nothing else."""
-
-    name: str
-    recipe: Recipe
-    geometry: tuple[LayerGeometry, ...]
-    cache: CachePlan
-    parameters: int
-    weight_bytes: int
-    full_bytes: int
-
-    @property
-    def sequence_bytes(self) -> int:
-        """The cache of one sequence, as the runtime allocates it."""
-        return self.cache.bytes(1)
-
-    @property
-    def batch_bytes(self) -> int:
-        """The caches of limits.max_batch sequences."""
-        return self.cache.bytes(self.recipe.limits.max_batch)
-
-    @property
-    def ratio(self) -> float:
-        """full_bytes / sequence_bytes: above 1 the recipe saves memory."""
-        return self.full_bytes / self.sequence_bytes
-
-    def fit(self, memory: int) -> Fit:
-        """What `memory` bytes hold; see `Fit`."""
-        room = max(0, memory - self.weight_bytes)
-        return Fit(memory, room // self.sequence_bytes, self._largest_budget(room))
-
-    def _largest_budget(self, room: int) -> int | None:
-        if not self.recipe.cache.build_method().compresses:
-            return None
-        # At max_length nothing ever leaves and the slack goes too, so that it can take less than the budgets just below
-        # it.
-        longest = self.recipe.limits.max_length
-        if self._fits(longest, room):
-            return longest
-        low, high = 0, longest - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self._fits(middle, room) else (low, middle - 1)
-        return low if low and self._with_budget(low) else None
-
-    def _fits(self, budget: int, room: int) -> bool:
-        """Whether max_batch sequences fit. A budget too small for sinks and recent slots counts as fitting."""
-        cache = self._with_budget(budget)
-        return cache is None or cache.bytes(self.recipe.limits.max_batch) <= room
-
-    def _with_budget(self, budget: int) -> CachePlan | None:
-        section = self.recipe.cache
-        uniform = section.allocation.model_copy(update={"kind": "uniform"})
-        changed = self.recipe.model_copy(
-            update={"cache": section.model_copy(update={"budget": budget, "allocation": uniform})}
-        )
-        try:
-            return plan_cache(changed, self.geometry)
-        except UsageError:
-            return None
-
-    def to_json(self) -> dict[str, Any]:
-        """Everything but the fit."""
-        limits = self.recipe.limits
-        return {
-            "recipe": self.name,
-            "model": self.recipe.model.path,
-            "dtype": self.recipe.model.dtype,
-            "method": self.recipe.cache.method,
-            "parameters": self.parameters,
-            "weight_bytes": self.weight_bytes,
-            "max_length": limits.max_length,
-            "max_batch": limits.max_batch,
-            "cache_bytes_per_sequence": self.sequence_bytes,
-            "cache_bytes": self.batch_bytes,
-            "full_cache_bytes_per_sequence": self.full_bytes,
-            "ratio": self.ratio,
-            "layers": [
-                {**entry, "bytes": layer.bytes()}
-                for entry, layer in zip(self.cache.to_json(), self.cache.layers, strict=True)
-            ],
-            "not_counted": NOT_COUNTED,
-        }
-
-    def sections(self, fit: Fit | None = None) -> list[Section]:
-        """For a person, with what a memory holds where `fit` is given."""
-        recipe, batch = self.recipe, self.recipe.limits.max_batch
-        smaller = f"{self.ratio:.3g} times smaller" if self.ratio >= 1 else f"{1 / self.ratio:.3g} times LARGER"
-        summary: dict[str, str | int | float | None] = {
-            "model": recipe.model.path,
-            "dtype": recipe.model.dtype,
-            "method": recipe.cache.method,
-            "weights": f"{format_bytes(self.weight_bytes)}, {self.parameters:,} parameters",
-            "cache of 1 sequence": format_bytes(self.sequence_bytes),
-            f"cache of {batch} sequences": format_bytes(self.batch_bytes),
-            "weights and caches": f"{format_bytes(self.weight_bytes + self.batch_bytes)}; {NOT_COUNTED}",
-            "full cache of 1 sequence": f"{format_bytes(self.full_bytes)}, keys and values of "
-            "{recipe.limits.max_length} tokens",
-            "against the full cache": smaller,
-        }
-        return [
-            KeyValues(f"Plan of {self.name or 'the recipe'}", summary),
-            layer_table(self.cache),
-            *([self._describe(fit)] if fit else []),
-        ]
-
-    def _describe(self, fit: Fit) -> Section:
-        batch = self.recipe.limits.max_batch
-        if fit.memory < self.weight_bytes:
-            sequences: str | int = f"none: not even the weights fit, {format_bytes(self.weight_bytes)}"
-        else:
-            sequences = fit.sequences
-        budget = f"none is small enough for {batch} sequences; fewer of them: --set limits.max_batch=N"
-        if fit.largest_budget:
-            largest = fit.largest_budget
-            budget = f"{largest} slots: --set cache.budget={largest} --set cache.allocation.kind=uniform"
-        elif not self.recipe.cache.build_method().compresses:
-            budget = f"none to choose: {self.recipe.cache.method} keeps every slot"
-        return KeyValues(
-            f"In {format_bytes(fit.memory)}, {NOT_COUNTED}",
-            {"sequences beside the weights": sequences, f"largest uniform budget for {batch} sequences": budget},
-        )
-
-
-def make_plan(recipe: Recipe, name: str = "") -> Plan:
-    """Plan the memory of `recipe`; `name` is what it is called in the plan.
-
-    Reads the checkpoint's headers and constructs the model without weights. Raises UsageError for every reason why this
-    recipe cannot be built, EnvironmentProblem where a package of the extra `export` is missing.
-    """
-    from kvexport.commands.doctor import require
-
-    require("plan")
-    import numpy as np
-
-    from kvexport.export.build import read_model
-
-    shape = read_model(recipe, weights=False)
-    # parameters() gives a tied parameter once.
-    parameters = sum(parameter.numel() for parameter in shape.model.parameters())
-    itemsize = np.dtype(recipe.model.dtype).itemsize
-    full = sum(full_layer_bytes(layer, recipe.limits.max_length, itemsize) for layer in shape.geometry)
-    return Plan(name, recipe, tuple(shape.geometry), shape.plan, parameters, parameters * itemsize, full)
-
-
-def full_layer_bytes(layer: LayerGeometry, length: int, itemsize: int) -> int:
-    """Keys and values of `length` tokens, of the last `sliding_window` of them where the layer has one; no votes,
-    scores, positions."""
-    slots = min(length, layer.sliding_window) if layer.sliding_window else length
-    return layer.kv_heads * slots * (layer.key_size + layer.value_size) * itemsize
-
-
-def layer_groups(cache: CachePlan) -> list[tuple[str, LayerCache, int]]:
-    """Neighbouring layers that are alike: ("0-31", one of them, how many)."""
-    groups = []
-    for _, alike in itertools.groupby(enumerate(cache.layers), key=lambda item: item[1]):
-        members = list(alike)
-        first, last = members[0][0], members[-1][0]
-        groups.append((f"{first}-{last}" if last > first else str(first), members[0][1], len(members)))
-    return groups
-
-
-def layer_table(cache: CachePlan) -> Table:
-    """The caches layer by layer, neighbours that are alike in one line. Bytes are those of all layers of the line, one
-    sequence."""
-    rows: list[Sequence[str | int]] = []
-    for label, layer, count in layer_groups(cache):
-        size = str(layer.key_size) if layer.key_size == layer.value_size else f"{layer.key_size}/{layer.value_size}"
-        budget = str(layer.budget) if layer.merges else "all"
-        window = str(layer.sliding_window or "-")
-        shared = (
-            layer.kv_heads,
-            size,
-            window,
-            budget,
-            layer.capacity,
-            layer.sinks,
-            layer.recent,
-            format_bytes(count * layer.bytes()),
-        )
-        rows.append((label, *shared))
-    header = ("layers", "KV heads", "head size", "window", "budget", "capacity", "sinks", "recent", "bytes")
-    return Table("Cache of one sequence", header, rows)
+    amount = None if memory is None else parse_bytes(memory)
+    loaded = load_recipe(recipe, overrides or ())
+    with show("reading the checkpoint"):
+        made = plan_memory(loaded.recipe, loaded.name)
+    fit = None if amount is None else made.fit(amount)
+    print_result(as_json, lambda: {**made.to_json(), "fit": vars(fit) if fit else None}, lambda: made.sections(fit))

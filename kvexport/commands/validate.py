@@ -1,21 +1,62 @@
-"""What `kvexport validate` runs: one comparison, or one for every backend that this machine has."""
+"""`kvexport validate`: one comparison with PyTorch, or one for every backend that this machine has."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from kvexport.artifact.publish import load_manifest
-from kvexport.backends.tensorrt.rebuild import rebuild
-from kvexport.errors import EnvironmentProblem
-from kvexport.terminal import Progress
-from kvexport.validate.layers import first_layers
-from kvexport.validate.runner import ValidationResult, require_packages, validate_artifact
-from kvexport.validate.runners import backends_here
+import typer
 
-Show = Callable[[str, int | None], Progress]
+from kvexport.commands.options import ArtifactArgument, HtmlOption, JsonOption, TelemetryOption
+from kvexport.commands.output import print_result, require_folder, write_page
+from kvexport.errors import EnvironmentProblem, MismatchError
+
+if TYPE_CHECKING:
+    from kvexport.terminal import Progress
+    from kvexport.validate.runner import ValidationResult
+
+Show = Callable[[str, "int | None"], "Progress"]
+
+
+def validate(
+    artifact: ArtifactArgument,
+    length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of the longest sequence; default 4 times the capacity.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences, each shorter than the one before.")] = 3,
+    checkpoint: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Where the weights are now; default the recipe's.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the random tokens.")] = 0,
+    telemetry: TelemetryOption = False,
+    layers: Annotated[int | None, typer.Option(metavar="N", help="Hold the first N alone, built for this.")] = None,
+    backend: Annotated[
+        str | None, typer.Option(metavar="NAME", help="onnxruntime, tensorrt, or all that this machine has.")
+    ] = None,
+    as_json: JsonOption = False,
+    html: HtmlOption = None,
+) -> None:
+    """Compare an artifact with PyTorch, step by step."""
+    from kvexport.terminal import show
+
+    require_folder(html)
+    asked: dict[str, Any] = {"length": length, "batch": batch, "seed": seed, "telemetry": telemetry}
+    results, missing = validate_backends(artifact, backend, layers, checkpoint, show, **asked)
+    for name, why in missing.items():
+        typer.echo(f"not compared with {name}: {why}", err=True)
+    problem = next((result.problem for result in results if not result.passed), "")
+    sections = [section for result in results for section in result.sections()]
+    if html is not None:
+        write_page(html, f"Validation of {artifact}", problem or "passed", sections)
+    print_result(
+        as_json, lambda: [r.to_json() for r in results] if backend == "all" else results[0].to_json(), lambda: sections
+    )
+    if problem:
+        raise MismatchError(
+            problem, "build the artifact again; if it stays, report it with the output of validate --json"
+        )
 
 
 def validate_backends(
@@ -27,6 +68,10 @@ def validate_backends(
     layers: hold the first so many alone, in an artifact made for this. Errors: those of `validate_artifact`,
     `first_layers` and, where TensorRT is asked for by name, `rebuild`.
     """
+    from kvexport.artifact.publish import load_manifest
+    from kvexport.validate.layers import first_layers
+    from kvexport.validate.runner import require_packages
+
     if layers is None:
         return _compare(artifact, backend, progress, checkpoint=checkpoint, **asked)
     require_packages()
@@ -42,6 +87,9 @@ def validate_backends(
 def _compare(
     artifact: Path, backend: str | None, progress: Show, **asked: Any
 ) -> tuple[list[ValidationResult], dict[str, str]]:
+    from kvexport.validate.runner import validate_artifact
+    from kvexport.validate.runners import backends_here
+
     backends: list[tuple[str | None, str | None]] = [(backend, None)]
     missing: dict[str, str] = {}
     if backend == "all":
@@ -55,6 +103,8 @@ def _compare(
 
 def _without_engines(held: Path, backend: str, progress: Show) -> dict[str, str]:
     """Add TensorRT's engines where they are wanted; why there are none, where any backend will do."""
+    from kvexport.backends.tensorrt.rebuild import rebuild
+
     if backend not in ("tensorrt", "all"):
         return {}
     try:

@@ -274,7 +274,7 @@ class Run:
 
     def _perturbations(self, engine: Engine, recipe: Recipe) -> list[Perturbation]:
         from kvexport.validate.reference import TorchReference
-        from kvexport.validate.telemetry import watch
+        from kvexport.validate.watch import watch
 
         samples = self.samples.get("text") or next(iter(self.samples.values()))
         tokens = [np.array(sample.ids, dtype=np.int64) for sample in samples[: self.options.batch]]

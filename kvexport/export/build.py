@@ -16,7 +16,6 @@ from pathlib import Path
 from threading import Event
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from kvexport import __version__
 from kvexport.artifact.manifest import file_digests
 from kvexport.artifact.publish import stage, write_manifest
 from kvexport.backends.tensorrt.engines import EngineBuilder
@@ -26,6 +25,7 @@ from kvexport.export.forked import forked
 from kvexport.export.passes.in_place import check_in_place
 from kvexport.recipe.fields import Recipe
 from kvexport.terminal import Progress, silent
+from kvexport.version import __version__
 
 SWITCH_SECONDS = 0.0005
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")

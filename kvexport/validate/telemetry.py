@@ -22,11 +22,7 @@ from kvexport.export.graph.tracer import layer_attributes
 from kvexport.methods.base import Method, Slots, corrected_log_ema
 from kvexport.ops.merge_cache import merge_cache
 from kvexport.ops.vote_attention import VoteAttentionAttributes
-from kvexport.recipe.fields import Recipe
-from kvexport.runtime.lanes import Lanes
-from kvexport.validate.backend import ReferenceBackend, schedule
 from kvexport.validate.perturbation import QUERIES, Bound, Perturbation, theorem_5
-from kvexport.validate.reference import TorchReference
 
 When = Literal["current", "next"]
 
@@ -282,14 +278,3 @@ class Telemetry:
                 )
             found.append(row)
         return found
-
-
-def watch(reference: TorchReference, recipe: Recipe, tokens: list[NDArray[np.int64]]) -> list[Perturbation]:
-    """What merging does on given sequences, all in one batch: two thirds of each in chunks, the rest token by token."""
-    plan, chunk = reference.plan, recipe.export.prefill_chunk
-    telemetry = Telemetry(plan, reference.geometry, reference.method)
-    backend = ReferenceBackend(reference, plan, len(tokens), telemetry)
-    lanes = Lanes(backend, plan, len(tokens), prefill_chunk=chunk, merge_every=recipe.cache.merge_every)
-    for parts, prefill in schedule(tokens, chunk):
-        lanes.append(parts, prefill=prefill)
-    return telemetry.rows()

@@ -278,7 +278,7 @@ def test_validate_reports_and_exits_with_4_on_a_mismatch(
         asked.update(options, path=path)
         return outcome
 
-    monkeypatch.setattr("kvexport.commands.validate.validate_artifact", compare)
+    monkeypatch.setattr("kvexport.validate.runner.validate_artifact", compare)
     result = run(
         "validate",
         "x",

@@ -16,8 +16,9 @@ from kvexport import paths
 from kvexport.backends.tensorrt import plugin
 from kvexport.commands import doctor
 from kvexport.commands.app import app
-from kvexport.commands.doctor import PACKAGES, VERBS, Package, diagnose, missing_package, package_state, require
+from kvexport.commands.doctor import diagnose
 from kvexport.errors import EnvironmentProblem
+from kvexport.packages import PACKAGES, VERBS, Package, missing_package, package_state, require
 from tests.support.paths import ROOT
 
 
@@ -168,7 +169,7 @@ def test_pages_that_are_small_are_said_with_the_line_that_mends_them() -> None:
 
 def test_the_module_itself_needs_the_standard_library_only() -> None:
     heavy = ("numpy", "pydantic", "typer", "rich", "yaml", "torch")
-    code = f"import sys, kvexport.commands.doctor; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, kvexport.packages; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

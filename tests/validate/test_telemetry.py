@@ -21,7 +21,8 @@ from kvexport.ops.vote_attention import VoteAttentionAttributes, vote_attention
 from kvexport.report.page import render_html, render_text
 from kvexport.validate.perturbation import Bound, Perturbation, layer_sections, theorem_5
 from kvexport.validate.reference import TorchReference
-from kvexport.validate.telemetry import Cache, Query, Telemetry, attend, watch
+from kvexport.validate.telemetry import Cache, Query, Telemetry, attend
+from kvexport.validate.watch import watch
 from tests.support.models import llama, make_recipe, random_ids, save_checkpoint
 
 

@@ -100,7 +100,7 @@ def test_where_tensorrt_cannot_build_it_is_named_or_the_error(one_layer: Path, m
     def rebuild(*_: Any, **__: Any) -> None:
         raise EnvironmentProblem("there is no NVIDIA GPU", "a machine with one")
 
-    monkeypatch.setattr(command, "rebuild", rebuild)
+    monkeypatch.setattr("kvexport.backends.tensorrt.rebuild.rebuild", rebuild)
     assert command._without_engines(one_layer, "onnxruntime", silent) == {}
     assert command._without_engines(one_layer, "all", silent) == {"tensorrt": "there is no NVIDIA GPU"}
     with pytest.raises(EnvironmentProblem):

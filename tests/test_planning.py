@@ -11,18 +11,18 @@ from typer.testing import CliRunner
 import kvexport
 from kvexport.cache import LayerCache
 from kvexport.commands.app import app
-from kvexport.commands.plan import Plan, layer_groups, make_plan
 from kvexport.errors import UsageError
+from kvexport.planning import MemoryPlan, layer_groups, plan_memory
 from kvexport.recipe.files import load_recipe
 from kvexport.units import format_bytes, parse_bytes
 
 
-def plan_of(recipe: Path, *overrides: str) -> Plan:
+def plan_of(recipe: Path, *overrides: str) -> MemoryPlan:
     loaded = load_recipe(str(recipe), overrides)
-    return make_plan(loaded.recipe, loaded.name)
+    return plan_memory(loaded.recipe, loaded.name)
 
 
-def cache_bytes(plan: Plan, budget: int) -> int:
+def cache_bytes(plan: MemoryPlan, budget: int) -> int:
     """Of max_batch sequences at a uniform budget, counted slot by slot."""
     limits, recipe = plan.recipe.limits, plan.recipe
     total = 8 * limits.max_batch

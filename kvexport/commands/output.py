@@ -1,0 +1,58 @@
+"""How verbs give their results: text or JSON on stdout, a page in a file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvexport.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvexport.report.page import Section
+
+
+def print_result(as_json: bool, data: Callable[[], Any], sections: Callable[[], Sequence[Section]]) -> None:
+    """A result on stdout: `data` as JSON, or `sections` as text."""
+    if as_json:
+        print_json(data())
+        return
+    from kvexport.report.page import render_text
+
+    print(render_text(sections()).rstrip("\n"))
+
+
+def print_json(data: Any) -> None:
+    """JSON on stdout; null in place of the numbers that JSON does not have."""
+    print(json.dumps(_finite(data), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def require_folder(page: Path | None) -> None:
+    """Raises UsageError where the page's folder does not exist: before the work, not after it."""
+    if page is not None and not page.absolute().parent.is_dir():
+        raise UsageError(
+            f"{page.parent}, where {page.name} is to be written, does not exist", f"mkdir -p {page.parent}"
+        )
+
+
+def write_page(path: Path, title: str, subtitle: str, sections: Sequence[Section]) -> None:
+    """Write a report as a page. Raises UsageError where the file cannot be written."""
+    from kvexport.report.page import render_html
+
+    try:
+        path.write_text(render_html(title, subtitle, sections), encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+        raise UsageError(
+            f"{path} cannot be written: {error.strerror}",
+            "name a file in a directory that exists and that you may write",
+        ) from error

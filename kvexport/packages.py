@@ -1,0 +1,137 @@
+"""The packages that each verb needs: what is missing, what is too old, and the line that installs it.
+
+Needs the standard library only, so that it can speak where everything else is missing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from importlib import metadata
+
+from kvexport.errors import EnvironmentProblem
+
+VERBS = {
+    "generate": "run",
+    "inspect": "run",
+    "recipes": "run",
+    "build": "export",
+    "plan": "export",
+    "validate": "export",
+    "eval": "export",
+}
+
+
+@dataclass(frozen=True)
+class Package:
+    """A distribution: the module that it gives, the oldest version that will do, and the extra of kvexport that asks
+    for it ("run": kvexport itself does)."""
+
+    name: str
+    module: str
+    minimum: str
+    extra: str
+    purpose: str
+
+    @property
+    def install(self) -> str:
+        """The line that installs it with all that belongs to it."""
+        return (
+            f"pip install '{self.name}>={self.minimum}'"
+            if self.extra == "run"
+            else f"pip install 'kvexport[{self.extra}]'"
+        )
+
+
+PACKAGES = (
+    Package("numpy", "numpy", "1.26", "run", "arrays"),
+    Package("onnxruntime", "onnxruntime", "1.22", "run", "runs an artifact's graphs"),
+    Package("pydantic", "pydantic", "2.7", "run", "checks recipes"),
+    Package("pyyaml", "yaml", "6", "run", "reads recipes"),
+    Package("rich", "rich", "13", "run", "progress bars"),
+    Package("tokenizers", "tokenizers", "0.20", "run", "text to tokens and back"),
+    Package("typer", "typer", "0.12", "run", "the command line"),
+    Package("torch", "torch", "2.9", "export", "traces the checkpoint; the reference of validate"),
+    Package("transformers", "transformers", "5.0", "export", "the checkpoint's model"),
+    Package("safetensors", "safetensors", "0.4", "export", "the checkpoint's weights"),
+    Package("onnx", "onnx", "1.18", "export", "writes graphs"),
+    Package("onnxscript", "onnxscript", "0.7", "export", "optimises graphs"),
+    Package("onnx-ir", "onnx_ir", "1.0", "export", "optimises graphs"),
+    Package("polygraphy", "polygraphy", "0.49", "export", "validate runs the engine with it"),
+    Package("onnxruntime-gpu", "onnxruntime", "1.22", "gpu", "ONNX Runtime on a GPU"),
+    Package("tensorrt", "tensorrt", "11", "tensorrt", "TensorRT engines"),
+    Package("cuda-bindings", "cuda.bindings", "12.6", "tensorrt", "CUDA calls around TensorRT engines"),
+)
+
+
+@dataclass(frozen=True)
+class PackageState:
+    """A package as found. version: None = not installed. problem: why it cannot be used, "" = it can."""
+
+    package: Package
+    version: str | None
+    problem: str
+
+
+def require(verb: str) -> None:
+    """Raises EnvironmentProblem naming every package beyond kvexport's own that `verb` needs and lacks; imports none of
+    them."""
+    missing = [p.name for p in PACKAGES if p.extra == "export" and needs(verb, p) and not is_there(p.module)]
+    if missing:
+        are = "is" if len(missing) == 1 else "are"
+        raise EnvironmentProblem(
+            f"{verb} needs {', '.join(missing)}, which {are} not installed", "pip install 'kvexport[export]'"
+        )
+
+
+def missing_package(error: ImportError) -> EnvironmentProblem | None:
+    """The error to show for a failed import; None where what failed is a module of kvexport, which is a defect and no
+    lack."""
+    module = (error.name or "").partition(".")[0]
+    if module == "kvexport":
+        return None
+    known = next((p for p in PACKAGES if p.module == module), None)
+    if known is None:
+        return EnvironmentProblem(
+            f"an import failed: {str(error).splitlines()[0] if str(error) else module}", "kvexport doctor"
+        )
+    return EnvironmentProblem(
+        f"{known.name} ({known.purpose}) cannot be imported: {str(error).splitlines()[0]}", known.install
+    )
+
+
+def package_state(package: Package) -> PackageState:
+    """Whether a package is there and new enough, from its metadata alone."""
+    try:
+        version = metadata.version(package.name)
+    except metadata.PackageNotFoundError:
+        return PackageState(package, None, "missing")
+    if version is None or not is_there(package.module):
+        return PackageState(package, version, f"installed, but there is no module {package.module}")
+    if _numbers(version) < _numbers(package.minimum):
+        return PackageState(package, version, f"too old, {package.minimum} is the oldest that will do")
+    return PackageState(package, version, "")
+
+
+def needs(verb: str, package: Package) -> bool:
+    """Whether the verb takes the package."""
+    if package.name == "polygraphy":
+        return verb == "validate"
+    return package.extra == "run" or package.extra == VERBS[verb]
+
+
+def is_there(module: str) -> bool:
+    """Whether a module could be imported; imports none but the packages above it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    release = re.match(r"\d+(\.\d+)*", version)
+    numbers = [int(part) for part in release[0].split(".")] if release else [0]
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)

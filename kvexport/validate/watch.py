@@ -1,0 +1,24 @@
+"""A run of the reference on given sequences, watched: what merging does to the attention output."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvexport.recipe.fields import Recipe
+from kvexport.runtime.lanes import Lanes
+from kvexport.validate.backend import ReferenceBackend, schedule
+from kvexport.validate.perturbation import Perturbation
+from kvexport.validate.reference import TorchReference
+from kvexport.validate.telemetry import Telemetry
+
+
+def watch(reference: TorchReference, recipe: Recipe, tokens: list[NDArray[np.int64]]) -> list[Perturbation]:
+    """What merging does on given sequences, all in one batch: two thirds of each in chunks, the rest token by token."""
+    plan, chunk = reference.plan, recipe.export.prefill_chunk
+    telemetry = Telemetry(plan, reference.geometry, reference.method)
+    backend = ReferenceBackend(reference, plan, len(tokens), telemetry)
+    lanes = Lanes(backend, plan, len(tokens), prefill_chunk=chunk, merge_every=recipe.cache.merge_every)
+    for parts, prefill in schedule(tokens, chunk):
+        lanes.append(parts, prefill=prefill)
+    return telemetry.rows()

@@ -34,7 +34,7 @@ ORDER = [
     "__main__",
 ]
 # Being mended: removed with the last of them.
-PENDING = {"kvexport.runtime.lanes", "kvexport.runtime.top_logits", "kvexport.backends.tensorrt.engines"}
+PENDING = {"kvexport.backends.tensorrt.engines"}
 HEAVY = {"torch", "transformers", "onnx", "onnxscript", "onnx_ir", "polygraphy"}
 
 

@@ -1,4 +1,4 @@
-"""What an artifact's engine gives whatever runs it."""
+"""What the engine drives, whatever runs an artifact's graphs."""
 
 from __future__ import annotations
 
@@ -8,20 +8,36 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvexport.backends.rows import Rows
 from kvexport.cache import CachePlan
-from kvexport.runtime.lanes import Backend
-from kvexport.runtime.top_logits import Rows
 
 
-class EngineBackend(Backend, Protocol):
-    """A `Backend` whose state, wherever it is, can be read and written. candidates: how many of a row `step` gives; 0
-    where the artifact has no graph for them; None where logits are in the host's memory."""
+class LaneState(Protocol):
+    """State tensors of a fixed number of lanes, and the two graphs that advance them."""
 
-    candidates: int | None
+    def decode(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Append [lanes, T] tokens of which the first query_length [lanes, 1] are real; logits [lanes, 1 or T,
+        vocabulary]. All three arrays may be overwritten by the next call."""
+        ...
+
+    def merge(self, first: int, last: int) -> None:
+        """Bring lanes first <= lane < last back within their budgets."""
+        ...
+
+    def reset(self) -> None:
+        """Empty every lane."""
+        ...
+
+
+class ModelState(LaneState, Protocol):
+    """A `LaneState` that can be read and written, wherever it is. top_logits: how many of a row `step` gives; 0 where
+    the artifact has no graph for them; None where logits are in the host's memory."""
+
+    top_logits: int | None
 
     def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> Rows:
         """As `decode` with one token of each lane [lanes, 1], but the logits stay where they are. Needs
-        `candidates`."""
+        `top_logits`."""
         ...
 
     def get_state(self) -> dict[str, NDArray[Any]]:
@@ -34,11 +50,11 @@ class EngineBackend(Backend, Protocol):
 
 
 class Sessions(Protocol):
-    """What runs the graphs of one artifact, holding the weights once, however many backends use it. all_logits: of
-    every token of a call, or of the last."""
+    """What runs the graphs of one artifact, holding the weights once, however many states use it. all_logits: of every
+    token of a call, or of the last."""
 
     all_logits: bool
 
-    def backend(self, plan: CachePlan, lanes: int) -> EngineBackend:
+    def backend(self, plan: CachePlan, lanes: int) -> ModelState:
         """State for `lanes` sequences, all empty."""
         ...

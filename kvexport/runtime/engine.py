@@ -14,16 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.artifact.publish import load_manifest
-from kvexport.backends.base import EngineBackend, Sessions
+from kvexport.backends.base import ModelState, Sessions
 from kvexport.backends.onnxruntime import sessions as onnxruntime_backend
 from kvexport.backends.onnxruntime.devices import PROVIDERS, require_device
 from kvexport.backends.onnxruntime.operators import implementations, library, require_runnable
+from kvexport.backends.rows import HostRows, Rows
 from kvexport.cache import CachePlan
 from kvexport.errors import UsageError
 from kvexport.runtime.lanes import Lanes
-from kvexport.runtime.sampling import GenerationSettings, Sampler
+from kvexport.runtime.sampling import GenerationSettings, Sampler, may_settle
 from kvexport.runtime.text import FILE_NAME, TextStream, Tokenizer
-from kvexport.runtime.top_logits import HostRows, Rows, may_settle
 
 Prompt = str | Sequence[int]
 
@@ -84,7 +84,7 @@ class Engine:
         self._lanes: Lanes | None = None
         self._calls = 0  # of `lanes`: a stream whose lanes were given to another call must not go on
 
-    def new_backend(self, lanes: int) -> EngineBackend:
+    def new_backend(self, lanes: int) -> ModelState:
         """State for `lanes` sequences, all empty, over the engine's sessions."""
         return self.sessions.backend(self.plan, lanes)
 
@@ -186,9 +186,9 @@ class Engine:
     ) -> Iterator[Token]:
         lanes = self.lanes(len(batch))
         call = self._calls
-        backend = cast(EngineBackend, lanes.backend)
-        self.timing = Timing(prompt_tokens=sum(map(len, batch)), whole_rows=None if backend.candidates is None else 0)
-        narrow = bool(backend.candidates) and may_settle(settings, backend.candidates or 0, self.vocabulary)
+        backend = cast(ModelState, lanes.backend)
+        self.timing = Timing(prompt_tokens=sum(map(len, batch)), whole_rows=None if backend.top_logits is None else 0)
+        narrow = bool(backend.top_logits) and may_settle(settings, backend.top_logits or 0, self.vocabulary)
         samplers = [Sampler(settings, ids, self.vocabulary) for ids in batch]
         texts = [
             TextStream(self.tokenizer, settings.stop_strings, context_ids=ids.tolist()) if self.tokenizer else None
@@ -226,8 +226,8 @@ class Engine:
             )
 
     def _choose(self, lane: int, sampler: Sampler, text: TextStream | None, rows: Rows, length: int) -> Token:
-        candidates = rows.candidates(lane)
-        token = None if candidates is None else sampler.next_of(candidates)
+        top = rows.top_logits(lane)
+        token = None if top is None else sampler.next_of(top)
         if token is None:
             start = time.perf_counter()
             row = rows.row(lane)
@@ -294,7 +294,7 @@ def _onnxruntime_sessions(
         threads=chosen["threads"] if threads is None else threads,
         vocabulary=manifest["model"]["vocabulary"],
         all_logits=recipe["export"]["logits"] == "all",
-        candidates=(path / graphs["candidates"], manifest["candidates"]) if graphs.get("candidates") else None,
+        top_logits=(path / graphs["candidates"], manifest["candidates"]) if graphs.get("candidates") else None,
         operators={op: operators if how.native else None for op, how in implementations(manifest, device).items()},
         device=device,
         graphs=device == "cuda" and (chosen.get("cuda_graph", True) if cuda_graph is None else cuda_graph),

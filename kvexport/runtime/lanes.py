@@ -8,37 +8,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvexport.backends.base import LaneState
 from kvexport.cache import CachePlan
 
 T = TypeVar("T")
 
 
-class Backend(Protocol):
-    """What runs the two graphs on the state of a fixed number of lanes."""
-
-    def decode(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Append [lanes, T] tokens of which the first query_length [lanes, 1] are real; logits [lanes, 1 or T,
-        vocabulary]. All three arrays may be overwritten by the next call."""
-        ...
-
-    def merge(self, first: int, last: int) -> None:
-        """Bring lanes first <= lane < last back within their budgets."""
-        ...
-
-    def reset(self) -> None:
-        """Empty every lane."""
-        ...
-
-
 class Lanes:
     """Drives a backend so that no cache ever exceeds its capacity."""
 
-    def __init__(self, backend: Backend, plan: CachePlan, lanes: int, *, prefill_chunk: int, merge_every: int) -> None:
+    def __init__(
+        self, backend: LaneState, plan: CachePlan, lanes: int, *, prefill_chunk: int, merge_every: int
+    ) -> None:
         self.backend = backend
         self.count = lanes
         self.prefill_chunk = prefill_chunk

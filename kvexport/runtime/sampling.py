@@ -16,8 +16,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from kvexport.backends.rows import TopLogits
 from kvexport.errors import KvexportError, UsageError
-from kvexport.runtime.top_logits import Candidates, Scores, scores_of
+from kvexport.runtime.top_logits import Scores, scores_of
 
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
@@ -200,18 +201,16 @@ class Sampler:
             token = int(ids[_draw(probabilities, self._random.random())])
         return self._remember(token)
 
-    def next_of(self, candidates: Candidates) -> int | None:
+    def next_of(self, top: TopLogits) -> int | None:
         """As `next`, from the row's largest logits alone; None, and nothing is chosen, where they do not prove what
         `next` would do: it then needs the row."""
-        if candidates.ids.size == self.vocab_size:
+        if top.ids.size == self.vocab_size:
             row = np.empty(self.vocab_size, dtype=np.float32)
-            row[candidates.ids] = candidates.values
+            row[top.ids] = top.values
             return self.next(row)
         if self.settings.repetition_penalty < 1:
             return None
-        scores = scores_of(
-            candidates, self._lowered(candidates), 1.0 if self._random is None else self.settings.temperature
-        )
+        scores = scores_of(top, self._lowered(top), 1.0 if self._random is None else self.settings.temperature)
         if scores is None:
             return None
         if self._random is None:
@@ -255,15 +254,15 @@ class Sampler:
         _check_maximum(scores, len(self.generated))
         return scores
 
-    def _lowered(self, candidates: Candidates) -> Floats:
-        """The same of candidates, without the check."""
-        values, suppress = candidates.values, self._suppresses()
+    def _lowered(self, top: TopLogits) -> Floats:
+        """The same of the largest logits, without the check."""
+        values, suppress = top.values, self._suppresses()
         if self._is_seen is not None or suppress:
             values = values.copy()
         if self._is_seen is not None:
-            self._penalise(values, np.flatnonzero(self._is_seen[candidates.ids]))
+            self._penalise(values, np.flatnonzero(self._is_seen[top.ids]))
         if suppress:
-            values[np.isin(candidates.ids, self._eos_ids)] = -np.inf
+            values[np.isin(top.ids, self._eos_ids)] = -np.inf
         return values
 
     def _suppresses(self) -> bool:
@@ -273,6 +272,15 @@ class Sampler:
         seen, penalty = scores[places], self.settings.repetition_penalty
         with np.errstate(over="ignore"):
             scores[places] = np.where(seen < 0, seen * penalty, seen / penalty)
+
+
+def may_settle(settings: GenerationSettings, count: int, vocabulary: int) -> bool:
+    """Whether the `count` largest logits can ever settle a token. A penalty below 1 raises other tokens; without top_k,
+    top_p and min_p every token of the vocabulary may be drawn."""
+    if count >= vocabulary:
+        return True
+    narrows = 0 < settings.top_k < count or settings.top_p < 1 or settings.min_p > 0
+    return settings.repetition_penalty >= 1 and (narrows or not settings.do_sample)
 
 
 def _distribution(scores: Floats, settings: GenerationSettings, step: int) -> tuple[Ids, npt.NDArray[np.float64]]:
@@ -303,8 +311,8 @@ def _narrowed(ids: Ids, values: Floats, top_p: float, min_p: float) -> tuple[Ids
 def _distribution_of(
     scores: Scores, settings: GenerationSettings, vocabulary: int
 ) -> tuple[Ids, npt.NDArray[np.float64]] | None:
-    """`_distribution` from candidates; None where they leave it open. The first of the three that applies is settled by
-    them, and those after it see what that one kept."""
+    """`_distribution` from the largest logits; None where they leave it open. The first of the three that applies is
+    settled by them, and those after it see what that one kept."""
     top_p, min_p = settings.top_p, settings.min_p
     if 0 < settings.top_k < vocabulary:
         kept = scores.top_k(settings.top_k)

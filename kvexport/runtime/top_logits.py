@@ -1,71 +1,27 @@
 """The next token from the largest logits of a row alone, where they prove it: what lets the others stay on the device
 that computed them.
 
-What a token is to be says `kvexport.runtime.sampling`; what is settled here is settled to the same bits.
-`candidates.onnx` finds the candidates on the device.
+`kvexport.runtime.sampling` says which token it is to be; what is settled here is settled to the same bits. A graph of
+its own finds the largest logits on the device.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from kvexport.runtime.sampling import GenerationSettings
+from kvexport.backends.rows import MASS_ERROR, TopLogits
 
-# Relative: a device adds float32 numbers in an order of its own, a thread at most some hundred one after the other
-MASS_ERROR = 1e-4
 ROUNDING = 1e-5  # of a probability, in sums of float32 numbers
 
 
 @dataclass(frozen=True)
-class Candidates:
-    """The largest logits of a row of `vocabulary`. ids, values: [n], the values descending; every other logit is at
-    most the last of them.
-    mass: sum of exp(logit - largest logit) over the whole row, within MASS_ERROR."""
-
-    ids: npt.NDArray[np.int32]
-    values: npt.NDArray[np.float32]
-    mass: float
-    vocabulary: int
-
-
-class Rows(Protocol):
-    """What a decode step gave every lane, until the next step."""
-
-    def candidates(self, lane: int) -> Candidates | None:
-        """The largest logits; None where the whole row is in the host's memory already."""
-        ...
-
-    def row(self, lane: int) -> npt.NDArray[np.float32]:
-        """All logits [vocabulary], copied to the host where they are not there."""
-        ...
-
-
-@dataclass(frozen=True)
-class HostRows:
-    """Logits [lanes, vocabulary] in the host's memory."""
-
-    logits: npt.NDArray[np.float32]
-
-    def candidates(self, lane: int) -> None:
-        """None: there is nothing to save."""
-
-    def row(self, lane: int) -> npt.NDArray[np.float32]:
-        """See `Rows.row`."""
-        row: npt.NDArray[np.float32] = self.logits[lane]
-        return row
-
-
-@dataclass(frozen=True)
 class Scores:
-    """Candidates after everything that changes logits. ids, values: [n] int64, float32. floor: no other token of the
-    row is above it.
-    rest: between what bounds the sum of exp(score - largest score) over the other tokens lies."""
+    """The largest logits after everything that changes logits. ids, values: [n] int64, float32. floor: no other token
+    of the row is above it. rest: the bounds of the sum of exp(score - largest score) over the other tokens."""
 
     ids: npt.NDArray[np.int64]
     values: npt.NDArray[np.float32]
@@ -73,8 +29,7 @@ class Scores:
     rest: tuple[float, float]
 
     def top_k(self, k: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None:
-        """The tokens not below the k-th largest; None where that may be no candidate, or level with others that are
-        none."""
+        """The tokens not below the k-th largest; None where that may be another token, or be level with others."""
         above = self.values > self.floor
         if above.sum() < k:
             return None
@@ -113,21 +68,11 @@ class Scores:
         return self.ids[chosen], self.values[chosen]
 
 
-def may_settle(settings: GenerationSettings, count: int, vocabulary: int) -> bool:
-    """Whether `count` candidates can ever be enough. A penalty below 1 raises tokens that are none; without top_k,
-    top_p and min_p every token of the vocabulary may be drawn."""
-    if count >= vocabulary:
-        return True
-    narrows = 0 < settings.top_k < count or settings.top_p < 1 or settings.min_p > 0
-    return settings.repetition_penalty >= 1 and (narrows or not settings.do_sample)
-
-
-def scores_of(candidates: Candidates, values: npt.NDArray[np.float32], temperature: float) -> Scores | None:
-    """Candidates whose logits became `values`, none of them higher than before (nor would those of other tokens be),
-    over the
-    temperature. None where the row cannot be sampled from: the whole of it will say why."""
-    ids, floor = candidates.ids.astype(np.int64), candidates.values[-1:]
-    if not (math.isfinite(candidates.mass) and math.isfinite(candidates.values[0])):
+def scores_of(top: TopLogits, values: npt.NDArray[np.float32], temperature: float) -> Scores | None:
+    """The largest logits over the temperature, after penalties made them `values`, none higher than before (nor would
+    those of other tokens be). None where the row cannot be sampled from: the whole of it will say why."""
+    ids, floor = top.ids.astype(np.int64), top.values[-1:]
+    if not (math.isfinite(top.mass) and math.isfinite(top.values[0])):
         return None
     if temperature != 1.0:
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
@@ -136,23 +81,21 @@ def scores_of(candidates: Candidates, values: npt.NDArray[np.float32], temperatu
         scaled = values
     if not math.isfinite(scaled.max()):
         return None
-    lowered = values is not candidates.values
-    low, high = _rest(candidates, 1 / temperature)
-    fallen = float(candidates.values[0]) / temperature - float(
-        scaled.max()
-    )  # from the largest logit to the largest score
+    lowered = values is not top.values
+    low, high = _rest(top, 1 / temperature)
+    fallen = float(top.values[0]) / temperature - float(scaled.max())  # from the largest logit to the largest score
     if fallen > 500:
         return None
     rebase = math.exp(fallen)
     return Scores(ids, scaled, floor[0], (0.0 if lowered else low * rebase, high * rebase))
 
 
-def _rest(candidates: Candidates, power: float) -> tuple[float, float]:
-    """Bounds of the sum of x**power over the tokens that are no candidates, x = exp(logit - largest): what is known is
-    the sum of x, that each is at most the last candidate's, and how many there are."""
-    others = candidates.vocabulary - candidates.ids.size
-    x = np.exp((candidates.values - candidates.values[0]).astype(np.float64))
-    least, most = (max(candidates.mass * (1 + sign * MASS_ERROR) - float(x.sum()), 0.0) for sign in (-1, 1))
+def _rest(top: TopLogits, power: float) -> tuple[float, float]:
+    """Bounds of the sum of x**power over the other tokens, x = exp(logit - largest): known are the sum of x, how many
+    there are, and that each is at most the last of the largest."""
+    others = top.vocabulary - top.ids.size
+    x = np.exp((top.values - top.values[0]).astype(np.float64))
+    least, most = (max(top.mass * (1 + sign * MASS_ERROR) - float(x.sum()), 0.0) for sign in (-1, 1))
     largest = max(float(x[-1]), 1e-300)
 
     def as_one(mass: float) -> float:

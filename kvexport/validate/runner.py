@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from kvexport.artifact.publish import load_manifest
 from kvexport.backends.onnxruntime.operators import implementations
+from kvexport.backends.rows import MASS_ERROR, TopLogits
 from kvexport.cache import STATE
 from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.recipe.fields import Recipe
 from kvexport.report.page import KeyValues, Plot, Section, Series, Table
 from kvexport.runtime.engine import Engine, load
 from kvexport.runtime.lanes import Lanes
-from kvexport.runtime.top_logits import MASS_ERROR, Candidates
 from kvexport.terminal import Progress, silent
 from kvexport.validate.backend import ReferenceBackend, schedule
 from kvexport.validate.layers import require_checkpoint
@@ -384,24 +384,24 @@ class _LockedBackend(ReferenceBackend):
             same &= array.tobytes() == separate[name.replace("past_key_values.", "present.")].tobytes()
         result = self.comparison.result
         result.in_place_identical &= bool(same)
-        if backend.candidates and input_ids.shape[1] == 1:
+        if backend.top_logits and input_ids.shape[1] == 1:
             backend.set_state(self.state, self.length)
             rows = backend.step(input_ids, query_length)
             right = all(
-                _found(rows.candidates(lane), separate["logits"][lane, 0])
+                _found(rows.top_logits(lane), separate["logits"][lane, 0])
                 for lane in np.flatnonzero(query_length).tolist()
             )
             result.candidates_hold = right and result.candidates_hold is not False
 
 
-def _found(candidates: Candidates | None, logits: NDArray[np.float32]) -> bool:
-    """Whether candidates are the largest of `logits`, and what they say of the others is so."""
-    if candidates is None or not 0 <= candidates.ids.min() <= candidates.ids.max() < logits.size:
+def _found(top: TopLogits | None, logits: NDArray[np.float32]) -> bool:
+    """Whether these are the largest of `logits`, and what they say of the others is so."""
+    if top is None or not 0 <= top.ids.min() <= top.ids.max() < logits.size:
         return False
-    largest = -np.sort(-logits)[: candidates.ids.size]
+    largest = -np.sort(-logits)[: top.ids.size]
     mass = float(np.exp(logits.astype(np.float64) - logits.max()).sum())
-    same = np.array_equal(candidates.values, largest) and np.array_equal(logits[candidates.ids], largest)
-    return same and np.unique(candidates.ids).size == largest.size and abs(candidates.mass / mass - 1) < MASS_ERROR
+    same = np.array_equal(top.values, largest) and np.array_equal(logits[top.ids], largest)
+    return same and np.unique(top.ids).size == largest.size and abs(top.mass / mass - 1) < MASS_ERROR
 
 
 def _magnitude(x: NDArray[Any]) -> float:

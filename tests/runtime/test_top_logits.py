@@ -14,40 +14,40 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvexport.backends.onnxruntime.device_array import DeviceArray
+from kvexport.backends.rows import MASS_ERROR, TopLogits
 from kvexport.errors import KvexportError
 from kvexport.export.graph.top_logits import COUNT, candidates_model
 from kvexport.runtime.engine import Engine, load
-from kvexport.runtime.sampling import GenerationSettings, Sampler
-from kvexport.runtime.top_logits import MASS_ERROR, Candidates, may_settle
+from kvexport.runtime.sampling import GenerationSettings, Sampler, may_settle
 from tests.runtime.test_sampling import cases, sampler_after
 from tests.support.tiny_model import PROMPTS
 from tests.support.with_candidates import with_candidates
 
 
-def candidates_of(logits: np.ndarray, count: int, error: float = 0.0) -> Candidates:
+def top_of(logits: np.ndarray, count: int, error: float = 0.0) -> TopLogits:
     """As a device finds them; error: of the mass, relative. Of equal logits those of higher ids first, which nobody may
     rely on."""
     order = np.lexsort((-np.arange(logits.size), -logits))[: min(count, logits.size)]
     mass = float(np.exp(logits.astype(np.float64) - logits.max()).sum()) * (1 + error)
-    return Candidates(order.astype(np.int32), logits[order], mass, logits.size)
+    return TopLogits(order.astype(np.int32), logits[order], mass, logits.size)
 
 
 @settings(max_examples=600, deadline=None)
 @given(cases(), st.sampled_from([1, 2, 8, 64, 256]), st.sampled_from([-0.9, 0.0, 0.9]))
-def test_what_candidates_settle_is_what_the_row_gives(case: Any, count: int, error: float) -> None:
+def test_what_the_largest_logits_settle_is_what_the_row_gives(case: Any, count: int, error: float) -> None:
     wanted, prompt, generated, logits = case
     generated = [token for token in generated if token not in wanted.eos_token_ids]
     row, narrow = (sampler_after(wanted, prompt, generated, logits.size) for _ in range(2))
-    candidates = candidates_of(logits, count, error * MASS_ERROR)
-    before = candidates.values.copy()
+    top = top_of(logits, count, error * MASS_ERROR)
+    before = top.values.copy()
     try:
         expected = row.next(logits)
     except KvexportError:
-        if candidates.ids.size < logits.size:
-            assert narrow.next_of(candidates) is None
+        if top.ids.size < logits.size:
+            assert narrow.next_of(top) is None
         return
-    found = narrow.next_of(candidates)
-    np.testing.assert_array_equal(candidates.values, before)
+    found = narrow.next_of(top)
+    np.testing.assert_array_equal(top.values, before)
     if found is None:
         assert narrow.generated == generated[: len(narrow.generated)]
         found = narrow.next(logits)
@@ -74,7 +74,7 @@ SETTLED = {
 
 
 @pytest.mark.parametrize("name", SETTLED)
-def test_candidates_are_nearly_always_enough(name: str) -> None:
+def test_the_largest_logits_are_nearly_always_enough(name: str) -> None:
     wanted, least = SETTLED[name]
     random = np.random.default_rng(0)
     settled = 0
@@ -84,7 +84,7 @@ def test_candidates_are_nearly_always_enough(name: str) -> None:
         logits[random.integers(0, 32000, 20)] += np.linspace(
             5, 15, 20, dtype=np.float32
         )  # all others together: some 2 %
-        found = narrow.next_of(candidates_of(logits, COUNT))
+        found = narrow.next_of(top_of(logits, COUNT))
         expected = row.next(logits)
         settled += found is not None
         assert (narrow.next(logits) if found is None else found) == expected
@@ -92,7 +92,7 @@ def test_candidates_are_nearly_always_enough(name: str) -> None:
     assert may_settle(wanted, COUNT, 32000)
 
 
-def test_what_no_candidates_can_settle_is_known_before() -> None:
+def test_what_they_can_never_settle_is_known_before() -> None:
     assert not may_settle(GenerationSettings(do_sample=True, top_k=0), COUNT, 32000)
     assert not may_settle(GenerationSettings(do_sample=True, top_k=COUNT), COUNT, 32000)
     assert not may_settle(GenerationSettings(repetition_penalty=0.9), COUNT, 32000)
@@ -106,7 +106,7 @@ def test_a_row_that_cannot_be_used_settles_nothing(bad: float) -> None:
     logits[5] = bad
     values, ids, mass = session.run(None, {"logits": logits[None, None]})
     sampler = Sampler(GenerationSettings(), [1], 1000)
-    assert sampler.next_of(Candidates(ids[0, 0], values[0, 0], float(mass[0, 0, 0]), 1000)) is None
+    assert sampler.next_of(TopLogits(ids[0, 0], values[0, 0], float(mass[0, 0, 0]), 1000)) is None
     with pytest.raises(KvexportError, match="logit 5 of new token 0"):
         sampler.next(logits)
 

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from kvexport.backends.onnxruntime.device_array import ALL, Array, DeviceArray, place, read, write
 from kvexport.backends.onnxruntime.devices import INSTALL_CUDA, PROVIDERS, load_cuda_libraries
+from kvexport.backends.rows import Rows, TopLogits
 from kvexport.cache import CachePlan
 from kvexport.errors import EnvironmentProblem
-from kvexport.runtime.top_logits import Candidates, Rows
 
 CACHE_LINE = 64  # bytes
 NO_GRAPH = -1  # the id of a run that neither captures a CUDA graph nor replays one
@@ -35,16 +35,16 @@ class _Decoder(NamedTuple):
 
 
 class _DeviceRows:
-    """Logits [lanes, 1, vocabulary] that stay on the device, and what `candidates.onnx` found among them."""
+    """Logits [lanes, 1, vocabulary] that stay on the device, and the largest ones of each row."""
 
     def __init__(self, logits: DeviceArray, found: Mapping[str, NDArray[Any]]) -> None:
         self._logits, self._found = logits, found
         self._whole: NDArray[np.float32] | None = None
 
-    def candidates(self, lane: int) -> Candidates:
-        """See `Rows.candidates`."""
+    def top_logits(self, lane: int) -> TopLogits:
+        """See `Rows.top_logits`."""
         values, ids, mass = (self._found[name][lane, 0] for name in ("values", "ids", "mass"))
-        return Candidates(ids, values, float(mass[0]), self._logits.shape[-1])
+        return TopLogits(ids, values, float(mass[0]), self._logits.shape[-1])
 
     def row(self, lane: int) -> NDArray[np.float32]:
         """See `Rows.row`. ONNX Runtime copies tensors as a whole: the first lane that asks brings all."""
@@ -56,7 +56,7 @@ class _DeviceRows:
 
 class OnnxRuntimeBackend:
     """State tensors of a fixed number of lanes and the sessions that advance them (see
-    `kvexport.runtime.lanes.Backend`). On the CPU `state` and `past_length` are numpy arrays."""
+    `ModelState`). On the CPU `state` and `past_length` are numpy arrays."""
 
     def __init__(self, sessions: Sessions, plan: CachePlan, lanes: int) -> None:
         self.lanes = lanes
@@ -75,9 +75,9 @@ class OnnxRuntimeBackend:
         self._decoders: dict[bool, _Decoder] = {}
         self._mergers: dict[tuple[int, int], Any] = {}
         self._finder: tuple[Array, Any, dict[str, Array]] | None = (
-            None  # of candidates in these logits: its binding, what it gives
+            None  # of the largest of these logits: its binding, its outputs
         )
-        self.candidates = None if sessions.zeros is np.zeros else sessions.candidate_count
+        self.top_logits = None if sessions.zeros is np.zeros else sessions.top_count
         self._thread = threading.local()  # graphs: those captured; ONNX Runtime captures them for each thread anew
 
     def reset(self) -> None:
@@ -89,7 +89,7 @@ class OnnxRuntimeBackend:
         write(self.past_length, 0)
 
     def decode(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> NDArray[np.float32]:
-        """See `Backend.decode`."""
+        """See `ModelState.decode`."""
         return read(self._run_decoder(input_ids, query_length))
 
     def _run_decoder(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> Array:
@@ -100,7 +100,7 @@ class OnnxRuntimeBackend:
         return decoder.arrays["logits"]
 
     def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> Rows:
-        """See `EngineBackend.step`."""
+        """See `ModelState.step`."""
         logits = self._run_decoder(input_ids, query_length)
         assert isinstance(logits, DeviceArray)
         if self._finder is None or self._finder[0] is not logits:
@@ -110,7 +110,7 @@ class OnnxRuntimeBackend:
         return _DeviceRows(logits, {name: read(array) for name, array in found.items()})
 
     def _bind_finder(self, logits: Array) -> tuple[Any, dict[str, Array]]:
-        zeros, count = self._sessions.zeros, self._sessions.candidate_count
+        zeros, count = self._sessions.zeros, self._sessions.top_count
         found: dict[str, Array] = {
             "values": zeros((self.lanes, 1, count), np.dtype(np.float32)),
             "ids": zeros((self.lanes, 1, count), np.dtype(np.int32)),
@@ -123,7 +123,7 @@ class OnnxRuntimeBackend:
         return binding, found
 
     def merge(self, first: int, last: int) -> None:
-        """See `Backend.merge`."""
+        """See `ModelState.merge`."""
         session = self._sessions.merge
         assert session is not None
         if (first, last) not in self._mergers:
@@ -136,11 +136,11 @@ class OnnxRuntimeBackend:
         self._sessions.run(session, self._mergers[(first, last)], None)
 
     def get_state(self) -> dict[str, NDArray[Any]]:
-        """See `EngineBackend.get_state`."""
+        """See `ModelState.get_state`."""
         return {name: np.array(read(array)) for name, array in self.state.items()}
 
     def set_state(self, state: Mapping[str, NDArray[Any]], past_length: NDArray[np.int64]) -> None:
-        """See `EngineBackend.set_state`."""
+        """See `ModelState.set_state`."""
         for name, array in state.items():
             write(self.state[name], array)
         write(self.past_length, past_length)
@@ -198,9 +198,9 @@ class OnnxRuntimeBackend:
 class Sessions:
     """The sessions of one artifact; they hold the weights once, however many backends use them.
 
-    operators: the library to register for each operator, None where its function runs. candidates: candidates.onnx, and
-        how many it finds;
-    not used on the CPU. graphs: whether decode steps are CUDA graphs, and graph_problem why they are not though it was
+    operators: the library to register for each operator, None where its function runs. top_logits: the graph that finds
+    the largest logits, and how many; not used on the CPU. graphs: whether decode steps are CUDA graphs, and
+    graph_problem why they are not though it was
     asked. Raises EnvironmentProblem where ONNX Runtime cannot use the device.
     """
 
@@ -213,7 +213,7 @@ class Sessions:
         vocabulary: int,
         all_logits: bool,
         operators: Mapping[str, Path | None],
-        candidates: tuple[Path, int] | None = None,
+        top_logits: tuple[Path, int] | None = None,
         device: str = "cpu",
         graphs: bool = False,
     ) -> None:
@@ -223,10 +223,10 @@ class Sessions:
         self.zeros: Any = np.zeros if device == "cpu" else partial(DeviceArray, device)
         self.graphs, self.graph_problem = graphs, ""
         self._new_graphs = itertools.count(1)
-        self._candidates: Path | None = None
-        self.candidate_count = 0
-        if candidates is not None:
-            self._candidates, self.candidate_count = candidates
+        self._top_logits: Path | None = None
+        self.top_count = 0
+        if top_logits is not None:
+            self._top_logits, self.top_count = top_logits
         attention, merging = operators["VoteAttention"], operators["MergeCache"]
         self._new_decoder = partial(_session, decoder, threads=threads, operators=attention, device=device)
         self.decoder: Any = None
@@ -248,9 +248,9 @@ class Sessions:
 
     @cached_property
     def finder(self) -> Any:
-        """The session of candidates.onnx."""
-        assert self._candidates is not None
-        return _session(self._candidates, threads=1, operators=None, device=self.device)
+        """The session of the graph that finds the largest logits."""
+        assert self._top_logits is not None
+        return _session(self._top_logits, threads=1, operators=None, device=self.device)
 
     def run(self, session: Any, binding: Any, graph: int | None) -> None:
         """One run; with `graph` as the replay of that CUDA graph, or as its capture where it is new. None: there are no

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.artifact.manifest import read_verified
+from kvexport.backends.rows import Rows, TopLogits
 from kvexport.backends.tensorrt.cuda import ALIGNMENT, Arena, Cuda
 from kvexport.backends.tensorrt.engines import DECODE, PREFILL, input_shape
 from kvexport.backends.tensorrt.environment import REBUILD, check_plan, import_runtime, require_gpu
@@ -21,7 +22,6 @@ from kvexport.backends.tensorrt.log import make_log
 from kvexport.backends.tensorrt.plugin import register
 from kvexport.cache import CachePlan
 from kvexport.errors import ArtifactError, EnvironmentProblem, KvexportError
-from kvexport.runtime.top_logits import Candidates, Rows
 
 
 class Engines:
@@ -56,8 +56,8 @@ class Engines:
         self.decoder = self._open(path, manifest, engines["decoder"])
         self.merge = self._open(path, manifest, engines["merge"]) if engines["merge"] else None
         # Artifacts that were built before there were any have none.
-        self.candidates = self._open(path, manifest, engines["candidates"]) if engines.get("candidates") else None
-        self.candidate_count: int = manifest["candidates"] if self.candidates is not None else 0
+        self.top_logits = self._open(path, manifest, engines["candidates"]) if engines.get("candidates") else None
+        self.top_count: int = manifest["candidates"] if self.top_logits is not None else 0
         if self.streams_weights:
             self.decoder.weight_streaming_budget_v2 = min(
                 options["weight_streaming"], self.decoder.streamable_weights_size
@@ -84,7 +84,7 @@ _OPERATOR = {"decoder": "VoteAttention", "merge": "MergeCache"}
 
 
 class TensorRTBackend:
-    """State of a fixed number of lanes on the GPU, and what advances it (see `kvexport.runtime.lanes.Backend`)."""
+    """State of a fixed number of lanes on the GPU, and what advances it (see `ModelState`)."""
 
     def __init__(self, engines: Engines, plan: CachePlan, lanes: int) -> None:
         self.lanes = lanes
@@ -98,7 +98,7 @@ class TensorRTBackend:
         }
         self.state = Arena(self.cuda, tensors)
         self.past_length: NDArray[np.int64] = np.zeros((lanes, 1), dtype=np.int64)
-        self.candidates: int | None = engines.candidate_count
+        self.top_logits: int | None = engines.top_count
         self._tensors = tensors
         self._phases: dict[bool, _Phase] = {}
         merged = set(_names(engines.merge)) if engines.merge else set()
@@ -116,11 +116,11 @@ class TensorRTBackend:
         self.past_length[...] = 0
 
     def decode(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> NDArray[np.float32]:
-        """See `Backend.decode`."""
+        """See `ModelState.decode`."""
         return self._run(input_ids, query_length).logits(input_ids.shape[1])
 
     def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> Rows:
-        """See `EngineBackend.step`."""
+        """See `ModelState.step`."""
         phase = self._run(input_ids, query_length)
         self.cuda.synchronize(self.stream)
         return phase
@@ -135,7 +135,7 @@ class TensorRTBackend:
         return phase
 
     def merge(self, first: int, last: int) -> None:
-        """See `Backend.merge`."""
+        """See `ModelState.merge`."""
         context, stream, count = self._merger, self.stream, last - first
         copies = []
         for name, present in self._merged:
@@ -176,9 +176,8 @@ class TensorRTBackend:
 
 class _Phase:
     """The decoder for calls of one token (decode), or of up to `tokens` (prefill): a context, and staging in
-    page-locked memory. Decode is
-    one CUDA graph: its copies and its enqueues, that of the candidates among them; logits follow where they are asked
-    for (`Rows`)."""
+    page-locked memory. Decode is one CUDA graph: its copies and its enqueues, that for the largest logits among them;
+    whole rows are fetched one by one (`Rows`)."""
 
     def __init__(self, backend: TensorRTBackend, tokens: int) -> None:
         engines, lanes = backend.engines, backend.lanes
@@ -193,28 +192,28 @@ class _Phase:
         self.length = Arena(self.cuda, {"present_length": one})  # known here too, and read by nobody
         self.context = _context(engines, engines.decoder, DECODE if tokens == 1 else PREFILL, self.stream)
         self.found: Arena | None = None
-        if tokens == 1 and engines.candidates is not None:
-            self._find_candidates(engines, lanes)
+        if tokens == 1 and engines.top_logits is not None:
+            self._find_top_logits(engines, lanes)
         self._width = 0
         self._graph: Any = None
         self._calls = 0
 
-    def _find_candidates(self, engines: Engines, lanes: int) -> None:
+    def _find_top_logits(self, engines: Engines, lanes: int) -> None:
         """Put the engine that finds them after the decoder, over the same logits."""
-        shape = (lanes, 1, engines.candidate_count)
+        shape = (lanes, 1, engines.top_count)
         found = {"values": (shape, np.float32), "ids": (shape, np.int32), "mass": ((lanes, 1, 1), np.float32)}
         self.found = Arena(self.cuda, found, pinned=True)
-        self.finder = _context(engines, engines.candidates, 0, self.stream)
+        self.finder = _context(engines, engines.top_logits, 0, self.stream)
         _bind(self.finder, "logits", self.outputs.pointer("logits"), (lanes, 1, engines.vocabulary))
         for name in found:
             _bind(self.finder, name, self.found.pointer(name))
 
-    def candidates(self, lane: int) -> Candidates | None:
-        """See `Rows.candidates`."""
+    def top_logits(self, lane: int) -> TopLogits | None:
+        """See `Rows.top_logits`."""
         if self.found is None:
             return None
         values, ids, mass = (self.found.array(name)[lane, 0] for name in ("values", "ids", "mass"))
-        return Candidates(ids, values, float(mass[0]), self.backend.engines.vocabulary)
+        return TopLogits(ids, values, float(mass[0]), self.backend.engines.vocabulary)
 
     def row(self, lane: int) -> NDArray[np.float32]:
         """See `Rows.row`."""

@@ -324,13 +324,13 @@ def test_candidates_that_are_not_the_largest_logits_are_found_out(
 
     monkeypatch.setattr(trt, "TrtRunner", Runner)
     artifact = engines(with_candidates(tiny_artifact, tmp_path / "graphs", 8), tmp_path / "a")
-    found = _Phase.candidates
+    found = _Phase.top_logits
 
     def shifted(phase: Any, lane: int) -> Any:
         right = found(phase, lane)
         return replace(right, ids=right.ids + 1)
 
-    monkeypatch.setattr(_Phase, "candidates", shifted)
+    monkeypatch.setattr(_Phase, "top_logits", shifted)
     result = validate_artifact(artifact, length=20, batch=1)
     assert not result.passed
     assert result.problem == "the candidates that the device found are not the largest logits"

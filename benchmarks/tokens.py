@@ -1,10 +1,11 @@
-"""Greedy tokens of every shipped recipe with a checkpoint, far past the budget: recorded before a change of the code, compared after it.
+"""Greedy tokens of every shipped recipe with a checkpoint, far past the budget: recorded before a change of the code,
+compared after it.
 
     python benchmarks/tokens.py --record FILE        builds each recipe, writes what it generates
-    python benchmarks/tokens.py --check FILE         the same, held to the file; exit code 1 and the differences where there are any
+    python benchmarks/tokens.py --check FILE         the same, held to the file; exit code 1 where anything differs
 
-Each recipe runs with the native operators and from the functions of its graphs, a prompt alone and a ragged batch of three, in prompts of
-several budgets.
+Each recipe runs with the native operators and from the functions of its graphs, a prompt alone and a ragged batch of
+three, in prompts of several budgets.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ alone = [engine.generate([p], max_new_tokens=48, do_sample=False, eos_token_ids=
 batch = [c.token_ids for c in engine.generate(prompts, max_new_tokens=48, do_sample=False, eos_token_ids=())]
 print(json.dumps([alone, batch]))
 """
-BUILD = "import sys, kvexport; kvexport.build(sys.argv[1], sys.argv[2]); import kvexport as k; e = k.load(sys.argv[2]); print(e.vocabulary, e.max_length)"
+BUILD = """
+import sys, kvexport
+kvexport.build(sys.argv[1], sys.argv[2])
+engine = kvexport.load(sys.argv[2])
+print(engine.vocabulary, engine.max_length)
+"""
 
 
 def python(*arguments: str, operators: str = "") -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import re
 from dataclasses import dataclass
-from importlib import metadata
 
 from kvexport.errors import EnvironmentProblem
 
@@ -103,6 +102,8 @@ def missing_package(error: ImportError) -> EnvironmentProblem | None:
 
 def package_state(package: Package) -> PackageState:
     """Whether a package is there and new enough, from its metadata alone."""
+    from importlib import metadata
+
     try:
         version = metadata.version(package.name)
     except metadata.PackageNotFoundError:

@@ -25,7 +25,7 @@ from kvexport.export.build import read_model
 from kvexport.methods.ballot import Ballot
 from kvexport.methods.base import Slots
 from kvexport.recipe.fields import Recipe
-from kvexport.recipe.files import load_recipe
+from kvexport.recipe.load import load_recipe
 from kvexport.runtime.lanes import Lanes
 from kvexport.validate.reference import TorchReference
 

@@ -30,7 +30,7 @@ from peer_presses import compare
 from recall import tiny_language
 
 from kvexport.export.build import read_model
-from kvexport.recipe.files import load_recipe
+from kvexport.recipe.load import load_recipe
 from kvexport.validate.reference import TorchReference
 
 MISMATCH = 4

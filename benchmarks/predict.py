@@ -28,7 +28,7 @@ from kvexport.evaluate.statistics import Estimate, mean
 from kvexport.evaluate.tasks import TASKS
 from kvexport.export.build import read_model
 from kvexport.export.model.attention_hook import IMPLEMENTATION, PassThroughCache, attending
-from kvexport.recipe.files import load_recipe
+from kvexport.recipe.load import load_recipe
 from kvexport.runtime.text import Tokenizer
 
 STEP = 32

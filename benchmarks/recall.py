@@ -18,7 +18,7 @@ from common import save
 import kvexport
 from kvexport.evaluate.language import tiny_language
 from kvexport.evaluate.statistics import share
-from kvexport.recipe.files import load_recipe
+from kvexport.recipe.load import load_recipe
 
 METHODS: dict[str, list[str]] = {
     "full": [],

@@ -47,7 +47,7 @@ def build(recipe: str | Path | Recipe, out: str | Path, overrides: Sequence[str]
     from kvexport.errors import UsageError
     from kvexport.export.build import build as build_recipe
     from kvexport.recipe.fields import Recipe
-    from kvexport.recipe.files import load_recipe
+    from kvexport.recipe.load import load_recipe
 
     if isinstance(recipe, Recipe):
         if overrides:

@@ -72,13 +72,13 @@ def tiny_artifact(tiny_recipe: Path) -> Path:
 @pytest.fixture
 def recipe_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty recipe folder, which is also next to the current directory."""
-    from kvexport.recipe import files as recipe_files
+    from kvexport.recipe import inherit
 
     folder = tmp_path / "recipes"
     folder.mkdir()
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr(recipe_files, "recipe_folder", lambda: folder)
+    monkeypatch.setattr(inherit, "recipe_folder", lambda: folder)
     return folder
 
 

@@ -13,7 +13,7 @@ from kvexport.cache import LayerCache
 from kvexport.commands.app import app
 from kvexport.errors import UsageError
 from kvexport.planning import MemoryPlan, layer_groups, plan_memory
-from kvexport.recipe.files import load_recipe
+from kvexport.recipe.load import load_recipe
 from kvexport.units import format_bytes, parse_bytes
 
 

@@ -73,7 +73,7 @@ def build_artifact(
         return rebuild(source, out, changes, progress=show)
     assert recipe is not None
     from kvexport.packages import require
-    from kvexport.recipe.files import load_recipe
+    from kvexport.recipe.load import load_recipe
 
     loaded = load_recipe(recipe, changes)
     require("build")

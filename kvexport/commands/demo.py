@@ -89,7 +89,7 @@ def run(out: Path) -> list[Section]:
     """Build, prove, ask. Raises MismatchError where the engine and PyTorch differ."""
     import kvexport
     from kvexport.export.build import build
-    from kvexport.recipe.files import load_recipe
+    from kvexport.recipe.load import load_recipe
     from kvexport.validate.runner import validate_artifact
 
     out.mkdir(parents=True, exist_ok=True)

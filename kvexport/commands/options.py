@@ -10,7 +10,7 @@ import typer
 
 def complete_recipe(incomplete: str) -> list[str]:
     """Names of shipped recipes that begin so."""
-    from kvexport.recipe.files import recipe_folder
+    from kvexport.recipe.inherit import recipe_folder
 
     return sorted(path.stem for path in recipe_folder().glob("*.yaml") if path.stem.startswith(incomplete))
 

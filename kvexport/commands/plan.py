@@ -20,7 +20,7 @@ def plan(
 ) -> None:
     """Compute what a recipe takes of memory, before anything is built."""
     from kvexport.planning import plan_memory
-    from kvexport.recipe.files import load_recipe
+    from kvexport.recipe.load import load_recipe
     from kvexport.terminal import show
     from kvexport.units import parse_bytes
 

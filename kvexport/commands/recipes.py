@@ -19,7 +19,7 @@ def recipes(context: typer.Context, as_json: JsonOption = False) -> None:
     """List the recipes; show one; list the methods."""
     if context.invoked_subcommand is not None:
         return
-    from kvexport.recipe.files import list_recipes
+    from kvexport.recipe.listing import list_recipes
     from kvexport.report.page import Table
 
     listed = list_recipes()
@@ -45,7 +45,8 @@ def recipes_show(
     """Print a recipe: its own file, or what it comes to."""
     import yaml
 
-    from kvexport.recipe.files import list_recipes, load_recipe
+    from kvexport.recipe.listing import list_recipes
+    from kvexport.recipe.load import load_recipe
     from kvexport.report.page import Table
 
     path = {info.name: info.path for info in list_recipes()}.get(name, Path(name))
@@ -66,7 +67,7 @@ def recipes_methods(as_json: JsonOption = False) -> None:
     """List the methods and their parameters."""
     from dataclasses import asdict
 
-    from kvexport.recipe.files import describe_method_parameters
+    from kvexport.recipe.listing import describe_method_parameters
     from kvexport.report.page import Paragraph, Table
 
     methods = describe_method_parameters()

@@ -12,7 +12,7 @@ from typing import Any
 from kvexport.cache import CachePlan, LayerGeometry, plan_cache
 from kvexport.errors import UsageError
 from kvexport.recipe.fields import Recipe
-from kvexport.recipe.files import load_recipe
+from kvexport.recipe.load import load_recipe
 
 FULL = "full"
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvexport.errors import UsageError
 from kvexport.evaluate.corpus import library_sources
-from kvexport.recipe.files import recipe_folder
+from kvexport.recipe.inherit import recipe_folder
 from kvexport.runtime.text import Tokenizer
 
 Ids = list[int]

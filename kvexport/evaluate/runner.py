@@ -141,7 +141,7 @@ class Run:
 
     def __init__(self, recipe: str, overrides: list[str], options: Options, folder: Path, progress: Show) -> None:
         from kvexport.export.build import read_model
-        from kvexport.recipe.files import load_recipe
+        from kvexport.recipe.load import load_recipe
 
         self.recipe, self.options, self.folder, self.progress = recipe, options, folder, progress
         if unknown := [name for name in options.tasks if name not in ALL_TASKS]:

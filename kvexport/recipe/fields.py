@@ -1,4 +1,4 @@
-"""What a recipe may say. Reading one from YAML, `extends` and overrides are in `kvexport.recipe.files`."""
+"""What a recipe may say: every field with its meaning, type, bounds and default. `kvexport.recipe.load` reads one."""
 
 from __future__ import annotations
 

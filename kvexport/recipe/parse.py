@@ -74,6 +74,14 @@ def merge(below: Tree, above: Tree) -> Tree:
     return Tree(entries, above.origin)
 
 
+def nest(key: tuple[str, ...], entry: Entry) -> Tree:
+    """A tree that says `entry` at `key`, and nothing else."""
+    for part in reversed(key):
+        entry = Tree({part: entry}, entry.origin)
+    assert isinstance(entry, Tree)
+    return entry
+
+
 def plain(entry: Entry) -> Any:
     """The entry without its origins."""
     return entry.value if isinstance(entry, Leaf) else {key: plain(value) for key, value in entry.entries.items()}

@@ -313,7 +313,7 @@ def test_validate_reports_and_exits_with_4_on_a_mismatch(
 def test_recipes_are_listed_with_their_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copy(ROOT / "recipes/tiny-base.yaml", tmp_path / "good.yaml")
     (tmp_path / "broken.yaml").write_text("cache:\n  budgett: 3\n  sinkss: 4\n")
-    monkeypatch.setattr("kvexport.recipe.files.recipe_folder", lambda: tmp_path)
+    monkeypatch.setattr("kvexport.recipe.inherit.recipe_folder", lambda: tmp_path)
     listed = {entry["name"]: entry for entry in json.loads(ok("recipes", "--json"))}
     assert listed["good"]["method"] == "keepkv"
     assert "broken.yaml:2" in listed["broken"]["problem"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvexport.commands import demo
-from kvexport.recipe.files import recipe_folder
+from kvexport.recipe.inherit import recipe_folder
 from kvexport.runtime.text import Tokenizer
 
 

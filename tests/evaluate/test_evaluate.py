@@ -23,7 +23,7 @@ from kvexport.evaluate.runner import Evaluation, Options, evaluate
 from kvexport.evaluate.sections import sections
 from kvexport.evaluate.suites import Item, run_items
 from kvexport.evaluate.tasks import TASKS, Sample
-from kvexport.recipe.files import recipe_folder
+from kvexport.recipe.inherit import recipe_folder
 from kvexport.report.page import render_html, render_text
 from tests.support.models import hugging_face_logits
 

@@ -14,7 +14,7 @@ import kvexport
 from kvexport.cache import LayerGeometry
 from kvexport.commands.app import app
 from kvexport.evaluate.candidates import equal_bytes
-from kvexport.recipe.files import load_recipe
+from kvexport.recipe.load import load_recipe
 
 # The public shapes of the checkpoints that the recipes name: layers, query heads, KV heads, of 128 dimensions each.
 SHAPES = {

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from kvexport.errors import UsageError
 from kvexport.methods import all_methods
 from kvexport.recipe.fields import Recipe
-from kvexport.recipe.files import list_recipes, load_recipe
+from kvexport.recipe.listing import list_recipes
+from kvexport.recipe.load import load_recipe
 from tests.support.recipe_texts import SMALL, one_problem, problems, write
 
 

@@ -15,7 +15,9 @@ from kvexport import paths
 from kvexport.errors import UsageError
 from kvexport.methods import all_methods
 from kvexport.recipe.fields import Recipe
-from kvexport.recipe.files import describe_method_parameters, list_recipes, load_recipe, recipe_folder
+from kvexport.recipe.inherit import recipe_folder
+from kvexport.recipe.listing import describe_method_parameters, list_recipes
+from kvexport.recipe.load import load_recipe
 from tests.support.recipe_texts import SMALL, one_problem, write
 
 TINY = ("tiny-base", *(f"tiny-{name}" for name in all_methods()))
@@ -250,6 +252,6 @@ def test_method_listing_follows_the_methods() -> None:
 
 
 def test_reading_recipes_needs_no_torch() -> None:
-    code = "import sys; from kvexport.recipe.files import *; load_recipe('tiny-keepkv'); list_recipes(); "
-    code += "sys.exit('torch' in sys.modules)"
+    code = "import sys; from kvexport.recipe.listing import *; from kvexport.recipe.load import *; "
+    code += "load_recipe('tiny-keepkv'); list_recipes(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

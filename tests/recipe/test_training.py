@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvexport.recipe.files import recipe_folder
+from kvexport.recipe.inherit import recipe_folder
 
 SMALL = recipe_folder() / "checkpoints" / "small"
 

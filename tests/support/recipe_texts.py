@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvexport.errors import UsageError
-from kvexport.recipe.files import load_recipe
+from kvexport.recipe.load import load_recipe
 
 SMALL = "model:\n  path: some/model\n"
 

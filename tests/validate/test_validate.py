@@ -124,7 +124,7 @@ def test_the_verb_exits_with_4(tiny_artifact: Path, tmp_path: Path) -> None:
 
 
 def test_another_checkpoint_is_refused(tiny_artifact: Path) -> None:
-    from kvexport.recipe.files import recipe_folder
+    from kvexport.recipe.inherit import recipe_folder
 
     with pytest.raises(UsageError, match="is not the checkpoint"):
         validate_artifact(tiny_artifact, checkpoint=str(recipe_folder() / "checkpoints" / "tiny"))

@@ -16,7 +16,7 @@ from kvexport.artifact.publish import load_manifest
 from kvexport.commands import validate as command
 from kvexport.commands.app import app
 from kvexport.errors import EnvironmentProblem, UsageError
-from kvexport.recipe.files import load_recipe
+from kvexport.recipe.load import load_recipe
 from kvexport.terminal import silent
 from kvexport.validate.layers import first_layers, shorten_config
 from kvexport.validate.runner import validate_artifact
@@ -87,7 +87,7 @@ def test_layers_that_the_model_does_not_have(artifact: Path, count: int) -> None
 
 
 def test_another_checkpoint_is_refused(artifact: Path) -> None:
-    from kvexport.recipe.files import recipe_folder
+    from kvexport.recipe.inherit import recipe_folder
 
     with (
         pytest.raises(UsageError, match="is not the checkpoint"),

@@ -16,7 +16,7 @@ from kvexport.artifact.publish import load_manifest, stage, write_manifest
 from kvexport.backends.tensorrt.engines import LOG, PLANS, EngineBuilder
 from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.recipe.fields import Recipe
-from kvexport.recipe.files import load_recipe
+from kvexport.recipe.load import load_recipe
 from kvexport.terminal import Progress, silent
 
 

@@ -32,7 +32,7 @@ typedef struct KvStatistic {
 } KvStatistic;
 
 typedef struct KvVoteAttention {
-  int type;  // of query, key, value, output and the cache
+  int query_type, cache_type;  // of query, key, value and output; of the state's keys and values
   int batch, query_heads, heads, tokens, capacity, key_size, value_size, statistics;
   float scale, vote_exponent, softcap;
   int sliding_window;
@@ -87,7 +87,7 @@ typedef struct KvMergePolicy {
 } KvMergePolicy;
 
 typedef struct KvMergeCache {
-  int type, batch, heads, capacity, key_size, value_size, statistics;
+  int cache_type, batch, heads, capacity, key_size, value_size, statistics;
   int budget, sinks, recent, sliding_window;
   KvMergePolicy policy;
   KvState past, present;  // as in KvVoteAttention

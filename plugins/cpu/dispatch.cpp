@@ -47,7 +47,9 @@ const char* kv_cpu_isa(void) { return kernels().name; }
 
 const char* kv_cpu_vote_attention(const KvVoteAttention* call, KvRunner runner) {
   const KvVoteAttention& a = *call;
-  if (a.type != KV_FLOAT32 && a.type != KV_FLOAT16) return "the type of the cache is neither float32 nor float16";
+  if (a.cache_type != KV_FLOAT32 && a.cache_type != KV_FLOAT16)
+    return "the type of the cache is neither float32 nor float16";
+  if (a.query_type != a.cache_type) return "the query is of another type than the cache";
   if (a.batch < 0 || a.heads < 1 || a.tokens < 0 || a.capacity < 1 || a.key_size < 1 || a.value_size < 1)
     return "a dimension is zero or negative";
   if (a.query_heads < 1 || a.query_heads % a.heads) return "the query heads are not a multiple of the KV heads";
@@ -60,7 +62,8 @@ const char* kv_cpu_vote_attention(const KvVoteAttention* call, KvRunner runner) 
 
 const char* kv_cpu_merge_cache(const KvMergeCache* call, KvRunner runner) {
   const KvMergeCache& a = *call;
-  if (a.type != KV_FLOAT32 && a.type != KV_FLOAT16) return "the type of the cache is neither float32 nor float16";
+  if (a.cache_type != KV_FLOAT32 && a.cache_type != KV_FLOAT16)
+    return "the type of the cache is neither float32 nor float16";
   if (a.batch < 0 || a.heads < 1 || a.capacity < 1 || a.key_size < 1 || a.value_size < 1)
     return "a dimension is zero or negative";
   if (a.statistics < 1 || a.statistics > KV_MAX_STATISTICS) return "there are no statistics, or more than 8";

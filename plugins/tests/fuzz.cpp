@@ -30,6 +30,16 @@ bool holds(uint64_t seed) {
   return true;
 }
 
+// A query of another type than the cache is refused, not read as the cache's.
+bool refuses_two_types() {
+  KvVoteAttention call{};
+  call.query_type = KV_FLOAT16, call.cache_type = KV_FLOAT32;
+  const char* problem = kv_cpu_vote_attention(&call, {nullptr, nullptr});
+  if (problem && strstr(problem, "another type than the cache")) return true;
+  fprintf(stderr, "kv_fuzz: a query of float16 over a cache of float32: %s\n", problem ? problem : "taken");
+  return false;
+}
+
 }  // namespace
 }  // namespace fuzz
 
@@ -39,6 +49,7 @@ int main(int count, char** arguments) {
     return 2;
   }
   const uint64_t seed = strtoull(arguments[1], nullptr, 10), cases = strtoull(arguments[2], nullptr, 10);
+  if (!fuzz::refuses_two_types()) return 1;
   for (uint64_t i = 0; i < cases; ++i)
     if (!fuzz::holds<fuzz::AttentionCase>(seed + i) || !fuzz::holds<fuzz::MergeCase>(seed + i) ||
         !fuzz::holds<fuzz::LinearCase>(seed + i))

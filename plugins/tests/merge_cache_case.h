@@ -75,7 +75,7 @@ struct MergeCase {
     } while (static_cast<double>(shape.rows()) * shape.capacity * std::min(shape.capacity, 200) * shape.key_size > 3e7);
     call.policy = any_policy(random, shape.key_size, frequencies, &shape.statistics);
     call.policy.inverse_frequencies = frequencies.data();
-    call.type = shape.type, call.batch = shape.batch, call.heads = shape.heads, call.capacity = shape.capacity;
+    call.cache_type = shape.type, call.batch = shape.batch, call.heads = shape.heads, call.capacity = shape.capacity;
     call.key_size = shape.key_size, call.value_size = shape.value_size, call.statistics = shape.statistics;
     const int leaving = random.one_in(6) ? shape.capacity : random.between(0, std::min(shape.capacity, 100));
     call.budget = std::max(1, shape.capacity - leaving);

@@ -42,7 +42,8 @@ struct AttentionCase {
     } while (static_cast<double>(shape.batch) * call.query_heads * (call.tokens + 4) * shape.capacity *
                  (shape.key_size + shape.value_size) >
              3e7);
-    call.type = shape.type, call.batch = shape.batch, call.heads = shape.heads, call.capacity = shape.capacity;
+    call.query_type = call.cache_type = shape.type, call.batch = shape.batch, call.heads = shape.heads,
+    call.capacity = shape.capacity;
     call.key_size = shape.key_size, call.value_size = shape.value_size;
   }
 

@@ -60,8 +60,8 @@ def _fields(text: str) -> list[tuple[str, Any]]:
 
 class VoteAttention(ctypes.Structure):
     _fields_ = _fields(
-        "int: type batch query_heads heads tokens capacity key_size value_size statistics; float: scale "
-        "vote_exponent softcap;"
+        "int: query_type cache_type batch query_heads heads tokens capacity key_size value_size statistics;"
+        "float: scale vote_exponent softcap;"
         "int: sliding_window; statistics: statistic; pointer: query key value position query_length sink_logits; "
         "state: past present;"
         "pointer: output"
@@ -80,7 +80,9 @@ class MergePolicy(ctypes.Structure):
 
 class MergeCache(ctypes.Structure):
     _fields_ = [
-        *_fields("int: type batch heads capacity key_size value_size statistics budget sinks recent sliding_window"),
+        *_fields(
+            "int: cache_type batch heads capacity key_size value_size statistics budget sinks recent sliding_window"
+        ),
         ("policy", MergePolicy),
         *_fields("state: past present"),
     ]
@@ -233,9 +235,8 @@ def vote_attention_call(
     attributes: Any, dtype: str, query: tuple[int, ...], key: tuple[int, ...], value_size: int
 ) -> VoteAttention:
     """A call without its pointers. query [B, Hq, T, D]; key [B, H, C, D]."""
-    call = VoteAttention(
-        TYPES[dtype], query[0], query[1], key[1], query[2], key[2], key[3], value_size, len(attributes.statistics)
-    )
+    sizes = (query[0], query[1], key[1], query[2], key[2], key[3], value_size, len(attributes.statistics))
+    call = VoteAttention(TYPES[dtype], TYPES[dtype], *sizes)
     call.scale, call.vote_exponent, call.softcap = attributes.scale, attributes.vote_exponent, attributes.softcap
     call.sliding_window = attributes.sliding_window
     for k, s in enumerate(attributes.statistics):
@@ -278,8 +279,8 @@ def lacks(method: Any) -> str | None:
 
 
 def policy_of(method: Any) -> MergePolicy:
-    """A method's parameters as the policy that the kernels run, as
-    plugins/bindings/node/attributes.h reads them off a node."""
+    """A method's parameters as the policy that the kernels run, as plugins/bindings/node/attributes.h
+    reads them off a node."""
     p = MergePolicy(compresses=method.name != "full", threshold=-1e38, votes_max=getattr(method, "votes_max", math.inf))
     for k, s in enumerate(method.statistics):
         p.statistic[k].kind = KINDS[s.kind]

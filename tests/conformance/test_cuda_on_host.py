@@ -392,7 +392,8 @@ def test_the_workspace_is_used_up_to_its_size_and_its_counters_come_back_to_zero
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"type": 9}, "neither float32, float16 nor bfloat16"),
+        ({"cache_type": 9}, "neither float32, float16 nor bfloat16"),
+        ({"query_type": 1}, "the query is of another type than the cache"),
         ({"query_heads": 5}, "not a multiple"),
         ({"query_heads": 64}, "more than 16 query heads"),
         ({"key_size": 10}, "16-byte vectors"),

@@ -1,5 +1,5 @@
-"""The tensor cores' stand-in on the host (plugins/cuda/core/mma.h): the rest of the kernels' proof rests on its
-layout being PTX's own."""
+"""The tensor cores' stand-in on the host (plugins/cuda/core/mma.h): the rest of the kernels' proof rests on its layout
+being PTX's own."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ KV_EXPORT const char* kvexport_device_problem() {
 KV_EXPORT const char* kvexport_layer_problem(int type, int query_heads, int heads, int capacity, int key_size,
                                              int value_size, int statistics) {
   KvVoteAttention call{};
-  call.type = type, call.batch = call.tokens = 1;
+  call.query_type = call.cache_type = type, call.batch = call.tokens = 1;
   call.query_heads = query_heads, call.heads = heads, call.capacity = capacity;
   call.key_size = key_size, call.value_size = value_size, call.statistics = statistics;
   size_t bytes = 0;

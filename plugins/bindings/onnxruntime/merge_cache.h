@@ -12,7 +12,7 @@ struct MergeCacheNode {
 
   MergeCacheNode(const Ort::ConstKernelInfo& info, int type) {
     const Attributes node(info, "MergeCache");
-    attributes.type = type;
+    attributes.cache_type = type;
     read_merge_cache(node, attributes, inverse_frequencies);
     const Shape key = declared_shape(info, 0), score = declared_shape(info, 3);
     node.require(key.size() == 4 && score.size() == 4,

@@ -17,7 +17,7 @@ struct VoteAttentionNode {
 
   VoteAttentionNode(const Ort::ConstKernelInfo& info, int type) {
     const Attributes node(info, "VoteAttention");
-    attributes.type = type;
+    attributes.query_type = attributes.cache_type = type;
     read_vote_attention(node, attributes);
     check_shapes(declared_shape(info, 0), declared_shape(info, 5), declared_shape(info, 8));
     check_declared_shapes(info, node);

@@ -63,6 +63,7 @@ struct VoteAttention {
     return i < kLeastInputs ? state_type(i - kPast, cache) : DataType::kFLOAT;
   }
 
+  static void set_types(Call& a, int type) { a.query_type = a.cache_type = type; }
   Call sized(const std::vector<Shape>& inputs) const {
     Call a = attributes;
     a.batch = size_of(inputs, 5, 0), a.query_heads = size_of(inputs, 0, 1), a.heads = size_of(inputs, 5, 1);
@@ -141,6 +142,7 @@ struct MergeCache {
 
   static DataType input_type(int i, DataType cache) { return state_type(i, cache); }
 
+  static void set_types(Call& a, int type) { a.cache_type = type; }
   Call sized(const std::vector<Shape>& inputs) const {
     Call a = attributes;
     a.batch = size_of(inputs, 0, 0), a.heads = size_of(inputs, 0, 1), a.capacity = size_of(inputs, 0, 2);

@@ -145,7 +145,7 @@ class Plugin final : public nvinfer1::IPluginV3,
     return guarded(-1, [&] {
       check_counts(inputs, outputs);
       call_ = call_of(shapes_of(in, inputs, [](const PluginTensorDesc& x) { return shape_of(x.dims); }));
-      call_.type = kernel_type(in[0].type);
+      Operator::set_types(call_, kernel_type(in[0].type));
       inputs_ = inputs;
       workspace_size_ = workspace_of(call_);
       kept_ = memory_.holding([&] { return operator_.kept(); });
@@ -224,7 +224,7 @@ class Plugin final : public nvinfer1::IPluginV3,
   // A smaller batch may be split further, and take more.
   size_t most_workspace(const DynamicPluginTensorDesc* in, int32_t inputs) const {
     Call largest = call_of(shapes_of(in, inputs, [](const auto& x) { return shape_of(x.max); }));
-    largest.type = kernel_type(in[0].desc.type);
+    Operator::set_types(largest, kernel_type(in[0].desc.type));
     size_t most = workspace_of(largest);
     for (const Call& smaller : Operator::smaller(largest))
       for (Call call = smaller; call.batch > 0; --call.batch) most = std::max(most, workspace_of(call));

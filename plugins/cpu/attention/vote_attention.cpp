@@ -16,7 +16,7 @@ int splits_of(const KvVoteAttention& a) {
 
 template <template <class> class Call>
 void run(const KvVoteAttention& a, KvRunner runner) {
-  if (a.type == KV_FLOAT16) {
+  if (a.cache_type == KV_FLOAT16) {
     Call<half> call(a, splits_of(a));
     call.run(call, runner);
   } else {

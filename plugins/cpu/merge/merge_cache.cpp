@@ -280,7 +280,7 @@ struct Merge : Select<T> {
 }  // namespace
 
 void merge_cache(const KvMergeCache& call, KvRunner runner) {
-  if (call.type == KV_FLOAT16)
+  if (call.cache_type == KV_FLOAT16)
     Merge<half>(call).run(runner);
   else
     Merge<float>(call).run(runner);

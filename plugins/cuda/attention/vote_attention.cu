@@ -13,8 +13,10 @@ namespace {
 constexpr int kMaxSplits = 128, kLeastSlots = 4 * kBlock;  // of a head, of a split
 
 const char* check(const KvVoteAttention& a) {
-  if (const char* problem = check_cache(a.type, a.batch, a.heads, a.capacity, a.key_size, a.value_size, a.statistics))
+  if (const char* problem =
+          check_cache(a.cache_type, a.batch, a.heads, a.capacity, a.key_size, a.value_size, a.statistics))
     return problem;
+  if (a.query_type != a.cache_type) return "the query is of another type than the cache";
   if (a.tokens < 0) return "a dimension is zero or negative";
   if (a.query_heads < 1 || a.query_heads % a.heads) return "the query heads are not a multiple of the KV heads";
   if (a.query_heads / a.heads > kMaxGroup) return "a KV head has more than 16 query heads";
@@ -168,11 +170,11 @@ extern "C" const char* kv_cuda_vote_attention(const KvVoteAttention* call, const
   if (const char* problem = check_workspace(*where, plan(a, device, where->workspace, &args))) return problem;
   if (where->counters) args.counters = static_cast<int*>(where->counters);
   const Stream stream = static_cast<Stream>(where->stream);
-  const size_t slots = static_cast<size_t>(a.batch) * a.heads * a.capacity, element = element_size(a.type);
+  const size_t slots = static_cast<size_t>(a.batch) * a.heads * a.capacity, element = element_size(a.cache_type);
   if (const char* problem =
           copy_state(a.past, a.present, slots, a.statistics, a.key_size * element, a.value_size * element, stream))
     return problem;
   if (a.tokens == 0) return nullptr;
-  if (a.type == KV_FLOAT32) return run<float>(args, device, stream);
-  return a.type == KV_FLOAT16 ? run<Half>(args, device, stream) : run<BFloat>(args, device, stream);
+  if (a.cache_type == KV_FLOAT32) return run<float>(args, device, stream);
+  return a.cache_type == KV_FLOAT16 ? run<Half>(args, device, stream) : run<BFloat>(args, device, stream);
 }

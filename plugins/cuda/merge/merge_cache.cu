@@ -10,7 +10,8 @@ namespace cuda {
 namespace {
 
 const char* check(const KvMergeCache& a) {
-  if (const char* problem = check_cache(a.type, a.batch, a.heads, a.capacity, a.key_size, a.value_size, a.statistics))
+  if (const char* problem =
+          check_cache(a.cache_type, a.batch, a.heads, a.capacity, a.key_size, a.value_size, a.statistics))
     return problem;
   if (a.budget < 1 || a.sinks < 0 || a.recent < 0 || a.sliding_window < 0)
     return "budget, sinks, recent or sliding_window is out of range";
@@ -53,7 +54,7 @@ size_t plan(const KvMergeCache& a, const Device& device, void* workspace, Merge*
     m.near = parts.take<float>(heads * m.most_rows * m.splits);
     m.nearest = parts.take<int>(heads * m.most_rows * m.splits);
     m.to = parts.take<int>(heads * m.most);
-    m.merged = parts.take<char>(heads * m.most * (a.key_size + a.value_size) * element_size(a.type));
+    m.merged = parts.take<char>(heads * m.most * (a.key_size + a.value_size) * element_size(a.cache_type));
     m.merged_small = parts.take<float>(heads * m.most * (1 + a.statistics));
     if (p.weigh == KV_WEIGH_BY_HESSIAN) m.attended = parts.take<float>(heads * (a.value_size + 1));
   }
@@ -89,7 +90,7 @@ const char* run(const Merge& m, const Device& device, Stream stream) {
     if (const char* problem = launch<Join<T>>(m, heads * m.most, Join<T>::size(m.most), device, stream)) return problem;
   }
   if (const char* problem = launch<Order>(m, heads, Order::size(a.capacity), device, stream)) return problem;
-  const int element = element_size(a.type);
+  const int element = element_size(a.cache_type);
   const size_t each = Place::blocks_of(a.key_size * element) + Place::blocks_of(a.value_size * element);
   return launch<Place>({m, element}, heads * each, Place::size(a.capacity), device, stream);
 }
@@ -121,12 +122,12 @@ extern "C" const char* kv_cuda_merge_cache(const KvMergeCache* call, const KvCud
   merge.in_place = past.key == present.key && past.value == present.value && past.votes == present.votes &&
                    past.score == present.score && past.position == present.position;
   const Stream stream = static_cast<Stream>(where->stream);
-  const size_t slots = static_cast<size_t>(a.batch) * a.heads * a.capacity, element = element_size(a.type);
+  const size_t slots = static_cast<size_t>(a.batch) * a.heads * a.capacity, element = element_size(a.cache_type);
   if (const char* problem =
           copy_state(past, present, slots, a.statistics, a.key_size * element, a.value_size * element, stream))
     return problem;
-  if (a.type == KV_FLOAT32) return run<float>(merge, device, stream);
-  return a.type == KV_FLOAT16 ? run<Half>(merge, device, stream) : run<BFloat>(merge, device, stream);
+  if (a.cache_type == KV_FLOAT32) return run<float>(merge, device, stream);
+  return a.cache_type == KV_FLOAT16 ? run<Half>(merge, device, stream) : run<BFloat>(merge, device, stream);
 }
 
 extern "C" const char* kv_cuda_target(void) {

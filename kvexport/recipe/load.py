@@ -33,7 +33,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecip
 
     overrides: "dotted.key=value", the value in YAML; a later one wins. A relative `model.path` (./ or ../) is relative
     to the folder of the file that says it, or to the current directory where an override says it; an override may also
-    name an existing directory without ./; anything else is a hub id.
+    name an existing directory without ./; anything else is a hub id or a wheel.
 
     Raises UsageError with every problem of the files and overrides, one per line, each with its file and line.
     """

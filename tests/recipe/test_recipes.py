@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 from kvexport import paths
 from kvexport.errors import UsageError
+from kvexport.export.model import wheel
 from kvexport.methods import all_methods
 from kvexport.recipe.fields import Recipe
 from kvexport.recipe.inherit import recipe_folder
@@ -22,6 +23,7 @@ from tests.support.recipe_texts import SMALL, one_problem, write
 
 TINY = ("tiny-base", *(f"tiny-{name}" for name in all_methods()))
 SMALL_RECIPES = tuple(f"small-{name}" for name in ("base", "full", "keepkv", "ballot"))
+SMOLLM2 = tuple(f"smollm2-135m-{name}" for name in ("base", "full", "keepkv", "ballot", "h2o", "streaming", "snapkv"))
 # The recent share of the budget that a method wants; half otherwise.
 RECENT = {"tiny-ballot": 0.3, "tiny-kvslimmer": 0.25, "tiny-asymkv": 0.25}
 HUB = {
@@ -35,7 +37,7 @@ HUB = {
 
 def test_every_shipped_recipe_loads_and_the_base_says_that_it_is_one() -> None:
     listed = {info.name: info for info in list_recipes()}
-    assert set(listed) == {*TINY, *SMALL_RECIPES, *HUB, "keepkv-paper"}
+    assert set(listed) == {*TINY, *SMALL_RECIPES, *SMOLLM2, *HUB, "keepkv-paper"}
     for name, info in listed.items():
         assert not info.problem
         assert info.description
@@ -67,6 +69,17 @@ def test_small_recipes_share_one_geometry(name: str) -> None:
     assert recipe.cache.recent == RECENT.get(name, 0.5)
     assert (recipe.export.prefill_chunk, recipe.limits.max_length, recipe.limits.max_batch) == (32, 2048, 8)
     assert recipe.budget == (2048 if name == "small-full" else 128)
+
+
+@pytest.mark.parametrize("name", SMOLLM2)
+def test_smollm2_recipes_share_one_geometry(name: str) -> None:
+    recipe = load_recipe(name).recipe
+    assert recipe.model.path == f"wheel:{wheel.SMOLLM2}"
+    assert (recipe.cache.sinks, recipe.cache.recent, recipe.cache.merge_every) == (4, 0.5, 32)
+    assert (recipe.export.prefill_chunk, recipe.limits.max_length, recipe.limits.max_batch) == (256, 8192, 4)
+    assert recipe.budget == (8192 if name == "smollm2-135m-full" else 512)
+    if name != "smollm2-135m-base":
+        assert recipe.cache.method == name.removeprefix("smollm2-135m-")
 
 
 def test_the_small_checkpoint_is_whole_and_small() -> None:

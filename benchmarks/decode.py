@@ -114,7 +114,7 @@ def long_context(work: Path) -> dict[str, Any]:
     from kvexport.runtime.lanes import Lanes
 
     engine = kvexport.load(engine_path(work, "keepkv", 0), verify=False)
-    limits = engine.manifest["limits"]
+    limits = engine.manifest.limits
     ids = np.random.default_rng(0).integers(3, 4096, 65536)
     both = {}
     for context in (2048, 65536):
@@ -122,8 +122,8 @@ def long_context(work: Path) -> dict[str, Any]:
             engine.new_backend(1),
             engine.plan,
             1,
-            prefill_chunk=limits["prefill_chunk"],
-            merge_every=limits["merge_every"],
+            prefill_chunk=limits.prefill_chunk,
+            merge_every=limits.merge_every,
         )
         lanes.prefill([ids[:context]])
         both[context] = lanes

@@ -1,242 +1,164 @@
-"""The manifest of an artifact: what it lists, how it is written, and the checks of a directory against it."""
+"""The manifest of an artifact as typed values: what was built, from which recipe, and which files hold it.
+
+How it is written, digested and checked against the files is in `kvexport.artifact.digests`.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import re
 import shlex
-import stat
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, TypeVar
 
-from kvexport.cache import CONTRACT_VERSION
-from kvexport.errors import ArtifactError, KvexportError
+from pydantic import Field, TypeAdapter, ValidationError
 
-FORMAT = "kvexport-artifact"
-MANIFEST = "manifest.json"
-MANIFEST_LIMIT = 16 << 20
-_CHUNK = 4 << 20  # as large as the blocks of kvexport.export.weights, for the same reason
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+from kvexport.cache import CONTRACT_VERSION, CachePlan
+from kvexport.errors import ArtifactError
+from kvexport.recipe.fields import Recipe
+
+Count = Annotated[int, Field(ge=1)]
+T = TypeVar("T")
 
 
-def write_manifest(stage: Path, content: dict[str, Any], *, known: Mapping[str, str] | None = None) -> None:
-    """Write `manifest.json`: `content` and, added to it, `format`, `contract_version`, `manifest_sha256` and `files`.
+@dataclass(frozen=True)
+class FileEntry:
+    """A file of the artifact: its SHA-256 in hex, and its size."""
 
-    `files` maps every file of the stage, as a relative POSIX path, to {"sha256": hex, "bytes": size}. `known` gives
-    digests of files hashed while they were written (`HashingWriter`); those are not read again. `content` holds what
-    JSON can, without NaN.
-    Call it last: a file written later is not listed and the stage is refused. Raises KvexportError on a link or an
-        unsafe name.
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The checkpoint's model. type: as its config calls it. fingerprint: of the checkpoint's headers. query_heads: of
+    every layer."""
+
+    type: str
+    fingerprint: str
+    vocabulary: Count
+    layers: Count
+    query_heads: tuple[Count, ...]
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """Files of the ONNX graphs. merge: None where no layer merges. candidates: artifacts that were built before there
+    was one have none."""
+
+    decoder: str
+    merge: str | None
+    candidates: str | None = None
+
+    def files(self) -> Iterator[tuple[str, str]]:
+        """(name, file) of those that there are."""
+        return ((name, file) for name, file in asdict(self).items() if file is not None)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the ONNX graphs were made for: tokens of a sequence, sequences of a batch, tokens of a sequence in one call,
+    and decoded tokens between merges."""
+
+    max_length: Count
+    max_batch: Count
+    prefill_chunk: Count
+    merge_every: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """An artifact's manifest.
+
+    name: of the recipe. candidates: how many of a row's largest logits candidates.onnx finds. operators: what runs each
+    operator of the contract, None where the artifact does not need it. versions: of the packages that built it, None
+    where one is not installed. engines: what each backend prepared beside the ONNX graphs, by the backend's name and in
+    its own terms. files: every file but the manifest itself, by its relative POSIX path; empty until they are digested.
     """
-    found = {name: entry for name, entry in scan(stage).items() if name != MANIFEST}
-    known = dict(known or {})
-    for name, entry in found.items():
-        if problem := _name_problem(name) or _kind_problem(entry):
-            raise KvexportError(f"the build wrote {name!r}, which cannot be part of an artifact: {problem}")
-    if wrong := [name for name, digest in known.items() if name not in found or not _SHA256.fullmatch(digest)]:
-        raise KvexportError(
-            f"a digest was handed over for {wrong[0]!r}, which is not in the stage or whose digest is no SHA-256 in hex"
-        )
-    own = {"format": FORMAT, "contract_version": CONTRACT_VERSION}
-    if clash := [
-        key for key in content if key in ("files", "manifest_sha256") or content[key] != own.get(key, content[key])
-    ]:
-        raise KvexportError(f"the manifest's field '{clash[0]}' is written by write_manifest alone")
-    unknown = [name for name in found if name not in known]
-    known.update(zip(unknown, file_digests(stage, unknown), strict=True))
-    files = {name: {"sha256": known[name], "bytes": entry.st_size} for name, entry in found.items()}
-    # Through JSON once, so that tuples and integer keys are what a reader will see before they are sorted and digested.
-    manifest = json.loads(json.dumps({**content, **own, "files": files}, allow_nan=False))
-    manifest["manifest_sha256"] = _self_digest(manifest)
-    text = "".join(_written_form(manifest)).encode()
-    if len(text) > MANIFEST_LIMIT:
-        raise KvexportError(f"the manifest would be {len(text)} bytes, more than the {MANIFEST_LIMIT} a reader accepts")
-    (stage / MANIFEST).unlink(missing_ok=True)
-    (stage / MANIFEST).write_bytes(text)
+
+    name: str
+    recipe: Recipe
+    model: ModelFacts
+    cache: CachePlan
+    graphs: Graphs
+    candidates: Annotated[int, Field(ge=0)] = 0
+    limits: Limits
+    operators: Mapping[str, str | None]
+    versions: Mapping[str, str | None]
+    engines: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
+    contract_version: int = CONTRACT_VERSION
+
+    @property
+    def bytes(self) -> int:
+        """Of all files."""
+        return sum(entry.bytes for entry in self.files.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """For `write_manifest`: everything but the files, which it digests itself."""
+        return {
+            "recipe": {"name": self.name, **self.recipe.model_dump(mode="json")},
+            "model": asdict(self.model),
+            "cache": self.cache.to_json(),
+            "graphs": asdict(self.graphs),
+            "candidates": self.candidates,
+            "limits": asdict(self.limits),
+            "operators": dict(self.operators),
+            "versions": dict(self.versions),
+            "engines": dict(self.engines),
+            "contract_version": self.contract_version,
+        }
 
 
-class HashingWriter:
-    """Writes to a buffered binary file and keeps the SHA-256 of what was written, for `write_manifest(known=...)`. No
-    seeking."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        """file: open for writing in binary, buffered, so that a write is never partial."""
-        self._file = file
-        self._hash = hashlib.sha256()
-
-    def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Write all of `data` (C-contiguous); the number of bytes."""
-        count = self._file.write(data)
-        self._hash.update(data)
-        return count
-
-    def hexdigest(self) -> str:
-        """The digest of everything written so far, 64 lowercase hex digits."""
-        return self._hash.hexdigest()
-
-
-def check_artifact(root: Path, verify: bool) -> dict[str, Any]:
-    """The manifest of the directory `root`. Raises ArtifactError for everything that is wrong."""
-    try:
-        found = scan(root)
-        for name, entry in found.items():
-            if problem := _kind_problem(entry):
-                raise damaged(root, f"{name!r} is {problem}")
-        manifest = _read_manifest(root, found.pop(MANIFEST, None))
-        files = _listed(root, manifest)
-        for name, (_, size) in files.items():
-            if name not in found:
-                raise damaged(root, f"{name!r} is listed in the manifest and missing")
-            if found[name].st_size != size:
-                raise damaged(root, f"{name!r} has {found[name].st_size} bytes, the manifest says {size}")
-        if unlisted := [name for name in found if name not in files]:
-            raise damaged(root, f"{unlisted[0]!r} is not listed in the manifest")
-        if verify:
-            for (name, (expected, _)), digest in zip(files.items(), file_digests(root, files), strict=True):
-                if digest != expected:
-                    raise damaged(root, f"{name!r} has SHA-256 {digest}, the manifest says {expected}")
-    except OSError as error:
-        raise damaged(root, f"{error.filename or 'a file'} cannot be read: {error.strerror}") from error
+def parse_manifest(root: Path, raw: Mapping[str, Any]) -> Manifest:
+    """The manifest of the artifact `root` from its checked JSON. Raises ArtifactError naming the first field that is
+    missing, of another type, or contradicts another."""
+    data = dict(raw)
+    if isinstance(recipe := data.get("recipe"), dict):
+        data |= {"recipe": {key: value for key, value in recipe.items() if key != "name"}, "name": recipe.get("name")}
+    if "cache" in data:
+        data["cache"] = {"layers": data["cache"]}
+    manifest = parse_fields(root, Manifest, data)
+    for name, file in manifest.graphs.files():
+        require_file(root, manifest, f"graphs.{name}", file)
+    for name, count in (("cache", len(manifest.cache.layers)), ("model.query_heads", len(manifest.model.query_heads))):
+        if count != manifest.model.layers:
+            raise unusable(root, name, f"has {count} entries, model.layers is {manifest.model.layers}")
     return manifest
 
 
-def read_verified(root: Path, manifest: dict[str, Any], name: str) -> bytes:
-    """A listed file, its bytes held to the manifest's digest: what is then used is what was checked, not what may lie
-    there since. For files that are code, as TensorRT's plans are. Raises ArtifactError."""
+def parse_fields(root: Path, kind: type[T], data: Any, above: str = "") -> T:
+    """`data`, as JSON gives it, as the dataclass `kind`, strictly: no text is a number. above: where in the manifest it
+    stands. Raises ArtifactError naming the first field that is wrong."""
     try:
-        data = (root / name).read_bytes()
-    except OSError as error:
-        raise damaged(root, f"{name!r} cannot be read: {error.strerror}") from error
-    digest, expected = hashlib.sha256(data).hexdigest(), manifest["files"][name]["sha256"]
-    if digest != expected:
-        raise damaged(root, f"{name!r} has SHA-256 {digest}, the manifest says {expected}")
-    return data
+        value: T = TypeAdapter(kind).validate_json(json.dumps(data), strict=True)
+        return value
+    except ValidationError as error:
+        first = next((e for e in error.errors(include_url=False) if e["loc"] != ("name",)), error.errors()[0])
+        place = ".".join(map(str, (*filter(None, [above]), *first["loc"]))) or "content"
+        place = place.replace("cache.layers", "cache", 1)
+        # pydantic speaks of a lifted field where the manifest has it inside the recipe.
+        place = "recipe.name" if place == "name" and kind is Manifest else place
+        missing = first["type"] == "missing" or (first["input"] is None and place == "recipe.name")
+        said = str(first["msg"]).removeprefix("Value error, ").replace("Input should be", "should be", 1)
+        raise unusable(root, place, "is missing" if missing else f"{said}, found {_shown(first['input'])}") from error
 
 
-def _read_manifest(root: Path, entry: os.stat_result | None) -> dict[str, Any]:
-    if entry is None:
-        raise damaged(root, f"it has no {MANIFEST}")
-    with (root / MANIFEST).open("rb") as file:
-        raw = file.read(MANIFEST_LIMIT + 1)
-    if len(raw) > MANIFEST_LIMIT:
-        raise damaged(root, f"{MANIFEST} is larger than {MANIFEST_LIMIT} bytes")
-    try:
-        manifest = json.loads(raw.decode(), parse_int=_parse_int)
-        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-            raise damaged(root, f"{MANIFEST} is not the manifest of a kvexport artifact")
-        version = manifest.get("contract_version")
-        if type(version) is not int or version != CONTRACT_VERSION:
-            raise damaged(root, f"its contract_version is {str(version)[:40]}, this kvexport reads {CONTRACT_VERSION}")
-        expected, found = str(manifest.get("manifest_sha256"))[:64], _self_digest(manifest)
-        if found != expected:
-            raise damaged(root, f"{MANIFEST} has SHA-256 {found} and says {expected} of itself")
-        # The digest is of the meaning; this finds a changed blank, a repeated key, another spelling of a number.
-        if not _spells(manifest, raw):
-            raise damaged(root, f"{MANIFEST} is not written the way kvexport writes it")
-    except (ValueError, RecursionError) as error:
-        raise damaged(root, f"{MANIFEST} is not valid JSON: {str(error)[:200]}") from error
-    return manifest
+def require_file(root: Path, manifest: Manifest, field: str, name: str) -> None:
+    """Raises ArtifactError unless `name`, the value of a field, is a file that the manifest lists with its digest."""
+    if name not in manifest.files:
+        raise unusable(root, field, f"should be a file of the artifact, found {_shown(name)}, which is not listed")
 
 
-def _listed(root: Path, manifest: dict[str, Any]) -> dict[str, tuple[str, int]]:
-    """The manifest's files: name -> (digest, bytes), every name safe to join to `root`."""
-    files = manifest.get("files")
-    if not isinstance(files, dict):
-        raise damaged(root, f"{MANIFEST} lists no files")
-    for name, entry in files.items():
-        if problem := _name_problem(name):
-            raise damaged(root, f"{MANIFEST} lists {name[:200]!r}: {problem}")
-        size, digest = (entry.get("bytes"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
-        if type(size) is not int or size < 0 or not isinstance(digest, str) or not _SHA256.fullmatch(digest):
-            raise damaged(root, f"{MANIFEST} has no digest and size for {name!r}")
-    return {name: (entry["sha256"], entry["bytes"]) for name, entry in files.items()}
-
-
-def damaged(root: Path, problem: str) -> ArtifactError:
-    """The error for something wrong with the artifact `root`."""
+def unusable(root: Path, place: str, problem: str) -> ArtifactError:
+    """The error for a field of the manifest that this kvexport cannot use."""
     return ArtifactError(
-        f"the artifact {root} is damaged: {problem}",
-        f"remove it and run kvexport build --recipe NAME --out {shlex.quote(str(root))} again",
+        f"the manifest of {root} cannot be used: {place[:200]} {problem}",
+        f"kvexport build --recipe NAME --out {shlex.quote(str(root))}, which builds the artifact again",
     )
 
 
-def _name_problem(name: str) -> str:
-    """Why a listed name is refused, or "": only plain relative POSIX paths, the same to every reader."""
-    if name == MANIFEST:
-        return "the manifest does not list itself"
-    if "\\" in name or not name.isprintable():
-        return "a name holds no backslash, control character or byte that is not UTF-8"
-    if name.startswith("/") or re.match("[A-Za-z]:", name):
-        return "a name is relative to the artifact"
-    if any(part in ("", ".", "..") for part in name.split("/")):
-        return "a name has no empty, '.' or '..' part"
-    return ""
-
-
-def _kind_problem(entry: os.stat_result) -> str:
-    if stat.S_ISLNK(entry.st_mode):
-        return "a symbolic link"
-    return "" if stat.S_ISREG(entry.st_mode) else "not an ordinary file"
-
-
-def scan(root: Path) -> dict[str, os.stat_result]:
-    """Everything under `root` but directories, by relative POSIX path in order; a link is listed, never followed."""
-    found, pending = {}, [""]
-    while pending:
-        prefix = pending.pop()
-        with os.scandir(root / prefix) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    pending.append(f"{prefix}{entry.name}/")
-                else:
-                    found[prefix + entry.name] = entry.stat(follow_symlinks=False)
-    return dict(sorted(found.items()))
-
-
-def file_digests(root: Path, names: Iterable[str]) -> Iterator[str]:
-    """SHA-256 of files under `root` in the order given, a few at a time: hashlib lets other threads run."""
-    pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
-    try:
-        yield from pool.map(lambda name: _digest(root / name), names)
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _digest(path: Path) -> str:
-    digest, chunk = hashlib.sha256(), bytearray(_CHUNK)
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
-        while count := file.readinto(chunk):
-            digest.update(memoryview(chunk)[:count])
-    return digest.hexdigest()
-
-
-def _self_digest(manifest: dict[str, Any]) -> str:
-    """SHA-256 of the canonical JSON (sorted, compact, ASCII) of everything but the field that holds it."""
-    rest = {key: value for key, value in manifest.items() if key != "manifest_sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()).hexdigest()
-
-
-def _written_form(manifest: dict[str, Any]) -> Iterator[str]:
-    yield from json.JSONEncoder(sort_keys=True, indent=1, allow_nan=False).iterencode(manifest)
-    yield "\n"
-
-
-def _spells(manifest: dict[str, Any], raw: bytes) -> bool:
-    """Whether `raw` is the written form; piece by piece, because the indents of hostile nesting would fill the
-    memory."""
-    offset = 0
-    for piece in _written_form(manifest):
-        if not raw.startswith(piece.encode(), offset):
-            return False
-        offset += len(piece)
-    return offset == len(raw)
-
-
-def _parse_int(digits: str) -> int:
-    if len(digits) > 40:
-        raise ValueError(f"a number of {len(digits)} digits")
-    return int(digits)
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -15,25 +15,12 @@ import re
 import secrets
 import shlex
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
-from kvexport.artifact.manifest import (
-    FORMAT,
-    MANIFEST,
-    MANIFEST_LIMIT,
-    HashingWriter,
-    check_artifact,
-    damaged,
-    scan,
-    write_manifest,
-)
+from kvexport.artifact.digests import FORMAT, MANIFEST, MANIFEST_LIMIT, check_artifact, scan
 from kvexport.errors import ArtifactError, EnvironmentProblem, KvexportError, UsageError
-
-__all__ = ["HashingWriter", "load_manifest", "stage", "write_manifest"]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -52,7 +39,7 @@ def stage(target: Path) -> Iterator[Path]:
     another build holds it), EnvironmentProblem on a full disk or quota, KvexportError where the block wrote no manifest
     for what it left.
     """
-    target = _place(Path(target))
+    target = place(Path(target))
     _refuse_foreign(target)
     lock = _acquire_or_refuse(target)
     try:
@@ -78,35 +65,13 @@ def stage(target: Path) -> Iterator[Path]:
         # again.
         shutil.rmtree(work, ignore_errors=True)
     finally:
-        _release(target, lock)
-
-
-def load_manifest(path: Path, *, verify: bool = True) -> dict[str, Any]:
-    """The manifest of the artifact at `path`, after checking it and every file it lists.
-
-    verify: False leaves out the SHA-256 of the files, not the rest: the manifest's own digest, names, sizes, nothing
-    unlisted, no links. An artifact that is replaced during the check is checked again. `path` itself may be a link to
-    an artifact.
-
-    The digests find damage: a truncated download, a flipped bit, an edit, a file added by mistake. They do **not** tell
-        who made the
-    artifact: whoever can write the directory can write a matching manifest, and can change a file after this check.
-    Load artifacts only from directories that nobody untrusted can write.
-
-    Raises UsageError where nothing is at `path`, ArtifactError for everything that is wrong with what is there.
-    """
-    for _ in range(10):
-        if (manifest := _checked_unless_replaced(_existing(Path(path)), verify)) is not None:
-            return manifest
-    raise ArtifactError(
-        f"{path} was replaced ten times while it was being checked", "wait until the builds that write it have ended"
-    )
+        release(target, lock)
 
 
 # Where an artifact may go, and the lock of a target.
 
 
-def _place(target: Path) -> Path:
+def place(target: Path) -> Path:
     """`target` with its parent resolved, so that two spellings of one place share one lock."""
     if target.name in ("", ".."):
         target = target.resolve()
@@ -115,7 +80,7 @@ def _place(target: Path) -> Path:
     except (OSError, RuntimeError):
         raise UsageError(
             f"{target.parent}, where {target.name} is to be written, does not exist",
-            f"mkdir -p {_quoted(target.parent)}",
+            f"mkdir -p {quoted(target.parent)}",
         ) from None
     if not target.name or not parent.is_dir():
         raise UsageError(
@@ -137,10 +102,10 @@ def _refuse_foreign(target: Path) -> None:
     if _is_mount_point(target) or target.samefile("."):
         kind = "a mount point" if _is_mount_point(target) else "the current directory"
         raise UsageError(
-            f"{target} is {kind}, which cannot be replaced in one step", f"--out {_quoted(target / 'artifact')}"
+            f"{target} is {kind}, which cannot be replaced in one step", f"--out {quoted(target / 'artifact')}"
         )
     try:
-        foreign = any(target.iterdir()) and not _is_artifact(target)
+        foreign = any(target.iterdir()) and not is_artifact(target)
     except OSError as error:
         raise UsageError(f"{target} exists and cannot be read: {error.strerror}", "choose another --out") from error
     if foreign:
@@ -150,7 +115,7 @@ def _refuse_foreign(target: Path) -> None:
         )
 
 
-def _is_artifact(path: Path) -> bool:
+def is_artifact(path: Path) -> bool:
     """Whether a directory says it is an artifact; a damaged one counts, so that it can be built again."""
     manifest = path / MANIFEST
     if path.is_symlink() or manifest.is_symlink() or not manifest.is_file():
@@ -172,25 +137,26 @@ def _is_mount_point(path: Path) -> bool:
     )
 
 
-def _beside(target: Path, suffix: str) -> Path:
+def beside(target: Path, suffix: str) -> Path:
+    """A hidden name beside `target`."""
     return target.with_name(f".{target.name}.{suffix}")
 
 
 def _stage_name(target: Path) -> Path:
-    return _beside(target, f"stage-{secrets.token_hex(8)}")
+    return beside(target, f"stage-{secrets.token_hex(8)}")
 
 
-def _acquire(target: Path) -> int:
+def acquire(target: Path) -> int:
     """The locked descriptor of the target's lock file, which names this process. Raises BlockingIOError while a build
     holds it."""
-    path = _beside(target, "lock")
+    path = beside(target, "lock")
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # A holder removes its file when it is done: between open and flock the name may have come to mean another
             # file.
-            if _identity(lock) == _identity(path):
+            if identity(lock) == identity(path):
                 os.ftruncate(lock, 0)
                 os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
                 return lock
@@ -202,11 +168,11 @@ def _acquire(target: Path) -> int:
 
 def _acquire_or_refuse(target: Path) -> int:
     try:
-        return _acquire(target)
+        return acquire(target)
     except BlockingIOError:
         holder = ""
         with suppress(OSError):
-            holder = _beside(target, "lock").read_bytes()[:20].decode(errors="replace").strip()
+            holder = beside(target, "lock").read_bytes()[:20].decode(errors="replace").strip()
         by = f"process {holder}" if holder.isdigit() else "a process that has just begun or ended"
         raise UsageError(
             f"{target} is being written by another build, {by}", "wait until it has ended, or choose another --out"
@@ -219,17 +185,17 @@ def _acquire_or_refuse(target: Path) -> int:
         ) from error
 
 
-def _release(target: Path, lock: int) -> None:
+def release(target: Path, lock: int) -> None:
     """Removes the lock file before it unlocks, so that nobody can lock a name that is about to go."""
     try:
-        path = _beside(target, "lock")
-        if _identity(lock) == _identity(path):
+        path = beside(target, "lock")
+        if identity(lock) == identity(path):
             path.unlink(missing_ok=True)
     finally:
         os.close(lock)
 
 
-def _identity(path: Path | int) -> tuple[int, int] | None:
+def identity(path: Path | int) -> tuple[int, int] | None:
     """Which file or directory a path or descriptor means at this moment; None where there is none."""
     try:
         entry = os.fstat(path) if isinstance(path, int) else path.stat()
@@ -243,11 +209,11 @@ def _identity(path: Path | int) -> tuple[int, int] | None:
 
 def _tidy(target: Path) -> None:
     """Puts back an artifact that a killed build had moved aside, and removes stages. The caller holds the lock."""
-    old = _beside(target, "old")
+    old = beside(target, "old")
     stages = re.compile(re.escape(f".{target.name}.stage-") + "[0-9a-f]{16}")
     try:
-        _restore(target)
-        if _is_artifact(old) and _is_artifact(target):
+        restore(target)
+        if is_artifact(old) and is_artifact(target):
             # Only whole artifacts bear the old name: one to be deleted takes the name of a stage first.
             old.rename(_stage_name(target))
         with os.scandir(target.parent) as entries:
@@ -257,14 +223,14 @@ def _tidy(target: Path) -> None:
         for path in stale:
             shutil.rmtree(path)
     except OSError as error:
-        fix = f"rm -r {_quoted(_beside(target, 'stage-'))}*"
+        fix = f"rm -r {quoted(beside(target, 'stage-'))}*"
         raise UsageError(f"what a killed build left beside {target} cannot be cleared away: {error}", fix) from error
 
 
-def _restore(target: Path) -> None:
+def restore(target: Path) -> None:
     """Ends a replacement that a kill cut between its two renames. The caller holds the lock."""
-    old = _beside(target, "old")
-    if not os.path.lexists(target) and _is_artifact(old):
+    old = beside(target, "old")
+    if not os.path.lexists(target) and is_artifact(old):
         old.rename(target)
 
 
@@ -332,7 +298,7 @@ def _exchange(a: Path, b: Path) -> bool:
 
 def _replace_in_two_steps(work: Path, target: Path) -> None:
     """Exchange by way of `.name.old`, which `_tidy` puts back where a kill falls between the two renames."""
-    old = _beside(target, "old")
+    old = beside(target, "old")
     try:
         target.rename(old)
         work.rename(target)
@@ -378,73 +344,6 @@ def _newest(work: Path) -> Path:
     return work
 
 
-# Reading.
-
-
-def _existing(path: Path) -> Path:
-    """The resolved directory at `path`, put back first where a killed build had moved it aside."""
-    deadline = time.monotonic() + 1.0
-    while not path.is_dir():
-        waits = (
-            path.parent.is_dir() and not path.is_symlink() and time.monotonic() < deadline and _comes_back(_place(path))
-        )
-        if not waits and not path.is_dir():
-            what = (
-                f"{path} is not a directory, so no artifact"
-                if os.path.lexists(path)
-                else f"there is no artifact at {path}"
-            )
-            raise UsageError(
-                what, f"kvexport build --recipe NAME --out {_quoted(path)}, or name the directory of an artifact"
-            )
-    return path.resolve()
-
-
-def _comes_back(target: Path) -> bool:
-    """Whether to look again for a target that was absent a moment ago: it is put back here, or a build may be between
-    its two renames."""
-    old = _beside(target, "old")
-    if not _is_artifact(old) and not os.path.lexists(_beside(target, "lock")):
-        return False
-    try:
-        lock = _acquire(target)
-    except BlockingIOError:
-        time.sleep(0.005)
-        return True
-    except OSError as error:
-        if os.path.lexists(target) or not _is_artifact(old):
-            return False
-        fix = f"mv {_quoted(old)} {_quoted(target)}"
-        raise UsageError(
-            f"a killed build left {target} at {old}, and it cannot be put back: {error.strerror}", fix
-        ) from error
-    try:
-        _restore(target)
-        return target.is_dir()
-    finally:
-        _release(target, lock)
-
-
-def _checked_unless_replaced(root: Path, verify: bool) -> dict[str, Any] | None:
-    """The checked manifest; None where another artifact took this one's place meanwhile, so that a finding means
-    nothing."""
-    try:
-        # Held open, so that its inode number cannot go to the artifact that replaces it.
-        held = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise damaged(root, f"it cannot be read: {error.strerror}") from error
-    try:
-        manifest = check_artifact(root, verify)
-        return manifest if _identity(held) == _identity(root) else None
-    except ArtifactError:
-        if _identity(held) == _identity(root):
-            raise
-        return None
-    finally:
-        os.close(held)
-
-
-def _quoted(path: Path) -> str:
+def quoted(path: Path) -> str:
+    """A path as a shell takes it."""
     return shlex.quote(str(path))

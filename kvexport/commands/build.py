@@ -45,12 +45,11 @@ def build(
     if not as_json:
         print(built)
         return
-    from kvexport.artifact.publish import load_manifest
+    from kvexport.artifact.reading import load_manifest
 
     manifest = load_manifest(built, verify=False)
-    sizes = [entry["bytes"] for entry in manifest["files"].values()]
-    name, seconds = manifest["recipe"]["name"], time.monotonic() - start
-    print_json({"artifact": str(built), "recipe": name, "files": len(sizes), "bytes": sum(sizes), "seconds": seconds})
+    figures = {"files": len(manifest.files), "bytes": manifest.bytes, "seconds": time.monotonic() - start}
+    print_json({"artifact": str(built), "recipe": manifest.name, **figures})
 
 
 def build_artifact(

@@ -11,12 +11,11 @@ import typer
 
 from kvexport.commands.options import ArtifactArgument, JsonOption
 from kvexport.commands.output import print_result
-from kvexport.errors import ArtifactError
 from kvexport.units import format_bytes
 
 if TYPE_CHECKING:
+    from kvexport.artifact.manifest import Manifest
     from kvexport.backends.onnxruntime.operators import Implementation
-    from kvexport.cache import CachePlan
     from kvexport.report.page import KeyValues, Section
 
 
@@ -52,8 +51,7 @@ class Inspection:
     size. runs_here: what runs each operator on this machine, None where the artifact does not need it."""
 
     path: Path
-    manifest: dict[str, Any]
-    cache: CachePlan
+    manifest: Manifest
     graphs: list[Graph]
     verified: bool
     runs_here: dict[str, Implementation | None]
@@ -61,25 +59,28 @@ class Inspection:
     def to_json(self) -> dict[str, Any]:
         """Everything, as plain data."""
         manifest = self.manifest
-        batch = manifest["limits"]["max_batch"]
+        batch = manifest.limits.max_batch
         graphs = {
             g.name: {"file": g.file, "nodes": g.nodes, "operators": g.operators, "functions": g.functions}
             for g in self.graphs
         }
         layers = [
-            {**entry, "bytes": layer.bytes()} for entry, layer in zip(manifest["cache"], self.cache.layers, strict=True)
+            {**entry, "bytes": layer.bytes()}
+            for entry, layer in zip(manifest.cache.to_json(), manifest.cache.layers, strict=True)
         ]
-        cache = {"bytes_per_sequence": self.cache.bytes(1), "bytes": self.cache.bytes(batch), "layers": layers}
-        kept = ("contract_version", "recipe", "model", "limits", "operators", "files", "versions")
+        cache = {"bytes_per_sequence": manifest.cache.bytes(1), "bytes": manifest.cache.bytes(batch), "layers": layers}
+        said = manifest.to_json()
+        kept = ("contract_version", "recipe", "model", "limits", "operators", "versions")
         digests = "verified" if self.verified else "not verified"
         here = {name: asdict(how) if how else None for name, how in self.runs_here.items()}
         return {
             "artifact": str(self.path),
-            **{key: manifest[key] for key in kept},
+            **{key: said[key] for key in kept},
+            "files": {name: asdict(entry) for name, entry in manifest.files.items()},
             "runs_here": here,
             "cache": cache,
             "graphs": graphs,
-            "engines": manifest.get("engines"),
+            "engines": manifest.engines,
             "digests": digests,
         }
 
@@ -88,68 +89,70 @@ class Inspection:
         from kvexport.planning import layer_table
         from kvexport.report.page import KeyValues, Table
 
-        files = sorted(self.manifest["files"].items())
+        files = sorted(self.manifest.files.items())
         runs = {name: str(how) if how else "not needed by this artifact" for name, how in self.runs_here.items()}
         return [
             self._summary(),
-            layer_table(self.cache),
+            layer_table(self.manifest.cache),
             Table("Graphs", ("file", "nodes", "operators"), [_graph_row(graph) for graph in self.graphs]),
             KeyValues("Operators on this machine", {"device": self._device(), **runs}),
             *self._engines(),
             Table(
                 "Files",
                 ("file", "size", "SHA-256"),
-                [(name, format_bytes(entry["bytes"]), entry["sha256"]) for name, entry in files],
+                [(name, format_bytes(entry.bytes), entry.sha256) for name, entry in files],
             ),
-            KeyValues("Built with", {name: version or "-" for name, version in self.manifest["versions"].items()}),
+            KeyValues("Built with", {name: version or "-" for name, version in self.manifest.versions.items()}),
         ]
 
     def _device(self) -> str:
         from kvexport.backends.onnxruntime.devices import problems
 
-        device: str = self.manifest["recipe"]["backend"]["device"]
+        device = self.manifest.recipe.backend.device
         lacks = "; ".join(problem for problem, _ in problems(device)) if device != "cpu" else ""
         return f"{device}, where nothing runs here: {lacks}" if lacks else device
 
     def _engines(self) -> list[Section]:
+        from kvexport.backends.tensorrt.environment import dotted
+        from kvexport.backends.tensorrt.record import engine_record
         from kvexport.report.page import KeyValues
 
-        engines = self.manifest.get("engines")
+        engines = engine_record(self.path, self.manifest)
         if engines is None:
             return []
-        gpu, options = engines["gpu"], engines["options"]
+        gpu, options = engines.gpu, engines.options
         shown = {
-            "TensorRT": f"{engines['tensorrt']}{' and later' if options['version_compatible'] else ''}",
-            "GPU": f"{gpu['name']}, compute capability {'.'.join(map(str, gpu['compute_capability']))}",
-            "hardware compatible": options["hardware_compatible"],
+            "TensorRT": f"{engines.tensorrt}{' and later' if options.version_compatible else ''}",
+            "GPU": f"{gpu.name}, compute capability {dotted(gpu.compute_capability)}",
+            "hardware compatible": options.hardware_compatible,
         }
-        for op, how in self.manifest["operators"].items():
+        for op, how in self.manifest.operators.items():
             shown[op] = (
-                f"function: {engines['functions'][op]}" if how == "function" else how or "not needed by this artifact"
+                f"function: {engines.functions.get(op, '')}"
+                if how == "function"
+                else how or "not needed by this artifact"
             )
         return [KeyValues("Engines", shown)]
 
     def _summary(self) -> KeyValues:
         from kvexport.report.page import KeyValues
 
-        recipe, model, limits = (self.manifest[key] for key in ("recipe", "model", "limits"))
-        batch = limits["max_batch"]
-        parameters = ", ".join(f"{key}={value}" for key, value in recipe["cache"]["parameters"].items())
-        sizes = [entry["bytes"] for entry in self.manifest["files"].values()]
+        manifest = self.manifest
+        recipe, model, batch = manifest.recipe, manifest.model, manifest.limits.max_batch
+        parameters = ", ".join(f"{key}={value}" for key, value in recipe.cache.parameters.items())
         return KeyValues(
             f"Artifact {self.path}",
             {
-                "recipe": f"{recipe['name'] or '-'}: {recipe['description'] or '-'}",
-                "model": f"{model['type']}, {model['layers']} layers, vocabulary {model['vocabulary']}, "
-                f"{recipe['model']['dtype']}",
-                "checkpoint": f"{recipe['model']['path']} (fingerprint {model['fingerprint']})",
-                "method": f"{recipe['cache']['method']}{f' ({parameters})' if parameters else ''}",
-                "limits": ", ".join(f"{name} {value}" for name, value in limits.items()),
-                "cache of 1 sequence": format_bytes(self.cache.bytes(1)),
-                f"cache of {batch} sequences": format_bytes(self.cache.bytes(batch)),
-                "files": f"{len(sizes)}, {format_bytes(sum(sizes))}",
+                "recipe": f"{manifest.name or '-'}: {recipe.description or '-'}",
+                "model": f"{model.type}, {model.layers} layers, vocabulary {model.vocabulary}, {recipe.model.dtype}",
+                "checkpoint": f"{recipe.model.path} (fingerprint {model.fingerprint})",
+                "method": f"{recipe.cache.method}{f' ({parameters})' if parameters else ''}",
+                "limits": ", ".join(f"{name} {value}" for name, value in asdict(manifest.limits).items()),
+                "cache of 1 sequence": format_bytes(manifest.cache.bytes(1)),
+                f"cache of {batch} sequences": format_bytes(manifest.cache.bytes(batch)),
+                "files": f"{len(manifest.files)}, {format_bytes(manifest.bytes)}",
                 "digests": "SHA-256 of every file verified" if self.verified else "NOT verified; names and sizes were",
-                "contract version": self.manifest["contract_version"],
+                "contract version": manifest.contract_version,
             },
         )
 
@@ -159,22 +162,14 @@ def inspect_artifact(path: Path, *, verify: bool = True) -> Inspection:
 
     Raises UsageError where nothing is there, ArtifactError where it is damaged.
     """
-    from kvexport.artifact.publish import load_manifest
+    from kvexport.artifact.reading import load_manifest
     from kvexport.backends.onnxruntime.operators import implementations
-    from kvexport.cache import CachePlan
 
     manifest = load_manifest(path, verify=verify)
-    try:
-        graphs = [_read_graph(path, name, file) for name, file in manifest["graphs"].items() if file]
-        here = implementations(manifest)
-        runs_here = {name: here[name] if needed else None for name, needed in manifest["operators"].items()}
-        inspection = Inspection(path, manifest, CachePlan.from_json(manifest["cache"]), graphs, verify, runs_here)
-        inspection.to_json()
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ArtifactError(
-            f"the manifest of {path} lacks what this kvexport reads: {error}", "build the artifact again"
-        ) from error
-    return inspection
+    graphs = [_read_graph(path, name, file) for name, file in manifest.graphs.files()]
+    here = implementations(manifest)
+    runs_here = {name: here[name] if needed else None for name, needed in manifest.operators.items()}
+    return Inspection(path, manifest, graphs, verify, runs_here)
 
 
 def _read_graph(path: Path, name: str, file: str) -> Graph:

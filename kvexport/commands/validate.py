@@ -68,16 +68,16 @@ def validate_backends(
     layers: hold the first so many alone, in an artifact made for this. Errors: those of `validate_artifact`,
     `first_layers` and, where TensorRT is asked for by name, `rebuild`.
     """
-    from kvexport.artifact.publish import load_manifest
+    from kvexport.artifact.reading import load_manifest
     from kvexport.validate.layers import first_layers
     from kvexport.validate.runner import require_packages
 
     if layers is None:
         return _compare(artifact, backend, progress, checkpoint=checkpoint, **asked)
     require_packages()
-    total = load_manifest(artifact)["model"]["layers"]
+    total = load_manifest(artifact).model.layers
     with first_layers(artifact, layers, checkpoint, progress) as held:
-        name = backend or load_manifest(held)["recipe"]["backend"]["name"]
+        name = backend or load_manifest(held).recipe.backend.name
         lacks = _without_engines(held, name, progress)
         results, missing = _compare(held, backend, progress, **asked)
     shown = [replace(result, artifact=str(artifact), layers=(layers, total)) for result in results]

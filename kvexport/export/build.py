@@ -16,10 +16,11 @@ from pathlib import Path
 from threading import Event
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from kvexport.artifact.manifest import file_digests
-from kvexport.artifact.publish import stage, write_manifest
+from kvexport.artifact.digests import file_digests, write_manifest
+from kvexport.artifact.manifest import Graphs, Limits, Manifest, ModelFacts
+from kvexport.artifact.publish import stage
 from kvexport.backends.tensorrt.engines import EngineBuilder
-from kvexport.cache import CONTRACT_VERSION, CachePlan, LayerGeometry, plan_cache
+from kvexport.cache import CachePlan, LayerGeometry, plan_cache
 from kvexport.errors import UsageError
 from kvexport.export.forked import forked
 from kvexport.export.passes.in_place import check_in_place
@@ -113,17 +114,16 @@ def build(
         with progress("writing graphs", None):
             decoder = finish_decoder(traced, written.locations, folder, method, shape.geometry, functions)
             candidates = candidates_model(_vocabulary(shape))
-            graphs: dict[str, Any] = dict.fromkeys(("candidates", "decoder", "merge"))
-            for kind, model in (("candidates", candidates), ("decoder", decoder), ("merge", merge)):
-                if model is not None:
-                    check_in_place(model)
-                    graphs[kind] = f"{kind}.onnx"
-                    (folder / graphs[kind]).write_bytes(model.SerializeToString(deterministic=True))
+            graphs = Graphs("decoder.onnx", None if merge is None else "merge.onnx", "candidates.onnx")
+            models = {"decoder": decoder, "merge": merge, "candidates": candidates}
+            for kind, file in graphs.files():
+                check_in_place(models[kind])
+                (folder / file).write_bytes(models[kind].SerializeToString(deterministic=True))
             _copy_texts(shape.checkpoint, folder)
             manifest = _manifest(recipe, name, shape, graphs)
         if engines is not None:
-            engines.add_engines(folder, manifest, progress)
-        write_manifest(folder, manifest, known=written.digests)
+            manifest = engines.add_engines(folder, manifest, progress)
+        write_manifest(folder, manifest.to_json(), known=written.digests)
     return out
 
 
@@ -235,38 +235,36 @@ def _copy_texts(checkpoint: Any, folder: Path) -> None:
         (folder / "generation_config.json").write_text(json.dumps(checkpoint.generation_config, indent=2))
 
 
-def _manifest(recipe: Recipe, name: str, shape: ModelShape, graphs: dict[str, Any]) -> dict[str, Any]:
+def _manifest(recipe: Recipe, name: str, shape: ModelShape, graphs: Graphs) -> Manifest:
     from kvexport.export.graph.top_logits import COUNT
 
-    config = shape.model.config.get_text_config()
     packages = ("onnx", "onnxscript", "onnxruntime", "torch", "transformers", "numpy")
-    return {
-        "format": "kvexport-artifact",
-        "contract_version": CONTRACT_VERSION,
-        "recipe": {"name": name, **recipe.model_dump(mode="json")},
-        "model": {
-            "type": config.model_type,
-            "fingerprint": shape.checkpoint.fingerprint,
-            "vocabulary": _vocabulary(shape),
-            "layers": len(shape.geometry),
-            "query_heads": [layer.query_heads for layer in shape.geometry],
-        },
-        "cache": shape.plan.to_json(),
-        "graphs": graphs,
-        "candidates": min(COUNT, _vocabulary(shape)),
-        "limits": {
-            "max_length": recipe.limits.max_length,
-            "max_batch": recipe.limits.max_batch,
-            "prefill_chunk": recipe.export.prefill_chunk,
-            "merge_every": recipe.cache.merge_every,
-        },
-        "operators": {"VoteAttention": "function", "MergeCache": "function" if graphs["merge"] else None},
-        "versions": {
+    return Manifest(
+        name=name,
+        recipe=recipe,
+        model=ModelFacts(
+            type=shape.model.config.get_text_config().model_type,
+            fingerprint=shape.checkpoint.fingerprint,
+            vocabulary=_vocabulary(shape),
+            layers=len(shape.geometry),
+            query_heads=tuple(layer.query_heads for layer in shape.geometry),
+        ),
+        cache=shape.plan,
+        graphs=graphs,
+        candidates=min(COUNT, _vocabulary(shape)),
+        limits=Limits(
+            max_length=recipe.limits.max_length,
+            max_batch=recipe.limits.max_batch,
+            prefill_chunk=recipe.export.prefill_chunk,
+            merge_every=recipe.cache.merge_every,
+        ),
+        operators={"VoteAttention": "function", "MergeCache": "function" if graphs.merge else None},
+        versions={
             "kvexport": __version__,
             "python": platform.python_version(),
-            **{p: _version(p) for p in packages},
+            **{package: _version(package) for package in packages},
         },
-    }
+    )
 
 
 def _version(package: str) -> str | None:

@@ -13,13 +13,13 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.artifact.publish import load_manifest
+from kvexport.artifact.manifest import Manifest
+from kvexport.artifact.reading import load_manifest
 from kvexport.backends.base import ModelState, Sessions
 from kvexport.backends.onnxruntime import sessions as onnxruntime_backend
 from kvexport.backends.onnxruntime.devices import PROVIDERS, require_device
 from kvexport.backends.onnxruntime.operators import implementations, library, require_runnable
 from kvexport.backends.rows import HostRows, Rows
-from kvexport.cache import CachePlan
 from kvexport.errors import UsageError
 from kvexport.runtime.lanes import Lanes
 from kvexport.runtime.sampling import GenerationSettings, Sampler, may_settle
@@ -69,13 +69,13 @@ class Timing:
 class Engine:
     """A loaded artifact. Not safe to use from several threads at once; sequences of one call share its batch."""
 
-    def __init__(self, path: Path, manifest: dict[str, Any], sessions: Sessions) -> None:
+    def __init__(self, path: Path, manifest: Manifest, sessions: Sessions) -> None:
         self.path = path
         self.manifest = manifest
-        self.plan = CachePlan.from_json(manifest["cache"])
-        self.vocabulary: int = manifest["model"]["vocabulary"]
-        self.max_length: int = manifest["limits"]["max_length"]
-        self.max_batch: int = manifest["limits"]["max_batch"]
+        self.plan = manifest.cache
+        self.vocabulary = manifest.model.vocabulary
+        self.max_length = manifest.limits.max_length
+        self.max_batch = manifest.limits.max_batch
         self.tokenizer = Tokenizer.from_folder(path) if (path / FILE_NAME).exists() else None
         config = path / "generation_config.json"
         self.generation_config: dict[str, Any] = json.loads(config.read_text()) if config.exists() else {}
@@ -95,13 +95,13 @@ class Engine:
         self._calls += 1
         if self._lanes is None or self._lanes.count != count:
             self._lanes = None  # the old state goes before the new one comes
-            limits = self.manifest["limits"]
+            limits = self.manifest.limits
             self._lanes = Lanes(
                 self.new_backend(count),
                 self.plan,
                 count,
-                prefill_chunk=limits["prefill_chunk"],
-                merge_every=limits["merge_every"],
+                prefill_chunk=limits.prefill_chunk,
+                merge_every=limits.merge_every,
             )
         else:
             self._lanes.reset()
@@ -266,7 +266,7 @@ def load(
     """
     path = Path(path)
     manifest = load_manifest(path, verify=verify)
-    wanted = manifest["recipe"]["backend"]["name"] if backend is None else backend
+    wanted = manifest.recipe.backend.name if backend is None else backend
     if wanted == "tensorrt":
         from kvexport.backends.tensorrt.sessions import Engines
 
@@ -277,11 +277,10 @@ def load(
 
 
 def _onnxruntime_sessions(
-    path: Path, manifest: dict[str, Any], threads: int | None, device: str | None, cuda_graph: bool | None
+    path: Path, manifest: Manifest, threads: int | None, device: str | None, cuda_graph: bool | None
 ) -> Sessions:
-    graphs, recipe = manifest["graphs"], manifest["recipe"]
-    chosen = recipe["backend"]
-    device = device or chosen["device"]
+    graphs, chosen = manifest.graphs, manifest.recipe.backend
+    device = device or chosen.device
     if device not in PROVIDERS:
         raise UsageError(f"there is no device {device}", " or ".join(PROVIDERS))
     require_device(device)
@@ -289,15 +288,15 @@ def _onnxruntime_sessions(
     if operators and device == "cuda":
         require_runnable(operators)
     return onnxruntime_backend.Sessions(
-        path / graphs["decoder"],
-        path / graphs["merge"] if graphs["merge"] else None,
-        threads=chosen["threads"] if threads is None else threads,
-        vocabulary=manifest["model"]["vocabulary"],
-        all_logits=recipe["export"]["logits"] == "all",
-        top_logits=(path / graphs["candidates"], manifest["candidates"]) if graphs.get("candidates") else None,
+        path / graphs.decoder,
+        path / graphs.merge if graphs.merge else None,
+        threads=chosen.threads if threads is None else threads,
+        vocabulary=manifest.model.vocabulary,
+        all_logits=manifest.recipe.export.logits == "all",
+        top_logits=(path / graphs.candidates, manifest.candidates) if graphs.candidates else None,
         operators={op: operators if how.native else None for op, how in implementations(manifest, device).items()},
         device=device,
-        graphs=device == "cuda" and (chosen.get("cuda_graph", True) if cuda_graph is None else cuda_graph),
+        graphs=device == "cuda" and (chosen.cuda_graph if cuda_graph is None else cuda_graph),
     )
 
 

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvexport.artifact.publish import load_manifest
+from kvexport.artifact.manifest import Manifest
+from kvexport.artifact.reading import load_manifest
 from kvexport.cache import CachePlan
 from kvexport.errors import UsageError
 from kvexport.export.build import build
-from kvexport.recipe.fields import Recipe
 from kvexport.terminal import Progress, silent
 
 # Lists of a config that are as long as they are for reasons of their own.
@@ -35,13 +35,13 @@ def first_layers(
     from kvexport.export.model.checkpoint import read_checkpoint, resolve_checkpoint
 
     manifest = load_manifest(path)
-    total = manifest["model"]["layers"]
+    total = manifest.model.layers
     if not 1 <= count <= total:
         raise UsageError(
             f"--layers {count}, but the model of {path} has {total} layers",
             f"--layers 1 to {total}; without it, all of them",
         )
-    recipe = Recipe(**{key: value for key, value in manifest["recipe"].items() if key != "name"})
+    recipe = manifest.recipe
     source = read_checkpoint(resolve_checkpoint(checkpoint or recipe.model.path, recipe.model.revision))
     require_checkpoint(source, manifest, path)
     with tempfile.TemporaryDirectory(prefix="kvexport-layers-") as folder:
@@ -51,20 +51,20 @@ def first_layers(
         export = recipe.export.model_copy(
             update={"weights": "copy"}
         )  # of whole files, links would be whole copies on another file system
-        plan = CachePlan(CachePlan.from_json(manifest["cache"]).layers[:count])
+        plan = CachePlan(manifest.cache.layers[:count])
         yield build(
             recipe.model_copy(update={"model": model, "export": export}),
             Path(folder) / "artifact",
-            name=manifest["recipe"]["name"],
+            name=manifest.name,
             graphs_only=True,
             plan=plan,
             progress=progress,
         )
 
 
-def require_checkpoint(checkpoint: Any, manifest: dict[str, Any], path: Path) -> None:
+def require_checkpoint(checkpoint: Any, manifest: Manifest, path: Path) -> None:
     """Raises UsageError where `checkpoint` is not the one that the artifact at `path` was built from."""
-    if checkpoint.fingerprint != manifest["model"]["fingerprint"]:
+    if checkpoint.fingerprint != manifest.model.fingerprint:
         raise UsageError(
             f"{checkpoint.path} is not the checkpoint of {path}", "--checkpoint DIR with the one it was built from"
         )

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.artifact.publish import load_manifest
+from kvexport.artifact.manifest import Manifest
+from kvexport.artifact.reading import load_manifest
 from kvexport.backends.onnxruntime.operators import implementations
 from kvexport.backends.rows import MASS_ERROR, TopLogits
 from kvexport.cache import STATE
 from kvexport.errors import EnvironmentProblem, UsageError
-from kvexport.recipe.fields import Recipe
 from kvexport.report.page import KeyValues, Plot, Section, Series, Table
 from kvexport.runtime.engine import Engine, load
 from kvexport.runtime.lanes import Lanes
@@ -229,7 +229,7 @@ def validate_artifact(
     from kvexport.validate.telemetry import Telemetry
 
     manifest = load_manifest(path)
-    recipe = Recipe(**{k: v for k, v in manifest["recipe"].items() if k != "name"})
+    recipe = manifest.recipe
     if checkpoint:
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": checkpoint})})
     with progress("loading PyTorch and the engine", None):
@@ -243,7 +243,7 @@ def validate_artifact(
     name = backend or recipe.backend.name
     result = ValidationResult(
         artifact=str(path),
-        recipe=manifest["recipe"]["name"],
+        recipe=manifest.name,
         backend="tensorrt" if name == "tensorrt" else f"{name} {device or recipe.backend.device}",
         tokens=[len(t) for t in tokens],
         budgets=[layer.budget for layer in engine.plan.layers],
@@ -269,10 +269,10 @@ def validate_artifact(
     return result
 
 
-def _operators(manifest: dict[str, Any], backend: str, device: str | None) -> dict[str, str]:
+def _operators(manifest: Manifest, backend: str, device: str | None) -> dict[str, str]:
     """What runs each operator on this machine."""
     if backend == "tensorrt":
-        return {op: how for op, how in manifest["operators"].items() if how}
+        return {op: how for op, how in manifest.operators.items() if how}
     return {op: str(how) for op, how in implementations(manifest, device).items()}
 
 
@@ -302,8 +302,8 @@ class _Comparison:
     def __init__(self, engine: Engine, reference: Any, result: ValidationResult, batch: int, telemetry: Any) -> None:
         self.engine, self.result = engine, result
         self.runners = Runners(engine)
-        limits = engine.manifest["limits"]
-        shared = {"prefill_chunk": limits["prefill_chunk"], "merge_every": limits["merge_every"]}
+        limits = engine.manifest.limits
+        shared = {"prefill_chunk": limits.prefill_chunk, "merge_every": limits.merge_every}
         # The reference decides when to merge by the same rule; its backend compares on the way.
         self.locked = Lanes(
             _LockedBackend(self, reference, engine.plan, batch, telemetry), engine.plan, batch, **shared

@@ -24,7 +24,7 @@ class Runners:
 
             from kvexport.backends.tensorrt.engines import DECODE, PREFILL
 
-            several = engine.manifest["limits"]["prefill_chunk"] > 1
+            several = engine.manifest.limits.prefill_chunk > 1
             self.decode = TrtRunner(sessions.decoder, name="engine", optimization_profile=DECODE)
             self.prefill = (
                 TrtRunner(sessions.decoder, name="engine", optimization_profile=PREFILL) if several else self.decode

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
-from kvexport.artifact.publish import HashingWriter, load_manifest, stage, write_manifest
+from kvexport.artifact.digests import HashingWriter, write_manifest
+from kvexport.artifact.publish import stage
+from kvexport.artifact.reading import load_checked
 from kvexport.errors import ArtifactError, KvexportError, UsageError
 from tests.support.artifacts import Forks, assert_whole, beside, build
 
@@ -25,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("no_sync")
 
 def test_manifest_lists_every_file_with_digest_and_size(tmp_path: Path) -> None:
     target = build(tmp_path / "out")
-    manifest = load_manifest(target)
+    manifest = load_checked(target)
     assert manifest["label"] == "first"
     assert manifest["files"] == {
         name: {
@@ -81,11 +83,11 @@ def test_readers_see_only_whole_artifacts_while_builds_replace_each_other(tmp_pa
     for no_exchange in (False, True):
         target = build(tmp_path / f"out{no_exchange}", "old")
         forks.start(target, label="new", builds=40, pause=0.0005, no_exchange=no_exchange)
-        labels = {load_manifest(target)["label"]}
+        labels = {load_checked(target)["label"]}
         while "new39" not in labels:
             if not no_exchange:
                 assert target.is_dir()
-            labels.add(load_manifest(target)["label"])
+            labels.add(load_checked(target)["label"])
         assert len(labels) > 2
         assert forks.wait() == 0
 
@@ -99,10 +101,10 @@ def test_digests_may_be_handed_over_by_the_writer(tmp_path: Path) -> None:
                 assert [writer.write(b"ab" * 5), writer.write(memoryview(b"cd"))] == [10, 2]
             write_manifest(work, {}, known={"big.bin": known or writer.hexdigest()})
         if fits:
-            load_manifest(target)
+            load_checked(target)
         else:
             with pytest.raises(ArtifactError, match=r"big\.bin.*SHA-256"):
-                load_manifest(target)
+                load_checked(target)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +148,7 @@ def test_content_that_json_changes_can_still_be_loaded(tmp_path: Path) -> None:
     content = {"layers": {10: (1, 2), 9: [1e-7, 1e22, -0.0]}, "name": "größe \ud800"}
     with stage(tmp_path / "out") as work:
         write_manifest(work, content)
-    loaded = load_manifest(tmp_path / "out")
+    loaded = load_checked(tmp_path / "out")
     assert loaded["layers"] == {"10": [1, 2], "9": [1e-7, 1e22, -0.0]}
     assert loaded["name"] == content["name"]
 

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from kvexport.artifact.publish import load_manifest, stage, write_manifest
+from kvexport.artifact.digests import write_manifest
+from kvexport.artifact.publish import stage
+from kvexport.artifact.reading import load_checked
 from kvexport.errors import ArtifactError, KvexportError, UsageError
 from tests.support.artifacts import assert_whole, beside, build, rewrite
 
@@ -30,11 +32,11 @@ def test_a_byte_altered_anywhere_is_found(tmp_path: Path) -> None:
             bad[position] ^= 0x29 if byte == 0x20 else (0x01, 0x20)[position % 2]
             path.write_bytes(bad)
             with pytest.raises(ArtifactError) as caught:
-                load_manifest(target)
+                load_checked(target)
             assert path.name in caught.value.problem or path.name == "manifest.json"
             assert "build" in caught.value.fix
         path.write_bytes(good)
-    load_manifest(target)
+    load_checked(target)
 
 
 @pytest.mark.parametrize("verify", [True, False])
@@ -47,21 +49,21 @@ def test_truncated_extended_missing_and_extra_files_are_found(tmp_path: Path, ve
             if bad is not None:
                 path.write_bytes(bad)
             with pytest.raises(ArtifactError, match=path.name):
-                load_manifest(target, verify=verify)
+                load_checked(target, verify=verify)
             path.write_bytes(good)
     for extra in (target / "decoder.onnx.data", target / "weights" / "b.bin", target / "new" / "file"):
         extra.parent.mkdir(exist_ok=True)
         extra.write_text("a")
         with pytest.raises(ArtifactError, match=f"{extra.name}.*not listed"):
-            load_manifest(target, verify=verify)
+            load_checked(target, verify=verify)
         extra.unlink()
-    load_manifest(target, verify=verify)
+    load_checked(target, verify=verify)
 
 
 def test_verify_false_reads_no_file_but_the_manifest(tmp_path: Path) -> None:
     target = build(tmp_path / "out")
     (target / "decoder.onnx").write_text("FIRST decoder")
-    assert load_manifest(target, verify=False)["label"] == "first"
+    assert load_checked(target, verify=False)["label"] == "first"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +89,7 @@ def test_a_name_that_could_leave_the_directory_is_refused(tmp_path: Path, name: 
     entry = {"sha256": hashlib.sha256(b"secret").hexdigest(), "bytes": 6}
     rewrite(target, lambda manifest: manifest["files"].update({name: entry}))
     with pytest.raises(ArtifactError, match=r"manifest\.json lists"):
-        load_manifest(target)
+        load_checked(target)
 
 
 def test_links_and_special_files_are_refused(tmp_path: Path) -> None:
@@ -96,14 +98,14 @@ def test_links_and_special_files_are_refused(tmp_path: Path) -> None:
         (target / name).rename(tmp_path / name)
         (target / name).symlink_to(tmp_path / name)
         with pytest.raises(ArtifactError, match="symbolic link"):
-            load_manifest(target)
+            load_checked(target)
         (target / name).unlink()
         (tmp_path / name).rename(target / name)
     for name in ("pipe", "manifest.json"):
         (target / name).unlink(missing_ok=True)
         os.mkfifo(target / name)
         with pytest.raises(ArtifactError, match="not an ordinary file"):
-            load_manifest(target)
+            load_checked(target)
         (target / name).unlink()
 
 
@@ -132,7 +134,7 @@ def test_a_manifest_of_another_kind_is_refused(tmp_path: Path, change: dict[str,
     target = build(tmp_path / "out")
     rewrite(target, lambda manifest: manifest.update(change))
     with pytest.raises(ArtifactError):
-        load_manifest(target)
+        load_checked(target)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,7 @@ def test_hostile_manifests_end_in_an_artifact_error_at_once(tmp_path: Path, raw:
     (target / "manifest.json").write_bytes(raw)
     started = time.monotonic()
     with pytest.raises(ArtifactError, match=r"manifest\.json"):
-        load_manifest(target)
+        load_checked(target)
     assert time.monotonic() - started < 5
 
 
@@ -167,7 +169,7 @@ def test_limits_hold_even_where_the_digest_is_right(tmp_path: Path, content: dic
     target = build(tmp_path / "out")
     rewrite(target, lambda manifest: manifest.update(content))
     with pytest.raises(ArtifactError, match=why):
-        load_manifest(target)
+        load_checked(target)
 
 
 def test_a_manifest_no_reader_would_accept_is_not_written(tmp_path: Path) -> None:
@@ -191,10 +193,10 @@ def test_nested_and_repeated_content_with_a_right_digest_is_refused(tmp_path: Pa
     manifest = json.loads(path.read_text())
     path.write_text(json.dumps(manifest, sort_keys=True))
     with pytest.raises(ArtifactError, match="not written the way"):
-        load_manifest(target)
+        load_checked(target)
     path.write_text(good.replace('"label": "first"', '"label": "other",\n "label": "first"'))
     with pytest.raises(ArtifactError, match="not written the way"):
-        load_manifest(target)
+        load_checked(target)
 
 
 def test_nothing_there_is_a_usage_error_and_no_artifact_an_artifact_error(tmp_path: Path) -> None:
@@ -202,9 +204,9 @@ def test_nothing_there_is_a_usage_error_and_no_artifact_an_artifact_error(tmp_pa
     (tmp_path / "dangling").symlink_to("nowhere")
     for name in ("absent", "absent/below", "file", "file/below", "dangling"):
         with pytest.raises(UsageError) as caught:
-            load_manifest(tmp_path / name)
+            load_checked(tmp_path / name)
         assert "kvexport build" in caught.value.fix
     (tmp_path / "empty").mkdir()
     with pytest.raises(ArtifactError, match=r"no manifest\.json"):
-        load_manifest(tmp_path / "empty")
+        load_checked(tmp_path / "empty")
     assert beside(tmp_path / "x") == ["dangling", "empty", "file"]

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from kvexport.artifact.publish import stage, write_manifest
+from kvexport.artifact.digests import write_manifest
+from kvexport.artifact.publish import stage
 from kvexport.errors import EnvironmentProblem, UsageError
 from tests.support.artifacts import NAMESPACE, PYTHON_PATH, Forks, assert_whole, beside, build
 
@@ -154,7 +155,9 @@ def namespaces_allowed() -> bool:
 MOUNTED = """
 import sys
 from pathlib import Path
-from kvexport.artifact.publish import load_manifest, stage, write_manifest
+from kvexport.artifact.digests import write_manifest
+from kvexport.artifact.publish import stage
+from kvexport.artifact.reading import load_checked
 from kvexport.errors import EnvironmentProblem, UsageError
 
 root = Path(sys.argv[1])
@@ -165,7 +168,7 @@ for size in (1000, 3 << 20):
             write_manifest(work, {})
     except EnvironmentProblem as error:
         print(error.problem)
-assert load_manifest(root / "out")["files"]["big.bin"]["bytes"] == 1000
+assert load_checked(root / "out")["files"]["big.bin"]["bytes"] == 1000
 try:
     with stage(root / "bound") as work:
         pass

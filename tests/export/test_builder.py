@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvexport.artifact.publish import load_manifest
+from kvexport.artifact.reading import load_manifest
 from kvexport.errors import UsageError
 from kvexport.export import build as builder
 from kvexport.export import forked
@@ -71,7 +71,7 @@ def test_the_manifest_has_the_digest_of_every_file(tmp_path: Path, weights: str)
     recipe = models.make_recipe(
         checkpoint, cache={"method": "full"}, export={"weights": weights}, limits={"max_length": 512}
     )
-    files = load_manifest(models.build_shared(recipe, tmp_path / "artifact"), verify=True)["files"]
+    files = load_manifest(models.build_shared(recipe, tmp_path / "artifact"), verify=True).files
     assert len([name for name in files if name.startswith("weights/")]) == (
         0 if weights == "copy" else len(list(checkpoint.glob("*.safetensors")))
     )

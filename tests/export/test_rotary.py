@@ -20,8 +20,7 @@ from transformers import (
 )
 from transformers.models.llama import modeling_llama
 
-from kvexport.artifact.publish import load_manifest
-from kvexport.cache import CachePlan
+from kvexport.artifact.reading import load_manifest
 from kvexport.errors import UsageError
 from kvexport.export.build import build
 from kvexport.export.model.hf_model import build_fake, probe_geometry
@@ -118,7 +117,7 @@ def test_an_artifact_that_turns_keys_carries_the_frequencies_and_passes_validati
         tiny_checkpoint, cache=cache, export={"prefill_chunk": 16}, limits={"max_length": 512, "max_batch": 4}
     )
     artifact = build(recipe, tmp_path / "artifact")
-    saved = CachePlan.from_json(load_manifest(artifact)["cache"]).layers[0].rotary
+    saved = load_manifest(artifact).cache.layers[0].rotary
     assert saved.inverse_frequencies == pytest.approx(frequencies(10000.0, 8))
     nodes = onnx.load(artifact / "merge.onnx").graph.node
     for node in nodes:

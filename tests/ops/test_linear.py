@@ -14,7 +14,7 @@ import torch
 from onnx import helper, numpy_helper
 from transformers import LlamaConfig, Qwen2Config
 
-from kvexport.artifact.publish import load_manifest
+from kvexport.artifact.reading import load_manifest
 from kvexport.backends.onnxruntime.operators import VARIABLE, library
 from kvexport.ops.linear import Form, linear_function
 from kvexport.runtime.engine import load
@@ -296,7 +296,7 @@ def test_an_engine_says_the_same_with_and_without_the_kernel(
     checkpoint = models.save_checkpoint(tmp_path / "checkpoint", config(**models.SIZES))
     recipe = models.make_recipe(checkpoint, dtype=dtype, limits={"max_length": 512})
     path = models.build_shared(recipe, tmp_path / "artifact")
-    decoder = onnx.load(path / load_manifest(path, verify=False)["graphs"]["decoder"], load_external_data=False)
+    decoder = onnx.load(path / load_manifest(path, verify=False).graphs.decoder, load_external_data=False)
     types = [node.op_type for node in decoder.graph.node]
     layers = types.count("VoteAttention")
     # Queries, keys and values; the output; gate and up; down; the logits.

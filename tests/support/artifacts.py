@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import kvexport
-from kvexport.artifact.publish import load_manifest, stage, write_manifest
+from kvexport.artifact.digests import write_manifest
+from kvexport.artifact.publish import stage
+from kvexport.artifact.reading import load_checked
 
 PYTHON_PATH = {**os.environ, "PYTHONPATH": str(Path(kvexport.__file__).parent.parent)}
 NAMESPACE = ["unshare", "--map-root-user", "--mount", "sh", "-ec"]
@@ -22,7 +24,7 @@ NAMESPACE = ["unshare", "--map-root-user", "--mount", "sh", "-ec"]
 FORKS = """
 import ctypes, json, os, signal, sys, time
 from pathlib import Path
-from kvexport.artifact import publish as artifact
+from kvexport.artifact import digests, publish as artifact
 from kvexport.errors import KvexportError, UsageError
 
 FILE_EVENTS = (
@@ -36,7 +38,7 @@ def build(target, label, pause=0.0):
             (work / name).parent.mkdir(exist_ok=True)
             (work / name).write_text(f"{label} {name}\\n" * 50)
             time.sleep(pause)
-        artifact.write_manifest(work, {"label": label})
+        digests.write_manifest(work, {"label": label})
         time.sleep(pause)
 
 def contend(target, times, inside):
@@ -45,7 +47,7 @@ def contend(target, times, inside):
             with artifact.stage(target) as work:
                 os.close(os.open(inside, os.O_CREAT | os.O_EXCL))
                 (work / "a").write_text("a")
-                artifact.write_manifest(work, {"label": "contended"})
+                digests.write_manifest(work, {"label": "contended"})
                 os.unlink(inside)
             times -= 1
         except UsageError:
@@ -119,7 +121,7 @@ def build(target: Path, label: str = "first") -> Path:
 
 def assert_whole(target: Path) -> str:
     """The label of the artifact, after checking that every file is of the same build."""
-    manifest = load_manifest(target)
+    manifest = load_checked(target)
     for name in manifest["files"]:
         assert (target / name).read_text().startswith(manifest["label"])
     return str(manifest["label"])

@@ -6,7 +6,8 @@ import shutil
 from pathlib import Path
 from unittest import mock
 
-from kvexport.artifact.publish import load_manifest, write_manifest
+from kvexport.artifact.digests import write_manifest
+from kvexport.artifact.reading import load_manifest
 from kvexport.export.graph import top_logits as candidates
 
 
@@ -14,10 +15,10 @@ def with_candidates(artifact: Path, out: Path, count: int, *, engines: bool = Fa
     """A copy that finds so many; 0: one as it was built before there were any. engines: it has those of TensorRT."""
     shutil.copytree(artifact, out)
     manifest = load_manifest(out)
-    content = {k: v for k, v in manifest.items() if k not in ("files", "manifest_sha256")}
+    content = manifest.to_json()
     if count:
         with mock.patch.object(candidates, "COUNT", count):
-            model = candidates.candidates_model(manifest["model"]["vocabulary"])
+            model = candidates.candidates_model(manifest.model.vocabulary)
         (out / "candidates.onnx").write_bytes(model.SerializeToString())
         content["candidates"] = count
     else:
@@ -25,6 +26,6 @@ def with_candidates(artifact: Path, out: Path, count: int, *, engines: bool = Fa
         del content["candidates"], content["graphs"]["candidates"]
         if engines:
             (out / "candidates.plan").unlink()
-            del content["engines"]["candidates"]
+            del content["engines"]["tensorrt"]["candidates"]
     write_manifest(out, content)
     return out

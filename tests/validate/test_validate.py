@@ -12,7 +12,8 @@ import onnx
 import pytest
 from typer.testing import CliRunner
 
-from kvexport.artifact.publish import load_manifest, write_manifest
+from kvexport.artifact.digests import write_manifest
+from kvexport.artifact.reading import load_manifest
 from kvexport.commands.app import app
 from kvexport.errors import UsageError
 from kvexport.report.page import render_html, render_text
@@ -32,9 +33,7 @@ def altered(artifact: Path, folder: Path, graph: str, change) -> Path:
     model = onnx.load(copy / graph, load_external_data=False)
     change(model)
     (copy / graph).write_bytes(model.SerializeToString())
-    write_manifest(
-        copy, {k: v for k, v in manifest.items() if k not in ("files", "manifest_sha256", "format", "contract_version")}
-    )
+    write_manifest(copy, manifest.to_json())
     return copy
 
 

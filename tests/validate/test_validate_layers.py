@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
-from kvexport.artifact.publish import load_manifest
+from kvexport.artifact.reading import load_manifest
 from kvexport.commands import validate as command
 from kvexport.commands.app import app
 from kvexport.errors import EnvironmentProblem, UsageError
@@ -40,19 +40,19 @@ def one_layer(artifact: Path) -> Iterator[Path]:
 
 def test_the_layer_that_is_held_is_the_artifacts(artifact: Path, one_layer: Path) -> None:
     whole, held = load_manifest(artifact), load_manifest(one_layer)
-    assert len(whole["cache"]) == 2
-    assert whole["cache"][0]["budget"] != whole["cache"][1]["budget"]
-    assert held["cache"] == whole["cache"][:1]
-    assert held["model"]["layers"] == 1
-    assert held["limits"] == whole["limits"]
-    weights = sum(entry["bytes"] for name, entry in held["files"].items() if "weights" in name)
-    assert weights < sum(entry["bytes"] for name, entry in whole["files"].items() if "weights" in name)
+    assert len(whole.cache.layers) == 2
+    assert whole.cache.layers[0].budget != whole.cache.layers[1].budget
+    assert held.cache.layers == whole.cache.layers[:1]
+    assert held.model.layers == 1
+    assert held.limits == whole.limits
+    weights = sum(entry.bytes for name, entry in held.files.items() if "weights" in name)
+    assert weights < sum(entry.bytes for name, entry in whole.files.items() if "weights" in name)
 
 
 def test_the_layer_holds_and_another_layers_weights_do_not(one_layer: Path, tmp_path: Path) -> None:
     assert validate_artifact(one_layer, length=100, batch=2).passed
     # The same layout, so that only the comparison can tell.
-    checkpoint = Path(load_manifest(one_layer)["recipe"]["model"]["path"])
+    checkpoint = Path(load_manifest(one_layer).recipe.model.path)
     other = tmp_path / "checkpoint"
     other.mkdir()
     (other / "config.json").write_bytes((checkpoint / "config.json").read_bytes())

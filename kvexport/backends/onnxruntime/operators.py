@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from kvexport.errors import EnvironmentProblem
 from kvexport.paths import checkout, native_folder
 
 if TYPE_CHECKING:
+    from kvexport.artifact.manifest import Manifest
     from kvexport.cache import CachePlan
 
 NAMES = {"cpu": "libkvexport_onnxruntime.so", "cuda": "libkvexport_onnxruntime_cuda.so"}
@@ -99,17 +100,13 @@ def why_function(path: Path | None, op: str, attributes: Mapping[str, Any], devi
     return "share_pairs has no native kernel" if attributes.get("share_pairs") else None
 
 
-def implementations(manifest: Mapping[str, Any], device: str | None = None) -> dict[str, Implementation]:
+def implementations(manifest: Manifest, device: str | None = None) -> dict[str, Implementation]:
     """What runs both operators of the artifact that has this manifest. device: another than the recipe's."""
-    from kvexport.cache import CachePlan
-
-    recipe = manifest["recipe"]
-    device = device or recipe["backend"]["device"]
+    recipe = manifest.recipe
+    device = device or recipe.backend.device
     path = library(device)
-    method = {"method": recipe["cache"]["method"], **recipe["cache"]["parameters"]}
-    too_much = (
-        _why_no_layer(path, CachePlan.from_json(manifest["cache"]), manifest["model"]["query_heads"]) if path else None
-    )
+    method = {"method": recipe.cache.method, **recipe.cache.parameters}
+    too_much = _why_no_layer(path, manifest.cache, manifest.model.query_heads) if path else None
     found = {}
     for op in ("VoteAttention", "MergeCache"):
         why = too_much or why_function(path, op, method, device)
@@ -119,7 +116,7 @@ def implementations(manifest: Mapping[str, Any], device: str | None = None) -> d
     return found
 
 
-def _why_no_layer(path: Path, plan: CachePlan, query_heads: list[int]) -> str | None:
+def _why_no_layer(path: Path, plan: CachePlan, query_heads: Sequence[int]) -> str | None:
     """Why the library has no kernel for one of the layers. One without such limits does not export the question."""
     if not _has(path, "kvexport_layer_problem"):
         return None

@@ -14,16 +14,18 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvexport.artifact.manifest import Limits, Manifest
 from kvexport.backends.tensorrt.cuda import Cuda
 from kvexport.backends.tensorrt.environment import Gpu, import_tensorrt, require_gpu
 from kvexport.backends.tensorrt.graphs import for_tensorrt, operators_of, plugin_refusal
 from kvexport.backends.tensorrt.log import STEPS, make_log, make_monitor
 from kvexport.backends.tensorrt.plugin import VERSION as PLUGIN_VERSION
 from kvexport.backends.tensorrt.plugin import library, refusal, register, why_no_library
+from kvexport.backends.tensorrt.record import NAME, EngineRecord
 from kvexport.cache import CachePlan
 from kvexport.errors import EnvironmentProblem, KvexportError
 from kvexport.recipe.fields import TensorRTSection
@@ -42,11 +44,11 @@ class Profile:
     tokens: tuple[int, int, int] = (1, 1, 1)
 
 
-def profiles(kind: str, limits: dict[str, int]) -> list[Profile]:
+def profiles(kind: str, limits: Limits) -> list[Profile]:
     """Of the decoder: DECODE and, where a call may take more than a token, PREFILL. Of merge: one, of mostly a single
     sequence. Of the
     candidates: one like DECODE."""
-    most, chunk = limits["max_batch"], limits["prefill_chunk"]
+    most, chunk = limits.max_batch, limits.prefill_chunk
     if kind == "merge":
         return [Profile((1, 1, most))]
     decode = Profile((1, most, most))
@@ -76,29 +78,22 @@ class EngineBuilder:
         return lambda node: refusal(self.trt, node)
 
     def add_engines(
-        self, folder: Path, manifest: dict[str, Any], progress: Callable[[str, int | None], Progress]
-    ) -> None:
-        """Build engines of the graphs in `folder`, a staged artifact, into it, and say so in `manifest`.
+        self, folder: Path, manifest: Manifest, progress: Callable[[str, int | None], Progress]
+    ) -> Manifest:
+        """Build engines of the ONNX graphs in `folder`, a staged artifact, into it; the manifest that says so.
 
         Raises EnvironmentProblem where plugins are required and do not take a node, KvexportError with TensorRT's own
         words where it cannot build."""
         import onnx
 
-        state, limits, vocabulary = (
-            CachePlan.from_json(manifest["cache"]),
-            manifest["limits"],
-            manifest["model"]["vocabulary"],
-        )
+        state, vocabulary = manifest.cache, manifest.model.vocabulary
 
         def shape_of(name: str, batch: int, tokens: int) -> tuple[int, ...]:
             return (batch, tokens, vocabulary) if name == "logits" else input_shape(state, name, batch, tokens)
 
         files: dict[str, str | None] = dict.fromkeys(PLANS)
         whys: dict[str, str] = {}
-        for kind in PLANS:
-            graph = manifest["graphs"].get(kind)
-            if graph is None:
-                continue
+        for kind, graph in manifest.graphs.files():
             model, found = for_tensorrt(onnx.load(folder / graph, load_external_data=False), self._refusal)
             whys.update(found)
             if self.options.plugin == "always" and any(found.values()):
@@ -107,20 +102,23 @@ class EngineBuilder:
                 )
             files[kind] = PLANS[kind]
             with progress(f"building {PLANS[kind]}", STEPS) as task:
-                wanted, plugin = profiles(kind, limits), self.plugin if "" in found.values() else None
+                wanted, plugin = profiles(kind, manifest.limits), self.plugin if "" in found.values() else None
                 plan = self._build(model.SerializeToString(), folder / graph, wanted, shape_of, plugin, task)
                 (folder / PLANS[kind]).write_bytes(plan)
         text = "\n".join(self.log.lines).replace(str(folder), ".")
         (folder / LOG).write_text(text + "\n", encoding="utf-8")
-        manifest["operators"] = operators_of(whys, manifest["graphs"]["merge"] is not None)
-        manifest["engines"] = {
-            **files,
-            "tensorrt": self.trt.__version__,
-            "gpu": asdict(self.gpu),
-            "plugin_version": PLUGIN_VERSION if "plugin" in manifest["operators"].values() else None,
-            "functions": {name: why for name, why in whys.items() if why},
-            "options": self.options.model_dump(mode="json"),
-        }
+        operators = operators_of(whys, manifest.graphs.merge is not None)
+        record = EngineRecord(
+            decoder=PLANS["decoder"],
+            merge=files["merge"],
+            candidates=files["candidates"],
+            tensorrt=self.trt.__version__,
+            gpu=self.gpu,
+            plugin_version=PLUGIN_VERSION if "plugin" in operators.values() else None,
+            functions={name: why for name, why in whys.items() if why},
+            options=self.options,
+        )
+        return replace(manifest, operators=operators, engines={**manifest.engines, NAME: record.to_json()})
 
     def _build(
         self,

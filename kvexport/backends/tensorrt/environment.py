@@ -86,31 +86,3 @@ def require_gpu(cuda: Any) -> Gpu:
             "--backend onnxruntime, or a newer GPU",
         )
     return gpu
-
-
-def check_plan(engines: dict[str, Any], version: str, gpu: Gpu) -> None:
-    """Raises EnvironmentProblem where plans that `engines` (the manifest's) describes were built for another TensorRT
-    or another GPU."""
-    built, options = engines["tensorrt"], engines["options"]
-    ours, theirs = version_of(version), version_of(built)
-    if options["version_compatible"]:
-        if ours < theirs:
-            raise EnvironmentProblem(
-                f"the plan was built by TensorRT {built} and runs on it or a later one, this is {version}",
-                f"upgrade TensorRT, or {REBUILD}",
-            )
-    elif ours != theirs:
-        raise EnvironmentProblem(
-            f"the plan was built by TensorRT {built} and runs on no other, this is {version}",
-            f"{REBUILD}; backend.tensorrt.version_compatible=true makes plans that run on later versions",
-        )
-    level, (name, capability) = (
-        options["hardware_compatible"],
-        (engines["gpu"]["name"], tuple(engines["gpu"]["compute_capability"])),
-    )
-    fits = gpu.compute_capability >= (8, 0) if level == "ampere_plus" else gpu.compute_capability == capability
-    if not fits:
-        runs_on = "8.0 and newer" if level == "ampere_plus" else dotted(capability)
-        raise EnvironmentProblem(
-            f"the plan was built on {name} and runs on compute capability {runs_on}, this is {gpu}", REBUILD
-        )

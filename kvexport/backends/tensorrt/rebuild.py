@@ -7,12 +7,14 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from kvexport.artifact.publish import load_manifest, stage, write_manifest
+from kvexport.artifact.digests import write_manifest
+from kvexport.artifact.publish import stage
+from kvexport.artifact.reading import load_manifest
 from kvexport.backends.tensorrt.engines import LOG, PLANS, EngineBuilder
 from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.recipe.fields import Recipe
@@ -34,7 +36,7 @@ def rebuild(
     (`source` is damaged), EnvironmentProblem (TensorRT, a GPU, the plugins).
     """
     manifest = load_manifest(source)
-    recipe = _with_backend(manifest["recipe"], overrides)
+    recipe = _with_backend(manifest.recipe, overrides)
     if recipe.backend.name != "tensorrt":
         raise UsageError(
             f"--from builds TensorRT engines, and {source} is for {recipe.backend.name}",
@@ -46,18 +48,16 @@ def rebuild(
     target = source if out is None else out
     with stage(target) as folder:
         gone = {*PLANS.values(), LOG}
-        digests = {file: entry["sha256"] for file, entry in manifest["files"].items() if file not in gone}
+        digests = {file: entry.sha256 for file, entry in manifest.files.items() if file not in gone}
         with progress("taking over the graphs", None):
             for file in digests:
                 _take_over(source / file, folder / file)
-        content = {key: value for key, value in manifest.items() if key not in ("files", "manifest_sha256", "engines")}
-        content["recipe"] = {"name": manifest["recipe"]["name"], **recipe.model_dump(mode="json")}
-        engines.add_engines(folder, content, progress)
-        write_manifest(folder, content, known=digests)
+        made = engines.add_engines(folder, replace(manifest, recipe=recipe), progress)
+        write_manifest(folder, made.to_json(), known=digests)
     return target
 
 
-def _with_backend(saved: dict[str, Any], overrides: Sequence[str]) -> Recipe:
+def _with_backend(saved: Recipe, overrides: Sequence[str]) -> Recipe:
     """The recipe of a manifest with overrides of its backend."""
     if wrong := [text for text in overrides if not text.startswith("backend.")]:
         raise UsageError(
@@ -66,7 +66,7 @@ def _with_backend(saved: dict[str, Any], overrides: Sequence[str]) -> Recipe:
         )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "recipe.yaml"
-        path.write_text(yaml.safe_dump({key: value for key, value in saved.items() if key != "name"}))
+        path.write_text(yaml.safe_dump(saved.model_dump(mode="json")))
         return load_recipe(str(path), overrides).recipe
 
 

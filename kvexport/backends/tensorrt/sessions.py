@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.artifact.manifest import read_verified
+from kvexport.artifact.digests import read_verified
+from kvexport.artifact.manifest import Manifest
 from kvexport.backends.rows import Rows, TopLogits
 from kvexport.backends.tensorrt.cuda import ALIGNMENT, Arena, Cuda
 from kvexport.backends.tensorrt.engines import DECODE, PREFILL, input_shape
-from kvexport.backends.tensorrt.environment import REBUILD, check_plan, import_runtime, require_gpu
+from kvexport.backends.tensorrt.environment import REBUILD, import_runtime, require_gpu
 from kvexport.backends.tensorrt.log import make_log
 from kvexport.backends.tensorrt.plugin import register
+from kvexport.backends.tensorrt.record import check_plan, engine_record
 from kvexport.cache import CachePlan
 from kvexport.errors import ArtifactError, EnvironmentProblem, KvexportError
 
@@ -32,8 +34,8 @@ class Engines:
         native code).
     """
 
-    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
-        engines = manifest.get("engines")
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        engines = engine_record(path, manifest)
         if engines is None:
             raise ArtifactError(
                 f"{path} has graphs and no engines yet",
@@ -41,37 +43,37 @@ class Engines:
             )
         self.cuda = Cuda()
         gpu = require_gpu(self.cuda)
-        options = engines["options"]
-        self.trt = import_runtime(version_compatible=options["version_compatible"])
+        options = engines.options
+        self.trt = import_runtime(version_compatible=options.version_compatible)
         check_plan(engines, self.trt.__version__, gpu)
-        self.streams_weights = options["weight_streaming"] is not None
-        self.in_place = {kind: manifest["operators"][op] != "function" for kind, op in _OPERATOR.items()}
+        self.streams_weights = options.weight_streaming is not None
+        self.in_place = {kind: manifest.operators.get(op) != "function" for kind, op in _OPERATOR.items()}
         self.log = make_log(self.trt)
-        if engines["plugin_version"] is not None and not options["embed_plugin"]:
+        if engines.plugin_version is not None and not options.embed_plugin:
             register(self.trt)
         self._runtime = self.trt.Runtime(self.log)
         # What is version-compatible carries a runtime of its own, and perhaps the plugins: host code, whose digest is
         # checked below.
-        self._runtime.engine_host_code_allowed = options["version_compatible"]
-        self.decoder = self._open(path, manifest, engines["decoder"])
-        self.merge = self._open(path, manifest, engines["merge"]) if engines["merge"] else None
-        # Artifacts that were built before there were any have none.
-        self.top_logits = self._open(path, manifest, engines["candidates"]) if engines.get("candidates") else None
-        self.top_count: int = manifest["candidates"] if self.top_logits is not None else 0
-        if self.streams_weights:
+        self._runtime.engine_host_code_allowed = options.version_compatible
+        self.decoder = self._open(path, manifest, engines.decoder)
+        self.merge = self._open(path, manifest, engines.merge) if engines.merge else None
+        self.top_logits = self._open(path, manifest, engines.candidates) if engines.candidates else None
+        self.top_count = manifest.candidates if self.top_logits is not None else 0
+        if options.weight_streaming is not None:
             self.decoder.weight_streaming_budget_v2 = min(
-                options["weight_streaming"], self.decoder.streamable_weights_size
+                options.weight_streaming, self.decoder.streamable_weights_size
             )
-        self.vocabulary: int = manifest["model"]["vocabulary"]
-        self.all_logits = manifest["recipe"]["export"]["logits"] == "all"
-        self.prefill_chunk: int = manifest["limits"]["prefill_chunk"]
+        self.vocabulary = manifest.model.vocabulary
+        self.all_logits = manifest.recipe.export.logits == "all"
+        self.prefill_chunk = manifest.limits.prefill_chunk
 
     def backend(self, plan: CachePlan, lanes: int) -> TensorRTBackend:
         """State for `lanes` sequences, all empty."""
         return TensorRTBackend(self, plan, lanes)
 
-    def _open(self, path: Path, manifest: dict[str, Any], name: str) -> Any:
-        engine = self._runtime.deserialize_cuda_engine(read_verified(path, manifest, name))
+    def _open(self, path: Path, manifest: Manifest, name: str) -> Any:
+        plan = read_verified(path, name, manifest.files[name].sha256)
+        engine = self._runtime.deserialize_cuda_engine(plan)
         if engine is None:
             reason = "; ".join(self.log.errors[-3:]) or "no reason given"
             raise EnvironmentProblem(

@@ -9,11 +9,11 @@ memory that ONNX Runtime holds.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,9 +22,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvexport.artifact.reading import load_manifest
 from kvexport.backends.onnxruntime import operators as native
 from kvexport.backends.onnxruntime import sessions as onnxruntime_backend
 from kvexport.backends.onnxruntime.device_array import DeviceArray
+from kvexport.cache import CachePlan
 from kvexport.runtime.engine import Engine, load
 from tests.support.one_node import VOTE_ATTENTION, model, session, vote_attention_inputs, vote_attention_shapes
 from tests.support.paths import ROOT
@@ -130,12 +132,14 @@ def test_runs_at_the_same_time_and_of_growing_size_share_a_workspace(on_the_bind
 
 @needs_binding
 def test_a_layer_that_the_kernels_do_not_take_runs_from_its_function(tiny_artifact: Path, on_the_binding: None) -> None:
-    manifest = json.loads((tiny_artifact / "manifest.json").read_text())
+    manifest = load_manifest(tiny_artifact)
     assert all(how.native for how in native.implementations(manifest).values())
-    manifest["cache"][1] |= {"dtype": "float16", "value_size": 20}
+    first, second = manifest.cache.layers
+    odd = replace(second, dtype="float16", value_size=20)
+    manifest = replace(manifest, cache=CachePlan((first, odd)))
     why = "layer 1 has no native kernel: a row of keys or values is not a whole number of 16-byte vectors"
     assert {str(how) for how in native.implementations(manifest).values()} == {f"function: {why}"}
-    manifest["model"]["query_heads"] = [64, 64]
+    manifest = replace(manifest, model=replace(manifest.model, query_heads=(64, 64)))
     assert "layer 0 has no native kernel: a KV head has more than 16 query heads" in str(
         native.implementations(manifest)["MergeCache"]
     )

@@ -14,7 +14,7 @@ import onnxruntime
 import pytest
 from typer.testing import CliRunner
 
-from kvexport.artifact.publish import write_manifest
+from kvexport.artifact.digests import write_manifest
 from kvexport.backends.onnxruntime import devices
 from kvexport.backends.onnxruntime import operators as native
 from kvexport.backends.onnxruntime import sessions as onnxruntime_backend

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvexport.artifact.publish import load_manifest
+from kvexport.artifact.reading import load_manifest
 from kvexport.backends.tensorrt.log import STEPS, make_monitor
 from kvexport.backends.tensorrt.rebuild import rebuild
 from kvexport.backends.tensorrt.sessions import _Phase
@@ -88,14 +88,14 @@ def profiles_in(plan: Path) -> Any:
 def test_the_manifest_and_the_log_say_what_was_built(tiny_artifact: Path, tmp_path: Path, plugins: Path) -> None:
     artifact = engines(tiny_artifact, tmp_path / "a")
     manifest, before = load_manifest(artifact), load_manifest(tiny_artifact)
-    assert set(manifest["files"]) - set(before["files"]) == {
+    assert set(manifest.files) - set(before.files) == {
         "candidates.plan",
         "decoder.plan",
         "merge.plan",
         "tensorrt.log",
     }
-    assert all(manifest["files"][name] == entry for name, entry in before["files"].items())
-    about = manifest["engines"]
+    assert all(manifest.files[name] == entry for name, entry in before.files.items())
+    about = manifest.engines["tensorrt"]
     assert (about["decoder"], about["merge"], about["tensorrt"]) == (
         "decoder.plan",
         "merge.plan",
@@ -103,7 +103,7 @@ def test_the_manifest_and_the_log_say_what_was_built(tiny_artifact: Path, tmp_pa
     )
     assert about["gpu"] == {"name": "Fake GPU", "compute_capability": [9, 0]}
     assert about["options"]["hardware_compatible"] == "none"
-    assert manifest["recipe"]["backend"]["name"] == "tensorrt"
+    assert manifest.recipe.backend.name == "tensorrt"
     assert (artifact / "tensorrt.log").read_text() == "[INFO] Building\n" * 3
     # The files that both have are one on the disk.
     assert (artifact / "decoder.onnx").samefile(tiny_artifact / "decoder.onnx")
@@ -124,7 +124,7 @@ def test_engines_are_built_anew_in_place(tiny_artifact: Path, tmp_path: Path, gp
     artifact = engines(tiny_artifact, tmp_path / "a")
     gpu.name, gpu.capability = "Another GPU", (12, 0)
     assert rebuild(artifact) == artifact
-    assert load_manifest(artifact)["engines"]["gpu"]["name"] == "Another GPU"
+    assert load_manifest(artifact).engines["tensorrt"]["gpu"]["name"] == "Another GPU"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "cache"]
 
 
@@ -135,7 +135,7 @@ def test_a_recipe_builds_engines_or_stops_at_the_graphs(tiny_recipe: Path, tmp_p
         ran = CliRunner().invoke(app, [*arguments, "--stage", "onnx", "--out", str(tmp_path / "graphs")])
     assert ran.exit_code == 0, ran.output
     assert not gpu.log  # nothing was asked of a GPU
-    assert "engines" not in load_manifest(tmp_path / "graphs")
+    assert load_manifest(tmp_path / "graphs").engines == {}
     lacking = CliRunner().invoke(app, ["generate", str(tmp_path / "graphs"), "abc"])
     assert lacking.exit_code == 5
     assert f"kvexport build --from {tmp_path / 'graphs'}" in lacking.stderr
@@ -144,13 +144,13 @@ def test_a_recipe_builds_engines_or_stops_at_the_graphs(tiny_recipe: Path, tmp_p
     assert json.loads(ran.stdout)["recipe"] == "tiny"
     assert "building decoder.plan" in ran.stderr
     manifest = load_manifest(tmp_path / "graphs")
-    assert manifest["engines"]["merge"] is None  # `full` merges nothing
-    assert manifest["operators"] == {"VoteAttention": "function", "MergeCache": None}
+    assert manifest.engines["tensorrt"]["merge"] is None  # `full` merges nothing
+    assert manifest.operators == {"VoteAttention": "function", "MergeCache": None}
     with models._remembered_traces():
         ran = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "both")])
     assert ran.exit_code == 0, ran.output
     both = load_manifest(tmp_path / "both")
-    assert both["engines"] == manifest["engines"]
+    assert both.engines == manifest.engines
     text = CliRunner().invoke(app, ["generate", str(tmp_path / "both"), "abc", "--max-new-tokens", "5"])
     assert len(text.stdout.rstrip("\n")) == 5, text.output
 
@@ -314,7 +314,7 @@ def test_layers_alone_are_held_on_every_backend_and_engines_are_built_for_it(
     ]
     assert "not compared with onnxruntime cuda: " in ran.stderr
     assert "building decoder.plan" in ran.stderr
-    assert "engines" not in load_manifest(tiny_artifact)
+    assert load_manifest(tiny_artifact).engines == {}
 
 
 def test_candidates_that_are_not_the_largest_logits_are_found_out(

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import kvexport
-from kvexport.artifact.publish import load_manifest
+from kvexport.artifact.reading import load_manifest
 from kvexport.backends.tensorrt.cuda import Arena, Cuda
 from kvexport.commands.app import app
 from kvexport.errors import EnvironmentProblem, UsageError
@@ -24,8 +24,8 @@ def test_engines_of_plugins_generate_what_onnx_runtime_does(
 ) -> None:
     artifact = engines(tiny_artifact, tmp_path / "a")
     manifest = load_manifest(artifact)
-    assert manifest["operators"] == {"VoteAttention": "plugin", "MergeCache": "plugin"}
-    assert manifest["engines"]["plugin_version"] == "1"
+    assert manifest.operators == {"VoteAttention": "plugin", "MergeCache": "plugin"}
+    assert manifest.engines["tensorrt"]["plugin_version"] == "1"
     assert generated(artifact) == generated(tiny_artifact)
     # One address for past and present: of all copies none is of a whole cache, and only lanes that are not aligned are
     # gathered.
@@ -38,8 +38,8 @@ def test_engines_of_functions_generate_what_onnx_runtime_does(
 ) -> None:
     artifact = engines(tiny_artifact, tmp_path / "a")
     manifest = load_manifest(artifact)
-    assert manifest["operators"] == {"VoteAttention": "function", "MergeCache": "function"}
-    assert manifest["engines"]["functions"]["MergeCache"] == "switched off by KVEXPORT_TENSORRT_PLUGIN"
+    assert manifest.operators == {"VoteAttention": "function", "MergeCache": "function"}
+    assert manifest.engines["tensorrt"]["functions"]["MergeCache"] == "switched off by KVEXPORT_TENSORRT_PLUGIN"
     monkeypatch.setenv("KVEXPORT_OPERATORS", "off")
     assert generated(artifact) == generated(tiny_artifact)
 
@@ -50,8 +50,8 @@ def test_a_method_that_the_plugin_does_not_know_merges_from_its_function(
     monkeypatch.setattr(fake_tensorrt.IPluginCreatorV3One, "refused", "MergeCache")
     artifact = engines(tiny_artifact, tmp_path / "a")
     found = load_manifest(artifact)
-    assert found["operators"] == {"VoteAttention": "plugin", "MergeCache": "function"}
-    assert found["engines"]["functions"] == {"MergeCache": "the plugin does not take the method keepkv"}
+    assert found.operators == {"VoteAttention": "plugin", "MergeCache": "function"}
+    assert found.engines["tensorrt"]["functions"] == {"MergeCache": "the plugin does not take the method keepkv"}
     assert generated(artifact) == generated(tiny_artifact)
     with pytest.raises(EnvironmentProblem, match="does not take the method keepkv"):
         engines(tiny_artifact, tmp_path / "b", "plugin=always")
@@ -127,11 +127,11 @@ def test_an_artifact_from_before_there_were_candidates_gets_engines(
     tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any
 ) -> None:
     artifact = engines(with_candidates(tiny_artifact, tmp_path / "old", 0), tmp_path / "a")
-    assert load_manifest(artifact)["engines"]["candidates"] is None
+    assert load_manifest(artifact).engines["tensorrt"]["candidates"] is None
     assert generated(artifact) == generated(tiny_artifact)
     # And one whose engines are of that time.
     both = with_candidates(engines(tiny_artifact, tmp_path / "b"), tmp_path / "c", 0, engines=True)
-    assert "candidates" not in load_manifest(both)["engines"]
+    assert "candidates" not in load_manifest(both).engines["tensorrt"]
     assert generated(both) == generated(tiny_artifact)
     ran = CliRunner().invoke(app, ["generate", str(both), "abc", "--max-new-tokens", "5", "--greedy", "--stats"])
     assert "whole rows of logits: 4\n" in ran.stderr

@@ -14,10 +14,12 @@ from typer.testing import CliRunner
 import kvexport
 from kvexport import paths
 from kvexport.backends.tensorrt import environment, plugin
-from kvexport.backends.tensorrt.environment import Gpu, check_plan, version_of
+from kvexport.backends.tensorrt.environment import Gpu, version_of
 from kvexport.backends.tensorrt.rebuild import rebuild
+from kvexport.backends.tensorrt.record import EngineRecord, check_plan
 from kvexport.commands.app import app
 from kvexport.errors import ArtifactError, EnvironmentProblem
+from kvexport.recipe.fields import TensorRTSection
 from tests.support import fake_cuda, fake_tensorrt
 
 ERRORS = fake_cuda.cudaError_t
@@ -160,7 +162,6 @@ def test_engines_of_plugins_without_the_plugins(
 
 # The plans.
 
-OPTIONS = {"version_compatible": False, "hardware_compatible": "none"}
 H100, H200, A10 = Gpu("H100", (9, 0)), Gpu("H200", (9, 0)), Gpu("A10", (8, 6))
 
 
@@ -198,11 +199,15 @@ H100, H200, A10 = Gpu("H100", (9, 0)), Gpu("H200", (9, 0)), Gpu("A10", (8, 6))
 def test_a_plan_of_another_machine(
     built: str, options: dict[str, Any], version: str, gpu: Gpu, said: str | None
 ) -> None:
-    about = {
-        "tensorrt": built,
-        "gpu": {"name": "H100", "compute_capability": [9, 0]},
-        "options": {**OPTIONS, **options},
-    }
+    about = EngineRecord(
+        decoder="decoder.plan",
+        merge=None,
+        tensorrt=built,
+        gpu=Gpu("H100", (9, 0)),
+        plugin_version=None,
+        functions={},
+        options=TensorRTSection(**options),
+    )
     if said is None:
         check_plan(about, version, gpu)
         return

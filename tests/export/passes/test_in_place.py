@@ -45,7 +45,7 @@ def engine(tiny_artifact: Path) -> Engine:
 
 @pytest.mark.parametrize("kind", ["decoder", "merge"])
 def test_both_graphs_of_an_artifact_are_safe(engine: Engine, kind: str) -> None:
-    model = onnx.load(engine.path / engine.manifest["graphs"][kind], load_external_data=False)
+    model = onnx.load(engine.path / getattr(engine.manifest.graphs, kind), load_external_data=False)
     names = {value.name for value in model.graph.input}
     assert {"past_key_values.0.key", "past_key_values.1.votes"} <= names
     check_in_place(model)

@@ -14,7 +14,7 @@ import onnxruntime as ort
 import pytest
 from transformers import Gemma2Config, LlamaConfig, Qwen2Config
 
-from kvexport.artifact.publish import load_manifest
+from kvexport.artifact.reading import load_manifest
 from kvexport.backends.onnxruntime.operators import VARIABLE
 from kvexport.export.passes.last_rows import pick_last_rows
 from kvexport.runtime.engine import load
@@ -246,7 +246,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_the_last_layer_has_one_row_from_its_attention_on(name: str, workshop: Any) -> None:
     path, _ = workshop(name)
     assert not artifact_problems(path)  # nothing that TensorRT's parser does not take
-    graph = onnx.load(path / load_manifest(path, verify=False)["graphs"]["decoder"], load_external_data=False).graph
+    graph = onnx.load(path / load_manifest(path, verify=False).graphs.decoder, load_external_data=False).graph
     nodes = list(graph.node)
     infos = [*graph.value_info, *graph.output]
     shapes = {v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in infos}

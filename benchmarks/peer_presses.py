@@ -111,20 +111,20 @@ CASES = [
 
 
 class _ReferenceBackend:
-    """A `Backend` over the PyTorch reference."""
+    """A `LaneState` of one lane over the PyTorch reference."""
 
     def __init__(self, reference: TorchReference, plan: CachePlan) -> None:
         self.reference, self.plan = reference, plan
-        self.reset()
+        self.clear(0, 1)
 
-    def reset(self) -> None:
+    def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
         self.state = {
             name: np.zeros(layer.shapes(1)[kind], layer.dtypes()[kind])
             for name, _, layer, kind in self.plan.state_names()
         }
         self.length = np.zeros((1, 1), dtype=np.int64)
 
-    def decode(self, input_ids: Any, query_length: Any) -> Any:
+    def decode(self, input_ids: Any, query_length: Any, first: int = 0) -> Any:
         feed = {"input_ids": input_ids, "query_length": query_length, "past_length": self.length, **self.state}
         present = self.reference.decode(feed)
         self.length = present["present_length"]
@@ -153,7 +153,7 @@ def our_positions(recipe: Recipe, prompts: list[list[int]]) -> list[Tensor]:
     lanes = Lanes(backend, shape.plan, 1, prefill_chunk=chunk, merge_every=recipe.cache.merge_every)
     kept = []
     for ids in prompts:
-        lanes.reset()
+        lanes.clear()
         if (
             recipe.cache.method == "ballot"
         ):  # it merges, so that positions do not say what stayed: its selector is asked

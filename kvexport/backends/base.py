@@ -15,17 +15,20 @@ from kvexport.cache import CachePlan
 class LaneState(Protocol):
     """State tensors of a fixed number of lanes, and the two graphs that advance them."""
 
-    def decode(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Append [lanes, T] tokens of which the first query_length [lanes, 1] are real; logits [lanes, 1 or T,
-        vocabulary]. All three arrays may be overwritten by the next call."""
+    def decode(
+        self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
+    ) -> NDArray[np.float32]:
+        """Append [n, T] tokens to lanes first <= lane < first + n, of which the first query_length [n, 1] are real; the
+        other lanes take no part. Logits [n, 1 or T, vocabulary]. All three arrays may be overwritten by the next
+        call."""
         ...
 
     def merge(self, first: int, last: int) -> None:
         """Bring lanes first <= lane < last back within their budgets."""
         ...
 
-    def reset(self) -> None:
-        """Empty every lane."""
+    def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
+        """Empty lanes first <= lane < last. poisoned: they may hold NaN, so that no value of theirs may stay."""
         ...
 
 
@@ -35,9 +38,8 @@ class ModelState(LaneState, Protocol):
 
     top_logits: int | None
 
-    def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> Rows:
-        """As `decode` with one token of each lane [lanes, 1], but the logits stay where they are. Needs
-        `top_logits`."""
+    def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Rows:
+        """As `decode` with one token of each lane [n, 1], but the logits stay where they are. Needs `top_logits`."""
         ...
 
     def get_state(self) -> dict[str, NDArray[Any]]:
@@ -45,7 +47,7 @@ class ModelState(LaneState, Protocol):
         ...
 
     def set_state(self, state: Mapping[str, NDArray[Any]], past_length: NDArray[np.int64]) -> None:
-        """Take over a state, and the tokens that each lane has seen [lanes, 1]."""
+        """Take over a state, and the tokens that each lane has seen [n, 1]; of n lanes, which become the first."""
         ...
 
 

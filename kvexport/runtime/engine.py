@@ -104,7 +104,7 @@ class Engine:
                 merge_every=limits.merge_every,
             )
         else:
-            self._lanes.reset()
+            self._lanes.clear()
         return self._lanes
 
     def _check_count(self, count: int) -> None:

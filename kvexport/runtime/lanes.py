@@ -1,4 +1,4 @@
-"""Lanes: which sequence sits where in the batch, how full its cache may be, and when it has to merge.
+"""Lanes: how full the cache of each row of the batch is, and when it has to merge.
 
 A lane merges on its own account, never because a neighbour needs room: what a sequence generates does not depend on the
 batch it is in.
@@ -17,6 +17,7 @@ from kvexport.backends.base import LaneState
 from kvexport.cache import CachePlan
 
 T = TypeVar("T")
+Tokens = Sequence[int] | NDArray[np.int64]
 
 
 class Lanes:
@@ -44,12 +45,13 @@ class Lanes:
         self._step_ids, self._step_counts = (part.data.cast("B").cast("q") for part in self._step)
         self._count(range(lanes))
 
-    def reset(self) -> None:
-        """Empty every lane."""
-        self.backend.reset()
-        self._held[:] = 0
-        self.length = [0] * self.count
-        self._count(range(self.count))
+    def clear(self, first: int = 0, last: int | None = None, *, poisoned: bool = False) -> None:
+        """Empty lanes first <= lane < last, all of them by default. poisoned: see `LaneState.clear`."""
+        last = self.count if last is None else last
+        self.backend.clear(first, last, poisoned=poisoned)
+        self._held[first:last] = 0
+        self.length[first:last] = [0] * (last - first)
+        self._count(range(first, last))
 
     def _count(self, lanes: Iterable[int]) -> None:
         """Start counting anew from `_held`."""
@@ -61,50 +63,57 @@ class Lanes:
                 int((self._budget - held)[self._merges].min()) if self._merges.any() else self._room[lane]
             )
 
-    def append(self, tokens: Sequence[NDArray[np.int64]], *, prefill: bool = False) -> NDArray[np.float32]:
+    def append(
+        self, tokens: Sequence[Tokens], *, first: int | None = None, prefill: bool = False
+    ) -> NDArray[np.float32]:
         """Append at most `prefill_chunk` tokens per lane (none leaves a lane as it is) and merge where it is due: a
-        chunk of a prompt at once, decoded tokens every `merge_every`. Logits as the backend gives them."""
-        return self.append_by(self.backend.decode, tokens, prefill=prefill)
+        chunk of a prompt at once, decoded tokens every `merge_every`. first: the lane of tokens[0], the next ones being
+        those of its neighbours, while all other lanes take no part; None: there are tokens for each lane. Logits as
+        `LaneState.decode` gives them."""
+        return self.append_by(self.backend.decode, tokens, first=first, prefill=prefill)
 
     def append_by(
         self,
-        decode: Callable[[NDArray[np.int64], NDArray[np.int64]], T],
-        tokens: Sequence[NDArray[np.int64]],
+        decode: Callable[[NDArray[np.int64], NDArray[np.int64], int], T],
+        tokens: Sequence[Tokens],
         *,
+        first: int | None = None,
         prefill: bool = False,
     ) -> T:
-        """As `append`, by another of the backend's calls; what that gives."""
+        """As `append`, by another call of the state than `decode`; what that gives."""
         counts = [len(t) for t in tokens]
-        if len(counts) != self.count:
+        if first is None and len(counts) != self.count:
             raise ValueError(f"a call takes tokens for each of {self.count} sequences, not for {len(counts)}")
+        first = first or 0
         width = max(counts)
         if width == 0 or width > self.prefill_chunk:
             raise ValueError(f"a call takes 1 to {self.prefill_chunk} tokens of a sequence, not {width}")
-        if full := [lane for lane, count in enumerate(counts) if self._is_full(lane, count)]:
+        if full := [lane for lane, count in enumerate(counts, first) if self._is_full(lane, count)]:
             self._merge(full)
-            if any(self._is_full(lane, counts[lane]) for lane in full):
+            if any(self._is_full(lane, counts[lane - first]) for lane in full):
                 raise ValueError("a sequence is longer than the cache was built for")
-        given = decode(*self._inputs(tokens, counts, width))
-        for lane, count in enumerate(counts):
+        given = decode(*self._inputs(tokens, counts, width), first)
+        for lane, count in enumerate(counts, first):
             self._added[lane] += count
             self.length[lane] += count
-        if due := [lane for lane, count in enumerate(counts) if count > 0 and self._is_due(lane, prefill)]:
+        if due := [lane for lane, count in enumerate(counts, first) if count > 0 and self._is_due(lane, prefill)]:
             self._merge(due)
         return given
 
     def _inputs(
-        self, tokens: Sequence[NDArray[np.int64]], counts: list[int], width: int
+        self, tokens: Sequence[Tokens], counts: list[int], width: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """input_ids [lanes, width] and query_length [lanes, 1]."""
+        """input_ids [n, width] and query_length [n, 1] for n lanes."""
         if width == 1:
-            for lane, count in enumerate(counts):
-                self._step_counts[lane] = count
+            for i, count in enumerate(counts):
+                self._step_counts[i] = count
                 if count:
-                    self._step_ids[lane] = tokens[lane].item()
-            return self._step[0], self._step[1]
-        input_ids = np.zeros((self.count, width), dtype=np.int64)
-        for lane, ids in enumerate(tokens):
-            input_ids[lane, : counts[lane]] = ids
+                    self._step_ids[i] = tokens[i][0]
+            n = len(counts)
+            return (self._step[0], self._step[1]) if n == self.count else (self._step[0, :n], self._step[1, :n])
+        input_ids = np.zeros((len(counts), width), dtype=np.int64)
+        for i, ids in enumerate(tokens):
+            input_ids[i, : counts[i]] = ids
         return input_ids, np.array(counts, dtype=np.int64)[:, None]
 
     def _is_full(self, lane: int, count: int) -> bool:

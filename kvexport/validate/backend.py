@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ReferenceBackend:
-    """A `Backend` of `Lanes` that computes with the reference over state of its own. telemetry: sees all attention and
+    """A `LaneState` that computes with the reference over state of its own. telemetry: sees all attention and
     every merge."""
 
     def __init__(
@@ -29,8 +29,11 @@ class ReferenceBackend:
         }
         self.length = np.zeros((lanes, 1), dtype=np.int64)
 
-    def decode(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> NDArray[np.float32]:
-        """See `Backend`."""
+    def decode(
+        self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
+    ) -> NDArray[np.float32]:
+        """See `LaneState`."""
+        assert first == 0 and len(input_ids) == len(self.length), "a reference runs all its lanes"
         feed = {"input_ids": input_ids, "query_length": query_length, "past_length": self.length, **self.state}
         present = self.reference.decode(feed, self.telemetry)
         self.decoded(feed, present)
@@ -40,7 +43,7 @@ class ReferenceBackend:
         return logits
 
     def merge(self, first: int, last: int) -> None:
-        """See `Backend`."""
+        """See `LaneState`."""
         feed = {name: array[first:last] for name, array in self.state.items()}
         present = self.reference.merge(feed)
         self.merged(feed, present)
@@ -48,7 +51,7 @@ class ReferenceBackend:
             self.telemetry.merged(first, feed, present)
         self._take(present, slice(first, last))
 
-    def reset(self) -> None:
+    def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
         """Refused: a run is watched once."""
         raise AssertionError("a reference runs once")
 

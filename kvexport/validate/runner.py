@@ -324,7 +324,7 @@ class _Comparison:
 
 
 class _LockedBackend(ReferenceBackend):
-    """A `Backend` that computes with the reference and holds the engine's graphs against it on the same inputs."""
+    """A `LaneState` that computes with the reference and holds the engine's graphs against it on the same inputs."""
 
     def __init__(self, comparison: _Comparison, *reference: Any) -> None:
         super().__init__(*reference)

@@ -167,11 +167,13 @@ def watch(engine: Engine, lanes: Lanes) -> list[int]:
     layers = list(enumerate(engine.plan.layers))
     merged: list[int] = []
 
-    def watched_decode(input_ids: Any, query_length: Any) -> Any:
+    def watched_decode(input_ids: Any, query_length: Any, first: int) -> Any:
         before = [used_slots(lanes, i) for i, _ in layers]
-        logits = decode(input_ids, query_length)
+        new = np.zeros((lanes.count, 1), np.int64)
+        new[first : first + len(query_length)] = query_length
+        logits = decode(input_ids, query_length, first)
         for i, layer in layers:
-            assert (used_slots(lanes, i) == before[i] + query_length).all()
+            assert (used_slots(lanes, i) == before[i] + new).all()
             assert used_slots(lanes, i).max() <= layer.capacity
             # Used slots are a prefix.
             assert (np.diff((votes(lanes, i) > 0).astype(int), axis=-1) <= 0).all()

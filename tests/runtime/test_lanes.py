@@ -18,12 +18,17 @@ class Recorder:
     def __init__(self, lanes: int) -> None:
         self.used = np.zeros(lanes, np.int64)
         self.calls: list[tuple[list[list[int]], list[int]]] = []
+        self.firsts: list[int] = []  # lanes of the calls
         self.merges: list[tuple[int, int]] = []
 
-    def decode(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> NDArray[np.float32]:
+    def decode(
+        self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
+    ) -> NDArray[np.float32]:
         counts = query_length[:, 0].tolist()
         self.calls.append(([ids[:n].tolist() for ids, n in zip(input_ids, counts, strict=True)], counts))
-        self.used += query_length[:, 0]
+        self.firsts.append(first)
+        assert 0 <= first <= first + len(counts) <= len(self.used)
+        self.used[first : first + len(counts)] += query_length[:, 0]
         assert self.used.max() <= BUDGET + SLACK
         return np.zeros((len(counts), 1, 2), np.float32)
 
@@ -31,8 +36,8 @@ class Recorder:
         self.merges.append((first, last))
         self.used[first:last] = np.minimum(self.used[first:last], BUDGET)
 
-    def reset(self) -> None:
-        self.used[:] = 0
+    def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
+        self.used[first:last] = 0
 
 
 def lanes_of(count: int) -> tuple[Lanes, Recorder]:
@@ -70,7 +75,7 @@ def test_a_step_says_what_is_new_and_nothing_of_the_step_before() -> None:
         ([[9], [9], [9]], [1, 1, 1]),
     ]
     assert lanes.length == [4, 3, 2]
-    lanes.reset()
+    lanes.clear()
     assert lanes.length == [0, 0, 0]
 
 
@@ -99,3 +104,38 @@ def test_a_call_of_no_token_or_of_too_many_is_refused() -> None:
     for tokens in ([], range(CHUNK + 1)):
         with pytest.raises(ValueError, match=f"1 to {CHUNK} tokens"):
             lanes.append([np.array(tokens, np.int64)])
+
+
+def test_a_call_of_some_lanes_leaves_the_others_out() -> None:
+    lanes, recorder = lanes_of(4)
+    lanes.append([ids(1, 2, 3), ids(4)], first=1, prefill=True)
+    lanes.append([[5]], first=3)
+    lanes.append([[6], (), [7]], first=0)
+    assert list(zip(recorder.calls, recorder.firsts, strict=True)) == [
+        (([[1, 2, 3], [4]], [3, 1]), 1),
+        (([[5]], [1]), 3),
+        (([[6], [], [7]], [1, 0, 1]), 0),
+    ]
+    assert lanes.length == [1, 3, 2, 1]
+    lanes.clear(1, 3)
+    assert lanes.length == [1, 0, 0, 1] and recorder.used.tolist() == [1, 0, 0, 1]
+
+
+def test_no_cache_is_over_full_whatever_lanes_come_and_go() -> None:
+    lanes, recorder = lanes_of(5)
+    rng = np.random.default_rng(1)
+    cleared = 0
+    for _ in range(600):
+        first = int(rng.integers(5))
+        last = int(rng.integers(first + 1, 6))
+        if rng.random() < 0.1:
+            lanes.clear(first, last)
+            cleared += 1
+            continue
+        before = (list(lanes.length), recorder.used.copy())
+        counts = rng.integers(0, CHUNK + 1, last - first)
+        counts[0] = max(counts[0], 1)
+        lanes.append([np.arange(n) for n in counts], first=first, prefill=bool(rng.integers(2)))
+        for lane in {*range(5)} - {*range(first, last)}:
+            assert (lanes.length[lane], recorder.used[lane]) == (before[0][lane], before[1][lane])
+    assert cleared > 20 and len(recorder.merges) > 100

@@ -3,6 +3,7 @@ itself holds, so that no CUDA package is needed."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ ALL = slice(None)
 
 
 class DeviceArray:
-    """A tensor at a fixed address of a device ("cuda"), all zeros at first. It is written and read as a whole."""
+    """A tensor at a fixed address of a device ("cuda"), all zeros at first. It is written and read as a whole; some
+    lanes of it as a `part`."""
 
     def __init__(self, device: str, shape: tuple[int, ...], dtype: Any) -> None:
         from onnxruntime import OrtValue
@@ -22,6 +24,7 @@ class DeviceArray:
         zeros = np.zeros(shape, dtype)
         self.device, self.shape, self.dtype, self.nbytes = device, zeros.shape, zeros.dtype, zeros.nbytes
         self._value = OrtValue.ortvalue_from_numpy(zeros, device, 0)
+        self._whole: DeviceArray | None = None
 
     def write(self, values: ArrayLike) -> None:
         """Take over `values`, of this shape or one number for all."""
@@ -31,6 +34,17 @@ class DeviceArray:
         """What is there, in the host's memory."""
         array: NDArray[Any] = self._value.numpy()
         return array
+
+    def part(self, lanes: slice, session: Any) -> DeviceArray:
+        """Some lanes of it, in the same memory, as a tensor of their own. session: any one; ONNX Runtime makes a tensor
+        over existing memory only as an output of a session."""
+        binding = session.io_binding()
+        place = self.place(lanes)
+        binding.bind_output(session.get_outputs()[0].name, *place)
+        part = copy.copy(self)  # holds on to the memory by `_whole`
+        part._value, part._whole, part.shape = binding.get_outputs()[0], self, place[3]
+        part.nbytes = self.nbytes // self.shape[0] * part.shape[0]
+        return part
 
     def place(self, lanes: slice = ALL) -> Place:
         """Where some lanes of it are, lanes being dimension 0."""
@@ -53,6 +67,11 @@ def write(array: Array, values: ArrayLike) -> None:
 def read(array: Array) -> NDArray[Any]:
     """A device's tensor as a copy, a numpy array as it is."""
     return array.read() if isinstance(array, DeviceArray) else array
+
+
+def part(array: Array, lanes: slice, session: Any) -> Array:
+    """Some lanes of it, in the same memory. session: see `DeviceArray.part`."""
+    return array.part(lanes, session) if isinstance(array, DeviceArray) else array[lanes]
 
 
 def place(array: Array, lanes: slice = ALL) -> Place:

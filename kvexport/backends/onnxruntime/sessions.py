@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.backends.onnxruntime.device_array import ALL, Array, DeviceArray, place, read, write
+from kvexport.backends.onnxruntime.device_array import ALL, Array, DeviceArray, part, place, read, write
 from kvexport.backends.onnxruntime.devices import INSTALL_CUDA, PROVIDERS, load_cuda_libraries
 from kvexport.backends.rows import Rows, TopLogits
 from kvexport.cache import CachePlan
@@ -25,9 +25,10 @@ NO_GRAPH = -1  # the id of a run that neither captures a CUDA graph nor replays 
 
 
 class _Decoder(NamedTuple):
-    """The decoder bound for calls of so many tokens. graph: the id of its CUDA graph, or NO_GRAPH; None where there are
-    no graphs."""
+    """The decoder bound for calls of some lanes with so many tokens. graph: the id of its CUDA graph, or NO_GRAPH; None
+    where there are no CUDA graphs."""
 
+    lanes: slice
     tokens: int
     binding: Any
     arrays: dict[str, Array]
@@ -71,8 +72,11 @@ class OnnxRuntimeBackend:
         )
         self._names = [(name, present) for name, present, *_ in plan.state_names()]
         self.past_length: Any = sessions.zeros((lanes, 1), np.dtype(np.int64))
-        # Two decoder bindings stay: of one token, and of the last other width. Merge bindings stay per run of lanes.
-        self._decoders: dict[bool, _Decoder] = {}
+        # Decoder bindings that stay: of one token of each of the first n lanes, by n, and the last other one. Merge
+        # bindings stay per run of lanes.
+        self._decoders: dict[int, _Decoder] = {}
+        self._other: _Decoder | None = None
+        self._step_logits: Any = None  # [lanes, 1, vocabulary], shared by all calls of one token
         self._mergers: dict[tuple[int, int], Any] = {}
         self._finder: tuple[Array, Any, dict[str, Array]] | None = (
             None  # of the largest of these logits: its binding, its outputs
@@ -80,28 +84,35 @@ class OnnxRuntimeBackend:
         self.top_logits = None if sessions.zeros is np.zeros else sessions.top_count
         self._thread = threading.local()  # graphs: those captured; ONNX Runtime captures them for each thread anew
 
-    def reset(self) -> None:
-        """Empty every lane: an all-zero state is an empty cache. On a device the votes alone become zero: what else is
-        in a slot without votes is of no account, and they are a hundredth of what would have to be sent there."""
+    def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
+        """See `ModelState.clear`: an all-zero state is an empty cache. On a device the votes alone become zero: other
+        finite values of a slot without votes have no effect, and votes are a hundredth of what would have to be sent
+        there."""
         for name, array in self.state.items():
-            if name.endswith(".votes") or not isinstance(array, DeviceArray):
-                write(array, 0)
-        write(self.past_length, 0)
+            if poisoned or name.endswith(".votes") or not isinstance(array, DeviceArray):
+                write(self._part(array, first, last), 0)
+        write(self._part(self.past_length, first, last), 0)
 
-    def decode(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> NDArray[np.float32]:
+    def _part(self, array: Array, first: int, last: int) -> Array:
+        whole = first == 0 and last == self.lanes
+        return array if whole else part(array, slice(first, last), self._sessions.decoder)
+
+    def decode(
+        self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
+    ) -> NDArray[np.float32]:
         """See `ModelState.decode`."""
-        return read(self._run_decoder(input_ids, query_length))
+        return read(self._run_decoder(input_ids, query_length, first))
 
-    def _run_decoder(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> Array:
-        decoder = self._decoder(input_ids.shape[1])
+    def _run_decoder(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int) -> Array:
+        decoder = self._decoder(first, *input_ids.shape)
         write(decoder.arrays["input_ids"], input_ids)
         write(decoder.arrays["query_length"], query_length)
         self._sessions.run(self._sessions.decoder, decoder.binding, decoder.graph)
         return decoder.arrays["logits"]
 
-    def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> Rows:
+    def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Rows:
         """See `ModelState.step`."""
-        logits = self._run_decoder(input_ids, query_length)
+        logits = self._run_decoder(input_ids, query_length, first)
         assert isinstance(logits, DeviceArray)
         if self._finder is None or self._finder[0] is not logits:
             self._finder = (logits, *self._bind_finder(logits))
@@ -110,11 +121,11 @@ class OnnxRuntimeBackend:
         return _DeviceRows(logits, {name: read(array) for name, array in found.items()})
 
     def _bind_finder(self, logits: Array) -> tuple[Any, dict[str, Array]]:
-        zeros, count = self._sessions.zeros, self._sessions.top_count
+        zeros, count, lanes = self._sessions.zeros, self._sessions.top_count, logits.shape[0]
         found: dict[str, Array] = {
-            "values": zeros((self.lanes, 1, count), np.dtype(np.float32)),
-            "ids": zeros((self.lanes, 1, count), np.dtype(np.int32)),
-            "mass": zeros((self.lanes, 1, 1), np.dtype(np.float32)),
+            "values": zeros((lanes, 1, count), np.dtype(np.float32)),
+            "ids": zeros((lanes, 1, count), np.dtype(np.int32)),
+            "mass": zeros((lanes, 1, 1), np.dtype(np.float32)),
         }
         binding = self._sessions.finder.io_binding()
         _bind(binding, "logits", None, logits)
@@ -142,14 +153,14 @@ class OnnxRuntimeBackend:
     def set_state(self, state: Mapping[str, NDArray[Any]], past_length: NDArray[np.int64]) -> None:
         """See `ModelState.set_state`."""
         for name, array in state.items():
-            write(self.state[name], array)
-        write(self.past_length, past_length)
+            write(self._part(self.state[name], 0, len(array)), array)
+        write(self._part(self.past_length, 0, len(past_length)), past_length)
 
-    def _decoder(self, tokens: int) -> _Decoder:
-        """The decoder bound to the state, its graph captured where it has one."""
-        known = self._decoders.get(tokens == 1)
-        if known is None or known.tokens != tokens:
-            known = self._decoders[tokens == 1] = self._bind_decoder(tokens)
+    def _decoder(self, first: int, count: int, tokens: int) -> _Decoder:
+        """The decoder bound to the state of some lanes, its CUDA graph captured where it has one."""
+        known = self._decoders.get(count) if tokens == 1 and first == 0 else self._other
+        if known is None or known.tokens != tokens or known.lanes != slice(first, first + count):
+            known = self._keep(self._bind_decoder(slice(first, first + count), tokens))
         if known.graph is None:
             return known
         captured: set[int] = self._thread.__dict__.setdefault("graphs", {NO_GRAPH})
@@ -160,11 +171,17 @@ class OnnxRuntimeBackend:
         if not problem:
             return known
         # The old session goes before the new one comes.
-        known = None
+        known = self._other = None
         self._decoders.clear()
         self._sessions.without_graphs(problem)
-        known = self._decoders[tokens == 1] = self._bind_decoder(tokens)
-        return known
+        return self._keep(self._bind_decoder(slice(first, first + count), tokens))
+
+    def _keep(self, decoder: _Decoder) -> _Decoder:
+        if decoder.tokens == 1 and decoder.lanes.start == 0:
+            self._decoders[decoder.lanes.stop] = decoder
+        else:
+            self._other = decoder
+        return decoder
 
     def _capture(self, decoder: _Decoder) -> str:
         """Let ONNX Runtime capture the decoder's graph; why it cannot. It runs the graph more than once to do so, in
@@ -176,23 +193,35 @@ class OnnxRuntimeBackend:
             return _first_line(error)
         return ""
 
-    def _bind_decoder(self, tokens: int) -> _Decoder:
+    def _bind_decoder(self, lanes: slice, tokens: int) -> _Decoder:
         sessions, zeros = self._sessions, self._sessions.zeros
-        rows = tokens if sessions.all_logits else 1
+        count = lanes.stop - lanes.start
         arrays: dict[str, Array] = {
-            "input_ids": zeros((self.lanes, tokens), np.dtype(np.int64)),
-            "query_length": zeros((self.lanes, 1), np.dtype(np.int64)),
-            "logits": zeros((self.lanes, rows, sessions.vocabulary), np.dtype(np.float32)),
+            "input_ids": zeros((count, tokens), np.dtype(np.int64)),
+            "query_length": zeros((count, 1), np.dtype(np.int64)),
+            "logits": self._logits(count, tokens),
         }
         binding = sessions.decoder.io_binding()
         _bind(binding, "input_ids", None, arrays["input_ids"])
         _bind(binding, "query_length", None, arrays["query_length"])
         _bind(binding, None, "logits", arrays["logits"])
-        _bind(binding, "past_length", "present_length", self.past_length)
+        _bind(binding, "past_length", "present_length", self.past_length, lanes)
         for name, present in self._names:
-            _bind(binding, name, present, self.state[name])
-        graph = (sessions.new_graph() if tokens == 1 else NO_GRAPH) if sessions.graphs else None
-        return _Decoder(tokens, binding, arrays, graph)
+            _bind(binding, name, present, self.state[name], lanes)
+        stays = tokens == 1 and lanes.start == 0
+        graph = (sessions.new_graph() if stays else NO_GRAPH) if sessions.graphs else None
+        return _Decoder(lanes, tokens, binding, arrays, graph)
+
+    def _logits(self, count: int, tokens: int) -> Array:
+        """[count, 1 or tokens, vocabulary], which the next call may overwrite."""
+        sessions, single = self._sessions, np.dtype(np.float32)
+        if tokens > 1:
+            rows = tokens if sessions.all_logits else 1
+            wide: Array = sessions.zeros((count, rows, sessions.vocabulary), single)
+            return wide
+        if self._step_logits is None:
+            self._step_logits = sessions.zeros((self.lanes, 1, sessions.vocabulary), single)
+        return self._part(self._step_logits, 0, count)
 
 
 class Sessions:

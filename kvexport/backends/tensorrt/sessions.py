@@ -82,6 +82,7 @@ class Engines:
         return engine
 
 
+Copy = tuple[int, int, int]  # to, from, bytes
 _OPERATOR = {"decoder": "VoteAttention", "merge": "MergeCache"}
 
 
@@ -108,56 +109,83 @@ class TensorRTBackend:
         self._merger = _context(engines, engines.merge, 0, self.stream) if engines.merge else None
         # Where present goes that may not be written over past, and lanes whose own address TensorRT would not take.
         self.spare = None if all(engines.in_place.values()) else Arena(self.cuda, tensors)
-        unaligned = any(self.state.size(name) // lanes % ALIGNMENT for name, _ in self._merged)
+        unaligned = any(self.state.size(name) // lanes % ALIGNMENT for name, _ in self.names)
         self.gathered = Arena(self.cuda, tensors) if unaligned and lanes > 1 else None
-        self.reset()
+        self.clear(0, lanes)
 
-    def reset(self) -> None:
-        """Empty every lane: an all-zero state is an empty cache."""
-        self.cuda.clear(self.state.device, self.state.nbytes, self.stream)
-        self.past_length[...] = 0
+    def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
+        """See `ModelState.clear`: an all-zero state is an empty cache."""
+        if last - first == self.lanes:
+            self.cuda.clear(self.state.device, self.state.nbytes, self.stream)
+        else:
+            for name, _ in self.names:
+                place, size = self.share(name, first, last - first)
+                self.cuda.clear(place, size, self.stream)
+        self.past_length[first:last] = 0
 
-    def decode(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> NDArray[np.float32]:
+    def share(self, name: str, first: int, count: int) -> tuple[int, int]:
+        """Where some lanes of a state tensor are, and their bytes."""
+        share = self.state.size(name) // self.lanes
+        return self.state.pointer(name) + first * share, count * share
+
+    def bind_lanes(
+        self, context: Any, names: list[tuple[str, str]], first: int, count: int, *, width: int, in_place: bool
+    ) -> tuple[list[Copy], list[Copy]]:
+        """Bind the state of some lanes to a context: what is to be copied before a run of it, and after it, where their
+        own memory is not aligned or may not be written over."""
+        before, after = [], []
+        for name, present in names:
+            place, size = self.share(name, first, count)
+            past = place
+            if place % ALIGNMENT:
+                assert self.gathered is not None
+                past = self.gathered.pointer(name)
+                before.append((past, place, size))
+            result = past
+            if not in_place:
+                assert self.spare is not None
+                result = self.spare.pointer(name)
+            if result != place:
+                after.append((place, result, size))
+            _bind(context, name, past, input_shape(self.plan, name, count, width))
+            _bind(context, present, result)
+        return before, after
+
+    def copy(self, copies: list[Copy]) -> None:
+        """Enqueue them."""
+        for target, source, size in copies:
+            self.cuda.copy(target, source, size, self.stream)
+
+    def decode(
+        self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
+    ) -> NDArray[np.float32]:
         """See `ModelState.decode`."""
-        return self._run(input_ids, query_length).logits(input_ids.shape[1])
+        return self._run(input_ids, query_length, first).logits(*input_ids.shape)
 
-    def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> Rows:
+    def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Rows:
         """See `ModelState.step`."""
-        phase = self._run(input_ids, query_length)
+        phase = self._run(input_ids, query_length, first)
         self.cuda.synchronize(self.stream)
         return phase
 
-    def _run(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> _Phase:
+    def _run(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int) -> _Phase:
         single = input_ids.shape[1] == 1
         if single not in self._phases:
             self._phases[single] = _Phase(self, 1 if single else self.engines.prefill_chunk)
         phase = self._phases[single]
-        phase.run(input_ids, query_length, self.past_length)
-        self.past_length += query_length
+        seen = self.past_length[first : first + len(input_ids)]
+        phase.run(input_ids, query_length, seen, first)
+        seen += query_length
         return phase
 
     def merge(self, first: int, last: int) -> None:
         """See `ModelState.merge`."""
-        context, stream, count = self._merger, self.stream, last - first
-        copies = []
-        for name, present in self._merged:
-            share = self.state.size(name) // self.lanes
-            past = place = self.state.pointer(name) + first * share
-            if place % ALIGNMENT:
-                assert self.gathered is not None
-                past = self.gathered.pointer(name)
-                self.cuda.copy(past, place, count * share, stream)
-            result = past
-            if not self.engines.in_place["merge"]:
-                assert self.spare is not None
-                result = self.spare.pointer(name)
-            if result != place:
-                copies.append((place, result, count * share))
-            _bind(context, name, past, input_shape(self.plan, name, count, 1))
-            _bind(context, present, result)
-        _enqueue(context, stream, self.engines)
-        for target, source, size in copies:
-            self.cuda.copy(target, source, size, stream)
+        before, after = self.bind_lanes(
+            self._merger, self._merged, first, last - first, width=1, in_place=self.engines.in_place["merge"]
+        )
+        self.copy(before)
+        _enqueue(self._merger, self.stream, self.engines)
+        self.copy(after)
 
     def get_state(self) -> dict[str, NDArray[Any]]:
         """A copy of every state tensor, by its input name."""
@@ -173,7 +201,7 @@ class TensorRTBackend:
         for name, array in held.items():
             self.cuda.copy(self.state.pointer(name), array.ctypes.data, array.nbytes, self.stream)
         self.cuda.synchronize(self.stream)
-        self.past_length[...] = past_length
+        self.past_length[: len(past_length)] = past_length
 
 
 class _Phase:
@@ -196,7 +224,9 @@ class _Phase:
         self.found: Arena | None = None
         if tokens == 1 and engines.top_logits is not None:
             self._find_top_logits(engines, lanes)
-        self._width = 0
+        self._bound = (0, 0, 0)  # tokens, first lane, lanes
+        self._before: list[Copy] = []
+        self._after: list[Copy] = []
         self._graph: Any = None
         self._calls = 0
 
@@ -206,7 +236,6 @@ class _Phase:
         found = {"values": (shape, np.float32), "ids": (shape, np.int32), "mass": ((lanes, 1, 1), np.float32)}
         self.found = Arena(self.cuda, found, pinned=True)
         self.finder = _context(engines, engines.top_logits, 0, self.stream)
-        _bind(self.finder, "logits", self.outputs.pointer("logits"), (lanes, 1, engines.vocabulary))
         for name in found:
             _bind(self.finder, name, self.found.pointer(name))
 
@@ -224,20 +253,25 @@ class _Phase:
         self.cuda.synchronize(self.stream)
         return row
 
-    def logits(self, width: int) -> NDArray[np.float32]:
-        """Logits [lanes, 1 or width, vocabulary] of the last call, in memory that the next one overwrites."""
-        self.outputs.download(self.stream)
-        self.cuda.synchronize(self.stream)
+    def logits(self, count: int, width: int) -> NDArray[np.float32]:
+        """Logits [count, 1 or width, vocabulary] of the last call, in memory that the next one overwrites."""
         rows = width if self.backend.engines.all_logits else 1
-        return self.outputs.array("logits", (self.backend.lanes, rows, self.backend.engines.vocabulary))
+        logits = self.outputs.array("logits", (count, rows, self.backend.engines.vocabulary))
+        self.cuda.copy(logits.ctypes.data, self.outputs.pointer("logits"), logits.nbytes, self.stream)
+        self.cuda.synchronize(self.stream)
+        return logits
 
     def run(
-        self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], past_length: NDArray[np.int64]
+        self,
+        input_ids: NDArray[np.int64],
+        query_length: NDArray[np.int64],
+        past_length: NDArray[np.int64],
+        first: int,
     ) -> None:
-        """Enqueue the call; `inputs` may be written again once somebody has waited for it."""
-        width = input_ids.shape[1]
-        if width != self._width:
-            self._bind(width)
+        """Enqueue the call; `inputs` may be written again after a wait for it."""
+        count, width = input_ids.shape
+        if (width, first, count) != self._bound:
+            self._bind(width, first, count)
         for name, array in (("input_ids", input_ids), ("query_length", query_length), ("past_length", past_length)):
             self.inputs.array(name, array.shape)[...] = array
         # A first call after a change of shapes does what no graph may hold; weights that travel are copied outside of
@@ -253,28 +287,29 @@ class _Phase:
         else:
             self._enqueue()
 
-    def _bind(self, width: int) -> None:
+    def _bind(self, width: int, first: int, count: int) -> None:
+        """Bind everything for calls of these lanes; a CUDA graph of other ones is of no more use."""
         backend = self.backend
         for name in ("input_ids", "query_length", "past_length"):
-            _bind(self.context, name, self.inputs.pointer(name), input_shape(backend.plan, name, backend.lanes, width))
+            _bind(self.context, name, self.inputs.pointer(name), input_shape(backend.plan, name, count, width))
         _bind(self.context, "logits", self.outputs.pointer("logits"))
+        if self.found is not None:
+            _bind(self.finder, "logits", self.outputs.pointer("logits"), (count, 1, backend.engines.vocabulary))
         _bind(self.context, "present_length", self.length.pointer("present_length"))
-        present_at = backend.state if backend.engines.in_place["decoder"] else backend.spare
-        assert present_at is not None
-        for name, present in backend.names:
-            _bind(
-                self.context, name, backend.state.pointer(name), input_shape(backend.plan, name, backend.lanes, width)
-            )
-            _bind(self.context, present, present_at.pointer(name))
-        self._width = width
+        in_place = backend.engines.in_place["decoder"]
+        self._before, self._after = backend.bind_lanes(
+            self.context, backend.names, first, count, width=width, in_place=in_place
+        )
+        if backend.spare is not None and not in_place and count == backend.lanes:
+            self._after = [(backend.state.device, backend.spare.device, backend.state.nbytes)]
+        self._bound = (width, first, count)
+        self._graph, self._calls = None, 0
 
     def _enqueue(self) -> None:
-        state, spare = self.backend.state, self.backend.spare
         self.inputs.upload(self.stream)
+        self.backend.copy(self._before)
         _enqueue(self.context, self.stream, self.backend.engines)
-        if not self.backend.engines.in_place["decoder"]:
-            assert spare is not None
-            self.cuda.copy(state.device, spare.device, state.nbytes, self.stream)
+        self.backend.copy(self._after)
         if self.found is not None:
             _enqueue(self.finder, self.stream, self.backend.engines)
             self.found.download(self.stream)

@@ -76,7 +76,7 @@ def test_state_is_read_and_written(tiny_artifact: Path, tmp_path: Path, plugins:
     other = kvexport.load(tmp_path / "a").new_backend(3)
     other.set_state(state, np.full((3, 1), 24))
     assert all(np.array_equal(array, state[name]) for name, array in other.get_state().items())
-    ours.reset()
+    ours.clear(0, 3)
     assert not any(array.any() for array in ours.get_state().values())
 
 

@@ -1,0 +1,117 @@
+"""Calls of some lanes of a state, on every backend: what they append is what it would be alone, and the other lanes
+stay bit-identical."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvexport
+from kvexport.backends.onnxruntime.device_array import DeviceArray
+from tests.support.tensorrt_artifacts import engines
+
+LANES = 4
+
+
+@pytest.fixture(params=["host", "device", "device with graphs", "plugins", "functions"])
+def engine(request: pytest.FixtureRequest, tiny_artifact: Path, tmp_path: Path) -> Any:
+    """Of the tiny model: on ONNX Runtime over the host's memory, and over memory that ONNX Runtime holds (`zeros` of
+    `sessions` makes the arrays); engines of TensorRT, by fakes, in place and with results of their own."""
+    if request.param in ("plugins", "functions"):
+        request.getfixturevalue("gpu" if request.param == "functions" else "plugins")
+        return kvexport.load(engines(tiny_artifact, tmp_path / "engines"))
+    engine = kvexport.load(tiny_artifact)
+    if request.param != "host":
+        sessions: Any = engine.sessions
+        assert sessions.finder  # loaded before the device has a name that ONNX Runtime does not know
+        sessions.device = "a device"  # the state is the device's as well
+        sessions.zeros = lambda shape, dtype: DeviceArray("cpu", shape, dtype)
+        sessions.graphs = "graphs" in request.param
+    return engine
+
+
+def lane_bytes(state: Any, lane: int) -> dict[str, bytes]:
+    return {name: array[lane].tobytes() for name, array in state.get_state().items()}
+
+
+def used_values(state: Any, lane: int) -> dict[str, Any]:
+    """Every state tensor of a lane, slots without votes as zeros: a device need not clear them."""
+    found = {name: array[lane] for name, array in state.get_state().items()}
+    for name, array in found.items():
+        used = found[name.rpartition(".")[0] + ".votes"] > 0  # [KV heads, slots]
+        kind = name.rpartition(".")[2]
+        used = used[..., None] if kind in ("key", "value") else used[:, None] if kind == "score" else used
+        found[name] = np.where(used, array, 0)
+    return found
+
+
+def test_calls_of_some_lanes_are_those_of_each_alone(engine: Any) -> None:
+    rng = np.random.default_rng(0)
+    state = engine.new_backend(LANES)
+    alone = [engine.new_backend(1) for _ in range(LANES)]
+    for call in range(40):
+        first = int(rng.integers(LANES))
+        count = int(rng.integers(1, LANES - first + 1))
+        width = (1, 1, 5, 16)[rng.integers(4)]
+        lengths = rng.integers(0, width + 1, (count, 1))
+        ids = rng.integers(0, engine.vocabulary, (count, width))
+        others = {lane: lane_bytes(state, lane) for lane in range(LANES) if not first <= lane < first + count}
+        logits = np.array(state.decode(ids, lengths, first))
+        for i, lane in enumerate(range(first, first + count)):
+            if lengths[i, 0]:
+                expected = alone[lane].decode(ids[i : i + 1], lengths[i : i + 1])
+                np.testing.assert_allclose(logits[i], expected[0], rtol=0, atol=2e-5, err_msg=f"call {call}")
+        for lane in range(first, first + count):
+            alone[lane].merge(0, 1)
+        state.merge(first, first + count)
+        assert {lane: lane_bytes(state, lane) for lane in others} == others
+        if call % 7 == 6:
+            state.clear(first, first + count, poisoned=call % 2 == 0)
+            for lane in range(first, first + count):
+                alone[lane].clear(0, 1)
+            assert {lane: lane_bytes(state, lane) for lane in others} == others
+    for lane in range(LANES):
+        ours, theirs = used_values(state, lane), used_values(alone[lane], 0)
+        for name, array in theirs.items():
+            np.testing.assert_allclose(ours[name], array, rtol=0, atol=2e-5, err_msg=name)
+
+
+def test_a_poisoned_lane_is_cleared_of_every_value(engine: Any) -> None:
+    state = engine.new_backend(3)
+    poison = {
+        name: np.full_like(array, np.nan if array.dtype.kind == "f" else 7) for name, array in state.get_state().items()
+    }
+    state.set_state(poison, np.full((3, 1), 5))
+    others = lane_bytes(state, 2)
+    state.clear(0, 2, poisoned=True)
+    assert not any(any(data) for lane in range(2) for data in lane_bytes(state, lane).values())
+    assert lane_bytes(state, 2) == others
+    ids, lengths = np.full((1, 3), 9), np.array([[3]])
+    expected = engine.new_backend(1).decode(ids, lengths)
+    np.testing.assert_allclose(state.decode(ids, lengths, 1), expected, rtol=0, atol=2e-5)
+
+
+def test_the_state_of_fewer_lanes_becomes_that_of_the_first(engine: Any) -> None:
+    small, large = engine.new_backend(2), engine.new_backend(3)
+    ids, lengths = np.arange(2 * 9).reshape(2, 9), np.array([[9], [4]])
+    small.decode(ids, lengths)
+    large.set_state(small.get_state(), lengths)
+    assert [lane_bytes(large, lane) for lane in range(2)] == [lane_bytes(small, lane) for lane in range(2)]
+    assert not any(any(data) for data in lane_bytes(large, 2).values())
+    step, one = np.array([[3], [4]]), np.ones((2, 1), np.int64)
+    np.testing.assert_allclose(np.array(large.decode(step, one)), np.array(small.decode(step, one)), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("engine", ["device", "device with graphs", "plugins", "functions"], indirect=True)
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_the_largest_logits_of_some_lanes_are_theirs(engine: Any, first: int) -> None:
+    state, other = engine.new_backend(3), engine.new_backend(3)
+    ids, one = np.array([[7], [8], [9]])[first:], np.ones((3 - first, 1), np.int64)
+    rows, expected = state.step(ids, one, first), np.array(other.decode(ids, one, first))
+    for i in range(3 - first):
+        np.testing.assert_allclose(rows.row(i), expected[i, 0], rtol=0, atol=1e-6)
+        top = rows.top_logits(i)
+        np.testing.assert_allclose(top.values, -np.sort(-expected[i, 0])[: top.ids.size], rtol=0, atol=1e-6)

@@ -124,7 +124,6 @@ def test_heavy_packages_are_imported_where_they_are_needed(path: Path) -> None:
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
     graph = import_graph({module_of(path): path for path in PACKAGE.rglob("*.py")})
-    graph["kvexport.runtime.top_logits"].discard("kvexport.runtime.sampling")  # being mended: removed with it
     found = circle(graph)
     assert not found, " -> ".join(found)
 

@@ -6,7 +6,6 @@ A verb's file imports nothing heavy before the verb is called, so that `kvexport
 from __future__ import annotations
 
 import gc
-import sys
 from typing import Annotated, Any
 
 import typer
@@ -18,6 +17,7 @@ from kvexport.commands.eval import evaluate
 from kvexport.commands.generate import generate
 from kvexport.commands.inspect import inspect
 from kvexport.commands.plan import plan
+from kvexport.commands.process import end_cleanly, open_standard_streams
 from kvexport.commands.recipes import recipes, recipes_methods, recipes_show
 from kvexport.commands.validate import validate
 from kvexport.version import __version__
@@ -37,10 +37,8 @@ app.add_typer(recipes_app, name="recipes")
 
 def main() -> None:
     """The program `kvexport`."""
-    for stream in (sys.stdout, sys.stderr):
-        # A terminal that cannot show a character is no reason to stop.
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
+    open_standard_streams()
+    end_cleanly()
     try:
         app(prog_name="kvexport")
     finally:

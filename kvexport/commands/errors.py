@@ -14,11 +14,13 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from kvexport.errors import EnvironmentProblem, KvexportError
+from kvexport.commands.process import Terminated
+from kvexport.errors import EnvironmentProblem, KvexportError, UsageError
 
 INTERRUPTED = 128 + 2  # as a shell says of a process that SIGINT ended, and SIGPIPE
 PIPE_CLOSED = 128 + 13
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
 # torch and ONNX Runtime say so in errors of their own.
 _NO_MEMORY = ("bad_alloc", "Failed to allocate memory", "can't allocate memory", "not enough memory")
 
@@ -48,10 +50,13 @@ def report(error: BaseException, *, debug: bool = False) -> int:
     file."""
     if isinstance(error, BrokenPipeError):
         return PIPE_CLOSED
+    if isinstance(error, Terminated):
+        _say(f"\n{error}")
+        return 128 + error.number
     if isinstance(error, KeyboardInterrupt):
         _say("\ninterrupted")
         return INTERRUPTED
-    known = error if isinstance(error, KvexportError) else _environment_problem(error)
+    known = error if isinstance(error, KvexportError) else _known_problem(error)
     if debug:
         _say("".join(traceback.format_exception(error)).rstrip())
     if known is not None:
@@ -63,8 +68,8 @@ def report(error: BaseException, *, debug: bool = False) -> int:
     return KvexportError.exit_code
 
 
-def _environment_problem(error: BaseException) -> EnvironmentProblem | None:
-    """The error to show where this machine lacks a package, memory or disk space."""
+def _known_problem(error: BaseException) -> KvexportError | None:
+    """The error to show where this machine lacks a package, memory or disk space, or no file can have a given path."""
     if isinstance(error, ImportError):
         from kvexport.packages import missing_package
 
@@ -73,6 +78,13 @@ def _environment_problem(error: BaseException) -> EnvironmentProblem | None:
         fix = "smaller limits.max_batch, limits.max_length or cache.budget; "
         fix += "kvexport plan --recipe NAME says what a recipe takes"
         return EnvironmentProblem(f"not enough memory: {_summary(error)}", fix)
+    if isinstance(error, OSError) and error.errno in _NO_PATH:
+        path = str(error.filename or "a path")
+        name = path if len(path) <= 80 else f"{path[:40]}...{path[-40:]} ({len(path)} characters)"
+        return UsageError(f"no file can be called {name}: {error.strerror}", "a shorter path, without circles of links")
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        written = error.filename or "the output"
+        return EnvironmentProblem(f"{written} grew past the limit on the size of files", "ulimit -f unlimited")
     if isinstance(error, OSError) and error.errno in _FULL:
         written = error.filename or "the output"
         return EnvironmentProblem(

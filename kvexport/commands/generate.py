@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -84,6 +85,8 @@ def read_prompt(prompt: str | None, file: Path | None, token_ids: str | None) ->
             raise UsageError(f"--token-ids holds {wrong[0]!r}, which is no token id", "--token-ids 1,2,3")
         return [int(part) for part in parts]
     where = "stdin" if file is None else str(file)
+    if prompt == "-" and sys.stdin is None:
+        raise UsageError("the prompt is to be read from stdin, which is closed", "generate ARTIFACT - < FILE")
     try:
         if file is not None:
             return file.read_bytes().decode()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvexport.commands import errors as cli_errors
+from kvexport.commands.process import Terminated
 from kvexport.errors import KvexportError
 from tests.support.command_line import failure, process, run
 
@@ -42,7 +43,10 @@ def test_a_recipe_with_mistakes_is_exit_code_2(tmp_path: Path) -> None:
         (MemoryError("Unable to allocate 3 GiB"), 3, "kvexport plan"),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), 3, "not enough memory"),
         (OSError(28, "No space left on device", "/x/y"), 3, "disk full while writing /x/y"),
+        (OSError(36, "File name too long", "a" * 5000), 2, "(5000 characters): File name too long"),
+        (OSError(27, "File too large", "/x/y"), 3, "/x/y grew past the limit"),
         (KeyboardInterrupt(), 130, "interrupted"),
+        (Terminated(signal.SIGTERM), 143, "ended by SIGTERM"),
         (BrokenPipeError(), 141, ""),
         (KvexportError("something\nin two lines", "the line that mends it"), 1, "fix: the line that mends it"),
     ],

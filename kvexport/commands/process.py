@@ -1,0 +1,54 @@
+"""The program's own process: standard streams that may be closed, and signals that ask it to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from contextlib import suppress
+from types import FrameType
+
+ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+
+class Terminated(KeyboardInterrupt):
+    """A signal asked the process to end. Like an interrupt it passes every `except Exception`, so that each `finally`
+    and context manager on its way removes what it made: a build's staging, eval's folder, child processes."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"ended by {signal.Signals(number).name}")
+        self.number = number
+
+
+def end_cleanly() -> None:
+    """From now on SIGTERM and SIGHUP raise `Terminated`; a signal that the caller ignores (as nohup does) stays
+    ignored."""
+    for number in ENDING:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _end)
+
+
+def _end(number: int, _: FrameType | None) -> None:
+    for other in ENDING:
+        signal.signal(other, signal.SIG_IGN)  # nothing may end the cleaning up half-way
+    raise Terminated(number)
+
+
+def open_standard_streams() -> None:
+    """Descriptors 0 to 2 that the caller closed are opened on nothing. Else the next files to be opened would get
+    their numbers, and what a library prints would be written into them. A closed stdin stays None in `sys`, so that
+    reading a prompt from it can be refused."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            with suppress(OSError):
+                os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - of a descriptor, for as long as the process
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that cannot show a character is no reason to stop.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")

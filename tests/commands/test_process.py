@@ -1,0 +1,132 @@
+"""The program ends cleanly when a signal asks it to, and bears standard streams that are closed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.command_line import ENVIRONMENT, ROOT, process
+
+# Says so and waits as soon as a file of this name is opened for writing.
+WAITING = """
+import sys, time
+def hook(event, arguments):
+    if event == "open" and str(arguments[0]).endswith({name!r}) and str(arguments[1])[:1] in ("w", "x"):
+        print("inside", flush=True)
+        time.sleep(60)
+sys.addaudithook(hook)
+from kvexport.commands.app import main
+main()
+"""
+
+
+def end(child: subprocess.Popen[str], number: signal.Signals) -> str:
+    """Send the signal once the child is inside; what it said."""
+    assert child.stdout
+    assert child.stdout.readline() == "inside\n", child.communicate()[1]
+    child.send_signal(number)
+    _, said = child.communicate(timeout=30)
+    assert child.returncode == 128 + number
+    assert said.splitlines()[-1] == f"ended by {number.name}"
+    assert "Traceback" not in said
+    return said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_build_that_is_ended_leaves_nothing_behind(tiny_recipe: Path, tmp_path: Path, number: signal.Signals) -> None:
+    code = WAITING.format(name="decoder.onnx")
+    end(process("build", "--recipe", tiny_recipe, "--out", tmp_path / "out", code=code), number)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_evaluation_that_is_ended_leaves_no_folder(tiny_recipe: Path, tmp_path: Path) -> None:
+    arguments = ("eval", "--recipe", tiny_recipe, "--tasks", "text", "--samples", 1, "--length", 64, "--budgets", 32)
+    environment = {**ENVIRONMENT, "TMPDIR": str(tmp_path)}
+    end(process(*arguments, code=WAITING.format(name="decoder.onnx"), env=environment), signal.SIGTERM)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("kvexport-")] == []
+
+
+def test_a_process_that_is_ended_takes_its_child_with_it() -> None:
+    code = (
+        "import multiprocessing, os, time\n"
+        "os.cpu_count = lambda: 2\n"
+        "from kvexport.commands.process import end_cleanly\n"
+        "from kvexport.export.forked import forked\n"
+        "end_cleanly()\n"
+        "with forked(lambda: time.sleep(60)):\n"
+        "    print(multiprocessing.active_children()[0].pid, flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    child = process(code=code)
+    assert child.stdout
+    forked = psutil.Process(int(child.stdout.readline()))
+    child.send_signal(signal.SIGTERM)
+    child.communicate(timeout=30)
+    assert not forked.is_running()
+
+
+def test_a_signal_that_the_caller_ignores_stays_ignored(tmp_path: Path) -> None:
+    code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + WAITING.format(name="x")
+    code = code.replace("main()", "from kvexport.commands.process import end_cleanly; end_cleanly()")
+    child = process(code=code + "print('inside', flush=True); time.sleep(0.2); print(1)")
+    assert child.stdout
+    assert child.stdout.readline() == "inside\n"
+    child.send_signal(signal.SIGHUP)
+    assert child.communicate(timeout=30)[0] == "1\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "closed", "code", "said"),
+    [
+        (["generate", "ARTIFACT", "-"], "<&-", 2, "stdin, which is closed"),
+        (["generate", "ARTIFACT", "abc", "--max-new-tokens", "3"], "2>&-", 0, ""),
+        (["generate", "ARTIFACT", "abc", "--max-new-tokens", "3"], "<&- 2>&-", 0, ""),
+        (["recipes", "show", "no-such-recipe"], "2>&-", 2, ""),
+        (["plan", "--recipe", "tiny-keepkv"], "<&- >&- 2>&-", 0, ""),
+    ],
+)
+def test_standard_streams_may_be_closed(
+    tiny_artifact: Path, arguments: list[str], closed: str, code: int, said: str
+) -> None:
+    words = [str(tiny_artifact) if word == "ARTIFACT" else word for word in arguments]
+    done = subprocess.run(
+        ["sh", "-c", f'"$@" {closed}', "sh", sys.executable, "-m", "kvexport", *words],
+        capture_output=True, text=True, check=False, cwd=ROOT, env=ENVIRONMENT,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+
+
+def test_no_file_gets_the_number_of_a_closed_stream(tmp_path: Path) -> None:
+    code = (
+        "from kvexport.commands.process import open_standard_streams; open_standard_streams()\n"
+        f"import sys; file = open({str(tmp_path / 'file')!r}, 'w'); print(file.fileno(), file=file); file.flush()\n"
+        "print('noise', file=sys.stderr, flush=True)"
+    )
+    command = ["sh", "-c", '"$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code]
+    assert subprocess.run(command, check=False, cwd=ROOT, env=ENVIRONMENT).returncode == 0
+    assert int((tmp_path / "file").read_text()) > 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect", "LONG"],
+        ["generate", "LONG", "abc"],
+        ["build", "--recipe", "./LONG.yaml"],
+        ["plan", "--recipe", "tiny-keepkv", "--set", "model.path=./LONG"],
+        ["recipes", "show", "LONG"],
+        ["validate", "x", "--html", "LONG/page.html"],
+    ],
+)
+def test_a_path_that_no_file_can_have_is_exit_code_2(arguments: list[str]) -> None:
+    from tests.support.command_line import failure
+
+    message = failure(2, *(word.replace("LONG", "a" * 5000) for word in arguments))
+    assert "too long" in message
+    assert "fix: " in message

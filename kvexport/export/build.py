@@ -23,7 +23,6 @@ from kvexport.backends.tensorrt.engines import EngineBuilder
 from kvexport.cache import CachePlan, LayerGeometry, plan_cache
 from kvexport.errors import UsageError
 from kvexport.export.forked import forked
-from kvexport.export.passes.in_place import check_in_place
 from kvexport.recipe.fields import Recipe
 from kvexport.terminal import Progress, silent
 from kvexport.version import __version__
@@ -93,6 +92,7 @@ def build(
         from kvexport.export.graph.graphs import attention_functions, finish_decoder
         from kvexport.export.graph.top_logits import candidates_model
         from kvexport.export.graph.tracer import trace_decoder
+        from kvexport.export.passes import GRAPH_CHECKS
         from kvexport.export.weights import total_bytes
 
         with progress("reading the checkpoint", None):
@@ -117,7 +117,8 @@ def build(
             graphs = Graphs("decoder.onnx", None if merge is None else "merge.onnx", "candidates.onnx")
             models = {"decoder": decoder, "merge": merge, "candidates": candidates}
             for kind, file in graphs.files():
-                check_in_place(models[kind])
+                for check in GRAPH_CHECKS:
+                    check(models[kind])
                 (folder / file).write_bytes(models[kind].SerializeToString(deterministic=True))
             _copy_texts(shape.checkpoint, folder)
             manifest = _manifest(recipe, name, shape, graphs)

@@ -6,7 +6,7 @@ its type, and runs every small operator around it as a node that costs as much a
 this node reads weights as the checkpoint's [outputs, inputs] holds them, and does what models do around products while
 rows are at hand: the norm before, a bias, SiLU's gate, a residual, heads that become a dimension of their own and stop
     being one, rotary embedding. A runtime without the kernel takes the
-function. Which nodes of a graph become one: `kvexport.export.passes.fuse_linear`.
+function. Which nodes of a graph become one: `kvexport.export.passes`.
 """
 
 from __future__ import annotations

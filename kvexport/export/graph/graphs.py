@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,12 @@ import onnx
 import onnx_ir as ir
 import torch
 from onnx import helper
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from kvexport.cache import CachePlan, LayerCache, LayerGeometry
 from kvexport.export.graph.tracer import layer_attributes
-from kvexport.export.passes.fuse_linear import join_linears, linear_functions, use_linear
-from kvexport.export.passes.last_rows import pick_last_rows
+from kvexport.export.passes import DECODER_PASSES
+from kvexport.export.passes.linear.forms import linear_functions
+from kvexport.export.passes.report import run_passes
 from kvexport.export.weights import Location
 from kvexport.methods.base import Method
 from kvexport.ops.merge_cache import MergeCacheAttributes
@@ -30,6 +31,7 @@ from kvexport.ops.onnx_function import (
 )
 from kvexport.ops.to_onnx import OPSET
 
+logger = logging.getLogger(__name__)
 IR_VERSION = 11
 PLUGIN = {"plugin_version": "1", "plugin_namespace": DOMAIN}
 
@@ -71,10 +73,8 @@ def finish_decoder(
                 name=name,
                 base_dir=folder,
             )
-    use_linear(model.graph)
-    pick_last_rows(model)
-    join_linears(model.graph)
-    RemoveUnusedNodesPass()(model)
+    for report in run_passes(model, DECODER_PASSES):
+        logger.debug("%s", report)
     proto = ir.to_proto(model)
     for node in proto.graph.node:
         if (node.domain, node.op_type) != (DOMAIN, "VoteAttention"):

@@ -197,27 +197,8 @@ def _optimize(model: ir.Model, parameters: Iterable[str]) -> None:
     with quiet_exporter():
         optimizer.optimize(model)
         onnx_fusions.fuse(model)
-        _one_type_of_norms(model.graph)
         optimizer.remove_unused_nodes(model)
         CommonSubexpressionEliminationPass()(model)  # each fused RotaryEmbedding has a sine and cosine of its own
-
-
-def _one_type_of_norms(graph: ir.Graph) -> None:
-    """float16 rows become float32 before an RMSNormalization of a float32 scale. The fusion makes such norms of models
-    that scale before they round (Gemma, Olmo 2): it leaves out their cast of the rows, for the operator normalises in
-    float32 by itself. But as ONNX defines it, it then rounds to the type of the rows before it scales, and its function
-    multiplies two types, which ONNX Runtime refuses."""
-    for norm in list(graph):
-        if (norm.domain, norm.op_type) != ("", "RMSNormalization"):
-            continue
-        rows, scale = norm.inputs
-        assert rows is not None and scale is not None
-        if (rows.dtype, scale.dtype) == (ir.DataType.FLOAT16, ir.DataType.FLOAT):
-            cast = ir.node("Cast", [rows], {"to": ir.DataType.FLOAT}, name=f"{norm.name}.rows")
-            wide = cast.outputs[0]
-            wide.name, wide.dtype, wide.shape = f"{norm.outputs[0].name}.rows", ir.DataType.FLOAT, rows.shape
-            graph.insert_before(norm, cast)
-            norm.replace_input_with(0, wide)
 
 
 def _operator(

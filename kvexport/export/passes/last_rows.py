@@ -1,16 +1,22 @@
-"""A decoder that gives logits of the last token alone picks its row where attention ends in the last layer, not before
-the logits.
+"""The row of the last token is picked where attention ends in the last layer, not before the logits.
 
-What follows there (output projection, norms, MLP, residuals) computes each row by itself and is read by nothing else,
-so a chunk of a prompt needs it for one row of each sequence.
+    m = ... Linear(...), norms, residuals ...       [B, T, C], each row computed by itself; nothing else reads it
+    y = GatherElements<axis = 1>(m, Expand(row))    row [B, 1, 1]: one row of every sequence, [B, 1, C]
+=>  GatherND of every x that these nodes read rows of; they compute one row, [B, 1, C]; the GatherElements is gone
+
+A decoder that gives logits of the last token alone ends so: a chunk of a prompt needs what follows the last attention
+(output projection, norms, MLP, residuals) for one row of each sequence.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from kvexport.export.passes.nodes import Dims, dims, is_op, show
+from kvexport.export.passes.report import Rewrite
 from kvexport.ops.onnx_function import DOMAIN
 
 PRODUCTS = {"Linear", "MatMul"}
@@ -21,57 +27,64 @@ ELEMENTWISE = {
     "LeakyRelu", "Log", "Max", "Min", "Mish", "Mul", "Neg", "Pow", "Reciprocal", "Relu", "Sigmoid", "Softplus", "Sqrt",
     "Sub", "Sum", "Tanh",
 }  # fmt: skip
-Dims = tuple[int | str | None, ...]
 
 
-def pick_last_rows(model: ir.Model) -> None:
-    """Where a GatherElements picks one row of every sequence of [B, T, C], the pick goes up through the nodes that
-    compute each row by
-    itself and that it alone reads, and every shape with it: [B, 1, C]. A graph in which it would pass no product stays
-    as it is."""
-    graph = model.graph
-    for pick in list(graph):
-        row = _picked_row(pick)
-        moved = _movable(graph, pick) if row is not None else {}
-        if row is None or not any(node.op_type in PRODUCTS for node in moved):
-            continue
-        sources = dict.fromkeys(value for inputs in moved.values() for value in inputs if value.producer() not in moved)
-        for value in sources:
-            one = _row_of(graph, value, row)
-            for use in list(value.uses()):
-                if use.node in moved:
-                    use.node.replace_input_with(use.idx, one)
-        for value in [value for node in moved for value in node.outputs]:
-            value.shape = _with_one_row(value)
-        pick.outputs[0].replace_all_uses_with(pick.inputs[0])  # type: ignore[arg-type]
-        graph.sort()
-        RemoveUnusedNodesPass()(model)
+class Match(NamedTuple):
+    """The GatherElements, what it picks from [B, T, C], and its index before the Expand."""
+
+    pick: ir.Node
+    data: ir.Value
+    row: ir.Value
 
 
-def _picked_row(node: ir.Node) -> ir.Value | None:
-    """[B, 1, 1], the row of every sequence that a GatherElements picks of [B, T, C]; None of a node that does anything
-    else."""
-    if (
-        node.op_type != "GatherElements"
-        or node.domain
-        or node.attributes.get_int("axis", 0) != 1
-        or node.outputs[0].is_graph_output()
-    ):
-        return None
+def pattern(node: ir.Node) -> list[Match]:
+    """A GatherElements by an index that an Expand makes."""
+    if not is_op(node, "GatherElements"):
+        return []
     data, index = node.inputs
     expand = index.producer() if index is not None else None
-    row = expand.inputs[0] if expand is not None and expand.op_type == "Expand" else None
-    shape = _dims(data)
-    if len(shape) != 3 or None in shape:
-        return None
-    picks_rows = _dims(row) == (shape[0], 1, 1) and _dims(node.outputs[0]) == (shape[0], 1, shape[2])
-    return row if picks_rows else None
+    row = expand.inputs[0] if expand is not None and is_op(expand, "Expand") else None
+    return [Match(node, data, row)] if data is not None and row is not None else []
 
 
-def _movable(graph: ir.Graph, pick: ir.Node) -> dict[ir.Node, list[ir.Value]]:
+def check(match: Match) -> str:
+    """One row of every sequence is picked, and products above it can do without the others."""
+    pick, data, row = match
+    shape, axis = dims(data), pick.attributes.get_int("axis", 0)
+    if axis != 1 or len(shape) != 3 or None in shape:
+        return f"it picks along axis {axis} of {show(shape)}"
+    picked = dims(pick.outputs[0])
+    if dims(row) != (shape[0], 1, 1) or picked != (shape[0], 1, shape[2]):
+        return f"of {show(shape)} it picks {show(picked)} by {show(dims(row))}, not one row of every sequence"
+    if pick.outputs[0].is_graph_output():
+        return "the picked rows are an output of the graph"
+    if not any(node.op_type in PRODUCTS for node in _movable(match)):
+        return f"no product above {data.name} is known to compute each row by itself and for this alone"
+    return ""
+
+
+def rewrite(match: Match) -> None:
+    """See the module."""
+    graph, moved = match.pick.graph, _movable(match)
+    assert isinstance(graph, ir.Graph)
+    sources = dict.fromkeys(value for inputs in moved.values() for value in inputs if value.producer() not in moved)
+    for value in sources:
+        one = _row_of(graph, value, match.row)
+        for use in list(value.uses()):
+            if use.node in moved:
+                use.node.replace_input_with(use.idx, one)
+    for value in [value for node in moved for value in node.outputs]:
+        value.shape = _with_one_row(value)
+    match.pick.outputs[0].replace_all_uses_with(match.data)
+    graph.sort()
+
+
+def _movable(match: Match) -> dict[ir.Node, list[ir.Value]]:
     """The nodes that need compute no row but the one that is picked, last to first, each with the inputs of which it
     reads rows."""
-    batch, tokens, _ = _dims(pick.inputs[0])
+    pick, graph = match.pick, match.pick.graph
+    assert isinstance(graph, ir.Graph)
+    batch, tokens, _ = dims(match.data)
     found: dict[ir.Node, list[ir.Value]] = {}
     for node in reversed(graph):
         readers = [use.node for value in node.outputs for use in value.uses()]
@@ -90,7 +103,7 @@ def _row_inputs(node: ir.Node, rows: Dims) -> list[ir.Value]:
     if not inputs or not all(_has_rows(value, rows) for value in node.outputs):
         return []
     first, others = inputs[0], inputs[1:]
-    if node.domain == DOMAIN and node.op_type == "Linear":
+    if is_op(node, "Linear", DOMAIN):
         return _linear_row_inputs(node, rows, first, others)
     if node.domain:
         return []
@@ -98,7 +111,7 @@ def _row_inputs(node: ir.Node, rows: Dims) -> list[ir.Value]:
         reads = [value for value in inputs if _has_rows(value, rows)]
         return reads if all(value in reads or _same_for_all_rows(value) for value in inputs) else []
     if node.op_type == "MatMul":
-        alone = len(_dims(others[0])) == 2
+        alone = len(dims(others[0])) == 2
     else:
         last_axis = node.attributes.get_int("axis", 0 if node.op_type == "Split" else -1) in (-1, 2)
         alone = node.op_type in ALONG_ROWS and last_axis and all(_same_for_all_rows(value) for value in others)
@@ -111,26 +124,26 @@ def _linear_row_inputs(node: ir.Node, rows: Dims, data: ir.Value, others: list[i
     heads = node.attributes.get_int("input_heads", 0)
     residual = [others.pop()] if node.attributes.get_int("residual", 0) else []
     static = all(value.shape is not None and value.shape.is_static() for value in others)
-    shape = _dims(data)
+    shape = dims(data)
     of_heads = len(shape) == 4 and shape[:3] == (rows[0], heads, rows[1])
     right = (of_heads if heads else _has_rows(data, rows)) and all(_has_rows(value, rows) for value in residual)
     return [data, *residual] if static and right and len(node.outputs) == 1 else []
 
 
 def _has_rows(value: ir.Value, rows: Dims) -> bool:
-    shape = _dims(value)
+    shape = dims(value)
     return len(shape) == 3 and shape[:2] == rows
 
 
 def _same_for_all_rows(value: ir.Value) -> bool:
     """Whether it broadcasts along the tokens of [B, T, C]."""
-    shape = _dims(value)
+    shape = dims(value)
     return value.shape is not None and len(shape) <= 3 and (1, 1, *shape)[-2] == 1
 
 
 def _row_of(graph: ir.Graph, value: ir.Value, row: ir.Value) -> ir.Value:
     """The `row` [B, 1, 1] of [B, T, C] or [B, heads, T, D]; those of all heads by one index of [B, heads, 1, 1]."""
-    heads = _dims(value)[1] if len(_dims(value)) == 4 else 0
+    heads = dims(value)[1] if len(dims(value)) == 4 else 0
     index = row
     if isinstance(heads, int) and heads:
         zeros = ir.Value(
@@ -141,7 +154,7 @@ def _row_of(graph: ir.Graph, value: ir.Value, row: ir.Value) -> ir.Value:
         graph.register_initializer(zeros)
         gather = ir.node("Gather", [row, zeros], {"axis": 1}, name=f"{value.name}.rows")
         index = gather.outputs[0]
-        index.name, index.type, index.shape = f"{value.name}.rows", row.type, ir.Shape([_dims(row)[0], heads, 1, 1])
+        index.name, index.type, index.shape = f"{value.name}.rows", row.type, ir.Shape([dims(row)[0], heads, 1, 1])
         graph.append(gather)
     pick = ir.node("GatherND", [value, index], {"batch_dims": 2 if heads else 1}, name=f"{value.name}.row")
     one = pick.outputs[0]
@@ -152,11 +165,8 @@ def _row_of(graph: ir.Graph, value: ir.Value, row: ir.Value) -> ir.Value:
 
 def _with_one_row(value: ir.Value) -> ir.Shape:
     """Its shape with 1 for the tokens, which are the last dimension but one."""
-    shape = _dims(value)
+    shape = dims(value)
     return ir.Shape([*shape[:-2], 1, shape[-1]])
 
 
-def _dims(value: ir.Value | None) -> Dims:
-    """Static sizes and names, None where a dimension has neither; empty where the shape is not known."""
-    shape = value.shape if value is not None else None
-    return tuple(d if isinstance(d, int) else d.value for d in shape or ())
+LAST_ROWS = Rewrite("last rows", pattern, check, rewrite)

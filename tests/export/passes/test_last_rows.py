@@ -16,7 +16,9 @@ from transformers import Gemma2Config, LlamaConfig, Qwen2Config
 
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends.onnxruntime.operators import VARIABLE
-from kvexport.export.passes.last_rows import pick_last_rows
+from kvexport.export.passes.last_rows import LAST_ROWS
+from kvexport.export.passes.order import remove_unused
+from kvexport.export.passes.report import run_passes
 from kvexport.runtime.engine import load
 from tests.support import models
 from tests.support.tensorrt_walk import artifact_problems
@@ -57,7 +59,8 @@ def model_of(*lines: str) -> onnx.ModelProto:
 def moved(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
     """The model after the pass, and what its picks read."""
     changed = ir.from_proto(model)
-    pick_last_rows(changed)
+    report, _ = run_passes(changed, [LAST_ROWS, remove_unused])
+    assert report.applied + len(report.refused) == 1
     proto = ir.to_proto(changed)
     onnx.checker.check_model(proto)
     onnx.shape_inference.infer_shapes(proto, strict_mode=True)  # refuses shapes that say otherwise than the nodes
@@ -182,25 +185,30 @@ def test_rows_of_all_heads_are_those_of_their_sequence() -> None:
 
 
 @pytest.mark.parametrize(
-    "tail",
+    ("tail", "reason"),
     [
-        ["y = GatherElements <axis = 1> (m, elements)", "z = Relu (y)"],
-        [
-            "shape = Constant <value_ints = [1, 1, 8]> ()",
-            "e = Expand (two, shape)",
-            "y = GatherElements <axis = 1> (m, e)",
-            "z = Relu (y)",
-        ],
-        [*EXPAND, "y = GatherElements <axis = 2> (m, e)", "z = Relu (y)"],
-        ["e = Add (picked, elements)", "y = GatherElements <axis = 1> (m, e)", "z = Relu (y)"],
-        [*EXPAND, "z = GatherElements <axis = 1> (m, e)"],
+        (["y = GatherElements <axis = 1> (m, elements)", "z = Relu (y)"], ""),
+        (
+            [
+                "shape = Constant <value_ints = [1, 1, 8]> ()",
+                "e = Expand (two, shape)",
+                "y = GatherElements <axis = 1> (m, e)",
+                "z = Relu (y)",
+            ],
+            "by [B, 2, 1], not one row of every sequence",
+        ),
+        ([*EXPAND, "y = GatherElements <axis = 2> (m, e)", "z = Relu (y)"], "along axis 2 of [B, T, 8]"),
+        (["e = Add (picked, elements)", "y = GatherElements <axis = 1> (m, e)", "z = Relu (y)"], ""),
+        ([*EXPAND, "z = GatherElements <axis = 1> (m, e)"], "an output of the graph"),
     ],
     ids=["elements", "two rows", "elements of rows", "an index of its own for every element", "an output"],
 )
-def test_what_does_not_pick_one_row_stays(tail: list[str]) -> None:
+def test_what_does_not_pick_one_row_stays(tail: list[str], reason: str) -> None:
     model = model_of("m = MatMul (x, w)", *tail)
     changed = ir.from_proto(model)
-    pick_last_rows(changed)
+    report = LAST_ROWS(changed)
+    assert report.applied == 0
+    assert [reason in why for _, why in report.refused] == [True] * bool(reason), str(report)
     assert [node.op_type for node in ir.to_proto(changed).graph.node] == [node.op_type for node in model.graph.node]
 
 

@@ -1,19 +1,24 @@
-"""Linear: which nodes of a decoder become one, and what goes with them."""
+"""Linear: which nodes of a decoder become one, and which of those around them it takes the place of."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 
-from kvexport.export.passes.fuse_linear import join_linears, linear_functions, use_linear
+from kvexport.export.passes import DECODER_PASSES, LAST_ROWS, SHARED_INPUT
+from kvexport.export.passes.linear.forms import linear_functions
+from kvexport.export.passes.report import PassReport, run_passes
+
+ONE_PRODUCT = DECODER_PASSES[: DECODER_PASSES.index(LAST_ROWS)]
+SEVERAL_PRODUCTS = DECODER_PASSES[DECODER_PASSES.index(SHARED_INPUT) :]
 
 
-def fused(text: str, weights: dict[str, Any], join: bool = False, shapes: Any = None) -> list[tuple[str, ...]]:
-    """The nodes that a graph has after `use_linear`, and then `join_linears`: a Linear as its form and what it reads,
-    another node as its type."""
+def model_of(text: str, weights: dict[str, Any], shapes: Any = None) -> ir.Model:
+    """A graph of x and r, [B, T, 8], that gives out y; `weights`: (type, shape) or (type, shape, what fills it)."""
     known = ", ".join(f"float[{shape}] {name}" for name, shape in (shapes or SHAPES).items() if f" {name} = " in text)
     opening = '<ir_version: 11, opset_import: ["": 23]>\ng (float[B,T,8] x, float[B,T,8] r) => (float y)'
     model = ir.from_onnx_text(f"{opening} <{known}>\n{text}")
@@ -27,9 +32,14 @@ def fused(text: str, weights: dict[str, Any], join: bool = False, shapes: Any = 
                 if read is not None and read.name == name:
                     node.replace_input_with(i, value)
         model.graph.initializers[name] = value
-    use_linear(model.graph)
-    if join:
-        join_linears(model.graph)
+    return model
+
+
+def fused(text: str, weights: dict[str, Any], several: bool = False, shapes: Any = None) -> list[tuple[str, ...]]:
+    """The nodes that a graph has after the passes of one product, and of several: a Linear as its form and what it
+    reads, another node as its type."""
+    model = model_of(text, weights, shapes)
+    run_passes(model, [*ONE_PRODUCT, *SEVERAL_PRODUCTS] if several else ONE_PRODUCT)
     assert {f.overload for f in linear_functions(model.graph)} == {
         node.overload for node in model.graph if node.op_type == "Linear"
     }
@@ -56,6 +66,12 @@ SQUARE = {"w": ("float32", [8, 8]), "v": ("float32", [8, 8]), "b": ("float32", [
 
 def body(*lines: str) -> str:
     return "{\n" + "\n".join(f" {line}" for line in lines) + "\n}"
+
+
+def weights_of(*lines: str) -> dict[str, Any]:
+    """Those of SQUARE that the lines read."""
+    read = "".join(lines)
+    return {name: value for name, value in SQUARE.items() if re.search(rf"[(,] ?{name}[,)]", read)}
 
 
 PRODUCT = ("t = Transpose <perm = [1, 0]> (w)", "p = MatMul (x, t)")
@@ -97,7 +113,7 @@ HEADS = (*PRODUCT, "h = Reshape (p, shape)")
         (("t = Transpose <perm = [1, 0]> (r)", "y = MatMul (x, t)"), [("Transpose",), ("MatMul",)]),
     ],
 )  # fmt: skip
-def test_what_joins_a_product_and_what_does_not(lines: tuple[str, ...], left: list[tuple[str, ...]]) -> None:
+def test_what_is_fused_with_a_product_and_what_is_not(lines: tuple[str, ...], left: list[tuple[str, ...]]) -> None:
     weights = {
         name: value for name, value in SQUARE.items() if f"({name}" in "".join(lines) or f", {name})" in "".join(lines)
     }
@@ -139,7 +155,7 @@ ROTATED = (
          [("2_output_heads2.2_turned1.0", "x", "w", "v", "cos", "sin"), ("RotaryEmbedding",), ("Sub",)]),
     ],
 )  # fmt: skip
-def test_what_products_of_one_input_take_with_them(lines: tuple[str, ...], left: list[tuple[str, ...]]) -> None:
+def test_what_is_fused_with_products_of_one_input(lines: tuple[str, ...], left: list[tuple[str, ...]]) -> None:
     shapes = SHAPES | {"n": "B,T,8", "g": "B,T,2,4", "c": "B,2,T,4"}
     text, read = body(*lines), "".join(lines)
     weights = {
@@ -164,12 +180,12 @@ INDEX = {"i0": 0, "i1": 1, "i2": 2, "i3": 3, "big": 1 << 40}
 
 
 @pytest.mark.parametrize(
-    ("what", "instead"),
+    ("found", "instead"),
     [
         ("", ""),
         ("m1 = Mul (a, ct)", "m1 = Mul (ct, a)"),
         ("y = Add (m1, m2)", "y = Add (m2, m1)"),
-        # What is something else stays what it is.
+        # Anything else stays as it is.
         ("Slice (a, i0, i2, i3, i1)", "Slice (a, i0, i2, i3, i2)"),  # every second one
         ("Slice (a, i2, big, i3, i1)", "Slice (a, i1, big, i3, i1)"),
         ("Slice (a, i0, i2, i3, i1)", "Slice (a, i0, i2, i2, i1)"),  # of the tokens
@@ -182,7 +198,7 @@ INDEX = {"i0": 0, "i1": 1, "i2": 2, "i3": 3, "big": 1 << 40}
         ("y = Add (m1, m2)", "y = Sub (m1, m2)"),
     ],
 )
-def test_rotary_embedding_that_is_written_out_is_taken_too(what: str, instead: str) -> None:
+def test_rotary_embedding_that_is_written_out_is_fused_too(found: str, instead: str) -> None:
     shapes = SHAPES | {
         "z2": "B,T,4",
         "c1": "B,T,4",
@@ -192,13 +208,13 @@ def test_rotary_embedding_that_is_written_out_is_taken_too(what: str, instead: s
         "s2": "B,T,4",
         "st": "B,1,T,4",
     }
-    text = body(*ROPE).replace(what, instead) if what else body(*ROPE)
-    assert what in body(*ROPE)
+    text = body(*ROPE).replace(found, instead) if found else body(*ROPE)
+    assert found in body(*ROPE)
     weights: dict[str, Any] = {"w": SQUARE["w"]} | {
         name: ("int64", [1], value) for name, value in INDEX.items() if f"{name}" in text
     }
     nodes = fused(text, weights, True, shapes)
-    taken = what in ("", "m1 = Mul (a, ct)") or instead == "y = Add (m2, m1)"
+    taken = found in ("", "m1 = Mul (a, ct)") or instead == "y = Add (m2, m1)"
     if taken:
         assert ("Add",) not in nodes and nodes[-1][0] == "output_heads2_turned1" and nodes[-1][1:3] == ("x", "w")
         assert nodes[-1][3:] == ("c2.half", "s2.half")
@@ -234,3 +250,79 @@ def test_no_more_than_three_products_become_one() -> None:
 
 def test_weights_of_other_types_are_left_alone() -> None:
     assert fused(body(*PRODUCT, "y = Relu (p)"), {"w": ("float64", [8, 8])}) == [("Transpose",), ("MatMul",), ("Relu",)]
+
+
+def report_of(name: str, lines: tuple[str, ...], shapes: Any = None, weights: Any = None) -> PassReport:
+    model = model_of(body(*lines), weights or weights_of(*lines), SHAPES | (shapes or {}))
+    reports = run_passes(model, [*ONE_PRODUCT, *SEVERAL_PRODUCTS])
+    return next(report for report in reports if report.name == name)
+
+
+HEADS_FIRST = "a = Transpose <perm = [0, 2, 1, 3]> (h)"
+GELU = (*PRODUCT, *SECOND, "e = Gelu (q)", "y = Mul (e, p)")
+FROM_HEADS = ("e = Relu (x)", "c = Transpose <perm = [0, 2, 1, 3]> (e)", "d = Reshape (c, shape)")
+OF_HEADS = ("t = Transpose <perm = [1, 0]> (w)", "y = MatMul (d, t)")
+
+
+@pytest.mark.parametrize(
+    ("name", "lines", "reason"),
+    [
+        ("product", ("t = Transpose <perm = [1, 0]> (r)", "y = MatMul (x, t)"), "r is computed, not a weight"),
+        ("product", ("t = Transpose <perm = [0, 1]> (w)", "y = MatMul (x, t)"), "not the transpose of a matrix"),
+        ("bias", (*PRODUCT, "y = Add (p, one)"), "one has [1], not [8]"),
+        ("bias", (*PRODUCT, "e = Add (p, b)", "y = Sub (e, p)"), "read by other nodes too"),
+        ("bias", (*PRODUCT, "m = Add (p, b)", "y = Add (m, b)"), "does more already (bias1)"),
+        ("gate", GELU, "its activation is Gelu, not SiLU"),
+        ("gate", (*SILU, "k = Mul (z, p)", "y = Add (k, q)"), "the gate is read by other nodes too"),
+        ("gate", (*SILU, "k = Mul (z, p)", "y = Add (k, p)"), "its product is read by other nodes too"),
+        (
+            "gate",
+            (*PRODUCT, "u = Transpose <perm = [1, 0]> (v)", "q = MatMul (r, u)", "s = Sigmoid (q)", "z = Mul (q, s)",
+             "y = Mul (z, p)"),
+            "not two products of one input",
+        ),
+        ("residual", (*PRODUCT, "k = Add (p, b)", "y = Add (r, k)"), "r has [B, T, 8], its product an unknown shape"),
+        ("residual", (*PRODUCT, "e = Relu (p)", "y = Add (e, p)"), "its product is read by other nodes too"),
+        ("residual", (*PRODUCT, "m = Add (p, r)", "y = Add (m, x)"), "has a residual already"),
+        ("output heads", (*PRODUCT, "g = Reshape (p, shape)", "y = Transpose <perm = [0, 2, 1, 3]> (g)"),
+         "between [B, T, 8] and [T, B, 2, 4]"),
+        ("output heads", (*HEADS, HEADS_FIRST, "y = Add (a, h)"), "read by other nodes too"),
+        ("input heads", (*FROM_HEADS, *OF_HEADS, "k = Neg (d)"), "read by other nodes too"),
+        ("input heads", (*(line.replace("d =", "k =") for line in FROM_HEADS), OF_HEADS[0], "y = MatMul (k, t)"),
+         "between an unknown shape and [B, T, 2, 4]"),
+        ("norm", (NORM, *OF_NORM, "y = Sub (p, n)"), "normalised rows are read by other nodes too"),
+        ("norm", (NORM.replace("-1", "1"), *OF_NORM, "y = Relu (p)"), "axis 1 of [B, T, 8] with a scale of [8]"),
+        ("norm", (NORM, "m = Cast <to = 1> (n)", OF_NORM[0], "y = MatMul (m, t)"), "normalised in FLOAT and cast"),
+        ("rotary embedding", (*ROTATED, "y = RotaryEmbedding <interleaved = 1> (a, cos, sin)"), "interleaved is 1"),
+        ("rotary embedding", (*ROTATED, "e = RotaryEmbedding (a, cos, sin)", "y = Sub (e, a)"),
+         "its heads are read by other nodes too"),
+        ("rotary embedding", (*PRODUCT, "y = RotaryEmbedding (p, cos, sin)"), "sets no heads apart"),
+        (
+            "rotary embedding",
+            (*ROTATED, *SECOND, "i = Reshape (q, shape)", "j = Transpose <perm = [0, 2, 1, 3]> (i)",
+             "e = RotaryEmbedding (a, cos, sin)", "f = RotaryEmbedding (j, sin, cos)", "y = Sub (e, f)"),
+            "rotates other heads by other angles",
+        ),
+    ],
+)  # fmt: skip
+def test_a_refusal_says_why(name: str, lines: tuple[str, ...], reason: str) -> None:
+    report = report_of(name, lines, {"n": "B,T,8", "i": "B,T,2,4", "j": "B,2,T,4"})
+    assert [why for _, why in report.refused if reason in why], str(report)
+    assert all(node and why for node, why in report.refused) and reason in str(report)
+
+
+@pytest.mark.parametrize(
+    ("found", "instead", "reason"),
+    [
+        ("Slice (a, i0, i2, i3, i1)", "Slice (a, i0, i2, i3, i2)", "not (-second half, first half)"),
+        ("Concat <axis = -1> (f, f)", "Concat <axis = -1> (f, e)", "the halves of ct may differ"),
+        ("Unsqueeze (c2, i1)", "Unsqueeze (c2, i2)", "the halves of ct may differ"),
+        ("y = Add (m1, m2)", "m3 = Add (m1, m2)\n y = Sub (m3, a)", "its heads are read by other nodes too"),
+    ],
+)
+def test_a_refusal_of_written_out_rotary_embedding_says_why(found: str, instead: str, reason: str) -> None:
+    tables = dict.fromkeys(("z2", "c1", "c2", "s1", "s2"), "B,T,4") | {"ct": "B,1,T,4", "st": "B,1,T,4"}
+    weights: dict[str, Any] = {"w": SQUARE["w"]} | {name: ("int64", [1], value) for name, value in INDEX.items()}
+    lines = (body(*ROPE).replace(found, instead).strip("{}\n"),)
+    report = report_of("written-out rotary embedding", lines, tables, weights)
+    assert report.applied == 0 and [why for _, why in report.refused if reason in why], str(report)

@@ -1,0 +1,50 @@
+"""A bias becomes an input of its Linear.
+
+    p = Linear(x, w)        read by nothing else, nothing fused yet
+    y = Add(p, b)           or Add(b, p); b an initializer [outputs]
+=>  y = Linear(x, w, b)     bias = [1]
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import onnx_ir as ir
+
+from kvexport.export.passes.linear.forms import READ_TWICE, form_of, operands, outputs_of, put_linear
+from kvexport.export.passes.nodes import dims, known_shape, read_only, show
+from kvexport.export.passes.report import Rewrite
+from kvexport.ops.linear import Form
+
+
+class Match(NamedTuple):
+    """The Linear, what is added to it, and the sum."""
+
+    linear: ir.Node
+    bias: ir.Value
+    add: ir.Node
+
+
+def pattern(node: ir.Node) -> list[Match]:
+    """A Linear plus an initializer."""
+    return [Match(linear, other, node) for linear, other in operands(node, "Add") if other.is_initializer()]
+
+
+def check(match: Match) -> str:
+    """One number for every output, of a product that nothing else needs."""
+    if not read_only(match.linear.outputs[0]):
+        return READ_TWICE
+    if form_of(match.linear) != Form():
+        return f"its Linear does more already ({match.linear.overload})"
+    outputs = outputs_of(match.linear)
+    if known_shape(match.bias) != (outputs,):
+        return f"{match.bias.name} has {show(dims(match.bias))}, not [{outputs}]"
+    return ""
+
+
+def rewrite(match: Match) -> None:
+    """See the module."""
+    put_linear([match.linear, match.add], [*match.linear.inputs, match.bias], Form(bias=(1,)))
+
+
+BIAS = Rewrite("bias", pattern, check, rewrite)

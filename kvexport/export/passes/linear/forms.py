@@ -1,0 +1,69 @@
+"""What the passes around a Linear ask of it, and how they replace it by one that does more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+from kvexport.export.passes.nodes import is_op, known_shape, producer, replace
+from kvexport.ops.linear import Form, linear_function
+from kvexport.ops.onnx_function import DOMAIN
+
+READ_TWICE = "its product is read by other nodes too"
+
+
+def linear_functions(graph: ir.Graph) -> list[onnx.FunctionProto]:
+    """The functions of the Linears in the graph."""
+    forms = {form_of(node) for node in graph if is_linear(node)}
+    return [linear_function(form) for form in sorted(forms, key=lambda form: form.overload)]
+
+
+def is_linear(node: ir.Node) -> bool:
+    """Whether a node is a Linear."""
+    return is_op(node, "Linear", DOMAIN)
+
+
+def linear_of(node: ir.Node, i: int) -> ir.Node | None:
+    """The Linear that makes input `i`, if one does."""
+    return producer(node, i, "Linear", DOMAIN)
+
+
+def form_of(linear: ir.Node) -> Form:
+    """What a Linear does beside its products, read off its attributes."""
+    values: dict[str, Any] = {}
+    for name in vars(Form()):
+        value = linear.attributes[name].value
+        values[name] = tuple(value) if isinstance(value, (list, tuple)) else value
+    return Form(**values)
+
+
+def weight_of(linear: ir.Node) -> ir.Value:
+    """[outputs, inputs], the weight of its first product."""
+    weight = linear.inputs[1 + form_of(linear).norm]
+    assert weight is not None
+    return weight
+
+
+def outputs_of(linear: ir.Node) -> int | str:
+    """How many outputs its first product has."""
+    return known_shape(weight_of(linear))[0]
+
+
+def operands(node: ir.Node, op_type: str) -> list[tuple[ir.Node, ir.Value]]:
+    """Of a node of this type and two inputs: each input that a Linear makes, as that Linear, with the other input."""
+    if not is_op(node, op_type) or len(node.inputs) != 2:
+        return []
+    pairs = [(linear_of(node, i), node.inputs[1 - i]) for i in (0, 1)]
+    return [(linear, other) for linear, other in pairs if linear is not None and other is not None]
+
+
+def put_linear(
+    nodes: Sequence[ir.Node], inputs: Iterable[ir.Value | None], form: Form, outputs: Sequence[ir.Value] | None = None
+) -> None:
+    """A Linear of this form in the place of `nodes` (see `nodes.replace`)."""
+    attributes = ir.convenience.convert_attributes(form.attributes)
+    linear = ir.Node(DOMAIN, "Linear", list(inputs), attributes, overload=form.overload, num_outputs=form.count)
+    replace(nodes, linear, outputs)

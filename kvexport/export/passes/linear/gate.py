@@ -1,0 +1,79 @@
+"""A product that SiLU of another one multiplies becomes one Linear with a gate.
+
+    p = Linear(x, w)                read by nothing else; it may have a bias
+    g = Linear(x, v)                nothing fused yet; read twice, here
+    s = Mul(g, Sigmoid(g))
+    y = Mul(s, p)                   every Mul in either order
+=>  y = Linear(x, w, v)             gate = 1
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import onnx_ir as ir
+
+from kvexport.export.passes.linear.forms import READ_TWICE, form_of, linear_of, operands, outputs_of, put_linear
+from kvexport.export.passes.nodes import is_op, read_only
+from kvexport.export.passes.report import Rewrite
+from kvexport.ops.linear import Form
+
+
+class Match(NamedTuple):
+    """The nodes, in the names of the module; for another activation than SiLU that one node is both middle ones."""
+
+    linear: ir.Node
+    gate: ir.Node
+    sigmoid: ir.Node
+    silu: ir.Node
+    product: ir.Node
+
+
+def pattern(node: ir.Node) -> list[Match]:
+    """A Linear times an activation of another Linear."""
+    found = []
+    for linear, other in operands(node, "Mul"):
+        activation = other.producer()
+        if activation is None:
+            continue
+        for gate, value in operands(activation, "Mul"):
+            sigmoid = value.producer()
+            if sigmoid is not None and is_op(sigmoid, "Sigmoid"):
+                found.append(Match(linear, gate, sigmoid, activation, node))
+        if len(activation.inputs) == 1 and (source := linear_of(activation, 0)) is not None and source is not linear:
+            found.append(Match(linear, source, activation, activation, node))
+    return found
+
+
+def check(match: Match) -> str:
+    """Both products of one input and of one size, and nothing between them that is needed elsewhere."""
+    linear, gate, sigmoid, silu, _ = match
+    if sigmoid is silu:
+        return f"its activation is {silu.op_type}, not SiLU"
+    if sigmoid.inputs[0] is not gate.outputs[0]:
+        return "the sigmoid is not of the value that it multiplies"
+    if not read_only(linear.outputs[0]):
+        return READ_TWICE
+    if not (read_only(gate.outputs[0], 2) and read_only(sigmoid.outputs[0]) and read_only(silu.outputs[0])):
+        return "the gate is read by other nodes too"
+    if gate is linear or gate.inputs[0] is not linear.inputs[0]:
+        return "the gate and the product it multiplies are not two products of one input"
+    if outputs_of(gate) != outputs_of(linear):
+        return f"the gate has {outputs_of(gate)} outputs, the product {outputs_of(linear)}"
+    if form_of(gate) != Form() or form_of(linear).gate:
+        return f"the gate or the product does more already ({gate.overload or linear.overload})"
+    return ""
+
+
+def rewrite(match: Match) -> None:
+    """See the module."""
+    form = replace(form_of(match.linear), gate=1)
+    put_linear(
+        [match.linear, match.gate, match.sigmoid, match.silu, match.product],
+        [*match.linear.inputs, match.gate.inputs[1]],
+        form,
+    )
+
+
+GATE = Rewrite("gate", pattern, check, rewrite)

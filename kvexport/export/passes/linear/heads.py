@@ -1,0 +1,97 @@
+"""Heads become a dimension of their own within a Linear, or stop being one.
+
+    p = Linear(x, w, ...)                       [B, T, H D], read by nothing else
+    h = Reshape(p, ...)                         [B, T, H, D]
+    y = Transpose<perm = [0, 2, 1, 3]>(h)       [B, H, T, D]
+=>  y = Linear(x, w, ...)                       output_heads = [H]
+
+    t = Transpose<perm = [0, 2, 1, 3]>(x)       [B, H, T, D] to [B, T, H, D]
+    f = Reshape(t, ...)                         [B, T, H D]
+    y = Linear(f, w, ...)
+=>  y = Linear(x, w, ...)                       input_heads = H
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import onnx_ir as ir
+
+from kvexport.export.passes.linear.forms import READ_TWICE, form_of, is_linear, linear_of, put_linear
+from kvexport.export.passes.nodes import HEADS_TO_FRONT, dims, permutes, producer, read_only, show
+from kvexport.export.passes.report import Rewrite
+
+
+class Match(NamedTuple):
+    """The three nodes."""
+
+    linear: ir.Node
+    reshape: ir.Node
+    transpose: ir.Node
+
+
+def _wrong_shapes(flat: ir.Value, apart: ir.Value) -> str:
+    """Why `flat` is not [B, T, H D] of `apart`, [B, T, H, D] with a number for H."""
+    one, other = dims(flat), dims(apart)
+    known = len(one) == 3 and len(other) == 4 and None not in (*one, *other)
+    if known and one[:2] == other[:2] and isinstance(other[2], int):
+        return ""
+    return f"the Reshape is between {show(one)} and {show(other)}, not between [B, T, H D] and [B, T, H, D]"
+
+
+def output_pattern(node: ir.Node) -> list[Match]:
+    """A Linear, a Reshape and a Transpose that swaps two dimensions of four."""
+    reshape = producer(node, 0, "Reshape") if permutes(node, HEADS_TO_FRONT) else None
+    linear = linear_of(reshape, 0) if reshape is not None else None
+    return [Match(linear, reshape, node)] if reshape is not None and linear is not None else []
+
+
+def output_check(match: Match) -> str:
+    """Heads come last, where nothing else needs what is between."""
+    if not read_only(match.linear.outputs[0]) or not read_only(match.reshape.outputs[0]):
+        return READ_TWICE
+    if form_of(match.linear).output_heads != (0,):
+        return "its Linear sets heads apart already"
+    return _wrong_shapes(match.linear.outputs[0], match.reshape.outputs[0])
+
+
+def output_rewrite(match: Match) -> None:
+    """See the module."""
+    form = replace(form_of(match.linear), output_heads=(_heads(match.reshape.outputs[0]),))
+    put_linear([match.linear, match.reshape, match.transpose], match.linear.inputs, form)
+
+
+def input_pattern(node: ir.Node) -> list[Match]:
+    """A Transpose that swaps two dimensions of four, a Reshape and a Linear."""
+    reshape = producer(node, 0, "Reshape") if is_linear(node) else None
+    transpose = producer(reshape, 0, "Transpose") if reshape is not None else None
+    if reshape is None or transpose is None or not permutes(transpose, HEADS_TO_FRONT):
+        return []
+    return [Match(node, reshape, transpose)]
+
+
+def input_check(match: Match) -> str:
+    """Heads come first, where nothing else needs what is between."""
+    if not read_only(match.transpose.outputs[0]) or not read_only(match.reshape.outputs[0]):
+        return "its input without heads is read by other nodes too"
+    if form_of(match.linear).input_heads:
+        return "its Linear reads heads already"
+    return _wrong_shapes(match.reshape.outputs[0], match.transpose.outputs[0])
+
+
+def input_rewrite(match: Match) -> None:
+    """See the module."""
+    form = replace(form_of(match.linear), input_heads=_heads(match.transpose.outputs[0]))
+    inputs = [match.transpose.inputs[0], *match.linear.inputs[1:]]
+    put_linear([match.transpose, match.reshape, match.linear], inputs, form)
+
+
+def _heads(apart: ir.Value) -> int:
+    heads = dims(apart)[2]
+    assert isinstance(heads, int)
+    return heads
+
+
+OUTPUT_HEADS = Rewrite("output heads", output_pattern, output_check, output_rewrite)
+INPUT_HEADS = Rewrite("input heads", input_pattern, input_check, input_rewrite)

@@ -1,0 +1,69 @@
+"""The norm of the rows that a Linear alone reads becomes its first step.
+
+    n = RMSNormalization<axis = -1>(x, scale)       scale [inputs], of the type of x and of the weights
+    y = Linear(n, w, ...)
+=>  y = Linear(x, scale, w, ...)                    norm = 1, epsilon
+
+A Linear normalises in float32, whatever the node's stash_type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import onnx_ir as ir
+
+from kvexport.export.passes.linear.forms import form_of, is_linear, put_linear, weight_of
+from kvexport.export.passes.nodes import dims, known_shape, producer, read_only, show
+from kvexport.export.passes.report import Rewrite
+
+
+class Match(NamedTuple):
+    """The norm with its two inputs, and the Linear."""
+
+    norm: ir.Node
+    data: ir.Value
+    scale: ir.Value
+    linear: ir.Node
+
+
+def pattern(node: ir.Node) -> list[Match]:
+    """A Linear of an RMSNormalization, or of the Cast of one."""
+    cast = producer(node, 0, "Cast") if is_linear(node) else None
+    norm = producer(cast or node, 0, "RMSNormalization") if is_linear(node) else None
+    if norm is None:
+        return []
+    data, scale = norm.inputs
+    return [Match(norm, data, scale, node)] if data is not None and scale is not None else []
+
+
+def check(match: Match) -> str:
+    """Of whole rows, in one type, for this Linear alone."""
+    norm, data, scale, linear = match
+    form, types = form_of(linear), (data.dtype, scale.dtype, weight_of(linear).dtype)
+    if linear.inputs[0] is not norm.outputs[0]:
+        return f"its rows are normalised in {scale.dtype} and cast to the weights' {weight_of(linear).dtype}"
+    if form.norm or form.input_heads:
+        return f"its Linear does more with its input already ({linear.overload})"
+    if not read_only(norm.outputs[0]):
+        return "its normalised rows are read by other nodes too"
+    if len(set(types)) != 1:
+        return f"rows, scale and weights are {', '.join(map(str, types))}, not of one type"
+    last, axis = len(known_shape(data)) - 1, norm.attributes.get_int("axis", -1)
+    if last < 1 or axis not in (-1, last) or known_shape(scale) != known_shape(data)[-1:]:
+        return f"axis {axis} of {show(dims(data))} with a scale of {show(dims(scale))} is not the norm of whole rows"
+    return ""
+
+
+def rewrite(match: Match) -> None:
+    """See the module."""
+    epsilon = match.norm.attributes.get("epsilon")
+    form = replace(
+        form_of(match.linear), norm=1, epsilon=float(f"{epsilon.as_float():.6g}") if epsilon is not None else 1e-5
+    )
+    inputs = [match.data, match.scale, *match.linear.inputs[1:]]
+    put_linear([match.norm, match.linear], inputs, form, match.linear.outputs)
+
+
+NORM = Rewrite("norm", pattern, check, rewrite)

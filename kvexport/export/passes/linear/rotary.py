@@ -1,0 +1,66 @@
+"""The rotary embedding of heads that a Linear sets apart becomes its last step.
+
+    a, b = Linear(x, w, v, ...)                 a [B, H, T, D], read by nothing else
+    y = RotaryEmbedding(a, cosine, sine)        of planes (f, f + D / 2); cosine, sine [B, T, D / 2]
+=>  y, b = Linear(x, w, v, ..., cosine, sine)   turned = [1, 0]
+
+Every output that a Linear rotates is rotated by the same cosines and sines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import onnx_ir as ir
+
+from kvexport.export.passes.linear.forms import form_of, linear_of, put_linear
+from kvexport.export.passes.nodes import is_op, read_only
+from kvexport.export.passes.report import Rewrite
+
+
+class Match(NamedTuple):
+    """The Linear, the RotaryEmbedding, and its inputs."""
+
+    linear: ir.Node
+    rotary: ir.Node
+    heads: ir.Value
+    angles: list[ir.Value]
+
+
+def pattern(node: ir.Node) -> list[Match]:
+    """A RotaryEmbedding of three inputs, the first an output of a Linear."""
+    linear = linear_of(node, 0) if is_op(node, "RotaryEmbedding") and len(node.inputs) == 3 else None
+    heads, cosine, sine = node.inputs if linear is not None else (None, None, None)
+    if linear is None or heads is None or cosine is None or sine is None:
+        return []
+    return [Match(linear, node, heads, [cosine, sine])]
+
+
+def check(match: Match) -> str:
+    """The form of rotation that Linear has, of heads that nothing else needs."""
+    form, i = form_of(match.linear), list(match.linear.outputs).index(match.heads)
+    for name in ("interleaved", "rotary_embedding_dim"):
+        if value := match.rotary.attributes.get_int(name, 0):
+            return f"{name} is {value}"
+    if form.gate or form.residual:
+        return f"its Linear has a gate or a residual ({match.linear.overload})"
+    if not read_only(match.heads):
+        return "its heads are read by other nodes too"
+    if not form.output_heads[i] or form.turned[i]:
+        return "its Linear sets no heads apart" if not form.output_heads[i] else "its heads are rotated already"
+    if any(form.turned) and list(match.linear.inputs[-2:]) != match.angles:
+        return "its Linear rotates other heads by other angles"
+    return ""
+
+
+def rewrite(match: Match) -> None:
+    """See the module."""
+    form, inputs, i = form_of(match.linear), list(match.linear.inputs), list(match.linear.outputs).index(match.heads)
+    turned = tuple(int(was or j == i) for j, was in enumerate(form.turned))
+    rest = inputs[:-2] if any(form.turned) else inputs
+    outputs = [match.rotary.outputs[0] if output is match.heads else output for output in match.linear.outputs]
+    put_linear([match.linear, match.rotary], [*rest, *match.angles], replace(form, turned=turned), outputs)
+
+
+ROTARY = Rewrite("rotary embedding", pattern, check, rewrite)

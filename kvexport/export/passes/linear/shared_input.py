@@ -1,0 +1,52 @@
+"""Products of one input become one Linear, as those of queries, keys and values.
+
+    a = Linear(x, w, ...)       each with at most a bias and heads of its own; three at most
+    b = Linear(x, v, ...)       w and v of one type
+=>  a, b = Linear(x, w, ..., v, ...)
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from kvexport.export.passes.linear.forms import form_of, is_linear, put_linear, weight_of
+from kvexport.export.passes.report import Rewrite
+from kvexport.ops.linear import Form
+
+MOST_PRODUCTS = 3  # of one Linear
+Match = list[ir.Node]  # the Linears
+
+
+def pattern(node: ir.Node) -> list[Match]:
+    """Linears of one product that read one input."""
+    data = node.inputs[0] if _is_plain(node) else None
+    if data is None:
+        return []
+    others = [use.node for use in data.uses() if use.node is not node and use.idx == 0 and _is_plain(use.node)]
+    return [[node, *others][:MOST_PRODUCTS]] if others else []
+
+
+def check(match: Match) -> str:
+    """One type."""
+    types = list(dict.fromkeys(weight_of(linear).dtype for linear in match))
+    return "" if len(types) == 1 else f"the weights of its input's products are {' and '.join(map(str, types))}"
+
+
+def rewrite(match: Match) -> None:
+    """See the module."""
+    forms = [form_of(linear) for linear in match]
+    heads, bias = (tuple(getattr(form, name)[0] for form in forms) for name in ("output_heads", "bias"))
+    form = Form(output_heads=heads, bias=bias, turned=(0,) * len(forms))
+    inputs = [match[0].inputs[0], *(x for linear in match for x in linear.inputs[1:])]
+    put_linear(match, inputs, form, [linear.outputs[0] for linear in match])
+
+
+def _is_plain(node: ir.Node) -> bool:
+    """One product, to which nothing but a bias and heads of its own belong."""
+    if not is_linear(node):
+        return False
+    form = form_of(node)
+    return form == Form(output_heads=form.output_heads[:1], bias=form.bias[:1])
+
+
+SHARED_INPUT = Rewrite("shared input", pattern, check, rewrite)

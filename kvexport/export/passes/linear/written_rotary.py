@@ -1,0 +1,150 @@
+"""Rotary embedding that a model writes out, of heads that a Linear sets apart, becomes a RotaryEmbedding.
+
+    swapped = Concat<axis = -1>(Neg(Slice(x, D / 2 to D)), Slice(x, 0 to D / 2))        x [B, H, T, D]
+    y = Add(Mul(x, c), Mul(swapped, s))                                                 all in either order
+=>  y = RotaryEmbedding(x, c', s')                                                      c', s' [B, T, D / 2]
+
+where c and s are [B, 1, T, D] = Unsqueeze<1>(...) of two equal halves, which is what Cos, Sin, Cast and a Mul by one
+number leave of Concat<axis = -1>(f, f); c' and s' are computed of f alone. The exporter's own fusion leaves out models
+whose cosines are of another type than their heads.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import onnx_ir as ir
+
+from kvexport.export.passes.linear.forms import linear_of
+from kvexport.export.passes.nodes import dims, is_op, known_shape, producer, replace, show
+from kvexport.export.passes.report import Rewrite
+
+BY_ELEMENT = ("Cos", "Sin", "Cast", "Mul")
+
+
+class Match(NamedTuple):
+    """The nodes and values, in the names of the module."""
+
+    heads: ir.Value
+    swapped: ir.Node
+    tables: tuple[ir.Value | None, ir.Value | None]  # c, s
+    nodes: tuple[ir.Node, ir.Node, ir.Node]  # both Mul, the Add
+
+
+def pattern(node: ir.Node) -> list[Match]:
+    """The sum of two products, one with an output of a Linear, the other with a Concat of a Neg and something."""
+    found = []
+    for i in (0, 1):
+        straight, crossed = (producer(node, j, "Mul") if is_op(node, "Add") else None for j in (i, 1 - i))
+        if straight is None or crossed is None:
+            continue
+        for j, k in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            heads, swapped = straight.inputs[j], producer(crossed, k, "Concat")
+            if heads is None or swapped is None or linear_of(straight, j) is None or not producer(swapped, 0, "Neg"):
+                continue
+            tables = straight.inputs[1 - j], crossed.inputs[1 - k]
+            found.append(Match(heads, swapped, tables, (straight, crossed, node)))
+    return found
+
+
+def check(match: Match) -> str:
+    """The halves of the heads, swapped, and tables of two equal halves."""
+    if not _swaps_halves(match.swapped, match.heads):
+        return f"{match.swapped.name} is not (-second half, first half) of the last dimension of its heads"
+    for table in match.tables:
+        if reason := _not_of_one_half(table, match.heads):
+            return reason
+    if len(match.heads.uses()) != 3 or match.heads.is_graph_output():
+        return "its heads are read by other nodes too"
+    return ""
+
+
+def rewrite(match: Match) -> None:
+    """See the module."""
+    angles = [_half(_before_heads(table)) for table in match.tables]
+    replace(match.nodes, ir.node("RotaryEmbedding", [match.heads, *angles]))
+
+
+def _swaps_halves(concat: ir.Node, x: ir.Value) -> bool:
+    """Whether it makes (-second half, first half) of the last dimension of x [B, H, T, D]."""
+    negative, first = (producer(concat, i, op) for i, op in enumerate(("Neg", "Slice")))
+    second = producer(negative, 0, "Slice") if negative is not None else None
+    last, size = concat.attributes.get_int("axis", 0) in (-1, 3), (known_shape(x) or ("",))[-1]
+    if first is None or second is None or len(concat.inputs) != 2 or not last or not isinstance(size, int) or size % 2:
+        return False
+    return _slices(first, x, 0, size // 2) and _slices(second, x, size // 2, size)
+
+
+def _slices(node: ir.Node, x: ir.Value, start: int, end: int) -> bool:
+    """Whether a Slice takes [start, end) of the last dimension of x [B, H, T, D]; any number above its size stands for
+    its end."""
+    given = [
+        value.const_value.numpy().ravel().tolist()
+        for value in node.inputs[1:]
+        if value is not None and value.const_value is not None
+    ]
+    if node.inputs[0] is not x or [len(value) for value in given] != [1] * 4:
+        return False
+    (first,), (last,), (axis,), (step,) = given
+    return first == start and min(last, known_shape(x)[-1]) == end and axis in (-1, 3) and step == 1
+
+
+def _not_of_one_half(table: ir.Value | None, heads: ir.Value) -> str:
+    """Why a table is not seen to be [B, 1, T, D] of two equal halves, for heads [B, H, T, D]."""
+    if table is None:
+        return "a table is left out"
+    shape = known_shape(heads)
+    if len(shape) != 4 or known_shape(table) != (shape[0], 1, *shape[2:]):
+        return f"{table.name} has {show(dims(table))} for heads of {show(dims(heads))}"
+    if not _has_equal_halves(_before_heads(table)):
+        return f"the halves of {table.name} may differ"
+    return ""
+
+
+def _before_heads(table: ir.Value | None) -> ir.Value | None:
+    """[B, T, D] of a table [B, 1, T, D] that an Unsqueeze makes; None where it is made otherwise."""
+    apart = table.producer() if table is not None else None
+    axes = apart.inputs[1] if apart is not None and is_op(apart, "Unsqueeze") else None
+    if apart is None or axes is None or axes.const_value is None or axes.const_value.numpy().tolist() != [1]:
+        return None
+    return apart.inputs[0]
+
+
+def _has_equal_halves(value: ir.Value | None) -> bool:
+    """Whether the halves of its last dimension are made of the same by the same operators."""
+    node = value.producer() if value is not None else None
+    if value is None or node is None or node.graph is None:
+        return False
+    if _repeats(node):
+        return node.attributes.get_int("axis", 0) in (-1, len(known_shape(value)) - 1)
+    of_one_number = all(x is not None and x.is_initializer() and known_shape(x) in ((), (1,)) for x in node.inputs[1:])
+    return not node.domain and node.op_type in BY_ELEMENT and of_one_number and _has_equal_halves(node.inputs[0])
+
+
+def _half(value: ir.Value | None) -> ir.Value:
+    """The half [B, T, D / 2] of a value that `_has_equal_halves`, computed anew where no node computes it yet."""
+    node = value.producer() if value is not None else None
+    assert value is not None and node is not None and node.graph is not None
+    source = node.inputs[0]
+    if _repeats(node):
+        assert source is not None
+        return source
+    half, name = _half(source), f"{value.name}.half"
+    for use in half.uses():
+        if use.node.outputs[0].name == name:
+            return use.node.outputs[0]
+    made = ir.Node("", node.op_type, [half, *node.inputs[1:]], node.attributes.values(), name=f"{node.name}.half")
+    made.outputs[0].name, made.outputs[0].type = name, value.type
+    *rest, size = known_shape(value) or ("",)
+    if isinstance(size, int):
+        made.outputs[0].shape = ir.Shape([*rest, size // 2])
+    node.graph.insert_after(node, made)
+    return made.outputs[0]
+
+
+def _repeats(node: ir.Node) -> bool:
+    """Whether a node is the Concat of something with itself."""
+    return is_op(node, "Concat") and len(node.inputs) == 2 and node.inputs[0] is node.inputs[1]
+
+
+WRITTEN_ROTARY = Rewrite("written-out rotary embedding", pattern, check, rewrite)

@@ -1,0 +1,77 @@
+"""What the passes ask of nodes and values, and how they put one node in the place of several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+HEADS_TO_FRONT = [0, 2, 1, 3]  # [B, T, H, D] <-> [B, H, T, D]
+Dims = tuple[int | str | None, ...]
+
+
+def is_op(node: ir.Node, op_type: str, domain: str = "") -> bool:
+    """Whether a node is of this type."""
+    return node.op_type == op_type and node.domain == domain
+
+
+def permutes(node: ir.Node, order: list[int]) -> bool:
+    """Whether a node is a Transpose of this order."""
+    perm = node.attributes.get("perm") if is_op(node, "Transpose") else None
+    return perm is not None and list(perm.as_ints()) == order
+
+
+def producer(node: ir.Node, i: int, op_type: str, domain: str = "") -> ir.Node | None:
+    """The node that makes input `i`, if it is of this type."""
+    value = node.inputs[i]
+    made = value.producer() if value is not None else None
+    return made if made is not None and is_op(made, op_type, domain) else None
+
+
+def read_only(value: ir.Value, times: int = 1) -> bool:
+    """Whether a value is read so many times, and is no output of the graph."""
+    return len(value.uses()) == times and not value.is_graph_output()
+
+
+def dims(value: ir.Value | None) -> Dims:
+    """Static sizes and names, None where a dimension has neither; empty where the shape is not known."""
+    shape = value.shape if value is not None else None
+    return tuple(d if isinstance(d, int) else d.value for d in shape or ())
+
+
+def known_shape(value: ir.Value | None) -> tuple[int | str, ...]:
+    """Static sizes and names; empty where one of them is not known."""
+    found = dims(value)
+    return tuple(d for d in found if d is not None) if None not in found else ()
+
+
+def show(shape: Sequence[int | str | None]) -> str:
+    """A shape in a reason."""
+    return f"[{', '.join('?' if d is None else str(d) for d in shape)}]" if shape else "an unknown shape"
+
+
+def replace(nodes: Sequence[ir.Node], new: ir.Node, outputs: Sequence[ir.Value] | None = None) -> None:
+    """Puts `new` after the last of `nodes`, in whose name it stands. Its outputs take the place of `outputs` (None:
+    those of the last). Of `nodes` those are removed that nothing else reads."""
+    last = nodes[-1]
+    new.name = last.name
+    graph = last.graph
+    assert isinstance(graph, ir.Graph)
+    graph.insert_after(last, new)
+    for old, value in zip(outputs or last.outputs, new.outputs, strict=True):
+        value.name, value.shape, value.type = old.name, old.shape, old.type
+        ir.convenience.replace_all_uses_with(old, value, replace_graph_outputs=True)
+    for node in reversed(nodes):
+        _remove_unread(node)
+
+
+def _remove_unread(node: ir.Node) -> None:
+    """Removes a node that nothing reads, and with it what was made for it alone."""
+    graph = node.graph
+    if not isinstance(graph, ir.Graph) or any(x.uses() or x.is_graph_output() for x in node.outputs):
+        return
+    makers = [value.producer() for value in node.inputs if value is not None]
+    graph.remove(node, safe=True)
+    for maker in makers:
+        if maker is not None:
+            _remove_unread(maker)

@@ -1,0 +1,52 @@
+"""float16 rows become float32 before a norm whose scale is float32.
+
+    y = RMSNormalization(x, scale)      x float16, scale float32
+=>  y = RMSNormalization(Cast<to = float32>(x), scale)
+
+The exporter makes such norms of models that scale before they round (Gemma, Olmo 2): it leaves out their cast of the
+rows, for the operator normalises in float32 by itself. But as ONNX defines it, it then rounds to the type of the rows
+before it scales, and its function multiplies two types, which ONNX Runtime refuses.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from kvexport.export.passes.nodes import is_op
+from kvexport.export.passes.report import Rewrite
+
+
+def pattern(node: ir.Node) -> list[ir.Node]:
+    """An RMSNormalization of two types."""
+    if not is_op(node, "RMSNormalization"):
+        return []
+    rows, scale = _inputs(node)
+    return [node] if rows.dtype != scale.dtype else []
+
+
+def check(norm: ir.Node) -> str:
+    """From float16 to float32 nothing is lost."""
+    rows, scale = _inputs(norm)
+    if (rows.dtype, scale.dtype) == (ir.DataType.FLOAT16, ir.DataType.FLOAT):
+        return ""
+    return f"its rows are {rows.dtype}, its scale {scale.dtype}"
+
+
+def rewrite(norm: ir.Node) -> None:
+    """See the module."""
+    rows, graph = _inputs(norm)[0], norm.graph
+    assert isinstance(graph, ir.Graph)
+    cast = ir.node("Cast", [rows], {"to": ir.DataType.FLOAT}, name=f"{norm.name}.rows")
+    wide = cast.outputs[0]
+    wide.name, wide.dtype, wide.shape = f"{norm.outputs[0].name}.rows", ir.DataType.FLOAT, rows.shape
+    graph.insert_before(norm, cast)
+    norm.replace_input_with(0, wide)
+
+
+def _inputs(norm: ir.Node) -> tuple[ir.Value, ir.Value]:
+    rows, scale = norm.inputs
+    assert rows is not None and scale is not None
+    return rows, scale
+
+
+NORM_TYPES = Rewrite("norm types", pattern, check, rewrite)

@@ -1,0 +1,68 @@
+"""What a pass is, and what it says of its work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import onnx_ir as ir
+
+Match = TypeVar("Match")
+
+
+@dataclass
+class PassReport:
+    """What a pass did to one ONNX graph: how often it was `applied`, and the places where its pattern stood but its
+    check said no, as (name of the node or of its first output, reason)."""
+
+    name: str
+    applied: int = 0
+    refused: list[tuple[str, str]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: applied {self.applied} times, refused {len(self.refused)} times"]
+        return "\n".join([*lines, *(f"  {node}: {reason}" for node, reason in self.refused)])
+
+
+Pass = Callable[[ir.Model], PassReport]
+
+
+@dataclass(frozen=True)
+class Rewrite(Generic[Match]):
+    """A pass that looks at the nodes of a graph one by one, in order, nodes that it removed left out.
+
+    pattern: the matches that end at a node, by types of nodes and how they hang together; none where it is something
+    else altogether.
+    check: why a match must stay as it is (shapes, types, other readers); empty where nothing speaks against it.
+    rewrite: changes the graph. Of the matches of one node the first without a reason is rewritten.
+    """
+
+    name: str
+    pattern: Callable[[ir.Node], Iterable[Match]]
+    check: Callable[[Match], str]
+    rewrite: Callable[[Match], None]
+
+    def __call__(self, model: ir.Model) -> PassReport:
+        """Rewrites every match in the graph of `model`."""
+        report = PassReport(self.name)
+        for node in list(model.graph):
+            if node.graph is not None:
+                self._at(node, report)
+        return report
+
+    def _at(self, node: ir.Node, report: PassReport) -> None:
+        refused = []
+        for match in self.pattern(node):
+            reason = self.check(match)
+            if not reason:
+                self.rewrite(match)
+                report.applied += 1
+                return
+            refused.append((str(node.name or node.outputs[0].name), reason))
+        report.refused += dict.fromkeys(refused)
+
+
+def run_passes(model: ir.Model, passes: Sequence[Pass]) -> list[PassReport]:
+    """Runs `passes` over the graph of `model`, in their order; a report of each."""
+    return [run(model) for run in passes]

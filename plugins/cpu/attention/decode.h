@@ -155,9 +155,7 @@ struct Decode : Attention<T> {
 
   template <int R, int N>
   void decode_columns(const Head& x, int from, int to, const float* weights, float* out, int column) const {
-    vf total[R][N];
-    for (int r = 0; r < R; ++r)
-      for (int j = 0; j < N; ++j) total[r][j] = load(out + r * a.value_size + column + j * W);
+    vf total[R][N] = {};  // of this block alone: a running sum over all of them would gather rounding errors
     for (int c = from; c < to; ++c) {
       const T* row = value_row(x, c) + column;
       prefetch(row, N * W);
@@ -169,7 +167,10 @@ struct Decode : Attention<T> {
       }
     }
     for (int r = 0; r < R; ++r)
-      for (int j = 0; j < N; ++j) store(out + r * a.value_size + column + j * W, total[r][j]);
+      for (int j = 0; j < N; ++j) {
+        float* const to = out + r * a.value_size + column + j * W;
+        store(to, load(to) + total[r][j]);
+      }
   }
 
   // Scores of a head after a call of one token. share[g]: what turns exp(biased - top of its split) into a probability.

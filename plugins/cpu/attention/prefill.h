@@ -83,9 +83,7 @@ struct Prefill : Attention<T> {
   template <int N>
   void tile_product(const float* weights, const Block& block, const float* factor, float* rows, int column) const {
     const int dvp = padded_value_size();
-    vf total[kTileRows][N];
-    for (int r = 0; r < kTileRows; ++r)
-      for (int j = 0; j < N; ++j) total[r][j] = load(rows + r * dvp + column + j * W) * factor[r];
+    vf total[kTileRows][N] = {};  // of this block alone: a running sum over all of them would gather rounding errors
     const float* v = block.value + column;
     for (int c = 0; c < block.count; ++c, v += dvp) {
       vf value[N];
@@ -94,7 +92,10 @@ struct Prefill : Attention<T> {
         for (int j = 0; j < N; ++j) total[r][j] += weights[r * kBlock + c] * value[j];
     }
     for (int r = 0; r < kTileRows; ++r)
-      for (int j = 0; j < N; ++j) store(rows + r * dvp + column + j * W, total[r][j]);
+      for (int j = 0; j < N; ++j) {
+        float* const to = rows + r * dvp + column + j * W;
+        store(to, load(to) * factor[r] + total[r][j]);
+      }
   }
 
   // Positions that the tokens of a tile's rows see: (low, now].

@@ -33,8 +33,9 @@ def session(threads: int, dtype: str, statistic: str) -> tuple[Any, Any, int]:
 
     from kvexport.backends.onnxruntime.operators import library
     from kvexport.methods.base import Statistic
-    from kvexport.ops.onnx_function import VOTE_ATTENTION_INPUTS, VOTE_ATTENTION_OUTPUTS, vote_attention_node_attributes
+    from kvexport.ops.onnx_function import vote_attention_node_attributes
     from kvexport.ops.vote_attention import VoteAttentionAttributes
+    from kvexport.schema.operators import VOTE_ATTENTION
 
     rng = np.random.default_rng(0)
     capacity, real = SLOTS + 1, np.dtype(dtype)
@@ -56,7 +57,7 @@ def session(threads: int, dtype: str, statistic: str) -> tuple[Any, Any, int]:
     kind = Statistic(statistic, 0.9) if statistic == "log_ema" else Statistic(statistic)
     attributes = vote_attention_node_attributes(VoteAttentionAttributes(SIZE**-0.5, 1.0, (kind,)))
     node = helper.make_node(
-        "VoteAttention", VOTE_ATTENTION_INPUTS, VOTE_ATTENTION_OUTPUTS, domain="kvexport", **attributes
+        "VoteAttention", VOTE_ATTENTION.input_names[:-1], VOTE_ATTENTION.output_names, domain="kvexport", **attributes
     )
     bound = {"output": output} | {
         name.replace("past", "present"): x for name, x in arrays.items() if name.startswith("past")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvexport.methods.asymkv import AsymKV
 from kvexport.methods.kvslimmer import KVSlimmer
-from kvexport.methods.pairs import rotated
+from kvexport.methods.primitives.pairs import rotated
 
 FEW, PAIR = 48, 40  # tokens where one pair merges, and the first of that pair
 LATER = 32

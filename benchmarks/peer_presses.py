@@ -20,13 +20,14 @@ from peer_caches import jaccard
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from kvexport.cache import STATE, CachePlan
+from kvexport.cache import CachePlan
 from kvexport.export.build import read_model
-from kvexport.methods.ballot import Ballot
 from kvexport.methods.base import Slots
+from kvexport.methods.primitives.select import mean_per_observation
 from kvexport.recipe.fields import Recipe
 from kvexport.recipe.load import load_recipe
 from kvexport.runtime.lanes import Lanes
+from kvexport.schema.state import STATE_NAMES as STATE
 from kvexport.validate.reference import TorchReference
 
 BUDGETS = (128, 256)
@@ -173,7 +174,7 @@ def _selected(state: list[Tensor], budget: int) -> Tensor:
     """The positions [H, budget] that ballot would not let go of."""
     slots = Slots(*state, now=state[4].amax(-1, keepdim=True))
     used = state[2] > 0
-    order = torch.where(used, Ballot().own_importance(slots), -torch.inf).sort(dim=-1, stable=True).indices
+    order = torch.where(used, mean_per_observation(slots), -torch.inf).sort(dim=-1, stable=True).indices
     return state[4].gather(-1, order[..., -budget:]).sort(-1).values[0]
 
 

@@ -13,15 +13,15 @@ import numpy as np
 from kvexport.errors import UsageError
 from kvexport.methods.base import Rotary
 from kvexport.recipe.fields import Recipe
+from kvexport.schema.state import STATE, StateTensor
 
 CONTRACT_VERSION = 3
-STATE = ("key", "value", "votes", "score", "position")
 
 
 @dataclass(frozen=True)
 class LayerGeometry:
-    """What the model fixes of one layer's attention, read from its trace. sliding_window: 0 = every position is
-    visible. rotary: read for methods that turn keys."""
+    """The model's part of one layer's attention, read from its trace. sliding_window: 0 = every position is
+    visible. rotary: read for methods that rotate keys."""
 
     query_heads: int
     kv_heads: int
@@ -37,7 +37,8 @@ class LayerGeometry:
 @dataclass(frozen=True)
 class LayerCache:
     """One layer's cache. A sequence's share of `key` is [kv_heads, capacity, key_size]; capacity - budget is the slack.
-    merges: False where the budget is the longest sequence, so that nothing can ever leave."""
+    merges: False where the budget is the longest sequence, so that nothing is ever evicted. extra: the state tensors
+    that the method adds."""
 
     kv_heads: int
     key_size: int
@@ -51,25 +52,31 @@ class LayerCache:
     merges: bool
     dtype: str
     rotary: Rotary = field(default_factory=Rotary)
+    extra: tuple[StateTensor, ...] = ()
+
+    @property
+    def state(self) -> tuple[StateTensor, ...]:
+        """The layer's state tensors, in the order of every graph."""
+        return (*STATE, *self.extra)
 
     def shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
-        """The shape of each of the five state tensors for `batch` sequences."""
-        slots = (batch, self.kv_heads, self.capacity)
-        return {
-            "key": (*slots, self.key_size),
-            "value": (*slots, self.value_size),
-            "votes": slots,
-            "score": (batch, self.kv_heads, self.statistics, self.capacity),
-            "position": slots,
+        """The shape of each state tensor for `batch` sequences."""
+        sizes = {
+            "B": batch,
+            "H": self.kv_heads,
+            "C": self.capacity,
+            "K": self.statistics,
+            "D": self.key_size,
+            "Dv": self.value_size,
         }
+        return {tensor.name: tensor.shape(sizes) for tensor in self.state}
 
     def dtypes(self) -> dict[str, np.dtype[Any]]:
-        """The type of each of the five state tensors."""
-        model, f32, i32 = np.dtype(self.dtype), np.dtype(np.float32), np.dtype(np.int32)
-        return {"key": model, "value": model, "votes": f32, "score": f32, "position": i32}
+        """The type of each state tensor."""
+        return {x.name: np.dtype(self.dtype if x.dtype == "cache" else x.dtype) for x in self.state}
 
     def bytes(self, batch: int = 1) -> int:
-        """Bytes of all five tensors for `batch` sequences."""
+        """Bytes of all state tensors for `batch` sequences."""
         dtypes = self.dtypes()
         return sum(math.prod(shape) * dtypes[name].itemsize for name, shape in self.shapes(batch).items())
 
@@ -87,8 +94,8 @@ class CachePlan:
     def state_names(self) -> Iterator[tuple[str, str, LayerCache, str]]:
         """(input name, output name, layer, kind) of every state tensor, layer by layer."""
         for i, layer in enumerate(self.layers):
-            for kind in STATE:
-                yield f"past_key_values.{i}.{kind}", f"present.{i}.{kind}", layer, kind
+            for tensor in layer.state:
+                yield tensor.past(i), tensor.present(i), layer, tensor.name
 
     def to_json(self) -> list[dict[str, Any]]:
         """For the manifest."""
@@ -97,7 +104,12 @@ class CachePlan:
     @classmethod
     def from_json(cls, layers: list[dict[str, Any]]) -> CachePlan:
         """The inverse of `to_json`."""
-        return cls(tuple(LayerCache(**{**layer, "rotary": _rotary(layer.get("rotary", {}))}) for layer in layers))
+        return cls(tuple(_layer(saved) for saved in layers))
+
+
+def _layer(saved: dict[str, Any]) -> LayerCache:
+    extra = tuple(StateTensor(**{**tensor, "dims": tuple(tensor["dims"])}) for tensor in saved.get("extra", ()))
+    return LayerCache(**{**saved, "rotary": _rotary(saved.get("rotary", {})), "extra": extra})
 
 
 def _rotary(saved: dict[str, Any]) -> Rotary:
@@ -137,6 +149,7 @@ def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
                 merges=merges,
                 dtype=recipe.model.dtype,
                 rotary=layer.rotary,
+                extra=method.extra_state,
             )
         )
     return CachePlan(tuple(layers))

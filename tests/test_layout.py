@@ -16,6 +16,7 @@ ORDER = [
     "units",
     "paths",
     "packages",
+    "schema",
     "methods",
     "recipe",
     "cache",

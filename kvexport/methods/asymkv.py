@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from kvexport.methods.base import Slots
-from kvexport.methods.joint import Groups
-from kvexport.methods.pairs import NeighbourPairs
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from kvexport.methods.pairing import NeighbourPairs
 
 
 class AsymKV(NeighbourPairs):
@@ -20,7 +15,3 @@ class AsymKV(NeighbourPairs):
     name: ClassVar[str] = "asymkv"
     summary: ClassVar[str] = "neighbouring pairs merge, keys by attention (forward surrogate of Fisher weights)"
     source: ClassVar[str] = "arXiv 2506.05410"
-
-    def key_weights(self, slots: Slots, groups: Groups) -> tuple[Tensor, Tensor]:
-        """The accumulated probabilities."""
-        return groups.pair(slots.score[:, :, -1])

@@ -3,18 +3,13 @@ nearest to its own."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from kvexport.methods.base import Leaving, Slots, Statistic, corrected_log_ema, gather_rows
-from kvexport.methods.joint import candidates, group, nearest, squared_distances, zipped
+from kvexport.methods.base import Statistic
 from kvexport.methods.merging import Merging
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-LAST = 1e30  # above every error
+from kvexport.schema.policy import MergePolicy
 
 
 class Ballot(Merging):
@@ -58,45 +53,19 @@ class Ballot(Merging):
         """The sum of probabilities, which selects, and ln of the moving average of exp(raw logit), which weighs."""
         return (Statistic("probability"), Statistic("log_ema", self.decay))
 
-    def own_importance(self, slots: Slots) -> Tensor:
-        """The mean probability per observation, ``A / (now - position + 1)``."""
-        import torch
-
-        seen = torch.clamp(slots.now - slots.position + 1, min=1)
-        return slots.score[:, :, 0] / seen.float()
-
-    def priority(self, slots: Slots, target: Tensor, count: int) -> Tensor:
-        """The importance, or before all others the error of the merges that the pool offers."""
-        import torch
-
-        importance = self.importance(slots, target, count)
-        if self.order == "least-attended":
-            return importance
-        pool = candidates(slots, importance, target, self.pool, count)
-        own = gather_rows(importance, pool.slot)
-        apart = squared_distances(slots.key, pool.slot) * squared_distances(slots.value, pool.slot)
-        higher = target[:, :, None, :] & (importance[:, :, None, :] > own[..., None])
-        apart = torch.where(higher, apart, LAST).amin(-1)
-        error = torch.clamp(own, min=0.0) ** self.attention * apart
-        rank = LAST * (1.0 + pool.rank.float())
-        joins = pool.live & (apart < LAST)
-        return rank.scatter(
-            -1, pool.slot, torch.where(joins, error.clamp(max=0.1 * LAST), gather_rows(rank, pool.slot))
+    def policy(self) -> MergePolicy:
+        """The mean probability per observation selects; a zip of every evicted slot into the nearest key."""
+        return self.selected(
+            MergePolicy(
+                select="mean",
+                order="least_error" if self.order == "least-error" else "lowest",
+                eviction_pool=self.pool,
+                error_exponent=self.attention,
+                merge="zip",
+                measure="distance",
+                weigh_decay=self.decay,
+                zip="vote" if self.zip == "vote" else "mean",
+                votes_max=self.votes_max,
+                mean_adds=True,
+            )
         )
-
-    def merge(self, slots: Slots, leaving: Leaving) -> Slots:
-        """Joint merge into the nearest key (`joint.zipped`), recent ones included, sinks not."""
-        import torch
-
-        to, _ = nearest(slots, leaving, "distance")
-        groups = group(leaving, to, leaving.live & leaving.target.any(-1, keepdim=True))
-        mode = "vote" if self.zip == "vote" else "mean"
-        key, value, votes = zipped(slots, groups, corrected_log_ema(slots, -1, self.decay), mode)
-        score = groups.scores(slots, self.statistics)
-        if self.selector == "own":
-            # Means per observation add; as a sum over the merged slot's own observations, which began with its latest
-            # token.
-            own, arriving = groups.pair(self.own_importance(slots))
-            mean = groups.total(own, arriving)
-            score = torch.stack([mean * (slots.now - groups.latest(slots) + 1).float(), score[..., -1]], dim=-1)
-        return groups.write(slots, key, value, votes.clamp(max=self.votes_max), score)

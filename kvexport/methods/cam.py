@@ -4,15 +4,12 @@ dropped."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 
-from kvexport.methods.base import Leaving, Slots, gather_rows
+from kvexport.methods.base import Evicted, Slots, gather_rows
 from kvexport.methods.merging import Merging
-
-if TYPE_CHECKING:
-    pass
 
 
 class CaM(Merging):
@@ -30,21 +27,23 @@ class CaM(Merging):
 
     receivers: int = Field(32, ge=1)
 
-    def merge(self, slots: Slots, leaving: Leaving) -> Slots:
+    def merge(self, slots: Slots, evicted: Evicted) -> Slots:
         """The values, in float32 until they are stored."""
         import torch
 
         mass = slots.score[:, :, -1]
-        left = torch.zeros_like(leaving.target).scatter(-1, leaving.slot, leaving.live)
+        left = torch.zeros_like(evicted.can_receive).scatter(-1, evicted.index, evicted.occupied)
         stays = (slots.votes > 0) & ~left
         mean = torch.where(stays, mass, 0.0).sum(-1, keepdim=True) / torch.clamp(stays.sum(-1, keepdim=True), min=1)
-        share = torch.clamp(gather_rows(mass, leaving.slot) / torch.clamp(mean, min=1e-30), 0.0, 1.0) / self.receivers
-        number = leaving.target.to(torch.int64).cumsum(-1)
-        place = number[:, :, None, :] - gather_rows(number, leaving.slot)[..., None]  # 1 is the next receiver
-        receives = leaving.target[:, :, None, :] & (place >= 1) & (place <= self.receivers) & leaving.live[..., None]
+        share = torch.clamp(gather_rows(mass, evicted.index) / torch.clamp(mean, min=1e-30), 0.0, 1.0) / self.receivers
+        number = evicted.can_receive.to(torch.int64).cumsum(-1)
+        place = number[:, :, None, :] - gather_rows(number, evicted.index)[..., None]  # 1 is the next receiver
+        receives = (
+            evicted.can_receive[:, :, None, :] & (place >= 1) & (place <= self.receivers) & evicted.occupied[..., None]
+        )
         given = (
             torch.where(receives, share[..., None], 0.0).transpose(-1, -2)
-            @ gather_rows(slots.value, leaving.slot).float()
+            @ gather_rows(slots.value, evicted.index).float()
         )
         value = torch.where(receives.any(2)[..., None], slots.value.float() + given, slots.value.float())
         return replace(slots, value=value.to(slots.value.dtype))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, ClassVar
 
-from kvexport.methods.base import Leaving, Slots
-from kvexport.methods.joint import NO_TARGET, group, nearest
+from kvexport.methods.base import Evicted, Slots
 from kvexport.methods.merging import Merging
+from kvexport.methods.primitives.sets import NO_TARGET, merge_sets, nearest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,17 +21,17 @@ class D2O(Merging):
     summary: ClassVar[str] = "merges into the most similar key above the call's mean similarity"
     source: ClassVar[str] = "arXiv 2406.13035"
 
-    def merge(self, slots: Slots, leaving: Leaving) -> Slots:
+    def merge(self, slots: Slots, evicted: Evicted) -> Slots:
         """Convex weights: ``e`` for the target and ``e^u`` for what arrives, over their sum; of keys and values."""
         import torch
 
-        to, cosine = nearest(slots, leaving, "cosine")
-        candidate = leaving.live & (cosine > NO_TARGET)
-        number = torch.clamp(candidate.sum(-1, keepdim=True), min=1)
-        threshold = torch.where(candidate, cosine, 0.0).sum(-1, keepdim=True) / number
-        groups = group(leaving, to, candidate & (cosine >= threshold))
+        to, cosine = nearest(slots, evicted, "cosine")
+        has_target = evicted.occupied & (cosine > NO_TARGET)
+        number = torch.clamp(has_target.sum(-1, keepdim=True), min=1)
+        threshold = torch.where(has_target, cosine, 0.0).sum(-1, keepdim=True) / number
+        sets = merge_sets(evicted, to, has_target & (cosine >= threshold))
         weight_v = torch.exp(torch.clamp(cosine, min=-1.0))
         weight = torch.full_like(weight_v, math.e)
-        key, value = (groups.mean(x, weight, weight_v) for x in (slots.key, slots.value))
-        votes: Tensor = groups.total(*groups.pair(slots.votes))
-        return groups.write(slots, key, value, votes, groups.scores(slots, self.statistics))
+        key, value = (sets.mean(x, weight, weight_v) for x in (slots.key, slots.value))
+        votes: Tensor = sets.sum(*sets.pair(slots.votes))
+        return sets.write(slots, key, value, votes, sets.scores(slots, self.statistics))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from kvexport.methods.base import Method, Slots, Statistic
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from kvexport.methods.base import Method, Statistic
+from kvexport.schema.policy import MergePolicy
 
 
 class H2O(Method):
@@ -22,6 +20,6 @@ class H2O(Method):
         """The undecayed sum of probabilities, mean over a query-head group."""
         return (Statistic("probability"),)
 
-    def priority(self, slots: Slots, target: Tensor, count: int) -> Tensor:
-        """The accumulated probability."""
-        return slots.score[:, :, 0]
+    def policy(self) -> MergePolicy:
+        """By that sum; evicted slots are dropped."""
+        return MergePolicy(select="score")

@@ -3,16 +3,13 @@ output."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from kvexport.methods.base import Leaving, Slots, Statistic, corrected_log_ema, gather_rows
-from kvexport.methods.joint import candidates, group, nearest, unit, zipped
+from kvexport.methods.base import Statistic
 from kvexport.methods.merging import Merging
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from kvexport.schema.policy import MergePolicy
 
 
 class KeepKV(Merging):
@@ -60,31 +57,19 @@ class KeepKV(Merging):
         """ln of the moving average of exp(raw logit)."""
         return (Statistic("log_ema", self.decay, self.window, self.recency_weight),)
 
-    def own_importance(self, slots: Slots) -> Tensor:
-        """The bias-corrected score."""
-        return corrected_log_ema(slots, 0, self.decay)
-
-    def priority(self, slots: Slots, target: Tensor, count: int) -> Tensor:
-        """The importance, in the order that `order` asks for."""
-        import torch
-
-        score = self.importance(slots, target, count)
-        if self.order == "evict-first":
-            return score
-        pool = candidates(slots, score, target, self.pool, count)
-        keys = unit(slots.key)
-        higher = target[:, :, None, :] & (score[:, :, None, :] > gather_rows(score, pool.slot)[..., None])
-        similarity = gather_rows(keys, pool.slot) @ keys.transpose(-1, -2)
-        joins = (torch.where(higher, similarity, -2.0).amax(-1) > self.threshold) & pool.live
-        # Ranks, so that no score can outweigh what comes first: all that join, then the others, each by score.
-        first = torch.zeros_like(pool.rank).scatter(-1, pool.slot, torch.where(joins, score.shape[-1], 0))
-        return (pool.rank - first).float()
-
-    def merge(self, slots: Slots, leaving: Leaving) -> Slots:
-        """Joint merge per target (`joint.zipped`) by the bias-corrected score."""
-        to, cosine = nearest(slots, leaving, "cosine")
-        groups = group(leaving, to, leaving.live & (cosine > self.threshold))
-        key, value, votes = zipped(
-            slots, groups, corrected_log_ema(slots, -1, self.decay), self.zip, self.key_factor_max
+    def policy(self) -> MergePolicy:
+        """The bias-corrected average selects and weighs; a zip into the most similar key above the threshold."""
+        return self.selected(
+            MergePolicy(
+                select="average",
+                select_decay=self.decay,
+                order="nearest" if self.order == "merge-first" else "lowest",
+                eviction_pool=self.pool,
+                merge="zip",
+                measure="cosine",
+                threshold=self.threshold,
+                weigh_decay=self.decay,
+                zip=self.zip,
+                key_factor_max=self.key_factor_max,
+            )
         )
-        return groups.write(slots, key, value, votes, groups.scores(slots, self.statistics))

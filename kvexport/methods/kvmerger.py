@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from kvexport.methods.base import Leaving, Slots, gather_rows
-from kvexport.methods.joint import group, unit, unprotected
+from kvexport.methods.base import Evicted, Slots, gather_rows
 from kvexport.methods.merging import Merging
+from kvexport.methods.primitives.sets import merge_sets, unit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,39 +39,39 @@ class KVMerger(Merging):
     sigma: float = Field(0.0, ge=0.0)
     value_scale: Literal["mean", "set_size"] = "mean"
 
-    def priority(self, slots: Slots, target: Tensor, count: int) -> Tensor:
+    def keep_score(self, slots: Slots, target: Tensor, count: int) -> Tensor:
         """All of a run but its pivot first, then the others by importance."""
         import torch
 
-        importance = self.importance(slots, target, count)
+        importance = self.importance(slots, target)
         pivot = self._pivots(slots, target, importance, count)
         place = torch.arange(target.shape[-1], device=target.device)
         alone = _places(torch.where(target, importance, torch.inf)) + target.shape[-1]
         return torch.where(pivot != place, place, alone).float()
 
-    def merge(self, slots: Slots, leaving: Leaving) -> Slots:
+    def merge(self, slots: Slots, evicted: Evicted) -> Slots:
         """``g_i = exp(-|k_p - k_i|^2 / (2 sigma^2))``, keys and values by ``g / sum g``; one for equal keys, whose own
         sigma is zero."""
         import torch
 
-        count, free = leaving.slot.shape[-1], unprotected(leaving)
-        to = self._pivots(slots, free, self.importance(slots, free, count), count).gather(-1, leaving.slot)
-        groups = group(leaving, to, leaving.live & (to != leaving.slot) & leaving.target.gather(-1, to))
-        pivot, other = groups.pair(slots.key)
+        count, free = evicted.index.shape[-1], evicted.unprotected
+        to = self._pivots(slots, free, self.importance(slots, free), count).gather(-1, evicted.index)
+        sets = merge_sets(evicted, to, evicted.occupied & (to != evicted.index) & evicted.can_receive.gather(-1, to))
+        pivot, other = sets.pair(slots.key)
         distance = (pivot - other).norm(dim=-1)
         ones = torch.ones_like(distance)
-        size = groups.total(ones, ones)
-        own = groups.total(torch.zeros_like(distance), distance) / (math.sqrt(2.0) * size)
+        size = sets.sum(ones, ones)
+        own = sets.sum(torch.zeros_like(distance), distance) / (math.sqrt(2.0) * size)
         sigma = torch.full_like(own, self.sigma) if self.sigma else own
         gaussian = torch.where(sigma > 0, torch.exp(-0.5 * (distance / torch.where(sigma > 0, sigma, 1.0)) ** 2), 1.0)
-        votes = groups.total(*groups.pair(slots.votes))
-        key = groups.mean(slots.key, ones, gaussian)
+        votes = sets.sum(*sets.pair(slots.votes))
+        key = sets.mean(slots.key, ones, gaussian)
         if self.value_scale == "set_size":
             alone = slots.value.float() / torch.where(slots.votes > 0, slots.votes, 1.0)[..., None]
-            value = groups.mean(alone, ones, gaussian) * votes[..., None]
+            value = sets.mean(alone, ones, gaussian) * votes[..., None]
         else:
-            value = groups.mean(slots.value, ones, gaussian)
-        return groups.write(slots, key, value, votes, groups.scores(slots, self.statistics))
+            value = sets.mean(slots.value, ones, gaussian)
+        return sets.write(slots, key, value, votes, sets.scores(slots, self.statistics))
 
     def _pivots(self, slots: Slots, free: Tensor, importance: Tensor, count: int) -> Tensor:
         """The slot that each slot's run merges into, itself where it joins nothing; [B, H, C] int64."""

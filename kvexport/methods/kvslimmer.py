@@ -3,16 +3,13 @@ alone."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import replace
+from typing import ClassVar
 
 from pydantic import Field
 
-from kvexport.methods.base import Slots
-from kvexport.methods.joint import Groups
-from kvexport.methods.pairs import NeighbourPairs
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from kvexport.methods.pairing import NeighbourPairs
+from kvexport.schema.policy import MergePolicy
 
 
 class KVSlimmer(NeighbourPairs):
@@ -29,20 +26,6 @@ class KVSlimmer(NeighbourPairs):
 
     tau: float = Field(1e-3, ge=0.0, lt=1.0)
 
-    def key_weights(self, slots: Slots, groups: Groups) -> tuple[Tensor, Tensor]:
-        """The guarded brackets."""
-        import torch
-
-        mass = torch.where(slots.votes > 0, slots.score[:, :, -1], 0.0)
-        share = mass / torch.clamp(mass.sum(-1, keepdim=True), min=1e-30)
-        output = share[:, :, None, :] @ torch.where(slots.votes[..., None] > 0, slots.value.float(), 0.0)
-        a, a_v = groups.pair(share)
-        residual, residual_v = (x - output for x in groups.pair(slots.value))
-        c11, c22 = (
-            (a * (1.0 - 2.0 * a)).abs() * residual.norm(dim=-1),
-            (a_v * (1.0 - 2.0 * a_v)).abs() * residual_v.norm(dim=-1),
-        )
-        c12 = a * a_v * (residual + residual_v).norm(dim=-1)
-        own, arriving = torch.clamp(c11 - c12, min=0.0), torch.clamp(c22 - c12, min=0.0)
-        degenerate = own + arriving <= self.tau * (c11 + c22)
-        return torch.where(degenerate, a, own), torch.where(degenerate, a_v, arriving)
+    def policy(self) -> MergePolicy:
+        """Pairs, keys weighed by the guarded brackets."""
+        return replace(super().policy(), weigh="hessian", tau=self.tau)

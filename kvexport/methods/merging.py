@@ -1,33 +1,35 @@
-"""What merging methods share: whose statistic selects what leaves. Any selector goes with any rule of merging."""
+"""What merging methods share: whose statistic selects. Any selector goes with any rule of merging."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from kvexport.methods.base import Method, Slots, Statistic
 from kvexport.methods.h2o import H2O
 from kvexport.methods.pyramidinfer import PyramidInfer
 from kvexport.methods.snapkv import SnapKV
+from kvexport.schema.policy import MergePolicy
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SELECTORS: dict[str, type[Method]] = {"h2o": H2O, "snapkv": SnapKV, "pyramidinfer": PyramidInfer}
+SELECTORS: dict[str, type[H2O | SnapKV | PyramidInfer]] = {"h2o": H2O, "snapkv": SnapKV, "pyramidinfer": PyramidInfer}
 
 
 class Merging(Method):
     """Base of the methods that merge.
 
-    selector: whose importance decides what leaves: ``own``, or that of h2o, snapkv or pyramidinfer with their defaults.
-        Then the score
-        carries two statistics: the selector's, which selects, and the method's, which weighs.
+    selector: whose importance decides which slots are evicted: ``own``, or that of h2o, snapkv or pyramidinfer with
+        their defaults. Then the score carries two statistics: the selector's, which selects, and the method's, which
+        weighs.
     """
 
     selector: Literal["own", "h2o", "snapkv", "pyramidinfer"] = "own"
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """What the method keeps when it selects by itself; the last one weighs. Unless overridden, the sum of
+        """The statistics of a method that selects by itself; the last one weighs. Unless overridden, the sum of
         probabilities."""
         return (Statistic("probability"),)
 
@@ -38,16 +40,20 @@ class Merging(Method):
             return self.own_statistics
         return (*SELECTORS[self.selector]().statistics, self.own_statistics[-1])
 
-    def own_importance(self, slots: Slots) -> Tensor:
-        """[B, H, C]: the method's own importance of a slot. Unless overridden, its first statistic."""
-        return slots.score[:, :, 0]
-
-    def importance(self, slots: Slots, target: Tensor, count: int) -> Tensor:
-        """[B, H, C] float32: the importance by which slots are selected; arguments as of `priority`."""
+    def selected(self, own: MergePolicy) -> MergePolicy:
+        """The method's `own` policy with the importance of its selector."""
         if self.selector == "own":
-            return self.own_importance(slots)
-        return SELECTORS[self.selector]().priority(slots, target, count)
+            return own
+        other = SELECTORS[self.selector]().policy()
+        return replace(own, select=other.select, pooled=other.pooled, mean_adds=False)
 
-    def priority(self, slots: Slots, target: Tensor, count: int) -> Tensor:
-        """Unless overridden, the importance."""
-        return self.importance(slots, target, count)
+    def importance(self, slots: Slots, target: Tensor) -> Tensor:
+        """[B, H, C] float32: the importance by which a method without a policy selects; arguments as of
+        `keep_score`."""
+        from kvexport.methods.primitives.select import importance
+
+        return importance(self.selected(MergePolicy(select="score")), slots, target)
+
+    def keep_score(self, slots: Slots, target: Tensor, count: int) -> Tensor:
+        """The policy's, and of a method without one the importance."""
+        return self.importance(slots, target) if self.policy() is None else super().keep_score(slots, target, count)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from kvexport.methods.base import Method, Slots, Statistic
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from kvexport.methods.base import Method, Statistic
+from kvexport.schema.policy import MergePolicy
 
 
 class PyramidInfer(Method):
@@ -32,6 +30,6 @@ class PyramidInfer(Method):
         """The recent-weighted sum of probabilities, mean over a query-head group."""
         return (Statistic("probability", 1.0, self.window, self.recency_weight),)
 
-    def priority(self, slots: Slots, target: Tensor, count: int) -> Tensor:
-        """The recent-weighted sum."""
-        return slots.score[:, :, 0]
+    def policy(self) -> MergePolicy:
+        """By that sum; evicted slots are dropped."""
+        return MergePolicy(select="score")

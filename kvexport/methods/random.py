@@ -23,7 +23,7 @@ class Random(Method):
 
     seed: int = Field(0, ge=0, lt=2**31)
 
-    def priority(self, slots: Slots, target: Tensor, count: int) -> Tensor:
+    def keep_score(self, slots: Slots, target: Tensor, count: int) -> Tensor:
         """Three rounds of ``x = (x m + seed) mod 2^32``, halves exchanged between them; the upper 24 bits."""
         import torch
 

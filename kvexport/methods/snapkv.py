@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from pydantic import Field, field_validator
 
-from kvexport.methods.base import Method, Slots, Statistic
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from kvexport.methods.base import Method, Statistic
+from kvexport.schema.policy import MergePolicy
 
 
 class SnapKV(Method):
@@ -40,17 +38,6 @@ class SnapKV(Method):
         does."""
         return (Statistic("probability", 1.0, self.window),)
 
-    def priority(self, slots: Slots, target: Tensor, count: int) -> Tensor:
-        """``sum_{|o| <= pool // 2} A[position + o]`` over unprotected slots, added up in order of position, so that
-        slots with the same neighbours tie."""
-        import torch
-
-        observed = torch.where(target, slots.score[:, :, 0], 0.0)
-        place = torch.arange(target.shape[-1], device=target.device)
-        reach, pooled = self.pool // 2, torch.zeros_like(observed)
-        # Slots are in order of position: a neighbour within reach is no further away in slots.
-        for offset in range(-reach, reach + 1):
-            there = torch.clamp(torch.clamp(place + offset, min=0), max=target.shape[-1] - 1)
-            near = (slots.position.index_select(-1, there) - slots.position).abs() <= reach
-            pooled = pooled + torch.where((place + offset == there) & near, observed.index_select(-1, there), 0.0)
-        return pooled
+    def policy(self) -> MergePolicy:
+        """By that sum over neighbouring unprotected slots; evicted slots are dropped."""
+        return MergePolicy(select="pooled", pooled=self.pool)

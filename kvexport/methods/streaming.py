@@ -1,22 +1,20 @@
-"""StreamingLLM (arXiv 2309.17453): the first tokens and a recent window stay, everything between is dropped."""
+"""StreamingLLM (arXiv 2309.17453): the first tokens and a recent window are kept, everything between is dropped."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from kvexport.methods.base import Method, Slots
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from kvexport.methods.base import Method
+from kvexport.schema.policy import MergePolicy
 
 
 class Streaming(Method):
-    """Sinks and a recent window; the oldest slot after the sinks leaves."""
+    """Sinks and a recent window; the oldest slots after the sinks are evicted."""
 
     name: ClassVar[str] = "streaming"
-    summary: ClassVar[str] = "sinks and a recent window; the oldest leaves"
+    summary: ClassVar[str] = "sinks and a recent window; the oldest are evicted"
     source: ClassVar[str] = "arXiv 2309.17453"
 
-    def priority(self, slots: Slots, target: Tensor, count: int) -> Tensor:
-        """The position: the oldest leaves first."""
-        return slots.position.float()
+    def policy(self) -> MergePolicy:
+        """By position: the oldest are evicted first."""
+        return MergePolicy(select="position")

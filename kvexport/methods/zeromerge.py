@@ -3,16 +3,13 @@ below one."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 
-from kvexport.methods.base import Leaving, Slots, Statistic
-from kvexport.methods.joint import group, nearest, unprotected
+from kvexport.methods.base import Statistic
 from kvexport.methods.merging import Merging
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from kvexport.schema.policy import MergePolicy
 
 
 class ZeroMerge(Merging):
@@ -43,30 +40,9 @@ class ZeroMerge(Merging):
         """The decayed sum of (biased) probabilities."""
         return (Statistic("probability", self.decay),)
 
-    def priority(self, slots: Slots, target: Tensor, count: int) -> Tensor:
-        """The importance; slots that have merged leave last, in order of position."""
-        import torch
-
-        return torch.where(slots.votes > 1, 1e38, self.importance(slots, target, count))
-
-    def merge(self, slots: Slots, leaving: Leaving) -> Slots:
-        """``k = sum w k / sum w``, likewise v, ``w = sum w`` into the residual key of the largest dot product."""
-        import torch
-
-        held = leaving.target
-        count = torch.clamp((self.residual * held.sum(-1, keepdim=True)).floor(), min=1.0)
-        # Those that have merged first, then the lowest of what stays.
-        importance = self.importance(slots, unprotected(leaving), leaving.slot.shape[-1])
-        order = (
-            torch.where(held, torch.where(slots.votes > 1, -1e38, importance), torch.inf)
-            .sort(dim=-1, stable=True)
-            .indices
+    def policy(self) -> MergePolicy:
+        """The decayed sum selects, merged slots last; a running mean in the residual slot of the largest dot
+        product."""
+        return self.selected(
+            MergePolicy(select="score", merged_last=True, merge="running_mean", measure="dot", residual=self.residual)
         )
-        places = torch.arange(held.shape[-1], device=held.device).expand_as(order)
-        residual = held & (torch.zeros_like(order).scatter(-1, order, places) < count)
-        leaving = Leaving(leaving.slot, leaving.live, residual)
-        to, _ = nearest(slots, leaving, "dot")
-        groups = group(leaving, to, leaving.live & residual.any(-1, keepdim=True))
-        votes, votes_v = groups.pair(slots.votes)
-        key, value = (groups.mean(x, votes, votes_v) for x in (slots.key, slots.value))
-        return groups.write(slots, key, value, groups.total(votes, votes_v), groups.scores(slots, self.statistics))

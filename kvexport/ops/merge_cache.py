@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from kvexport.errors import UsageError
-from kvexport.methods.base import Leaving, Method, Rotary, Slots, gather_slots
+from kvexport.methods.base import Evicted, Method, Rotary, Slots, gather_slots
 
 LAST = torch.iinfo(torch.int32).max
 
 
 @dataclass(frozen=True)
 class MergeCacheAttributes:
-    """The attributes of a MergeCache node: `budget` slots stay, the first `sinks` positions and the latest `recent` of
-    them always; with a `sliding_window` (0 = none), what the window has passed leaves first. rotary: the layer's, where
-    the method asks for it."""
+    """The attributes of a MergeCache node: `budget` slots are kept, the first `sinks` positions and the latest `recent`
+    of them always; with a `sliding_window` (0 = none), slots that the window has passed are evicted first. rotary: the
+    layer's, where the method asks for it."""
 
     method: Method
     budget: int
@@ -37,23 +37,23 @@ def merge_cache(
     votes: Tensor,
     score: Tensor,
     position: Tensor,
-    *,
+    *extra: Tensor,
     attributes: MergeCacheAttributes,
     rows: tuple[Tensor, Tensor, Tensor] | None = None,
     recent: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """One layer's cache back within its budget; a cache within it keeps its slots, in order of position.
 
     Args:
         key, value: [B, H, C, D], [B, H, C, Dv]; votes: [B, H, C] float32, 0 = empty; score: [B, H, K, C] float32;
-        position: [B, H, C] int32. Used slots are a prefix, in any order.
+        position: [B, H, C] int32. Used slots are a prefix, in any order. extra: the method's `extra_state`.
         rows: three tensors whose lengths alone matter, given by the tracer, where they are symbolic: `budget` rows, the
         rows by which the fullest head is over it, one at least (see `rows_of`), and the rest of the capacity, `capacity
         - budget`.
         recent: [1] int32, given by the tracer, in place of the attribute.
 
     Returns:
-        The five tensors in the same shapes and dtypes: at most `budget` used slots in order of position, zeros after
+        The state tensors in the same shapes and dtypes: at most `budget` used slots in order of position, zeros after
         row `budget`.
 
     Raises UsageError where K is not the number of statistics that the method keeps.
@@ -62,15 +62,16 @@ def merge_cache(
     if score.shape[2] != statistics:
         found = f"the score has {score.shape[2]} statistics, {attributes.method.name} keeps {statistics}"
         raise UsageError(found, f"a score of [B, H, {statistics}, C]")
-    kept_rows, leaving_rows, freed_rows = rows or rows_of(votes, attributes.budget)
-    working = kept_rows.shape[0] + leaving_rows.shape[0]
+    axes = tuple(tensor.slot_axis for tensor in attributes.method.extra_state)
+    kept_rows, evicted_rows, freed_rows = rows or rows_of(votes, attributes.budget)
+    working = kept_rows.shape[0] + evicted_rows.shape[0]
 
     now = torch.where(votes > 0, position, -1).amax(-1, keepdim=True)  # [B, H, 1]
     if attributes.sliding_window:
         votes = torch.where(position > now - attributes.sliding_window, votes, 0.0)
     # Only the fullest head's slots are looked at: the rest of the capacity is empty everywhere.
     order = torch.where(votes > 0, position, LAST).sort(dim=-1, stable=True).indices[:, :, :working]
-    slots = gather_slots(Slots(key, value, votes, score, position, now, attributes.rotary), order)
+    slots = gather_slots(Slots(key, value, votes, score, position, now, attributes.rotary, extra), order, axes)
     used = slots.votes > 0
     if not attributes.method.compresses:
         kept = used
@@ -81,15 +82,16 @@ def merge_cache(
         )
         protected = used & (sink | late)
         target = used & ~protected
-        priority = attributes.method.priority(slots, target, leaving_rows.shape[0])
-        priority = torch.where(protected, torch.inf, torch.where(used, priority, -torch.inf))
-        leaving = priority.sort(dim=-1, stable=True).indices[:, :, : leaving_rows.shape[0]]
-        stays = torch.ones_like(used).scatter(-1, leaving, torch.zeros_like(leaving, dtype=torch.bool))
+        keep_score = attributes.method.keep_score(slots, target, evicted_rows.shape[0])
+        keep_score = torch.where(protected, torch.inf, torch.where(used, keep_score, -torch.inf))
+        index = keep_score.sort(dim=-1, stable=True).indices[:, :, : evicted_rows.shape[0]]
+        stays = torch.ones_like(used).scatter(-1, index, torch.zeros_like(index, dtype=torch.bool))
         receives = used & ~sink if attributes.method.recent_receives else target
-        slots = attributes.method.merge(slots, Leaving(leaving, used.gather(-1, leaving), receives & stays))
+        evicted = Evicted(index, used.gather(-1, index), receives & stays, target)
+        slots = attributes.method.merge(slots, evicted)
         kept = used & stays
     order = torch.where(kept, slots.position, LAST).sort(dim=-1, stable=True).indices[:, :, : kept_rows.shape[0]]
-    result = gather_slots(slots, order)
+    result = gather_slots(slots, order, axes)
     result_votes = torch.where(kept.gather(-1, order), result.votes, 0.0)
 
     def padded(x: Tensor, dim: int) -> Tensor:
@@ -103,6 +105,7 @@ def merge_cache(
         padded(result_votes, 2),
         padded(result.score, 3),
         padded(result.position, 2),
+        *(x if axis is None else padded(x, axis) for x, axis in zip(result.extra, axes, strict=True)),
     )
 
 

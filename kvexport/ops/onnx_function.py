@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -29,27 +29,17 @@ from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
 from kvexport.ops.to_onnx import OPSET, to_onnx
 from kvexport.ops.vote_attention import VoteAttentionAttributes, vote_attention
 from kvexport.quiet import quiet_exporter
+from kvexport.schema.operators import MERGE_CACHE, VOTE_ATTENTION
+from kvexport.schema.state import STATE, StateTensor
 
 DOMAIN = "kvexport"
 VERSION = 1
-VOTE_ATTENTION_INPUTS = (
-    "query", "key", "value", "position", "query_length",
-    "past_key", "past_value", "past_votes", "past_score", "past_position",
-)  # fmt: skip
-VOTE_ATTENTION_OUTPUTS = (
-    "output",
-    "present_key",
-    "present_value",
-    "present_votes",
-    "present_score",
-    "present_position",
-)
 # What differs between the layers of a model that share a function is read from the node.
 MERGE_CACHE_NODE = ("budget", "recent")
-ROW_INPUTS = ("kept_rows", "leaving_rows", "freed_rows", "recent_slots")
+ROW_INPUTS = ("kept_rows", "evicted_rows", "freed_rows", "recent_slots")
 # `rows_of` in ONNX.
 ROWS = """<domain: "kvexport", opset_import: ["": 23]>
-rows <budget, recent> (votes) => (kept_rows, leaving_rows, freed_rows, recent_slots) {
+rows <budget, recent> (votes) => (kept_rows, evicted_rows, freed_rows, recent_slots) {
     kv_zero = Constant <value = float {0.0}> ()
     kv_one = Constant <value = int64[1] {1}> ()
     kv_axis = Constant <value = int64[1] {-1}> ()
@@ -66,13 +56,12 @@ rows <budget, recent> (votes) => (kept_rows, leaving_rows, freed_rows, recent_sl
     kv_least = Min (kv_rest, kv_one)
     kv_over = Max (kv_difference, kv_least)
     kept_rows = ConstantOfShape (kv_budget)
-    leaving_rows = ConstantOfShape (kv_over)
+    evicted_rows = ConstantOfShape (kv_over)
     freed_rows = ConstantOfShape (kv_rest)
     kv_recent_scalar = Constant <value_int: int = @recent> ()
     kv_recent = Reshape (kv_recent_scalar, kv_axis)
     recent_slots = Cast <to = 6> (kv_recent)
 }"""
-STATE = ("key", "value", "votes", "score", "position")
 _merge_functions: dict[tuple[type[Method], str], onnx.FunctionProto] = {}  # by method and overload
 
 
@@ -82,9 +71,8 @@ def vote_attention_node_attributes(attributes: VoteAttentionAttributes) -> dict[
     return {
         "scale": float(attributes.scale),
         "vote_exponent": float(attributes.vote_exponent),
-        "scores": ",".join(
-            s.kind for s in statistics
-        ),  # one string: ONNX Runtime gives custom operators no lists of strings
+        # One string: ONNX Runtime gives custom operators no lists of strings.
+        "scores": ",".join(s.kind for s in statistics),
         "decay": [float(s.decay) for s in statistics],
         "window": [int(s.window) for s in statistics],
         "recency_weight": [float(s.recency_weight) for s in statistics],
@@ -95,7 +83,7 @@ def vote_attention_node_attributes(attributes: VoteAttentionAttributes) -> dict[
 
 def merge_cache_node_attributes(attributes: MergeCacheAttributes) -> dict[str, Any]:
     """The node's attributes: method, budget, sinks, recent, sliding_window, the method's parameters by name, and the
-    layer's rotary embedding where the method turns keys and there is one."""
+    layer's rotary embedding where the method rotates keys and there is one."""
     parameters = {name: int(v) if isinstance(v, bool) else v for name, v in attributes.method.model_dump().items()}
     if attributes.rotary.inverse_frequencies:
         parameters["inverse_frequencies"] = list(attributes.rotary.inverse_frequencies)
@@ -108,6 +96,26 @@ def merge_cache_node_attributes(attributes: MergeCacheAttributes) -> dict[str, A
         "sliding_window": attributes.sliding_window,
         **parameters,
     }
+
+
+def _merge_cache_values(attributes: MergeCacheAttributes) -> dict[str, Any]:
+    method = attributes.method
+    policy = method.policy()
+    values: dict[str, Any] = {
+        "budget": attributes.budget,
+        "sinks": attributes.sinks,
+        "recent": attributes.recent,
+        "sliding_window": attributes.sliding_window,
+        "compresses": method.compresses,
+        "recent_receives": method.recent_receives,
+        "statistics": [s.kind for s in method.statistics],
+    }
+    if policy is not None:
+        values |= policy.node_attributes()
+    if attributes.rotary.inverse_frequencies:
+        values["inverse_frequencies"] = attributes.rotary.inverse_frequencies
+        values["rotary_interleaved"] = attributes.rotary.interleaved
+    return values
 
 
 def overload_of(meaning: dict[str, Any]) -> str:
@@ -128,42 +136,56 @@ def vote_attention_function(
     sink_logits."""
     query_heads, kv_heads = heads
     key_size, value_size = head_sizes
-    b, t, c, k = 2, 3, 8, len(attributes.statistics)
+    extra = attributes.method.extra_state if attributes.method else ()
+    operator = VOTE_ATTENTION.with_state(extra)
+    sizes = {"B": 2, "H": kv_heads, "C": 8, "K": len(attributes.statistics), "D": key_size, "Dv": value_size}
+    b, t = sizes["B"], 3
     arguments = [
         torch.zeros(b, query_heads, t, key_size, dtype=dtype),
         torch.zeros(b, kv_heads, t, key_size, dtype=dtype),
         torch.zeros(b, kv_heads, t, value_size, dtype=dtype),
         torch.zeros(b, t, dtype=torch.int64),
         torch.zeros(b, 1, dtype=torch.int64),
-        *_state(b, kv_heads, c, k, key_size, value_size, dtype),
+        *_state(STATE, sizes, dtype),
     ]
     batch, tokens, capacity = Dim("batch"), Dim("tokens"), Dim("capacity")
     shapes: list[dict[int, Any]] = [
         *[{0: batch, 2: tokens}] * 3,
         {0: batch, 1: tokens},
         {0: batch},
-        *_state_dims(batch, capacity),
+        *_state_dims(STATE, batch, capacity),
     ]
-    inputs = list(VOTE_ATTENTION_INPUTS)
     if sinks:
         arguments.append(torch.zeros(query_heads))
         shapes.append({})
-        inputs.append("sink_logits")
+    arguments += _state(extra, sizes, dtype)
+    shapes += _state_dims(extra, batch, capacity)
     meaning = {
         "op": "VoteAttention",
         "heads": heads,
         "sizes": head_sizes,
         "dtype": str(dtype),
         "sinks": sinks,
-        **asdict(attributes),
+        **vote_attention_node_attributes(attributes),
+        **(_own_meaning(attributes.method) if attributes.method else {}),
     }
+    before_extra = len(arguments) - len(extra)
 
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return vote_attention(*tensors, attributes=attributes)
+        given = tensors[:before_extra] if sinks else (*tensors[:before_extra], None)
+        return vote_attention(*given, *tensors[before_extra:], attributes=attributes)  # type: ignore[arg-type]
 
     graph = _trace(call, arguments, shapes)
-    _read_sizes_from(graph, 3)
-    return _function("VoteAttention", overload_of(meaning), graph, inputs, list(VOTE_ATTENTION_OUTPUTS))
+    _read_sizes_from(graph, operator.input_names.index("position"))
+    # What has no sink logits still has their place among its inputs where state follows.
+    absent = [] if sinks else ["sink_logits"]
+    inputs = [name for name in operator.input_names if name not in absent or extra]
+    return _function("VoteAttention", overload_of(meaning), graph, inputs, operator.output_names, absent=absent)
+
+
+def _own_meaning(method: Method) -> dict[str, Any]:
+    """What tells a method apart whose meaning is its own code."""
+    return {"method": method.name, **method.model_dump()}
 
 
 def merge_cache_function(
@@ -171,14 +193,20 @@ def merge_cache_function(
 ) -> onnx.FunctionProto:
     """The function of MergeCache. Budget and recent are read from the node's attributes, so layers of different budgets
     share it."""
+    shared = {name: x for name, x in _merge_cache_values(attributes).items() if name not in MERGE_CACHE_NODE}
+    has_own = attributes.method.policy() is None or attributes.method.extra_state
     meaning = {
-        "op": "MergeCache", "heads": kv_heads, "sizes": head_sizes, "statistics": statistics, "dtype": str(dtype),
-        **{k: v for k, v in merge_cache_node_attributes(attributes).items() if k not in MERGE_CACHE_NODE},
-    }  # fmt: skip
+        "op": "MergeCache",
+        "heads": kv_heads,
+        "sizes": head_sizes,
+        "dtype": str(dtype),
+        **shared,
+        **(_own_meaning(attributes.method) if has_own else {}),
+    }
     key = type(attributes.method), overload_of(meaning)
     if key not in _merge_functions:
-        shared = replace(attributes, budget=0, recent=0)
-        _merge_functions[key] = _trace_merge_cache(key[1], shared, kv_heads, head_sizes, statistics, dtype)
+        of_any = replace(attributes, budget=0, recent=0)
+        _merge_functions[key] = _trace_merge_cache(key[1], of_any, kv_heads, head_sizes, statistics, dtype)
     return _merge_functions[key]
 
 
@@ -195,46 +223,36 @@ def _trace_merge_cache(
     statistics: int,
     dtype: torch.dtype,
 ) -> onnx.FunctionProto:
-    key_size, value_size = head_sizes
-    b, c, n, v = 2, 8, 5, 2
+    operator = MERGE_CACHE.with_state(attributes.method.extra_state)
+    state = (*STATE, *attributes.method.extra_state)
+    c, n, v = 8, 5, 2
+    sizes = {"B": 2, "H": kv_heads, "C": c, "K": statistics, "D": head_sizes[0], "Dv": head_sizes[1]}
     given = [torch.zeros(n), torch.zeros(v), torch.zeros(c - n), torch.zeros(1, dtype=torch.int32)]
-    arguments = [*_state(b, kv_heads, c, statistics, key_size, value_size, dtype), *given]
-    batch, capacity, kept, leaving, freed = (
-        Dim("batch"),
-        Dim("capacity", min=4),
-        Dim("kept"),
-        Dim("leaving"),
-        Dim("freed"),
-    )
-    shapes = [*_state_dims(batch, capacity), {0: kept}, {0: leaving}, {0: freed}, {}]
+    arguments = [*_state(state, sizes, dtype), *given]
+    kept, evicted, freed = Dim("kept"), Dim("evicted"), Dim("freed")
+    shapes = [*_state_dims(state, Dim("batch"), Dim("capacity", min=4)), {0: kept}, {0: evicted}, {0: freed}, {}]
 
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
-        key, value, votes, score, position, kept, leaving, freed, recent = tensors
-        return merge_cache(
-            key, value, votes, score, position, attributes=attributes, rows=(kept, leaving, freed), recent=recent
-        )
+        *held, kept, evicted, freed, recent = tensors
+        return merge_cache(*held, attributes=attributes, rows=(kept, evicted, freed), recent=recent)
 
     graph = _trace(call, arguments, shapes)
     prologue = list(onnx.parser.parse_function(ROWS).node)
-    inputs = [*STATE, *ROW_INPUTS]
-    function = _function("MergeCache", overload, graph, inputs, [f"present_{s}" for s in STATE], prologue)
+    inputs = [*operator.input_names, *ROW_INPUTS]
+    function = _function("MergeCache", overload, graph, inputs, operator.output_names, prologue)
     function.attribute.extend(MERGE_CACHE_NODE)
     return function
 
 
-def _state(b: int, heads: int, c: int, k: int, key_size: int, value_size: int, dtype: torch.dtype) -> list[Tensor]:
-    return [
-        torch.zeros(b, heads, c, key_size, dtype=dtype),
-        torch.zeros(b, heads, c, value_size, dtype=dtype),
-        torch.zeros(b, heads, c),
-        torch.zeros(b, heads, k, c),
-        torch.zeros(b, heads, c, dtype=torch.int32),
-    ]
+def _state(state: Sequence[StateTensor], sizes: Mapping[str, int], dtype: torch.dtype) -> list[Tensor]:
+    """Zeros of these sizes."""
+    return [torch.zeros(x.shape(sizes), dtype=dtype if x.dtype == "cache" else getattr(torch, x.dtype)) for x in state]
 
 
-def _state_dims(batch: Any, capacity: Any) -> list[dict[int, Any]]:
-    slots, scores = {0: batch, 2: capacity}, {0: batch, 3: capacity}
-    return [slots, slots, slots, scores, slots]
+def _state_dims(state: Sequence[StateTensor], batch: Any, capacity: Any) -> list[dict[int, Any]]:
+    """The symbolic dimensions of each."""
+    symbols = {"B": batch, "C": capacity}
+    return [{i: symbols[d] for i, d in enumerate(x.dims) if d in symbols} for x in state]
 
 
 def _trace(
@@ -328,13 +346,15 @@ def _function(
     inputs: list[str],
     outputs: list[str],
     prologue: list[onnx.NodeProto] | None = None,
+    absent: Sequence[str] = (),
 ) -> onnx.FunctionProto:
     """`graph` as a function: inputs and outputs renamed, initializers as constants, the last inputs computed by
-    `prologue`."""
-    renamed = dict(zip((v.name for v in graph.input), inputs, strict=True)) | dict(
+    `prologue`. absent: inputs that the graph does not have."""
+    present = [name for name in inputs if name not in absent]
+    renamed = dict(zip((v.name for v in graph.input), present, strict=True)) | dict(
         zip((v.name for v in graph.output), outputs, strict=True)
     )
-    if len(renamed) != len(inputs) + len(outputs):
+    if len(renamed) != len(present) + len(outputs):
         raise AssertionError(f"{op}: an output of the trace is also an input or another output")
     nodes = list(prologue or [])
     for initializer in graph.initializer:

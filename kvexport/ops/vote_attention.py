@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvexport.methods.base import Statistic
+from kvexport.methods.base import Call, Method, Statistic, along
 
 # The logarithm of "nothing yet", and the bias of an invisible slot. Finite, so that no subtraction of two of them is
 # NaN; adding any logit to it changes nothing in float32.
@@ -21,13 +21,15 @@ LOG_ZERO = -1e30
 
 @dataclass(frozen=True)
 class VoteAttentionAttributes:
-    """The attributes of a VoteAttention node. Zero switches `sliding_window` and `softcap` off."""
+    """The attributes of a VoteAttention node. Zero switches `sliding_window` and `softcap` off. method: given where it
+    keeps state of its own (`Method.extra_state`)."""
 
     scale: float
     vote_exponent: float = 0.0
     statistics: tuple[Statistic, ...] = (Statistic(),)
     sliding_window: int = 0
     softcap: float = 0.0
+    method: Method | None = None
 
 
 def vote_attention(
@@ -42,9 +44,9 @@ def vote_attention(
     past_score: Tensor,
     past_position: Tensor,
     sink_logits: Tensor | None = None,
-    *,
+    *past_extra: Tensor,
     attributes: VoteAttentionAttributes,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """One layer's attention over a cache of fixed capacity.
 
     Args:
@@ -56,9 +58,10 @@ def vote_attention(
         past_score: [B, H, K, C] float32; past_position: [B, H, C] int32. Used slots are a prefix, and
         used + query_length <= C (the caller merges first).
         sink_logits: [Hq] a learned logit per head that takes probability and has no value (gpt-oss), or None.
+        past_extra: the tensors of the method's `extra_state`.
 
     Returns:
-        output [B, Hq, T, Dv] in the query's dtype, 0 in padding rows, and the five present tensors.
+        output [B, Hq, T, Dv] in the query's dtype, 0 in padding rows, and the present state tensors.
         Products, softmax and scores are computed in float32.
     """
     batch, tokens = position.shape
@@ -122,7 +125,19 @@ def vote_attention(
         else:
             score = _probability_sum(probability, past, fresh, n, log_weight, statistic)
         updated.append(torch.where(occupied, score, past))
-    return output, present_key, present_value, present_votes, torch.stack(updated, dim=2), present_position
+    state = (present_key, present_value, present_votes, torch.stack(updated, dim=2), present_position)
+    return (output, *state, *_extra(attributes.method, past_extra, fresh, Call(query, key, value, position, real)))
+
+
+def _extra(method: Method | None, past: tuple[Tensor, ...], fresh: Tensor, call: Call) -> tuple[Tensor, ...]:
+    """The method's own state after the call; slots that were appended (`fresh` [B, H, C]) start from zeros."""
+    if method is None:
+        return past
+    emptied = []
+    for tensor, x in zip(method.extra_state, past, strict=True):
+        axis = tensor.slot_axis
+        emptied.append(x if axis is None else torch.where(along(fresh, axis, x.dim()), torch.zeros_like(x), x))
+    return method.update(tuple(emptied), call)
 
 
 def _log_weights(lengths: Tensor, step: Tensor, statistic: Statistic) -> tuple[Tensor, Tensor]:

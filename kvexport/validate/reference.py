@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from kvexport.cache import STATE, CachePlan, LayerGeometry
+from kvexport.cache import CachePlan, LayerGeometry
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.export.graph.tracer import layer_attributes
 from kvexport.export.model.attention_hook import IMPLEMENTATION, PassThroughCache, TokenLogits, attending
@@ -22,12 +22,13 @@ from kvexport.methods.base import Method
 from kvexport.ops.merge_cache import merge_cache
 from kvexport.ops.vote_attention import vote_attention
 from kvexport.quiet import quiet_exporter
+from kvexport.schema.state import STATE
 
 if TYPE_CHECKING:
     from kvexport.validate.telemetry import Telemetry
 
 Arrays = dict[str, NDArray[Any]]
-State = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+State = tuple[Tensor, ...]  # of one layer, in the order of `LayerCache.state`
 
 
 class _Eager:
@@ -50,14 +51,11 @@ class _Eager:
         layer: int = module.layer_idx  # type: ignore[assignment]
         if self.telemetry:
             self.telemetry.attended(layer, query, key, value, self.position, self.query_length, options.get("s_aux"))
+        past = self.past[layer]
+        own, extra = past[: len(STATE)], past[len(STATE) :]
+        given = (query, key, value, self.position, self.query_length, *own, options.get("s_aux"), *extra)
         result = vote_attention(
-            query,
-            key,
-            value,
-            self.position,
-            self.query_length,
-            *self.past[layer],
-            options.get("s_aux"),
+            *given,  # type: ignore[arg-type]
             attributes=layer_attributes(self.method, self.geometry[layer]),
         )
         self.present[layer] = result[1:]
@@ -96,9 +94,9 @@ class TorchReference:
                 input_ids=ids, position_ids=position, past_key_values=PassThroughCache(), use_cache=True
             ).logits
         present = {
-            f"present.{i}.{kind}": x.numpy()
+            tensor.present(i): x.numpy()
             for i, state in eager.present.items()
-            for kind, x in zip(STATE, state, strict=True)
+            for tensor, x in zip(self.plan.layers[i].state, state, strict=True)
         }
         return {"logits": logits.float().numpy(), "present_length": (past_length + query_length).numpy(), **present}
 
@@ -109,14 +107,13 @@ class TorchReference:
         for i, layer in enumerate(self.plan.layers):
             if layer.merges:
                 state = merge_cache(*self._layer(feed, i), attributes=merge_attributes(layer, self.method))
-                present.update({f"present.{i}.{kind}": x.numpy() for kind, x in zip(STATE, state, strict=True)})
+                present.update({t.present(i): x.numpy() for t, x in zip(layer.state, state, strict=True)})
         return present
 
     def _layer(self, feed: Mapping[str, NDArray[Any]], i: int) -> State:
-        key, value, votes, score, position = (
-            torch.from_numpy(np.ascontiguousarray(feed[f"past_key_values.{i}.{kind}"])) for kind in STATE
+        return tuple(
+            torch.from_numpy(np.ascontiguousarray(feed[tensor.past(i)])) for tensor in self.plan.layers[i].state
         )
-        return key, value, votes, score, position
 
 
 @torch.no_grad()

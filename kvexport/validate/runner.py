@@ -19,7 +19,6 @@ from kvexport.artifact.manifest import Manifest
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends.onnxruntime.operators import implementations
 from kvexport.backends.rows import MASS_ERROR, TopLogits
-from kvexport.cache import STATE
 from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.report.page import KeyValues, Plot, Section, Series, Table
 from kvexport.runtime.engine import Engine, load
@@ -138,7 +137,7 @@ class ValidationResult:
             "KL(full cache || engine), mean": f"{self.mean_kl():.4g} nats",
             "top-1 agreement with full cache": f"{self.agreement():.1%}",
         }
-        kinds = [k for k in ("logits", "length", *STATE) if any(k in s["largest"] for s in self.steps)]
+        kinds = list(dict.fromkeys(kind for s in self.steps for kind in s["largest"]))
         phases = list(dict.fromkeys(s["phase"] for s in self.steps))
         rows = [
             (

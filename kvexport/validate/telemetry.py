@@ -16,12 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvexport.cache import STATE, CachePlan, LayerGeometry
+from kvexport.cache import CachePlan, LayerGeometry
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.export.graph.tracer import layer_attributes
 from kvexport.methods.base import Method, Slots, corrected_log_ema
 from kvexport.ops.merge_cache import merge_cache
 from kvexport.ops.vote_attention import VoteAttentionAttributes
+from kvexport.schema.state import STATE, StateTensor
 from kvexport.validate.perturbation import QUERIES, Bound, Perturbation, theorem_5
 
 When = Literal["current", "next"]
@@ -166,8 +167,8 @@ class _Numbered:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.method, name)
 
-    def priority(self, slots: Slots, target: Tensor, count: int) -> Tensor:
-        return self.method.priority(replace(slots, value=slots.value[..., : self.size].contiguous()), target, count)
+    def keep_score(self, slots: Slots, target: Tensor, count: int) -> Tensor:
+        return self.method.keep_score(replace(slots, value=slots.value[..., : self.size].contiguous()), target, count)
 
 
 class Telemetry:
@@ -219,14 +220,14 @@ class Telemetry:
             if not layer.merges:
                 continue
             old, new = (
-                [torch.from_numpy(np.array(state[f"{word}.{i}.{kind}"])) for kind in STATE]
-                for word, state in (("past_key_values", past), ("present", present))
+                [torch.from_numpy(np.array(state[name(tensor, i)])) for tensor in layer.state]
+                for name, state in ((StateTensor.past, past), (StateTensor.present, present))
             )
             for lane, gave in enumerate((new[2] > 0).sum(-1) < (old[2] > 0).sum(-1)):
                 if not gave.any():
                     continue
                 at = (first + lane, i)
-                before, after = (_cache(*(x[lane] for x in state)) for state in (old, new))
+                before, after = (_cache(*(x[lane] for x in state[: len(STATE)])) for state in (old, new))
                 followed = self._followed(i, [x[lane : lane + 1] for x in old]) if self.estimates else None
                 self._appended[at] = [joined(self._appended[at])]
                 merge = self._waiting[at] = _Merge(self._steps, i, before, after, self._appended[at][0], gave, followed)
@@ -236,12 +237,12 @@ class Telemetry:
     def _followed(self, layer: int, state: list[Tensor]) -> _Followed:
         """Where one sequence's slots go is read off a merge of values to which the slots' numbers are added, a
         dimension for each."""
-        key, value, votes, score, position = state
+        key, value, votes, score, position, *extra = state
         size, slots = value.shape[-1], votes.shape[-1]
         numbered = torch.cat([value.float(), torch.eye(slots).expand(*votes.shape, slots)], dim=-1)
         method = cast(Method, _Numbered(self.method, size))
         attributes = replace(merge_attributes(self.plan.layers[layer], self.method), method=method)
-        _, merged, filled, _, _ = merge_cache(key, numbered, votes, score, position, attributes=attributes)
+        _, merged, filled, *_ = merge_cache(key, numbered, votes, score, position, *extra, attributes=attributes)
         share, to = (merged[..., size:] * (filled > 0)[..., None]).max(dim=2)
         now = torch.where(votes > 0, position, -1).amax(-1, keepdim=True)
         seen = Slots(key, value, votes, score, position, now)

@@ -17,6 +17,7 @@ import numpy as np
 
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes
+from kvexport.schema.state import STATE_NAMES as STATE
 from tests.conformance.cuda_library import ROOT, Cuda, CudaOnHost
 
 Arrays = dict[str, np.ndarray]
@@ -24,7 +25,6 @@ INPUTS = (
     "query", "key", "value", "position", "query_length", "past_key", "past_value", "past_votes", "past_score",
     "past_position", "sink_logits",
 )  # fmt: skip
-STATE = ("key", "value", "votes", "score", "position")
 PRESENT = tuple(f"present_{name}" for name in STATE)
 SYMBOLIC = {
     "query": {0: "B", 2: "T"}, "key": {0: "B", 2: "T"}, "value": {0: "B", 2: "T"}, "position": {0: "B", 1: "T"},

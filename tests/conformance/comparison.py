@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from kvexport.methods.base import Statistic
+from kvexport.schema.state import STATE_NAMES as STATE
 
 Arrays = dict[str, np.ndarray]
-STATE = ("key", "value", "votes", "score", "position")
 # "Nothing seen yet" of a log_ema: backends store a very low finite number, the oracle minus infinity.
 LOG_NOTHING = -1e29
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from kvexport.schema.state import STATE_NAMES as STATE
 from tests.support.paths import ROOT
 
 Arrays = dict[str, np.ndarray]
-STATE = ("key", "value", "votes", "score", "position")
 SOURCES, FOLDER = ROOT / "plugins" / "cuda", ROOT / "build-cache" / "cuda"
 HOST, DEVICE = FOLDER / "libkvexport_cuda_host.so", FOLDER / "libkvexport_cuda.so"
 COUNTER_BYTES = 1 << 18

@@ -10,6 +10,7 @@ import torch
 from kvexport.methods.base import Method, Statistic
 from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
 from kvexport.ops.vote_attention import VoteAttentionAttributes, vote_attention
+from kvexport.schema.state import STATE_NAMES
 
 Arrays = dict[str, np.ndarray]
 DECAY = 0.9
@@ -92,7 +93,7 @@ def appended(
     used = int((out[3] > 0).sum())
     rows = dict(
         zip(
-            ("key", "value", "votes", "score", "position"),
+            STATE_NAMES,
             (out[1], out[2], out[3], out[4][:, :, 0], out[5]),
             strict=True,
         )

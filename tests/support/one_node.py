@@ -10,6 +10,7 @@ import onnxruntime
 from onnx import TensorProto, helper
 
 from kvexport.backends.onnxruntime.operators import library
+from kvexport.schema.state import STATE_NAMES as STATE
 
 VOTE_ATTENTION: dict[str, Any] = {
     "scale": 0.3, "vote_exponent": 1.0, "scores": "log_ema", "decay": [0.9], "window": [0], "recency_weight": [1.0],
@@ -32,7 +33,6 @@ KVSLIMMER = MERGE_CACHE | {
 }  # fmt: skip
 # Query and KV heads, tokens, slots, sizes of keys and values.
 HQ, H, T, C, D, DV = 4, 2, 3, 16, 8, 12
-STATE = ("key", "value", "votes", "score", "position")
 Shape = Sequence[int | str] | None  # None: of unknown rank
 
 

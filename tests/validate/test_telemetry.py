@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvexport.cache import STATE, CachePlan, LayerCache, LayerGeometry
+from kvexport.cache import CachePlan, LayerCache, LayerGeometry
 from kvexport.export.build import read_model
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.methods import all_methods
@@ -19,6 +19,7 @@ from kvexport.methods.base import Statistic
 from kvexport.ops.merge_cache import merge_cache
 from kvexport.ops.vote_attention import VoteAttentionAttributes, vote_attention
 from kvexport.report.page import render_html, render_text
+from kvexport.schema.state import STATE_NAMES as STATE
 from kvexport.validate.perturbation import Bound, Perturbation, layer_sections, theorem_5
 from kvexport.validate.reference import TorchReference
 from kvexport.validate.telemetry import Cache, Query, Telemetry, attend

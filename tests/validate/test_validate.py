@@ -17,6 +17,7 @@ from kvexport.artifact.reading import load_manifest
 from kvexport.commands.app import app
 from kvexport.errors import UsageError
 from kvexport.report.page import render_html, render_text
+from kvexport.schema.state import STATE_NAMES
 from kvexport.validate.runner import validate_artifact
 
 
@@ -69,7 +70,7 @@ def test_a_sound_artifact_passes(result) -> None:
     assert max(result.tokens) > 3 * max(result.budgets)
     assert {s["phase"] for s in result.steps} == {"prefill", "decode", "merge"}
     kinds = {kind for s in result.steps for kind in s["largest"]}
-    assert kinds >= {"logits", "key", "value", "votes", "score", "position"}
+    assert kinds >= {"logits", *STATE_NAMES}
     assert result.own_run_logits < 1e-3
     assert all(0 <= v < 20 for row in result.kl for v in row) and sum(map(len, result.kl)) > 10
 

@@ -71,6 +71,12 @@ class OnnxRuntimeBackend:
             else _in_one_piece(tensors)
         )
         self._names = [(name, present) for name, present, *_ in plan.state_names()]
+        self._emptied = {
+            tensor.past(i)
+            for i, layer in enumerate(plan.layers)
+            for tensor in layer.state
+            if tensor.name == "votes" or tensor.slot_axis is None
+        }
         self.past_length: Any = sessions.zeros((lanes, 1), np.dtype(np.int64))
         # Decoder bindings that stay: of one token of each of the first n lanes, by n, and the last other one. Merge
         # bindings stay per run of lanes.
@@ -85,11 +91,11 @@ class OnnxRuntimeBackend:
         self._thread = threading.local()  # graphs: those captured; ONNX Runtime captures them for each thread anew
 
     def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
-        """See `ModelState.clear`: an all-zero state is an empty cache. On a device the votes alone become zero: other
-        finite values of a slot without votes have no effect, and votes are a hundredth of what would have to be sent
-        there."""
+        """See `ModelState.clear`: an all-zero state is an empty cache. On a device, of tensors of slots the votes
+        alone become zero: other finite values of a slot without votes have no effect, and votes are a hundredth of the
+        whole."""
         for name, array in self.state.items():
-            if poisoned or name.endswith(".votes") or not isinstance(array, DeviceArray):
+            if poisoned or name in self._emptied or not isinstance(array, DeviceArray):
                 write(self._part(array, first, last), 0)
         write(self._part(self.past_length, first, last), 0)
 

@@ -22,7 +22,6 @@ from kvexport.methods.base import Method
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.onnx_function import (
     DOMAIN,
-    STATE,
     VERSION,
     merge_cache_function,
     merge_cache_node_attributes,
@@ -105,13 +104,13 @@ def merge_model(plan: CachePlan, method: Method) -> onnx.ModelProto | None:
             dtype=getattr(torch, layer.dtype),
         )
         functions[function.overload] = function
-        names = [f"past_key_values.{i}.{kind}" for kind in STATE]
-        results = [f"present.{i}.{kind}" for kind in STATE]
+        names = [tensor.past(i) for tensor in layer.state]
+        results = [tensor.present(i) for tensor in layer.state]
         node = helper.make_node("MergeCache", names, results, name=f"layer.{i}.merge", domain=DOMAIN)
         _set_attributes(node, function.overload, merge_cache_node_attributes(attributes))
         nodes.append(node)
-        inputs += [_state_info(name, layer, kind) for name, kind in zip(names, STATE, strict=True)]
-        outputs += [_state_info(name, layer, kind) for name, kind in zip(results, STATE, strict=True)]
+        inputs += [_state_info(tensor.past(i), layer, tensor.name) for tensor in layer.state]
+        outputs += [_state_info(tensor.present(i), layer, tensor.name) for tensor in layer.state]
     if not nodes:
         return None
     graph = helper.make_graph(nodes, "merge", inputs, outputs)

@@ -14,7 +14,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from kvexport.cache import STATE, CachePlan
+from kvexport.cache import CachePlan
 from kvexport.export.graph.layers import Layers
 from kvexport.ops.onnx_function import DOMAIN
 
@@ -40,7 +40,7 @@ def replicate_layers(model: ir.Model, layers: Layers, plan: CachePlan) -> bool:
     """
     graph = model.graph
     prefix = f"model.{layers.name}."
-    traced = _find_layers(graph, prefix)
+    traced = _find_layers(graph, prefix, plan)
     if tuple(traced) != layers.traced():
         return False
     if not all(_do_the_same(traced[layers.first[i]], layer, prefix) for i, layer in traced.items()):
@@ -60,11 +60,11 @@ def replicate_layers(model: ir.Model, layers: Layers, plan: CachePlan) -> bool:
     graph.remove(borders, safe=True)
     graph.sort()
     for values in (graph.inputs, graph.outputs):
-        values[:] = sorted(values, key=_state_order)
+        values[:] = sorted(values, key=lambda value: _state_order(value, plan))
     return True
 
 
-def _find_layers(graph: ir.Graph, prefix: str) -> dict[int, _Layer]:
+def _find_layers(graph: ir.Graph, prefix: str, plan: CachePlan) -> dict[int, _Layer]:
     """The layers between borders, by number; none where they hang together by more than one hidden state."""
     borders = {
         tuple(node.attributes[a].as_int() for a in ("layer", "leaves")): node
@@ -89,7 +89,7 @@ def _find_layers(graph: ir.Graph, prefix: str) -> dict[int, _Layer]:
             return {}
         owner.update(dict.fromkeys(node.outputs, *owners))
         found[min(owners)].nodes.append(node)
-    state = {f"present.{i}.{kind}": i for i in numbers for kind in STATE}
+    state = {tensor.present(i): i for i in numbers for tensor in plan.layers[i].state}
     threaded = [(layer.entry.inputs[0], layer.exit.outputs[0]) for layer in found.values()]
     regular = (
         all(owner.get(value) == state.get(str(value.name)) for value in graph.outputs)
@@ -204,8 +204,11 @@ def _copy(
     return copies[layer.exit.inputs[0]]  # type: ignore[index]
 
 
-def _state_order(value: ir.Value) -> tuple[int, int]:
+def _state_order(value: ir.Value, plan: CachePlan) -> tuple[int, int]:
     """Layers by number, each layer's state in the order of the ABI; sorting is stable, and what is no state stays in
     front."""
     match = re.fullmatch(r"(?:past_key_values|present)\.(\d+)\.(\w+)", str(value.name))
-    return (int(match[1]), STATE.index(match[2])) if match else (-1, 0)
+    if not match:
+        return (-1, 0)
+    layer = int(match[1])
+    return layer, [tensor.name for tensor in plan.layers[layer].state].index(match[2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import onnx_ir as ir
@@ -17,63 +18,78 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 
-from kvexport.cache import STATE, CachePlan, LayerGeometry
+from kvexport.cache import CachePlan, LayerGeometry
 from kvexport.errors import UsageError
 from kvexport.export.graph.layers import Layers, find_layers, left_out, wrapped
 from kvexport.export.graph.replicate import BORDER, replicate_layers
 from kvexport.export.model.attention_hook import PassThroughCache, TokenLogits, attending
 from kvexport.methods.base import Method
-from kvexport.ops.onnx_function import (
-    DOMAIN,
-    VERSION,
-    VOTE_ATTENTION_INPUTS,
-    VOTE_ATTENTION_OUTPUTS,
-)
+from kvexport.ops.onnx_function import DOMAIN, VERSION
 from kvexport.ops.to_onnx import to_onnx
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from kvexport.quiet import quiet_exporter
+from kvexport.schema.operators import VOTE_ATTENTION, Operator
 
 
 def layer_attributes(method: Method, layer: LayerGeometry) -> VoteAttentionAttributes:
     """A layer's VoteAttention: what the model fixes and what the method chooses."""
     return VoteAttentionAttributes(
-        layer.scale, method.vote_exponent, method.statistics, layer.sliding_window, layer.softcap
+        scale=layer.scale,
+        vote_exponent=method.vote_exponent,
+        statistics=method.statistics,
+        sliding_window=layer.sliding_window,
+        softcap=layer.softcap,
+        method=method if method.extra_state else None,
     )
 
 
 # Placeholders that only ever stand in a trace: one for a layer's attention, one for the place where the hidden state
 # enters or leaves a layer of which copies will be made.
-torch.library.define(
-    "kvexport::vote_attention",
-    f"({', '.join(f'Tensor {name}' for name in VOTE_ATTENTION_INPUTS)}, Tensor? sink_logits, int layer)"
-    f" -> ({', '.join('Tensor' for _ in VOTE_ATTENTION_OUTPUTS)})",
-)
 torch.library.define("kvexport::layer_border", "(Tensor hidden, *, int layer, int leaves) -> Tensor")
-
-
-def _attended(
-    query: Tensor, key: Tensor, value: Tensor, position: Tensor, query_length: Tensor, *rest: Any
-) -> tuple[Tensor, ...]:
-    *state, _sink_logits, _layer = rest
-    return (query.new_empty(*query.shape[:3], value.shape[3]), *(torch.empty_like(x) for x in state))
-
-
-torch.library.register_fake("kvexport::vote_attention", _attended)
 torch.library.register_fake("kvexport::layer_border", lambda hidden, *, layer, leaves: torch.empty_like(hidden))
+
+
+@cache
+def _attention_placeholder(operator: Operator) -> Any:
+    """VoteAttention as PyTorch knows it: `operator`'s inputs in their order, and the layer's number."""
+    name = f"kvexport::vote_attention_{len(operator.inputs)}"
+    declared = [f"Tensor{'?' if x.optional else ''} {x.name}" for x in operator.inputs]
+    torch.library.define(
+        name, f"({', '.join(declared)}, *, int layer) -> ({', '.join('Tensor' for _ in operator.outputs)})"
+    )
+
+    def attended(*tensors: Tensor, layer: int) -> tuple[Tensor, ...]:
+        given = dict(zip(operator.input_names, tensors, strict=True))
+        output = given["query"].new_empty(*given["query"].shape[:3], given["value"].shape[3])
+        state = (x.name.replace("present_", "past_") for x in operator.outputs[1:])
+        return (output, *(torch.empty_like(given[name]) for name in state))
+
+    torch.library.register_fake(name, attended)
+    return getattr(torch.ops.kvexport, name.partition("::")[2]).default
 
 
 class _Tracing:
     """Puts one VoteAttention placeholder per layer into the trace and collects its present state."""
 
-    def __init__(self, position: Tensor, query_length: Tensor, past: dict[int, Sequence[Tensor]]) -> None:
+    def __init__(
+        self, operator: Operator, position: Tensor, query_length: Tensor, past: dict[int, dict[str, Tensor]]
+    ) -> None:
+        self.operator, self.placeholder = operator, _attention_placeholder(operator)
         self.position, self.query_length, self.past = position, query_length, past
         self.present: dict[int, tuple[Tensor, ...]] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         layer: int = module.layer_idx  # type: ignore[assignment]
-        result = torch.ops.kvexport.vote_attention(
-            query, key, value, self.position, self.query_length, *self.past[layer], options.get("s_aux"), layer
-        )
+        given = {
+            "query": query,
+            "key": key,
+            "value": value,
+            "position": self.position,
+            "query_length": self.query_length,
+            "sink_logits": options.get("s_aux"),
+            **self.past[layer],
+        }
+        result = self.placeholder(*(given[name] for name in self.operator.input_names), layer=layer)
         self.present[layer] = result[1:]
         output: Tensor = result[0]
         return output
@@ -86,9 +102,10 @@ class _Decoder(nn.Module):
     """(input_ids, query_length, past_length, past state...) -> (logits, present_length, present state...), the state
     that of `layers`."""
 
-    def __init__(self, model: Any, last_logits: bool) -> None:
+    def __init__(self, model: Any, plan: CachePlan, last_logits: bool) -> None:
         super().__init__()
-        self.model, self.last_logits = model, last_logits
+        self.model, self.plan, self.last_logits = model, plan, last_logits
+        self.operator = VOTE_ATTENTION.with_state(plan.layers[0].extra)
         self.layers: Sequence[int] = ()
         self.token_logits = TokenLogits(model)
 
@@ -96,7 +113,9 @@ class _Decoder(nn.Module):
         self, input_ids: Tensor, query_length: Tensor, past_length: Tensor, *past: Tensor
     ) -> tuple[Tensor, ...]:
         position = past_length + torch.arange(input_ids.shape[1], device=input_ids.device)
-        tracing = _Tracing(position, query_length, {i: past[5 * n : 5 * n + 5] for n, i in enumerate(self.layers)})
+        given = iter(past)
+        state = {i: {f"past_{x.name}": next(given) for x in self.plan.layers[i].state} for i in self.layers}
+        tracing = _Tracing(self.operator, position, query_length, state)
         self.token_logits.query_length = query_length if self.last_logits else None
         with attending(tracing):
             logits = self.model(
@@ -117,7 +136,7 @@ def trace_decoder(model: Any, mode: FakeTensorMode, plan: CachePlan, *, last_log
     """`decoder.onnx` as an optimized ONNX IR model with one VoteAttention node per layer, carrying only its layer's
     number. Initializers without data are those of `initializer_names`. Layers that do the same are traced once, and
     once more to be sure. Raises UsageError where the model cannot be traced."""
-    decoder = _Decoder(model, last_logits).eval()
+    decoder = _Decoder(model, plan, last_logits).eval()
     layers = find_layers(model, mode)
     if layers and len(layers.traced()) < len(plan.layers):
         with contextlib.suppress(UsageError):  # what cannot be traced at all, the trace of the whole says
@@ -155,14 +174,15 @@ def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, wanted: Seq
     inputs = (ids, query_length, past_length, *state)
     shapes = ({0: batch, 1: tokens}, {0: batch}, {0: batch}, tuple({0: batch} for _ in state))
 
-    vote_attention = _operator(
-        "VoteAttention", [*VOTE_ATTENTION_INPUTS, "sink_logits"], VOTE_ATTENTION_OUTPUTS, ["layer"], "sink_logits"
-    )
+    operator = decoder.operator
+    optional = [x.name for x in operator.inputs if x.optional]
     translations = {
-        torch.ops.kvexport.vote_attention.default: vote_attention,
+        _attention_placeholder(operator): _operator(
+            operator.name, operator.input_names, operator.output_names, ["layer"], optional
+        ),
         torch.ops.kvexport.layer_border.default: _operator(BORDER, ["hidden"], ["same"], ["layer", "leaves"]),
     }
-    names = [f"{i}.{kind}" for i in wanted for kind in STATE]
+    tensors = [(i, x) for i in wanted for x in plan.layers[i].state]
     try:
         with mode:
             graph = to_onnx(
@@ -170,13 +190,8 @@ def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, wanted: Seq
                 inputs,
                 shapes,
                 translations,
-                input_names=[
-                    "input_ids",
-                    "query_length",
-                    "past_length",
-                    *(f"past_key_values.{name}" for name in names),
-                ],
-                output_names=["logits", "present_length", *(f"present.{name}" for name in names)],
+                input_names=["input_ids", "query_length", "past_length", *(x.past(i) for i, x in tensors)],
+                output_names=["logits", "present_length", *(x.present(i) for i, x in tensors)],
             )
     except UsageError:
         raise
@@ -202,13 +217,13 @@ def _optimize(model: ir.Model, parameters: Iterable[str]) -> None:
 
 
 def _operator(
-    name: str, inputs: Sequence[str], outputs: Sequence[str], attributes: Sequence[str], optional: str = ""
+    name: str, inputs: Sequence[str], outputs: Sequence[str], attributes: Sequence[str], optional: Sequence[str] = ()
 ) -> Any:
     """How a placeholder becomes a node of domain kvexport. Every parameter has a type variable of its own."""
     kinds = ["tensor(float)", "tensor(float16)", "tensor(int32)", "tensor(int64)"]
     option = OpSchema.FormalParameterOption
     formal = [
-        OpSchema.FormalParameter(p, f"T_{p}", "", param_option=option.Optional if p == optional else option.Single)
+        OpSchema.FormalParameter(p, f"T_{p}", "", param_option=option.Optional if p in optional else option.Single)
         for p in (*inputs, *outputs)
     ]
     schema = OpSchema(

@@ -62,6 +62,7 @@ from kvexport.methods.base import Statistic
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.onnx_function import merge_cache_node_attributes, vote_attention_node_attributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes
+from kvexport.schema.state import STATE_NAMES
 
 Arrays = dict[str, np.ndarray]
 
@@ -365,7 +366,7 @@ def test_one_instance_runs_again_and_again_in_rubbish(harness: Harness) -> None:
     attributes = VoteAttentionAttributes(0.25, 1.0, (Statistic("log_ema", 0.9), Statistic("probability")))
     rng, memory = np.random.default_rng(3), HostMemory()
     shapes = {tensor: t.shape for tensor, t in zip(INPUTS, attention_tensors(FLOAT, 1, 1, sinks=False), strict=False)}
-    for name in ("key", "value", "votes", "score", "position"):
+    for name in STATE_NAMES:
         shapes[f"past_{name}"] = [1024 if size == 96 else size for size in shapes[f"past_{name}"]]  # of several splits
     held = {name: memory.put(rng.normal(size=shape).astype(np.float32)) for name, shape in shapes.items()}
     held["past_votes"][...] = np.arange(1024) < 1000

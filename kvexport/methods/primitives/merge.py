@@ -1,0 +1,66 @@
+"""What becomes of evicted slots: a policy's merge."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvexport.methods.base import Evicted, Slots, Statistic, corrected_log_ema
+from kvexport.methods.primitives.pairs import merge_pairs
+from kvexport.methods.primitives.select import importance, mean_per_observation
+from kvexport.methods.primitives.sets import MergeSets, merge_sets, nearest
+from kvexport.methods.primitives.zip import zipped
+from kvexport.schema.policy import MergePolicy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def merge(policy: MergePolicy, statistics: tuple[Statistic, ...], slots: Slots, evicted: Evicted) -> Slots:
+    """`Method.merge` of a policy."""
+    if policy.merge == "drop":
+        return slots
+    if policy.merge == "pair":
+        sets, key, value, votes = merge_pairs(policy, slots, evicted)
+    else:
+        if policy.merge == "running_mean":
+            evicted = replace(evicted, can_receive=residual_slots(policy, slots, evicted))
+        to, near = nearest(slots, evicted, policy.measure)
+        sets = merge_sets(evicted, to, evicted.occupied & (near > policy.threshold))
+        if policy.merge == "zip":
+            logit = corrected_log_ema(slots, -1, policy.weigh_decay)
+            key, value, votes = zipped(slots, sets, logit, policy.zip, policy.key_factor_max)
+        else:
+            target, arriving = sets.pair(slots.votes)
+            key, value = (sets.mean(x, target, arriving) for x in (slots.key, slots.value))
+            votes = sets.sum(target, arriving)
+    if policy.votes_max < math.inf:
+        votes = votes.clamp(max=policy.votes_max)
+    score = sets.scores(slots, statistics)
+    if policy.mean_adds:
+        score = _with_means_added(slots, sets, score)
+    return sets.write(slots, key, value, votes, score)
+
+
+def _with_means_added(slots: Slots, sets: MergeSets, score: Tensor) -> Tensor:
+    """`score` [B, H, V, K] whose first statistic is the sum of the means per observation, as a sum over the merged
+    slot's own observations, which began with its latest token."""
+    import torch
+
+    mean = sets.sum(*sets.pair(mean_per_observation(slots)))
+    first = mean * (slots.now - sets.latest(slots) + 1).float()
+    return torch.cat([first[..., None], score[..., 1:]], dim=-1)
+
+
+def residual_slots(policy: MergePolicy, slots: Slots, evicted: Evicted) -> Tensor:
+    """The targets of a running mean: a share of those that can receive, which is one at least; slots that have merged
+    before, then those of lowest importance; [B, H, C] bool."""
+    import torch
+
+    held = evicted.can_receive
+    count = torch.clamp((policy.residual * held.sum(-1, keepdim=True)).floor(), min=1.0)
+    scores = importance(policy, slots, evicted.unprotected)
+    order = torch.where(held, torch.where(slots.votes > 1, -1e38, scores), torch.inf).sort(dim=-1, stable=True).indices
+    places = torch.arange(held.shape[-1], device=held.device).expand_as(order)
+    return held & (torch.zeros_like(order).scatter(-1, order, places) < count)

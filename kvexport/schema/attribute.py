@@ -1,0 +1,74 @@
+"""One attribute of an operator: its name, type, default, range and meaning."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Kind = Literal["float", "int", "bool", "word", "words", "floats", "ints"]
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """What a node says about itself under one name.
+
+    kind: of its value. A ``bool`` is an ONNX integer, 0 or 1. ``words`` is one string, joined by commas, because ONNX
+        Runtime gives custom operators no lists of strings.
+    default: None where the attribute has to be given. optional: it may be missing, which is a value of its own.
+    words: the known ones. least, most, above, below: bounds of a number, or of every number of a list.
+    """
+
+    name: str
+    kind: Kind
+    meaning: str
+    default: Any = None
+    words: tuple[str, ...] = ()
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+    below: float | None = None
+    optional: bool = False
+
+    @property
+    def bounds(self) -> str:
+        """The range in words, as errors and tables say it; empty where there is none."""
+        low = f"at least {_number(self.least)}" if self.least is not None else ""
+        low = f"above {_number(self.above)}" if self.above is not None else low
+        high = f"at most {_number(self.most)}" if self.most is not None else ""
+        high = f"below {_number(self.below)}" if self.below is not None else high
+        return " and ".join(part for part in (low, high) if part)
+
+    def problem(self, value: Any) -> str:
+        """Why `value` cannot be the attribute's; empty where it can."""
+        if self.kind in ("word", "words"):
+            given = str(value).split(",") if self.kind == "words" else [value]
+            unknown = [word for word in given if word not in self.words]
+            return f"{self.name} is '{unknown[0]}'; known: {', '.join(self.words)}" if unknown else ""
+        for x in value if self.kind in ("floats", "ints") else [value]:
+            if not self._inside(x):
+                return f"{self.name} is {_number(x)}, and has to be {self.bounds or 'a number'}"
+        return ""
+
+    def _inside(self, x: float) -> bool:
+        return (
+            not math.isnan(x)
+            and (self.least is None or x >= self.least)
+            and (self.most is None or x <= self.most)
+            and (self.above is None or x > self.above)
+            and (self.below is None or x < self.below)
+        )
+
+    def node_value(self, value: Any) -> Any:
+        """`value` as ONNX holds it."""
+        if self.kind == "words":
+            return value if isinstance(value, str) else ",".join(value)
+        if self.kind == "floats":
+            return [float(x) for x in value]
+        if self.kind == "ints":
+            return [int(x) for x in value]
+        return {"float": float, "int": int, "bool": int, "word": str}[self.kind](value)
+
+
+def _number(x: float | None) -> str:
+    return f"{x:g}" if isinstance(x, float) else str(x)

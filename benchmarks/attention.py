@@ -32,7 +32,7 @@ def session(threads: int, dtype: str, statistic: str) -> tuple[Any, Any, int]:
     from onnx import helper
 
     from kvexport.backends.onnxruntime.operators import library
-    from kvexport.methods.base import Statistic
+    from kvexport.methods.slots import Statistic
     from kvexport.ops.onnx_function import vote_attention_node_attributes
     from kvexport.ops.vote_attention import VoteAttentionAttributes
     from kvexport.schema.operators import VOTE_ATTENTION

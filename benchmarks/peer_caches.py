@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from kvexport.export.model.attention_hook import PassThroughCache, attending
-from kvexport.methods.base import Method, Rotary
+from kvexport.methods.base import Method
+from kvexport.methods.slots import Rotary
 from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
 from kvexport.ops.vote_attention import VoteAttentionAttributes, vote_attention
 

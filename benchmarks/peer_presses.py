@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvexport.cache import CachePlan
 from kvexport.export.build import read_model
-from kvexport.methods.base import Slots
 from kvexport.methods.primitives.select import mean_per_observation
+from kvexport.methods.slots import Slots
 from kvexport.recipe.fields import Recipe
 from kvexport.recipe.load import load_recipe
 from kvexport.runtime.lanes import Lanes

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from kvexport.methods import all_methods
-from kvexport.methods.base import Method, Statistic
+from kvexport.methods.base import Method
+from kvexport.methods.slots import Statistic
 
 ROOT = Path(__file__).parent.parent
 KINDS = {"log_ema": "ln of the average exp(logit)", "probability": "sum of probabilities", "none": "none"}

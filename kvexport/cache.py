@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvexport.errors import UsageError
-from kvexport.methods.base import Rotary
+from kvexport.methods.slots import Rotary
 from kvexport.recipe.fields import Recipe
 from kvexport.schema.state import STATE, StateTensor
 

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from kvexport.methods.base import Evicted, Slots, gather_rows
 from kvexport.methods.merging import Merging
+from kvexport.methods.slots import Evicted, Slots, gather_rows
 
 
 class CaM(Merging):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, ClassVar
 
-from kvexport.methods.base import Evicted, Slots
 from kvexport.methods.merging import Merging
 from kvexport.methods.primitives.sets import NO_TARGET, merge_sets, nearest
+from kvexport.methods.slots import Evicted, Slots
 
 if TYPE_CHECKING:
     from torch import Tensor

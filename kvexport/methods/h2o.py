@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from kvexport.methods.base import Method, Statistic
+from kvexport.methods.base import Method
+from kvexport.methods.slots import Statistic
 from kvexport.schema.policy import MergePolicy
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from kvexport.methods.base import Evicted, Slots, gather_rows
 from kvexport.methods.merging import Merging
 from kvexport.methods.primitives.sets import merge_sets, unit
+from kvexport.methods.slots import Evicted, Slots, gather_rows
 
 if TYPE_CHECKING:
     from torch import Tensor

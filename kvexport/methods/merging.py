@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from kvexport.methods.base import Method, Slots, Statistic
+from kvexport.methods.base import Method
 from kvexport.methods.h2o import H2O
 from kvexport.methods.pyramidinfer import PyramidInfer
+from kvexport.methods.slots import Slots, Statistic
 from kvexport.methods.snapkv import SnapKV
 from kvexport.schema.policy import MergePolicy
 

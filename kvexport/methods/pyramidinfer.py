@@ -6,7 +6,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from kvexport.methods.base import Method, Statistic
+from kvexport.methods.base import Method
+from kvexport.methods.slots import Statistic
 from kvexport.schema.policy import MergePolicy
 
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from kvexport.methods.base import Method, Slots
+from kvexport.methods.base import Method
+from kvexport.methods.slots import Slots
 
 if TYPE_CHECKING:
     from torch import Tensor

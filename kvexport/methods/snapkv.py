@@ -6,7 +6,8 @@ from typing import ClassVar
 
 from pydantic import Field, field_validator
 
-from kvexport.methods.base import Method, Statistic
+from kvexport.methods.base import Method
+from kvexport.methods.slots import Statistic
 from kvexport.schema.policy import MergePolicy
 
 

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from kvexport.methods.base import Statistic
 from kvexport.methods.merging import Merging
+from kvexport.methods.slots import Statistic
 from kvexport.schema.policy import MergePolicy
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kvexport.errors import UsageError
-from kvexport.methods.base import Evicted, Method, Rotary, Slots, gather_slots
+from kvexport.methods.base import Method
+from kvexport.methods.slots import Evicted, Rotary, Slots, gather_slots
 
 LAST = torch.iinfo(torch.int32).max
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvexport.methods.base import Call, Method, Statistic, along
+from kvexport.methods.base import Method
+from kvexport.methods.slots import Call, Statistic, along
 
 # The logarithm of "nothing yet", and the bias of an invisible slot. Finite, so that no subtraction of two of them is
 # NaN; adding any logit to it changes nothing in float32.

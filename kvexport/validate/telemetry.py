@@ -19,7 +19,8 @@ from torch import Tensor
 from kvexport.cache import CachePlan, LayerGeometry
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.export.graph.tracer import layer_attributes
-from kvexport.methods.base import Method, Slots, corrected_log_ema
+from kvexport.methods.base import Method
+from kvexport.methods.slots import Slots, corrected_log_ema
 from kvexport.ops.merge_cache import merge_cache
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from kvexport.schema.state import STATE, StateTensor

@@ -18,7 +18,7 @@ constexpr float kLogZero = -1e30f;
 
 enum StatisticKind { kNone = 0, kLogEma = 1, kProbability = 2 };
 
-// One importance statistic of VoteAttention, as kvexport/methods/base.py defines it.
+// One importance statistic of VoteAttention, as kvexport/methods/slots.py defines it.
 struct Statistic {
   int kind;
   float decay;

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from kvexport.methods import all_methods
-from kvexport.methods.base import Method, Rotary, Statistic
+from kvexport.methods.base import Method
+from kvexport.methods.slots import Rotary, Statistic
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 

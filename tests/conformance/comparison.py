@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvexport.methods.base import Statistic
+from kvexport.methods.slots import Statistic
 from kvexport.schema.state import STATE_NAMES as STATE
 
 Arrays = dict[str, np.ndarray]

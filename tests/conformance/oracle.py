@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from kvexport.methods.base import Statistic
+from kvexport.methods.slots import Statistic
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from tests.conformance.oracle_rules import RULES, Head, Slot

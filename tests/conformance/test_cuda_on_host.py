@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from kvexport.methods import all_methods
-from kvexport.methods.base import Rotary, Statistic
+from kvexport.methods.slots import Rotary, Statistic
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from tests.conformance.cases import single_precision

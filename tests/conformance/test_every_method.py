@@ -123,7 +123,7 @@ def test_a_constant_score_is_returned_unchanged_whatever_counts(
     window: int, recency_weight: float, logit: float
 ) -> None:
     """Oracle 9 with a window and a recency weight: the average's correction depends on a slot's age alone."""
-    from kvexport.methods.base import Statistic
+    from kvexport.methods.slots import Statistic
 
     profile = MergeProfile("constant", "keepkv", {"decay": 0.95})
     attention = VoteAttentionAttributes(1.0, 1.0, (Statistic("log_ema", 0.95, window, recency_weight),))

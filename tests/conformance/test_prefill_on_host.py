@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvexport.methods.base import Statistic
+from kvexport.methods.slots import Statistic
 from kvexport.ops.vote_attention import VoteAttentionAttributes, vote_attention
 from tests.conformance.cases import PROFILES, SCENARIOS, Profile, Scenario, single_precision, vote_attention_inputs
 from tests.conformance.comparison import assert_finite, assert_near, assert_same_cache, state_of

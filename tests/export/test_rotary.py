@@ -25,7 +25,7 @@ from kvexport.errors import UsageError
 from kvexport.export.build import build
 from kvexport.export.model.hf_model import build_fake, probe_geometry
 from kvexport.export.model.rotary import read_rotary
-from kvexport.methods.base import Rotary
+from kvexport.methods.slots import Rotary
 from kvexport.validate.runner import validate_artifact
 from tests.support.models import make_recipe
 

@@ -16,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvexport.errors import UsageError
-from kvexport.methods.base import Method, Statistic
+from kvexport.methods.base import Method
 from kvexport.methods.full import Full
 from kvexport.methods.h2o import H2O
 from kvexport.methods.keepkv import KeepKV
 from kvexport.methods.primitives.zip import key_factor
+from kvexport.methods.slots import Statistic
 from kvexport.methods.streaming import Streaming
 from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
 from tests.support.one_head import DECAY, appended, attended, cache_of, merged, random_cache, score_for, tensors_of

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvexport.methods.base import Method, Statistic
+from kvexport.methods.base import Method
+from kvexport.methods.slots import Statistic
 from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
 from kvexport.ops.vote_attention import VoteAttentionAttributes, vote_attention
 from kvexport.schema.state import STATE_NAMES

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvexport.methods import all_methods
-from kvexport.methods.base import Statistic
+from kvexport.methods.slots import Statistic
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.onnx_function import merge_cache_node_attributes, vote_attention_node_attributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes

@@ -15,7 +15,7 @@ from kvexport.cache import CachePlan, LayerCache, LayerGeometry
 from kvexport.export.build import read_model
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.methods import all_methods
-from kvexport.methods.base import Statistic
+from kvexport.methods.slots import Statistic
 from kvexport.ops.merge_cache import merge_cache
 from kvexport.ops.vote_attention import VoteAttentionAttributes, vote_attention
 from kvexport.report.page import render_html, render_text

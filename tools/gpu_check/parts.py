@@ -137,7 +137,7 @@ INPUTS = ("query", "key", "value", "position", "query_length", *(f"past_{name}" 
 
 
 def attributes_of(kind: str) -> Any:
-    from kvexport.methods.base import Statistic
+    from kvexport.methods.slots import Statistic
     from kvexport.ops.vote_attention import VoteAttentionAttributes
 
     kinds = {

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kvexport.cache import LayerGeometry
 from kvexport.errors import UsageError
 from kvexport.export.model.attention_hook import PassThroughCache, attending
-from kvexport.methods.base import Rotary
-from kvexport.methods.pairs import rotated
+from kvexport.methods.primitives.pairs import rotated
+from kvexport.methods.slots import Rotary
 
 APPLY = "apply_rotary_pos_emb"  # what transformers calls the function in nearly every model
 POSITIONS = (0, 1, 7, 1000)

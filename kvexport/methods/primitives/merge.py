@@ -6,11 +6,11 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvexport.methods.base import Evicted, Slots, Statistic, corrected_log_ema
 from kvexport.methods.primitives.pairs import merge_pairs
 from kvexport.methods.primitives.select import importance, mean_per_observation
 from kvexport.methods.primitives.sets import MergeSets, merge_sets, nearest
 from kvexport.methods.primitives.zip import zipped
+from kvexport.methods.slots import Evicted, Slots, Statistic, corrected_log_ema
 from kvexport.schema.policy import MergePolicy
 
 if TYPE_CHECKING:

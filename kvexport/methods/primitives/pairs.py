@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvexport.methods.base import Evicted, Rotary, Slots
 from kvexport.methods.primitives.sets import MergeSets, merge_sets
+from kvexport.methods.slots import Evicted, Rotary, Slots
 from kvexport.schema.policy import MergePolicy
 
 if TYPE_CHECKING:

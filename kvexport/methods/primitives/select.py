@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvexport.methods.base import Slots, corrected_log_ema, gather_rows
 from kvexport.methods.primitives.pairs import pair_order
 from kvexport.methods.primitives.sets import squared_distances
+from kvexport.methods.slots import Slots, corrected_log_ema, gather_rows
 from kvexport.schema.policy import MergePolicy
 
 if TYPE_CHECKING:

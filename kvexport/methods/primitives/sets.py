@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from kvexport.methods.base import Evicted, Slots, Statistic, gather_rows
+from kvexport.methods.slots import Evicted, Slots, Statistic, gather_rows
 from kvexport.schema.policy import NO_GATE
 
 if TYPE_CHECKING:

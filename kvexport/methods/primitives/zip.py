@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from kvexport.methods.base import Slots
 from kvexport.methods.primitives.sets import MergeSets
+from kvexport.methods.slots import Slots
 
 if TYPE_CHECKING:
     from torch import Tensor

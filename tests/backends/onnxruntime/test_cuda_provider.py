@@ -84,7 +84,7 @@ def test_malformed_nodes_are_refused_as_on_the_cpu_and_in_place_has_the_same_bit
 
 @needs_binding
 def test_caches_of_bfloat16_have_the_bits_of_the_kernels_called_by_themselves(on_the_binding: None) -> None:
-    from kvexport.methods.base import Statistic
+    from kvexport.methods.slots import Statistic
     from kvexport.ops.vote_attention import VoteAttentionAttributes
     from tests.conformance.cuda_library import CudaOnHost, bfloat16
 

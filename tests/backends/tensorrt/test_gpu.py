@@ -25,7 +25,7 @@ from tests.conformance.cuda_library import DEVICE, Cuda, DeviceMemory, HostMemor
 
 from tests.conformance.cuda_library import Caller as DirectCaller  # isort: skip
 
-from kvexport.methods.base import Statistic
+from kvexport.methods.slots import Statistic
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 
 QUERY_HEADS, HEADS, SIZE = 32, 8, 128

@@ -58,7 +58,7 @@ from tests.conformance.cuda_library import HostMemory, bfloat16, float32_of, lac
 from tests.conformance.oracle import merge_cache, vote_attention  # isort: skip
 
 from kvexport.methods import all_methods
-from kvexport.methods.base import Statistic
+from kvexport.methods.slots import Statistic
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.onnx_function import merge_cache_node_attributes, vote_attention_node_attributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes

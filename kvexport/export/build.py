@@ -99,7 +99,7 @@ def build(
             shape = read_model(recipe)
             if plan is not None:
                 shape = shape._replace(plan=plan)
-            specs = weight_specs(shape, recipe.model.dtype)
+            specs = weight_specs(shape)
         method = recipe.cache.build_method()
         with (
             forked(partial(_merge_bytes, shape.plan, method)) as merge_bytes,  # before there are threads
@@ -202,7 +202,7 @@ def _write_weights(
     return written
 
 
-def weight_specs(shape: ModelShape, dtype: str) -> list[Any]:
+def weight_specs(shape: ModelShape) -> list[Any]:
     """What the checkpoint must give for every initializer. Raises UsageError naming parameters it does not have, or
     whose dtype or shape is another."""
     from kvexport.export.graph.tracer import initializer_names
@@ -220,8 +220,12 @@ def weight_specs(shape: ModelShape, dtype: str) -> list[Any]:
             f"(it holds {found}, ...)",
             "use a checkpoint saved with save_pretrained() of the same model class",
         )
-    shapes = {name: tuple(p.shape) for name, p in shape.model.named_parameters(remove_duplicate=False)}
-    specs = [TensorSpec(i, entries[sources[name]], dtype, shapes[name]) for name, i in names.items()]  # type: ignore[arg-type]
+    parameters = dict(shape.model.named_parameters(remove_duplicate=False))
+    specs = []
+    for name, initializer in names.items():
+        parameter = parameters[name]
+        dtype = str(parameter.dtype).removeprefix("torch.")  # a few of a float16 model stay float32
+        specs.append(TensorSpec(initializer, entries[sources[name]], dtype, tuple(parameter.shape)))  # type: ignore[arg-type]
     check_specs(specs)
     return specs
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    ApertusConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
@@ -55,6 +56,7 @@ class Family:
 
 
 FAMILIES = {
+    "apertus": Family(ApertusConfig, {}),
     "llama": Family(LlamaConfig, {}),
     "mistral": Family(MistralConfig, {"sliding_window": WINDOW}, windows=(WINDOW, WINDOW)),
     "qwen2": Family(Qwen2Config, {}, weights="link"),

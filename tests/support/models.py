@@ -53,6 +53,9 @@ def save_checkpoint(
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             else:
                 parameter.normal_(0.0, scale)
+        for name, tensor in model.state_dict().items():
+            if name not in dict(model.named_parameters(remove_duplicate=False)) and tensor.is_floating_point():
+                tensor.add_(torch.rand_like(tensor) * 0.5)  # buffers that were trained
     model.to(dtype).save_pretrained(folder, max_shard_size=shard)
     return folder
 

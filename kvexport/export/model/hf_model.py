@@ -56,7 +56,7 @@ def load_config(source: str, revision: str | None, max_length: int) -> Any:
 
 def build_fake(config: Any, dtype: torch.dtype, max_length: int) -> tuple[Any, FakeTensorMode]:
     """The model in eval mode without its weights: parameters are fake tensors of the returned mode (shape and type, no
-    memory), buffers that no checkpoint holds (rotary frequencies) are real. Raises UsageError where transformers
+    memory), buffers that no checkpoint holds (rotary frequencies) are real, and those that it holds are parameters. Raises UsageError where transformers
     cannot make the model, or the model does not use its attention interface."""
     _refuse_own_attention(config)
     try:
@@ -75,6 +75,7 @@ def build_fake(config: Any, dtype: torch.dtype, max_length: int) -> tuple[Any, F
                 model._init_weights(module)
     model.tie_weights()
     fix_rotary_frequencies(model, max_length)
+    _buffers_as_parameters(model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     shared: dict[int, nn.Parameter] = {}  # tied parameters stay tied
     with mode:
@@ -88,6 +89,22 @@ def build_fake(config: Any, dtype: torch.dtype, max_length: int) -> tuple[Any, F
                     shared[id(shared[id(parameter)])] = shared[id(parameter)]
                 module._parameters[name] = shared[id(parameter)]
     return model.eval(), mode
+
+
+def _buffers_as_parameters(model: nn.Module) -> None:
+    """Persistent buffers, which a checkpoint holds as it holds parameters (Apertus' activation, Gemma 4's layer
+    scalars), become parameters: what transformers computed for them is only where training began."""
+    for prefix, module in model.named_modules():
+        for name, buffer in list(module._buffers.items()):
+            if buffer is None or name in module._non_persistent_buffers_set:
+                continue
+            if not buffer.is_floating_point():
+                raise UsageError(
+                    f"{model.config.model_type} keeps integers in its checkpoint ('{prefix}.{name}', {buffer.dtype}); "
+                    "only models whose tensors are floats can be exported"
+                )
+            del module._buffers[name]
+            module._parameters[name] = nn.Parameter(buffer, requires_grad=False)
 
 
 def _refuse_own_attention(config: Any) -> None:

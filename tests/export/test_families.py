@@ -16,6 +16,7 @@ from transformers import (
     ApertusConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GPT2Config,
     GPTNeoXConfig,
     GraniteConfig,
@@ -82,6 +83,8 @@ FAMILIES = {
 # These follow from what the others prove; uncompressed alone has to be right. gpt_neox renames its tensors and rotates
 # a quarter of a head, gpt2 learns its positions and stores weights transposed, granite has multipliers everywhere,
 # Phi-3's long form has frequencies that depend on the length.
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+GEMMA4 = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 100}
 TAIL = {
     "gpt_neox": Family(GPTNeoXConfig, {}),
     "gpt2": Family(GPT2Config, {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}),
@@ -90,16 +93,29 @@ TAIL = {
         GraniteConfig,
         {"attention_multiplier": 0.3, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
     ),
+    "gemma4": Family(
+        Gemma4TextConfig,
+        {"layer_types": MIXED, "sliding_window": WINDOW, "head_dim": 16, "global_head_dim": 32, **GEMMA4},
+        windows=(WINDOW, 0),
+    ),
+    "gemma3-longrope": Family(
+        Gemma3TextConfig,
+        {
+            "layer_types": MIXED,
+            "sliding_window": WINDOW,
+            "head_dim": 16,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {**LONGROPE, "original_max_position_embeddings": 32, "factor": 16.0},
+            },
+        },
+        windows=(WINDOW, 0),
+    ),
     "phi3-longrope": Family(
         Phi3Config,
         {
             "original_max_position_embeddings": 32,  # less than any of the sequences here
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "short_factor": [1.0] * 8,
-                "long_factor": [2.0] * 8,
-            },
+            "rope_parameters": LONGROPE,
         },
     ),
 }

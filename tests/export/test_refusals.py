@@ -72,6 +72,14 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         "numbers positions in its own way",
     ),
     "bert": ("BertConfig", {**models.SIZES, "pad_token_id": 0}, "is not causal"),
+    "doge": ("DogeConfig", models.SIZES, "computes with its attention mask in code of its own"),
+    "xlstm": ("xLSTMConfig", {"hidden_size": 64, "num_hidden_layers": 2}, "layers without attention (state-space"),
+    "gemma3n": ("Gemma3nConfig", {}, "the last 15 layers of gemma3n read the keys of other layers"),
+    "gemma4_text": (
+        "Gemma4TextConfig",
+        {**models.SIZES, "num_kv_shared_layers": 1},
+        "the last 1 layers of gemma4_text read the keys of other layers",
+    ),
     "clip_vision_model": ("CLIPVisionConfig", {}, "transformers has no decoder"),
 }
 
@@ -133,6 +141,27 @@ def test_a_config_that_makes_no_model(tmp_path: Path) -> None:
     error = refusal(checkpoint, lambda out: build(recipe_for(checkpoint), out))
     assert "transformers cannot make a llama" in error.problem
     assert "no-such-activation" in error.problem
+
+
+def test_integers_in_a_checkpoint_are_refused() -> None:
+    from kvexport.export.model.hf_model import _buffers_as_parameters
+
+    model: Any = torch.nn.Module()
+    model.config = models.llama()
+    model.register_buffer("table", torch.arange(3))
+    with pytest.raises(UsageError, match=r"keeps integers in its checkpoint \('.table', torch.int64\)"):
+        _buffers_as_parameters(model)
+
+
+def test_rotary_frequencies_of_the_longest_sequence_are_announced() -> None:
+    from kvexport.export.model.hf_model import length_notes
+
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    config = transformers.Phi3Config(**models.SIZES, original_max_position_embeddings=32, rope_parameters=rope)
+    assert length_notes(config, 32) == []
+    assert length_notes(models.llama(), 512) == []
+    [note] = length_notes(config, 128)
+    assert "sequences of up to 32 tokens differ from transformers; with --set limits.max_length=32 they do not" in note
 
 
 def test_an_unknown_model_type(tmp_path: Path) -> None:

@@ -43,6 +43,11 @@ def load_config(source: str, revision: str | None, max_length: int) -> Any:
             "more memory than "
             "its own latent cache"
         )
+    if shared := getattr(text, "num_kv_shared_layers", 0):
+        raise UsageError(
+            f"the last {shared} layers of {kind} read the keys of other layers (num_kv_shared_layers); only decoders "
+            "whose every layer has a cache of its own can be exported"
+        )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UsageError(f"transformers has no decoder (AutoModelForCausalLM) for model type '{kind}'")
     positions = getattr(text, "max_position_embeddings", None)
@@ -56,8 +61,8 @@ def load_config(source: str, revision: str | None, max_length: int) -> Any:
 
 def build_fake(config: Any, dtype: torch.dtype, max_length: int) -> tuple[Any, FakeTensorMode]:
     """The model in eval mode without its weights: parameters are fake tensors of the returned mode (shape and type, no
-    memory), buffers that no checkpoint holds (rotary frequencies) are real, and those that it holds are parameters. Raises UsageError where transformers
-    cannot make the model, or the model does not use its attention interface."""
+    memory), buffers that no checkpoint holds (rotary frequencies) are real, and those that it holds are parameters.
+    Raises UsageError where transformers cannot make the model, or the model does not use its attention interface."""
     _refuse_own_attention(config)
     try:
         with torch.device("meta"):
@@ -109,6 +114,11 @@ def _buffers_as_parameters(model: nn.Module) -> None:
 
 def _refuse_own_attention(config: Any) -> None:
     decoder: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not hasattr(config.get_text_config(), "num_attention_heads"):
+        raise UsageError(
+            f"{config.model_type} has layers without attention (state-space or linear attention); only decoders whose "
+            "every layer attends can be exported"
+        )
     if not decoder._can_set_attn_implementation():
         raise UsageError(
             f"{config.model_type} computes attention in its own code (as most models with ALiBi or other biases do), "
@@ -121,12 +131,37 @@ def fix_rotary_frequencies(model: nn.Module, max_length: int) -> None:
     """Rotary embeddings whose frequencies depend on the length seen so far (dynamic, longrope) are fixed at those of
     the longest
     sequence: a graph has one set, and keys already rotated cannot be rotated anew."""
+    last = torch.full((1, 1), max_length - 1)
     for module in model.modules():
-        kind = getattr(module, "rope_type", None)
-        if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+        kinds = getattr(module, "rope_type", None)
+        if isinstance(kinds, str) and _depends_on_length(kinds):
             with torch.no_grad():
-                module(torch.zeros(1, 1, 1), torch.full((1, 1), max_length - 1))
+                module(torch.zeros(1, 1, 1), last)
             module.rope_type = "fixed"  # type: ignore[assignment]
+        elif isinstance(kinds, dict):  # one for each kind of layer
+            for layers in [layers for layers, kind in kinds.items() if _depends_on_length(kind)]:
+                with torch.no_grad():
+                    module(torch.zeros(1, 1, 1), last, layers)
+                kinds[layers] = "fixed"
+
+
+def _depends_on_length(rope_type: str) -> bool:
+    return "dynamic" in rope_type or rope_type == "longrope"
+
+
+def length_notes(config: Any, max_length: int) -> list[str]:
+    """What a user should know of rotary frequencies that depend on the length (see `fix_rotary_frequencies`): shorter
+    sequences do not get the frequencies that transformers would give them."""
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    notes = []
+    for rope in [parameters, *(p for p in parameters.values() if isinstance(p, dict))]:
+        original = rope.get("original_max_position_embeddings")
+        if _depends_on_length(rope.get("rope_type", "")) and original and max_length > original:
+            notes.append(
+                f"rotary frequencies ({rope['rope_type']}) are those of limits.max_length {max_length}: sequences of "
+                f"up to {original} tokens differ from transformers; with --set limits.max_length={original} they do not"
+            )
+    return notes
 
 
 class _Probe:
@@ -216,6 +251,11 @@ def probe_geometry(model: Any, mode: FakeTensorMode) -> list[LayerGeometry]:
     except Exception as error:
         failure = error
     _refuse_experts(model)
+    if failure and "'function' object" in str(failure):  # the mask, which stays a function of positions here
+        raise UsageError(
+            f"{kind} computes with its attention mask in code of its own; only causal masks and sliding windows can be "
+            "kept in a merging cache"
+        ) from failure
     if failure:
         raise UsageError(
             f"{kind} cannot be traced without its weights: {type(failure).__name__}: {_first_line(failure)}"

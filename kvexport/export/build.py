@@ -92,6 +92,7 @@ def build(
         from kvexport.export.graph.graphs import attention_functions, finish_decoder
         from kvexport.export.graph.top_logits import candidates_model
         from kvexport.export.graph.tracer import trace_decoder
+        from kvexport.export.model.hf_model import length_notes
         from kvexport.export.passes import GRAPH_CHECKS
         from kvexport.export.weights import total_bytes
 
@@ -100,6 +101,9 @@ def build(
             if plan is not None:
                 shape = shape._replace(plan=plan)
             specs = weight_specs(shape)
+        for note in length_notes(shape.model.config, recipe.limits.max_length):
+            with progress(f"note: {note}", None):
+                pass
         method = recipe.cache.build_method()
         with (
             forked(partial(_merge_bytes, shape.plan, method)) as merge_bytes,  # before there are threads

@@ -96,7 +96,7 @@ def build_fake(config: Any, dtype: torch.dtype, max_length: int) -> tuple[Any, F
     return model.eval(), mode
 
 
-def _buffers_as_parameters(model: nn.Module) -> None:
+def _buffers_as_parameters(model: Any) -> None:
     """Persistent buffers, which a checkpoint holds as it holds parameters (Apertus' activation, Gemma 4's layer
     scalars), become parameters: what transformers computed for them is only where training began."""
     for prefix, module in model.named_modules():

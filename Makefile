@@ -17,11 +17,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 # The native operators, with ONNX Runtime's headers fetched where there are none. What is built here is what `pip install` builds.
 native: setup
-	$(BIN)/python plugins/build.py --fetch-headers
+	$(BIN)/python plugins/build.py onnxruntime --fetch-headers
 
 # The same for ONNX Runtime's CUDA provider; takes nvcc. CUDA="80 90" names compute capabilities, otherwise they are this machine's.
 native-cuda: setup
-	$(BIN)/python plugins/build.py --fetch-headers --cuda $(CUDA)
+	$(BIN)/python plugins/build.py onnxruntime-cuda --fetch-headers $(if $(CUDA),--capabilities $(CUDA))
 
 # The compiler and the emulator that the kernels for Arm are tested with. Without them those tests say what they could not reach.
 cross-tools:
@@ -42,8 +42,7 @@ smollm2: setup
 
 # The CUDA kernels' own source and their binding, compiled for the host: the conformance suite's backends *cuda-on-host.
 cuda-host:
-	$(PYTHON) plugins/cuda/build_cuda.py --host
-	$(PYTHON) plugins/build.py --fetch-headers --cuda-on-host
+	$(PYTHON) plugins/build.py cuda-host onnxruntime-cuda-host --fetch-headers
 
 # On a machine with a GPU, nvcc, PyTorch and numpy: builds, proves and measures the CUDA kernels, in less than eight minutes.
 gpu-check:

@@ -19,7 +19,7 @@ COPY recipes recipes
 COPY kvexport kvexport
 # Compute capabilities of the GPUs that the image is for, as in "90" or "80 86 89 90"; nvcc takes minutes for each.
 ARG CAPABILITIES="80 86 89 90 100 120"
-RUN python3 plugins/bindings/tensorrt/build_tensorrt.py --device ${CAPABILITIES}
+RUN python3 plugins/build.py tensorrt --capabilities ${CAPABILITIES}
 ARG EXTRAS=export
 # TensorRT and its Python module are the image's own.
 RUN python3 -m venv --system-site-packages /opt/kvexport \

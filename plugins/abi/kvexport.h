@@ -32,11 +32,14 @@ typedef struct KvStatistic {
 } KvStatistic;
 
 typedef struct KvVoteAttention {
-  int query_type, cache_type;  // of query, key, value and output; of the state's keys and values
+  int cache_type;  // of the state's keys and values
   int batch, query_heads, heads, tokens, capacity, key_size, value_size, statistics;
   float scale, vote_exponent, softcap;
   int sliding_window;
   KvStatistic statistic[KV_MAX_STATISTICS];
+  // Of query, key, value and output. Fills what would be padding: elsewhere it would move what the CUDA kernels read of
+  // their parameters, and cost registers.
+  int query_type;
   const void* query;            // [B,Hq,T,D]
   const void* key;              // [B,H,T,D]
   const void* value;            // [B,H,T,Dv]

@@ -6,7 +6,6 @@ A backend that this machine cannot reach is named by `test_backends.py`, not pas
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from dataclasses import replace
 from functools import cache
@@ -18,7 +17,8 @@ import numpy as np
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from kvexport.schema.state import STATE_NAMES as STATE
-from tests.conformance.cuda_library import ROOT, Cuda, CudaOnHost
+from plugins.building import make
+from tests.conformance.cuda_library import Cuda, CudaOnHost
 
 Arrays = dict[str, np.ndarray]
 INPUTS = (
@@ -149,22 +149,11 @@ class CudaBindingOnHost(NativeCpu):
     name = "onnxruntime-cuda-on-host"
 
     def path(self) -> Path | None:
-        return Path(builder().ON_HOST)
+        return make.host_output("onnxruntime-cuda-host")
 
     def available(self) -> str | None:
-        return (
-            None if builder().cuda_on_host_is_current() else "the binding is not compiled for the host: make cuda-host"
-        )
-
-
-@cache
-def builder() -> Any:
-    """plugins/build.py."""
-    spec = importlib.util.spec_from_file_location("kvexport_plugins_build", ROOT / "plugins" / "build.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+        current = make.is_current("onnxruntime-cuda-host")
+        return None if current else "the binding is not compiled for the host: make cuda-host"
 
 
 BACKENDS: list[Backend] = [Torch(), OnnxFunction(), NativeCpu(), CudaOnHost(), CudaBindingOnHost(), Cuda()]

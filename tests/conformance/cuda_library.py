@@ -1,14 +1,13 @@
 """The CUDA kernels through their C ABI (plugins/cuda/kvexport_cuda.h), as two backends: on a GPU, and compiled for the
 host.
 
-Needs numpy alone; on a GPU PyTorch holds the memory. The libraries are what ``python plugins/cuda/build_cuda.py``
-makes.
+Needs numpy alone; on a GPU PyTorch holds the memory. The libraries are the targets ``cuda``
+and ``cuda-host`` of plugins/build.py.
 """
 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import math
 from collections.abc import Callable
 from functools import cache
@@ -18,11 +17,12 @@ from typing import Any
 import numpy as np
 
 from kvexport.schema.state import STATE_NAMES as STATE
+from plugins.building import make
+from plugins.building.targets import TARGETS
 from tests.support.paths import ROOT
 
 Arrays = dict[str, np.ndarray]
-SOURCES, FOLDER = ROOT / "plugins" / "cuda", ROOT / "build-cache" / "cuda"
-HOST, DEVICE = FOLDER / "libkvexport_cuda_host.so", FOLDER / "libkvexport_cuda.so"
+HOST, DEVICE = (ROOT / TARGETS[name].output for name in ("cuda-host", "cuda"))
 COUNTER_BYTES = 1 << 18
 TYPES = {"float32": 0, "float16": 1, "uint16": 2}  # numpy has no bfloat16: its bits stand as uint16
 KINDS = {"none": 0, "log_ema": 1, "probability": 2}
@@ -60,10 +60,10 @@ def _fields(text: str) -> list[tuple[str, Any]]:
 
 class VoteAttention(ctypes.Structure):
     _fields_ = _fields(
-        "int: query_type cache_type batch query_heads heads tokens capacity key_size value_size statistics;"
+        "int: cache_type batch query_heads heads tokens capacity key_size value_size statistics;"
         "float: scale vote_exponent softcap;"
-        "int: sliding_window; statistics: statistic; pointer: query key value position query_length sink_logits; "
-        "state: past present;"
+        "int: sliding_window; statistics: statistic; int: query_type;"
+        "pointer: query key value position query_length sink_logits; state: past present;"
         "pointer: output"
     )
 
@@ -236,9 +236,9 @@ def vote_attention_call(
 ) -> VoteAttention:
     """A call without its pointers. query [B, Hq, T, D]; key [B, H, C, D]."""
     sizes = (query[0], query[1], key[1], query[2], key[2], key[3], value_size, len(attributes.statistics))
-    call = VoteAttention(TYPES[dtype], TYPES[dtype], *sizes)
+    call = VoteAttention(TYPES[dtype], *sizes)
     call.scale, call.vote_exponent, call.softcap = attributes.scale, attributes.vote_exponent, attributes.softcap
-    call.sliding_window = attributes.sliding_window
+    call.sliding_window, call.query_type = attributes.sliding_window, TYPES[dtype]
     for k, s in enumerate(attributes.statistics):
         call.statistic[k] = Statistic(KINDS[s.kind], s.decay, s.window, s.recency_weight)
     return call
@@ -317,7 +317,7 @@ class CudaOnHost:
     name = "cuda-on-host"
 
     def available(self) -> str | None:
-        return None if builder().is_current(HOST) else "the kernels are not compiled for the host: make cuda-host"
+        return None if make.is_current("cuda-host") else "the kernels are not compiled for the host: make cuda-host"
 
     @property
     def caller(self) -> Caller:
@@ -343,7 +343,7 @@ class Cuda(CudaOnHost):
 
         if not torch.cuda.is_available():
             return "PyTorch finds no GPU"
-        return None if builder().is_current(DEVICE) else "the kernels are not compiled for this GPU: make gpu-check"
+        return None if make.is_current("cuda") else "the kernels are not compiled for this GPU: make gpu-check"
 
     @property
     def caller(self) -> Caller:
@@ -358,13 +358,3 @@ def _host_caller() -> Caller:
 @cache
 def _device_caller() -> Caller:
     return Caller(load(DEVICE), DeviceMemory())
-
-
-@cache
-def builder() -> Any:
-    """plugins/cuda/build_cuda.py, which needs no package either."""
-    spec = importlib.util.spec_from_file_location("build_cuda", SOURCES / "build_cuda.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

@@ -22,6 +22,7 @@ from kvexport.methods import all_methods
 from kvexport.methods.slots import Rotary, Statistic
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes
+from plugins.building import make
 from tests.conformance.cases import single_precision
 from tests.conformance.comparison import assert_same_cache, state_of
 from tests.conformance.cuda_library import (
@@ -32,7 +33,6 @@ from tests.conformance.cuda_library import (
     HostMemory,
     Where,
     bfloat16,
-    builder,
     float32_of,
     load,
     merge_cache_call,
@@ -50,8 +50,8 @@ WINDOWED = (Statistic("probability", 0.98, 5, 1.2), Statistic("log_ema", 0.95, 4
 @pytest.fixture(scope="module")
 def caller() -> Caller:
     try:
-        library = load(Path(os.environ.get(OTHER_LIBRARY) or builder().build_host()))
-    except builder().Missing as error:
+        library = load(Path(os.environ.get(OTHER_LIBRARY) or make.build("cuda-host")))
+    except make.Missing as error:
         pytest.skip(f"not reached: {error}")
     set_host(library)
     return Caller(library, HostMemory())
@@ -422,8 +422,8 @@ def test_nothing_is_read_or_written_outside_of_any_buffer() -> None:
     """A sample of the above under the address and undefined-behaviour sanitizers; shared memory ends where the launch
     says."""
     try:
-        library = builder().build_host(sanitized=True)
-    except builder().Missing as error:
+        library = make.build("cuda-host", sanitize="address,undefined")
+    except make.Missing as error:
         pytest.skip(f"not reached: {error}")
     runtimes = [
         subprocess.check_output(["g++", f"-print-file-name=lib{name}.so"], text=True).strip()

@@ -10,7 +10,9 @@ import subprocess
 import numpy as np
 import pytest
 
-from tests.conformance.cuda_library import ROOT, HostMemory, bfloat16, builder, float32_of
+from plugins.building.targets import HOST_FLAGS
+from plugins.building.tools import Missing, host_compiler
+from tests.conformance.cuda_library import ROOT, HostMemory, bfloat16, float32_of
 
 # (lane, element) -> number of the element, columns first, as CUTLASS states it for SM80_16x8x16_F32F16F16F32_TN: a
 # layout is (extents, strides) over the lane's digits and then the element's. A is 16 x 16 and C 16 x 8, numbered row +
@@ -27,11 +29,11 @@ LAYOUTS = {
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     made = tmp_path_factory.mktemp("mma") / "libmma.so"
     try:
-        compiler = builder()._tool("g++")
-    except builder().Missing as error:
+        compiler = host_compiler()
+    except Missing as error:
         pytest.skip(f"not reached: {error}")
     source = ROOT / "tests" / "conformance" / "mma_on_host.cpp"
-    subprocess.run([compiler, *builder().HOST_FLAGS, "-shared", str(source), "-o", str(made)], check=True)
+    subprocess.run([compiler, *HOST_FLAGS, "-shared", str(source), "-o", str(made)], check=True)
     return ctypes.CDLL(str(made))
 
 

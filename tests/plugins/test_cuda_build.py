@@ -7,14 +7,13 @@ Compute capabilities 8.6 and 9.0 unless ``KVEXPORT_CUDA_ARCHITECTURES`` names ot
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 import onnxruntime
 import pytest
@@ -22,24 +21,12 @@ import pytest
 from kvexport.backends.onnxruntime import operators as native
 from kvexport.backends.onnxruntime.devices import driver_problem
 from kvexport.errors import EnvironmentProblem
+from plugins.building import make, resources
+from plugins.building.targets import CAPABILITIES
 from tests.support.one_node import VOTE_ATTENTION, model, vote_attention_shapes
-from tests.support.paths import ROOT
-
-PLUGINS = ROOT / "plugins"
-
-
-def module(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec and spec.loader
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
-
-
-build_cuda, build = module(PLUGINS / "cuda" / "build_cuda.py"), module(PLUGINS / "build.py")
 
 ASKED = os.environ.get("KVEXPORT_CUDA_ARCHITECTURES", "86,90")
-RECORDED = json.loads(build_cuda.RESOURCES.read_text())
+RECORDED = json.loads(resources.RECORD.read_text())
 LOG = """
 ptxas info    : Compiling entry function '_ZN2kv4cuda11run_programINS0_6DecodeINS0_4HalfELi8EEEEEvNT_4ArgsE' for 'sm_90'
 ptxas info    : Function properties for _ZN2kv4cuda11run_programINS0_6DecodeINS0_4HalfELi8EEEEEvNT_4ArgsE
@@ -53,30 +40,30 @@ ptxas info    : Used 72 registers, used 1 barriers
 
 
 def test_the_compilers_report_is_read() -> None:
-    assert build_cuda.read_report(LOG) == {
+    assert resources.read_report(LOG) == {
         "Decode<Half, 8>": {"registers": 168, "spills": 36, "stack": 24, "shared": 16},
         "Place": {"registers": 72, "spills": 0, "stack": 0, "shared": 0},
     }
 
 
 def test_every_supported_architecture_is_recorded_and_none_spills() -> None:
-    assert {name for name in RECORDED if name.startswith("sm_")} == {f"sm_{x}" for x in build_cuda.ARCHITECTURES}
+    assert {name for name in RECORDED if name.startswith("sm_")} == {f"sm_{x}" for x in CAPABILITIES}
     spills = RECORDED["columns"].index("spills")
-    assert not [(x, name) for x in build_cuda.ARCHITECTURES for name, row in RECORDED[f"sm_{x}"].items() if row[spills]]
+    assert not [(x, name) for x in CAPABILITIES for name, row in RECORDED[f"sm_{x}"].items() if row[spills]]
 
 
-@pytest.mark.parametrize("architecture", build_cuda.ARCHITECTURES if ASKED == "all" else ASKED.split(","))
+@pytest.mark.parametrize("architecture", CAPABILITIES if ASKED == "all" else ASKED.split(","))
 def test_kernels_compile_within_their_recorded_resources(architecture: str, tmp_path: Path) -> None:
     if not (shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists()):
         pytest.skip("not reached: there is no nvcc on this machine")
-    objects, report = build_cuda.compile_device(architecture)
+    objects, report = make.compile_kernels([architecture])
     try:
         lacking = binding_links(objects, architecture, tmp_path / "libkvexport_onnxruntime_cuda.so")
         assert not [name for name, numbers in report.items() if numbers["spills"]]
         recorded = RECORDED[f"sm_{architecture}"]
-        anew = f"if that is meant: python plugins/cuda/build_cuda.py --record {architecture}"
+        anew = f"if that is meant: python plugins/build.py cuda --record --capabilities {architecture}"
         assert set(report) == set(recorded), f"other kernels than recorded; {anew}"
-        if build_cuda.compiler_version() == RECORDED["compiler"]:  # another compiler divides registers in its own way
+        if resources.compiler_version() == RECORDED["compiler"]:  # another compiler divides registers in its own way
             more = [
                 name
                 for name, numbers in report.items()
@@ -93,11 +80,9 @@ def test_kernels_compile_within_their_recorded_resources(architecture: str, tmp_
 def binding_links(objects: list[Path], architecture: str, library: Path) -> str:
     """The binding with these kernels, which go, as one library, and what that says of itself on this machine; or what
     is lacking for it."""
-    try:
-        headers = build.find_headers()
-    except build.Missing as missing:
-        return str(missing)
-    build_cuda.link_binding(build.cuda_binding(headers), objects, [architecture], library)
+    if lacking := make.missing("onnxruntime-cuda"):
+        return lacking
+    make.link_device("onnxruntime-cuda", objects, [architecture], library)
     listed = subprocess.run(
         ["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True
     ).stdout
@@ -130,20 +115,33 @@ def test_a_library_for_cuda_is_for_this_machines_gpus_unless_named(
     program.write_text("#!/bin/sh\necho 9.0\necho 12.0\necho 9.0\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert build.gpus_here() == ["90", "120", "90"]
-    compiled: list[list[str]] = []
-    kernels = build.cuda_kernels()
-    monkeypatch.setattr(kernels, "compile_all", lambda wanted: compiled.append(list(wanted)) or [])
-    monkeypatch.setattr(kernels, "link_binding", lambda binding, objects, wanted, library: library)
-    assert build.build_cuda(tmp_path, out=tmp_path) == tmp_path / "libkvexport_onnxruntime_cuda.so"
-    build.build_cuda(tmp_path, ["89", "86"], out=tmp_path)
+    assert make.gpus_here() == ["90", "120", "90"]
+    assert make.chosen_capabilities([]) == ["90", "120"]
+    assert make.chosen_capabilities(["89", "86"]) == ["86", "89"]
     program.unlink()
-    build.build_cuda(tmp_path, out=tmp_path)
-    assert compiled == [["90", "120"], ["86", "89"], sorted(kernels.ARCHITECTURES, key=int)]
+    assert make.chosen_capabilities([]) == sorted(CAPABILITIES, key=int)
+
+
+def test_kernels_and_binding_are_compiled_for_what_was_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said: list[Sequence[str]] = []
+    monkeypatch.setenv("ONNXRUNTIME_INCLUDE_DIR", str(tmp_path))
+    (tmp_path / "onnxruntime_cxx_api.h").touch()
+    monkeypatch.setattr(make, "tool", lambda name: name)
+    monkeypatch.setattr(make, "run", lambda command, what: said.append(command) or "")
+    monkeypatch.setattr(make, "link", lambda command, objects, library: said.append(command) or library)
+    built = make.build("onnxruntime-cuda", capabilities=["90", "86"], out=tmp_path)
+    assert built == tmp_path / "libkvexport_onnxruntime_cuda.so"
+    *compiled, linked = [" ".join(command) for command in said]
+    kernels = [command for command in compiled if ".cu " in command]
+    assert len(kernels) == 2
+    for command in kernels:
+        codes = ["code=sm_86", "code=sm_90", "code=compute_90"]
+        assert re.findall(r"code=\w+", command) == codes, "of both, and by PTX of the latest on whatever is newer"
+    assert [command for command in compiled if "-DKV_CUDA_ARCHITECTURES=86_90" in command and "_library.cpp" in command]
+    assert "cuda_exports.map" in linked
 
 
 def test_without_nvcc_building_for_cuda_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    kernels = build.cuda_kernels()
-    monkeypatch.setattr(kernels.shutil, "which", lambda name, path=None: None)
-    with pytest.raises(build.Missing, match="nvcc was not found"):
-        build.build_cuda(tmp_path, ["90"], out=tmp_path)
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
+    with pytest.raises(make.Missing, match="nvcc was not found"):
+        make.build("cuda", capabilities=["90"], out=tmp_path)

@@ -7,7 +7,6 @@ What runs is the plugins' own source with the kernels and CUDA's runtime on the 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ from kvexport.methods.slots import Statistic
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.onnx_function import merge_cache_node_attributes, vote_attention_node_attributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes
+from plugins.building import make
 from tests.conformance.cuda_library import STATE, HostMemory
-from tests.support.paths import ROOT
 
 Arrays = dict[str, np.ndarray]
 FLOAT, HALF, INT32, BF16, INT64 = 0, 1, 3, 7, 8  # nvinfer1::DataType
@@ -31,23 +30,9 @@ BUILD, RUNTIME = 0, 1
 INPUTS = ("query", "key", "value", "position", "query_length", *(f"past_{name}" for name in STATE), "sink_logits")
 
 
-def _builder() -> Any:
-    """plugins/bindings/tensorrt/build_tensorrt.py."""
-    spec = importlib.util.spec_from_file_location(
-        "build_tensorrt", ROOT / "plugins" / "bindings" / "tensorrt" / "build_tensorrt.py"
-    )
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-BUILDER = _builder()
-
-
-def what_is_missing() -> str | None:
-    """Why the plugins cannot be compiled here, None where they can."""
-    lacks = BUILDER.missing("g++")
+def what_is_missing(target: str = "tensorrt-harness") -> str | None:
+    """Why a target of the plugins cannot be compiled here, None where it can."""
+    lacks = make.missing(target)
     return f"not reached: the TensorRT plugins: {lacks}" if lacks else None
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from plugins.building import headers, make
 from tools.gpu_check.parts import Figures, Skipped, Target
 
-ROOT = Path(__file__).resolve().parent.parent
 NEEDED = ("onnxruntime", "tokenizers", "yaml", "torch", "transformers", "onnx", "onnxscript", "onnx_ir", "safetensors")
 # Of the largest logit: room for sums in another order.
 TOLERANCE = {"float32": 1e-3, "float16": 5e-2}
@@ -27,8 +27,8 @@ LENGTHS, PROMPTS, CHUNK, STEPS = (200, 90, 31), (120, 41, 30), 16, 32
 
 def onnxruntime(target: Target) -> Figures:
     """The largest difference of any logit far past the budget, by type, and milliseconds of a decode step."""
-    plugins = prepare(target)
-    library = plugins.build_cuda_on_host(plugins.find_headers()) if target.on_host else build_for_this_gpu(plugins)
+    prepare(target)
+    library = make.build("onnxruntime-cuda-host") if target.on_host else build_for_this_gpu()
     figures: Figures = {}
     with tempfile.TemporaryDirectory() as folder:
         for dtype in TOLERANCE:
@@ -54,8 +54,8 @@ def onnxruntime(target: Target) -> Figures:
     return figures
 
 
-def prepare(target: Target) -> Any:
-    """plugins/build.py. Raises Skipped naming what is missing."""
+def prepare(target: Target) -> None:
+    """Raises Skipped naming what is missing."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise Skipped(f"{missing[0]} is not installed")
@@ -68,22 +68,17 @@ def prepare(target: Target) -> Any:
 
         if found := problems("cuda"):
             raise Skipped("; ".join(problem for problem, _ in found))
-    spec = importlib.util.spec_from_file_location("kvexport_plugins_build", ROOT / "plugins" / "build.py")
-    assert spec and spec.loader
-    plugins = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(plugins)
     try:
-        plugins.find_headers()
-    except plugins.Missing as error:
+        headers.find("onnxruntime")
+    except make.Missing as error:
         raise Skipped(str(error)) from error
-    return plugins
 
 
-def build_for_this_gpu(plugins: Any) -> Path:
+def build_for_this_gpu() -> Path:
     import torch
 
     major, minor = torch.cuda.get_device_capability()
-    return Path(plugins.build_cuda(plugins.find_headers(), [f"{major}{minor}"], out=ROOT / "build-cache" / "cuda"))
+    return make.build("onnxruntime-cuda", capabilities=[f"{major}{minor}"], out=make.CACHE / "cuda")
 
 
 def small_artifact(folder: Path, dtype: str) -> Path:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from plugins.building import make, resources
 from tests.conformance.cuda_library import (
     DEVICE,
     HOST,
@@ -17,7 +18,6 @@ from tests.conformance.cuda_library import (
     Caller,
     DeviceMemory,
     HostMemory,
-    builder,
     load,
     merge_cache_call,
     vote_attention_call,
@@ -123,14 +123,16 @@ class Target:
 def build(target: Target) -> Figures:
     """The library, and what the compiler says of every kernel: nothing may spill."""
     if target.on_host:
-        return {"library": builder().build_host().name}
+        return {"library": make.build("cuda-host").name}
     import torch
 
     major, minor = torch.cuda.get_device_capability()
-    library, report = builder().build_device(f"{major}{minor}")
+    capability = [f"{major}{minor}"]
+    objects, report = make.compile_kernels(capability)
+    library = make.link_device("cuda", objects, capability, make.ROOT / make.TARGETS["cuda"].output)
     spilling = [name for name, numbers in report.items() if numbers["spills"]]
     assert not spilling, f"registers spill in {', '.join(spilling)}"
-    return {"library": library.name, "compiler": builder().compiler_version(), "kernels": report}
+    return {"library": library.name, "compiler": resources.compiler_version(), "kernels": report}
 
 
 INPUTS = ("query", "key", "value", "position", "query_length", *(f"past_{name}" for name in STATE))

@@ -5,8 +5,9 @@ Without it, or for a node it does not take, an engine is built from the function
 
 from __future__ import annotations
 
-import importlib.util
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,7 @@ OPERATORS = ("VoteAttention", "MergeCache")
 VERSION = "1"
 NAMESPACE = "kvexport"
 BUILD = (
-    "python plugins/bindings/tensorrt/build_tensorrt.py --device 90, with the GPU's compute capability "
-    "(docs/tensorrt-plugins.md)"
+    "python plugins/build.py tensorrt --capabilities 90, with the GPU's compute capability (docs/tensorrt-plugins.md)"
 )
 
 
@@ -49,14 +49,11 @@ def what_building_lacks() -> str | None:
     """What `BUILD` would miss here (TensorRT's headers, CUDA's, nvcc), with the line that gets it; None where nothing
     is missing, or there is no checkout to build from."""
     root = checkout()
-    script = root / "plugins" / "bindings" / "tensorrt" / "build_tensorrt.py" if root else None
-    spec = importlib.util.spec_from_file_location("build_tensorrt", script) if script else None
-    if spec is None or spec.loader is None:
+    if root is None:
         return None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    lacks: str | None = module.missing("nvcc")
-    return lacks
+    command = [sys.executable, str(root / "plugins" / "build.py"), "tensorrt", "--check"]
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stderr.strip()
+    return said.partition(" was not built: ")[2] or None
 
 
 def register(trt: Any) -> Path | None:

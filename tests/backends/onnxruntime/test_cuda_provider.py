@@ -8,7 +8,6 @@ memory that ONNX Runtime holds.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -28,17 +27,15 @@ from kvexport.backends.onnxruntime import sessions as onnxruntime_backend
 from kvexport.backends.onnxruntime.device_array import DeviceArray
 from kvexport.cache import CachePlan
 from kvexport.runtime.engine import Engine, load
+from plugins.building import make
 from tests.support.one_node import VOTE_ATTENTION, model, session, vote_attention_inputs, vote_attention_shapes
 from tests.support.paths import ROOT
 from tests.support.tiny_model import PROMPTS, generated
 
-SPEC = importlib.util.spec_from_file_location("kvexport_plugins_build", ROOT / "plugins" / "build.py")
-assert SPEC and SPEC.loader
-build = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(build)
-ON_HOST: Path = build.ON_HOST
+ON_HOST = make.host_output("onnxruntime-cuda-host")
 needs_binding = pytest.mark.skipif(
-    not build.cuda_on_host_is_current(), reason="not reached: the binding is not compiled for the host (make cuda-host)"
+    not make.is_current("onnxruntime-cuda-host"),
+    reason="not reached: the binding is not compiled for the host (make cuda-host)",
 )
 
 

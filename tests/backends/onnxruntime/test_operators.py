@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from kvexport.backends.onnxruntime.operators import library
+from plugins.building import headers, make
 from tests.support.paths import ROOT
 
 PLUGINS = ROOT / "plugins"
@@ -160,7 +161,7 @@ def test_the_library_needs_no_onnxruntime_and_exports_what_is_asked_of_it_alone(
 
 
 def build(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(PLUGINS / "build.py"), "--out", str(tmp_path / "out")]
+    command = [sys.executable, str(PLUGINS / "build.py"), "onnxruntime", "--out", str(tmp_path / "out")]
     kept = {name: value for name, value in os.environ.items() if name not in ("CXX", "ONNXRUNTIME_INCLUDE_DIR")}
     return subprocess.run(command, capture_output=True, text=True, check=False, env={**kept, **environment})
 
@@ -168,12 +169,12 @@ def build(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str
 def one_line(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 3
     assert done.stdout == ""
-    assert done.stderr.count("\n") == 1 and done.stderr.startswith("kvexport: the native operators were not built: ")
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("kvexport: the target onnxruntime was not built: ")
     return done.stderr
 
 
 @pytest.fixture
-def headers(tmp_path: Path) -> str:
+def headers_folder(tmp_path: Path) -> str:
     """A folder that looks as if it held the headers."""
     folder = tmp_path / "headers"
     folder.mkdir()
@@ -181,17 +182,17 @@ def headers(tmp_path: Path) -> str:
     return str(folder)
 
 
-def test_without_cmake(tmp_path: Path, headers: str) -> None:
-    done = build(tmp_path, PATH=str(tmp_path), ONNXRUNTIME_INCLUDE_DIR=headers)
+def test_without_cmake(tmp_path: Path, headers_folder: str) -> None:
+    done = build(tmp_path, PATH=str(tmp_path), ONNXRUNTIME_INCLUDE_DIR=headers_folder)
     assert "cmake was not found (apt-get install cmake g++)" in one_line(done)
 
 
-def test_without_a_compiler(tmp_path: Path, headers: str) -> None:
+def test_without_a_compiler(tmp_path: Path, headers_folder: str) -> None:
     (tmp_path / "cmake").write_text("#!/bin/sh\n")
     (tmp_path / "cmake").chmod(0o755)
-    assert "c++ was not found" in one_line(build(tmp_path, PATH=str(tmp_path), ONNXRUNTIME_INCLUDE_DIR=headers))
+    assert "c++ was not found" in one_line(build(tmp_path, PATH=str(tmp_path), ONNXRUNTIME_INCLUDE_DIR=headers_folder))
     assert "/none/g++ was not found" in one_line(
-        build(tmp_path, PATH=str(tmp_path), ONNXRUNTIME_INCLUDE_DIR=headers, CXX="/none/g++")
+        build(tmp_path, PATH=str(tmp_path), ONNXRUNTIME_INCLUDE_DIR=headers_folder, CXX="/none/g++")
     )
 
 
@@ -209,22 +210,36 @@ def module(path: Path) -> ModuleType:
 
 
 @pytest.mark.parametrize("fetch", [False, True])
-def test_without_headers(
-    fetch: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    script = module(PLUGINS / "build.py")
-    monkeypatch.setattr(script, "PLACES", (tmp_path,))
-    monkeypatch.setattr(sys, "argv", ["build.py", *["--fetch-headers"][:fetch]])
+def test_without_headers(fetch: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(headers.PLACES, "onnxruntime", headers.PLACES["onnxruntime"]._replace(folders=(tmp_path,)))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("ONNXRUNTIME_INCLUDE_DIR", raising=False)
-    with pytest.raises(SystemExit) as caught:
-        script.main()
-    assert caught.value.code == 3
-    message = capsys.readouterr().err
-    assert message.count("\n") == 1
+    told = "this is not Debian" if fetch else "apt-get install libonnxruntime-dev, or set ONNXRUNTIME_INCLUDE_DIR"
+    with pytest.raises(make.Missing, match=told) as caught:
+        make.build("onnxruntime", fetch=fetch)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_target_is_refused_with_those_that_are_known() -> None:
+    command = [sys.executable, str(PLUGINS / "build.py"), "onnxruntime-cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (
-        "this is not Debian" if fetch else "apt-get install libonnxruntime-dev, or set ONNXRUNTIME_INCLUDE_DIR"
-    ) in message
+        done.returncode == 2 and "unknown target onnxruntime-cpu; known: onnxruntime, onnxruntime-cuda" in done.stderr
+    )
+
+
+def test_what_is_missing_can_be_asked_for_without_building(tmp_path: Path, headers_folder: str) -> None:
+    command = [sys.executable, str(PLUGINS / "build.py"), "onnxruntime", "cuda-host", "--check"]
+    environment = {**os.environ, "PATH": str(tmp_path), "ONNXRUNTIME_INCLUDE_DIR": headers_folder, "CXX": "g++"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 3 and done.stdout == ""
+    assert done.stderr.splitlines() == [
+        "kvexport: the target onnxruntime was not built: cmake was not found (apt-get install cmake g++)",
+        "kvexport: the target cuda-host was not built: g++ was not found",
+    ]
+
+
+NO_NVCC = "kvexport: the target onnxruntime-cuda was not built: nvcc was not found; those for the CPU are there"
 
 
 class App:
@@ -259,7 +274,9 @@ def test_installing_where_something_is_missing_warns_and_goes_on(
     hook.initialize("standard", data)
     assert data == {}
     assert len(hook.app.warnings) == 1
-    assert f"graphs run from their functions: ONNXRUNTIME_INCLUDE_DIR={tmp_path} holds no" in hook.app.warnings[0]
+    assert (
+        f": ONNXRUNTIME_INCLUDE_DIR={tmp_path} holds no onnxruntime_cxx_api.h; graphs run from" in hook.app.warnings[0]
+    )
 
 
 @pytest.mark.parametrize(("target", "switch"), [("wheel", "off"), ("sdist", "")])
@@ -276,9 +293,9 @@ def test_installing_that_is_not_to_build_says_nothing(
 
 def test_a_wheel_with_the_library_is_of_its_platform(hook: Any, tmp_path: Path) -> None:
     (tmp_path / "plugins").mkdir()
-    script = "from pathlib import Path\nclass Missing(Exception): pass\n"
-    script += "def find_headers(): return 1\ndef build(headers): return Path('x.so')\n"
-    (tmp_path / "plugins" / "build.py").write_text(script)
+    (tmp_path / "plugins" / "build.py").write_text(
+        "import sys\nassert sys.argv[1:] == ['onnxruntime']\nprint('x.so')\n"
+    )
     hook.root = str(tmp_path)
     data: dict[str, Any] = {}
     hook.initialize("standard", data)
@@ -291,9 +308,10 @@ def test_installing_builds_those_for_cuda_where_that_is_asked(
 ) -> None:
     (tmp_path / "plugins").mkdir()
     script = (
-        "from pathlib import Path\nclass Missing(Exception): pass\ndef find_headers(): return 1\ndef build(headers): "
-        "return Path('x.so')\n"
-        f"def build_cuda(headers):\n    if {there}: return Path('y.so')\n    raise Missing('nvcc was not found')\n"
+        "import sys\n"
+        f"if sys.argv[1:] == ['onnxruntime-cuda'] and not {there}:\n"
+        "    sys.exit('kvexport: the target onnxruntime-cuda was not built: nvcc was not found')\n"
+        "print(sys.argv[1] + '.so')\n"
     )
     (tmp_path / "plugins" / "build.py").write_text(script)
     hook.root = str(tmp_path)
@@ -301,4 +319,4 @@ def test_installing_builds_those_for_cuda_where_that_is_asked(
     data: dict[str, Any] = {}
     hook.initialize("standard", data)
     assert data == {"pure_python": False, "infer_tag": True}, "those for the CPU are there"
-    assert hook.app.warnings == ([] if there else ["the native operators for CUDA were not built: nvcc was not found"])
+    assert hook.app.warnings == ([] if there else [NO_NVCC])

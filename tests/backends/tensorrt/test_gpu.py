@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from plugins.building import make
 from tests.backends.tensorrt.test_plugins import hold_attention, hold_merges
-from tests.support.tensorrt_harness import ATTENTION, BUILDER, MERGE, Caller, Harness, what_is_missing
+from tests.support.tensorrt_harness import ATTENTION, MERGE, Caller, Harness, what_is_missing
 
 # After tensorrt_harness, which puts the conformance suite on the path.
 from tests.conformance.cases import PROFILES, Profile  # isort: skip
@@ -38,13 +39,13 @@ def callers() -> tuple[Caller, DirectCaller]:
         pytest.skip(missing)
     if problem := Cuda().available():
         pytest.skip(f"not reached: the TensorRT plugins on a GPU: {problem}")
-    return Caller(Harness(BUILDER.build_harness_on(DEVICE)), DeviceMemory()), Cuda().caller
+    return Caller(Harness(make.harness_on(DEVICE)), DeviceMemory()), Cuda().caller
 
 
 def test_the_harness_links_with_cudas_own_runtime_and_makes_plugins_without_a_gpu() -> None:
-    if missing := what_is_missing() or BUILDER.missing("nvcc"):
+    if missing := what_is_missing() or what_is_missing("tensorrt"):
         pytest.skip(missing)
-    harness = Harness(BUILDER.build_harness_on(BUILDER.cuda.build_host()))
+    harness = Harness(make.harness_on(make.build("cuda-host")))
     assert not hasattr(harness.library, "kv_cuda_runtime_calls"), "CUDA's runtime is the real one"
     for op, fields in (("VoteAttention", ATTENTION), ("MergeCache", MERGE)):
         plugin = harness.create(op, fields)
@@ -67,8 +68,8 @@ def test_both_calls_that_are_timed_do_the_same() -> None:
     if missing := what_is_missing():
         pytest.skip(missing)
     memory = HostMemory()
-    plugin = Caller(Harness(BUILDER.build_harness()), memory)
-    direct = DirectCaller(load(BUILDER.cuda.build_host()), memory)
+    plugin = Caller(Harness(make.build("tensorrt-harness")), memory)
+    direct = DirectCaller(load(make.build("cuda-host")), memory)
     (enqueue, made), (raw, output) = both(plugin, direct, decode_inputs(1, 128, 16))
     for _ in range(3):
         enqueue()

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from plugins.building import make
 from tests.backends.tensorrt.test_library import GET_LEAN, lean_site
 from tests.support.artifacts import PYTHON_PATH
-from tests.support.tensorrt_harness import BUILDER, what_is_missing
+from tests.support.tensorrt_harness import what_is_missing
 
 ASK = """
 import json, sys
@@ -47,7 +48,7 @@ def test_the_plugins_take_the_nodes_of_an_artifact(tiny_artifact: Path) -> None:
     environment = lean_site()
     if environment is None:
         pytest.skip(f"not reached: TensorRT's own registry: {GET_LEAN}")
-    library = BUILDER.build_host()
+    library = make.build("tensorrt-host")
     command = [sys.executable, "-c", ASK, *(str(tiny_artifact / f"{kind}.onnx") for kind in ("decoder", "merge"))]
     paths = os.pathsep.join(filter(None, [environment.get("PYTHONPATH", ""), PYTHON_PATH["PYTHONPATH"]]))
     environment |= {"PYTHONPATH": paths, "KVEXPORT_TENSORRT_PLUGIN": str(library)}

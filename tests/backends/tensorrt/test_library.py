@@ -18,14 +18,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tensorrt_harness import ATTENTION, BUILDER, MERGE, what_is_missing
+from plugins.building import make
+from tests.support.tensorrt_harness import ATTENTION, MERGE, what_is_missing
 
 
 @pytest.fixture(scope="module")
 def library() -> Path:
     if missing := what_is_missing():
         pytest.skip(missing)
-    return Path(BUILDER.build_host())
+    return make.build("tensorrt-host")
 
 
 def test_the_library_exports_two_names_and_links_no_tensorrt(library: Path) -> None:
@@ -43,7 +44,7 @@ def test_the_library_exports_two_names_and_links_no_tensorrt(library: Path) -> N
 def test_ten_thousand_mutated_fields_and_engines_under_sanitizers() -> None:
     if missing := what_is_missing():
         pytest.skip(missing)
-    program = BUILDER.build_fuzz()
+    program = make.build("tensorrt-fuzz")
     done = subprocess.run([str(program), "1", "10000"], capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     accepted, refused = map(int, re.findall(r"(\d+) (?:accepted|refused)", done.stdout))
@@ -51,15 +52,13 @@ def test_ten_thousand_mutated_fields_and_engines_under_sanitizers() -> None:
 
 
 def test_what_is_missing_is_said_in_one_line_with_what_gets_it(tmp_path: Path) -> None:
-    script = [sys.executable, BUILDER.__file__, "--host"]
+    script = [sys.executable, str(make.PLUGINS / "build.py"), "tensorrt-host"]
     done = subprocess.run(
         script, env={**os.environ, "TENSORRT_INCLUDE_DIR": str(tmp_path)}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 3
-    assert (
-        done.stderr
-        == f"kvexport: the TensorRT plugins were not built: TENSORRT_INCLUDE_DIR={tmp_path} holds no NvInferRuntime.h\n"
-    )
+    lacks = f"TENSORRT_INCLUDE_DIR={tmp_path} holds no NvInferRuntime.h"
+    assert done.stderr == f"kvexport: the target tensorrt-host was not built: {lacks}\n"
 
 
 # ---- in the registry of the real lean runtime ----
@@ -99,7 +98,7 @@ GET_LEAN = "pip install --target build-cache/tensorrt-site tensorrt-lean"
 
 def lean_site() -> dict[str, str] | None:
     """The environment in which tensorrt_lean can be imported."""
-    for site in (os.environ.get("KVEXPORT_TENSORRT_SITE"), str(BUILDER.ROOT / "build-cache" / "tensorrt-site")):
+    for site in (os.environ.get("KVEXPORT_TENSORRT_SITE"), str(make.ROOT / "build-cache" / "tensorrt-site")):
         if site and (Path(site) / "tensorrt_lean").is_dir():
             return {**os.environ, "PYTHONPATH": site + os.pathsep + os.environ.get("PYTHONPATH", "")}
     return dict(os.environ) if importlib.util.find_spec("tensorrt_lean") else None

@@ -15,6 +15,7 @@ import pytest
 # After tensorrt_harness, which puts the conformance suite on the path.
 # Isort: skip
 # Isort: skip
+from plugins.building import make
 from tests.conformance.cases import (
     MERGE_PROFILES,
     MERGE_SCENARIOS,
@@ -31,7 +32,6 @@ from tests.support.tensorrt_harness import (
     ATTENTION,
     BF16,
     BUILD,
-    BUILDER,
     FIELD_CHAR,
     FIELD_INT32,
     FIELD_INT64,
@@ -71,7 +71,7 @@ Arrays = dict[str, np.ndarray]
 def harness() -> Harness:
     if missing := what_is_missing():
         pytest.skip(missing)
-    return Harness(BUILDER.build_harness())
+    return Harness(make.build("tensorrt-harness"))
 
 
 B, T = -2, -3  # symbols of the batch and of the number of tokens
@@ -266,7 +266,7 @@ def test_the_workspace_does_for_every_smaller_problem(harness: Harness) -> None:
     attributes = VoteAttentionAttributes(0.25, 1.0, (Statistic("log_ema", 0.9),))
     plugin = harness.create("VoteAttention", parsed(vote_attention_node_attributes(attributes)))
     assert plugin
-    direct = DirectCaller(load(BUILDER.cuda.build_host()), HostMemory())
+    direct = DirectCaller(load(make.build("cuda-host")), HostMemory())
 
     def kernels(batch: int, tokens: int) -> int:
         call, size = (
@@ -300,7 +300,7 @@ def test_the_workspace_does_for_every_smaller_problem(harness: Harness) -> None:
 def test_attention_is_the_kernels_bits_and_the_oracles_figures(
     harness: Harness, profile: Profile, in_place: bool
 ) -> None:
-    hold_attention(Caller(harness), DirectCaller(load(BUILDER.cuda.build_host()), HostMemory()), profile, in_place)
+    hold_attention(Caller(harness), DirectCaller(load(make.build("cuda-host")), HostMemory()), profile, in_place)
 
 
 def hold_attention(caller: Caller, direct: DirectCaller, profile: Profile, in_place: bool) -> None:
@@ -324,7 +324,7 @@ def hold_attention(caller: Caller, direct: DirectCaller, profile: Profile, in_pl
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_merges_are_the_kernels_bits_and_the_oracles_figures(harness: Harness, in_place: bool) -> None:
-    hold_merges(Caller(harness), DirectCaller(load(BUILDER.cuda.build_host()), HostMemory()), in_place)
+    hold_merges(Caller(harness), DirectCaller(load(make.build("cuda-host")), HostMemory()), in_place)
 
 
 def hold_merges(caller: Caller, direct: DirectCaller, in_place: bool) -> None:

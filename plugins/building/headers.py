@@ -1,0 +1,86 @@
+"""The headers of ONNX Runtime, TensorRT and CUDA: where they are, and how they are got."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+from .tools import CACHE, PLUGINS, Missing
+
+FETCHED = CACHE / "headers"
+ONNXRUNTIME_FOLDERS = ("include/onnxruntime", "include/onnxruntime/core/session")
+
+
+class Place(NamedTuple):
+    """A header, the variable that names its folder, where it is looked for otherwise, and what to say."""
+
+    header: str
+    variable: str
+    folders: tuple[Path, ...]
+    missing: str
+
+
+PLACES = {
+    "onnxruntime": Place(
+        "onnxruntime_cxx_api.h",
+        "ONNXRUNTIME_INCLUDE_DIR",
+        (
+            FETCHED / "usr/include/onnxruntime",
+            *(Path(root, folder) for folder in ONNXRUNTIME_FOLDERS for root in ("/usr", "/usr/local")),
+        ),
+        "ONNX Runtime's C headers were not found (apt-get install libonnxruntime-dev, or set ONNXRUNTIME_INCLUDE_DIR)",
+    ),
+    "tensorrt": Place(
+        "NvInferRuntime.h",
+        "TENSORRT_INCLUDE_DIR",
+        (
+            CACHE / "TensorRT/include",
+            *(Path(f"/usr/include/{machine}-linux-gnu") for machine in ("x86_64", "aarch64")),
+            Path("/usr/include"),
+            Path("/usr/local/tensorrt/include"),
+        ),
+        "TensorRT's headers were not found: "
+        "git clone --depth 1 --branch v11.1 https://github.com/NVIDIA/TensorRT build-cache/TensorRT",
+    ),
+    "cuda": Place(
+        "cuda_runtime_api.h",
+        "CUDA_INCLUDE_DIR",
+        (Path("/usr/local/cuda/include"), Path("/usr/include")),
+        "CUDA's headers were not found: install the CUDA toolkit",
+    ),
+}
+
+
+def find(name: str, *, fetch: bool = False) -> Path:
+    """The folder of these headers; the place's variable comes first. fetch: take ONNX Runtime's from Debian's package
+    where there are none."""
+    place = PLACES[name]
+    asked = os.environ.get(place.variable)
+    nvcc = shutil.which("nvcc") if name == "cuda" else None
+    folders = ((Path(nvcc).resolve().parent.parent / "include"), *place.folders) if nvcc else place.folders
+    for folder in (Path(asked),) if asked else folders:
+        if (folder / place.header).is_file():
+            return folder
+    if asked:
+        raise Missing(f"{place.variable}={asked} holds no {place.header}")
+    if fetch and name == "onnxruntime":
+        _fetch_onnxruntime()
+        return find(name)
+    raise Missing(place.missing)
+
+
+def _fetch_onnxruntime() -> None:
+    """Out of Debian's package, unpacked under build-cache; nothing is installed."""
+    if not shutil.which("apt-get") or not shutil.which("dpkg"):
+        raise Missing(
+            "ONNX Runtime's C headers were not found, and this is not Debian, whose package libonnxruntime-dev has them"
+        )
+    FETCHED.mkdir(parents=True, exist_ok=True)
+    command = ["sh", str(PLUGINS / "building" / "fetch_headers.sh"), str(FETCHED)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise Missing(f"Debian's libonnxruntime-dev could not be fetched: {reason}")

@@ -1,0 +1,190 @@
+"""Compiles and links a target."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from . import headers, resources
+from .targets import BINDING_FLAGS, CAPABILITIES, DEVICE_FLAGS, HOST_FLAGS, KERNELS, TARGETS, Target
+from .tools import CACHE, PLUGINS, ROOT, Missing, host_compiler, link, publish, run, tool
+
+
+def build(
+    name: str, *, capabilities: Sequence[str] = (), sanitize: str = "", out: Path | None = None, fetch: bool = False
+) -> Path:
+    """Build a target; its path. Raises Missing.
+
+    capabilities: compute capabilities ("90") of what nvcc compiles; this machine's, or all that are supported where it
+    has no GPU, unless named. sanitize: sanitizers ("address,undefined"), of `onnxruntime` and `cuda-host`. out: the
+    folder of the library. fetch: headers may be fetched.
+    """
+    target = TARGETS[name]
+    if sanitize and name not in ("onnxruntime", "cuda-host"):
+        raise Missing(f"{name} takes no --sanitize; onnxruntime and cuda-host do")
+    if out and target.compiler == "host":
+        raise Missing(f"{name} takes no --out: tests look for it in {Path(target.output).parent}")
+    found = [headers.find(one, fetch=fetch) for one in target.headers]  # before anything takes time
+    library = out / Path(target.output).name if out else ROOT / target.output
+    if target.compiler == "cmake":
+        return _by_cmake(found[0], sanitize, library)
+    if target.compiler == "nvcc":
+        objects, _ = compile_kernels(capabilities)
+        return link_device(name, objects, capabilities, library)
+    return _on_host(name, sanitize)
+
+
+def is_current(name: str, sanitize: str = "", *more: Path) -> bool:
+    """Whether a target for tests is there, and nothing that it was made of is newer, nor any of `more`."""
+    target, library = TARGETS[name], host_output(name, sanitize)
+    read = [*more, *(path for pattern in target.reads for path in PLUGINS.glob(pattern))]
+    return library.is_file() and library.stat().st_mtime >= max(path.stat().st_mtime for path in read)
+
+
+def host_output(name: str, sanitize: str = "") -> Path:
+    """Where a target of the host goes, which has another name for every choice of sanitizers."""
+    output = ROOT / TARGETS[name].output
+    return output.with_stem("-".join([output.stem, *sanitize.split(",")])) if sanitize else output
+
+
+def missing(name: str) -> str | None:
+    """What building a target lacks here, and the line that gets it; None where nothing is lacking."""
+    target = TARGETS[name]
+    try:
+        for one in target.headers:
+            headers.find(one)
+        if target.compiler == "cmake":
+            _cmake()
+        elif target.compiler == "nvcc":
+            tool("nvcc")
+        else:
+            host_compiler()
+    except Missing as error:
+        return str(error)
+    return None
+
+
+def _cmake() -> str:
+    for program in ("cmake", os.environ.get("CXX", "c++")):
+        tool(program, get="apt-get install cmake g++")
+    return "cmake"
+
+
+def _by_cmake(onnxruntime: Path, sanitize: str, library: Path) -> Path:
+    """The operators of the CPU: one object library per instruction set."""
+    folder = CACHE / "-".join(["native", *filter(None, sanitize.split(","))])
+    options = [f"-DONNXRUNTIME_INCLUDE_DIR={onnxruntime}", f"-DKV_SANITIZE={sanitize}"]
+    run([_cmake(), "-S", str(PLUGINS), "-B", str(folder), *options], "compiler")
+    run(["cmake", "--build", str(folder), "--parallel", str(os.cpu_count() or 1)], "compiler")
+    library.parent.mkdir(parents=True, exist_ok=True)
+    made = library.with_suffix(".new")
+    shutil.copyfile(folder / library.name, made)
+    return publish(made, library)
+
+
+# ---- the CUDA kernels, for a GPU ----
+
+
+def compile_kernels(capabilities: Sequence[str] = ()) -> tuple[list[Path], resources.Report]:
+    """Object files for these compute capabilities, and for later ones by PTX of the latest; and what each kernel takes
+    (of one capability, where several are named)."""
+    known = chosen_capabilities(capabilities)
+    codes = [f"arch=compute_{x},code=sm_{x}" for x in known]
+    codes.append(f"arch=compute_{known[-1]},code=compute_{known[-1]}")
+    command = [tool("nvcc"), *DEVICE_FLAGS, *(flag for code in codes for flag in ("-gencode", code))]
+    objects, logs = _compile(command, KERNELS, CACHE / "cuda", "device")
+    return objects, resources.read_report("\n".join(logs))
+
+
+def link_device(name: str, kernels: list[Path], capabilities: Sequence[str], library: Path) -> Path:
+    """A target of nvcc over the object files of the kernels, which are removed."""
+    target, objects = TARGETS[name], kernels
+    compiled_for = f"-DKV_CUDA_ARCHITECTURES={'_'.join(chosen_capabilities(capabilities))}"
+    flags = [*BINDING_FLAGS, *_include(target), compiled_for]
+    if target.sources:
+        objects = _compile([tool("nvcc"), *flags], target.sources, CACHE / "cuda", "binding")[0] + kernels
+    exports = ["-Xlinker", f"--version-script={PLUGINS / target.exports}"] if target.exports else []
+    return link([tool("nvcc"), "-shared", *exports], objects, library)
+
+
+def chosen_capabilities(named: Sequence[str]) -> list[str]:
+    """Those named, this machine's, or all that are supported, in order."""
+    return sorted(set(named or gpus_here() or CAPABILITIES), key=int)
+
+
+def gpus_here() -> list[str]:
+    """The compute capabilities of this machine's GPUs, as in "90"."""
+    try:
+        command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    found = [line.strip().replace(".", "") for line in done.stdout.splitlines()] if done.returncode == 0 else []
+    return [number for number in found if number.isdigit()]
+
+
+# ---- for the host ----
+
+
+def _on_host(name: str, sanitize: str) -> Path:
+    """Kept where it is current. Everything but the kernels themselves links with their library."""
+    target, library = TARGETS[name], host_output(name, sanitize)
+    kernels = None if name == "cuda-host" else build("cuda-host")
+    included = [headers.find(one) / headers.PLACES[one].header for one in target.headers]
+    if is_current(name, sanitize, *included, *([kernels] if kernels else [])):
+        return library
+    exports = [f"-Wl,--version-script={PLUGINS / target.exports}"] if target.exports else []
+    return _link_on_host(target, library, [*target.link, *exports], kernels, sanitize or target.sanitize)
+
+
+def harness_on(kernels: Path) -> Path:
+    """The target `tensorrt-harness` over another library of the CUDA kernels (that of `cuda`, for a GPU) and CUDA's own
+    runtime."""
+    target = TARGETS["tensorrt-harness"]
+    own = target._replace(sources=tuple(source for source in target.sources if "cuda_runtime" not in source))
+    library = (ROOT / target.output).with_stem(f"libtensorrt_harness_{kernels.stem.removeprefix('lib')}")
+    toolkit = headers.find("cuda").parent
+    folders = [f"-L{toolkit / name}" for name in ("lib64", "lib") if (toolkit / name).is_dir()]
+    runtime = [*folders, "-lcudart_static", "-ldl", "-lrt", "-lpthread", "-Wl,--no-undefined"]
+    return _link_on_host(own, library, ["-shared"], kernels, "", runtime)
+
+
+def _link_on_host(
+    target: Target,
+    library: Path,
+    link_flags: list[str],
+    kernels: Path | None,
+    sanitize: str,
+    libraries: Sequence[str] = (),
+) -> Path:
+    flags = list(HOST_FLAGS)
+    if kernels:
+        flags += ["-fvisibility=hidden", "-DKV_ON_HOST"]
+    if sanitize:
+        flags += ["-O1", f"-fsanitize={sanitize}", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
+    command = [host_compiler(), *flags, *_include(target)]
+    objects, _ = _compile(command, target.sources, library.parent, library.stem)
+    beside = [f"-L{kernels.parent}", f"-l:{kernels.name}", "-Wl,-rpath,$ORIGIN:$ORIGIN/../cuda"] if kernels else []
+    return link([host_compiler(), *flags, *link_flags], objects, library, [*beside, *libraries])
+
+
+def _include(target: Target) -> list[str]:
+    return [option for one in target.headers for option in ("-isystem", str(headers.find(one)))]
+
+
+def _compile(command: list[str], sources: Sequence[str], folder: Path, suffix: str) -> tuple[list[Path], list[str]]:
+    """Object files of these sources, two at a time, and what the compiler says."""
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def compiled(source: str) -> tuple[Path, str]:
+        made = folder / f"{Path(source).stem}.{suffix}.{os.getpid()}.o"
+        kind = ["-x", "c++"] if source.endswith(".cu") and "nvcc" not in command[0] else []
+        return made, run([*command, *kind, "-c", str(PLUGINS / source), "-o", str(made)], "compiler")
+
+    with ThreadPoolExecutor(2) as pool:
+        done = list(pool.map(compiled, sources))
+    return [made for made, _ in done], [said for _, said in done]

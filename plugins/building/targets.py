@@ -1,0 +1,111 @@
+"""Everything that can be built here: its sources, its compiler, where it goes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+CAPABILITIES = ("80", "86", "87", "89", "90", "100", "110", "120")  # that the kernels are compiled for, unless named
+KERNELS = ("cuda/attention/vote_attention.cu", "cuda/merge/merge_cache.cu")
+# What the kernels, and each binding of them, read (patterns below plugins/).
+KERNEL_FILES = ("abi/*.h", "math/*.h", "cuda/**/*.h", "cuda/**/*.cu", "building/*.py")
+ONNXRUNTIME_FILES = (*KERNEL_FILES, "bindings/node/*", "bindings/onnxruntime/*")
+TENSORRT_FILES = (*KERNEL_FILES, "bindings/node/*", "bindings/tensorrt/*", "tests/tensorrt_*", "tests/cuda_runtime_*")
+
+# No contraction: the host's threads in any order give the same bits, whatever the compiler makes of one phase.
+WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+HOST_FLAGS = ["-std=c++17", "-O2", "-fPIC", *WARNINGS, "-fno-strict-aliasing", "-ffp-contract=off"]
+DEVICE_FLAGS = ["-std=c++17", "-O3", "-Xptxas", "-v", "-Xcompiler", "-fPIC,-fvisibility=default", "-lineinfo"]
+BINDING_FLAGS = ["-std=c++17", "-O2", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra,-Wno-maybe-uninitialized"]
+
+
+class Target(NamedTuple):
+    """A library or a program. `output` is below the checkout; other paths are below plugins/.
+
+    compiler: "cmake" (of CMakeLists.txt), "nvcc" (the kernels are linked in) or "host" (a C++ compiler; the kernels
+    are the library of the target `cuda-host`). headers: names in headers.PLACES. exports: a linker script that names
+    what the library exports. reads: what makes a library for tests stale where it is newer.
+    """
+
+    meaning: str
+    output: str
+    compiler: str
+    sources: tuple[str, ...] = ()
+    headers: tuple[str, ...] = ()
+    exports: str = ""
+    reads: tuple[str, ...] = ()
+    link: tuple[str, ...] = ("-shared",)
+    sanitize: str = ""
+
+
+TARGETS = {
+    "onnxruntime": Target(
+        "the operators for ONNX Runtime's CPU provider",
+        "kvexport/_native/libkvexport_onnxruntime.so",
+        "cmake",
+        headers=("onnxruntime",),
+    ),
+    "onnxruntime-cuda": Target(
+        "the operators for ONNX Runtime's CUDA provider",
+        "kvexport/_native/libkvexport_onnxruntime_cuda.so",
+        "nvcc",
+        ("bindings/onnxruntime/cuda_library.cpp",),
+        ("onnxruntime",),
+        exports="bindings/onnxruntime/cuda_exports.map",
+    ),
+    "tensorrt": Target(
+        "the operators as TensorRT plugins",
+        "kvexport/_native/libkvexport_tensorrt.so",
+        "nvcc",
+        ("bindings/tensorrt/library.cpp",),
+        ("tensorrt",),
+        exports="bindings/tensorrt/exports.map",
+    ),
+    "cuda": Target(
+        "the CUDA kernels alone, for tests on a GPU", "build-cache/cuda/libkvexport_cuda.so", "nvcc", reads=KERNEL_FILES
+    ),
+    "cuda-host": Target(
+        "the CUDA kernels compiled for the host, for tests without a GPU",
+        "build-cache/cuda/libkvexport_cuda_host.so",
+        "host",
+        KERNELS,
+        reads=KERNEL_FILES,
+    ),
+    "onnxruntime-cuda-host": Target(
+        "ONNX Runtime's binding of those, registered with its CPU provider",
+        "build-cache/cuda/libkvexport_onnxruntime_cuda_host.so",
+        "host",
+        ("bindings/onnxruntime/cuda_library.cpp",),
+        ("onnxruntime",),
+        exports="bindings/onnxruntime/cuda_exports.map",
+        reads=ONNXRUNTIME_FILES,
+    ),
+    "tensorrt-host": Target(
+        "the TensorRT plugins over those, with a CUDA runtime of the host",
+        "build-cache/tensorrt/libkvexport_tensorrt_host.so",
+        "host",
+        ("bindings/tensorrt/library.cpp", "tests/cuda_runtime_on_host.cpp"),
+        ("tensorrt", "cuda"),
+        exports="bindings/tensorrt/exports.map",
+        reads=TENSORRT_FILES,
+        link=("-shared", "-Wl,--no-undefined"),
+    ),
+    "tensorrt-harness": Target(
+        "... with what drives the plugins as TensorRT would, for tests",
+        "build-cache/tensorrt/libtensorrt_harness.so",
+        "host",
+        ("bindings/tensorrt/library.cpp", "tests/cuda_runtime_on_host.cpp", "tests/tensorrt_harness.cpp"),
+        ("tensorrt", "cuda"),
+        reads=TENSORRT_FILES,
+        link=("-shared", "-Wl,--no-undefined"),
+    ),
+    "tensorrt-fuzz": Target(
+        "... with random fields under sanitizers, a program",
+        "build-cache/tensorrt/tensorrt_fuzz",
+        "host",
+        ("bindings/tensorrt/library.cpp", "tests/cuda_runtime_on_host.cpp", "tests/tensorrt_fuzz.cpp"),
+        ("tensorrt", "cuda"),
+        reads=TENSORRT_FILES,
+        link=(),
+        sanitize="address,undefined",
+    ),
+}

@@ -90,7 +90,7 @@ def build(
     engines = EngineBuilder(recipe.backend.tensorrt) if tensorrt else None
     with stage(out) as folder, _collector_paused():
         from kvexport.export.graph.graphs import attention_functions, finish_decoder
-        from kvexport.export.graph.top_logits import candidates_model
+        from kvexport.export.graph.top_logits import top_logits_model
         from kvexport.export.graph.tracer import trace_decoder
         from kvexport.export.model.hf_model import length_notes
         from kvexport.export.passes import GRAPH_CHECKS
@@ -117,7 +117,7 @@ def build(
             written = writing.result()
         with progress("writing graphs", None):
             decoder = finish_decoder(traced, written.locations, folder, method, shape.geometry, functions)
-            candidates = candidates_model(_vocabulary(shape))
+            candidates = top_logits_model(_vocabulary(shape))
             graphs = Graphs("decoder.onnx", None if merge is None else "merge.onnx", "candidates.onnx")
             models = {"decoder": decoder, "merge": merge, "candidates": candidates}
             for kind, file in graphs.files():

@@ -26,9 +26,8 @@ Dtype = Literal["float32", "float16"]
 
 DATA_FILE = "decoder.weights"
 LINK_FOLDER = "weights"
-BLOCK_BYTES = (
-    4 << 20
-)  # of smaller ones, a thread beside a busy one spends its time waiting for the interpreter, after each step of each
+# Of smaller blocks a thread beside a busy one spends its time waiting for the interpreter, after each step of each.
+BLOCK_BYTES = 4 << 20
 LARGE_TENSOR_BYTES = 64 << 10
 PAGE_BYTES = 4096
 SMALL_ALIGNMENT_BYTES = 64
@@ -74,8 +73,7 @@ class WrittenWeights(NamedTuple):
 
 
 def total_bytes(specs: Sequence[TensorSpec]) -> int:
-    """What the arguments of `progress` add up to over one `write_weights` of the same specs; tied tensors count
-    once."""
+    """The sum of the arguments of `progress` over one `write_weights` of the same specs; tied tensors count once."""
     return sum(spec.nbytes for spec in _distinct(specs))
 
 
@@ -105,7 +103,7 @@ def write_weights(
     of 4096 bytes (ONNX Runtime maps them), smaller ones at a multiple of 64. link: a source file whose tensors need no
     cast is hard-linked to `weights/<file name>` (copied whole where the file system cannot link) and pointed into; the
     rest goes to `decoder.weights`.
-    A hard link shares its bytes with the checkpoint: who rewrites that file in place changes the artifact, as its
+    A hard link shares its bytes with the checkpoint: rewriting that file in place changes the artifact, as its
     digest will tell.
 
     Two specs of one entry and one dtype share their bytes. `progress` receives the bytes of initializers put in place
@@ -125,7 +123,7 @@ def write_weights(
             data = _DataFile(stream, hasher)
             for spec in rest:
                 placed[spec.entry, spec.dtype] = data.append(spec, progress)
-            # Whoever publishes the artifact syncs it, and then has nothing to wait for.
+            # The artifact is synced when it is published; then there is nothing left to wait for.
             stream.flush()
             os.fsync(stream.fileno())
         digests[DATA_FILE] = data.hexdigest()

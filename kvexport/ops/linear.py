@@ -1,12 +1,11 @@
-"""Linear: products of one input with weights as checkpoints hold them, ``torch.nn.functional.linear``, as a node of
-their own.
+"""Linear: products of one input with weights as checkpoints hold them (``torch.nn.functional.linear``), as one node.
 
-ONNX Runtime's CPU provider computes a MatMul with a transposed weight from a copy of that weight, of float32 whatever
+ONNX Runtime's CPU provider computes a MatMul with a transposed weight from a copy of that weight, in float32 whatever
 its type, and runs every small operator around it as a node that costs as much as the product of one row. A kernel of
-this node reads weights as the checkpoint's [outputs, inputs] holds them, and does what models do around products while
-rows are at hand: the norm before, a bias, SiLU's gate, a residual, heads that become a dimension of their own and stop
-    being one, rotary embedding. A runtime without the kernel takes the
-function. Which nodes of a graph become one: `kvexport.export.passes`.
+this node reads weights as checkpoints hold them, [outputs, inputs], and computes the steps around a product while its
+rows are in cache: the norm before it, a bias, SiLU's gate, a residual, heads set apart or put together again, rotary
+embedding. A runtime without the kernel takes the function. Which nodes of an ONNX graph become one:
+`kvexport.export.passes`.
 """
 
 from __future__ import annotations
@@ -22,10 +21,12 @@ from kvexport.ops.onnx_function import DOMAIN
 
 @dataclass(frozen=True)
 class Form:
-    """What a Linear does beside its products. Heads are 0 where they are no dimension of their own. What is a tuple has
-    an entry for each
-    product: the heads of its output, whether it has a bias, whether its heads are turned. norm: whether rows are
-    normalised first, with `epsilon`. A gate and a residual are there for one product alone."""
+    """The steps of a Linear beside its products, 0 where there is none.
+
+    input_heads: heads of the input, where they are a dimension of their own. norm: whether rows are normalised first,
+    with `epsilon`. An entry for each product: output_heads, the heads set apart in its output; bias, whether it has
+    one; turned, whether its heads are rotated. gate, residual: whether there is one; only of a single product.
+    """
 
     input_heads: int = 0
     norm: int = 0
@@ -76,15 +77,15 @@ def linear_function(form: Form) -> onnx.FunctionProto:
     for each product: weight [outputs, inputs], bias [outputs]
     gate: [outputs, inputs]; the product is multiplied with silu(rows x gate^T)
     residual: [..., outputs], added last
-    cosine, sine: [B, T, half a head's size], by which planes (f, f + half) of heads are turned, as RotaryEmbedding does
+    cosine, sine: [B, T, half a head's size], for heads rotated in planes (f, f + half), as RotaryEmbedding does
     for each product an output: [..., outputs], or [B, output_heads, T, outputs / output_heads]
     """
     lines, rows, outputs = [], "input", []
     if form.input_heads:
         lines += [
             "tokens_first = Transpose <perm = [0, 2, 1, 3]> (input)",
-            "joined = Constant <value_ints = [0, 0, -1]> ()",
-            "rows = Reshape (tokens_first, joined)",
+            "flat = Constant <value_ints = [0, 0, -1]> ()",
+            "rows = Reshape (tokens_first, flat)",
         ]
         rows = "rows"
     if form.norm:
@@ -131,16 +132,16 @@ def _product(form: Form, i: int, rows: str) -> tuple[list[str], str]:
         ]
         last = f"heads_first{i}"
     if form.turned[i]:
-        # Written out: who has no kernel of Linear need not have one of RotaryEmbedding in every type.
+        # Written out: a runtime without a kernel of Linear may lack RotaryEmbedding in some type as well.
         lines += [
             f"first{i}, second{i} = Split <axis = -1, num_outputs = 2> ({last})",
             f"first_cosine{i} = Mul (first{i}, cosine_of_heads)",
             f"second_sine{i} = Mul (second{i}, sine_of_heads)",
             f"second_cosine{i} = Mul (second{i}, cosine_of_heads)",
             f"first_sine{i} = Mul (first{i}, sine_of_heads)",
-            f"turned_first{i} = Sub (first_cosine{i}, second_sine{i})",
-            f"turned_second{i} = Add (second_cosine{i}, first_sine{i})",
-            f"turned{i} = Concat <axis = -1> (turned_first{i}, turned_second{i})",
+            f"rotated_first{i} = Sub (first_cosine{i}, second_sine{i})",
+            f"rotated_second{i} = Add (second_cosine{i}, first_sine{i})",
+            f"rotated{i} = Concat <axis = -1> (rotated_first{i}, rotated_second{i})",
         ]
-        last = f"turned{i}"
+        last = f"rotated{i}"
     return lines, last

@@ -1,4 +1,4 @@
-"""From a PyTorch module to ONNX by torch.export and torch.onnx.export, less what costs most there and changes
+"""From a PyTorch module to ONNX by torch.export and torch.onnx.export, without their most expensive steps that change
 nothing."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def to_onnx(
     """`module` as an ONNX IR model of opset `OPSET`, not optimized.
 
     arguments, shapes: an example of every argument and its dynamic dimensions, as torch.export takes them.
-    translations: what becomes of PyTorch operators, before what torch.onnx makes of them. names: `input_names` and
+    translations: ONNX for PyTorch operators, preferred to torch.onnx's own. names: `input_names` and
     `output_names`. Errors of torch.export and torch.onnx pass through.
     """
     with quiet_exporter(), torch.no_grad(), _sources_unread(), _values_kept():
@@ -64,7 +64,7 @@ def _changes_in_place(exported: ExportedProgram) -> bool:
 
 
 class _Signature:
-    """What onnxscript makes of a translation's source, made only for who asks for more than its domain."""
+    """A translation's function as onnxscript parses it from its source; parsed when more than its domain is read."""
 
     def __init__(self, translation: Any, make: Callable[[Any], Any]) -> None:
         self.domain: str = translation.opset.domain
@@ -76,7 +76,7 @@ class _Signature:
 
 @contextlib.contextmanager
 def _sources_unread() -> Iterator[None]:
-    """torch.onnx looks up its 500 translations anew for every program, and every look parses the translation's source
+    """torch.onnx looks up its 500 translations anew for every program, and every lookup parses the translation's source
     for its domain."""
     traced: Any = getattr(onnxscript.values, "TracedOnnxFunction", None)
     original = vars(traced).get("function_ir") if traced else None

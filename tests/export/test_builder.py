@@ -1,4 +1,4 @@
-"""What a build does beside its trace: weights are written meanwhile, and stop when the trace fails."""
+"""A build beside its trace: weights are written meanwhile, and stop when the trace fails."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ class Times(torch.nn.Module):
 
 
 class WithThePrevious(torch.nn.Module):
-    """Adds what the layer before was given, which comes by another way than the hidden state."""
+    """Adds the input of the layer before, which comes by another way than the hidden state."""
 
     def __init__(self, kept: list[torch.Tensor]) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Reading a model's rotary embedding: what is read turns the model's own keys, and what cannot be expressed is refused
-by name."""
+"""Reading a model's rotary embedding: the frequencies rotate keys as the model's own code does, and an embedding that
+frequencies cannot express is refused by name."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def test_llama_turns_halves_of_the_whole_head() -> None:
         assert rotary.inverse_frequencies == pytest.approx(frequencies(10000.0, 16))
 
 
-def test_phi_turns_the_first_dimensions_only() -> None:
+def test_phi_rotates_the_first_dimensions_only() -> None:
     config = PhiConfig(
         **SIZES, rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
     )
     assert [len(rotary.inverse_frequencies) for rotary in rotary_of(config)] == [4, 4]
 
 
-def test_glm4_interleaves_and_turns_half() -> None:
+def test_glm4_interleaves_and_rotates_half() -> None:
     first, _ = rotary_of(Glm4Config(**SIZES, head_dim=16))
     assert first.interleaved
     assert first.inverse_frequencies == pytest.approx(frequencies(10000.0, 8))
@@ -80,9 +80,9 @@ def test_scaled_frequencies_are_those_of_the_longest_sequence() -> None:
     assert first.inverse_frequencies == pytest.approx([f / 4 for f in frequencies(10000.0, 16)])
 
 
-def test_layers_without_rotary_embedding_turn_nothing() -> None:
-    turned, still = rotary_of(SmolLM3Config(**SIZES, no_rope_layers=[1, 0]))
-    assert len(turned.inverse_frequencies) == 8
+def test_layers_without_rotary_embedding_rotate_nothing() -> None:
+    rotating, still = rotary_of(SmolLM3Config(**SIZES, no_rope_layers=[1, 0]))
+    assert len(rotating.inverse_frequencies) == 8
     assert still == Rotary()
     sliding, full = rotary_of(
         Cohere2Config(**SIZES, layer_types=["sliding_attention", "full_attention"], sliding_window=64)
@@ -91,11 +91,11 @@ def test_layers_without_rotary_embedding_turn_nothing() -> None:
     assert full == Rotary()
 
 
-def test_models_of_learned_positions_turn_nothing() -> None:
+def test_models_of_learned_positions_rotate_nothing() -> None:
     assert rotary_of(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=512)) == [Rotary(), Rotary()]
 
 
-def test_what_is_no_fixed_rotation_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_embedding_that_is_no_fixed_rotation_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def stretched(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
         q, k = modeling_llama_apply(q, k, cos, sin, unsqueeze_dim)
         return q, k * (2.0 + cos.unsqueeze(unsqueeze_dim))
@@ -103,13 +103,13 @@ def test_what_is_no_fixed_rotation_is_refused_by_name(monkeypatch: pytest.Monkey
     modeling_llama_apply = modeling_llama.apply_rotary_pos_emb
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", stretched)
     with pytest.raises(
-        UsageError, match=r"llama: this method turns keys.*not turned by position times fixed frequencies"
+        UsageError, match=r"llama: this method rotates keys.*not rotated by position times fixed frequencies"
     ):
         rotary_of(LlamaConfig(**SIZES))
     assert modeling_llama.apply_rotary_pos_emb is stretched, "the model's function is put back"
 
 
-def test_an_artifact_that_turns_keys_carries_the_frequencies_and_passes_validation(
+def test_an_artifact_that_rotates_keys_carries_the_frequencies_and_passes_validation(
     tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     cache = {"method": "kvslimmer", "budget": 32, "recent": 0.25, "merge_every": 4}

@@ -1,4 +1,4 @@
-"""Linear: kernel, function and PyTorch say the same, and what is no Linear is refused."""
+"""Linear: kernel, function and PyTorch agree, and a node that is no proper Linear is refused."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def meaning(form: Form, input: torch.Tensor, **terms: torch.Tensor) -> list[torc
     if form.norm:
         rows = torch.nn.functional.rms_norm(rows, rows.shape[-1:], terms["norm"], form.epsilon)
     outputs = []
-    for i, (heads, turned) in enumerate(zip(form.output_heads, form.turned, strict=True)):
+    for i, (heads, rotated) in enumerate(zip(form.output_heads, form.turned, strict=True)):
         x = torch.nn.functional.linear(rows, terms[f"weight{i}"], terms.get(f"bias{i}"))
         if form.gate:
             x = x * torch.nn.functional.silu(torch.nn.functional.linear(rows, terms["gate"]))
@@ -83,7 +83,7 @@ def meaning(form: Form, input: torch.Tensor, **terms: torch.Tensor) -> list[torc
             x = x + terms["residual"]
         if heads:
             x = x.view(*x.shape[:2], heads, -1).transpose(1, 2)
-        if turned:
+        if rotated:
             (a, b), cosine, sine = x.chunk(2, -1), terms["cosine"][:, None], terms["sine"][:, None]
             x = torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1)
         outputs.append(x)
@@ -113,7 +113,7 @@ def test_it_is_what_pytorch_computes(form: Form, dtype: str, native: bool) -> No
     rng = np.random.default_rng(0)
     run = session(model_of(form, dtype, [None] * (4 if form.input_heads else 3), [None, None], not native), native)
     for batch, tokens, inputs, outputs in SIZES:
-        planes = max(1, outputs // 4)  # of a head that is turned
+        planes = max(1, outputs // 4)  # of a head that is rotated
         split = [batch, form.input_heads, tokens, inputs // max(1, form.input_heads)]
         shapes = {
             "input": split if form.input_heads else [batch, tokens, inputs],
@@ -125,7 +125,7 @@ def test_it_is_what_pytorch_computes(form: Form, dtype: str, native: bool) -> No
             "cosine": [batch, tokens, planes],
             "sine": [batch, tokens, planes],
         }
-        # Products of one input have outputs of their own; heads that are turned are of one size.
+        # Products of one input have outputs of their own; heads that are rotated are of one size.
         sizes = [
             2 * planes * heads if any(form.turned) and heads else outputs + 6 * i
             for i, heads in enumerate(form.output_heads)
@@ -186,7 +186,7 @@ def test_tensors_that_do_not_fit_are_refused_by_the_run() -> None:
             run.run(None, good | {name: np.zeros(shape, np.float32)})
 
 
-def test_joined_products_that_do_not_fit_are_refused_by_the_run() -> None:
+def test_products_of_one_input_that_do_not_fit_are_refused_by_the_run() -> None:
     needs_library()
     form = Form(norm=1, epsilon=1e-5, output_heads=(2, 1), bias=(0, 1), turned=(1, 0))
     run = session(model_of(form, "float32", ["B", "T", "K"], ["N", "M"], False), True)

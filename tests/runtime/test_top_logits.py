@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvexport.backends.onnxruntime.device_array import DeviceArray
 from kvexport.backends.rows import MASS_ERROR, TopLogits
 from kvexport.errors import KvexportError
-from kvexport.export.graph.top_logits import COUNT, candidates_model
+from kvexport.export.graph.top_logits import COUNT, top_logits_model
 from kvexport.runtime.engine import Engine, load
 from kvexport.runtime.sampling import GenerationSettings, Sampler, may_settle
 from tests.runtime.test_sampling import cases, sampler_after
@@ -112,7 +112,7 @@ def test_a_row_that_cannot_be_used_settles_nothing(bad: float) -> None:
 
 
 def finder(vocabulary: int) -> Any:
-    return ort.InferenceSession(candidates_model(vocabulary).SerializeToString(), providers=["CPUExecutionProvider"])
+    return ort.InferenceSession(top_logits_model(vocabulary).SerializeToString(), providers=["CPUExecutionProvider"])
 
 
 @pytest.mark.parametrize("vocabulary", [40, 256, 32003])

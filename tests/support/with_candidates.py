@@ -1,4 +1,4 @@
-"""Artifacts that find fewer candidates than their vocabulary holds, or none."""
+"""Artifacts that find fewer top logits of a row than other artifacts do, or none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from unittest import mock
 
 from kvexport.artifact.digests import write_manifest
 from kvexport.artifact.reading import load_manifest
-from kvexport.export.graph import top_logits as candidates
+from kvexport.export.graph import top_logits
 
 
 def with_candidates(artifact: Path, out: Path, count: int, *, engines: bool = False) -> Path:
@@ -17,8 +17,8 @@ def with_candidates(artifact: Path, out: Path, count: int, *, engines: bool = Fa
     manifest = load_manifest(out)
     content = manifest.to_json()
     if count:
-        with mock.patch.object(candidates, "COUNT", count):
-            model = candidates.candidates_model(manifest.model.vocabulary)
+        with mock.patch.object(top_logits, "COUNT", count):
+            model = top_logits.top_logits_model(manifest.model.vocabulary)
         (out / "candidates.onnx").write_bytes(model.SerializeToString())
         content["candidates"] = count
     else:

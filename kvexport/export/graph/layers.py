@@ -1,10 +1,9 @@
 """Which layers of a decoder do the same, told by watching one forward pass of the model without weights.
 
 Two layers do the same when they call the same operations in the same order with the same numbers, on tensors that come
-from the same
-places: their own parameters of one name, constants of one value, what they made themselves, the hidden state they were
-given, and the very tensors (position embeddings) that the rest of the model made for both. That covers whatever made
-the difference: the config, a module's type, an attribute, the index of the layer.
+from the same places: their own parameters of one name, constants of one value, their own results, the hidden state they
+were given, and the very tensors (position embeddings) that the rest of the model made for both. So a difference shows
+wherever it comes from: the config, a module's type, an attribute, the index of the layer.
 """
 
 from __future__ import annotations
@@ -74,10 +73,10 @@ def wrapped(modules: Mapping[int, nn.Module], call: Callable[..., Any]) -> Itera
 
 @contextlib.contextmanager
 def left_out(model: nn.Module, layers: Layers, numbers: Iterable[int]) -> Iterator[None]:
-    """Within this context the layers of these numbers hand on what they get."""
+    """Within this context the layers of these numbers pass their hidden state on unchanged."""
     modules: Any = model.get_submodule(layers.name)
     for i in numbers:
-        modules[i] = _HandsOn(layers.modules[i])
+        modules[i] = _PassesOn(layers.modules[i])
     try:
         yield
     finally:
@@ -85,7 +84,7 @@ def left_out(model: nn.Module, layers: Layers, numbers: Iterable[int]) -> Iterat
             modules[i] = layers.modules[i]
 
 
-class _HandsOn(nn.Module):
+class _PassesOn(nn.Module):
     """In place of a layer, with all its attributes but no parameters, which a trace would take up."""
 
     def __init__(self, layer: nn.Module) -> None:
@@ -106,8 +105,8 @@ def _layer_list(model: Any) -> tuple[str, tuple[nn.Module, ...]]:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down what each layer does. `regular` becomes False when a layer reads, or changes, what is neither its own
-    nor shared."""
+    """Writes down the operations of each layer. `regular` becomes False when a layer reads, or changes, a tensor that
+    is neither its own nor shared."""
 
     def __init__(self, model: Any, name: str, count: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -115,7 +114,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.regular = True
         self.records: list[list[Any]] = []
         self._layer: int | None = None  # the one under way
-        self._hidden: Any = None  # what goes from layer to layer
+        self._hidden: Any = None  # the hidden state, from layer to layer
         self._made: dict[int, tuple[int | None, int]] = {}  # tensor: the layer that made it, and its number there
         self._number = 0
         self._kept: list[Any] = []  # so that no id is given twice
@@ -149,7 +148,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        """What layers ask of their attention is a part of what they do."""
+        """A layer's call of its attention is one of its operations."""
         self._note("attention", (query, key, value, options))
         return query.new_empty(*query.shape[:3], value.shape[3])
 

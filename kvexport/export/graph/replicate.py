@@ -1,8 +1,8 @@
 """Copies of a traced layer for all the layers that do the same.
 
-A trace made for this holds a few layers between borders: LayerBorder nodes where the hidden state enters and leaves. A
-layer is what depends on the hidden state within its borders or on the layer's own parameters. What it reads besides
-(positions, rotary tables, sizes, constants) all layers share.
+A trace made for this holds a few layers between borders: LayerBorder nodes where the hidden state enters a layer and
+where it comes out. A layer consists of the nodes that depend on the hidden state within its borders or on the layer's
+own parameters. All other values that they read (positions, rotary tables, sizes, constants) are shared by all layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BORDER = "LayerBorder"
 
 @dataclass
 class _Layer:
-    """A traced layer: where the hidden state enters and leaves, and the nodes between in order."""
+    """A traced layer: the borders where the hidden state enters and comes out, and the nodes between in order."""
 
     number: int
     entry: ir.Node
@@ -33,7 +33,7 @@ class _Layer:
 
 def replicate_layers(model: ir.Model, layers: Layers, plan: CachePlan) -> bool:
     """Complete the trace `model` of the layers `layers.traced()`: every other layer becomes a copy of the first that
-    does the same, with parameters and state of its own, and the borders go.
+    does the same, with parameters and state of its own, and the borders are removed.
 
     Returns False where the graph does not bear out what `layers` says: two traced layers of a kind differ, or something
     other than one hidden state goes from layer to layer. The trace is then of no use.
@@ -67,9 +67,7 @@ def replicate_layers(model: ir.Model, layers: Layers, plan: CachePlan) -> bool:
 def _find_layers(graph: ir.Graph, prefix: str, plan: CachePlan) -> dict[int, _Layer]:
     """The layers between borders, by number; none where they hang together by more than one hidden state."""
     borders = {
-        tuple(node.attributes[a].as_int() for a in ("layer", "leaves")): node
-        for node in graph
-        if node.op_type == BORDER
+        tuple(node.attributes[a].as_int() for a in ("layer", "end")): node for node in graph if node.op_type == BORDER
     }
     numbers = sorted({number for number, _ in borders})
     if len(borders) != 2 * len(numbers):
@@ -101,7 +99,7 @@ def _find_layers(graph: ir.Graph, prefix: str, plan: CachePlan) -> dict[int, _La
 
 
 def _renamed(name: str, i: int, j: int, prefix: str) -> str | None:
-    """What layer j calls what layer i calls `name`; None for what is not a layer's own."""
+    """Layer j's name of the value that is `name` in layer i; None for a value that layers share."""
     for start in (prefix, "past_key_values.", "present."):
         if name.startswith(f"{start}{i}."):
             return f"{start}{j}." + name.removeprefix(f"{start}{i}.")
@@ -109,8 +107,8 @@ def _renamed(name: str, i: int, j: int, prefix: str) -> str | None:
 
 
 def _do_the_same(first: _Layer, other: _Layer, prefix: str) -> bool:
-    """Whether both compute the same from their hidden state, parameters and state: followed back from what they give
-    out."""
+    """Whether both compute the same from their hidden state, parameters and state: followed back from their
+    outputs."""
     if first is other:
         return True
     pending = [(first.exit.inputs[0], other.exit.inputs[0])]
@@ -148,7 +146,7 @@ def _same_leaf(x: ir.Value, y: ir.Value, i: int, j: int, prefix: str) -> bool:
 
 
 def _meaning(node: ir.Node) -> tuple[Any, ...]:
-    """All that a node says of itself but its layer's number."""
+    """A node's operator and attributes, without its layer's number."""
     attributes = {
         name: attribute.value for name, attribute in node.attributes.items() if (node.domain, name) != (DOMAIN, "layer")
     }
@@ -165,8 +163,8 @@ def _bytes(tensor: ir.TensorProtocol) -> tuple[Any, ...]:
 def _copy(
     graph: ir.Graph, layer: _Layer, j: int, hidden: ir.Value | None, prefix: str, plan: CachePlan
 ) -> ir.Value | None:
-    """`layer` once more, as layer j, which the value `hidden` enters; returns what leaves it. Its parameters have no
-    data."""
+    """`layer` once more, as layer j, of the hidden state `hidden`; returns the hidden state after it. Its parameters
+    have no data."""
     shapes, copies = plan.layers[j].shapes(1), {layer.entry.outputs[0]: hidden}
 
     def copied(value: ir.Value) -> ir.Value:

@@ -1,4 +1,5 @@
-"""candidates.onnx: the largest logits of every row, found where the logits are, so that they alone leave a device."""
+"""candidates.onnx: the top logits of every row, found on the device that computed the row, so that no whole row need
+be copied off it."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from kvexport.ops.to_onnx import OPSET
 COUNT = 256  # of a row, where the vocabulary is not smaller
 
 
-def candidates_model(vocabulary: int) -> onnx.ModelProto:
+def top_logits_model(vocabulary: int) -> onnx.ModelProto:
     """logits[B,1,vocabulary] float32 -> values[B,1,n] float32 descending, ids[B,1,n] int32, and mass[B,1,1] float32,
-    the sum over the row of exp(logit - largest logit), n being the smaller of COUNT and `vocabulary`. What it means:
-    `kvexport.runtime.top_logits`."""
+    the sum over the row of exp(logit - largest logit), n being the smaller of COUNT and `vocabulary`. How they
+    are used: `kvexport.runtime.top_logits`."""
     n = min(COUNT, vocabulary)
     nodes = [
         helper.make_node("TopK", ["logits", "n"], ["values", "places"], name="top", axis=-1, largest=1, sorted=1),

@@ -44,9 +44,9 @@ def layer_attributes(method: Method, layer: LayerGeometry) -> VoteAttentionAttri
 
 
 # Placeholders that only ever stand in a trace: one for a layer's attention, one for the place where the hidden state
-# enters or leaves a layer of which copies will be made.
-torch.library.define("kvexport::layer_border", "(Tensor hidden, *, int layer, int leaves) -> Tensor")
-torch.library.register_fake("kvexport::layer_border", lambda hidden, *, layer, leaves: torch.empty_like(hidden))
+# enters, or comes out of, a layer of which copies will be made.
+torch.library.define("kvexport::layer_border", "(Tensor hidden, *, int layer, int end) -> Tensor")
+torch.library.register_fake("kvexport::layer_border", lambda hidden, *, layer, end: torch.empty_like(hidden))
 
 
 @cache
@@ -122,8 +122,7 @@ class _Decoder(nn.Module):
                 input_ids=input_ids, position_ids=position, past_key_values=PassThroughCache(), use_cache=True
             ).logits
         present = [x for i in self.layers for x in tracing.present[i]]
-        # Computed from `position`, so that whoever binds both lengths to one buffer cannot have it overwritten before
-        # it is read.
+        # Computed from `position`: both lengths may be bound to one buffer, which must be read before it is written.
         return (logits.float(), position[:, :1] + query_length, *present)
 
 
@@ -153,7 +152,7 @@ def _trace_some(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, layers
     border = torch.ops.kvexport.layer_border
 
     def between_borders(i: int, forward: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return border(forward(border(hidden, layer=i, leaves=0), *args, **kwargs), layer=i, leaves=1)
+        return border(forward(border(hidden, layer=i, end=0), *args, **kwargs), layer=i, end=1)
 
     with wrapped({i: layers.modules[i] for i in wanted}, between_borders), left_out(decoder.model, layers, rest):
         return _trace(decoder, mode, plan, wanted)
@@ -180,7 +179,7 @@ def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, wanted: Seq
         _attention_placeholder(operator): _operator(
             operator.name, operator.input_names, operator.output_names, ["layer"], optional
         ),
-        torch.ops.kvexport.layer_border.default: _operator(BORDER, ["hidden"], ["same"], ["layer", "leaves"]),
+        torch.ops.kvexport.layer_border.default: _operator(BORDER, ["hidden"], ["same"], ["layer", "end"]),
     }
     tensors = [(i, x) for i in wanted for x in plan.layers[i].state]
     try:

@@ -2,8 +2,8 @@
 object.
 
 transformers hands every attention layer to a registered function with everything it needs (query, key, value, scale,
-window, softcap, sink logits). What that function does is decided by whoever is `attending`: a probe, the tracer, or the
-PyTorch reference.
+window, softcap, sink logits). That function calls the `Attending` object of the current context: a probe, the tracer,
+or the PyTorch reference.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ IMPLEMENTATION = "kvexport"
 
 
 class Attending(Protocol):
-    """Whoever computes the layers' attention."""
+    """Computes the layers' attention within a context of `attending`."""
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         """[B, Hq, T, Dv] from query [B, Hq, T, D] and the new tokens' key and value [B, H, T, D / Dv]."""
         ...
 
     def mask(self, mask_function: Any) -> Any:
-        """What the layers get as their attention mask."""
+        """The attention mask that layers are given; `mask_function` tells which positions a query sees."""
         ...
 
 
@@ -39,9 +39,9 @@ _current: ContextVar[Attending] = ContextVar("attending")
 
 
 @contextlib.contextmanager
-def attending(who: Attending) -> Iterator[None]:
-    """Within this context the model's attention layers call `who`."""
-    token = _current.set(who)
+def attending(attention: Attending) -> Iterator[None]:
+    """Within this context the model's attention layers call `attention`."""
+    token = _current.set(attention)
     try:
         yield
     finally:
@@ -49,9 +49,8 @@ def attending(who: Attending) -> Iterator[None]:
 
 
 class PassThroughCache(Cache):
-    """Gives back the new keys and values: the past lives in the graph's own inputs. `updated` are the layers that
-    called.
-    model_type: what errors call the model."""
+    """Returns the new keys and values alone: the past is in inputs of the ONNX graph. `updated`: the layers that
+    called. model_type: the model's name in errors."""
 
     def __init__(self, model_type: str = "the model") -> None:
         super().__init__(layers=[])
@@ -80,8 +79,7 @@ class PassThroughCache(Cache):
     def _no_attention(self, *args: Any, **kwargs: Any) -> Any:
         raise UsageError(
             f"{self.model_type} has layers without attention (state-space or linear attention, which keep a state of "
-            "their own); "
-            "only decoders whose every layer attends can be exported"
+            "their own); only decoders whose every layer attends can be exported"
         )
 
     has_previous_state = get_conv_state = update_conv_state = get_recurrent_state = update_recurrent_state = (

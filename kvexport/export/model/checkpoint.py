@@ -40,8 +40,7 @@ _LARGEST_COUNT = 1 << 62
 @dataclass(frozen=True)
 class TensorEntry:
     """Where one tensor lies. file: the real file, symlinks resolved. dtype: the safetensors name ("BF16"). offset:
-    bytes from the
-    beginning of the file. nbytes: bytes at that offset, row-major, little-endian."""
+    bytes from the beginning of the file. nbytes: bytes at that offset, row-major, little-endian."""
 
     name: str
     file: Path
@@ -57,9 +56,8 @@ class Checkpoint:
     by name.
 
     fingerprint: sha256 (hex) over the bytes of config.json and, in the order of their names, every shard's name, size
-        and header.
-    It is cheap because it reads no weight: it tells architectures and file layouts apart, not two trainings of the same
-        layout.
+    and header. It is cheap because it reads no weight: it tells architectures and file layouts apart, not two trainings
+    of the same layout.
     """
 
     path: Path
@@ -166,8 +164,7 @@ def refuse_remote_code(config: Mapping[str, Any]) -> None:
     if config.get("model_type") not in CONFIG_MAPPING:
         raise UsageError(
             f"model_type {config.get('model_type')!r} is unknown to transformers: config.json's auto_map asks to run "
-            "the checkpoint's own "
-            "code, which kvexport never does",
+            "the checkpoint's own code, which kvexport never does",
             "pip install --upgrade transformers, or choose a checkpoint whose model_type transformers supports",
         )
 

@@ -1,5 +1,4 @@
-"""A Hugging Face decoder without its weights: constructed, probed for what its attention layers are, or refused by
-name."""
+"""A Hugging Face decoder without its weights: constructed, its attention layers probed, or refused by name."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ PROBE_SPAN = 1 << 18
 
 
 def load_config(source: str, revision: str | None, max_length: int) -> Any:
-    """The transformers config of a directory or hub id, or UsageError for what can be told from it alone to be
-    untraceable or too short."""
+    """The transformers config of a directory or hub id. UsageError where it alone tells that the model cannot be
+    traced, or has fewer than `max_length` positions."""
     try:
         config = AutoConfig.from_pretrained(source, revision=revision)
     except (ValueError, KeyError, OSError, TypeError) as error:
@@ -40,8 +39,7 @@ def load_config(source: str, revision: str | None, max_length: int) -> Any:
     if getattr(text, "kv_lora_rank", None):
         raise UsageError(
             f"{kind} has latent attention (kv_lora_rank {text.kv_lora_rank}); merging its expanded keys would need "
-            "more memory than "
-            "its own latent cache"
+            "more memory than its own latent cache"
         )
     if shared := getattr(text, "num_kv_shared_layers", 0):
         raise UsageError(
@@ -122,15 +120,13 @@ def _refuse_own_attention(config: Any) -> None:
     if not decoder._can_set_attn_implementation():
         raise UsageError(
             f"{config.model_type} computes attention in its own code (as most models with ALiBi or other biases do), "
-            "not through "
-            "the attention interface of transformers; only decoders that use it can be exported"
+            "not through the attention interface of transformers; only decoders that use it can be exported"
         )
 
 
 def fix_rotary_frequencies(model: nn.Module, max_length: int) -> None:
     """Rotary embeddings whose frequencies depend on the length seen so far (dynamic, longrope) are fixed at those of
-    the longest
-    sequence: a graph has one set, and keys already rotated cannot be rotated anew."""
+    the longest sequence: an ONNX graph has one set, and keys already rotated cannot be rotated anew."""
     last = torch.full((1, 1), max_length - 1)
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -165,7 +161,7 @@ def length_notes(config: Any, max_length: int) -> list[str]:
 
 
 class _Probe:
-    """Runs a forward pass on the meta device and notes what each layer asks of its attention."""
+    """Runs a forward pass on the meta device and notes how each layer calls its attention."""
 
     def __init__(self, model: Any) -> None:
         self.model_type = model.config.model_type
@@ -218,8 +214,7 @@ class _Probe:
                 if isinstance(visible, FakeTensor):
                     raise UsageError(
                         f"{name} has a mask that depends on more than positions (attention in chunks or blocks); it "
-                        "cannot be kept in a "
-                        "merging cache"
+                        "cannot be kept in a merging cache"
                     )
                 count = int(visible.sum())
                 plain = bool(visible[-1 - count : -1].all())
@@ -237,8 +232,8 @@ class _Probe:
 
 
 def probe_geometry(model: Any, mode: FakeTensorMode) -> list[LayerGeometry]:
-    """What every layer's attention is; UsageError names a layer that has none (state-space, linear attention) or an
-    unusual one."""
+    """The geometry of every layer's attention. UsageError names a layer that has none (state-space, linear attention)
+    or an unusual one."""
     probe = _Probe(model)
     kind = model.config.model_type
     failure: Exception | None = None
@@ -265,8 +260,7 @@ def probe_geometry(model: Any, mode: FakeTensorMode) -> list[LayerGeometry]:
     if missing:
         raise UsageError(
             f"{kind} has layers without attention (state-space or linear attention): {len(missing)} of {count}, the "
-            "first is layer "
-            f"{missing[0]}; only decoders whose every layer attends can be exported"
+            f"first is layer {missing[0]}; only decoders whose every layer attends can be exported"
         )
     _refuse_own_positions(model)
     return [probe.layers[i] for i in range(count)]

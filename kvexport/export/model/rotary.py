@@ -1,4 +1,4 @@
-"""A decoder's rotary embedding as frequencies, for methods that turn keys: read off the model's own functions, or
+"""A decoder's rotary embedding as frequencies, for methods that rotate keys: read off the model's own functions, or
 refused by name."""
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class _Probe:
 
 
 def read_rotary(model: Any, mode: FakeTensorMode, geometry: list[LayerGeometry]) -> list[LayerGeometry]:
-    """`geometry` with every layer's rotary embedding; none where a layer turns nothing. UsageError where an embedding
+    """`geometry` with every layer's rotary embedding; none where a layer rotates nothing. UsageError where an embedding
     is not a rotation by position times fixed frequencies of the first dimensions."""
     probe = _Probe(model)
     with probe.watching(model), attending(probe), torch.no_grad(), mode:
@@ -118,23 +118,23 @@ def _rotary(call: _Call | None, model_type: str) -> Rotary:
     key = torch.linspace(-1.0, 1.0, call.key_size).expand(1, 1, len(POSITIONS), -1)
     across = call.options.get("unsqueeze_dim", 1) == 2  # tokens before heads
     arranged = key.transpose(1, 2) if across else key
-    turned = call.apply(arranged, arranged, cosine, sine, **call.options)[1]
-    turned = turned.transpose(1, 2) if across else turned
-    start, steps = turned[:, :, :1].expand_as(key), positions[:, None]
+    result = call.apply(arranged, arranged, cosine, sine, **call.options)[1]
+    result = result.transpose(1, 2) if across else result
+    start, steps = result[:, :, :1].expand_as(key), positions[:, None]
     for name, buffer in call.module.named_buffers(recurse=False):
         for interleaved in (False, True):
             if name.endswith("inv_freq") and buffer is not None and 2 * buffer.numel() <= call.key_size:
                 rotary = Rotary(tuple(buffer.float().tolist()), interleaved)
-                if torch.allclose(rotated(start, steps, rotary), turned, atol=1e-3):
+                if torch.allclose(rotated(start, steps, rotary), result, atol=1e-3):
                     return rotary
     raise UsageError(
-        *_refusal(model_type, "they are not turned by position times fixed frequencies of the first dimensions")
+        *_refusal(model_type, "keys are not rotated by position times fixed frequencies of the first dimensions")
     )
 
 
 def _refusal(model_type: str, why: str) -> tuple[str, str]:
     return (
-        f"{model_type}: this method turns keys to each other's positions, which needs the frequencies of the rotary "
+        f"{model_type}: this method rotates keys to each other's positions, which needs the frequencies of the rotary "
         f"embedding: {why}",
-        "--set cache.method=ballot, or another that keeps keys where they are",
+        "--set cache.method=ballot, or another that rotates no keys",
     )

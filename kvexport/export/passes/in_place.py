@@ -16,7 +16,7 @@ from kvexport.errors import KvexportError
 
 # These read element i before they write element i, or write only the rows they are given.
 SAFE_WRITERS = {"ScatterND", "ScatterElements", "Where", "Identity", "Add"}
-# These may give out their input's own buffer, so who reads their output reads that.
+# The output of these may be their input's own buffer: a reader of the one reads the other.
 VIEWS = {"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"}
 
 

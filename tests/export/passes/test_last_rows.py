@@ -99,7 +99,7 @@ def outcome(model: onnx.ModelProto) -> list[Any]:
             ["n = Relu (x)", "p = MatMul (n, w)", "q = Softmax <axis = 1> (n)", "s = MatMul (q, v)", "m = Add (p, s)"],
             ["n", "q"],
         ),
-        # What is the same for all rows, and what is not, or may not be.
+        # Factors and terms that are the same for all rows, and those that are not, or may not be.
         (["p = MatMul (x, w)", "m = Add (p, b)"], ["x"]),
         (["p = MatMul (x, w)", "m = Mul (row_of_ones, p)"], ["x"]),
         (["p = MatMul (x, w)", "m = Sub (sequence, p)"], ["x"]),

@@ -1,4 +1,4 @@
-"""What the passes make of whole decoders: a fusion that silently stops to match shows here."""
+"""How often each pass applies to whole decoders: a fusion that silently no longer matches shows here."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvexport.errors import EnvironmentProblem
@@ -43,9 +44,9 @@ class Package:
         )
 
 
+# Those of the backends stand with them: `kvexport.backends.packages` has all.
 PACKAGES = (
     Package("numpy", "numpy", "1.26", "run", "arrays"),
-    Package("onnxruntime", "onnxruntime", "1.22", "run", "runs an artifact's graphs"),
     Package("pydantic", "pydantic", "2.7", "run", "checks recipes"),
     Package("pyyaml", "yaml", "6", "run", "reads recipes"),
     Package("rich", "rich", "13", "run", "progress bars"),
@@ -58,9 +59,6 @@ PACKAGES = (
     Package("onnxscript", "onnxscript", "0.7", "export", "optimises graphs"),
     Package("onnx-ir", "onnx_ir", "1.0", "export", "optimises graphs"),
     Package("polygraphy", "polygraphy", "0.49", "export", "validate runs the engine with it"),
-    Package("onnxruntime-gpu", "onnxruntime", "1.22", "gpu", "ONNX Runtime on a GPU"),
-    Package("tensorrt", "tensorrt", "11", "tensorrt", "TensorRT engines"),
-    Package("cuda-bindings", "cuda.bindings", "12.6", "tensorrt", "CUDA calls around TensorRT engines"),
 )
 
 
@@ -84,13 +82,13 @@ def require(verb: str) -> None:
         )
 
 
-def missing_package(error: ImportError) -> EnvironmentProblem | None:
-    """The error to show for a failed import; None where what failed is a module of kvexport, which is a defect and no
-    lack."""
+def missing_package(error: ImportError, packages: Sequence[Package]) -> EnvironmentProblem | None:
+    """The error to show for a failed import, by what is known of `packages`; None where what failed is a module of
+    kvexport, which is a defect and no lack."""
     module = (error.name or "").partition(".")[0]
     if module == "kvexport":
         return None
-    known = next((p for p in PACKAGES if p.module == module), None)
+    known = next((p for p in packages if p.module == module), None)
     if known is None:
         return EnvironmentProblem(
             f"an import failed: {str(error).splitlines()[0] if str(error) else module}", "kvexport doctor"

@@ -1,1 +1,41 @@
-"""Backends: what runs the graphs of an artifact."""
+"""The backends, which run an artifact's ONNX graphs: one folder each. This folder is scanned, so a new folder is a new
+backend.
+
+A folder has `section.py`, whose `Section` is the keys that the backend adds to a recipe's `backend:`, and `backend.py`,
+whose `BACKEND` is a `kvexport.backends.base.Backend`. Everything else of kvexport asks this registry.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from kvexport.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvexport.backends.base import Backend
+    from kvexport.packages import Package
+
+
+def get(name: str) -> Backend:
+    """The backend `name`. Raises UsageError for one that there is not."""
+    from kvexport.backends.sections import names
+
+    if name not in names():
+        raise UsageError(f"there is no backend {name}", f"one of {', '.join(names())}")
+    backend: Backend = importlib.import_module(f"{__name__}.{name}.backend").BACKEND
+    return backend
+
+
+def all_backends() -> list[Backend]:
+    """Every backend, sorted by name."""
+    from kvexport.backends.sections import names
+
+    return [get(name) for name in names()]
+
+
+def packages() -> tuple[Package, ...]:
+    """Every package that kvexport or a backend asks for."""
+    from kvexport.packages import PACKAGES
+
+    return (*PACKAGES, *(package for backend in all_backends() for package in backend.packages))

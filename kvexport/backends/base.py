@@ -1,15 +1,121 @@
-"""What the engine drives, whatever runs an artifact's graphs."""
+"""What a backend is, and what the engine drives, whatever runs an artifact's ONNX graphs.
+
+Importing this takes the standard library alone, so that `kvexport doctor` can ask backends where everything is missing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    from pathlib import Path
 
-from kvexport.backends.rows import Rows
-from kvexport.cache import CachePlan
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from kvexport.artifact.manifest import Manifest
+    from kvexport.backends.rows import Rows
+    from kvexport.cache import CachePlan
+    from kvexport.packages import Package
+    from kvexport.recipe.fields import Recipe
+    from kvexport.report.page import Section
+    from kvexport.terminal import Progress
+
+# Adds to a staged artifact what a backend needs beside the ONNX graphs, and returns the manifest that says so.
+Preparation = Callable[["Path", "Manifest", Callable[[str, "int | None"], "Progress"]], "Manifest"]
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What a call asks for in place of the recipe's; None: the recipe's. A backend without such a setting passes over
+    it."""
+
+    threads: int | None = None
+    device: str | None = None
+    cuda_graph: bool | None = None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What a backend finds of itself on this machine. rows: for a person; data: the same for JSON. broken: packages
+    that are installed and cannot be used, with the reason. provided: packages whose module another package gives.
+    lacks: what else is missing without which nothing runs."""
+
+    rows: Mapping[str, str] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
+    broken: Mapping[str, str] = field(default_factory=dict)
+    provided: frozenset[str] = frozenset()
+    lacks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a backend says of an artifact: sections for a person, and the same for JSON."""
+
+    sections: tuple[Section, ...] = ()
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Runners:
+    """What `kvexport validate` compares with PyTorch: the two ONNX graphs, past and present in buffers of their own.
+    Each is a context manager with `infer(feed) -> outputs`, as polygraphy's runners are. decode: for calls of one token
+    of each lane; merge: None where no layer merges."""
+
+    decode: Any
+    prefill: Any
+    merge: Any
+
+
+class Backend(ABC):
+    """What runs ONNX graphs. A subclass in a folder's `backend.py` is all that kvexport knows of it.
+
+    name: the folder's. packages: what it asks for. devices: on which graphs can be asked to run; (None,) where there is
+    no choice. prepared: files that `preparation` may write into an artifact; none where
+    the ONNX graphs are all that is needed.
+    """
+
+    name: ClassVar[str]
+    packages: ClassVar[tuple[Package, ...]] = ()
+    devices: ClassVar[tuple[str | None, ...]] = (None,)
+    prepared: ClassVar[frozenset[str]] = frozenset()
+
+    @abstractmethod
+    def problems(self, recipe: Recipe) -> list[tuple[str, str]]:
+        """Why the recipe's artifact cannot run here, each with the line that mends it; empty where it can."""
+
+    @abstractmethod
+    def load(self, path: Path, manifest: Manifest, options: LoadOptions) -> Sessions:
+        """The artifact, ready to run. Raises EnvironmentProblem for what this machine lacks, ArtifactError where the
+        artifact lacks what `preparation` adds, UsageError for options that cannot be."""
+
+    @abstractmethod
+    def runners(self, sessions: Any, manifest: Manifest) -> Runners:
+        """What `validate` compares; `sessions` is what `load` returned."""
+
+    def device(self, recipe: Recipe) -> str | None:
+        """Where the recipe asks the graphs to run; None where there is no choice."""
+        return None
+
+    def preparation(self, recipe: Recipe) -> Preparation | None:
+        """What a build does after the ONNX graphs are written; None where they are all that is needed. Asked for before
+        anything else of a build, so that what is missing is said at once: raises EnvironmentProblem for that."""
+        return None
+
+    def operators(self, manifest: Manifest, device: str | None) -> dict[str, str]:
+        """What runs each operator of the artifact on this machine. device: another than the recipe's."""
+        return {op: how for op, how in manifest.operators.items() if how}
+
+    def diagnose(self) -> Diagnosis:
+        """What `kvexport doctor` shows of it. Never raises."""
+        return Diagnosis()
+
+    def describe(self, path: Path, manifest: Manifest) -> Description:
+        """What `kvexport inspect` shows of it."""
+        return Description()
 
 
 class LaneState(Protocol):

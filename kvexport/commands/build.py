@@ -67,7 +67,7 @@ def build_artifact(
         raise UsageError("--from takes an artifact's own recipe and graphs", "--from DIR alone, or --recipe NAME")
     changes = [*overrides, *([f"backend.name={backend}"] if backend else [])]
     if source is not None:
-        from kvexport.backends.tensorrt.rebuild import rebuild
+        from kvexport.export.rebuild import rebuild
 
         return rebuild(source, out, changes, progress=show)
     assert recipe is not None

@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from kvexport.backends import all_backends, packages
 from kvexport.commands.options import JsonOption
 from kvexport.commands.output import print_result
-from kvexport.errors import EnvironmentProblem
-from kvexport.packages import PACKAGES, VERBS, PackageState, needs, package_state
+from kvexport.packages import VERBS, PackageState, needs, package_state
 from kvexport.units import format_bytes
 from kvexport.version import __version__
 
 if TYPE_CHECKING:
+    from kvexport.backends.base import Diagnosis as BackendDiagnosis
     from kvexport.report.page import Section
 
 FLAGS = (
@@ -51,31 +52,17 @@ def doctor(as_json: JsonOption = False) -> None:
         raise typer.Exit(3)
 
 
-@dataclass(frozen=True)
-class Native:
-    """A library of native operators. instruction_set: what it uses of this machine, "" where it cannot be used; then
-    the problem, and the
-    line that mends it. small_pages: why weights stay in small pages, "" where they do not."""
-
-    instruction_set: str
-    problem: str = ""
-    fix: str = ""
-    small_pages: str = ""
-
-
 @dataclass
 class Diagnosis:
-    """The environment. verbs: verb -> what it lacks (empty: it will work). Memory and disk in bytes, 0 = unknown."""
+    """The environment. verbs: verb -> what it lacks (empty: it will work). backends: what each says of itself. Memory
+    and disk in bytes, 0 = unknown."""
 
     packages: list[PackageState]
     verbs: dict[str, list[str]]
-    providers: list[str]
+    backends: list[BackendDiagnosis]
     system: dict[str, Any]
-    native: Native
-    native_cuda: Native
     gpus: list[str] = field(default_factory=list)
     gpu_problem: str = ""
-    tensorrt_plugins: dict[str, str] = field(default_factory=dict)
 
     @property
     def runs(self) -> bool:
@@ -93,10 +80,7 @@ class Diagnosis:
         return {
             "runs": self.runs,
             **self.system,
-            "providers": self.providers,
-            "native": asdict(self.native),
-            "native_cuda": asdict(self.native_cuda),
-            "tensorrt_plugins": self.tensorrt_plugins,
+            **{key: value for backend in self.backends for key, value in backend.data.items()},
             "gpu": gpu,
             "packages": packages,
             "verbs": verbs,
@@ -106,7 +90,7 @@ class Diagnosis:
         """For a person."""
         from kvexport.report.page import KeyValues, Paragraph, Table
 
-        system, plugins = self.system, self.tensorrt_plugins
+        system = self.system
         machine = {
             "kvexport": system["kvexport"],
             "Python": system["python"],
@@ -116,19 +100,15 @@ class Diagnosis:
             "memory": f"{_size(system['memory'])}, {_size(system['memory_available'])} available",
             "free disk": f"{_size(system['disk_free'])} in {Path.cwd()}",
             "GPU": ", ".join(self.gpus) or f"none: {self.gpu_problem}",
-            "ONNX Runtime providers": ", ".join(self.providers) or "none: onnxruntime cannot be imported",
-            "native operators": _row(self.native),
-            "weights in huge pages": _pages_row(self.native),
-            "native operators for CUDA": _row(self.native_cuda),
-            "TensorRT plugins": plugins.get("library") or "none: {problem}. To mend it: {fix}".format(**plugins),
+            **{row: said for backend in self.backends for row, said in backend.rows.items()},
         }
-        packages = Table(
+        table = Table(
             "Packages",
             ("package", "version", "for", "what it does", "to mend"),
             [_package_row(p) for p in self.packages],
         )
         verbs = {verb: "works" if not lacks else f"lacks {', '.join(lacks)}" for verb, lacks in self.verbs.items()}
-        return [KeyValues("Machine", machine), packages, KeyValues("Verbs", verbs), Paragraph(self.verdict)]
+        return [KeyValues("Machine", machine), table, KeyValues("Verbs", verbs), Paragraph(self.verdict)]
 
     @property
     def verdict(self) -> str:
@@ -142,27 +122,27 @@ class Diagnosis:
 
 
 def diagnose() -> Diagnosis:
-    """Look at this machine. Takes about a second; imports onnxruntime and tokenizers, which are known to break, and
-    nothing heavier."""
-    providers, ort_problem = _providers()
-    states = [package_state(package) for package in PACKAGES]
-    broken = {"onnxruntime": ort_problem, "tokenizers": _import_problem("tokenizers")}
+    """Look at this machine. Takes about a second; imports what backends need to run and tokenizers, which are known to
+    break, and nothing heavier."""
+    found = [backend.diagnose() for backend in all_backends()]
+    states = [package_state(package) for package in packages()]
+    broken = {"tokenizers": _import_problem("tokenizers")}
+    provided: set[str] = set()
+    for backend in found:
+        broken.update(backend.broken)
+        provided |= backend.provided
     states = [_with_problem(state, broken.get(state.package.name, "")) for state in states]
-    if providers:
-        # onnxruntime-gpu gives the same module as onnxruntime.
-        states = [
-            s if s.package.name != "onnxruntime" or s.version else PackageState(s.package, "from another package", "")
-            for s in states
-        ]
+    states = [
+        PackageState(s.package, "from another package", "") if s.package.name in provided and not s.version else s
+        for s in states
+    ]
     lacking = [s.package for s in states if s.problem]
     verbs = {verb: [package.name for package in lacking if needs(verb, package)] for verb in VERBS}
-    if providers and "CPUExecutionProvider" not in providers:
+    for backend in found:
         for lacks in verbs.values():
-            lacks.append("onnxruntime's CPUExecutionProvider")
+            lacks += backend.lacks
     gpus, gpu_problem = _gpus()
-    return Diagnosis(
-        states, verbs, providers, _system(), _native("cpu"), _native("cuda"), gpus, gpu_problem, _tensorrt_plugins()
-    )
+    return Diagnosis(states, verbs, found, _system(), gpus, gpu_problem)
 
 
 def _package_row(state: PackageState) -> tuple[str, str, str, str, str]:
@@ -184,15 +164,6 @@ def _import_problem(module: str) -> str:
     except Exception as error:
         return f"cannot be imported: {(str(error) or type(error).__name__).splitlines()[0]}"
     return ""
-
-
-def _providers() -> tuple[list[str], str]:
-    if problem := _import_problem("onnxruntime"):
-        return [], problem
-    try:
-        return list(importlib.import_module("onnxruntime").get_available_providers()), ""
-    except Exception as error:
-        return [], f"does not name its providers: {error}"
 
 
 def _system() -> dict[str, Any]:
@@ -234,58 +205,6 @@ def _read(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError:
         return ""
-
-
-def _native(device: str) -> Native:
-    from kvexport.backends.onnxruntime.devices import problems
-    from kvexport.backends.onnxruntime.operators import (
-        instruction_set,
-        library,
-        require_runnable,
-        why_no_library,
-        why_small_pages,
-    )
-
-    if lacks := problems(device) if device != "cpu" else []:
-        return Native("", "; ".join(problem for problem, _ in lacks), lacks[0][1])
-    path = library(device)
-    if path is None:
-        return Native("", *why_no_library(device))
-    try:
-        require_runnable(path)
-        return Native(instruction_set(path), small_pages=why_small_pages(path) if device == "cpu" else "")
-    except EnvironmentProblem as error:
-        return Native("", error.problem, error.fix)
-
-
-def _tensorrt_plugins() -> dict[str, str]:
-    """Where their library is, or why there is none and what changes that; whether TensorRT takes it is seen when
-    engines are built."""
-    from kvexport.backends.tensorrt import plugin
-
-    path = plugin.library()
-    if path is not None:
-        return {"library": str(path)}
-    problem, fix = plugin.why_no_library()
-    lacks = plugin.what_building_lacks() if fix == plugin.BUILD else None
-    return {"problem": f"{problem}; to build them here, first: {lacks}" if lacks else problem, "fix": fix}
-
-
-def _row(native: Native) -> str:
-    return native.instruction_set or f"none: {native.problem}. To mend it: {native.fix}"
-
-
-def _pages_row(native: Native) -> str:
-    if not native.instruction_set:
-        return "no: it takes the native operators"
-    if not native.small_pages:
-        return "yes, where memory allows"
-    fix = (
-        ". To mend it, as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
-        if native.small_pages == "switched off in the kernel"
-        else ""
-    )
-    return f"no: {native.small_pages}{fix}"
 
 
 def _gpus() -> tuple[list[str], str]:

@@ -71,9 +71,10 @@ def report(error: BaseException, *, debug: bool = False) -> int:
 def _known_problem(error: BaseException) -> KvexportError | None:
     """The error to show where this machine lacks a package, memory or disk space, or no file can have a given path."""
     if isinstance(error, ImportError):
+        from kvexport.backends import packages
         from kvexport.packages import missing_package
 
-        return missing_package(error)
+        return missing_package(error, packages())
     if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
         fix = "smaller limits.max_batch, limits.max_length or cache.budget; "
         fix += "kvexport plan --recipe NAME says what a recipe takes"

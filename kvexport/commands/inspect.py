@@ -15,7 +15,7 @@ from kvexport.units import format_bytes
 
 if TYPE_CHECKING:
     from kvexport.artifact.manifest import Manifest
-    from kvexport.backends.onnxruntime.operators import Implementation
+    from kvexport.backends.base import Description
     from kvexport.report.page import KeyValues, Section
 
 
@@ -48,13 +48,15 @@ class Graph:
 @dataclass(frozen=True)
 class Inspection:
     """An artifact that has been checked. verified: whether the SHA-256 of every file was, and not only its name and
-    size. runs_here: what runs each operator on this machine, None where the artifact does not need it."""
+    size. described: what the backends say of it. runs_on: the recipe's backend and its device, with what this machine
+    lacks for it."""
 
     path: Path
     manifest: Manifest
     graphs: list[Graph]
     verified: bool
-    runs_here: dict[str, Implementation | None]
+    described: list[Description]
+    runs_on: str
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as plain data."""
@@ -72,12 +74,11 @@ class Inspection:
         said = manifest.to_json()
         kept = ("contract_version", "recipe", "model", "limits", "operators", "versions")
         digests = "verified" if self.verified else "not verified"
-        here = {name: asdict(how) if how else None for name, how in self.runs_here.items()}
         return {
             "artifact": str(self.path),
             **{key: said[key] for key in kept},
             "files": {name: asdict(entry) for name, entry in manifest.files.items()},
-            "runs_here": here,
+            **{key: value for description in self.described for key, value in description.data.items()},
             "cache": cache,
             "graphs": graphs,
             "engines": manifest.engines,
@@ -90,13 +91,11 @@ class Inspection:
         from kvexport.report.page import KeyValues, Table
 
         files = sorted(self.manifest.files.items())
-        runs = {name: str(how) if how else "not needed by this artifact" for name, how in self.runs_here.items()}
         return [
             self._summary(),
             layer_table(self.manifest.cache),
             Table("Graphs", ("file", "nodes", "operators"), [_graph_row(graph) for graph in self.graphs]),
-            KeyValues("Operators on this machine", {"device": self._device(), **runs}),
-            *self._engines(),
+            *(section for description in self.described for section in description.sections),
             Table(
                 "Files",
                 ("file", "size", "SHA-256"),
@@ -104,35 +103,6 @@ class Inspection:
             ),
             KeyValues("Built with", {name: version or "-" for name, version in self.manifest.versions.items()}),
         ]
-
-    def _device(self) -> str:
-        from kvexport.backends.onnxruntime.devices import problems
-
-        device = self.manifest.recipe.backend.device
-        lacks = "; ".join(problem for problem, _ in problems(device)) if device != "cpu" else ""
-        return f"{device}, where nothing runs here: {lacks}" if lacks else device
-
-    def _engines(self) -> list[Section]:
-        from kvexport.backends.tensorrt.environment import dotted
-        from kvexport.backends.tensorrt.record import engine_record
-        from kvexport.report.page import KeyValues
-
-        engines = engine_record(self.path, self.manifest)
-        if engines is None:
-            return []
-        gpu, options = engines.gpu, engines.options
-        shown = {
-            "TensorRT": f"{engines.tensorrt}{' and later' if options.version_compatible else ''}",
-            "GPU": f"{gpu.name}, compute capability {dotted(gpu.compute_capability)}",
-            "hardware compatible": options.hardware_compatible,
-        }
-        for op, how in self.manifest.operators.items():
-            shown[op] = (
-                f"function: {engines.functions.get(op, '')}"
-                if how == "function"
-                else how or "not needed by this artifact"
-            )
-        return [KeyValues("Engines", shown)]
 
     def _summary(self) -> KeyValues:
         from kvexport.report.page import KeyValues
@@ -147,6 +117,7 @@ class Inspection:
                 "model": f"{model.type}, {model.layers} layers, vocabulary {model.vocabulary}, {recipe.model.dtype}",
                 "checkpoint": f"{recipe.model.path} (fingerprint {model.fingerprint})",
                 "method": f"{recipe.cache.method}{f' ({parameters})' if parameters else ''}",
+                "backend": self.runs_on,
                 "limits": ", ".join(f"{name} {value}" for name, value in asdict(manifest.limits).items()),
                 "cache of 1 sequence": format_bytes(manifest.cache.bytes(1)),
                 f"cache of {batch} sequences": format_bytes(manifest.cache.bytes(batch)),
@@ -163,13 +134,17 @@ def inspect_artifact(path: Path, *, verify: bool = True) -> Inspection:
     Raises UsageError where nothing is there, ArtifactError where it is damaged.
     """
     from kvexport.artifact.reading import load_manifest
-    from kvexport.backends.onnxruntime.operators import implementations
+    from kvexport.backends import all_backends, get
 
     manifest = load_manifest(path, verify=verify)
     graphs = [_read_graph(path, name, file) for name, file in manifest.graphs.files()]
-    here = implementations(manifest)
-    runs_here = {name: here[name] if needed else None for name, needed in manifest.operators.items()}
-    return Inspection(path, manifest, graphs, verify, runs_here)
+    backend = get(manifest.recipe.backend.name)
+    lacks = "; ".join(problem for problem, _ in backend.problems(manifest.recipe))
+    runs_on = " ".join(filter(None, [backend.name, backend.device(manifest.recipe)]))
+    described = [other.describe(path, manifest) for other in all_backends()]
+    return Inspection(
+        path, manifest, graphs, verify, described, f"{runs_on}, which cannot run here: {lacks}" if lacks else runs_on
+    )
 
 
 def _read_graph(path: Path, name: str, file: str) -> Graph:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from kvexport.backends.sections import names
+
 
 def complete_recipe(incomplete: str) -> list[str]:
     """Names of shipped recipes that begin so."""
@@ -28,6 +30,6 @@ TelemetryOption = Annotated[
     bool, typer.Option("--telemetry", help="Show what every merge does to the attention output.")
 ]
 BackendOption = Annotated[
-    str | None, typer.Option("--backend", metavar="NAME", help="onnxruntime or tensorrt, in place of its own.")
+    str | None, typer.Option("--backend", metavar="NAME", help=f"{' or '.join(names())}, in place of its own.")
 ]
 ArtifactArgument = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="The directory of an artifact.")]

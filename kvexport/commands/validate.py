@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvexport.backends.sections import names
 from kvexport.commands.options import ArtifactArgument, HtmlOption, JsonOption, TelemetryOption
 from kvexport.commands.output import print_result, require_folder, write_page
 from kvexport.errors import EnvironmentProblem, MismatchError
@@ -33,7 +34,7 @@ def validate(
     telemetry: TelemetryOption = False,
     layers: Annotated[int | None, typer.Option(metavar="N", help="Hold the first N alone, built for this.")] = None,
     backend: Annotated[
-        str | None, typer.Option(metavar="NAME", help="onnxruntime, tensorrt, or all that this machine has.")
+        str | None, typer.Option(metavar="NAME", help=f"{', '.join(names())}, or all that this machine has.")
     ] = None,
     as_json: JsonOption = False,
     html: HtmlOption = None,
@@ -66,7 +67,7 @@ def validate_backends(
     not compared.
 
     layers: hold the first so many alone, in an artifact made for this. Errors: those of `validate_artifact`,
-    `first_layers` and, where TensorRT is asked for by name, `rebuild`.
+    `first_layers` and, where a backend is asked for by name, `rebuild`.
     """
     from kvexport.artifact.reading import load_manifest
     from kvexport.validate.layers import first_layers
@@ -78,7 +79,7 @@ def validate_backends(
     total = load_manifest(artifact).model.layers
     with first_layers(artifact, layers, checkpoint, progress) as held:
         name = backend or load_manifest(held).recipe.backend.name
-        lacks = _without_engines(held, name, progress)
+        lacks = _prepare(held, name, progress)
         results, missing = _compare(held, backend, progress, **asked)
     shown = [replace(result, artifact=str(artifact), layers=(layers, total)) for result in results]
     return shown, {**missing, **lacks}
@@ -101,16 +102,20 @@ def _compare(
     return results, missing
 
 
-def _without_engines(held: Path, backend: str, progress: Show) -> dict[str, str]:
-    """Add TensorRT's engines where they are wanted; why there are none, where any backend will do."""
-    from kvexport.backends.tensorrt.rebuild import rebuild
+def _prepare(held: Path, backend: str, progress: Show) -> dict[str, str]:
+    """Let the backends that are wanted prepare an artifact of ONNX graphs alone; why one cannot, where any backend will
+    do."""
+    from kvexport import backends
+    from kvexport.export.rebuild import rebuild
 
-    if backend not in ("tensorrt", "all"):
-        return {}
-    try:
-        rebuild(held, overrides=["backend.name=tensorrt"], progress=progress)
-    except EnvironmentProblem as error:
-        if backend == "tensorrt":
-            raise
-        return {"tensorrt": error.problem}
-    return {}
+    lacks = {}
+    for wanted in backends.all_backends() if backend == "all" else [backends.get(backend)]:
+        if not wanted.prepared:
+            continue
+        try:
+            rebuild(held, overrides=[f"backend.name={wanted.name}"], progress=progress)
+        except EnvironmentProblem as error:
+            if backend != "all":
+                raise
+            lacks[wanted.name] = error.problem
+    return lacks

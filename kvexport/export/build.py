@@ -16,10 +16,10 @@ from pathlib import Path
 from threading import Event
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from kvexport import backends
 from kvexport.artifact.digests import file_digests, write_manifest
 from kvexport.artifact.manifest import Graphs, Limits, Manifest, ModelFacts
 from kvexport.artifact.publish import stage
-from kvexport.backends.tensorrt.engines import EngineBuilder
 from kvexport.cache import CachePlan, LayerGeometry, plan_cache
 from kvexport.errors import UsageError
 from kvexport.export.forked import forked
@@ -81,13 +81,12 @@ def build(
 ) -> Path:
     """Build `recipe` into the directory `out` and return it; an artifact that was there is replaced at the very end.
 
-    graphs_only: leaves the engines of a TensorRT recipe to `kvexport.backends.tensorrt.rebuild`, on the machine that
+    graphs_only: leaves what the backend prepares, such as engines, to `kvexport.export.rebuild`, on the machine that
     will run them. plan: the layers' caches, in place of those that the recipe gives. Raises UsageError (recipe,
-    checkpoint, target), EnvironmentProblem (disk full, missing package; for engines: TensorRT, a GPU). Whatever
+    checkpoint, target), EnvironmentProblem (disk full, missing package, what the backend needs to prepare). Whatever
     happens, `out` holds the old artifact, the new one, or nothing.
     """
-    tensorrt = recipe.backend.name == "tensorrt" and not graphs_only
-    engines = EngineBuilder(recipe.backend.tensorrt) if tensorrt else None
+    prepare = None if graphs_only else backends.get(recipe.backend.name).preparation(recipe)
     with stage(out) as folder, _collector_paused():
         from kvexport.export.graph.graphs import attention_functions, finish_decoder
         from kvexport.export.graph.top_logits import top_logits_model
@@ -126,8 +125,8 @@ def build(
                 (folder / file).write_bytes(models[kind].SerializeToString(deterministic=True))
             _copy_texts(shape.checkpoint, folder)
             manifest = _manifest(recipe, name, shape, graphs)
-        if engines is not None:
-            manifest = engines.add_engines(folder, manifest, progress)
+        if prepare is not None:
+            manifest = prepare(folder, manifest, progress)
         write_manifest(folder, manifest.to_json(), known=written.digests)
     return out
 
@@ -247,7 +246,8 @@ def _copy_texts(checkpoint: Any, folder: Path) -> None:
 def _manifest(recipe: Recipe, name: str, shape: ModelShape, graphs: Graphs) -> Manifest:
     from kvexport.export.graph.top_logits import COUNT
 
-    packages = ("onnx", "onnxscript", "onnxruntime", "torch", "transformers", "numpy")
+    own = ("onnx", "onnxscript", "torch", "transformers", "numpy")
+    theirs = (package.name for backend in backends.all_backends() for package in backend.packages)
     return Manifest(
         name=name,
         recipe=recipe,
@@ -271,7 +271,8 @@ def _manifest(recipe: Recipe, name: str, shape: ModelShape, graphs: Graphs) -> M
         versions={
             "kvexport": __version__,
             "python": platform.python_version(),
-            **{package: _version(package) for package in packages},
+            **{package: _version(package) for package in own},
+            **{package: version for package in theirs if (version := _version(package))},
         },
     )
 

@@ -13,12 +13,10 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from kvexport import backends
 from kvexport.artifact.manifest import Manifest
 from kvexport.artifact.reading import load_manifest
-from kvexport.backends.base import ModelState, Sessions
-from kvexport.backends.onnxruntime import sessions as onnxruntime_backend
-from kvexport.backends.onnxruntime.devices import PROVIDERS, require_device
-from kvexport.backends.onnxruntime.operators import implementations, library, require_runnable
+from kvexport.backends.base import LoadOptions, ModelState, Sessions
 from kvexport.backends.rows import HostRows, Rows
 from kvexport.errors import UsageError
 from kvexport.runtime.lanes import Lanes
@@ -255,49 +253,19 @@ def load(
     cuda_graph: bool | None = None,
     verify: bool = True,
 ) -> Engine:
-    """Load an artifact. threads: None takes the recipe's (0 = the backend's choice). backend: None takes the recipe's;
-    "onnxruntime" runs
-    the graphs of a TensorRT artifact. device, cuda_graph: of ONNX Runtime, None takes the recipe's; the same graphs run
-    on "cpu" and "cuda".
+    """Load an artifact. threads: None takes the recipe's (0 = the backend's choice). backend: by name, None takes the
+    recipe's; one that runs the ONNX graphs as they are runs every artifact. device, cuda_graph: of backends that have
+    such settings, None takes the recipe's.
 
     verify: False skips the sha256 of every file (not their sizes and names, and not the digests of plans, which are
-    code); only for files that you have just verified. Raises UsageError (nothing there), ArtifactError (damaged),
-    EnvironmentProblem (ONNX Runtime, its provider, a GPU or TensorRT missing, a plan of another machine).
+    code); only for files that you have just verified. Raises UsageError (nothing there, no such backend or device),
+    ArtifactError (damaged, not prepared for the backend), EnvironmentProblem (what the backend needs is missing, or was
+    prepared on another machine).
     """
     path = Path(path)
     manifest = load_manifest(path, verify=verify)
-    wanted = manifest.recipe.backend.name if backend is None else backend
-    if wanted == "tensorrt":
-        from kvexport.backends.tensorrt.sessions import Engines
-
-        return Engine(path, manifest, Engines(path, manifest))
-    if wanted != "onnxruntime":
-        raise UsageError(f"there is no backend {wanted}", "onnxruntime, or tensorrt")
-    return Engine(path, manifest, _onnxruntime_sessions(path, manifest, threads, device, cuda_graph))
-
-
-def _onnxruntime_sessions(
-    path: Path, manifest: Manifest, threads: int | None, device: str | None, cuda_graph: bool | None
-) -> Sessions:
-    graphs, chosen = manifest.graphs, manifest.recipe.backend
-    device = device or chosen.device
-    if device not in PROVIDERS:
-        raise UsageError(f"there is no device {device}", " or ".join(PROVIDERS))
-    require_device(device)
-    operators = library(device)
-    if operators and device == "cuda":
-        require_runnable(operators)
-    return onnxruntime_backend.Sessions(
-        path / graphs.decoder,
-        path / graphs.merge if graphs.merge else None,
-        threads=chosen.threads if threads is None else threads,
-        vocabulary=manifest.model.vocabulary,
-        all_logits=manifest.recipe.export.logits == "all",
-        top_logits=(path / graphs.candidates, manifest.candidates) if graphs.candidates else None,
-        operators={op: operators if how.native else None for op, how in implementations(manifest, device).items()},
-        device=device,
-        graphs=device == "cuda" and (chosen.cuda_graph if cuda_graph is None else cuda_graph),
-    )
+    chosen = backends.get(manifest.recipe.backend.name if backend is None else backend)
+    return Engine(path, manifest, chosen.load(path, manifest, LoadOptions(threads, device, cuda_graph)))
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.artifact.manifest import Manifest
+from kvexport import backends
 from kvexport.artifact.reading import load_manifest
-from kvexport.backends.onnxruntime.operators import implementations
+from kvexport.backends.base import Runners
 from kvexport.backends.rows import MASS_ERROR, TopLogits
 from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.report.page import KeyValues, Plot, Section, Series, Table
@@ -27,7 +27,6 @@ from kvexport.terminal import Progress, silent
 from kvexport.validate.backend import ReferenceBackend, schedule
 from kvexport.validate.layers import require_checkpoint
 from kvexport.validate.perturbation import Perturbation, layer_sections
-from kvexport.validate.runners import Runners
 
 # By the engine's dtype, relative to the tensor's largest magnitude (at least 1): room for sums in another order, no
 # more.
@@ -239,18 +238,21 @@ def validate_artifact(
         method = recipe.cache.build_method()
         reference = TorchReference(shape.checkpoint.path, engine.plan, shape.geometry, method, recipe)
     tokens = _tokens(engine, length, batch, seed)
-    name = backend or recipe.backend.name
+    chosen = backends.get(backend or recipe.backend.name)
+    where = device or chosen.device(recipe)
     result = ValidationResult(
         artifact=str(path),
         recipe=manifest.name,
-        backend="tensorrt" if name == "tensorrt" else f"{name} {device or recipe.backend.device}",
+        backend=chosen.name if where is None else f"{chosen.name} {where}",
         tokens=[len(t) for t in tokens],
         budgets=[layer.budget for layer in engine.plan.layers],
         tolerance=TOLERANCE[recipe.model.dtype],
-        operators=_operators(manifest, name, device),
+        operators=chosen.operators(manifest, device),
     )
     watching = Telemetry(engine.plan, shape.geometry, method) if telemetry else None
-    comparison = _Comparison(engine, reference, result, len(tokens), watching)
+    _quiet_polygraphy()
+    runners = chosen.runners(engine.sessions, manifest)
+    comparison = _Comparison(engine, runners, reference, result, len(tokens), watching)
     calls = list(schedule(tokens, recipe.export.prefill_chunk))
     with progress("comparing step by step", len(calls)) as bar:
         for parts, prefill in calls:
@@ -268,11 +270,10 @@ def validate_artifact(
     return result
 
 
-def _operators(manifest: Manifest, backend: str, device: str | None) -> dict[str, str]:
-    """What runs each operator on this machine."""
-    if backend == "tensorrt":
-        return {op: how for op, how in manifest.operators.items() if how}
-    return {op: str(how) for op, how in implementations(manifest, device).items()}
+def _quiet_polygraphy() -> None:
+    from polygraphy.logger import G_LOGGER
+
+    G_LOGGER.module_severity = G_LOGGER.CRITICAL
 
 
 def require_packages() -> None:
@@ -298,9 +299,11 @@ def _tokens(engine: Engine, length: int | None, batch: int, seed: int) -> list[N
 class _Comparison:
     """A reference trajectory, the engine's graphs compared with it call by call, and the engine's own run beside it."""
 
-    def __init__(self, engine: Engine, reference: Any, result: ValidationResult, batch: int, telemetry: Any) -> None:
+    def __init__(
+        self, engine: Engine, runners: Runners, reference: Any, result: ValidationResult, batch: int, telemetry: Any
+    ) -> None:
         self.engine, self.result = engine, result
-        self.runners = Runners(engine)
+        self.runners = runners
         limits = engine.manifest.limits
         shared = {"prefill_chunk": limits.prefill_chunk, "merge_every": limits.merge_every}
         # The reference decides when to merge by the same rule; its backend compares on the way.

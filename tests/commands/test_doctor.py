@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
@@ -13,18 +14,19 @@ import pytest
 from typer.testing import CliRunner
 
 from kvexport import paths
+from kvexport.backends import packages
+from kvexport.backends.onnxruntime.backend import Native, _pages_row
 from kvexport.backends.tensorrt import plugin
-from kvexport.commands import doctor
 from kvexport.commands.app import app
 from kvexport.commands.doctor import diagnose
 from kvexport.errors import EnvironmentProblem
-from kvexport.packages import PACKAGES, VERBS, Package, missing_package, package_state, require
+from kvexport.packages import VERBS, Package, missing_package, package_state, require
 from tests.support.paths import ROOT
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
     """As if the packages that give these modules were not installed."""
-    distributions = {p.name for p in PACKAGES if p.module in modules}
+    distributions = {p.name for p in packages() if p.module in modules}
     version = metadata.version
 
     def lookup(name: str) -> str:
@@ -46,7 +48,7 @@ def test_the_packages_are_those_of_the_project_with_the_same_oldest_versions() -
         pairs = re.findall(r'"([\w-]+)>=([\d.]+)"', found[1])
         declared["run" if extra == "dependencies" else extra] = dict(pairs)
     known: dict[str, dict[str, str]] = {}
-    for package in PACKAGES:
+    for package in packages():
         known.setdefault(package.extra, {})[package.name] = package.minimum
     assert known == declared
 
@@ -60,7 +62,7 @@ def test_this_machine_can_do_everything() -> None:
     found = diagnose()
     assert found.runs
     assert not any(found.verbs.values())
-    assert "CPUExecutionProvider" in found.providers
+    assert "CPUExecutionProvider" in found.to_json()["providers"]
     assert found.system["cores"] >= 1
     assert found.system["disk_free"] > 0
     assert {s.package.name for s in found.packages if s.problem} <= {"onnxruntime-gpu", "tensorrt", "cuda-bindings"}
@@ -97,13 +99,17 @@ def test_where_nothing_can_run_the_exit_code_is_3(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_package_that_is_there_and_cannot_be_imported_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    found_by = importlib.import_module
+
     def broken(name: str) -> object:
+        if name.startswith("kvexport."):
+            return found_by(name)
         raise ImportError(f"lib{name}.so.1: cannot open shared object file")
 
-    monkeypatch.setattr(doctor.importlib, "import_module", broken)
+    monkeypatch.setattr(importlib, "import_module", broken)
     found = diagnose()
     assert not found.runs
-    assert found.verbs["generate"] == ["onnxruntime", "tokenizers"]
+    assert sorted(found.verbs["generate"]) == ["onnxruntime", "tokenizers"]
     problems = {s.package.name: s.problem for s in found.packages}
     assert "libtokenizers.so.1" in problems["tokenizers"]
 
@@ -135,14 +141,19 @@ def test_onnxruntime_may_come_from_the_gpu_package(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_failed_import_names_the_line_that_installs() -> None:
-    problem = missing_package(ModuleNotFoundError("No module named 'transformers'", name="transformers.models"))
+    known = packages()
+    problem = missing_package(ModuleNotFoundError("No module named 'transformers'", name="transformers.models"), known)
     assert problem
     assert problem.exit_code == 3
     assert problem.fix == "pip install 'kvexport[export]'"
-    assert missing_package(ModuleNotFoundError("No module named 'kvexport.nothing'", name="kvexport.nothing")) is None
-    unknown = missing_package(ImportError("libcuda.so.1: cannot open shared object file"))
+    ours = ModuleNotFoundError("No module named 'kvexport.nothing'", name="kvexport.nothing")
+    assert missing_package(ours, known) is None
+    unknown = missing_package(ImportError("libcuda.so.1: cannot open shared object file"), known)
     assert unknown
     assert "libcuda.so.1" in unknown.problem
+    assert (
+        missing_package(ModuleNotFoundError("gone", name="tensorrt"), known).fix == "pip install 'kvexport[tensorrt]'"
+    )
 
 
 def test_nvidia_smi_is_believed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -158,25 +169,25 @@ def test_nvidia_smi_is_believed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 def test_pages_that_are_small_are_said_with_the_line_that_mends_them() -> None:
-    assert doctor._pages_row(doctor.Native("avx2")) == "yes, where memory allows"
-    assert doctor._pages_row(doctor.Native("", "not built", "make native")) == "no: it takes the native operators"
-    assert doctor._pages_row(doctor.Native("avx2", small_pages="switched off by KVEXPORT_HUGE_PAGES")) == (
+    assert _pages_row(Native("avx2")) == "yes, where memory allows"
+    assert _pages_row(Native("", "not built", "make native")) == "no: it takes the native operators"
+    assert _pages_row(Native("avx2", small_pages="switched off by KVEXPORT_HUGE_PAGES")) == (
         "no: switched off by KVEXPORT_HUGE_PAGES"
     )
-    assert doctor._pages_row(doctor.Native("avx2", small_pages="the kernel has none")) == "no: the kernel has none"
-    assert "madvise > /sys/kernel" in doctor._pages_row(doctor.Native("avx2", small_pages="switched off in the kernel"))
+    assert _pages_row(Native("avx2", small_pages="the kernel has none")) == "no: the kernel has none"
+    assert "madvise > /sys/kernel" in _pages_row(Native("avx2", small_pages="switched off in the kernel"))
 
 
 def test_the_module_itself_needs_the_standard_library_only() -> None:
     heavy = ("numpy", "pydantic", "typer", "rich", "yaml", "torch")
-    code = f"import sys, kvexport.packages; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, kvexport.backends as b; b.packages(); print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
 def test_the_tensorrt_plugins_are_found_or_said_to_be_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KVEXPORT_TENSORRT_PLUGIN", "off")
-    found = diagnose().tensorrt_plugins
+    found = diagnose().to_json()["tensorrt_plugins"]
     assert found == {"problem": "switched off by KVEXPORT_TENSORRT_PLUGIN", "fix": "unset KVEXPORT_TENSORRT_PLUGIN"}
     library = tmp_path / "plugins.so"
     library.touch()
@@ -194,7 +205,7 @@ def test_headers_that_building_the_plugins_lacks_are_said_with_the_line_that_get
     monkeypatch.delenv("KVEXPORT_TENSORRT_PLUGIN", raising=False)
     monkeypatch.setattr(plugin, "NAME", "not-built.so")
     monkeypatch.setenv("TENSORRT_INCLUDE_DIR", str(tmp_path))
-    found = diagnose().tensorrt_plugins
+    found = diagnose().to_json()["tensorrt_plugins"]
     assert found["problem"] == (
         f"the TensorRT plugins are not built; to build them here, first: TENSORRT_INCLUDE_DIR={tmp_path} holds no "
         "NvInferRuntime.h"
@@ -205,4 +216,4 @@ def test_headers_that_building_the_plugins_lacks_are_said_with_the_line_that_get
     assert lacks is None or re.search(r"https://github.com/NVIDIA/TensorRT|CUDA's headers|nvcc was not found", lacks)
     # Without a checkout there is no script that could lack anything.
     monkeypatch.setattr(paths, "PACKAGE", tmp_path / "kvexport")
-    assert diagnose().tensorrt_plugins["problem"] == "the TensorRT plugins are not built"
+    assert diagnose().to_json()["tensorrt_plugins"]["problem"] == "the TensorRT plugins are not built"

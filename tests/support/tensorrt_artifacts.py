@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import kvexport
-from kvexport.backends.tensorrt.rebuild import rebuild
+from kvexport.export.rebuild import rebuild
 
 PROMPTS = [
     "the quick brown fox jumps over the lazy dog. " * 3,

@@ -100,11 +100,11 @@ def test_where_tensorrt_cannot_build_it_is_named_or_the_error(one_layer: Path, m
     def rebuild(*_: Any, **__: Any) -> None:
         raise EnvironmentProblem("there is no NVIDIA GPU", "a machine with one")
 
-    monkeypatch.setattr("kvexport.backends.tensorrt.rebuild.rebuild", rebuild)
-    assert command._without_engines(one_layer, "onnxruntime", silent) == {}
-    assert command._without_engines(one_layer, "all", silent) == {"tensorrt": "there is no NVIDIA GPU"}
+    monkeypatch.setattr("kvexport.export.rebuild.rebuild", rebuild)
+    assert command._prepare(one_layer, "onnxruntime", silent) == {}
+    assert command._prepare(one_layer, "all", silent) == {"tensorrt": "there is no NVIDIA GPU"}
     with pytest.raises(EnvironmentProblem):
-        command._without_engines(one_layer, "tensorrt", silent)
+        command._prepare(one_layer, "tensorrt", silent)
 
 
 def test_a_config_is_cut_where_it_speaks_of_layers() -> None:

@@ -102,8 +102,10 @@ def why_function(path: Path | None, op: str, attributes: Mapping[str, Any], devi
 
 def implementations(manifest: Manifest, device: str | None = None) -> dict[str, Implementation]:
     """What runs both operators of the artifact that has this manifest. device: another than the recipe's."""
+    from kvexport.backends.onnxruntime import section
+
     recipe = manifest.recipe
-    device = device or recipe.backend.device
+    device = device or section.of(recipe).device
     path = library(device)
     method = {"method": recipe.cache.method, **recipe.cache.parameters}
     too_much = _why_no_layer(path, manifest.cache, manifest.model.query_heads) if path else None

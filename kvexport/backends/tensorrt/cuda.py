@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvexport.backends.sections import default
 from kvexport.backends.tensorrt.environment import INSTALL, Gpu
 from kvexport.errors import EnvironmentProblem
 
@@ -19,7 +20,7 @@ ALIGNMENT = 256  # bytes, of every address that TensorRT is given
 _LACKS = {
     "cudaErrorNoDevice": (
         "there is no NVIDIA GPU",
-        "--backend onnxruntime, or a machine with one (docker run --gpus all)",
+        f"--backend {default()}, or a machine with one (docker run --gpus all)",
     ),
     "cudaErrorInsufficientDriver": (
         "the NVIDIA driver is missing, or older than this CUDA needs",

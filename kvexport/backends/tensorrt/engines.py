@@ -26,9 +26,9 @@ from kvexport.backends.tensorrt.log import STEPS, make_log, make_monitor
 from kvexport.backends.tensorrt.plugin import VERSION as PLUGIN_VERSION
 from kvexport.backends.tensorrt.plugin import library, refusal, register, why_no_library
 from kvexport.backends.tensorrt.record import NAME, EngineRecord
+from kvexport.backends.tensorrt.section import TensorRTSection
 from kvexport.cache import CachePlan
 from kvexport.errors import EnvironmentProblem, KvexportError
-from kvexport.recipe.fields import TensorRTSection
 from kvexport.terminal import Progress
 
 LOG = "tensorrt.log"

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from kvexport.backends.sections import default
 from kvexport.errors import EnvironmentProblem
 
 OLDEST = (11,)  # of TensorRT: strongly typed networks only, int64, the operators of opset 23
@@ -83,6 +84,6 @@ def require_gpu(cuda: Any) -> Gpu:
     if gpu.compute_capability < OLDEST_GPU:
         raise EnvironmentProblem(
             f"TensorRT does not support {gpu}; the oldest is {dotted(OLDEST_GPU)}",
-            "--backend onnxruntime, or a newer GPU",
+            f"--backend {default()}, or a newer GPU",
         )
     return gpu

@@ -9,8 +9,8 @@ from typing import Any
 
 from kvexport.artifact.manifest import Manifest, parse_fields, require_file
 from kvexport.backends.tensorrt.environment import REBUILD, Gpu, dotted, version_of
+from kvexport.backends.tensorrt.section import TensorRTSection
 from kvexport.errors import EnvironmentProblem
-from kvexport.recipe.fields import TensorRTSection
 
 NAME = "tensorrt"
 

@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends.tensorrt.log import STEPS, make_monitor
-from kvexport.backends.tensorrt.rebuild import rebuild
 from kvexport.backends.tensorrt.sessions import _Phase
 from kvexport.commands.app import app
 from kvexport.errors import KvexportError
+from kvexport.export.rebuild import rebuild
 from kvexport.validate.runner import validate_artifact
 from tests.support import fake_tensorrt, models
 from tests.support.tensorrt_artifacts import engines

@@ -3,6 +3,7 @@ crash."""
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -15,11 +16,11 @@ import kvexport
 from kvexport import paths
 from kvexport.backends.tensorrt import environment, plugin
 from kvexport.backends.tensorrt.environment import Gpu, version_of
-from kvexport.backends.tensorrt.rebuild import rebuild
 from kvexport.backends.tensorrt.record import EngineRecord, check_plan
+from kvexport.backends.tensorrt.section import TensorRTSection
 from kvexport.commands.app import app
 from kvexport.errors import ArtifactError, EnvironmentProblem
-from kvexport.recipe.fields import TensorRTSection
+from kvexport.export.rebuild import rebuild
 from tests.support import fake_cuda, fake_tensorrt
 
 ERRORS = fake_cuda.cudaError_t
@@ -94,10 +95,14 @@ def test_without_tensorrt(tiny_artifact: Path, tmp_path: Path, gpu: Any, monkeyp
 def test_without_tensorrts_library(
     tiny_artifact: Path, tmp_path: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    found_by = importlib.import_module
+
     def broken(name: str) -> Any:
+        if name.startswith("kvexport."):
+            return found_by(name)
         raise ImportError("libnvinfer.so.11: cannot open shared object file")
 
-    monkeypatch.setattr(environment.importlib, "import_module", broken)
+    monkeypatch.setattr(importlib, "import_module", broken)
     assert "libnvinfer.so.11" in problem(tiny_artifact, tmp_path / "a").problem
 
 
@@ -259,7 +264,7 @@ def test_a_plan_that_tensorrt_does_not_open(
 
 def test_importing_kvexport_imports_neither() -> None:
     code = """
-import sys, kvexport.backends.tensorrt.rebuild, kvexport.backends.tensorrt.sessions, kvexport.commands.doctor
+import sys, kvexport.export.rebuild, kvexport.backends.tensorrt.sessions, kvexport.commands.doctor
 print([m for m in ("tensorrt", "cuda", "torch", "onnx") if m in sys.modules])
 """
     root = Path(kvexport.__file__).parent.parent

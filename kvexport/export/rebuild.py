@@ -1,4 +1,5 @@
-"""`kvexport build --from`: TensorRT engines for this machine, from an artifact whose graphs were made on another."""
+"""`kvexport build --from`: what a backend prepares for this machine, such as engines, from an artifact whose ONNX
+graphs were made on another."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from pathlib import Path
 
 import yaml
 
+from kvexport import backends
 from kvexport.artifact.digests import write_manifest
 from kvexport.artifact.publish import stage
 from kvexport.artifact.reading import load_manifest
-from kvexport.backends.tensorrt.engines import LOG, PLANS, EngineBuilder
 from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.recipe.fields import Recipe
 from kvexport.recipe.load import load_recipe
@@ -29,30 +30,33 @@ def rebuild(
     *,
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> Path:
-    """Add TensorRT engines for this machine to a copy of the artifact `source`, whose graphs stay as they are; return
-    its directory, which is `source` itself unless `out` is another.
+    """Let the recipe's backend prepare a copy of the artifact `source` for this machine; its ONNX graphs stay as they
+    are. Return its directory, which is `source` itself unless `out` is another.
 
     overrides: "backend.key=value". Needs onnx, and neither torch nor the checkpoint. Raises UsageError, ArtifactError
-    (`source` is damaged), EnvironmentProblem (TensorRT, a GPU, the plugins).
+    (`source` is damaged), EnvironmentProblem (what the backend needs to prepare it).
     """
     manifest = load_manifest(source)
     recipe = _with_backend(manifest.recipe, overrides)
-    if recipe.backend.name != "tensorrt":
+    backend = backends.get(recipe.backend.name)
+    if not backend.prepared:
+        others = [other.name for other in backends.all_backends() if other.prepared]
         raise UsageError(
-            f"--from builds TensorRT engines, and {source} is for {recipe.backend.name}",
-            "--from DIR --backend tensorrt",
+            f"--from prepares an artifact for the machine that runs it, and {source} is for {backend.name}, which runs "
+            "its graphs as they are",
+            f"--from DIR --backend {' or '.join(others)}",
         )
     if importlib.util.find_spec("onnx") is None:
         raise EnvironmentProblem("build --from needs onnx, which is not installed", "pip install onnx")
-    engines = EngineBuilder(recipe.backend.tensorrt)
+    prepare = backend.preparation(recipe)
+    assert prepare is not None
     target = source if out is None else out
     with stage(target) as folder:
-        gone = {*PLANS.values(), LOG}
-        digests = {file: entry.sha256 for file, entry in manifest.files.items() if file not in gone}
+        digests = {file: entry.sha256 for file, entry in manifest.files.items() if file not in backend.prepared}
         with progress("taking over the graphs", None):
             for file in digests:
                 _take_over(source / file, folder / file)
-        made = engines.add_engines(folder, replace(manifest, recipe=recipe), progress)
+        made = prepare(folder, replace(manifest, recipe=recipe), progress)
         write_manifest(folder, made.to_json(), known=digests)
     return target
 

@@ -1,0 +1,170 @@
+"""ONNX Runtime as a backend."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvexport.backends.base import Backend, Description, Diagnosis, LoadOptions, Runners
+from kvexport.backends.onnxruntime import devices
+from kvexport.backends.onnxruntime import operators as native
+from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.packages import Package
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvexport.artifact.manifest import Manifest
+    from kvexport.backends.onnxruntime.sessions import Sessions
+    from kvexport.recipe.fields import Recipe
+
+CPU_PROVIDER = devices.PROVIDERS["cpu"]
+
+
+@dataclass(frozen=True)
+class Native:
+    """A library of native operators. instruction_set: what it uses of this machine, "" where it cannot be used; then
+    the problem, and the line that mends it. small_pages: why weights stay in small pages, "" where they do not."""
+
+    instruction_set: str
+    problem: str = ""
+    fix: str = ""
+    small_pages: str = ""
+
+
+class OnnxRuntime(Backend):
+    """The ONNX graphs as they are, on ONNX Runtime's CPU or CUDA provider."""
+
+    name = "onnxruntime"
+    packages = (
+        Package("onnxruntime", "onnxruntime", "1.22", "run", "runs an artifact's graphs"),
+        Package("onnxruntime-gpu", "onnxruntime", "1.22", "gpu", "ONNX Runtime on a GPU"),
+    )
+    devices = tuple(devices.PROVIDERS)
+
+    def device(self, recipe: Recipe) -> str:
+        """See `Backend`."""
+        from kvexport.backends.onnxruntime import section
+
+        return section.of(recipe).device
+
+    def problems(self, recipe: Recipe) -> list[tuple[str, str]]:
+        """See `Backend`."""
+        return devices.problems(self.device(recipe))
+
+    def load(self, path: Path, manifest: Manifest, options: LoadOptions) -> Sessions:
+        """See `Backend`."""
+        from kvexport.backends.onnxruntime import section
+        from kvexport.backends.onnxruntime.sessions import Sessions
+
+        graphs, chosen = manifest.graphs, section.of(manifest.recipe)
+        device = options.device or chosen.device
+        if device not in devices.PROVIDERS:
+            raise UsageError(f"there is no device {device}", " or ".join(devices.PROVIDERS))
+        devices.require_device(device)
+        library = native.library(device)
+        if library and device == "cuda":
+            native.require_runnable(library)
+        runs = native.implementations(manifest, device)
+        return Sessions(
+            path / graphs.decoder,
+            path / graphs.merge if graphs.merge else None,
+            threads=chosen.threads if options.threads is None else options.threads,
+            vocabulary=manifest.model.vocabulary,
+            all_logits=manifest.recipe.export.logits == "all",
+            top_logits=(path / graphs.candidates, manifest.candidates) if graphs.candidates else None,
+            operators={op: library if how.native else None for op, how in runs.items()},
+            device=device,
+            graphs=device == "cuda" and (chosen.cuda_graph if options.cuda_graph is None else options.cuda_graph),
+        )
+
+    def runners(self, sessions: Any, manifest: Manifest) -> Runners:
+        """See `Backend`."""
+        from polygraphy.backend.onnxrt import OnnxrtRunner
+
+        decoder = OnnxrtRunner(sessions.decoder, name="engine")
+        return Runners(decoder, decoder, OnnxrtRunner(sessions.merge, name="engine") if sessions.merge else None)
+
+    def operators(self, manifest: Manifest, device: str | None) -> dict[str, str]:
+        """See `Backend`."""
+        return {op: str(how) for op, how in native.implementations(manifest, device).items()}
+
+    def diagnose(self) -> Diagnosis:
+        """See `Backend`."""
+        providers, problem = _providers()
+        cpu, cuda = _native("cpu"), _native("cuda")
+        return Diagnosis(
+            rows={
+                "ONNX Runtime providers": ", ".join(providers) or "none: onnxruntime cannot be imported",
+                "native operators": _row(cpu),
+                "weights in huge pages": _pages_row(cpu),
+                "native operators for CUDA": _row(cuda),
+            },
+            data={"providers": providers, "native": asdict(cpu), "native_cuda": asdict(cuda)},
+            broken={"onnxruntime": problem} if problem else {},
+            # onnxruntime-gpu gives the same module as onnxruntime.
+            provided=frozenset({"onnxruntime"}) if providers else frozenset(),
+            lacks=(f"onnxruntime's {CPU_PROVIDER}",) if providers and CPU_PROVIDER not in providers else (),
+        )
+
+    def describe(self, path: Path, manifest: Manifest) -> Description:
+        """See `Backend`."""
+        from kvexport.report.page import KeyValues
+
+        found = native.implementations(manifest)
+        here = {op: found.get(op) if needed else None for op, needed in manifest.operators.items()}
+        runs = {op: str(how) if how else "not needed by this artifact" for op, how in here.items()}
+        device = self.device(manifest.recipe)
+        lacks = "; ".join(problem for problem, _ in devices.problems(device)) if device != "cpu" else ""
+        where = f"{device}, where nothing runs here: {lacks}" if lacks else device
+        return Description(
+            sections=(KeyValues("Operators on this machine", {"device": where, **runs}),),
+            data={"runs_here": {op: asdict(how) if how else None for op, how in here.items()}},
+        )
+
+
+BACKEND = OnnxRuntime()
+
+
+def _providers() -> tuple[list[str], str]:
+    """Those that are there; else why ONNX Runtime cannot be used. Compiled modules fail in ways of their own."""
+    try:
+        module = importlib.import_module("onnxruntime")
+    except Exception as error:
+        return [], f"cannot be imported: {(str(error) or type(error).__name__).splitlines()[0]}"
+    try:
+        return list(module.get_available_providers()), ""
+    except Exception as error:
+        return [], f"does not name its providers: {error}"
+
+
+def _native(device: str) -> Native:
+    if lacks := devices.problems(device) if device != "cpu" else []:
+        return Native("", "; ".join(problem for problem, _ in lacks), lacks[0][1])
+    path = native.library(device)
+    if path is None:
+        return Native("", *native.why_no_library(device))
+    try:
+        native.require_runnable(path)
+        pages = native.why_small_pages(path) if device == "cpu" else ""
+        return Native(native.instruction_set(path), small_pages=pages)
+    except EnvironmentProblem as error:
+        return Native("", error.problem, error.fix)
+
+
+def _row(library: Native) -> str:
+    return library.instruction_set or f"none: {library.problem}. To mend it: {library.fix}"
+
+
+def _pages_row(library: Native) -> str:
+    if not library.instruction_set:
+        return "no: it takes the native operators"
+    if not library.small_pages:
+        return "yes, where memory allows"
+    fix = (
+        ". To mend it, as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+        if library.small_pages == "switched off in the kernel"
+        else ""
+    )
+    return f"no: {library.small_pages}{fix}"

@@ -1,0 +1,56 @@
+"""The backends by name, and the keys that they give a recipe's `backend:`. Read whenever a recipe is, so that nothing
+but pydantic is imported for it."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import cache
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from kvexport.recipe.section import RecipeSection
+
+
+@cache
+def names() -> tuple[str, ...]:
+    """Every backend, sorted: the folders of `kvexport.backends`."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(_registry().__path__) if module.ispkg))
+
+
+@cache
+def default() -> str:
+    """The backend of recipes that name none: the one whose section says so."""
+    (name,) = (name for name in names() if getattr(_module(name), "DEFAULT", False))
+    return name
+
+
+def backend_section() -> type[RecipeSection]:
+    """The section `backend:` of a recipe: `name`, and the keys of every backend."""
+    from typing import Literal
+
+    from pydantic import Field, create_model
+
+    from kvexport.recipe.section import RecipeSection
+
+    class Named(RecipeSection):
+        name: Literal[names()] = Field(default(), description="What runs the ONNX graphs.")  # type: ignore[valid-type]
+
+    sections: dict[str, type[RecipeSection]] = {name: _module(name).Section for name in names()}
+    owners: dict[str, str] = {"name": "every backend"}
+    for name, section in sections.items():
+        for key in section.model_fields:
+            if key in owners:
+                raise TypeError(f"backend.{key} is a key of {owners[key]} and of {name}")
+            owners[key] = name
+    bases: Any = (*reversed(sections.values()), Named)  # pydantic takes the fields of the last base first
+    text = "What runs the ONNX graphs, and how."
+    return cast("type[RecipeSection]", create_model("BackendSection", __base__=bases, __doc__=text))
+
+
+def _registry() -> Any:
+    return importlib.import_module("kvexport.backends")
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"kvexport.backends.{name}.section")

@@ -1,0 +1,102 @@
+"""TensorRT as a backend."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvexport.backends.base import Backend, Description, Diagnosis, LoadOptions, Preparation, Runners
+from kvexport.backends.tensorrt import plugin
+from kvexport.errors import EnvironmentProblem
+from kvexport.packages import Package
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvexport.artifact.manifest import Manifest
+    from kvexport.backends.tensorrt.sessions import Engines
+    from kvexport.recipe.fields import Recipe
+
+
+class TensorRT(Backend):
+    """TensorRT engines, built from the ONNX graphs on the machine that is to run them."""
+
+    name = "tensorrt"
+    packages = (
+        Package("tensorrt", "tensorrt", "11", "tensorrt", "TensorRT engines"),
+        Package("cuda-bindings", "cuda.bindings", "12.6", "tensorrt", "CUDA calls around TensorRT engines"),
+    )
+    prepared = frozenset({"decoder.plan", "merge.plan", "candidates.plan", "tensorrt.log"})
+
+    def problems(self, recipe: Recipe) -> list[tuple[str, str]]:
+        """See `Backend`."""
+        from kvexport.backends.tensorrt import section
+        from kvexport.backends.tensorrt.cuda import Cuda
+        from kvexport.backends.tensorrt.environment import import_runtime, require_gpu
+
+        found = []
+        compatible = section.of(recipe).tensorrt.version_compatible
+        for check in (lambda: require_gpu(Cuda()), lambda: import_runtime(version_compatible=compatible)):
+            try:
+                check()
+            except EnvironmentProblem as error:
+                found.append((error.problem, error.fix))
+        return found
+
+    def preparation(self, recipe: Recipe) -> Preparation:
+        """See `Backend`."""
+        from kvexport.backends.tensorrt import section
+        from kvexport.backends.tensorrt.engines import EngineBuilder
+
+        return EngineBuilder(section.of(recipe).tensorrt).add_engines
+
+    def load(self, path: Path, manifest: Manifest, options: LoadOptions) -> Engines:
+        """See `Backend`."""
+        from kvexport.backends.tensorrt.sessions import Engines
+
+        return Engines(path, manifest)
+
+    def runners(self, sessions: Any, manifest: Manifest) -> Runners:
+        """See `Backend`."""
+        from polygraphy.backend.trt import TrtRunner
+
+        from kvexport.backends.tensorrt.engines import DECODE, PREFILL
+
+        decode = TrtRunner(sessions.decoder, name="engine", optimization_profile=DECODE)
+        several = manifest.limits.prefill_chunk > 1
+        prefill = TrtRunner(sessions.decoder, name="engine", optimization_profile=PREFILL) if several else decode
+        merge = TrtRunner(sessions.merge, name="engine", optimization_profile=0) if sessions.merge else None
+        return Runners(decode, prefill, merge)
+
+    def diagnose(self) -> Diagnosis:
+        """See `Backend`. Whether TensorRT takes the plugins is seen when engines are built."""
+        path = plugin.library()
+        if path is not None:
+            return Diagnosis({"TensorRT plugins": str(path)}, {"tensorrt_plugins": {"library": str(path)}})
+        problem, fix = plugin.why_no_library()
+        lacks = plugin.what_building_lacks() if fix == plugin.BUILD else None
+        why = f"{problem}; to build them here, first: {lacks}" if lacks else problem
+        row = f"none: {why}. To mend it: {fix}"
+        return Diagnosis({"TensorRT plugins": row}, {"tensorrt_plugins": {"problem": why, "fix": fix}})
+
+    def describe(self, path: Path, manifest: Manifest) -> Description:
+        """See `Backend`."""
+        from kvexport.backends.tensorrt.environment import dotted
+        from kvexport.backends.tensorrt.record import engine_record
+        from kvexport.report.page import KeyValues
+
+        engines = engine_record(path, manifest)
+        if engines is None:
+            return Description()
+        gpu, built = engines.gpu, engines.options
+        shown = {
+            "TensorRT": f"{engines.tensorrt}{' and later' if built.version_compatible else ''}",
+            "GPU": f"{gpu.name}, compute capability {dotted(gpu.compute_capability)}",
+            "hardware compatible": built.hardware_compatible,
+        }
+        for op, how in manifest.operators.items():
+            why = f"function: {engines.functions.get(op, '')}" if how == "function" else how
+            shown[op] = why or "not needed by this artifact"
+        return Description(sections=(KeyValues("Engines", shown),))
+
+
+BACKEND = TensorRT()

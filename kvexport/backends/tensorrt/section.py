@@ -1,0 +1,58 @@
+"""What a recipe may say of TensorRT."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, model_validator
+
+from kvexport.recipe.section import RecipeSection
+
+if TYPE_CHECKING:
+    from kvexport.recipe.fields import Recipe
+
+
+class TensorRTSection(RecipeSection):
+    """How TensorRT engines are built."""
+
+    plugin: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="VoteAttention and MergeCache as plugins: where their library is (auto), always, or never; without "
+        "plugins engines hold the ONNX graph's functions.",
+    )
+    version_compatible: bool = Field(
+        False, description="Plans run on later versions of TensorRT too, and on the lean runtime."
+    )
+    hardware_compatible: Literal["none", "same_compute_capability", "ampere_plus"] = Field(
+        "none", description="On which other GPUs plans run."
+    )
+    weight_streaming: int | None = Field(
+        None,
+        ge=0,
+        description="Bytes of weights that stay on the GPU, the others are copied at every call; null: all stay.",
+    )
+    refit: bool = Field(False, description="The weights of a plan can be replaced.")
+    embed_plugin: bool = Field(False, description="Plans carry the plugin library.")
+    alias_state: bool = Field(False, description="The plugins declare that present is past.")
+    workspace: int | None = Field(
+        None, ge=1, description="Most bytes of scratch memory for a layer; null: all of the GPU's."
+    )
+    optimization_level: int = Field(3, ge=0, le=5, description="0 builds fastest, 5 runs fastest.")
+
+    @model_validator(mode="after")
+    def _together(self) -> TensorRTSection:
+        if self.embed_plugin and (not self.version_compatible or self.plugin == "never"):
+            raise ValueError("embed_plugin needs version_compatible, and plugin auto or always")
+        return self
+
+
+class Section(RecipeSection):
+    """Keys of `backend:`."""
+
+    tensorrt: TensorRTSection = Field(TensorRTSection(), description="How TensorRT engines are built.")
+
+
+def of(recipe: Recipe) -> Section:
+    """What a recipe says of this backend."""
+    assert isinstance(recipe.backend, Section)
+    return recipe.backend

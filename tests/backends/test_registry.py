@@ -1,0 +1,218 @@
+"""Backends are folders: nothing but the folder knows one by name, and a new folder is a new backend everywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import kvexport
+from kvexport import backends
+from kvexport.artifact.reading import load_manifest
+from kvexport.backends import sections
+from kvexport.errors import ArtifactError, UsageError
+from kvexport.recipe.load import load_recipe
+from kvexport.validate.runner import validate_artifact
+from tests.support.paths import ROOT
+
+PACKAGE = ROOT / "kvexport"
+SECTION = '''
+from typing import Literal
+
+from pydantic import Field
+
+from kvexport.recipe.section import RecipeSection
+
+
+class Echo(RecipeSection):
+    """How the echo answers."""
+
+    volume: int = Field(3, ge=0, le=11, description="How loud.")
+
+
+class Section(RecipeSection):
+    """Keys of `backend:`."""
+
+    echo: Echo = Field(Echo(), description="How the echo answers.")
+'''
+# It runs the graphs by ONNX Runtime, so that there is something to compare, after a step of its own.
+BACKEND = '''
+from dataclasses import replace
+
+from kvexport import backends
+from kvexport.backends.base import Backend, Description, Diagnosis
+from kvexport.errors import ArtifactError, EnvironmentProblem
+
+
+class EchoBackend(Backend):
+    """A made-up backend."""
+
+    name = "echo"
+    prepared = frozenset({"echo.txt"})
+
+    def problems(self, recipe):
+        return [("it is too loud here", "--set backend.echo.volume=3")] if recipe.backend.echo.volume > 10 else []
+
+    def preparation(self, recipe):
+        for problem, fix in self.problems(recipe):
+            raise EnvironmentProblem(problem, fix)
+
+        def add(folder, manifest, progress):
+            (folder / "echo.txt").write_text("hello " * recipe.backend.echo.volume)
+            return replace(manifest, engines={**manifest.engines, "echo": {"file": "echo.txt"}})
+
+        return add
+
+    def load(self, path, manifest, options):
+        if "echo" not in manifest.engines:
+            raise ArtifactError(f"{path} has no echo", f"kvexport build --from {path} --backend echo")
+        return backends.get("onnxruntime").load(path, manifest, options)
+
+    def runners(self, sessions, manifest):
+        return backends.get("onnxruntime").runners(sessions, manifest)
+
+    def diagnose(self):
+        return Diagnosis({"echo": "from the hills"}, {"echo": {"hills": 2}})
+
+    def describe(self, path, manifest):
+        from kvexport.report.page import KeyValues
+
+        said = (path / "echo.txt").read_text() if "echo" in manifest.engines else "nothing"
+        return Description((KeyValues("Echo", {"said": said}),), {"echo": said})
+
+
+BACKEND = EchoBackend()
+'''
+# As an installed folder is found: it stands in the package's path when kvexport is first imported.
+MAIN = """
+import sys
+
+import kvexport.backends
+
+kvexport.backends.__path__.append({folder!r})
+from kvexport.commands.app import main
+
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("third") / "echo"
+    path.mkdir()
+    (path / "__init__.py").write_text('"""A made-up backend."""\n')
+    (path / "section.py").write_text(SECTION)
+    (path / "backend.py").write_text(BACKEND)
+    return path.parent
+
+
+def run(folder: Path, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """kvexport's command line, with the made-up backend there."""
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    command = [sys.executable, "-c", textwrap.dedent(MAIN).format(folder=str(folder)), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def test_a_folder_is_a_backend_everywhere(tiny_recipe: Path, tmp_path: Path, folder: Path) -> None:
+    artifact = tmp_path / "a"
+    recipe = tmp_path / "echo.yaml"
+    recipe.write_text(f"extends: {tiny_recipe}\nbackend:\n  name: echo\n  echo: {{volume: 2}}\n")
+    # Its section is the recipe's, with the errors of any other.
+    shown = run(folder, "recipes", "show", str(recipe), "--resolved", "--origin").stdout
+    assert re.search(r"backend\.echo\.volume\s+2\s+\S*echo\.yaml:4", shown)
+    loud = run(folder, "plan", "--recipe", str(recipe), "--set", "backend.echo.volume=12", code=2)
+    assert "backend.echo.volume: should be less than or equal to 11, found 12" in loud.stderr
+    # Built, prepared, and what it lacks is said before the build does anything.
+    lacking = run(
+        folder, "build", "--recipe", str(recipe), "--set", "backend.echo.volume=11", "--out", str(artifact), code=3
+    )
+    assert "it is too loud here" in lacking.stderr
+    assert not artifact.exists()
+    run(folder, "build", "--recipe", str(recipe), "--out", str(artifact))
+    assert (artifact / "echo.txt").read_text() == "hello hello "
+    # Loaded: the tokens are those of the backend that it runs on.
+    generate = ("generate", str(artifact), "abc", "--max-new-tokens", "8", "--greedy")
+    assert run(folder, *generate).stdout == run(folder, *generate, "--backend", "onnxruntime").stdout
+    assert "echo, onnxruntime" in run(folder, *generate, "--backend", "nobody", code=2).stderr
+    # Compared with PyTorch, by name and with all that there are.
+    results = json.loads(run(folder, "validate", str(artifact), "--length", "60", "--batch", "1", "--json").stdout)
+    assert (results["backend"], results["passed"]) == ("echo", True)
+    compared = ("--length", "60", "--batch", "1", "--json")
+    every = run(folder, "validate", str(artifact), *compared, "--layers", "1", "--backend", "all")
+    assert [r["backend"] for r in json.loads(every.stdout)] == ["echo", "onnxruntime cpu"]
+    # Shown.
+    assert re.search(r"said\s+hello hello", run(folder, "inspect", str(artifact)).stdout)
+    seen = json.loads(run(folder, "inspect", str(artifact), "--json").stdout)
+    assert (seen["echo"], seen["engines"]) == ("hello hello ", {"echo": {"file": "echo.txt"}})
+    assert re.search(r"echo\s+from the hills", run(folder, "doctor").stdout)
+    assert json.loads(run(folder, "doctor", "--json").stdout)["echo"] == {"hills": 2}
+    assert "echo or onnxruntime or tensorrt" in " ".join(run(folder, "generate", "--help").stdout.split())
+    # Prepared anew for this machine.
+    run(folder, "build", "--from", str(artifact), "--set", "backend.echo.volume=1")
+    assert (artifact / "echo.txt").read_text() == "hello "
+    refused = run(folder, "build", "--from", str(artifact), "--backend", "onnxruntime", code=2)
+    assert "--backend echo or tensorrt" in refused.stderr
+    # Without its folder the artifact is refused, and says what is missing.
+    with pytest.raises(
+        ArtifactError, match=r"recipe\.backend\.name should be 'onnxruntime' or 'tensorrt', found 'echo'"
+    ):
+        kvexport.load(artifact)
+
+
+def test_an_unknown_backend_is_an_error_everywhere(tiny_recipe: Path, tiny_artifact: Path, tmp_path: Path) -> None:
+    known = "onnxruntime, tensorrt"
+    for ask in (
+        lambda: backends.get("nobody"),
+        lambda: kvexport.load(tiny_artifact, backend="nobody"),
+        lambda: validate_artifact(tiny_artifact, backend="nobody"),
+    ):
+        with pytest.raises(UsageError, match="there is no backend nobody") as caught:
+            ask()
+        assert known in caught.value.fix
+    with pytest.raises(UsageError, match=r"backend\.name: should be 'onnxruntime' or 'tensorrt', found 'nobody'"):
+        load_recipe(str(tiny_recipe), ["backend.name=nobody"])
+
+
+def test_every_folder_is_a_whole_backend() -> None:
+    assert (
+        [backend.name for backend in backends.all_backends()] == list(sections.names()) == ["onnxruntime", "tensorrt"]
+    )
+    assert sections.default() == "onnxruntime"
+
+
+def test_two_backends_cannot_have_the_same_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    section = sections._module("onnxruntime")
+    monkeypatch.setattr(sections, "_module", lambda name: section)
+    monkeypatch.setattr(sections, "default", lambda: "onnxruntime")
+    with pytest.raises(TypeError, match=r"backend\.device is a key of onnxruntime and of tensorrt"):
+        sections.backend_section()
+
+
+@pytest.mark.parametrize("name", sections.names())
+def test_a_backend_is_named_in_its_own_folder_alone(name: str) -> None:
+    """In code, comments and texts: what is said elsewhere of one backend would not be said of another."""
+    own = PACKAGE / "backends" / name
+    assert own.is_dir()
+    named = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if own not in path.parents
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.search(rf"\b{name}\b|{name}_|_{name}", line)
+    ]
+    assert not named, "\n".join(named)
+
+
+def test_files_that_were_prepared_are_not_taken_over_by_another_preparation(tiny_artifact: Path) -> None:
+    """What `--from` leaves out is what a preparation may write: an artifact has no other files of a backend."""
+    plain = set(load_manifest(tiny_artifact).files)
+    for backend in backends.all_backends():
+        assert not plain & backend.prepared

@@ -1,0 +1,191 @@
+"""The checkpoint's chat template: messages become the text that the model was trained to answer.
+
+The template is Jinja, as transformers' `apply_chat_template` takes it, and is rendered by minijinja: no attribute of a
+Python object is within its reach, and its steps are counted. Not covered: images and other media in messages; Jinja's
+%-formatting; None and computed whole floats where a template prints them (Jinja: None, 2.0; here: nothing, 2).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from kvexport.errors import ArtifactError, EnvironmentProblem, UsageError
+
+Message = Mapping[str, Any]
+
+CONFIG, TEMPLATE, SPECIAL = "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"
+# A conversation of a thousand messages takes some 100,000 steps.
+_STEPS = 50_000_000
+# The names under which messages bring what a model thought before it answered. Templates read one of the first two.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """sources: by name, "default" and perhaps "tool_use", which is for messages with tools. tokens: the special tokens
+    by the names that templates know ("bos_token"). where: the file, for messages."""
+
+    sources: Mapping[str, str]
+    tokens: Mapping[str, str]
+    where: str
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The text of a conversation, special tokens included: to be encoded with none added.
+
+        messages: each a mapping with "role" and "content" (and what else the template reads). tools: JSON schemas.
+        add_generation_prompt: end with the beginning of an answer. variables: of the template (`enable_thinking=False`).
+        Raises UsageError for messages that are none, and with the template's own line where it fails or refuses them.
+        """
+        source = (self.sources.get("tool_use") if tools else None) or self.sources.get("default")
+        if source is None:
+            raise UsageError(
+                f"{self.where} has the chat templates {', '.join(self.sources)}, none of them the default",
+                f"name one of them {TEMPLATE} in the checkpoint, and build again",
+            )
+        given = {
+            "messages": _checked(messages),
+            "tools": tools and [dict(tool) for tool in tools],
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        return _render(source, self.where, {**given, **self.tokens, **variables})
+
+
+def read_chat_template(folder: Path) -> ChatTemplate | None:
+    """The template of an artifact's folder, None where its checkpoint has none. Raises ArtifactError for files that
+    cannot be read."""
+    config = _read_json(folder / CONFIG)
+    template = config.get("chat_template")
+    sources = {}
+    if isinstance(template, str):
+        sources["default"] = template
+    elif isinstance(template, list):
+        sources = {str(entry["name"]): str(entry["template"]) for entry in template if isinstance(entry, dict)}
+    where = folder / CONFIG
+    if (folder / TEMPLATE).is_file():
+        where = folder / TEMPLATE
+        sources["default"] = _read(where)
+    tokens = {**_tokens(_read_json(folder / SPECIAL)), **_tokens(config)}
+    return ChatTemplate(sources, tokens, str(where)) if sources else None
+
+
+def _tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens of a configuration, each a text or a mapping with its `content`."""
+    named = {name: value for name, value in config.items() if name.endswith("_token")}
+    extra = config.get("extra_special_tokens")
+    named |= extra if isinstance(extra, dict) else {}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Without keys whose value is None, and with the reasoning under the names that templates read."""
+    if isinstance(messages, str | Mapping) or not messages:
+        raise UsageError(
+            f"a conversation is a list of messages, found {'none' if not messages else type(messages).__name__}",
+            'pass [{"role": "user", "content": "..."}]',
+        )
+    checked = []
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise UsageError(
+                f"message {i} is {str(message)[:80]!r}, expected a mapping with a role",
+                'pass {"role": "user", "content": "..."}',
+            )
+        present = {key: value for key, value in message.items() if value is not None}
+        reasoning = next((present[key] for key in _REASONING if key in present), None)
+        if reasoning is not None:
+            present = {"thinking": reasoning, **present, "reasoning_content": reasoning}
+        checked.append(present)
+    return checked
+
+
+class _Refused(Exception):
+    """The template called raise_exception."""
+
+
+def _render(source: str, where: str, variables: dict[str, Any]) -> str:
+    try:
+        import minijinja
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"the package 'minijinja', which renders chat templates, cannot be imported: {error}",
+            "pip install minijinja",
+        ) from error
+    environment = minijinja.Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        fuel=_STEPS,
+        undefined_behavior="lenient",
+        auto_escape_callback=lambda name: False,
+        finalizer=_as_python,
+        filters={"tojson": _to_json},
+        tests={"iterable": _is_iterable, "sequence": _is_iterable},
+        globals={"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)},
+    )
+    # {% generation %} marks what an assistant said, for training; rendered it is a block of its own.
+    source = _GENERATION.sub(lambda m: f"{{%{m[1]} {'endwith' if m[2] else 'with'} {m[3]}%}}", source)
+    try:
+        return str(environment.render_str(source, "chat", **variables))
+    except _Refused as error:
+        raise UsageError(f"the chat template refuses these messages: {error}", "") from error
+    except minijinja.TemplateError as error:
+        said = f"{error.kind}: {error.detail}" if error.detail else error.message
+        line = f", line {error.line}" if error.line else ""
+        raise UsageError(
+            f"the chat template cannot be rendered: {said} ({where}{line})",
+            "correct the messages, or --no-chat for a prompt without the template",
+        ) from error
+
+
+def _refuse(message: str) -> None:
+    raise _Refused(message)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """As transformers defines it: HTML is not escaped."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _is_iterable(value: Any) -> bool:
+    """Jinja's tests `iterable` and `sequence` on what a template can hold: text and mappings too, None is neither."""
+    return isinstance(value, str | Sequence | Mapping)
+
+
+def _as_python(value: Any) -> Any:
+    """What Jinja prints for a value: Python's `str` of it, nothing for one that is not defined (which comes as None)."""
+    if value is None:
+        return ""
+    return str(value) if isinstance(value, bool | float | list | tuple | dict) else value
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        data = json.loads(_read(path))
+    except ValueError as error:
+        raise ArtifactError(f"{path} is not JSON: {error}", "build the artifact again: kvexport build") from error
+    return data if isinstance(data, dict) else {}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArtifactError(f"{path} cannot be read: {error}", "build the artifact again: kvexport build") from error

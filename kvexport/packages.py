@@ -46,6 +46,7 @@ class Package:
 
 # Those of the backends stand with them: `kvexport.backends.packages` has all.
 PACKAGES = (
+    Package("minijinja", "minijinja", "3", "run", "renders chat templates"),
     Package("numpy", "numpy", "1.26", "run", "arrays"),
     Package("pydantic", "pydantic", "2.7", "run", "checks recipes"),
     Package("pyyaml", "yaml", "6", "run", "reads recipes"),

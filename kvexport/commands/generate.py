@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,16 +40,26 @@ def generate(
     sample: Annotated[
         bool | None, typer.Option("--sample/--greedy", help="Draw tokens, or take the likeliest.")
     ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat/--no-chat", help="Put the prompt as a user's message; default where PROMPT is the text."),
+    ] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system's message; implies --chat.")] = None,
     backend: BackendOption = None,
     as_json: JsonOption = False,
     stats: Annotated[bool, typer.Option("--stats", help="Print tokens per second and cache bytes on stderr.")] = False,
 ) -> None:
-    """Continue a prompt.
+    """Continue a prompt, or answer it where the checkpoint has a chat template.
 
     The text is streamed to stdout (token ids, where the artifact has no tokenizer). Settings that are not given come
     from the checkpoint's generation_config.json.
     """
     text = read_prompt(prompt, prompt_file, token_ids)
+    if system is not None and (chat is False or isinstance(text, list)):
+        other = "--no-chat" if chat is False else "--token-ids"
+        raise UsageError(f"--system is part of a chat, which {other} is none", f"leave out --system or {other}")
+    if chat and isinstance(text, list):
+        raise UsageError("--chat takes text, which --token-ids is none", "leave out --chat or --token-ids")
     drawing = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
     if temperature == 0 and sample is not False:
         raise UsageError("a temperature of 0 would divide by it", "--greedy in its place takes the likeliest token")
@@ -61,7 +72,9 @@ def generate(
     with show(f"loading {artifact}"):
         engine = load(artifact, backend=backend)
     settings = engine.settings(do_sample=sample, **drawing, **others)
-    completion = print_stream(engine, text, settings, quiet=as_json)
+    wanted = chat if chat is not None else True if system is not None else None
+    ids = _encode(engine, text, system, wanted, plain=prompt not in (None, "-"))
+    completion = print_stream(engine, ids, settings, quiet=as_json)
     figures = statistics(engine)
     if as_json:
         print_json({"artifact": str(artifact), **vars(completion), "settings": vars(settings), "stats": figures})
@@ -100,12 +113,29 @@ def read_prompt(prompt: str | None, file: Path | None, token_ids: str | None) ->
         ) from error
 
 
-def print_stream(engine: Engine, prompt: str | list[int], settings: GenerationSettings, *, quiet: bool) -> Completion:
+def _encode(
+    engine: Engine, prompt: str | list[int], system: str | None, chat: bool | None, *, plain: bool
+) -> list[int]:
+    """Token ids of the prompt: as a user's message where a chat is wanted (True), or where nothing was said (None), the
+    prompt stands on the command line (`plain`) and the checkpoint has a template, which is then said on stderr."""
+    if chat is None and plain and isinstance(prompt, str) and engine.chat_template and engine.tokenizer:
+        typer.echo(
+            "The prompt is put as a user's message by the checkpoint's chat template (--no-chat: as it is).", err=True
+        )
+        chat = True
+    if chat:
+        messages = [{"role": "system", "content": system}] if system is not None else []
+        ids = engine.encode_chat([*messages, {"role": "user", "content": prompt}])
+    else:
+        ids = engine.encode(prompt)
+    return [int(i) for i in ids]
+
+
+def print_stream(engine: Engine, ids: Sequence[int], settings: GenerationSettings, *, quiet: bool) -> Completion:
     """Generate, printing every piece as soon as it is final unless `quiet`."""
     from kvexport.runtime.engine import Completion
     from kvexport.terminal import show
 
-    ids = engine.encode(prompt)
     completion = Completion(len(ids))
     with show("reading the prompt", len(ids)) as bar:
         done = 0
@@ -115,7 +145,7 @@ def print_stream(engine: Engine, prompt: str | list[int], settings: GenerationSe
             bar.advance(tokens - done)
             done = tokens
 
-        stream = engine.stream(ids.tolist(), settings, on_prefill=advance)
+        stream = engine.stream(ids, settings, on_prefill=advance)
         token = next(stream)
     while True:
         completion.token_ids.append(token.id)

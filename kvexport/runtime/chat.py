@@ -46,7 +46,7 @@ class ChatTemplate:
         """The text of a conversation, special tokens included: to be encoded with none added.
 
         messages: each a mapping with "role" and "content" (and what else the template reads). tools: JSON schemas.
-        add_generation_prompt: end with the beginning of an answer. variables: of the template (`enable_thinking=False`).
+        add_generation_prompt: end with the beginning of an answer. variables: the template's own, enable_thinking=False.
         Raises UsageError for messages that are none, and with the template's own line where it fails or refuses them.
         """
         source = (self.sources.get("tool_use") if tools else None) or self.sources.get("default")
@@ -168,7 +168,7 @@ def _is_iterable(value: Any) -> bool:
 
 
 def _as_python(value: Any) -> Any:
-    """What Jinja prints for a value: Python's `str` of it, nothing for one that is not defined (which comes as None)."""
+    """What Jinja prints for a value: Python's `str` of it; nothing for an undefined one, which comes as None."""
     if value is None:
         return ""
     return str(value) if isinstance(value, bool | float | list | tuple | dict) else value

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -19,6 +20,7 @@ from kvexport.artifact.reading import load_manifest
 from kvexport.backends.base import LoadOptions, ModelState, Sessions
 from kvexport.backends.rows import HostRows, Rows
 from kvexport.errors import UsageError
+from kvexport.runtime.chat import ChatTemplate, Message, read_chat_template
 from kvexport.runtime.lanes import Lanes
 from kvexport.runtime.sampling import GenerationSettings, Sampler, may_settle
 from kvexport.runtime.text import FILE_NAME, TextStream, Tokenizer
@@ -175,6 +177,29 @@ class Engine:
             completion.text += token.text
             completion.finish_reason = token.finish_reason
         return completions
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        """The checkpoint's chat template, None where it has none."""
+        return read_chat_template(self.path)
+
+    def encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
+    ) -> NDArray[np.int64]:
+        """Token ids of a conversation in the words of the checkpoint's chat template, ready to be answered. Arguments
+        as `ChatTemplate.render`, errors as there and of `encode`; UsageError where there is no template."""
+        if self.chat_template is None or self.tokenizer is None:
+            lacks = "chat template" if self.chat_template is None else f"{FILE_NAME}, so a prompt cannot be text"
+            raise UsageError(f"the artifact has no {lacks}", "pass a prompt to generate, or build an instruct model")
+        text = self.chat_template.render(messages, tools, **variables)
+        return self.encode(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def chat(
+        self, messages: Sequence[Message], settings: GenerationSettings | None = None, **overrides: Any
+    ) -> Completion:
+        """The answer to a conversation: `messages` are mappings with "role" and "content", the last one the user's.
+        Settings and errors as `generate` and `encode_chat`."""
+        return self.generate([self.encode_chat(messages).tolist()], settings, **overrides)[0]
 
     def _run(
         self,

@@ -1,6 +1,6 @@
 """Text to token ids and back, and text that grows token by token while a sequence is generated.
 
-A tokenizer is the artifact's tokenizer.json, run by the `tokenizers` package. Not covered: chat templates, and the
+A tokenizer is the artifact's tokenizer.json, run by the `tokenizers` package. Not covered: the
 clean_up_tokenization_spaces of older checkpoints, which transformers 5 leaves off too.
 """
 

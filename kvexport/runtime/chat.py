@@ -1,8 +1,8 @@
 """The checkpoint's chat template: messages become the text that the model was trained to answer.
 
-The template is Jinja, as transformers' `apply_chat_template` takes it, and is rendered by minijinja: no attribute of a
-Python object is within its reach, and its steps are counted. Not covered: images and other media in messages; Jinja's
-%-formatting; None and computed whole floats where a template prints them (Jinja: None, 2.0; here: nothing, 2).
+The template is Jinja, as transformers' `apply_chat_template` takes it, and is rendered by minijinja: it sees copies of
+plain data, none of their private attributes, and its steps are counted. Not covered: images and other media; Jinja's
+%-formatting; None and whole floats that a template prints one by one (Jinja prints None and 2.0, this nothing and 2).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kvexport.errors import ArtifactError, EnvironmentProblem, UsageError
 Message = Mapping[str, Any]
 
 CONFIG, TEMPLATE, SPECIAL = "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"
+_MEND = "correct the messages, or --no-chat for a prompt without the template"
 # A conversation of a thousand messages takes some 100,000 steps.
 _STEPS = 50_000_000
 # The names under which messages bring what a model thought before it answered. Templates read one of the first two.
@@ -46,7 +47,7 @@ class ChatTemplate:
         """The text of a conversation, special tokens included: to be encoded with none added.
 
         messages: each a mapping with "role" and "content" (and what else the template reads). tools: JSON schemas.
-        add_generation_prompt: end with the beginning of an answer. variables: the template's own, enable_thinking=False.
+        add_generation_prompt: end with the beginning of an answer. variables: the template's own (`enable_thinking`).
         Raises UsageError for messages that are none, and with the template's own line where it fails or refuses them.
         """
         source = (self.sources.get("tool_use") if tools else None) or self.sources.get("default")
@@ -57,11 +58,11 @@ class ChatTemplate:
             )
         given = {
             "messages": _checked(messages),
-            "tools": tools and [dict(tool) for tool in tools],
+            "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        return _render(source, self.where, {**given, **self.tokens, **variables})
+        return _render(source, self.where, _plain({**given, **self.tokens, **variables}))
 
 
 def read_chat_template(folder: Path) -> ChatTemplate | None:
@@ -113,6 +114,18 @@ def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return checked
 
 
+def _plain(value: Any) -> Any:
+    """A copy in JSON's types. Templates may call public methods of what they are given, so nothing else may reach them:
+    its type's name stands for it."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return f"<{type(value).__name__}>"
+
+
 class _Refused(Exception):
     """The template called raise_exception."""
 
@@ -147,8 +160,10 @@ def _render(source: str, where: str, variables: dict[str, Any]) -> str:
         line = f", line {error.line}" if error.line else ""
         raise UsageError(
             f"the chat template cannot be rendered: {said} ({where}{line})",
-            "correct the messages, or --no-chat for a prompt without the template",
+            _MEND,
         ) from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # of Python's own methods
+        raise UsageError(f"the chat template cannot be rendered: {error} ({where})", _MEND) from error
 
 
 def _refuse(message: str) -> None:

@@ -52,7 +52,7 @@ TOOL = {
 CALL = {
     "type": "function",
     "id": "abcdefghi",
-    "function": {"name": "get_weather", "arguments": {"city": "Zürich", "days": 2, "mean": 1.0, "now": True}},
+    "function": {"name": "get_weather", "arguments": {"city": "Zürich", "days": 2, "mean": 1.5, "now": True}},
 }
 RESULT = {"role": "tool", "name": "get_weather", "content": '{"t": 3}', "tool_call_id": "abcdefghi"}
 CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
@@ -108,11 +108,11 @@ def test_there_are_templates_of_fifteen_kinds() -> None:
     [
         "{% set ns = namespace(a=0, b=[]) %}{% for x in [1, 2] %}{% set ns.a = ns.a + x %}"
         "{% set ns.b = ns.b + [x] %}{% endfor %}{{ ns.a }} {{ ns.b }}",
-        "{{ messages[::-1]|map(attribute='role')|join(' ') }} {{ messages[1:]|length }} {{ messages[-1].content[::-1] }}",
+        "{{ messages[::-1]|map(attribute='role')|join }} {{ messages[1:]|length }} {{ messages[-1].content[::-1] }}",
         "{{ true }} {{ false ~ '' }} {{ [1, 'a', true, {'k': 'v'}] }} {{ {'k': [1.5]} }} {{ true|string }}",
-        "{{ nothing }}|{{ messages[0].nothing }}|{{ nothing is defined }}|{{ 'x' if false }}|{{ nothing|default('d') }}",
+        "{{ nothing }}|{{ messages[0].nothing }}|{{ nothing is defined }}|{{ 1 if false }}|{{ nothing|default('d') }}",
         "{{ none is iterable }} {{ 'a' is sequence }} {{ {} is sequence }} {{ 1 is iterable }} {{ true is number }}",
-        "{{ {'ü': ['<&>', 1.0, none]}|tojson }} {{ [1, 2]|tojson(separators=(',', ':')) }} "
+        "{{ {'ü': ['<&>', 1.5, none]}|tojson }} {{ [1, 2]|tojson(separators=(',', ':')) }} "
         "{{ {'b': 1, 'a': [2]}|tojson(indent=2, sort_keys=true) }} {{ 'ü'|tojson(ensure_ascii=true) }}",
         "{{ 'a,b,c'.split(',', 1)[1] }} {{ ' a '.strip() }} {{ 'abc'.endswith('c') }} {{ 'aBc'.title() }} "
         "{{ 'abc'.replace('b', '') }} {{ '{} {}'.format(1, 'a') }} {{ 'abc'.find('c') }} {{ '-'.join(['a', 'b']) }}",
@@ -143,16 +143,31 @@ def test_the_line_of_an_error_is_named() -> None:
         ChatTemplate({"default": "{{ raise_exception('roles must alternate') }}"}, {}, "F").render([user("x")])
 
 
-def test_a_template_that_does_not_end_is_ended_and_python_is_out_of_its_reach() -> None:
+def test_a_template_that_does_not_end_is_ended() -> None:
     rounds = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
     with pytest.raises(UsageError, match="fuel"):
         ChatTemplate({"default": rounds}, {}, "F").render([user("x")])
-    for source in ("{{ ''.__class__.__mro__ }}", "{{ raise_exception.__globals__ }}", "{{ messages.append(1) }}"):
-        try:
-            text = ChatTemplate({"default": source}, {}, "F").render([user("x")])
-        except UsageError:
-            continue
-        assert text == ""
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ ''.__class__.__mro__ }}", "{{ messages.__class__ }}", "{{ raise_exception.__globals__ }}",
+     "{{ messages.__reduce__() }}", "{{ messages[0]['__init__'] }}", "{{ file.unlink() }}", "{{ file.parent }}"],
+)  # fmt: skip
+def test_python_is_out_of_a_templates_reach(source: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("here")
+    try:
+        text = ChatTemplate({"default": source}, {}, "F").render([user("x")], file=tmp_path / "file")
+    except UsageError:
+        text = ""
+    assert text == "" and (tmp_path / "file").exists()
+
+
+def test_a_template_changes_only_its_own_copies() -> None:
+    messages, tools = [user("x")], [{"a": [1]}]
+    source = "{{ messages[0].pop('role') }}{{ messages.append(1) }}{{ tools[0].a.append(2) }}{{ tools }}"
+    assert ChatTemplate({"default": source}, {}, "F").render(messages, tools) == "user[{'a': [1, 2]}]"
+    assert (messages, tools) == ([user("x")], [{"a": [1]}])
 
 
 @pytest.mark.parametrize(
@@ -194,9 +209,11 @@ def chat_artifact(tiny_artifact: Path, tmp_path_factory: pytest.TempPathFactory)
     """The tiny one, whose tokens are characters, with a template in its tokenizer's configuration."""
     out = tmp_path_factory.mktemp("chat") / "artifact"
     shutil.copytree(tiny_artifact, out)
-    template = "{% for m in messages %}{{ m.role[0] + m.content }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+    template = (
+        "{% for m in messages %}{{ m.role[0] + m.content }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+    )
     (out / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    write_manifest(out, load_manifest(out).to_json())
+    write_manifest(out, load_manifest(tiny_artifact).to_json())
     return out
 
 
@@ -205,7 +222,10 @@ def test_an_engine_answers_a_conversation(tiny_artifact: Path, chat_artifact: Pa
     messages = [{"role": "system", "content": "x"}, user("Hello"), assistant("yes"), user("then")]
     wanted = engine.generate("sxuHelloayesuthena", max_new_tokens=8)[0]
     assert engine.chat(messages, max_new_tokens=8) == wanted
-    assert engine.encode_chat(messages, add_generation_prompt=False).tolist() == engine.encode("sxuHelloayesuthen").tolist()
+    assert (
+        engine.encode_chat(messages, add_generation_prompt=False).tolist()
+        == engine.encode("sxuHelloayesuthen").tolist()
+    )
     with pytest.raises(UsageError, match="has no chat template"):
         load(tiny_artifact).chat(messages)
 
@@ -231,7 +251,11 @@ def test_generate_puts_a_plain_prompt_as_a_message_and_says_so(chat_artifact: Pa
     (tmp_path / "prompt").write_text("Hello")
     assert ids("--prompt-file", tmp_path / "prompt")[0] == ids("-", input="Hello")[0] == plain
     assert ids("--prompt-file", tmp_path / "prompt", "--chat")[0] == ids("-", "--chat", input="Hello")[0] == put
-    for wrong in (["--token-ids", "1", "--chat"], ["--token-ids", "1", "--system", "x"], ["a", "--no-chat", "--system", "x"]):
+    for wrong in (
+        ["--token-ids", "1", "--chat"],
+        ["--token-ids", "1", "--system", "x"],
+        ["a", "--no-chat", "--system", "x"],
+    ):
         assert "leave out" in failure(2, "generate", chat_artifact, *wrong)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ from kvexport.ops.onnx_function import (
 )
 from kvexport.ops.to_onnx import OPSET
 
-logger = logging.getLogger(__name__)
 IR_VERSION = 11
 PLUGIN = {"plugin_version": "1", "plugin_namespace": DOMAIN}
 
@@ -72,8 +70,7 @@ def finish_decoder(
                 name=name,
                 base_dir=folder,
             )
-    for report in run_passes(model, DECODER_PASSES):
-        logger.debug("%s", report)
+    run_passes(model, DECODER_PASSES)
     proto = ir.to_proto(model)
     for node in proto.graph.node:
         if (node.domain, node.op_type) != (DOMAIN, "VoteAttention"):

@@ -2,7 +2,8 @@
 
 Most are a `Rewrite` (`report.py`): *pattern, check, rewrite* at every node, with the reason wherever a pattern stood
 and the check said no. Each module shows at its head what it looks for and what becomes of it. A pass that cannot be
-sure leaves the nodes as they are; the graph means the same either way.
+sure leaves the nodes as they are; the graph means the same either way. How often each pass applied, where it was
+refused and why: `logging.basicConfig(level="DEBUG")` before `kvexport.build`, logger `kvexport.export.passes`.
 
 What changes nothing but is proved of every graph stands in `GRAPH_CHECKS`; it runs on the finished graph, with the
 functions of its operators.

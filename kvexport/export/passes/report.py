@@ -1,13 +1,15 @@
-"""What a pass is, and what it says of its work."""
+"""A pass over an ONNX graph, and the report of its work."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import onnx_ir as ir
 
+logger = logging.getLogger("kvexport.export.passes")
 Match = TypeVar("Match")
 
 
@@ -64,5 +66,9 @@ class Rewrite(Generic[Match]):
 
 
 def run_passes(model: ir.Model, passes: Sequence[Pass]) -> list[PassReport]:
-    """Runs `passes` over the graph of `model`, in their order; a report of each."""
-    return [run(model) for run in passes]
+    """Runs `passes` over the graph of `model`, in their order. Returns a report of each, and logs it for debugging."""
+    reports = []
+    for run in passes:
+        reports.append(run(model))
+        logger.debug("%s", reports[-1])
+    return reports

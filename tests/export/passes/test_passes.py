@@ -82,7 +82,7 @@ def test_a_build_notes_what_its_passes_did(tmp_path: Path) -> None:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("kvexport.export.graph.graphs")
+    logger = logging.getLogger("kvexport.export.passes")
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)

@@ -114,10 +114,7 @@ HEADS = (*PRODUCT, "h = Reshape (p, shape)")
     ],
 )  # fmt: skip
 def test_what_is_fused_with_a_product_and_what_is_not(lines: tuple[str, ...], left: list[tuple[str, ...]]) -> None:
-    weights = {
-        name: value for name, value in SQUARE.items() if f"({name}" in "".join(lines) or f", {name})" in "".join(lines)
-    }
-    assert fused(body(*lines), weights) == left
+    assert fused(body(*lines), weights_of(*lines)) == left
 
 
 NORM = "n = RMSNormalization <axis = -1, epsilon = 0.001> (x, b)"
@@ -157,11 +154,7 @@ ROTATED = (
 )  # fmt: skip
 def test_what_is_fused_with_products_of_one_input(lines: tuple[str, ...], left: list[tuple[str, ...]]) -> None:
     shapes = SHAPES | {"n": "B,T,8", "g": "B,T,2,4", "c": "B,2,T,4"}
-    text, read = body(*lines), "".join(lines)
-    weights = {
-        name: value for name, value in SQUARE.items() if any(f"{before}{name})" in read for before in ("(", ", "))
-    }
-    assert fused(text, weights, True, shapes) == left
+    assert fused(body(*lines), weights_of(*lines), True, shapes) == left
 
 
 # Rotary embedding as models write it where their cosines have a type of their own: tables of two equal halves.
@@ -174,8 +167,8 @@ HALVES = (
     "n2 = Neg (a2)",
     "sw = Concat <axis = -1> (n2, a1)",
 )
-TURN = ("m1 = Mul (a, ct)", "m2 = Mul (sw, st)", "y = Add (m1, m2)")
-ROPE = (*ROTATED, TABLE, *COSINE, *SINE, *HALVES, *TURN)
+SUM = ("m1 = Mul (a, ct)", "m2 = Mul (sw, st)", "y = Add (m1, m2)")
+ROPE = (*ROTATED, TABLE, *COSINE, *SINE, *HALVES, *SUM)
 INDEX = {"i0": 0, "i1": 1, "i2": 2, "i3": 3, "big": 1 << 40}
 
 

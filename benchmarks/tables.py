@@ -1,4 +1,4 @@
-"""The tables of docs/: of the methods, from their classes; of what was measured, from benchmarks/results.
+"""The tables of docs/: methods and fields of a recipe, from their classes; figures, from benchmarks/results.
 
     python benchmarks/tables.py
 
@@ -16,6 +16,8 @@ from typing import Any
 from kvexport.methods import all_methods
 from kvexport.methods.base import Method
 from kvexport.methods.slots import Statistic
+from kvexport.recipe.describe import describe_fields
+from kvexport.recipe.fields import Recipe
 
 ROOT = Path(__file__).parent.parent
 KINDS = {"log_ema": "ln of the average exp(logit)", "probability": "sum of probabilities", "none": "none"}
@@ -147,9 +149,20 @@ def stability(recipe: str) -> str:
     return table(header, *lines)
 
 
+def fields() -> str:
+    """Every key of a recipe."""
+    rows = []
+    for field in describe_fields(Recipe):
+        default = "required" if field.required else f"`{'{}' if field.type == 'object' else json.dumps(field.default)}`"
+        allowed = field.constraint or field.type
+        shown_allowed = "see docs/methods.md" if field.name == "cache.method" else allowed.replace("|", "\\|")
+        rows.append((f"`{field.name}`", default, shown_allowed, field.meaning))
+    return table(("key", "default", "allowed", "meaning"), *rows)
+
+
 def tables() -> dict[str, str]:
     """Every table by its mark."""
-    found = {"methods": methods()}
+    found = {"methods": methods(), "fields of a recipe": fields()}
     for recipe, figures in FIGURES.items():
         found |= {f"{recipe} {task} {figure}": compared(recipe, task, figure) for task, figure in figures}
         found |= {f"{recipe} settings": settings(recipe), f"{recipe} stability": stability(recipe)}

@@ -10,6 +10,7 @@ import typer
 
 from kvexport.commands.options import JsonOption, SetOption, complete_recipe
 from kvexport.commands.output import print_json, print_result
+from kvexport.errors import UsageError
 
 if TYPE_CHECKING:
     from kvexport.report.page import Section
@@ -36,13 +37,23 @@ def recipes(context: typer.Context, as_json: JsonOption = False) -> None:
 
 
 def recipes_show(
-    name: Annotated[str, typer.Argument(metavar="NAME_OR_FILE", autocompletion=complete_recipe)],
+    name: Annotated[str | None, typer.Argument(metavar="NAME_OR_FILE", autocompletion=complete_recipe)] = None,
     overrides: SetOption = None,
     resolved: Annotated[bool, typer.Option("--resolved", help="With everything it extends and every default.")] = False,
     origin: Annotated[bool, typer.Option("--origin", help="Where every value comes from.")] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="The JSON schema of recipes, for editors; takes no name.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print a recipe: its own file, or what it comes to."""
+    if schema:
+        from kvexport.recipe.describe import recipe_schema
+
+        print_json(recipe_schema())
+        return
+    if name is None:
+        raise UsageError("which recipe is to be shown?", "kvexport recipes show NAME; `kvexport recipes` lists them")
     import yaml
 
     from kvexport.recipe.listing import list_recipes

@@ -22,7 +22,7 @@ class Random(Method):
     summary: ClassVar[str] = "a hash of the position decides; the rest is dropped"
     source: ClassVar[str] = "-"
 
-    seed: int = Field(0, ge=0, lt=2**31)
+    seed: int = Field(0, ge=0, lt=2**31, description="Of the hash.")
 
     def keep_score(self, slots: Slots, target: Tensor, count: int) -> Tensor:
         """Three rounds of ``x = (x m + seed) mod 2^32``, halves exchanged between them; the upper 24 bits."""

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from kvexport.methods import all_methods
 from kvexport.methods.base import Method
+from kvexport.recipe.describe import meanings, section_of
 from kvexport.recipe.fields import CacheSection, Recipe
 from kvexport.recipe.parse import Entry, Findings, Leaf, Tree, plain, shown_key
 
@@ -89,20 +90,15 @@ def _known_only(tree: Tree, model: type[BaseModel], above: Key, found: Findings)
                 f"unknown key {shown_key('.'.join(key))} ({entry.origin.key_place}){did_you_mean(near)}{nested}"
             )
             continue
-        section = _section(model, name)
+        section = section_of(model, name)
         data[name] = _known_only(entry, section, key, found) if section and isinstance(entry, Tree) else plain(entry)
     return data
-
-
-def _section(model: type[BaseModel], name: str) -> type[BaseModel] | None:
-    kind = model.model_fields[name].annotation
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 def _schema_keys(model: type[BaseModel], above: Key = ()) -> list[Key]:
     keys = []
     for name in model.model_fields:
-        section = _section(model, name)
+        section = section_of(model, name)
         keys += _schema_keys(section, (*above, name)) if section else [(*above, name)]
     return keys
 
@@ -196,7 +192,19 @@ def _wording(tree: Tree, key: Key, items: list[Any]) -> str:
         text += did_you_mean(get_close_matches(value, all_methods()))
     elif isinstance(value, str) and any(item["type"] in ("int_type", "float_type") for item in items):
         text += " (text: take off the quotes, or write 1e-3 as YAML's 1.0e-3)" if _is_number(value) else ""
-    return f"{shown_key('.'.join(key))}: {text}, found {shown(value)} ({place_of(tree, key)})"
+    said = _meaning(key, scalar_at(tree, METHOD))
+    return f"{shown_key('.'.join(key))}: {text}{said}, found {shown(value)} ({place_of(tree, key)})"
+
+
+def _meaning(key: Key, method: Any) -> str:
+    """What the field means, in parentheses: its first sentence."""
+    model: type[BaseModel] | None = Recipe
+    if key[:2] == PARAMETERS and len(key) > 2:
+        model, key = all_methods().get(str(method or CacheSection.model_fields["method"].default)), key[2:]
+    for part in key[:-1]:
+        model = section_of(model, part) if model and part in model.model_fields else None
+    said = re.split(r"[.;] ", meanings(model).get(key[-1], ""), maxsplit=1)[0] if model else ""
+    return f" ({said[0].lower()}{said[1:].rstrip('.')})" if said else ""
 
 
 def _is_number(text: str) -> bool:

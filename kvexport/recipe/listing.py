@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvexport.methods import all_methods
-from kvexport.methods.base import Method
 from kvexport.recipe.check import PATH, check_recipe, get
+from kvexport.recipe.describe import ParameterInfo, describe_fields
 from kvexport.recipe.inherit import inherit, label_of, named_recipes, read_with_parents
 from kvexport.recipe.parse import Findings, Leaf, Origin, Tree, merge, nest
-
-BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<=", "minLength": "length >="}
 
 
 @dataclass(frozen=True)
@@ -34,18 +30,6 @@ class RecipeInfo:
     max_length: int | None = None
     base: bool = False
     problem: str = ""
-
-
-@dataclass(frozen=True)
-class ParameterInfo:
-    """A method's parameter. constraint: ">= 0, < 1" or "key | vote | mean", "" where only the type binds; required: no
-    default."""
-
-    name: str
-    type: str
-    default: Any
-    constraint: str
-    required: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,19 +58,10 @@ def describe_method_parameters() -> list[MethodInfo]:
             method.source,
             method.compresses,
             inspect.getdoc(method) or "",
-            tuple(_parameters(method)),
+            tuple(describe_fields(method)),
         )
         for name, method in all_methods().items()
     ]
-
-
-def _parameters(method: type[Method]) -> Iterator[ParameterInfo]:
-    schema = method.model_json_schema()
-    for name, prop in schema["properties"].items():
-        bounds = [f"{sign} {prop[word]:g}" for word, sign in BOUNDS.items() if word in prop]
-        constraint = " | ".join(map(str, prop["enum"])) if "enum" in prop else ", ".join(bounds)
-        kind = prop.get("type") or " or ".join(str(option.get("type", "any")) for option in prop.get("anyOf", [{}]))
-        yield ParameterInfo(name, kind, prop.get("default"), constraint, name in schema.get("required", []))
 
 
 def _describe(name: str, path: Path) -> RecipeInfo:

@@ -25,15 +25,17 @@ def test_mistakes_of_different_kinds_come_out_in_one_error(recipe_dir: Path) -> 
     cache = "cache:\n  budgt: 64\n  merge_every: often\n  slack: 3\n  parameters:\n    treshold: 0.5\n    decay: 2\n"
     write(recipe_dir, a="model:\n  path: 7\n" + cache + "limits: 5\n")
     found = problems("a", ["export.logits=some", "cache.sinks=-1"])
+    line = "(recipes/a.yaml:{})".format
+    sinks = "cache.sinks: should be greater than or equal to 0 (first positions, which are never evicted), found -1"
     expected = [
-        ("unknown key cache.budgt (recipes/a.yaml:4)", "did you mean cache.budget?"),
-        ("unknown parameter cache.parameters.treshold (recipes/a.yaml:8)", "did you mean cache.parameters.threshold?"),
-        ("cache.parameters.decay: should be less than 1, found 2", "(recipes/a.yaml:9)"),
-        ("model.path: should be a valid string, found 7", "(recipes/a.yaml:2)"),
-        ("cache.merge_every: should be a valid integer, found 'often'", "(recipes/a.yaml:5)"),
-        ("limits: should be a mapping, found 5", "(recipes/a.yaml:10)"),
-        ("export.logits: should be 'last' or 'all', found 'some'", "(--set export.logits=some)"),
-        ("cache.sinks: should be greater than or equal to 0, found -1", "(--set cache.sinks=-1)"),
+        (f"unknown key cache.budgt {line(4)}", "did you mean cache.budget?"),
+        (f"unknown parameter cache.parameters.treshold {line(8)}", "did you mean cache.parameters.threshold?"),
+        ("cache.parameters.decay: should be less than 1 (``a`` of the moving average", f", found 2 {line(9)}"),
+        ("model.path: should be a valid string (a directory", f", found 7 {line(2)}"),
+        ("cache.merge_every: should be a valid integer (decoded tokens between merges), found 'often'", line(5)),
+        ("limits: should be a mapping (what the engine is built for), found 5", line(10)),
+        ("export.logits: should be 'last' or 'all' (logits of", ", found 'some' (--set export.logits=some)"),
+        (sinks, "(--set cache.sinks=-1)"),
     ]
     for start, end in expected:
         assert [line for line in found if line.startswith(start) and end in line], (start, found)

@@ -119,7 +119,7 @@ def long_context(work: Path) -> dict[str, Any]:
     both = {}
     for context in (2048, 65536):
         lanes = Lanes(
-            engine.new_backend(1),
+            engine.new_state(1),
             engine.plan,
             1,
             prefill_chunk=limits.prefill_chunk,

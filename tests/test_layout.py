@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from kvexport.backends.sections import names
+
 PACKAGE = Path(__file__).parent.parent / "kvexport"
 # Lower may import higher up, never the other way round. `ops` and `methods` know nothing of models; `runtime` knows
 # nothing of torch.
@@ -129,6 +131,21 @@ def test_heavy_packages_are_imported_where_they_are_needed(path: Path) -> None:
     eager = {name.split(".")[0] for name, at_import in imports(path) if at_import}
     allowed = {"onnx"} if path.name == "in_place.py" else set()
     assert not (eager & HEAVY) - allowed
+
+
+@pytest.mark.parametrize(
+    "root", ["kvexport.runtime.engine", *sorted(f"kvexport.backends.{n}.backend" for n in names())]
+)
+def test_running_an_artifact_never_imports_what_builds_it(root: str) -> None:
+    graph = import_graph({module_of(path): path for path in PACKAGE.rglob("*.py")})
+    reached, pending = set(), [root]
+    while pending:
+        module = pending.pop()
+        if module not in reached:
+            reached.add(module)
+            pending += graph[module]
+    assert "kvexport.artifact.manifest" in reached
+    assert not {module for module in reached if module.split(".")[1] in ("export", "ops", "validate", "evaluate")}
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:

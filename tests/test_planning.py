@@ -34,7 +34,7 @@ def cache_bytes(plan: MemoryPlan, budget: int) -> int:
 
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_the_runtime_allocates_what_the_plan_says(tiny_recipe: Path, tiny_artifact: Path, lanes: int) -> None:
-    backend = kvexport.load(tiny_artifact).new_backend(lanes)
+    backend = kvexport.load(tiny_artifact).new_state(lanes)
     allocated = sum(array.nbytes for array in backend.state.values()) + backend.past_length.nbytes
     assert plan_of(tiny_recipe).cache.bytes(lanes) == allocated
 

@@ -19,7 +19,7 @@ from kvexport.errors import ArtifactError, KvexportError
 FORMAT = "kvexport-artifact"
 MANIFEST = "manifest.json"
 MANIFEST_LIMIT = 16 << 20
-_CHUNK = 4 << 20  # as large as the blocks of kvexport.export.weights, for the same reason
+_CHUNK = 4 << 20  # with smaller blocks, a thread beside a busy one mostly waits for the interpreter
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -30,7 +30,7 @@ def write_manifest(stage: Path, content: dict[str, Any], *, known: Mapping[str, 
     digests of files hashed while they were written (`HashingWriter`); those are not read again. `content` holds what
     JSON can, without NaN.
     Call it last: a file written later is not listed and the stage is refused. Raises KvexportError on a link or an
-        unsafe name.
+    unsafe name.
     """
     found = {name: entry for name, entry in scan(stage).items() if name != MANIFEST}
     known = dict(known or {})
@@ -173,7 +173,7 @@ def damaged(root: Path, problem: str) -> ArtifactError:
 
 
 def no_artifact(root: Path, problem: str) -> ArtifactError:
-    """The error for a directory that nothing says is an artifact, so that nobody is told to remove it."""
+    """The error for a directory without an artifact's manifest. It does not advise to remove anything."""
     return ArtifactError(
         f"{root} is no artifact: {problem}",
         "name the directory of an artifact; kvexport build --recipe NAME --out DIR makes one",

@@ -186,7 +186,7 @@ def _acquire_or_refuse(target: Path) -> int:
 
 
 def release(target: Path, lock: int) -> None:
-    """Removes the lock file before it unlocks, so that nobody can lock a name that is about to go."""
+    """Removes the lock file before it unlocks, so that no other build can lock a name that is about to be removed."""
     try:
         path = beside(target, "lock")
         if identity(lock) == identity(path):

@@ -28,9 +28,8 @@ def load_checked(path: Path, *, verify: bool = True) -> dict[str, Any]:
     an artifact.
 
     The digests find damage: a truncated download, a flipped bit, an edit, a file added by mistake. They do **not** tell
-        who made the
-    artifact: whoever can write the directory can write a matching manifest, and can change a file after this check.
-    Load artifacts only from directories that nobody untrusted can write.
+    where the artifact comes from: a program that can write the directory can write a matching manifest, and can change
+    a file after this check. Load artifacts only from directories that no untrusted user can write.
 
     Raises UsageError where nothing is at `path`, ArtifactError for everything that is wrong with what is there.
     """

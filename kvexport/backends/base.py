@@ -163,6 +163,6 @@ class Sessions(Protocol):
 
     all_logits: bool
 
-    def backend(self, plan: CachePlan, lanes: int) -> ModelState:
+    def new_state(self, plan: CachePlan, lanes: int) -> ModelState:
         """State for `lanes` sequences, all empty."""
         ...

@@ -84,9 +84,9 @@ class Engine:
         self._lanes: Lanes | None = None
         self._calls = 0  # of `lanes`: a stream whose lanes were given to another call must not go on
 
-    def new_backend(self, lanes: int) -> ModelState:
+    def new_state(self, lanes: int) -> ModelState:
         """State for `lanes` sequences, all empty, over the engine's sessions."""
-        return self.sessions.backend(self.plan, lanes)
+        return self.sessions.new_state(self.plan, lanes)
 
     def lanes(self, count: int) -> Lanes:
         """Empty lanes for `count` sequences; the state of an earlier call is reused where the count is the same, so
@@ -97,7 +97,7 @@ class Engine:
             self._lanes = None  # the old state goes before the new one comes
             limits = self.manifest.limits
             self._lanes = Lanes(
-                self.new_backend(count),
+                self.new_state(count),
                 self.plan,
                 count,
                 prefill_chunk=limits.prefill_chunk,

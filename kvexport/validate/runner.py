@@ -379,7 +379,7 @@ class _LockedBackend(ReferenceBackend):
         self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], separate: dict[str, NDArray[Any]]
     ) -> None:
         """The production path on the same state, past and present bound to the same buffers: the same bits."""
-        backend = self.comparison.engine.new_backend(len(input_ids))
+        backend = self.comparison.engine.new_state(len(input_ids))
         backend.set_state(self.state, self.length)
         same = np.array_equal(backend.decode(input_ids, query_length), separate["logits"])
         for name, array in backend.get_state().items():

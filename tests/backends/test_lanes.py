@@ -50,8 +50,8 @@ def used_values(state: Any, lane: int) -> dict[str, Any]:
 
 def test_calls_of_some_lanes_are_those_of_each_alone(engine: Any) -> None:
     rng = np.random.default_rng(0)
-    state = engine.new_backend(LANES)
-    alone = [engine.new_backend(1) for _ in range(LANES)]
+    state = engine.new_state(LANES)
+    alone = [engine.new_state(1) for _ in range(LANES)]
     for call in range(40):
         first = int(rng.integers(LANES))
         count = int(rng.integers(1, LANES - first + 1))
@@ -80,7 +80,7 @@ def test_calls_of_some_lanes_are_those_of_each_alone(engine: Any) -> None:
 
 
 def test_a_poisoned_lane_is_cleared_of_every_value(engine: Any) -> None:
-    state = engine.new_backend(3)
+    state = engine.new_state(3)
     poison = {
         name: np.full_like(array, np.nan if array.dtype.kind == "f" else 7) for name, array in state.get_state().items()
     }
@@ -90,12 +90,12 @@ def test_a_poisoned_lane_is_cleared_of_every_value(engine: Any) -> None:
     assert not any(any(data) for lane in range(2) for data in lane_bytes(state, lane).values())
     assert lane_bytes(state, 2) == others
     ids, lengths = np.full((1, 3), 9), np.array([[3]])
-    expected = engine.new_backend(1).decode(ids, lengths)
+    expected = engine.new_state(1).decode(ids, lengths)
     np.testing.assert_allclose(state.decode(ids, lengths, 1), expected, rtol=0, atol=2e-5)
 
 
 def test_the_state_of_fewer_lanes_becomes_that_of_the_first(engine: Any) -> None:
-    small, large = engine.new_backend(2), engine.new_backend(3)
+    small, large = engine.new_state(2), engine.new_state(3)
     ids, lengths = np.arange(2 * 9).reshape(2, 9), np.array([[9], [4]])
     small.decode(ids, lengths)
     large.set_state(small.get_state(), lengths)
@@ -108,7 +108,7 @@ def test_the_state_of_fewer_lanes_becomes_that_of_the_first(engine: Any) -> None
 @pytest.mark.parametrize("engine", ["device", "device with graphs", "plugins", "functions"], indirect=True)
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_the_largest_logits_of_some_lanes_are_theirs(engine: Any, first: int) -> None:
-    state, other = engine.new_backend(3), engine.new_backend(3)
+    state, other = engine.new_state(3), engine.new_state(3)
     ids, one = np.array([[7], [8], [9]])[first:], np.ones((3 - first, 1), np.int64)
     rows, expected = state.step(ids, one, first), np.array(other.decode(ids, one, first))
     for i in range(3 - first):

@@ -230,7 +230,7 @@ def test_checkpoint_becomes_float16(workshop: Workshop, name: str, monkeypatch: 
             monkeypatch.setenv("KVEXPORT_OPERATORS", "off")
         engine = load(artifact)
         assert {str(layer.dtype) for layer in engine.plan.layers} == {"float16"}
-        assert engine.new_backend(1).state["past_key_values.0.key"].dtype == np.float16
+        assert engine.new_state(1).state["past_key_values.0.key"].dtype == np.float16
         got = models.given_tokens_logits(engine, workshop.sequences, PROMPTS)
         # Rounded, but only rounded.
         assert 0 < difference(got, expected) <= 1e-2 * largest

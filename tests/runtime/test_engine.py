@@ -72,7 +72,7 @@ def used_slots(lanes: Lanes, layer: int) -> Any:
 
 def fresh_lanes(engine: Engine, count: int) -> Lanes:
     """Lanes of their own, which a test may tamper with."""
-    return Lanes(engine.new_backend(count), engine.plan, count, prefill_chunk=CHUNK, merge_every=MERGE_EVERY)
+    return Lanes(engine.new_state(count), engine.plan, count, prefill_chunk=CHUNK, merge_every=MERGE_EVERY)
 
 
 def lane_bytes(lanes: Lanes, lane: int) -> list[bytes]:

@@ -4,7 +4,6 @@ the device that computes."""
 from __future__ import annotations
 
 import itertools
-import math
 import threading
 from collections.abc import Mapping
 from functools import cached_property, partial
@@ -14,13 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.backends.onnxruntime.device_array import ALL, Array, DeviceArray, part, place, read, write
-from kvexport.backends.onnxruntime.devices import INSTALL_CUDA, PROVIDERS, load_cuda_libraries
-from kvexport.backends.rows import Rows, TopLogits
+from kvexport.backends.onnxruntime.bindings import DeviceRows, bind, in_one_piece
+from kvexport.backends.onnxruntime.device_array import Array, DeviceArray, part, read, write
+from kvexport.backends.onnxruntime.session import first_line, open_session
+from kvexport.backends.rows import Rows
 from kvexport.cache import CachePlan
 from kvexport.errors import EnvironmentProblem
 
-CACHE_LINE = 64  # bytes
 NO_GRAPH = -1  # the id of a run that neither captures a CUDA graph nor replays one
 
 
@@ -35,29 +34,9 @@ class _Decoder(NamedTuple):
     graph: int | None
 
 
-class _DeviceRows:
-    """Logits [lanes, 1, vocabulary] that stay on the device, and the largest ones of each row."""
-
-    def __init__(self, logits: DeviceArray, found: Mapping[str, NDArray[Any]]) -> None:
-        self._logits, self._found = logits, found
-        self._whole: NDArray[np.float32] | None = None
-
-    def top_logits(self, lane: int) -> TopLogits:
-        """See `Rows.top_logits`."""
-        values, ids, mass = (self._found[name][lane, 0] for name in ("values", "ids", "mass"))
-        return TopLogits(ids, values, float(mass[0]), self._logits.shape[-1])
-
-    def row(self, lane: int) -> NDArray[np.float32]:
-        """See `Rows.row`. ONNX Runtime copies tensors as a whole: the first lane that asks brings all."""
-        if self._whole is None:
-            self._whole = self._logits.read()
-        row: NDArray[np.float32] = self._whole[lane, 0]
-        return row
-
-
-class OnnxRuntimeBackend:
-    """State tensors of a fixed number of lanes and the sessions that advance them (see
-    `ModelState`). On the CPU `state` and `past_length` are numpy arrays."""
+class OnnxRuntimeState:
+    """State tensors of a fixed number of lanes and the sessions that advance them (see `ModelState`). On the CPU
+    `state` and `past_length` are numpy arrays."""
 
     def __init__(self, sessions: Sessions, plan: CachePlan, lanes: int) -> None:
         self.lanes = lanes
@@ -68,7 +47,7 @@ class OnnxRuntimeBackend:
         self.state: dict[str, Any] = (
             {name: sessions.zeros(*tensor) for name, tensor in tensors.items()}
             if sessions.device != "cpu"
-            else _in_one_piece(tensors)
+            else in_one_piece(tensors)
         )
         self._names = [(name, present) for name, present, *_ in plan.state_names()]
         self._emptied = {
@@ -124,7 +103,7 @@ class OnnxRuntimeBackend:
             self._finder = (logits, *self._bind_finder(logits))
         _, binding, found = self._finder
         self._sessions.run(self._sessions.finder, binding, None)
-        return _DeviceRows(logits, {name: read(array) for name, array in found.items()})
+        return DeviceRows(logits, {name: read(array) for name, array in found.items()})
 
     def _bind_finder(self, logits: Array) -> tuple[Any, dict[str, Array]]:
         zeros, count, lanes = self._sessions.zeros, self._sessions.top_count, logits.shape[0]
@@ -134,9 +113,9 @@ class OnnxRuntimeBackend:
             "mass": zeros((lanes, 1, 1), np.dtype(np.float32)),
         }
         binding = self._sessions.finder.io_binding()
-        _bind(binding, "logits", None, logits)
+        bind(binding, "logits", None, logits)
         for name, array in found.items():
-            _bind(binding, None, name, array)
+            bind(binding, None, name, array)
         return binding, found
 
     def merge(self, first: int, last: int) -> None:
@@ -148,7 +127,7 @@ class OnnxRuntimeBackend:
             wanted = {i.name for i in session.get_inputs()}
             for name, present in self._names:
                 if name in wanted:
-                    _bind(binding, name, present, self.state[name], slice(first, last))
+                    bind(binding, name, present, self.state[name], slice(first, last))
             self._mergers[(first, last)] = binding
         self._sessions.run(session, self._mergers[(first, last)], None)
 
@@ -196,7 +175,7 @@ class OnnxRuntimeBackend:
         try:
             self._sessions.run(self._sessions.decoder, decoder.binding, decoder.graph)
         except Exception as error:
-            return _first_line(error)
+            return first_line(error)
         return ""
 
     def _bind_decoder(self, lanes: slice, tokens: int) -> _Decoder:
@@ -208,12 +187,12 @@ class OnnxRuntimeBackend:
             "logits": self._logits(count, tokens),
         }
         binding = sessions.decoder.io_binding()
-        _bind(binding, "input_ids", None, arrays["input_ids"])
-        _bind(binding, "query_length", None, arrays["query_length"])
-        _bind(binding, None, "logits", arrays["logits"])
-        _bind(binding, "past_length", "present_length", self.past_length, lanes)
+        bind(binding, "input_ids", None, arrays["input_ids"])
+        bind(binding, "query_length", None, arrays["query_length"])
+        bind(binding, None, "logits", arrays["logits"])
+        bind(binding, "past_length", "present_length", self.past_length, lanes)
         for name, present in self._names:
-            _bind(binding, name, present, self.state[name], lanes)
+            bind(binding, name, present, self.state[name], lanes)
         stays = tokens == 1 and lanes.start == 0
         graph = (sessions.new_graph() if stays else NO_GRAPH) if sessions.graphs else None
         return _Decoder(lanes, tokens, binding, arrays, graph)
@@ -231,12 +210,12 @@ class OnnxRuntimeBackend:
 
 
 class Sessions:
-    """The sessions of one artifact; they hold the weights once, however many backends use them.
+    """The sessions of one artifact; they hold the weights once, however many states use them.
 
     operators: the library to register for each operator, None where its function runs. top_logits: the graph that finds
     the largest logits, and how many; not used on the CPU. graphs: whether decode steps are CUDA graphs, and
-    graph_problem why they are not though it was
-    asked. Raises EnvironmentProblem where ONNX Runtime cannot use the device.
+    graph_problem why they are not though it was asked. Raises EnvironmentProblem where ONNX Runtime cannot use the
+    device.
     """
 
     def __init__(
@@ -263,7 +242,7 @@ class Sessions:
         if top_logits is not None:
             self._top_logits, self.top_count = top_logits
         attention, merging = operators["VoteAttention"], operators["MergeCache"]
-        self._new_decoder = partial(_session, decoder, threads=threads, operators=attention, device=device)
+        self._new_decoder = partial(open_session, decoder, threads=threads, operators=attention, device=device)
         self.decoder: Any = None
         if graphs:
             try:
@@ -274,18 +253,18 @@ class Sessions:
             self.decoder = self._new_decoder(graphs=False)
         # A function is one long chain of small nodes, which is fastest on one thread.
         self.merge = (
-            _session(merge, threads=threads if merging else 1, operators=merging, device=device) if merge else None
+            open_session(merge, threads=threads if merging else 1, operators=merging, device=device) if merge else None
         )
 
-    def backend(self, plan: CachePlan, lanes: int) -> OnnxRuntimeBackend:
+    def new_state(self, plan: CachePlan, lanes: int) -> OnnxRuntimeState:
         """State for `lanes` sequences, all empty."""
-        return OnnxRuntimeBackend(self, plan, lanes)
+        return OnnxRuntimeState(self, plan, lanes)
 
     @cached_property
     def finder(self) -> Any:
         """The session of the graph that finds the largest logits."""
         assert self._top_logits is not None
-        return _session(self._top_logits, threads=1, operators=None, device=self.device)
+        return open_session(self._top_logits, threads=1, operators=None, device=self.device)
 
     def run(self, session: Any, binding: Any, graph: int | None) -> None:
         """One run; with `graph` as the replay of that CUDA graph, or as its capture where it is new. None: there are no
@@ -310,63 +289,3 @@ class Sessions:
         self.graphs, self.graph_problem = False, why
         self.decoder = None
         self.decoder = self._new_decoder(graphs=False)
-
-
-def _session(path: Path, *, threads: int, operators: Path | None, device: str, graphs: bool = False) -> Any:
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 3
-    # Threads that spin on after a run would be in the way of the other session's.
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    if operators is not None:
-        options.register_custom_ops_library(str(operators))
-    cpu = PROVIDERS["cpu"]
-    if device == "cpu":
-        return ort.InferenceSession(str(path), options, providers=[cpu])
-    load_cuda_libraries(ort)
-    # Without TF32: products of a float32 model are float32.
-    chosen = {"device_id": "0", "use_tf32": "0", "enable_cuda_graph": str(int(graphs))}
-    session = None
-    try:
-        session = ort.InferenceSession(
-            str(path), options, providers=[(PROVIDERS[device], chosen), cpu], enable_fallback=0
-        )
-    except Exception as error:
-        # Where the provider did not start, nothing implements the operators that were registered for it.
-        if "Could not find an implementation" not in str(error):
-            raise EnvironmentProblem(
-                f"ONNX Runtime cannot load {path.name} on {device}: {_first_line(error)}", INSTALL_CUDA
-            ) from error
-    if session is None or PROVIDERS[device] not in session.get_providers():
-        raise EnvironmentProblem(
-            f"ONNX Runtime cannot start its provider for {device}, and has said why above", INSTALL_CUDA
-        )
-    return session
-
-
-def _in_one_piece(tensors: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]) -> dict[str, NDArray[Any]]:
-    """Arrays of zeros that share one allocation: numpy asks for huge pages for a large one, which decoding reads faster
-    than many small ones in small pages."""
-    sizes = [-(-math.prod(shape) * dtype.itemsize // CACHE_LINE) * CACHE_LINE for shape, dtype in tensors.values()]
-    piece = np.zeros(sum(sizes) + CACHE_LINE, np.uint8)
-    begin = -piece.ctypes.data % CACHE_LINE
-    arrays = {}
-    for (name, (shape, dtype)), size in zip(tensors.items(), sizes, strict=True):
-        arrays[name] = piece[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
-        begin += size
-    return arrays
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
-
-
-def _bind(binding: Any, name: str | None, present: str | None, array: Array, lanes: slice = ALL) -> None:
-    """Lanes of `array` as the input `name` and the output `present`; both make it in place."""
-    where = place(array, lanes)
-    if name is not None:
-        binding.bind_input(name, *where)
-    if present is not None:
-        binding.bind_output(present, *where)

@@ -46,8 +46,7 @@ class Profile:
 
 def profiles(kind: str, limits: Limits) -> list[Profile]:
     """Of the decoder: DECODE and, where a call may take more than a token, PREFILL. Of merge: one, of mostly a single
-    sequence. Of the
-    candidates: one like DECODE."""
+    sequence. Of the top logits: one like DECODE."""
     most, chunk = limits.max_batch, limits.prefill_chunk
     if kind == "merge":
         return [Profile((1, 1, most))]
@@ -68,7 +67,7 @@ class EngineBuilder:
         self._refusal: Callable[[Any], str | None] = self._find_plugin()
 
     def _find_plugin(self) -> Callable[[Any], str | None]:
-        """Who says whether the plugin takes a node."""
+        """The function that says why the plugin does not take a node."""
         if self.options.plugin == "never":
             return plugin_refusal("switched off by backend.tensorrt.plugin")
         if library() is None and self.options.plugin == "auto":

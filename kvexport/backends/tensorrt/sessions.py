@@ -27,11 +27,11 @@ from kvexport.errors import ArtifactError, EnvironmentProblem, KvexportError
 
 
 class Engines:
-    """The engines of one artifact; they hold the weights once, however many backends use them.
+    """The engines of one artifact; they hold the weights once, however many states use them.
 
     Raises EnvironmentProblem: no driver, GPU, TensorRT or plugin; a plan of another TensorRT, GPU or plugin version.
     ArtifactError: the artifact has no engines, or a plan is not what its digest says (it is then not opened: a plan is
-        native code).
+    native code).
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
@@ -67,9 +67,9 @@ class Engines:
         self.all_logits = manifest.recipe.export.logits == "all"
         self.prefill_chunk = manifest.limits.prefill_chunk
 
-    def backend(self, plan: CachePlan, lanes: int) -> TensorRTBackend:
+    def new_state(self, plan: CachePlan, lanes: int) -> TensorRTState:
         """State for `lanes` sequences, all empty."""
-        return TensorRTBackend(self, plan, lanes)
+        return TensorRTState(self, plan, lanes)
 
     def _open(self, path: Path, manifest: Manifest, name: str) -> Any:
         plan = read_verified(path, name, manifest.files[name].sha256)
@@ -86,7 +86,7 @@ Copy = tuple[int, int, int]  # to, from, bytes
 _OPERATOR = {"decoder": "VoteAttention", "merge": "MergeCache"}
 
 
-class TensorRTBackend:
+class TensorRTState:
     """State of a fixed number of lanes on the GPU, and what advances it (see `ModelState`)."""
 
     def __init__(self, engines: Engines, plan: CachePlan, lanes: int) -> None:
@@ -209,7 +209,7 @@ class _Phase:
     page-locked memory. Decode is one CUDA graph: its copies and its enqueues, that for the largest logits among them;
     whole rows are fetched one by one (`Rows`)."""
 
-    def __init__(self, backend: TensorRTBackend, tokens: int) -> None:
+    def __init__(self, backend: TensorRTState, tokens: int) -> None:
         engines, lanes = backend.engines, backend.lanes
         self.backend, self.tokens = backend, tokens
         self.cuda, self.stream = backend.cuda, backend.stream

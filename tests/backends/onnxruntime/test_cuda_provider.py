@@ -23,7 +23,7 @@ import pytest
 
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends.onnxruntime import operators as native
-from kvexport.backends.onnxruntime import sessions as onnxruntime_backend
+from kvexport.backends.onnxruntime import sessions as onnxruntime_sessions
 from kvexport.backends.onnxruntime.device_array import DeviceArray
 from kvexport.cache import CachePlan
 from kvexport.runtime.engine import Engine, load
@@ -211,7 +211,7 @@ def test_state_on_a_device_gives_what_state_on_the_host_gives(tiny_artifact: Pat
 
 
 def test_a_state_that_is_set_is_read_back(tiny_artifact: Path) -> None:
-    backend = on_device(tiny_artifact).new_backend(2)
+    backend = on_device(tiny_artifact).new_state(2)
     rng = np.random.default_rng(0)
     wanted = {name: rng.integers(0, 9, x.shape).astype(x.dtype) for name, x in backend.get_state().items()}
     backend.set_state(wanted, np.array([[3], [4]]))
@@ -228,7 +228,7 @@ def test_decode_steps_are_graphs_and_a_capture_appends_nothing(
     seen = runs_of(engine, monkeypatch)
     assert generated(engine) == generated(load(tiny_artifact))
     assert seen.count(1) == 1 + 39, "one capture, and every step after the prompts"
-    assert set(seen) == {1, onnxruntime_backend.NO_GRAPH, None}, (
+    assert set(seen) == {1, onnxruntime_sessions.NO_GRAPH, None}, (
         "prompts are no graphs, and merges have a session of their own"
     )
     before = len(seen)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from kvexport.artifact.digests import write_manifest
 from kvexport.backends.onnxruntime import devices
 from kvexport.backends.onnxruntime import operators as native
-from kvexport.backends.onnxruntime import sessions as onnxruntime_backend
+from kvexport.backends.onnxruntime import sessions as onnxruntime_sessions
 from kvexport.backends.onnxruntime.device_array import DeviceArray
 from kvexport.commands.app import app
 from kvexport.errors import EnvironmentProblem, UsageError
@@ -68,7 +68,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], list[Any]]:
         monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
         return asked
 
-    monkeypatch.setattr(onnxruntime_backend, "DeviceArray", OnCpu)
+    monkeypatch.setattr(onnxruntime_sessions, "DeviceArray", OnCpu)
     return sessions_get
 
 

@@ -62,7 +62,7 @@ def test_a_method_that_the_plugin_does_not_know_merges_from_its_function(
 
 def test_state_is_read_and_written(tiny_artifact: Path, tmp_path: Path, plugins: Path) -> None:
     ours, theirs = (
-        kvexport.load(path).new_backend(3) for path in (engines(tiny_artifact, tmp_path / "a"), tiny_artifact)
+        kvexport.load(path).new_state(3) for path in (engines(tiny_artifact, tmp_path / "a"), tiny_artifact)
     )
     ids = np.random.default_rng(0).integers(0, 64, (3, 16))
     for backend in (ours, theirs):
@@ -73,7 +73,7 @@ def test_state_is_read_and_written(tiny_artifact: Path, tmp_path: Path, plugins:
     state, expected = ours.get_state(), theirs.get_state()
     for name, array in expected.items():
         np.testing.assert_allclose(state[name], array, atol=1e-5, err_msg=name)
-    other = kvexport.load(tmp_path / "a").new_backend(3)
+    other = kvexport.load(tmp_path / "a").new_state(3)
     other.set_state(state, np.full((3, 1), 24))
     assert all(np.array_equal(array, state[name]) for name, array in other.get_state().items())
     ours.clear(0, 3)

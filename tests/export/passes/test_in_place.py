@@ -11,7 +11,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, parser
 
-from kvexport.backends.onnxruntime.sessions import OnnxRuntimeBackend
+from kvexport.backends.onnxruntime.sessions import OnnxRuntimeState
 from kvexport.errors import KvexportError
 from kvexport.export.passes.in_place import check_in_place
 from kvexport.runtime.engine import Engine, load
@@ -172,7 +172,7 @@ class Separate:
     """The same two sessions, with new buffers for every output."""
 
     def __init__(self, engine: Engine, lanes: int) -> None:
-        backend = engine.new_backend(lanes)
+        backend = engine.new_state(lanes)
         self.sessions = engine.sessions
         self.state = {name: array.copy() for name, array in backend.state.items()}
         self.length = backend.past_length.copy()
@@ -201,7 +201,7 @@ class Separate:
 
 def test_one_buffer_or_two_the_same_bits_over_a_hundred_steps_with_merges(engine: Engine) -> None:
     lanes = 3
-    shared: OnnxRuntimeBackend = engine.new_backend(lanes)
+    shared: OnnxRuntimeState = engine.new_state(lanes)
     apart = Separate(engine, lanes)
     layer = engine.plan.layers[0]
     rng = np.random.default_rng(0)

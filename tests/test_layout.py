@@ -169,3 +169,38 @@ def test_a_circle_is_found_wherever_its_imports_stand(tmp_path: Path) -> None:
     assert circle(import_graph(paths)) == ["kvexport.a", "kvexport.b", "kvexport.c", "kvexport.d", "kvexport.a"]
     paths["kvexport.d"].write_text("")
     assert circle(import_graph(paths)) == []
+
+
+ROOT = PACKAGE.parent
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+NOT_SOURCE = {"__init__.py", "__pycache__", "_native", "_recipes", "py.typed"}
+
+
+def table_of(folder: str) -> list[str]:
+    """The names in the first column of the architecture's table of a folder, in order."""
+    rows = ARCHITECTURE.split(f"| `{folder}/` | role |\n|---|---|\n")[1].split("\n\n")[0].splitlines()
+    return [name.rstrip("/") for row in rows for name in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
+
+
+@pytest.mark.parametrize("folder", ["kvexport", "plugins"])
+def test_the_architecture_names_everything_at_the_top_of_a_folder(folder: str) -> None:
+    there = {path.name for path in (ROOT / folder).iterdir()} - NOT_SOURCE
+    assert sorted(table_of(folder)) == sorted(there)
+
+
+def test_the_architecture_has_the_order_of_imports() -> None:
+    named = [name.removesuffix(".py") for name in table_of("kvexport")]
+    assert named == [module for module in ORDER if module != "sections"]
+
+
+def test_every_path_that_the_architecture_names_is_there() -> None:
+    """Paths from the repository's root, and names within the folder that heads their row."""
+    for row in ARCHITECTURE.split("## How a model is traced")[0].splitlines():
+        folders = [ROOT / top / name for top in ("kvexport", "plugins") for name in re.findall(r"^\| `(\w+)/`", row)]
+        folder = next((path for path in folders if path.is_dir()), None)
+        for name in re.findall(r"`([\w/]+(?:/|\.py))`", " | ".join(row.split(" | ")[1:])):
+            assert (ROOT / name).exists() or (folder and (folder / name).exists()), name
+    for name in re.findall(r"`((?:kvexport|plugins|tests|tools|benchmarks)/[\w/.]*)`", ARCHITECTURE):
+        assert (ROOT / name).exists(), name
+    for name in re.findall(r"\]\(([\w.-]+\.md)\)", ARCHITECTURE):
+        assert (ROOT / "docs" / name).is_file(), name

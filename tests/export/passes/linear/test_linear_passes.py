@@ -266,6 +266,10 @@ OF_HEADS = ("t = Transpose <perm = [1, 0]> (w)", "y = MatMul (d, t)")
         ("bias", (*PRODUCT, "e = Add (p, b)", "y = Sub (e, p)"), "read by other nodes too"),
         ("bias", (*PRODUCT, "m = Add (p, b)", "y = Add (m, b)"), "does more already (bias1)"),
         ("gate", GELU, "its activation is Gelu, not SiLU"),
+        ("gate", (*PRODUCT, *SECOND, "s = Sigmoid (p)", "z = Mul (q, s)", "y = Mul (z, p)"),
+         "sigmoid is not of the value"),
+        ("gate", (*PRODUCT, *SECOND, "m = Add (q, b)", "s = Sigmoid (m)", "z = Mul (m, s)", "y = Mul (z, p)"),
+         "does more already (bias1)"),
         ("gate", (*SILU, "k = Mul (z, p)", "y = Add (k, q)"), "the gate is read by other nodes too"),
         ("gate", (*SILU, "k = Mul (z, p)", "y = Add (k, p)"), "its product is read by other nodes too"),
         (
@@ -290,6 +294,8 @@ OF_HEADS = ("t = Transpose <perm = [1, 0]> (w)", "y = MatMul (d, t)")
         ("rotary embedding", (*ROTATED, "e = RotaryEmbedding (a, cos, sin)", "y = Sub (e, a)"),
          "its heads are read by other nodes too"),
         ("rotary embedding", (*PRODUCT, "y = RotaryEmbedding (p, cos, sin)"), "sets no heads apart"),
+        ("rotary embedding", (*PRODUCT, "m = Add (p, r)", "h = Reshape (m, shape)", HEADS_FIRST,
+                              "y = RotaryEmbedding (a, cos, sin)"), "has a gate or a residual"),
         (
             "rotary embedding",
             (*ROTATED, *SECOND, "i = Reshape (q, shape)", "j = Transpose <perm = [0, 2, 1, 3]> (i)",

@@ -8,17 +8,17 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from kvexport.cache import CONTRACT_VERSION, CachePlan
+from kvexport.cache import CONTRACT_VERSION, CachePlan, LayerCache
 from kvexport.errors import ArtifactError
-from kvexport.recipe.fields import Recipe
+from kvexport.recipe.fields import MOST, ModelSection, Recipe
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=MOST)]
 T = TypeVar("T")
 
 
@@ -122,10 +122,27 @@ def parse_manifest(root: Path, raw: Mapping[str, Any]) -> Manifest:
     manifest = parse_fields(root, Manifest, data)
     for name, file in manifest.graphs.files():
         require_file(root, manifest, f"graphs.{name}", file)
+    for i, layer in enumerate(manifest.cache.layers):
+        _check_layer(root, f"cache.{i}", layer)
     for name, count in (("cache", len(manifest.cache.layers)), ("model.query_heads", len(manifest.model.query_heads))):
         if count != manifest.model.layers:
             raise unusable(root, name, f"has {count} entries, model.layers is {manifest.model.layers}")
     return manifest
+
+
+def _check_layer(root: Path, place: str, layer: LayerCache) -> None:
+    """Raises ArtifactError where no memory could be laid out for the layer."""
+    for size in fields(layer):
+        value = getattr(layer, size.name)
+        least = 1 if size.name in ("kv_heads", "key_size", "value_size", "budget", "capacity") else 0
+        if type(value) is int and not least <= value <= MOST:
+            raise unusable(root, f"{place}.{size.name}", f"should be from {least} to {MOST}, found {value}")
+    if layer.capacity < layer.budget:
+        raise unusable(
+            root, f"{place}.capacity", f"should be at least the budget {layer.budget}, found {layer.capacity}"
+        )
+    if layer.dtype not in get_args(ModelSection.model_fields["dtype"].annotation):
+        raise unusable(root, f"{place}.dtype", f"should be a type that a recipe can name, found {_shown(layer.dtype)}")
 
 
 def parse_fields(root: Path, kind: type[T], data: Any, above: str = "") -> T:

@@ -21,7 +21,7 @@ from tests.support.artifacts import rewrite
 
 # Added by the writer, or without meaning to whoever runs the artifact: everything else is read.
 UNREAD = {"format", "manifest_sha256"}
-OPTIONAL = {"engines", "candidates", "graphs.candidates", "contract_version", "recipe.name"}
+OPTIONAL = {"engines", "candidates", "graphs.candidates", "contract_version", "recipe.name", "cache.0.extra"}
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +135,29 @@ def test_layers_are_as_many_everywhere(tiny_artifact: Path, raw: dict[str, Any],
     change(changed)
     with pytest.raises(ArtifactError, match=r"(cache|query_heads) has \d entries, model.layers is \d"):
         parse_manifest(tiny_artifact, changed)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("kv_heads", 0),
+        ("key_size", -1),
+        ("capacity", 2**31),
+        ("capacity", 31),
+        ("budget", 0),
+        ("sinks", -4),
+        ("recent", 2**62),
+        ("dtype", "complex128"),
+        ("dtype", "no type"),
+        ("extra", [{"name": "x", "dims": ["B", "nothing"], "dtype": "int32", "meaning": ""}]),
+        ("extra", [{"name": "x", "dims": ["B"], "dtype": "object", "meaning": ""}]),
+    ],
+)
+def test_a_layer_that_no_memory_could_hold_is_refused(raw: dict[str, Any], key: str, value: Any) -> None:
+    changed = copied(raw)
+    changed["cache"][1][key] = value
+    with pytest.raises(ArtifactError, match=rf"cache\.1\.{key}"):
+        parse_manifest(Path("/artifact"), changed)
 
 
 def test_another_contract_version_is_refused_with_the_line_that_builds_it_again(

@@ -1,5 +1,4 @@
-// What decode and prefill share of VoteAttention: one KV head of one sequence, the bias, logits, and where the
-// workspace is.
+// Shared by decode and prefill: one KV head of one sequence, the votes' bias, the mask, and the parts of the workspace.
 #pragma once
 
 #include "../core/types.h"
@@ -14,14 +13,14 @@ constexpr int kMaxGroup = 16;
 // A call and its workspace. What a call does not use is null.
 struct Attention {
   KvVoteAttention call;
-  int splits;       // of a head, at decode
-  int stages;       // of slots on their way into shared memory, at decode
-  int* counters;    // [B H], at decode
-  int* used;        // [B H, 2]: slots used before the call, and new tokens
-  float* logits;    // decode with a sum of probabilities: biased, [B Hq, C]
-  float* rows;      // the maximum and the sum of every row of probabilities, [B Hq, T, 2]
-  float* products;  // decode: of every split, [B H, splits, G, Dv]
-  float* tops;      // and its maxima and sums, [B H, splits, 2, G]
+  int splits;              // of a head, at decode
+  int stages;              // blocks of slots that are in shared memory or on their way there, at decode
+  int* counters;           // [B H], at decode
+  int* used;               // [B H, 2]: slots used before the call, and new tokens
+  float* logits;           // decode with a sum of probabilities: biased, [B Hq, C]
+  float* row_softmax;      // row_max and row_sum of every row of probabilities, [B Hq, T, 2]
+  float* partial_output;   // decode: sum of weight * value of every split, [B H, splits, G, Dv]
+  float* partial_softmax;  // and its row_max and row_sum, [B H, splits, 2, G]
 
   KV_DEVICE int group() const { return call.query_heads / call.heads; }
 };

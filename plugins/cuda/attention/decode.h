@@ -1,10 +1,17 @@
-// VoteAttention for one token per sequence, on CUDA cores: float32 caches, and heads that stand alone. A block takes
-// one split of a KV head's slots for all query heads of its group, so that every key and every value is read once; the
-// last block of a head puts its splits together in their order and appends the token. Groups over caches of 16 bits are
-// decode_mma.h's.
+// VoteAttention for one token per sequence, on CUDA cores: float32 caches, and groups of a single query head (groups
+// over caches of 16 bits: decode_mma.h). One block of 128 threads per KV head and split of its slots:
 //
-// Averages of logits are updated on the way. Sums of probabilities need the softmax of the whole row: they follow in a
-// second launch (decode_sums.h).
+//   for each block of 32 slots of the split          keys and values arrive by asynchronous copies, up to 3 blocks
+//   ahead
+//     logit[g, slot] = query[g] . key[slot]           a lane a slot, a warp a quarter of the head size
+//     row_max, row_sum, weight = running softmax      of logit + vote_exponent ln(votes)
+//     output[g] += weight[g, slot] value[slot]        a thread four columns of every few slots
+//     log_ema[slot] = average of exp(logit[.., slot]) the statistics that need no softmax
+//   store the split's output, row_max, row_sum
+//   the last block of a head to finish: combine the splits in order, write the output, append the token
+//
+// All query heads of a group are in one block, so every key and every value is read once. Sums of probabilities need
+// the softmax of the whole row: they follow in a second launch (decode_sums.h).
 #pragma once
 
 #include "decode_split.h"
@@ -17,10 +24,10 @@ template <class T, int G>
 struct Decode {
   using Args = Attention;
   static constexpr int kThreads = kDecodeThreads, kWarps = kDecodeWarps, kBlocksPerMultiprocessor = G > 4 ? 2 : 3;
-  static constexpr int kOwn = (G + kWarps - 1) / kWarps;  // query heads of a warp, in the softmax
+  static constexpr int kWarpHeads = (G + kWarps - 1) / kWarps;  // query heads of a warp, in the softmax
 
   struct Registers {
-    float product[G][4], logit[kOwn], peak[kOwn], top[kOwn], total[kOwn];
+    float product[G][4], logit[kWarpHeads], block_max[kWarpHeads], row_max[kWarpHeads], row_sum[kWarpHeads];
   };
 
   // Shared memory that does not depend on the number of stages, in floats: queries [G, D], parts of logits [warps, G,
@@ -28,9 +35,9 @@ struct Decode {
   static KV_HD constexpr size_t fixed(int key_size) {
     return (G * key_size + (kWarps + 2) * G * kBlock + (G + 4) / 4 * 4) * sizeof(float);
   }
-  // What the end needs in place of the stages.
+  // Bytes that take the place of the stages at the end: partial sums of the output, or what combine_splits reads.
   static KV_HD constexpr size_t closing(int splits, int group) {
-    const size_t products = kThreads * G * 4 * sizeof(float), shares = joining_size(splits, group);
+    const size_t products = kThreads * G * 4 * sizeof(float), shares = combine_size(splits, group);
     return products > shares ? products : shares;
   }
 
@@ -58,12 +65,12 @@ struct Decode {
     const int split = block.index() % args.splits, group = args.group();
     const Shared s = divide(block.shared, a.key_size);
     const int used = used_slots(block, head.votes(), a.capacity, s.found);
-    if (head.length(used) == 0) return leave_idle(block, args, head, split, used);
+    if (head.length(used) == 0) return store_idle(block, args, head, split, used);
     block.each([&](int t, Registers& r) {
       for (int i = t; i < G * a.key_size; i += kThreads)
         s.query[i] = i < group * a.key_size ? to_float(head.query(i / a.key_size, 0)[i % a.key_size]) * a.scale : 0.0f;
 #pragma unroll
-      for (int i = 0; i < kOwn; ++i) r.top[i] = kLowest, r.total[i] = 0.0f;
+      for (int i = 0; i < kWarpHeads; ++i) r.row_max[i] = kLowest, r.row_sum[i] = 0.0f;
 #pragma unroll
       for (int g = 0; g < G; ++g)
 #pragma unroll
@@ -71,7 +78,7 @@ struct Decode {
     });
     const auto use = [&](const Stage<T>& stage, int from, int count) {
       multiply_keys(block, stage, s);
-      weigh(
+      softmax_slots(
           block, args, head, stage, G, used, from, count, [&](int g, int slot) { return logit_of(a, s, g, slot); },
           [&](int g, int slot, float weight, float factor) {
             s.weight[slot * G + g] = weight;
@@ -84,9 +91,9 @@ struct Decode {
       });
     };
     stream_slots(block, args, head, s.stages, used, split_range(split, args.splits, used + 1), use);
-    leave(block, args, head, s, split);
+    store_partial(block, args, head, s, split);
     if (block.is_last(args.counters + head.index, args.splits))
-      join(block, args, head, reinterpret_cast<float*>(s.stages), used);
+      combine_splits(block, args, head, reinterpret_cast<float*>(s.stages), used);
   }
 
   // A lane is a slot, a warp a part of the head size.
@@ -94,9 +101,9 @@ struct Decode {
     block.each([&](int t, Registers&) {
       const int slot = t % kWarp, warp = t / kWarp, vectors = stage.key_size / kLanes<T>,
                 each = (vectors + kWarps - 1) / kWarps;
-      float total[G];
+      float sum[G];
 #pragma unroll
-      for (int g = 0; g < G; ++g) total[g] = 0.0f;
+      for (int g = 0; g < G; ++g) sum[g] = 0.0f;
       for (int i = warp * each; i < min_of((warp + 1) * each, vectors); ++i) {
         float key[kLanes<T>];
         widen<T>(load_vector(stage.key(slot) + i * kLanes<T>), key);
@@ -108,16 +115,16 @@ struct Decode {
             float four[4];
             load_four(query + j, four);
 #pragma unroll
-            for (int e = 0; e < 4; ++e) total[g] += key[j + e] * four[e];
+            for (int e = 0; e < 4; ++e) sum[g] += key[j + e] * four[e];
           }
         }
       }
 #pragma unroll
-      for (int g = 0; g < G; ++g) s.part[(warp * G + g) * kBlock + slot] = total[g];
+      for (int g = 0; g < G; ++g) s.part[(warp * G + g) * kBlock + slot] = sum[g];
     });
   }
 
-  // What the parts of a logit add up to, which the averages read again.
+  // The sum of a logit's parts, kept for the averages.
   static KV_DEVICE float logit_of(const KvVoteAttention& a, const Shared& s, int g, int slot) {
     float logit = 0.0f;
 #pragma unroll
@@ -157,14 +164,14 @@ struct Decode {
     }
   }
 
-  // The split's products, maxima and sums into the workspace.
-  static KV_DEVICE void leave(Block<Decode>& block, const Attention& args, const Head<T>& head, const Shared& s,
-                              int split) {
+  // The split's partial output and softmax, into the workspace.
+  static KV_DEVICE void store_partial(Block<Decode>& block, const Attention& args, const Head<T>& head, const Shared& s,
+                                      int split) {
     const int group = args.group(), size = args.call.value_size, chunks = size / 4, parts = kThreads / chunks;
     const size_t at = static_cast<size_t>(head.index) * args.splits + split;
     float* sums = reinterpret_cast<float*>(s.stages);  // [parts, G, Dv]
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) block.warp_sum([&](Registers& r) -> float& { return r.total[i]; });
+    for (int i = 0; i < kWarpHeads; ++i) block.warp_sum([&](Registers& r) -> float& { return r.row_sum[i]; });
     block.each([&](int t, Registers& r) {
       const int part = t / chunks, column = t % chunks * 4;
       if (part < parts)
@@ -172,13 +179,13 @@ struct Decode {
         for (int g = 0; g < G; ++g)
 #pragma unroll
           for (int j = 0; j < 4; ++j) sums[(part * G + g) * size + column + j] = r.product[g][j];
-      leave_tops<kOwn>(args, at, t, r);
+      store_partial_softmax<kWarpHeads>(args, at, t, r);
     });
     block.each([&](int t, Registers&) {
       for (int i = t; i < group * size; i += kThreads) {
-        float total = 0.0f;
-        for (int part = 0; part < parts; ++part) total += sums[part * G * size + i];
-        args.products[at * group * size + i] = total;
+        float sum = 0.0f;
+        for (int part = 0; part < parts; ++part) sum += sums[part * G * size + i];
+        args.partial_output[at * group * size + i] = sum;
       }
     });
   }

@@ -1,9 +1,12 @@
-// VoteAttention for one token per sequence, a group of query heads over a cache of 16 bits, on tensor cores: the
-// group's heads are the 16 rows of a product, padded with zeros, and slots its columns and then its depth. Everything
-// else is as in decode.h.
+// VoteAttention for one token per sequence on tensor cores: groups of query heads over caches of 16 bits. The program
+// is that of decode.h, a block of 128 threads per KV head and split; what differs are the two products:
 //
-// Weights of the softmax are rounded to the cache's type when they meet the values; their sum is of what they were
-// before.
+//   for each block of 32 slots of the split           as in decode.h
+//     logit[16, 32] = query[16, D] x key[32, D]^T     rows: the group's heads, padded with zeros; a warp 8 slots
+//     row_max, row_sum, weight = running softmax      weights are rounded to the cache's type, row_sum is of exact ones
+//     output[16, Dv] += weight[16, 32] x value[32, Dv]  a warp every fourth tile of 8 columns
+//     log_ema[slot] = average of exp(logit[.., slot])
+//   store the split's output, row_max, row_sum; the last block of a head combines the splits and appends the token
 #pragma once
 
 #include "../core/mma.h"
@@ -17,7 +20,7 @@ template <class T, int kSize>
 struct DecodeMma {
   using Args = Attention;
   static constexpr int kThreads = kDecodeThreads, kWarps = kDecodeWarps, kBlocksPerMultiprocessor = kSize > 128 ? 2 : 3;
-  static constexpr int kRows = 16, kOwn = kRows / kWarps;  // query heads; those of a warp, in the softmax
+  static constexpr int kRows = 16, kWarpHeads = kRows / kWarps;  // query heads; those of a warp, in the softmax
   static constexpr int kSteps = kSize / 16, kTiles = kSize / 8 / kWarps;
   static_assert(kMaxGroup <= kRows && kBlock == 8 * kWarps, "a warp's product is 16 heads and 8 slots");
   // Of rows in shared memory, so that what is read at once meets no bank conflict.
@@ -25,7 +28,8 @@ struct DecodeMma {
 
   struct Registers {
     uint32_t query[kSteps][4], key[4], weight[2][4], value[4];
-    float score[2][4], product[kTiles][4], logit[kOwn], peak[kOwn], top[kOwn], total[kOwn];
+    float score[2][4], product[kTiles][4], logit[kWarpHeads], block_max[kWarpHeads], row_max[kWarpHeads],
+        row_sum[kWarpHeads];
   };
 
   struct Shared {
@@ -38,8 +42,8 @@ struct DecodeMma {
   static KV_HD constexpr size_t fixed(int) {
     return kRows * (kLogitStride * sizeof(float) + kWeightStride * sizeof(T) + sizeof(float)) + 16;
   }
-  // What the end needs in place of the stages.
-  static KV_HD constexpr size_t closing(int splits, int group) { return joining_size(splits, group); }
+  // Bytes that take the place of the stages at the end.
+  static KV_HD constexpr size_t closing(int splits, int group) { return combine_size(splits, group); }
 
   static KV_DEVICE Shared divide(char* shared) {
     Shared s;
@@ -57,11 +61,11 @@ struct DecodeMma {
     const int split = block.index() % args.splits, group = args.group();
     const Shared s = divide(block.shared);
     const int used = used_slots(block, head.votes(), a.capacity, s.found);
-    if (head.length(used) == 0) return leave_idle(block, args, head, split, used);
+    if (head.length(used) == 0) return store_idle(block, args, head, split, used);
     block.each_alone([&](int t, Registers& r) { start(r, head, group, t); });
     const auto use = [&](const Stage<T>& stage, int from, int count) {
       multiply_keys(block, a, stage, s, count);
-      weigh(
+      softmax_slots(
           block, args, head, stage, group, used, from, count,
           [&](int g, int slot) { return s.logit[g * kLogitStride + slot]; },
           [&](int g, int slot, float weight, float factor) {
@@ -75,13 +79,13 @@ struct DecodeMma {
       });
     };
     stream_slots(block, args, head, s.stages, used, split_range(split, args.splits, used + 1), use);
-    leave(block, args, head, split);
+    store_partial(block, args, head, split);
     if (block.is_last(args.counters + head.index, args.splits))
-      join(block, args, head, reinterpret_cast<float*>(s.stages), used);
+      combine_splits(block, args, head, reinterpret_cast<float*>(s.stages), used);
   }
 
-  // Queries into registers, as the product's rows. Those of heads that are not there hold anything after the softmax:
-  // a row never meets another, and none of them is kept.
+  // Queries into registers, as the product's rows. Rows beyond the group's heads hold anything after the softmax: a
+  // row is never added to another, and none of them is stored.
   static KV_DEVICE void start(Registers& r, const Head<T>& head, int group, int t) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
@@ -98,7 +102,7 @@ struct DecodeMma {
 #pragma unroll
       for (int j = 0; j < 4; ++j) r.product[i][j] = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) r.top[i] = kLowest, r.total[i] = 0.0f;
+    for (int i = 0; i < kWarpHeads; ++i) r.row_max[i] = kLowest, r.row_sum[i] = 0.0f;
   }
 
   // A warp is eight slots: their logits with all heads, raw.
@@ -170,22 +174,23 @@ struct DecodeMma {
     }
   }
 
-  // The split's products, maxima and sums into the workspace.
-  static KV_DEVICE void leave(Block<DecodeMma>& block, const Attention& args, const Head<T>& head, int split) {
+  // The split's partial output and softmax, into the workspace.
+  static KV_DEVICE void store_partial(Block<DecodeMma>& block, const Attention& args, const Head<T>& head, int split) {
     const int group = args.group(), size = args.call.value_size;
     const size_t at = static_cast<size_t>(head.index) * args.splits + split;
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i)
-      if (i * kWarps < group) block.warp_sum([&](Registers& r) -> float& { return r.total[i]; });
+    for (int i = 0; i < kWarpHeads; ++i)
+      if (i * kWarps < group) block.warp_sum([&](Registers& r) -> float& { return r.row_sum[i]; });
     block.each([&](int t, Registers& r) {
-      leave_tops<kOwn>(args, at, t, r);
+      store_partial_softmax<kWarpHeads>(args, at, t, r);
 #pragma unroll
       for (int i = 0; i < kTiles; ++i)
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const Element of = element_of_sum(t % kWarp, j);
           const int column = (i * kWarps + t / kWarp) * 8 + of.column;
-          if (of.row < group && column < size) args.products[(at * group + of.row) * size + column] = r.product[i][j];
+          if (of.row < group && column < size)
+            args.partial_output[(at * group + of.row) * size + column] = r.product[i][j];
         }
     });
   }

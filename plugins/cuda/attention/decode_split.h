@@ -1,5 +1,6 @@
-// What the programs of a decode step share: a split of a head's slots, how its rows arrive, the softmax of a block of
-// slots, the averages of their logits, and how the last block of a head joins the splits and appends the token.
+// Shared by the programs of a decode step: a split of a head's slots, the asynchronous copies of its rows, the softmax
+// of a block of slots, the averages of their logits; and how the last block of a head combines the splits and appends
+// the token.
 #pragma once
 
 #include "attention.h"
@@ -9,13 +10,13 @@ namespace cuda {
 
 constexpr int kDecodeThreads = 128, kDecodeWarps = kDecodeThreads / kWarp;
 
-// Slots [from, to) of split `split`, whole blocks of `total` slots.
+// Slots [from, to) of split `split` of the first `slots` slots, whole blocks.
 struct Range {
   int from, to;
 };
-KV_DEVICE Range split_range(int split, int splits, int total) {
-  const int each = ((total + splits - 1) / splits + kBlock - 1) / kBlock * kBlock;
-  return {min_of(split * each, total), min_of((split + 1) * each, total)};
+KV_DEVICE Range split_range(int split, int splits, int slots) {
+  const int each = ((slots + splits - 1) / splits + kBlock - 1) / kBlock * kBlock;
+  return {min_of(split * each, slots), min_of((split + 1) * each, slots)};
 }
 
 // A block of slots in shared memory.
@@ -79,7 +80,7 @@ KV_DEVICE void fetch_rows(Block<Program>& block, const Head<T>& head, const Stag
   }
 }
 
-// Calls use(stage, from, count) for every block of slots of `range`, in turn, while those after it are on their way.
+// Calls use(stage, from, count) for every block of slots of `range`, in turn, while the next ones are copied.
 template <class T, class Program, class Use>
 KV_DEVICE void stream_slots(Block<Program>& block, const Attention& args, const Head<T>& head, char* stages, int used,
                             Range range, Use use) {
@@ -89,24 +90,25 @@ KV_DEVICE void stream_slots(Block<Program>& block, const Attention& args, const 
     const int from = range.from + ahead * kBlock, count = min_of(kBlock, range.to - from);
     const Stage<T> stage(stages + ahead % args.stages * size, a);
     block.each_alone([&](int t, auto&) { fetch_rows(block, head, stage, used, from, count, t); });
-    block.close_copies();
+    block.cp_async_commit();
   };
   for (int i = 0; i < args.stages - 1; ++i) fetch(i);
   for (int i = 0, from = range.from; from < range.to; ++i, from += kBlock) {
     fetch(i + args.stages - 1);
-    block.arrived(args.stages - 1);
+    block.cp_async_wait(args.stages - 1);
     use(Stage<T>(stages + i % args.stages * size, a), from, min_of(kBlock, range.to - from));
   }
-  block.arrived(0);
+  block.cp_async_wait(0);
 }
 
-// A lane is a slot, a warp every fourth of `heads` query heads: logit(g, slot) becomes a weight of the running softmax
-// in keep(g, slot, weight, factor); what was added up before takes the factor. Ends with a barrier.
+// The running softmax of a block of slots. A lane is a slot, a warp every fourth of `heads` query heads. logit(g,
+// slot): without votes. Calls keep(g, slot, weight, factor), where the sums over earlier blocks take the factor. Ends
+// with a barrier.
 template <class T, class Program, class Logit, class Keep>
-KV_DEVICE void weigh(Block<Program>& block, const Attention& args, const Head<T>& head, const Stage<T>& stage,
-                     int heads, int used, int from, int count, Logit logit, Keep keep) {
+KV_DEVICE void softmax_slots(Block<Program>& block, const Attention& args, const Head<T>& head, const Stage<T>& stage,
+                             int heads, int used, int from, int count, Logit logit, Keep keep) {
   const KvVoteAttention& a = args.call;
-  constexpr int kOwn = Program::kOwn;
+  constexpr int kWarpHeads = Program::kWarpHeads;
   const int group = args.group(), now = head.first();
   block.each_alone([&](int t, auto& r) {
     const int slot = t % kWarp;
@@ -117,7 +119,7 @@ KV_DEVICE void weigh(Block<Program>& block, const Attention& args, const Head<T>
       if (!is_new && !visible(stage.position()[slot], now, a.sliding_window)) bias = kLogZero;
     }
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
+    for (int i = 0; i < kWarpHeads; ++i) {
       const int g = t / kWarp + i * kDecodeWarps;
       r.logit[i] = kLowest;
       if (g < heads && slot < count) {
@@ -126,22 +128,22 @@ KV_DEVICE void weigh(Block<Program>& block, const Attention& args, const Head<T>
         if (args.logits && g < group)
           args.logits[static_cast<size_t>(head.query_head(g)) * a.capacity + from + slot] = r.logit[i];
       }
-      r.peak[i] = r.logit[i];
+      r.block_max[i] = r.logit[i];
     }
   });
 #pragma unroll
-  for (int i = 0; i < kOwn; ++i)
-    if (i * kDecodeWarps < heads) block.warp_max([&](auto& r) -> float& { return r.peak[i]; });
+  for (int i = 0; i < kWarpHeads; ++i)
+    if (i * kDecodeWarps < heads) block.warp_max([&](auto& r) -> float& { return r.block_max[i]; });
   block.each([&](int t, auto& r) {
     const int slot = t % kWarp;
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
+    for (int i = 0; i < kWarpHeads; ++i) {
       const int g = t / kWarp + i * kDecodeWarps;
       if (g >= heads) continue;
-      const float top = max_of(r.top[i], r.peak[i]), factor = expf(r.top[i] - top);
-      const float weight = slot < count ? expf(r.logit[i] - top) : 0.0f;
-      r.total[i] = r.total[i] * factor + weight;
-      r.top[i] = top;
+      const float row_max = max_of(r.row_max[i], r.block_max[i]), factor = expf(r.row_max[i] - row_max);
+      const float weight = slot < count ? expf(r.logit[i] - row_max) : 0.0f;
+      r.row_sum[i] = r.row_sum[i] * factor + weight;
+      r.row_max[i] = row_max;
       keep(g, slot, weight, factor);
     }
   });
@@ -158,20 +160,20 @@ KV_DEVICE void update_averages(const Attention& args, const Head<T>& head, const
     const float decay = a.statistic[k].decay, share = log1pf(-decay) - logf(static_cast<float>(group));
     const bool is_new = from + slot == used;
     const float start = is_new ? kLogZero : stage.score(k)[slot] + logf(decay);
-    float top = start, total = 0.0f;
+    float highest = start, sum = 0.0f;
     if (is_new || visible(stage.position()[slot], head.first(), a.sliding_window)) {
 #pragma unroll 4
-      for (int g = 0; g < group; ++g) top = max_of(top, logit(g, slot) + share);
+      for (int g = 0; g < group; ++g) highest = max_of(highest, logit(g, slot) + share);
 #pragma unroll 4
-      for (int g = 0; g < group; ++g) total += expf(logit(g, slot) + share - top);
+      for (int g = 0; g < group; ++g) sum += expf(logit(g, slot) + share - highest);
     }
-    head.score(k)[from + slot] = top + logf(total + expf(start - top));
+    head.score(k)[from + slot] = highest + logf(sum + expf(start - highest));
   }
 }
 
 // A call that brings a sequence no token, or that has no room for it: its output is 0.
 template <class T, class Program>
-KV_DEVICE void leave_idle(Block<Program>& block, const Attention& args, const Head<T>& head, int split, int used) {
+KV_DEVICE void store_idle(Block<Program>& block, const Attention& args, const Head<T>& head, int split, int used) {
   const int size = args.call.value_size, group = args.group();
   block.each([&](int t, auto&) {
     if (split != 0) return;
@@ -180,41 +182,43 @@ KV_DEVICE void leave_idle(Block<Program>& block, const Attention& args, const He
   });
 }
 
-// The split's maxima and sums into the workspace; the sums are whole in all lanes.
-template <int kOwn, class Registers>
-KV_DEVICE void leave_tops(const Attention& args, size_t split, int t, const Registers& r) {
+// row_max and row_sum of a split into the workspace; every lane holds the whole sums.
+template <int kWarpHeads, class Registers>
+KV_DEVICE void store_partial_softmax(const Attention& args, size_t split, int t, const Registers& r) {
   const int group = args.group();
 #pragma unroll
-  for (int i = 0; i < kOwn; ++i) {
+  for (int i = 0; i < kWarpHeads; ++i) {
     const int g = t / kWarp + i * kDecodeWarps;
     if (t % kWarp == 0 && g < group)
-      args.tops[2 * split * group + g] = r.top[i], args.tops[(2 * split + 1) * group + g] = r.total[i];
+      args.partial_softmax[2 * split * group + g] = r.row_max[i],
+                                               args.partial_softmax[(2 * split + 1) * group + g] = r.row_sum[i];
   }
 }
 
-// What `join` needs of shared memory.
-KV_HD constexpr size_t joining_size(int splits, int group) { return (3 * splits + 2) * group * sizeof(float); }
+// Bytes of shared memory that combine_splits takes.
+KV_HD constexpr size_t combine_size(int splits, int group) { return (3 * splits + 2) * group * sizeof(float); }
 
-// By the last block of a head: its splits in their order, the output, the new token's slot.
+// By the last block of a head: combines its splits in their order, writes the output, appends the token.
 template <class T, class Program>
-KV_DEVICE void join(Block<Program>& block, const Attention& args, const Head<T>& head, float* held, int used) {
+KV_DEVICE void combine_splits(Block<Program>& block, const Attention& args, const Head<T>& head, float* held,
+                              int used) {
   const KvVoteAttention& a = args.call;
   const int group = args.group(), size = a.value_size, splits = args.splits;
-  const float *tops = args.tops + 2 * static_cast<size_t>(head.index) * splits * group,
-              *products = args.products + static_cast<size_t>(head.index) * splits * group * size;
+  const float *softmax = args.partial_softmax + 2 * static_cast<size_t>(head.index) * splits * group,
+              *output = args.partial_output + static_cast<size_t>(head.index) * splits * group * size;
   float *share = held + 2 * splits * group, *row = share + splits * group;
   block.each([&](int t, auto&) {
-    for (int i = t; i < 2 * splits * group; i += kDecodeThreads) held[i] = tops[i];
+    for (int i = t; i < 2 * splits * group; i += kDecodeThreads) held[i] = softmax[i];
   });
   block.each([&](int g, auto&) {
     if (g >= group) return;
-    float top = a.sink_logits ? a.sink_logits[head.head * group + g] : kLowest, total = 0.0f;
-    for (int i = 0; i < splits; ++i) top = max_of(top, held[2 * i * group + g]);
-    if (a.sink_logits) total = expf(a.sink_logits[head.head * group + g] - top);
-    for (int i = 0; i < splits; ++i) total += expf(held[2 * i * group + g] - top) * held[(2 * i + 1) * group + g];
-    row[2 * g] = top, row[2 * g + 1] = total;
-    args.rows[2 * static_cast<size_t>(head.query_head(g))] = top;
-    args.rows[2 * static_cast<size_t>(head.query_head(g)) + 1] = total;
+    float row_max = a.sink_logits ? a.sink_logits[head.head * group + g] : kLowest, row_sum = 0.0f;
+    for (int i = 0; i < splits; ++i) row_max = max_of(row_max, held[2 * i * group + g]);
+    if (a.sink_logits) row_sum = expf(a.sink_logits[head.head * group + g] - row_max);
+    for (int i = 0; i < splits; ++i) row_sum += expf(held[2 * i * group + g] - row_max) * held[(2 * i + 1) * group + g];
+    row[2 * g] = row_max, row[2 * g + 1] = row_sum;
+    args.row_softmax[2 * static_cast<size_t>(head.query_head(g))] = row_max;
+    args.row_softmax[2 * static_cast<size_t>(head.query_head(g)) + 1] = row_sum;
   });
   block.each([&](int t, auto&) {
     for (int i = t; i < splits * group; i += kDecodeThreads)
@@ -222,15 +226,15 @@ KV_DEVICE void join(Block<Program>& block, const Attention& args, const Head<T>&
   });
   block.each([&](int t, auto&) {
     for (int i = t * 4; i < group * size; i += kDecodeThreads * 4) {
-      float total[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+      float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
       // Unrolled so that many reads are under way at once: no other block is left to hide their latency.
 #pragma unroll 8
       for (int split = 0; split < splits; ++split) {
         float four[4];
-        load_four(products + static_cast<size_t>(split) * group * size + i, four);
-        for (int j = 0; j < 4; ++j) total[j] += share[split * group + i / size] * four[j];
+        load_four(output + static_cast<size_t>(split) * group * size + i, four);
+        for (int j = 0; j < 4; ++j) sum[j] += share[split * group + i / size] * four[j];
       }
-      for (int j = 0; j < 4; ++j) assign(head.output(i / size, 0)[i % size + j], total[j]);
+      for (int j = 0; j < 4; ++j) assign(head.output(i / size, 0)[i % size + j], sum[j]);
     }
     // All blocks of the head have read the votes by now.
     for (int i = t; i < a.key_size; i += kDecodeThreads) head.key(used)[i] = head.new_key(0)[i];

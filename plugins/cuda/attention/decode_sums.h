@@ -1,5 +1,8 @@
-// The second launch of a decode step: sums of probabilities, out of the logits and the softmax that the first one
-// leaves.
+// The second launch of a decode step: the statistics that are sums of probabilities, out of the logits and the softmax
+// that the first launch stored. A thread per slot of a KV head:
+//
+//   seen = sum over the group's query heads g of exp(logit[g, slot] - row_max[g]) / row_sum[g]
+//   score[slot] = decay score[slot] + recency_weight seen / group
 #pragma once
 
 #include "attention.h"
@@ -25,7 +28,7 @@ struct DecodeSums {
       float seen = 0.0f;
       for (int g = 0; g < group; ++g) {
         const size_t row = head.query_head(g);
-        seen += expf(args.logits[row * a.capacity + slot] - args.rows[2 * row]) / args.rows[2 * row + 1];
+        seen += expf(args.logits[row * a.capacity + slot] - args.row_softmax[2 * row]) / args.row_softmax[2 * row + 1];
       }
       for (int k = 0; k < a.statistics; ++k) {
         const KvStatistic& statistic = a.statistic[k];

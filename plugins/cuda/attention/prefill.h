@@ -1,9 +1,20 @@
-// VoteAttention for several tokens per sequence, in three launches: append; tiles of query rows against blocks of slots
-// with a running softmax; and blocks of slots against the tiles of rows that count, which gives their statistics. Only
-// tiles of logits ever exist. Here are the first, and the others for caches in float32; those of 16-bit elements go to
-// tensor cores (prefill_mma.h, prefill_mma_scores.h).
+// VoteAttention for several tokens per sequence, in three launches, of which only tiles of logits ever exist. A row is
+// one query head of one token, t G + g; a tile is 32 rows, or what fits tensor cores.
 //
-// A row is one query head of one token, t G + g; a tile is 32 of them, or what fits tensor cores.
+//   Append, a block per KV head and 32 tokens:     the new tokens' keys, values, positions into their slots
+//   Prefill, a block per KV head and tile of rows:
+//     for each block of 32 slots, new tokens' too
+//       logit = query x key^T, masked by position and window
+//       row_max, row_sum, weight = running softmax of logit + vote_exponent ln(votes)
+//       output = output exp(old row_max - row_max) + weight x value
+//     write output / row_sum
+//   PrefillScores, a block per KV head and 32 slots:
+//     for each statistic, for each tile of rows that it counts
+//       logit = query x key^T again, and with it the slot's sum of probabilities, or of exp(logit)
+//     write the slot's statistics
+//
+// Here are the first, and the other two for caches in float32; those of 16-bit elements run on tensor cores
+// (prefill_mma.h, prefill_mma_scores.h).
 #pragma once
 
 #include "attention.h"
@@ -94,7 +105,7 @@ struct Tile {
   // Logits of all rows and slots, raw; 128 threads, two rows and four slots each.
   KV_DEVICE void multiply(const KvVoteAttention& a, int t) const {
     const int stride = shared_stride<T>(a.key_size), row = t / 8 * 2, slot = t % 8;
-    float total[2][4] = {};
+    float sum[2][4] = {};
     for (int i = 0; i < a.key_size / kLanes<T>; ++i) {
       float q[2][kLanes<T>];
       widen<T>(load_vector(query + row * stride + i * 16), q[0]);
@@ -104,13 +115,13 @@ struct Tile {
         float key[kLanes<T>];
         widen<T>(load_vector(rows + (slot + 8 * j) * stride + i * 16), key);
 #pragma unroll
-        for (int e = 0; e < kLanes<T>; ++e) total[0][j] += q[0][e] * key[e], total[1][j] += q[1][e] * key[e];
+        for (int e = 0; e < kLanes<T>; ++e) sum[0][j] += q[0][e] * key[e], sum[1][j] += q[1][e] * key[e];
       }
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      logit[row * kLogitStride + slot + 8 * j] = capped(total[0][j] * a.scale, a.softcap);
-      logit[(row + 1) * kLogitStride + slot + 8 * j] = capped(total[1][j] * a.scale, a.softcap);
+      logit[row * kLogitStride + slot + 8 * j] = capped(sum[0][j] * a.scale, a.softcap);
+      logit[(row + 1) * kLogitStride + slot + 8 * j] = capped(sum[1][j] * a.scale, a.softcap);
     }
   }
 };
@@ -124,7 +135,7 @@ struct Prefill {
   using Args = Attention;
   static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 2, kRows = kTile / (kThreads / kWarp);  // of a warp
   struct Registers {
-    float product[kChunks][kRows][4], logit[kRows], peak[kRows], top[kRows], total[kRows];
+    float product[kChunks][kRows][4], logit[kRows], block_max[kRows], row_max[kRows], row_sum[kRows];
   };
   static KV_DEVICE int blocks_per_head(const Attention& args) {
     return (args.call.tokens * args.group() + kTile - 1) / kTile;
@@ -158,16 +169,16 @@ struct Prefill {
           r.logit[i] = slot >= count ? kLowest
                        : seen        ? tile.logit[row * Tile<T>::kLogitStride + slot] + tile.bias[slot]
                                      : kLogZero;
-          r.peak[i] = r.logit[i];
+          r.block_max[i] = r.logit[i];
         }
       });
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) block.warp_max([&](Registers& r) -> float& { return r.peak[i]; });
+      for (int i = 0; i < kRows; ++i) block.warp_max([&](Registers& r) -> float& { return r.block_max[i]; });
       block.each([&](int t, Registers& r) { rescale(r, tile, count, t); });
       block.each([&](int t, Registers& r) { multiply_values(r, a, tile, count, t); });
     }
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) block.warp_sum([&](Registers& r) -> float& { return r.total[i]; });
+    for (int i = 0; i < kRows; ++i) block.warp_sum([&](Registers& r) -> float& { return r.row_sum[i]; });
     block.each([&](int t, Registers& r) { finish(r, args, head, begin, end, t); });
   }
 
@@ -177,8 +188,8 @@ struct Prefill {
     for (int i = 0; i < kRows; ++i) {
       const int row = begin + t / kWarp * kRows + i;
       const bool sinks = head.a.sink_logits && row < end;
-      r.top[i] = sinks ? head.a.sink_logits[head.head * group + row % group] : kLowest;
-      r.total[i] = sinks && t % kWarp == 0 ? 1.0f : 0.0f;
+      r.row_max[i] = sinks ? head.a.sink_logits[head.head * group + row % group] : kLowest;
+      r.row_sum[i] = sinks && t % kWarp == 0 ? 1.0f : 0.0f;
 #pragma unroll
       for (int c = 0; c < kChunks; ++c)
 #pragma unroll
@@ -190,10 +201,10 @@ struct Prefill {
   static KV_DEVICE void rescale(Registers& r, const Tile<T>& tile, int count, int t) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const float top = max_of(r.top[i], r.peak[i]), factor = expf(r.top[i] - top);
-      const float weight = t % kWarp < count ? expf(r.logit[i] - top) : 0.0f;
-      r.total[i] = r.total[i] * factor + weight;
-      r.top[i] = top;
+      const float row_max = max_of(r.row_max[i], r.block_max[i]), factor = expf(r.row_max[i] - row_max);
+      const float weight = t % kWarp < count ? expf(r.logit[i] - row_max) : 0.0f;
+      r.row_sum[i] = r.row_sum[i] * factor + weight;
+      r.row_max[i] = row_max;
       tile.logit[(t / kWarp * kRows + i) * Tile<T>::kLogitStride + t % kWarp] = weight;
 #pragma unroll
       for (int c = 0; c < kChunks; ++c)
@@ -227,10 +238,11 @@ struct Prefill {
     for (int i = 0; i < kRows; ++i) {
       const int row = begin + t / kWarp * kRows + i;
       if (row >= a.tokens * group) continue;
-      const float factor = row < end ? 1.0f / r.total[i] : 0.0f;  // 0 in padding
-      if (args.rows && t % kWarp == 0) {
-        float* kept = args.rows + 2 * (static_cast<size_t>(head.query_head(row % group)) * a.tokens + row / group);
-        kept[0] = r.top[i], kept[1] = r.total[i];
+      const float factor = row < end ? 1.0f / r.row_sum[i] : 0.0f;  // 0 in padding
+      if (args.row_softmax && t % kWarp == 0) {
+        float* kept =
+            args.row_softmax + 2 * (static_cast<size_t>(head.query_head(row % group)) * a.tokens + row / group);
+        kept[0] = r.row_max[i], kept[1] = r.row_sum[i];
       }
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
@@ -242,17 +254,17 @@ struct Prefill {
   }
 };
 
-// A slot's statistic after the call. top, sum: of a log_ema, the logarithm of what the call's queries add is top +
-// ln(sum), before its mean; of probabilities, their weighted sum. counted: the weights of the queries that count and
-// see the slot; age: of its position against the first new token's.
+// A slot's statistic after the call. slot_max, slot_sum: of a log_ema, the call's queries add
+// exp(slot_max) slot_sum, before its mean; of probabilities, slot_sum is their weighted sum. counted: the weights of
+// the queries that count and see the slot; age: of its position against the first new token's.
 template <class T>
 KV_DEVICE float statistic_after(const Head<T>& head, const Statistic& statistic, int k, int used, int slot, int age,
-                                int n, float top, float sum, float counted) {
+                                int n, float slot_max, float slot_sum, float counted) {
   const KvVoteAttention& a = head.a;
   const float heads = static_cast<float>(a.query_heads / a.heads), past = slot < used ? head.score(k)[slot] : 0.0f;
   if (statistic.kind == KV_STATISTIC_PROBABILITY)
-    return past * expf(static_cast<float>(counted_queries(statistic, n)) * logf(statistic.decay)) + sum / heads;
-  float own = log1pf(-statistic.decay) - logf(heads);
+    return past * expf(static_cast<float>(counted_queries(statistic, n)) * logf(statistic.decay)) + slot_sum / heads;
+  float share = log1pf(-statistic.decay) - logf(heads);
   const float rate = logf(statistic.decay);
   if (statistic.window != 0 || statistic.recency_weight != 1.0f) {
     // What counts stands for all queries [begin, end) of the call that see the slot: the sum of a^(n-1-t) over them.
@@ -260,11 +272,11 @@ KV_DEVICE float statistic_after(const Head<T>& head, const Statistic& statistic,
     const int seen = max_of(until - begin, 0);
     const float whole = expf(static_cast<float>(n - begin - seen) * rate) * -expm1f(static_cast<float>(seen) * rate) /
                         (1.0f - statistic.decay);
-    own += logf(fmaxf(whole, 1e-30f)) - logf(fmaxf(counted, 1e-30f));
+    share += logf(fmaxf(whole, 1e-30f)) - logf(fmaxf(counted, 1e-30f));
   }
   const float start = slot < used ? past + static_cast<float>(n) * rate : kLogZero;
-  const float highest = max_of(start, sum > 0.0f ? top + own : kLogZero);
-  return highest + logf((sum > 0.0f ? sum * expf(top + own - highest) : 0.0f) + expf(start - highest));
+  const float highest = max_of(start, slot_sum > 0.0f ? slot_max + share : kLogZero);
+  return highest + logf((slot_sum > 0.0f ? slot_sum * expf(slot_max + share - highest) : 0.0f) + expf(start - highest));
 }
 
 // The statistics. A block is 32 slots of a head against all rows that count, a statistic at a time; a thread is one
@@ -276,7 +288,7 @@ struct PrefillScores {
   // Of a log_ema: the running maximum, the sum relative to it, and the weights of the queries that see the slot. Of a
   // sum of probabilities: the sum.
   struct Registers {
-    float top, sum, counted;
+    float slot_max, slot_sum, counted;
   };
   // Beside the tile, in floats: weights of rows, their maxima and sums, and what the parts add up to [3, parts,
   // kBlock].
@@ -298,34 +310,36 @@ struct PrefillScores {
       if (statistic.kind == KV_STATISTIC_NONE) continue;
       const int counted = counted_queries(statistic, n);
       const int oldest = max_of(n - counted, from - used);  // of those that count and see a slot
-      block.each([&](int, Registers& r) { r.top = kLogZero, r.sum = r.counted = 0.0f; });
+      block.each([&](int, Registers& r) { r.slot_max = kLogZero, r.slot_sum = r.counted = 0.0f; });
       for (int begin = max_of(oldest, 0) * group / kTile * kTile; begin < n * group; begin += kTile) {
         block.each([&](int t, auto&) {
           tile.load_queries(head, group, begin, n * group, t, kThreads);
           if (t >= kTile) return;
           const int row = begin + t;
           share[t] = row < n * group ? log_query_weight(statistic, n - 1 - row / group, counted) : kLogZero;
-          if (!args.rows || row >= n * group) return;
+          if (!args.row_softmax || row >= n * group) return;
           const float* kept =
-              args.rows + 2 * (static_cast<size_t>(head.query_head(row % group)) * a.tokens + row / group);
+              args.row_softmax + 2 * (static_cast<size_t>(head.query_head(row % group)) * a.tokens + row / group);
           rows[2 * t] = kept[0], rows[2 * t + 1] = kept[1];
         });
         block.each([&](int t, auto&) { tile.multiply(a, t); });
-        block.each([&](int t, Registers& r) { add(r, a, tile, statistic, share, rows, begin, first, group, t); });
+        block.each([&](int t, Registers& r) { add_rows(r, a, tile, statistic, share, rows, begin, first, group, t); });
       }
       block.each([&](int t, Registers& r) {
-        const float kept[3] = {r.top, r.sum, r.counted};
+        const float kept[3] = {r.slot_max, r.slot_sum, r.counted};
         for (int i = 0; i < 3; ++i) parts[i * kThreads + t] = kept[i];
       });
       block.each([&](int t, auto&) {
         if (t < count)
-          head.score(k)[from + t] = total(head, statistic, parts, k, used, from + t, tile.position[t] - first, n, t);
+          head.score(k)[from + t] =
+              combine_parts(head, statistic, parts, k, used, from + t, tile.position[t] - first, n, t);
       });
     }
   }
 
-  static KV_DEVICE void add(Registers& r, const KvVoteAttention& a, const Tile<T>& tile, const Statistic& statistic,
-                            const float* share, const float* rows, int begin, int first, int group, int t) {
+  static KV_DEVICE void add_rows(Registers& r, const KvVoteAttention& a, const Tile<T>& tile,
+                                 const Statistic& statistic, const float* share, const float* rows, int begin,
+                                 int first, int group, int t) {
     const int slot = t % kWarp;
     for (int i = 0; i < kRows; ++i) {
       const int row = t / kWarp * kRows + i;
@@ -333,27 +347,27 @@ struct PrefillScores {
         continue;
       const float logit = tile.logit[row * Tile<T>::kLogitStride + slot];
       if (statistic.kind == KV_STATISTIC_PROBABILITY) {
-        r.sum += expf(share[row]) * expf(logit + tile.bias[slot] - rows[2 * row]) / rows[2 * row + 1];
+        r.slot_sum += expf(share[row]) * expf(logit + tile.bias[slot] - rows[2 * row]) / rows[2 * row + 1];
       } else {
-        const float top = max_of(r.top, logit + share[row]);
-        r.sum = r.sum * expf(r.top - top) + expf(logit + share[row] - top);
-        r.top = top;
+        const float slot_max = max_of(r.slot_max, logit + share[row]);
+        r.slot_sum = r.slot_sum * expf(r.slot_max - slot_max) + expf(logit + share[row] - slot_max);
+        r.slot_max = slot_max;
         if ((begin + row) % group == 0) r.counted += expf(share[row]);
       }
     }
   }
 
-  // What the parts add up to, and the slot's statistic.
-  static KV_DEVICE float total(const Head<T>& head, const Statistic& statistic, const float* parts, int k, int used,
-                               int slot, int age, int n, int t) {
-    float top = kLogZero, sum = 0.0f, counted = 0.0f;
+  // The sums over the parts, and with them the slot's statistic.
+  static KV_DEVICE float combine_parts(const Head<T>& head, const Statistic& statistic, const float* parts, int k,
+                                       int used, int slot, int age, int n, int t) {
+    float slot_max = kLogZero, slot_sum = 0.0f, counted = 0.0f;
     for (int i = 0; i < kParts; ++i)
-      top = max_of(top, parts[i * kBlock + t]), counted += parts[2 * kThreads + i * kBlock + t];
+      slot_max = max_of(slot_max, parts[i * kBlock + t]), counted += parts[2 * kThreads + i * kBlock + t];
     for (int i = 0; i < kParts; ++i) {
       const float part = parts[kThreads + i * kBlock + t];
-      sum += statistic.kind == KV_STATISTIC_PROBABILITY ? part : part * expf(parts[i * kBlock + t] - top);
+      slot_sum += statistic.kind == KV_STATISTIC_PROBABILITY ? part : part * expf(parts[i * kBlock + t] - slot_max);
     }
-    return statistic_after(head, statistic, k, used, slot, age, n, top, sum, counted);
+    return statistic_after(head, statistic, k, used, slot, age, n, slot_max, slot_sum, counted);
   }
 };
 

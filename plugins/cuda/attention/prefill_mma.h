@@ -1,8 +1,14 @@
-// Prefill's output on tensor cores, for caches of 16-bit elements. A block is a tile of a head's rows (prefill.h), a
-// warp 16 or 32 of them, which stay in its registers from their logits to their sums; blocks of slots come to all warps
-// by way of shared memory, keys while the values before are multiplied and values while the keys are.
+// Prefill's output on tensor cores, for caches of 16-bit elements: `Prefill` of prefill.h with larger tiles. A block of
+// four warps per KV head and tile of 64 or 128 rows; a warp keeps its 16 or 32 rows in registers from logits to output:
 //
-// Logits and what follows from them are base 2: exp(x) is exp2(x log2(e)), and the factor goes into the scale.
+//   for each block of 32 or 64 slots
+//     wait for its keys; start the copy of its values
+//     logit = query x key^T of all slots; row_max, row_sum, weight = running softmax of the first half
+//     wait for its values; start the copy of the next keys
+//     output += weight x value of the first half; the softmax of the second half, and its product with the values
+//   write output / row_sum, as whole vectors by way of shared memory
+//
+// Logits and all that follows are base 2: exp(x) is exp2(x log2(e)), and the factor is part of the scale.
 #pragma once
 
 #include "../core/mma.h"
@@ -102,7 +108,7 @@ struct PrefillMma {
   // weights are of half a block of slots.
   struct Registers {
     float product[kTiles][kSize / 8][4], logit[kTiles][kHalf / 8][4];
-    float peak[kTiles][2], top[kTiles][2], total[kTiles][2];
+    float block_max[kTiles][2], row_max[kTiles][2], row_sum[kTiles][2];
     uint32_t weight[kTiles][kHalf / 16][4], a[kTiles][4], b[4];
     float votes;  // of a slot of the next block
     int position;
@@ -170,9 +176,9 @@ struct PrefillMma {
       for (int half = 0; half < 2; ++half) {
         const int row = w.begin + row_of(t, m, half), token = w.tokens(row);
         const bool sinks = a.sink_logits && row < w.end;
-        r.top[m][half] =
+        r.row_max[m][half] =
             sinks ? a.sink_logits[w.head.head * w.tokens.group + row - token * w.tokens.group] * kLog2E : kLowest;
-        r.total[m][half] = sinks && t % 4 == 0 ? 1.0f : 0.0f;
+        r.row_sum[m][half] = sinks && t % 4 == 0 ? 1.0f : 0.0f;
       }
 #pragma unroll
       for (int c = 0; c < kSize / 8; ++c)
@@ -194,34 +200,34 @@ struct PrefillMma {
       look_at(r, w, 0, t);
       describe(block, r, w, s, 0, t);
     });
-    block.close_copies();
+    block.cp_async_commit();
     for (int from = 0, i = 0; from < w.until; from += kSlots, ++i) {
       const int next = from + kSlots;
-      block.arrived(0);  // keys; and the values before are no longer needed
+      block.cp_async_wait(0);  // keys; and the values before are no longer needed
       block.each_alone([&](int t, Registers&) {
         s.value.template copy<kSlots>(block, w.until - from, a.value_size, t,
                                       [&](int i) { return w.head.value(from + i); });
         if (t == 0) s.hidden[(i + 1) % 2] = 0;
       });
-      block.close_copies();
+      block.cp_async_commit();
       multiply_keys(block, s, 0);
-      weigh(block, w, s, i, 0);
+      softmax_slots(block, w, s, i, 0);
       multiply_keys(block, s, kHalf);
-      block.arrived(0);  // values; and these keys are no longer needed
+      block.cp_async_wait(0);  // values; and these keys are no longer needed
       block.each_alone([&](int t, Registers& r) {
         if (next >= w.until) return;
         copy_keys(next, t);
         look_at(r, w, next, t);
       });
-      block.close_copies();
+      block.cp_async_commit();
       multiply_values(block, s, 0);
-      weigh(block, w, s, i, kHalf);
+      softmax_slots(block, w, s, i, kHalf);
       multiply_values(block, s, kHalf);
       block.each_alone([&](int t, Registers& r) {
         if (next < w.until) describe(block, r, w, s, i + 1, t);
       });
     }
-    block.arrived(0);
+    block.cp_async_wait(0);
   }
 
   // Within a phase: a thread and a slot of the block from `from` on; it is read early, and described when its turn
@@ -270,13 +276,13 @@ struct PrefillMma {
 
   // Weights out of products, by the running softmax. Of 16 slots, the sums of the first 8 are elements 0 to 3 of the
   // next product's left operand and those of the others 4 to 7, so they stay where they are.
-  static KV_DEVICE void weigh(Block<PrefillMma>& block, const Work& w, const Shared& s, int i, int from) {
+  static KV_DEVICE void softmax_slots(Block<PrefillMma>& block, const Work& w, const Shared& s, int i, int from) {
     const bool masked = s.hidden[i % 2] > 0;
     const int at = i % 2 * kSlots + from;
     block.each_alone([&](int t, Registers& r) { masked ? bias<true>(r, w, s, at, t) : bias<false>(r, w, s, at, t); });
 #pragma unroll
     for (int i = 0; i < 2 * kTiles; ++i)
-      block.template warp_max<4>([&](Registers& r) -> float& { return r.peak[i / 2][i % 2]; });
+      block.template warp_max<4>([&](Registers& r) -> float& { return r.block_max[i / 2][i % 2]; });
     block.each_alone([&](int, Registers& r) {
 #pragma unroll
       for (int i = 0; i < 2 * kTiles; ++i) rescale(r, i / 2, i % 2);
@@ -290,7 +296,7 @@ struct PrefillMma {
 #pragma unroll
     for (int m = 0; m < kTiles; ++m) {
       logits.cap(r.logit[m]);
-      r.peak[m][0] = r.peak[m][1] = -INFINITY;
+      r.block_max[m][0] = r.block_max[m][1] = -INFINITY;
     }
 #pragma unroll
     for (int j = 0; j < kHalf / 4; ++j) {
@@ -303,25 +309,25 @@ struct PrefillMma {
         float& x = r.logit[m][j / 2][2 * half + j % 2];
         x = logits(x, bias);
         if (kMasked && !visible(position, s.now[row_of(t, m, half)], w.head.a.sliding_window)) x = -INFINITY;
-        r.peak[m][half] = fmaxf(r.peak[m][half], x);
+        r.block_max[m][half] = fmaxf(r.block_max[m][half], x);
       }
     }
   }
 
   static KV_DEVICE void rescale(Registers& r, int m, int half) {
-    const float top = fmaxf(r.top[m][half], r.peak[m][half]);
-    if (top > r.top[m][half]) {
-      const float factor = exp2_of(r.top[m][half] - top);
-      r.top[m][half] = top;
-      r.total[m][half] *= factor;
+    const float row_max = fmaxf(r.row_max[m][half], r.block_max[m][half]);
+    if (row_max > r.row_max[m][half]) {
+      const float factor = exp2_of(r.row_max[m][half] - row_max);
+      r.row_max[m][half] = row_max;
+      r.row_sum[m][half] *= factor;
 #pragma unroll
       for (int j = 0; j < kSize / 4; ++j) r.product[m][j / 2][2 * half + j % 2] *= factor;
     }
 #pragma unroll
     for (int j = 0; j < kHalf / 8; ++j) {
       const float* x = r.logit[m][j] + 2 * half;
-      const float low = exp2_of(x[0] - top), high = exp2_of(x[1] - top);
-      r.total[m][half] += low + high;
+      const float low = exp2_of(x[0] - row_max), high = exp2_of(x[1] - row_max);
+      r.row_sum[m][half] += low + high;
       r.weight[m][j / 2][j % 2 * 2 + half] = packed<T>(low, high);
     }
   }
@@ -349,13 +355,13 @@ struct PrefillMma {
     static_assert(2 * kRows <= 4 * kSlots, "biases and positions have room");
 #pragma unroll
     for (int i = 0; i < 2 * kTiles; ++i)
-      block.template warp_sum<4>([&](Registers& r) -> float& { return r.total[i / 2][i % 2]; });
+      block.template warp_sum<4>([&](Registers& r) -> float& { return r.row_sum[i / 2][i % 2]; });
     block.each([&](int t, Registers& r) {
 #pragma unroll
       for (int i = 0; i < 2 * kTiles; ++i) {
         const int m = i / 2, half = i % 2, line = row_of(t, m, half);
-        const float factor = w.begin + line < w.end ? 1.0f / r.total[m][half] : 0.0f;
-        if (t % 4 == 0) kept[2 * line] = r.top[m][half], kept[2 * line + 1] = r.total[m][half];
+        const float factor = w.begin + line < w.end ? 1.0f / r.row_sum[m][half] : 0.0f;
+        if (t % 4 == 0) kept[2 * line] = r.row_max[m][half], kept[2 * line + 1] = r.row_sum[m][half];
 #pragma unroll
         for (int c = 0; c < kSize / 8; ++c) {
           const float* pair = r.product[m][c] + 2 * half;
@@ -372,8 +378,8 @@ struct PrefillMma {
           store_vector(w.head.output(0, 0) + w.tokens.place(w.begin + line, a.tokens) * a.value_size + at * 8,
                        load_vector(s.query.row(line) + at * 16));
       }
-      if (!args.rows || w.begin + t >= w.end || t >= kRows) return;
-      float* to = args.rows +
+      if (!args.row_softmax || w.begin + t >= w.end || t >= kRows) return;
+      float* to = args.row_softmax +
                   2 * (static_cast<size_t>(w.head.query_head(0)) * a.tokens + w.tokens.place(w.begin + t, a.tokens));
       to[0] = kept[2 * t], to[1] = kept[2 * t + 1];
     });

@@ -1,7 +1,11 @@
-// Prefill's statistics on tensor cores, for caches of 16-bit elements. A block is 64 or 128 slots of a head against all
-// rows that count, a statistic at a time. Its keys stay in registers, as the left operand; rows come in tiles, the next
-// one while the last is multiplied. So a lane adds up its own slots over the rows, and only in the end with the three
-// lanes that share them.
+// Prefill's statistics on tensor cores, for caches of 16-bit elements: `PrefillScores` of prefill.h with larger tiles.
+// A block of four warps per KV head and 64 or 128 slots, whose keys stay in registers as the left operand:
+//
+//   for each statistic, for each tile of rows that it counts      the next tile is copied while this one is multiplied
+//     logit[slots, rows] = key x query^T, masked
+//     probability: slot_sum += exp(logit + bias - row_max) weight / row_sum
+//     log_ema:     slot_max, slot_sum = running sum of exp(logit + ln(weight))
+//   add up over the four lanes that share a slot; write the slot's statistic
 #pragma once
 
 #include "prefill_mma.h"
@@ -17,8 +21,8 @@ struct PrefillMmaScores {
   static constexpr int kSlots = kThreads / kWarp * kTiles * 16, kRows = kSlots / 2, kPart = kRows / 2;
   using Shape = Rows<PrefillMmaScores>;
 
-  // What a row adds to every slot: of a probability the exponent -top and the factor weight / sum; of a log_ema the
-  // exponent ln(weight), and for its first query head the weight as what counts.
+  // What a row adds to every slot: of a probability the exponent -row_max and the factor weight / row_sum; of a log_ema
+  // the exponent ln(weight), and for its first query head the weight as what counts.
   struct alignas(16) Term {
     float exponent, factor;
     int now, unused;
@@ -29,7 +33,7 @@ struct PrefillMmaScores {
   struct Registers {
     uint32_t key[kTiles][kSize / 16][4], b[4];
     float logit[kTiles][kPart / 8][4];
-    float bias[kTiles][2], top[kTiles][2], sum[kTiles][2], counted[kTiles][2], last[kTiles][2];
+    float bias[kTiles][2], slot_max[kTiles][2], slot_sum[kTiles][2], counted[kTiles][2], lane_max[kTiles][2];
     Term term;
   };
 
@@ -38,7 +42,7 @@ struct PrefillMmaScores {
   struct Shared {
     Shape rows;
     Term* terms;
-    float *top, *sum, *counted;
+    float *slot_max, *slot_sum, *counted;
     int *position, *range;
 
     KV_DEVICE Shape tile(int i) const { return {rows.row(i % 2 * kRows)}; }
@@ -50,8 +54,8 @@ struct PrefillMmaScores {
     Shared s;
     s.rows.base = shared;
     s.terms = reinterpret_cast<Term*>(s.rows.row(2 * kRows));
-    s.top = reinterpret_cast<float*>(s.terms + 2 * kRows);
-    s.sum = s.top + kSlots, s.counted = s.sum + kSlots;
+    s.slot_max = reinterpret_cast<float*>(s.terms + 2 * kRows);
+    s.slot_sum = s.slot_max + kSlots, s.counted = s.slot_sum + kSlots;
     s.position = reinterpret_cast<int*>(s.counted + kSlots);
     s.range = s.position + kSlots;
     return s;
@@ -80,7 +84,8 @@ struct PrefillMmaScores {
     const int blocks = blocks_per_head(a.capacity);
     const Head<T> head(a, block.index() / blocks);
     const Shared s = divide(block.shared);
-    const float* rows = args.rows ? args.rows + 2 * static_cast<size_t>(head.query_head(0)) * a.tokens : nullptr;
+    const float* rows =
+        args.row_softmax ? args.row_softmax + 2 * static_cast<size_t>(head.query_head(0)) * a.tokens : nullptr;
     Work w{head, rows, Tokens(args.group()), args.used[2 * head.index], args.used[2 * head.index + 1], 0, 0, 0, 0,
            0,    {}};
     w.first = head.first(), w.from = block.index() % blocks * kSlots;
@@ -103,8 +108,8 @@ struct PrefillMmaScores {
       s.rows.template copy<kSlots>(block, w.count, a.key_size, t, [&](int i) { return w.head.key(w.from + i); });
       if (t < 2) s.range[t] = INT32_MAX;
     });
-    block.close_copies();
-    block.arrived(0);
+    block.cp_async_commit();
+    block.cp_async_wait(0);
 #pragma unroll
     for (int i = 0; i < kTiles * kSize / 16; ++i) {
       const int m = i / (kSize / 16), k = i % (kSize / 16);
@@ -138,21 +143,21 @@ struct PrefillMmaScores {
         const int m = i / 2, half = i % 2, slot = w.from + slot_of(t, m, half);
         const bool voted = w.is_probability() && slot < w.used;  // averages are of logits without votes
         r.bias[m][half] = voted ? vote_bias(w.head.votes()[slot], a.vote_exponent) * kLog2E : 0.0f;
-        r.top[m][half] = kLowest, r.sum[m][half] = r.counted[m][half] = 0.0f;
+        r.slot_max[m][half] = kLowest, r.slot_sum[m][half] = r.counted[m][half] = 0.0f;
       }
       copy(0, begin, t);
       if (t < kRows) s.terms[t] = term_of(w, begin + t);
     });
-    block.close_copies();
+    block.cp_async_commit();
     for (int i = 0; begin < w.end(); ++i, begin += kRows) {
       const int next = begin + kRows;
-      block.arrived(0);  // these rows; and those before are no longer needed
+      block.cp_async_wait(0);  // these rows; and those before are no longer needed
       block.each_alone([&](int t, Registers& r) {
         if (next >= w.end()) return;
         copy(i + 1, next, t);
         if (t < kRows) r.term = term_of(w, next + t);
       });
-      block.close_copies();
+      block.cp_async_commit();
       const int earliest = w.first + w.tokens(begin), latest = w.first + w.tokens(min_of(next, w.end()) - 1);
       const bool masked =
           !visible(-s.range[1], earliest, a.sliding_window) || !visible(s.range[0], latest, a.sliding_window);
@@ -226,36 +231,38 @@ struct PrefillMmaScores {
   template <bool kMasked>
   static KV_DEVICE void add_probabilities(Registers& r, const Work& w, const Shared& s, const Term* terms, int t) {
     each_logit<kMasked>(r, w, s, terms, t,
-                        [&](int m, int half, float x, float factor) { r.sum[m][half] += exp2_of(x) * factor; });
+                        [&](int m, int half, float x, float factor) { r.slot_sum[m][half] += exp2_of(x) * factor; });
   }
 
   template <bool kMasked>
   static KV_DEVICE void add_logits(Registers& r, const Work& w, const Shared& s, const Term* terms, int t) {
-    float top[kTiles][2];
+    float slot_max[kTiles][2];
 #pragma unroll
-    for (int i = 0; i < 2 * kTiles; ++i) top[i / 2][i % 2] = r.top[i / 2][i % 2];
+    for (int i = 0; i < 2 * kTiles; ++i) slot_max[i / 2][i % 2] = r.slot_max[i / 2][i % 2];
     each_logit<kMasked>(r, w, s, terms, t, [&](int m, int half, float x, float factor) {
-      top[m][half] = fmaxf(top[m][half], x), r.counted[m][half] += factor;
+      slot_max[m][half] = fmaxf(slot_max[m][half], x), r.counted[m][half] += factor;
     });
 #pragma unroll
     for (int i = 0; i < 2 * kTiles; ++i) {
       const int m = i / 2, half = i % 2;
-      r.sum[m][half] *= exp2_of(r.top[m][half] - top[m][half]);
-      r.top[m][half] = top[m][half];
+      r.slot_sum[m][half] *= exp2_of(r.slot_max[m][half] - slot_max[m][half]);
+      r.slot_max[m][half] = slot_max[m][half];
 #pragma unroll
-      for (int j = 0; j < kPart / 4; ++j) r.sum[m][half] += exp2_of(r.logit[m][j / 2][2 * half + j % 2] - top[m][half]);
+      for (int j = 0; j < kPart / 4; ++j)
+        r.slot_sum[m][half] += exp2_of(r.logit[m][j / 2][2 * half + j % 2] - slot_max[m][half]);
     }
   }
 
-  // What the four lanes of a slot add up to, and its statistic.
+  // The sums over the four lanes of a slot, and with them its statistic.
   static KV_DEVICE void finish(Block<PrefillMmaScores>& block, const Work& w, const Shared& s) {
 #pragma unroll
     for (int i = 0; i < 2 * kTiles; ++i) {
-      block.each_alone([&](int, Registers& r) { r.last[i / 2][i % 2] = r.top[i / 2][i % 2]; });
-      block.template warp_max<4>([&](Registers& r) -> float& { return r.top[i / 2][i % 2]; });
-      block.each_alone(
-          [&](int, Registers& r) { r.sum[i / 2][i % 2] *= exp2_of(r.last[i / 2][i % 2] - r.top[i / 2][i % 2]); });
-      block.template warp_sum<4>([&](Registers& r) -> float& { return r.sum[i / 2][i % 2]; });
+      block.each_alone([&](int, Registers& r) { r.lane_max[i / 2][i % 2] = r.slot_max[i / 2][i % 2]; });
+      block.template warp_max<4>([&](Registers& r) -> float& { return r.slot_max[i / 2][i % 2]; });
+      block.each_alone([&](int, Registers& r) {
+        r.slot_sum[i / 2][i % 2] *= exp2_of(r.lane_max[i / 2][i % 2] - r.slot_max[i / 2][i % 2]);
+      });
+      block.template warp_sum<4>([&](Registers& r) -> float& { return r.slot_sum[i / 2][i % 2]; });
       block.template warp_sum<4>([&](Registers& r) -> float& { return r.counted[i / 2][i % 2]; });
     }
     block.each([&](int t, Registers& r) {
@@ -263,14 +270,15 @@ struct PrefillMmaScores {
       for (int i = 0; i < 2 * kTiles; ++i) {
         const int m = i / 2, half = i % 2, slot = slot_of(t, m, half);
         if (t % 4) continue;
-        s.top[slot] = r.top[m][half], s.sum[slot] = r.sum[m][half], s.counted[slot] = r.counted[m][half];
+        s.slot_max[slot] = r.slot_max[m][half], s.slot_sum[slot] = r.slot_sum[m][half],
+        s.counted[slot] = r.counted[m][half];
       }
     });
     block.each([&](int t, auto&) {
       if (t >= w.count) return;
       const int slot = w.from + t;
       w.head.score(w.k)[slot] = statistic_after(w.head, w.statistic, w.k, w.used, slot, s.position[t] - w.first, w.n,
-                                                s.top[t] * kLn2, s.sum[t], s.counted[t]);
+                                                s.slot_max[t] * kLn2, s.slot_sum[t], s.counted[t]);
     });
   }
 };

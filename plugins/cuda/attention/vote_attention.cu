@@ -50,12 +50,12 @@ size_t plan(const KvVoteAttention& a, const Device& device, void* workspace, Att
   args->used = parts.take<int>(2 * heads);
   const bool sums = keeps(a, KV_STATISTIC_PROBABILITY);
   if (a.tokens == 1) {
-    args->rows = parts.take<float>(2 * query_heads);
+    args->row_softmax = parts.take<float>(2 * query_heads);
     if (sums) args->logits = parts.take<float>(query_heads * a.capacity);
-    args->products = parts.take<float>(query_heads * args->splits * a.value_size);
-    args->tops = parts.take<float>(2 * query_heads * args->splits);
+    args->partial_output = parts.take<float>(query_heads * args->splits * a.value_size);
+    args->partial_softmax = parts.take<float>(2 * query_heads * args->splits);
   } else if (sums) {
-    args->rows = parts.take<float>(2 * query_heads * a.tokens);
+    args->row_softmax = parts.take<float>(2 * query_heads * a.tokens);
   }
   return parts.size();
 }

@@ -63,7 +63,8 @@ class Block {
   }
   // For operations of whole warps (mma.h): a thread's own registers; on the host those of a warp's lanes, in order.
   KV_DEVICE Registers& registers() { return registers_; }
-  // Within a phase: N bytes (4 or 16) into shared memory, there after `arrived`.
+  // Within a phase: an asynchronous copy of N bytes (4 or 16) into shared memory, which are there after
+  // `cp_async_wait`.
   template <int N>
   KV_DEVICE void copy(void* to, const void* from) {
     const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
@@ -72,10 +73,10 @@ class Block {
     else
       asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address), "l"(from) : "memory");
   }
-  // Between phases: what was copied since the last call is one group; waits until all but the newest `pending` groups
-  // are there.
-  KV_DEVICE void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-  KV_DEVICE void arrived(int pending) {
+  // Between phases: the copies since the last commit are one batch; waits until all but the newest `pending` batches
+  // are there, for all threads.
+  KV_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+  KV_DEVICE void cp_async_wait(int pending) {
     if (pending <= 0)
       asm volatile("cp.async.wait_group 0;" ::: "memory");
     else if (pending == 1)
@@ -166,9 +167,10 @@ class Block {
     else
       memcpy(to, from, N);
   }
-  void close_copies() { closed_.push_back(pending_.size()); }
-  void arrived(int pending) {
-    const size_t whole = closed_.size() > static_cast<size_t>(pending) ? closed_[closed_.size() - 1 - pending] : 0;
+  void cp_async_commit() { committed_.push_back(pending_.size()); }
+  void cp_async_wait(int pending) {
+    const size_t whole =
+        committed_.size() > static_cast<size_t>(pending) ? committed_[committed_.size() - 1 - pending] : 0;
     for (; done_ < whole; ++done_) memcpy(pending_[done_].to, pending_[done_].from, pending_[done_].size);
   }
   bool is_last(int* counter, int count) {
@@ -199,7 +201,7 @@ class Block {
   int index_;
   std::vector<Registers> registers_;
   std::vector<Copy> pending_;
-  std::vector<size_t> closed_;
+  std::vector<size_t> committed_;
   size_t done_ = 0;
 };
 

@@ -166,7 +166,7 @@ def save(name: str, figures: dict[str, Any]) -> Path:
     ).stdout.strip()
     path = RESULTS / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
-    # Where something lies on this machine is nobody's business.
+    # Paths of this machine are private.
     command = " ".join(
         ["python", Path(sys.argv[0]).name, *("DIR" if Path(a).is_absolute() else a for a in sys.argv[1:])]
     )

@@ -127,7 +127,7 @@ def _file(name: str, path: Path) -> ModuleType:
 @contextlib.contextmanager
 def _packages(folders: Mapping[str, Path]) -> Iterator[None]:
     """Packages with a folder and no `__init__`, until the end of the context; what was imported from them lives on in
-    whoever holds it."""
+    its holder."""
     for name, path in folders.items():
         if not path.is_dir():
             raise FileNotFoundError(f"there is no {path}")

@@ -34,7 +34,7 @@ STEPS = LATER = 32  # tokens decoded after the prompt; queries whose attention i
 TAIL, DENSE, BUDGET = 24, 8, 64
 ZERO = {"cache_budget": BUDGET, "cache_tail": TAIL, "cache_dense": DENSE, "metric": "dot_product"}
 FACTORS = {"scale_factor": 0.6, "shrink_factor": 0.98}
-# The residual region of `DENSE` slots among those that stay unprotected when one slot leaves.
+# The residual region of `DENSE` slots among those that remain unprotected when one entry is evicted.
 ZEROMERGE = ZeroMerge(residual=(DENSE + 0.5) / (BUDGET - TAIL))
 
 
@@ -111,7 +111,7 @@ def _zeromerge_decoding(code: SimpleNamespace, layers: list[Heads], length: int)
         by_maximum.append((ours, maximum.cache()))
         ring.append((early, theirs.cache(), heads.part(0, end), heads.part(end, end + LATER)))
     what = f"{STEPS} decoding steps from their cache after the prompt, recent = their cache_tail"
-    why = "what has just left their ring cannot leave in the same step; ours can"
+    why = "an entry that has just left their ring cannot be evicted in the same step; ours can"
     return [
         same("ZeroMerge", what, equal, outputs=outputs),
         same(
@@ -248,7 +248,7 @@ def compare_keepkv(code: SimpleNamespace, texts: list[list[Heads]], length: int)
         return prefilled(text, plain, length, length).score[:, :, 0]
 
     separate = [apart(text) for text, _ in cases]
-    what = "the prompt at once: who leaves, targets, keys, values, votes"
+    what = "the prompt at once: evicted entries, targets, keys, values, votes"
     return [
         same(
             "KeepKV", f"{what}; no recent key like any other", [(ours(text, plain), theirs(text)) for text in separate]

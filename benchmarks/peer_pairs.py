@@ -75,7 +75,7 @@ def _their_layer(heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _as_ours(layer: Any, heads: Heads) -> Cache:
-    """Their cache, values as means, and keys turned to their positions: the running count of tokens, which is the
+    """Their cache, values as means, and keys rotated to their positions: the running count of tokens, which is the
     youngest member's."""
     key, value, votes = layer
     position = votes.cumsum(-1).long() - 1

@@ -108,7 +108,7 @@ def _texts(prompts: int) -> list[list[Heads]]:
     """The tensors of texts that go on for a while after `LENGTH` tokens."""
     language, rng = tiny_language(), np.random.default_rng(1)
     recipe = load_recipe("tiny-kvslimmer", []).recipe
-    shape = read_model(recipe)  # with rotary frequencies, for the methods that turn keys
+    shape = read_model(recipe)  # with rotary frequencies, for the methods that rotate keys
     assert shape.checkpoint is not None
     reference = TorchReference(shape.checkpoint.path, shape.plan, shape.geometry, recipe.cache.build_method(), recipe)
     rotary = [layer.rotary for layer in shape.geometry]

@@ -19,9 +19,9 @@ from typing import Any
 from common import RESULTS, save
 from sweep import GROUPS
 
-from kvexport.evaluate.candidates import FULL
 from kvexport.evaluate.measure import Window
 from kvexport.evaluate.runner import STABILITY, TIMES, Options, Run
+from kvexport.evaluate.settings import FULL
 from kvexport.terminal import silent
 
 
@@ -48,7 +48,7 @@ def main() -> None:
     )
     parser.add_argument("--slots", type=float, default=64)
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="of all candidates, such as backend.threads=1"
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="of all settings, such as backend.threads=1"
     )
     parser.add_argument("--again", metavar="PREFIX", help="measure anew what begins so")
     asked = parser.parse_args()
@@ -67,7 +67,7 @@ def main() -> None:
     options = Options(tuple(GROUPS["methods"]), (asked.slots,), (STABILITY,), training_length=asked.training_length)
     with tempfile.TemporaryDirectory() as folder:
         run = Run(asked.recipe, asked.set, options, Path(folder), silent)
-        for label, slots in [(FULL, None), *((c.label, c.slots) for c in run.candidates)]:
+        for label, slots in [(FULL, None), *((c.label, c.slots) for c in run.settings)]:
             if label not in [r["label"] for r in figures["rows"]]:
                 found = row(label, slots or TIMES * run.training_length, run.stability(label, slots))
                 print(found, flush=True)

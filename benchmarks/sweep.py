@@ -4,7 +4,7 @@ deployed engine.
     python benchmarks/sweep.py [--recipe tiny-base] [--groups decay,order] [--budgets 1/8,1/4] [--samples 24] [--length
     512]
 
-Every candidate sees the same samples. Results go to benchmarks/results/sweep-RECIPE.json candidate by candidate, so
+Every setting sees the same samples. Results go to benchmarks/results/sweep-RECIPE.json setting by setting, so
 that a run that was stopped goes on where it was; a group that was asked otherwise begins anew. What was found is in
 docs/defaults.md.
 """
@@ -20,8 +20,8 @@ from typing import Any
 
 from common import RESULTS, save
 
-from kvexport.evaluate.candidates import parse_budgets
 from kvexport.evaluate.runner import Options, Result, Run
+from kvexport.evaluate.settings import parse_budgets
 from kvexport.terminal import silent
 
 GROUPS: dict[str, list[str]] = {
@@ -70,7 +70,7 @@ GROUPS: dict[str, list[str]] = {
 
 
 def row(result: Result) -> dict[str, Any]:
-    """A candidate's figures, each with its interval."""
+    """A setting's figures, each with its interval."""
     scores = {
         name: {key: value for key, value in asdict(score).items() if key != "cells"}
         for name, score in result.scores.items()
@@ -85,7 +85,7 @@ def row(result: Result) -> dict[str, Any]:
 
 
 def line(result: Result) -> str:
-    """A candidate's figures for the terminal."""
+    """A setting's figures for the terminal."""
     figures = [f"{name} {score.accuracy or ''} KL {score.kl}" for name, score in result.scores.items()]
     return f"{result.budget or 0:<6g} {result.label:48} " + "  ".join(figures)
 
@@ -115,12 +115,12 @@ class Sweep:
         ]
         with tempfile.TemporaryDirectory() as folder:
             run = Run(self.recipe, self.settings, options, Path(folder), silent)
-            order = {(c.label, c.budget): i for i, c in enumerate(run.candidates)}
+            order = {(c.label, c.budget): i for i, c in enumerate(run.settings)}
             there = {(r["label"], r["budget"]) for r in rows}
-            wanted = [c for c in run.candidates if (c.label, c.budget) not in there and c.label.startswith(only)]
+            wanted = [c for c in run.settings if (c.label, c.budget) not in there and c.label.startswith(only)]
             full = row(run.full()) if wanted else found.get("full")
-            for candidate in wanted:
-                result = run.measure(candidate)
+            for setting in wanted:
+                result = run.measure(setting)
                 print(f"{group:12}{line(result)}", flush=True)
                 rows.append(row(result))
                 rows.sort(key=lambda r: order[r["label"], r["budget"]])
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=24)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="of all candidates, such as backend.threads=1"
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="of all settings, such as backend.threads=1"
     )
     parser.add_argument(
         "--only", metavar="PREFIX", default="", help="measure what begins so, and leave the rest to another run"

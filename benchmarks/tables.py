@@ -170,7 +170,7 @@ def tables() -> dict[str, str]:
 
 
 def written(text: str, found: dict[str, str]) -> str:
-    """A document with its tables as they should be. Raises KeyError for a mark that nobody knows."""
+    """A document with its tables as they should be. Raises KeyError for an unknown mark."""
     return re.sub(
         r"<!-- ([\w -]+) -->\n.*?<!-- end -->",
         lambda m: f"<!-- {m[1]} -->\n{found[m[1]]}\n<!-- end -->",

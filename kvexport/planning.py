@@ -67,8 +67,7 @@ class MemoryPlan:
     def _largest_budget(self, room: int) -> int | None:
         if not self.recipe.cache.build_method().compresses:
             return None
-        # At max_length nothing ever leaves and the slack goes too, so that it can take less than the budgets just below
-        # it.
+        # At max_length nothing is evicted and there is no slack: it can take less than the budgets just below it.
         longest = self.recipe.limits.max_length
         if self._fits(longest, room):
             return longest

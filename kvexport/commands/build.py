@@ -30,7 +30,7 @@ def build(
     ] = None,
     backend: BackendOption = None,
     stage: Annotated[
-        Stage, typer.Option(help="Only the graphs; engines are then built with --from where they will run.")
+        Stage, typer.Option(help="Only the ONNX graphs; engines are then built with --from where they will run.")
     ] = Stage.all,
     source: Annotated[
         Path | None, typer.Option("--from", metavar="DIR", help="Add engines for this machine to that artifact.")

@@ -114,7 +114,7 @@ def _write_log(error: BaseException) -> str:
 
 
 def _say(text: str) -> None:
-    # Nobody may be reading stderr either.
+    # stderr may have no reader either.
     with suppress(OSError, ValueError):
         typer.echo(text, err=True)
 

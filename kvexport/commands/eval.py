@@ -74,8 +74,8 @@ def make_options(
 ) -> Options:
     """Options of comma-separated words and files. With a suite and no tasks named, the suite alone. Raises
     UsageError."""
-    from kvexport.evaluate.candidates import parse_budgets
     from kvexport.evaluate.runner import ALL_TASKS, Options
+    from kvexport.evaluate.settings import parse_budgets
     from kvexport.evaluate.suites import read_longbench, read_ruler
 
     suites: dict[str, list[Item]] = {}

@@ -41,7 +41,7 @@ class Graph:
 
     @property
     def nodes(self) -> int | None:
-        """Nodes of the graph, each call of a function one."""
+        """Nodes of the ONNX graph, each call of a function one."""
         return None if self.operators is None else sum(self.operators.values())
 
 

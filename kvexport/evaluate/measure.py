@@ -113,8 +113,7 @@ def step_seconds(engine: Engine, length: int, steps: int = 24) -> float:
 @dataclass(frozen=True)
 class Window:
     """A stretch of a very long sequence. end: tokens seen. nll: mean -ln p of what can be predicted, nats. key_norm:
-    the largest norm of
-    a cached key at its end. finite: whether every logit and the whole state were."""
+    the largest norm of a cached key at its end. finite: whether every logit and the whole state were."""
 
     end: int
     nll: float

@@ -1,4 +1,4 @@
-"""`kvexport eval`: candidates of equal bytes on the same samples, each on the engine it would be deployed on."""
+"""`kvexport eval`: methods at equal bytes on the same samples, each on the engine it would be deployed on."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import numpy as np
 
 from kvexport.cache import plan_cache
 from kvexport.errors import UsageError
-from kvexport.evaluate.candidates import FULL, Candidate, equal_bytes, load_candidate, longer_checkpoint
 from kvexport.evaluate.language import language_of
 from kvexport.evaluate.measure import Outcome, Rows, Window, run_long, run_samples, step_seconds
+from kvexport.evaluate.settings import FULL, Setting, equal_bytes, load_setting, longer_checkpoint
 from kvexport.evaluate.statistics import Estimate, mean, share
 from kvexport.evaluate.suites import Item, run_items
 from kvexport.evaluate.tasks import TASKS, Sample, long_text
@@ -36,13 +36,10 @@ Show = Callable[[str, int | None], Progress]
 @dataclass(frozen=True)
 class Options:
     """What `kvexport eval` was asked. methods: labels ("keepkv:threshold=0.7"), () takes streaming, h2o and the
-    recipe's own. budgets:
-    shares of `length`, or slots. length: tokens of a prompt, None takes half of the recipe's limits.max_length (all of
-        it with suites).
-    samples: per task and length. training_length: None takes the model's maximum of positions. source: text to measure
-        on. suites:
-    items of LongBench or RULER by data set. telemetry: note what every merge does to the attention output, on one batch
-    of the text (or of the first task that is asked)."""
+    recipe's own. budgets: shares of `length`, or slots. length: tokens of a prompt, None takes half of the recipe's
+    limits.max_length (all of it with suites). samples: per task and length. training_length: None takes the model's
+    maximum of positions. source: text to measure on. suites: items of LongBench or RULER by data set. telemetry: note
+    what every merge does to the attention output, on one batch of the text (or of the first task that is asked)."""
 
     methods: tuple[str, ...] = ()
     budgets: tuple[float, ...] = (0.125, 0.25, 0.5)
@@ -69,11 +66,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Score:
-    """A candidate on a task. accuracy: samples answered wholly right (of a suite: its own score, 0 to 1); None for a
-    text. nll: -ln p of
-    what counts, nats per token. kl: KL(full || candidate), nats per position, mean over samples, and its 99th
-        percentile over positions.
-    agreement: positions whose likeliest token is the full cache's. None where there is nothing of the kind."""
+    """A setting on a task. accuracy: samples answered wholly right (of a suite: its own score, 0 to 1); None for a
+    text. nll: -ln p of what counts, nats per token. kl: KL(full || setting), nats per position, mean over samples, and
+    its 99th percentile over positions. agreement: positions whose likeliest token is the full cache's. None where there
+    is nothing of the kind."""
 
     task: str
     accuracy: Estimate | None = None
@@ -86,10 +82,9 @@ class Score:
 
 @dataclass
 class Result:
-    """All that was measured of a candidate. budget: as asked for, None for the full cache. bytes: of one sequence's
-    whole state.
-    step_seconds: one decode step of one sequence at the run's length. windows: of the stability run, where it was made.
-    telemetry: where it was asked for; None of the full cache."""
+    """All that was measured of a setting. budget: as asked for, None for the full cache. bytes: of one sequence's whole
+    state. step_seconds: one decode step of one sequence at the run's length. windows: of the stability run, where it
+    was made. telemetry: where it was asked for; None of the full cache."""
 
     label: str
     budget: float | None
@@ -103,7 +98,7 @@ class Result:
 
 @dataclass
 class Evaluation:
-    """The full cache (its bytes are those of `length` tokens) and every candidate, by budget. tasks: what was asked.
+    """The full cache (its bytes are those of `length` tokens) and every method at every budget. tasks: what was asked.
     skipped: task -> why it could not be."""
 
     recipe: str
@@ -124,7 +119,7 @@ class Evaluation:
 def evaluate(
     recipe: str, overrides: Sequence[str], options: Options, work: Path | None = None, progress: Show = silent
 ) -> Evaluation:
-    """Build and measure every candidate of a recipe (its name or file, with `--set` overrides).
+    """Build and measure every setting of a recipe (its name or file, with `--set` overrides).
 
     work: where the artifacts are built and stay; None: a temporary folder. Raises UsageError for unknown tasks and
     methods, budgets that cannot hold sinks and recent slots, and tasks that do not fit the length or the model.
@@ -136,7 +131,7 @@ def evaluate(
 
 
 class Run:
-    """One evaluation on its way: what all candidates share. candidates: those to be measured, by budget; the full cache
+    """One evaluation on its way: what all settings share. settings: those to be measured, by budget; the full cache
     comes first."""
 
     def __init__(self, recipe: str, overrides: list[str], options: Options, folder: Path, progress: Show) -> None:
@@ -174,7 +169,7 @@ class Run:
         labels = options.methods or tuple(dict.fromkeys(("streaming", "h2o", own.cache.method)))
         bounded = list(dict.fromkeys(label for label in labels if label != FULL))
         self.geometry = shape.geometry
-        self.candidates = equal_bytes(recipe, bounded, options.budgets, self.length, self.geometry, self.common)
+        self.settings = equal_bytes(recipe, bounded, options.budgets, self.length, self.geometry, self.common)
         self.references: dict[str, list[Rows]] = {}
 
     def _samples(self) -> dict[str, list[Sample]]:
@@ -194,9 +189,9 @@ class Run:
     def all(self) -> Evaluation:
         """Everything, the full cache first."""
         full = self.full()
-        results = [self.measure(candidate) for candidate in self.candidates]
+        results = [self.measure(setting) for setting in self.settings]
         if STABILITY in self.options.tasks:
-            smallest = min((candidate.budget for candidate in self.candidates), default=0.0)
+            smallest = min((setting.budget for setting in self.settings), default=0.0)
             for result in (r for r in results if r.budget == smallest):
                 result.windows = self.stability(result.label, result.slots)
         tasks = [*self.samples, *self.options.suites]
@@ -215,15 +210,15 @@ class Run:
 
     def full(self) -> Result:
         """The full cache on every task; its logits become the reference of every KL."""
-        recipe = load_candidate(self.recipe, FULL, None, self.common)
+        recipe = load_setting(self.recipe, FULL, None, self.common)
         # Built for the longest sample, but weighed as what a prompt of the run's length needs.
         exact = recipe.model_copy(update={"limits": recipe.limits.model_copy(update={"max_length": self.length})})
         size = plan_cache(exact, self.geometry).bytes()
-        return self._measure(Candidate(FULL, 0.0, self.length, size, recipe), None)
+        return self._measure(Setting(FULL, 0.0, self.length, size, recipe), None)
 
-    def measure(self, candidate: Candidate) -> Result:
-        """A candidate on every task, after `full`."""
-        return self._measure(candidate, candidate.budget)
+    def measure(self, setting: Setting) -> Result:
+        """A setting on every task, after `full`."""
+        return self._measure(setting, setting.budget)
 
     def stability(self, label: str, slots: int | None) -> list[Window]:
         """A method with so many slots (None: what the label says; the full cache needs none) over TIMES training
@@ -234,7 +229,7 @@ class Run:
         common = [*self.common, f"model.path={longer}", f"limits.max_length={length}", "limits.max_batch=1"]
         name = f"{label} over {length} tokens"
         with self.progress(f"building {name}", None):
-            engine = self._engine(f"{label}-long", load_candidate(self.recipe, label, slots, common))
+            engine = self._engine(f"{label}-long", load_setting(self.recipe, label, slots, common))
         with self.progress(name, None):
             return run_long(engine, ids, counted, self.training_length)
 
@@ -245,14 +240,14 @@ class Run:
             build(recipe, self.folder / "".join(c if c.isalnum() or c in ".-=" else "_" for c in name)), verify=False
         )
 
-    def _measure(self, candidate: Candidate, budget: float | None) -> Result:
-        """Build a candidate and give it every task. budget: None for the full cache, whose logits become the
+    def _measure(self, setting: Setting, budget: float | None) -> Result:
+        """Build a setting and give it every task. budget: None for the full cache, whose logits become the
         reference."""
-        name = FULL if budget is None else f"{candidate.label}-{candidate.slots}"
+        name = FULL if budget is None else f"{setting.label}-{setting.slots}"
         with self.progress(f"building {name}", None):
-            engine = self._engine(name, candidate.recipe)
+            engine = self._engine(name, setting.recipe)
         seconds = step_seconds(engine, self.length)
-        result = Result(candidate.label, budget, candidate.slots, candidate.bytes, seconds)
+        result = Result(setting.label, budget, setting.slots, setting.bytes, seconds)
         tasks = [(task, len(samples)) for task, samples in self.samples.items()]
         with self.progress(
             f"asking {name}", sum(n for _, n in tasks) + sum(map(len, self.options.suites.values()))
@@ -269,7 +264,7 @@ class Run:
                 bar.advance(len(items))
         if self.options.telemetry and budget is not None:
             with self.progress(f"watching {name} merge", None):
-                result.telemetry = self._perturbations(engine, candidate.recipe)
+                result.telemetry = self._perturbations(engine, setting.recipe)
         return result
 
     def _perturbations(self, engine: Engine, recipe: Recipe) -> list[Perturbation]:
@@ -287,11 +282,11 @@ def _score(task: str, samples: Sequence[Sample], outcomes: Sequence[Outcome], co
     score = Score(task, nll=nll)
     if TASKS[task].exact:
         keys = [(int(s.cell["length"]), s.cell.get("depth", math.nan)) for s in samples]
-        groups: dict[tuple[int, float], list[bool]] = {}
+        answers: dict[tuple[int, float], list[bool]] = {}
         for key, outcome in zip(keys, outcomes, strict=True):
-            groups.setdefault(key, []).append(outcome.right)
+            answers.setdefault(key, []).append(outcome.right)
         cells = (
-            tuple(Cell(*key, sum(hits), len(hits)) for key, hits in sorted(groups.items()))
+            tuple(Cell(*key, sum(hits), len(hits)) for key, hits in sorted(answers.items()))
             if TASKS[task].depths != (0.5,)
             else ()
         )

@@ -25,7 +25,7 @@ def sections(evaluation: Evaluation) -> list[Section]:
     ]
     watched = [(_name(r), r.telemetry) for r in evaluation.results if r.telemetry is not None]
     return (
-        [*out, *tables(watched, "candidate"), *(d for name, rows in watched for d in drawings(rows, name))]
+        [*out, *tables(watched, "method"), *(d for name, rows in watched for d in drawings(rows, name))]
         if watched
         else out
     )
@@ -47,11 +47,9 @@ def _summary(evaluation: Evaluation) -> list[Section]:
         (_name(r), r.budget, r.slots, r.bytes, r.bytes / full.bytes, 1e3 * r.step_seconds)
         for r in [full, *evaluation.results]
     ]
-    header = ("candidate", "budget", "slots", "bytes per sequence", "of full", "ms per step")
-    note = (
-        "Candidates of one budget have equal bytes: votes, scores, positions and slack counted. Time per step is rough."
-    )
-    return [KeyValues("Evaluation", mapping), Paragraph("\n\n".join(asked)), Table("Candidates", header, rows, note)]
+    header = ("method", "budget", "slots", "bytes per sequence", "of full", "ms per step")
+    note = "Methods of one budget have equal bytes: votes, scores, positions and slack counted. Time per step is rough."
+    return [KeyValues("Evaluation", mapping), Paragraph("\n\n".join(asked)), Table("Methods", header, rows, note)]
 
 
 def _name(result: Result) -> str:
@@ -67,19 +65,19 @@ def _tables(evaluation: Evaluation) -> list[Section]:
     if exact:
         rows = [(_name(r), *(_cell(r.scores[t].accuracy) for t in exact)) for r in everyone]
         out.append(
-            Table("Accuracy", ("candidate", *exact), rows, "Share of samples answered wholly right, and its interval.")
+            Table("Accuracy", ("method", *exact), rows, "Share of samples answered wholly right, and its interval.")
         )
     if compared and evaluation.results:
         rows = [(_name(r), *(_cell(r.scores[t].kl) for t in compared)) for r in evaluation.results]
         note = "Nats per judged position (answers; of a text its second half), and the interval of the mean."
-        out.append(Table("KL(full cache || candidate)", ("candidate", *compared), rows, note))
+        out.append(Table("KL(full cache || method)", ("method", *compared), rows, note))
     for task in texts:
         shown = [(_name(r), r.scores[task]) for r in everyone]
         lines = [
             (name, *_perplexity(score.nll), score.kl.value if score.kl else None, score.kl_99, score.agreement)
             for name, score in shown
         ]
-        header = ("candidate", "perplexity", "from", "to", "KL, nats", "KL, 99th percentile", "top-1 agreement")
+        header = ("method", "perplexity", "from", "to", "KL, nats", "KL, 99th percentile", "top-1 agreement")
         out.append(Table(f"Perplexity and distance: {task}", header, lines))
     return out
 
@@ -117,10 +115,12 @@ def _curves(evaluation: Evaluation) -> list[Section]:
     out.append(over_bytes("Time of a step", "ms per decode step", _milliseconds, y_also=(0.0,)))
     if exact:
         labels = list(dict.fromkeys(r.label for r in results))
-        groups = [(label, [r for r in results if r.label == label]) for label in labels] + [("full", [evaluation.full])]
+        methods = [(label, [r for r in results if r.label == label]) for label in labels] + [
+            ("full", [evaluation.full])
+        ]
         lines = [
             Series(name, [1e3 * r.step_seconds for r in rs], [_mean_accuracy(r, exact) for r in rs])
-            for name, rs in groups
+            for name, rs in methods
         ]
         both = ("ms per decode step", "mean accuracy over tasks")
         out.append(Plot("Accuracy against time", *both, lines, x_also=(0.0,), y_also=(0.0, 1.0)))
@@ -140,16 +140,19 @@ def _milliseconds(result: Result) -> Estimate:
 def _series(evaluation: Evaluation, figure: Callable[[Result], Estimate | None], full: bool) -> list[Series]:
     """A line per method over bytes; the full cache as a point."""
     labels = list(dict.fromkeys(r.label for r in evaluation.results))
-    groups = [[r for r in evaluation.results if r.label == label] for label in labels] + (
-        [[evaluation.full]] if full else []
-    )
+    methods = [(label, [r for r in evaluation.results if r.label == label]) for label in labels]
+    methods += [(evaluation.full.label, [evaluation.full])] if full else []
     lines = []
-    for group in groups:
-        found = [(r.bytes, estimate) for r in group if (estimate := figure(r))]
+    for label, results in methods:
+        found = [(r.bytes, estimate) for r in results if (estimate := figure(r))]
         x, estimates = [float(b) for b, _ in found], [e for _, e in found]
         lines.append(
             Series(
-                group[0].label, x, [e.value for e in estimates], [e.low for e in estimates], [e.high for e in estimates]
+                label,
+                x,
+                [e.value for e in estimates],
+                [e.low for e in estimates],
+                [e.high for e in estimates],
             )
         )
     return lines
@@ -190,7 +193,7 @@ def _stability(evaluation: Evaluation) -> list[Section]:
             )
         )
         finite += [] if whole else [(i, 2)]
-    header = ("candidate", "tokens", "finite", "nll, first window", "nll, last", "key norm, first", "largest", "grown")
+    header = ("method", "tokens", "finite", "nll, first window", "nll, last", "key norm, first", "largest", "grown")
     title = f"Stability over {TIMES} times {evaluation.training_length} tokens"
     losses = [Series(r.label, [float(w.end) for w in r.windows], [w.nll for w in r.windows]) for r in ran]
     norms = [Series(r.label, [float(w.end) for w in r.windows], [w.key_norm for w in r.windows]) for r in ran]

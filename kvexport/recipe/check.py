@@ -69,7 +69,7 @@ def scalar_at(tree: Tree, key: Key) -> Any:
 
 
 def place_of(tree: Tree, key: Key) -> str:
-    """Where `key`, or the nearest mapping or value above it, was written; "" where nobody wrote it."""
+    """Where `key`, or the nearest mapping or value above it, was written; "" where it was not written."""
     if (entry := get(tree, key)) is not None:
         return entry.origin.place
     above = get(tree, key[:-1])

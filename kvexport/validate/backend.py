@@ -56,7 +56,7 @@ class ReferenceBackend:
         raise AssertionError("a reference runs once")
 
     def decoded(self, feed: dict[str, NDArray[Any]], present: dict[str, NDArray[Any]]) -> None:
-        """For whoever compares: what the reference's decoder was given and gave, before the state takes it."""
+        """For a comparison: what the reference's decoder was given and gave, before the state takes it."""
 
     def merged(self, feed: dict[str, NDArray[Any]], present: dict[str, NDArray[Any]]) -> None:
         """The same of a merge."""

@@ -43,10 +43,9 @@ class Perturbation:
 
     step: number of the merge; tokens: seen by the longest sequence. query: the last one before the merge (current), or
     the first one after it (next), which sees its own token as well. heads: of all sequences. mean, largest: from the
-    cache before the merge to that
-    after it. to_full: mean, from all keys and values that this run ever computed to the cache after the merge. by_slot:
-    mean of the theorem's bound with every slot's own error in place of the largest. by_slot and theorem are None where
-    the method keeps no estimates of scores.
+    cache before the merge to that after it. to_full: mean, from all keys and values that this run ever computed to the
+    cache after the merge. by_slot: mean of the theorem's bound with every slot's own error in place of the largest.
+    by_slot and theorem are None where the method keeps no estimates of scores.
     """
 
     step: int
@@ -76,12 +75,12 @@ BOUND_NOTE = (
 )
 
 
-def tables(groups: Sequence[tuple[str, Sequence[Perturbation]]], what: str) -> list[Section]:
-    """A row for every group (a layer, a candidate), headed `what`; the bounds in a table of their own, where any group
-    has one."""
-    observed = [(name, *_observed(rows)) for name, rows in groups]
+def tables(named: Sequence[tuple[str, Sequence[Perturbation]]], what: str) -> list[Section]:
+    """A row for every named set of merges (of a layer, of a method), headed `what`; the bounds in a table of their own,
+    where any set has one."""
+    observed = [(name, *_observed(rows)) for name, rows in named]
     out: list[Section] = [Table("Perturbation by merging", (what, *OBSERVED), observed, NOTE)]
-    bounded = [(name, [r for r in rows if r.query == "next"]) for name, rows in groups if any(r.theorem for r in rows)]
+    bounded = [(name, [r for r in rows if r.query == "next"]) for name, rows in named if any(r.theorem for r in rows)]
     if bounded:
         lines = [(name, *_bounded(rows)) for name, rows in bounded]
         out.append(Table("Perturbation and the bound of Theorem 5", (what, *BOUNDED), lines, BOUND_NOTE))
@@ -91,12 +90,12 @@ def tables(groups: Sequence[tuple[str, Sequence[Perturbation]]], what: str) -> l
 def layer_sections(rows: Sequence[Perturbation]) -> list[Section]:
     """A run's tables, layer by layer, and its drawings."""
     if not rows:
-        return [Paragraph("No perturbation by merging: nothing had to leave a cache.")]
-    groups = [(f"layer {i}", [r for r in rows if r.layer == i]) for i in sorted({r.layer for r in rows})]
+        return [Paragraph("No perturbation by merging: no entry had to be evicted.")]
+    named = [(f"layer {i}", [r for r in rows if r.layer == i]) for i in sorted({r.layer for r in rows})]
     worst = max(rows, key=lambda r: r.largest)
     text = f"The largest error of a head, {worst.largest:.3g}, is layer {worst.layer}'s "
     text += f"after {worst.tokens} tokens ({worst.query} query)."
-    return [*tables([*groups, ("all", rows)], "layer"), Paragraph(text), *drawings(rows, "")]
+    return [*tables([*named, ("all", rows)], "layer"), Paragraph(text), *drawings(rows, "")]
 
 
 def drawings(rows: Sequence[Perturbation], name: str) -> list[Section]:

@@ -160,7 +160,7 @@ def _bounds(
 
 class _Numbered:
     """A method over values whose dimensions from `size` on are the slots' numbers, which it must not select by. Where
-    what leaves goes, methods that keep estimates say by the keys."""
+    evicted entries go, methods that keep estimates say by the keys."""
 
     def __init__(self, method: Method, size: int) -> None:
         self.method, self.size = method, size

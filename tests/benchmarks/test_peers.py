@@ -20,9 +20,9 @@ from peer_caches import Cache, Heads, jaccard, likeness, merged, output_gap, pre
 from peer_merges import window_score  # noqa: E402
 from peer_pairs import bracket_weights  # noqa: E402
 
-from kvexport.methods.base import corrected_log_ema  # noqa: E402
 from kvexport.methods.h2o import H2O  # noqa: E402
 from kvexport.methods.keepkv import KeepKV  # noqa: E402
+from kvexport.methods.slots import corrected_log_ema  # noqa: E402
 
 
 def heads(tokens: int = 24, seed: int = 0) -> Heads:

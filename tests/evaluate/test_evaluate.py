@@ -17,10 +17,10 @@ import kvexport
 from kvexport.cache import LayerGeometry, plan_cache
 from kvexport.commands.app import app
 from kvexport.errors import UsageError
-from kvexport.evaluate.candidates import equal_bytes, longer_checkpoint, overrides_of, parse_budgets
 from kvexport.evaluate.measure import counted_logits, judge, run_long, step_seconds
 from kvexport.evaluate.runner import Evaluation, Options, evaluate
 from kvexport.evaluate.sections import sections
+from kvexport.evaluate.settings import equal_bytes, longer_checkpoint, overrides_of, parse_budgets
 from kvexport.evaluate.suites import Item, run_items
 from kvexport.evaluate.tasks import TASKS, Sample
 from kvexport.recipe.inherit import recipe_folder
@@ -228,12 +228,10 @@ def test_budgets_have_equal_bytes() -> None:
         limit = group[0].bytes
         assert group[0].slots == slots
         assert group[3].slots == slots - 32  # what the slack takes
-        for candidate in group:
-            cache = candidate.recipe.cache
-            assert candidate.bytes == plan_cache(candidate.recipe, GEOMETRY).bytes() <= limit
-            more = candidate.recipe.model_copy(
-                update={"cache": cache.model_copy(update={"budget": candidate.slots + 1})}
-            )
+        for setting in group:
+            cache = setting.recipe.cache
+            assert setting.bytes == plan_cache(setting.recipe, GEOMETRY).bytes() <= limit
+            more = setting.recipe.model_copy(update={"cache": cache.model_copy(update={"budget": setting.slots + 1})})
             assert plan_cache(more, GEOMETRY).bytes() > limit
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import kvexport
 from kvexport.cache import LayerGeometry
 from kvexport.commands.app import app
-from kvexport.evaluate.candidates import equal_bytes
+from kvexport.evaluate.settings import equal_bytes
 from kvexport.recipe.load import load_recipe
 
 # The public shapes of the checkpoints that the recipes name: layers, query heads, KV heads, of 128 dimensions each.
@@ -38,11 +38,11 @@ def test_the_papers_settings_give_every_method_a_fifth_of_the_context(name: str)
     slots = round(0.2 * length)
     assert [c.label for c in found] == ["streaming", "h2o", "keepkv"]
     token = layers * kv_heads * 2 * 128 * 2  # float16
-    for candidate in found:
-        assert candidate.recipe.cache.method == candidate.label
-        assert slots - 2 <= candidate.slots <= slots
+    for setting in found:
+        assert setting.recipe.cache.method == setting.label
+        assert slots - 2 <= setting.slots <= slots
         # The budget and a chunk's slack; votes, scores and positions are 12 bytes beside 512.
-        assert slots * token < candidate.bytes < (slots + 512) * token * 1.03
+        assert slots * token < setting.bytes < (slots + 512) * token * 1.03
     assert {c.recipe.cache.allocation.kind for c in found} == {"cosine"}
 
 

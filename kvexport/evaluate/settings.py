@@ -18,11 +18,10 @@ FULL = "full"
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """label: the method as it was asked for, "keepkv:threshold=0.7". budget: as asked for, a share of the run's length
-    or slots.
-    slots: of a layer on average, the most whose bytes do not exceed the budget's. bytes: of one sequence's whole
-    state."""
+class Setting:
+    """A method with its parameters, at one budget. label: the method as it was asked for, "keepkv:threshold=0.7".
+    budget: as asked for, a share of the run's length or slots. slots: of a layer on average, the most whose bytes do
+    not exceed the budget's. bytes: of one sequence's whole state."""
 
     label: str
     budget: float
@@ -48,19 +47,19 @@ def parse_budgets(text: str) -> list[float]:
 
 def overrides_of(label: str) -> list[str]:
     """The `--set` lines of "method:key=value:...": a key without a dot is a parameter of the method."""
-    method, *settings = label.split(":")
+    method, *parts = label.split(":")
     lines = [f"cache.method={method}"]
-    for setting in settings:
-        key, equals, value = setting.partition("=")
+    for part in parts:
+        key, equals, value = part.partition("=")
         if not equals:
             raise UsageError(
-                f"{label!r}: {setting!r} is no setting", "NAME or NAME:key=value, such as keepkv:threshold=0.7"
+                f"{label!r}: {part!r} is no setting", "NAME or NAME:key=value, such as keepkv:threshold=0.7"
             )
         lines.append(f"{key if '.' in key else f'cache.parameters.{key}'}={value}")
     return lines
 
 
-def load_candidate(recipe: str, label: str, slots: int | None, common: Sequence[str]) -> Recipe:
+def load_setting(recipe: str, label: str, slots: int | None, common: Sequence[str]) -> Recipe:
     """The recipe with a method, its budget (None: what the recipe or the label says) and the settings that all
     share."""
     budget = [] if slots is None else [f"cache.budget={slots}"]
@@ -74,18 +73,18 @@ def equal_bytes(
     length: int,
     geometry: Sequence[LayerGeometry],
     common: Sequence[str],
-) -> list[Candidate]:
+) -> list[Setting]:
     """Every label at every budget. A budget's bytes are those of the leanest label with that many slots (votes, scores,
     positions and slack counted); every label gets the most slots that fit them. Raises UsageError where a budget cannot
     hold sinks and recent."""
     found = []
     for budget in budgets:
         slots = max(1, round(budget * length)) if budget <= 1 else int(budget)
-        recipes = {label: load_candidate(recipe, label, slots, common) for label in labels}
+        recipes = {label: load_setting(recipe, label, slots, common) for label in labels}
         limit = min(plan_cache(r, geometry).bytes() for r in recipes.values())
         for label, loaded in recipes.items():
             fitted, plan = _fit(loaded, slots, limit, geometry)
-            found.append(Candidate(label, budget, fitted.budget, plan.bytes(), fitted))
+            found.append(Setting(label, budget, fitted.budget, plan.bytes(), fitted))
     return found
 
 

@@ -204,3 +204,8 @@ def test_every_path_that_the_architecture_names_is_there() -> None:
         assert (ROOT / name).exists(), name
     for name in re.findall(r"\]\(([\w.-]+\.md)\)", ARCHITECTURE):
         assert (ROOT / "docs" / name).is_file(), name
+
+
+def test_tests_find_what_they_import_without_help() -> None:
+    searching = "sys" + ".path."
+    assert [path.name for path in (ROOT / "tests").rglob("*.py") if searching in path.read_text(encoding="utf-8")] == []

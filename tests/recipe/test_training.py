@@ -21,15 +21,13 @@ SMALL = recipe_folder() / "checkpoints" / "small"
 
 @pytest.fixture(scope="module")
 def training() -> Iterator[ModuleType]:
-    """small/train.py, which finds documents.py beside it as a script does."""
-    sys.path.insert(0, str(SMALL))
-    spec = importlib.util.spec_from_file_location("small_train", SMALL / "train.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    sys.path.remove(str(SMALL))
+    """small/train.py, which imports documents.py beside it."""
+    for name, file in (("documents", "documents.py"), ("small_train", "train.py")):
+        spec = importlib.util.spec_from_file_location(name, SMALL / file)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    yield sys.modules["small_train"]
     for name in ("small_train", "documents", "tiny_checkpoint"):
         sys.modules.pop(name, None)
 

@@ -40,7 +40,6 @@ import ctypes, json, sys
 folder = sys.argv[1]
 for stub in sys.argv[2:]:
     ctypes.CDLL(f"{folder}/{stub}", mode=ctypes.RTLD_GLOBAL)
-sys.path.insert(0, folder)
 import tensorrt_bindings as tensorrt
 def members(cls):
     return {name: (getattr(cls, name).__doc__ or "")
@@ -68,7 +67,8 @@ def api(place: Path) -> dict[str, Any]:
     """Every public class and function of both packages, with its members' docstrings, in which pybind11 writes the
     signatures."""
     command = [sys.executable, "-c", DUMP, str(place), *STUBS]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(place)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found

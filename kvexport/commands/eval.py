@@ -26,7 +26,7 @@ def evaluate(
     tasks: Annotated[str | None, typer.Option(metavar="A,B", help="Default all: needle, ..., text, stability.")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Per task and length.")] = 40,
     length: Annotated[
-        int | None, typer.Option(min=16, help="Tokens of a prompt; default half of limits.max_length.")
+        int | None, typer.Option(min=16, max=2**31 - 1, help="Tokens of a prompt; default half of limits.max_length.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the tasks.")] = 0,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 8,

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvexport.cache import CachePlan, LayerGeometry, plan_cache
 from kvexport.errors import UsageError
-from kvexport.recipe.fields import Recipe
+from kvexport.recipe.fields import MOST, Recipe
 from kvexport.recipe.load import load_recipe
 
 FULL = "full"
@@ -39,7 +39,7 @@ def parse_budgets(text: str) -> list[float]:
             value = float(top) / float(bottom) if slash else float(top)
         except (ValueError, ZeroDivisionError):
             value = -1.0
-        if value <= 0 or (slash and value > 1) or (value > 1 and value != int(value)):
+        if not 0 < value <= MOST or (slash and value > 1) or (value > 1 and value != int(value)):
             raise UsageError(f"{part.strip()!r} is no budget", "--budgets 1/8,1/4,64: shares of the length, or slots")
         budgets.append(value)
     return sorted(set(budgets))

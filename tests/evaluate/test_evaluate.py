@@ -185,6 +185,7 @@ def test_the_verb_asks_for_what_it_was_told_and_prints_everything(
     [
         (["--tasks", "needles"], "unknown task 'needles'"),
         (["--budgets", "3/2"], "'3/2' is no budget"),
+        (["--length", "9" * 23], "--length"),
         (["--methods", "streaming:sinks"], "'sinks' is no setting"),
         (["--methods", "nothing"], "unknown method 'nothing'"),
         (["--budgets", "4"], "cannot hold"),
@@ -205,7 +206,7 @@ def test_what_cannot_be_is_refused_before_anything_is_built(arguments: list[str]
 def test_budgets_are_shares_or_slots() -> None:
     assert parse_budgets("1/8, 0.5,64,1/8") == [0.125, 0.5, 64.0]
     assert parse_budgets("1/1") == [1.0]
-    for wrong in ("0", "x", "1.5", "-1/2", "1/0", ""):
+    for wrong in ("0", "x", "1.5", "-1/2", "1/0", "", "nan", "inf", "9" * 23, "inf/inf"):
         with pytest.raises(UsageError, match="is no budget"):
             parse_budgets(wrong)
 

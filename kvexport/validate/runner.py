@@ -228,6 +228,8 @@ def validate_artifact(
 
     manifest = load_manifest(path)
     recipe = manifest.recipe
+    chosen = backends.get(backend or recipe.backend.name)
+    where = device or chosen.device(recipe)
     if checkpoint:
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": checkpoint})})
     with progress("loading PyTorch and the engine", None):
@@ -238,8 +240,6 @@ def validate_artifact(
         method = recipe.cache.build_method()
         reference = TorchReference(shape.checkpoint.path, engine.plan, shape.geometry, method, recipe)
     tokens = _tokens(engine, length, batch, seed)
-    chosen = backends.get(backend or recipe.backend.name)
-    where = device or chosen.device(recipe)
     result = ValidationResult(
         artifact=str(path),
         recipe=manifest.name,

@@ -101,20 +101,6 @@ class CachePlan:
         """For the manifest."""
         return [asdict(layer) for layer in self.layers]
 
-    @classmethod
-    def from_json(cls, layers: list[dict[str, Any]]) -> CachePlan:
-        """The inverse of `to_json`."""
-        return cls(tuple(_layer(saved) for saved in layers))
-
-
-def _layer(saved: dict[str, Any]) -> LayerCache:
-    extra = tuple(StateTensor(**{**tensor, "dims": tuple(tensor["dims"])}) for tensor in saved.get("extra", ()))
-    return LayerCache(**{**saved, "rotary": _rotary(saved.get("rotary", {})), "extra": extra})
-
-
-def _rotary(saved: dict[str, Any]) -> Rotary:
-    return Rotary(tuple(saved.get("inverse_frequencies", ())), bool(saved.get("interleaved", False)))
-
 
 def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
     """Every layer's budget and capacity. Raises UsageError where a budget cannot hold sinks, recent and one slot

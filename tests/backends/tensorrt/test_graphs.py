@@ -3,7 +3,6 @@ value."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -13,8 +12,8 @@ import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
 
+from kvexport.artifact.reading import load_manifest
 from kvexport.backends.tensorrt.graphs import LEAVING, MOST_LEAVING, for_tensorrt, plugin_refusal, with_static_rows
-from kvexport.cache import CachePlan
 from tests.support.tensorrt_walk import DOCUMENTED, OPERATORS, graphs, problems
 
 
@@ -90,8 +89,7 @@ def test_static_rows_read_no_votes(tiny_artifact: Path) -> None:
 @pytest.mark.parametrize("used", [0, 5, 32, 33, 40, 48])
 def test_static_rows_mean_the_same(tiny_artifact: Path, used: int) -> None:
     """On caches that are empty, within budget, just over it and full; the second sequence holds less."""
-    manifest = json.loads((tiny_artifact / "manifest.json").read_text())
-    state = CachePlan.from_json(manifest["cache"])
+    state = load_manifest(tiny_artifact, verify=False).cache
     model = graphs(tiny_artifact)["merge"]
     fixed, _ = for_tensorrt(model, plugin_refusal("off"))
     rng = np.random.default_rng(used)

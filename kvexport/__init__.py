@@ -19,17 +19,29 @@ from kvexport.version import __version__
 if TYPE_CHECKING:
     from kvexport.errors import KvexportError
     from kvexport.recipe.fields import Recipe
-    from kvexport.runtime.engine import Completion, Engine, Token, load
+    from kvexport.runtime.engine import Completion, Engine, load
+    from kvexport.runtime.request import Request, Token
     from kvexport.runtime.sampling import GenerationSettings
 
-__all__ = ["Completion", "Engine", "GenerationSettings", "KvexportError", "Token", "__version__", "build", "load"]
+__all__ = [
+    "Completion",
+    "Engine",
+    "GenerationSettings",
+    "KvexportError",
+    "Request",
+    "Token",
+    "__version__",
+    "build",
+    "load",
+]
 
 _HOMES = {
     "Completion": "kvexport.runtime.engine",
     "Engine": "kvexport.runtime.engine",
     "GenerationSettings": "kvexport.runtime.sampling",
     "KvexportError": "kvexport.errors",
-    "Token": "kvexport.runtime.engine",
+    "Request": "kvexport.runtime.request",
+    "Token": "kvexport.runtime.request",
     "load": "kvexport.runtime.engine",
 }
 

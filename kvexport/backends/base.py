@@ -148,6 +148,10 @@ class ModelState(LaneState, Protocol):
         """As `decode` with one token of each lane [n, 1], but the logits stay where they are. Needs `top_logits`."""
         ...
 
+    def grown(self, lanes: int) -> ModelState:
+        """A state of more lanes, the first of which are copies of these; the others are empty."""
+        ...
+
     def get_state(self) -> dict[str, NDArray[Any]]:
         """A copy of every state tensor, by its input name."""
         ...

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,55 +19,35 @@ from kvexport.artifact.manifest import Manifest
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends.base import LoadOptions, ModelState, Sessions
 from kvexport.backends.rows import HostRows, Rows
-from kvexport.errors import UsageError
+from kvexport.errors import KvexportError, UsageError
 from kvexport.runtime.chat import ChatTemplate, Message, read_chat_template
-from kvexport.runtime.lanes import Lanes
+from kvexport.runtime.lanes import Lanes, Tokens
+from kvexport.runtime.request import DECODING, FINISHED, Call, FinishReason, Prompt, Request, Timing, Token
 from kvexport.runtime.sampling import GenerationSettings, Sampler, may_settle
+from kvexport.runtime.scheduler import Scheduler
 from kvexport.runtime.text import FILE_NAME, TextStream, Tokenizer
-
-Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True)
-class Token:
-    """One generated token. sequence: which prompt. text: what is final with it (may be empty while a character or a
-    stop string is incomplete). finish_reason: set on the last token of a sequence: "stop" (eos or stop string) or
-    "length"."""
-
-    sequence: int
-    id: int
-    text: str
-    finish_reason: Literal["stop", "length"] | None = None
 
 
 @dataclass
 class Completion:
-    """What one prompt became. token_ids: generated ones, an eos included. text: "" where the artifact has no
+    """The answer to one prompt. token_ids: generated ones, an eos included. text: "" where the artifact has no
     tokenizer."""
 
     prompt_tokens: int
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
-    finish_reason: Literal["stop", "length"] | None = None
-
-
-@dataclass
-class Timing:
-    """Of the last call: prompt and generated tokens of all sequences, seconds in prefill and decode (merging included),
-    decode steps.
-    whole_rows: tokens of decode steps for whose choice a whole row of logits left the device; None where logits are on
-    the host anyway."""
-
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    steps: int = 0
-    whole_rows: int | None = None
+    finish_reason: FinishReason | None = None
 
 
 class Engine:
-    """A loaded artifact. Not safe to use from several threads at once; sequences of one call share its batch."""
+    """A loaded artifact. `add` requests and `step`: every step advances all of them. `stream` and `generate` do that
+    for prompts given together, and may run beside one another and beside added requests. Not safe to use from several
+    threads at once.
+
+    Every request that runs holds one lane of the state. There are as many lanes as ever were needed at once, so that
+    one prompt takes the memory of one. When requests join those that run, lanes are added by copying (at least as many
+    as there are, so that it happens seldom), up to limits.max_batch; beyond that requests wait.
+    """
 
     def __init__(self, path: Path, manifest: Manifest, sessions: Sessions) -> None:
         self.path = path
@@ -79,33 +59,159 @@ class Engine:
         self.tokenizer = Tokenizer.from_folder(path) if (path / FILE_NAME).exists() else None
         config = path / "generation_config.json"
         self.generation_config: dict[str, Any] = json.loads(config.read_text()) if config.exists() else {}
-        self.timing = Timing()
+        self.timing = Timing()  # of the last call of `stream` or `generate`
         self.sessions = sessions
+        self._scheduler = Scheduler(self.max_batch, manifest.limits.prefill_chunk)
+        self._requests: dict[int, Request] = {}  # those that have not finished
         self._lanes: Lanes | None = None
-        self._calls = 0  # of `lanes`: a stream whose lanes were given to another call must not go on
+        self._used: dict[int, bool] = {}  # lanes that are not empty, and whether they may hold NaN
 
     def new_state(self, lanes: int) -> ModelState:
         """State for `lanes` sequences, all empty, over the engine's sessions."""
         return self.sessions.new_state(self.plan, lanes)
 
     def lanes(self, count: int) -> Lanes:
-        """Empty lanes for `count` sequences; the state of an earlier call is reused where the count is the same, so
-        that one is over."""
+        """Empty lanes for `count` sequences of given tokens, with a state of their own: no request runs in them."""
         self._check_count(count)
-        self._calls += 1
-        if self._lanes is None or self._lanes.count != count:
-            self._lanes = None  # the old state goes before the new one comes
-            limits = self.manifest.limits
-            self._lanes = Lanes(
-                self.new_state(count),
-                self.plan,
-                count,
-                prefill_chunk=limits.prefill_chunk,
-                merge_every=limits.merge_every,
-            )
+        limits = self.manifest.limits
+        return Lanes(
+            self.new_state(count),
+            self.plan,
+            count,
+            prefill_chunk=limits.prefill_chunk,
+            merge_every=limits.merge_every,
+        )
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything for `step` to do."""
+        return self._scheduler.busy
+
+    def add(self, request: Request) -> int:
+        """Let a request wait for a lane; returns the id to `cancel` it by. Raises UsageError for a prompt that cannot
+        be used."""
+        ids = self.encode(request.prompt)
+        settings = request.settings or self.settings()
+        sampler = Sampler(settings, ids, self.vocabulary)
+        text = None
+        if self.tokenizer:
+            text = TextStream(self.tokenizer, settings.stop_strings, context_ids=ids.tolist())
+        request.prepare(ids, sampler, text)
+        request.timing.prompt_tokens += len(ids)
+        self._requests[request.id] = request
+        self._scheduler.add(request)
+        return request.id
+
+    def cancel(self, request_id: int) -> bool:
+        """End a request and free its lane; False where it had finished."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return False
+        request.finish("cancelled")
+        self._scheduler.remove(request)
+        return True
+
+    def step(self) -> list[Request]:
+        """Read a chunk of a prompt, and decode a token of every request whose prompt is read. Returns the requests that
+        got a token or failed: where logits cannot be sampled from, their request fails alone. An error of a run ends
+        the requests that took part in it, since nobody knows their state then, and is raised."""
+        work = self._scheduler.next()
+        advanced: list[Request] = []
+        try:
+            for act, requests in zip((self._give_lanes, self._prefill, self._decode), work, strict=True):
+                if requests:
+                    advanced += act(requests)
+        except BaseException as error:
+            self._fail(requests, error)
+            raise
+        finally:
+            for request in self._scheduler.update(work):
+                self._requests.pop(request.id, None)
+        return advanced
+
+    def _give_lanes(self, admitted: Sequence[Request]) -> Sequence[Request]:
+        """Make sure that the lanes of new requests are there, and empty."""
+        needed = max(request.lane for request in admitted) + 1
+        there = 0 if self._lanes is None else self._lanes.count
+        if needed > there and len(self._scheduler.running()) == len(admitted):
+            self._lanes, self._used = None, {}  # the old state is freed before the new one is made
+            self._lanes = self.lanes(needed)
+        elif needed > there:
+            count = min(max(needed, 2 * there), self.max_batch)
+            self._running().grow(self._state().grown(count), count)
+        for request in admitted:
+            if request.lane in self._used:
+                self._running().clear(request.lane, request.lane + 1, poisoned=self._used[request.lane])
+            self._used[request.lane] = False
+            if self._state().top_logits is not None:
+                request.timing.whole_rows = request.timing.whole_rows or 0
+        return ()
+
+    def _prefill(self, requests: Sequence[Request]) -> list[Request]:
+        """Read the next chunk of each, lanes being neighbours; the requests whose prompt is read get their token."""
+        start = time.perf_counter()
+        parts = [request.ids[request.done :][: self._scheduler.chunk] for request in requests]
+        logits = self._running().append(parts, first=requests[0].lane, prefill=True)
+        last = [len(part) - 1 if logits.shape[1] > 1 else 0 for part in parts]
+        rows = HostRows(logits[np.arange(len(parts)), last])
+        for timing in _timings(requests):
+            timing.prefill_seconds += time.perf_counter() - start
+        for request, part in zip(requests, parts, strict=True):
+            request.read(len(part))
+        return [self._choose(request, rows, i) for i, request in enumerate(requests) if request.state is DECODING]
+
+    def _decode(self, requests: Sequence[Request]) -> list[Request]:
+        """The next token of each. The call is one of all lanes up to the last of theirs, others bringing no token."""
+        start = time.perf_counter()
+        lanes, state = self._running(), self._state()
+        tokens: list[Tokens] = [()] * (requests[-1].lane + 1)
+        for request in requests:
+            tokens[request.lane] = (request.tokens[-1].id,)
+        rows: Rows
+        count = state.top_logits
+        if count and any(may_settle(request.sampler.settings, count, self.vocabulary) for request in requests):
+            rows = lanes.append_by(state.step, tokens, first=0)
         else:
-            self._lanes.clear()
+            rows = HostRows(lanes.append(tokens, first=0)[:, 0])
+        for timing in _timings(requests):
+            timing.decode_seconds += time.perf_counter() - start
+            timing.steps += 1
+        return [self._choose(request, rows, request.lane) for request in requests]
+
+    def _choose(self, request: Request, rows: Rows, index: int) -> Request:
+        """Give it the token after a row of logits."""
+        timing = request.timing
+        try:
+            top = rows.top_logits(index)
+            token = None if top is None else request.sampler.next_of(top)
+            if token is None:
+                start = time.perf_counter()
+                row = rows.row(index)
+                if timing.whole_rows is not None and request.tokens:
+                    timing.whole_rows += 1
+                    timing.decode_seconds += time.perf_counter() - start
+                token = request.sampler.next(row)
+        except KvexportError as error:
+            self._used[request.lane] = True
+            request.finish("error", error)
+        else:
+            timing.generated_tokens += 1
+            request.take(token, self.max_length)
+        return request
+
+    def _fail(self, requests: Sequence[Request], error: BaseException) -> None:
+        why = error if isinstance(error, Exception) else KvexportError("a step of the engine was interrupted")
+        for request in requests:
+            self._used[request.lane] = True
+            if request.state is not FINISHED:
+                request.finish("error", why)
+
+    def _running(self) -> Lanes:
+        assert self._lanes is not None
         return self._lanes
+
+    def _state(self) -> ModelState:
+        return cast(ModelState, self._running().backend)
 
     def _check_count(self, count: int) -> None:
         if not 1 <= count <= self.max_batch:
@@ -157,13 +263,15 @@ class Engine:
         """Generate token by token, for one prompt or a ragged batch of them, in whatever order they come.
 
         prompts: text or token ids, or a list of either. settings: default `self.settings(**overrides)`.
-        on_prefill(done, all) is called after every chunk of the prompts. Raises UsageError for prompts and settings
-        that cannot be used, and from a stream that goes on after another call of this engine began.
+        on_prefill(done, all), tokens of all prompts, is called after every chunk that was read. A stream that is closed
+        cancels its requests; one that is neither read on nor closed goes on with the steps of other calls. Raises
+        UsageError for prompts and settings that cannot be used, and where a sequence fails its error, when the others
+        have ended.
         """
         batch = [self.encode(p) for p in _as_batch(prompts)]
         chosen = settings or self.settings(**overrides)
         self._check_count(len(batch))
-        return self._run(batch, chosen, on_prefill)
+        return self._stream(batch, chosen, on_prefill)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], settings: GenerationSettings | None = None, **overrides: Any
@@ -171,7 +279,7 @@ class Engine:
         """Generate to the end; one `Completion` per prompt, in their order. Arguments and errors as `stream`."""
         batch = [self.encode(p) for p in _as_batch(prompts)]
         completions = [Completion(len(ids)) for ids in batch]
-        for token in self.stream([ids.tolist() for ids in batch], settings, **overrides):
+        for token in self.stream(batch, settings, **overrides):
             completion = completions[token.sequence]
             completion.token_ids.append(token.id)
             completion.text += token.text
@@ -201,72 +309,39 @@ class Engine:
         Settings and errors as `generate` and `encode_chat`."""
         return self.generate([self.encode_chat(messages).tolist()], settings, **overrides)[0]
 
-    def _run(
+    def _stream(
         self,
         batch: list[NDArray[np.int64]],
         settings: GenerationSettings,
         on_prefill: Callable[[int, int], None] | None,
     ) -> Iterator[Token]:
-        lanes = self.lanes(len(batch))
-        call = self._calls
-        backend = cast(ModelState, lanes.backend)
-        self.timing = Timing(prompt_tokens=sum(map(len, batch)), whole_rows=None if backend.top_logits is None else 0)
-        narrow = bool(backend.top_logits) and may_settle(settings, backend.top_logits or 0, self.vocabulary)
-        samplers = [Sampler(settings, ids, self.vocabulary) for ids in batch]
-        texts = [
-            TextStream(self.tokenizer, settings.stop_strings, context_ids=ids.tolist()) if self.tokenizer else None
-            for ids in batch
-        ]
-        start = time.perf_counter()
-        rows: Rows = HostRows(lanes.prefill(batch, on_prefill))
-        self.timing.prefill_seconds = time.perf_counter() - start
-        nothing = np.zeros(0, dtype=np.int64)
-        running = set(range(len(batch)))
-        while True:
-            next_tokens = [nothing] * len(batch)
-            for lane in sorted(running):
-                self._require_newest(call)
-                token = self._choose(lane, samplers[lane], texts[lane], rows, lanes.length[lane])
-                if token.finish_reason:
-                    running.discard(lane)
-                next_tokens[lane] = np.array([token.id])
-                self.timing.generated_tokens += 1
-                yield token
-            if not running:
-                return
-            self._require_newest(call)
-            start = time.perf_counter()
-            step = [t if lane in running else nothing for lane, t in enumerate(next_tokens)]
-            rows = lanes.append_by(backend.step, step) if narrow else HostRows(lanes.append(step)[:, 0])
-            self.timing.decode_seconds += time.perf_counter() - start
-            self.timing.steps += 1
+        call = Call()
+        self.timing = call.timing
+        requests = [Request(ids, settings, call, i) for i, ids in enumerate(batch)]
+        done, total = 0, sum(map(len, batch))
+        try:
+            for request in requests:
+                self.add(request)
+            while True:
+                while call.new:  # a step of another call may have put them there
+                    yield call.new.popleft()
+                if all(request.state is FINISHED for request in requests):
+                    break
+                self.step()
+                if done < total:
+                    before, done = done, sum(request.done for request in requests)
+                    if on_prefill is not None and done > before:
+                        on_prefill(done, total)
+        finally:
+            for request in requests:
+                self.cancel(request.id)
+        if failed := [request.error for request in requests if request.error is not None]:
+            raise failed[0]
 
-    def _require_newest(self, call: int) -> None:
-        """What a call reads and writes is the next one's as soon as that begins."""
-        if call != self._calls:
-            raise UsageError(
-                "another call of this engine began before this stream ended", "end one first, or load a second engine"
-            )
 
-    def _choose(self, lane: int, sampler: Sampler, text: TextStream | None, rows: Rows, length: int) -> Token:
-        top = rows.top_logits(lane)
-        token = None if top is None else sampler.next_of(top)
-        if token is None:
-            start = time.perf_counter()
-            row = rows.row(lane)
-            if self.timing.whole_rows is not None and self.timing.steps:
-                self.timing.whole_rows += 1
-                self.timing.decode_seconds += time.perf_counter() - start
-            token = sampler.next(row)
-        reason = sampler.finish_reason
-        if reason is None and length + 1 >= self.max_length:
-            reason = "length"
-        piece = text.push(token) if text else ""
-        if text and text.stopped:
-            reason = "stop"
-        if text and reason:
-            piece += text.flush()
-        return Token(lane, token, piece, reason)
+def _timings(requests: Sequence[Request]) -> Iterable[Timing]:
+    """Each once: requests of one call share theirs."""
+    return {id(request.timing): request.timing for request in requests}.values()
 
 
 def load(
@@ -300,5 +375,5 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if not items:
         raise UsageError("there is no prompt", "give at least one")
     if all(isinstance(item, (int, np.integer)) for item in items):
-        return [items]  # type: ignore[list-item]
-    return items  # type: ignore[return-value]
+        return [items]
+    return items

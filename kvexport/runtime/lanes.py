@@ -63,6 +63,17 @@ class Lanes:
                 int((self._budget - held)[self._merges].min()) if self._merges.any() else self._room[lane]
             )
 
+    def grow(self, state: LaneState, count: int) -> None:
+        """Go on over another state, of more lanes, the first of which are these."""
+        new = count - self.count
+        self.backend, self.count = state, count
+        self._held = np.concatenate([self._held, np.zeros((new, self._held.shape[1]), dtype=np.int64)])
+        self._step = np.zeros((2, count, 1), dtype=np.int64)
+        self._step_ids, self._step_counts = (part.data.cast("B").cast("q") for part in self._step)
+        for counts in (self._added, self._room, self._spare, self.length):
+            counts.extend([0] * new)
+        self._count(range(count - new, count))
+
     def append(
         self, tokens: Sequence[Tokens], *, first: int | None = None, prefill: bool = False
     ) -> NDArray[np.float32]:

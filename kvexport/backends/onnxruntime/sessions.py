@@ -40,7 +40,7 @@ class OnnxRuntimeState:
 
     def __init__(self, sessions: Sessions, plan: CachePlan, lanes: int) -> None:
         self.lanes = lanes
-        self._sessions = sessions
+        self._sessions, self._plan = sessions, plan
         tensors = {
             name: (layer.shapes(lanes)[kind], layer.dtypes()[kind]) for name, _, layer, kind in plan.state_names()
         }
@@ -130,6 +130,14 @@ class OnnxRuntimeState:
                     bind(binding, name, present, self.state[name], slice(first, last))
             self._mergers[(first, last)] = binding
         self._sessions.run(session, self._mergers[(first, last)], None)
+
+    def grown(self, lanes: int) -> OnnxRuntimeState:
+        """See `ModelState.grown`."""
+        more = OnnxRuntimeState(self._sessions, self._plan, lanes)
+        for name, array in self.state.items():
+            write(more._part(more.state[name], 0, self.lanes), read(array))
+        write(more._part(more.past_length, 0, self.lanes), read(self.past_length))
+        return more
 
     def get_state(self) -> dict[str, NDArray[Any]]:
         """See `ModelState.get_state`."""

@@ -187,6 +187,17 @@ class TensorRTState:
         _enqueue(self._merger, self.stream, self.engines)
         self.copy(after)
 
+    def grown(self, lanes: int) -> TensorRTState:
+        """See `ModelState.grown`."""
+        more = TensorRTState(self.engines, self.plan, lanes)
+        self.cuda.synchronize(self.stream)
+        for name, _ in self.names:
+            place, size = self.share(name, 0, self.lanes)
+            self.cuda.copy(more.state.pointer(name), place, size, more.stream)
+        self.cuda.synchronize(more.stream)
+        more.past_length[: self.lanes] = self.past_length
+        return more
+
     def get_state(self) -> dict[str, NDArray[Any]]:
         """A copy of every state tensor, by its input name."""
         found = {name: np.empty(shape, dtype) for name, (shape, dtype) in self._tensors.items()}

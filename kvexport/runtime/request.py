@@ -1,0 +1,158 @@
+"""A request: one prompt to be answered, and where its answer stands."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvexport.runtime.sampling import GenerationSettings, Sampler
+from kvexport.runtime.text import TextStream
+
+Prompt = str | Sequence[int] | NDArray[np.int64]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+class State(Enum):
+    """Of a request, in this order; it may finish from each."""
+
+    WAITING = "waiting"  # for a lane
+    PREFILLING = "prefilling"  # it holds a lane, and its prompt is read chunk by chunk
+    DECODING = "decoding"  # it holds a lane, and every step gives a token
+    FINISHED = "finished"
+
+
+WAITING, PREFILLING, DECODING, FINISHED = State
+
+
+class Token(NamedTuple):
+    """One generated token. sequence: which prompt of its call. text: what is final with it (may be empty while a
+    character or a stop string is incomplete). finish_reason: set on the last token of a sequence: "stop" (eos or stop
+    string) or "length"."""
+
+    sequence: int
+    id: int
+    text: str
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+@dataclass
+class Timing:
+    """Of one call, or of one request by itself: prompt and generated tokens of all its sequences, seconds of the steps
+    that prefilled and that decoded them (merging included; other requests may have shared them), decode steps.
+    whole_rows: tokens of decode steps for whose choice a whole row of logits left the device; None where logits are on
+    the host anyway."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    steps: int = 0
+    whole_rows: int | None = None
+
+
+@dataclass(eq=False)
+class Call:
+    """Shared by requests that are given together: none of them decodes before the prompts of all that hold a lane are
+    read, which is fastest for the last of them. new: tokens of all of them that nobody has taken out yet."""
+
+    timing: Timing = field(default_factory=Timing)
+    new: deque[Token] = field(default_factory=deque)
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt, how it is to be answered, and the answer so far.
+
+    prompt: text, or token ids. settings: None takes the checkpoint's. call: None where it stands by itself. sequence:
+    which prompt of its call it is.
+
+    The rest is the engine's to write. id: its number there, from 1. lane: while it holds one. ids: the prompt's [n]
+    int64. done: how many of them are read. tokens: the answer. error: why it finished by "error". timing: its call's,
+    or its own.
+    """
+
+    prompt: Prompt
+    settings: GenerationSettings | None = None
+    call: Call | None = None
+    sequence: int = 0
+    id: int = field(default=0, init=False)
+    state: State = field(default=WAITING, init=False)
+    lane: int = field(default=-1, init=False)
+    ids: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64), init=False)
+    done: int = field(default=0, init=False)
+    tokens: list[Token] = field(default_factory=list, init=False)
+    finish_reason: FinishReason | None = field(default=None, init=False)
+    error: Exception | None = field(default=None, init=False)
+    timing: Timing = field(init=False)
+    sampler: Sampler = field(init=False, repr=False)
+    _text: TextStream | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Share the call's figures."""
+        self.timing = Timing() if self.call is None else self.call.timing
+
+    def prepare(self, ids: NDArray[np.int64], sampler: Sampler, text: TextStream | None) -> None:
+        """What an engine adds before the request waits. text: None where there is no tokenizer."""
+        if self.id:
+            raise ValueError("a request is added once")
+        self.ids, self.sampler, self._text = ids, sampler, text
+        self.id = next(_ids)
+
+    @property
+    def unread(self) -> int:
+        """Tokens of the prompt that no call has read yet."""
+        return len(self.ids) - self.done
+
+    def begin(self, lane: int) -> None:
+        """Waiting to prefilling: it got a lane."""
+        self._require(WAITING)
+        self.state, self.lane = PREFILLING, lane
+
+    def read(self, count: int) -> None:
+        """A call read so many tokens of the prompt; to decoding with the last of them."""
+        self._require(PREFILLING)
+        if not 0 < count <= self.unread:
+            raise ValueError(f"{count} tokens read of a prompt that has {self.unread} left")
+        self.done += count
+        if not self.unread:
+            self.state = DECODING
+
+    def take(self, token: int, max_length: int) -> None:
+        """The next token; to finished where it is the last. max_length: of prompt and answer together."""
+        self._require(DECODING)
+        reason = self.sampler.finish_reason
+        if reason is None and len(self.ids) + len(self.tokens) + 1 >= max_length:
+            reason = "length"
+        piece, text = "", self._text
+        if text is not None:
+            piece = text.push(token)
+            if text.stopped:
+                reason = "stop"
+            if reason:
+                piece += text.flush()
+        made = Token(self.sequence, token, piece, reason)
+        self.tokens.append(made)
+        if self.call is not None:
+            self.call.new.append(made)
+        if reason:
+            self.finish(reason)
+
+    def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
+        """To finished, from wherever it is."""
+        if self.state is FINISHED:
+            raise ValueError(f"the request has finished: {self.finish_reason}")
+        self.state, self.finish_reason, self.error = FINISHED, reason, error
+
+    def _require(self, state: State) -> None:
+        if self.state is not state:
+            raise ValueError(f"the request is {self.state.value}, not {state.value}")
+
+
+_ids = itertools.count(1)

@@ -1,0 +1,149 @@
+"""The scheduler by itself, under random schedules and at the corners of its rules."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvexport.runtime.request import Call, Request, State
+from kvexport.runtime.sampling import GenerationSettings, Sampler
+from kvexport.runtime.scheduler import CALL_ROWS, Schedule, Scheduler
+
+CHUNK = 64
+
+
+def request(length: int, answer: int = 3, call: Call | None = None) -> Request:
+    made = Request([1] * length, call=call)
+    ids = np.ones(length, np.int64)
+    made.prepare(ids, Sampler(GenerationSettings(max_new_tokens=answer), ids, 2), None)
+    return made
+
+
+def run(scheduler: Scheduler, step: Schedule) -> list[Request]:
+    """What an engine does with a step."""
+    for each in step.prefill:
+        each.read(scheduler.count(each))
+    for each in (*(r for r in step.prefill if r.state is State.DECODING), *step.decode):
+        each.sampler.generated.append(1)
+        each.take(1, 10**6)
+    return scheduler.update(step)
+
+
+def finish(scheduler: Scheduler) -> list[Schedule]:
+    steps = []
+    while scheduler.busy:
+        steps.append(scheduler.next())
+        run(scheduler, steps[-1])
+        assert len(steps) < 10_000
+    return steps
+
+
+def test_requests_get_the_lowest_free_lanes_in_the_order_of_arrival() -> None:
+    scheduler = Scheduler(2, CHUNK)
+    first, second, third = (request(5, answer) for answer in (1, 9, 1))
+    for each in (first, second, third):
+        scheduler.add(each)
+    step = scheduler.next()
+    assert list(step.admitted) == [first, second]
+    assert [first.lane, second.lane] == [0, 1]
+    assert run(scheduler, step) == [first]
+    step = scheduler.next()
+    assert list(step.admitted) == [third] and third.lane == 0
+    assert list(step.prefill) == [third] and list(step.decode) == [second]
+
+
+def test_a_long_prompt_does_not_hold_up_those_that_decode_nor_a_short_prompt() -> None:
+    scheduler = Scheduler(4, CHUNK)
+    running, long, short = request(5, 40), request(20 * CHUNK), request(CHUNK - 1)
+    scheduler.add(running)
+    run(scheduler, scheduler.next())
+    scheduler.add(long)
+    run(scheduler, scheduler.next())
+    scheduler.add(short)
+    waited = 0
+    while long.state is State.PREFILLING:
+        step = scheduler.next()
+        assert running in step.decode, "it goes on between the chunks"
+        assert running not in step.prefill
+        run(scheduler, step)
+        waited += not short.tokens
+    assert waited <= 2
+
+
+def test_neighbours_are_read_together_where_padding_is_cheaper_than_a_call() -> None:
+    def first_call(*lengths: int) -> list[int]:
+        scheduler = Scheduler(8, CHUNK)
+        made = [request(length) for length in lengths]
+        for each in made:
+            scheduler.add(each)
+        return [made.index(each) for each in scheduler.next().prefill]
+
+    assert first_call(500, 500, 500) == [0, 1, 2], "chunks of one length"
+    assert first_call(40, 41, 30, 25) == [0, 1, 2, 3]
+    assert first_call(CHUNK, CHUNK - CALL_ROWS, 500) == [0, 1, 2]
+    assert first_call(CHUNK, CHUNK - CALL_ROWS - 1, 500) == [0], "the second costs less by itself"
+    assert first_call(1, CHUNK, CHUNK) == [0]
+    assert first_call(CHUNK - 5) == [0]
+
+
+def test_the_prompts_of_a_call_are_read_before_any_of_its_requests_decodes() -> None:
+    scheduler = Scheduler(3, CHUNK)
+    call = Call()
+    together, other = [request(n, 5, call) for n in (3 * CHUNK, 1, CHUNK)], request(2)
+    scheduler.add(together[0])
+    scheduler.add(together[1])
+    scheduler.add(other)
+    scheduler.add(together[2])  # waits for the lane of another: the ones that are there do not wait for it
+    decoded: set[int] = set()
+    for step in finish(scheduler):
+        decoded |= {each.id for each in step.decode}
+        if together[1].id in decoded and together[0] in step.prefill:
+            raise AssertionError("it decoded before the first prompt was read")
+    assert all(each.finish_reason == "length" for each in (*together, other))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_schedules_leak_no_lane_and_starve_nobody(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    scheduler = Scheduler(int(rng.integers(1, 6)), CHUNK)
+    calls = [Call(), Call(), None, None, None]
+    alive: list[Request] = []
+    served: dict[int, int] = {}
+    for number in range(400):
+        if rng.random() < 0.3:
+            alive.append(request(int(rng.integers(1, 5 * CHUNK)), int(rng.integers(1, 9)), calls[rng.integers(5)]))
+            scheduler.add(alive[-1])
+        if alive and rng.random() < 0.05:
+            cancelled = alive.pop(int(rng.integers(len(alive))))
+            cancelled.finish("cancelled")
+            scheduler.remove(cancelled)
+        step = scheduler.next()
+        lanes = [each.lane for each in step.prefill]
+        assert lanes == list(range(lanes[0], lanes[0] + len(lanes))) if lanes else True
+        assert [each.lane for each in step.decode] == sorted(each.lane for each in step.decode)
+        assert not {each.id for each in step.prefill} & {each.id for each in step.decode}
+        for each in scheduler.running():
+            assert scheduler.lanes[each.lane] is each and each in alive
+            # Who holds a lane and decodes for itself does so in every step; whose prompt is read gets a turn in time.
+            if each.state is State.DECODING and each.call is None:
+                assert each in step.decode
+            if each.state is State.PREFILLING:
+                served.setdefault(each.id, number)
+        for each in step.prefill:
+            assert number - served[each.id] <= len(scheduler.lanes)
+            served[each.id] = number
+        if scheduler.running():
+            assert step.prefill or step.decode, "every step does something"
+        for each in run(scheduler, step):
+            alive.remove(each)
+    for each in alive:
+        assert each.state is not State.FINISHED
+    finish(scheduler)
+    assert scheduler.lanes == [None] * len(scheduler.lanes) and not scheduler.waiting
+    assert all(each.finish_reason == "length" for each in alive)
+
+
+def test_a_scheduler_without_requests_has_nothing_to_do() -> None:
+    scheduler = Scheduler(2, CHUNK)
+    assert not scheduler.busy
+    assert [list(part) for part in scheduler.next()] == [[], [], []]

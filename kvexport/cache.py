@@ -15,7 +15,7 @@ from kvexport.methods.slots import Rotary
 from kvexport.recipe.fields import Recipe
 from kvexport.schema.state import STATE, StateTensor
 
-CONTRACT_VERSION = 3
+CONTRACT_VERSION = 4
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ class Form:
 
     input_heads: heads of the input, where they are a dimension of their own. norm: whether rows are normalised first,
     with `epsilon`. An entry for each product: output_heads, the heads set apart in its output; bias, whether it has
-    one; turned, whether its heads are rotated. gate, residual: whether there is one; only of a single product.
+    one; rotated, whether its heads are rotated. gate, residual: whether there is one; only of a single product.
     """
 
     input_heads: int = 0
@@ -33,7 +33,7 @@ class Form:
     epsilon: float = 0.0
     output_heads: tuple[int, ...] = (0,)
     bias: tuple[int, ...] = (0,)
-    turned: tuple[int, ...] = (0,)
+    rotated: tuple[int, ...] = (0,)
     gate: int = 0
     residual: int = 0
 
@@ -48,7 +48,7 @@ class Form:
         named = ["input", *["norm"] * self.norm]
         for i, bias in enumerate(self.bias):
             named += [f"weight{i}", *[f"bias{i}"] * bias]
-        return [*named, *["gate"] * self.gate, *["residual"] * self.residual, *["cosine", "sine"] * any(self.turned)]
+        return [*named, *["gate"] * self.gate, *["residual"] * self.residual, *["cosine", "sine"] * any(self.rotated)]
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def linear_function(form: Form) -> onnx.FunctionProto:
     if form.norm:
         lines += [f"normalized = RMSNormalization <axis = -1, epsilon = {form.epsilon!r}> ({rows}, norm)"]
         rows = "normalized"
-    if any(form.turned):
+    if any(form.rotated):
         lines += ["before_tokens = Constant <value_ints = [1]> ()"]
         lines += [f"{name}_of_heads = Unsqueeze ({name}, before_tokens)" for name in ("cosine", "sine")]
     for i in range(form.count):
@@ -131,7 +131,7 @@ def _product(form: Form, i: int, rows: str) -> tuple[list[str], str]:
             f"heads_first{i} = Transpose <perm = [0, 2, 1, 3]> (heads{i})",
         ]
         last = f"heads_first{i}"
-    if form.turned[i]:
+    if form.rotated[i]:
         # Written out: a runtime without a kernel of Linear may lack RotaryEmbedding in some type as well.
         lines += [
             f"first{i}, second{i} = Split <axis = -1, num_outputs = 2> ({last})",

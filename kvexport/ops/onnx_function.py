@@ -68,34 +68,24 @@ _merge_functions: dict[tuple[type[Method], str], onnx.FunctionProto] = {}  # by 
 def vote_attention_node_attributes(attributes: VoteAttentionAttributes) -> dict[str, Any]:
     """The node's attributes as the contract names them."""
     statistics = attributes.statistics
-    return {
-        "scale": float(attributes.scale),
-        "vote_exponent": float(attributes.vote_exponent),
-        # One string: ONNX Runtime gives custom operators no lists of strings.
-        "scores": ",".join(s.kind for s in statistics),
-        "decay": [float(s.decay) for s in statistics],
-        "window": [int(s.window) for s in statistics],
-        "recency_weight": [float(s.recency_weight) for s in statistics],
-        "sliding_window": int(attributes.sliding_window),
-        "softcap": float(attributes.softcap),
-    }
+    return VOTE_ATTENTION.node_attributes(
+        {
+            "scale": attributes.scale,
+            "vote_exponent": attributes.vote_exponent,
+            "softcap": attributes.softcap,
+            "sliding_window": attributes.sliding_window,
+            "statistics": [s.kind for s in statistics],
+            "decay": [s.decay for s in statistics],
+            "window": [s.window for s in statistics],
+            "recency_weight": [s.recency_weight for s in statistics],
+        }
+    )
 
 
 def merge_cache_node_attributes(attributes: MergeCacheAttributes) -> dict[str, Any]:
-    """The node's attributes: method, budget, sinks, recent, sliding_window, the method's parameters by name, and the
-    layer's rotary embedding where the method rotates keys and there is one."""
-    parameters = {name: int(v) if isinstance(v, bool) else v for name, v in attributes.method.model_dump().items()}
-    if attributes.rotary.inverse_frequencies:
-        parameters["inverse_frequencies"] = list(attributes.rotary.inverse_frequencies)
-        parameters["rotary_interleaved"] = int(attributes.rotary.interleaved)
-    return {
-        "method": attributes.method.name,
-        "budget": attributes.budget,
-        "sinks": attributes.sinks,
-        "recent": attributes.recent,
-        "sliding_window": attributes.sliding_window,
-        **parameters,
-    }
+    """The node's attributes as the contract names them: those of the policy where the method has one, and the layer's
+    rotary embedding where there is one."""
+    return MERGE_CACHE.node_attributes(_merge_cache_values(attributes))
 
 
 def _merge_cache_values(attributes: MergeCacheAttributes) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class Attribute:
     def problem(self, value: Any) -> str:
         """Why `value` cannot be the attribute's; empty where it can."""
         if self.kind in ("word", "words"):
-            given = str(value).split(",") if self.kind == "words" else [value]
+            given = [value] if self.kind == "word" else value.split(",") if isinstance(value, str) else list(value)
             unknown = [word for word in given if word not in self.words]
             return f"{self.name} is '{unknown[0]}'; known: {', '.join(self.words)}" if unknown else ""
         for x in value if self.kind in ("floats", "ints") else [value]:

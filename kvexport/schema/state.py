@@ -15,9 +15,9 @@ DIMENSIONS = {
     "H": ("heads", "KV heads"),
     "T": ("tokens", "new tokens"),
     "C": ("capacity", "slots, `budget + slack`"),
-    "K": ("statistics", "statistics"),
     "D": ("key_size", "size of a key"),
     "Dv": ("value_size", "size of a value"),
+    "K": ("statistics", "statistics"),
 }
 
 

@@ -1,5 +1,8 @@
-// The operators of docs/contract.md as plain structs: one call of an operator, its attributes and its tensors by their
-// addresses. Shared by the kernels of the CPU (../cpu/kvexport_cpu.h) and of CUDA (../cuda/kvexport_cuda.h).
+// The operators of docs/contract.md as plain structs: one call of an operator, its attributes and its
+// tensors by their addresses. Shared by the kernels of the CPU (../cpu/kvexport_cpu.h) and of CUDA
+// (../cuda/kvexport_cuda.h).
+// Written by `python -m kvexport.schema.generate` from kvexport/schema: change that, not this.
+// clang-format off
 #pragma once
 
 #include <stddef.h>
@@ -12,16 +15,20 @@ extern "C" {
 // Types of tensors; KV_BFLOAT16 on CUDA alone. Scores, votes and arithmetic are float32 in all three.
 enum { KV_FLOAT32 = 0, KV_FLOAT16 = 1, KV_BFLOAT16 = 2 };
 enum { KV_STATISTIC_NONE = 0, KV_STATISTIC_LOG_EMA = 1, KV_STATISTIC_PROBABILITY = 2 };
+enum { KV_SELECT_POSITION = 0, KV_SELECT_SCORE = 1, KV_SELECT_AVERAGE = 2, KV_SELECT_POOLED = 3, KV_SELECT_MEAN = 4 };
+enum { KV_ORDER_LOWEST = 0, KV_ORDER_NEAREST = 1, KV_ORDER_LEAST_ERROR = 2 };
+enum { KV_MERGE_DROP = 0, KV_MERGE_ZIP = 1, KV_MERGE_RUNNING_MEAN = 2, KV_MERGE_PAIR = 3 };
+enum { KV_MEASURE_COSINE = 0, KV_MEASURE_DOT = 1, KV_MEASURE_DISTANCE = 2 };
+enum { KV_ZIP_KEY = 0, KV_ZIP_VOTE = 1, KV_ZIP_MEAN = 2 };
+enum { KV_WEIGH_SCORE = 0, KV_WEIGH_HESSIAN = 1 };
 enum { KV_MAX_STATISTICS = 8 };
 
-// One cache of a layer. key [B,H,C,D], value [B,H,C,Dv] of the cache's type; votes [B,H,C], score [B,H,K,C] float32;
-// position [B,H,C].
 typedef struct KvState {
-  void* key;
-  void* value;
-  float* votes;
-  float* score;
-  int32_t* position;
+  void* key;  // [B,H,C,D]
+  void* value;  // [B,H,C,Dv]
+  float* votes;  // [B,H,C]
+  float* score;  // [B,H,K,C]
+  int32_t* position;  // [B,H,C]
 } KvState;
 
 typedef struct KvStatistic {
@@ -31,99 +38,86 @@ typedef struct KvStatistic {
   float recency_weight;
 } KvStatistic;
 
+typedef struct KvMergePolicy {
+  // the importance of a slot: its position, its first statistic, the bias-corrected average of that (kept as a
+  // logarithm), its sum over neighbouring positions, or its mean per observation
+  int select;
+  float select_decay;  // `a` of the average in `select = average`
+  int pooled;  // neighbouring positions that `select = pooled` adds up, the slot's own in the middle
+  // which slots are evicted first: those of lowest importance; or those that have a target of higher importance nearer
+  // than `threshold`; or those whose merge into such a target costs least; then the rest, lowest first
+  int order;
+  int eviction_pool;  // `nearest` and `least_error` choose among this many times as many slots as have to be evicted
+  float error_exponent;  // b of the cost of a merge, `importance^b |key - key|^2 |value - value|^2`
+  int merged_last;  // whether slots of more than one vote are evicted last
+  // what becomes of evicted slots: dropped; zipped into the nearest target by KeepKV's rule; added to the running mean
+  // of the nearest residual slot; or merged with the younger neighbour
+  int merge;
+  int measure;  // how near two keys are; the distance counts as minus its square
+  float threshold;  // a slot merges iff its nearest target is nearer than this
+  float weigh_decay;  // `a` of the average that weighs a zip, the last statistic
+  int zip;  // what absorbs the error of a zip: the key's length, fractional votes, or nothing (votes add up)
+  float key_factor_max;  // a key factor outside [1/x, x] falls back to fractional votes
+  float votes_max;  // the most votes of a merged slot
+  float residual;  // the share of the targets that `running_mean` merges into: merged ones, then the lowest
+  int mean_adds;  // whether of the first statistic the mean per observation adds up, instead of the sum
+  int weigh;  // what weighs a pair's keys: the last statistic, or KVSlimmer's Hessian
+  float tau;  // where the Hessian's brackets are below this share, the statistic weighs
+  int share_pairs;  // whether all heads of a layer merge the same pairs
+} KvMergePolicy;
+
 typedef struct KvVoteAttention {
   int cache_type;  // of the state's keys and values
-  int batch, query_heads, heads, tokens, capacity, key_size, value_size, statistics;
-  float scale, vote_exponent, softcap;
-  int sliding_window;
-  KvStatistic statistic[KV_MAX_STATISTICS];
-  // Of query, key, value and output. Fills what would be padding: elsewhere it would move what the CUDA kernels read of
-  // their parameters, and cost registers.
-  int query_type;
-  const void* query;            // [B,Hq,T,D]
-  const void* key;              // [B,H,T,D]
-  const void* value;            // [B,H,T,Dv]
-  const int64_t* position;      // [B,T]; consecutive within a sequence, above every position of its cache
+  int batch;  // B
+  int query_heads;  // Hq
+  int heads;  // H
+  int tokens;  // T
+  int capacity;  // C
+  int key_size;  // D
+  int value_size;  // Dv
+  int statistics;  // K
+  float scale;  // factor of the products of queries and keys
+  float vote_exponent;  // alpha of the bias `alpha ln(votes)`; 0: no bias
+  float softcap;  // logits l become `softcap tanh(l / softcap)`; 0: they stay
+  int sliding_window;  // only so many latest positions are visible; 0: all
+  KvStatistic statistic[KV_MAX_STATISTICS];  // of each of the statistics
+  int query_type;  // of query, key, value and output
+  const void* query;  // [B,Hq,T,D]
+  const void* key;  // [B,H,T,D]
+  const void* value;  // [B,H,T,Dv]
+  const int64_t* position;  // [B,T]
   const int64_t* query_length;  // [B,1]
-  const float* sink_logits;     // [Hq], or nullptr
-  KvState past;                 // only read; a tensor may be the same buffer in `present`, and is then updated in place
+  const float* sink_logits;  // [Hq], or nullptr
+  KvState past;  // only read; a tensor may be the same buffer in `present`, and is then updated in place
   KvState present;
   void* output;  // [B,Hq,T,Dv]
 } KvVoteAttention;
 
-// How slots are told apart: by position, by the first statistic, by ln of its bias-corrected average, by its sum over
-// the `pooled` neighbouring positions (of unprotected slots), or by its mean per observation.
-enum { KV_BY_POSITION, KV_BY_SCORE, KV_BY_AVERAGE, KV_BY_POOLED, KV_BY_MEAN };
-// What becomes of a slot that leaves: dropped, zipped into its nearest target (kvexport/methods/joint.py), added to the
-// running mean of its nearest residual slot (zeromerge.py), or merged with its younger neighbour (pairs.py).
-enum { KV_DROP, KV_ZIP, KV_RUNNING_MEAN, KV_PAIR };
-enum { KV_COSINE, KV_DOT, KV_DISTANCE };
-enum { KV_ZIP_KEY, KV_ZIP_VOTE, KV_ZIP_MEAN };
-enum { KV_WEIGH_BY_SCORE, KV_WEIGH_BY_HESSIAN };
-
-// A method, as the operator sees it.
-typedef struct KvMergePolicy {
-  int compresses;  // 0: only what a sliding window has passed leaves
-  int importance;  // KV_BY_...
-  float decay;     // of the average in KV_BY_AVERAGE
-  int pooled;
-  int merge_first;  // slots with a nearby target of higher importance leave first ...
-  int pool;         // ... out of this many times as many as have to leave
-  int by_error;     // merge_first: not by the nearness of targets, but those of the least error first, importance^
-  float attention;  // `attention` x |key - key|^2 x |value - value|^2 of the target for which it is smallest
-  int voted_last;   // slots of more than one vote leave last
-  int merging;      // KV_DROP, ...
-  int measure;      // KV_COSINE, ...
-  float threshold;  // a slot merges iff its nearest target is nearer than this
-  int recent_receives;
-  int zip;  // KV_ZIP_...
-  float key_factor_max;
-  float votes_max;    // of a merged slot, at least 1; INFINITY: no bound
-  float weigh_decay;  // of the average that weighs a zip, the last statistic
-  float residual;     // share of the targets that KV_RUNNING_MEAN merges into
-  int mean_adds;      // the first statistic's mean per observation adds up, instead of its sum
-  int weigh;          // KV_WEIGH_BY_..., of a pair's keys
-  float tau;
-  int rotary_planes, rotary_interleaved;
-  const float* inverse_frequencies;          // [rotary_planes]
-  KvStatistic statistic[KV_MAX_STATISTICS];  // only their kinds
-} KvMergePolicy;
-
 typedef struct KvMergeCache {
-  int cache_type, batch, heads, capacity, key_size, value_size, statistics;
-  int budget, sinks, recent, sliding_window;
+  int cache_type;  // of the state's keys and values
+  int batch;  // B
+  int heads;  // H
+  int capacity;  // C
+  int key_size;  // D
+  int value_size;  // Dv
+  int statistics;  // K
+  int budget;  // slots that are kept
+  int sinks;  // the first positions, which are never evicted and receive nothing
+  int recent;  // the latest positions, which are never evicted
+  int sliding_window;  // only so many latest positions are visible; 0: all
+  int compresses;  // 0: only slots that the sliding window has passed are evicted
+  int recent_receives;  // whether evicted slots may merge into recent ones
+  int statistic_kind[KV_MAX_STATISTICS];  // of each of the statistics
   KvMergePolicy policy;
-  KvState past, present;  // as in KvVoteAttention
+  int rotary_planes;  // F of the layer's rotary embedding; 0: nothing is rotated
+  int rotary_interleaved;  // whether planes are (2f, 2f + 1), not (f, f + F)
+  const float* inverse_frequencies;  // [rotary_planes]
+  KvState past;  // only read; a tensor may be the same buffer in `present`, and is then updated in place
+  KvState present;
 } KvMergeCache;
-
-#define KV_MAX_PRODUCTS 3
-
-// One of the products of a Linear: rows [batch, tokens, inputs] x weight^T + bias.
-typedef struct KvProduct {
-  int64_t outputs;
-  int64_t heads;       // other than 1: output is [batch, heads, tokens, outputs / heads]
-  int turned;          // whether every head is turned, as RotaryEmbedding turns it
-  const void* weight;  // [outputs, inputs]
-  const void* bias;    // [outputs], or nullptr
-  void* output;        // [batch, tokens, outputs]
-} KvProduct;
-
-// Products of one input, all of one type, the arithmetic in float32.
-typedef struct KvLinear {
-  int type;
-  int64_t batch, tokens, inputs;
-  int64_t input_heads;  // other than 1: input is [batch, input_heads, tokens, inputs / input_heads]
-  const void* input;
-  const void* norm;  // [inputs]: rows are divided by their root mean square and multiplied with it first; or nullptr
-  float epsilon;     // is added to the mean square
-  int count;         // of products
-  KvProduct products[KV_MAX_PRODUCTS];
-  const void* gate;           // [outputs, inputs]: the one product is multiplied with silu(rows x gate^T); or nullptr
-  const void* residual;       // [batch, tokens, outputs]: is added to the one product last; or nullptr
-  int64_t planes;             // of dimensions (i, i + planes): half a turned head
-  const void *cosine, *sine;  // [batch, tokens, planes]
-} KvLinear;
 
 #ifdef __cplusplus
 }
 #endif
+
+#include "linear.h"

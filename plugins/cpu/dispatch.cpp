@@ -2,6 +2,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "../math/policy.h"
 #include "core/kernels.h"
 
 namespace {
@@ -69,7 +70,7 @@ const char* kv_cpu_merge_cache(const KvMergeCache* call, KvRunner runner) {
   if (a.statistics < 1 || a.statistics > KV_MAX_STATISTICS) return "there are no statistics, or more than 8";
   if (a.budget < 1 || a.sinks < 0 || a.recent < 0 || a.sliding_window < 0)
     return "budget, sinks, recent or sliding_window is out of range";
-  if (!(a.policy.votes_max >= 1.0f)) return "votes_max is below 1";
+  if (const char* problem = kv::policy_problem(a.policy)) return problem;
   if (a.batch > 0) kernels().merge_cache(a, runner);
   return nullptr;
 }
@@ -84,7 +85,7 @@ const char* kv_cpu_linear(const KvLinear* call, KvRunner runner) {
   for (const KvProduct* p = a.products; p < a.products + a.count; ++p) {
     if (p->outputs < 1) return "a dimension is zero or negative";
     if (p->heads < 1 || p->outputs % p->heads) return "the outputs are no multiple of their heads";
-    if (p->turned && 2 * a.planes != p->outputs / p->heads) return "cosine and sine are not of half a head's size";
+    if (p->rotated && 2 * a.planes != p->outputs / p->heads) return "cosine and sine are not of half a head's size";
   }
   kernels().linear(a, runner);
   return nullptr;

@@ -227,15 +227,15 @@ struct Linear {
   }
 
   bool turns() const {
-    return sum_of([](const KvProduct& p) { return p.turned; }) > 0;
+    return sum_of([](const KvProduct& p) { return p.rotated; }) > 0;
   }
 
-  // After all products: the planes of a row's heads are turned.
+  // After all products: the planes of a row's heads are rotated.
   void turn(int64_t row) const {
     const T* const cosine = static_cast<const T*>(a.cosine) + row * a.planes;
     const T* const sine = static_cast<const T*>(a.sine) + row * a.planes;
     for (const KvProduct* p = a.products; p < a.products + a.count; ++p)
-      for (int64_t h = 0; p->turned && h < p->heads; ++h) {
+      for (int64_t h = 0; p->rotated && h < p->heads; ++h) {
         T *const x = head(*p, row, h), *const y = x + a.planes;
         int64_t i = 0;
         for (; i + W <= a.planes; i += W) {

@@ -24,9 +24,9 @@ struct LinearCase {
     cosine = filled(random, tokens() * call.planes), sine = filled(random, tokens() * call.planes);
     for (int i = 0; i < call.count; ++i) {
       KvProduct& p = call.products[i];
-      p.heads = random.one_in(2) ? 1 : random.between(1, 5), p.turned = random.one_in(3);
+      p.heads = random.one_in(2) ? 1 : random.between(1, 5), p.rotated = random.one_in(3);
       const int size = random.one_in(4) ? random.between(1, 9) : random.between(1, 200);
-      p.outputs = (p.turned ? 2 * call.planes : size) * p.heads;
+      p.outputs = (p.rotated ? 2 * call.planes : size) * p.heads;
       weights.push_back(filled(random, p.outputs * call.inputs)), biases.push_back(filled(random, p.outputs));
     }
     gate = filled(random, call.products[0].outputs * call.inputs);
@@ -92,7 +92,7 @@ struct LinearCase {
     return sum;
   }
 
-  // An output before it is turned, and in *size how large what it was made of is.
+  // An output before it is rotated, and in *size how large what it was made of is.
   double expected(const KvProduct& p, int64_t row, int64_t column, double factor, double* size) const {
     double sum = product(p.weight, row, column, factor, size);
     if (p.bias) sum += read(shape, p.bias, column);
@@ -107,7 +107,7 @@ struct LinearCase {
     return sum;
   }
 
-  double turned(const KvProduct& p, int64_t row, int64_t column, double factor, double* size) const {
+  double rotated(const KvProduct& p, int64_t row, int64_t column, double factor, double* size) const {
     const int64_t at = column % (2 * call.planes), plane = at % call.planes;
     const int64_t other = at < call.planes ? column + call.planes : column - call.planes;
     double other_size;
@@ -135,7 +135,7 @@ struct LinearCase {
       const double scale = factor(row);
       for (int64_t column = 0; column < p.outputs; column += 1 + column % 3) {
         double size;
-        const double sum = p.turned ? turned(p, row, column, scale, &size) : expected(p, row, column, scale, &size);
+        const double sum = p.rotated ? rotated(p, row, column, scale, &size) : expected(p, row, column, scale, &size);
         const double found = read(shape, output.data<void>(), place(row, column, p.heads, p.outputs));
         check(std::fabs(found - sum) <= tolerance * (1.0 + size) || std::fabs(size) > 6e4,
               "a product differs from the sum in double precision");
@@ -148,7 +148,7 @@ struct LinearCase {
     for (int i = 0; i < call.count; ++i) {
       const KvProduct& p = call.products[i];
       text += (i ? ", " : "") + std::to_string(p.outputs) + " in heads " + std::to_string(p.heads) +
-              (p.bias ? " bias" : "") + (p.turned ? " turned" : "");
+              (p.bias ? " bias" : "") + (p.rotated ? " rotated" : "");
     }
     return text;
   }

@@ -5,61 +5,45 @@
 
 namespace fuzz {
 
-// Every policy that bindings/node/attributes.h can make; `statistics` is what the method keeps.
-inline KvMergePolicy any_policy(Random& random, int key_size, std::vector<float>& frequencies, int* statistics) {
-  KvMergePolicy p{};
-  p.compresses = !random.one_in(12);
-  p.threshold = -1e38f;
-  p.votes_max = INFINITY;
-  p.importance = KV_BY_SCORE;
-  p.statistic[0].kind = KV_STATISTIC_PROBABILITY;
-  p.decay = p.weigh_decay = random.uniform(0.5f, 0.999f);
-  p.pool = random.between(1, 6);
-  p.merging = random.one_of({KV_DROP, KV_ZIP, KV_ZIP, KV_ZIP, KV_RUNNING_MEAN, KV_PAIR});
-  *statistics = 1;
-  int own = KV_STATISTIC_PROBABILITY;
-  if (p.merging == KV_DROP && random.one_in(3)) {  // streaming, full
-    p.importance = KV_BY_POSITION;
-    p.statistic[0].kind = KV_STATISTIC_NONE;
-  } else if (p.merging == KV_ZIP && random.one_in(2)) {  // ballot
-    p.measure = KV_DISTANCE;
-    p.recent_receives = 1;
-    p.zip = random.one_of({KV_ZIP_VOTE, KV_ZIP_MEAN});
-    p.importance = KV_BY_MEAN;
-    p.mean_adds = 1;
-    p.merge_first = p.by_error = random.between(0, 1);
-    p.attention = random.one_of({0.0f, 0.5f, 1.0f});
-    p.votes_max = random.one_of({1.0f, 3.5f, INFINITY});
-    own = p.statistic[1].kind = KV_STATISTIC_LOG_EMA;
-    *statistics = 2;
-  } else if (p.merging == KV_ZIP) {  // keepkv
-    p.measure = KV_COSINE;
-    p.threshold = random.one_of({-1.0f, 0.0f, 0.1f, 0.8f, 1.0f});
-    p.zip = random.one_of({KV_ZIP_KEY, KV_ZIP_VOTE, KV_ZIP_MEAN});
-    p.key_factor_max = random.one_of({1.0f, 2.0f, INFINITY});
-    p.merge_first = random.between(0, 1);
-    p.importance = KV_BY_AVERAGE;
-    own = p.statistic[0].kind = KV_STATISTIC_LOG_EMA;
-  } else if (p.merging == KV_RUNNING_MEAN) {  // zeromerge
-    p.measure = KV_DOT;
-    p.voted_last = 1;
-    p.residual = random.one_of({0.0f, 0.1f, 0.5f, 1.0f});
-  } else if (p.merging == KV_PAIR) {  // kvslimmer, asymkv
-    p.weigh = random.one_of({KV_WEIGH_BY_SCORE, KV_WEIGH_BY_HESSIAN});
-    p.tau = random.one_of({0.0f, 1e-3f, 0.5f});
-    for (int planes = random.between(0, key_size / 2); planes > 0; --planes)
-      frequencies.push_back(random.uniform(0.0f, 1.0f));
-    p.rotary_planes = static_cast<int>(frequencies.size());
-    p.rotary_interleaved = random.between(0, 1);
-  }
-  if (random.one_in(3)) {  // another selector, whose statistic comes first; alone it is h2o or snapkv
-    p.importance = random.one_of({KV_BY_SCORE, KV_BY_POOLED});
-    p.pooled = random.one_of({1, 5, 7, 30});
-    p.mean_adds = 0;
-    p.statistic[0].kind = KV_STATISTIC_PROBABILITY;
-    if (p.merging != KV_DROP) p.statistic[1].kind = own, *statistics = 2;
-  }
-  return p;
+// Any policy that kernels take, on statistics that it can read, and what else of a call says which slots go where.
+inline void any_policy(Random& random, int key_size, std::vector<float>& frequencies, KvMergeCache& call) {
+  KvMergePolicy& p = call.policy;
+  call.compresses = !random.one_in(12);
+  call.recent_receives = random.one_in(3);
+  p.merge =
+      random.one_of({KV_MERGE_DROP, KV_MERGE_ZIP, KV_MERGE_ZIP, KV_MERGE_ZIP, KV_MERGE_RUNNING_MEAN, KV_MERGE_PAIR});
+  p.select = random.one_of({KV_SELECT_POSITION, KV_SELECT_SCORE, KV_SELECT_AVERAGE, KV_SELECT_POOLED, KV_SELECT_MEAN});
+  p.select_decay = random.uniform(0.5f, 0.999f), p.weigh_decay = random.uniform(0.5f, 0.999f);
+  p.pooled = random.one_of({1, 5, 7, 30});
+  p.eviction_pool = random.between(1, 6);
+  p.error_exponent = random.one_of({0.0f, 0.5f, 1.0f});
+  p.measure = random.one_of({KV_MEASURE_COSINE, KV_MEASURE_DOT, KV_MEASURE_DISTANCE});
+  p.threshold = random.one_of({-1e38f, -1.0f, 0.0f, 0.1f, 0.8f, 1.0f});
+  p.zip = random.one_of({KV_ZIP_KEY, KV_ZIP_VOTE, KV_ZIP_MEAN});
+  p.key_factor_max = random.one_of({1.0f, 2.0f, INFINITY});
+  p.votes_max = random.one_of({1.0f, 3.5f, INFINITY, INFINITY});
+  p.residual = random.one_of({0.0f, 0.1f, 0.5f, 1.0f});
+  p.weigh = random.one_of({KV_WEIGH_SCORE, KV_WEIGH_HESSIAN});
+  p.tau = random.one_of({0.0f, 1e-3f, 0.5f});
+  const bool by_nearness = p.merge == KV_MERGE_ZIP || p.merge == KV_MERGE_RUNNING_MEAN;
+  if (by_nearness && random.one_in(2))
+    p.order = p.measure == KV_MEASURE_DISTANCE ? KV_ORDER_LEAST_ERROR : KV_ORDER_NEAREST;
+  p.merged_last = p.merge != KV_MERGE_PAIR && random.one_in(3);
+  // The first statistic selects, the last weighs: a zip by an average, a pair by a sum of probabilities.
+  const int first = p.select == KV_SELECT_AVERAGE    ? KV_STATISTIC_LOG_EMA
+                    : p.select == KV_SELECT_POSITION ? KV_STATISTIC_NONE
+                                                     : KV_STATISTIC_PROBABILITY;
+  const int last = p.merge == KV_MERGE_ZIP    ? KV_STATISTIC_LOG_EMA
+                   : p.merge == KV_MERGE_PAIR ? KV_STATISTIC_PROBABILITY
+                                              : first;
+  call.statistics = first == last ? random.between(1, 2) : 2;
+  call.statistic_kind[0] = first, call.statistic_kind[call.statistics - 1] = last;
+  p.mean_adds = first == KV_STATISTIC_PROBABILITY && random.one_in(3);
+  if (p.merge != KV_MERGE_PAIR) return;
+  for (int planes = random.between(0, key_size / 2); planes > 0; --planes)
+    frequencies.push_back(random.uniform(0.0f, 1.0f));
+  call.rotary_planes = static_cast<int>(frequencies.size());
+  call.rotary_interleaved = random.between(0, 1);
 }
 
 struct MergeCase {
@@ -73,8 +57,9 @@ struct MergeCase {
     do {
       shape = any_shape(random, 1);
     } while (static_cast<double>(shape.rows()) * shape.capacity * std::min(shape.capacity, 200) * shape.key_size > 3e7);
-    call.policy = any_policy(random, shape.key_size, frequencies, &shape.statistics);
-    call.policy.inverse_frequencies = frequencies.data();
+    any_policy(random, shape.key_size, frequencies, call);
+    shape.statistics = call.statistics;
+    call.inverse_frequencies = frequencies.data();
     call.cache_type = shape.type, call.batch = shape.batch, call.heads = shape.heads, call.capacity = shape.capacity;
     call.key_size = shape.key_size, call.value_size = shape.value_size, call.statistics = shape.statistics;
     const int leaving = random.one_in(6) ? shape.capacity : random.between(0, std::min(shape.capacity, 100));
@@ -84,7 +69,7 @@ struct MergeCase {
     call.sliding_window = random.one_in(4) ? random.between(1, shape.capacity + 50) : 0;
     past = std::make_unique<Cache>(random, shape);
     std::vector<int> kinds;
-    for (int k = 0; k < shape.statistics; ++k) kinds.push_back(call.policy.statistic[k].kind);
+    for (int k = 0; k < shape.statistics; ++k) kinds.push_back(call.statistic_kind[k]);
     for (size_t row = 0; row < shape.rows(); ++row) {
       fill_head(random, *past, row,
                 random.one_in(8)   ? 0
@@ -105,8 +90,8 @@ struct MergeCase {
       for (int k = 0; k < shape.statistics; ++k) {
         float& score = view.score[(row * shape.statistics + k) * shape.capacity + c];
         if (random.one_in(8)) score = past->score(row, k, c - 1);
-        if (random.one_in(8) && call.policy.statistic[k].kind != KV_STATISTIC_NONE)
-          score = call.policy.statistic[k].kind == KV_STATISTIC_PROBABILITY ? 0.0f : static_cast<float>(kNothing);
+        if (random.one_in(8) && call.statistic_kind[k] != KV_STATISTIC_NONE)
+          score = call.statistic_kind[k] == KV_STATISTIC_PROBABILITY ? 0.0f : static_cast<float>(kNothing);
         if (hostile && random.one_in(3)) score = random.one_of({NAN, INFINITY, -INFINITY, -1.0f});
       }
       if (!hostile || !random.one_in(10)) continue;
@@ -151,8 +136,8 @@ struct MergeCase {
       if (!call.sliding_window || past->position(row, c) > now - call.sliding_window)
         slots.push_back({past->position(row, c), c}), ++seen;
     std::sort(slots.begin(), slots.end());
-    check(kept == (call.policy.compresses ? std::min(seen, call.budget) : seen), "not as many slots stay as should");
-    const bool drops = call.policy.merging == KV_DROP || seen <= call.budget;
+    check(kept == (call.compresses ? std::min(seen, call.budget) : seen), "not as many slots stay as should");
+    const bool drops = call.policy.merge == KV_MERGE_DROP || seen <= call.budget;
     const auto is_protected = [&](int32_t position) { return position < call.sinks || position > now - call.recent; };
     double votes_before = 0.0, votes_after = 0.0;
     int protected_before = 0, protected_after = 0;
@@ -165,14 +150,14 @@ struct MergeCase {
       check(c == 0 || position > present.position(row, c - 1), "slots are not in order of position");
       const auto at = std::lower_bound(slots.begin(), slots.end(), std::make_pair(position, -1));
       check(at != slots.end() && at->first == position, "a position that no slot had");
-      if (drops || position < call.sinks || (position > now - call.recent && !call.policy.recent_receives))
+      if (drops || position < call.sinks || (position > now - call.recent && !call.recent_receives))
         check(present.same_slot(row, c, *past, at->second), "a slot that should not change did");
       check_finite(present, row, c);
       votes_after += present.votes(row, c);
       protected_after += is_protected(position);
     }
     check(protected_after == std::min(protected_before, kept), "a sink or a recent slot left before others");
-    if (call.policy.zip == KV_ZIP_MEAN || call.policy.merging != KV_ZIP)
+    if (call.policy.zip == KV_ZIP_MEAN || call.policy.merge != KV_MERGE_ZIP)
       check(votes_after <= votes_before * 1.0001, "votes came from nowhere");
     if (kept > 0) check_values(present, row, kept, slots);
     for (int i = 0; i < kTensors; ++i)
@@ -189,7 +174,7 @@ struct MergeCase {
     const KvMergePolicy& p = call.policy;
     check(std::isfinite(present.votes(row, c)), "votes are not finite");
     // A key that takes in the votes may grow beyond its type.
-    const bool bounded = !(p.merging == KV_ZIP && p.zip == KV_ZIP_KEY && p.key_factor_max > 4.0f);
+    const bool bounded = !(p.merge == KV_MERGE_ZIP && p.zip == KV_ZIP_KEY && p.key_factor_max > 4.0f);
     for (int i = 0; i < shape.key_size && bounded; ++i)
       check(std::isfinite(present.key(row, c, i)), "a key is not finite");
     for (int k = 0; k < shape.statistics; ++k) check(std::isfinite(present.score(row, k, c)), "a score is not finite");
@@ -213,14 +198,13 @@ struct MergeCase {
     const KvMergePolicy& p = call.policy;
     char text[512];
     snprintf(text, sizeof text,
-             "MergeCache%s %s B %d H %d C %d D %d Dv %d K %d budget %d sinks %d recent %d window %d merging %d "
-             "importance %d measure %d "
-             "threshold %g zip %d factor %g votes %g first %d error %d attention %g pool %d pooled %d residual %g "
+             "MergeCache%s %s B %d H %d C %d D %d Dv %d K %d budget %d sinks %d recent %d window %d merge %d select %d "
+             "measure %d threshold %g zip %d factor %g votes %g order %d exponent %g pool %d pooled %d residual %g "
              "weigh %d planes %d",
              hostile ? " hostile" : "", shape.type ? "fp16" : "fp32", call.batch, call.heads, call.capacity,
              call.key_size, call.value_size, call.statistics, call.budget, call.sinks, call.recent, call.sliding_window,
-             p.merging, p.importance, p.measure, p.threshold, p.zip, p.key_factor_max, p.votes_max, p.merge_first,
-             p.by_error, p.attention, p.pool, p.pooled, p.residual, p.weigh, p.rotary_planes);
+             p.merge, p.select, p.measure, p.threshold, p.zip, p.key_factor_max, p.votes_max, p.order, p.error_exponent,
+             p.eviction_pool, p.pooled, p.residual, p.weigh, call.rotary_planes);
     return text;
   }
 };

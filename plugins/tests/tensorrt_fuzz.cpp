@@ -44,29 +44,67 @@ Item word(const char* name, const std::string& x) {
 }
 
 Items vote_attention() {
-  return {real("scale", {0.3f}),    real("vote_exponent", {1}),  word("scores", "probability,log_ema"),
+  return {real("scale", {0.3f}),    real("vote_exponent", {1}),  word("statistics", "probability,log_ema"),
           real("decay", {1, 0.9f}), whole("window", {0, 8}),     real("recency_weight", {1, 1.2f}),
           real("softcap", {0}),     whole("sliding_window", {0})};
 }
 
-Items merge_cache(size_t method) {
-  static const std::vector<Items> own = {
-      {word("method", "streaming")},
-      {word("method", "h2o")},
-      {word("method", "snapkv"), whole("pool", {5})},
-      {word("method", "keepkv"), word("selector", "own"), real("threshold", {0.8f}), real("decay", {0.9f}),
-       real("key_factor_max", {2}), word("zip", "key"), word("order", "merge-first"), whole("pool", {4})},
-      {word("method", "ballot"), word("selector", "h2o"), word("zip", "count"), real("decay", {0.95f}),
-       word("order", "least-error"), real("attention", {0.5f}), whole("pool", {4}), real("votes_max", {32})},
-      {word("method", "zeromerge"), word("selector", "own"), real("residual", {0.33f})},
-      {word("method", "kvslimmer"), word("selector", "own"), real("tau", {0.001f}), whole("share_pairs", {0})},
-      {word("method", "asymkv"), word("selector", "pyramidinfer"), whole("share_pairs", {0}),
-       real("inverse_frequencies", {1, 0.5f}), whole("rotary_interleaved", {1})},
-  };
-  Items items = {whole("budget", {64}), whole("sinks", {4}), whole("recent", {8}), whole("sliding_window", {0})};
-  const Items& more = own[method % own.size()];
-  items.insert(items.end(), more.begin(), more.end());
+// A merge policy that drops by position, with these fields in place of its own.
+Items merge_cache(const Items& changes) {
+  Items items = {whole("budget", {64}),
+                 whole("sinks", {4}),
+                 whole("recent", {8}),
+                 whole("sliding_window", {0}),
+                 whole("compresses", {1}),
+                 whole("recent_receives", {0}),
+                 word("statistics", "probability"),
+                 word("select", "position"),
+                 real("select_decay", {0.9f}),
+                 whole("pooled", {1}),
+                 word("order", "lowest"),
+                 whole("eviction_pool", {1}),
+                 real("error_exponent", {0}),
+                 whole("merged_last", {0}),
+                 word("merge", "drop"),
+                 word("measure", "cosine"),
+                 real("threshold", {-1e38f}),
+                 real("weigh_decay", {0.9f}),
+                 word("zip", "mean"),
+                 real("key_factor_max", {2}),
+                 real("votes_max", {32}),
+                 real("residual", {1}),
+                 whole("mean_adds", {0}),
+                 word("weigh", "score"),
+                 real("tau", {0}),
+                 whole("share_pairs", {0})};
+  for (const Item& change : changes) {
+    const auto same = [&](const Item& item) { return item.name == change.name; };
+    const auto at = std::find_if(items.begin(), items.end(), same);
+    if (at == items.end())
+      items.push_back(change);
+    else
+      *at = change;
+  }
   return items;
+}
+
+// As the methods streaming, snapkv, keepkv, ballot, zeromerge, kvslimmer and asymkv make them.
+Items merge_cache(size_t which) {
+  static const std::vector<Items> changes = {
+      {word("statistics", "none")},
+      {word("select", "pooled"), whole("pooled", {5})},
+      {word("select", "average"), word("statistics", "log_ema"), word("order", "nearest"), whole("eviction_pool", {4}),
+       word("merge", "zip"), real("threshold", {0.8f}), word("zip", "key")},
+      {word("select", "mean"), word("statistics", "probability,log_ema"), word("order", "least_error"),
+       whole("eviction_pool", {4}), real("error_exponent", {0.5f}), word("merge", "zip"), word("measure", "distance"),
+       whole("mean_adds", {1}), whole("recent_receives", {1})},
+      {word("select", "score"), whole("merged_last", {1}), word("merge", "running_mean"), word("measure", "dot"),
+       real("residual", {0.33f})},
+      {word("select", "score"), word("merge", "pair"), word("weigh", "hessian"), real("tau", {0.001f})},
+      {word("select", "score"), word("merge", "pair"), real("inverse_frequencies", {1, 0.5f}),
+       whole("rotary_interleaved", {1})},
+  };
+  return merge_cache(changes[which % changes.size()]);
 }
 
 class Random {
@@ -109,19 +147,23 @@ Items items_of(const PluginFieldCollection* fields) {
 
 // A value that the attribute of this name may not have, of the right type; false where every value will do.
 bool spoil(Random& random, Item& item) {
-  const float bad[] = {-1, 0, 2, NAN};
-  const bool closed = item.name == "decay" || item.name == "residual";
-  if (closed || item.name == "recency_weight" || item.name == "softcap") {
-    const float x =
-        item.name == "softcap" ? (random.below(2) ? -1 : NAN) : bad[closed ? random.below(4) : random.below(2)];
+  if (item.type == PluginFieldType::kFLOAT32) {
+    // Bounds: those below 1, at most 1 and above 0; above 0; at least 0, or at least 1; none.
+    std::vector<float> bad = {NAN};
+    const std::string& name = item.name;
+    if (name == "decay" || name == "select_decay" || name == "weigh_decay" || name == "residual") bad = {-1, 0, 2, NAN};
+    if (name == "recency_weight") bad = {-1, 0};
+    if (name == "softcap" || name == "tau" || name == "error_exponent") bad = {-1, NAN};
+    if (name == "key_factor_max" || name == "votes_max") bad = {-1, 0, 0.5f, NAN};
+    if (name == "inverse_frequencies") return false;
+    const float x = bad[random.below(bad.size())];
     memcpy(&item.bytes[0], &x, sizeof x);
-  } else if (item.type == PluginFieldType::kINT32 && item.name != "rotary_interleaved") {
-    const int32_t x = item.name == "share_pairs" ? 1 : item.name == "budget" || item.name == "pool" ? 0 : -1;
+  } else if (item.type == PluginFieldType::kINT32) {
+    const bool from_one = item.name == "budget" || item.name == "pooled" || item.name == "eviction_pool";
+    const int32_t x = item.name == "share_pairs" ? 1 : from_one ? 0 : -1;
     memcpy(&item.bytes[0], &x, sizeof x);
-  } else if (item.type == PluginFieldType::kCHAR) {
-    item.bytes[random.below(item.bytes.size() - 1)] = '?';
   } else {
-    return false;
+    item.bytes[random.below(item.bytes.size() - 1)] = '?';
   }
   return true;
 }
@@ -130,7 +172,7 @@ bool spoil(Random& random, Item& item) {
 Verdict mutate(Random& random, Items& items) {
   const size_t at = random.below(items.size());
   Item& item = items[at];
-  const bool turns = item.name == "inverse_frequencies" || item.name == "rotary_interleaved";
+  const bool rotates = item.name == "inverse_frequencies" || item.name == "rotary_interleaved";
   switch (random.below(16)) {
     case 0:
       return kSame;
@@ -139,7 +181,7 @@ Verdict mutate(Random& random, Items& items) {
       return kSame;
     case 2:
       items.push_back(real("another", {1, 2, 3}));
-      return kSame;
+      return kRefused;
     case 3:
       if (item.type != PluginFieldType::kINT32) return kSame;
       {
@@ -156,7 +198,7 @@ Verdict mutate(Random& random, Items& items) {
       if (item.type == PluginFieldType::kCHAR) item.bytes.pop_back(), --item.length;
       return kSame;
     case 5:
-      if (turns) return kSame;
+      if (rotates) return kSame;
       items.erase(items.begin() + at);
       return kRefused;
     case 6: {

@@ -132,9 +132,8 @@ class NativeCpu:
 
     def lacks(self, attributes: MergeCacheAttributes) -> str | None:
         from kvexport.backends.onnxruntime.operators import why_function
-        from kvexport.ops.onnx_function import merge_cache_node_attributes
 
-        return why_function(self.path(), "MergeCache", merge_cache_node_attributes(attributes))
+        return why_function(self.path(), "MergeCache", attributes.method)
 
     def merge_cache(self, state: Arrays, attributes: MergeCacheAttributes) -> Arrays:
         heads, statistics = state["score"].shape[1:3]

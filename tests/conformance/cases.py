@@ -233,18 +233,22 @@ MERGE_SCENARIOS = [
 ]
 
 
-def merge_cache_state(profile: MergeProfile, scenario: MergeScenario) -> Arrays:
-    """A state for MergeCache whose scores lie well apart, so that rounding cannot change which slots leave.
+def merge_cache_state(
+    profile: MergeProfile, scenario: MergeScenario, statistics: tuple[Statistic, ...] | None = None
+) -> Arrays:
+    """A state for MergeCache whose scores lie well apart, so that rounding cannot change which slots are evicted.
+    statistics: others than the profile's.
 
     Keys lie in bundles, so that cosines fall on both sides of every threshold, but not near one.
     """
     rng = np.random.default_rng(zlib.crc32(f"{profile.name}/{scenario.name}".encode()))
     batch, heads, capacity = len(scenario.used), profile.kv_heads, scenario.capacity
+    statistics = profile.statistics if statistics is None else statistics
     state = {
         "key": np.zeros((batch, heads, capacity, profile.sizes[0]), profile.dtype),
         "value": rng.normal(size=(batch, heads, capacity, profile.sizes[1])).astype(profile.dtype),
         "votes": np.zeros((batch, heads, capacity), np.float32),
-        "score": np.zeros((batch, heads, len(profile.statistics), capacity), np.float32),
+        "score": np.zeros((batch, heads, len(statistics), capacity), np.float32),
         "position": np.zeros((batch, heads, capacity), np.int32),
     }
     for b in range(batch):
@@ -265,7 +269,7 @@ def merge_cache_state(profile: MergeProfile, scenario: MergeScenario) -> Arrays:
                 0.0, 0.1 * scenario.peak / capacity
             )
             n = now - state["position"][b, h] + 1
-            for k, statistic in enumerate(profile.statistics):
+            for k, statistic in enumerate(statistics):
                 log_ema = statistic.kind == "log_ema"
                 shuffled = logit if k == 0 else rng.permutation(logit)
                 corrected = (

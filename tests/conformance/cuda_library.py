@@ -8,7 +8,6 @@ and ``cuda-host`` of plugins/build.py.
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from kvexport.schema.layout import number, structs
+from kvexport.schema.policy import POLICY
 from kvexport.schema.state import STATE_NAMES as STATE
 from plugins.building import make
 from plugins.building.targets import TARGETS
@@ -25,67 +26,21 @@ Arrays = dict[str, np.ndarray]
 HOST, DEVICE = (ROOT / TARGETS[name].output for name in ("cuda-host", "cuda"))
 COUNTER_BYTES = 1 << 18
 TYPES = {"float32": 0, "float16": 1, "uint16": 2}  # numpy has no bfloat16: its bits stand as uint16
-KINDS = {"none": 0, "log_ema": 1, "probability": 2}
-# The enumerations of plugins/abi/kvexport.h.
-BY_POSITION, BY_SCORE, BY_AVERAGE, BY_POOLED, BY_MEAN = range(5)
-DROP, ZIP, RUNNING_MEAN, PAIR = range(4)
-COSINE, DOT, DISTANCE = range(3)
 
 
-class State(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in STATE]
+def _structures() -> dict[str, Any]:
+    """plugins/abi/kvexport.h, from the schema that it is written from."""
+    made: dict[str, Any] = {"int": ctypes.c_int, "float": ctypes.c_float}
+    for name, fields in structs().items():
+        kinds = [(field, made.get(field.type, ctypes.c_void_p)) for field in fields]
+        members = [(field.name, kind * field.count if field.count else kind) for field, kind in kinds]
+        made[name] = type(name, (ctypes.Structure,), {"_fields_": members})
+    return made
 
 
-class Statistic(ctypes.Structure):
-    _fields_ = [
-        ("kind", ctypes.c_int),
-        ("decay", ctypes.c_float),
-        ("window", ctypes.c_int),
-        ("recency_weight", ctypes.c_float),
-    ]
-
-
-def _fields(text: str) -> list[tuple[str, Any]]:
-    """ "int: a b; float: c" as a structure's fields."""
-    types = {
-        "int": ctypes.c_int,
-        "float": ctypes.c_float,
-        "pointer": ctypes.c_void_p,
-        "state": State,
-        "statistics": Statistic * 8,
-    }
-    groups = (part.split(":") for part in text.split(";"))
-    return [(name, types[kind.strip()]) for kind, names in groups for name in names.split()]
-
-
-class VoteAttention(ctypes.Structure):
-    _fields_ = _fields(
-        "int: cache_type batch query_heads heads tokens capacity key_size value_size statistics;"
-        "float: scale vote_exponent softcap;"
-        "int: sliding_window; statistics: statistic; int: query_type;"
-        "pointer: query key value position query_length sink_logits; state: past present;"
-        "pointer: output"
-    )
-
-
-class MergePolicy(ctypes.Structure):
-    _fields_ = _fields(
-        "int: compresses importance; float: decay; int: pooled merge_first pool by_error; float: attention;"
-        "int: voted_last merging measure; float: threshold;"
-        "int: recent_receives zip; float: key_factor_max votes_max weigh_decay residual; int: mean_adds weigh; "
-        "float: tau;"
-        "int: rotary_planes rotary_interleaved; pointer: inverse_frequencies; statistics: statistic"
-    )
-
-
-class MergeCache(ctypes.Structure):
-    _fields_ = [
-        *_fields(
-            "int: cache_type batch heads capacity key_size value_size statistics budget sinks recent sliding_window"
-        ),
-        ("policy", MergePolicy),
-        *_fields("state: past present"),
-    ]
+STRUCTURES = _structures()
+State, Statistic = STRUCTURES["KvState"], STRUCTURES["KvStatistic"]
+VoteAttention, MergeCache = STRUCTURES["KvVoteAttention"], STRUCTURES["KvMergeCache"]
 
 
 class Where(ctypes.Structure):
@@ -198,7 +153,7 @@ class Caller:
         if problem:
             raise RuntimeError(f"kvexport: {problem.decode()}")
 
-    def state(self, arrays: dict[str, Any]) -> State:
+    def state(self, arrays: dict[str, Any]) -> Any:
         return State(*(self.memory.address(arrays[name]) for name in STATE))
 
     def vote_attention(self, inputs: Arrays, attributes: Any, *, in_place: bool = True) -> Arrays:
@@ -225,7 +180,7 @@ class Caller:
             attributes, state["key"].dtype.name, state["key"].shape, state["value"].shape[3], state["score"].shape[2]
         )
         frequencies = put(np.array(attributes.rotary.inverse_frequencies or (0.0,), np.float32))
-        call.policy.inverse_frequencies = self.memory.address(frequencies)
+        call.inverse_frequencies = self.memory.address(frequencies)
         call.past, call.present = self.state(past), self.state(present)
         self._run("merge_cache", call)
         return {f"present_{name}": self.memory.get(present[name]) for name in STATE}
@@ -233,82 +188,46 @@ class Caller:
 
 def vote_attention_call(
     attributes: Any, dtype: str, query: tuple[int, ...], key: tuple[int, ...], value_size: int
-) -> VoteAttention:
+) -> Any:
     """A call without its pointers. query [B, Hq, T, D]; key [B, H, C, D]."""
-    sizes = (query[0], query[1], key[1], query[2], key[2], key[3], value_size, len(attributes.statistics))
-    call = VoteAttention(TYPES[dtype], *sizes)
+    batch, query_heads, tokens, _ = query
+    sizes = {"heads": key[1], "capacity": key[2], "key_size": key[3], "value_size": value_size}
+    call = VoteAttention(
+        query_type=TYPES[dtype], cache_type=TYPES[dtype], batch=batch, query_heads=query_heads, tokens=tokens, **sizes
+    )
+    call.statistics = len(attributes.statistics)
     call.scale, call.vote_exponent, call.softcap = attributes.scale, attributes.vote_exponent, attributes.softcap
-    call.sliding_window, call.query_type = attributes.sliding_window, TYPES[dtype]
+    call.sliding_window = attributes.sliding_window
     for k, s in enumerate(attributes.statistics):
-        call.statistic[k] = Statistic(KINDS[s.kind], s.decay, s.window, s.recency_weight)
+        call.statistic[k] = Statistic(number("statistic", s.kind), s.decay, s.window, s.recency_weight)
     return call
 
 
-def merge_cache_call(attributes: Any, dtype: str, key: tuple[int, ...], value_size: int, statistics: int) -> MergeCache:
+def merge_cache_call(attributes: Any, dtype: str, key: tuple[int, ...], value_size: int, statistics: int) -> Any:
     """A call without its pointers. key [B, H, C, D]."""
-    call = MergeCache(TYPES[dtype], key[0], key[1], key[2], key[3], value_size, statistics)
-    call.budget, call.sinks, call.recent, call.sliding_window = (
-        attributes.budget,
-        attributes.sinks,
-        attributes.recent,
-        attributes.sliding_window,
-    )
-    call.policy = policy_of(attributes.method)
-    call.policy.rotary_planes = len(attributes.rotary.inverse_frequencies) if call.policy.merging == PAIR else 0
-    call.policy.rotary_interleaved = attributes.rotary.interleaved
+    batch, heads, capacity, key_size = key
+    method, rotary = attributes.method, attributes.rotary
+    call = MergeCache(cache_type=TYPES[dtype], batch=batch, heads=heads, capacity=capacity, key_size=key_size)
+    call.value_size, call.statistics = value_size, statistics
+    for name in ("budget", "sinks", "recent", "sliding_window"):
+        setattr(call, name, getattr(attributes, name))
+    call.compresses, call.recent_receives = method.compresses, method.recent_receives
+    for k, s in enumerate(method.statistics):
+        call.statistic_kind[k] = number("statistic", s.kind)
+    policy = method.policy()
+    for attribute in POLICY:
+        value = getattr(policy, attribute.name)
+        setattr(call.policy, attribute.name, number(attribute.name, value) if attribute.kind == "word" else value)
+    call.rotary_planes, call.rotary_interleaved = len(rotary.inverse_frequencies), rotary.interleaved
     return call
 
 
 def lacks(method: Any) -> str | None:
     """Why there is no kernel for a method."""
-    if method.name not in (
-        "full",
-        "streaming",
-        "h2o",
-        "pyramidinfer",
-        "snapkv",
-        "pyramidkv",
-        "keepkv",
-        "ballot",
-        "zeromerge",
-        "kvslimmer",
-        "asymkv",
-    ):
-        return f"the method {method.name} has no native kernel"
-    return "share_pairs has no native kernel" if getattr(method, "share_pairs", False) else None
-
-
-def policy_of(method: Any) -> MergePolicy:
-    """A method's parameters as the policy that the kernels run, as plugins/bindings/node/attributes.h
-    reads them off a node."""
-    p = MergePolicy(compresses=method.name != "full", threshold=-1e38, votes_max=getattr(method, "votes_max", math.inf))
-    for k, s in enumerate(method.statistics):
-        p.statistic[k].kind = KINDS[s.kind]
-    selector = getattr(method, "selector", "own")
-    if method.name in ("streaming", "full"):
-        p.importance = BY_POSITION
-    elif method.name in ("snapkv", "pyramidkv") or selector == "snapkv":
-        p.importance, p.pooled = BY_POOLED, getattr(method, "pool", 5) if selector == "own" else 5
-    elif method.name in ("keepkv", "ballot") and selector == "own":
-        p.importance = BY_AVERAGE if method.name == "keepkv" else BY_MEAN
-    else:
-        p.importance = BY_SCORE
-    if method.name in ("keepkv", "ballot"):
-        p.merging, p.zip = ZIP, {"key": 0, "vote": 1, "mean": 2, "count": 2}[method.zip]
-        p.decay = p.weigh_decay = method.decay
-    if method.name == "keepkv":
-        p.measure, p.threshold, p.key_factor_max = COSINE, method.threshold, method.key_factor_max
-        p.merge_first, p.pool = method.order == "merge-first", method.pool
-    elif method.name == "ballot":
-        p.measure, p.recent_receives, p.mean_adds = DISTANCE, 1, selector == "own"
-        p.merge_first = p.by_error = method.order == "least-error"
-        p.pool, p.attention = method.pool, method.attention
-    elif method.name == "zeromerge":
-        p.merging, p.measure, p.voted_last, p.residual = RUNNING_MEAN, DOT, 1, method.residual
-    elif method.name in ("kvslimmer", "asymkv"):
-        p.merging, p.weigh = PAIR, method.name == "kvslimmer"
-        p.tau = getattr(method, "tau", 0.0)
-    return p
+    policy = method.policy()
+    if policy is None:
+        return f"the method {method.name} is no merge policy"
+    return policy.why_not_native or None
 
 
 class CudaOnHost:

@@ -15,6 +15,7 @@ import numpy as np
 from kvexport.methods.slots import Statistic
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes
+from kvexport.schema.state import STATE_NAMES
 from tests.conformance.oracle_rules import RULES, Head, Slot
 
 Arrays = dict[str, np.ndarray]
@@ -23,7 +24,7 @@ Arrays = dict[str, np.ndarray]
 def vote_attention(inputs: Arrays, attributes: VoteAttentionAttributes) -> Arrays:
     """output [B, Hq, T, Dv] and the five present tensors, floats in float64."""
     query = inputs["query"].astype(np.float64)
-    state = {name: inputs[f"past_{name}"].copy() for name in ("key", "value", "votes", "score", "position")}
+    state = {name: inputs[f"past_{name}"].copy() for name in STATE_NAMES}
     present = {name: x if name == "position" else x.astype(np.float64) for name, x in state.items()}
     batch, query_heads, tokens, _ = query.shape
     heads = present["key"].shape[1]

@@ -31,9 +31,9 @@ FORMS = [
     Form(input_heads=2, residual=1),
     Form(input_heads=3, output_heads=(2,), bias=(1,), gate=1, residual=1),
     Form(norm=1, epsilon=1e-5, gate=1),
-    Form(output_heads=(0, 0), bias=(0, 1), turned=(0, 0)),
-    Form(norm=1, epsilon=1e-6, output_heads=(2, 1, 0), bias=(1, 0, 1), turned=(1, 1, 0)),
-    Form(output_heads=(2, 2), bias=(0, 0), turned=(0, 1)),
+    Form(output_heads=(0, 0), bias=(0, 1), rotated=(0, 0)),
+    Form(norm=1, epsilon=1e-6, output_heads=(2, 1, 0), bias=(1, 0, 1), rotated=(1, 1, 0)),
+    Form(output_heads=(2, 2), bias=(0, 0), rotated=(0, 1)),
 ]
 RANKS = {"input": 3, "norm": 1, "bias": 1, "residual": 3, "cosine": 3, "sine": 3}  # of all others 2
 
@@ -75,7 +75,7 @@ def meaning(form: Form, input: torch.Tensor, **terms: torch.Tensor) -> list[torc
     if form.norm:
         rows = torch.nn.functional.rms_norm(rows, rows.shape[-1:], terms["norm"], form.epsilon)
     outputs = []
-    for i, (heads, rotated) in enumerate(zip(form.output_heads, form.turned, strict=True)):
+    for i, (heads, rotated) in enumerate(zip(form.output_heads, form.rotated, strict=True)):
         x = torch.nn.functional.linear(rows, terms[f"weight{i}"], terms.get(f"bias{i}"))
         if form.gate:
             x = x * torch.nn.functional.silu(torch.nn.functional.linear(rows, terms["gate"]))
@@ -127,7 +127,7 @@ def test_it_is_what_pytorch_computes(form: Form, dtype: str, native: bool) -> No
         }
         # Products of one input have outputs of their own; heads that are rotated are of one size.
         sizes = [
-            2 * planes * heads if any(form.turned) and heads else outputs + 6 * i
+            2 * planes * heads if any(form.rotated) and heads else outputs + 6 * i
             for i, heads in enumerate(form.output_heads)
         ]
         shapes |= {f"weight{i}": [size, inputs] for i, size in enumerate(sizes)} | {
@@ -188,7 +188,7 @@ def test_tensors_that_do_not_fit_are_refused_by_the_run() -> None:
 
 def test_products_of_one_input_that_do_not_fit_are_refused_by_the_run() -> None:
     needs_library()
-    form = Form(norm=1, epsilon=1e-5, output_heads=(2, 1), bias=(0, 1), turned=(1, 0))
+    form = Form(norm=1, epsilon=1e-5, output_heads=(2, 1), bias=(0, 1), rotated=(1, 0))
     run = session(model_of(form, "float32", ["B", "T", "K"], ["N", "M"], False), True)
     shapes: dict[str, tuple[int, ...]] = {
         "input": (1, 2, 6),
@@ -214,14 +214,14 @@ def test_products_of_one_input_that_do_not_fit_are_refused_by_the_run() -> None:
     ("attributes", "problem"),
     [
         ({"output_heads": [0, 0]}, "an entry for each of one to three products, not 2, 1 and 1"),
-        ({"output_heads": [0] * 4, "bias": [0] * 4, "turned": [0] * 4}, "one to three products, not 4"),
-        ({"output_heads": [0, 0], "bias": [0, 0], "turned": [0, 0], "gate": 1}, "joins one product, not several"),
+        ({"output_heads": [0] * 4, "bias": [0] * 4, "rotated": [0] * 4}, "one to three products, not 4"),
+        ({"output_heads": [0, 0], "bias": [0, 0], "rotated": [0, 0], "gate": 1}, "joins one product, not several"),
         ({"output_heads": [-1]}, "output_heads is negative"),
-        ({"turned": [1]}, "an output without heads is turned"),
-        ({"turned": [1], "output_heads": [2]}, "there are 2 inputs, not 4"),
-        ({"bias": [2]}, "bias and turned are 0 or 1"),
-        ({"turned": [-1], "output_heads": [2]}, "bias and turned are 0 or 1"),
-        ({"output_heads": [0, 0], "bias": [0, 0], "turned": [0, 0]}, "there are 2 inputs, not 3"),
+        ({"rotated": [1]}, "an output without heads is rotated"),
+        ({"rotated": [1], "output_heads": [2]}, "there are 2 inputs, not 4"),
+        ({"bias": [2]}, "bias and rotated are 0 or 1"),
+        ({"rotated": [-1], "output_heads": [2]}, "bias and rotated are 0 or 1"),
+        ({"output_heads": [0, 0], "bias": [0, 0], "rotated": [0, 0]}, "there are 2 inputs, not 3"),
     ],
 )
 def test_attributes_that_contradict_each_other_are_refused(attributes: dict[str, Any], problem: str) -> None:
@@ -238,7 +238,7 @@ def test_attributes_that_contradict_each_other_are_refused(attributes: dict[str,
 @pytest.mark.parametrize("left_out", ["weight1", "bias0", "cosine", "sine"])
 def test_an_input_that_is_left_out_is_refused(left_out: str) -> None:
     needs_library()
-    form = Form(norm=1, epsilon=1e-5, output_heads=(2, 1), bias=(1, 0), turned=(1, 0))
+    form = Form(norm=1, epsilon=1e-5, output_heads=(2, 1), bias=(1, 0), rotated=(1, 0))
     model = model_of(form, "float32", ["B", "T", 8], [4, 8], False)
     i = form.inputs.index(left_out)
     model.graph.node[0].input[i] = ""
@@ -248,7 +248,7 @@ def test_an_input_that_is_left_out_is_refused(left_out: str) -> None:
 
 def test_an_output_that_is_left_out_is_refused() -> None:
     needs_library()
-    model = model_of(Form(output_heads=(0, 0), bias=(0, 0), turned=(0, 0)), "float32", ["B", "T", 8], [4, 8], False)
+    model = model_of(Form(output_heads=(0, 0), bias=(0, 0), rotated=(0, 0)), "float32", ["B", "T", 8], [4, 8], False)
     model.graph.node[0].output[1] = ""
     del model.graph.output[1:]
     with pytest.raises(Exception, match=r"output 1 is left out|there are 1 outputs, not 2"):
@@ -310,7 +310,7 @@ def test_an_engine_says_the_same_with_and_without_the_kernel(
     assert sum("residual" in form for form in forms) == 2 * layers and sum("gate" in form for form in forms) == layers
     assert sum("bias1.1.1" in form for form in forms) == (layers if config is Qwen2Config else 0)
     assert (
-        sum("turned1.1.0" in form for form in forms) == layers
+        sum("rotated1.1.0" in form for form in forms) == layers
         and sum("norm" in form for form in forms) == 2 * layers + 1
     )
     logits = []

@@ -21,6 +21,7 @@ import pytest
 from kvexport.backends.onnxruntime import operators as native
 from kvexport.backends.onnxruntime.devices import driver_problem
 from kvexport.errors import EnvironmentProblem
+from kvexport.methods.keepkv import KeepKV
 from plugins.building import make, resources
 from plugins.building.targets import CAPABILITIES
 from tests.support.one_node import VOTE_ATTENTION, model, vote_attention_shapes
@@ -87,12 +88,12 @@ def binding_links(objects: list[Path], architecture: str, library: Path) -> str:
         ["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True
     ).stdout
     exported = {line.split()[-1].partition("@")[0] for line in listed.splitlines()}
-    questions = {"kvexport_isa", "kvexport_merge_methods", "kvexport_device_problem", "kvexport_layer_problem"}
+    questions = {"kvexport_isa", "kvexport_device_problem", "kvexport_layer_problem"}
     assert exported == {"RegisterCustomOps", *questions}
     dynamic = subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True, check=True).stdout
     assert not [name for name in re.findall(r"NEEDED.*\[(.+)\]", dynamic) if re.search("onnx|cuda|nv", name)]
     assert native.instruction_set(library) == f"sm_{architecture}"
-    assert native.why_function(library, "MergeCache", {"method": "keepkv"}) is None
+    assert native.why_function(library, "MergeCache", KeepKV()) is None
     options = onnxruntime.SessionOptions()
     options.register_custom_ops_library(str(library))
     options.log_severity_level = 4

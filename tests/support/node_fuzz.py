@@ -12,6 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from kvexport.methods.ballot import Ballot
+from kvexport.methods.snapkv import SnapKV
+from kvexport.methods.zeromerge import ZeroMerge
 from tests.support.one_node import (
     KEEPKV,
     KVSLIMMER,
@@ -19,6 +22,7 @@ from tests.support.one_node import (
     VOTE_ATTENTION,
     D,
     H,
+    merge_of,
     merge_shapes,
     model,
     session,
@@ -27,16 +31,24 @@ from tests.support.one_node import (
 
 ODD: list[Any] = [
     *(0, 1, -1, 3, 2**31 - 1, 2**31, 2**40, -(2**63), 0.0, 1.0, 0.5, -1.0, 1e38, float("nan"), float("inf")),
-    *("", "own", "log_ema", "probability", "none,log_ema", ",", "nope", "h2o", "keepkv", "full", "streaming"),
+    *(
+        "",
+        "log_ema",
+        "probability",
+        "none,log_ema",
+        ",",
+        "nope",
+        "score",
+        "mean",
+        "pair",
+        "zip",
+        "least_error",
+        "distance",
+    ),
     *([1.0], [0.5, 0.9], [0], [1, 2], [-1], ["a"], [float("nan")], [0.9] * 9),
 ]
 SIZES: list[Any] = ["B", "T", "C", 0, 1, 2, 3, 4, 7, 8, 12, 16, 64]
-OTHER = MERGE_CACHE | {"method": "zeromerge", "residual": 0.3}
-POOLED = MERGE_CACHE | {"method": "snapkv", "pool": 5}
-BALLOT = MERGE_CACHE | {
-    "method": "ballot", "zip": "vote", "decay": 0.9, "order": "least-error", "attention": 0.5, "pool": 4,
-    "votes_max": 32.0
-}  # fmt: skip
+OTHER, POOLED, BALLOT = merge_of(ZeroMerge(residual=0.3)), merge_of(SnapKV()), merge_of(Ballot(zip="vote"))
 
 
 def mutated(rng: random.Random, attributes: dict[str, Any]) -> dict[str, Any]:

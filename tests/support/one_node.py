@@ -10,27 +10,32 @@ import onnxruntime
 from onnx import TensorProto, helper
 
 from kvexport.backends.onnxruntime.operators import library
+from kvexport.methods.base import Method
+from kvexport.methods.h2o import H2O
+from kvexport.methods.keepkv import KeepKV
+from kvexport.methods.kvslimmer import KVSlimmer
+from kvexport.schema import operators
 from kvexport.schema.state import STATE_NAMES as STATE
 
 VOTE_ATTENTION: dict[str, Any] = {
-    "scale": 0.3, "vote_exponent": 1.0, "scores": "log_ema", "decay": [0.9], "window": [0], "recency_weight": [1.0],
-    "sliding_window": 0, "softcap": 0.0,
+    "scale": 0.3, "vote_exponent": 1.0, "softcap": 0.0, "sliding_window": 0, "statistics": "log_ema", "decay": [0.9],
+    "window": [0], "recency_weight": [1.0],
 }  # fmt: skip
-MERGE_CACHE: dict[str, Any] = {
-    "method": "h2o",
-    "budget": 8,
-    "sinks": 1,
-    "recent": 2,
-    "sliding_window": 0,
-    "selector": "own",
-}
-KEEPKV = MERGE_CACHE | {
-    "method": "keepkv", "zip": "vote", "order": "merge-first", "pool": 2, "threshold": 0.8, "decay": 0.9,
-    "key_factor_max": 2.0,
-}  # fmt: skip
-KVSLIMMER = MERGE_CACHE | {
-    "method": "kvslimmer", "tau": 0.001, "share_pairs": 0, "inverse_frequencies": [1.0, 0.5], "rotary_interleaved": 0,
-}  # fmt: skip
+
+
+def merge_of(method: Method, **more: Any) -> dict[str, Any]:
+    """The attributes of a MergeCache of this method, which is a merge policy."""
+    policy = method.policy()
+    assert policy is not None
+    kinds = [statistic.kind for statistic in method.statistics]
+    values = {"budget": 8, "sinks": 1, "recent": 2, "sliding_window": 0, "statistics": kinds}
+    values |= {"compresses": method.compresses, "recent_receives": method.recent_receives}
+    return operators.MERGE_CACHE.node_attributes({**values, **policy.node_attributes(), **more})
+
+
+MERGE_CACHE = merge_of(H2O())
+KEEPKV = merge_of(KeepKV(pool=2))
+KVSLIMMER = merge_of(KVSlimmer(), inverse_frequencies=[1.0, 0.5], rotary_interleaved=0)
 # Query and KV heads, tokens, slots, sizes of keys and values.
 HQ, H, T, C, D, DV = 4, 2, 3, 16, 8, 12
 Shape = Sequence[int | str] | None  # None: of unknown rank

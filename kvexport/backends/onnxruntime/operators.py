@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvexport.errors import EnvironmentProblem
 from kvexport.paths import checkout, native_folder
@@ -20,6 +20,7 @@ from kvexport.paths import checkout, native_folder
 if TYPE_CHECKING:
     from kvexport.artifact.manifest import Manifest
     from kvexport.cache import CachePlan
+    from kvexport.methods.base import Method
 
 NAMES = {"cpu": "libkvexport_onnxruntime.so", "cuda": "libkvexport_onnxruntime_cuda.so"}
 VARIABLE = "KVEXPORT_OPERATORS"
@@ -87,16 +88,19 @@ def require_runnable(path: Path) -> None:
         )
 
 
-def why_function(path: Path | None, op: str, attributes: Mapping[str, Any], device: str = "cpu") -> str | None:
-    """Why a node of `op` with these attributes would run from its function, None where the native operator runs it."""
+def why_function(path: Path | None, op: str, method: Method, device: str = "cpu") -> str | None:
+    """Why a node of `op` would run from its function with this method, None where the native operator runs it."""
     if path is None:
         return why_no_library(device)[0]
+    if method.extra_state:
+        names = ", ".join(tensor.name for tensor in method.extra_state)
+        return f"the method {method.name} keeps state of its own, {names}, which no native kernel has"
     if op != "MergeCache":
         return None
-    method = attributes["method"]
-    if method not in _ask(path, "kvexport_merge_methods").split(","):
-        return f"the method {method} has no native kernel"
-    return "share_pairs has no native kernel" if attributes.get("share_pairs") else None
+    policy = method.policy()
+    if policy is None:
+        return f"the method {method.name} has no native kernel: it is no merge policy"
+    return policy.why_not_native or None
 
 
 def implementations(manifest: Manifest, device: str | None = None) -> dict[str, Implementation]:
@@ -106,7 +110,7 @@ def implementations(manifest: Manifest, device: str | None = None) -> dict[str, 
     recipe = manifest.recipe
     device = device or section.of(recipe).device
     path = library(device)
-    method = {"method": recipe.cache.method, **recipe.cache.parameters}
+    method = recipe.cache.build_method()
     too_much = _why_no_layer(path, manifest.cache, manifest.model.query_heads) if path else None
     found = {}
     for op in ("VoteAttention", "MergeCache"):

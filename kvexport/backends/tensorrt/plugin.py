@@ -13,6 +13,7 @@ from typing import Any
 
 from kvexport.errors import EnvironmentProblem
 from kvexport.paths import checkout, native_folder
+from kvexport.schema.operators import MERGE_CACHE, VOTE_ATTENTION
 
 NAME = "libkvexport_tensorrt.so"
 VARIABLE = "KVEXPORT_TENSORRT_PLUGIN"
@@ -91,14 +92,18 @@ def _missing(registry: Any) -> list[str]:
 def refusal(trt: Any, node: Any) -> str | None:
     """Why the plugin of `node` (an onnx.NodeProto) would not take it, None where it does; the registered creator is
     asked for an instance with the fields that TensorRT's parser makes of the node's attributes."""
+    operator = {"VoteAttention": VOTE_ATTENTION, "MergeCache": MERGE_CACHE}[node.op_type]
+    if len(node.input) > len(operator.inputs):
+        return f"the plugin does not take a method that keeps state of its own, {node.input[-1].rpartition('.')[2]}"
     creator = trt.get_plugin_registry().get_creator(node.op_type, VERSION, NAMESPACE)
     fields = [field for attribute in node.attribute if (field := _field(trt, attribute)) is not None]
     if (
         creator.create_plugin(node.name or node.op_type, trt.PluginFieldCollection(fields), trt.TensorRTPhase.BUILD)
         is None
     ):
-        method = next((a.s.decode() for a in node.attribute if a.name == "method"), "")
-        return f"the plugin does not take {f'the method {method}' if method else f'node {node.name}'}"
+        if node.op_type == "MergeCache" and not any(a.name == "select" for a in node.attribute):
+            return "the plugin does not take a method without a merge policy"
+        return f"the plugin does not take node {node.name}"
     return None
 
 

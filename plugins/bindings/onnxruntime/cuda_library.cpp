@@ -49,7 +49,7 @@ struct MergeCacheKernel : kv::MergeCacheNode {
     return kv::status_of([&] {
       const Ort::KernelContext context(raw);
       KvMergeCache call = this->call(context);
-      call.policy.inverse_frequencies = frequencies.get();
+      call.inverse_frequencies = frequencies.get();
       size_t bytes = 0;
       kv::ran("MergeCache", kv_cuda_merge_cache_workspace(&call, &bytes));
       streams.run(context, bytes,
@@ -77,7 +77,6 @@ KV_EXPORT const char* kvexport_isa() {
   static const std::string text = kv::compiled_for();
   return text.c_str();
 }
-KV_EXPORT const char* kvexport_merge_methods() { return kv::kMergeMethods; }
 KV_EXPORT const char* kvexport_device_problem() {
   static const std::string problem = kv::device_problem();
   return problem.c_str();

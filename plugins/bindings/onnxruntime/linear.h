@@ -39,25 +39,25 @@ struct LinearNode {
   int type, input_heads;
   bool norm, gate, residual;
   float epsilon;
-  std::vector<int> output_heads, bias, turned;
+  std::vector<int> output_heads, bias, rotated;
   std::vector<Weight> weights;
   Weight gate_weight;
 
   LinearNode(const Ort::ConstKernelInfo& info, int type) : type(type) {
     const Attributes node(info, "Linear");
     input_heads = integer_at_least(0, node, "input_heads"), output_heads = node.integers("output_heads");
-    bias = node.integers("bias"), turned = node.integers("turned");
+    bias = node.integers("bias"), rotated = node.integers("rotated");
     norm = node.integer("norm") != 0, epsilon = node.number("epsilon");
     gate = node.integer("gate") != 0, residual = node.integer("residual") != 0;
     const size_t count = output_heads.size();
-    node.require(count >= 1 && count <= KV_MAX_PRODUCTS && bias.size() == count && turned.size() == count,
-                 "output_heads, bias and turned have an entry for each of one to three products, not " +
+    node.require(count >= 1 && count <= KV_MAX_PRODUCTS && bias.size() == count && rotated.size() == count,
+                 "output_heads, bias and rotated have an entry for each of one to three products, not " +
                      std::to_string(count) + ", " + std::to_string(bias.size()) + " and " +
-                     std::to_string(turned.size()));
+                     std::to_string(rotated.size()));
     for (size_t i = 0; i < count; ++i) {
       node.require(output_heads[i] >= 0, "output_heads is negative");
-      node.require((bias[i] | turned[i] | 1) == 1, "bias and turned are 0 or 1");
-      node.require(!turned[i] || output_heads[i] > 0, "an output without heads is turned");
+      node.require((bias[i] | rotated[i] | 1) == 1, "bias and rotated are 0 or 1");
+      node.require(!rotated[i] || output_heads[i] > 0, "an output without heads is rotated");
     }
     node.require(count == 1 || !(gate || residual), "a gate or a residual joins one product, not several");
     size_t expected = 1 + norm + count + gate + residual + 2 * turns();
@@ -81,7 +81,7 @@ struct LinearNode {
   }
 
   bool turns() const {
-    for (const int one : turned)
+    for (const int one : rotated)
       if (one) return true;
     return false;
   }
@@ -140,7 +140,7 @@ struct LinearNode {
     const Shape sizes = weight.shape_in(context);
     check_shapes(input, sizes, heads);
     KvProduct& p = call->products[i];
-    p.outputs = sizes[0], p.heads = heads ? heads : 1, p.turned = turned[static_cast<size_t>(i)];
+    p.outputs = sizes[0], p.heads = heads ? heads : 1, p.rotated = rotated[static_cast<size_t>(i)];
     require(i == 0 || call->inputs == sizes[1], "Linear: its weights have rows of different sizes");
     call->inputs = sizes[1], p.weight = weight.data(context);
     if (bias[static_cast<size_t>(i)]) p.bias = kv::input<void>(context, weight.input + 1, "Linear: bias", {p.outputs});

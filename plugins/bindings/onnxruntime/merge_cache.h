@@ -28,17 +28,17 @@ struct MergeCacheNode {
 
   // -1 where a size is not known yet.
   void check_sizes(int64_t key_size, int64_t statistics) const {
-    const std::string problem = misfit(attributes.policy, key_size, statistics);
+    const std::string problem = misfit(attributes, key_size, statistics);
     require(problem.empty(), "MergeCache: " + problem);
   }
 
-  // Tensors that do not fit are refused. The policy points to the node's own inverse frequencies.
+  // Tensors that do not fit are refused. The call points to the node's own inverse frequencies.
   KvMergeCache call(const Ort::KernelContext& context) const {
     const Cache cache(context, 0);
     check_sizes(cache.key_size, cache.statistics);
     KvMergeCache call = attributes;
     cache.sizes(call);
-    call.policy.inverse_frequencies = inverse_frequencies.data();
+    call.inverse_frequencies = inverse_frequencies.data();
     call.past = cache.inputs(context, 0);
     call.present = cache.outputs(context, 0);
     return call;

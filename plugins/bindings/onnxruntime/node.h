@@ -65,7 +65,7 @@ class Attributes {
     return result;
   }
   // False only where there is no such attribute; one of another type is there.
-  bool has_numbers(const char* name) const {
+  bool has(const char* name) const {
     try {
       info_.GetAttributes<float>(name);
     } catch (const Ort::Exception& error) {

@@ -48,7 +48,7 @@ struct VoteAttentionNode {
              std::to_string(key[3]);
     });
     require(score[2] < 0 || score[2] == attributes.statistics, [&] {
-      return "VoteAttention: past_score has " + std::to_string(score[2]) + " statistics, `scores` names " +
+      return "VoteAttention: past_score has " + std::to_string(score[2]) + " statistics, `statistics` names " +
              std::to_string(attributes.statistics);
     });
   }

@@ -15,14 +15,15 @@ namespace kv::tensorrt {
 using nvinfer1::PluginField;
 using nvinfer1::PluginFieldType;
 
-// A copy of a collection's fields of known names; others are passed over, as the attributes of a node are. A Node in
-// the sense of ../node/attributes.h, so whoever reads it says what is missing.
+// A copy of a collection's fields, all of known names. A Node in the sense of ../node/read.h: the reader says which
+// field is missing.
 class Fields {
  public:
   Fields(const char* op, const std::vector<PluginField>& known, const nvinfer1::PluginFieldCollection* given)
       : op_(op) {
     require(given && given->nbFields >= 0 && (given->fields || given->nbFields == 0), "no fields were given");
     for (int32_t i = 0; i < given->nbFields; ++i) require(given->fields[i].name, "a field has no name");
+    for (int32_t i = 0; i < given->nbFields; ++i) require_known(known, given->fields[i].name);
     kept_.reserve(known.size());
     for (const PluginField& one : known)
       for (int32_t i = 0; i < given->nbFields; ++i)
@@ -40,7 +41,7 @@ class Fields {
   // The same for the same values, whatever their order and the width of their integers.
   const char* text() const { return text_.c_str(); }
 
-  bool has_numbers(const char* name) const { return find(name) != nullptr; }
+  bool has(const char* name) const { return find(name) != nullptr; }
 
   float number(const char* name) const {
     const Kept& field = read(name, "one float32");
@@ -76,6 +77,15 @@ class Fields {
   }
 
  private:
+  void require_known(const std::vector<PluginField>& known, const char* name) const {
+    std::string names;
+    for (const PluginField& one : known) {
+      if (strcmp(one.name, name) == 0) return;
+      names += (names.empty() ? "" : ", ") + std::string(one.name);
+    }
+    require(false, std::string("there is no field ") + name + "; known: " + names);
+  }
+
   struct Kept {
     const char* name;
     PluginFieldType type;

@@ -41,18 +41,27 @@ inline int size_of(const std::vector<Shape>& inputs, size_t i, size_t d) {
   return static_cast<int>(x);
 }
 
+// An operator's attributes as the fields of a plugin. TensorRT's parser hands over attributes of these names alone.
+template <size_t N>
+std::vector<PluginField> fields_of(const AttributeName (&attributes)[N]) {
+  std::vector<PluginField> fields;
+  for (const AttributeName& one : attributes) {
+    const bool whole = one.kind == kInt || one.kind == kInts, list = one.kind == kFloats || one.kind == kInts;
+    const PluginFieldType type = one.kind == kWord ? PluginFieldType::kCHAR
+                                 : whole           ? PluginFieldType::kINT32
+                                                   : PluginFieldType::kFLOAT32;
+    fields.push_back({one.name, nullptr, type, list || one.kind == kWord ? 0 : 1});
+  }
+  return fields;
+}
+
 struct VoteAttention {
   using Call = KvVoteAttention;
   static constexpr const char* kName = "VoteAttention";
   // Inputs without and with sink logits; where the state begins among inputs and among outputs.
   static constexpr int kLeastInputs = 10, kMostInputs = 11, kOutputs = 6, kPast = 5, kPresent = 1;
 
-  static std::vector<PluginField> fields() {
-    const auto real = PluginFieldType::kFLOAT32, whole = PluginFieldType::kINT32, text = PluginFieldType::kCHAR;
-    return {{"scale", nullptr, real, 1},   {"vote_exponent", nullptr, real, 1},  {"scores", nullptr, text, 0},
-            {"decay", nullptr, real, 0},   {"window", nullptr, whole, 0},        {"recency_weight", nullptr, real, 0},
-            {"softcap", nullptr, real, 1}, {"sliding_window", nullptr, whole, 1}};
-  }
+  static std::vector<PluginField> fields() { return fields_of(kVoteAttentionAttributes); }
 
   Call attributes{};
   explicit VoteAttention(const Fields& fields) { read_vote_attention(fields, attributes); }
@@ -112,29 +121,7 @@ struct MergeCache {
   static constexpr const char* kName = "MergeCache";
   static constexpr int kLeastInputs = 5, kMostInputs = 5, kOutputs = 5, kPast = 0, kPresent = 0;
 
-  // Those of every method; which of them one needs is the method's.
-  static std::vector<PluginField> fields() {
-    const auto real = PluginFieldType::kFLOAT32, whole = PluginFieldType::kINT32, text = PluginFieldType::kCHAR;
-    return {{"method", nullptr, text, 0},
-            {"budget", nullptr, whole, 1},
-            {"sinks", nullptr, whole, 1},
-            {"recent", nullptr, whole, 1},
-            {"sliding_window", nullptr, whole, 1},
-            {"selector", nullptr, text, 0},
-            {"pool", nullptr, whole, 1},
-            {"zip", nullptr, text, 0},
-            {"order", nullptr, text, 0},
-            {"threshold", nullptr, real, 1},
-            {"attention", nullptr, real, 1},
-            {"decay", nullptr, real, 1},
-            {"key_factor_max", nullptr, real, 1},
-            {"votes_max", nullptr, real, 1},
-            {"residual", nullptr, real, 1},
-            {"tau", nullptr, real, 1},
-            {"share_pairs", nullptr, whole, 1},
-            {"inverse_frequencies", nullptr, real, 0},
-            {"rotary_interleaved", nullptr, whole, 1}};
-  }
+  static std::vector<PluginField> fields() { return fields_of(kMergeCacheAttributes); }
 
   Call attributes{};
   std::vector<float> inverse_frequencies;
@@ -149,7 +136,7 @@ struct MergeCache {
     a.key_size = size_of(inputs, 0, 3), a.value_size = size_of(inputs, 1, 3), a.statistics = size_of(inputs, 3, 2);
     return a;
   }
-  std::string misfit(const Call& a) const { return kv::misfit(a.policy, a.key_size, a.statistics); }
+  std::string misfit(const Call& a) const { return kv::misfit(attributes, a.key_size, a.statistics); }
   static bool is_fixed(const Call& a) {
     return a.heads >= 0 && a.capacity >= 0 && a.key_size >= 0 && a.value_size >= 0 && a.statistics >= 0;
   }
@@ -169,7 +156,7 @@ struct MergeCache {
 
   static const char* run(Call a, KvCuda where, void* frequencies, const void* const* inputs, int,
                          void* const* outputs) {
-    a.policy.inverse_frequencies = static_cast<const float*>(frequencies);
+    a.inverse_frequencies = static_cast<const float*>(frequencies);
     a.past = state_at(inputs), a.present = state_at(outputs);
     return kv_cuda_merge_cache(&a, &where);
   }

@@ -20,11 +20,11 @@ struct Merge : Select<T> {
     static thread_local Work w;
     Head x = this->head(index);
     this->collect(x, w);
-    x.over = p.compresses ? max_of(x.used - a.budget, 0) : 0;
+    x.over = a.compresses ? max_of(x.used - a.budget, 0) : 0;
     if (x.over > 0) {
       this->weigh(x, w);
       this->choose(x, w);
-      if (p.merging != KV_DROP) merge(x, w);
+      if (p.merge != KV_MERGE_DROP) merge(x, w);
     }
     place(x, w);
   }
@@ -34,7 +34,7 @@ struct Merge : Select<T> {
   void merge(Head& x, Work& w) const {
     const int leaving = x.leaving;
     int* destination = w.destination.reserve(x.used, -1);
-    if (p.merging == KV_PAIR) {
+    if (p.merge == KV_MERGE_PAIR) {
       int* to = w.to.reserve(leaving, -1);
       for (int i = 0; i < leaving; ++i) {
         const int slot = w.leaving.get()[i];
@@ -50,7 +50,7 @@ struct Merge : Select<T> {
     int* members = w.members.reserve(3 * static_cast<size_t>(leaving) + 1);
     float* rows = w.rows.reserve(static_cast<size_t>(leaving) * (a.key_size + a.value_size));
     float* scores = w.scores.reserve(static_cast<size_t>(leaving) * (a.statistics + 2));
-    if (p.merging == KV_PAIR && p.weigh == KV_WEIGH_BY_HESSIAN) attended(x, w);
+    if (p.merge == KV_MERGE_PAIR && p.weigh == KV_WEIGH_HESSIAN) attended(x, w);
     for (int i = 0; i < leaving; ++i) {
       if (to[i] < 0 || destination[to[i]] >= 0) continue;
       int count = 0;
@@ -90,11 +90,11 @@ struct Merge : Select<T> {
     const float* votes = w.votes.get();
     const auto key_of = [&](int slot) { return key_row(x, w, slot); };
     const auto value_of = [&](int slot) { return value_row(x, w, slot); };
-    if (p.merging != KV_ZIP) {
+    if (p.merge != KV_MERGE_ZIP) {
       float total = 0.0f;
       for (int j = 0; j < count; ++j) total += weight[j] = votes[members[j]];
       mean(members, weight, count, a.value_size, value, value_of);
-      if (p.merging == KV_PAIR)
+      if (p.merge == KV_MERGE_PAIR)
         pair_key(x, w, members[0], members[1], key);
       else
         mean(members, weight, count, a.key_size, key, key_of);
@@ -122,8 +122,8 @@ struct Merge : Select<T> {
   float joined_score(const Head& x, const Work& w, const int* members, int count, int k, int32_t latest) const {
     const float* votes = w.votes.get();
     const int32_t* position = w.position.get();
-    if (p.statistic[k].kind == KV_STATISTIC_NONE) return score_of(x, w, k, members[0]);
-    if (p.statistic[k].kind == KV_STATISTIC_PROBABILITY) {
+    if (a.statistic_kind[k] == KV_STATISTIC_NONE) return score_of(x, w, k, members[0]);
+    if (a.statistic_kind[k] == KV_STATISTIC_PROBABILITY) {
       const bool by_mean = k == 0 && p.mean_adds;
       float total = 0.0f;
       for (int j = 0; j < count; ++j) {
@@ -164,14 +164,14 @@ struct Merge : Select<T> {
     widen(key_row(x, w, older), wide, d);
     for (int i = 0; i < d; ++i) turned[i] = wide[i];
     const float steps = static_cast<float>(w.position.get()[younger] - w.position.get()[older]);
-    for (int f = 0; f < p.rotary_planes; ++f) {
-      const int i = p.rotary_interleaved ? 2 * f : f, j = p.rotary_interleaved ? 2 * f + 1 : f + p.rotary_planes;
-      const float angle = steps * p.inverse_frequencies[f], cosine = std::cos(angle), sine = std::sin(angle);
+    for (int f = 0; f < a.rotary_planes; ++f) {
+      const int i = a.rotary_interleaved ? 2 * f : f, j = a.rotary_interleaved ? 2 * f + 1 : f + a.rotary_planes;
+      const float angle = steps * a.inverse_frequencies[f], cosine = std::cos(angle), sine = std::sin(angle);
       turned[i] = wide[i] * cosine - wide[j] * sine;
       turned[j] = wide[j] * cosine + wide[i] * sine;
     }
     float own = score_of(x, w, a.statistics - 1, younger), arriving = score_of(x, w, a.statistics - 1, older);
-    if (p.weigh == KV_WEIGH_BY_HESSIAN) hessian(x, w, younger, older, &own, &arriving);
+    if (p.weigh == KV_WEIGH_HESSIAN) hessian(x, w, younger, older, &own, &arriving);
     const float share = own + arriving > 0.0f ? own / (own + arriving) : 0.5f;
     widen(key_row(x, w, younger), key, d);
     for (int i = 0; i < d; ++i) key[i] = share * key[i] + (1.0f - share) * turned[i];

@@ -101,17 +101,17 @@ struct Select {
     for (int i = 0; i < n; ++i) is_target[i] = position[i] >= a.sinks && position[i] <= x.now - a.recent;
     float* importance = w.importance.reserve(n);
     for (int i = 0; i < n; ++i) {
-      switch (p.importance) {
-        case KV_BY_POSITION:
+      switch (p.select) {
+        case KV_SELECT_POSITION:
           importance[i] = static_cast<float>(position[i]);
           break;
-        case KV_BY_AVERAGE:
-          importance[i] = corrected_average(score_of(x, w, 0, i), p.decay, x.now, position[i]);
+        case KV_SELECT_AVERAGE:
+          importance[i] = corrected_average(score_of(x, w, 0, i), p.select_decay, x.now, position[i]);
           break;
-        case KV_BY_MEAN:
+        case KV_SELECT_MEAN:
           importance[i] = score_of(x, w, 0, i) / static_cast<float>(max_of(x.now - position[i] + 1, 1));
           break;
-        case KV_BY_POOLED:
+        case KV_SELECT_POOLED:
           importance[i] = pooled(x, w, i);
           break;
         default:
@@ -149,20 +149,21 @@ struct Select {
     for (int i = 0; i < count; ++i) list[i] = rank[i];
     x.target_count = count;
     float* value = w.value.reserve(n);
-    for (int i = 0; i < n; ++i) value[i] = p.voted_last && votes[i] > 1.0f ? 1e38f : importance[i];
+    for (int i = 0; i < n; ++i) value[i] = p.merged_last && votes[i] > 1.0f ? 1e38f : importance[i];
     char* first = w.leaves.get();  // what goes before all others; marked 2 for now
-    if (p.merging == KV_PAIR)
+    if (p.merge == KV_MERGE_PAIR)
       for (int i = 0; i < count; ++i)
         if (is_older(x, w, list[i])) first[list[i]] = 2, value[list[i]] = importance[list[i]] + importance[list[i] + 1];
     const auto lower = [value](int i, int j) { return value[i] < value[j] || (value[i] == value[j] && i < j); };
-    if (p.merge_first) {
-      const int pool = p.pool > count / x.over ? count : p.pool * x.over;
+    if (p.order != KV_ORDER_LOWEST) {
+      const int pool = p.eviction_pool > count / x.over ? count : p.eviction_pool * x.over;
       std::partial_sort(rank, rank + pool, rank + count, lower);
-      nearest(x, w, rank, pool, true, p.by_error ? pool + 1 : x.over);
+      nearest(x, w, rank, pool, true, p.order == KV_ORDER_LEAST_ERROR ? pool + 1 : x.over);
       for (int i = 0; i < pool; ++i) {
         const float near = w.best.get()[i];
-        if (near > (p.by_error ? -kTooFar : p.threshold)) first[rank[i]] = 2;
-        if (p.by_error && near > -kTooFar) value[rank[i]] = merge_error(importance[rank[i]], p.attention, -near);
+        if (near > (p.order == KV_ORDER_LEAST_ERROR ? -kTooFar : p.threshold)) first[rank[i]] = 2;
+        if (p.order == KV_ORDER_LEAST_ERROR && near > -kTooFar)
+          value[rank[i]] = merge_error(importance[rank[i]], p.error_exponent, -near);
       }
     }
     const int go = min_of(x.over, count);
@@ -182,7 +183,7 @@ struct Select {
   // higher: among targets of higher importance only, no further than the first `enough` slots that are nearer than the
   // threshold, and by keys and values where the policy goes by the error.
   void nearest(const Head& x, Work& w, const int* slots, int count, bool higher, int enough) const {
-    const bool by_value = higher && p.by_error;
+    const bool by_value = higher && p.order == KV_ORDER_LEAST_ERROR;
     const int d = a.key_size, dv = by_value ? a.value_size : 0, blocks = (x.target_count + kBlock - 1) / kBlock;
     const size_t padded = static_cast<size_t>(blocks) * kBlock;
     const float* importance = w.importance.get();
@@ -212,7 +213,7 @@ struct Select {
         }
         pack_columns(wide, size, load(factor), packed + block * size + i % kBlock);
       };
-      pack([&](int slot) { return key_row(x, w, slot); }, d, p.measure == KV_COSINE, keys, norms);
+      pack([&](int slot) { return key_row(x, w, slot); }, d, p.measure == KV_MEASURE_COSINE, keys, norms);
       if (by_value) pack([&](int slot) { return value_row(x, w, slot); }, dv, false, values, value_norms);
     }
     const float *row[kTileRows], *value_row_of[kTileRows];
@@ -222,7 +223,7 @@ struct Select {
       for (int r = 0; r < kTileRows; ++r) {
         const int slot = slots[first + min_of(r, height - 1)];
         row_norm[r] = widened(key_row(x, w, slot), d, rows + r * d);
-        const float factor = p.measure == KV_COSINE ? over_norm(row_norm[r]) : 1.0f;
+        const float factor = p.measure == KV_MEASURE_COSINE ? over_norm(row_norm[r]) : 1.0f;
         for (int i = 0; i < d; ++i) rows[r * d + i] *= factor;
         if (by_value) value_norm[r] = widened(value_row(x, w, slot), dv, value_rows + r * dv);
       }
@@ -249,7 +250,7 @@ struct Select {
                    own_importance = load(importances + place);
           for (int r = 0; r < height; ++r) {
             vf near = load(products + r * kBlock + column);
-            if (p.measure == KV_DISTANCE) near = 2.0f * near - square - row_norm[r];
+            if (p.measure == KV_MEASURE_DISTANCE) near = 2.0f * near - square - row_norm[r];
             if (by_value) {
               const vf apart = value_square + value_norm[r] - 2.0f * load(value_products + r * kBlock + column);
               near = vmin(near, vf{}) * vmax(apart, vf{});
@@ -297,11 +298,11 @@ struct Select {
     int *list = w.target_list.get(), count = 0;
     const int32_t* position = w.position.get();
     for (int i = 0; i < x.used; ++i) {
-      const bool receives = w.is_target.get()[i] || (p.recent_receives && position[i] >= a.sinks);
+      const bool receives = w.is_target.get()[i] || (a.recent_receives && position[i] >= a.sinks);
       if (receives && !w.leaves.get()[i]) list[count++] = i;
     }
     x.target_count = count;
-    if (p.merging != KV_RUNNING_MEAN || count == 0) return;
+    if (p.merge != KV_MERGE_RUNNING_MEAN || count == 0) return;
     // The residual region: those that have merged before, then the lowest.
     const int region = max_of(static_cast<int>(std::floor(p.residual * static_cast<float>(count))), 1);
     const float *votes = w.votes.get(), *importance = w.importance.get();

@@ -23,12 +23,12 @@ struct Group {
         head.of(plan.owner)[i] = x.over > 0 && head.of(plan.mark)[i] == kLeaves ? kNobody : i;
       }
     });
-    if (x.over == 0 || p.merging == KV_DROP) return;
+    if (x.over == 0 || p.merge == KV_MERGE_DROP) return;
     block.each([&](int t, auto&) {
       for (int i = t; i < x.leaving; i += kThreads) {
         int target = -1;
         const int slot = head.rows()[i];
-        if (p.merging == KV_PAIR) {
+        if (p.merge == KV_MERGE_PAIR) {
           if (is_older(x, slot) && head.of(plan.mark)[slot + 1] != kLeaves) target = slot + 1;
         } else if (!(nearest_of(head, i, &target) > p.threshold)) {
           target = -1;
@@ -116,7 +116,7 @@ struct Join {
     s.weight = s.total + 4;
     s.member = reinterpret_cast<int*>(s.weight + plan.most + 1);
     const int count = list_members(block, head, s, own, x.leaving, target);
-    if (a.policy.merging == KV_PAIR) weigh_pair(block, head, x, s);
+    if (a.policy.merge == KV_MERGE_PAIR) weigh_pair(block, head, x, s);
     block.each([&](int t, auto&) {
       if (t == 0) weigh(head, x, s, count, own);
     });
@@ -124,9 +124,9 @@ struct Join {
              (static_cast<size_t>(head.index) * plan.most + own) * (a.key_size + a.value_size);
     block.each([&](int t, auto&) {
       for (int i = t; i < a.key_size; i += kThreads)
-        assign(row[i], a.policy.merging == KV_PAIR ? pair_key(head, s, i) : *s.factor * mean(s, count, [&](int slot) {
-                 return head.template key<T>(slot)[i];
-               }));
+        assign(row[i], a.policy.merge == KV_MERGE_PAIR
+                           ? pair_key(head, s, i)
+                           : *s.factor * mean(s, count, [&](int slot) { return head.template key<T>(slot)[i]; }));
       for (int i = t; i < a.value_size; i += kThreads)
         assign(row[a.key_size + i], mean(s, count, [&](int slot) { return head.template value<T>(slot)[i]; }));
     });
@@ -166,7 +166,7 @@ struct Join {
     int latest = s.member[0];
     for (int j = 1; j < count; ++j) latest = max_of(latest, s.member[j]);
     float votes = 0.0f, factor = 1.0f;
-    if (p.merging == KV_ZIP) {
+    if (p.merge == KV_MERGE_ZIP) {
       zip(head, x, s, count, &votes, &factor);
     } else {
       for (int j = 0; j < count; ++j) votes += s.weight[j] = head.votes(s.member[j]);
@@ -203,9 +203,9 @@ struct Join {
                                       int latest) {
     const KvMergePolicy& p = head.a.policy;
     const auto seen = [&](int slot) { return static_cast<float>(max_of(x.now - head.position(slot) + 1, 1)); };
-    if (p.statistic[k].kind == KV_STATISTIC_NONE) return head.score(k, s.member[0]);
+    if (head.a.statistic_kind[k] == KV_STATISTIC_NONE) return head.score(k, s.member[0]);
     float sum = 0.0f;
-    if (p.statistic[k].kind == KV_STATISTIC_PROBABILITY) {
+    if (head.a.statistic_kind[k] == KV_STATISTIC_PROBABILITY) {
       const bool by_mean = k == 0 && p.mean_adds;
       for (int j = 0; j < count; ++j)
         sum += by_mean ? head.score(k, s.member[j]) / seen(s.member[j]) : head.score(k, s.member[j]);
@@ -225,7 +225,7 @@ struct Join {
     const KvMergePolicy& p = head.a.policy;
     const int size = head.a.value_size, younger = s.member[0], older = s.member[1], k = head.a.statistics - 1;
     float own = head.score(k, younger), arriving = head.score(k, older);
-    if (p.weigh == KV_WEIGH_BY_HESSIAN) {
+    if (p.weigh == KV_WEIGH_HESSIAN) {
       const float* output = head.plan.attended + static_cast<size_t>(head.index) * (size + 1);
       const auto norm = [&](float a, float b) {
         return sqrtf(sum_of(block, reinterpret_cast<float*>(s.sums), [&](int t, auto&) {
@@ -248,16 +248,16 @@ struct Join {
 
   // Element i of a pair's key: the younger's, and the older's turned to the position of the younger.
   static KV_DEVICE float pair_key(const MergeHead& head, const Shared& s, int i) {
-    const KvMergePolicy& p = head.a.policy;
-    const int younger = s.member[0], older = s.member[1], planes = p.rotary_planes;
+    const KvMergeCache& a = head.a;
+    const int younger = s.member[0], older = s.member[1], planes = a.rotary_planes;
     const T* key = head.template key<T>(older);
     float turned = to_float(key[i]);
     if (i < 2 * planes) {
-      const int plane = p.rotary_interleaved ? i / 2 : i % planes;
-      const bool first = p.rotary_interleaved ? i % 2 == 0 : i < planes;
-      const int other = p.rotary_interleaved ? i ^ 1 : first ? i + planes : i - planes;
+      const int plane = a.rotary_interleaved ? i / 2 : i % planes;
+      const bool first = a.rotary_interleaved ? i % 2 == 0 : i < planes;
+      const int other = a.rotary_interleaved ? i ^ 1 : first ? i + planes : i - planes;
       const float angle =
-          static_cast<float>(head.position(younger) - head.position(older)) * p.inverse_frequencies[plane];
+          static_cast<float>(head.position(younger) - head.position(older)) * a.inverse_frequencies[plane];
       turned = turned * cosf(angle) + (first ? -1.0f : 1.0f) * to_float(key[other]) * sinf(angle);
     }
     return *s.share * to_float(head.template key<T>(younger)[i]) + (1.0f - *s.share) * turned;

@@ -1,4 +1,5 @@
 // MergeCache's calls: what they take, how work is divided, which kernels run.
+#include "../../math/policy.h"
 #include "../core/launch.h"
 #include "join.h"
 #include "nearest.h"
@@ -15,8 +16,8 @@ const char* check(const KvMergeCache& a) {
     return problem;
   if (a.budget < 1 || a.sinks < 0 || a.recent < 0 || a.sliding_window < 0)
     return "budget, sinks, recent or sliding_window is out of range";
-  if (!(a.policy.votes_max >= 1.0f)) return "votes_max is below 1";
-  if (a.policy.rotary_planes < 0 || 2 * a.policy.rotary_planes > a.key_size)
+  if (const char* problem = policy_problem(a.policy)) return problem;
+  if (a.rotary_planes < 0 || 2 * a.rotary_planes > a.key_size)
     return "there are more rotary planes than the key has dimensions";
   return nullptr;
 }
@@ -31,10 +32,11 @@ size_t plan(const KvMergeCache& a, const Device& device, void* workspace, Merge*
   Merge& m = *merge;
   m = {};
   m.call = a;
-  m.most = p.compresses && a.capacity > a.budget ? a.capacity - a.budget : 0;
-  const int64_t pool = p.merge_first ? static_cast<int64_t>(m.most) * (p.pool > 1 ? p.pool : 1) : m.most;
+  m.most = a.compresses && a.capacity > a.budget ? a.capacity - a.budget : 0;
+  const int64_t pool =
+      p.order != KV_ORDER_LOWEST ? static_cast<int64_t>(m.most) * (p.eviction_pool > 1 ? p.eviction_pool : 1) : m.most;
   m.most_rows = pool < a.capacity ? static_cast<int>(pool) : a.capacity;
-  const bool merges = p.merging != KV_DROP && m.most > 0;
+  const bool merges = p.merge != KV_MERGE_DROP && m.most > 0;
   // As many splits as fill the device twice, none below four blocks of keys.
   const size_t tiles = heads * tiles_of(m.most > 0 ? m.most : 1),
                wanted = tiles > 0 ? 2 * device.multiprocessors / tiles : 1;
@@ -56,7 +58,7 @@ size_t plan(const KvMergeCache& a, const Device& device, void* workspace, Merge*
     m.to = parts.take<int>(heads * m.most);
     m.merged = parts.take<char>(heads * m.most * (a.key_size + a.value_size) * element_size(a.cache_type));
     m.merged_small = parts.take<float>(heads * m.most * (1 + a.statistics));
-    if (p.weigh == KV_WEIGH_BY_HESSIAN) m.attended = parts.take<float>(heads * (a.value_size + 1));
+    if (p.weigh == KV_WEIGH_HESSIAN) m.attended = parts.take<float>(heads * (a.value_size + 1));
   }
   return parts.size();
 }
@@ -74,18 +76,18 @@ const char* run(const Merge& m, const Device& device, Stream stream) {
   const KvMergeCache& a = m.call;
   const KvMergePolicy& p = a.policy;
   const size_t heads = static_cast<size_t>(a.batch) * a.heads;
-  const bool merges = p.merging != KV_DROP && m.most > 0;
+  const bool merges = p.merge != KV_MERGE_DROP && m.most > 0;
   if (const char* problem = launch<Rank>(m, heads, Selection::size(a.capacity), device, stream)) return problem;
-  if (merges && p.merge_first) {
-    const auto find = p.by_error ? nearest<T, true> : nearest<T, false>;
+  if (merges && p.order != KV_ORDER_LOWEST) {
+    const auto find = p.order == KV_ORDER_LEAST_ERROR ? nearest<T, true> : nearest<T, false>;
     if (const char* problem = find(m, true, device, stream)) return problem;
     if (const char* problem = launch<Choose>(m, heads, Selection::size(a.capacity), device, stream)) return problem;
   }
-  if (merges && p.merging != KV_PAIR)
+  if (merges && p.merge != KV_MERGE_PAIR)
     if (const char* problem = nearest<T, false>(m, false, device, stream)) return problem;
   if (const char* problem = launch<Group>(m, heads, 0, device, stream)) return problem;
   if (merges) {
-    if (p.merging == KV_PAIR && p.weigh == KV_WEIGH_BY_HESSIAN)
+    if (p.merge == KV_MERGE_PAIR && p.weigh == KV_WEIGH_HESSIAN)
       if (const char* problem = launch<Attended<T>>(m, heads, Attended<T>::size(), device, stream)) return problem;
     if (const char* problem = launch<Join<T>>(m, heads * m.most, Join<T>::size(m.most), device, stream)) return problem;
   }

@@ -52,7 +52,7 @@ struct Nearest {
     float* importance = reinterpret_cast<float*>(block.shared + size(a.key_size, a.value_size)) - 17 * kRows;
     float* bests = importance + kRows;
     int* places = reinterpret_cast<int*>(bests + 8 * kRows);
-    const int first = x.free, last = args.higher || !a.policy.recent_receives ? x.free + x.frees : x.used;
+    const int first = x.free, last = args.higher || !a.recent_receives ? x.free + x.frees : x.used;
     const int each = (last - first + plan.splits - 1) / plan.splits, from = first + split * each,
               to = min_of(from + each, last);
     const auto row_at = [&](int i) { return begin + i < rows ? head.rows()[begin + i] : -1; };
@@ -83,7 +83,7 @@ struct Nearest {
         float near[2][4], apart[2][4];
         measure(near, keys, a.policy.measure, t);
         if (ByError) {
-          measure(apart, values, KV_DISTANCE, t);
+          measure(apart, values, KV_MEASURE_DISTANCE, t);
           for (int i = 0; i < 2; ++i)
             for (int j = 0; j < 4; ++j) near[i][j] = fminf(near[i][j], 0.0f) * fmaxf(-apart[i][j], 0.0f);
         }
@@ -155,8 +155,9 @@ struct Nearest {
       for (int i = 0; i < 2; ++i) {
         const float row_square = whole(tile.row_square, row + i);
         near[i][j] = total[i][j];
-        if (measure == KV_COSINE) near[i][j] /= fmaxf(sqrtf(target_square), 1e-12f) * fmaxf(sqrtf(row_square), 1e-12f);
-        if (measure == KV_DISTANCE) near[i][j] = 2.0f * near[i][j] - target_square - row_square;
+        if (measure == KV_MEASURE_COSINE)
+          near[i][j] /= fmaxf(sqrtf(target_square), 1e-12f) * fmaxf(sqrtf(row_square), 1e-12f);
+        if (measure == KV_MEASURE_DISTANCE) near[i][j] = 2.0f * near[i][j] - target_square - row_square;
       }
     }
   }

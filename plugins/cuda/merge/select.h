@@ -119,11 +119,11 @@ KV_DEVICE void choose(Block<Program>& block, const MergeHead& head, const Select
     for (int i = t; i < x.used; i += Program::kThreads) {
       const bool leaves = s.mark[i] == kChosen;
       const bool receives =
-          !leaves && ((i >= begin && i < end) || (p.recent_receives && head.position(i) >= head.a.sinks));
+          !leaves && ((i >= begin && i < end) || (head.a.recent_receives && head.position(i) >= head.a.sinks));
       head.of(head.plan.mark)[i] = leaves ? kLeaves : receives ? kReceives : 0;
     }
   });
-  if (p.merging == KV_RUNNING_MEAN) residual_region(block, head, s, x);
+  if (p.merge == KV_MERGE_RUNNING_MEAN) residual_region(block, head, s, x);
 }
 
 // Those that have merged before, then the lowest, receive; no others.
@@ -163,7 +163,7 @@ struct Rank {
     const HeadPlan x = head.info();
     if (x.over == 0) return;
     weigh(block, head, s, x);
-    if (!plan.call.policy.merge_first) {
+    if (plan.call.policy.order == KV_ORDER_LOWEST) {
       choose(block, head, s);
       return;
     }
@@ -207,8 +207,8 @@ struct Rank {
       HeadPlan& x = head.info();
       x.in_all = in_all, x.used = in_all - passed, x.now = now, x.sorted = sorted;
       x.free = sinks, x.frees = x.used - sinks - recent;
-      x.over = a.policy.compresses ? max_of(x.used - a.budget, 0) : 0;
-      x.pool = x.over == 0 ? 0 : a.policy.pool > x.frees / x.over ? x.frees : a.policy.pool * x.over;
+      x.over = a.compresses ? max_of(x.used - a.budget, 0) : 0;
+      x.pool = x.over == 0 ? 0 : a.policy.eviction_pool > x.frees / x.over ? x.frees : a.policy.eviction_pool * x.over;
       x.leaving = 0, x.kept = x.used;
     });
   }
@@ -221,8 +221,8 @@ struct Rank {
     });
     block.each([&](int t, auto&) {
       for (int i = t; i < x.used; i += kThreads) {
-        const bool older = p.merging == KV_PAIR && is_older(x, i);
-        float value = p.voted_last && head.votes(i) > 1.0f ? 1e38f : importance[i];
+        const bool older = p.merge == KV_MERGE_PAIR && is_older(x, i);
+        float value = p.merged_last && head.votes(i) > 1.0f ? 1e38f : importance[i];
         if (older) value = importance[i] + importance[i + 1];
         s.value[i] = head.of(head.plan.value)[i] = value;
         s.mark[i] = older ? kFirst : kLater;
@@ -233,14 +233,14 @@ struct Rank {
   static KV_DEVICE float importance_of(const MergeHead& head, const HeadPlan& x, int i) {
     const KvMergePolicy& p = head.a.policy;
     const int position = head.position(i);
-    switch (p.importance) {
-      case KV_BY_POSITION:
+    switch (p.select) {
+      case KV_SELECT_POSITION:
         return static_cast<float>(position);
-      case KV_BY_AVERAGE:
-        return corrected_average(head.score(0, i), p.decay, x.now, position);
-      case KV_BY_MEAN:
+      case KV_SELECT_AVERAGE:
+        return corrected_average(head.score(0, i), p.select_decay, x.now, position);
+      case KV_SELECT_MEAN:
         return head.score(0, i) / static_cast<float>(max_of(x.now - position + 1, 1));
-      case KV_BY_POOLED:
+      case KV_SELECT_POOLED:
         return pooled(head, x, i, p.pooled / 2);
       default:
         return head.score(0, i);
@@ -282,9 +282,9 @@ struct Choose {
         int target;
         const int slot = head.rows()[i];
         const float near = nearest_of(head, i, &target);
-        if (near > (p.by_error ? -kTooFar : p.threshold)) s.mark[slot] = kFirst;
-        if (p.by_error && near > -kTooFar)
-          s.value[slot] = merge_error(head.of(plan.importance)[slot], p.attention, -near);
+        if (near > (p.order == KV_ORDER_LEAST_ERROR ? -kTooFar : p.threshold)) s.mark[slot] = kFirst;
+        if (p.order == KV_ORDER_LEAST_ERROR && near > -kTooFar)
+          s.value[slot] = merge_error(head.of(plan.importance)[slot], p.error_exponent, -near);
       }
     });
     choose(block, head, s);

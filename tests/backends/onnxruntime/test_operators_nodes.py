@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from kvexport.backends.onnxruntime.operators import library
+from kvexport.schema.attribute import Attribute
+from kvexport.schema.policy import POLICY
 from tests.support.one_node import (
     DV,
     HQ,
@@ -73,29 +75,47 @@ def test_every_attribute_of_attention_is_needed(name: str) -> None:
         attention({name: None})
 
 
-@pytest.mark.parametrize("name", KEEPKV)
+@pytest.mark.parametrize("name", sorted(KEEPKV.keys() - {"select"}))
 def test_every_attribute_of_a_merge_is_needed(name: str) -> None:
     with pytest.raises(Exception, match=f"MergeCache: the attribute {name} should be an? .*: No attribute"):
         merging({**KEEPKV, name: None})
 
 
+def test_a_node_without_a_policy_is_left_to_its_function() -> None:
+    own = {name: value for name, value in KEEPKV.items() if name not in {attribute.name for attribute in POLICY}}
+    with pytest.raises(Exception, match="MergeCache: the node carries no merge policy: only the function"):
+        merging(own)
+
+
+@pytest.mark.parametrize("attribute", [a for a in POLICY if a.bounds], ids=lambda attribute: attribute.name)
+def test_a_policy_out_of_its_range(attribute: Attribute) -> None:
+    for bound, step in (("least", -1), ("above", 0), ("below", 0), ("most", 1)):
+        limit = getattr(attribute, bound)
+        if limit is None:
+            continue
+        value = attribute.node_value(limit + step)
+        assert attribute.problem(value)
+        with pytest.raises(Exception, match=f"MergeCache: {attribute.name} is .*, and has to be {attribute.bounds}"):
+            merging({**KEEPKV, attribute.name: value})
+
+
 ATTENTION_ATTRIBUTES = {
     "type-of-a-number": ({"scale": 1}, "the attribute scale should be a float"),
     "type-of-an-integer": ({"sliding_window": 1.5}, "the attribute sliding_window should be an integer"),
-    "type-of-a-word": ({"scores": 1.0}, "the attribute scores should be a string"),
+    "type-of-a-word": ({"statistics": 1.0}, "the attribute statistics should be a string"),
     "type-of-a-list": ({"decay": [1, 2]}, "differ in length: 1, 0, 1, 1"),
     "number-for-a-list": ({"window": 3}, "differ in length: 1, 1, 0, 1"),
-    "unknown-score": ({"scores": "entropy"}, "unknown score 'entropy'; known: none, log_ema, probability"),
-    "no-score": ({"scores": ""}, "names 1 to 8 statistics, not 0"),
-    "nine-scores": ({"scores": ",".join(["none"] * 9)}, "names 1 to 8 statistics, not 9"),
+    "unknown-score": ({"statistics": "entropy"}, "statistics is 'entropy'; known: none, log_ema, probability"),
+    "no-score": ({"statistics": ""}, "names 1 to 8 statistics, not 0"),
+    "nine-scores": ({"statistics": ",".join(["none"] * 9)}, "names 1 to 8 statistics, not 9"),
     "lists-of-two-lengths": ({"decay": [0.9, 0.8]}, "differ in length: 1, 2, 1, 1"),
     "decay-of-an-average": ({"decay": [1.0]}, r"a decay is 1\.0+, and that of a log_ema lies in \(0, 1\)"),
     "negative-window": ({"window": [-4]}, "a window is -4, and not negative"),
     "recency-weight": ({"recency_weight": [0.0]}, r"a recency_weight is 0\.0+, and positive"),
-    "negative-sliding-window": ({"sliding_window": -1}, "sliding_window is -1, and not negative"),
+    "negative-sliding-window": ({"sliding_window": -1}, "sliding_window is -1, and has to be at least 0"),
     "beyond-32-bits": ({"sliding_window": 2**33}, "the attribute sliding_window is out of range: 8589934592"),
-    "negative-softcap": ({"softcap": -2.0}, r"softcap is -2\.0+, and not negative"),
-    "softcap-of-nan": ({"softcap": float("nan")}, "softcap is -?nan, and not negative"),
+    "negative-softcap": ({"softcap": -2.0}, r"softcap is -2\.0+, and has to be at least 0"),
+    "softcap-of-nan": ({"softcap": float("nan")}, "softcap is -?nan, and has to be at least 0"),
 }
 
 
@@ -115,7 +135,7 @@ ATTENTION_SHAPES = {
     "heads-that-differ": ({"past_value": ["B", 4, "C", DV]}, r"past_value is \[\?, 4, \?, 12\], not \[\?, 2, \?, 12\]"),
     "head-size": ({"query": ["B", HQ, "T", 2 * D]}, "query has heads of 16, past_key of 8"),
     "size-of-new-keys": ({"key": ["B", H, "T", 2 * D]}, r"key is \[\?, 2, \?, 16\], not \[\?, 2, \?, 8\]"),
-    "statistics": ({"past_score": ["B", H, 3, "C"]}, "past_score has 3 statistics, `scores` names 1"),
+    "statistics": ({"past_score": ["B", H, 3, "C"]}, "past_score has 3 statistics, `statistics` names 1"),
     "query-length": ({"query_length": ["B", 2]}, r"query_length is \[\?, 2\], not \[\?, 1\]"),
     "sinks": ({"sink_logits": [HQ + 1]}, r"sink_logits is \[5\], not \[4\]"),
 }
@@ -128,25 +148,21 @@ def test_a_shape_of_attention_that_cannot_be(name: str) -> None:
         attention(shapes=shapes)
 
 
-ZEROMERGE = {**MERGE_CACHE, "method": "zeromerge", "residual": 0.3}
 MERGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "unknown-method": (
-        {**MERGE_CACHE, "method": "cam"},
-        {},
-        "no native kernel for the method 'cam'; there is one for asymkv,",
-    ),
-    "unknown-zip": ({**KEEPKV, "zip": "fold"}, {}, "unknown zip 'fold'"),
-    "unknown-order": ({**KEEPKV, "order": "random"}, {}, "unknown order 'random'"),
-    "unknown-selector": ({**KEEPKV, "selector": "cam"}, {}, "unknown selector 'cam'"),
+    "unknown-zip": ({**KEEPKV, "zip": "fold"}, {}, "zip is 'fold'; known: key, vote, mean"),
+    "unknown-order": ({**KEEPKV, "order": "random"}, {}, "order is 'random'; known: lowest, nearest, least_error"),
+    "unknown-statistic": ({**KEEPKV, "statistics": "entropy"}, {}, "statistics is 'entropy'"),
+    "no-switch": ({**KEEPKV, "mean_adds": 2}, {}, "mean_adds is 2, and has to be 0 or 1"),
     "share-pairs": ({**KVSLIMMER, "share_pairs": 1}, {}, "share_pairs has no native kernel"),
-    "budget": ({**MERGE_CACHE, "budget": 0}, {}, "budget is 0, and at least 1"),
-    "negative-sinks": ({**MERGE_CACHE, "sinks": -1}, {}, "sinks is -1, and at least 0"),
-    "negative-window": ({**MERGE_CACHE, "sliding_window": -7}, {}, "sliding_window is -7, and at least 0"),
+    "order-of-what-is-dropped": ({**MERGE_CACHE, "order": "nearest"}, {}, "an order by targets needs a merge by near"),
+    "error-without-distance": ({**KEEPKV, "order": "least_error"}, {}, "order is least_error, which needs the measure"),
+    "pairs-merged-last": ({**KVSLIMMER, "merged_last": 1}, {}, "merged_last says nothing of pairs"),
+    "threshold-of-nan": ({**KEEPKV, "threshold": float("nan")}, {}, "threshold is -?nan, and has to be a number"),
+    "budget": ({**MERGE_CACHE, "budget": 0}, {}, "budget is 0, and has to be at least 1"),
+    "negative-sinks": ({**MERGE_CACHE, "sinks": -1}, {}, "sinks is -1, and has to be at least 0"),
+    "negative-window": ({**MERGE_CACHE, "sliding_window": -7}, {}, "sliding_window is -7, and has to be at least 0"),
     "beyond-32-bits": ({**MERGE_CACHE, "budget": 2**32 + 1}, {}, "the attribute budget is out of range: 4294967297"),
     "type": ({**MERGE_CACHE, "budget": 8.0}, {}, "the attribute budget should be an integer"),
-    "decay": ({**KEEPKV, "decay": 1.5}, {}, r"decay is 1\.50*, and lies in \(0, 1\)"),
-    "pool": ({**KEEPKV, "pool": 0}, {}, "pool is 0, and at least 1"),
-    "residual": ({**ZEROMERGE, "residual": 7.0}, {}, r"residual is 7\.0+, and lies in \(0, 1\]"),
     "type-of-frequencies": ({**KVSLIMMER, "inverse_frequencies": [1, 2]}, {}, "inverse_frequencies holds no floats"),
     "rotary-planes": (
         {**KVSLIMMER, "inverse_frequencies": [1.0] * 5},
@@ -161,7 +177,11 @@ MERGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "rank": (MERGE_CACHE, {"score": ["B", H, "C"]}, r"key .* and score \[\?, 2, \?\] have four dimensions each"),
     "rank-of-votes": (MERGE_CACHE, {"votes": ["B"]}, r"votes is \[\?\], not \[\?, 2, \?\]"),
     "heads-that-differ": (MERGE_CACHE, {"position": ["B", 3, "C"]}, r"position is \[\?, 3, \?\], not \[\?, 2, \?\]"),
-    "too-few-statistics": ({**KEEPKV, "selector": "h2o"}, {}, "the score has 1 statistics, the method keeps 2"),
+    "too-few-statistics": (
+        {**KEEPKV, "statistics": "probability,log_ema"},
+        {},
+        "the score has 1 statistics, the method keeps 2",
+    ),
     "too-many-statistics": (KEEPKV, merge_shapes(2), "the score has 2 statistics, the method keeps 1"),
 }
 
@@ -245,7 +265,7 @@ def test_attention_in_place_has_the_bits_of_separate_buffers(half: bool, tokens:
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "float16"])
-@pytest.mark.parametrize("attributes", [MERGE_CACHE, KEEPKV, KVSLIMMER], ids=lambda attributes: attributes["method"])
+@pytest.mark.parametrize("attributes", [MERGE_CACHE, KEEPKV, KVSLIMMER], ids=lambda attributes: attributes["merge"])
 def test_a_merge_in_place_has_the_bits_of_separate_buffers(half: bool, attributes: dict[str, Any]) -> None:
     feed = state(np.random.default_rng(2), 2, C, half=half)
     one = merging(attributes, half=half)

@@ -21,6 +21,7 @@ from kvexport.backends.tensorrt.sessions import _Phase
 from kvexport.commands.app import app
 from kvexport.errors import KvexportError
 from kvexport.export.rebuild import rebuild
+from kvexport.schema.operators import MERGE_CACHE
 from kvexport.validate.runner import validate_artifact
 from tests.support import fake_tensorrt, models
 from tests.support.tensorrt_artifacts import engines
@@ -114,7 +115,10 @@ def test_the_plugin_is_asked_with_the_fields_that_the_parser_would_give(
 ) -> None:
     engines(tiny_artifact, tmp_path / "a")
     fields = fake_tensorrt.IPluginCreatorV3One.fields  # of the merge's last layer
-    assert fields["method"] == ("CHAR", list(b"keepkv"))
+    assert fields.keys() == {
+        attribute.name for attribute in MERGE_CACHE.attributes if "rotary" not in attribute.name
+    } - {"inverse_frequencies"}
+    assert fields["merge"] == ("CHAR", list(b"zip"))
     assert fields["budget"] == ("INT32", [32])
     assert fields["threshold"][0] == "FLOAT32"
     assert not {"plugin_version", "plugin_namespace"} & fields.keys()

@@ -51,12 +51,12 @@ def test_a_method_that_the_plugin_does_not_know_merges_from_its_function(
     artifact = engines(tiny_artifact, tmp_path / "a")
     found = load_manifest(artifact)
     assert found.operators == {"VoteAttention": "plugin", "MergeCache": "function"}
-    assert found.engines["tensorrt"]["functions"] == {"MergeCache": "the plugin does not take the method keepkv"}
+    assert found.engines["tensorrt"]["functions"] == {"MergeCache": "the plugin does not take node layer.0.merge"}
     assert generated(artifact) == generated(tiny_artifact)
-    with pytest.raises(EnvironmentProblem, match="does not take the method keepkv"):
+    with pytest.raises(EnvironmentProblem, match=r"does not take node layer\.0\.merge"):
         engines(tiny_artifact, tmp_path / "b", "plugin=always")
     shown = CliRunner().invoke(app, ["inspect", str(artifact)]).stdout
-    assert "function: the plugin does not take the method keepkv" in shown
+    assert "function: the plugin does not take node layer.0.merge" in shown
     assert fake_tensorrt.VERSION in shown
 
 

@@ -123,14 +123,14 @@ def test_every_method_with_a_kernel_is_taken_and_no_other(harness: Harness) -> N
         if lacks(method()) is None:
             assert made and not said, f"{name}: {said}"
         else:
-            assert made is None and f"kvexport: MergeCache: no native kernel for the method '{name}'" in said
+            assert made is None and "kvexport: MergeCache: the node carries no merge policy" in said, name
 
 
 def test_fields_survive_a_copy_an_engine_and_a_context(harness: Harness) -> None:
     fields = {
         **MERGE,
         "budget": (FIELD_INT64, np.array([64], np.int64).tobytes(), 1),
-        "method": (FIELD_CHAR, b"h2o", 3),
+        "select": (FIELD_CHAR, b"score", 5),
     }
     first, wide = harness.create("MergeCache", MERGE), harness.create("MergeCache", dict(reversed(fields.items())))
     assert first and wide
@@ -151,11 +151,11 @@ def test_fields_survive_a_copy_an_engine_and_a_context(harness: Harness) -> None
             {"scale": (FIELD_INT32, b"\1\0\0\0", 1)},
             "the field scale should be one float32, and is 1 int32",
         ),
-        ("VoteAttention", {"scores": (FIELD_CHAR, b"entropy,none\0", 13)}, "unknown score 'entropy'"),
+        ("VoteAttention", {"statistics": (FIELD_CHAR, b"entropy,none\0", 13)}, "statistics is 'entropy'"),
         (
             "VoteAttention",
             {"window": (FIELD_INT32, b"\0\0\0\0", 1)},
-            "scores, decay, window and recency_weight differ in length: 2, 2, 1, 2",
+            "statistics, decay, window and recency_weight differ in length: 2, 2, 1, 2",
         ),
         (
             "VoteAttention",
@@ -163,13 +163,11 @@ def test_fields_survive_a_copy_an_engine_and_a_context(harness: Harness) -> None
             "the field sliding_window is out of range: 72057594037927936",
         ),
         ("VoteAttention", {"softcap": (0, b"\0\0", 1)}, "the field softcap has the type 0"),
-        ("MergeCache", {"budget": (FIELD_INT32, b"\0\0\0\0", 1)}, "budget is 0, and at least 1"),
+        ("MergeCache", {"budget": (FIELD_INT32, b"\0\0\0\0", 1)}, "budget is 0, and has to be at least 1"),
         ("MergeCache", {"budget": (FIELD_INT32, b"\1\0\0\0", -1)}, "the field budget has -1 elements"),
-        (
-            "MergeCache",
-            {"selector": (FIELD_CHAR, b"cam", 3), "method": (FIELD_CHAR, b"zeromerge", 9)},
-            "the field residual is missing",
-        ),
+        ("MergeCache", {"residual": None}, "the field residual is missing"),
+        ("MergeCache", {"selector": (FIELD_CHAR, b"own", 3)}, "there is no field selector; known: budget, sinks,"),
+        ("VoteAttention", {"budget": (FIELD_INT32, b"\1\0\0\0", 1)}, "there is no field budget; known: scale,"),
     ],
 )
 @pytest.mark.parametrize("phase", [BUILD, RUNTIME])

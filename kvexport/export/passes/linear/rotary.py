@@ -2,7 +2,7 @@
 
     a, b = Linear(x, w, v, ...)                 a [B, H, T, D], read by nothing else
     y = RotaryEmbedding(a, cosine, sine)        of planes (f, f + D / 2); cosine, sine [B, T, D / 2]
-=>  y, b = Linear(x, w, v, ..., cosine, sine)   turned = [1, 0]
+=>  y, b = Linear(x, w, v, ..., cosine, sine)   rotated = [1, 0]
 
 Every output that a Linear rotates is rotated by the same cosines and sines.
 """
@@ -47,9 +47,9 @@ def check(match: Match) -> str:
         return f"its Linear has a gate or a residual ({match.linear.overload})"
     if not read_only(match.heads):
         return "its heads are read by other nodes too"
-    if not form.output_heads[i] or form.turned[i]:
+    if not form.output_heads[i] or form.rotated[i]:
         return "its Linear sets no heads apart" if not form.output_heads[i] else "its heads are rotated already"
-    if any(form.turned) and list(match.linear.inputs[-2:]) != match.angles:
+    if any(form.rotated) and list(match.linear.inputs[-2:]) != match.angles:
         return "its Linear rotates other heads by other angles"
     return ""
 
@@ -57,10 +57,10 @@ def check(match: Match) -> str:
 def rewrite(match: Match) -> None:
     """See the module."""
     form, inputs, i = form_of(match.linear), list(match.linear.inputs), list(match.linear.outputs).index(match.heads)
-    turned = tuple(int(was or j == i) for j, was in enumerate(form.turned))
-    rest = inputs[:-2] if any(form.turned) else inputs
+    rotated = tuple(int(was or j == i) for j, was in enumerate(form.rotated))
+    rest = inputs[:-2] if any(form.rotated) else inputs
     outputs = [match.rotary.outputs[0] if output is match.heads else output for output in match.linear.outputs]
-    put_linear([match.linear, match.rotary], [*rest, *match.angles], replace(form, turned=turned), outputs)
+    put_linear([match.linear, match.rotary], [*rest, *match.angles], replace(form, rotated=rotated), outputs)
 
 
 ROTARY = Rewrite("rotary embedding", pattern, check, rewrite)

@@ -36,7 +36,7 @@ def rewrite(match: Match) -> None:
     """See the module."""
     forms = [form_of(linear) for linear in match]
     heads, bias = (tuple(getattr(form, name)[0] for form in forms) for name in ("output_heads", "bias"))
-    form = Form(output_heads=heads, bias=bias, turned=(0,) * len(forms))
+    form = Form(output_heads=heads, bias=bias, rotated=(0,) * len(forms))
     inputs = [match[0].inputs[0], *(x for linear in match for x in linear.inputs[1:])]
     put_linear(match, inputs, form, [linear.outputs[0] for linear in match])
 

@@ -137,7 +137,7 @@ ROTATED = (
         ((NORM, *OF_NORM, "y = Relu (p)"), [("norm0.001", "x", "b", "w"), ("Relu",)]),
         ((NORM, *OF_NORM, "y = Sub (p, n)"), [("RMSNormalization",), ("", "n", "w"), ("Sub",)]),
         ((NORM.replace("-1", "1"), *OF_NORM, "y = Relu (p)"), [("RMSNormalization",), ("", "n", "w"), ("Relu",)]),
-        ((*ROTATED, "y = RotaryEmbedding (a, cos, sin)"), [("output_heads2_turned1", "x", "w", "cos", "sin")]),
+        ((*ROTATED, "y = RotaryEmbedding (a, cos, sin)"), [("output_heads2_rotated1", "x", "w", "cos", "sin")]),
         ((*ROTATED, "y = RotaryEmbedding <interleaved = 1> (a, cos, sin)"),
          [("output_heads2", "x", "w"), ("RotaryEmbedding",)]),
         ((*ROTATED, "y = RotaryEmbedding <rotary_embedding_dim = 2> (a, cos, sin)"),
@@ -146,10 +146,10 @@ ROTATED = (
          [("output_heads2", "x", "w"), ("RotaryEmbedding",), ("Sub",)]),
         ((*ROTATED, *SECOND, "g = Reshape (q, shape)", "c = Transpose <perm = [0, 2, 1, 3]> (g)",
           "e = RotaryEmbedding (a, cos, sin)", "f = RotaryEmbedding (c, cos, sin)", "y = Sub (e, f)"),
-         [("2_output_heads2.2_turned1.1", "x", "w", "v", "cos", "sin"), ("Sub",)]),
+         [("2_output_heads2.2_rotated1.1", "x", "w", "v", "cos", "sin"), ("Sub",)]),
         ((*ROTATED, *SECOND, "g = Reshape (q, shape)", "c = Transpose <perm = [0, 2, 1, 3]> (g)",
           "e = RotaryEmbedding (a, cos, sin)", "f = RotaryEmbedding (c, sin, cos)", "y = Sub (e, f)"),
-         [("2_output_heads2.2_turned1.0", "x", "w", "v", "cos", "sin"), ("RotaryEmbedding",), ("Sub",)]),
+         [("2_output_heads2.2_rotated1.0", "x", "w", "v", "cos", "sin"), ("RotaryEmbedding",), ("Sub",)]),
     ],
 )  # fmt: skip
 def test_what_is_fused_with_products_of_one_input(lines: tuple[str, ...], left: list[tuple[str, ...]]) -> None:
@@ -209,10 +209,10 @@ def test_rotary_embedding_that_is_written_out_is_fused_too(found: str, instead: 
     nodes = fused(text, weights, True, shapes)
     taken = found in ("", "m1 = Mul (a, ct)") or instead == "y = Add (m2, m1)"
     if taken:
-        assert ("Add",) not in nodes and nodes[-1][0] == "output_heads2_turned1" and nodes[-1][1:3] == ("x", "w")
+        assert ("Add",) not in nodes and nodes[-1][0] == "output_heads2_rotated1" and nodes[-1][1:3] == ("x", "w")
         assert nodes[-1][3:] == ("c2.half", "s2.half")
     else:
-        assert not [node for node in nodes if "turned" in node[0]] and ("RotaryEmbedding",) not in nodes
+        assert not [node for node in nodes if "rotated" in node[0]] and ("RotaryEmbedding",) not in nodes
 
 
 def test_a_table_of_one_sequence_for_all_is_left_alone() -> None:
@@ -226,7 +226,7 @@ def test_a_table_of_one_sequence_for_all_is_left_alone() -> None:
         "st": "1,1,T,4",
     }
     weights: dict[str, Any] = {"w": SQUARE["w"]} | {name: ("int64", [1], value) for name, value in INDEX.items()}
-    assert not [node for node in fused(body(*ROPE), weights, True, shapes) if "turned" in node[0]]
+    assert not [node for node in fused(body(*ROPE), weights, True, shapes) if "rotated" in node[0]]
 
 
 def test_no_more_than_three_products_become_one() -> None:

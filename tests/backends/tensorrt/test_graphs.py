@@ -13,7 +13,8 @@ import pytest
 from onnx import numpy_helper
 
 from kvexport.artifact.reading import load_manifest
-from kvexport.backends.tensorrt.graphs import LEAVING, MOST_LEAVING, for_tensorrt, plugin_refusal, with_static_rows
+from kvexport.backends.tensorrt.graphs import EVICTED, MOST_EVICTED, for_tensorrt, plugin_refusal, with_static_rows
+from kvexport.errors import KvexportError
 from tests.support.tensorrt_walk import DOCUMENTED, OPERATORS, graphs, problems
 
 
@@ -79,11 +80,14 @@ def test_the_graph_given_is_left_as_it_was(tiny_artifact: Path) -> None:
 def test_static_rows_read_no_votes(tiny_artifact: Path) -> None:
     function = next(f for f in graphs(tiny_artifact)["merge"].functions if f.name == "MergeCache")
     fixed = with_static_rows(function)
-    (leaving,) = [node for node in fixed.node if LEAVING in node.output]
-    assert list(leaving.input) == [MOST_LEAVING]
+    (evicted,) = [node for node in fixed.node if EVICTED in node.output]
+    assert list(evicted.input) == [MOST_EVICTED]
     assert len(fixed.node) < len(function.node)
     produced = {name for node in fixed.node for name in node.output} | set(fixed.input)
     assert all(name in produced for node in fixed.node for name in node.input if name)
+    evicted.output[:] = ["other"]
+    with pytest.raises(KvexportError, match="has no evicted_rows"):
+        with_static_rows(fixed)
 
 
 @pytest.mark.parametrize("used", [0, 5, 32, 33, 40, 48])

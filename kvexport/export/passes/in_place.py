@@ -57,6 +57,8 @@ def check_in_place(model: onnx.ModelProto) -> None:
                 if i != writer and nodes[i].op_type in VIEWS and nodes[i].input[0] == name:
                     pending += set(nodes[i].output) - names
                     names.update(nodes[i].output)
+        if nodes[writer].op_type == "Identity" and nodes[writer].input[0] in names:
+            continue  # passed through: it is written over itself
         for i in sorted({i for name in names for i in readers[name]}):
             node = nodes[i]
             if node.op_type == "Shape":  # a shape does not change

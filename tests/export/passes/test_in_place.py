@@ -82,6 +82,11 @@ SAFE = {
         STATE,
         f"{PRESENT}, int64[2] shape",
     ),
+    "a state that is passed through is written over itself": (
+        "present.0.key = Identity (past_key_values.0.key) logits = Neg (past_key_values.0.key)",
+        STATE,
+        f"{PRESENT}, float[B,4] logits",
+    ),
     "a state without a present is only read": ("logits = Neg (past_key_values.0.key)", STATE, "float[B,4] logits"),
 }
 

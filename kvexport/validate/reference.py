@@ -3,7 +3,8 @@ cache."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from kvexport.cache import CachePlan, LayerGeometry
 from kvexport.export.graph.graphs import merge_attributes
+from kvexport.export.graph.layers import layer_list
 from kvexport.export.graph.tracer import layer_attributes
 from kvexport.export.model.attention_hook import IMPLEMENTATION, PassThroughCache, TokenLogits, attending
 from kvexport.export.model.hf_model import fix_rotary_frequencies
@@ -23,6 +25,7 @@ from kvexport.ops.merge_cache import merge_cache
 from kvexport.ops.vote_attention import vote_attention
 from kvexport.quiet import quiet_exporter
 from kvexport.schema.state import STATE
+from kvexport.validate.float64 import as_ever, in_float64
 
 if TYPE_CHECKING:
     from kvexport.validate.telemetry import Telemetry
@@ -77,11 +80,28 @@ class TorchReference:
             self.model = _load(checkpoint, recipe, IMPLEMENTATION)
         fix_rotary_frequencies(self.model, recipe.limits.max_length)
         self._token_logits = TokenLogits(self.model)
+        self._layers = layer_list(self.model)[1]
+        for module in self.model.modules():
+            if isinstance(getattr(module, "inv_freq", None), Tensor):
+                # Angles are float32 by the model's own definition; those of float64 would be other angles.
+                module.forward = as_ever(module.forward)
 
     @torch.no_grad()
-    def decode(self, feed: Mapping[str, NDArray[Any]], telemetry: Telemetry | None = None) -> Arrays:
+    def decode_in_float64(self, feed: Mapping[str, NDArray[Any]]) -> Arrays:
+        """As `decode`, every operation in float64."""
+        with in_float64():
+            return self.decode(feed)
+
+    @torch.no_grad()
+    def decode(
+        self,
+        feed: Mapping[str, NDArray[Any]],
+        telemetry: Telemetry | None = None,
+        hidden: dict[int, NDArray[Any]] | None = None,
+    ) -> Arrays:
         """decoder.onnx: (input_ids, query_length, past_length, past_key_values.*) -> (logits, present_length,
-        present.*). telemetry: sees what every layer attends with."""
+        present.*). telemetry: sees what every layer attends with. hidden: takes up what every layer begins with, [B, T,
+        hidden]."""
         ids, query_length, past_length = (
             torch.from_numpy(np.ascontiguousarray(feed[name])) for name in ("input_ids", "query_length", "past_length")
         )
@@ -89,7 +109,7 @@ class TorchReference:
         past = {i: self._layer(feed, i) for i in range(len(self.plan.layers))}
         eager = _Eager(self.method, self.geometry, position, query_length, past, telemetry)
         self._token_logits.query_length = query_length if self._last_logits else None
-        with attending(eager):
+        with attending(eager), self._watched(hidden):
             logits = self.model(
                 input_ids=ids, position_ids=position, past_key_values=PassThroughCache(), use_cache=True
             ).logits
@@ -109,6 +129,22 @@ class TorchReference:
                 state = merge_cache(*self._layer(feed, i), attributes=merge_attributes(layer, self.method))
                 present.update({t.present(i): x.numpy() for t, x in zip(layer.state, state, strict=True)})
         return present
+
+    @contextlib.contextmanager
+    def _watched(self, hidden: dict[int, NDArray[Any]] | None) -> Iterator[None]:
+        handles = []
+        if hidden is not None:
+            for i, layer in enumerate(self._layers):
+
+                def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], i: int = i) -> None:
+                    hidden[i] = (args[0] if args else kwargs["hidden_states"]).numpy()
+
+                handles.append(layer.register_forward_pre_hook(note, with_kwargs=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _layer(self, feed: Mapping[str, NDArray[Any]], i: int) -> State:
         return tuple(

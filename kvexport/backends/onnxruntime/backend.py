@@ -84,7 +84,8 @@ class OnnxRuntime(Backend):
         from polygraphy.backend.onnxrt import OnnxrtRunner
 
         decoder = OnnxrtRunner(sessions.decoder, name="engine")
-        return Runners(decoder, decoder, OnnxrtRunner(sessions.merge, name="engine") if sessions.merge else None)
+        merge = OnnxrtRunner(sessions.merge, name="engine") if sessions.merge else None
+        return Runners(decoder, decoder, merge, sessions.open_decoder)
 
     def operators(self, manifest: Manifest, device: str | None) -> dict[str, str]:
         """See `Backend`."""

@@ -9,10 +9,18 @@ from kvexport.backends.onnxruntime.devices import INSTALL_CUDA, PROVIDERS, load_
 from kvexport.errors import EnvironmentProblem
 
 
-def open_session(path: Path, *, threads: int, operators: Path | None, device: str, graphs: bool = False) -> Any:
+def open_session(
+    path: Path,
+    *,
+    threads: int,
+    operators: Path | None,
+    device: str,
+    graphs: bool = False,
+    model: bytes | None = None,
+) -> Any:
     """An ONNX Runtime session of the ONNX graph at `path` on a device. operators: the library of native ones to
-    register, None: functions run. graphs: it captures CUDA graphs. Raises EnvironmentProblem where ONNX Runtime cannot
-    use the device."""
+    register, None: functions run. graphs: it captures CUDA graphs. model: another ONNX graph over the weights of the
+    one at `path`. Raises EnvironmentProblem where ONNX Runtime cannot use the device."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()
@@ -22,17 +30,19 @@ def open_session(path: Path, *, threads: int, operators: Path | None, device: st
     options.add_session_config_entry("session.force_spinning_stop", "1")
     if operators is not None:
         options.register_custom_ops_library(str(operators))
+    source: Any = str(path)
+    if model is not None:
+        source = model
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
     cpu = PROVIDERS["cpu"]
     if device == "cpu":
-        return ort.InferenceSession(str(path), options, providers=[cpu])
+        return ort.InferenceSession(source, options, providers=[cpu])
     load_cuda_libraries(ort)
     # Without TF32: products of a float32 model are float32.
     chosen = {"device_id": "0", "use_tf32": "0", "enable_cuda_graph": str(int(graphs))}
     session = None
     try:
-        session = ort.InferenceSession(
-            str(path), options, providers=[(PROVIDERS[device], chosen), cpu], enable_fallback=0
-        )
+        session = ort.InferenceSession(source, options, providers=[(PROVIDERS[device], chosen), cpu], enable_fallback=0)
     except Exception as error:
         # Where the provider did not start, nothing implements the operators that were registered for it.
         if "Could not find an implementation" not in str(error):

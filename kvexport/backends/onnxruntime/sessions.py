@@ -288,6 +288,10 @@ class Sessions:
         if self.zeros is not np.zeros:
             binding.synchronize_outputs()
 
+    def open_decoder(self, model: bytes) -> Any:
+        """A session of another decoder over the same weights."""
+        return self._new_decoder(graphs=False, model=model)
+
     def new_graph(self) -> int:
         """An id that no graph has had."""
         return next(self._new_graphs)

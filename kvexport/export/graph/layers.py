@@ -44,7 +44,7 @@ class Layers:
 def find_layers(model: Any, mode: FakeTensorMode) -> Layers | None:
     """The decoder layers of `model`; None where a layer cannot stand for another: the layers are not one list, or hand
     on more than one hidden state from each to the next."""
-    name, modules = _layer_list(model)
+    name, modules = layer_list(model)
     if not modules:
         return None
     watch = _Watch(model, name, len(modules))
@@ -98,7 +98,8 @@ class _PassesOn(nn.Module):
         return hidden
 
 
-def _layer_list(model: Any) -> tuple[str, tuple[nn.Module, ...]]:
+def layer_list(model: Any) -> tuple[str, tuple[nn.Module, ...]]:
+    """The decoder layers' list: its name in the model and the modules; no modules where it cannot be told."""
     count = model.config.get_text_config().num_hidden_layers
     lists = [(name, tuple(m)) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     return lists[0] if len(lists) == 1 else ("", ())

@@ -1,0 +1,80 @@
+"""decoder.onnx cut between its layers, so that every layer can be given the reference's hidden state and its own errors
+are seen undiluted by those of the layers before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import helper
+
+ATTENTION = "VoteAttention"
+STATE_INPUT = "past_key_values."
+
+
+def layer_borders(graph: onnx.GraphProto) -> dict[int, str]:
+    """For layers 1, 2, ... the tensor that alone leads into the layer; layers that have no such tensor are left out.
+
+    A border is the last place before a layer's attention where everything that follows depends on the tokens through
+    one tensor, its state aside: in every decoder with residuals that is the residual stream.
+    """
+    last_use = {name: i for i, node in enumerate(graph.node) for name in node.input}
+    hidden: set[str] = set()  # depends on the tokens' values, not only on their number
+    in_use: set[str] = set()
+    borders: dict[int, str] = {}
+    lone = ""
+    for i, node in enumerate(graph.node):
+        if node.op_type == ATTENTION:
+            layer = next(int(name.split(".")[1]) for name in node.input if name.startswith(STATE_INPUT))
+            if lone and layer > 0:
+                borders[layer] = lone
+            lone = ""
+        if node.op_type != "Shape" and not {"input_ids", *hidden}.isdisjoint(node.input):
+            hidden.update(node.output)
+            in_use.update(name for name in node.output if last_use.get(name, -1) > i)
+        in_use -= {name for name in node.input if last_use.get(name) == i}
+        if len(in_use) == 1:
+            (lone,) = in_use
+    return borders
+
+
+def border_name(layer: int) -> str:
+    """The cut decoder's input that stands for the hidden state with which the layer begins."""
+    return f"border.{layer}"
+
+
+class CutDecoder:
+    """A session of the cut decoder. open_session: opens one of an ONNX graph whose weights are those of the decoder at
+    `path`."""
+
+    def __init__(self, path: Path, dtype: str, open_session: Callable[[bytes], Any]) -> None:
+        model = onnx.load(path, load_external_data=False)
+        self.borders = layer_borders(model.graph)
+        _cut(model.graph, self.borders, dtype)
+        self._session = open_session(model.SerializeToString())
+        self._names = [output.name for output in self._session.get_outputs()]
+
+    def infer(
+        self, feed: Mapping[str, NDArray[Any]], hidden: Mapping[int, NDArray[Any]]
+    ) -> tuple[dict[str, NDArray[Any]], dict[int, NDArray[Any]]]:
+        """The decoder's outputs where layer i begins with hidden[i] [B, T, hidden], and what each border got from the
+        layers before it."""
+        given = {border_name(i): np.ascontiguousarray(hidden[i]) for i in self.borders}
+        outputs = dict(zip(self._names, self._session.run(self._names, {**feed, **given}), strict=True))
+        reached = {i: outputs.pop(name) for i, name in self.borders.items()}
+        return outputs, reached
+
+
+def _cut(graph: onnx.GraphProto, borders: Mapping[int, str], dtype: str) -> None:
+    elem = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    inside = {name: border_name(i) for i, name in borders.items()}
+    for node in graph.node:
+        for i, name in enumerate(node.input):
+            node.input[i] = inside.get(name, name)
+    for i, name in borders.items():
+        graph.input.append(helper.make_tensor_value_info(border_name(i), elem, ["batch", "tokens", f"hidden.{i}"]))
+        graph.output.append(helper.make_tensor_value_info(name, elem, None))

@@ -1,0 +1,89 @@
+"""Arithmetic in float64: what a computation gives without rounding, and what it may give with float32's rounding
+errors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map
+
+ROUNDING = 2.0**-24  # the largest relative error of rounding to float32
+NARROW = (torch.float32, torch.float16, torch.bfloat16)
+PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
+EXACT = (
+    "index", "gather", "scatter", "index_put", "index_select", "where", "cat", "stack", "view", "_unsafe_view",
+    "expand", "clone", "_to_copy", "slice", "select", "transpose", "t", "permute", "unsqueeze", "squeeze", "sort",
+    "max", "min", "amax", "amin", "maximum", "minimum", "clamp", "zeros_like", "ones_like", "full_like", "new_zeros",
+    "arange", "scalar_tensor", "neg", "abs", "alias", "detach", "lift_fresh", "full", "fill", "copy", "embedding",
+)  # fmt: skip
+
+
+class _Float64(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, roundings: float, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.roundings = roundings
+        self.random = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") in NARROW:
+            kwargs["dtype"] = torch.float64
+        args, kwargs = tree_map(_wide, (args, kwargs))
+        result = func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if not self.roundings or name.rstrip("_") in EXACT or not _is_float(result):
+            return result
+        magnitude = result.abs()
+        if name in PRODUCTS:  # every product and partial sum is rounded, also where they cancel out
+            a, b = (x for x in args[-2:])
+            magnitude = func(*args[:-2], a.abs(), b.abs()).abs()
+        elif name in ("sum", "mean", "cumsum"):
+            magnitude = func(args[0].abs(), *args[1:], **kwargs)
+        noise = torch.rand(result.shape, generator=self.random, dtype=torch.float64) * 2.0 - 1.0
+        return result + torch.where(magnitude < 1e29, magnitude, 0.0) * noise * (self.roundings * ROUNDING)
+
+
+def _wide(x: Any) -> Any:
+    return x.double() if isinstance(x, Tensor) and x.dtype in NARROW else x
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype == torch.float64
+
+
+@contextlib.contextmanager
+def in_float64(roundings: float = 0.0, seed: int = 0) -> Iterator[None]:
+    """Within this context every operation of PyTorch computes in float64, whatever the types of its inputs and what it
+    is asked to round to.
+
+    roundings: to every result is added a random error of up to so many roundings to float32, drawn by `seed` (Monte
+    Carlo arithmetic, Parker 1997): another order of sums, another formula of the same meaning. What is only moved,
+    compared or chosen stays as it is.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Float64(roundings, seed):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def as_ever(forward: Any) -> Any:
+    """`forward` outside of every such context."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():  # type: ignore[no-untyped-call]
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(torch.float32)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                torch.set_default_dtype(before)
+
+    return call

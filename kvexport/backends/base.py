@@ -63,8 +63,8 @@ class Description:
 class Runners:
     """What `kvexport validate` compares with PyTorch: the two ONNX graphs, past and present in buffers of their own.
     Each is a context manager with `infer(feed) -> outputs`, as polygraphy's runners are. decode: for calls of one token
-    of each lane; merge: None where no layer merges. open_decoder: a session of ONNX Runtime of another decoder (the
-    bytes of its ONNX graph) over the same weights and on the same device; None where the backend runs no ONNX graphs."""
+    of each lane; merge: None where no layer merges. open_decoder: opens a session of ONNX Runtime of another decoder
+    (the bytes of its ONNX graph) over the same weights; None where the backend runs no ONNX graphs."""
 
     decode: Any
     prefill: Any

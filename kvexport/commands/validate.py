@@ -16,7 +16,7 @@ from kvexport.errors import EnvironmentProblem, MismatchError
 
 if TYPE_CHECKING:
     from kvexport.terminal import Progress
-    from kvexport.validate.runner import ValidationResult
+    from kvexport.validate.result import ValidationResult
 
 Show = Callable[[str, "int | None"], "Progress"]
 
@@ -24,9 +24,11 @@ Show = Callable[[str, "int | None"], "Progress"]
 def validate(
     artifact: ArtifactArgument,
     length: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of the longest sequence; default 4 times the capacity.")
+        int | None, typer.Option(min=2, help="Tokens of the longest sequence; default past the capacity.")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences, each shorter than the one before.")] = 3,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences, each shorter than the one before; default 3 or fewer.")
+    ] = None,
     checkpoint: Annotated[
         str | None, typer.Option(metavar="DIR", help="Where the weights are now; default the recipe's.")
     ] = None,
@@ -56,7 +58,7 @@ def validate(
     )
     if problem:
         raise MismatchError(
-            problem, "build the artifact again; if it stays, report it with the output of validate --json"
+            problem, "KVEXPORT_OPERATORS=off shows whether native operators differ; report it with validate --json"
         )
 
 

@@ -1,8 +1,7 @@
-"""The reference as a backend of lanes, and the calls that a sequence of given tokens is put through."""
+"""The reference as a backend of lanes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +16,9 @@ if TYPE_CHECKING:
 
 class ReferenceBackend:
     """A `LaneState` that computes with the reference over state of its own. telemetry: sees all attention and
-    every merge."""
+    every merge. hidden: takes up what every layer begins with, in the call under way; None: not asked."""
+
+    hidden: dict[int, NDArray[Any]] | None = None
 
     def __init__(
         self, reference: TorchReference, plan: CachePlan, lanes: int, telemetry: Telemetry | None = None
@@ -35,7 +36,7 @@ class ReferenceBackend:
         """See `LaneState`."""
         assert first == 0 and len(input_ids) == len(self.length), "a reference runs all its lanes"
         feed = {"input_ids": input_ids, "query_length": query_length, "past_length": self.length, **self.state}
-        present = self.reference.decode(feed, self.telemetry)
+        present = self.reference.decode(feed, self.telemetry, self.hidden)
         self.decoded(feed, present)
         self.length = present["present_length"]
         self._take(present, slice(None))
@@ -46,7 +47,7 @@ class ReferenceBackend:
         """See `LaneState`."""
         feed = {name: array[first:last] for name, array in self.state.items()}
         present = self.reference.merge(feed)
-        self.merged(feed, present)
+        self.merged(feed, present, first)
         if self.telemetry:
             self.telemetry.merged(first, feed, present)
         self._take(present, slice(first, last))
@@ -58,23 +59,10 @@ class ReferenceBackend:
     def decoded(self, feed: dict[str, NDArray[Any]], present: dict[str, NDArray[Any]]) -> None:
         """For a comparison: what the reference's decoder was given and gave, before the state takes it."""
 
-    def merged(self, feed: dict[str, NDArray[Any]], present: dict[str, NDArray[Any]]) -> None:
-        """The same of a merge."""
+    def merged(self, feed: dict[str, NDArray[Any]], present: dict[str, NDArray[Any]], first: int) -> None:
+        """The same of a merge, whose first lane is `first`."""
 
     def _take(self, present: dict[str, NDArray[Any]], lanes: slice) -> None:
         for name, array in present.items():
             if name.startswith("present."):
                 self.state[name.replace("present.", "past_key_values.")][lanes] = array
-
-
-def schedule(tokens: list[NDArray[np.int64]], chunk: int) -> Iterator[tuple[list[NDArray[np.int64]], bool]]:
-    """Calls of the decoder, (every sequence's tokens, prefill?): the first two thirds of every sequence in chunks, the
-    rest one by one. Shorter ones fall idle first."""
-    split = [2 * len(t) // 3 for t in tokens]
-    for start in range(0, max(split), chunk):
-        yield (
-            [t[start : min(start + chunk, s)] if start < s else t[:0] for t, s in zip(tokens, split, strict=True)],
-            True,
-        )
-    for i in range(max(len(t) - s for t, s in zip(tokens, split, strict=True))):
-        yield [t[s + i : s + i + 1] for t, s in zip(tokens, split, strict=True)], False

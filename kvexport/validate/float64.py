@@ -78,7 +78,7 @@ def as_ever(forward: Any) -> Any:
     """`forward` outside of every such context."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():  # type: ignore[no-untyped-call]
+        with _disable_current_modes():
             before = torch.get_default_dtype()
             torch.set_default_dtype(torch.float32)
             try:

@@ -52,7 +52,13 @@ class Flip:
 
 
 def compare_merge(
-    plan: CachePlan, method: Method, past: Arrays, engine: Arrays, reference: Arrays, tolerance: Tolerance, examined: int
+    plan: CachePlan,
+    method: Method,
+    past: Arrays,
+    engine: Arrays,
+    reference: Arrays,
+    tolerance: Tolerance,
+    examined: int,
 ) -> Iterator[Flip]:
     """Every head of a merge that differs from the reference's. past, engine, reference: the state before and after, as
     merge.onnx names it; lanes are counted from 0. examined: how many heads of the run float64 was asked about."""
@@ -63,9 +69,8 @@ def compare_merge(
             asked = examined < MOST_EXAMINED
             examined += asked
             roundings = _explained(i, layer, method, found, past, engine, tolerance) if asked else None
-            yield Flip(
-                i, found.lane, found.head, found.slot, found.tensor, found.difference, found.allowed, roundings
-            )
+            at = (i, found.lane, found.head or 0, found.slot)
+            yield Flip(*at, found.tensor, found.difference, found.allowed, roundings)
 
 
 def _differing_heads(
@@ -94,8 +99,8 @@ def _head_difference(
     tolerance: Tolerance,
 ) -> Difference | None:
     one = (slice(lane, lane + 1), slice(head, head + 1))
-    cut = ([x[one] for x in state] for state in (ours, theirs))
-    found = state_difference(layer, method, *cut, tolerance)
+    a, b = ([x[one] for x in state] for state in (ours, theirs))
+    found = state_difference(layer, method, a, b, tolerance)
     return found and found.at(lane, head)
 
 
@@ -103,14 +108,15 @@ def _explained(
     i: int, layer: LayerCache, method: Method, found: Difference, past: Arrays, engine: Arrays, tolerance: Tolerance
 ) -> float | None:
     """With how many roundings float64 merges this head as the engine does; None where it does not."""
-    one = (slice(found.lane, found.lane + 1), slice(found.head, found.head + 1))
+    head = found.head or 0
+    one = (slice(found.lane, found.lane + 1), slice(head, head + 1))
     before = [torch.from_numpy(np.ascontiguousarray(past[tensor.past(i)][one])) for tensor in layer.state]
     after = [engine[tensor.present(i)][one] for tensor in layer.state]
     attributes = merge_attributes(layer, method)
     for roundings, draws in ((0.0, 1), *DRAWS):
         for seed in range(draws):
             with torch.no_grad(), in_float64(roundings, seed):
-                merged = merge_cache(*before, attributes=attributes)  # type: ignore[arg-type]
+                merged = merge_cache(*before, attributes=attributes)
             exact = [x.numpy().astype(y.dtype) for x, y in zip(merged, after, strict=True)]
             if state_difference(layer, method, after, exact, tolerance) is None:
                 return roundings

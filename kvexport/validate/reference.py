@@ -4,6 +4,7 @@ cache."""
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,6 +121,18 @@ class TorchReference:
         }
         return {"logits": logits.float().numpy(), "present_length": (past_length + query_length).numpy(), **present}
 
+    def time_decode(self, lanes: int, tokens: int) -> float:
+        """Seconds of a call of the decoder on an empty cache."""
+        empty = {
+            name: np.zeros(layer.shapes(lanes)[kind], layer.dtypes()[kind])
+            for name, _, layer, kind in self.plan.state_names()
+        }
+        lengths = np.full((lanes, 1), tokens, dtype=np.int64)
+        ids = np.zeros((lanes, tokens), dtype=np.int64)
+        begin = time.perf_counter()
+        self.decode({"input_ids": ids, "query_length": lengths, "past_length": lengths * 0, **empty})
+        return time.perf_counter() - begin
+
     @torch.no_grad()
     def merge(self, feed: Mapping[str, NDArray[Any]]) -> Arrays:
         """merge.onnx: past_key_values.* -> present.* of the layers that can exceed their budgets."""
@@ -153,12 +166,35 @@ class TorchReference:
 
 
 @torch.no_grad()
-def full_logits(checkpoint: Path, recipe: Any, tokens: list[NDArray[np.int64]]) -> list[NDArray[np.float32]]:
-    """The uncompressed Hugging Face model's logits [length, vocabulary] of every sequence, with its own attention and
-    cache."""
+def full_logits(
+    checkpoint: Path, recipe: Any, tokens: list[NDArray[np.int64]], positions: list[list[int]]
+) -> list[dict[int, NDArray[np.float32]]]:
+    """The uncompressed Hugging Face model's logits [vocabulary] of every sequence at its `positions`, with its own
+    attention and cache."""
     with quiet_exporter():
-        model = _load(checkpoint, recipe, "sdpa" if recipe.model.dtype == "float32" else "eager")
-    return [model(input_ids=torch.from_numpy(ids)[None]).logits[0].float().numpy() for ids in tokens]
+        model = _load_attending(checkpoint, recipe)
+    wanted: list[int] = []
+
+    def pick(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (arguments[0][:, wanted], *arguments[1:])
+
+    model.get_output_embeddings().register_forward_pre_hook(pick)
+    found = []
+    for ids, at in zip(tokens, positions, strict=True):
+        wanted[:] = at
+        rows = model(input_ids=torch.from_numpy(ids)[None]).logits[0].float().numpy() if at else []
+        found.append(dict(zip(at, rows, strict=True)))
+    return found
+
+
+def _load_attending(checkpoint: Path, recipe: Any) -> Any:
+    """The model with an attention of transformers' own: sdpa in float32, where the model has it."""
+    if recipe.model.dtype == "float32":
+        try:
+            return _load(checkpoint, recipe, "sdpa")
+        except ValueError:
+            pass
+    return _load(checkpoint, recipe, "eager")
 
 
 def _load(checkpoint: Path, recipe: Any, attention: str) -> Any:

@@ -7,10 +7,11 @@ from numpy.typing import NDArray
 
 from kvexport.recipe.fields import Recipe
 from kvexport.runtime.lanes import Lanes
-from kvexport.validate.backend import ReferenceBackend, schedule
+from kvexport.validate.backend import ReferenceBackend
 from kvexport.validate.perturbation import Perturbation
 from kvexport.validate.reference import TorchReference
 from kvexport.validate.telemetry import Telemetry
+from kvexport.validate.tokens import schedule
 
 
 def watch(reference: TorchReference, recipe: Recipe, tokens: list[NDArray[np.int64]]) -> list[Perturbation]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -71,7 +72,10 @@ def test_a_sound_artifact_passes(result) -> None:
     assert {s["phase"] for s in result.steps} == {"prefill", "decode", "merge"}
     kinds = {kind for s in result.steps for kind in s["largest"]}
     assert kinds >= {"logits", *STATE_NAMES}
-    assert result.own_run_logits < 1e-3
+    assert result.own_kl < 1e-6
+    assert result.head_merges > 50
+    assert {r.tensor for r in result.rounding} == {"key", "value", "logits"}
+    assert {"hidden", "logits"} <= kinds
     assert all(0 <= v < 20 for row in result.kl for v in row) and sum(map(len, result.kl)) > 10
 
 
@@ -101,7 +105,11 @@ def test_a_difference_in_attention_is_named(tiny_artifact: Path, tmp_path: Path)
     result = validate_artifact(copy, length=160)
     assert not result.passed and result.mismatch is not None
     assert result.mismatch.step == 0 and result.mismatch.phase == "prefill"
-    assert re.search(r"step 0 \(prefill\), tensor \w+", result.problem)
+    assert re.search(r"layer 0, step 0 \(prefill\), tensor \w+, lane \d, head \d, slot \d+: differs by", result.problem)
+    # It went on to the end, and the layer after the first begins with PyTorch's hidden state.
+    assert result.steps[-1]["phase"] in ("decode", "merge")
+    assert {m.layer for m in result.mismatches} >= {0, 1}
+    assert math.isfinite(result.mean_kl())
 
 
 @pytest.mark.usefixtures("operators")

@@ -1,0 +1,272 @@
+"""Every call of a run held against PyTorch: layer by layer, merge by merge, in place, and on its own."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvexport.backends.base import Runners
+from kvexport.backends.rows import MASS_ERROR, TopLogits
+from kvexport.runtime.engine import Engine
+from kvexport.runtime.lanes import Lanes
+from kvexport.validate.backend import ReferenceBackend
+from kvexport.validate.compare import LAYERS, MERGES, Difference, largest_differences, norm, state_difference, worst
+from kvexport.validate.cut import CutDecoder
+from kvexport.validate.divergence import kl
+from kvexport.validate.merges import compare_merge
+from kvexport.validate.reference import TorchReference
+from kvexport.validate.result import Mismatch, Quantiles, Rounding, ValidationResult
+from kvexport.validate.tokens import Ids
+
+Arrays = dict[str, NDArray[Any]]
+
+
+class Comparison:
+    """A reference trajectory, the engine's graphs compared with it call by call, and the engine's own run beside
+    it."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        runners: Runners,
+        reference: TorchReference,
+        result: ValidationResult,
+        telemetry: Any = None,
+    ) -> None:
+        self.engine, self.runners, self.reference, self.result = engine, runners, reference, result
+        self.plan, self.method, dtype = engine.plan, reference.method, engine.manifest.recipe.model.dtype
+        self.tolerance, self.merge_tolerance = LAYERS[dtype], MERGES[dtype]
+        decoder = engine.path / engine.manifest.graphs.decoder
+        self.cut = CutDecoder(decoder, dtype, runners.open_decoder) if runners.open_decoder else None
+        limits, batch = engine.manifest.limits, len(result.tokens)
+        shared = {"prefill_chunk": limits.prefill_chunk, "merge_every": limits.merge_every}
+        self.locked = LockedBackend(self, reference, engine.plan, batch, telemetry)
+        # The reference decides when to merge by the same rule.
+        self.reference_lanes = Lanes(self.locked, engine.plan, batch, **shared)
+        self.own = Lanes(engine.new_state(batch), engine.plan, batch, **shared)
+        self.own_logits: list[dict[int, NDArray[np.float32]]] = [{} for _ in range(batch)]
+        self.own_kl: list[float] = []
+        self.examined = 0
+        self.errors: dict[tuple[str, str], list[tuple[NDArray[Any], NDArray[Any]]]] = defaultdict(list)
+
+    def step(self, parts: list[Ids], *, prefill: bool, whole: bool) -> None:
+        """One call of the decoder, and whatever merging it makes due. whole: hold the whole depth against float64, and
+        the run in place."""
+        self.locked.whole = whole
+        reference = self.reference_lanes.append(parts, prefill=prefill)
+        own = self.own.append(parts, prefill=prefill)
+        for lane, part in enumerate(parts):
+            if len(part):
+                row = len(part) - 1 if own.shape[1] > 1 else 0
+                self.own_kl.append(kl(reference[lane, row], own[lane, row]))
+                self.own_logits[lane][self.own.length[lane] - 1] = own[lane, row].copy()
+
+    def finish(self) -> None:
+        """Sum up what only the whole run tells."""
+        self.result.own_kl = float(np.mean(self.own_kl)) if self.own_kl else 0.0
+        for (phase, tensor), pairs in self.errors.items():
+            engine, pytorch = (_quantiles(np.concatenate(side)) for side in zip(*pairs, strict=True))
+            self.result.rounding.append(Rounding(phase, tensor, engine, pytorch, self.tolerance.rounding / 4))
+
+    def decoded(self, feed: Arrays, present: Arrays, hidden: dict[int, NDArray[Any]], whole: bool) -> None:
+        """A call of the decoder: layer by layer, each given the reference's hidden state, and as a whole."""
+        phase = "decode" if feed["query_length"].max() == 1 else "prefill"
+        separate = self._run(feed) if whole or self.cut is None else None
+        largest: dict[str, float] = {}
+        if self.cut is not None:
+            outputs, reached = self.cut.infer(feed, hidden)
+            for layer in range(len(self.plan.layers)):
+                found = self._layer(layer, feed, outputs, present, reached, hidden, largest)
+                self._note(phase, layer, found)
+                self._largest(layer, outputs, present, largest)
+            self._note(phase, None, self._logits(feed, outputs["logits"], present["logits"], largest))
+        elif separate is not None:
+            for layer in range(len(self.plan.layers)):
+                self._largest(layer, separate, present, largest)
+            gap = norm(separate["logits"] - present["logits"]) / np.maximum(norm(present["logits"]), 1e-30)
+            _keep(largest, "logits", gap)
+        if not np.array_equal((outputs if self.cut else separate or {})["present_length"], present["present_length"]):
+            self.result.note(Mismatch(len(self.result.steps), phase, None, "length", 1.0))
+        if separate is not None and whole:
+            self._against_float64(phase, feed, separate, present)
+            self._in_place(feed, separate)
+        seen = int((feed["past_length"] + feed["query_length"]).max())
+        self.result.steps.append({"step": len(self.result.steps), "phase": phase, "tokens": seen, "largest": largest})
+
+    def merged(self, feed: Arrays, present: Arrays, first: int) -> None:
+        """A merge of some lanes: every head's choice, and in place. first: the number of the first lane."""
+        given = {
+            name: np.ascontiguousarray(feed[name]) for name, _, layer, _ in self.plan.state_names() if layer.merges
+        }
+        with self.runners.merge:
+            outputs: Arrays = self.runners.merge.infer(OrderedDict(given))
+        step, result = len(self.result.steps), self.result
+        flipped: set[tuple[int, int, int]] = set()
+        for flip in compare_merge(self.plan, self.method, given, outputs, present, self.merge_tolerance, self.examined):
+            self.examined += 1
+            flipped.add((flip.layer, flip.lane, flip.head))
+            lane = first + flip.lane
+            if flip.right:
+                result.flips.append({**asdict(flip), "lane": lane, "step": step})
+            else:
+                at = (flip.layer, flip.tensor, flip.difference, flip.allowed, lane, flip.head, flip.slot)
+                result.note(Mismatch(step, "merge", *at))
+        largest: dict[str, float] = {}
+        for i, layer in enumerate(self.plan.layers):
+            if layer.merges:
+                votes = [
+                    state[name]
+                    for state, name in ((given, layer.state[2].past(i)), (present, layer.state[2].present(i)))
+                ]
+                over = (votes[0] > 0).sum(-1) > (votes[1] > 0).sum(-1)
+                result.head_merges += int(over.sum())
+                skip = np.array([[(i, b, h) in flipped for h in range(over.shape[1])] for b in range(len(over))])
+                self._largest(i, outputs, present, largest, ~skip)
+        seen = int(self.locked.length.max())
+        result.steps.append({"step": step, "phase": "merge", "tokens": seen, "largest": largest})
+        self._merge_in_place(feed, outputs)
+
+    def _run(self, feed: Arrays) -> Arrays:
+        runner = self.runners.decode if feed["input_ids"].shape[1] == 1 else self.runners.prefill
+        with runner:
+            outputs: Arrays = runner.infer(OrderedDict(feed))
+        return outputs
+
+    def _layer(
+        self,
+        i: int,
+        feed: Arrays,
+        outputs: Arrays,
+        present: Arrays,
+        reached: Mapping[int, NDArray[Any]],
+        hidden: Mapping[int, NDArray[Any]],
+        largest: dict[str, float],
+    ) -> list[Difference | None]:
+        """A layer's differences: of its state, and of the hidden state it ends with."""
+        layer = self.plan.layers[i]
+        ours, theirs = ([state[t.present(i)] for t in layer.state] for state in (outputs, present))
+        found = [state_difference(layer, self.method, ours, theirs, self.tolerance)]
+        if i + 1 in reached:
+            begin = hidden[max((b for b in reached if b <= i), default=0)].astype(np.float64)
+            end = hidden[i + 1].astype(np.float64)
+            allowed = self.tolerance.hidden * norm(end - begin) + self.tolerance.rounding * norm(end)
+            gap = np.where(_real(feed), norm(reached[i + 1] - end), 0.0)
+            _keep(largest, "hidden", gap / np.maximum(norm(end - begin), 1e-30))
+            found.append(worst("hidden", gap, allowed))
+        return found
+
+    def _logits(
+        self, feed: Arrays, ours: NDArray[Any], theirs: NDArray[Any], largest: dict[str, float]
+    ) -> list[Difference | None]:
+        real = _real(feed) if ours.shape[1] == feed["input_ids"].shape[1] else feed["query_length"] > 0
+        gap = np.where(real, norm(ours.astype(np.float64) - theirs), 0.0)
+        _keep(largest, "logits", gap / np.maximum(norm(theirs), 1e-30))
+        return [worst("logits", gap, self.tolerance.hidden * norm(theirs))]
+
+    def _note(self, phase: str, layer: int | None, found: list[Difference | None]) -> None:
+        for d in found:
+            if d is not None:
+                at = (d.tensor, d.difference, d.allowed, d.lane, d.head, d.slot)
+                self.result.note(Mismatch(len(self.result.steps), phase, layer, *at))
+
+    def _largest(
+        self, i: int, outputs: Arrays, present: Arrays, largest: dict[str, float], heads: NDArray[Any] | None = None
+    ) -> None:
+        for tensor in self.plan.layers[i].state:
+            size = largest_differences(tensor.name, outputs[tensor.present(i)], present[tensor.present(i)], heads)
+            largest[tensor.name] = max(largest.get(tensor.name, 0.0), size)
+
+    def _against_float64(self, phase: str, feed: Arrays, separate: Arrays, present: Arrays) -> None:
+        exact = self.reference.decode_in_float64(feed)
+        for i, layer in enumerate(self.plan.layers):
+            for tensor in layer.state[:2]:
+                truth, past = exact[tensor.present(i)], feed[tensor.past(i)]
+                new = norm(present[tensor.present(i)].astype(np.float64) - past) > 0
+                self._add_errors((phase, tensor.name), separate, present, tensor.present(i), truth, new)
+        truth = exact["logits"]
+        real = _real(feed) if truth.shape[1] == feed["input_ids"].shape[1] else feed["query_length"] > 0
+        self._add_errors((phase, "logits"), separate, present, "logits", truth, real)
+
+    def _add_errors(
+        self, at: tuple[str, str], ours: Arrays, theirs: Arrays, name: str, truth: NDArray[Any], rows: NDArray[Any]
+    ) -> None:
+        size = np.maximum(norm(truth)[rows], 1e-30)
+        engine, pytorch = (norm(x[name].astype(np.float64) - truth)[rows] / size for x in (ours, theirs))
+        self.errors[at].append((np.nan_to_num(engine, nan=np.inf), pytorch))
+
+    def _in_place(self, feed: Arrays, separate: Arrays) -> None:
+        """The production path on the same state, past and present bound to the same buffers: the same bits."""
+        input_ids, query_length = feed["input_ids"], feed["query_length"]
+        state = self.engine.new_state(len(input_ids))
+        state.set_state(self.locked.state, self.locked.length)
+        same = np.array_equal(state.decode(input_ids, query_length), separate["logits"], equal_nan=True)
+        for name, array in state.get_state().items():
+            same &= array.tobytes() == separate[name.replace("past_key_values.", "present.")].tobytes()
+        self.result.in_place_identical &= bool(same)
+        if state.top_logits and input_ids.shape[1] == 1:
+            state.set_state(self.locked.state, self.locked.length)
+            rows = state.step(input_ids, query_length)
+            lanes = np.flatnonzero(query_length).tolist()
+            right = all(_found(rows.top_logits(lane), separate["logits"][lane, 0]) for lane in lanes)
+            self.result.candidates_hold = right and self.result.candidates_hold is not False
+
+    def _merge_in_place(self, feed: Arrays, separate: Arrays) -> None:
+        lanes = len(next(iter(feed.values())))
+        state = self.engine.new_state(lanes)
+        state.set_state(feed, np.zeros((lanes, 1), dtype=np.int64))
+        state.merge(0, lanes)
+        for name, array in state.get_state().items():
+            present = name.replace("past_key_values.", "present.")
+            if present in separate:
+                self.result.in_place_identical &= array.tobytes() == separate[present].tobytes()
+
+
+class LockedBackend(ReferenceBackend):
+    """A `LaneState` that computes with the reference and lets a comparison see every call."""
+
+    whole = False
+
+    def __init__(self, comparison: Comparison, *reference: Any) -> None:
+        super().__init__(*reference)
+        self.comparison = comparison
+        self.hidden = {}
+
+    def decoded(self, feed: Arrays, present: Arrays) -> None:
+        """See `ReferenceBackend`."""
+        self.comparison.decoded(feed, present, self.hidden or {}, self.whole)
+
+    def merged(self, feed: Arrays, present: Arrays, first: int) -> None:
+        """See `ReferenceBackend`."""
+        self.comparison.merged(feed, present, first)
+
+
+def _keep(largest: dict[str, float], kind: str, sizes: NDArray[Any]) -> None:
+    size = float(np.nan_to_num(sizes, nan=np.inf).max(initial=0.0))
+    largest[kind] = max(largest.get(kind, 0.0), size)
+
+
+def _real(feed: Arrays) -> NDArray[Any]:
+    """[B, T] bool: the tokens that are no padding."""
+    real: NDArray[Any] = np.arange(feed["input_ids"].shape[1]) < feed["query_length"]
+    return real
+
+
+def _quantiles(errors: NDArray[Any]) -> Quantiles:
+    if not errors.size:
+        return Quantiles(0.0, 0.0, 0.0)
+    return Quantiles(*(float(np.quantile(errors, q, method="lower")) for q in (0.5, 0.99, 1.0)))
+
+
+def _found(top: TopLogits | None, logits: NDArray[np.float32]) -> bool:
+    """Whether these are the largest of `logits`, and what they say of the others is so."""
+    if top is None or not 0 <= top.ids.min() <= top.ids.max() < logits.size:
+        return False
+    largest = -np.sort(-logits)[: top.ids.size]
+    mass = float(np.exp(logits.astype(np.float64) - logits.max()).sum())
+    same = np.array_equal(top.values, largest) and np.array_equal(logits[top.ids], largest)
+    return same and np.unique(top.ids).size == largest.size and abs(top.mass / mass - 1) < MASS_ERROR

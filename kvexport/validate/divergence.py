@@ -1,0 +1,36 @@
+"""How far the engine's choices of tokens are from those of the uncompressed model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Row = NDArray[np.float32]
+
+
+def kl(p_logits: Row, q_logits: Row) -> float:
+    """KL(softmax(p) || softmax(q)) in nats; infinite where a logit is not finite."""
+    if not (np.isfinite(p_logits).all() and np.isfinite(q_logits).all()):
+        return float("inf")
+    p, q = (x.astype(np.float64) - x.max() for x in (p_logits, q_logits))
+    log_p, log_q = p - np.log(np.exp(p).sum()), q - np.log(np.exp(q).sum())
+    return max(0.0, float((np.exp(log_p) * (log_p - log_q)).sum()))
+
+
+def compared_positions(rows: list[dict[int, Row]], budgets: list[int]) -> list[list[int]]:
+    """The positions of every sequence whose logits the engine gave and that lie past the smallest budget; where no
+    sequence has any, all."""
+    start = min(budgets)
+    past = [[p for p in sorted(of) if p >= start] for of in rows]
+    return past if any(past) else [sorted(of) for of in rows]
+
+
+def measure_divergence(result: Any, own: list[dict[int, Row]], full: list[dict[int, Row]]) -> None:
+    """KL(full || engine) and top-1 agreement at every position of `full`."""
+    for engine_rows, full_rows in zip(own, full, strict=True):
+        positions = sorted(full_rows)
+        result.positions.append(positions)
+        result.kl.append([kl(full_rows[p], engine_rows[p]) for p in positions])
+        result.agrees.append([bool(full_rows[p].argmax() == engine_rows[p].argmax()) for p in positions])

@@ -1,0 +1,86 @@
+"""The sequences that an artifact is validated on: text and random tokens, past every budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvexport.artifact.manifest import Limits
+from kvexport.cache import CachePlan
+from kvexport.errors import UsageError
+
+Ids = NDArray[np.int64]
+# The first chapter of Alice's Adventures in Wonderland (Lewis Carroll, 1865).
+TEXT = Path(__file__).parent / "text.txt"
+CHUNKS_PAST = 2  # of a prompt, after the largest cache is full
+MERGES = 2  # while decoding
+FEWEST_STEPS, MOST_STEPS = 8, 160  # of decoding
+MEMORY = 2 << 30  # bytes that all copies of the lanes' states may take by default
+COPIES = 5  # of a state: the reference's before and after, the engine's on its own, in place, and with separate buffers
+
+
+def decode_steps(limits: Limits) -> int:
+    """So many tokens at the end are appended one by one."""
+    return min(max(FEWEST_STEPS, MERGES * limits.merge_every + 4), MOST_STEPS)
+
+
+def default_length(plan: CachePlan, limits: Limits) -> int:
+    """Tokens of the longest sequence: enough for some merges in prefill and in decode, in minutes."""
+    merging = max((layer.capacity for layer in plan.layers if layer.merges), default=0)
+    return min(limits.max_length, merging + CHUNKS_PAST * limits.prefill_chunk + decode_steps(limits))
+
+
+def default_batch(plan: CachePlan, limits: Limits) -> int:
+    """Three sequences, of which the shorter ones fall idle; fewer where their states would take too much memory."""
+    fits = MEMORY // (COPIES * plan.bytes(1))
+    return int(max(1, min(3, limits.max_batch, fits)))
+
+
+def sequences(engine: Any, length: int | None, batch: int | None, seed: int) -> tuple[list[Ids], list[str]]:
+    """Token ids of every sequence, the longest first, the others 2/3, 1/2, ... as long, and of what each is: "text" and
+    "random" in turn where the artifact has a tokenizer that gives the text back, else "random". Raises UsageError for a
+    batch that the artifact was not built for."""
+    limits = engine.manifest.limits
+    batch = default_batch(engine.plan, limits) if batch is None else batch
+    if not 1 <= batch <= limits.max_batch:
+        raise UsageError(
+            f"a batch of {batch}, but the artifact was built for 1 to {limits.max_batch}", f"--batch {limits.max_batch}"
+        )
+    longest = min(length or default_length(engine.plan, limits), limits.max_length)
+    text = _text_ids(engine)
+    rng = np.random.default_rng(seed)
+    tokens, kinds = [], []
+    for i in range(batch):
+        size = max(1, 2 * longest // (i + 2))
+        of_text = text is not None and i % 2 == 0
+        kinds.append("text" if of_text else "random")
+        tokens.append(
+            np.resize(text, size) if of_text and text is not None else rng.integers(0, engine.vocabulary, size)
+        )
+    return tokens, kinds
+
+
+def _text_ids(engine: Any) -> Ids | None:
+    if engine.tokenizer is None:
+        return None
+    text = TEXT.read_text(encoding="utf-8")
+    ids = engine.tokenizer.encode(text, add_special_tokens=False)
+    same = engine.tokenizer.decode(ids).split() == text.split()
+    return np.array(ids, dtype=np.int64) if same and max(ids) < engine.vocabulary else None
+
+
+def schedule(tokens: list[Ids], chunk: int, steps: int | None = None) -> Iterator[tuple[list[Ids], bool]]:
+    """Calls of the decoder, (every sequence's tokens, prefill?): the first two thirds of every sequence in chunks, the
+    rest one by one, at most `steps` of them. Shorter ones fall idle first."""
+    split = [2 * len(t) // 3 if steps is None else max(2 * len(t) // 3, len(t) - steps) for t in tokens]
+    for start in range(0, max(split), chunk):
+        yield (
+            [t[start : min(start + chunk, s)] if start < s else t[:0] for t, s in zip(tokens, split, strict=True)],
+            True,
+        )
+    for i in range(max(len(t) - s for t, s in zip(tokens, split, strict=True))):
+        yield [t[s + i : s + i + 1] for t, s in zip(tokens, split, strict=True)], False

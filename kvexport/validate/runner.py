@@ -80,7 +80,6 @@ def validate_artifact(
         method = recipe.cache.build_method()
         reference = TorchReference(shape.checkpoint.path, engine.plan, shape.geometry, method, recipe)
     tokens, texts = sequences(engine, length, batch, seed)
-    where = device or chosen.device(recipe)
     tolerance = asdict(LAYERS[recipe.model.dtype])
     tolerance.pop("rounding")
     result = ValidationResult(

@@ -1,5 +1,5 @@
-"""Ballot, this project's own: votes add up, to a bound. What is said twice leaves first, and merges into the key
-nearest to its own."""
+"""Ballot, this project's own: votes add up, to a bound. Slots that another one stands for are evicted first,
+and merge into the key nearest to their own."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kvexport.schema.policy import MergePolicy
 class Ballot(Merging):
     """KeepKV's merge without its gate: what a threshold rejects loses its mass, and cosine bounds nothing where norms
     differ, while ``|q (k_e - k_c)| <= |q| |k_e - k_c|`` bounds the change of a logit. Past attention alone does not say
-    what may leave (what has not been asked yet has none); how well another slot stands for it does.
+    which slots are superfluous (one that nothing has asked for yet has none); how well another slot stands for it does.
 
-    order: ``least-error`` lets those slots leave whose merge costs least, by ``w^attention |k_e - k_c|^2 |v_e -
+    order: ``least-error`` evicts those slots whose merge costs least, by ``w^attention |k_e - k_c|^2 |v_e -
         v_c|^2`` with w the slot's mean probability and c the slot of higher importance for which that is smallest;
         ``least-attended`` the lowest w.
     attention: how much past attention counts in that. pool: such slots are looked for among the lowest w, `pool` times
-        as many as have to leave.
+        as many as have to be evicted.
     zip: ``count`` adds votes up, ``vote`` stores fractional votes; both keep the mean key. The fractional ones are
         exact for the query that
         the averages stand for and, being the tangent of a convex function, too few for every other, merge after merge.
@@ -32,7 +32,7 @@ class Ballot(Merging):
     """
 
     name: ClassVar[str] = "ballot"
-    summary: ClassVar[str] = "what another slot stands for best leaves, and merges into the nearest key; no threshold"
+    summary: ClassVar[str] = "slots that another one stands for best are evicted into the nearest key; no threshold"
     source: ClassVar[str] = "this project"
     recent_receives: ClassVar[bool] = True
 

@@ -1,5 +1,5 @@
-"""CaM (ICML 2024): what leaves gives its value to the slots after it, as much as it was attended to; its key is
-dropped."""
+"""CaM (ICML 2024): an evicted slot gives its value to the slots after it, as much as it was attended to; its
+key is dropped."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kvexport.methods.slots import Evicted, Slots, gather_rows
 
 
 class CaM(Merging):
-    """The expected value of the paper's coin: ``v_j += m v_e / M`` for the next M slots that stay, recent ones
-    included, with ``m = clip(A_e / mean A, 0, 1)`` over all that stay. Receivers' keys, scores and votes stay as they
+    """The expected value of the paper's coin: ``v_j += m v_e / M`` for the next M kept slots, recent ones
+    included, with ``m = clip(A_e / mean A, 0, 1)`` over all kept slots. Receivers' keys, scores and votes stay as they
     are.
 
     receivers: M; where fewer follow, their shares are lost.
     """
 
     name: ClassVar[str] = "cam"
-    summary: ClassVar[str] = "a leaving value is shared out to the next slots; its key is dropped"
+    summary: ClassVar[str] = "an evicted value is shared out to the next slots; its key is dropped"
     source: ClassVar[str] = "Zhang et al., ICML 2024"
     recent_receives: ClassVar[bool] = True
 

@@ -1,4 +1,5 @@
-"""D2O (arXiv 2406.13035): what leaves merges into the most similar key if it is more similar than others that leave."""
+"""D2O (arXiv 2406.13035): an evicted slot merges into the most similar key if it is more similar than other
+evicted ones."""
 
 from __future__ import annotations
 
@@ -14,15 +15,16 @@ if TYPE_CHECKING:
 
 
 class D2O(Merging):
-    """Heavy hitters stay (the paper: 4 sinks); a leaving slot merges where its best cosine u reaches the mean of this
-    call's, and is dropped otherwise. The paper's threshold is an average over calls, which no state carries here."""
+    """Heavy hitters are kept (the paper: 4 sinks); an evicted slot merges where its best cosine u reaches the mean of
+    this call's, and is dropped otherwise. The paper's threshold is an average over calls, which no state carries
+    here."""
 
     name: ClassVar[str] = "d2o"
     summary: ClassVar[str] = "merges into the most similar key above the call's mean similarity"
     source: ClassVar[str] = "arXiv 2406.13035"
 
     def merge(self, slots: Slots, evicted: Evicted) -> Slots:
-        """Convex weights: ``e`` for the target and ``e^u`` for what arrives, over their sum; of keys and values."""
+        """Convex weights: ``e`` for the target and ``e^u`` for the evicted slot, over their sum; of keys and values."""
         import torch
 
         to, cosine = nearest(slots, evicted, "cosine")

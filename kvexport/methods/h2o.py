@@ -1,4 +1,4 @@
-"""H2O, the heavy-hitter oracle (arXiv 2306.14048): the slots with the largest sum of attention probabilities stay."""
+"""H2O, the heavy-hitter oracle (arXiv 2306.14048): slots with the largest sum of attention probabilities are kept."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvexport.schema.policy import MergePolicy
 
 
 class H2O(Method):
-    """Heavy hitters and a recent window; what leaves is dropped."""
+    """Heavy hitters and a recent window; evicted slots are dropped."""
 
     name: ClassVar[str] = "h2o"
-    summary: ClassVar[str] = "largest accumulated attention stays; the rest is dropped"
+    summary: ClassVar[str] = "the largest accumulated attention is kept; the rest is dropped"
     source: ClassVar[str] = "arXiv 2306.14048"
 
     @property

@@ -1,5 +1,5 @@
-"""KeepKV (arXiv 2504.09936): what leaves merges into its nearest neighbour without changing the current attention
-output."""
+"""KeepKV (arXiv 2504.09936): an evicted slot merges into its nearest neighbour without changing the current
+attention output."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class KeepKV(Merging):
 
     decay: ``a`` of the moving average of exp(logit) (the paper leaves it open). window: queries of one call that count,
         0 = all.
-    threshold: a leaving slot merges into the most similar target iff their keys' cosine is above it, and is dropped
+    threshold: an evicted slot merges into the most similar target iff their keys' cosine is above it, and is dropped
         otherwise.
     zip: what absorbs the merge's error for the current query. ``key`` scales the merged key (the paper's Eq. 7),
         ``vote`` keeps the weighted mean and stores fractional votes, ``mean`` does neither (the authors' code; not
         lossless).
     key_factor_max: a key factor outside [1/x, x] falls back to ``vote`` for that slot (Eq. 7 has a pole and a sign
         flip).
-    order: ``evict-first`` picks the lowest scores and merges what it can of them; ``merge-first`` lets slots leave that
+    order: ``evict-first`` picks the lowest scores and merges what it can of them; ``merge-first`` evicts slots that
         have a neighbour of higher score above the threshold, lowest score first, and only then the lowest scores of the
         rest.
-    pool: merge-first looks for such slots among the lowest scores, `pool` times as many as have to leave.
+    pool: merge-first looks for such slots among the lowest scores, `pool` times as many as have to be evicted.
     recency_weight: weight of the newest query of the window against 1 for the oldest (the first version of the paper:
         1.2). The paper uses it to order slots of one window, where the sum of the weights does not matter; here it
         weighs a mean, so that scores stay

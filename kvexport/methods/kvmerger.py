@@ -85,7 +85,7 @@ class KVMerger(Merging):
         keys = unit(slots.key)
         cosine = (keys * gather_rows(keys, before.expand_as(rank))).sum(-1)
         similar = light & light.index_select(-1, before) & (place > 0) & (cosine > self.threshold)
-        # Empty slots leave first; a head joins by its own need, whatever its neighbours in the batch need.
+        # Empty slots are evicted first; a head joins by its own need, whatever its neighbours in the batch need.
         own = count - (slots.votes == 0).sum(-1, keepdim=True)
         joins = similar & (_places(torch.where(similar, -cosine, torch.inf)) < own)
         run = place - joins.to(torch.int64).cumsum(-1)  # one number for a whole run: both grow by one along it

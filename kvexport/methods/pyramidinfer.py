@@ -12,14 +12,14 @@ from kvexport.schema.policy import MergePolicy
 
 
 class PyramidInfer(Method):
-    """The attention of a call's last queries, the newest weighing most; what leaves is dropped.
+    """The attention of a call's last queries, the newest weighing most; evicted slots are dropped.
 
     window: the last so many queries of a call count. recency_weight: of the newest against 1 for the oldest (the
         authors' 1.2).
     """
 
     name: ClassVar[str] = "pyramidinfer"
-    summary: ClassVar[str] = "most attended by the latest queries, the newest weighing most, stays"
+    summary: ClassVar[str] = "slots most attended by the latest queries, the newest weighing most, are kept"
     source: ClassVar[str] = "arXiv 2405.12532"
     allocation: ClassVar[Literal["uniform", "cosine", "pyramid"]] = "cosine"
 

@@ -16,7 +16,7 @@ MULTIPLIER = 1103515245  # below 2^31, so that no product leaves int64
 
 
 class Random(Method):
-    """What leaves is drawn by a hash of its position, so that every backend and every run draws the same."""
+    """Evicted slots are drawn by a hash of their position, so that every backend and every run draws the same."""
 
     name: ClassVar[str] = "random"
     summary: ClassVar[str] = "a hash of the position decides; the rest is dropped"

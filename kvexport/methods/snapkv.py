@@ -1,4 +1,5 @@
-"""SnapKV (arXiv 2404.14469): what the last queries of the prompt attend to, and its neighbours, stays."""
+"""SnapKV (arXiv 2404.14469): slots that the last queries of the prompt attend to are kept, and their
+neighbours."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from kvexport.schema.policy import MergePolicy
 
 
 class SnapKV(Method):
-    """The attention of an observation window, pooled over neighbouring positions; what leaves is dropped.
+    """The attention of an observation window, pooled over neighbouring positions; evicted slots are dropped.
 
     window: the last so many queries of a call observe (the paper's window closes the prompt; of a decoding step the one
         query does).
@@ -20,7 +21,7 @@ class SnapKV(Method):
     """
 
     name: ClassVar[str] = "snapkv"
-    summary: ClassVar[str] = "most attended by the prompt's last queries, pooled over neighbours, stays"
+    summary: ClassVar[str] = "slots most attended by the prompt's last queries, pooled over neighbours, are kept"
     source: ClassVar[str] = "arXiv 2404.14469"
 
     window: int = Field(64, ge=1)

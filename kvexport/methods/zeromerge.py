@@ -1,4 +1,4 @@
-"""ZeroMerge (arXiv 2503.10714): a few residual slots take in what leaves, as running means; votes count by a power
+"""ZeroMerge (arXiv 2503.10714): a few residual slots take in evicted ones, as running means; votes count by a power
 below one."""
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from kvexport.schema.policy import MergePolicy
 
 
 class ZeroMerge(Merging):
-    """Three regions beside the sinks: recent, context (the lowest score leaves) and residual, which what leaves merges
-    into.
+    """Three regions beside the sinks: recent, context (the lowest score is evicted) and residual, which evicted slots
+    merge into.
 
     Residual are slots that have merged before, and where those are fewer than the region holds, the lowest scores of
-    what stays.
+    the kept ones.
     alpha: power of the votes at read time. decay: of the score, per query. residual: the region's share of the
     unprotected slots (the paper's budget: 0.22 residual to 0.44 context).
     """

@@ -2,7 +2,7 @@
 not current (exit code 1).
 
 plugins/abi/kvexport.h: the structs of the calls. plugins/abi/attributes.h: reading a node's attributes into them, and
-the attributes' names. docs/contract.md: its tables, between ``<!-- schema: NAME -->`` and ``<!-- end -->``.
+the attributes' names. docs/contract.md: its tables, between ``<!-- schema: NAME -->`` and ``<!-- schema end -->``.
 """
 
 from __future__ import annotations
@@ -150,7 +150,9 @@ def contract(text: str) -> str:
     """docs/contract.md with its tables as they should be."""
     for name, table in tables().items():
         mark = re.escape(f"<!-- schema: {name} -->")
-        text, found = re.subn(rf"(?<={mark}\n).*?(?=\n<!-- end -->)", table.replace("\\", r"\\"), text, flags=re.DOTALL)
+        text, found = re.subn(
+            rf"(?<={mark}\n).*?(?=\n<!-- schema end -->)", table.replace("\\", r"\\"), text, flags=re.DOTALL
+        )
         if found != 1:
             raise ValueError(
                 f"docs/contract.md has {found} tables marked `<!-- schema: {name} -->`, and should have one"

@@ -1,5 +1,5 @@
-// What decode and prefill share: one KV head of one sequence, its slots, the bias of its votes, and what is written
-// back.
+// Shared by decode and prefill: one KV head of one sequence, its slots, the bias of its votes, and the writes to its
+// cache and output.
 #pragma once
 
 #include <cmath>
@@ -14,7 +14,7 @@ namespace {
 
 constexpr float kLowest = -3e38f;
 
-// Where splits of one head leave what `finish` puts together.
+// The partial results of the splits of every head, which `finish` combines.
 struct Partials {
   Scratch<float> data;
   size_t stride = 0;
@@ -27,7 +27,7 @@ struct Attention {
   int group, splits;
   Partials partials;
 
-  // part: floats that a split of a head leaves for `finish`.
+  // part: floats of a split's partial result.
   Attention(const KvVoteAttention& call, int splits, size_t part)
       : a(call), group(call.query_heads / call.heads), splits(splits) {
     partials.stride = part;
@@ -43,8 +43,8 @@ struct Attention {
     float *votes, *score;
     const int32_t* past_position;
     int32_t* position;
-    int64_t first;  // the first new token's position
-    int total() const { return used + n; }
+    int64_t first;                        // the first new token's position
+    int end() const { return used + n; }  // of the slots, the new tokens' too
   };
 
   Head head(size_t index) const {
@@ -80,7 +80,7 @@ struct Attention {
     return x;
   }
 
-  // Copies what is not bound in place, and writes the new tokens.
+  // Appends the new tokens; copies the tensors that are not bound in place.
   void append(const Head& x) const {
     const size_t c = a.capacity, d = a.key_size, dv = a.value_size;
     if (x.present_key != x.past_key) memcpy(x.present_key, x.past_key, x.used * d * sizeof(T));
@@ -93,16 +93,15 @@ struct Attention {
       x.votes[x.used + i] = 1.0f;
       x.position[x.used + i] = static_cast<int32_t>(x.first + i);
     }
-    const size_t rest = c - x.total();
+    const size_t rest = c - x.end();
     if (x.present_key != x.past_key)
-      memcpy(x.present_key + x.total() * d, x.past_key + x.total() * d, rest * d * sizeof(T));
+      memcpy(x.present_key + x.end() * d, x.past_key + x.end() * d, rest * d * sizeof(T));
     if (x.present_value != x.past_value)
-      memcpy(x.present_value + x.total() * dv, x.past_value + x.total() * dv, rest * dv * sizeof(T));
-    if (x.votes != x.past_votes) memcpy(x.votes + x.total(), x.past_votes + x.total(), rest * sizeof(float));
-    if (x.position != x.past_position)
-      memcpy(x.position + x.total(), x.past_position + x.total(), rest * sizeof(int32_t));
+      memcpy(x.present_value + x.end() * dv, x.past_value + x.end() * dv, rest * dv * sizeof(T));
+    if (x.votes != x.past_votes) memcpy(x.votes + x.end(), x.past_votes + x.end(), rest * sizeof(float));
+    if (x.position != x.past_position) memcpy(x.position + x.end(), x.past_position + x.end(), rest * sizeof(int32_t));
     if (x.score != x.past_score) {
-      const size_t scored = x.n == 0 ? 0 : x.total();  // the scores of these are written elsewhere
+      const size_t scored = x.n == 0 ? 0 : x.end();  // the scores of these are written elsewhere
       for (int k = 0; k < a.statistics; ++k)
         memcpy(x.score + k * c + scored, x.past_score + k * c + scored, (c - scored) * sizeof(float));
     }

@@ -1,5 +1,13 @@
-// VoteAttention of one token per sequence: all logits of a KV head's group, then all products with the values, so that
-// every key and every value is read once.
+// VoteAttention for one token per sequence. One task per KV head and split of its slots; in a task, over blocks of 32
+// slots that stay in the first cache, for all query heads g of the group:
+//
+//   logit[g, slot] = scale query[g] . key[slot]                   four query heads at a time, sums over lanes as one
+//   biased = capped(logit) + vote_exponent ln(votes), or hidden   whole rows, in vectors
+//   row_max[g], row_sum[g], weight[g, slot] = softmax of biased
+//   output[g] += weight[g, slot] value[slot]                      four query heads, four vectors of columns at a time
+//
+// and then per head: combine_splits in their order, write output / row_sum, update the scores, append the token. Every
+// key and every value is read once, the next ones fetched 12 KB ahead.
 #pragma once
 
 #include <type_traits>
@@ -26,9 +34,9 @@ struct Decode : Attention<T> {
 
   Decode(const KvVoteAttention& call, int splits) : Base(call, splits, part_size(call)) {}
 
-  // Of slots [from, to) of a head: logits and exp(biased - top) [G, capacity], per query head its top and sum, and the
-  // products.
-  void decode(const Head& x, int from, int to, float* logits, float* weights, float* top, float* total,
+  // Of slots [from, to) of a head: logits and weights exp(biased - row_max) [G, capacity], per query head row_max and
+  // row_sum, and the sum of weight * value in `product`.
+  void decode(const Head& x, int from, int to, float* logits, float* weights, float* row_max, float* row_sum,
               float* product) const {
     const int d = a.key_size, dv = a.value_size;
     static thread_local Scratch<float> scratch;
@@ -68,8 +76,8 @@ struct Decode : Attention<T> {
       }
       float rest = 0.0f;
       for (; c < to; ++c) rest += w[c] = std::exp(w[c] - best);
-      top[g] = best;
-      total[g] = sum(sum_v) + rest;
+      row_max[g] = best;
+      row_sum[g] = sum(sum_v) + rest;
     }
     for (int i = 0; i < group * dv; ++i) product[i] = 0.0f;
     for_each_block(from, to, [&](int c, int end) {
@@ -104,7 +112,7 @@ struct Decode : Attention<T> {
     for (size_t i = 0; i < count * sizeof(T); i += 64) __builtin_prefetch(ahead + i, 0, 2);
   }
 
-  // Logits of R query heads; S slots at a time, so that R S sums over lanes are one.
+  // Logits of R query heads; S slots at a time, so that their R S sums over lanes are one reduction.
   template <int R>
   void decode_logits(const Head& x, int from, int to, const float* query, float* logits) const {
     constexpr int S = R < W ? W / R : 1, N = R * S / W;
@@ -114,17 +122,17 @@ struct Decode : Attention<T> {
       const T* row[S];
       for (int s = 0; s < S; ++s) row[s] = key_row(x, c + s);
       if (R == 4 || group < 4) prefetch(row[0], S * d);
-      vf total[R * S] = {};
+      vf dots[R * S] = {};
       for (int i = 0; i < whole; i += W) {
         vf key[S];
         for (int s = 0; s < S; ++s) key[s] = load(row[s] + i);
         for (int r = 0; r < R; ++r) {
           const vf q = load(query + r * d + i);
-          for (int s = 0; s < S; ++s) total[r * S + s] += q * key[s];
+          for (int s = 0; s < S; ++s) dots[r * S + s] += q * key[s];
         }
       }
       float out[R * S];
-      for (int n = 0; n < N; ++n) store(out + n * W, sums<1>(total + n * W));
+      for (int n = 0; n < N; ++n) store(out + n * W, sums<1>(dots + n * W));
       for (int r = 0; r < R; ++r)
         for (int s = 0; s < S; ++s) {
           float rest = 0.0f;
@@ -146,16 +154,16 @@ struct Decode : Attention<T> {
     for (; i + W <= dv; i += W) decode_columns<R, 1>(x, from, to, weights, out, i);
     for (; i < dv; ++i)
       for (int r = 0; r < R; ++r) {
-        float total = 0.0f;
+        float dots = 0.0f;
         for (int c = from; c < to; ++c)
-          total += weights[static_cast<size_t>(r) * a.capacity + c] * static_cast<float>(value_row(x, c)[i]);
-        out[r * dv + i] += total;
+          dots += weights[static_cast<size_t>(r) * a.capacity + c] * static_cast<float>(value_row(x, c)[i]);
+        out[r * dv + i] += dots;
       }
   }
 
   template <int R, int N>
   void decode_columns(const Head& x, int from, int to, const float* weights, float* out, int column) const {
-    vf total[R][N] = {};  // of this block alone: a running sum over all of them would gather rounding errors
+    vf dots[R][N] = {};  // of this block alone: a running sum over all of them would gather rounding errors
     for (int c = from; c < to; ++c) {
       const T* row = value_row(x, c) + column;
       prefetch(row, N * W);
@@ -163,17 +171,17 @@ struct Decode : Attention<T> {
       for (int j = 0; j < N; ++j) value[j] = load(row + j * W);
       for (int r = 0; r < R; ++r) {
         const float weight = weights[static_cast<size_t>(r) * a.capacity + c];
-        for (int j = 0; j < N; ++j) total[r][j] += weight * value[j];
+        for (int j = 0; j < N; ++j) dots[r][j] += weight * value[j];
       }
     }
     for (int r = 0; r < R; ++r)
       for (int j = 0; j < N; ++j) {
         float* const to = out + r * a.value_size + column + j * W;
-        store(to, load(to) + total[r][j]);
+        store(to, load(to) + dots[r][j]);
       }
   }
 
-  // Scores of a head after a call of one token. share[g]: what turns exp(biased - top of its split) into a probability.
+  // Scores of a head after a call of one token. share[g]: times this, a split's weights are probabilities.
   void decode_scores(const Head& x, int from, int to, const float* logits, const float* weights,
                      const float* share) const {
     static thread_local Scratch<float> scratch;
@@ -213,20 +221,23 @@ struct Decode : Attention<T> {
         if (c + W > x.used)
           for (int i = 0; i < W; ++i)
             if (c + i >= x.used) start[i] = kLogZero;
-        vf top = start;
-        for (int g = 0; g < group; ++g) top = vmax(top, load(logits + static_cast<size_t>(g) * a.capacity + c) + term);
-        vf total = exp(start - top);
+        vf highest = start;
         for (int g = 0; g < group; ++g)
-          total += exp(load(logits + static_cast<size_t>(g) * a.capacity + c) + term - top);
-        store(out + c, top + log(total));
+          highest = vmax(highest, load(logits + static_cast<size_t>(g) * a.capacity + c) + term);
+        vf seen_sum = exp(start - highest);
+        for (int g = 0; g < group; ++g)
+          seen_sum += exp(load(logits + static_cast<size_t>(g) * a.capacity + c) + term - highest);
+        store(out + c, highest + log(seen_sum));
       }
       for (; c < to; ++c) {
         const float term = seen[c - from] == kLogZero ? kLogZero : log_share;
         const float start = c < x.used ? past[c] + log_decay : kLogZero;
-        float top = start, total = 0.0f;
-        for (int g = 0; g < group; ++g) top = max_of(top, logits[static_cast<size_t>(g) * a.capacity + c] + term);
-        for (int g = 0; g < group; ++g) total += std::exp(logits[static_cast<size_t>(g) * a.capacity + c] + term - top);
-        out[c] = top + std::log(total + std::exp(start - top));
+        float highest = start, seen_sum = 0.0f;
+        for (int g = 0; g < group; ++g)
+          highest = max_of(highest, logits[static_cast<size_t>(g) * a.capacity + c] + term);
+        for (int g = 0; g < group; ++g)
+          seen_sum += std::exp(logits[static_cast<size_t>(g) * a.capacity + c] + term - highest);
+        out[c] = highest + std::log(seen_sum + std::exp(start - highest));
       }
     }
   }
@@ -235,36 +246,37 @@ struct Decode : Attention<T> {
     int from, to;
   };
 
-  // Slots of split `s` of `total`.
-  Range slots_of(int s, int total) const {
-    const int each = ((total + splits - 1) / splits + W - 1) / W * W;
-    return {min_of(s * each, total), min_of((s + 1) * each, total)};
+  // Slots of split `s` of the first `slots`.
+  Range slots_of(int s, int slots) const {
+    const int each = ((slots + splits - 1) / splits + W - 1) / W * W;
+    return {min_of(s * each, slots), min_of((s + 1) * each, slots)};
   }
 
-  // A split's part of the partials: logits and weights [G, capacity], products [G, Dv], tops and sums [G].
+  // A split's partial result: logits and weights [G, capacity], product [G, Dv], row_max and row_sum [G].
   struct DecodePart {
-    float *logits, *weights, *product, *top, *total;
+    float *logits, *weights, *product, *row_max, *row_sum;
     DecodePart(float* p, int group, int capacity, int dv)
         : logits(p),
           weights(p + static_cast<size_t>(group) * capacity),
           product(weights + static_cast<size_t>(group) * capacity),
-          top(product + group * dv),
-          total(top + group) {}
+          row_max(product + group * dv),
+          row_sum(row_max + group) {}
   };
 
   void task(size_t task) {
     const Head x = head(task / splits);
     const int s = static_cast<int>(task % splits);
     if (x.n == 0) return;
-    static thread_local Scratch<float> own;
-    const DecodePart part(splits == 1 ? own.reserve(part_size(a)) : partials.of(task), group, a.capacity, a.value_size);
-    const auto [from, to] = slots_of(s, x.total());
-    decode(x, from, to, part.logits, part.weights, part.top, part.total, part.product);
-    if (splits == 1) join(x, part);
+    static thread_local Scratch<float> alone;
+    const DecodePart part(splits == 1 ? alone.reserve(part_size(a)) : partials.of(task), group, a.capacity,
+                          a.value_size);
+    const auto [from, to] = slots_of(s, x.end());
+    decode(x, from, to, part.logits, part.weights, part.row_max, part.row_sum, part.product);
+    if (splits == 1) combine_splits(x, part);
   }
 
-  // Puts the splits of a head together in their order: output, scores, and the new token's slot.
-  void join(const Head& x, const DecodePart& whole) {
+  // Combines the splits of a head in their order: output and scores.
+  void combine_splits(const Head& x, const DecodePart& whole) {
     static thread_local Scratch<float> scratch;
     float *shares = scratch.reserve(static_cast<size_t>(splits) * group + a.value_size), *row = shares + splits * group;
     const size_t first_task = (static_cast<size_t>(x.b) * a.heads + x.h) * splits;
@@ -273,29 +285,29 @@ struct Decode : Attention<T> {
     };
     for (int g = 0; g < group; ++g) {
       const float* sink = a.sink_logits ? a.sink_logits + x.h * group + g : nullptr;
-      float top = sink ? *sink : kLowest, total = 0.0f;
-      for (int s = 0; s < splits; ++s) top = max_of(top, part_of(s).top[g]);
-      if (sink) total = std::exp(*sink - top);
+      float row_max = sink ? *sink : kLowest, row_sum = 0.0f;
+      for (int s = 0; s < splits; ++s) row_max = max_of(row_max, part_of(s).row_max[g]);
+      if (sink) row_sum = std::exp(*sink - row_max);
       for (int i = 0; i < a.value_size; ++i) row[i] = 0.0f;
       for (int s = 0; s < splits; ++s) {
         const DecodePart part = part_of(s);
-        const float factor = std::exp(part.top[g] - top);
-        total += factor * part.total[g];
+        const float factor = std::exp(part.row_max[g] - row_max);
+        row_sum += factor * part.row_sum[g];
         shares[static_cast<size_t>(s) * group + g] = factor;
         for (int i = 0; i < a.value_size; ++i) row[i] += factor * part.product[g * a.value_size + i];
       }
-      for (int s = 0; s < splits; ++s) shares[static_cast<size_t>(s) * group + g] /= total;
-      write_output(x, g, 0, row, 1.0f / total);
+      for (int s = 0; s < splits; ++s) shares[static_cast<size_t>(s) * group + g] /= row_sum;
+      write_output(x, g, 0, row, 1.0f / row_sum);
     }
     for (int s = 0; s < splits; ++s) {
       const DecodePart part = part_of(s);
-      const auto [from, to] = slots_of(s, x.total());
+      const auto [from, to] = slots_of(s, x.end());
       decode_scores(x, from, to, part.logits, part.weights, &shares[static_cast<size_t>(s) * group]);
     }
   }
 
   void finish(const Head& x, size_t index) {
-    join(x, DecodePart(partials.of(index * splits), group, a.capacity, a.value_size));
+    combine_splits(x, DecodePart(partials.of(index * splits), group, a.capacity, a.value_size));
   }
 };
 

@@ -1,5 +1,14 @@
-// VoteAttention of several tokens per sequence: blocks of the cache against tiles of query rows with a running softmax,
-// so that only a tile of logits ever exists. A row of a tile is one query head of one token.
+// VoteAttention for several tokens per sequence. A row is one query head of one token; a tile is kTileRows rows against
+// kBlock slots, and only a tile of logits ever exists. One task per KV head and split of its rows:
+//
+//   pass 1, for each block of slots, packed once in float32, for each tile of rows
+//     logit = query x key^T, masked by position and window
+//     log_ema: per slot, slot_max and slot_sum = running sum of exp(logit) over the rows that count
+//     row_max, row_sum, weight = running softmax of logit + vote_exponent ln(votes)
+//     output = output exp(old row_max - row_max) + weight x value
+//   pass 2, only for sums of probabilities: logit again, slot_sum += exp(biased - row_max) / row_sum
+//   write output / row_sum; combine_splits: the slots' sums of all splits in their order, and the scores; append the
+//   tokens
 #pragma once
 
 #include "../core/tile.h"
@@ -83,18 +92,18 @@ struct Prefill : Attention<T> {
   template <int N>
   void tile_product(const float* weights, const Block& block, const float* factor, float* rows, int column) const {
     const int dvp = padded_value_size();
-    vf total[kTileRows][N] = {};  // of this block alone: a running sum over all of them would gather rounding errors
+    vf product[kTileRows][N] = {};  // of this block alone: a running sum over all of them would gather rounding errors
     const float* v = block.value + column;
     for (int c = 0; c < block.count; ++c, v += dvp) {
       vf value[N];
       for (int j = 0; j < N; ++j) value[j] = load(v + j * W);
       for (int r = 0; r < kTileRows; ++r)
-        for (int j = 0; j < N; ++j) total[r][j] += weights[r * kBlock + c] * value[j];
+        for (int j = 0; j < N; ++j) product[r][j] += weights[r * kBlock + c] * value[j];
     }
     for (int r = 0; r < kTileRows; ++r)
       for (int j = 0; j < N; ++j) {
         float* const to = rows + r * dvp + column + j * W;
-        store(to, load(to) * factor[r] + total[r][j]);
+        store(to, load(to) * factor[r] + product[r][j]);
       }
   }
 
@@ -119,37 +128,39 @@ struct Prefill : Attention<T> {
     return (held <= rows.now[r]) & (held > rows.low[r]);
   }
 
-  // Adds a tile's rows to ln sum exp per slot, kept as its top and the sum relative to it [2, capacity].
-  void accumulate_log(const Block& block, const Rows& rows, const float* logits, const float* log_share, float* tops,
-                      float* sums) const {
+  // Adds a tile's rows to ln sum exp per slot, kept as its maximum and the sum relative to it: slot_max, slot_sum
+  // [capacity].
+  void accumulate_log(const Block& block, const Rows& rows, const float* logits, const float* log_share,
+                      float* slot_max, float* slot_sum) const {
     for (int column = 0; column < kBlock && column < block.count; column += W) {
-      vf term[kTileRows], old = load(tops + block.from + column), top = old;
+      vf term[kTileRows], old = load(slot_max + block.from + column), highest = old;
       for (int r = 0; r < rows.count; ++r) {
         term[r] = load(logits + r * kBlock + column) + log_share[r];
         if (!block.plain) term[r] = select(visible(block, rows, r, column), term[r], splat(kLogZero));
-        top = vmax(top, term[r]);
+        highest = vmax(highest, term[r]);
       }
-      vf total = load(sums + block.from + column) * exp(old - top);
-      for (int r = 0; r < rows.count; ++r) total += exp(term[r] - top);
-      store(tops + block.from + column, top);
-      store(sums + block.from + column, total);
+      vf sum = load(slot_sum + block.from + column) * exp(old - highest);
+      for (int r = 0; r < rows.count; ++r) sum += exp(term[r] - highest);
+      store(slot_max + block.from + column, highest);
+      store(slot_sum + block.from + column, sum);
     }
   }
 
-  // The same from weights exp(biased - top of the row) of a block that every row sees, none of them so small that it
-  // says little: a slot's terms are exp(log_share + top of the row - bias of the slot) times these, the first two a
-  // row's own.
-  void accumulate_weights(const Block& block, const Rows& rows, const float* weights, const float* row_top,
-                          const float* log_share, float* tops, float* sums) const {
+  // The same from weights exp(biased - row_max) of a block that every row sees, none of them near the smallest number:
+  // a slot's terms are exp(log_share + row_max - bias of the slot) times these; log_share and row_max are the row's.
+  void accumulate_weights(const Block& block, const Rows& rows, const float* weights, const float* row_max,
+                          const float* log_share, float* slot_max, float* slot_sum) const {
     float base = kLogZero, factor[kTileRows];
-    for (int r = 0; r < rows.count; ++r) base = max_of(base, log_share[r] + row_top[r]);
-    for (int r = 0; r < rows.count; ++r) factor[r] = std::exp(log_share[r] + row_top[r] - base);
+    for (int r = 0; r < rows.count; ++r) base = max_of(base, log_share[r] + row_max[r]);
+    for (int r = 0; r < rows.count; ++r) factor[r] = std::exp(log_share[r] + row_max[r] - base);
     for (int column = 0; column < kBlock; column += W) {
       vf seen{};
       for (int r = 0; r < rows.count; ++r) seen += factor[r] * load(weights + r * kBlock + column);
-      const vf own = base - load(block.bias + column), old = load(tops + block.from + column), top = vmax(old, own);
-      store(sums + block.from + column, load(sums + block.from + column) * exp(old - top) + seen * exp(own - top));
-      store(tops + block.from + column, top);
+      const vf here = base - load(block.bias + column), old = load(slot_max + block.from + column),
+               highest = vmax(old, here);
+      store(slot_sum + block.from + column,
+            load(slot_sum + block.from + column) * exp(old - highest) + seen * exp(here - highest));
+      store(slot_max + block.from + column, highest);
     }
   }
 
@@ -157,11 +168,12 @@ struct Prefill : Attention<T> {
   struct Work {
     int first, last;
     size_t padded;  // rows, a whole number of tiles
-    Scratch<float> query, rows, top, total, log_share, columns;
+    Scratch<float> query, rows, row_max, row_sum, log_share, columns;
     float tile[kTileRows * kBlock];
   };
 
-  // The columns (statistics): tops and sums for log_ema, the sum alone for probability; [K, 2, capacity + padding].
+  // The slots' columns: slot_max and slot_sum of a log_ema, slot_sum alone of probabilities; [K, 2, capacity +
+  // padding].
   size_t column_stride() const { return a.capacity + kBlock; }
 
   void task(size_t task) {
@@ -186,8 +198,8 @@ struct Prefill : Attention<T> {
     bool second = false;
     for (int k = 0; k < a.statistics; ++k) second |= a.statistic[k].kind == KV_STATISTIC_PROBABILITY;
     for (int pass = 0; pass < (second ? 2 : 1); ++pass) {
-      for (block.from = 0; block.from < x.total(); block.from += kBlock) {
-        block.count = min_of(kBlock, x.total() - block.from);
+      for (block.from = 0; block.from < x.end(); block.from += kBlock) {
+        block.count = min_of(kBlock, x.end() - block.from);
         pack(x, block);
         for (int tile = 0; tile < tiles; ++tile) {
           const Rows rows = rows_of(x, p.first + tile * kTileRows, p.last);
@@ -198,10 +210,10 @@ struct Prefill : Attention<T> {
     }
     for (int r = 0; r < p.last - p.first; ++r) {
       const int row = p.first + r;
-      write_output(x, row % group, row / group, p.rows.get() + static_cast<size_t>(r) * dvp, 1.0f / p.total.get()[r]);
+      write_output(x, row % group, row / group, p.rows.get() + static_cast<size_t>(r) * dvp, 1.0f / p.row_sum.get()[r]);
     }
     if (splits == 1) {
-      join(x, p.columns.get(), column_stride());
+      combine_splits(x, p.columns.get(), column_stride());
     } else {
       float* shared = partials.of(task);
       for (int k = 0; k < 2 * a.statistics; ++k)
@@ -214,8 +226,8 @@ struct Prefill : Attention<T> {
     const int d = a.key_size;
     p.padded = static_cast<size_t>(tiles) * kTileRows;
     p.query.reserve(p.padded * d, 0.0f);
-    p.top.reserve(p.padded, kLowest);
-    p.total.reserve(p.padded, 0.0f);
+    p.row_max.reserve(p.padded, kLowest);
+    p.row_sum.reserve(p.padded, 0.0f);
     p.log_share.reserve(p.padded * a.statistics, kLogZero);
     for (int row = p.first; row < p.last; ++row) {
       const int t = row / group, g = row % group, r = row - p.first;
@@ -224,16 +236,16 @@ struct Prefill : Attention<T> {
       float* to = p.query.get() + static_cast<size_t>(r) * d;
       for (int i = 0; i < d; ++i) to[i] = static_cast<float>(from[i]) * a.scale;
       if (a.sink_logits) {
-        p.top.get()[r] = a.sink_logits[x.h * group + g];
-        p.total.get()[r] = 1.0f;
+        p.row_max.get()[r] = a.sink_logits[x.h * group + g];
+        p.row_sum.get()[r] = 1.0f;
       }
       for (int k = 0; k < a.statistics; ++k) {
         const KvStatistic& s = a.statistic[k];
         const Statistic statistic{s.kind, s.decay, s.window, s.recency_weight};
         const float weight = log_query_weight(statistic, x.n - 1 - t, counted_queries(statistic, x.n));
         if (weight == kLogZero) continue;
-        const float own = s.kind == KV_STATISTIC_LOG_EMA ? std::log(1.0f - s.decay) : 0.0f;
-        p.log_share.get()[k * p.padded + r] = weight + own - std::log(static_cast<float>(group));
+        const float rate = s.kind == KV_STATISTIC_LOG_EMA ? std::log(1.0f - s.decay) : 0.0f;
+        p.log_share.get()[k * p.padded + r] = weight + rate - std::log(static_cast<float>(group));
       }
     }
   }
@@ -253,9 +265,9 @@ struct Prefill : Attention<T> {
     for (int k = 0; k < a.statistics; ++k) {
       if (!counts_log(p, rows, r0, k)) continue;
       const float* share = p.log_share.get() + k * p.padded + r0;
-      float *tops = p.columns.get() + 2 * k * column_stride(), *sums = tops + column_stride();
-      weights ? accumulate_weights(block, rows, tile, p.top.get() + r0, share, tops, sums)
-              : accumulate_log(block, rows, tile, share, tops, sums);
+      float *slot_max = p.columns.get() + 2 * k * column_stride(), *slot_sum = slot_max + column_stride();
+      weights ? accumulate_weights(block, rows, tile, p.row_max.get() + r0, share, slot_max, slot_sum)
+              : accumulate_log(block, rows, tile, share, slot_max, slot_sum);
     }
   }
 
@@ -266,27 +278,27 @@ struct Prefill : Attention<T> {
     const bool logs = counts_logs(p, rows, r0);
     if (logs && !block.plain) accumulate_logs(p, block, rows, logits, r0, false);
     float factor[kTileRows];
-    vf far{};  // how far the lowest weight is below its row's top
+    vf far{};  // how far the lowest biased logit is below its row_max
     for (int r = 0; r < kTileRows; ++r) {
-      vf top = splat(p.top.get()[r0 + r]), low = splat(3e38f);
+      vf highest = splat(p.row_max.get()[r0 + r]), low = splat(3e38f);
       float* row = logits + r * kBlock;
       for (int column = 0; column < kBlock; column += W) {
         vf biased = load(row + column) + load(block.bias + column);
         if (!block.plain) biased = select(visible(block, rows, r, column), biased, splat(kLogZero));
         store(row + column, biased);
-        top = vmax(top, biased), low = vmin(low, biased);
+        highest = vmax(highest, biased), low = vmin(low, biased);
       }
-      const float best = max(top);
-      far = vmax(far, best - low);
-      vf total{};
+      const float row_max = max(highest);
+      far = vmax(far, row_max - low);
+      vf weights{};
       for (int column = 0; column < kBlock; column += W) {
-        vf e = exp(load(row + column) - best);
+        vf e = exp(load(row + column) - row_max);
         store(row + column, e);
-        total += e;
+        weights += e;
       }
-      factor[r] = std::exp(p.top.get()[r0 + r] - best);
-      p.total.get()[r0 + r] = p.total.get()[r0 + r] * factor[r] + sum(total);
-      p.top.get()[r0 + r] = best;
+      factor[r] = std::exp(p.row_max.get()[r0 + r] - row_max);
+      p.row_sum.get()[r0 + r] = p.row_sum.get()[r0 + r] * factor[r] + sum(weights);
+      p.row_max.get()[r0 + r] = row_max;
     }
     if (logs && block.plain && max(far) < kFar) {
       accumulate_logs(p, block, rows, logits, r0, true);
@@ -302,7 +314,7 @@ struct Prefill : Attention<T> {
     for (; column < dvp; column += W) tile_product<1>(logits, block, factor, out, column);
   }
 
-  // The second pass, for sums of probabilities: every row's top and total are known now.
+  // The second pass, for sums of probabilities: every row's row_max and row_sum are known now.
   void count_tile(const Head&, Work& p, const Block& block, const Rows& rows, int tile) const {
     const int d = a.key_size, r0 = tile * kTileRows;
     bool counts = false;
@@ -316,21 +328,21 @@ struct Prefill : Attention<T> {
       for (int column = 0; column < kBlock; column += W) {
         vf biased = load(logits + r * kBlock + column) + load(block.bias + column);
         if (!block.plain) biased = select(visible(block, rows, r, column), biased, splat(kLogZero));
-        store(logits + r * kBlock + column, exp(biased - p.top.get()[r0 + r]) / p.total.get()[r0 + r]);
+        store(logits + r * kBlock + column, exp(biased - p.row_max.get()[r0 + r]) / p.row_sum.get()[r0 + r]);
       }
     for (int k = 0; k < a.statistics; ++k) {
       if (a.statistic[k].kind != KV_STATISTIC_PROBABILITY) continue;
-      float* sums = p.columns.get() + (2 * k + 1) * column_stride() + block.from;
+      float* slot_sum = p.columns.get() + (2 * k + 1) * column_stride() + block.from;
       for (int r = 0; r < rows.count; ++r) {
         const float weight = std::exp(p.log_share.get()[k * p.padded + r0 + r]);
         for (int column = 0; column < kBlock; column += W)
-          store(sums + column, load(sums + column) + weight * load(logits + r * kBlock + column));
+          store(slot_sum + column, load(slot_sum + column) + weight * load(logits + r * kBlock + column));
       }
     }
   }
 
-  // Of a windowed or recency-weighted log_ema: ln of what all queries of the call that see a slot would weigh together,
-  // over what those of them that count do, as sums over the queries [0, t).
+  // Of a windowed or recency-weighted log_ema: ln of the weights of all queries of the call that see a slot, over the
+  // weights of those of them that count; both as sums over the queries [0, t).
   struct Standing {
     Scratch<float> whole_, counted_;
     Standing(const Statistic& s, int n) {
@@ -347,8 +359,8 @@ struct Prefill : Attention<T> {
     }
   };
 
-  // Puts the columns of a head's splits together and writes its scores. columns [splits][K, 2, stride].
-  void join(const Head& x, const float* columns, size_t stride) const {
+  // Combines the columns of a head's splits in their order and writes its scores. columns [splits][K, 2, stride].
+  void combine_splits(const Head& x, const float* columns, size_t stride) const {
     for (int k = 0; k < a.statistics; ++k) {
       const Statistic s{a.statistic[k].kind, a.statistic[k].decay, a.statistic[k].window,
                         a.statistic[k].recency_weight};
@@ -357,10 +369,10 @@ struct Prefill : Attention<T> {
       const size_t next = 2 * a.statistics * stride;  // the same column of the next split
       float* out = x.score + static_cast<size_t>(k) * a.capacity;
       if (s.kind == KV_STATISTIC_NONE) {
-        if (out != past) memcpy(out, past, x.total() * sizeof(float));
+        if (out != past) memcpy(out, past, x.end() * sizeof(float));
       } else if (s.kind == KV_STATISTIC_PROBABILITY) {
         const float decay = std::exp(static_cast<float>(counted_queries(s, x.n)) * std::log(s.decay));
-        for (int c = 0; c < x.total(); ++c) {
+        for (int c = 0; c < x.end(); ++c) {
           float seen = 0.0f;
           for (int i = 0; i < splits; ++i) seen += column[i * next + stride + c];
           out[c] = (c < x.used ? past[c] * decay : 0.0f) + seen;
@@ -369,7 +381,7 @@ struct Prefill : Attention<T> {
         const float log_decay = static_cast<float>(x.n) * std::log(s.decay);
         const bool stands = s.window != 0 || s.recency_weight != 1.0f;
         const Standing standing(s, stands ? x.n : 0);
-        for (int c = 0; c < x.total(); ++c) {
+        for (int c = 0; c < x.end(); ++c) {
           const float start = c < x.used ? past[c] + log_decay : kLogZero;
           float shift = 0.0f;
           if (stands) {
@@ -377,17 +389,17 @@ struct Prefill : Attention<T> {
             const int from = age < 0 ? 0 : static_cast<int>(age);  // queries [age, end) see the slot
             shift = standing.log_ratio(from, end < from ? from : end > x.n ? x.n : static_cast<int>(end));
           }
-          float top = start, total = 0.0f;
-          for (int i = 0; i < splits; ++i) top = max_of(top, column[i * next + c] + shift);
+          float highest = start, sum = 0.0f;
+          for (int i = 0; i < splits; ++i) highest = max_of(highest, column[i * next + c] + shift);
           for (int i = 0; i < splits; ++i)
-            total += column[i * next + stride + c] * std::exp(column[i * next + c] + shift - top);
-          out[c] = top + std::log(total + std::exp(start - top));
+            sum += column[i * next + stride + c] * std::exp(column[i * next + c] + shift - highest);
+          out[c] = highest + std::log(sum + std::exp(start - highest));
         }
       }
     }
   }
 
-  void finish(const Head& x, size_t index) { join(x, partials.of(index * splits), a.capacity); }
+  void finish(const Head& x, size_t index) { combine_splits(x, partials.of(index * splits), a.capacity); }
 };
 
 }  // namespace

@@ -58,6 +58,7 @@ struct AttentionCase {
       for (int h = 0; h < call.heads; ++h)
         first = std::max(first, fill_head(random, *past, static_cast<size_t>(b) * call.heads + h, used[b], kinds,
                                           call.vote_exponent != 0.0f));
+      if (hostile) draw_positions(random, b, first);
       for (int t = 0; t < call.tokens; ++t)
         position.data<int64_t>()[b * call.tokens + t] = t < std::max(length[b], 1) ? first + t : -1;
       query_length.data<int64_t>()[b] = length[b];
@@ -65,6 +66,14 @@ struct AttentionCase {
     }
     call.position = position.data<int64_t>();
     call.query_length = query_length.data<int64_t>();
+  }
+
+  // Positions as no cache has them: of any size, and past the new tokens.
+  void draw_positions(Random& random, int b, int first) {
+    for (int i = 0; i < call.heads * call.capacity; ++i)
+      if (random.one_in(4))
+        past->tensor[kPosition].data<int32_t>()[b * call.heads * call.capacity + i] =
+            random.one_of({INT32_MIN, -1, INT32_MAX - random.between(0, 200), first + random.between(0, 200)});
   }
 
   // Padding rows stay NaN.

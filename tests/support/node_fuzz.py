@@ -49,6 +49,8 @@ ODD: list[Any] = [
 ]
 SIZES: list[Any] = ["B", "T", "C", 0, 1, 2, 3, 4, 7, 8, 12, 16, 64]
 OTHER, POOLED, BALLOT = merge_of(ZeroMerge(residual=0.3)), merge_of(SnapKV()), merge_of(Ballot(zip="vote"))
+# What counts is a part of the queries: which of them see a slot is then read off its position.
+WINDOWED = VOTE_ATTENTION | {"scores": "log_ema", "decay": [0.9], "window": [3], "recency_weight": [2.0]}
 
 
 def mutated(rng: random.Random, attributes: dict[str, Any]) -> dict[str, Any]:
@@ -91,7 +93,7 @@ def tensors(rng: random.Random, made: Any) -> dict[str, np.ndarray]:
             array = numbers.normal(size=shape) * rng.choice([1.0, 1.0, 1e30])
             array[numbers.random(shape) < 0.1] = rng.choice([0.0, np.nan, np.inf, -1.0])
         else:
-            array = numbers.integers(*rng.choice([(0, 6), (0, 1000), (-5, 5)]), size=shape)
+            array = numbers.integers(*rng.choice([(0, 6), (0, 1000), (-5, 5), (-(2**31), 2**31 - 1)]), size=shape)
         feed[given.name] = np.asarray(array, dtype=dtype)
     return feed
 
@@ -102,7 +104,7 @@ def main(seed: int, cases: int) -> None:
         rng = random.Random(case)
         print(case, file=sys.stderr)  # the last line of a process that dies
         attention = rng.random() < 0.5
-        node = VOTE_ATTENTION if attention else rng.choice([MERGE_CACHE, KEEPKV, KVSLIMMER, OTHER, POOLED, BALLOT])
+        node = rng.choice([VOTE_ATTENTION, WINDOWED]) if attention else rng.choice([MERGE_CACHE, KEEPKV, KVSLIMMER, OTHER, POOLED, BALLOT])
         kept = 2 if (node is BALLOT) != (rng.random() < 0.1) else 1
         shapes = reshaped(rng, vote_attention_shapes() if attention else merge_shapes(kept))
         attributes = mutated(rng, node)

@@ -385,9 +385,13 @@ struct Prefill : Attention<T> {
           const float start = c < x.used ? past[c] + log_decay : kLogZero;
           float shift = 0.0f;
           if (stands) {
+            // Queries [age, end) see the slot: none where its position lies after all of them.
             const int64_t age = slot_position(x, c) - x.first, end = a.sliding_window ? age + a.sliding_window : x.n;
-            const int from = age < 0 ? 0 : static_cast<int>(age);  // queries [age, end) see the slot
-            shift = standing.log_ratio(from, end < from ? from : end > x.n ? x.n : static_cast<int>(end));
+            const auto within = [&](int64_t t, int least) {
+              return static_cast<int>(t < least ? least : t > x.n ? x.n : t);
+            };
+            const int from = within(age, 0);
+            shift = standing.log_ratio(from, within(end, from));
           }
           float highest = start, sum = 0.0f;
           for (int i = 0; i < splits; ++i) highest = max_of(highest, column[i * next + c] + shift);

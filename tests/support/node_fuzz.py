@@ -104,7 +104,11 @@ def main(seed: int, cases: int) -> None:
         rng = random.Random(case)
         print(case, file=sys.stderr)  # the last line of a process that dies
         attention = rng.random() < 0.5
-        node = rng.choice([VOTE_ATTENTION, WINDOWED]) if attention else rng.choice([MERGE_CACHE, KEEPKV, KVSLIMMER, OTHER, POOLED, BALLOT])
+        node = (
+            rng.choice([VOTE_ATTENTION, WINDOWED])
+            if attention
+            else rng.choice([MERGE_CACHE, KEEPKV, KVSLIMMER, OTHER, POOLED, BALLOT])
+        )
         kept = 2 if (node is BALLOT) != (rng.random() < 0.1) else 1
         shapes = reshaped(rng, vote_attention_shapes() if attention else merge_shapes(kept))
         attributes = mutated(rng, node)

@@ -290,3 +290,15 @@ def test_smollm2_gets_the_ids_that_transformers_gives_it(real_artifact: Path) ->
         if all(isinstance(message["content"], str) for message in messages):
             wanted = theirs.apply_chat_template(messages, **{"add_generation_prompt": True, **options})["input_ids"]
             assert engine.encode_chat(messages, **options).tolist() == wanted
+
+
+def test_smollm2_answers_as_transformers_does_while_its_cache_holds_everything(real_artifact: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    engine = load(real_artifact)
+    messages = [SYSTEM, user("List three fruits, and say why you like them.")]
+    ids = engine.encode_chat(messages)
+    model = AutoModelForCausalLM.from_pretrained(smollm2.checkpoint())
+    wanted = model.generate(torch.tensor(ids[None]), max_new_tokens=32, do_sample=False)[0, len(ids) :].tolist()
+    assert engine.chat(messages, max_new_tokens=32).token_ids == wanted

@@ -1,0 +1,253 @@
+"""Does `kvexport validate` find a wrong kernel? Bugs are planted in a copy of the CPU kernels, one at a time; each has
+to fail, and the kernels as they are have to pass.
+
+    python benchmarks/mutants.py [--only NAME ...]
+
+Takes g++ and ONNX Runtime's headers (`python plugins/build.py --fetch-headers` leaves them in build-cache). Writes
+benchmarks/results/mutants.json: of every mutant, the engine it was run in, and what the validation said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common import save
+
+ROOT = Path(__file__).parent.parent
+PLUGINS = ROOT / "plugins"
+SOURCES = ("cpu/attention/vote_attention.cpp", "cpu/merge/merge_cache.cpp", "cpu/linear.cpp")
+BINDING = ("cpu/dispatch.cpp", "bindings/onnxruntime/library.cpp")
+# One instruction set is enough: the sources are the same for all, and a third of them compiles in a third of the time.
+FLAGS = ("-std=gnu++17", "-O1", "-fPIC", "-march=x86-64-v3", "-ffp-contract=fast", "-fno-math-errno", "-w",
+         "-DKV_ISA=portable", "-DKV_WIDTH=8")  # fmt: skip
+
+
+class Mutant(NamedTuple):
+    """A bug: `old` becomes `new` wherever it stands in the file. engine: of `ENGINES`, one that computes with it."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    engine: str
+
+
+DECODE, PREFILL, ATTENTION = (f"cpu/attention/{name}.h" for name in ("decode", "prefill", "attention"))
+SELECT, MERGE, MATH, LINEAR = "cpu/merge/select.h", "cpu/merge/merge_cache.cpp", "math/merge.h", "cpu/linear.cpp"
+MUTANTS = (
+    Mutant("window off by one, decode", ATTENTION, "<= now - a.sliding_window", "< now - a.sliding_window", "window"),
+    Mutant(
+        "window off by one, prefill",
+        PREFILL,
+        "rows.now[r] - a.sliding_window :",
+        "rows.now[r] - a.sliding_window - 1 :",
+        "window",
+    ),
+    Mutant("lost vote", MATH, "votes += member_votes;", "votes += 1.0f;", "ballot"),
+    Mutant("votes not read in prefill", PREFILL, "x.past_votes[slot] : 1.0f", "1.0f : 1.0f", "keepkv"),
+    Mutant(
+        "wrong group of query heads",
+        DECODE,
+        "a.query_heads + x.h * group + g) * d",
+        "a.query_heads + g * a.heads + x.h) * d",
+        "keepkv",
+    ),
+    Mutant("stale score", DECODE, "+ weight * seen)", "+ 0.0f * seen)", "h2o"),
+    Mutant(
+        "wrong position",
+        ATTENTION,
+        "static_cast<int32_t>(x.first + i)",
+        "static_cast<int32_t>(x.first + i + 1)",
+        "keepkv",
+    ),
+    Mutant("missing bias", LINEAR, "if (p.bias) add(", "if (false) add(", "bias"),
+    Mutant("a token does not see itself", PREFILL, "(held <= rows.now[r])", "(held < rows.now[r])", "keepkv"),
+    Mutant("transposed rotary", LINEAR, "u * c - v * s", "u * c + v * s", "keepkv"),
+    Mutant("eviction tie", SELECT, "value[i] == value[j] && i < j", "value[i] == value[j] && i > j", "snapkv"),
+    Mutant("wrong scale", DECODE, "* a.scale", "* a.scale * 1.001f", "keepkv"),
+    Mutant("threshold", MERGE, "[i] > p.threshold)", "[i] > p.threshold - 0.02f)", "keepkv"),
+    Mutant(
+        "sinks off by one",
+        SELECT,
+        "is_target[i] = position[i] >= a.sinks",
+        "is_target[i] = position[i] > a.sinks",
+        "h2o",
+    ),
+    Mutant("recent off by one", SELECT, "position[i] <= x.now - a.recent;", "position[i] < x.now - a.recent;", "h2o"),
+    Mutant("fractional votes", MATH, "weighted_logit += w * l;", "weighted_logit += l;", "keepkv"),
+    Mutant("age off by one", MATH, "seen = now - position + 1", "seen = now - position", "keepkv"),
+    Mutant("average does not decay", PREFILL, "past[c] + log_decay", "past[c]", "keepkv"),
+    Mutant("gate", LINEAR, "exp(-x)", "exp(-1.0001f * x)", "keepkv"),
+    Mutant("epsilon", LINEAR, "static_cast<float>(size) + epsilon", "static_cast<float>(size)", "keepkv"),
+    Mutant(
+        "position of a merged slot",
+        MERGE,
+        "latest = max_of(latest, w.position.get()[members[j]])",
+        "latest = w.position.get()[members[0]]",
+        "ballot",
+    ),
+    Mutant("a product loses an input", "cpu/core/tile.h", "i < last; ++i", "i < last - 1; ++i", "keepkv"),
+    Mutant("pooled neighbours", SELECT, "reach = p.pooled / 2", "reach = p.pooled / 2 + 1", "snapkv"),
+)
+# Recipe's method, and the kind of checkpoint: the trained tiny one, or a random one of that architecture.
+ENGINES = {
+    "keepkv": ("keepkv", "tiny"),
+    "ballot": ("ballot", "tiny"),
+    "h2o": ("h2o", "tiny"),
+    "snapkv": ("snapkv", "tiny"),
+    "window": ("keepkv", "mistral"),
+    "bias": ("keepkv", "qwen2"),
+}
+SHAPE = dict(vocab_size=64, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True, bos_token_id=None,
+             eos_token_id=None, initializer_range=0.3)  # fmt: skip
+
+
+def checkpoint(kind: str, folder: Path) -> Path:
+    """A random checkpoint with a sliding window, or with biases."""
+    import torch
+    from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    if kind == "mistral":
+        model: Any = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=48))
+    else:
+        model = Qwen2ForCausalLM(Qwen2Config(**SHAPE))
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=0.05)
+    model.save_pretrained(folder / kind)
+    return folder / kind
+
+
+def build_engines(names: Sequence[str], folder: Path) -> dict[str, Path]:
+    """Their artifacts."""
+    from kvexport.export.build import build
+    from kvexport.recipe.load import load_recipe
+
+    made = {}
+    for name in names:
+        method, kind = ENGINES[name]
+        changes = [f"cache.method={method}", "limits.max_length=512", "cache.budget=32"]
+        if kind != "tiny":
+            changes.append(f"model.path={checkpoint(kind, folder)}")
+        made[name] = build(load_recipe("tiny-base", changes).recipe, folder / name, name=name)
+    return made
+
+
+class Library:
+    """A copy of the kernels that can be changed and compiled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "plugins"
+        shutil.copytree(PLUGINS, self.folder)
+        for file in ("cpu/core/kernels.h", "cpu/dispatch.cpp"):
+            source = self.folder / file
+            source.write_text(source.read_text().replace("defined(__x86_64__)", "0"))
+        headers = next((ROOT / "build-cache" / "headers").rglob("onnxruntime_cxx_api.h")).parent
+        self.flags = [*FLAGS, f"-isystem{headers}"]
+        self.path = folder / "operators.so"
+        for source in (*SOURCES, *BINDING):
+            self._compile(source)
+        self._link()
+
+    def change(self, mutant: Mutant) -> None:
+        """Plant a bug, and compile what it is part of."""
+        file = self.folder / mutant.file
+        before = file.read_text()
+        if mutant.old not in before:
+            raise ValueError(f"{mutant.name}: {mutant.file} has no {mutant.old!r}")
+        file.write_text(before.replace(mutant.old, mutant.new))
+        try:
+            kernels = {"cpu/attention": SOURCES[:1], "cpu/merge": SOURCES[1:2], "cpu/linear": SOURCES[2:]}
+            parts = next((of for start, of in kernels.items() if mutant.file.startswith(start)), SOURCES)
+            self._parts = parts
+            for source in parts:
+                self._compile(source)
+            self._link()
+        finally:
+            file.write_text(before)
+
+    def restore(self) -> None:
+        """Compile what `change` changed as it is."""
+        for source in self._parts:
+            shutil.copy(self._object(source, kept=True), self._object(source))
+
+    def _object(self, source: str, kept: bool = False) -> Path:
+        return self.folder / (source.replace("/", "_") + (".kept.o" if kept else ".o"))
+
+    def _compile(self, source: str) -> None:
+        command = ["g++", *self.flags, "-c", str(self.folder / source), "-o", str(self._object(source))]
+        subprocess.run(command, check=True)
+        if not self._object(source, kept=True).exists():
+            shutil.copy(self._object(source), self._object(source, kept=True))
+
+    def _link(self) -> None:
+        objects = [str(self._object(source)) for source in (*SOURCES, *BINDING)]
+        subprocess.run(["g++", "-shared", *objects, "-o", str(self.path)], check=True)
+
+
+def verdict(library: Path, artifact: Path) -> dict[str, Any]:
+    """What validate says of an artifact with this library. In a process of its own, which loads no other one."""
+    environment = {**os.environ, "KVEXPORT_OPERATORS": str(library), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    code = (
+        "import json, sys; from pathlib import Path; from kvexport.validate.runner import validate_artifact as v;"
+        "r = v(Path(sys.argv[1]), length=220); print(json.dumps([r.passed, r.mismatched, len(r.flips), r.head_merges, "
+        "r.problems]))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, str(artifact)], env=environment, capture_output=True, text=True, check=False
+    )
+    if ran.returncode:
+        return {"passed": False, "crashed": ran.stderr.strip().splitlines()[-1:]}
+    passed, mismatched, flips, heads, problems = json.loads(ran.stdout.splitlines()[-1])
+    return {
+        "passed": passed,
+        "differences": mismatched,
+        "flips": flips,
+        "head_merges": heads,
+        "problems": [problem[:300] for problem in problems],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", metavar="NAME", help="mutants whose names begin so")
+    asked = parser.parse_args()
+    chosen = [m for m in MUTANTS if not asked.only or any(m.name.startswith(name) for name in asked.only)]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        library = Library(folder)
+        engines = build_engines(sorted({m.engine for m in chosen}), folder)
+        figures: dict[str, Any] = {"unchanged": {}, "mutants": {}}
+        for name, artifact in engines.items():
+            figures["unchanged"][name] = verdict(library.path, artifact)
+            print("unchanged", name, figures["unchanged"][name], flush=True)
+        for mutant in chosen:
+            begin = time.perf_counter()
+            library.change(mutant)
+            found = verdict(library.path, engines[mutant.engine])
+            library.restore()
+            figures["mutants"][mutant.name] = {"engine": mutant.engine, "file": mutant.file, **found}
+            said = "MISSED" if found["passed"] else "found"
+            print(f"{said}: {mutant.name} ({time.perf_counter() - begin:.0f} s) {found.get('problems')}", flush=True)
+    missed = [name for name, found in figures["mutants"].items() if found["passed"]]
+    failed = [name for name, found in figures["unchanged"].items() if not found["passed"]]
+    figures["found"] = f"{len(chosen) - len(missed)} of {len(chosen)}"
+    save("mutants", figures)
+    if missed or failed:
+        sys.exit(f"missed: {missed}; unchanged and yet failed: {failed}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Merges that differ from PyTorch's: ties that rounding decides are right, other choices are not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvexport.cache import CachePlan, LayerCache
+from kvexport.export.graph.graphs import merge_attributes
+from kvexport.methods import all_methods
+from kvexport.ops.merge_cache import merge_cache
+from kvexport.schema.state import STATE
+from kvexport.validate.compare import MERGES
+from kvexport.validate.float64 import in_float64
+from kvexport.validate.merges import compare_merge
+
+SLOTS, BUDGET, SIZE = 24, 20, 16
+KEEPKV = all_methods()["keepkv"]()
+LAYER = LayerCache(1, SIZE, SIZE, 1, BUDGET, SLOTS, 2, 4, 0, True, "float32")
+PLAN = CachePlan((LAYER,))
+
+
+def cache(seed: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [
+        rng.normal(size=(1, 1, SLOTS, SIZE)).astype(np.float32),
+        rng.normal(size=(1, 1, SLOTS, SIZE)).astype(np.float32),
+        np.ones((1, 1, SLOTS), np.float32),
+        rng.normal(size=(1, 1, 1, SLOTS)).astype(np.float32),
+        np.arange(SLOTS, dtype=np.int32).reshape(1, 1, SLOTS),
+    ]
+
+
+def tied(seed: int, apart: float) -> list[np.ndarray]:
+    """A cache in which the lowest score has two targets whose cosines with it differ by about `apart`."""
+    state = cache(seed)
+    key, score = state[0][0, 0], state[3][0, 0, 0]
+    score[:] = np.linspace(1.0, 2.0, SLOTS)
+    score[5] = -9.0
+    other = key[9] - key[9] @ key[5] / (key[5] @ key[5]) * key[5]
+    other *= np.linalg.norm(key[5]) / np.linalg.norm(other)
+    key[9] = key[5] + 0.4 * other
+    key[12] = key[5] - (0.4 + apart) * other
+    return state
+
+
+def merged(state: list[np.ndarray]) -> list[np.ndarray]:
+    out = merge_cache(*map(torch.from_numpy, state), attributes=merge_attributes(LAYER, KEEPKV))
+    return [x.numpy() for x in out]
+
+
+def merged_where_it_is(state: list[np.ndarray], farther: float) -> list[np.ndarray]:
+    """The merge of a cache in which slot 9 is so many times as far from slot 5."""
+    other = [x.copy() for x in state]
+    key = other[0][0, 0]
+    key[9] = key[5] + (key[9] - key[5]) * np.float32(farther)
+    return merged(other)
+
+
+def flips(state: list[np.ndarray], engine: list[np.ndarray], reference: list[np.ndarray]) -> list:
+    past, ours, theirs = (
+        {name(tensor, 0): x for tensor, x in zip(STATE, arrays, strict=True)}
+        for name, arrays in (
+            (type(STATE[0]).past, state),
+            (type(STATE[0]).present, engine),
+            (type(STATE[0]).present, reference),
+        )
+    )
+    return list(compare_merge(PLAN, KEEPKV, past, ours, theirs, MERGES["float32"], 0))
+
+
+def test_what_pytorch_does_differs_nowhere() -> None:
+    state = cache(0)
+    assert flips(state, merged(state), merged(state)) == []
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_of_a_tie_both_choices_are_right(seed: int) -> None:
+    state = tied(seed, 0.0)
+    into_9, into_12 = (merged_where_it_is(state, farther) for farther in (1 - 5e-6, 1 + 5e-6))
+    assert not np.allclose(into_9[1], into_12[1])  # the values say that it is a choice
+    found = [flips(state, engine, merged(state)) for engine in (into_9, into_12)]
+    assert sorted(map(len, found)) == [0, 1]
+    (flip,) = found[0] or found[1]
+    assert flip.right
+    assert flip.roundings in (0, 1, 4, 16)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_the_farther_target_is_wrong_and_is_named(seed: int) -> None:
+    state = tied(seed, 0.001)  # 9 is nearer by far more than rounding
+    wrong = merged_where_it_is(state, 1.01)
+    found = flips(state, wrong, merged(state))
+    assert len(found) == 1
+    assert not found[0].right
+    assert (found[0].layer, found[0].lane, found[0].head) == (0, 0, 0)
+    assert found[0].difference > found[0].allowed
+
+
+def test_a_wrong_vote_is_no_tie() -> None:
+    state = cache(4)
+    wrong = merged(state)
+    wrong[2] = wrong[2] * np.float32(1.001)
+    (found,) = flips(state, wrong, merged(state))
+    assert found.tensor == "votes"
+    assert not found.right
+
+
+def test_float64_computes_in_float64_and_roundings_are_of_float32() -> None:
+    x, y = torch.full((1, 3), 1.0), torch.tensor([[1e8], [1.0], [-1e8]])
+    assert (x @ y).dtype == torch.float32
+    with in_float64():
+        exact = (x.float() @ y.float()).float()
+        assert exact.dtype == torch.float64
+        assert float(exact) == 1.0
+    with in_float64(1.0, seed=1):
+        assert 1e-3 < abs(float(x @ y) - 1.0) < 30.0
+        assert float(torch.where(x > 0, x, 0.0).max()) == 1.0
+    assert torch.get_default_dtype() == torch.float32

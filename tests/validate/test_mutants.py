@@ -1,0 +1,42 @@
+"""A wrong kernel must not pass. `benchmarks/mutants.py` plants many more bugs; these are of each part of the
+validation."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from mutants import MUTANTS, PLUGINS, ROOT, Library, build_engines, verdict
+
+PLANTED = ("lost vote", "wrong group of query heads", "stale score", "recent off by one", "epsilon")
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Library, dict[str, Path]]]:
+    if shutil.which("g++") is None or not list((ROOT / "build-cache").rglob("onnxruntime_cxx_api.h")):
+        pytest.skip("not reached: g++ or ONNX Runtime's headers are missing (make native)")
+    folder = tmp_path_factory.mktemp("mutants")
+    engines = build_engines(sorted({m.engine for m in MUTANTS if m.name in PLANTED}), folder)
+    yield Library(folder), engines
+
+
+def test_every_mutant_changes_its_file() -> None:
+    for mutant in MUTANTS:
+        assert mutant.old in (PLUGINS / mutant.file).read_text(), mutant.name
+    assert len({m.name for m in MUTANTS}) == len(MUTANTS) >= 20
+
+
+def test_the_kernels_as_they_are_pass_and_planted_bugs_do_not(planted: tuple[Library, dict[str, Path]]) -> None:
+    library, engines = planted
+    for name, artifact in engines.items():
+        assert verdict(library.path, artifact)["passed"], name
+    for mutant in MUTANTS:
+        if mutant.name not in PLANTED:
+            continue
+        library.change(mutant)
+        found = verdict(library.path, engines[mutant.engine])
+        library.restore()
+        assert not found["passed"], mutant.name
+        assert "crashed" not in found, found

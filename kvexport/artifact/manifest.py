@@ -44,12 +44,12 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Graphs:
-    """Files of the ONNX graphs. merge: None where no layer merges. candidates: artifacts that were built before there
+    """Files of the ONNX graphs. merge: None where no layer merges. top_logits: artifacts that were built before there
     was one have none."""
 
     decoder: str
     merge: str | None
-    candidates: str | None = None
+    top_logits: str | None = None
 
     def files(self) -> Iterator[tuple[str, str]]:
         """(name, file) of those that there are."""
@@ -71,7 +71,7 @@ class Limits:
 class Manifest:
     """An artifact's manifest.
 
-    name: of the recipe. candidates: how many of a row's largest logits candidates.onnx finds. operators: what runs each
+    name: of the recipe. top_logits: how many of a row's largest logits top_logits.onnx finds. operators: what runs each
     operator of the contract, None where the artifact does not need it. versions: of the packages that built it, None
     where one is not installed. engines: what each backend prepared beside the ONNX graphs, by the backend's name and in
     its own terms. files: every file but the manifest itself, by its relative POSIX path; empty until they are digested.
@@ -82,7 +82,7 @@ class Manifest:
     model: ModelFacts
     cache: CachePlan
     graphs: Graphs
-    candidates: Annotated[int, Field(ge=0)] = 0
+    top_logits: Annotated[int, Field(ge=0)] = 0
     limits: Limits
     operators: Mapping[str, str | None]
     versions: Mapping[str, str | None]
@@ -102,7 +102,7 @@ class Manifest:
             "model": asdict(self.model),
             "cache": self.cache.to_json(),
             "graphs": asdict(self.graphs),
-            "candidates": self.candidates,
+            "top_logits": self.top_logits,
             "limits": asdict(self.limits),
             "operators": dict(self.operators),
             "versions": dict(self.versions),

@@ -116,9 +116,9 @@ def build(
             written = writing.result()
         with progress("writing graphs", None):
             decoder = finish_decoder(traced, written.locations, folder, method, shape.geometry, functions)
-            candidates = top_logits_model(_vocabulary(shape))
-            graphs = Graphs("decoder.onnx", None if merge is None else "merge.onnx", "candidates.onnx")
-            models = {"decoder": decoder, "merge": merge, "candidates": candidates}
+            top_logits = top_logits_model(_vocabulary(shape))
+            graphs = Graphs("decoder.onnx", None if merge is None else "merge.onnx", "top_logits.onnx")
+            models = {"decoder": decoder, "merge": merge, "top_logits": top_logits}
             for kind, file in graphs.files():
                 for check in GRAPH_CHECKS:
                     check(models[kind])
@@ -260,7 +260,7 @@ def _manifest(recipe: Recipe, name: str, shape: ModelShape, graphs: Graphs) -> M
         ),
         cache=shape.plan,
         graphs=graphs,
-        candidates=min(COUNT, _vocabulary(shape)),
+        top_logits=min(COUNT, _vocabulary(shape)),
         limits=Limits(
             max_length=recipe.limits.max_length,
             max_batch=recipe.limits.max_batch,

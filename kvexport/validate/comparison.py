@@ -213,7 +213,7 @@ class Comparison:
             rows = state.step(input_ids, query_length)
             lanes = np.flatnonzero(query_length).tolist()
             right = all(_found(rows.top_logits(lane), separate["logits"][lane, 0]) for lane in lanes)
-            self.result.candidates_hold = right and self.result.candidates_hold is not False
+            self.result.top_logits_hold = right and self.result.top_logits_hold is not False
 
     def _merge_in_place(self, feed: Arrays, separate: Arrays) -> None:
         lanes = len(next(iter(feed.values())))

@@ -100,7 +100,7 @@ class ValidationResult:
     flips: list[dict[str, Any]] = field(default_factory=list)
     rounding: list[Rounding] = field(default_factory=list)
     in_place_identical: bool = True
-    candidates_hold: bool | None = None
+    top_logits_hold: bool | None = None
     own_kl: float = 0.0
     own_kl_allowed: float = 0.0
     kl: list[list[float]] = field(default_factory=list)
@@ -152,7 +152,7 @@ class ValidationResult:
                 )
         if not self.in_place_identical:
             found.append("bound in place, the engine computes something else than with separate buffers")
-        if self.candidates_hold is False:
+        if self.top_logits_hold is False:
             found.append("the top logits that the device found are not the largest logits")
         if not self.own_kl <= self.own_kl_allowed:
             found.append(
@@ -236,7 +236,7 @@ class ValidationResult:
             "calls compared": f"{len(self.steps)} ({calls})",
             "head-merges that differ from PyTorch's by a tie": f"{len(self.flips)} of {self.head_merges}",
             "bound in place": "bit-identical" if self.in_place_identical else "DIFFERS",
-            **({} if self.candidates_hold is None else {"top logits": "right" if self.candidates_hold else "WRONG"}),
+            **({} if self.top_logits_hold is None else {"top logits": "right" if self.top_logits_hold else "WRONG"}),
             "engine on its own": f"KL {self.own_kl:.2g} nats from PyTorch on its own, allowed {self.own_kl_allowed:g}",
             **distances,
             "time": f"{self.seconds:.0f} s",

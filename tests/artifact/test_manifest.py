@@ -21,7 +21,7 @@ from tests.support.artifacts import rewrite
 
 # Added by the writer, or without meaning to whoever runs the artifact: everything else is read.
 UNREAD = {"format", "manifest_sha256"}
-OPTIONAL = {"engines", "candidates", "graphs.candidates", "contract_version", "recipe.name", "cache.0.extra"}
+OPTIONAL = {"engines", "top_logits", "graphs.top_logits", "contract_version", "recipe.name", "cache.0.extra"}
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_every_field_that_is_missing_is_named(raw: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("file", ["../outside.onnx", "/etc/hostname", "absent.onnx", "", "manifest.json"])
-@pytest.mark.parametrize("graph", ["decoder", "merge", "candidates"])
+@pytest.mark.parametrize("graph", ["decoder", "merge", "top_logits"])
 def test_graphs_are_files_that_were_digested(tiny_artifact: Path, tmp_path: Path, graph: str, file: str) -> None:
     path = tmp_path / "artifact"
     shutil.copytree(tiny_artifact, path)

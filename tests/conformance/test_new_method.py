@@ -13,7 +13,7 @@ import pytest
 import tables
 
 import kvexport.methods
-from kvexport.evaluate.candidates import load_candidate
+from kvexport.evaluate.settings import load_setting
 from kvexport.methods import all_methods
 from kvexport.recipe.fields import CacheSection
 from tests.conformance.backends import Torch, reached
@@ -60,7 +60,7 @@ def test_a_new_file_is_a_method_that_recipes_may_name(small_norm: MergeProfile) 
 
 
 def test_eval_and_the_table_of_the_documents_have_it_too(small_norm: MergeProfile) -> None:
-    assert load_candidate("tiny-base", "small_norm:power=3", 64, []).cache.parameters == {"power": 3}
+    assert load_setting("tiny-base", "small_norm:power=3", 64, []).cache.parameters == {"power": 3}
     assert "| `small_norm` | small key norms stay | none | 0 | uniform | arXiv 2406.11430 |" in tables.methods()
 
 

@@ -21,7 +21,7 @@ from kvexport.runtime.engine import Engine, load
 from kvexport.runtime.sampling import GenerationSettings, Sampler, may_settle
 from tests.runtime.test_sampling import cases, sampler_after
 from tests.support.tiny_model import PROMPTS
-from tests.support.with_candidates import with_candidates
+from tests.support.with_top_logits import with_top_logits
 
 
 def top_of(logits: np.ndarray, count: int, error: float = 0.0) -> TopLogits:
@@ -143,7 +143,7 @@ MODES = {
 
 @pytest.fixture(scope="module")
 def few(tiny_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return with_candidates(tiny_artifact, tmp_path_factory.mktemp("few") / "artifact", 8)
+    return with_top_logits(tiny_artifact, tmp_path_factory.mktemp("few") / "artifact", 8)
 
 
 def on_device(path: Path) -> Engine:
@@ -184,7 +184,7 @@ def test_an_engine_whose_logits_stay_on_the_device_gives_the_same_tokens(
         assert rows == steps
 
 
-def test_an_artifact_from_before_there_were_candidates_runs_and_says_so(tiny_artifact: Path, tmp_path: Path) -> None:
-    engine = on_device(with_candidates(tiny_artifact, tmp_path / "old", 0))
+def test_an_artifact_from_before_there_were_top_logits_runs_and_says_so(tiny_artifact: Path, tmp_path: Path) -> None:
+    engine = on_device(with_top_logits(tiny_artifact, tmp_path / "old", 0))
     assert tokens(engine, **GREEDY) == tokens(load(tiny_artifact), **GREEDY)
     assert engine.timing.whole_rows == 39 * len(PROMPTS)

@@ -73,7 +73,7 @@ class OnnxRuntime(Backend):
             threads=chosen.threads if options.threads is None else options.threads,
             vocabulary=manifest.model.vocabulary,
             all_logits=manifest.recipe.export.logits == "all",
-            top_logits=(path / graphs.candidates, manifest.candidates) if graphs.candidates else None,
+            top_logits=(path / graphs.top_logits, manifest.top_logits) if graphs.top_logits else None,
             operators={op: library if how.native else None for op, how in runs.items()},
             device=device,
             graphs=device == "cuda" and (chosen.cuda_graph if options.cuda_graph is None else options.cuda_graph),

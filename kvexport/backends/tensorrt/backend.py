@@ -25,7 +25,7 @@ class TensorRT(Backend):
         Package("tensorrt", "tensorrt", "11", "tensorrt", "TensorRT engines"),
         Package("cuda-bindings", "cuda.bindings", "12.6", "tensorrt", "CUDA calls around TensorRT engines"),
     )
-    prepared = frozenset({"decoder.plan", "merge.plan", "candidates.plan", "tensorrt.log"})
+    prepared = frozenset({"decoder.plan", "merge.plan", "top_logits.plan", "tensorrt.log"})
 
     def problems(self, recipe: Recipe) -> list[tuple[str, str]]:
         """See `Backend`."""

@@ -32,7 +32,7 @@ from kvexport.errors import EnvironmentProblem, KvexportError
 from kvexport.terminal import Progress
 
 LOG = "tensorrt.log"
-PLANS = {"decoder": "decoder.plan", "merge": "merge.plan", "candidates": "candidates.plan"}
+PLANS = {"decoder": "decoder.plan", "merge": "merge.plan", "top_logits": "top_logits.plan"}
 DECODE, PREFILL = 0, 1  # the decoder's optimization profiles
 
 
@@ -51,7 +51,7 @@ def profiles(kind: str, limits: Limits) -> list[Profile]:
     if kind == "merge":
         return [Profile((1, 1, most))]
     decode = Profile((1, most, most))
-    return [decode] if chunk == 1 or kind == "candidates" else [decode, Profile((1, most, most), (1, chunk, chunk))]
+    return [decode] if chunk == 1 or kind == "top_logits" else [decode, Profile((1, most, most), (1, chunk, chunk))]
 
 
 class EngineBuilder:
@@ -110,7 +110,7 @@ class EngineBuilder:
         record = EngineRecord(
             decoder=PLANS["decoder"],
             merge=files["merge"],
-            candidates=files["candidates"],
+            top_logits=files["top_logits"],
             tensorrt=self.trt.__version__,
             gpu=self.gpu,
             plugin_version=PLUGIN_VERSION if "plugin" in operators.values() else None,

@@ -17,13 +17,13 @@ NAME = "tensorrt"
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRecord:
-    """Plans by file name, merge and candidates None where there is none; the TensorRT that built them, for which GPU;
+    """Plans by file name, merge and top_logits None where there is none; the TensorRT that built them, for which GPU;
     version of the plugins that they hold, None for none; why operators run from their functions, by operator; options:
     the recipe's."""
 
     decoder: str
     merge: str | None
-    candidates: str | None = None
+    top_logits: str | None = None
     tensorrt: str
     gpu: Gpu
     plugin_version: str | None
@@ -42,7 +42,7 @@ def engine_record(root: Path, manifest: Manifest) -> EngineRecord | None:
         return None
     place = f"engines.{NAME}"
     record = parse_fields(root, EngineRecord, manifest.engines[NAME], place)
-    for field in ("decoder", "merge", "candidates"):
+    for field in ("decoder", "merge", "top_logits"):
         if (file := getattr(record, field)) is not None:
             require_file(root, manifest, f"{place}.{field}", file)
     return record

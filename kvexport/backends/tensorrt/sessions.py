@@ -57,8 +57,8 @@ class Engines:
         self._runtime.engine_host_code_allowed = options.version_compatible
         self.decoder = self._open(path, manifest, engines.decoder)
         self.merge = self._open(path, manifest, engines.merge) if engines.merge else None
-        self.top_logits = self._open(path, manifest, engines.candidates) if engines.candidates else None
-        self.top_count = manifest.candidates if self.top_logits is not None else 0
+        self.top_logits = self._open(path, manifest, engines.top_logits) if engines.top_logits else None
+        self.top_count = manifest.top_logits if self.top_logits is not None else 0
         if options.weight_streaming is not None:
             self.decoder.weight_streaming_budget_v2 = min(
                 options.weight_streaming, self.decoder.streamable_weights_size

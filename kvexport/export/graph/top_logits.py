@@ -1,4 +1,4 @@
-"""candidates.onnx: the top logits of every row, found on the device that computed the row, so that no whole row need
+"""top_logits.onnx: the top logits of every row, found on the device that computed the row, so that no whole row need
 be copied off it."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def top_logits_model(vocabulary: int) -> onnx.ModelProto:
     constants = {"n": [n], "last": [-1]}
     graph = helper.make_graph(
         nodes,
-        "candidates",
+        "top_logits",
         [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 1, vocabulary])],
         [
             helper.make_tensor_value_info("values", TensorProto.FLOAT, ["batch", 1, n]),

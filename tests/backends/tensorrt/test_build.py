@@ -25,7 +25,7 @@ from kvexport.schema.operators import MERGE_CACHE
 from kvexport.validate.runner import validate_artifact
 from tests.support import fake_tensorrt, models
 from tests.support.tensorrt_artifacts import engines
-from tests.support.with_candidates import with_candidates
+from tests.support.with_top_logits import with_top_logits
 
 
 def test_profiles_and_options_are_the_recipes(tiny_artifact: Path, tmp_path: Path, plugins: Path) -> None:
@@ -37,11 +37,11 @@ def test_profiles_and_options_are_the_recipes(tiny_artifact: Path, tmp_path: Pat
         "alias_state=true",
     ]
     artifact = engines(tiny_artifact, tmp_path / "a", *settings, "workspace=1000000", "optimization_level=5")
-    decoder, merge, candidates = fake_tensorrt.IBuilderConfig.seen
-    assert decoder._flags == candidates._flags == merge._flags
+    decoder, merge, top_logits = fake_tensorrt.IBuilderConfig.seen
+    assert decoder._flags == top_logits._flags == merge._flags
     assert decoder.plugins_to_serialize == merge.plugins_to_serialize
-    assert candidates.plugins_to_serialize == []  # it has none
-    assert not candidates._previews
+    assert top_logits.plugins_to_serialize == []  # it has none
+    assert not top_logits._previews
     assert {flag.name for flag in merge._flags} == {"VERSION_COMPATIBLE", "REFIT"}
     assert merge.plugins_to_serialize == [str(plugins.resolve())]
     assert merge.hardware_compatibility_level.name == "AMPERE_PLUS"
@@ -53,7 +53,7 @@ def test_profiles_and_options_are_the_recipes(tiny_artifact: Path, tmp_path: Pat
     decode, prefill = profiles_in(artifact / "decoder.plan")
     assert decode["input_ids"] == [[1, 1], [4, 1], [4, 1]]
     assert prefill["input_ids"] == [[1, 1], [4, 16], [4, 16]]
-    assert profiles_in(artifact / "candidates.plan") == [{"logits": [[1, 1, 64], [4, 1, 64], [4, 1, 64]]}]
+    assert profiles_in(artifact / "top_logits.plan") == [{"logits": [[1, 1, 64], [4, 1, 64], [4, 1, 64]]}]
     assert decode["past_length"] == prefill["query_length"] == [[1, 1], [4, 1], [4, 1]]
     assert decode["past_key_values.0.key"] == [[1, 2, 48, 8], [4, 2, 48, 8], [4, 2, 48, 8]]
 
@@ -75,7 +75,7 @@ def test_streaming_weights_and_progress_reach_the_builder(tiny_artifact: Path, t
     assert all(
         {flag.name for flag in config._flags} == {"WEIGHT_STREAMING"} for config in fake_tensorrt.IBuilderConfig.seen
     )
-    plans = ("decoder.plan", "merge.plan", "candidates.plan")
+    plans = ("decoder.plan", "merge.plan", "top_logits.plan")
     assert {title: amount for title, amount in shown.items() if title.startswith("building")} == {
         f"building {p}": STEPS for p in plans
     }
@@ -90,7 +90,7 @@ def test_the_manifest_and_the_log_say_what_was_built(tiny_artifact: Path, tmp_pa
     artifact = engines(tiny_artifact, tmp_path / "a")
     manifest, before = load_manifest(artifact), load_manifest(tiny_artifact)
     assert set(manifest.files) - set(before.files) == {
-        "candidates.plan",
+        "top_logits.plan",
         "decoder.plan",
         "merge.plan",
         "tensorrt.log",
@@ -187,7 +187,7 @@ def test_what_was_timed_is_kept_and_damage_is_no_reason_to_stop(tiny_artifact: P
     engines(tiny_artifact, tmp_path / "a")
     (cache,) = (tmp_path / "cache" / "kvexport" / "tensorrt").iterdir()
     assert cache.name == f"{fake_tensorrt.VERSION}-Fake-GPU.timing"
-    assert cache.read_bytes() == b"timed " * 3  # the decoder's, the merge's and the candidates'
+    assert cache.read_bytes() == b"timed " * 3  # the decoder's, the merge's and that of the top logits
     engines(tiny_artifact, tmp_path / "a")
     assert cache.read_bytes() == b"timed " * 6
     cache.write_bytes(b"damaged")
@@ -286,7 +286,7 @@ def test_engines_are_validated_as_sessions_are(
     assert result.passed, result.problem
     assert Runner.profiles == [0, 1, 0]
     assert result.backend == "tensorrt"
-    assert result.candidates_hold is True
+    assert result.top_logits_hold is True
     assert result.operators == dict.fromkeys(("VoteAttention", "MergeCache"), "plugin")
     assert {step["phase"] for step in result.steps} == {"prefill", "decode", "merge"}
 
@@ -321,13 +321,13 @@ def test_layers_alone_are_held_on_every_backend_and_engines_are_built_for_it(
     assert load_manifest(tiny_artifact).engines == {}
 
 
-def test_candidates_that_are_not_the_largest_logits_are_found_out(
+def test_top_logits_that_are_not_the_largest_logits_are_found_out(
     tiny_artifact: Path, tmp_path: Path, plugins: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from polygraphy.backend import trt
 
     monkeypatch.setattr(trt, "TrtRunner", Runner)
-    artifact = engines(with_candidates(tiny_artifact, tmp_path / "graphs", 8), tmp_path / "a")
+    artifact = engines(with_top_logits(tiny_artifact, tmp_path / "graphs", 8), tmp_path / "a")
     found = _Phase.top_logits
 
     def shifted(phase: Any, lane: int) -> Any:

@@ -16,7 +16,7 @@ from kvexport.commands.app import app
 from kvexport.errors import EnvironmentProblem, UsageError
 from tests.support import fake_cuda, fake_tensorrt
 from tests.support.tensorrt_artifacts import NEW, PROMPTS, engines, generated
-from tests.support.with_candidates import with_candidates
+from tests.support.with_top_logits import with_top_logits
 
 
 def test_engines_of_plugins_generate_what_onnx_runtime_does(
@@ -96,10 +96,10 @@ def test_decode_is_one_graph_and_prefill_is_none(tiny_artifact: Path, tmp_path: 
     "chosen",
     [{"do_sample": False}, {"do_sample": True, "seed": 1, "top_k": 5}, {"do_sample": True, "seed": 1, "top_k": 0}],
 )
-def test_logits_stay_on_the_gpu_where_candidates_settle_the_token(
+def test_logits_stay_on_the_gpu_where_they_settle_the_token(
     tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any, chosen: dict[str, Any]
 ) -> None:
-    engine = kvexport.load(engines(with_candidates(tiny_artifact, tmp_path / "graphs", 8), tmp_path / "a"))
+    engine = kvexport.load(engines(with_top_logits(tiny_artifact, tmp_path / "graphs", 8), tmp_path / "a"))
     prompts = PROMPTS[:2]  # so that nothing else that is copied is as large as their logits, or those of one
     engine.generate(prompts, max_new_tokens=2, **chosen)
     gpu.log.clear()
@@ -115,7 +115,7 @@ def test_logits_stay_on_the_gpu_where_candidates_settle_the_token(
 
 
 def test_one_row_leaves_the_gpu_where_they_do_not(tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any) -> None:
-    engine = kvexport.load(engines(with_candidates(tiny_artifact, tmp_path / "graphs", 8), tmp_path / "a"))
+    engine = kvexport.load(engines(with_top_logits(tiny_artifact, tmp_path / "graphs", 8), tmp_path / "a"))
     chosen: dict[str, Any] = {"do_sample": True, "seed": 1, "top_k": 0, "top_p": 0.6}
     found = [c.token_ids for c in engine.generate(PROMPTS, max_new_tokens=NEW, **chosen)]
     assert found == [c.token_ids for c in kvexport.load(tiny_artifact).generate(PROMPTS, max_new_tokens=NEW, **chosen)]
@@ -127,15 +127,15 @@ def test_one_row_leaves_the_gpu_where_they_do_not(tiny_artifact: Path, tmp_path:
     assert sum(entry[0] == "cudaMemcpyAsync" and entry[3] == 64 * 4 for entry in gpu.log) == rows + alone
 
 
-def test_an_artifact_from_before_there_were_candidates_gets_engines(
+def test_an_artifact_from_before_there_were_top_logits_gets_engines(
     tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any
 ) -> None:
-    artifact = engines(with_candidates(tiny_artifact, tmp_path / "old", 0), tmp_path / "a")
-    assert load_manifest(artifact).engines["tensorrt"]["candidates"] is None
+    artifact = engines(with_top_logits(tiny_artifact, tmp_path / "old", 0), tmp_path / "a")
+    assert load_manifest(artifact).engines["tensorrt"]["top_logits"] is None
     assert generated(artifact) == generated(tiny_artifact)
     # And one whose engines are of that time.
-    both = with_candidates(engines(tiny_artifact, tmp_path / "b"), tmp_path / "c", 0, engines=True)
-    assert "candidates" not in load_manifest(both).engines["tensorrt"]
+    both = with_top_logits(engines(tiny_artifact, tmp_path / "b"), tmp_path / "c", 0, engines=True)
+    assert "top_logits" not in load_manifest(both).engines["tensorrt"]
     assert generated(both) == generated(tiny_artifact)
     ran = CliRunner().invoke(app, ["generate", str(both), "abc", "--max-new-tokens", "5", "--greedy", "--stats"])
     assert "whole rows of logits: 4\n" in ran.stderr

@@ -11,7 +11,7 @@ from kvexport.artifact.reading import load_manifest
 from kvexport.export.graph import top_logits
 
 
-def with_candidates(artifact: Path, out: Path, count: int, *, engines: bool = False) -> Path:
+def with_top_logits(artifact: Path, out: Path, count: int, *, engines: bool = False) -> Path:
     """A copy that finds so many; 0: one as it was built before there were any. engines: it has those of TensorRT."""
     shutil.copytree(artifact, out)
     manifest = load_manifest(out)
@@ -19,13 +19,13 @@ def with_candidates(artifact: Path, out: Path, count: int, *, engines: bool = Fa
     if count:
         with mock.patch.object(top_logits, "COUNT", count):
             model = top_logits.top_logits_model(manifest.model.vocabulary)
-        (out / "candidates.onnx").write_bytes(model.SerializeToString())
-        content["candidates"] = count
+        (out / "top_logits.onnx").write_bytes(model.SerializeToString())
+        content["top_logits"] = count
     else:
-        (out / "candidates.onnx").unlink()
-        del content["candidates"], content["graphs"]["candidates"]
+        (out / "top_logits.onnx").unlink()
+        del content["top_logits"], content["graphs"]["top_logits"]
         if engines:
-            (out / "candidates.plan").unlink()
-            del content["engines"]["tensorrt"]["candidates"]
+            (out / "top_logits.plan").unlink()
+            del content["engines"]["tensorrt"]["top_logits"]
     write_manifest(out, content)
     return out

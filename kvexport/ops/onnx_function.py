@@ -66,20 +66,15 @@ _merge_functions: dict[tuple[type[Method], str], onnx.FunctionProto] = {}  # by 
 
 
 def vote_attention_node_attributes(attributes: VoteAttentionAttributes) -> dict[str, Any]:
-    """The node's attributes as the contract names them."""
-    statistics = attributes.statistics
-    return VOTE_ATTENTION.node_attributes(
-        {
-            "scale": attributes.scale,
-            "vote_exponent": attributes.vote_exponent,
-            "softcap": attributes.softcap,
-            "sliding_window": attributes.sliding_window,
-            "statistics": [s.kind for s in statistics],
-            "decay": [s.decay for s in statistics],
-            "window": [s.window for s in statistics],
-            "recency_weight": [s.recency_weight for s in statistics],
-        }
-    )
+    """The node's attributes as the contract names them: lists are of the statistics, under the names of their
+    fields."""
+    values: dict[str, Any] = {"statistics": [s.kind for s in attributes.statistics]}
+    for name in (a.name for a in VOTE_ATTENTION.attributes if a.name not in values):
+        if hasattr(attributes, name):
+            values[name] = getattr(attributes, name)
+        else:
+            values[name] = [getattr(s, name) for s in attributes.statistics]
+    return VOTE_ATTENTION.node_attributes(values)
 
 
 def merge_cache_node_attributes(attributes: MergeCacheAttributes) -> dict[str, Any]:

@@ -96,14 +96,13 @@ def vote_attention(
     if attributes.sliding_window:
         visible = visible & (held > now - attributes.sliding_window)
     if attributes.vote_exponent:
-        bias = torch.where(visible, attributes.vote_exponent * torch.log(present_votes)[:, :, None, :], LOG_ZERO)
+        bias = torch.where(visible, vote_bias(present_votes, attributes)[:, :, None, :], LOG_ZERO)
     else:
         bias = torch.where(visible, 0.0, LOG_ZERO)
     grouped = (query.float() * attributes.scale).reshape(batch, heads, group, tokens, head_size)
     # A dimension for the group comes first: runtimes fuse a transpose only into the product it stands before.
     logits = grouped @ present_key.float()[:, :, None].transpose(-1, -2)  # [B, H, G, T, C]
-    if attributes.softcap:
-        logits = torch.tanh(logits / attributes.softcap) * attributes.softcap
+    logits = capped(logits, attributes)
     biased = logits + bias[:, :, None]
     if sink_logits is None:
         probability = torch.softmax(biased, dim=-1)
@@ -128,6 +127,16 @@ def vote_attention(
         updated.append(torch.where(occupied, score, past))
     state = (present_key, present_value, present_votes, torch.stack(updated, dim=2), present_position)
     return (output, *state, *_extra(attributes.method, past_extra, fresh, Call(query, key, value, position, real)))
+
+
+def vote_bias(votes: Tensor, attributes: VoteAttentionAttributes) -> Tensor:
+    """``alpha ln(votes)``, of occupied slots."""
+    return attributes.vote_exponent * torch.log(votes)
+
+
+def capped(logits: Tensor, attributes: VoteAttentionAttributes) -> Tensor:
+    """Logits within +- `softcap`."""
+    return torch.tanh(logits / attributes.softcap) * attributes.softcap if attributes.softcap else logits
 
 
 def _extra(method: Method | None, past: tuple[Tensor, ...], fresh: Tensor, call: Call) -> tuple[Tensor, ...]:

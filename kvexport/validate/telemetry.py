@@ -22,7 +22,7 @@ from kvexport.export.graph.tracer import layer_attributes
 from kvexport.methods.base import Method
 from kvexport.methods.slots import Slots, corrected_log_ema
 from kvexport.ops.merge_cache import merge_cache
-from kvexport.ops.vote_attention import VoteAttentionAttributes
+from kvexport.ops.vote_attention import VoteAttentionAttributes, capped, vote_bias
 from kvexport.schema.state import STATE, StateTensor
 from kvexport.validate.perturbation import QUERIES, Bound, Perturbation, theorem_5
 
@@ -73,12 +73,11 @@ def attend(query: Query, cache: Cache, attributes: VoteAttentionAttributes) -> A
     """What VoteAttention computes for one query over a cache that holds its token and none that came later."""
     heads, _, size = cache.key.shape
     logit = (query.vector * attributes.scale).reshape(heads, -1, size) @ cache.key.transpose(-1, -2)
-    if attributes.softcap:
-        logit = torch.tanh(logit / attributes.softcap) * attributes.softcap
+    logit = capped(logit, attributes)
     visible = cache.votes > 0
     if attributes.sliding_window:
         visible = visible & (cache.position > query.position - attributes.sliding_window)
-    bias = torch.where(visible, attributes.vote_exponent * torch.log(cache.votes), -torch.inf)
+    bias = torch.where(visible, vote_bias(cache.votes, attributes), -torch.inf)
     mass = logit + bias[:, None]
     total = torch.logsumexp(mass, dim=-1)
     if query.sinks is not None:

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from kvexport.schema.layout import number, structs
+from kvexport.schema.layout import number, scalars, structs
+from kvexport.schema.operators import VOTE_ATTENTION
 from kvexport.schema.policy import POLICY
 from kvexport.schema.state import STATE_NAMES as STATE
 from plugins.building import make
@@ -196,8 +197,8 @@ def vote_attention_call(
         query_type=TYPES[dtype], cache_type=TYPES[dtype], batch=batch, query_heads=query_heads, tokens=tokens, **sizes
     )
     call.statistics = len(attributes.statistics)
-    call.scale, call.vote_exponent, call.softcap = attributes.scale, attributes.vote_exponent, attributes.softcap
-    call.sliding_window = attributes.sliding_window
+    for attribute in scalars(VOTE_ATTENTION):
+        setattr(call, attribute.name, getattr(attributes, attribute.name))
     for k, s in enumerate(attributes.statistics):
         call.statistic[k] = Statistic(number("statistic", s.kind), s.decay, s.window, s.recency_weight)
     return call

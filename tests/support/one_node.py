@@ -17,10 +17,10 @@ from kvexport.methods.kvslimmer import KVSlimmer
 from kvexport.schema import operators
 from kvexport.schema.state import STATE_NAMES as STATE
 
-VOTE_ATTENTION: dict[str, Any] = {
-    "scale": 0.3, "vote_exponent": 1.0, "softcap": 0.0, "sliding_window": 0, "statistics": "log_ema", "decay": [0.9],
-    "window": [0], "recency_weight": [1.0],
-}  # fmt: skip
+DEFAULTS = {a.name: a.default for a in operators.VOTE_ATTENTION.attributes if a.default is not None}
+VOTE_ATTENTION = operators.VOTE_ATTENTION.node_attributes(
+    {**DEFAULTS, "scale": 0.3, "vote_exponent": 1.0, "statistics": "log_ema", "decay": [0.9]}
+)
 
 
 def merge_of(method: Method, **more: Any) -> dict[str, Any]:

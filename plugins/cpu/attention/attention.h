@@ -119,14 +119,17 @@ struct Attention {
     return slot < x.used ? x.past_position[slot] : x.first + (slot - x.used);
   }
 
-  // alpha ln(votes) of slots [from, to); kLogZero where the query at position `now` does not see the slot for its
+  vf vote_bias(vf votes) const { return a.vote_exponent * log(votes); }
+  float vote_bias(float votes) const { return a.vote_exponent * std::log(votes); }
+
+  // vote_bias of slots [from, to); kLogZero where the query at position `now` does not see the slot for its
   // window.
   void bias(const Head& x, int from, int to, int64_t now, float* out) const {
     const int old = min_of(to, x.used);
     int c = from;
     if (a.vote_exponent != 0.0f) {
-      for (; c + W <= old; c += W) store(out + c - from, a.vote_exponent * log(load(x.past_votes + c)));
-      for (; c < old; ++c) out[c - from] = a.vote_exponent * std::log(x.past_votes[c]);
+      for (; c + W <= old; c += W) store(out + c - from, vote_bias(load(x.past_votes + c)));
+      for (; c < old; ++c) out[c - from] = vote_bias(x.past_votes[c]);
     } else {
       for (; c < old; ++c) out[c - from] = 0.0f;
     }

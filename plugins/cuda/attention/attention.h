@@ -77,7 +77,9 @@ KV_DEVICE float capped(float logit, float softcap) {
   return softcap == 0.0f ? logit : softcap * tanhf(logit / softcap);
 }
 
-KV_DEVICE float vote_bias(float votes, float exponent) { return exponent == 0.0f ? 0.0f : exponent * logf(votes); }
+KV_DEVICE float vote_bias(float votes, const KvVoteAttention& a) {
+  return a.vote_exponent == 0.0f ? 0.0f : a.vote_exponent * logf(votes);
+}
 
 // Whether the query at position `now` sees what is at `held`.
 KV_DEVICE bool visible(int held, int now, int window) { return held <= now && (window == 0 || held > now - window); }

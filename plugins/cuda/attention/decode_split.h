@@ -115,7 +115,7 @@ KV_DEVICE void softmax_slots(Block<Program>& block, const Attention& args, const
     float bias = kLowest;
     if (slot < count) {
       const bool is_new = from + slot == used;
-      bias = is_new ? 0.0f : vote_bias(stage.votes()[slot], a.vote_exponent);
+      bias = is_new ? 0.0f : vote_bias(stage.votes()[slot], a);
       if (!is_new && !visible(stage.position()[slot], now, a.sliding_window)) bias = kLogZero;
     }
 #pragma unroll

@@ -95,7 +95,7 @@ struct Tile {
     }
     if (t < kBlock) {
       position[t] = t < count ? head.position()[from + t] : INT32_MAX;
-      bias[t] = from + t < used ? vote_bias(head.votes()[from + t], a.vote_exponent) : 0.0f;
+      bias[t] = from + t < used ? vote_bias(head.votes()[from + t], a) : 0.0f;
     }
   }
   KV_DEVICE void load_values(const Head<T>& head, int from, int count, int t, int threads) const {

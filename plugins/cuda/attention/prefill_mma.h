@@ -241,7 +241,7 @@ struct PrefillMma {
                                  int t) {
     if (t >= kSlots) return;
     const int window = w.head.a.sliding_window;
-    s.biases[i % 2 * kSlots + t] = vote_bias(r.votes, w.head.a.vote_exponent) * kLog2E;
+    s.biases[i % 2 * kSlots + t] = vote_bias(r.votes, w.head.a) * kLog2E;
     s.positions[i % 2 * kSlots + t] = r.position;
     if (!visible(r.position, w.first + w.tokens(w.begin), window) ||
         !visible(r.position, w.first + w.tokens(w.end - 1), window))

@@ -142,7 +142,7 @@ struct PrefillMmaScores {
       for (int i = 0; i < 2 * kTiles; ++i) {
         const int m = i / 2, half = i % 2, slot = w.from + slot_of(t, m, half);
         const bool voted = w.is_probability() && slot < w.used;  // averages are of logits without votes
-        r.bias[m][half] = voted ? vote_bias(w.head.votes()[slot], a.vote_exponent) * kLog2E : 0.0f;
+        r.bias[m][half] = voted ? vote_bias(w.head.votes()[slot], a) * kLog2E : 0.0f;
         r.slot_max[m][half] = kLowest, r.slot_sum[m][half] = r.counted[m][half] = 0.0f;
       }
       copy(0, begin, t);

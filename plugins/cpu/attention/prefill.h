@@ -71,7 +71,7 @@ struct Prefill : Attention<T> {
     }
     if (a.vote_exponent != 0.0f)
       for (int c = 0; c < block.count; c += W) {
-        const vf v = vote_bias(load(block.bias + c));
+        const vf v = this->vote_bias(load(block.bias + c));
         for (int i = 0; i < W && c + i < block.count; ++i) block.bias[c + i] = v[i];
       }
     else

@@ -1,4 +1,9 @@
-// The C ABI: calls are checked, then given to the kernels of the best instruction set of this machine.
+// The C ABI.
+//
+//   at the first call: kernels = the best of avx512, avx2, neon, portable that this machine has, or KVEXPORT_CPU_ISA's
+//   each call: check its sizes; where they cannot be computed return why
+//              an empty batch is done; otherwise kernels().operator(call, runner), whose tasks the runner runs in
+//              parallel
 #include <cstdlib>
 #include <cstring>
 

@@ -1,9 +1,15 @@
-// Linear for one instruction set: products of rows with the rows of weights as checkpoints hold them, and what models
-// do with the rows before and with the products after, before anybody else reads them.
+// Linear for one instruction set: x weight^T for up to three weights as checkpoints hold them, with the norm before and
+// the epilogue after. A row is one token of one sequence, a column one output of one weight.
 //
-// Fewer rows than a small tile has take the weights as a stream, each once a call. Some more take them in small tiles
-// of products. With many, blocks of the weights are packed, so that every load is used often enough for the speed of
-// the arithmetic.
+//   rows x = input in float32, divided by their root mean square where there is a norm      16 rows a task
+//   for each share of the columns of all weights, for each panel of rows                    one task each
+//     fewer than kRows rows: stream, each weight read once, a column against every row
+//     fewer than kMany:      small tiles of kRows x kColumns products
+//     otherwise:             blocks of kBlock columns, packed kDepth inputs at a time, against tiles of kTileRows rows
+//     epilogue: y = (y + bias) silu(gate product) + residual, in the output's type and its heads' order
+//   heads that are rotated are rotated                                                      16 rows a task, after all
+//
+// Tasks write columns and rows that no other task writes; each line begins when all tasks of the one before have ended.
 #include "core/kernels.h"
 #include "core/scratch.h"
 #include "core/tile.h"
@@ -77,9 +83,10 @@ struct Linear {
     const int64_t panel = static_cast<int64_t>(task / shares());
     int64_t from = edge(share), to = edge(share + 1);
     for (const KvProduct* p = a.products; p < a.products + a.count; ++p) {
-      const int64_t own = units(*p);
-      if (from < own && to > 0) columns(*p, panel, (from > 0 ? from : 0) * unit(), to < own ? to * unit() : p->outputs);
-      from -= own, to -= own;
+      const int64_t count = units(*p);
+      if (from < count && to > 0)
+        columns(*p, panel, (from > 0 ? from : 0) * unit(), to < count ? to * unit() : p->outputs);
+      from -= count, to -= count;
     }
   }
 
@@ -101,7 +108,7 @@ struct Linear {
       const int count = static_cast<int>(to - column < W ? to - column : W);
       products(p.weight, column, count, x);
       if (a.gate) products(a.gate, column, count, g);
-      for (int64_t row = 0; row < rows; ++row) finish(p, row, column, count, x[row], g[row]);
+      for (int64_t row = 0; row < rows; ++row) epilogue(p, row, column, count, x[row], g[row]);
     }
   }
 
@@ -113,14 +120,14 @@ struct Linear {
   // One stream of weights with nothing between its loads: the machine's own prefetching is at its best. Several rows
   // in one pass were slower than one after another, for which the weights then come from the first cache.
   float product(const T* w, const float* x) const {
-    vf total[4] = {};
+    vf part[4] = {};
     int64_t i = 0;
     for (; i + 4 * W <= a.inputs; i += 4 * W)
-      for (int j = 0; j < 4; ++j) total[j] += load(w + i + j * W) * load(x + i + j * W);
-    for (; i + W <= a.inputs; i += W) total[0] += load(w + i) * load(x + i);
+      for (int j = 0; j < 4; ++j) part[j] += load(w + i + j * W) * load(x + i + j * W);
+    for (; i + W <= a.inputs; i += W) part[0] += load(w + i) * load(x + i);
     float rest = 0.0f;
     for (; i < a.inputs; ++i) rest += static_cast<float>(w[i]) * x[i];
-    return sum((total[0] + total[1]) + (total[2] + total[3])) + rest;
+    return sum((part[0] + part[1]) + (part[2] + part[3])) + rest;
   }
 
   void tile(const KvProduct& p, int64_t row, int64_t column, int64_t to) const {
@@ -129,7 +136,7 @@ struct Linear {
     if (a.gate) tile_of(a.gate, row, column, to, g);
     const int count = static_cast<int>(to - column < kColumns ? to - column : kColumns);
     for (int i = 0; i < kRows && row + i < rows; ++i)
-      finish(p, row + i, column, count, x + i * kColumns, g + i * kColumns);
+      epilogue(p, row + i, column, count, x + i * kColumns, g + i * kColumns);
   }
 
   // Rows and columns past the end repeat the last one.
@@ -138,7 +145,7 @@ struct Linear {
     const T* c[kColumns];
     for (int i = 0; i < kRows; ++i) r[i] = input + (row + i < rows ? row + i : rows - 1) * a.inputs;
     for (int j = 0; j < kColumns; ++j) c[j] = row_of(weight, column + j < to ? column + j : to - 1);
-    vf total[kRows * kColumns] = {};
+    vf lanes[kRows * kColumns] = {};
     const int64_t whole = a.inputs / W * W;
     const bool ahead = row == 0;
     for (int64_t k = 0; k < whole; k += W) {
@@ -148,10 +155,10 @@ struct Linear {
         for (int j = 0; j < kColumns; ++j) __builtin_prefetch(reinterpret_cast<const char*>(c[j] + k) + kAhead, 0, 2);
       for (int i = 0; i < kRows; ++i) {
         const vf v = load(r[i] + k);
-        for (int j = 0; j < kColumns; ++j) total[i * kColumns + j] += v * w[j];
+        for (int j = 0; j < kColumns; ++j) lanes[i * kColumns + j] += v * w[j];
       }
     }
-    for (int i = 0; i < kRows * kColumns; i += W) store(result + i, sums<1>(total + i));
+    for (int i = 0; i < kRows * kColumns; i += W) store(result + i, sums<1>(lanes + i));
     for (int i = 0; i < kRows; ++i)
       for (int j = 0; j < kColumns; ++j)
         for (int64_t k = whole; k < a.inputs; ++k) result[i * kColumns + j] += static_cast<float>(c[j][k]) * r[i][k];
@@ -166,13 +173,13 @@ struct Linear {
     block_of(p.weight, first, count, column, columns, packed, x);
     if (a.gate) block_of(a.gate, first, count, column, columns, packed, g);
     for (int64_t row = 0; row < count; ++row)
-      finish(p, first + row, column, columns, x + row * kBlock, g + row * kBlock);
+      epilogue(p, first + row, column, columns, x + row * kBlock, g + row * kBlock);
   }
 
   // Rows past the end repeat the last one.
   void block_of(const void* weight, int64_t first, int64_t count, int64_t column, int columns, float* packed,
-                float* total) const {
-    for (int64_t i = 0; i < (count + kTileRows - 1) / kTileRows * kTileRows * kBlock; ++i) total[i] = 0.0f;
+                float* result) const {
+    for (int64_t i = 0; i < (count + kTileRows - 1) / kTileRows * kTileRows * kBlock; ++i) result[i] = 0.0f;
     for (int64_t k = 0; k < a.inputs; k += kDepth) {
       const int depth = static_cast<int>(a.inputs - k < kDepth ? a.inputs - k : kDepth);
       pack(row_of(weight, column) + k, columns, depth, packed);
@@ -180,7 +187,7 @@ struct Linear {
         const float* r[kTileRows];
         for (int i = 0; i < kTileRows; ++i)
           r[i] = input + (first + (row + i < count ? row + i : count - 1)) * a.inputs + k;
-        tile_products<true>(r, packed, depth, total + row * kBlock);
+        tile_products<true>(r, packed, depth, result + row * kBlock);
       }
     }
   }
@@ -203,8 +210,9 @@ struct Linear {
     }
   }
 
-  // The columns [column, column + count) of a row: x and g are its products with the weight and with the gate.
-  void finish(const KvProduct& p, int64_t row, int64_t column, int count, float* x, const float* g) const {
+  // The epilogue of the columns [column, column + count) of a row: x and g are its products with the weight and with
+  // the gate.
+  void epilogue(const KvProduct& p, int64_t row, int64_t column, int count, float* x, const float* g) const {
     if (p.bias) add(static_cast<const T*>(p.bias) + column, count, x);
     if (a.gate) {
       int i = 0;
@@ -226,12 +234,12 @@ struct Linear {
     return static_cast<T*>(p.output) + ((b * p.heads + h) * a.tokens + t) * size;
   }
 
-  bool turns() const {
+  bool rotates() const {
     return sum_of([](const KvProduct& p) { return p.rotated; }) > 0;
   }
 
   // After all products: the planes of a row's heads are rotated.
-  void turn(int64_t row) const {
+  void rotate(int64_t row) const {
     const T* const cosine = static_cast<const T*>(a.cosine) + row * a.planes;
     const T* const sine = static_cast<const T*>(a.sine) + row * a.planes;
     for (const KvProduct* p = a.products; p < a.products + a.count; ++p)
@@ -313,7 +321,7 @@ void run(const KvLinear& a, KvRunner runner) {
   const Linear<T> call{a, a.batch * a.tokens, rows_of<T>(a, runner, scratch)};
   if (call.rows <= 0) return;
   for_all(runner, call.shares() * call.panels(), [&](size_t task) { call.run(task); });
-  if (call.turns()) for_rows(runner, call.rows, [&](int64_t row) { call.turn(row); });
+  if (call.rotates()) for_rows(runner, call.rows, [&](int64_t row) { call.rotate(row); });
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// The arithmetic of joint merges, on the host and on the device: what a group's votes, weights and key factor are
-// (kvexport/methods/joint.py, base.py).
+// The arithmetic of merge sets, a target and the evicted slots that merge into it, on the host and on the device:
+// votes, weights and key factor of a set (kvexport/methods/primitives/zip.py, pairs.py, select.py).
 #pragma once
 
 #include "statistic.h"
@@ -12,14 +12,14 @@ KV_HD float corrected_average(float score, float decay, int now, int position) {
   return score - log1pf(-expf(static_cast<float>(seen > 1 ? seen : 1) * logf(decay)));
 }
 
-// What a group's members add up to, with logits l relative to the largest, `top` (those of a group that no query has
-// seen are -1e30, whose rounding would drown every vote): weights w = p exp(l), w l, and votes p.
+// Sums over a set's members, with logits l relative to the largest (those of a set that no query has seen are -1e30,
+// whose rounding would drown every vote): weights w = p exp(l), w l, and votes p.
 struct ZipSums {
-  float top = 0.0f, weight = 0.0f, weighted_logit = 0.0f, votes = 0.0f;
+  float max_logit = 0.0f, weight = 0.0f, weighted_logit = 0.0f, votes = 0.0f;
 
   // Adds a member and returns its weight.
   KV_HD float add(float member_votes, float logit) {
-    const float l = logit - top, w = member_votes * expf(l);
+    const float l = logit - max_logit, w = member_votes * expf(l);
     weight += w;
     weighted_logit += w * l;
     votes += member_votes;
@@ -27,11 +27,11 @@ struct ZipSums {
   }
   KV_HD float log_weight() const { return logf(weight); }
   KV_HD float mean_logit() const { return weighted_logit / weight; }
-  // Votes with which the mean key stands for the group at the current query: ln p = ln(sum w) - L.
+  // Votes with which the mean key stands for the set at the current query: ln p = ln(sum w) - L.
   KV_HD float fractional_votes() const { return expf(log_weight() - mean_logit()); }
   // KeepKV's Eq. 7, ln m / L; 1 where both agree to rounding (L may be 0 there), infinite at the pole.
   KV_HD float key_factor() const {
-    const float log_mean = log_weight() - logf(votes) + top, l = mean_logit() + top;
+    const float log_mean = log_weight() - logf(votes) + max_logit, l = mean_logit() + max_logit;
     if (fabsf(log_mean - l) <= 1e-6f * fmaxf(fabsf(l), 1.0f)) return 1.0f;
     return l == 0.0f ? INFINITY : log_mean / l;
   }
@@ -39,9 +39,10 @@ struct ZipSums {
 
 constexpr float kTooFar = 1e30f;  // no error is as large
 
-// What merging a slot of this importance into a target that far away costs (kvexport/methods/ballot.py).
-KV_HD float merge_error(float importance, float attention, float apart) {
-  const float error = powf(importance > 0.0f ? importance : 0.0f, attention) * apart;
+// The error of merging a slot of this importance into a target: importance^exponent distance, the product of the
+// squared distances of their keys and of their values (kvexport/methods/primitives/select.py).
+KV_HD float merge_error(float importance, float exponent, float distance) {
+  const float error = powf(importance > 0.0f ? importance : 0.0f, exponent) * distance;
   return error < 0.1f * kTooFar ? error : 0.1f * kTooFar;
 }
 

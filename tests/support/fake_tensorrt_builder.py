@@ -185,6 +185,11 @@ class Builder:
         if self.failing:
             self._logger.log(ILogger.Severity.ERROR, self.failing)
             return None
+        attributes = [a for node in network._model.graph.node if node.domain == "kvexport" for a in node.attribute]
+        aliased = any(a.name == "alias_state" and a.i for a in attributes)
+        if aliased and not config._previews.get(PreviewFeature.ALIASED_PLUGIN_IO_10_03):
+            self._logger.log(ILogger.Severity.ERROR, "aliased plugin outputs without ALIASED_PLUGIN_IO_10_03")
+            return None
         self._logger.log(ILogger.Severity.INFO, "Building")
         self._logger.log(ILogger.Severity.VERBOSE, "Tactics")
         monitor = config.progress_monitor

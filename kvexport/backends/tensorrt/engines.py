@@ -93,7 +93,8 @@ class EngineBuilder:
         files: dict[str, str | None] = dict.fromkeys(PLANS)
         whys: dict[str, str] = {}
         for kind, graph in manifest.graphs.files():
-            model, found = for_tensorrt(onnx.load(folder / graph, load_external_data=False), self._refusal)
+            parsed = onnx.load(folder / graph, load_external_data=False)
+            model, found = for_tensorrt(parsed, self._refusal, alias_state=self.options.alias_state)
             whys.update(found)
             if self.options.plugin == "always" and any(found.values()):
                 raise EnvironmentProblem(

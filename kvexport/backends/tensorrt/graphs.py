@@ -16,18 +16,22 @@ from kvexport.errors import KvexportError
 if TYPE_CHECKING:
     import onnx
 
+# A field of both plugins (plugins/bindings/tensorrt/operators.h).
+ALIAS_STATE = "alias_state"
 # Of MergeCache's function: its evicted rows, and their largest number, the capacity less the budget.
 EVICTED, MOST_EVICTED = "evicted_rows", "kv_rest"
 
 
 def for_tensorrt(
-    model: onnx.ModelProto, refusal: Callable[[onnx.NodeProto], str | None]
+    model: onnx.ModelProto, refusal: Callable[[onnx.NodeProto], str | None], *, alias_state: bool = False
 ) -> tuple[onnx.ModelProto, dict[str, str]]:
     """A copy of `model` for the parser, and why each operator that it holds does not run as a plugin ("" where it
     does).
 
     refusal: why the plugin would not take a node, None where it does; of an operator the plugin takes every node or
         none is one.
+    alias_state: whether plugins declare that a present state tensor is its past one. TensorRT then needs its preview
+        feature ALIASED_PLUGIN_IO_10_03, and refuses the network without.
     """
     import onnx
     from onnx import inliner
@@ -45,6 +49,7 @@ def for_tensorrt(
     for node in copy.graph.node:
         if node.domain == NAMESPACE and whys.get(node.op_type) == "":
             node.overload = ""
+            node.attribute.append(onnx.helper.make_attribute(ALIAS_STATE, int(alias_state)))
     return inliner.inline_local_functions(copy), whys
 
 

@@ -41,6 +41,10 @@ inline int size_of(const std::vector<Shape>& inputs, size_t i, size_t d) {
   return static_cast<int>(x);
 }
 
+// A field of both plugins that is no attribute of the operators: whether a plugin declares that its present state is
+// its past state. kvexport/backends/tensorrt/graphs.py writes it; without it they do not.
+constexpr const char* kAliasState = "alias_state";
+
 // An operator's attributes as the fields of a plugin. TensorRT's parser hands over attributes of these names alone.
 template <size_t N>
 std::vector<PluginField> fields_of(const AttributeName (&attributes)[N]) {
@@ -52,6 +56,7 @@ std::vector<PluginField> fields_of(const AttributeName (&attributes)[N]) {
                                                    : PluginFieldType::kFLOAT32;
     fields.push_back({one.name, nullptr, type, list || one.kind == kWord ? 0 : 1});
   }
+  fields.push_back({kAliasState, nullptr, PluginFieldType::kINT32, 1});
   return fields;
 }
 

@@ -53,7 +53,10 @@ class Plugin final : public nvinfer1::IPluginV3,
  public:
   using Call = typename Operator::Call;
 
-  explicit Plugin(std::shared_ptr<const Fields> fields) : fields_(std::move(fields)), operator_(*fields_) {}
+  explicit Plugin(std::shared_ptr<const Fields> fields)
+      : fields_(std::move(fields)),
+        operator_(*fields_),
+        aliases_(fields_->has(kAliasState) && read_switch(*fields_, kAliasState)) {}
 
   nvinfer1::IPluginCapability* getCapabilityInterface(nvinfer1::PluginCapabilityType type) noexcept override {
     if (type == nvinfer1::PluginCapabilityType::kCORE) return static_cast<nvinfer1::IPluginV3OneCore*>(this);
@@ -133,9 +136,9 @@ class Plugin final : public nvinfer1::IPluginV3,
   const char* getMetadataString() noexcept override { return fields_->text(); }
 
 #ifdef KV_ALIASES
-  // TensorRT asks where kALIASED_PLUGIN_IO_10_03 is switched on, and may then copy state. Otherwise it is updated in
-  // place wherever past and present are bound to one address.
-  int32_t getAliasedInput(int32_t output) noexcept override { return past_of(output); }
+  // TensorRT refuses an alias where the preview feature kALIASED_PLUGIN_IO_10_03 is off, and may copy state where it is
+  // on. State is updated in place wherever past and present are bound to one address, aliased or not.
+  int32_t getAliasedInput(int32_t output) noexcept override { return aliases_ ? past_of(output) : -1; }
 #endif
 
   // ---- runtime ----
@@ -233,6 +236,7 @@ class Plugin final : public nvinfer1::IPluginV3,
 
   std::shared_ptr<const Fields> fields_;
   Operator operator_;
+  bool aliases_;
   DeviceMemory memory_;
   // Of the last change of shapes.
   Call call_{};

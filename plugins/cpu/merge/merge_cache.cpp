@@ -1,8 +1,14 @@
-// MergeCache for one instruction set. The meaning is kvexport/ops/merge_cache.py and the methods beside it; a policy
-// says which.
+// MergeCache for one instruction set; its meaning is kvexport/ops/merge_cache.py and kvexport/methods/primitives. One
+// task per KV head of one sequence:
 //
-// A task is one KV head of one sequence: slots in order of position, who leaves, where to, the merged rows, and last
-// the move into place, which writes only what changed where the cache is updated in place.
+//   collect slots in order of position                                   select.h, as the next two
+//   if more than `budget` are used
+//     weigh, choose: which are evicted
+//     merge: receivers, nearest: the target of every evicted slot, or the younger neighbour; dropped without one
+//       for each merge set, a target and the evicted slots that merge into it: row = mean by weight, votes, statistics
+//   place: kept slots and merged rows in order of position, zeros after them; in place, rows that change alone
+//
+// Tasks share nothing and need no barrier: a task writes its own head, after it has read all of it that it merges.
 #include "select.h"
 
 namespace kv {
@@ -29,43 +35,43 @@ struct Merge : Select<T> {
     place(x, w);
   }
 
-  // Who merges with whom, and the merged rows: `members` holds for every group its target and then those that leave
-  // into it, -1 between groups; `destination` of a target is the number of its row.
+  // The merge sets and their rows: `members` holds a set's target, and then the evicted slots that merge into it;
+  // `row_of` a target is the number of its set's row.
   void merge(Head& x, Work& w) const {
-    const int leaving = x.leaving;
-    int* destination = w.destination.reserve(x.used, -1);
+    const int evicted = x.evicted;
+    int* row_of = w.row_of_target.reserve(x.used, -1);
     if (p.merge == KV_MERGE_PAIR) {
-      int* to = w.to.reserve(leaving, -1);
-      for (int i = 0; i < leaving; ++i) {
-        const int slot = w.leaving.get()[i];
-        if (is_older(x, w, slot) && !w.leaves.get()[slot + 1]) to[i] = slot + 1;
+      int* target = w.target.reserve(evicted, -1);
+      for (int i = 0; i < evicted; ++i) {
+        const int slot = w.evicted.get()[i];
+        if (is_older(x, w, slot) && !w.is_evicted.get()[slot + 1]) target[i] = slot + 1;
       }
     } else {
       this->receivers(x, w);
-      this->nearest(x, w, w.leaving.get(), leaving, false, leaving + 1);
-      for (int i = 0; i < leaving; ++i)
-        if (!(w.best.get()[i] > p.threshold)) w.to.get()[i] = -1;
+      this->nearest(x, w, w.evicted.get(), evicted, false, evicted + 1);
+      for (int i = 0; i < evicted; ++i)
+        if (!(w.best.get()[i] > p.threshold)) w.target.get()[i] = -1;
     }
-    const int *to = w.to.get(), *slots = w.leaving.get();
-    int* members = w.members.reserve(3 * static_cast<size_t>(leaving) + 1);
-    float* rows = w.rows.reserve(static_cast<size_t>(leaving) * (a.key_size + a.value_size));
-    float* scores = w.scores.reserve(static_cast<size_t>(leaving) * (a.statistics + 2));
+    const int *target = w.target.get(), *slots = w.evicted.get();
+    int* members = w.members.reserve(3 * static_cast<size_t>(evicted) + 1);
+    float* rows = w.rows.reserve(static_cast<size_t>(evicted) * (a.key_size + a.value_size));
+    float* scores = w.scores.reserve(static_cast<size_t>(evicted) * (a.statistics + 2));
     if (p.merge == KV_MERGE_PAIR && p.weigh == KV_WEIGH_HESSIAN) attended(x, w);
-    for (int i = 0; i < leaving; ++i) {
-      if (to[i] < 0 || destination[to[i]] >= 0) continue;
+    for (int i = 0; i < evicted; ++i) {
+      if (target[i] < 0 || row_of[target[i]] >= 0) continue;
       int count = 0;
-      members[count++] = to[i];
-      for (int j = i; j < leaving; ++j)
-        if (to[j] == to[i]) members[count++] = slots[j];
-      float* key = rows + static_cast<size_t>(x.groups) * (a.key_size + a.value_size);
-      float* rest = scores + static_cast<size_t>(x.groups) * (a.statistics + 2);
+      members[count++] = target[i];
+      for (int j = i; j < evicted; ++j)
+        if (target[j] == target[i]) members[count++] = slots[j];
+      float* key = rows + static_cast<size_t>(x.sets) * (a.key_size + a.value_size);
+      float* rest = scores + static_cast<size_t>(x.sets) * (a.statistics + 2);
       int32_t latest = 0;
       for (int j = 0; j < count; ++j) latest = max_of(latest, w.position.get()[members[j]]);
-      const float votes = join(x, w, members, count, key, key + a.key_size);
+      const float votes = merge_set(x, w, members, count, key, key + a.key_size);
       rest[0] = votes < p.votes_max ? votes : p.votes_max;
       memcpy(&rest[1], &latest, sizeof latest);
-      for (int k = 0; k < a.statistics; ++k) rest[2 + k] = joined_score(x, w, members, count, k, latest);
-      destination[to[i]] = x.groups++;
+      for (int k = 0; k < a.statistics; ++k) rest[2 + k] = merged_score(x, w, members, count, k, latest);
+      row_of[target[i]] = x.sets++;
     }
   }
 
@@ -73,39 +79,39 @@ struct Merge : Select<T> {
   template <class Row>
   void mean(const int* members, const float* weight, int count, int size, float* out, Row row) const {
     static thread_local Scratch<float> scratch;
-    float *wide = scratch.reserve(size), total = 0.0f;
+    float *wide = scratch.reserve(size), weight_sum = 0.0f;
     for (int i = 0; i < size; ++i) out[i] = 0.0f;
     for (int j = 0; j < count; ++j) {
       widen(row(members[j]), wide, size);
       for (int i = 0; i < size; ++i) out[i] += weight[j] * wide[i];
-      total += weight[j];
+      weight_sum += weight[j];
     }
-    for (int i = 0; i < size; ++i) out[i] /= total;
+    for (int i = 0; i < size; ++i) out[i] /= weight_sum;
   }
 
-  // A group's key and value; returns its votes.
-  float join(const Head& x, const Work& w, const int* members, int count, float* key, float* value) const {
+  // A set's key and value; returns its votes.
+  float merge_set(const Head& x, const Work& w, const int* members, int count, float* key, float* value) const {
     static thread_local Scratch<float> scratch;
     float* weight = scratch.reserve(2 * static_cast<size_t>(count));
     const float* votes = w.votes.get();
     const auto key_of = [&](int slot) { return key_row(x, w, slot); };
     const auto value_of = [&](int slot) { return value_row(x, w, slot); };
     if (p.merge != KV_MERGE_ZIP) {
-      float total = 0.0f;
-      for (int j = 0; j < count; ++j) total += weight[j] = votes[members[j]];
+      float vote_sum = 0.0f;
+      for (int j = 0; j < count; ++j) vote_sum += weight[j] = votes[members[j]];
       mean(members, weight, count, a.value_size, value, value_of);
       if (p.merge == KV_MERGE_PAIR)
         pair_key(x, w, members[0], members[1], key);
       else
         mean(members, weight, count, a.key_size, key, key_of);
-      return total;
+      return vote_sum;
     }
     ZipSums sums;
     float* logit = weight + count;
     for (int j = 0; j < count; ++j) {
       logit[j] = corrected_average(score_of(x, w, a.statistics - 1, members[j]), p.weigh_decay, x.now,
                                    w.position.get()[members[j]]);
-      if (j == 0 || logit[j] > sums.top) sums.top = logit[j];
+      if (j == 0 || logit[j] > sums.max_logit) sums.max_logit = logit[j];
     }
     for (int j = 0; j < count; ++j) weight[j] = sums.add(votes[members[j]], logit[j]);
     mean(members, weight, count, a.key_size, key, key_of);
@@ -118,68 +124,69 @@ struct Merge : Select<T> {
     return sums.votes;
   }
 
-  // Statistic k of a group: probability mass adds, of averages of exp(logit) the mean by votes.
-  float joined_score(const Head& x, const Work& w, const int* members, int count, int k, int32_t latest) const {
+  // Statistic k of a set: probability mass adds, of averages of exp(logit) the mean by votes.
+  float merged_score(const Head& x, const Work& w, const int* members, int count, int k, int32_t latest) const {
     const float* votes = w.votes.get();
     const int32_t* position = w.position.get();
     if (a.statistic_kind[k] == KV_STATISTIC_NONE) return score_of(x, w, k, members[0]);
     if (a.statistic_kind[k] == KV_STATISTIC_PROBABILITY) {
       const bool by_mean = k == 0 && p.mean_adds;
-      float total = 0.0f;
+      float sum = 0.0f;
       for (int j = 0; j < count; ++j) {
         const float score = score_of(x, w, k, members[j]);
-        total += by_mean ? score / static_cast<float>(max_of(x.now - position[members[j]] + 1, 1)) : score;
+        sum += by_mean ? score / static_cast<float>(max_of(x.now - position[members[j]] + 1, 1)) : score;
       }
-      return by_mean ? total * static_cast<float>(x.now - latest + 1) : total;
+      return by_mean ? sum * static_cast<float>(x.now - latest + 1) : sum;
     }
-    float top = score_of(x, w, k, members[0]), share = 0.0f, total = 0.0f;
-    for (int j = 1; j < count; ++j) top = max_of(top, score_of(x, w, k, members[j]));
+    float max_score = score_of(x, w, k, members[0]), share = 0.0f, vote_sum = 0.0f;
+    for (int j = 1; j < count; ++j) max_score = max_of(max_score, score_of(x, w, k, members[j]));
     for (int j = 0; j < count; ++j) {
-      share += votes[members[j]] * std::exp(score_of(x, w, k, members[j]) - top);
-      total += votes[members[j]];
+      share += votes[members[j]] * std::exp(score_of(x, w, k, members[j]) - max_score);
+      vote_sum += votes[members[j]];
     }
-    return top + std::log(share / total);
+    return max_score + std::log(share / vote_sum);
   }
 
-  // The attention's output as the accumulated probabilities see it, o = sum a v, and in output[Dv] what they add up to.
+  // The attention's output by the accumulated probabilities, o = sum a v, and in output[Dv] the sum of these.
   void attended(const Head& x, Work& w) const {
     float* output = w.output.reserve(a.value_size + 1, 0.0f);
-    float* wide = w.turned.reserve(max_of(a.value_size, a.key_size));
-    float total = 0.0f;
-    for (int i = 0; i < x.used; ++i) total += score_of(x, w, a.statistics - 1, i);
-    total = max_of(total, 1e-30f);
+    float* wide = w.wide.reserve(max_of(a.value_size, a.key_size));
+    float mass = 0.0f;
+    for (int i = 0; i < x.used; ++i) mass += score_of(x, w, a.statistics - 1, i);
+    mass = max_of(mass, 1e-30f);
     for (int i = 0; i < x.used; ++i) {
-      const float share = score_of(x, w, a.statistics - 1, i) / total;
+      const float share = score_of(x, w, a.statistics - 1, i) / mass;
       widen(value_row(x, w, i), wide, a.value_size);
       for (int j = 0; j < a.value_size; ++j) output[j] += share * wide[j];
     }
-    output[a.value_size] = total;
+    output[a.value_size] = mass;
   }
 
   // The key of a pair: both in the rotary frame of the younger.
   void pair_key(const Head& x, const Work& w, int younger, int older, float* key) const {
     static thread_local Scratch<float> scratch;
     const int d = a.key_size;
-    float *wide = scratch.reserve(2 * static_cast<size_t>(d)), *turned = wide + d;
+    float *wide = scratch.reserve(2 * static_cast<size_t>(d)), *rotated = wide + d;
     widen(key_row(x, w, older), wide, d);
-    for (int i = 0; i < d; ++i) turned[i] = wide[i];
+    for (int i = 0; i < d; ++i) rotated[i] = wide[i];
     const float steps = static_cast<float>(w.position.get()[younger] - w.position.get()[older]);
     for (int f = 0; f < a.rotary_planes; ++f) {
       const int i = a.rotary_interleaved ? 2 * f : f, j = a.rotary_interleaved ? 2 * f + 1 : f + a.rotary_planes;
       const float angle = steps * a.inverse_frequencies[f], cosine = std::cos(angle), sine = std::sin(angle);
-      turned[i] = wide[i] * cosine - wide[j] * sine;
-      turned[j] = wide[j] * cosine + wide[i] * sine;
+      rotated[i] = wide[i] * cosine - wide[j] * sine;
+      rotated[j] = wide[j] * cosine + wide[i] * sine;
     }
-    float own = score_of(x, w, a.statistics - 1, younger), arriving = score_of(x, w, a.statistics - 1, older);
-    if (p.weigh == KV_WEIGH_HESSIAN) hessian(x, w, younger, older, &own, &arriving);
-    const float share = own + arriving > 0.0f ? own / (own + arriving) : 0.5f;
+    float younger_weight = score_of(x, w, a.statistics - 1, younger),
+          older_weight = score_of(x, w, a.statistics - 1, older);
+    if (p.weigh == KV_WEIGH_HESSIAN) hessian(x, w, younger, older, &younger_weight, &older_weight);
+    const float share = younger_weight + older_weight > 0.0f ? younger_weight / (younger_weight + older_weight) : 0.5f;
     widen(key_row(x, w, younger), key, d);
-    for (int i = 0; i < d; ++i) key[i] = share * key[i] + (1.0f - share) * turned[i];
+    for (int i = 0; i < d; ++i) key[i] = share * key[i] + (1.0f - share) * rotated[i];
   }
 
-  void hessian(const Head& x, const Work& w, int younger, int older, float* own, float* arriving) const {
+  void hessian(const Head& x, const Work& w, int younger, int older, float* younger_weight, float* older_weight) const {
     const int dv = a.value_size;
-    const float *output = w.output.get(), total = output[dv];
+    const float *output = w.output.get(), mass = output[dv];
     const T *v1 = value_row(x, w, younger), *v2 = value_row(x, w, older);
     float norm1 = 0.0f, norm2 = 0.0f, both = 0.0f;
     for (int i = 0; i < dv; ++i) {
@@ -188,24 +195,24 @@ struct Merge : Select<T> {
       norm2 += r2 * r2;
       both += (r1 + r2) * (r1 + r2);
     }
-    hessian_weights(*own / total, *arriving / total, std::sqrt(norm1), std::sqrt(norm2), std::sqrt(both), p.tau, own,
-                    arriving);
+    hessian_weights(*younger_weight / mass, *older_weight / mass, std::sqrt(norm1), std::sqrt(norm2), std::sqrt(both),
+                    p.tau, younger_weight, older_weight);
   }
 
-  // Writes what stays in order of position, and zeros after it.
+  // Writes kept slots and merged rows in order of position, and zeros after them.
   void place(const Head& x, Work& w) const {
     const size_t d = a.key_size, dv = a.value_size, c = a.capacity;
-    const char* leaves = w.leaves.get();
-    const int* row_of = x.groups ? w.destination.get() : nullptr;
+    const char* is_evicted = w.is_evicted.get();
+    const int* row_of = x.sets ? w.row_of_target.get() : nullptr;
     const float *rows = w.rows.get(), *scores = w.scores.get();
     int kept = 0, *rank = w.rank.reserve(x.used + 1);
     int32_t* position = w.position.get();
     for (int i = 0; i < x.used; ++i) {
-      if (leaves[i]) continue;
+      if (is_evicted[i]) continue;
       rank[kept++] = i;
       if (row_of && row_of[i] >= 0) memcpy(&position[i], &scores[row_of[i] * (a.statistics + 2) + 1], sizeof(int32_t));
     }
-    if (x.groups) std::sort(rank, rank + kept, [position](int i, int j) { return position[i] < position[j]; });
+    if (x.sets) std::sort(rank, rank + kept, [position](int i, int j) { return position[i] < position[j]; });
     // Small rows first, by way of scratch; then keys and values, where a row moves only towards the front unless it was
     // merged.
     const int* order = w.order.get();
@@ -227,7 +234,7 @@ struct Merge : Select<T> {
       memcpy(&x.out_position[i], &from[1], sizeof(int32_t));
       for (int k = 0; k < a.statistics; ++k) x.out_score[k * c + i] = from[2 + k];
     }
-    // In place, what lies beyond the used slots is left alone.
+    // In place, slots after the used ones are left alone.
     clear(x.out_key, x.key, d, kept, x.in_all);
     clear(x.out_value, x.value, dv, kept, x.in_all);
     clear(x.out_votes, x.votes, 1, kept, x.in_all);
@@ -254,7 +261,7 @@ struct Merge : Select<T> {
         last = order[rank[i]];
       }
       if (!forward) {
-        T* copy = reinterpret_cast<T*>(w.turned.reserve((static_cast<size_t>(a.capacity) * width * sizeof(T) + 3) / 4));
+        T* copy = reinterpret_cast<T*>(w.wide.reserve((static_cast<size_t>(a.capacity) * width * sizeof(T) + 3) / 4));
         memcpy(static_cast<void*>(copy), in, static_cast<size_t>(a.capacity) * width * sizeof(T));
         source = copy;
       }

@@ -1,5 +1,12 @@
-// MergeCache's first half: the used slots of a KV head in order of position, which of them leave, and the target
-// nearest to each.
+// MergeCache's first half, of one KV head:
+//
+//   collect: the used slots that the sliding window has not passed, in order of position
+//   weigh: which slots are unprotected, neither sinks nor recent; importance[slot] = policy.select
+//   choose: keep_score[slot] = importance, 1e38 where merged slots are evicted last
+//     where policy.order asks for targets: the nearest of higher importance, for the slots of lowest keep score
+//     evicted = the lowest keep scores, those with such a target, or the older of a pair, before the others
+//   receivers: which slots can receive; for a running mean a share of those
+//   nearest: for each of many slots the nearest target, in tiles of kTileRows slots against kBlock packed targets
 #pragma once
 
 #include <algorithm>
@@ -19,10 +26,10 @@ constexpr float kNoTarget = -1e38f;  // below every cosine, dot product and dist
 
 // Arrays of one task, kept by its thread. Slots are numbered in order of position, the empty ones left out.
 struct Work {
-  Scratch<int> order, rank, leaving, target_list, ranked_targets, padded_targets, to, members, destination;
-  Scratch<float> votes, importance, value, norm, best, products, packed_keys, rows, scores, output, turned, moved;
+  Scratch<int> order, rank, evicted, target_list, ranked_targets, padded_targets, target, members, row_of_target;
+  Scratch<float> votes, importance, keep_score, norm, best, products, packed_keys, rows, scores, output, wide, moved;
   Scratch<int32_t> position;
-  Scratch<char> is_target, leaves;
+  Scratch<char> is_unprotected, is_evicted;
 };
 
 template <class T>
@@ -40,7 +47,7 @@ struct Select {
     float *out_votes, *out_score;
     int32_t* out_position;
     int in_all;  // used slots before the sliding window
-    int used, now, over, leaving, groups, target_count;
+    int used, now, over, evicted, sets, target_count;
   };
 
   Head head(size_t index) const {
@@ -56,7 +63,7 @@ struct Select {
     x.out_votes = a.present.votes + index * c;
     x.out_score = a.present.score + index * k * c;
     x.out_position = a.present.position + index * c;
-    x.groups = x.leaving = 0;
+    x.sets = x.evicted = 0;
     return x;
   }
 
@@ -90,15 +97,15 @@ struct Select {
     float* votes = w.votes.reserve(x.used + W);
     int32_t* positions = w.position.reserve(x.used + W);
     for (int i = 0; i < x.used; ++i) votes[i] = x.votes[order[i]], positions[i] = x.position[order[i]];
-    w.leaves.reserve(x.used + 1, 0);
+    w.is_evicted.reserve(x.used + 1, 0);
   }
 
-  // Which slots are free to leave, and the importance of every slot.
+  // Which slots are unprotected, and the importance of every slot.
   void weigh(Head& x, Work& w) const {
     const int n = x.used;
-    char* is_target = w.is_target.reserve(n);
+    char* is_unprotected = w.is_unprotected.reserve(n);
     const int32_t* position = w.position.get();
-    for (int i = 0; i < n; ++i) is_target[i] = position[i] >= a.sinks && position[i] <= x.now - a.recent;
+    for (int i = 0; i < n; ++i) is_unprotected[i] = position[i] >= a.sinks && position[i] <= x.now - a.recent;
     float* importance = w.importance.reserve(n);
     for (int i = 0; i < n; ++i) {
       switch (p.select) {
@@ -124,37 +131,40 @@ struct Select {
   float pooled(const Head& x, const Work& w, int i) const {
     const int reach = p.pooled / 2;
     const int32_t* position = w.position.get();
-    float total = 0.0f;
+    float sum = 0.0f;
     for (int j = max_of(i - reach, 0); j <= min_of(i + reach, x.used - 1); ++j)
-      if (w.is_target.get()[j] && position[j] - position[i] <= reach && position[i] - position[j] <= reach)
-        total += score_of(x, w, 0, j);
-    return total;
+      if (w.is_unprotected.get()[j] && position[j] - position[i] <= reach && position[i] - position[j] <= reach)
+        sum += score_of(x, w, 0, j);
+    return sum;
   }
 
   // The first slot of a pair of unprotected neighbours, which lie together.
   bool is_older(const Head& x, const Work& w, int i) const {
-    const char* is_target = w.is_target.get();
-    return is_target[i] && i + 1 < x.used && is_target[i + 1] && (i - w.target_list.get()[0]) % 2 == 0;
+    const char* is_unprotected = w.is_unprotected.get();
+    return is_unprotected[i] && i + 1 < x.used && is_unprotected[i + 1] && (i - w.target_list.get()[0]) % 2 == 0;
   }
 
-  // Fills `leaving` with the slots that leave, the first to go first.
+  // Fills `evicted`, in the order in which slots are evicted.
   void choose(Head& x, Work& w) const {
     const int n = x.used;
-    const char* is_target = w.is_target.get();
+    const char* is_unprotected = w.is_unprotected.get();
     const float *importance = w.importance.get(), *votes = w.votes.get();
     int *rank = w.rank.reserve(n + 1), count = 0;
     for (int i = 0; i < n; ++i)
-      if (is_target[i]) rank[count++] = i;
+      if (is_unprotected[i]) rank[count++] = i;
     int* list = w.target_list.reserve(n + 1);
     for (int i = 0; i < count; ++i) list[i] = rank[i];
     x.target_count = count;
-    float* value = w.value.reserve(n);
-    for (int i = 0; i < n; ++i) value[i] = p.merged_last && votes[i] > 1.0f ? 1e38f : importance[i];
-    char* first = w.leaves.get();  // what goes before all others; marked 2 for now
+    float* keep_score = w.keep_score.reserve(n);
+    for (int i = 0; i < n; ++i) keep_score[i] = p.merged_last && votes[i] > 1.0f ? 1e38f : importance[i];
+    char* first = w.is_evicted.get();  // evicted before all others: marked 2 for now
     if (p.merge == KV_MERGE_PAIR)
       for (int i = 0; i < count; ++i)
-        if (is_older(x, w, list[i])) first[list[i]] = 2, value[list[i]] = importance[list[i]] + importance[list[i] + 1];
-    const auto lower = [value](int i, int j) { return value[i] < value[j] || (value[i] == value[j] && i < j); };
+        if (is_older(x, w, list[i]))
+          first[list[i]] = 2, keep_score[list[i]] = importance[list[i]] + importance[list[i] + 1];
+    const auto lower = [keep_score](int i, int j) {
+      return keep_score[i] < keep_score[j] || (keep_score[i] == keep_score[j] && i < j);
+    };
     if (p.order != KV_ORDER_LOWEST) {
       const int pool = p.eviction_pool > count / x.over ? count : p.eviction_pool * x.over;
       std::partial_sort(rank, rank + pool, rank + count, lower);
@@ -163,23 +173,24 @@ struct Select {
         const float near = w.best.get()[i];
         if (near > (p.order == KV_ORDER_LEAST_ERROR ? -kTooFar : p.threshold)) first[rank[i]] = 2;
         if (p.order == KV_ORDER_LEAST_ERROR && near > -kTooFar)
-          value[rank[i]] = merge_error(importance[rank[i]], p.error_exponent, -near);
+          keep_score[rank[i]] = merge_error(importance[rank[i]], p.error_exponent, -near);
       }
     }
-    const int go = min_of(x.over, count);
-    std::partial_sort(rank, rank + go, rank + count, [first, lower](int i, int j) {
+    const int chosen = min_of(x.over, count);
+    std::partial_sort(rank, rank + chosen, rank + count, [first, lower](int i, int j) {
       return first[i] != first[j] ? first[i] > first[j] : lower(i, j);
     });
     for (int i = 0; i < n; ++i) first[i] = 0;
-    int* leaving = w.leaving.reserve(x.over);
-    for (int i = 0; i < go; ++i) leaving[x.leaving++] = rank[i];
-    // More than is free must leave: the earliest of what is protected.
-    for (int i = 0; i < n && x.leaving < x.over; ++i)
-      if (!is_target[i]) leaving[x.leaving++] = i;
-    for (int i = 0; i < x.leaving; ++i) w.leaves.get()[leaving[i]] = 1;
+    int* evicted = w.evicted.reserve(x.over);
+    for (int i = 0; i < chosen; ++i) evicted[x.evicted++] = rank[i];
+    // Where more have to be evicted than are unprotected: the earliest of the protected ones.
+    for (int i = 0; i < n && x.evicted < x.over; ++i)
+      if (!is_unprotected[i]) evicted[x.evicted++] = i;
+    for (int i = 0; i < x.evicted; ++i) w.is_evicted.get()[evicted[i]] = 1;
   }
 
-  // Of each of `count` slots the nearest target and how near it is, in `to` and `best`. Of equals the lowest position.
+  // Of each of `count` slots the nearest target and how near it is, in `target` and `best`. Of equals the lowest
+  // position.
   // higher: among targets of higher importance only, no further than the first `enough` slots that are nearer than the
   // threshold, and by keys and values where the policy goes by the error.
   void nearest(const Head& x, Work& w, const int* slots, int count, bool higher, int enough) const {
@@ -188,11 +199,11 @@ struct Select {
     const size_t padded = static_cast<size_t>(blocks) * kBlock;
     const float* importance = w.importance.get();
     const int* targets = w.target_list.get();
-    // Where most slots are asked for, half of the pairs are of no account: of a row only the targets of higher
-    // importance count, and these then come first.
+    // Where targets of most slots are looked for, half of the pairs are of no account: a slot's targets have a higher
+    // importance than itself, so those of the highest importance are laid out first.
     const bool ranked = higher && 2 * count > x.target_count;
     if (ranked) targets = by_importance(x, w);
-    int* to = w.to.reserve(count, -1);
+    int* nearest_target = w.target.reserve(count, -1);
     float* best = w.best.reserve(count, kNoTarget);
     float *keys = w.packed_keys.reserve(padded * (d + dv)), *values = keys + padded * d;
     float *norms = w.norm.reserve(2 * padded, 0.0f), *value_norms = norms + padded;  // their squares, of the targets
@@ -206,7 +217,7 @@ struct Select {
       const int held = max_of(min_of(W, x.target_count - i), 0);
       const size_t block = static_cast<size_t>(i / kBlock) * kBlock;
       const auto pack = [&](auto row_of, int size, bool unit, float* packed, float* squares) {
-        float *wide = w.turned.reserve(W * size, 0.0f), factor[W];
+        float *wide = w.wide.reserve(W * size, 0.0f), factor[W];
         for (int j = 0; j < W; ++j) {
           if (j < held) squares[i + j] = widened(row_of(targets[i + j]), size, wide + j * size);
           factor[j] = unit ? over_norm(squares[i + j]) : 1.0f;
@@ -247,7 +258,7 @@ struct Select {
           const int place = block * kBlock + column;
           const vi live = lane_numbers() + place < x.target_count, target = load_i(padded_targets + place);
           const vf square = load(norms + place), value_square = load(value_norms + place),
-                   own_importance = load(importances + place);
+                   target_importance = load(importances + place);
           for (int r = 0; r < height; ++r) {
             vf near = load(products + r * kBlock + column);
             if (p.measure == KV_MEASURE_DISTANCE) near = 2.0f * near - square - row_norm[r];
@@ -256,14 +267,14 @@ struct Select {
               near = vmin(near, vf{}) * vmax(apart, vf{});
             }
             vi better = ((near > lane_best[r]) | ((near == lane_best[r]) & (target < lane_slot[r]))) & live;
-            if (higher) better &= own_importance > importance[slots[first + r]];
+            if (higher) better &= target_importance > importance[slots[first + r]];
             lane_best[r] = select(better, near, lane_best[r]);
             lane_slot[r] = better ? target : lane_slot[r];
           }
         }
       }
       for (int r = 0; r < height; ++r) {
-        int& slot = to[first + r];
+        int& slot = nearest_target[first + r];
         for (int lane = 0; lane < W; ++lane) {
           const int found_at = lane_slot[r][lane];
           const float near = lane_best[r][lane];
@@ -275,7 +286,7 @@ struct Select {
     }
   }
 
-  // The targets, those of the highest importance first and those without one last.
+  // The targets, the highest importance first, NaN last.
   const int* by_importance(const Head& x, Work& w) const {
     int* list = w.ranked_targets.reserve(x.target_count + 1);
     const float* importance = w.importance.get();
@@ -293,25 +304,25 @@ struct Select {
   }
   static float over_norm(float square) { return 1.0f / max_of(std::sqrt(square), 1e-12f); }
 
-  // Leaves in `target_list` those that may receive: they stay, and are free, or recent where the policy says so.
+  // Fills `target_list` with the slots that can receive: kept, and unprotected, or recent where the policy says so.
   void receivers(Head& x, Work& w) const {
     int *list = w.target_list.get(), count = 0;
     const int32_t* position = w.position.get();
     for (int i = 0; i < x.used; ++i) {
-      const bool receives = w.is_target.get()[i] || (a.recent_receives && position[i] >= a.sinks);
-      if (receives && !w.leaves.get()[i]) list[count++] = i;
+      const bool receives = w.is_unprotected.get()[i] || (a.recent_receives && position[i] >= a.sinks);
+      if (receives && !w.is_evicted.get()[i]) list[count++] = i;
     }
     x.target_count = count;
     if (p.merge != KV_MERGE_RUNNING_MEAN || count == 0) return;
-    // The residual region: those that have merged before, then the lowest.
-    const int region = max_of(static_cast<int>(std::floor(p.residual * static_cast<float>(count))), 1);
+    // A running mean's targets: slots that have merged before, then those of lowest importance.
+    const int residual = max_of(static_cast<int>(std::floor(p.residual * static_cast<float>(count))), 1);
     const float *votes = w.votes.get(), *importance = w.importance.get();
     const auto value = [votes, importance](int i) { return votes[i] > 1.0f ? -1e38f : importance[i]; };
     // Not std::sort, which may leave the array where a score is NaN.
-    std::partial_sort(list, list + region, list + count,
+    std::partial_sort(list, list + residual, list + count,
                       [value](int i, int j) { return value(i) < value(j) || (value(i) == value(j) && i < j); });
-    x.target_count = region;
-    std::sort(list, list + region, [](int i, int j) { return i < j; });
+    x.target_count = residual;
+    std::sort(list, list + residual, [](int i, int j) { return i < j; });
   }
 };
 

@@ -56,7 +56,7 @@ const char* launch(const typename Program::Args& args, size_t blocks, size_t sha
   if (shared > 48000)
     if (const char* problem = text_of(cudaFuncSetAttribute(
             run_program<Program>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(limit)))) {
-      cudaGetLastError();  // said here, and not to whoever asks next
+      cudaGetLastError();  // reported here, not by the next call that checks
       return problem;
     }
   run_program<Program><<<static_cast<unsigned>(blocks), Program::kThreads, shared, stream>>>(args);

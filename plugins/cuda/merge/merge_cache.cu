@@ -1,10 +1,17 @@
-// MergeCache's calls: what they take, how work is divided, which kernels run.
+// MergeCache's calls. What the launches do, one after another, is at the head of work.h; here is
+//
+//   check the call; if the workspace is too small: refuse
+//   copy past to present, where they are not one buffer          the launches update present in place
+//   Rank, and where policy.order asks for targets: Nearest over the eviction pool, Choose
+//   Nearest over the evicted slots, unless they are dropped or merge in pairs
+//   FormSets, Attended where a Hessian weighs, MergeRows unless evicted slots are dropped
+//   Order, Place
 #include "../../math/policy.h"
 #include "../core/launch.h"
-#include "join.h"
 #include "nearest.h"
 #include "place.h"
 #include "select.h"
+#include "sets.h"
 
 namespace kv {
 namespace cuda {
@@ -24,59 +31,60 @@ const char* check(const KvMergeCache& a) {
 
 int tiles_of(int rows) { return (rows + 31) / 32; }
 
-// The call's plan in this workspace; how many bytes it takes.
-size_t plan(const KvMergeCache& a, const Device& device, void* workspace, Merge* merge) {
+// Divides the workspace among the launches of a call; how many bytes it takes.
+size_t lay_out(const KvMergeCache& a, const Device& device, void* workspace, MergeWork* merge) {
   const KvMergePolicy& p = a.policy;
   const size_t heads = static_cast<size_t>(a.batch) * a.heads, slots = heads * a.capacity;
   Workspace parts(workspace);
-  Merge& m = *merge;
+  MergeWork& m = *merge;
   m = {};
   m.call = a;
-  m.most = a.compresses && a.capacity > a.budget ? a.capacity - a.budget : 0;
-  const int64_t pool =
-      p.order != KV_ORDER_LOWEST ? static_cast<int64_t>(m.most) * (p.eviction_pool > 1 ? p.eviction_pool : 1) : m.most;
+  m.most_evicted = a.compresses && a.capacity > a.budget ? a.capacity - a.budget : 0;
+  const int64_t pool = p.order != KV_ORDER_LOWEST
+                           ? static_cast<int64_t>(m.most_evicted) * (p.eviction_pool > 1 ? p.eviction_pool : 1)
+                           : m.most_evicted;
   m.most_rows = pool < a.capacity ? static_cast<int>(pool) : a.capacity;
-  const bool merges = p.merge != KV_MERGE_DROP && m.most > 0;
+  const bool merges = p.merge != KV_MERGE_DROP && m.most_evicted > 0;
   // As many splits as fill the device twice, none below four blocks of keys.
-  const size_t tiles = heads * tiles_of(m.most > 0 ? m.most : 1),
+  const size_t tiles = heads * tiles_of(m.most_evicted > 0 ? m.most_evicted : 1),
                wanted = tiles > 0 ? 2 * device.multiprocessors / tiles : 1;
   const size_t worth = a.capacity / 128;
   m.splits = static_cast<int>(wanted < 1 || worth < 1 ? 1 : wanted < worth ? wanted : worth);
   parts.take<int>(KV_CUDA_COUNTER_BYTES / sizeof(int));
-  m.heads = parts.take<HeadPlan>(heads);
+  m.heads = parts.take<HeadInfo>(heads);
   m.order = parts.take<int>(slots);
   m.importance = parts.take<float>(slots);
-  m.value = parts.take<float>(slots);
+  m.keep_score = parts.take<float>(slots);
   m.mark = parts.take<uint8_t>(slots);
   m.rows = parts.take<int>(heads * m.most_rows);
-  m.group = parts.take<int>(slots);
-  m.owner = parts.take<int>(slots);
+  m.set = parts.take<int>(slots);
+  m.result = parts.take<int>(slots);
   m.source = parts.take<int>(slots);
   if (merges) {
-    m.near = parts.take<float>(heads * m.most_rows * m.splits);
+    m.nearness = parts.take<float>(heads * m.most_rows * m.splits);
     m.nearest = parts.take<int>(heads * m.most_rows * m.splits);
-    m.to = parts.take<int>(heads * m.most);
-    m.merged = parts.take<char>(heads * m.most * (a.key_size + a.value_size) * element_size(a.cache_type));
-    m.merged_small = parts.take<float>(heads * m.most * (1 + a.statistics));
+    m.target = parts.take<int>(heads * m.most_evicted);
+    m.merged = parts.take<char>(heads * m.most_evicted * (a.key_size + a.value_size) * element_size(a.cache_type));
+    m.merged_small = parts.take<float>(heads * m.most_evicted * (1 + a.statistics));
     if (p.weigh == KV_WEIGH_HESSIAN) m.attended = parts.take<float>(heads * (a.value_size + 1));
   }
   return parts.size();
 }
 
 template <class T, bool ByError>
-const char* nearest(const Merge& m, bool higher, const Device& device, Stream stream) {
+const char* nearest(const MergeWork& m, bool higher, const Device& device, Stream stream) {
   using Kernel = Nearest<T, ByError>;
   const size_t heads = static_cast<size_t>(m.call.batch) * m.call.heads;
-  return launch<Kernel>({m, higher}, heads * tiles_of(higher ? m.most_rows : m.most) * m.splits,
+  return launch<Kernel>({m, higher}, heads * tiles_of(higher ? m.most_rows : m.most_evicted) * m.splits,
                         Kernel::size(m.call.key_size, m.call.value_size), device, stream);
 }
 
 template <class T>
-const char* run(const Merge& m, const Device& device, Stream stream) {
+const char* run(const MergeWork& m, const Device& device, Stream stream) {
   const KvMergeCache& a = m.call;
   const KvMergePolicy& p = a.policy;
   const size_t heads = static_cast<size_t>(a.batch) * a.heads;
-  const bool merges = p.merge != KV_MERGE_DROP && m.most > 0;
+  const bool merges = p.merge != KV_MERGE_DROP && m.most_evicted > 0;
   if (const char* problem = launch<Rank>(m, heads, Selection::size(a.capacity), device, stream)) return problem;
   if (merges && p.order != KV_ORDER_LOWEST) {
     const auto find = p.order == KV_ORDER_LEAST_ERROR ? nearest<T, true> : nearest<T, false>;
@@ -85,11 +93,13 @@ const char* run(const Merge& m, const Device& device, Stream stream) {
   }
   if (merges && p.merge != KV_MERGE_PAIR)
     if (const char* problem = nearest<T, false>(m, false, device, stream)) return problem;
-  if (const char* problem = launch<Group>(m, heads, 0, device, stream)) return problem;
+  if (const char* problem = launch<FormSets>(m, heads, 0, device, stream)) return problem;
   if (merges) {
     if (p.merge == KV_MERGE_PAIR && p.weigh == KV_WEIGH_HESSIAN)
       if (const char* problem = launch<Attended<T>>(m, heads, Attended<T>::size(), device, stream)) return problem;
-    if (const char* problem = launch<Join<T>>(m, heads * m.most, Join<T>::size(m.most), device, stream)) return problem;
+    if (const char* problem =
+            launch<MergeRows<T>>(m, heads * m.most_evicted, MergeRows<T>::size(m.most_evicted), device, stream))
+      return problem;
   }
   if (const char* problem = launch<Order>(m, heads, Order::size(a.capacity), device, stream)) return problem;
   const int element = element_size(a.cache_type);
@@ -103,9 +113,9 @@ const char* run(const Merge& m, const Device& device, Stream stream) {
 
 extern "C" const char* kv_cuda_merge_cache_workspace(const KvMergeCache* call, size_t* bytes) {
   using namespace kv::cuda;
-  Merge merge;
+  MergeWork merge;
   if (const char* problem = check(*call)) return problem;
-  *bytes = plan(*call, largest_device(), nullptr, &merge);
+  *bytes = lay_out(*call, largest_device(), nullptr, &merge);
   return nullptr;
 }
 
@@ -113,13 +123,13 @@ extern "C" const char* kv_cuda_merge_cache(const KvMergeCache* call, const KvCud
   using namespace kv::cuda;
   const KvMergeCache& a = *call;
   Device device;
-  Merge merge;
+  MergeWork merge;
   if (const char* problem = check(a)) return problem;
   if (a.batch == 0) return nullptr;
   for (const void* pointer : {a.past.key, a.past.value, a.present.key, a.present.value})
     if (!is_aligned(pointer)) return "a tensor is not aligned to 16 bytes";
   if (const char* problem = this_device(&device)) return problem;
-  if (const char* problem = check_workspace(*where, plan(a, device, where->workspace, &merge))) return problem;
+  if (const char* problem = check_workspace(*where, lay_out(a, device, where->workspace, &merge))) return problem;
   const KvState &past = a.past, &present = a.present;
   merge.in_place = past.key == present.key && past.value == present.value && past.votes == present.votes &&
                    past.score == present.score && past.position == present.position;

@@ -1,7 +1,18 @@
-// MergeCache: where leaving slots go.
+// MergeCache: the target nearest to each of many slots. One block of 128 threads per head, 32 rows (evicted slots, or
+// those of the eviction pool) and split of the targets:
+//
+//   load the rows' keys, and where policy.order is by the error their values; the squares of each
+//   for each 32 targets of the split
+//     load theirs                                      a barrier: they are complete before anything is multiplied
+//     nearness[row, target] = row . target             a thread two rows and every eighth target
+//     ... over both norms (cosine), or as a distance   by the error: the product of keys' and values' distances
+//     keep the nearest target that can receive, or in the pool that has a higher importance
+//   combine the eight threads of a row, of equals the lowest slot; write the split's nearest
+//
+// Splits are combined in their order by `nearest_of`.
 #pragma once
 
-#include "plan.h"
+#include "work.h"
 
 namespace kv {
 namespace cuda {
@@ -11,8 +22,8 @@ namespace cuda {
 template <class T, bool ByError>
 struct Nearest {
   struct Args {
-    Merge plan;
-    bool higher;  // rows are the pool of merge_first; targets are free slots of higher importance
+    MergeWork work;
+    bool higher;  // rows are the eviction pool; targets are unprotected slots of higher importance
   };
   static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 2, kRows = 32, kSlots = 32, kParts = 4;
   struct Registers {
@@ -40,26 +51,27 @@ struct Nearest {
   }
 
   static KV_DEVICE void run(Block<Nearest>& block, const Args& args) {
-    const Merge& plan = args.plan;
-    const KvMergeCache& a = plan.call;
-    const int most = args.higher ? plan.most_rows : plan.most, tiles = (most + kRows - 1) / kRows;
-    const MergeHead head(plan, block.index() / (tiles * plan.splits));
-    const int split = block.index() % plan.splits, begin = block.index() / plan.splits % tiles * kRows;
-    const HeadPlan x = head.info();
-    const int rows = args.higher ? x.pool : x.leaving;
+    const MergeWork& work = args.work;
+    const KvMergeCache& a = work.call;
+    const int most = args.higher ? work.most_rows : work.most_evicted, tiles = (most + kRows - 1) / kRows;
+    const MergeHead head(work, block.index() / (tiles * work.splits));
+    const int split = block.index() % work.splits, begin = block.index() / work.splits % tiles * kRows;
+    const HeadInfo x = head.info();
+    const int rows = args.higher ? x.pool : x.evicted;
     if (x.over == 0 || begin >= rows) return;
     const Tile keys(block.shared, a.key_size), values(block.shared + Tile::bytes(a.key_size), a.value_size);
     float* importance = reinterpret_cast<float*>(block.shared + size(a.key_size, a.value_size)) - 17 * kRows;
     float* bests = importance + kRows;
     int* places = reinterpret_cast<int*>(bests + 8 * kRows);
-    const int first = x.free, last = args.higher || !a.recent_receives ? x.free + x.frees : x.used;
-    const int each = (last - first + plan.splits - 1) / plan.splits, from = first + split * each,
+    const int first = x.unprotected,
+              last = args.higher || !a.recent_receives ? x.unprotected + x.unprotected_count : x.used;
+    const int each = (last - first + work.splits - 1) / work.splits, from = first + split * each,
               to = min_of(from + each, last);
     const auto row_at = [&](int i) { return begin + i < rows ? head.rows()[begin + i] : -1; };
     block.each([&](int t, Registers& r) {
       r.best[0] = r.best[1] = kNoTarget, r.place[0] = r.place[1] = -1;
       for (int i = t; i < kRows; i += kThreads)
-        importance[i] = row_at(i) >= 0 ? head.of(plan.importance)[row_at(i)] : 0.0f;
+        importance[i] = row_at(i) >= 0 ? head.of(work.importance)[row_at(i)] : 0.0f;
       load(keys.row, keys, t, [&](int i) { return row_at(i) >= 0 ? head.template key<T>(row_at(i)) : nullptr; });
       if (ByError)
         load(values.row, values, t,
@@ -87,7 +99,7 @@ struct Nearest {
           for (int i = 0; i < 2; ++i)
             for (int j = 0; j < 4; ++j) near[i][j] = fminf(near[i][j], 0.0f) * fmaxf(-apart[i][j], 0.0f);
         }
-        keep(r, near, head, args, importance, at, to, t);
+        update_best(r, near, head, args, importance, at, to, t);
       });
     }
     block.each([&](int t, Registers& r) {
@@ -101,8 +113,8 @@ struct Nearest {
       for (int i = t * 8; i < t * 8 + 8; ++i)
         if (places[i] >= 0 && (place < 0 || bests[i] > best || (bests[i] == best && places[i] < place)))
           best = bests[i], place = places[i];
-      plan.near[head.split(begin + t, split)] = best;
-      plan.nearest[head.split(begin + t, split)] = place;
+      work.nearness[head.split(begin + t, split)] = best;
+      work.nearest[head.split(begin + t, split)] = place;
     });
   }
 
@@ -118,24 +130,24 @@ struct Nearest {
   }
   // A quarter of the square of row t / 4.
   static KV_DEVICE float square(const char* rows, const Tile& tile, int t) {
-    float total = 0.0f;
+    float sum = 0.0f;
     for (int i = t % kParts; i < tile.size / kLanes<T>; i += kParts) {
       float x[kLanes<T>];
       widen<T>(load_vector(rows + t / kParts * tile.stride + i * 16), x);
-      for (int e = 0; e < kLanes<T>; ++e) total += x[e] * x[e];
+      for (int e = 0; e < kLanes<T>; ++e) sum += x[e] * x[e];
     }
-    return total;
+    return sum;
   }
-  static KV_DEVICE float whole(const float* squares, int row) {
-    float total = 0.0f;
-    for (int i = 0; i < kParts; ++i) total += squares[row * kParts + i];
-    return total;
+  static KV_DEVICE float sum_of_parts(const float* squares, int row) {
+    float sum = 0.0f;
+    for (int i = 0; i < kParts; ++i) sum += squares[row * kParts + i];
+    return sum;
   }
 
   // How near two rows are to every eighth target.
   static KV_DEVICE void measure(float (&near)[2][4], const Tile& tile, int measure, int t) {
     const int row = t / 8 * 2;
-    float total[2][4] = {};
+    float product[2][4] = {};
     for (int i = 0; i < tile.size / kLanes<T>; ++i) {
       float x[2][kLanes<T>];
       widen<T>(load_vector(tile.row + row * tile.stride + i * 16), x[0]);
@@ -145,16 +157,16 @@ struct Nearest {
         float target[kLanes<T>];
         widen<T>(load_vector(tile.target + (t % 8 + 8 * j) * tile.stride + i * 16), target);
 #pragma unroll
-        for (int e = 0; e < kLanes<T>; ++e) total[0][j] += x[0][e] * target[e], total[1][j] += x[1][e] * target[e];
+        for (int e = 0; e < kLanes<T>; ++e) product[0][j] += x[0][e] * target[e], product[1][j] += x[1][e] * target[e];
       }
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const float target_square = whole(tile.target_square, t % 8 + 8 * j);
+      const float target_square = sum_of_parts(tile.target_square, t % 8 + 8 * j);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float row_square = whole(tile.row_square, row + i);
-        near[i][j] = total[i][j];
+        const float row_square = sum_of_parts(tile.row_square, row + i);
+        near[i][j] = product[i][j];
         if (measure == KV_MEASURE_COSINE)
           near[i][j] /= fmaxf(sqrtf(target_square), 1e-12f) * fmaxf(sqrtf(row_square), 1e-12f);
         if (measure == KV_MEASURE_DISTANCE) near[i][j] = 2.0f * near[i][j] - target_square - row_square;
@@ -162,14 +174,14 @@ struct Nearest {
     }
   }
 
-  // The nearest so far of those that may receive.
-  static KV_DEVICE void keep(Registers& r, const float (&near)[2][4], const MergeHead& head, const Args& args,
-                             const float* row_importance, int at, int to, int t) {
+  // The nearest so far of those that can receive.
+  static KV_DEVICE void update_best(Registers& r, const float (&near)[2][4], const MergeHead& head, const Args& args,
+                                    const float* row_importance, int at, int to, int t) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int slot = at + t % 8 + 8 * j;
-      if (slot >= to || (!args.higher && head.of(args.plan.mark)[slot] != kReceives)) continue;
-      const float importance = head.of(args.plan.importance)[slot];
+      if (slot >= to || (!args.higher && head.of(args.work.mark)[slot] != kCanReceive)) continue;
+      const float importance = head.of(args.work.importance)[slot];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (args.higher && !(importance > row_importance[t / 8 * 2 + i])) continue;

@@ -1,57 +1,67 @@
-// MergeCache: slots that stay, in order of position, and zeros after them.
+// MergeCache: kept slots and merged rows in order of position, and zeros after them.
+//
+//   Order, a block per head
+//     source[i] = the slot, or the set's row, that comes i-th; a slot's place among those kept is a prefix sum
+//     gather positions, votes and each statistic into shared memory; a barrier; write them back in their new order
+//   Place, a block per head and 64 bytes of every key or value
+//     slots in order of position: move 256 rows towards the front at a time      registers; a barrier; store
+//     others: move all rows, 4 bytes of each at a time                           shared memory; a barrier; store
+//     then the merged rows from the workspace, and zeros
+//
+// Each barrier stands between reading rows and writing over them. A head that is as it should be is left alone.
 #pragma once
 
-#include "plan.h"
+#include "work.h"
 
 namespace kv {
 namespace cuda {
 
 // Whether a head's cache is as it should be already.
-KV_DEVICE bool untouched(const Merge& plan, const HeadPlan& x) {
-  return plan.in_place && x.sorted && x.used == x.in_all && x.leaving == 0;
+KV_DEVICE bool untouched(const MergeWork& work, const HeadInfo& x) {
+  return work.in_place && x.sorted && x.used == x.in_all && x.evicted == 0;
 }
 
-// Where every row comes from, and all of a slot but its rows. One block per head.
+// Where every row comes from, and all of a slot but its key and value.
 struct Order {
-  using Args = Merge;
+  using Args = MergeWork;
   static constexpr int kThreads = 256, kBlocksPerMultiprocessor = 1;
   struct Registers {
     int count, scanned;
   };
   static KV_HD size_t size(int capacity) { return (kThreads + static_cast<size_t>(capacity)) * sizeof(int); }
 
-  static KV_DEVICE void run(Block<Order>& block, const Merge& plan) {
-    const KvMergeCache& a = plan.call;
-    const MergeHead head(plan, block.index());
-    const HeadPlan x = head.info();
-    if (untouched(plan, x)) return;
-    int *sums = reinterpret_cast<int*>(block.shared), *source = head.of(plan.source);
-    const int* owner = head.of(plan.owner);
+  static KV_DEVICE void run(Block<Order>& block, const MergeWork& work) {
+    const KvMergeCache& a = work.call;
+    const MergeHead head(work, block.index());
+    const HeadInfo x = head.info();
+    if (untouched(work, x)) return;
+    int *sums = reinterpret_cast<int*>(block.shared), *source = head.of(work.source);
+    const int* result = head.of(work.result);
     const int each = (x.used + kThreads - 1) / kThreads;
     block.each([&](int t, auto& r) {
       r.count = 0;
-      for (int i = t * each; i < min_of((t + 1) * each, x.used); ++i) r.count += owner[i] != kNobody;
+      for (int i = t * each; i < min_of((t + 1) * each, x.used); ++i) r.count += result[i] != kNone;
     });
     const int kept = scan(block, sums, [](int, auto& r) { return r.count; });
-    // The position of what comes out is that of the place where it does.
+    // A row's position is that of the slot whose place it takes.
     int32_t *column = reinterpret_cast<int32_t*>(sums + kThreads), *position = head.of(a.present.position);
     block.each([&](int t, auto& r) {
       if (t == 0) head.info().kept = kept;
       int at = r.scanned;
       for (int i = t * each; i < min_of((t + 1) * each, x.used); ++i) {
-        if (owner[i] == kNobody) continue;
+        if (result[i] == kNone) continue;
         column[at] = head.position(i);
-        source[at++] = owner[i] < 0 ? owner[i] : head.slot(owner[i]);
+        source[at++] = result[i] < 0 ? result[i] : head.slot(result[i]);
       }
     });
-    const int end = plan.in_place ? x.in_all : a.capacity;
+    const int end = work.in_place ? x.in_all : a.capacity;
     block.each([&](int t, auto&) {
       for (int i = t; i < end; i += kThreads) position[i] = i < kept ? column[i] : 0;
     });
     for (int k = -1; k < a.statistics; ++k) {
       float *from = k < 0 ? head.of(a.present.votes) : head.scores(k), *held = reinterpret_cast<float*>(column);
       const float* merged =
-          plan.merged_small + static_cast<size_t>(head.index) * plan.most * (1 + a.statistics) + 1 + k;
+          work.merged_small + static_cast<size_t>(head.index) * work.most_evicted * (1 + a.statistics) + 1 + k;
       block.each([&](int t, auto&) {
         for (int i = t; i < kept; i += kThreads)
           held[i] = source[i] >= 0 ? from[source[i]] : merged[static_cast<size_t>(~source[i]) * (1 + a.statistics)];
@@ -66,10 +76,10 @@ struct Order {
 // The rows of keys and values. A block is up to 64 bytes of every key or value of a head: no other block touches them.
 //
 // Slots that lay in order of position move towards the front, in the order of their places: what a step of rows reads,
-// no earlier step has written. Slots that did not go through shared memory, four bytes of all rows at a time.
+// no earlier step has written. Slots in any other order go through shared memory, four bytes of all rows at a time.
 struct Place {
   struct Args {
-    Merge plan;
+    MergeWork work;
     int element;  // bytes
   };
   static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 1, kVectors = 4, kLanes = kThreads / kVectors,
@@ -87,34 +97,35 @@ struct Place {
     size_t stride, merged_stride;
     int width;
     KV_DEVICE char* row(int slot) const { return base + slot * stride; }
-    KV_DEVICE const char* merged_row(int group) const { return merged + group * merged_stride; }
+    KV_DEVICE const char* merged_row(int set) const { return merged + set * merged_stride; }
   };
 
   static KV_DEVICE void run(Block<Place>& block, const Args& args) {
-    const Merge& plan = args.plan;
-    const KvMergeCache& a = plan.call;
+    const MergeWork& work = args.work;
+    const KvMergeCache& a = work.call;
     const int key_bytes = a.key_size * args.element, value_bytes = a.value_size * args.element;
     const int key_blocks = blocks_of(key_bytes), each = key_blocks + blocks_of(value_bytes),
               number = block.index() % each;
-    const MergeHead head(plan, block.index() / each);
-    const HeadPlan x = head.info();
-    if (untouched(plan, x)) return;
+    const MergeHead head(work, block.index() / each);
+    const HeadInfo x = head.info();
+    if (untouched(work, x)) return;
     const bool keys = number < key_blocks;
     const int bytes = keys ? key_bytes : value_bytes, offset = (keys ? number : number - key_blocks) * kVectors * 16;
     Rows rows;
     rows.stride = bytes, rows.merged_stride = key_bytes + value_bytes;
     rows.base = static_cast<char*>(keys ? a.present.key : a.present.value) + head.slots * bytes + offset;
-    rows.merged = static_cast<const char*>(plan.merged) +
-                  static_cast<size_t>(head.index) * plan.most * rows.merged_stride + (keys ? 0 : key_bytes) + offset;
+    rows.merged = static_cast<const char*>(work.merged) +
+                  static_cast<size_t>(head.index) * work.most_evicted * rows.merged_stride + (keys ? 0 : key_bytes) +
+                  offset;
     rows.width = min_of(bytes - offset, kVectors * 16);
-    const int* source = head.of(plan.source);
+    const int* source = head.of(work.source);
     if (x.sorted)
       move_forward(block, rows, source, x.kept);
     else
       move_any(block, rows, source, x.kept);
     block.each([&](int t, auto&) {
       const int at = t % kVectors * 16;
-      for (int i = t / kVectors; at < rows.width && i < (plan.in_place ? x.in_all : a.capacity); i += kLanes)
+      for (int i = t / kVectors; at < rows.width && i < (work.in_place ? x.in_all : a.capacity); i += kLanes)
         if (i >= x.kept)
           store_vector(rows.row(i) + at, Vector{});
         else if (source[i] < 0)

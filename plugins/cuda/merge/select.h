@@ -1,15 +1,27 @@
-// MergeCache: which slots leave. One block per head.
+// MergeCache: which slots are evicted. One block of 256 threads per head, a thread every 256th slot:
+//
+//   Rank
+//     order slots by position: as they lie, or where they lie in no order, rank = number of earlier positions
+//     importance[slot] = policy.select; keep_score[slot] = importance, 1e38 where merged slots are evicted last
+//     order = lowest: choose; else the eviction pool = the lowest keep scores
+//   Choose, after Nearest has found the pool's targets
+//     mark slots that have a near enough target, as evicted before the others; choose
+//   choose: the `over` lowest keep scores of marked slots, and where they are fewer, of the others
+//     radix select: the highest keep score among those is found 8 bits at a time, by 256 counts
+//     then which slots can receive; for a running mean the residual share of those alone
+//
+// A barrier stands between counting, the prefix sum of the counts, and what reads it.
 #pragma once
 
-#include "plan.h"
+#include "work.h"
 
 namespace kv {
 namespace cuda {
 
-// Shared memory: a value per slot, 256 counts, 256 sums, and a mark per slot.
+// Shared memory: a keep score per slot, 256 counts, 256 sums, and a mark per slot.
 struct Selection {
   static constexpr int kThreads = 256;
-  float* value;
+  float* keep_score;
   int *counts, *sums, *words;
   uint8_t* mark;  // kLater, kFirst, kChosen
 
@@ -20,14 +32,14 @@ struct Selection {
     counts = reinterpret_cast<int*>(shared);
     sums = counts + kThreads;
     words = sums + kThreads;
-    value = reinterpret_cast<float*>(words + 4);
-    mark = reinterpret_cast<uint8_t*>(value + capacity);
+    keep_score = reinterpret_cast<float*>(words + 4);
+    mark = reinterpret_cast<uint8_t*>(keep_score + capacity);
   }
 };
 
-enum { kLater = 0, kFirst = 1, kChosen = 2 };
+enum { kLater = 0, kFirst = 1, kChosen = 2 };  // evicted after the others, before them, or chosen already
 
-// Numbers that compare as the values do; both zeros are one.
+// Numbers that compare as the floats do; both zeros are one.
 KV_DEVICE uint32_t ordered(float x) {
   const uint32_t bits = bits_as<uint32_t>(x + 0.0f);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -45,7 +57,7 @@ KV_DEVICE void choose_lowest(Block<Program>& block, const Selection& s, int from
     block.each([&](int t, auto&) { s.counts[t] = 0; });
     block.each([&](int t, auto&) {
       for (int i = from + t; i < to; i += kThreads) {
-        const uint32_t number = ordered(s.value[i]);
+        const uint32_t number = ordered(s.keep_score[i]);
         if (s.mark[i] == among && (number & mask) == prefix) block.add(&s.counts[number >> shift & 255], 1);
       }
     });
@@ -63,14 +75,14 @@ KV_DEVICE void choose_lowest(Block<Program>& block, const Selection& s, int from
   block.each([&](int t, auto& r) {
     r.count = 0;
     for (int i = from + t * each; i < min_of(from + (t + 1) * each, to); ++i)
-      r.count += s.mark[i] == among && ordered(s.value[i]) == prefix;
+      r.count += s.mark[i] == among && ordered(s.keep_score[i]) == prefix;
   });
   scan(block, s.sums, [](int, auto& r) { return r.count; });
   block.each([&](int t, auto& r) {
     int equal = r.scanned;
     for (int i = from + t * each; i < min_of(from + (t + 1) * each, to); ++i) {
-      if (s.mark[i] != among || ordered(s.value[i]) > prefix) continue;
-      if (ordered(s.value[i]) < prefix || equal++ < left) s.mark[i] = kChosen;
+      if (s.mark[i] != among || ordered(s.keep_score[i]) > prefix) continue;
+      if (ordered(s.keep_score[i]) < prefix || equal++ < left) s.mark[i] = kChosen;
     }
   });
 }
@@ -92,50 +104,51 @@ KV_DEVICE int list_chosen(Block<Program>& block, const Selection& s, int used, i
   return count;
 }
 
-// Of a head with slots marked kFirst or kLater: which leave, and which may receive. Fills `rows`, `mark` and what is
-// known of the head.
+// Of a head with slots marked kFirst or kLater: which are evicted, and which can receive. Fills `rows`, `mark` and
+// HeadInfo::evicted.
 template <class Program>
 KV_DEVICE void choose(Block<Program>& block, const MergeHead& head, const Selection& s) {
   const KvMergePolicy& p = head.a.policy;
-  const HeadPlan x = head.info();
-  const int begin = x.free, end = x.free + x.frees, go = min_of(x.over, x.frees);
+  const HeadInfo x = head.info();
+  const int begin = x.unprotected, end = x.unprotected + x.unprotected_count,
+            chosen = min_of(x.over, x.unprotected_count);
   block.each([&](int t, auto& r) {
     r.count = 0;
     for (int i = begin + t; i < end; i += Program::kThreads) r.count += s.mark[i] == kFirst;
   });
-  const int first = min_of(sum_of(block, s.sums, [](int, auto& r) { return r.count; }), go);
+  const int first = min_of(sum_of(block, s.sums, [](int, auto& r) { return r.count; }), chosen);
   choose_lowest(block, s, begin, end, kFirst, first);
-  choose_lowest(block, s, begin, end, kLater, go - first);
-  // More than is free must leave: the earliest of what is protected.
+  choose_lowest(block, s, begin, end, kLater, chosen - first);
+  // Where more have to be evicted than are unprotected: the earliest of the protected ones.
   block.each([&](int t, auto&) {
     for (int i = t; i < x.used; i += Program::kThreads) {
-      const int among_protected = i < begin ? i : i - x.frees;
-      if ((i < begin || i >= end) && among_protected < x.over - go) s.mark[i] = kChosen;
+      const int among_protected = i < begin ? i : i - x.unprotected_count;
+      if ((i < begin || i >= end) && among_protected < x.over - chosen) s.mark[i] = kChosen;
     }
   });
-  const int leaving = list_chosen(block, s, x.used, head.rows());
+  const int evicted = list_chosen(block, s, x.used, head.rows());
   block.each([&](int t, auto&) {
-    if (t == 0) head.info().leaving = leaving;
+    if (t == 0) head.info().evicted = evicted;
     for (int i = t; i < x.used; i += Program::kThreads) {
-      const bool leaves = s.mark[i] == kChosen;
+      const bool is_evicted = s.mark[i] == kChosen;
       const bool receives =
-          !leaves && ((i >= begin && i < end) || (head.a.recent_receives && head.position(i) >= head.a.sinks));
-      head.of(head.plan.mark)[i] = leaves ? kLeaves : receives ? kReceives : 0;
+          !is_evicted && ((i >= begin && i < end) || (head.a.recent_receives && head.position(i) >= head.a.sinks));
+      head.of(head.work.mark)[i] = is_evicted ? kEvicted : receives ? kCanReceive : 0;
     }
   });
-  if (p.merge == KV_MERGE_RUNNING_MEAN) residual_region(block, head, s, x);
+  if (p.merge == KV_MERGE_RUNNING_MEAN) residual_targets(block, head, s, x);
 }
 
-// Those that have merged before, then the lowest, receive; no others.
+// A running mean's targets: a share of those that can receive, slots that have merged before first, then the lowest.
 template <class Program>
-KV_DEVICE void residual_region(Block<Program>& block, const MergeHead& head, const Selection& s, const HeadPlan& x) {
-  uint8_t* mark = head.of(head.plan.mark);
+KV_DEVICE void residual_targets(Block<Program>& block, const MergeHead& head, const Selection& s, const HeadInfo& x) {
+  uint8_t* mark = head.of(head.work.mark);
   block.each([&](int t, auto& r) {
     r.count = 0;
     for (int i = t; i < x.used; i += Program::kThreads) {
-      r.count += mark[i] == kReceives;
-      s.mark[i] = mark[i] == kReceives ? kFirst : kLater;
-      s.value[i] = head.votes(i) > 1.0f ? -1e38f : head.of(head.plan.importance)[i];
+      r.count += mark[i] == kCanReceive;
+      s.mark[i] = mark[i] == kCanReceive ? kFirst : kLater;
+      s.keep_score[i] = head.votes(i) > 1.0f ? -1e38f : head.of(head.work.importance)[i];
     }
   });
   const int count = sum_of(block, s.sums, [](int, auto& r) { return r.count; });
@@ -144,30 +157,31 @@ KV_DEVICE void residual_region(Block<Program>& block, const MergeHead& head, con
                 max_of(static_cast<int>(floorf(head.a.policy.residual * static_cast<float>(count))), 1));
   block.each([&](int t, auto&) {
     for (int i = t; i < x.used; i += Program::kThreads)
-      if (mark[i] == kReceives && s.mark[i] != kChosen) mark[i] = 0;
+      if (mark[i] == kCanReceive && s.mark[i] != kChosen) mark[i] = 0;
   });
 }
 
-// Slots in order of position, their importance, and what leaves (with merge_first: what might).
+// Slots in order of position, their importance and keep scores, and which are evicted (where policy.order asks for
+// targets: the eviction pool).
 struct Rank {
-  using Args = Merge;
+  using Args = MergeWork;
   static constexpr int kThreads = Selection::kThreads, kBlocksPerMultiprocessor = 1;
   struct Registers {
     int count, scanned;
   };
 
-  static KV_DEVICE void run(Block<Rank>& block, const Merge& plan) {
-    const MergeHead head(plan, block.index());
-    const Selection s(block.shared, plan.call.capacity);
+  static KV_DEVICE void run(Block<Rank>& block, const MergeWork& work) {
+    const MergeHead head(work, block.index());
+    const Selection s(block.shared, work.call.capacity);
     order_slots(block, head, s);
-    const HeadPlan x = head.info();
+    const HeadInfo x = head.info();
     if (x.over == 0) return;
-    weigh(block, head, s, x);
-    if (plan.call.policy.order == KV_ORDER_LOWEST) {
+    score(block, head, s, x);
+    if (work.call.policy.order == KV_ORDER_LOWEST) {
       choose(block, head, s);
       return;
     }
-    choose_lowest(block, s, x.free, x.free + x.frees, kLater, x.pool);
+    choose_lowest(block, s, x.unprotected, x.unprotected + x.unprotected_count, kLater, x.pool);
     list_chosen(block, s, x.used, head.rows());
   }
 
@@ -201,36 +215,38 @@ struct Rank {
           rank = 0;
           for (int j = 0; j < in_all; ++j) rank += position[j] > passed_at && position[j] < position[i];
         }
-        if (position[i] > passed_at) head.of(head.plan.order)[rank] = i;
+        if (position[i] > passed_at) head.of(head.work.order)[rank] = i;
       }
       if (t != 0) return;
-      HeadPlan& x = head.info();
+      HeadInfo& x = head.info();
       x.in_all = in_all, x.used = in_all - passed, x.now = now, x.sorted = sorted;
-      x.free = sinks, x.frees = x.used - sinks - recent;
+      x.unprotected = sinks, x.unprotected_count = x.used - sinks - recent;
       x.over = a.compresses ? max_of(x.used - a.budget, 0) : 0;
-      x.pool = x.over == 0 ? 0 : a.policy.eviction_pool > x.frees / x.over ? x.frees : a.policy.eviction_pool * x.over;
-      x.leaving = 0, x.kept = x.used;
+      x.pool = x.over == 0                                             ? 0
+               : a.policy.eviction_pool > x.unprotected_count / x.over ? x.unprotected_count
+                                                                       : a.policy.eviction_pool * x.over;
+      x.evicted = 0, x.kept = x.used;
     });
   }
 
-  static KV_DEVICE void weigh(Block<Rank>& block, const MergeHead& head, const Selection& s, const HeadPlan& x) {
+  static KV_DEVICE void score(Block<Rank>& block, const MergeHead& head, const Selection& s, const HeadInfo& x) {
     const KvMergePolicy& p = head.a.policy;
-    float* importance = head.of(head.plan.importance);
+    float* importance = head.of(head.work.importance);
     block.each([&](int t, auto&) {
       for (int i = t; i < x.used; i += kThreads) importance[i] = importance_of(head, x, i);
     });
     block.each([&](int t, auto&) {
       for (int i = t; i < x.used; i += kThreads) {
         const bool older = p.merge == KV_MERGE_PAIR && is_older(x, i);
-        float value = p.merged_last && head.votes(i) > 1.0f ? 1e38f : importance[i];
-        if (older) value = importance[i] + importance[i + 1];
-        s.value[i] = head.of(head.plan.value)[i] = value;
+        float keep_score = p.merged_last && head.votes(i) > 1.0f ? 1e38f : importance[i];
+        if (older) keep_score = importance[i] + importance[i + 1];
+        s.keep_score[i] = head.of(head.work.keep_score)[i] = keep_score;
         s.mark[i] = older ? kFirst : kLater;
       }
     });
   }
 
-  static KV_DEVICE float importance_of(const MergeHead& head, const HeadPlan& x, int i) {
+  static KV_DEVICE float importance_of(const MergeHead& head, const HeadInfo& x, int i) {
     const KvMergePolicy& p = head.a.policy;
     const int position = head.position(i);
     switch (p.select) {
@@ -248,34 +264,35 @@ struct Rank {
   }
 
   // Added up in order of position, so that slots with the same neighbours tie.
-  static KV_DEVICE float pooled(const MergeHead& head, const HeadPlan& x, int i, int reach) {
+  static KV_DEVICE float pooled(const MergeHead& head, const HeadInfo& x, int i, int reach) {
     const int position = head.position(i);
-    float total = 0.0f;
-    for (int j = max_of(i - reach, x.free); j <= min_of(i + reach, x.free + x.frees - 1); ++j) {
+    float sum = 0.0f;
+    for (int j = max_of(i - reach, x.unprotected); j <= min_of(i + reach, x.unprotected + x.unprotected_count - 1);
+         ++j) {
       const int apart = head.position(j) - position;
-      if (apart <= reach && -apart <= reach) total += head.score(0, j);
+      if (apart <= reach && -apart <= reach) sum += head.score(0, j);
     }
-    return total;
+    return sum;
   }
 };
 
-// With merge_first: slots of the pool with a target nearer than the threshold, or those of the least error, leave
-// before the others.
+// Slots of the eviction pool that have a target nearer than the threshold are evicted before the others; where the
+// order is by the error, those that have a target at all, the least error first.
 struct Choose {
-  using Args = Merge;
+  using Args = MergeWork;
   static constexpr int kThreads = Selection::kThreads, kBlocksPerMultiprocessor = 1;
   struct Registers {
     int count, scanned;
   };
 
-  static KV_DEVICE void run(Block<Choose>& block, const Merge& plan) {
-    const MergeHead head(plan, block.index());
-    const Selection s(block.shared, plan.call.capacity);
-    const KvMergePolicy& p = plan.call.policy;
-    const HeadPlan x = head.info();
+  static KV_DEVICE void run(Block<Choose>& block, const MergeWork& work) {
+    const MergeHead head(work, block.index());
+    const Selection s(block.shared, work.call.capacity);
+    const KvMergePolicy& p = work.call.policy;
+    const HeadInfo x = head.info();
     if (x.over == 0) return;
     block.each([&](int t, auto&) {
-      for (int i = t; i < x.used; i += kThreads) s.value[i] = head.of(plan.value)[i], s.mark[i] = kLater;
+      for (int i = t; i < x.used; i += kThreads) s.keep_score[i] = head.of(work.keep_score)[i], s.mark[i] = kLater;
     });
     block.each([&](int t, auto&) {
       for (int i = t; i < x.pool; i += kThreads) {
@@ -284,7 +301,7 @@ struct Choose {
         const float near = nearest_of(head, i, &target);
         if (near > (p.order == KV_ORDER_LEAST_ERROR ? -kTooFar : p.threshold)) s.mark[slot] = kFirst;
         if (p.order == KV_ORDER_LEAST_ERROR && near > -kTooFar)
-          s.value[slot] = merge_error(head.of(plan.importance)[slot], p.error_exponent, -near);
+          s.keep_score[slot] = merge_error(head.of(work.importance)[slot], p.error_exponent, -near);
       }
     });
     choose(block, head, s);

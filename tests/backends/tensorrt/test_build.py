@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import onnx
 import pytest
 from typer.testing import CliRunner
 
@@ -58,6 +59,18 @@ def test_profiles_and_options_are_the_recipes(tiny_artifact: Path, tmp_path: Pat
     assert decode["past_key_values.0.key"] == [[1, 2, 48, 8], [4, 2, 48, 8], [4, 2, 48, 8]]
 
 
+@pytest.mark.parametrize("alias_state", [False, True])
+def test_plugins_declare_aliases_where_the_builder_is_told_to_take_them(
+    tiny_artifact: Path, tmp_path: Path, plugins: Path, alias_state: bool
+) -> None:
+    artifact = engines(tiny_artifact, tmp_path / "a", f"alias_state={str(alias_state).lower()}")
+    decoder, merge, _ = fake_tensorrt.IBuilderConfig.seen
+    for plan, config in (("decoder.plan", decoder), ("merge.plan", merge)):
+        nodes = [node for node in model_in(artifact / plan).graph.node if node.domain == "kvexport"]
+        told = {a.i for node in nodes for a in node.attribute if a.name == "alias_state"}
+        assert (told, any(config._previews.values())) == ({int(alias_state)}, alias_state)
+
+
 def test_streaming_weights_and_progress_reach_the_builder(tiny_artifact: Path, tmp_path: Path, gpu: Any) -> None:
     shown: dict[str, int] = {}
 
@@ -84,6 +97,11 @@ def test_streaming_weights_and_progress_reach_the_builder(tiny_artifact: Path, t
 def profiles_in(plan: Path) -> Any:
     data = plan.read_bytes()
     return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["profiles"]
+
+
+def model_in(plan: Path) -> onnx.ModelProto:
+    data = plan.read_bytes()
+    return onnx.load_model_from_string(data[8 + int.from_bytes(data[:8], "little") :])
 
 
 def test_the_manifest_and_the_log_say_what_was_built(tiny_artifact: Path, tmp_path: Path, plugins: Path) -> None:

@@ -106,12 +106,24 @@ def changed(
 # ---- what a plugin says of itself ----
 
 
-def test_identity_outputs_and_aliases(harness: Harness) -> None:
+def test_identity_and_outputs(harness: Harness) -> None:
     attention, merge = harness.create("VoteAttention", ATTENTION), harness.create("MergeCache", MERGE)
     assert attention and merge, harness.log()
     assert (attention.identity, merge.identity) == ("kvexport VoteAttention 1", "kvexport MergeCache 1")
-    assert [attention.aliased(i) for i in range(attention.outputs)] == [-1, 5, 6, 7, 8, 9]
-    assert [merge.aliased(i) for i in range(merge.outputs)] == [0, 1, 2, 3, 4]
+    assert (attention.outputs, merge.outputs) == (6, 5)
+
+
+@pytest.mark.parametrize("alias_state", [None, 0, 1])
+def test_state_is_aliased_where_the_field_says_so_alone(harness: Harness, alias_state: int | None) -> None:
+    """TensorRT refuses any alias where its preview feature is off."""
+    field = {} if alias_state is None else {"alias_state": (FIELD_INT32, bytes([alias_state, 0, 0, 0]), 1)}
+    aliases = {"VoteAttention": [-1, 5, 6, 7, 8, 9], "MergeCache": [0, 1, 2, 3, 4]}
+    for op, fields in (("VoteAttention", ATTENTION), ("MergeCache", MERGE)):
+        made = harness.create(op, {**fields, **field})
+        assert made, harness.log()
+        expected = aliases[op] if alias_state else [-1] * made.outputs
+        for plugin in (made, *(made.another(how) for how in ("clone", "again", "attach"))):
+            assert [plugin.aliased(i) for i in range(plugin.outputs)] == expected
 
 
 def test_every_method_with_a_kernel_is_taken_and_no_other(harness: Harness) -> None:
@@ -166,6 +178,11 @@ def test_fields_survive_a_copy_an_engine_and_a_context(harness: Harness) -> None
         ("MergeCache", {"budget": (FIELD_INT32, b"\0\0\0\0", 1)}, "budget is 0, and has to be at least 1"),
         ("MergeCache", {"budget": (FIELD_INT32, b"\1\0\0\0", -1)}, "the field budget has -1 elements"),
         ("MergeCache", {"residual": None}, "the field residual is missing"),
+        (
+            "MergeCache",
+            {"alias_state": (FIELD_INT32, b"\2\0\0\0", 1)},
+            "alias_state is 2, and has to be 0 or 1",
+        ),
         ("MergeCache", {"selector": (FIELD_CHAR, b"own", 3)}, "there is no field selector; known: budget, sinks,"),
         ("VoteAttention", {"budget": (FIELD_INT32, b"\1\0\0\0", 1)}, "there is no field budget; known: scale,"),
     ],

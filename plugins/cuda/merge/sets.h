@@ -1,0 +1,279 @@
+// MergeCache: merge sets, a target and all evicted slots that merge into it, and the row of each set.
+//
+//   FormSets, a block per head
+//     target[evicted] = the younger neighbour, or the nearest slot where it is nearer than the threshold; -1: dropped
+//     set[target] = the first evicted slot of that target; the target's own row is not kept
+//   Attended, a block per head: output = sum of value times share of the accumulated probabilities, for a Hessian
+//   MergeRows, a block per evicted slot, which ends at once where that is not the first of its set
+//     list the members, the target first, in the order of the evicted slots
+//     weight[member] = votes; times exp(logit) for a zip; of a pair the share of the younger key (all by one thread)
+//     key, value = mean by weight, for a pair in the rotary frame of the younger key    a thread an element
+//     result[latest member] = this set: the row's place in the order of positions
+//
+// A barrier stands between the list, the weights and the means; rows are read from the cache and written to the
+// workspace, so that no set sees what another has merged.
+#pragma once
+
+#include "work.h"
+
+namespace kv {
+namespace cuda {
+
+// The target of every evicted slot, the sets that follow, and of all other slots that they are kept.
+struct FormSets {
+  using Args = MergeWork;
+  static constexpr int kThreads = 256, kBlocksPerMultiprocessor = 1;
+  struct Registers {};
+
+  static KV_DEVICE void run(Block<FormSets>& block, const MergeWork& work) {
+    const MergeHead head(work, block.index());
+    const KvMergePolicy& p = work.call.policy;
+    const HeadInfo x = head.info();
+    int* set = head.of(work.set);
+    block.each([&](int t, auto&) {
+      for (int i = t; i < x.used; i += kThreads) {
+        set[i] = kNone;
+        head.of(work.result)[i] = x.over > 0 && head.of(work.mark)[i] == kEvicted ? kNone : i;
+      }
+    });
+    if (x.over == 0 || p.merge == KV_MERGE_DROP) return;
+    block.each([&](int t, auto&) {
+      for (int i = t; i < x.evicted; i += kThreads) {
+        int target = -1;
+        const int slot = head.rows()[i];
+        if (p.merge == KV_MERGE_PAIR) {
+          if (is_older(x, slot) && head.of(work.mark)[slot + 1] != kEvicted) target = slot + 1;
+        } else if (!(nearest_of(head, i, &target) > p.threshold)) {
+          target = -1;
+        }
+        head.targets()[i] = target;
+        if (target >= 0) {
+          block.lower(&set[target], i);
+          head.of(work.result)[target] = kNone;
+        }
+      }
+    });
+  }
+};
+
+// KVSlimmer: the attention's output by the accumulated probabilities, o = sum a v, and the sum of these.
+template <class T>
+struct Attended {
+  using Args = MergeWork;
+  static constexpr int kThreads = 256, kBlocksPerMultiprocessor = 1;
+  struct Registers {};
+  static KV_HD constexpr size_t size() { return kThreads * sizeof(float); }
+
+  static KV_DEVICE void run(Block<Attended>& block, const MergeWork& work) {
+    const MergeHead head(work, block.index());
+    const HeadInfo x = head.info();
+    if (x.over == 0) return;
+    const int size = work.call.value_size, parts = kThreads / size, k = work.call.statistics - 1;
+    float* sums = reinterpret_cast<float*>(block.shared);
+    const float found = sum_of(block, sums, [&](int t, auto&) {
+      float sum = 0.0f;
+      for (int i = t; i < x.used; i += kThreads) sum += head.score(k, i);
+      return sum;
+    });
+    const float mass = fmaxf(found, 1e-30f);
+    block.each([&](int t, auto&) {
+      float sum = 0.0f;
+      for (int i = t / size; t / size < parts && i < x.used; i += parts)
+        sum += head.score(k, i) / mass * to_float(head.template value<T>(i)[t % size]);
+      sums[t] = sum;
+    });
+    float* attended = work.attended + static_cast<size_t>(head.index) * (size + 1);
+    block.each([&](int t, auto&) {
+      if (t == 0) attended[size] = mass;
+      if (t >= size) return;
+      float sum = 0.0f;
+      for (int part = 0; part < parts; ++part) sum += sums[part * size + t];
+      attended[t] = sum;
+    });
+  }
+};
+
+// A set's key and value, votes and statistics.
+template <class T>
+struct MergeRows {
+  using Args = MergeWork;
+  static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 1;
+  struct Registers {
+    int count, scanned;
+  };
+  // Sums over the threads, results of one thread, and the members and their weights.
+  static KV_HD constexpr size_t size(int most) {
+    return (kThreads + 4 + 2 * (static_cast<size_t>(most) + 1)) * sizeof(float);
+  }
+  struct Shared {
+    int *sums, *member;
+    float *weight, *weight_sum, *factor, *share, *votes;
+  };
+
+  static KV_DEVICE void run(Block<MergeRows>& block, const MergeWork& work) {
+    const KvMergeCache& a = work.call;
+    const MergeHead head(work, block.index() / work.most_evicted);
+    const int set = block.index() % work.most_evicted;
+    const HeadInfo x = head.info();
+    if (x.over == 0 || set >= x.evicted) return;
+    const int target = head.targets()[set];
+    if (target < 0 || head.of(work.set)[target] != set) return;
+    Shared s;
+    s.sums = reinterpret_cast<int*>(block.shared);
+    s.weight_sum = reinterpret_cast<float*>(s.sums + kThreads);
+    s.factor = s.weight_sum + 1, s.share = s.weight_sum + 2, s.votes = s.weight_sum + 3;
+    s.weight = s.weight_sum + 4;
+    s.member = reinterpret_cast<int*>(s.weight + work.most_evicted + 1);
+    const int count = list_members(block, head, s, set, x.evicted, target);
+    if (a.policy.merge == KV_MERGE_PAIR) weigh_pair(block, head, x, s);
+    block.each([&](int t, auto&) {
+      if (t == 0) weigh(head, x, s, count, set);
+    });
+    T* row = static_cast<T*>(work.merged) +
+             (static_cast<size_t>(head.index) * work.most_evicted + set) * (a.key_size + a.value_size);
+    block.each([&](int t, auto&) {
+      for (int i = t; i < a.key_size; i += kThreads)
+        assign(row[i], a.policy.merge == KV_MERGE_PAIR
+                           ? pair_key(head, s, i)
+                           : *s.factor * mean(s, count, [&](int slot) { return head.template key<T>(slot)[i]; }));
+      for (int i = t; i < a.value_size; i += kThreads)
+        assign(row[a.key_size + i], mean(s, count, [&](int slot) { return head.template value<T>(slot)[i]; }));
+    });
+  }
+
+  // The target, and then the evicted slots that merge into it; how many there are.
+  static KV_DEVICE int list_members(Block<MergeRows>& block, const MergeHead& head, const Shared& s, int set,
+                                    int evicted, int target) {
+    const int each = (evicted - set + kThreads - 1) / kThreads;
+    const auto last = [&](int t) { return min_of(set + (t + 1) * each, evicted); };
+    block.each([&](int t, auto& r) {
+      r.count = 0;
+      for (int i = set + t * each; i < last(t); ++i) r.count += head.targets()[i] == target;
+    });
+    const int merging = scan(block, s.sums, [](int, auto& r) { return r.count; });
+    block.each([&](int t, auto& r) {
+      if (t == 0) s.member[0] = target;
+      int at = r.scanned + 1;
+      for (int i = set + t * each; i < last(t); ++i)
+        if (head.targets()[i] == target) s.member[at++] = head.rows()[i];
+    });
+    return merging + 1;
+  }
+
+  template <class F>
+  static KV_DEVICE float mean(const Shared& s, int count, F element) {
+    float sum = 0.0f;
+    for (int j = 0; j < count; ++j) sum += s.weight[j] * to_float(element(s.member[j]));
+    return sum / *s.weight_sum;
+  }
+
+  // By one thread, for a set has few members: weights of the mean, votes, statistics, and the slot whose place the
+  // set's row takes.
+  static KV_DEVICE void weigh(const MergeHead& head, const HeadInfo& x, const Shared& s, int count, int set) {
+    const KvMergeCache& a = head.a;
+    const KvMergePolicy& p = a.policy;
+    int latest = s.member[0];
+    for (int j = 1; j < count; ++j) latest = max_of(latest, s.member[j]);
+    float votes = 0.0f, factor = 1.0f;
+    if (p.merge == KV_MERGE_ZIP) {
+      zip(head, x, s, count, &votes, &factor);
+    } else {
+      for (int j = 0; j < count; ++j) votes += s.weight[j] = head.votes(s.member[j]);
+      *s.weight_sum = votes;
+    }
+    *s.factor = factor;
+    float* small =
+        head.work.merged_small + (static_cast<size_t>(head.index) * head.work.most_evicted + set) * (1 + a.statistics);
+    small[0] = fminf(votes, p.votes_max);
+    for (int k = 0; k < a.statistics; ++k) small[1 + k] = merged_score(head, x, s, count, k, latest);
+    head.of(head.work.result)[latest] = ~set;
+  }
+
+  static KV_DEVICE void zip(const MergeHead& head, const HeadInfo& x, const Shared& s, int count, float* votes,
+                            float* factor) {
+    const KvMergePolicy& p = head.a.policy;
+    const auto logit = [&](int j) {
+      return corrected_average(head.score(head.a.statistics - 1, s.member[j]), p.weigh_decay, x.now,
+                               head.position(s.member[j]));
+    };
+    ZipSums sums;
+    sums.max_logit = logit(0);
+    for (int j = 1; j < count; ++j) sums.max_logit = max_of(sums.max_logit, logit(j));
+    for (int j = 0; j < count; ++j) s.weight[j] = sums.add(head.votes(s.member[j]), logit(j));
+    *s.weight_sum = sums.weight;
+    *votes = p.zip == KV_ZIP_MEAN ? sums.votes : sums.fractional_votes();
+    if (p.zip != KV_ZIP_KEY) return;
+    const float found = sums.key_factor(), limit = fminf(p.key_factor_max, 3.4e38f);
+    if (found >= 1.0f / limit && found <= limit) *factor = found, *votes = sums.votes;
+  }
+
+  // Probability mass adds, of averages of exp(logit) the mean by votes.
+  static KV_DEVICE float merged_score(const MergeHead& head, const HeadInfo& x, const Shared& s, int count, int k,
+                                      int latest) {
+    const KvMergePolicy& p = head.a.policy;
+    const auto seen = [&](int slot) { return static_cast<float>(max_of(x.now - head.position(slot) + 1, 1)); };
+    if (head.a.statistic_kind[k] == KV_STATISTIC_NONE) return head.score(k, s.member[0]);
+    float sum = 0.0f;
+    if (head.a.statistic_kind[k] == KV_STATISTIC_PROBABILITY) {
+      const bool by_mean = k == 0 && p.mean_adds;
+      for (int j = 0; j < count; ++j)
+        sum += by_mean ? head.score(k, s.member[j]) / seen(s.member[j]) : head.score(k, s.member[j]);
+      return by_mean ? sum * seen(latest) : sum;
+    }
+    float max_score = head.score(k, s.member[0]), votes = 0.0f;
+    for (int j = 1; j < count; ++j) max_score = max_of(max_score, head.score(k, s.member[j]));
+    for (int j = 0; j < count; ++j) {
+      sum += head.votes(s.member[j]) * expf(head.score(k, s.member[j]) - max_score);
+      votes += head.votes(s.member[j]);
+    }
+    return max_score + logf(sum / votes);
+  }
+
+  // The younger key's share of a pair's.
+  static KV_DEVICE void weigh_pair(Block<MergeRows>& block, const MergeHead& head, const HeadInfo&, const Shared& s) {
+    const KvMergePolicy& p = head.a.policy;
+    const int size = head.a.value_size, younger = s.member[0], older = s.member[1], k = head.a.statistics - 1;
+    float younger_weight = head.score(k, younger), older_weight = head.score(k, older);
+    if (p.weigh == KV_WEIGH_HESSIAN) {
+      const float* output = head.work.attended + static_cast<size_t>(head.index) * (size + 1);
+      const auto norm = [&](float a, float b) {
+        return sqrtf(sum_of(block, reinterpret_cast<float*>(s.sums), [&](int t, auto&) {
+          float sum = 0.0f;
+          for (int i = t; i < size; i += kThreads) {
+            const float x = a * (to_float(head.template value<T>(younger)[i]) - output[i]) +
+                            b * (to_float(head.template value<T>(older)[i]) - output[i]);
+            sum += x * x;
+          }
+          return sum;
+        }));
+      };
+      const float first = norm(1.0f, 0.0f), second = norm(0.0f, 1.0f), both = norm(1.0f, 1.0f), mass = output[size];
+      hessian_weights(younger_weight / mass, older_weight / mass, first, second, both, p.tau, &younger_weight,
+                      &older_weight);
+    }
+    block.each([&](int t, auto&) {
+      if (t == 0)
+        *s.share = younger_weight + older_weight > 0.0f ? younger_weight / (younger_weight + older_weight) : 0.5f;
+    });
+  }
+
+  // Element i of a pair's key: the younger's, and the older's rotated to the position of the younger.
+  static KV_DEVICE float pair_key(const MergeHead& head, const Shared& s, int i) {
+    const KvMergeCache& a = head.a;
+    const int younger = s.member[0], older = s.member[1], planes = a.rotary_planes;
+    const T* key = head.template key<T>(older);
+    float rotated = to_float(key[i]);
+    if (i < 2 * planes) {
+      const int plane = a.rotary_interleaved ? i / 2 : i % planes;
+      const bool first = a.rotary_interleaved ? i % 2 == 0 : i < planes;
+      const int other = a.rotary_interleaved ? i ^ 1 : first ? i + planes : i - planes;
+      const float angle =
+          static_cast<float>(head.position(younger) - head.position(older)) * a.inverse_frequencies[plane];
+      rotated = rotated * cosf(angle) + (first ? -1.0f : 1.0f) * to_float(key[other]) * sinf(angle);
+    }
+    return *s.share * to_float(head.template key<T>(younger)[i]) + (1.0f - *s.share) * rotated;
+  }
+};
+
+}  // namespace cuda
+}  // namespace kv

@@ -1,0 +1,120 @@
+// What the launches of MergeCache share: the call, and a workspace that each of them fills further. In order:
+//
+//   Rank       slots in order of position, importance, which are evicted        select.h   a block per head
+//   Nearest    where policy.order asks for targets: those of the eviction pool  nearest.h  per 32 slots and split
+//   Choose     ... and with them, which of the pool are evicted                 select.h   per head
+//   Nearest    the target nearest to every evicted slot, unless pairs merge     nearest.h  per 32 slots and split
+//   FormSets   merge sets: a target and the evicted slots that merge into it    sets.h     per head
+//   Attended   KVSlimmer alone: the attention's output                          sets.h     per head
+//   MergeRows  every set's key, value, votes and statistics                     sets.h     per evicted slot
+//   Order      where kept slots and merged rows go; their votes and statistics  place.h    per head
+//   Place      keys and values go there                                         place.h    per head and 64 bytes of them
+//
+// The cache is changed by the last two alone. A launch begins when the one before it has ended: between them there is
+// no other barrier.
+#pragma once
+
+#include "../core/types.h"
+
+namespace kv {
+namespace cuda {
+
+constexpr float kNoTarget = -1e38f;  // below every cosine, dot product and distance
+constexpr int kNone = INT32_MAX;     // no merge set, or no row
+
+// What is known of one head.
+struct HeadInfo {
+  int in_all;       // used slots
+  int used;         // without those that the sliding window has passed
+  int now;          // the latest position
+  int sorted;       // whether the slots lie in order of position
+  int unprotected;  // the first slot that is neither a sink nor recent; all of these lie together
+  int unprotected_count;
+  int over;     // how many have to be evicted
+  int pool;     // the size of the eviction pool, where policy.order asks for targets
+  int evicted;  // how many are
+  int kept;     // slots and merged rows in the end
+};
+
+// The workspace. Slots are numbered in order of position; `capacity` of everything per head unless said otherwise.
+struct MergeWork {
+  KvMergeCache call;
+  bool in_place;
+  int most_evicted;  // slots of a head: the stride of arrays with an entry for each evicted slot
+  int most_rows;     // that Nearest looks for targets of: those, or the eviction pool
+  int splits;        // of the targets in Nearest
+  HeadInfo* heads;
+  int* order;  // the slot in the cache
+  float* importance;
+  float* keep_score;    // the lowest are evicted first
+  uint8_t* mark;        // kEvicted, kCanReceive
+  int* rows;            // [most_rows] slots to find targets of: the eviction pool, then the evicted ones
+  float* nearness;      // [most_rows, splits] of the nearest target
+  int* nearest;         // [most_rows, splits] that target
+  int* target;          // [most_evicted] of every evicted slot, -1 without
+  int* set;             // of a target: its merge set, the number of its first evicted slot; kNone of other slots
+  int* result;          // of every slot the row that takes its place: its own number, ~set of a merged row, or kNone
+  float* attended;      // [Dv + 1] the attention's output, and the sum of its probabilities
+  void* merged;         // [most_evicted, D + Dv] of the cache's type, the row of every set
+  float* merged_small;  // [most_evicted, 1 + K]: its votes and statistics
+  int* source;          // of every row that is kept: its slot in the cache, or ~set
+};
+
+enum { kEvicted = 1, kCanReceive = 2 };  // marks of a slot
+
+// A head's part of the workspace and of the cache, which is updated in place.
+struct MergeHead {
+  const MergeWork& work;
+  const KvMergeCache& a;
+  int index;
+  size_t slots;
+
+  KV_DEVICE MergeHead(const MergeWork& work, int index)
+      : work(work), a(work.call), index(index), slots(static_cast<size_t>(index) * work.call.capacity) {}
+  KV_DEVICE HeadInfo& info() const { return work.heads[index]; }
+  template <class T>
+  KV_DEVICE T* of(T* array) const {
+    return array + slots;
+  }
+  KV_DEVICE int* rows() const { return work.rows + static_cast<size_t>(index) * work.most_rows; }
+  KV_DEVICE int* targets() const { return work.target + static_cast<size_t>(index) * work.most_evicted; }
+  KV_DEVICE int slot(int i) const { return of(work.order)[i]; }
+  KV_DEVICE int position(int i) const { return of(a.present.position)[slot(i)]; }
+  KV_DEVICE float votes(int i) const { return of(a.present.votes)[slot(i)]; }
+  KV_DEVICE float* scores(int k) const {
+    return a.present.score + (static_cast<size_t>(index) * a.statistics + k) * a.capacity;
+  }
+  KV_DEVICE float score(int k, int i) const { return scores(k)[slot(i)]; }
+  template <class T>
+  KV_DEVICE T* key(int i) const {
+    return static_cast<T*>(a.present.key) + (slots + slot(i)) * a.key_size;
+  }
+  template <class T>
+  KV_DEVICE T* value(int i) const {
+    return static_cast<T*>(a.present.value) + (slots + slot(i)) * a.value_size;
+  }
+  // Where the nearest target of row i is kept, of every split.
+  KV_DEVICE size_t split(int i, int split) const {
+    return (static_cast<size_t>(index) * work.most_rows + i) * work.splits + split;
+  }
+};
+
+// The nearest of a row's splits: of equals the first. Returns how near it is; kNoTarget and -1 where there is none.
+KV_DEVICE float nearest_of(const MergeHead& head, int row, int* target) {
+  float best = kNoTarget;
+  *target = -1;
+  for (int i = 0; i < head.work.splits; ++i) {
+    const size_t at = head.split(row, i);
+    if (head.work.nearest[at] >= 0 && head.work.nearness[at] > best)
+      best = head.work.nearness[at], *target = head.work.nearest[at];
+  }
+  return best;
+}
+
+// Whether a slot is the older of a pair of neighbours that may both be evicted.
+KV_DEVICE bool is_older(const HeadInfo& x, int i) {
+  return i >= x.unprotected && i + 1 < x.unprotected + x.unprotected_count && (i - x.unprotected) % 2 == 0;
+}
+
+}  // namespace cuda
+}  // namespace kv

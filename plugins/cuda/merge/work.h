@@ -8,7 +8,7 @@
 //   Attended   KVSlimmer alone: the attention's output                          sets.h     per head
 //   MergeRows  every set's key, value, votes and statistics                     sets.h     per evicted slot
 //   Order      where kept slots and merged rows go; their votes and statistics  place.h    per head
-//   Place      keys and values go there                                         place.h    per head and 64 bytes of them
+//   Place      keys and values go there                                         place.h    per head and 64 bytes
 //
 // The cache is changed by the last two alone. A launch begins when the one before it has ended: between them there is
 // no other barrier.

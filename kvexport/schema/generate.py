@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvexport.schema.attribute import Attribute
 from kvexport.schema.layout import MAX_STATISTICS, TYPES, Field, enumerations, scalars, structs
-from kvexport.schema.operators import LINEAR_ATTRIBUTES, MERGE_CACHE, VOTE_ATTENTION
+from kvexport.schema.operators import LINEAR_ATTRIBUTES, MERGE_CACHE, VOTE_ATTENTION, schema_digest
 from kvexport.schema.policy import POLICY
 from kvexport.schema.state import STATE
 
@@ -70,6 +70,8 @@ def reader() -> str:
         "// is as ../bindings/node/read.h says.",
         WRITTEN,
         '#pragma once\n\n#include "../bindings/node/read.h"\n#include "kvexport.h"\n\nnamespace kv {\n',
+        "// What a library was compiled with, so that one of another version is refused before it reads a node.",
+        f'inline constexpr const char* kSchema = "{schema_digest()}";\n',
     ]
     for name, attributes in (("VoteAttention", VOTE_ATTENTION.attributes), ("MergeCache", MERGE_CACHE.attributes)):
         parts.append(f"inline constexpr AttributeName k{name}Attributes[] = {{")

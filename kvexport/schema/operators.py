@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -137,3 +138,14 @@ LINEAR_ATTRIBUTES = (
     Attribute("gate", "bool", "whether the only product is multiplied with silu(x gate^T)", False),
     Attribute("residual", "bool", "whether the input residual is added to the only product, last", False),
 )
+
+
+def schema_digest() -> str:
+    """Of what a compiled kernel knows of the operators: attributes, their kinds and words, and state tensors. Libraries
+    carry the digest that they were compiled with."""
+    known = [
+        [(a.name, a.kind, a.words) for a in attributes]
+        for attributes in (VOTE_ATTENTION.attributes, MERGE_CACHE.attributes, LINEAR_ATTRIBUTES)
+    ]
+    state = [(tensor.name, tensor.dims, tensor.dtype) for tensor in STATE]
+    return hashlib.sha256(repr((known, state)).encode()).hexdigest()[:12]

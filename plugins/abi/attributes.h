@@ -9,6 +9,9 @@
 
 namespace kv {
 
+// What a library was compiled with, so that one of another version is refused before it reads a node.
+inline constexpr const char* kSchema = "7e69082c172f";
+
 inline constexpr AttributeName kVoteAttentionAttributes[] = {
     {"scale", kFloat},
     {"vote_exponent", kFloat},

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvexport.errors import EnvironmentProblem
 from kvexport.paths import checkout, native_folder
+from kvexport.schema.operators import schema_digest
 
 if TYPE_CHECKING:
     from kvexport.artifact.manifest import Manifest
@@ -137,9 +138,18 @@ def _why_no_layer(path: Path, plan: CachePlan, query_heads: Sequence[int]) -> st
 @cache
 def _load(path: Path) -> ctypes.CDLL:
     try:
-        return ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(path))
     except OSError as error:
         raise _unusable(error) from error
+    schema = getattr(library, "kvexport_schema", None)
+    if schema is not None:
+        schema.restype = ctypes.c_char_p
+    if schema is None or schema().decode() != schema_digest():
+        raise EnvironmentProblem(
+            f"{path} was built for another version of kvexport's operators",
+            f"{_how_to_build('cuda' if path.name == NAMES['cuda'] else 'cpu')}, or {VARIABLE}=off",
+        )
+    return library
 
 
 def _has(path: Path, question: str) -> bool:

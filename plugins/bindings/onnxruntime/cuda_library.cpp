@@ -70,9 +70,10 @@ KV_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiB
        {KV_BFLOAT16, ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16}});
 }
 
-// What kvexport/backends/onnxruntime/operators.py asks: what the kernels are compiled for, the methods that MergeCache
-// has here, why the kernels cannot run on this machine, and why a layer of these sizes has none ("" where they can, and
+// What kvexport/backends/onnxruntime/operators.py asks: the operators that the library knows, what the kernels are
+// compiled for, why they cannot run on this machine, and why a layer of these sizes has none ("" where they can, and
 // where it has).
+KV_EXPORT const char* kvexport_schema() { return kv::kSchema; }
 KV_EXPORT const char* kvexport_isa() {
   static const std::string text = kv::compiled_for();
   return text.c_str();

@@ -67,8 +67,9 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(O
       {{KV_FLOAT32, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT}, {KV_FLOAT16, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16}});
 }
 
-// What kvexport/backends/onnxruntime/operators.py asks: the instruction set that runs, and why weights are not in huge
-// pages ("" where they are).
+// What kvexport/backends/onnxruntime/operators.py asks: the operators that the library knows, the instruction set that
+// runs, and why weights are not in huge pages ("" where they are).
+extern "C" __attribute__((visibility("default"))) const char* kvexport_schema() { return kv::kSchema; }
 extern "C" __attribute__((visibility("default"))) const char* kvexport_isa() { return kv_cpu_isa(); }
 extern "C" __attribute__((visibility("default"))) const char* kvexport_huge_pages() {
   const char* const why = kv::why_no_huge_pages();

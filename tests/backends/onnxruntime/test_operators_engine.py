@@ -4,6 +4,8 @@ what runs where is said by inspect, doctor and validate."""
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -157,3 +159,19 @@ def test_a_library_that_cannot_be_loaded_is_a_problem_of_the_environment(
     assert "the native operators cannot be loaded" in doctor()["problem"]
     with pytest.raises(EnvironmentProblem, match="the native operators cannot be loaded"):
         load(tiny_artifact)
+
+
+@pytest.mark.parametrize("says", ["", 'const char* kvexport_schema(void) { return "of another version"; }'])
+def test_a_library_of_another_version_is_refused_before_it_reads_a_node(
+    says: str, tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if not shutil.which("cc"):
+        pytest.skip("not reached: cc was not found")
+    (tmp_path / "old.c").write_text(f'const char* kvexport_isa(void) {{ return "avx2"; }}\n{says}\n')
+    old = tmp_path / "old.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", old, tmp_path / "old.c"], check=True)
+    monkeypatch.setenv(native.VARIABLE, str(old))
+    assert "was built for another version of kvexport's operators" in doctor()["problem"]
+    with pytest.raises(EnvironmentProblem, match="was built for another version") as caught:
+        load(tiny_artifact)
+    assert caught.value.fix == "make native, or KVEXPORT_OPERATORS=off"

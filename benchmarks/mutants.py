@@ -42,7 +42,9 @@ class Mutant(NamedTuple):
     engine: str
 
 
-DECODE, PREFILL, ATTENTION = (f"cpu/attention/{name}.h" for name in ("decode", "prefill", "attention"))
+DECODE, PREFILL, PREFILL_SCORES, ATTENTION = (
+    f"cpu/attention/{name}.h" for name in ("decode", "prefill", "prefill_scores", "attention")
+)
 SELECT, MERGE, MATH, LINEAR = "cpu/merge/select.h", "cpu/merge/merge_cache.cpp", "math/merge.h", "cpu/linear.cpp"
 MUTANTS = (
     Mutant("window off by one, decode", ATTENTION, "<= now - a.sliding_window", "< now - a.sliding_window", "window"),
@@ -92,7 +94,7 @@ MUTANTS = (
     Mutant("recent off by one", SELECT, "position[i] <= x.now - a.recent;", "position[i] < x.now - a.recent;", "h2o"),
     Mutant("fractional votes", MATH, "weighted_logit += w * l;", "weighted_logit += l;", "keepkv"),
     Mutant("age off by one", MATH, "seen = now - position + 1", "seen = now - position", "keepkv"),
-    Mutant("average does not decay", PREFILL, "past[c] + log_decay", "past[c]", "keepkv"),
+    Mutant("average does not decay", PREFILL_SCORES, "past[c] + log_decay", "past[c]", "keepkv"),
     Mutant("gate", LINEAR, "exp(-x)", "exp(-1.0001f * x)", "keepkv"),
     Mutant("epsilon", LINEAR, "static_cast<float>(size) + epsilon", "static_cast<float>(size)", "keepkv"),
     Mutant(

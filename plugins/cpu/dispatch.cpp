@@ -86,7 +86,7 @@ const char* kv_cpu_linear(const KvLinear* call, KvRunner runner) {
   if (a.batch < 0 || a.tokens < 0 || a.inputs < 1) return "a dimension is zero or negative";
   if (a.input_heads < 1 || a.inputs % a.input_heads) return "the inputs are no multiple of their heads";
   if (a.count < 1 || a.count > KV_MAX_PRODUCTS) return "there are no products, or more than 3";
-  if ((a.gate || a.residual) && a.count > 1) return "a gate or a residual joins one product, not several";
+  if ((a.gate || a.residual) && a.count > 1) return "a gate or a residual goes with one product, not several";
   for (const KvProduct* p = a.products; p < a.products + a.count; ++p) {
     if (p->outputs < 1) return "a dimension is zero or negative";
     if (p->heads < 1 || p->outputs % p->heads) return "the outputs are no multiple of their heads";

@@ -14,8 +14,8 @@ extern "C" {
 #endif
 
 // Where a call runs. The workspace is device memory, aligned to 256 bytes, that no other call in flight uses. Its first
-// KV_CUDA_COUNTER_BYTES are counters, zero before the first call that uses them, and every call leaves them so; who
-// cannot keep a workspace between calls keeps the counters elsewhere.
+// KV_CUDA_COUNTER_BYTES are counters, zero before the first call that uses them, and zero again after every call; a
+// caller that cannot keep a workspace between calls keeps the counters elsewhere.
 typedef struct KvCuda {
   void* stream;  // a cudaStream_t
   void* workspace;

@@ -62,8 +62,8 @@ struct MergeCase {
     call.inverse_frequencies = frequencies.data();
     call.cache_type = shape.type, call.batch = shape.batch, call.heads = shape.heads, call.capacity = shape.capacity;
     call.key_size = shape.key_size, call.value_size = shape.value_size, call.statistics = shape.statistics;
-    const int leaving = random.one_in(6) ? shape.capacity : random.between(0, std::min(shape.capacity, 100));
-    call.budget = std::max(1, shape.capacity - leaving);
+    const int evicted = random.one_in(6) ? shape.capacity : random.between(0, std::min(shape.capacity, 100));
+    call.budget = std::max(1, shape.capacity - evicted);
     call.sinks = random.one_in(8) ? random.between(0, shape.capacity + 10) : random.between(0, 4);
     call.recent = random.one_in(8) ? random.between(0, shape.capacity + 10) : random.between(0, 1 + shape.capacity / 4);
     call.sliding_window = random.one_in(4) ? random.between(1, shape.capacity + 50) : 0;

@@ -12,8 +12,8 @@ struct Expected {
 };
 
 inline double log_add(double a, double b) {
-  const double top = std::max(a, b);
-  return top <= kNothing ? kNothing : top + std::log(std::exp(a - top) + std::exp(b - top));
+  const double larger = std::max(a, b);
+  return larger <= kNothing ? kNothing : larger + std::log(std::exp(a - larger) + std::exp(b - larger));
 }
 
 class Reference {

@@ -215,7 +215,7 @@ def test_products_of_one_input_that_do_not_fit_are_refused_by_the_run() -> None:
     [
         ({"output_heads": [0, 0]}, "an entry for each of one to three products, not 2, 1 and 1"),
         ({"output_heads": [0] * 4, "bias": [0] * 4, "rotated": [0] * 4}, "one to three products, not 4"),
-        ({"output_heads": [0, 0], "bias": [0, 0], "rotated": [0, 0], "gate": 1}, "joins one product, not several"),
+        ({"output_heads": [0, 0], "bias": [0, 0], "rotated": [0, 0], "gate": 1}, "goes with one product, not several"),
         ({"output_heads": [-1]}, "output_heads is negative"),
         ({"rotated": [1]}, "an output without heads is rotated"),
         ({"rotated": [1], "output_heads": [2]}, "there are 2 inputs, not 4"),

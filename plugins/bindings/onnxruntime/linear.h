@@ -1,5 +1,5 @@
-// A node of Linear (docs/contract.md, section 3): products of one input with weights as checkpoints hold them, and what
-// joins them.
+// A node of Linear (docs/contract.md, section 3): products of one input with weights as checkpoints hold them, the norm
+// before and the epilogue after.
 #pragma once
 
 #include "../node/attributes.h"
@@ -59,7 +59,7 @@ struct LinearNode {
       node.require((bias[i] | rotated[i] | 1) == 1, "bias and rotated are 0 or 1");
       node.require(!rotated[i] || output_heads[i] > 0, "an output without heads is rotated");
     }
-    node.require(count == 1 || !(gate || residual), "a gate or a residual joins one product, not several");
+    node.require(count == 1 || !(gate || residual), "a gate or a residual goes with one product, not several");
     size_t expected = 1 + norm + count + gate + residual + 2 * turns();
     for (const int one : bias) expected += one != 0;
     node.require(info.GetInputCount() == expected,

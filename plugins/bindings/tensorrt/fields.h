@@ -109,7 +109,7 @@ class Fields {
     memcpy(&x, field.bytes.data() + i * sizeof(T), sizeof(T));
     return x;
   }
-  // The parser ends a string with a zero, who calls from Python need not.
+  // The parser ends a string with a zero, a caller from Python need not.
   static std::string characters(const Kept& field) {
     const bool ends = !field.bytes.empty() && field.bytes.back() == '\0';
     return field.bytes.substr(0, field.bytes.size() - ends);

@@ -12,7 +12,7 @@
 #pragma once
 
 #include "../core/tile.h"
-#include "attention.h"
+#include "prefill_scores.h"
 
 namespace kv {
 namespace KV_ISA {
@@ -21,10 +21,11 @@ namespace {
 constexpr float kFar = 40.0f;  // weights above exp(-40) are far from the smallest number, and so are their sums
 
 template <class T>
-struct Prefill : Attention<T> {
-  using Base = Attention<T>;
+struct Prefill : PrefillScores<T> {
+  using Base = PrefillScores<T>;
   using Base::a, Base::group, Base::splits, Base::partials;
-  using Base::head, Base::key_row, Base::value_row, Base::slot_position, Base::bias, Base::capped, Base::write_output;
+  using Base::head, Base::key_row, Base::value_row, Base::slot_position, Base::bias, Base::capped, Base::write_output,
+      Base::combine_splits;
   using typename Base::Head;
 
   Prefill(const KvVoteAttention& call, int splits)
@@ -337,68 +338,6 @@ struct Prefill : Attention<T> {
         const float weight = std::exp(p.log_share.get()[k * p.padded + r0 + r]);
         for (int column = 0; column < kBlock; column += W)
           store(slot_sum + column, load(slot_sum + column) + weight * load(logits + r * kBlock + column));
-      }
-    }
-  }
-
-  // Of a windowed or recency-weighted log_ema: ln of the weights of all queries of the call that see a slot, over the
-  // weights of those of them that count; both as sums over the queries [0, t).
-  struct Standing {
-    Scratch<float> whole_, counted_;
-    Standing(const Statistic& s, int n) {
-      float *whole = whole_.reserve(n + 1, 0.0f), *counted = counted_.reserve(n + 1, 0.0f);
-      for (int t = 0; t < n; ++t) {
-        whole[t + 1] = whole[t] + std::pow(s.decay, static_cast<float>(n - 1 - t));
-        counted[t + 1] = counted[t] + std::exp(log_query_weight(s, n - 1 - t, counted_queries(s, n)));
-      }
-    }
-    // Of the queries [from, to).
-    float log_ratio(int from, int to) const {
-      const float *whole = whole_.get(), *counted = counted_.get(), least = 1e-30f;
-      return std::log(max_of(whole[to] - whole[from], least)) - std::log(max_of(counted[to] - counted[from], least));
-    }
-  };
-
-  // Combines the columns of a head's splits in their order and writes its scores. columns [splits][K, 2, stride].
-  void combine_splits(const Head& x, const float* columns, size_t stride) const {
-    for (int k = 0; k < a.statistics; ++k) {
-      const Statistic s{a.statistic[k].kind, a.statistic[k].decay, a.statistic[k].window,
-                        a.statistic[k].recency_weight};
-      const float* past = x.past_score + static_cast<size_t>(k) * a.capacity;
-      const float* column = columns + 2 * k * stride;
-      const size_t next = 2 * a.statistics * stride;  // the same column of the next split
-      float* out = x.score + static_cast<size_t>(k) * a.capacity;
-      if (s.kind == KV_STATISTIC_NONE) {
-        if (out != past) memcpy(out, past, x.end() * sizeof(float));
-      } else if (s.kind == KV_STATISTIC_PROBABILITY) {
-        const float decay = std::exp(static_cast<float>(counted_queries(s, x.n)) * std::log(s.decay));
-        for (int c = 0; c < x.end(); ++c) {
-          float seen = 0.0f;
-          for (int i = 0; i < splits; ++i) seen += column[i * next + stride + c];
-          out[c] = (c < x.used ? past[c] * decay : 0.0f) + seen;
-        }
-      } else {
-        const float log_decay = static_cast<float>(x.n) * std::log(s.decay);
-        const bool stands = s.window != 0 || s.recency_weight != 1.0f;
-        const Standing standing(s, stands ? x.n : 0);
-        for (int c = 0; c < x.end(); ++c) {
-          const float start = c < x.used ? past[c] + log_decay : kLogZero;
-          float shift = 0.0f;
-          if (stands) {
-            // Queries [age, end) see the slot: none where its position lies after all of them.
-            const int64_t age = slot_position(x, c) - x.first, end = a.sliding_window ? age + a.sliding_window : x.n;
-            const auto within = [&](int64_t t, int least) {
-              return static_cast<int>(t < least ? least : t > x.n ? x.n : t);
-            };
-            const int from = within(age, 0);
-            shift = standing.log_ratio(from, within(end, from));
-          }
-          float highest = start, sum = 0.0f;
-          for (int i = 0; i < splits; ++i) highest = max_of(highest, column[i * next + c] + shift);
-          for (int i = 0; i < splits; ++i)
-            sum += column[i * next + stride + c] * std::exp(column[i * next + c] + shift - highest);
-          out[c] = highest + std::log(sum + std::exp(start - highest));
-        }
       }
     }
   }

@@ -142,9 +142,9 @@ static inline float max(vf v) {
 #else
   float x[W];
   store(x, v);
-  float top = x[0];
-  for (int i = 1; i < W; ++i) top = x[i] > top ? x[i] : top;
-  return top;
+  float highest = x[0];
+  for (int i = 1; i < W; ++i) highest = x[i] > highest ? x[i] : highest;
+  return highest;
 #endif
 }
 
@@ -199,12 +199,12 @@ static inline vf log(vf x) {
 // The dot product of two rows of `size` elements, of which `b` is float32.
 template <class T>
 static inline float dot(const T* a, const float* b, int size) {
-  vf total{};
+  vf lanes{};
   int i = 0;
-  for (; i + W <= size; i += W) total += load(a + i) * load(b + i);
+  for (; i + W <= size; i += W) lanes += load(a + i) * load(b + i);
   float rest = 0.0f;
   for (; i < size; ++i) rest += static_cast<float>(a[i]) * b[i];
-  return sum(total) + rest;
+  return sum(lanes) + rest;
 }
 
 // A row of `size` elements in float32.

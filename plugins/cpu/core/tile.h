@@ -25,18 +25,18 @@ static inline void tile_products(const float* const* rows, const float* keys, in
   for (int first = 0; first < size; first += kRun) {
     const int last = size - first < kRun ? size : first + kRun;
     for (int column = 0; column < kBlock; column += kTileVectors * W) {
-      vf total[kTileRows][kTileVectors] = {};
+      vf product[kTileRows][kTileVectors] = {};
       const float* k = keys + static_cast<size_t>(first) * kBlock + column;
       for (int i = first; i < last; ++i, k += kBlock) {
         vf key[kTileVectors];
         for (int j = 0; j < kTileVectors; ++j) key[j] = load(k + j * W);
         for (int r = 0; r < kTileRows; ++r)
-          for (int j = 0; j < kTileVectors; ++j) total[r][j] += rows[r][i] * key[j];
+          for (int j = 0; j < kTileVectors; ++j) product[r][j] += rows[r][i] * key[j];
       }
       for (int r = 0; r < kTileRows; ++r)
         for (int j = 0; j < kTileVectors; ++j) {
           float* const to = out + r * kBlock + column + j * W;
-          store(to, kAdd || first > 0 ? load(to) + total[r][j] : total[r][j]);
+          store(to, kAdd || first > 0 ? load(to) + product[r][j] : product[r][j]);
         }
     }
   }

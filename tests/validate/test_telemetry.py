@@ -116,7 +116,7 @@ def test_the_first_merge_leads_away_from_the_full_cache(watched: Callable[..., l
 
 def test_a_cache_within_its_budget_has_none(watched: Callable[..., list[Perturbation]]) -> None:
     assert watched("h2o", budget=200) == []
-    assert "nothing had to leave" in render_text(layer_sections([]))
+    assert "no entry had to be evicted" in render_text(layer_sections([]))
 
 
 # Theorem 5

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvexport.backends.onnxruntime.operators import library, why_no_library
+from kvexport import backends
 from kvexport.errors import EnvironmentProblem, KvexportError, MismatchError
 from kvexport.report.page import Paragraph, Section, Table, render_html, render_text
 from kvexport.runtime.engine import Engine
@@ -86,6 +86,7 @@ def prove(out: Path) -> list[Section]:
     ]
     shown = [(f"? {name}", thing, *(a[i] for a in answers.values())) for i, (name, thing) in enumerate(FACTS.items())]
     return [
+        *without_native(merged),
         Paragraph(
             f"The engine of tiny-keepkv passed against PyTorch: every key, value, vote and score of sequences of up to "
             f"{max(result.tokens)} tokens, step by step. `kvexport validate --html FILE` shows the figures."
@@ -112,12 +113,11 @@ def real_model(out: Path) -> list[Section]:
     return run(partial(build_engine, out))
 
 
-def without_native() -> list[Section]:
-    """What to know of the times where the native operators are not built."""
-    if library() is not None:
-        return []
-    reason, line = why_no_library()
-    return [Paragraph(f"The times are those of ONNX functions, not of kernels: {reason} ({line}).")]
+def without_native(engine: Engine) -> list[Section]:
+    """What to know of the times where operators of the engine run from their ONNX functions."""
+    backend = backends.get(engine.manifest.recipe.backend.name)
+    slow = [how for how in backend.operators(engine.manifest, None).values() if not how.startswith("native")]
+    return [Paragraph(f"The times are not those of kernels: {slow[0]}.")] if slow else []
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out: Path = parser.parse_args(arguments).out
     try:
         out.mkdir(parents=True, exist_ok=True)
-        sections = [*real_model(out), *without_native(), *prove(out)]
+        sections = [*real_model(out), *prove(out)]
         page = render_html("kvexport demo", "A cache of fixed budget beside the full one", sections)
         (out / "report.html").write_text(page, encoding="utf-8")
     except KvexportError as error:

@@ -18,7 +18,7 @@ import sys, time
 def hook(event, arguments):
     if event == "open" and str(arguments[0]).endswith({name!r}) and str(arguments[1])[:1] in ("w", "x"):
         print("inside", flush=True)
-        time.sleep(60)
+        time.sleep(600)
 sys.addaudithook(hook)
 from kvexport.commands.app import main
 main()
@@ -30,7 +30,7 @@ def end(child: subprocess.Popen[str], number: signal.Signals) -> str:
     assert child.stdout
     assert child.stdout.readline() == "inside\n", child.communicate()[1]
     child.send_signal(number)
-    _, said = child.communicate(timeout=30)
+    _, said = child.communicate(timeout=120)
     assert child.returncode == 128 + number
     assert said.splitlines()[-1] == f"ended by {number.name}"
     assert "Traceback" not in said
@@ -58,15 +58,15 @@ def test_a_process_that_is_ended_takes_its_child_with_it() -> None:
         "from kvexport.commands.process import end_cleanly\n"
         "from kvexport.export.forked import forked\n"
         "end_cleanly()\n"
-        "with forked(lambda: time.sleep(60)):\n"
+        "with forked(lambda: time.sleep(600)):\n"
         "    print(multiprocessing.active_children()[0].pid, flush=True)\n"
-        "    time.sleep(60)\n"
+        "    time.sleep(600)\n"
     )
     child = process(code=code)
     assert child.stdout
     forked = psutil.Process(int(child.stdout.readline()))
     child.send_signal(signal.SIGTERM)
-    child.communicate(timeout=30)
+    child.communicate(timeout=120)
     assert not forked.is_running()
 
 
@@ -77,7 +77,7 @@ def test_a_signal_that_the_caller_ignores_stays_ignored(tmp_path: Path) -> None:
     assert child.stdout
     assert child.stdout.readline() == "inside\n"
     child.send_signal(signal.SIGHUP)
-    assert child.communicate(timeout=30)[0] == "1\n"
+    assert child.communicate(timeout=120)[0] == "1\n"
 
 
 @pytest.mark.parametrize(

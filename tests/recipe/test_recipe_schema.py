@@ -95,8 +95,9 @@ def test_a_mistake_is_refused_by_both(tmp_path: Path, recipe: dict[str, Any]) ->
 
 
 # Values that YAML tells apart and JSON does not (8.0 is no integer in YAML) are left out.
+TEXT = st.text(st.characters(exclude_categories=("Cc", "Cs")), max_size=3)  # what YAML can hold
 VALUES = st.one_of(
-    st.none(), st.booleans(), st.text(max_size=3), st.integers(-2, 3), st.integers(MOST - 1, MOST + 2),
+    st.none(), st.booleans(), TEXT, st.integers(-2, 3), st.integers(MOST - 1, MOST + 2),
     st.sampled_from(["uniform", "last", "copy", "float16", 0.25, 0.75, -0.5, 1.5]), st.just([]), st.just({"a": 1}),
 )  # fmt: skip
 KEYS = st.sampled_from(

@@ -66,7 +66,7 @@ lint: setup
 	  | xargs -r $(BIN)/clang-format --dry-run -Werror
 
 test: lint native cuda-host $(if $(filter true,$(CI)),cross-tools tensorrt-bindings smollm2)
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 clean:
 	rm -rf $(DEMO) build-cache kvexport/_native dist .pytest_cache .mypy_cache .ruff_cache

@@ -14,7 +14,8 @@ from tests.support.command_line import ENVIRONMENT, ROOT, process
 
 # Says so and waits as soon as a file of this name is opened for writing.
 WAITING = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where these tests run under nohup, it is ignored
 def hook(event, arguments):
     if event == "open" and str(arguments[0]).endswith({name!r}) and str(arguments[1])[:1] in ("w", "x"):
         print("inside", flush=True)
@@ -71,7 +72,7 @@ def test_a_process_that_is_ended_takes_its_child_with_it() -> None:
 
 
 def test_a_signal_that_the_caller_ignores_stays_ignored(tmp_path: Path) -> None:
-    code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + WAITING.format(name="x")
+    code = WAITING.format(name="x").replace("SIG_DFL", "SIG_IGN")
     code = code.replace("main()", "from kvexport.commands.process import end_cleanly; end_cleanly()")
     child = process(code=code + "print('inside', flush=True); time.sleep(0.2); print(1)")
     assert child.stdout

@@ -23,11 +23,10 @@ class Ballot(Merging):
     attention: how much past attention counts in that. pool: such slots are looked for among the lowest w, `pool` times
         as many as have to be evicted.
     zip: ``count`` adds votes up, ``vote`` stores fractional votes; both keep the mean key. The fractional ones are
-        exact for the query that
-        the averages stand for and, being the tangent of a convex function, too few for every other, merge after merge.
+        exact for the query that the averages stand for and, being the tangent of a convex function, too few for every
+        other, merge after merge.
     votes_max: as many tokens a merged slot counts for at most. Over hundreds of budgets one that stands for tokens from
-        everywhere says
-        nothing any more; without a bound it would still draw their attention.
+        everywhere says nothing any more; without a bound it would still draw their attention.
     decay: ``a`` of the average that weighs.
     """
 

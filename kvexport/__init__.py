@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvexport.recipe.fields import Recipe
     from kvexport.runtime.engine import Completion, Engine, load
     from kvexport.runtime.request import Request, Token
-    from kvexport.runtime.sampling import GenerationSettings
+    from kvexport.runtime.settings import GenerationSettings
 
 __all__ = [
     "Completion",
@@ -38,7 +38,7 @@ __all__ = [
 _HOMES = {
     "Completion": "kvexport.runtime.engine",
     "Engine": "kvexport.runtime.engine",
-    "GenerationSettings": "kvexport.runtime.sampling",
+    "GenerationSettings": "kvexport.runtime.settings",
     "KvexportError": "kvexport.errors",
     "Request": "kvexport.runtime.request",
     "Token": "kvexport.runtime.request",

@@ -15,7 +15,7 @@ from kvexport.errors import UsageError
 
 if TYPE_CHECKING:
     from kvexport.runtime.engine import Completion, Engine
-    from kvexport.runtime.sampling import GenerationSettings
+    from kvexport.runtime.settings import GenerationSettings
 
 
 def generate(

@@ -23,8 +23,9 @@ from kvexport.errors import KvexportError, UsageError
 from kvexport.runtime.chat import ChatTemplate, Message, read_chat_template
 from kvexport.runtime.lanes import Lanes, Tokens
 from kvexport.runtime.request import DECODING, FINISHED, Call, FinishReason, Prompt, Request, Timing, Token
-from kvexport.runtime.sampling import GenerationSettings, Sampler, may_settle
+from kvexport.runtime.sampling import Sampler, may_settle
 from kvexport.runtime.scheduler import Scheduler
+from kvexport.runtime.settings import GenerationSettings
 from kvexport.runtime.text import FILE_NAME, TextStream, Tokenizer
 
 

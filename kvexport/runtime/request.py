@@ -12,7 +12,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.runtime.sampling import GenerationSettings, Sampler
+from kvexport.runtime.sampling import Sampler
+from kvexport.runtime.settings import GenerationSettings
 from kvexport.runtime.text import TextStream
 
 Prompt = str | Sequence[int] | NDArray[np.int64]

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from kvexport.runtime.request import Call, Request, State
-from kvexport.runtime.sampling import GenerationSettings, Sampler
+from kvexport.runtime.sampling import Sampler
+from kvexport.runtime.settings import GenerationSettings
 
 
 def prepared(length: int = 5, call: Call | None = None, **settings: Any) -> Request:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,8 @@ from transformers import GenerationConfig
 from transformers.generation.utils import GenerationMixin
 
 from kvexport.errors import KvexportError, UsageError
-from kvexport.runtime.sampling import UNSUPPORTED, GenerationSettings, Sampler
+from kvexport.runtime.sampling import Sampler
+from kvexport.runtime.settings import UNSUPPORTED, GenerationSettings
 
 
 class _Model(GenerationMixin):
@@ -383,3 +385,39 @@ def test_keys_without_effect_are_accepted() -> None:
 def test_an_unknown_override_is_refused() -> None:
     with pytest.raises(UsageError, match="unknown generation setting 'num_beams'"):
         GenerationSettings.from_generation_config({}, num_beams=2)
+
+
+@pytest.mark.parametrize("seed", [0, None])
+@pytest.mark.parametrize("at", [0, 1, 17])
+@pytest.mark.parametrize("chosen", [{}, {"do_sample": True, "top_k": 0, "temperature": 1.5}])
+def test_a_sampler_goes_on_from_its_state_as_text(chosen: dict[str, Any], at: int, seed: int | None) -> None:
+    wanted = GenerationSettings(repetition_penalty=1.3, seed=seed, **chosen)
+    rows = np.random.default_rng(1).normal(0, 1, (40, 64)).astype(np.float32)
+    whole = Sampler(wanted, [3, 4], 64)
+    for row in rows[:at]:
+        whole.next(row)
+    restored = Sampler(wanted, [3, 4], 64)
+    restored.restore(json.loads(json.dumps(whole.state())))
+    assert [restored.next(row) for row in rows[at:]] == [whole.next(row) for row in rows[at:]]
+    assert restored.generated == whole.generated
+    assert restored.state() == whole.state()
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda state: state.pop("random"), "random"),
+        (lambda state: state.update(generated=["?"]), "no state"),
+        (lambda state: state.update(generated=[64]), "out of range"),
+        (lambda state: state.update(random=[-1, 1]), "out of range"),
+        (lambda state: state.update(random=[]), "do_sample"),
+        (lambda state: state.update(random=[1]), "do_sample"),
+    ],
+)
+def test_a_damaged_state_of_a_sampler_is_refused(damage: Any, named: str) -> None:
+    sampler = Sampler(GenerationSettings(do_sample=True), [1], 64)
+    state: Any = sampler.state()
+    damage(state)
+    with pytest.raises(UsageError, match=named):
+        sampler.restore(state)
+    assert sampler.generated == []

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from kvexport.runtime.request import Call, Request, State
-from kvexport.runtime.sampling import GenerationSettings, Sampler
+from kvexport.runtime.sampling import Sampler
 from kvexport.runtime.scheduler import CALL_ROWS, Schedule, Scheduler
+from kvexport.runtime.settings import GenerationSettings
 
 CHUNK = 64
 

@@ -18,7 +18,8 @@ from kvexport.backends.rows import MASS_ERROR, TopLogits
 from kvexport.errors import KvexportError
 from kvexport.export.graph.top_logits import COUNT, top_logits_model
 from kvexport.runtime.engine import Engine, load
-from kvexport.runtime.sampling import GenerationSettings, Sampler, may_settle
+from kvexport.runtime.sampling import Sampler, may_settle
+from kvexport.runtime.settings import GenerationSettings
 from tests.runtime.test_sampling import cases, sampler_after
 from tests.support.tiny_model import PROMPTS
 from tests.support.with_top_logits import with_top_logits

@@ -6,7 +6,7 @@ Importing this takes the standard library alone, so that `kvexport doctor` can a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -152,6 +152,20 @@ class ModelState(LaneState, Protocol):
 
     def grown(self, lanes: int) -> ModelState:
         """A state of more lanes, the first of which are copies of these; the others are empty."""
+        ...
+
+    def read(self, lane: int, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
+        """Copies of a lane's state tensors by their input names, in the host's memory and without the batch's
+        dimension; of tensors of slots the used ones, which are a prefix. names: those that are wanted, None: all."""
+        ...
+
+    def write(self, lane: int, state: Mapping[str, NDArray[Any]], past_length: int | None = None) -> None:
+        """Take over a lane's state tensors as `read` gives them: slots beyond theirs become empty, other tensors stay.
+        past_length: tokens that the lane has seen, None: they stay."""
+        ...
+
+    def copy(self, source: int, target: int) -> None:
+        """Make a lane the same as another, where they are."""
         ...
 
     def get_state(self) -> dict[str, NDArray[Any]]:

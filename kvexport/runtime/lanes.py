@@ -7,17 +7,26 @@ batch it is in.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.backends.base import LaneState
+from kvexport.backends.base import LaneState, ModelState
 from kvexport.cache import CachePlan
 
 T = TypeVar("T")
 Tokens = Sequence[int] | NDArray[np.int64]
+
+
+class Counters(NamedTuple):
+    """What is counted of a lane. held: slots of each layer that were taken when it last merged (at most: a window may
+    have dropped more). added: tokens since. length: tokens seen."""
+
+    held: tuple[int, ...]
+    added: int
+    length: int
 
 
 class Lanes:
@@ -33,7 +42,7 @@ class Lanes:
         self._capacity = np.array([layer.capacity for layer in plan.layers])
         self._budget = np.array([layer.budget for layer in plan.layers])
         self._merges = np.array([layer.merges for layer in plan.layers])
-        # Slots that were taken when a lane last merged (at most: a window may have dropped more), [lanes, layers].
+        # See `Counters`, [lanes, layers].
         self._held = np.zeros((lanes, len(plan.layers)), dtype=np.int64)
         # What a step asks and counts is Python's own integers, lane by lane, and its arrays are filled through views:
         # between two runs of a model the processor holds neither numpy's code nor the addresses of its pages, and
@@ -53,11 +62,39 @@ class Lanes:
         self.length[first:last] = [0] * (last - first)
         self._count(range(first, last))
 
-    def _count(self, lanes: Iterable[int]) -> None:
+    def counters(self, lane: int) -> Counters:
+        """What is counted of a lane now."""
+        return Counters(tuple(self._held[lane].tolist()), self._added[lane], self.length[lane])
+
+    def read(self, lane: int, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
+        """Copies of a lane's state tensors (see `ModelState.read`)."""
+        return self._state().read(lane, names)
+
+    def write(self, lane: int, state: Mapping[str, NDArray[Any]], counters: Counters | None = None) -> None:
+        """Take over a lane's state tensors (see `ModelState.write`). counters: what goes with a whole state; None where
+        single tensors change and every layer uses as many slots as before."""
+        self._state().write(lane, state, None if counters is None else counters.length)
+        if counters is not None:
+            self._set(lane, counters)
+
+    def copy(self, source: int, target: int) -> None:
+        """Make a lane the same as another."""
+        self._state().copy(source, target)
+        self._set(target, self.counters(source))
+
+    def _state(self) -> ModelState:
+        return cast(ModelState, self.backend)
+
+    def _set(self, lane: int, counters: Counters) -> None:
+        self._held[lane] = counters.held
+        self._count((lane,), counters.added)
+        self.length[lane] = counters.length
+
+    def _count(self, lanes: Iterable[int], added: int = 0) -> None:
         """Start counting anew from `_held`."""
         for lane in lanes:
             held = self._held[lane]
-            self._added[lane] = 0
+            self._added[lane] = added
             self._room[lane] = int((self._capacity - held).min())
             self._spare[lane] = (
                 int((self._budget - held)[self._merges].min()) if self._merges.any() else self._room[lane]

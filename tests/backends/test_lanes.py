@@ -115,3 +115,51 @@ def test_the_largest_logits_of_some_lanes_are_theirs(engine: Any, first: int) ->
         np.testing.assert_allclose(rows.row(i), expected[i, 0], rtol=0, atol=1e-6)
         top = rows.top_logits(i)
         np.testing.assert_allclose(top.values, -np.sort(-expected[i, 0])[: top.ids.size], rtol=0, atol=1e-6)
+
+
+def test_a_lane_is_read_written_and_copied_and_goes_on_as_it_would_have(engine: Any) -> None:
+    rng = np.random.default_rng(3)
+    state, other = engine.new_state(LANES), engine.new_state(2)
+    ids, lengths = rng.integers(0, engine.vocabulary, (LANES, 16)), np.array([[16], [3], [0], [11]])
+    for _ in range(3):  # past the budget
+        state.decode(ids, lengths)
+        state.merge(0, LANES)
+    before = [lane_bytes(state, lane) for lane in range(LANES)]
+    taken = state.read(0)
+    for name, array in used_values(state, 0).items():
+        slots = [slice(n) for n in taken[name].shape]
+        assert np.array_equal(taken[name], array[tuple(slots)]) and not np.delete(array, slots[1], 1).any()
+    assert [lane_bytes(state, lane) for lane in range(LANES)] == before, "reading changes nothing"
+    other.write(1, taken, 48)
+    other.write(0, state.read(1), 9)
+    state.copy(0, 2)
+    assert lane_bytes(state, 2) == before[0]
+    assert [lane_bytes(state, lane) for lane in (0, 1, 3)] == [before[0], before[1], before[3]]
+    one, step = np.ones((1, 1), np.int64), np.array([[5]])
+    expected = np.array(state.decode(step, one, 0))
+    np.testing.assert_allclose(np.array(state.decode(step, one, 2)), expected, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(np.array(other.decode(step, one, 1)), expected, rtol=0, atol=1e-6)
+    expected = np.array(state.decode(step, one, 1))
+    np.testing.assert_allclose(np.array(other.decode(step, one, 0)), expected, rtol=0, atol=1e-6)
+
+
+def test_single_tensors_of_a_lane_are_read_and_written(engine: Any) -> None:
+    state = engine.new_state(3)
+    state.decode(np.full((3, 9), 7), np.array([[9], [4], [9]]))
+    before = [lane_bytes(state, lane) for lane in range(3)]
+    name = "past_key_values.1.score"
+    taken = state.read(1, [name])
+    assert set(taken) == {name} and taken[name].shape[-1] == 4, "used slots"
+    state.write(1, {name: taken[name] + 1})
+    assert [lane_bytes(state, lane) for lane in (0, 2)] == [before[0], before[2]]
+    after = lane_bytes(state, 1)
+    assert {key for key, data in after.items() if data != before[1][key]} == {name}
+    assert np.array_equal(state.read(1, [name])[name], taken[name] + 1)
+
+
+def test_a_lane_that_is_written_keeps_nothing_of_what_it_was(engine: Any) -> None:
+    state = engine.new_state(2)
+    state.decode(np.full((2, 9), 7), np.array([[9], [0]]))
+    state.write(0, state.read(1), 0)
+    assert not any(any(data) for data in lane_bytes(state, 0).values())
+    assert all(0 in array.shape for array in state.read(0).values())

@@ -3,11 +3,15 @@ itself holds, so that no CUDA package is needed."""
 
 from __future__ import annotations
 
-import copy
+import ctypes
+from copy import copy as shallow
+from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from kvexport.errors import EnvironmentProblem
 
 # As `IOBinding.bind_input` takes it: device, its number, type, shape, address.
 Place = tuple[str, int, Any, tuple[int, ...], int]
@@ -41,7 +45,7 @@ class DeviceArray:
         binding = session.io_binding()
         place = self.place(lanes)
         binding.bind_output(session.get_outputs()[0].name, *place)
-        part = copy.copy(self)  # holds on to the memory by `_whole`
+        part = shallow(self)  # holds on to the memory by `_whole`
         part._value, part._whole, part.shape = binding.get_outputs()[0], self, place[3]
         part.nbytes = self.nbytes // self.shape[0] * part.shape[0]
         return part
@@ -67,6 +71,38 @@ def write(array: Array, values: ArrayLike) -> None:
 def read(array: Array) -> NDArray[Any]:
     """A device's tensor as a copy, a numpy array as it is."""
     return array.read() if isinstance(array, DeviceArray) else array
+
+
+def copy(source: Array, target: Array, taken: slice = ALL, given: slice = ALL) -> None:
+    """Lanes `taken` of one to lanes `given` of the other, in memory of one kind; without the host where it is a
+    device's."""
+    if not (isinstance(source, DeviceArray) and isinstance(target, DeviceArray)):
+        write(target[given], read(source)[taken])  # type: ignore[index]
+        return
+    (*_, start), (*_, end) = source.place(taken), target.place(given)
+    count = len(range(*taken.indices(source.shape[0]))) * (source.nbytes // source.shape[0])
+    if source.device == "cpu":
+        ctypes.memmove(end, start, count)
+    else:
+        _copy_on_cuda(start, end, count)
+
+
+def _copy_on_cuda(source: int, target: int, count: int) -> None:
+    """By the driver, which is there where ONNX Runtime's provider runs. Runs of ONNX Runtime have ended before: their
+    outputs are waited for."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    code = driver.cuCtxSetCurrent(_primary_context())
+    code = code or driver.cuMemcpyDtoD_v2(ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(count))
+    if code := code or driver.cuCtxSynchronize():
+        raise EnvironmentProblem(f"the NVIDIA driver copied no state: error {code}", "kvexport doctor")
+
+
+@cache
+def _primary_context() -> Any:
+    """Of device 0, which is ONNX Runtime's as well."""
+    context = ctypes.c_void_p()
+    ctypes.CDLL("libcuda.so.1").cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
+    return context
 
 
 def part(array: Array, lanes: slice, session: Any) -> Array:

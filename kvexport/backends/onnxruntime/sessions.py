@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvexport.backends.lane_state import fill, read_used, slot_axes
 from kvexport.backends.onnxruntime.bindings import DeviceRows, bind, in_one_piece
-from kvexport.backends.onnxruntime.device_array import Array, DeviceArray, part, read, write
+from kvexport.backends.onnxruntime.device_array import Array, DeviceArray, copy, part, read, write
 from kvexport.backends.onnxruntime.session import first_line, open_session
 from kvexport.backends.rows import Rows
 from kvexport.cache import CachePlan
@@ -135,9 +136,32 @@ class OnnxRuntimeState:
         """See `ModelState.grown`."""
         more = OnnxRuntimeState(self._sessions, self._plan, lanes)
         for name, array in self.state.items():
-            write(more._part(more.state[name], 0, self.lanes), read(array))
-        write(more._part(more.past_length, 0, self.lanes), read(self.past_length))
+            copy(array, more.state[name], given=slice(self.lanes))
+        copy(self.past_length, more.past_length, given=slice(self.lanes))
         return more
+
+    def read(self, lane: int, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
+        """See `ModelState.read`."""
+        return read_used(self._plan, lambda name: read(self._part(self.state[name], lane, lane + 1))[0], names)
+
+    def write(self, lane: int, state: Mapping[str, NDArray[Any]], past_length: int | None = None) -> None:
+        """See `ModelState.write`."""
+        axes = slot_axes(self._plan)
+        for name, values in state.items():
+            place = self._part(self.state[name], lane, lane + 1)
+            if isinstance(place, DeviceArray):
+                whole = np.empty(place.shape, place.dtype)
+                fill(whole[0], values, axes[name])
+                place.write(whole)
+            else:
+                fill(place[0], values, axes[name])
+        if past_length is not None:
+            write(self._part(self.past_length, lane, lane + 1), past_length)
+
+    def copy(self, source: int, target: int) -> None:
+        """See `ModelState.copy`."""
+        for array in (*self.state.values(), self.past_length):
+            copy(array, array, slice(source, source + 1), slice(target, target + 1))
 
     def get_state(self) -> dict[str, NDArray[Any]]:
         """See `ModelState.get_state`."""

@@ -6,7 +6,7 @@ the nodes of a function as it likes, so there present has an address of its own 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from kvexport.artifact.digests import read_verified
 from kvexport.artifact.manifest import Manifest
+from kvexport.backends.lane_state import fill, read_used, slot_axes
 from kvexport.backends.rows import Rows, TopLogits
 from kvexport.backends.tensorrt.cuda import ALIGNMENT, Arena, Cuda
 from kvexport.backends.tensorrt.engines import DECODE, PREFILL, input_shape
@@ -151,7 +152,7 @@ class TensorRTState:
             _bind(context, present, result)
         return before, after
 
-    def copy(self, copies: list[Copy]) -> None:
+    def enqueue(self, copies: list[Copy]) -> None:
         """Enqueue them."""
         for target, source, size in copies:
             self.cuda.copy(target, source, size, self.stream)
@@ -183,9 +184,9 @@ class TensorRTState:
         before, after = self.bind_lanes(
             self._merger, self._merged, first, last - first, width=1, in_place=self.engines.in_place["merge"]
         )
-        self.copy(before)
+        self.enqueue(before)
         _enqueue(self._merger, self.stream, self.engines)
-        self.copy(after)
+        self.enqueue(after)
 
     def grown(self, lanes: int) -> TensorRTState:
         """See `ModelState.grown`."""
@@ -197,6 +198,40 @@ class TensorRTState:
         self.cuda.synchronize(more.stream)
         more.past_length[: self.lanes] = self.past_length
         return more
+
+    def read(self, lane: int, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
+        """See `ModelState.read`."""
+
+        def whole(name: str) -> NDArray[Any]:
+            shape, dtype = self._tensors[name]
+            array: NDArray[Any] = np.empty(shape[1:], dtype)
+            place, size = self.share(name, lane, 1)
+            self.cuda.copy(array.ctypes.data, place, size, self.stream)
+            self.cuda.synchronize(self.stream)
+            return array
+
+        return read_used(self.plan, whole, names)
+
+    def write(self, lane: int, state: Mapping[str, NDArray[Any]], past_length: int | None = None) -> None:
+        """See `ModelState.write`."""
+        axes, held = slot_axes(self.plan), []
+        for name, values in state.items():
+            shape, dtype = self._tensors[name]
+            array: NDArray[Any] = np.empty(shape[1:], dtype)
+            fill(array, values, axes[name])
+            place, size = self.share(name, lane, 1)
+            self.cuda.copy(place, array.ctypes.data, size, self.stream)
+            held.append(array)  # until it is copied
+        self.cuda.synchronize(self.stream)
+        if past_length is not None:
+            self.past_length[lane] = past_length
+
+    def copy(self, source: int, target: int) -> None:
+        """See `ModelState.copy`."""
+        for name, _ in self.names:
+            place, size = self.share(name, source, 1)
+            self.cuda.copy(self.share(name, target, 1)[0], place, size, self.stream)
+        self.past_length[target] = self.past_length[source]
 
     def get_state(self) -> dict[str, NDArray[Any]]:
         """A copy of every state tensor, by its input name."""
@@ -318,9 +353,9 @@ class _Phase:
 
     def _enqueue(self) -> None:
         self.inputs.upload(self.stream)
-        self.backend.copy(self._before)
+        self.backend.enqueue(self._before)
         _enqueue(self.context, self.stream, self.backend.engines)
-        self.backend.copy(self._after)
+        self.backend.enqueue(self._after)
         if self.found is not None:
             _enqueue(self.finder, self.stream, self.backend.engines)
             self.found.download(self.stream)

@@ -1,0 +1,57 @@
+"""The state of one lane in the host's memory: of tensors of slots the used ones alone, which are a prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvexport.cache import CachePlan
+
+
+def slot_axes(plan: CachePlan) -> dict[str, int | None]:
+    """Of every state tensor, by its input name, the dimension of a lane's array that counts slots; None where there is
+    none."""
+    return {
+        tensor.past(i): None if tensor.slot_axis is None else tensor.slot_axis - 1
+        for i, layer in enumerate(plan.layers)
+        for tensor in layer.state
+    }
+
+
+def used_slots(votes: NDArray[np.float32]) -> int:
+    """How many slots the fullest head of `votes` [KV heads, slots] uses."""
+    used = np.flatnonzero((votes != 0).any(axis=0))
+    return int(used[-1]) + 1 if used.size else 0
+
+
+def read_used(
+    plan: CachePlan, whole: Callable[[str], NDArray[Any]], names: Collection[str] | None
+) -> dict[str, NDArray[Any]]:
+    """Copies of a lane's tensors. whole(name): one of them with all its slots. names: those that are wanted, None:
+    all."""
+    used: dict[str, int] = {}
+    found = {}
+    for name, axis in slot_axes(plan).items():
+        if names is not None and name not in names:
+            continue
+        array = whole(name)
+        if axis is not None:
+            votes = name.rpartition(".")[0] + ".votes"
+            if votes not in used:
+                used[votes] = used_slots(whole(votes))
+            array = np.moveaxis(np.moveaxis(array, axis, 0)[: used[votes]], 0, axis)
+        found[name] = np.array(array)
+    return found
+
+
+def fill(target: NDArray[Any], values: NDArray[Any], axis: int | None) -> None:
+    """Write a lane's tensor in place; slots beyond those of `values` become zeros."""
+    if axis is None:
+        target[...] = values
+        return
+    slots, used = np.moveaxis(target, axis, 0), values.shape[axis]
+    slots[:used] = np.moveaxis(values, axis, 0)
+    slots[used:] = 0

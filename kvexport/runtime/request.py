@@ -35,12 +35,15 @@ WAITING, PREFILLING, DECODING, FINISHED = State
 class Token(NamedTuple):
     """One generated token. sequence: which prompt of its call. text: what is final with it (may be empty while a
     character or a stop string is incomplete). finish_reason: set on the last token of a sequence: "stop" (eos or stop
-    string) or "length"."""
+    string) or "length". logprob, top_logprobs: see `GenerationSettings.logprobs`; None and nothing where not asked
+    for."""
 
     sequence: int
     id: int
     text: str
     finish_reason: Literal["stop", "length"] | None = None
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass
@@ -138,7 +141,7 @@ class Request:
                 reason = "stop"
             if reason:
                 piece += text.flush()
-        made = Token(self.sequence, token, piece, reason)
+        made = Token(self.sequence, token, piece, reason, *(self.sampler.logprobs or ()))
         self.tokens.append(made)
         if self.call is not None:
             self.call.new.append(made)

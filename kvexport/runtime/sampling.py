@@ -1,15 +1,16 @@
 """The next token of one sequence from its logits, in numpy, with the meanings of transformers 5.23's GenerationConfig.
 
-The processors and their order are those of `GenerationMixin._get_logits_processor`: repetition penalty, minimum of new
-tokens, then, where sampling, temperature, top_k, top_p, min_p. The tokens kept and their probabilities are
-transformers'; the draw is not (numpy's generator in place of torch's).
+The processors and their order are those of `GenerationMixin._get_logits_processor`: bias, repetition penalty, minimum
+of new tokens, then, where sampling, temperature, top_k, top_p, min_p. The tokens kept and their probabilities are
+transformers'; the draw is not (numpy's generator in place of torch's). OpenAI's penalties come after the repetition
+penalty, as in vLLM.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,14 @@ _BLOCK = 512
 _SORTED_AT_ONCE = 256
 
 
+class Logprobs(NamedTuple):
+    """Of the token that was chosen: the logarithm of its probability. top: the likeliest tokens of that step, each with
+    its own, descending, of equal ones the lowest id first."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]
+
+
 class Sampler:
     """Chooses the tokens of one sequence and remembers them. Its draws depend on its settings, prompt and logits alone,
     never on the batch the sequence is in.
@@ -35,12 +44,14 @@ class Sampler:
     """
 
     def __init__(self, settings: GenerationSettings, prompt_ids: Sequence[int] | Ids, vocab_size: int) -> None:
-        """Start a sequence of which nothing is generated yet; UsageError for a negative token id."""
+        """Start a sequence of which nothing is generated yet; UsageError for a token id that cannot be."""
         self.settings = settings
         self.vocab_size = vocab_size
         self.generated: list[int] = []
+        self.logprobs: Logprobs | None = None  # of the token last chosen, where the settings ask for them
         # Ids beyond the logits (an embedding larger than the head) cannot come out, so they carry no penalty.
-        self._eos_ids = np.array([i for i in settings.eos_token_ids if i < vocab_size], dtype=np.int64)
+        self._ends = () if settings.ignore_eos else settings.eos_token_ids
+        self._eos_ids = np.array([i for i in self._ends if i < vocab_size], dtype=np.int64)
         self._random = np.random.default_rng(settings.seed) if settings.do_sample else None
         self._is_seen: npt.NDArray[np.bool_] | None = None
         if settings.repetition_penalty != 1.0:
@@ -49,13 +60,16 @@ class Sampler:
                 raise UsageError(f"the prompt holds the token id {prompt.min()}", "give token ids of at least 0")
             self._is_seen = np.zeros(vocab_size, dtype=bool)
             self._is_seen[prompt[prompt < vocab_size]] = True
+        penalised = settings.presence_penalty != 0 or settings.frequency_penalty != 0
+        self._counts = np.zeros(vocab_size, dtype=np.int32) if penalised else None
+        self._bias = _dense(settings.logit_bias, vocab_size) if settings.logit_bias else None
 
     @property
     def finish_reason(self) -> Literal["stop", "length"] | None:
         """Why the sequence ends with the token last chosen: "stop" = an eos token, "length" = max_new_tokens; None = it
         goes on.
         Stop strings are found in the text: `kvexport.runtime.text.TextStream`."""
-        if self.generated and self.generated[-1] in self.settings.eos_token_ids:
+        if self.generated and self.generated[-1] in self._ends:
             return "stop"
         return "length" if len(self.generated) >= self.settings.max_new_tokens else None
 
@@ -71,6 +85,8 @@ class Sampler:
         else:
             ids, probabilities = _distribution(scores, self.settings, len(self.generated))
             token = int(ids[_draw(probabilities, self._random.random())])
+        if self.settings.logprobs is not None:
+            self.logprobs = _logprobs(np.asarray(logits, dtype=np.float32), token, self.settings.logprobs)
         return self._remember(token)
 
     def next_of(self, top: TopLogits) -> int | None:
@@ -80,9 +96,10 @@ class Sampler:
             row = np.empty(self.vocab_size, dtype=np.float32)
             row[top.ids] = top.values
             return self.next(row)
-        if self.settings.repetition_penalty < 1:
+        if self.settings.may_raise or self.settings.logprobs is not None:
             return None
-        scores = scores_of(top, self._lowered(top), 1.0 if self._random is None else self.settings.temperature)
+        temperature = 1.0 if self._random is None else self.settings.temperature
+        scores = scores_of(top, self._changed(top.values, top.ids), temperature)
         if scores is None:
             return None
         if self._random is None:
@@ -98,6 +115,8 @@ class Sampler:
         self.generated.append(token)
         if self._is_seen is not None:
             self._is_seen[token] = True
+        if self._counts is not None:
+            self._counts[token] += 1
         return token
 
     def state(self) -> dict[str, list[int]]:
@@ -121,9 +140,9 @@ class Sampler:
         if len(random) != (0 if self._random is None else 2):
             was = "sampling" if random else "greedy"
             raise UsageError(f"the state is that of a {was} sequence", f"set do_sample to {str(bool(random)).lower()}")
-        self.generated = generated
-        if self._is_seen is not None:
-            self._is_seen[generated] = True
+        self.generated = []
+        for token in generated:
+            self._remember(token)
         if self._random is not None:
             position = {"state": random[0], "inc": random[1]}
             self._random.bit_generator.state = {
@@ -143,32 +162,35 @@ class Sampler:
         return _distribution(scores, self.settings, len(self.generated))
 
     def _scores(self, logits: npt.ArrayLike) -> Floats:
-        """The logits after penalty and eos suppression; the caller's own array where neither applies."""
+        """A row of logits as `_changed` gives it, checked."""
         scores = np.asarray(logits, dtype=np.float32)
         if scores.shape != (self.vocab_size,):
             raise UsageError(
                 f"logits of shape {list(scores.shape)} for a vocabulary of {self.vocab_size}", "pass one row of logits"
             )
-        suppress = self._suppresses()
-        if self._is_seen is not None or suppress:
-            scores = scores.copy()
-        if self._is_seen is not None:
-            self._penalise(scores, np.flatnonzero(self._is_seen))
-        if suppress:
-            scores[self._eos_ids] = -np.inf
+        scores = self._changed(scores, None)
         _check_maximum(scores, len(self.generated))
         return scores
 
-    def _lowered(self, top: TopLogits) -> Floats:
-        """The same of the largest logits, without the check."""
-        values, suppress = top.values, self._suppresses()
-        if self._is_seen is not None or suppress:
-            values = values.copy()
+    def _changed(self, logits: Floats, ids: npt.NDArray[np.integer[Any]] | None) -> Floats:
+        """The logits of `ids` (None: of all) after bias, penalties and eos suppression; the caller's own array where
+        none of them applies."""
+        suppresses = self._suppresses()
+        if self._bias is None and self._is_seen is None and self._counts is None and not suppresses:
+            return logits
+        scores: Floats = logits.copy()
+        if self._bias is not None:
+            scores += self._bias if ids is None else self._bias[ids]
         if self._is_seen is not None:
-            self._penalise(values, np.flatnonzero(self._is_seen[top.ids]))
-        if suppress:
-            values[np.isin(top.ids, self._eos_ids)] = -np.inf
-        return values
+            self._penalise(scores, np.flatnonzero(self._is_seen if ids is None else self._is_seen[ids]))
+        if self._counts is not None:
+            counts = self._counts if ids is None else self._counts[ids]
+            places = np.flatnonzero(counts)
+            scores[places] -= np.float32(self.settings.frequency_penalty) * counts[places].astype(np.float32)
+            scores[places] -= np.float32(self.settings.presence_penalty)
+        if suppresses:
+            scores[self._eos_ids if ids is None else np.isin(ids, self._eos_ids)] = -np.inf
+        return scores
 
     def _suppresses(self) -> bool:
         return len(self.generated) < self.settings.min_new_tokens and self._eos_ids.size > 0
@@ -180,12 +202,31 @@ class Sampler:
 
 
 def may_settle(settings: GenerationSettings, count: int, vocabulary: int) -> bool:
-    """Whether the `count` largest logits can ever settle a token. A penalty below 1 raises other tokens; without top_k,
-    top_p and min_p every token of the vocabulary may be drawn."""
+    """Whether the `count` largest logits can ever settle a token. Some penalties and biases raise other tokens; without
+    top_k, top_p and min_p every token of the vocabulary may be drawn; logprobs take the sum over the whole row."""
     if count >= vocabulary:
         return True
-    narrows = 0 < settings.top_k < count or settings.top_p < 1 or settings.min_p > 0
-    return settings.repetition_penalty >= 1 and (narrows or not settings.do_sample)
+    if settings.may_raise or settings.logprobs is not None:
+        return False
+    return not settings.do_sample or 0 < settings.top_k < count or settings.top_p < 1 or settings.min_p > 0
+
+
+def _dense(bias: Mapping[int, float], vocabulary: int) -> Floats:
+    if max(bias) >= vocabulary:
+        raise UsageError(f"logit_bias names the token {max(bias)}", f"give token ids below {vocabulary}")
+    dense = np.zeros(vocabulary, dtype=np.float32)
+    dense[list(bias)] = list(bias.values())
+    return dense
+
+
+def _logprobs(logits: Floats, token: int, count: int) -> Logprobs:
+    """log(softmax(logits)) of the token and of the `count` largest."""
+    _check_maximum(logits, 0)
+    largest = float(logits.max())
+    log_sum = largest + math.log(float(np.exp(logits - np.float32(largest)).sum(dtype=np.float64)))
+    ids = _top_ids(logits, count) if 0 < count < logits.size else np.arange(min(count, logits.size))
+    order = ids[np.lexsort((ids, -logits[ids]))][:count]
+    return Logprobs(float(logits[token]) - log_sum, tuple((int(i), float(logits[i]) - log_sum) for i in order))
 
 
 def _distribution(scores: Floats, settings: GenerationSettings, step: int) -> tuple[Ids, npt.NDArray[np.float64]]:
@@ -298,7 +339,7 @@ def _check_maximum(scores: Floats, step: int, where: str = "") -> None:
     if value == -math.inf:
         raise KvexportError(
             f"every logit of new token {step} is -inf{where}: no token is possible",
-            "lower min_new_tokens or the penalty",
+            "lower min_new_tokens, the penalty or the bias",
         )
     fix = "run `kvexport validate` on the artifact" if not where else "raise the temperature"
     raise KvexportError(

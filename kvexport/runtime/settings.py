@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvexport.errors import UsageError
@@ -44,6 +44,8 @@ UNSUPPORTED_WHEN_SAMPLING: Mapping[str, Any] = {
     "eta_cutoff": 0.0,
 }
 
+MOST_LOGPROBS = 20
+
 _SHARED_KEYS = (
     "max_new_tokens",
     "min_new_tokens",
@@ -59,14 +61,23 @@ _SHARED_KEYS = (
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How a sequence is continued; names, meanings and defaults are GenerationConfig's, but where said otherwise.
+    """How a sequence is continued; names, meanings and defaults are GenerationConfig's, or for what that has not,
+    OpenAI's, but where said otherwise.
 
     temperature, top_k (0 = off, 50 where unset, as in transformers), top_p (1 = off), min_p (0 = off) count only with
     do_sample. repetition_penalty counts always, over prompt and generated tokens. min_new_tokens: no eos before so many
     tokens.
     max_new_tokens: 256 where unset, because transformers' 20 tokens of prompt and output together serve nobody.
     seed: of the sequence's own generator; null = from the operating system. eos_token_ids: any of them ends the
-    sequence. Raises UsageError naming the field that cannot be used.
+    sequence.
+
+    presence_penalty, frequency_penalty: taken once, and once for each time, from the logit of every token that was
+    generated, the prompt not counted, in [-2, 2]. logit_bias: {token id: what is added to its logit, in [-100, 100]};
+    -100 as good as bans a token. logprobs: None, or how many of the likeliest tokens (0 to 20) are told with every
+    token, and the logarithm of its own probability: of the model's distribution, before penalties, bias, grammar and
+    temperature, as vLLM does by default. Those of the prompt cannot be had, because the decoder gives the logits after
+    its last token alone. ignore_eos: an eos token is one like any other.
+    Raises UsageError naming the field that cannot be used.
     """
 
     max_new_tokens: int = 256
@@ -77,13 +88,19 @@ class GenerationSettings:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    ignore_eos: bool = False
     seed: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse what transformers would refuse, or run into, at generation time."""
-        _require(isinstance(self.do_sample, bool), "do_sample", self.do_sample, "true or false")
+        for name in ("do_sample", "ignore_eos"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
         for name, least in (("max_new_tokens", 1), ("min_new_tokens", 0), ("top_k", 0)):
             value = getattr(self, name)
             _require(_is_integer(value) and value >= least, name, value, f"an integer of at least {least}")
@@ -110,11 +127,31 @@ class GenerationSettings:
             self.seed,
             "an integer of at least 0, or null",
         )
+        self._check_logits()
         ids, strings = self.eos_token_ids, self.stop_strings
         whole = isinstance(ids, tuple) and all(_is_integer(i) and i >= 0 for i in ids)
         _require(whole, "eos_token_ids", ids, "a tuple of token ids of at least 0")
         filled = isinstance(strings, tuple) and all(isinstance(s, str) and s for s in strings)
         _require(filled, "stop_strings", strings, "a tuple of strings, none of them empty")
+
+    def _check_logits(self) -> None:
+        """What changes logits beside transformers' own settings, and what is told of them."""
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(_is_number(value) and -2 <= value <= 2, name, value, "a number in [-2, 2], 0 = off")
+        bias, told = self.logit_bias, self.logprobs
+        _require(isinstance(bias, Mapping), "logit_bias", bias, "a mapping of token ids to numbers")
+        for token, value in bias.items():
+            whole = _is_integer(token) and token >= 0 and _is_number(value) and -100 <= value <= 100
+            _require(whole, "logit_bias", {token: value}, "token ids of at least 0, each with a number in [-100, 100]")
+        whole = told is None or (_is_integer(told) and 0 <= told <= MOST_LOGPROBS)
+        _require(whole, "logprobs", told, f"an integer from 0 to {MOST_LOGPROBS}, or null")
+
+    @property
+    def may_raise(self) -> bool:
+        """Whether a token's logit can become larger than the model's."""
+        penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
+        return min(penalties) < 0 or max(self.logit_bias.values(), default=0) > 0
 
     @classmethod
     def from_generation_config(cls, data: Mapping[str, Any], **overrides: Any) -> GenerationSettings:

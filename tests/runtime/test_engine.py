@@ -296,6 +296,17 @@ def test_a_stream_is_what_generate_gives(chat: Engine) -> None:
     assert None not in reasons
 
 
+def test_tokens_bring_the_logprobs_that_were_asked_for(engine: Engine) -> None:
+    plain = list(engine.stream(prompts(), max_new_tokens=6))
+    told = list(engine.stream(prompts(), max_new_tokens=6, logprobs=3))
+    assert [token.id for token in told] == [token.id for token in plain]
+    assert all(token.logprob is None and token.top_logprobs == () for token in plain)
+    for token in told:  # greedy: the likeliest
+        assert token.top_logprobs[0] == (token.id, token.logprob)
+        assert len(token.top_logprobs) == 3
+        assert 0 > token.top_logprobs[0][1] >= token.top_logprobs[1][1] >= token.top_logprobs[2][1]
+
+
 def test_tokens_come_as_they_are_made(chat: Engine) -> None:
     stream = chat.stream("abc", max_new_tokens=100)
     first = [next(stream) for _ in range(3)]

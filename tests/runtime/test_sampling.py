@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,6 +107,13 @@ def cases(draw: st.DrawFn) -> tuple[GenerationSettings, list[int], list[int], np
         eos_token_ids=tuple(draw(st.lists(st.integers(0, size // 2), max_size=2))),
     )
     return wanted, prompt, generated, logits
+
+
+def openai_settings(size: int) -> st.SearchStrategy[dict[str, Any]]:
+    """What transformers has no setting for."""
+    penalty = st.sampled_from([0.0, 0.5, 2.0, -0.5])
+    bias = st.dictionaries(st.integers(0, size - 1), st.sampled_from([-100.0, -1.5, 0.25, 100.0]), max_size=4)
+    return st.fixed_dictionaries({"presence_penalty": penalty, "frequency_penalty": penalty, "logit_bias": bias})
 
 
 def sampler_after(wanted: GenerationSettings, prompt: list[int], generated: list[int], size: int) -> Sampler:
@@ -294,6 +302,19 @@ def test_wrong_shapes_and_ids_are_refused() -> None:
         {"max_new_tokens": True},
         {"min_new_tokens": -1},
         {"min_new_tokens": 9, "max_new_tokens": 8},
+        {"presence_penalty": 2.1},
+        {"presence_penalty": "much"},
+        {"frequency_penalty": -2.1},
+        {"frequency_penalty": math.nan},
+        {"logit_bias": {3: 101.0}},
+        {"logit_bias": {-3: 1.0}},
+        {"logit_bias": {"3": 1.0}},
+        {"logit_bias": {3: None}},
+        {"logit_bias": [1]},
+        {"logprobs": 21},
+        {"logprobs": -1},
+        {"logprobs": True},
+        {"ignore_eos": 1},
         {"seed": -1},
         {"seed": 1.5},
         {"eos_token_ids": (1, -2)},
@@ -387,11 +408,72 @@ def test_an_unknown_override_is_refused() -> None:
         GenerationSettings.from_generation_config({}, num_beams=2)
 
 
+@settings(max_examples=200, deadline=None)
+@given(cases(), st.data())
+def test_penalties_and_bias_are_those_of_openai(
+    case: tuple[GenerationSettings, list[int], list[int], np.ndarray], data: st.DataObject
+) -> None:
+    wanted, prompt, generated, logits = case
+    more = data.draw(openai_settings(logits.size))
+    generated = [token for token in generated if token not in wanted.eos_token_ids]
+    wanted = replace(wanted, do_sample=True, top_k=0, top_p=1.0, min_p=0.0, temperature=1.0, **more)
+    expected = logits.copy()
+    for token, value in wanted.logit_bias.items():
+        expected[token] += np.float32(value)
+    expected = reference_scores(wanted, prompt, generated, expected).astype(np.float64)
+    for token in set(generated):
+        expected[token] -= wanted.frequency_penalty * generated.count(token) + wanted.presence_penalty
+    assume((expected > -np.inf).any())
+    ids, probabilities = sampler_after(wanted, prompt, generated, logits.size).distribution(logits)
+    assert ids.tolist() == np.flatnonzero(expected > -np.inf).tolist()
+    np.testing.assert_allclose(probabilities, softmax(expected)[ids], rtol=2e-4, atol=1e-30)
+
+
+def test_a_bias_decides_and_one_beyond_the_vocabulary_is_refused() -> None:
+    row = np.array([1.0, 3.0, 2.0], dtype=np.float32)
+    assert Sampler(GenerationSettings(logit_bias={0: 100}), [], 3).next(row) == 0
+    assert Sampler(GenerationSettings(logit_bias={1: -100}), [], 3).next(row) == 2
+    assert row.tolist() == [1.0, 3.0, 2.0]
+    with pytest.raises(UsageError, match="logit_bias names the token 3"):
+        Sampler(GenerationSettings(logit_bias={3: 1}), [], 3)
+
+
+def test_an_ignored_eos_is_a_token_like_any_other() -> None:
+    row = np.array([1.0, 3.0, 2.0], dtype=np.float32)
+    sampler = Sampler(
+        GenerationSettings(eos_token_ids=(1,), ignore_eos=True, min_new_tokens=2, max_new_tokens=2), [], 3
+    )
+    assert [sampler.next(row), sampler.finish_reason] == [1, None]
+    assert [sampler.next(row), sampler.finish_reason] == [1, "length"]
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 20])
+@pytest.mark.parametrize("vocabulary", [3, 20, 30000])
+def test_logprobs_are_those_of_the_model_whatever_is_done_to_its_logits(vocabulary: int, count: int) -> None:
+    wanted = GenerationSettings(
+        do_sample=True, temperature=0.5, top_k=2, presence_penalty=1.0, logit_bias={2: 3.0}, logprobs=count, seed=0
+    )
+    sampler = Sampler(wanted, [1], vocabulary)
+    random = np.random.default_rng(vocabulary)
+    for _ in range(5):
+        row = np.round(random.normal(0, 3, vocabulary) * 4).astype(np.float32) / 4  # with ties
+        token = sampler.next(row)
+        exact = torch.log_softmax(torch.from_numpy(row).double(), -1).numpy()
+        assert sampler.logprobs is not None
+        assert sampler.logprobs.chosen == pytest.approx(exact[token], abs=1e-5)
+        expected = sorted(range(vocabulary), key=lambda i: (-row[i], i))[:count]
+        assert [i for i, _ in sampler.logprobs.top] == expected
+        np.testing.assert_allclose([value for _, value in sampler.logprobs.top], exact[expected], atol=1e-5)
+    plain = Sampler(replace(wanted, logprobs=None), [1], vocabulary)
+    plain.next(row)
+    assert plain.logprobs is None
+
+
 @pytest.mark.parametrize("seed", [0, None])
 @pytest.mark.parametrize("at", [0, 1, 17])
 @pytest.mark.parametrize("chosen", [{}, {"do_sample": True, "top_k": 0, "temperature": 1.5}])
 def test_a_sampler_goes_on_from_its_state_as_text(chosen: dict[str, Any], at: int, seed: int | None) -> None:
-    wanted = GenerationSettings(repetition_penalty=1.3, seed=seed, **chosen)
+    wanted = GenerationSettings(repetition_penalty=1.3, frequency_penalty=0.7, seed=seed, **chosen)
     rows = np.random.default_rng(1).normal(0, 1, (40, 64)).astype(np.float32)
     whole = Sampler(wanted, [3, 4], 64)
     for row in rows[:at]:

@@ -3,6 +3,7 @@ engines whose logits stay on a device, over memory of the CPU that ONNX Runtime 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from kvexport.export.graph.top_logits import COUNT, top_logits_model
 from kvexport.runtime.engine import Engine, load
 from kvexport.runtime.sampling import Sampler, may_settle
 from kvexport.runtime.settings import GenerationSettings
-from tests.runtime.test_sampling import cases, sampler_after
+from tests.runtime.test_sampling import cases, openai_settings, sampler_after
 from tests.support.tiny_model import PROMPTS
 from tests.support.with_top_logits import with_top_logits
 
@@ -34,9 +35,13 @@ def top_of(logits: np.ndarray, count: int, error: float = 0.0) -> TopLogits:
 
 
 @settings(max_examples=600, deadline=None)
-@given(cases(), st.sampled_from([1, 2, 8, 64, 256]), st.sampled_from([-0.9, 0.0, 0.9]))
-def test_what_the_largest_logits_settle_is_what_the_row_gives(case: Any, count: int, error: float) -> None:
+@given(cases(), st.sampled_from([1, 2, 8, 64, 256]), st.sampled_from([-0.9, 0.0, 0.9]), st.booleans(), st.data())
+def test_what_the_largest_logits_settle_is_what_the_row_gives(
+    case: Any, count: int, error: float, more: bool, data: st.DataObject
+) -> None:
     wanted, prompt, generated, logits = case
+    if more:
+        wanted = replace(wanted, **data.draw(openai_settings(logits.size)))
     generated = [token for token in generated if token not in wanted.eos_token_ids]
     row, narrow = (sampler_after(wanted, prompt, generated, logits.size) for _ in range(2))
     top = top_of(logits, count, error * MASS_ERROR)
@@ -62,6 +67,9 @@ def test_what_the_largest_logits_settle_is_what_the_row_gives(case: Any, count: 
 SETTLED = {
     "greedy": (GenerationSettings(), 1.0),
     "greedy, penalty": (GenerationSettings(repetition_penalty=1.3), 1.0),
+    "greedy, OpenAI's penalties": (
+        GenerationSettings(presence_penalty=0.5, frequency_penalty=1.5, logit_bias={7: -100.0}), 1.0
+    ),
     "greedy, no end yet": (GenerationSettings(min_new_tokens=50, max_new_tokens=60, eos_token_ids=(3, 17)), 1.0),
     "top_k": (GenerationSettings(do_sample=True, temperature=0.7, seed=1), 1.0),
     "top_k, top_p, min_p, penalty": (
@@ -96,7 +104,10 @@ def test_the_largest_logits_are_nearly_always_enough(name: str) -> None:
 def test_what_they_can_never_settle_is_known_before() -> None:
     assert not may_settle(GenerationSettings(do_sample=True, top_k=0), COUNT, 32000)
     assert not may_settle(GenerationSettings(do_sample=True, top_k=COUNT), COUNT, 32000)
-    assert not may_settle(GenerationSettings(repetition_penalty=0.9), COUNT, 32000)
+    for raising in ({"repetition_penalty": 0.9}, {"presence_penalty": -0.1}, {"logit_bias": {1: 0.1}}, {"logprobs": 0}):
+        assert not may_settle(GenerationSettings(**raising), COUNT, 32000)
+    lowering: dict[str, Any] = {"repetition_penalty": 1.1, "frequency_penalty": 2.0, "logit_bias": {1: -1.0}}
+    assert may_settle(GenerationSettings(**lowering), COUNT, 32000)
     assert may_settle(GenerationSettings(do_sample=True, top_k=0), 64, 64)
 
 
@@ -139,6 +150,7 @@ MODES = {
     "top_p": {**SAMPLED, "top_k": 0, "top_p": 0.6},
     "everything": {**SAMPLED, "top_k": 0},
     "raising penalty": {**GREEDY, "repetition_penalty": 0.8},
+    "logprobs": {**GREEDY, "logprobs": 2},
 }
 
 

@@ -3,14 +3,19 @@ does it take?
 
     python benchmarks/validate.py [--recipe smollm2-135m-base] [--set KEY=VALUE ...] [--methods NAME ...]
 
-Writes benchmarks/results/validate-RECIPE.json, engine by engine; those that are there already are not run again.
+Writes benchmarks/results/validate-RECIPE.json, engine by engine, each with its settings; those that are there already
+with the same ones are not run again. Every engine is built and validated in a process of its own, whose peak memory is
+noted.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import resource
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -48,30 +53,38 @@ def row(result: ValidationResult) -> dict[str, Any]:
     }
 
 
+def validate(recipe: str, changes: list[str], batch: int | None) -> dict[str, Any]:
+    """Build an engine and validate it."""
+    with tempfile.TemporaryDirectory() as folder:
+        artifact = build(load_recipe(recipe, changes).recipe, Path(folder) / "artifact", name=Path(recipe).stem)
+        result = validate_artifact(artifact, batch=batch, progress=show)
+    return {**row(result), "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="smollm2-135m-base")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--methods", nargs="*", metavar="NAME", default=sorted(all_methods()))
+    parser.add_argument("--dtypes", nargs="*", choices=DTYPES, default=DTYPES)
     parser.add_argument("--batch", type=int)
     asked = parser.parse_args()
     name = f"validate-{Path(asked.recipe).stem}"
     path = RESULTS / f"{name}.json"
     done = json.loads(path.read_text())["engines"] if path.exists() else {}
+    settings = {"set": asked.set, "batch": asked.batch}
     for method in asked.methods:
-        for dtype in DTYPES:
-            if f"{method} {dtype}" in done:
+        for dtype in asked.dtypes:
+            engine = f"{method} {dtype}"
+            if engine in done and {key: done[engine].get(key) for key in settings} == settings:
                 continue
             changes = [f"cache.method={method}", f"model.dtype={dtype}", *asked.set]
-            with tempfile.TemporaryDirectory() as folder:
-                artifact = build(load_recipe(asked.recipe, changes).recipe, Path(folder) / "artifact", name=method)
-                result = validate_artifact(artifact, batch=asked.batch, progress=show)
-            done[f"{method} {dtype}"] = row(result)
-            print(
-                f"{method} {dtype}: {'passed' if result.passed else result.problems}, {result.seconds:.0f} s",
-                flush=True,
-            )
-            save(name, {"recipe": asked.recipe, "set": asked.set, "engines": done})
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+                found = process.submit(validate, asked.recipe, changes, asked.batch).result()
+            done[engine] = {**settings, **found}
+            said = "passed" if found["passed"] else found["problems"]
+            print(f"{engine}: {said}, {found['seconds']:.0f} s, {found['peak_mb']} MB", flush=True)
+            save(name, {"recipe": asked.recipe, "engines": done})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,17 @@ from kvexport.backends.rows import MASS_ERROR, TopLogits
 from kvexport.runtime.engine import Engine
 from kvexport.runtime.lanes import Lanes
 from kvexport.validate.backend import ReferenceBackend
-from kvexport.validate.compare import LAYERS, MERGES, Difference, largest_differences, norm, state_difference, worst
+from kvexport.validate.compare import (
+    LAYERS,
+    MERGES,
+    WHOLE,
+    Difference,
+    Tolerance,
+    largest_differences,
+    norm,
+    state_difference,
+    worst,
+)
 from kvexport.validate.cut import CutDecoder
 from kvexport.validate.divergence import kl
 from kvexport.validate.merges import compare_merge
@@ -39,10 +49,10 @@ class Comparison:
         telemetry: Any = None,
     ) -> None:
         self.engine, self.runners, self.reference, self.result = engine, runners, reference, result
-        self.plan, self.method, dtype = engine.plan, reference.method, engine.manifest.recipe.model.dtype
-        self.tolerance, self.merge_tolerance = LAYERS[dtype], MERGES[dtype]
+        self.plan, self.method, self.dtype = engine.plan, reference.method, engine.manifest.recipe.model.dtype
+        self.tolerance, self.merge_tolerance = LAYERS[self.dtype], MERGES[self.dtype]
         decoder = engine.path / engine.manifest.graphs.decoder
-        self.cut = CutDecoder(decoder, dtype, runners.open_decoder) if runners.open_decoder else None
+        self.cut = CutDecoder(decoder, self.dtype, runners.open_decoder) if runners.open_decoder else None
         limits, batch = engine.manifest.limits, len(result.tokens)
         shared = {"prefill_chunk": limits.prefill_chunk, "merge_every": limits.merge_every}
         self.locked = LockedBackend(self, reference, engine.plan, batch, telemetry)
@@ -84,12 +94,15 @@ class Comparison:
                 found = self._layer(layer, feed, outputs, present, reached, hidden, largest)
                 self._note(phase, layer, found)
                 self._largest(layer, outputs, present, largest)
-            self._note(phase, None, self._logits(feed, outputs["logits"], present["logits"], largest))
+            logits = (outputs["logits"], present["logits"])
+            self._note(phase, None, self._logits(feed, *logits, largest, self.tolerance))
         elif separate is not None:
             for layer in range(len(self.plan.layers)):
+                tolerance = WHOLE[self.dtype] if layer else self.tolerance
+                self._note(phase, layer, [self._state(layer, separate, present, tolerance)])
                 self._largest(layer, separate, present, largest)
-            gap = norm(separate["logits"] - present["logits"]) / np.maximum(norm(present["logits"]), 1e-30)
-            _keep(largest, "logits", gap)
+            logits = (separate["logits"], present["logits"])
+            self._note(phase, None, self._logits(feed, *logits, largest, WHOLE[self.dtype]))
         if not np.array_equal((outputs if self.cut else separate or {})["present_length"], present["present_length"]):
             self.result.note(Mismatch(len(self.result.steps), phase, None, "length", 1.0))
         if separate is not None and whole:
@@ -148,9 +161,7 @@ class Comparison:
         largest: dict[str, float],
     ) -> list[Difference | None]:
         """A layer's differences: of its state, and of the hidden state it ends with."""
-        layer = self.plan.layers[i]
-        ours, theirs = ([state[t.present(i)] for t in layer.state] for state in (outputs, present))
-        found = [state_difference(layer, self.method, ours, theirs, self.tolerance)]
+        found = [self._state(i, outputs, present, self.tolerance)]
         if i + 1 in reached:
             begin = hidden[max((b for b in reached if b <= i), default=0)].astype(np.float64)
             end = hidden[i + 1].astype(np.float64)
@@ -160,13 +171,23 @@ class Comparison:
             found.append(worst("hidden", gap, allowed))
         return found
 
+    def _state(self, i: int, outputs: Arrays, present: Arrays, tolerance: Tolerance) -> Difference | None:
+        layer = self.plan.layers[i]
+        ours, theirs = ([state[t.present(i)] for t in layer.state] for state in (outputs, present))
+        return state_difference(layer, self.method, ours, theirs, tolerance)
+
     def _logits(
-        self, feed: Arrays, ours: NDArray[Any], theirs: NDArray[Any], largest: dict[str, float]
+        self,
+        feed: Arrays,
+        ours: NDArray[Any],
+        theirs: NDArray[Any],
+        largest: dict[str, float],
+        tolerance: Tolerance,
     ) -> list[Difference | None]:
         real = _real(feed) if ours.shape[1] == feed["input_ids"].shape[1] else feed["query_length"] > 0
         gap = np.where(real, norm(ours.astype(np.float64) - theirs), 0.0)
         _keep(largest, "logits", gap / np.maximum(norm(theirs), 1e-30))
-        return [worst("logits", gap, self.tolerance.hidden * norm(theirs))]
+        return [worst("logits", gap, tolerance.hidden * norm(theirs))]
 
     def _note(self, phase: str, layer: int | None, found: list[Difference | None]) -> None:
         for d in found:

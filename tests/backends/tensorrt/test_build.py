@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 from typer.testing import CliRunner
@@ -307,6 +308,35 @@ def test_engines_are_validated_as_sessions_are(
     assert result.top_logits_hold is True
     assert result.operators == dict.fromkeys(("VoteAttention", "MergeCache"), "plugin")
     assert {step["phase"] for step in result.steps} == {"prefill", "decode", "merge"}
+
+
+def test_wrong_state_of_any_call_and_layer_is_found(
+    tiny_artifact: Path, tmp_path: Path, plugins: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of calls that are not held against float64, and of a layer that is given the engine's own hidden state."""
+    from polygraphy.backend import trt
+
+    class Wrong(Runner):
+        calls = 0
+
+        def infer(self, feed: dict[str, Any]) -> dict[str, Any]:
+            found = super().infer(feed)
+            if self.profiles and "input_ids" in feed and feed["input_ids"].shape[1] == 1:
+                Wrong.calls += 1
+                used = feed["past_key_values.1.votes"] > 0
+                if Wrong.calls == 2:
+                    found["present.1.position"] += used
+                elif Wrong.calls == 3:
+                    found["present.1.votes"] = np.where(used, 1.0, found["present.1.votes"])
+                elif Wrong.calls == 4:
+                    found["present.1.score"] = feed["past_key_values.1.score"]
+            return found
+
+    monkeypatch.setattr(trt, "TrtRunner", Wrong)
+    result = validate_artifact(engines(tiny_artifact, tmp_path / "a"), length=54, batch=2)
+    assert [(m.phase, m.layer, m.tensor) for m in result.mismatches] == [
+        ("decode", 1, tensor) for tensor in ("position", "votes", "score")
+    ]
 
 
 def test_validating_with_all_backends_names_those_it_could_not_reach(tiny_artifact: Path, gpu: Any) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
 import shlex
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -223,20 +224,28 @@ def scan(root: Path) -> dict[str, os.stat_result]:
     return dict(sorted(found.items()))
 
 
-def file_digests(root: Path, names: Iterable[str]) -> Iterator[str]:
-    """SHA-256 of files under `root` in the order given, a few at a time: hashlib lets other threads run."""
+# Is given the blocks of a file as they are read, each with its offset in the file.
+Seen = Callable[[int, memoryview], None]
+
+
+def file_digests(root: Path, names: Iterable[str], seen: Iterable[Seen | None] | None = None) -> Iterator[str]:
+    """SHA-256 of files under `root` in the order given, a few at a time: hashlib lets other threads run. seen: of each
+    file one that looks at it too; what it raises is raised here."""
     pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
     try:
-        yield from pool.map(lambda name: _digest(root / name), names)
+        yield from pool.map(lambda name, look: _digest(root / name, look), names, seen or itertools.repeat(None))
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _digest(path: Path) -> str:
-    digest, chunk = hashlib.sha256(), bytearray(_CHUNK)
+def _digest(path: Path, seen: Seen | None) -> str:
+    digest, chunk, offset = hashlib.sha256(), memoryview(bytearray(_CHUNK)), 0
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
         while count := file.readinto(chunk):
-            digest.update(memoryview(chunk)[:count])
+            digest.update(chunk[:count])
+            if seen:
+                seen(offset, chunk[:count])
+            offset += count
     return digest.hexdigest()
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import json
 import platform
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -17,7 +15,7 @@ from threading import Event
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from kvexport import backends
-from kvexport.artifact.digests import file_digests, write_manifest
+from kvexport.artifact.digests import write_manifest
 from kvexport.artifact.manifest import Graphs, Limits, Manifest, ModelFacts
 from kvexport.artifact.publish import stage
 from kvexport.cache import CachePlan, LayerGeometry, plan_cache
@@ -28,8 +26,6 @@ from kvexport.terminal import Progress, silent
 from kvexport.version import __version__
 
 SWITCH_SECONDS = 0.0005
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-
 
 T = TypeVar("T")
 
@@ -93,6 +89,7 @@ def build(
         from kvexport.export.graph.tracer import trace_decoder
         from kvexport.export.model.hf_model import length_notes
         from kvexport.export.passes import GRAPH_CHECKS
+        from kvexport.export.texts import copy_texts
         from kvexport.export.weights import total_bytes
 
         with progress("reading the checkpoint", None):
@@ -100,6 +97,7 @@ def build(
             if plan is not None:
                 shape = shape._replace(plan=plan)
             specs = weight_specs(shape)
+            copy_texts(shape.checkpoint, folder, _vocabulary(shape))
         for note in length_notes(shape.model.config, recipe.limits.max_length):
             with progress(f"note: {note}", None):
                 pass
@@ -123,7 +121,6 @@ def build(
                 for check in GRAPH_CHECKS:
                     check(models[kind])
                 (folder / file).write_bytes(models[kind].SerializeToString(deterministic=True))
-            _copy_texts(shape.checkpoint, folder)
             manifest = _manifest(recipe, name, shape, graphs)
         if prepare is not None:
             manifest = prepare(folder, manifest, progress)
@@ -195,11 +192,10 @@ def _write_weights(
     specs: list[Any], folder: Path, mode: Literal["copy", "link"], advance: Callable[[int], None]
 ) -> Any:
     """`write_weights`, and the digests of linked files too."""
-    from kvexport.export.weights import write_weights
+    from kvexport.export.weights import linked_digests, write_weights
 
     written = write_weights(specs, folder, mode, advance)
-    linked = sorted({location.file for location in written.locations.values()} - written.digests.keys())
-    for name, digest in zip(linked, file_digests(folder, linked), strict=True):
+    for name, digest in linked_digests(specs, folder, written):
         written.digests[name] = digest
         advance(0)
     return written
@@ -231,16 +227,6 @@ def weight_specs(shape: ModelShape) -> list[Any]:
         specs.append(TensorSpec(initializer, entries[sources[name]], dtype, tuple(parameter.shape)))  # type: ignore[arg-type]
     check_specs(specs)
     return specs
-
-
-def _copy_texts(checkpoint: Any, folder: Path) -> None:
-    for name in TOKENIZER_FILES:
-        source = checkpoint.path / name
-        if source.is_file():
-            shutil.copyfile(source, folder / name)
-    (folder / "config.json").write_text(json.dumps(checkpoint.config, indent=2))
-    if checkpoint.generation_config:
-        (folder / "generation_config.json").write_text(json.dumps(checkpoint.generation_config, indent=2))
 
 
 def _manifest(recipe: Recipe, name: str, shape: ModelShape, graphs: Graphs) -> Manifest:

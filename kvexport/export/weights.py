@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 
+from kvexport.artifact.digests import file_digests
 from kvexport.errors import UsageError
 from kvexport.export.model.checkpoint import TensorEntry
 
@@ -35,6 +36,13 @@ SMALL_ALIGNMENT_BYTES = 64
 _STORED = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _WANTED: dict[Dtype, str] = {"float32": "<f4", "float16": "<f2"}
 _SAME = {("F32", "float32"), ("F16", "float16")}
+# Of each stored type: the bits as integers, and the exponent's bits, all of which are 1 in infinities and NaN alone.
+_EXPONENT = {
+    "F64": ("<i8", 0x7FF << 52),
+    "F32": ("<i4", 0xFF << 23),
+    "F16": ("<i2", 0x1F << 10),
+    "BF16": ("<i2", 0xFF << 7),
+}
 # What a file system answers that cannot hard-link this file, or not from here.
 _NO_LINK = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
@@ -108,8 +116,9 @@ def write_weights(
 
     Two specs of one entry and one dtype share their bytes. `progress` receives the bytes of initializers put in place
     since its last call. Peak memory is some tens of MiB, whatever the size of a tensor. Raises UsageError for a shape
-    other than the graph's, a dtype that is no float, values that the wanted dtype cannot hold, and a source shorter
-    than its header said; ValueError for a name given twice; OSError of reading and writing passes through.
+    other than the graph's, a dtype that is no float, values that are infinite or NaN, or that the wanted dtype cannot
+    hold, and a source shorter than its header said; ValueError for a name given twice; OSError of reading and writing
+    passes through. Files that are hard-linked are not read here: `linked_digests` reads them.
     """
     if len({spec.name for spec in specs}) != len(specs):
         raise ValueError("two specs have the same initializer name")
@@ -128,6 +137,18 @@ def write_weights(
             os.fsync(stream.fileno())
         digests[DATA_FILE] = data.hexdigest()
     return WrittenWeights({spec.name: placed[spec.entry, spec.dtype] for spec in specs}, digests)
+
+
+def linked_digests(specs: Sequence[TensorSpec], stage: Path, written: WrittenWeights) -> Iterator[tuple[str, str]]:
+    """(file, sha256) of what was hard-linked, whose values are looked at as they are read. Raises UsageError for values
+    that are infinite or NaN."""
+    linked: dict[str, list[TensorEntry]] = {}
+    for spec in _distinct(specs):
+        file = written.locations[spec.name].file
+        if file not in written.digests:
+            linked.setdefault(file, []).append(spec.entry)
+    names = sorted(linked)
+    yield from zip(names, file_digests(stage, names, [_finite(linked[name]) for name in names]), strict=True)
 
 
 def load_tensor(entry: TensorEntry, dtype: Dtype) -> np.ndarray[Any, Any]:
@@ -211,21 +232,25 @@ def _link_files(
         except OSError as error:
             if error.errno not in _NO_LINK:
                 raise
-            digests[relative], size = _copy_file(source, target, sum(spec.nbytes for spec in inside), progress)
+            seen = _finite([spec.entry for spec in inside])
+            digests[relative], size = _copy_file(source, target, sum(spec.nbytes for spec in inside), progress, seen)
             if size < last.offset + last.nbytes:
                 raise _shrunk(last, size) from None
         placed.update(((spec.entry, spec.dtype), Location(relative, spec.entry.offset, spec.nbytes)) for spec in inside)
     return placed, digests
 
 
-def _copy_file(source: Path, target: Path, counted: int, progress: Callable[[int], None]) -> tuple[str, int]:
-    """Copy a whole shard; of its bytes `counted` belong to initializers and are reported. Returns its sha256 and
-    size."""
+def _copy_file(
+    source: Path, target: Path, counted: int, progress: Callable[[int], None], seen: Callable[[int, memoryview], None]
+) -> tuple[str, int]:
+    """Copy a whole shard; of its bytes `counted` belong to initializers and are reported. seen: as `file_digests` calls
+    it. Returns its sha256 and size."""
     digest, left, size = hashlib.sha256(), counted, 0
     with source.open("rb") as reader, target.open("xb") as writer:
         while block := reader.read(BLOCK_BYTES):
             writer.write(block)
             digest.update(block)
+            seen(size, memoryview(block))
             progress(min(left, len(block)))
             left -= min(left, len(block))
             size += len(block)
@@ -235,8 +260,10 @@ def _copy_file(source: Path, target: Path, counted: int, progress: Callable[[int
 def _cast_blocks(spec: TensorSpec) -> Iterator[bytes | memoryview]:
     """The tensor's bytes in the wanted dtype, a few MiB at a time. Raises UsageError after the last block where values
     overflowed."""
-    entry, lost = spec.entry, 0
+    entry, lost, at = spec.entry, 0, 0
     for block in _read_blocks(entry):
+        _require_finite(entry, block, at)
+        at += len(block)
         if (entry.dtype, spec.dtype) in _SAME:
             yield block
         else:
@@ -267,9 +294,40 @@ def _read_blocks(entry: TensorEntry) -> Iterator[bytes]:
             yield block
 
 
+def _finite(entries: Sequence[TensorEntry]) -> Callable[[int, memoryview], None]:
+    """Takes the blocks of a file, and raises UsageError where one of these tensors is not finite. No block begins or
+    ends within a value: both lie at multiples of its size."""
+
+    def look(offset: int, block: memoryview) -> None:
+        for entry in entries:
+            begin, end = max(entry.offset, offset), min(entry.offset + entry.nbytes, offset + len(block))
+            if begin < end:
+                _require_finite(entry, block[begin - offset : end - offset], begin - entry.offset)
+
+    return look
+
+
+def _require_finite(entry: TensorEntry, block: bytes | memoryview, at: int) -> None:
+    """Raises UsageError where a value of the block is infinite or NaN. at: the bytes of the tensor before it."""
+    signed, exponent = _EXPONENT[entry.dtype]
+    bits = np.frombuffer(block, signed)
+    # Without its sign such a value is at least `exponent` as an integer: of positive values the largest integer, and of
+    # negative ones, which are larger than all positive ones as unsigned integers, the largest unsigned.
+    negative = bits.view(signed.replace("i", "u"))
+    sign = 1 << (8 * bits.itemsize - 1)
+    if bits.max(initial=0) < exponent and negative.max(initial=0) < sign + exponent:
+        return
+    found = int(np.flatnonzero((bits & exponent) == exponent)[0]) + at // bits.itemsize
+    raise UsageError(
+        f"tensor {entry.name!r} in {entry.file} has values that are infinite or NaN, the first is number {found} of "
+        f"{math.prod(entry.shape)}",
+        f"download {entry.file.name} again, or set model.path to a checkpoint whose weights are finite",
+    )
+
+
 def _cast(block: bytes, stored: str, wanted: Dtype) -> tuple[np.ndarray[Any, Any], int]:
-    """The values of a block in the wanted dtype, and how many finite ones became infinite. Everything goes through
-    float32, as in PyTorch; the payload of a NaN may change, as it may there."""
+    """The values of a block, all finite, in the wanted dtype, and how many became infinite. Everything goes through
+    float32, as in PyTorch."""
     values = np.frombuffer(block, _STORED[stored])
     # Looked up where it can be: four times as fast as NumPy's own rounding to float16.
     lookup = stored == "BF16" and wanted == "float16"
@@ -277,7 +335,7 @@ def _cast(block: bytes, stored: str, wanted: Dtype) -> tuple[np.ndarray[Any, Any
     if stored in ("F16", "BF16") and wanted == "float32":
         return result, 0
     infinite = np.isinf(result) if wanted == "float32" else (result.view("<u2") & 0x7FFF) == 0x7C00
-    return result, int(np.count_nonzero(np.isfinite(_widen(values[infinite], stored)))) if infinite.any() else 0
+    return result, int(np.count_nonzero(infinite))
 
 
 def _widen(values: np.ndarray[Any, Any], stored: str) -> np.ndarray[Any, Any]:

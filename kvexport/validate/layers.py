@@ -4,6 +4,7 @@ too large for PyTorch, or for the time there is. Every layer keeps the cache tha
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,10 +76,14 @@ def _shorten_checkpoint(source: Any, folder: Path, total: int, count: int) -> No
     asks for."""
     from transformers import AutoConfig
 
+    from kvexport.export.model.checkpoint import TOKENIZER_FILES
+
     folder.mkdir()
     for file in source.path.iterdir():
-        if file.is_file() and file.name != "config.json":
+        if ".safetensors" in file.suffixes:
             (folder / file.name).symlink_to(file.resolve())
+        elif file.name in TOKENIZER_FILES:
+            shutil.copyfile(file, folder / file.name)
     text = AutoConfig.from_pretrained(str(source.path)).get_text_config()
     key = type(text).attribute_map.get("num_hidden_layers", "num_hidden_layers")
     (folder / "config.json").write_text(json.dumps(shorten_config(source.config, key, total, count)))

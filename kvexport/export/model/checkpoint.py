@@ -35,6 +35,8 @@ _NOT_DOWNLOADED = ["*/*.json", "*/*.safetensors", "consolidated*.safetensors"]
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _INDEX = "model.safetensors.index.json"
 _LARGEST_COUNT = 1 << 62
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+"""Files that an artifact takes over as they are."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """
     if not path.is_dir():
         raise UsageError(f"checkpoint {path} is not a directory", "--set model.path=DIRECTORY")
+    refuse_link(path / "config.json")
     config_bytes = _read_file(path / "config.json")
     config = _parse_object(path / "config.json", config_bytes)
     if not isinstance(config.get("model_type"), str):
@@ -126,6 +129,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     refuse_quantised(config)
     refuse_remote_code(config)
     generation = path / "generation_config.json"
+    refuse_link(generation)
     generation_config = _parse_object(generation, _read_file(generation)) if _is_present(generation) else {}
 
     digest = hashlib.sha256()
@@ -149,6 +153,19 @@ def read_checkpoint(path: Path) -> Checkpoint:
             )
         tensors.update((name, entry) for name, entry in shard.tensors.items() if promised is None or name in promised)
     return Checkpoint(path, config, tensors, generation_config, digest.hexdigest())
+
+
+def refuse_link(file: Path) -> None:
+    """Raise UsageError where a file of a checkpoint is a link to one elsewhere: any file of this machine could come
+    into an artifact so. Links within the checkpoint are its own, and so are those of the hub's cache, from
+    snapshots/COMMIT to blobs."""
+    folder, real = file.parent.resolve(), file.resolve()
+    hub = folder.parent.parent if folder.parent.name == "snapshots" else None
+    if not any(real.is_relative_to(own) for own in (folder, *([hub / "blobs"] if hub else []))):
+        raise UsageError(
+            f"{file} is a link out of the checkpoint, to {real}",
+            f"where that is meant: cp --remove-destination {shlex.quote(str(real))} {shlex.quote(str(file))}",
+        )
 
 
 def refuse_remote_code(config: Mapping[str, Any]) -> None:

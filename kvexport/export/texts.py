@@ -1,0 +1,65 @@
+"""The small files of a checkpoint that an artifact takes over: which may be read, and whether an engine can use them.
+
+They are read from the stage as an engine will read them, before the artifact takes the place of one that works.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvexport.errors import ArtifactError, UsageError
+
+if TYPE_CHECKING:
+    from kvexport.export.model.checkpoint import Checkpoint
+
+GENERATION = "generation_config.json"
+
+
+def copy_texts(checkpoint: Checkpoint, folder: Path, vocabulary: int) -> None:
+    """Put them into the stage `folder`. Raises UsageError for a link that leads out of the checkpoint, a tokenizer or
+    chat template that cannot be read, and generation settings with which nothing could be generated."""
+    from kvexport.export.model.checkpoint import TOKENIZER_FILES, refuse_link
+
+    for name in TOKENIZER_FILES:
+        source = checkpoint.path / name
+        if source.is_file():
+            refuse_link(source)
+            shutil.copyfile(source, folder / name)
+    (folder / "config.json").write_text(json.dumps(checkpoint.config, indent=2))
+    if checkpoint.generation_config:
+        (folder / GENERATION).write_text(json.dumps(checkpoint.generation_config, indent=2))
+        _check_generation(checkpoint.path / GENERATION, checkpoint.generation_config, vocabulary)
+    _check_tokenizer(checkpoint.path, folder)
+
+
+def _check_generation(file: Path, config: dict[str, Any], vocabulary: int) -> None:
+    from kvexport.runtime.settings import GenerationSettings
+
+    mend = f"correct {file}, or remove it: without it the settings are those of kvexport generate --help"
+    try:
+        settings = GenerationSettings.from_generation_config(config)
+    except UsageError as error:
+        raise UsageError(f"{file} cannot be used: {error.problem}", mend) from error
+    ends = settings.eos_token_ids
+    if ends and min(ends) >= vocabulary:
+        raise UsageError(
+            f"{file} cannot be used: eos_token_id is {', '.join(map(str, ends))}, and the vocabulary has {vocabulary} "
+            "tokens, so that no sequence would ever end",
+            mend,
+        )
+
+
+def _check_tokenizer(checkpoint: Path, folder: Path) -> None:
+    from kvexport.runtime.chat import read_chat_template
+    from kvexport.runtime.text import FILE_NAME, Tokenizer
+
+    try:
+        if (folder / FILE_NAME).exists():
+            Tokenizer.from_folder(folder)
+        read_chat_template(folder)
+    except ArtifactError as error:
+        problem = error.problem.replace(str(folder), str(checkpoint))
+        raise UsageError(problem, f"download the .json files of {checkpoint} again") from error

@@ -1,0 +1,123 @@
+"""The small files of a checkpoint: read before they are published, and no files from elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from kvexport.artifact.reading import load_manifest
+from kvexport.errors import UsageError
+from kvexport.export.model.checkpoint import TOKENIZER_FILES, read_checkpoint
+from kvexport.export.texts import copy_texts
+from tests.support.artifacts import beside
+from tests.support.models import build_shared, make_recipe
+
+
+@pytest.fixture
+def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
+    """A copy that may be changed."""
+    copy = tmp_path / "checkpoint"
+    copy.mkdir()
+    for file in tiny_checkpoint.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    return copy
+
+
+def copied(checkpoint: Path, folder: Path) -> None:
+    folder.mkdir()
+    copy_texts(read_checkpoint(checkpoint), folder, vocabulary=64)
+
+
+def generation(**settings: object) -> Callable[[Path], object]:
+    return lambda folder: (folder / "generation_config.json").write_text(json.dumps(settings))
+
+
+def text(name: str, content: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(content)
+
+
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "tokenizer that is cut": (text("tokenizer.json", '{"version": "1.0", "model": {'), "tokenizer.json"),
+    "tokenizer of another kind": (text("tokenizer.json", "{}"), "tokenizer.json is not a tokenizer"),
+    "tokenizer that is no text": (lambda c: (c / "tokenizer.json").write_bytes(b"\xff\x00"), "tokenizer.json"),
+    "chat template in no JSON": (text("tokenizer_config.json", "{"), "tokenizer_config.json is not JSON"),
+    "chat template that is no text": (
+        lambda c: (c / "chat_template.jinja").write_bytes(b"\xff"),
+        "chat_template.jinja cannot be read",
+    ),
+    "eos that is text": (generation(eos_token_id="</s>"), "eos_token_ids"),
+    "eos below 0": (generation(eos_token_id=[3, -1]), "eos_token_ids"),
+    "eos beyond the vocabulary": (generation(eos_token_id=64), "eos_token_id is 64, and the vocabulary has 64 tokens"),
+    "temperature below 0": (generation(do_sample=True, temperature=-1.0), "temperature"),
+    "temperature that is text": (generation(do_sample=True, temperature="hot"), "temperature"),
+    "top_p beyond 1": (generation(do_sample=True, top_p=1.5), "top_p"),
+    "beams": (generation(num_beams=4), "num_beams"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_texts_that_an_engine_could_not_use_are_refused(checkpoint: Path, tmp_path: Path, case: str) -> None:
+    change, said = BAD[case]
+    change(checkpoint)
+    with pytest.raises(UsageError) as caught:
+        copied(checkpoint, tmp_path / "stage")
+    assert said in caught.value.problem
+    assert str(checkpoint) in caught.value.problem and str(checkpoint) in caught.value.fix
+    assert "stage" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"eos_token_id": [2, 100]}, {"temperature": 0.0}, {"do_sample": True, "temperature": 0.6}]
+)
+def test_texts_that_an_engine_can_use_are_taken(checkpoint: Path, tmp_path: Path, settings: dict[str, object]) -> None:
+    generation(**settings)(checkpoint)
+    copied(checkpoint, tmp_path / "stage")
+    assert (tmp_path / "stage" / "tokenizer.json").read_bytes() == (checkpoint / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("name", [*TOKENIZER_FILES, "config.json", "generation_config.json"])
+def test_a_link_out_of_the_checkpoint_is_refused(checkpoint: Path, tmp_path: Path, name: str) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes((checkpoint / "config.json").read_bytes() if name == "config.json" else b"{}")
+    (checkpoint / name).unlink(missing_ok=True)
+    (checkpoint / name).symlink_to("../secret")
+    with pytest.raises(UsageError, match=f"{name} is a link out of the checkpoint, to {secret}") as caught:
+        copied(checkpoint, tmp_path / "stage")
+    assert caught.value.fix.endswith(f"{secret} {checkpoint / name}")
+    assert not (tmp_path / "stage" / name).exists()
+
+
+@pytest.mark.parametrize("folder", ["models--org--name/snapshots/0123abcd", "checkpoint/inside"])
+def test_links_of_the_hub_and_within_the_checkpoint_are_followed(checkpoint: Path, tmp_path: Path, folder: str) -> None:
+    snapshot = tmp_path / folder
+    blobs = tmp_path / "models--org--name" / "blobs" if "snapshots" in folder else snapshot / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for i, file in enumerate(sorted(checkpoint.glob("*.*"))):
+        (blobs / str(i)).write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(f"{'../../' if 'snapshots' in folder else ''}blobs/{i}")
+    copied(snapshot, tmp_path / "stage")
+    assert (tmp_path / "stage" / "tokenizer.json").read_bytes() == (checkpoint / "tokenizer.json").read_bytes()
+
+
+def test_a_checkpoint_that_cannot_be_used_leaves_the_artifact_that_works(checkpoint: Path, tmp_path: Path) -> None:
+    def nan(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        save_file({name: tensor * float("nan") for name, tensor in weights.items()}, folder / "model.safetensors")
+
+    target = tmp_path / "out" / "artifact"
+    target.parent.mkdir()
+    recipe = make_recipe(checkpoint, cache={"method": "full"}, limits={"max_length": 512})
+    build_shared(recipe, target)
+    before = load_manifest(target)
+    for change, said in ((text("tokenizer.json", "{"), "tokenizer.json"), (nan, "infinite or NaN")):
+        change(checkpoint)
+        with pytest.raises(UsageError, match=said):
+            build_shared(recipe, target)
+        (checkpoint / "tokenizer.json").unlink(missing_ok=True)
+        assert load_manifest(target) == before
+        assert beside(target) == ["artifact"]

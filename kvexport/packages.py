@@ -16,6 +16,7 @@ VERBS = {
     "generate": "run",
     "inspect": "run",
     "recipes": "run",
+    "serve": "serve",
     "build": "export",
     "plan": "export",
     "validate": "export",
@@ -60,6 +61,9 @@ PACKAGES = (
     Package("onnxscript", "onnxscript", "0.7", "export", "optimises graphs"),
     Package("onnx-ir", "onnx_ir", "1.0", "export", "optimises graphs"),
     Package("polygraphy", "polygraphy", "0.49", "export", "validate runs the engine with it"),
+    Package("prometheus_client", "prometheus_client", "0.20", "serve", "the server's metrics"),
+    Package("starlette", "starlette", "0.37", "serve", "the server's routes"),
+    Package("uvicorn", "uvicorn", "0.30", "serve", "the server's HTTP"),
 )
 
 
@@ -75,11 +79,11 @@ class PackageState:
 def require(verb: str) -> None:
     """Raises EnvironmentProblem naming every package beyond kvexport's own that `verb` needs and lacks; imports none of
     them."""
-    missing = [p.name for p in PACKAGES if p.extra == "export" and needs(verb, p) and not is_there(p.module)]
+    missing = [p.name for p in PACKAGES if p.extra != "run" and needs(verb, p) and not is_there(p.module)]
     if missing:
         are = "is" if len(missing) == 1 else "are"
         raise EnvironmentProblem(
-            f"{verb} needs {', '.join(missing)}, which {are} not installed", "pip install 'kvexport[export]'"
+            f"{verb} needs {', '.join(missing)}, which {are} not installed", f"pip install 'kvexport[{VERBS[verb]}]'"
         )
 
 

@@ -35,6 +35,7 @@ ORDER = [
     "planning",
     "validate",
     "evaluate",
+    "serve",
     "commands",
     "__main__",
 ]

@@ -19,12 +19,13 @@ from kvexport.commands.inspect import inspect
 from kvexport.commands.plan import plan
 from kvexport.commands.process import end_cleanly, open_standard_streams
 from kvexport.commands.recipes import recipes, recipes_methods, recipes_show
+from kvexport.commands.serve import serve
 from kvexport.commands.validate import validate
 from kvexport.version import __version__
 
 PLAIN: dict[str, Any] = {"rich_markup_mode": None, "context_settings": {"help_option_names": ["-h", "--help"]}}
 app = typer.Typer(cls=Verbs, no_args_is_help=True, pretty_exceptions_enable=False, **PLAIN)
-for verb in (build, generate, plan, inspect, validate):
+for verb in (build, generate, serve, plan, inspect, validate):
     app.command()(verb)
 app.command("eval")(evaluate)
 app.command()(doctor)

@@ -1,0 +1,129 @@
+"""The server as an ASGI application: `create_app(engine)`."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from kvexport.runtime.engine import Engine
+from kvexport.serve.chat import chat_completions
+from kvexport.serve.errors import ApiError, api_error
+from kvexport.serve.guard import Guard
+from kvexport.serve.service import Service
+from kvexport.serve.settings import ServeSettings
+from kvexport.serve.streams import ClientGone
+
+Handler = Callable[[Service, Request], Awaitable[Response]]
+log = logging.getLogger("kvexport.serve")
+
+
+def create_app(engine: Engine, settings: ServeSettings | None = None) -> Starlette:
+    """The application; `app.state.service` is its `Service`. From its start to its end the engine is its alone.
+    Raises UsageError for an engine whose checkpoint asks for what the sampler does not do."""
+    engine.settings()
+    service = Service(engine, settings or ServeSettings())
+
+    @asynccontextmanager
+    async def life(_: Starlette) -> AsyncIterator[None]:
+        service.worker.start()
+        try:
+            yield
+        finally:
+            await service.worker.close()
+
+    routes: list[tuple[str, str, Handler]] = [
+        ("GET", "/health", health),
+        ("GET", "/ready", ready),
+        ("GET", "/metrics", metrics),
+        ("GET", "/v1/models", models),
+        ("GET", "/v1/models/{name:path}", model),
+        ("POST", "/v1/chat/completions", chat_completions),
+    ]
+    app = Starlette(
+        routes=[Route(path, functools.partial(_answer, service, handler), methods=[m]) for m, path, handler in routes],
+        middleware=[Middleware(Guard, settings=service.settings), *_cors(service.settings)],
+        exception_handlers={HTTPException: _no_route, Exception: _failed},
+        lifespan=life,
+    )
+    app.state.service = service
+    return app
+
+
+def _cors(settings: ServeSettings) -> list[Middleware]:
+    if not settings.origins:
+        return []
+    return [Middleware(CORSMiddleware, allow_origins=settings.origins, allow_methods=["*"], allow_headers=["*"])]
+
+
+async def _answer(service: Service, handler: Handler, request: Request) -> Response:
+    try:
+        return await handler(service, request)
+    except ClientGone:
+        return Response(status_code=499)  # which nobody reads
+    except Exception as error:
+        known = api_error(error)
+        if known.code == "internal_error":
+            log.error("%s failed", request.url.path, exc_info=error)
+        return _error(request, known)
+
+
+def _error(request: Request, error: ApiError) -> Response:
+    return JSONResponse(error.body(request.url.path), error.status, headers=error.headers)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    said = {404: f"there is nothing at {request.url.path[:200]}", 405: f"{request.method} is not allowed here"}
+    known = ApiError(error.status_code, said.get(error.status_code, error.detail))
+    known.headers.update(error.headers or {})
+    return _error(request, known)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return _error(request, api_error(error))
+
+
+async def health(service: Service, _: Request) -> Response:
+    """200 as long as the process answers."""
+    return JSONResponse({"status": "ok"})
+
+
+async def ready(service: Service, _: Request) -> Response:
+    """200 where requests are taken, 503 where they are not yet or no longer."""
+    alive = service.worker.alive
+    return JSONResponse({"status": "ready" if alive else "not ready"}, 200 if alive else 503)
+
+
+async def metrics(service: Service, _: Request) -> Response:
+    """Prometheus' text."""
+    return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+async def models(service: Service, _: Request) -> Response:
+    """The one model, under each of its names."""
+    names = [service.model, *(n for n in service.settings.names if n not in (service.model, "*"))]
+    return JSONResponse({"object": "list", "data": [_model(service, name) for name in names]})
+
+
+async def model(service: Service, request: Request) -> Response:
+    """The model by a name."""
+    return JSONResponse(_model(service, service.check_model(request.path_params["name"])))
+
+
+_STARTED = int(time.time())
+
+
+def _model(service: Service, name: str) -> dict[str, object]:
+    limit = service.engine.max_length
+    return {"id": name, "object": "model", "created": _STARTED, "owned_by": "kvexport", "max_model_len": limit}

@@ -1,0 +1,68 @@
+"""Messages as OpenAI's clients send them, and as chat templates take them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvexport.serve.errors import ApiError
+
+_TEXT = ("text", "input_text", "output_text")
+_ROLES = {"developer": "system"}  # OpenAI's newer word; templates know the older one
+
+
+def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Contents are text, the arguments of tool calls are objects. Raises ApiError for media and for what is no
+    message."""
+    result = []
+    for i, message in enumerate(messages):
+        where = f"messages.{i}"
+        role = message.get("role")
+        if not isinstance(role, str):
+            raise ApiError(400, f"{where}.role: a message needs a role", param=f"{where}.role")
+        made = {**message, "role": _ROLES.get(role, role)}
+        if "content" in message:
+            made["content"] = text_of(message["content"], f"{where}.content")
+        if message.get("tool_calls"):
+            made["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls")
+        result.append(made)
+    return result
+
+
+def text_of(content: Any, where: str) -> str | None:
+    """The text of a content: text already, or parts of it, one a line."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ApiError(400, f"{where}: neither text nor a list of parts", param=where)
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if isinstance(part, str):
+            texts.append(part)
+        elif kind in _TEXT and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif kind in _TEXT or not isinstance(kind, str):
+            raise ApiError(400, f"{where}.{i}: no part of a text", param=f"{where}.{i}")
+        else:
+            said = f"{where}.{i}: a part of type {kind[:40]!r}, but this model reads text alone"
+            raise ApiError(400, said, param=f"{where}.{i}", code="unsupported_value")
+    return "\n".join(texts)
+
+
+def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    made = []
+    for i, call in enumerate(calls if isinstance(calls, list) else [None]):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ApiError(400, f"{where}.{i}: a call needs a function with a name", param=f"{where}.{i}")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError):
+                said = f"{where}.{i}.function.arguments: not JSON"
+                raise ApiError(400, said, param=f"{where}.{i}.function.arguments") from None
+        made.append({**call, "function": {**function, "arguments": arguments}})
+    return made

@@ -1,0 +1,50 @@
+"""Errors of the API, in the form that each API gives them. No traceback and no path of this machine goes out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvexport.errors import EnvironmentProblem, KvexportError, UsageError
+
+_OPENAI = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ANTHROPIC = {**_OPENAI, 413: "request_too_large", 503: "overloaded_error"}
+
+
+class ApiError(Exception):
+    """An answer of `status` and why. code: a word that programs match. param: the field it is about. retry_after:
+    seconds."""
+
+    def __init__(
+        self, status: int, message: str, *, code: str | None = None, param: str | None = None, retry_after: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+        self.headers = {"Retry-After": str(retry_after)} if retry_after else {}
+
+    def body(self, path: str) -> dict[str, Any]:
+        """As the API that has this path gives it."""
+        if path.startswith("/v1/messages"):
+            return {"type": "error", "error": {"type": self._kind(_ANTHROPIC, "api_error"), "message": self.message}}
+        error = {"message": self.message, "type": self._kind(_OPENAI, "server_error"), "param": self.param}
+        return {"error": {**error, "code": self.code}}
+
+    def _kind(self, names: dict[int, str], server: str) -> str:
+        return names.get(self.status, "invalid_request_error" if self.status < 500 else server)
+
+
+def api_error(error: BaseException) -> ApiError:
+    """What a client is told of any error."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, UsageError):
+        return ApiError(400, f"{error.problem} ({error.fix})" if error.fix else error.problem)
+    if isinstance(error, EnvironmentProblem):
+        return ApiError(501, f"{error.problem} ({error.fix})", code="not_installed")
+    if isinstance(error, KvexportError):
+        return ApiError(500, error.problem, code="generation_failed")
+    return ApiError(500, "the server failed; its log says why", code="internal_error")
+
+
+def overloaded(message: str, retry_after: int = 1) -> ApiError:
+    """There is no room now, or no server soon."""
+    return ApiError(503, message, code="overloaded", retry_after=retry_after)

@@ -1,0 +1,113 @@
+"""What every API's body may say of the answer, and the generation settings that come of it.
+
+Fields of a wrong type or out of range are refused, fields that nobody knows are passed over, as vLLM does: clients send
+many that are somebody else's. Fields that are known, would change the answer and cannot be followed are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvexport.serve.errors import ApiError
+
+if TYPE_CHECKING:
+    from kvexport import GenerationSettings
+    from kvexport.runtime.engine import Engine
+
+TokenIds = list[Annotated[int, Field(ge=0)]]
+_SEEDS = 1 << 64
+_TYPE = re.compile(r"str|int|float|bool|\w+\[.*\]")  # of a union, as pydantic names it in the place of an error
+
+
+class Body(BaseModel):
+    """Of a request. Types are exact (no "1" for 1), NaN and infinities are no numbers."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
+
+    model: str | None = None
+
+
+class StreamOptions(BaseModel):
+    """OpenAI's."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    include_usage: bool | None = None
+
+
+class Sampling(Body):
+    """What is the same in OpenAI's two bodies, and vLLM's additions to them."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0)
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: TokenIds | None = None
+    min_tokens: int | None = Field(None, ge=0)
+
+    def settings(self, engine: Engine, tokens: int, **more: Any) -> list[GenerationSettings]:
+        """Of each of the `n` answers, of at most so many tokens; they differ in their seed. more: further fields of
+        GenerationSettings. Raises UsageError as these do."""
+        drawn = [self.top_p, self.top_k, self.min_p, self.seed]
+        sample = self.temperature > 0 if self.temperature is not None else None
+        if sample is None and any(value is not None for value in drawn):
+            sample = True
+        values: dict[str, Any] = {
+            "max_new_tokens": tokens,
+            "min_new_tokens": None if self.min_tokens is None else min(self.min_tokens, tokens),
+            "do_sample": sample,
+            "temperature": self.temperature or None,
+            "top_k": self._top_k(engine),
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "stop_strings": self.stop or None,
+            **more,
+        }
+        if self.stop_token_ids:
+            values["eos_token_ids"] = (*engine.settings().eos_token_ids, *self.stop_token_ids)
+        return [
+            engine.settings(**values, seed=None if self.seed is None else (self.seed + i) % _SEEDS)
+            for i in range(self.n or 1)
+        ]
+
+    def _top_k(self, engine: Engine) -> int | None:
+        """Off where neither the request nor the checkpoint says: transformers' 50 is nothing that clients expect."""
+        if self.top_k is not None:
+            return max(self.top_k, 0)
+        return None if engine.generation_config.get("top_k") is not None else 0
+
+
+B = TypeVar("B", bound=BaseModel)
+
+
+def parse(kind: type[B], data: bytes) -> B:
+    """A body. Raises ApiError that names the first field which is wrong."""
+    try:
+        return kind.model_validate_json(data or b"{}")
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False, include_input=False)
+        # Of a field that may be one of several types, the one that was meant is the one of which most was right.
+        first = max(found, key=lambda one: len(one["loc"]) * (one["loc"][0] == found[0]["loc"][0]) if one["loc"] else 0)
+        where = ".".join(part for part in map(str, first["loc"]) if not _TYPE.fullmatch(part))
+        said = f"{where}: {first['msg']}" if where else f"the body is not what it should be: {first['msg']}"
+        raise ApiError(400, said[:500], param=where or None, code="invalid_value") from None
+
+
+def refuse(given: BaseModel, name: str, allowed: Sequence[Any], why: str) -> None:
+    """Raises ApiError where a field asks for something else than `allowed` (or nothing)."""
+    value = getattr(given, name)
+    if value is not None and value not in allowed:
+        shown = json.dumps(value, default=str)[:80]
+        raise ApiError(400, f"{name} = {shown} is not supported: {why}", param=name, code="unsupported_value")

@@ -1,0 +1,76 @@
+"""Who may ask: keys, and which names and web pages may call a server that has none."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvexport.serve.errors import ApiError
+from kvexport.serve.settings import ServeSettings
+
+OPEN = ("/", "/health", "/ready")  # say nothing of anybody
+_LOCAL = ("localhost", "127.0.0.1", "::1")
+
+
+class Guard:
+    """Lets requests through to `app`, or answers them with an error."""
+
+    def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
+        self.app = app
+        self._keys = settings.api_keys
+        self._hosts = {*_LOCAL, *(host.lower() for host in settings.hosts)}
+        self._origins = {origin.rstrip("/").lower() for origin in settings.origins}
+        self._body = settings.body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on or refuse."""
+        if scope["type"] == "http" and (error := self._refusal(scope)):
+            response = JSONResponse(error.body(scope["path"]), error.status, headers=error.headers)
+            await response(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        headers = Headers(scope=scope)
+        host = headers.get("host", "")
+        # A page elsewhere can make a name of its own point here; the browser then calls that page's own origin.
+        if not self._keys and _name(host) not in self._hosts:
+            said = f"this server has no API key and answers to {', '.join(sorted(self._hosts))}, not to {host[:80]!r}"
+            return ApiError(403, said, code="host_not_allowed")
+        origin = headers.get("origin")
+        if origin and origin.lower() not in self._origins and urlsplit(origin).netloc.lower() != host.lower():
+            return ApiError(403, f"pages of {origin[:80]} may not call this server", code="origin_not_allowed")
+        if self._keys and scope["path"] not in OPEN and not self._has_key(headers):
+            error = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+            error.headers["WWW-Authenticate"] = "Bearer"
+            return error
+        length = headers.get("content-length", "")
+        if length.isascii() and length.isdigit() and (len(length) > 15 or int(length) > self._body):
+            return ApiError(413, f"the body is longer than {self._body} bytes", code="body_too_long")
+        return None
+
+    def _has_key(self, headers: Headers) -> bool:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        return _matches([key.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")], self._keys)
+
+
+def _matches(given: Sequence[str], keys: Sequence[str]) -> bool:
+    """Whether one of them is a key, in a time that does not depend on how much of it is right."""
+    found = False
+    for key in keys:
+        for one in given:
+            found |= hmac.compare_digest(one.encode(errors="surrogateescape"), key.encode())
+    return found
+
+
+def _name(host: str) -> str:
+    """A Host header's, without the port."""
+    try:
+        return (urlsplit(f"//{host}").hostname or "").lower()
+    except ValueError:
+        return ""

@@ -1,0 +1,71 @@
+"""What /metrics shows: under the names that dashboards know from vLLM, and what only this cache has under
+`kvexport:`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from kvexport.runtime.request import Request
+
+_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000, 500000)
+
+
+class Metrics:
+    """Of one server. Counters and histograms are written by the engine's thread; gauges ask when they are read."""
+
+    def __init__(self, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model
+        counter, seconds, tokens = self._counter, self._histogram(_SECONDS), self._histogram(_TOKENS)
+        self._prompt = counter("vllm:prompt_tokens", "Tokens of prompts.")
+        self._generated = counter("vllm:generation_tokens", "Tokens generated.")
+        self._succeeded = Counter(
+            "vllm:request_success",
+            "Requests that finished, by the reason.",
+            ("model_name", "finished_reason"),
+            registry=self.registry,
+        )
+        self._first = seconds("vllm:time_to_first_token_seconds", "From the arrival to the first token.")
+        self._between = seconds("vllm:inter_token_latency_seconds", "Between two tokens of a request.")
+        self._whole = seconds("vllm:e2e_request_latency_seconds", "From the arrival to the last token.")
+        self._prompt_sizes = tokens("vllm:request_prompt_tokens", "Tokens of a request's prompt.")
+        self._generated_sizes = tokens("vllm:request_generation_tokens", "Tokens of a request's answer.")
+
+    def gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
+        """One that is `value()` whenever /metrics is read."""
+        Gauge(name, text, ("model_name",), registry=self.registry).labels(self._model).set_function(value)
+
+    def added(self, request: Request) -> None:
+        """A request waits for a lane."""
+        self._prompt.inc(len(request.ids))
+        self._prompt_sizes.observe(len(request.ids))
+
+    def tokens(self, count: int, seconds: float, *, first: bool) -> None:
+        """A request got tokens, so long after those before, or after its arrival."""
+        self._generated.inc(count)
+        if first:
+            self._first.observe(seconds)
+        else:
+            for _ in range(count):
+                self._between.observe(seconds / count)
+
+    def finished(self, request: Request, seconds: float) -> None:
+        """A request has finished, so long after its arrival."""
+        self._whole.observe(seconds)
+        self._generated_sizes.observe(len(request.tokens))
+        self._succeeded.labels(self._model, request.finish_reason or "").inc()
+
+    def text(self) -> bytes:
+        """In Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, ("model_name",), registry=self.registry).labels(self._model)
+
+    def _histogram(self, buckets: tuple[float, ...]) -> Callable[[str, str], Histogram]:
+        return lambda name, text: Histogram(
+            name, text, ("model_name",), registry=self.registry, buckets=buckets
+        ).labels(self._model)

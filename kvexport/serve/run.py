@@ -1,0 +1,94 @@
+"""A server in this process: `app` on a socket until a signal ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+
+from kvexport.errors import EnvironmentProblem
+from kvexport.serve.service import Service
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+
+def listen(host: str, port: int, stall: float) -> socket.socket:
+    """A socket that listens. Raises EnvironmentProblem where the address cannot be had. stall: seconds after which the
+    system itself closes a connection whose other end takes nothing (Linux)."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        problem = f"{host}:{port} cannot be listened on: {error.strerror or error}"
+        raise EnvironmentProblem(problem, "another --port (0 = any free one), or another --host") from error
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall * 1000))
+    return listener
+
+
+class Server(uvicorn.Server):
+    """Uvicorn, which on the first signal lets running requests end, and on the second ends itself."""
+
+    def __init__(self, app: Starlette, on_ready: Callable[[], None] = lambda: None) -> None:
+        self._service: Service = app.state.service
+        self._on_ready = on_ready
+        drain = self._service.settings.drain
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="on",
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_graceful_shutdown=int(drain) + 5,
+            )
+        )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Uvicorn's, and then `on_ready`."""
+        await super().startup(sockets)
+        self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no more connections and no more requests; running ones end, or are ended."""
+        draining = asyncio.ensure_future(self._service.worker.drain(self._service.settings.drain))
+        await super().shutdown(sockets)
+        draining.cancel()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals end the server and nothing else. In another thread than the main one it hears of none."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
+
+
+def run(app: Starlette, listener: socket.socket, on_ready: Callable[[], None]) -> None:
+    """Serve until a signal says otherwise."""
+    # The event loop needs little time but needs it soon: between two tokens it hands them out.
+    sys.setswitchinterval(0.001)
+    with listener:
+        asyncio.run(Server(app, on_ready).serve([listener]))

@@ -1,0 +1,35 @@
+"""What a server allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """names: of the model in requests, the first as /v1/models gives it; "*" among them: any name will do. api_keys:
+    none = whoever reaches the server may use it. hosts: further names by which a server without keys may be called.
+    origins: of web pages that may call it, besides its own.
+
+    queue: requests that may wait for a lane. choices: answers of one HTTP request (n times its prompts). body: bytes.
+    max_tokens: of one answer; None = what the artifact's length leaves. Seconds: timeout (of one HTTP request in all),
+    keep_alive (between comments in a silent stream), stall (a reader that takes nothing for so long is given up),
+    drain (for running requests when the server ends). buffer: tokens of a stream that its reader has not taken; one
+    that falls further behind is given up.
+    """
+
+    names: tuple[str, ...] = ("kvexport",)
+    api_keys: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+    queue: int = 256
+    choices: int = 128
+    body: int = 16 * MIB
+    max_tokens: int | None = None
+    timeout: float = 1800.0
+    keep_alive: float = 15.0
+    stall: float = 30.0
+    drain: float = 30.0
+    buffer: int = 4096

@@ -1,0 +1,22 @@
+"""One server for the tests of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvexport.runtime.engine import Engine
+from tests.support.http_server import Running, engine_of, running
+
+
+@pytest.fixture(scope="session")
+def engine(tiny_artifact: Path) -> Engine:
+    return engine_of(tiny_artifact)
+
+
+@pytest.fixture(scope="module")
+def server(engine: Engine) -> Iterator[Running]:
+    with running(engine) as server:
+        yield server

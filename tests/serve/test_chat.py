@@ -1,0 +1,165 @@
+"""/v1/models and /v1/chat/completions, asked by OpenAI's own client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+
+import kvexport
+from kvexport.runtime.engine import Engine
+from tests.support.http_server import Running
+
+MESSAGES: list[Any] = [{"role": "user", "content": "anna lamp"}, {"role": "assistant", "content": "yes"}]
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def alone(engine: Engine, server: Running) -> str:
+    """What the engine says by itself: 40 tokens, far past the budget."""
+    return said(engine, server, MESSAGES)
+
+
+def said(engine: Engine, server: Running, messages: list[Any], **settings: Any) -> str:
+    """By the engine itself, in the worker's thread."""
+    given = {"max_new_tokens": 40, "top_k": 0, **settings}
+    return str(server.on_engine(lambda: engine.generate(prompt(messages), **given)[0].text))
+
+
+def prompt(messages: list[Any]) -> str:
+    """In the words of the server's template."""
+    return "".join(f"{m['role']} {m['content']}. " for m in messages) + "say "
+
+
+def test_models_are_listed_under_their_name(client: openai.OpenAI, engine: Engine) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").model_dump()["max_model_len"] == engine.max_length
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt' here, but tiny"):
+        client.models.retrieve("gpt")
+
+
+def test_an_answer_is_what_the_engine_says_by_itself(client: openai.OpenAI, alone: str) -> None:
+    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=40)
+    choice = answer.choices[0]
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", alone, "length")
+    assert answer.usage is not None
+    prompt = len("user anna lamp. assistant yes. say ")
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (prompt, 40)
+    assert answer.usage.total_tokens == prompt + 40
+    assert (answer.object, answer.model) == ("chat.completion", "tiny")
+
+
+def test_a_stream_brings_the_same_piece_by_piece(client: openai.OpenAI, alone: str) -> None:
+    chunks = list(
+        client.chat.completions.create(
+            model="tiny", messages=MESSAGES, max_tokens=40, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    *pieces, last = chunks
+    assert last.choices == [] and last.usage is not None and last.usage.completion_tokens == 40
+    assert all(chunk.usage is None for chunk in pieces)
+    assert pieces[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in pieces) == alone
+    assert [chunk.choices[0].finish_reason for chunk in pieces][-2:] == [None, "length"]
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert len(pieces) > 20  # not all at once
+
+
+def test_answers_at_once_are_what_each_is_alone(client: openai.OpenAI, engine: Engine, server: Running) -> None:
+    """More than there are lanes, streamed and whole. They end before anything merges: which prompts are read in one
+    call, and so how sums are rounded, depends on when they arrive, and can decide a merge."""
+    asked: list[Any] = [[{"role": "user", "content": "nine lamps"[:n]}] for n in range(1, 11)]
+    expected = [said(engine, server, messages, max_new_tokens=8) for messages in asked]
+
+    def ask(i: int) -> str:
+        if i % 2:
+            answer = client.chat.completions.create(model="tiny", messages=asked[i], max_tokens=8)
+            return answer.choices[0].message.content or ""
+        stream = client.chat.completions.create(model="tiny", messages=asked[i], max_tokens=8, stream=True)
+        return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+
+    with ThreadPoolExecutor(10) as pool:
+        assert list(pool.map(ask, range(10))) == expected
+
+
+def test_settings_reach_the_sampler(client: openai.OpenAI, engine: Engine, server: Running) -> None:
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=MESSAGES,
+        max_completion_tokens=12,
+        n=3,
+        seed=5,
+        temperature=1.5,
+        top_p=0.9,
+        extra_body={"top_k": 20, "min_p": 0.01, "repetition_penalty": 1.2},
+    )
+    settings = {"do_sample": True, "temperature": 1.5, "top_p": 0.9, "top_k": 20, "min_p": 0.01}
+    settings |= {"repetition_penalty": 1.2, "max_new_tokens": 12}
+
+    def together() -> list[str]:
+        requests = [kvexport.Request(prompt(MESSAGES), engine.settings(seed=5 + i, **settings)) for i in range(3)]
+        for request in requests:
+            engine.add(request)
+        while engine.busy:
+            engine.step()
+        return ["".join(token.text for token in request.tokens) for request in requests]
+
+    expected = server.on_engine(together)
+    assert [choice.message.content for choice in answer.choices] == expected
+    assert len(set(expected)) == 3
+    assert answer.usage is not None and answer.usage.completion_tokens == 36
+
+
+def test_it_stops_before_a_stop_string(client: openai.OpenAI, alone: str) -> None:
+    stop = alone[20:22]
+    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=40, stop=[stop])
+    assert answer.choices[0].message.content == alone[: alone.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_an_answer_goes_on_to_the_longest_that_fits(client: openai.OpenAI, engine: Engine) -> None:
+    answer = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a" * 480}])
+    assert answer.usage is not None and answer.usage.total_tokens == engine.max_length
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_a_prompt_that_cannot_fit_is_said_to_be_too_long(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="context_length_exceeded") as caught:
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a" * 600}])
+    assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [{"content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "1"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"n": 1000}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stop": [1]}, "stop.0"),
+        ({"functions": [{}]}, "functions"),
+        ({"modalities": ["audio"]}, "modalities"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(server: Running, change: dict[str, Any], param: str) -> None:
+    status, _, body = server.ask("/v1/chat/completions", {"model": "tiny", "messages": MESSAGES, **change})
+    assert (status, body["error"]["type"]) == (400, "invalid_request_error")
+    assert body["error"]["param"] == param
+
+
+def test_fields_that_nobody_knows_are_passed_over(client: openai.OpenAI) -> None:
+    client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=1, extra_body={"whatever": 1}, user="me")

@@ -1,0 +1,196 @@
+"""What is the same on every route: who may ask, limits, errors, clients that go away, overload, and the end."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvexport.runtime.engine import Engine
+from kvexport.runtime.sampling import Sampler
+from tests.support.command_line import failure, process
+from tests.support.http_server import Running, running
+from tests.support.streams import RawClient
+
+CHAT = "/v1/chat/completions"
+LONG: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "stream": True}  # some 500 tokens
+SHORT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def test_health_and_metrics(server: Running) -> None:
+    assert server.ask("/health")[0] == server.ask("/ready")[0] == 200
+    server.ask(CHAT, SHORT)
+    text = server.ask("/metrics")[2]
+    values = {
+        k: float(v) for k, v in re.findall(r'^(vllm:\w+)\{(?:[^}]*,)?model_name="tiny"\} ([\d.e+-]+)$', text, re.M)
+    }
+    assert values["vllm:generation_tokens_total"] >= 2
+    assert values["vllm:time_to_first_token_seconds_count"] == values["vllm:e2e_request_latency_seconds_count"] >= 1
+    assert 'vllm:request_success_total{finished_reason="length",model_name="tiny"}' in text
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "status"),
+    [("/nothing", "GET", 404), ("/v1/models/x/y", "GET", 404), (CHAT, "GET", 405), ("/health", "POST", 405)],
+)
+def test_paths_and_methods_that_are_not_there_are_errors_in_json(
+    server: Running, path: str, method: str, status: int
+) -> None:
+    found, _, body = server.ask(path, b"{}" if method == "POST" else None, method)
+    assert (found, set(body["error"])) == (status, {"message", "type", "param", "code"})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"messages": NaN}', b"[" * 100_000, b'{"model": "\\ud800"}'],
+)
+def test_a_body_that_is_no_object_is_refused(server: Running, body: bytes) -> None:
+    status, _, answer = server.ask(CHAT, body)
+    assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_other_types_and_long_bodies_are_refused(engine: Engine) -> None:
+    with running(engine, body=1000) as server:
+        assert server.ask(CHAT, SHORT, headers={"Content-Type": "text/plain"})[0] == 415
+        assert server.ask(CHAT, b" " * 1001)[0] == 413
+        client = RawClient(server.url, CHAT, SHORT)
+        assert b"200 OK" in client.read_until(b"\r\n")
+        client.close()
+
+
+def test_without_keys_only_this_machine_s_names_and_pages_are_answered(server: Running) -> None:
+    host = server.url.removeprefix("http://")
+    for headers in ({"Host": "evil.example"}, {"Host": ""}, {"Origin": "http://evil.example"}, {"Origin": "null"}):
+        status, _, body = server.ask("/v1/models", headers=headers)
+        assert (status, body["error"]["type"]) == (403, "permission_error"), headers
+    for headers in ({"Host": "localhost:1"}, {"Host": "[::1]"}, {"Origin": f"http://{host}"}):
+        assert server.ask("/v1/models", headers=headers)[0] == 200
+
+
+def test_keys_and_origins(engine: Engine) -> None:
+    with running(engine, api_keys=("first", "sécond"), origins=("https://page.example",)) as server:
+        for headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": "first"}, {"x-api-key": "firs"}):
+            status, given, body = server.ask("/v1/models", headers=headers)
+            assert (status, body["error"]["type"]) == (401, "authentication_error")
+            assert given["www-authenticate"] == "Bearer"
+        assert server.ask("/metrics")[0] == 401
+        assert server.ask("/health")[0] == 200
+        assert server.ask("/v1/messages", b"{}")[2]["type"] == "error"  # in the words of the API that was asked
+        for headers in ({"Authorization": "Bearer first"}, {"x-api-key": "first"}):
+            assert server.ask("/v1/models", headers=headers)[0] == 200
+            status, given, _ = server.ask("/v1/models", headers={**headers, "Origin": "https://page.example"})
+            assert (status, given["access-control-allow-origin"]) == (200, "https://page.example")
+            assert server.ask("/v1/models", headers={**headers, "Host": "any.example"})[0] == 200
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_client_that_goes_away_frees_its_lane_at_once(server: Running, streams: bool) -> None:
+    """What it did not stay for is not generated: within a step or two of its going."""
+    worker = server.service.worker
+    for _ in range(5):
+        client = RawClient(server.url, CHAT, {**LONG, "stream": streams})
+        if streams:
+            client.read_until(b"data:")
+        else:
+            wait_until(lambda: worker.pending > 0)
+        client.close()
+        wait_until(lambda: worker.pending == 0)
+        assert not server.on_engine(lambda: server.service.engine.busy)
+
+
+def test_a_queue_that_is_full_says_so_and_later_takes_requests_again(engine: Engine) -> None:
+    with running(engine, queue=2) as server:
+        clients = [RawClient(server.url, CHAT, LONG) for _ in range(engine.max_batch + 2)]
+        wait_until(lambda: server.service.worker.pending == len(clients))
+        status, headers, body = server.ask(CHAT, SHORT)
+        assert (status, body["error"]["code"]) == (503, "overloaded")
+        assert int(headers["retry-after"]) >= 1
+        for client in clients:
+            client.close()
+        wait_until(lambda: server.service.worker.pending == 0)
+        assert server.ask(CHAT, SHORT)[0] == 200
+
+
+def test_too_many_answers_in_one_request_can_never_fit(engine: Engine) -> None:
+    with running(engine, choices=3) as server:
+        status, _, body = server.ask(CHAT, {**SHORT, "n": 4})
+        assert (status, body["error"]["param"]) == (400, "n")
+
+
+def test_an_answer_that_takes_too_long_is_ended(engine: Engine) -> None:
+    with running(engine, timeout=0.05) as server:
+        status, _, body = server.ask(CHAT, {**LONG, "stream": False})
+        assert (status, "longer than" in body["error"]["message"]) == (503, True)
+        last = server.ask(CHAT, LONG)[2].split("data: ")[-2:]
+        assert json.loads(last[0])["error"]["code"] == "overloaded" and last[1] == "[DONE]\n\n"
+        wait_until(lambda: server.service.worker.pending == 0)
+
+
+def test_a_request_that_fails_fails_alone(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its status is 500, with no word of where in the code; streams end with the error."""
+    choose = Sampler.next
+
+    def fail(sampler: Sampler, logits: Any) -> int:
+        if sampler.settings.max_new_tokens == 7:
+            raise RuntimeError("/a/path")
+        return choose(sampler, logits)
+
+    monkeypatch.setattr(Sampler, "next", fail)
+    status, _, body = server.ask(CHAT, {**SHORT, "max_tokens": 7})
+    assert (status, body["error"]["code"]) == (500, "internal_error")
+    assert "path" not in json.dumps(body)
+    assert '"code":"internal_error"' in server.ask(CHAT, {**SHORT, "max_tokens": 7, "stream": True})[2]
+    assert server.ask(CHAT, SHORT)[0] == 200
+
+
+def test_a_silent_stream_is_kept_alive(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Engine.step
+
+    def slow(self: Engine) -> Any:
+        time.sleep(0.05)
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", slow)
+    with running(engine, keep_alive=0.01) as server:
+        assert ": keep-alive\n\n" in server.ask(CHAT, {**SHORT, "stream": True})[2]
+
+
+def test_readers_that_stall_are_given_up(engine: Engine) -> None:
+    """Their requests end long before their answers would, and what waits for them is bounded."""
+    with running(engine, send_buffer=4096, buffer=20, stall=0.5) as server:
+        clients = [RawClient(server.url, CHAT, {**LONG, "n": 4}, receive_buffer=1024) for _ in range(8)]
+        wait_until(lambda: server.service.worker.pending == 0)
+        assert server.ask(CHAT, SHORT)[0] == 200
+        for client in clients:
+            assert b'"finish_reason":"length"' not in client.read_until(b"[DONE]")
+            client.close()
+
+
+def test_a_signal_lets_running_requests_end(tiny_artifact: Path) -> None:
+    child = process("serve", tiny_artifact, "--port", 0, "--name", "m", "--threads", 1)
+    assert child.stdout
+    url = child.stdout.readline().strip()
+    assert url.startswith("http://127.0.0.1:")
+    client = RawClient(url, "/v1/chat/completions", {"messages": []})
+    assert b"400 Bad Request" in client.read_until(b"\r\n")
+    child.send_signal(signal.SIGTERM)
+    _, said = child.communicate(timeout=60)
+    assert (child.returncode, "Traceback" in said) == (0, False)
+
+
+def test_other_machines_need_a_key(tiny_artifact: Path) -> None:
+    said = failure(2, "serve", tiny_artifact, "--host", "0.0.0.0")
+    assert "there is no API key" in said and "--api-key KEY" in said

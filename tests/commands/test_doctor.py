@@ -42,7 +42,7 @@ def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
 def test_the_packages_are_those_of_the_project_with_the_same_oldest_versions() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     declared: dict[str, dict[str, str]] = {}
-    for extra in ("dependencies", "export", "gpu", "tensorrt"):
+    for extra in ("dependencies", "export", "gpu", "serve", "tensorrt"):
         found = re.search(rf"^{extra} = \[(.*?)\]$", text, re.DOTALL | re.MULTILINE)
         assert found
         pairs = re.findall(r'"([\w-]+)>=([\d.]+)"', found[1])

@@ -38,3 +38,17 @@ class ArtifactError(KvexportError):
     """An artifact is damaged, incomplete or of another contract version."""
 
     exit_code = 5
+
+
+class SnapshotError(KvexportError):
+    """A snapshot is damaged, or of another model, recipe or contract than the artifact that is to go on with it."""
+
+    exit_code = 5
+
+
+class QueueFullError(KvexportError):
+    """As many requests wait as may: come again later."""
+
+
+class DeadlineError(KvexportError):
+    """A request's deadline passed before there was a lane for it."""

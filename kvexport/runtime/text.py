@@ -6,9 +6,9 @@ clean_up_tokenization_spaces of older checkpoints, which transformers 5 leaves o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvexport.errors import ArtifactError, EnvironmentProblem, KvexportError, UsageError
 
@@ -153,6 +153,29 @@ class TextStream:
         """The stop string that appeared, or None."""
         return self._stop_string
 
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs to go on from here, as JSON has it."""
+        return {
+            "context": list(self._context),
+            "waiting": list(self._waiting),
+            "decoded": self._decoded,
+            "bytes": list(self._bytes),
+            "held": self._held,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where the text of a `state` was, with its tokenizer and stop strings. Raises UsageError for a state
+        that is damaged."""
+        try:
+            context, waiting = ([_whole(i) for i in state[name]] for name in ("context", "waiting"))
+            decoded, held = _whole(state["decoded"]), str(state["held"])
+            data = bytes(_whole(i) for i in state["bytes"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"no state of a text: {error!r}", "pass what TextStream.state gave") from error
+        if max(len(context), len(waiting), len(data)) > 4 * _LONGEST_CONTEXT:
+            raise UsageError("the state of a text holds more than any text keeps", "pass what TextStream.state gave")
+        self._context, self._waiting, self._decoded, self._bytes, self._held = context, waiting, decoded, data, held
+
     def push(self, token_id: int) -> str:
         """Take the next token, return the text that is final with it (often ""). Raises KvexportError after `flush`."""
         if self._flushed:
@@ -245,6 +268,12 @@ class TextStream:
         kept = max((_overlap(text, stop) for stop in self._stop_strings), default=0)
         self._held = text[len(text) - kept :]
         return text[: len(text) - kept]
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 32:
+        raise ValueError(f"{value!r} is no number of this kind")
+    return value
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +21,15 @@ from kvexport.backends.base import LoadOptions, ModelState, Sessions
 from kvexport.backends.rows import HostRows, Rows
 from kvexport.errors import KvexportError, UsageError
 from kvexport.runtime.chat import ChatTemplate, Message, read_chat_template
+from kvexport.runtime.lane_pool import LanePool
 from kvexport.runtime.lanes import Lanes, Tokens
-from kvexport.runtime.request import DECODING, FINISHED, Call, FinishReason, Prompt, Request, Timing, Token
-from kvexport.runtime.sampling import Sampler, may_settle
+from kvexport.runtime.request import DECODING, FINISHED, Call, FinishReason, Prompt, PromptEnd, Request, Timing, Token
+from kvexport.runtime.sampling import may_settle
 from kvexport.runtime.scheduler import Scheduler
 from kvexport.runtime.settings import GenerationSettings
-from kvexport.runtime.text import FILE_NAME, TextStream, Tokenizer
+from kvexport.runtime.snapshot import Origin, Snapshot
+from kvexport.runtime.start import nothing_saved, prepare, snapshot_of
+from kvexport.runtime.text import FILE_NAME, Tokenizer
 
 
 @dataclass
@@ -64,8 +67,13 @@ class Engine:
         self.sessions = sessions
         self._scheduler = Scheduler(self.max_batch, manifest.limits.prefill_chunk)
         self._requests: dict[int, Request] = {}  # those that have not finished
-        self._lanes: Lanes | None = None
-        self._used: dict[int, bool] = {}  # lanes that are not empty, and whether they may hold NaN
+        self._pool = LanePool(self.lanes, self.max_batch)
+        self._forked: list[Request] = []  # requests with a `prompt_end`
+
+    @cached_property
+    def origin(self) -> Origin:
+        """What its snapshots belong to."""
+        return Origin.of(self.manifest)
 
     def new_state(self, lanes: int) -> ModelState:
         """State for `lanes` sequences, all empty, over the engine's sessions."""
@@ -90,27 +98,50 @@ class Engine:
 
     def add(self, request: Request) -> int:
         """Let a request wait for a lane; returns the id to `cancel` it by. Raises UsageError for a prompt that cannot
-        be used."""
-        ids = self.encode(request.prompt)
-        settings = request.settings or self.settings()
-        sampler = Sampler(settings, ids, self.vocabulary)
-        text = None
-        if self.tokenizer:
-            text = TextStream(self.tokenizer, settings.stop_strings, context_ids=ids.tolist())
-        request.prepare(ids, sampler, text)
-        request.timing.prompt_tokens += len(ids)
+        be used, SnapshotError for a `start` of another artifact."""
+        if request.start is not None:
+            self.origin.check(request.start.origin)
+        prepare(
+            request, self.encode(request.prompt, after=request.start), self.settings(), self.vocabulary, self.tokenizer
+        )
+        request.timing.prompt_tokens += request.unread
         self._requests[request.id] = request
         self._scheduler.add(request)
         return request.id
 
     def cancel(self, request_id: int) -> bool:
         """End a request and free its lane; False where it had finished."""
-        request = self._requests.pop(request_id, None)
+        request = self._requests.get(request_id)
         if request is None:
             return False
-        request.finish("cancelled")
-        self._scheduler.remove(request)
+        self._take_out(request, "cancelled")
         return True
+
+    def preempt(self, request_id: int) -> Snapshot:
+        """End a request, wherever it is, and give its state: `Request((), start=snapshot)` goes on with it, and gets
+        the tokens that this one would have got. Raises UsageError where it has finished."""
+        request = self._requests.get(request_id)
+        if request is None:
+            raise UsageError(f"there is no request {request_id} that has not finished", "one that waits or runs")
+        request.keep = True
+        self._take_out(request, "preempted")
+        assert request.snapshot is not None
+        return request.snapshot
+
+    def _take_out(self, request: Request, reason: FinishReason) -> None:
+        if request.keep:
+            request.snapshot = self._snapshot(request)
+        self._requests.pop(request.id)
+        request.finish(reason)
+        self._scheduler.remove(request)
+
+    def _snapshot(self, request: Request) -> Snapshot:
+        """Of a request between two steps, or of one that finished in this one."""
+        if request.lane >= 0:
+            saved = self._pool.lanes.save(request.lane)
+        else:
+            saved = nothing_saved(self.plan) if request.start is None else request.start.saved
+        return snapshot_of(request, saved, self.origin)
 
     def step(self) -> list[Request]:
         """Read a chunk of a prompt, and decode a token of every request whose prompt is read. Returns the requests that
@@ -118,7 +149,9 @@ class Engine:
         the requests that took part in it, since nobody knows their state then, and is raised."""
         work = self._scheduler.next()
         advanced: list[Request] = []
+        requests = work.admitted
         try:
+            self._keep_for_forks()
             for act, requests in zip((self._give_lanes, self._prefill, self._decode), work, strict=True):
                 if requests:
                     advanced += act(requests)
@@ -126,48 +159,78 @@ class Engine:
             self._fail(requests, error)
             raise
         finally:
+            self._forget_forks()
             for request in self._scheduler.update(work):
                 self._requests.pop(request.id, None)
+                if request.keep and request.finish_reason in ("stop", "length"):
+                    request.snapshot = self._snapshot(request)
         return advanced
 
-    def _give_lanes(self, admitted: Sequence[Request]) -> Sequence[Request]:
-        """Make sure that the lanes of new requests are there, and empty."""
-        needed = max(request.lane for request in admitted) + 1
-        there = 0 if self._lanes is None else self._lanes.count
-        if needed > there and len(self._scheduler.running()) == len(admitted):
-            self._lanes, self._used = None, {}  # the old state is freed before the new one is made
-            self._lanes = self.lanes(needed)
-        elif needed > there:
-            count = min(max(needed, 2 * there), self.max_batch)
-            self._running().grow(self._state().grown(count), count)
+    def _give_lanes(self, admitted: Sequence[Request]) -> list[Request]:
+        """Make sure that the lanes of new requests are there, and each as its request starts; forks get their first
+        token."""
+        running = self._scheduler.running()
+        self._pool.make(max(request.lane for request in admitted) + 1, others=len(running) > len(admitted))
+        advanced = []
         for request in admitted:
-            if request.lane in self._used:
-                self._running().clear(request.lane, request.lane + 1, poisoned=self._used[request.lane])
-            self._used[request.lane] = False
-            if self._state().top_logits is not None:
+            if self._pool.state.top_logits is not None:
                 request.timing.whole_rows = request.timing.whole_rows or 0
-        return ()
+            if request.fork_of is None:
+                start = request.start
+                self._pool.begin(request.lane, start.saved if start is not None and start.length else None)
+            else:
+                advanced.append(self._begin_fork(request, request.fork_of))
+        return advanced
+
+    def _keep_for_forks(self) -> None:
+        """Save lanes that are as a prompt left them and do not stay so during this step, for forks that still wait."""
+        for parent in self._forked:
+            end = parent.prompt_end
+            assert end is not None
+            if end.saved is None and (parent.state is FINISHED or self._scheduler.forks(parent)):
+                parent.prompt_end = PromptEnd(end.row, self._pool.lanes.save(parent.lane))
+
+    def _forget_forks(self) -> None:
+        for parent in self._forked:
+            if not self._scheduler.forks(parent):
+                parent.prompt_end = None
+        self._forked = [parent for parent in self._forked if parent.prompt_end is not None]
+
+    def _begin_fork(self, request: Request, parent: Request) -> Request:
+        end = parent.prompt_end
+        assert end is not None
+        if end.saved is None:
+            self._pool.copy(parent.lane, request.lane)
+        else:
+            self._pool.begin(request.lane, end.saved)
+        request.fork_of = None
+        return self._choose(request, HostRows(end.row[None]), 0)
 
     def _prefill(self, requests: Sequence[Request]) -> list[Request]:
         """Read the next chunk of each, lanes being neighbours; the requests whose prompt is read get their token."""
         start = time.perf_counter()
         parts = [request.ids[request.done :][: self._scheduler.chunk] for request in requests]
-        logits = self._running().append(parts, first=requests[0].lane, prefill=True)
+        logits = self._pool.lanes.append(parts, first=requests[0].lane, prefill=True)
         last = [len(part) - 1 if logits.shape[1] > 1 else 0 for part in parts]
         rows = HostRows(logits[np.arange(len(parts)), last])
         for timing in _timings(requests):
             timing.prefill_seconds += time.perf_counter() - start
         for request, part in zip(requests, parts, strict=True):
             request.read(len(part))
-        return [self._choose(request, rows, i) for i, request in enumerate(requests) if request.state is DECODING]
+        read = [(i, request) for i, request in enumerate(requests) if request.state is DECODING]
+        for i, request in read:
+            if self._scheduler.forks(request):
+                request.prompt_end = PromptEnd(rows.row(i).copy())
+                self._forked.append(request)
+        return [self._choose(request, rows, i) for i, request in read]
 
     def _decode(self, requests: Sequence[Request]) -> list[Request]:
         """The next token of each. The call is one of all lanes up to the last of theirs, others bringing no token."""
         start = time.perf_counter()
-        lanes, state = self._running(), self._state()
+        lanes, state = self._pool.lanes, self._pool.state
         tokens: list[Tokens] = [()] * (requests[-1].lane + 1)
         for request in requests:
-            tokens[request.lane] = (request.tokens[-1].id,)
+            tokens[request.lane] = (request.last_token,)
         rows: Rows
         count = state.top_logits
         if count and any(may_settle(request.sampler.settings, count, self.vocabulary) for request in requests):
@@ -193,7 +256,7 @@ class Engine:
                     timing.decode_seconds += time.perf_counter() - start
                 token = request.sampler.next(row)
         except KvexportError as error:
-            self._used[request.lane] = True
+            self._pool.poisoned(request.lane)
             request.finish("error", error)
         else:
             timing.generated_tokens += 1
@@ -203,16 +266,9 @@ class Engine:
     def _fail(self, requests: Sequence[Request], error: BaseException) -> None:
         why = error if isinstance(error, Exception) else KvexportError("a step of the engine was interrupted")
         for request in requests:
-            self._used[request.lane] = True
+            self._pool.poisoned(request.lane)
             if request.state is not FINISHED:
                 request.finish("error", why)
-
-    def _running(self) -> Lanes:
-        assert self._lanes is not None
-        return self._lanes
-
-    def _state(self) -> ModelState:
-        return cast(ModelState, self._running().backend)
 
     def _check_count(self, count: int) -> None:
         if not 1 <= count <= self.max_batch:
@@ -225,33 +281,36 @@ class Engine:
         """The checkpoint's generation settings with `overrides` on top (fields of GenerationSettings)."""
         return GenerationSettings.from_generation_config(self.generation_config, **overrides)
 
-    def encode(self, prompt: Prompt) -> NDArray[np.int64]:
-        """Token ids of a prompt, checked. Raises UsageError: empty, an id out of range, longer than the artifact's
-        max_length."""
+    def encode(self, prompt: Prompt, *, after: Snapshot | None = None) -> NDArray[np.int64]:
+        """Token ids of a prompt, checked; with those of a snapshot before them. Raises UsageError: empty, an id out of
+        range, longer than the artifact's max_length."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise UsageError("the artifact has no tokenizer.json, so a prompt cannot be text", "pass token ids")
-            prompt = self.tokenizer.encode(prompt)
+            prompt = self.tokenizer.encode(prompt, add_special_tokens=after is None)
         ids = np.asarray(prompt)
-        if ids.ndim != 1 or ids.size == 0:
+        if ids.ndim != 1 or (ids.size == 0 and after is None):
             raise UsageError("the prompt is empty", "give at least one token")
-        if ids.dtype.kind not in "iu":
+        if ids.size and ids.dtype.kind not in "iu":
             raise UsageError(
                 f"token ids are integers, the prompt holds {ids.dtype}", "pass text, or a list of integers"
             )
-        if ids.min() < 0 or ids.max() >= self.vocabulary:
+        if ids.size and (ids.min() < 0 or ids.max() >= self.vocabulary):
             bad = int(ids[(ids < 0) | (ids >= self.vocabulary)][0])
             raise UsageError(
                 f"token id {bad} is out of range: the vocabulary has {self.vocabulary}",
                 "use the artifact's own tokenizer",
             )
+        ids = ids.astype(np.int64)
+        if after is not None:
+            ids = np.concatenate([after.ids, ids])
         if ids.size >= self.max_length:
             raise UsageError(
                 f"the prompt has {ids.size} tokens; with one token of answer it exceeds limits.max_length "
                 f"{self.max_length}",
                 f"kvexport build --recipe NAME --set limits.max_length={ids.size + 256}, or a shorter prompt",
             )
-        return ids.astype(np.int64)
+        return ids
 
     def stream(
         self,

@@ -29,6 +29,13 @@ class Counters(NamedTuple):
     length: int
 
 
+class Saved(NamedTuple):
+    """A lane at a moment: its state tensors (see `ModelState.read`), which nobody may change, and its counters."""
+
+    state: Mapping[str, NDArray[Any]]
+    counters: Counters
+
+
 class Lanes:
     """Drives a backend so that no cache ever exceeds its capacity."""
 
@@ -70,12 +77,19 @@ class Lanes:
         """Copies of a lane's state tensors (see `ModelState.read`)."""
         return self._state().read(lane, names)
 
-    def write(self, lane: int, state: Mapping[str, NDArray[Any]], counters: Counters | None = None) -> None:
-        """Take over a lane's state tensors (see `ModelState.write`). counters: what goes with a whole state; None where
-        single tensors change and every layer uses as many slots as before."""
-        self._state().write(lane, state, None if counters is None else counters.length)
-        if counters is not None:
-            self._set(lane, counters)
+    def write(self, lane: int, state: Mapping[str, NDArray[Any]]) -> None:
+        """Take over some of a lane's state tensors (see `ModelState.write`), every layer using as many slots as
+        before."""
+        self._state().write(lane, state)
+
+    def save(self, lane: int) -> Saved:
+        """All of a lane, for `restore`."""
+        return Saved(self.read(lane), self.counters(lane))
+
+    def restore(self, lane: int, saved: Saved) -> None:
+        """Make a lane what another was, of whatever lanes of the same plan."""
+        self._state().write(lane, saved.state, saved.counters.length)
+        self._set(lane, saved.counters)
 
     def copy(self, source: int, target: int) -> None:
         """Make a lane the same as another."""

@@ -12,12 +12,14 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvexport.runtime.lanes import Saved
 from kvexport.runtime.sampling import Sampler
 from kvexport.runtime.settings import GenerationSettings
+from kvexport.runtime.snapshot import Snapshot
 from kvexport.runtime.text import TextStream
 
 Prompt = str | Sequence[int] | NDArray[np.int64]
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "preempted", "error"]
 
 
 class State(Enum):
@@ -70,22 +72,36 @@ class Call:
     new: deque[Token] = field(default_factory=deque)
 
 
+@dataclass(frozen=True)
+class PromptEnd:
+    """What forks of a request start from. row: the logits after its prompt [vocabulary]. saved: its lane then; None
+    where the lane is still so."""
+
+    row: NDArray[np.float32]
+    saved: Saved | None = None
+
+
 @dataclass(eq=False)
 class Request:
     """A prompt, how it is to be answered, and the answer so far.
 
     prompt: text, or token ids. settings: None takes the checkpoint's. call: None where it stands by itself. sequence:
-    which prompt of its call it is.
+    which prompt of its call it is. start: where the prompt follows on; with an empty prompt the request goes on where
+    the snapshot was. keep: whether there is a `snapshot` when it finishes. fork_of: see `fork`.
 
-    The rest is the engine's to write. id: its number there, from 1. lane: while it holds one. ids: the prompt's [n]
-    int64. done: how many of them are read. tokens: the answer. error: why it finished by "error". timing: its call's,
-    or its own.
+    The rest is the engine's to write. id: its number there, from 1. lane: while it holds one. ids: the tokens of
+    `start` and of the prompt [n] int64. done: how many of them are read. cached_tokens: how many of them it did not
+    have to read. tokens: the answer. error: why it finished by "error". timing: its call's, or its own. prompt_end: for
+    its forks, until they have begun.
     """
 
     prompt: Prompt
     settings: GenerationSettings | None = None
     call: Call | None = None
     sequence: int = 0
+    start: Snapshot | None = None
+    keep: bool = False
+    fork_of: Request | None = field(default=None, repr=False)
     id: int = field(default=0, init=False)
     state: State = field(default=WAITING, init=False)
     lane: int = field(default=-1, init=False)
@@ -95,18 +111,29 @@ class Request:
     finish_reason: FinishReason | None = field(default=None, init=False)
     error: Exception | None = field(default=None, init=False)
     timing: Timing = field(init=False)
+    cached_tokens: int = field(default=0, init=False)
+    snapshot: Snapshot | None = field(default=None, init=False, repr=False)
+    prompt_end: PromptEnd | None = field(default=None, init=False, repr=False)
     sampler: Sampler = field(init=False, repr=False)
-    _text: TextStream | None = field(default=None, init=False, repr=False)
+    text: TextStream | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Share the call's figures."""
         self.timing = Timing() if self.call is None else self.call.timing
 
-    def prepare(self, ids: NDArray[np.int64], sampler: Sampler, text: TextStream | None) -> None:
-        """What an engine adds before the request waits. text: None where there is no tokenizer."""
+    def fork(self, settings: GenerationSettings | None = None) -> Request:
+        """Another answer to the same prompt, to be added beside this request: the prompt is read once, and a copy of
+        the lane is where this answer begins. settings: None takes this request's, which give another answer only where
+        tokens are drawn and there is no seed."""
+        return Request(self.prompt, settings or self.settings, start=self.start, fork_of=self)
+
+    def prepare(self, ids: NDArray[np.int64], sampler: Sampler, text: TextStream | None, done: int = 0) -> None:
+        """What an engine adds before the request waits. text: None where there is no tokenizer. done: so many ids are
+        read already."""
         if self.id:
             raise ValueError("a request is added once")
-        self.ids, self.sampler, self._text = ids, sampler, text
+        self.ids, self.sampler, self.text = ids, sampler, text
+        self.done = self.cached_tokens = done
         self.id = next(_ids)
 
     @property
@@ -114,10 +141,22 @@ class Request:
         """Tokens of the prompt that no call has read yet."""
         return len(self.ids) - self.done
 
+    @property
+    def last_token(self) -> int:
+        """The token that is decoded next."""
+        return self.tokens[-1].id if self.tokens else int(self.ids[-1])
+
     def begin(self, lane: int) -> None:
-        """Waiting to prefilling: it got a lane."""
+        """Waiting to prefilling, or to decoding where the prompt is read already: it got a lane."""
         self._require(WAITING)
-        self.state, self.lane = PREFILLING, lane
+        if self.fork_of is not None:
+            self.skip(len(self.ids))
+        self.state, self.lane = PREFILLING if self.unread else DECODING, lane
+
+    def skip(self, done: int) -> None:
+        """So many ids are read already, by another request."""
+        self.timing.prompt_tokens -= done - self.done
+        self.done = self.cached_tokens = done
 
     def read(self, count: int) -> None:
         """A call read so many tokens of the prompt; to decoding with the last of them."""
@@ -134,7 +173,7 @@ class Request:
         reason = self.sampler.finish_reason
         if reason is None and len(self.ids) + len(self.tokens) + 1 >= max_length:
             reason = "length"
-        piece, text = "", self._text
+        piece, text = "", self.text
         if text is not None:
             piece = text.push(token)
             if text.stopped:

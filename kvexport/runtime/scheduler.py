@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvexport.runtime.request import FINISHED, PREFILLING, Request
+from kvexport.runtime.request import DECODING, FINISHED, PREFILLING, WAITING, Request
 
 # What a call costs beyond its rows, in rows: it reads every weight once.
 CALL_ROWS = 32
@@ -38,6 +38,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self._prefilling: deque[Request] = deque()  # in the order of their turns
         self._decoding: list[Request] = []  # in the order of their lanes
+        self._joining: list[Request] = []  # they hold a lane for this step, and decode from the next one on
 
     @property
     def busy(self) -> bool:
@@ -69,8 +70,10 @@ class Scheduler:
                 self._prefilling.remove(request)
                 if request.state is PREFILLING:
                     self._prefilling.append(request)
-                else:
-                    self._decoding = sorted([*self._decoding, request], key=lambda r: r.lane)
+        joining = [r for r in (*step.prefill, *self._joining) if r.state is DECODING]
+        if joining:
+            self._decoding = sorted([*self._decoding, *joining], key=lambda r: r.lane)
+            self._joining = []
         finished = {request.id: request for requests in step for request in requests if request.state is FINISHED}
         for request in finished.values():
             self.remove(request)
@@ -85,15 +88,39 @@ class Scheduler:
             if request in queue:
                 queue.remove(request)
 
+    def forks(self, request: Request) -> list[Request]:
+        """Those of a request that wait."""
+        return [other for other in self.waiting if other.fork_of is request]
+
     def _admit(self) -> list[Request]:
         admitted = []
-        for lane, holder in enumerate(self.lanes):
-            if holder is None and self.waiting:
-                request = self.lanes[lane] = self.waiting.popleft()
-                request.begin(lane)
-                admitted.append(request)
-        self._prefilling.extend(admitted)
+        free = [lane for lane, holder in enumerate(self.lanes) if holder is None]
+        for request in list(self.waiting):
+            if not free:
+                break
+            if not self._is_ready(request):
+                continue
+            self.waiting.remove(request)
+            lane = free.pop(0)
+            self.lanes[lane] = request
+            request.begin(lane)
+            admitted.append(request)
+        self._prefilling.extend(request for request in admitted if request.state is PREFILLING)
+        self._joining = [request for request in admitted if request.state is DECODING]
         return admitted
+
+    def _is_ready(self, request: Request) -> bool:
+        """Whether a request can begin: a fork waits until the prompt is read, and reads it itself where the request
+        that was to read it did not."""
+        parent = request.fork_of
+        if parent is None or parent.prompt_end is not None:
+            return True
+        if parent.state in (WAITING, PREFILLING) and parent.id:
+            return False
+        for other in self.forks(parent):
+            other.fork_of = request
+        request.fork_of = None
+        return True
 
     def _chunks(self) -> list[Request]:
         """The request whose turn it is, and neighbours whose chunks cost less in the same call than in their own: all

@@ -24,7 +24,7 @@ from kvexport.artifact.manifest import Manifest
 from kvexport.backends.lane_state import slot_axes, used_slots
 from kvexport.cache import CachePlan
 from kvexport.errors import KvexportError, SnapshotError
-from kvexport.runtime.lanes import Counters
+from kvexport.runtime.lanes import Counters, Saved
 from kvexport.runtime.settings import GenerationSettings
 
 MAGIC = b"kvexsnap"
@@ -75,8 +75,8 @@ class Snapshot:
 
     ids: its tokens, prompt and answer [n] int64, of which the cache has seen the first `counters.length`: the last
     token of an answer never has been. state: the lane's tensors (see `ModelState.read`). sampler, text: what
-    `Sampler.state` and `TextStream.state` gave; None where no answer goes on. settings: of that answer. Nothing of it
-    may be changed.
+    `Sampler.state` and `TextStream.state` gave; text is None where the answer has ended, or there is no tokenizer.
+    settings: of that answer. Nothing of it may be changed.
     """
 
     origin: Origin
@@ -91,6 +91,11 @@ class Snapshot:
     def length(self) -> int:
         """Tokens that the cache has seen."""
         return self.counters.length
+
+    @property
+    def saved(self) -> Saved:
+        """The lane."""
+        return Saved(self.state, self.counters)
 
     @property
     def nbytes(self) -> int:
@@ -115,7 +120,7 @@ class Snapshot:
         text = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
         text += b" " * (-(_FIXED.size + len(text)) % _ALIGNMENT)
         fixed = _FIXED.pack(MAGIC, VERSION, len(text), hashlib.sha256(text).digest())
-        return b"".join([fixed, text, *(memoryview(x.reshape(-1).view(np.uint8)) for x in parts.values())])
+        return b"".join([fixed, text, *(_raw(x) for x in parts.values())])
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview, manifest: Manifest) -> Snapshot:
@@ -239,8 +244,12 @@ def _count(value: Any) -> int:
     return value
 
 
+def _raw(array: NDArray[Any]) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
 def _sha256(array: NDArray[Any]) -> str:
-    return hashlib.sha256(memoryview(array.reshape(-1).view(np.uint8))).hexdigest()
+    return hashlib.sha256(_raw(array)).hexdigest()
 
 
 def _digest_of(content: Any) -> str:

@@ -153,8 +153,10 @@ class TextStream:
         """The stop string that appeared, or None."""
         return self._stop_string
 
-    def state(self) -> dict[str, Any]:
-        """What `restore` needs to go on from here, as JSON has it."""
+    def state(self) -> dict[str, Any] | None:
+        """What `restore` needs to go on from here, as JSON has it; None where the text has ended."""
+        if self._flushed or self.stopped:
+            return None
         return {
             "context": list(self._context),
             "waiting": list(self._waiting),

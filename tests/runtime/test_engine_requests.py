@@ -46,7 +46,7 @@ def run(engine: Engine, steps: int = 10**6) -> None:
 
 
 def lane_bytes(engine: Engine, lane: int) -> list[bytes]:
-    lanes: Any = engine._lanes
+    lanes: Any = engine._pool._lanes
     return [array[lane].tobytes() for array in [*lanes.backend.state.values(), lanes.backend.past_length]]
 
 
@@ -130,7 +130,7 @@ def test_a_long_prompt_joins_and_those_that_decode_go_on_between_its_chunks(
     long = Request(ids, engine.settings(max_new_tokens=5))
     engine.add(long)
     calls: list[tuple[int, ...]] = []
-    lanes: Any = engine._lanes
+    lanes: Any = engine._pool._lanes
     decode = lanes.backend.decode
 
     def watched(input_ids: Any, query_length: Any, first: int) -> Any:
@@ -173,7 +173,7 @@ def test_lanes_are_as_many_as_ever_were_needed_at_once(
     for request in others:
         engine.add(request)
     run(engine, 1)
-    assert made == [1, 2] and engine._lanes is not None and engine._lanes.count == LANES
+    assert made == [1, 2] and engine._pool._lanes is not None and engine._pool._lanes.count == LANES
     run(engine)
     assert [answer_of(r) for r in (first, *others)] == [solo([n, n + 1], max_new_tokens=30) for n in range(5)]
     engine.generate([1, 2, 3], max_new_tokens=3)
@@ -226,7 +226,7 @@ def test_a_stream_that_is_closed_frees_its_lanes(tiny_artifact: Path, solo: Call
 
 def poison(engine: Engine, lane: int) -> None:
     """As an overflow of the model leaves it, in used slots and others."""
-    lanes: Any = engine._lanes
+    lanes: Any = engine._pool._lanes
     for name, array in lanes.backend.state.items():
         if name.endswith((".key", ".value")):
             array[lane] = np.nan
@@ -307,7 +307,7 @@ def test_where_no_lanes_can_be_added_the_request_that_needs_one_fails(
     def full(lanes: int) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(engine._lanes.backend, "grown", full)  # type: ignore[union-attr]
+    monkeypatch.setattr(engine._pool._lanes.backend, "grown", full)  # type: ignore[union-attr]
     engine.add(joins)
     with pytest.raises(MemoryError):
         engine.step()

@@ -200,7 +200,7 @@ def test_state_on_a_device_gives_what_state_on_the_host_gives(tiny_artifact: Pat
     host, device = load(tiny_artifact), on_device(tiny_artifact)
     assert generated(device) == generated(host)
     assert generated(device, 5) == generated(host, 5), "lanes that were used before"
-    backends = [engine._lanes.backend for engine in (host, device)]  # type: ignore[union-attr]
+    backends = [engine._pool._lanes.backend for engine in (host, device)]  # type: ignore[union-attr]
     states = [backend.get_state() for backend in backends]  # type: ignore[attr-defined]
     for name, array in states[0].items():
         used = states[0][name.rpartition(".")[0] + ".votes"] > 0

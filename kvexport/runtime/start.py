@@ -1,0 +1,73 @@
+"""Where a request starts: from nothing, from a snapshot with a prompt of its own, or where a snapshot's answer was."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvexport.backends.lane_state import slot_axes
+from kvexport.cache import CachePlan
+from kvexport.errors import UsageError
+from kvexport.runtime.lanes import Counters, Saved
+from kvexport.runtime.request import FINISHED, Request
+from kvexport.runtime.sampling import Sampler
+from kvexport.runtime.settings import GenerationSettings
+from kvexport.runtime.snapshot import Origin, Snapshot
+from kvexport.runtime.text import TextStream, Tokenizer
+
+if TYPE_CHECKING:
+    Ids = NDArray[np.int64]
+
+
+def resumes(request: Request) -> bool:
+    """Whether it goes on with the answer, or the prompt, of its snapshot."""
+    return request.start is not None and len(request.prompt) == 0
+
+
+def prepare(
+    request: Request, ids: Ids, default: GenerationSettings, vocabulary: int, tokenizer: Tokenizer | None
+) -> None:
+    """Make a request ready to wait. ids: all of its tokens [n], those of its snapshot first. default: settings, where
+    neither it nor the answer that it goes on with has any. Raises UsageError where there is nothing to go on with."""
+    start, again = request.start, resumes(request)
+    settings = request.settings or (start.settings if start is not None and again else None) or default
+    state = start.sampler if start is not None and again else None
+    answered = len(state["generated"]) if state is not None else 0
+    sampler = Sampler(settings, ids[: len(ids) - answered], vocabulary)
+    if state is not None:
+        sampler.restore(state)
+    text = TextStream(tokenizer, settings.stop_strings, context_ids=ids.tolist()) if tokenizer else None
+    if start is not None and again and start.text is not None and text is not None:
+        text.restore(start.text)
+    done = 0 if start is None else start.length
+    if answered:
+        if sampler.finish_reason is not None:
+            raise UsageError(
+                f"the snapshot's answer has ended: {sampler.finish_reason}", "a prompt, or a larger max_new_tokens"
+            )
+        done = len(ids)  # the last of its tokens is decoded, as it would have been
+    elif done >= len(ids):
+        raise UsageError("the snapshot has nothing to go on with", "give at least one token")
+    request.prepare(ids, sampler, text, done)
+
+
+def snapshot_of(request: Request, saved: Saved, origin: Origin) -> Snapshot:
+    """Of a request whose lane is saved."""
+    ids = np.concatenate([request.ids, np.array([token.id for token in request.tokens], np.int64)])
+    text = None if request.text is None or request.state is FINISHED else request.text.state()
+    state, settings = request.sampler.state(), request.sampler.settings
+    return Snapshot(origin, ids, saved.state, saved.counters, state, text, settings)
+
+
+def nothing_saved(plan: CachePlan) -> Saved:
+    """An empty lane."""
+    axes = slot_axes(plan)
+    state = {}
+    for name, _, layer, kind in plan.state_names():
+        shape = list(layer.shapes(1)[kind][1:])
+        if (axis := axes[name]) is not None:
+            shape[axis] = 0
+        state[name] = np.zeros(shape, layer.dtypes()[kind])
+    return Saved(state, Counters((0,) * len(plan.layers), 0, 0))

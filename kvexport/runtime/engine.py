@@ -19,7 +19,7 @@ from kvexport.artifact.manifest import Manifest
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends.base import LoadOptions, ModelState, Sessions
 from kvexport.backends.rows import HostRows, Rows
-from kvexport.errors import KvexportError, UsageError
+from kvexport.errors import DeadlineError, KvexportError, QueueFullError, UsageError
 from kvexport.runtime.chat import ChatTemplate, Message, read_chat_template
 from kvexport.runtime.lane_pool import LanePool
 from kvexport.runtime.lanes import Lanes, Tokens
@@ -69,6 +69,9 @@ class Engine:
         self._requests: dict[int, Request] = {}  # those that have not finished
         self._pool = LanePool(self.lanes, self.max_batch)
         self._forked: list[Request] = []  # requests with a `prompt_end`
+        self.max_waiting: int | None = None
+        self.latency_budget: float | None = None
+        self._row_seconds = 0.0  # of a call of prompts, by the last ones
 
     @cached_property
     def origin(self) -> Origin:
@@ -98,7 +101,9 @@ class Engine:
 
     def add(self, request: Request) -> int:
         """Let a request wait for a lane; returns the id to `cancel` it by. Raises UsageError for a prompt that cannot
-        be used, SnapshotError for a `start` of another artifact."""
+        be used, SnapshotError for a `start` of another artifact, QueueFullError where `max_waiting` wait already."""
+        if self.max_waiting is not None and self._scheduler.excess >= self.max_waiting:
+            raise QueueFullError(f"{len(self._scheduler.waiting)} requests wait already", "try again later")
         if request.start is not None:
             self.origin.check(request.start.origin)
         prepare(
@@ -147,12 +152,19 @@ class Engine:
         """Read a chunk of a prompt, and decode a token of every request whose prompt is read. Returns the requests that
         got a token or failed: where logits cannot be sampled from, their request fails alone. An error of a run ends
         the requests that took part in it, since nobody knows their state then, and is raised."""
+        advanced = self._expire()
+        self._scheduler.rows = self._rows()
         work = self._scheduler.next()
-        advanced: list[Request] = []
-        requests = work.admitted
+        requests: Sequence[Request] = (*work.admitted, *work.moved)
         try:
             self._keep_for_forks()
-            for act, requests in zip((self._give_lanes, self._prefill, self._decode), work, strict=True):
+            for request in work.moved:
+                self._pool.copy(work.source, request.lane)
+            for act, requests in (
+                (self._give_lanes, work.admitted),
+                (self._prefill, work.prefill),
+                (self._decode, work.decode),
+            ):
                 if requests:
                     advanced += act(requests)
         except BaseException as error:
@@ -165,6 +177,21 @@ class Engine:
                 if request.keep and request.finish_reason in ("stop", "length"):
                     request.snapshot = self._snapshot(request)
         return advanced
+
+    def _expire(self) -> list[Request]:
+        """End the requests that waited beyond their deadline."""
+        expired = self._scheduler.expired(time.monotonic())
+        for request in expired:
+            self._scheduler.remove(request)
+            self._requests.pop(request.id)
+            request.finish("error", DeadlineError("there was no lane for the request before its deadline"))
+        return expired
+
+    def _rows(self) -> int | None:
+        """How many rows a call of prompts may have within the latency budget."""
+        if self.latency_budget is None:
+            return None
+        return int(self.latency_budget / self._row_seconds) if self._row_seconds else 0
 
     def _give_lanes(self, admitted: Sequence[Request]) -> list[Request]:
         """Make sure that the lanes of new requests are there, and each as its request starts; forks get their first
@@ -188,7 +215,7 @@ class Engine:
             end = parent.prompt_end
             assert end is not None
             if end.saved is None and (parent.state is FINISHED or self._scheduler.forks(parent)):
-                parent.prompt_end = PromptEnd(end.row, self._pool.lanes.save(parent.lane))
+                parent.prompt_end = PromptEnd(end.row, end.lane, self._pool.lanes.save(end.lane))
 
     def _forget_forks(self) -> None:
         for parent in self._forked:
@@ -211,6 +238,8 @@ class Engine:
         start = time.perf_counter()
         parts = [request.ids[request.done :][: self._scheduler.chunk] for request in requests]
         logits = self._pool.lanes.append(parts, first=requests[0].lane, prefill=True)
+        cost = (time.perf_counter() - start) / (len(parts) * max(map(len, parts)))
+        self._row_seconds += (cost - self._row_seconds) * (0.2 if self._row_seconds else 1.0)
         last = [len(part) - 1 if logits.shape[1] > 1 else 0 for part in parts]
         rows = HostRows(logits[np.arange(len(parts)), last])
         for timing in _timings(requests):
@@ -220,7 +249,7 @@ class Engine:
         read = [(i, request) for i, request in enumerate(requests) if request.state is DECODING]
         for i, request in read:
             if self._scheduler.forks(request):
-                request.prompt_end = PromptEnd(rows.row(i).copy())
+                request.prompt_end = PromptEnd(rows.row(i).copy(), request.lane)
                 self._forked.append(request)
         return [self._choose(request, rows, i) for i, request in read]
 

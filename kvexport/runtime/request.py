@@ -74,10 +74,11 @@ class Call:
 
 @dataclass(frozen=True)
 class PromptEnd:
-    """What forks of a request start from. row: the logits after its prompt [vocabulary]. saved: its lane then; None
-    where the lane is still so."""
+    """What forks of a request start from. row: the logits after its prompt [vocabulary]. lane: its lane then.
+    saved: that lane's state; None where the lane still is so."""
 
     row: NDArray[np.float32]
+    lane: int
     saved: Saved | None = None
 
 
@@ -87,7 +88,9 @@ class Request:
 
     prompt: text, or token ids. settings: None takes the checkpoint's. call: None where it stands by itself. sequence:
     which prompt of its call it is. start: where the prompt follows on; with an empty prompt the request goes on where
-    the snapshot was. keep: whether there is a `snapshot` when it finishes. fork_of: see `fork`.
+    the snapshot was. keep: whether there is a `snapshot` when it finishes. fork_of: see `fork`. priority: of those that
+    wait the lowest comes first, then the one that came first. deadline: by `time.monotonic()`, in seconds; a request
+    that has no lane until then ends by a DeadlineError.
 
     The rest is the engine's to write. id: its number there, from 1. lane: while it holds one. ids: the tokens of
     `start` and of the prompt [n] int64. done: how many of them are read. cached_tokens: how many of them it did not
@@ -102,6 +105,8 @@ class Request:
     start: Snapshot | None = None
     keep: bool = False
     fork_of: Request | None = field(default=None, repr=False)
+    priority: int = 0
+    deadline: float | None = None
     id: int = field(default=0, init=False)
     state: State = field(default=WAITING, init=False)
     lane: int = field(default=-1, init=False)
@@ -125,7 +130,14 @@ class Request:
         """Another answer to the same prompt, to be added beside this request: the prompt is read once, and a copy of
         the lane is where this answer begins. settings: None takes this request's, which give another answer only where
         tokens are drawn and there is no seed."""
-        return Request(self.prompt, settings or self.settings, start=self.start, fork_of=self)
+        return Request(
+            self.prompt,
+            settings or self.settings,
+            start=self.start,
+            fork_of=self,
+            priority=self.priority,
+            deadline=self.deadline,
+        )
 
     def prepare(self, ids: NDArray[np.int64], sampler: Sampler, text: TextStream | None, done: int = 0) -> None:
         """What an engine adds before the request waits. text: None where there is no tokenizer. done: so many ids are

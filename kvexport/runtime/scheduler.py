@@ -1,14 +1,18 @@
 """Which requests hold which lanes, whose prompts are read next, and who decodes. Nothing here computes.
 
-- A request gets the lowest free lane, in the order of arrival, and keeps it until it finishes.
+- A request gets the lowest free lane, in the order of priority, then of arrival. It keeps it until it finishes, or
+  until a lower one stays free: lanes that decode are a prefix, since each up to the last of them costs a row.
 - Every step reads one chunk of a prompt, of the lane whose last turn is the longest ago, so that no prompt waits for
   the end of another. Neighbouring lanes that are prefilled as well come along where that is cheaper than a call of
   their own.
+- While others decode, a call of prompts has no more rows than `rows`, beyond one chunk.
 - Every step decodes all lanes whose prompts are read; those of one call begin together (see `Request.call`).
 """
 
 from __future__ import annotations
 
+import bisect
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,25 +21,30 @@ from kvexport.runtime.request import DECODING, FINISHED, PREFILLING, WAITING, Re
 
 # What a call costs beyond its rows, in rows: it reads every weight once.
 CALL_ROWS = 32
+# Fewer tokens than these are not worth moving a lane for.
+MOVED_TOKENS = 8
 
 
 class Schedule(NamedTuple):
     """One step. admitted: requests that got their lane for it. prefill: of neighbouring lanes, each with its next
-    chunk. decode: in the order of their lanes."""
+    chunk. decode: in the order of their lanes. moved: at most one request, whose lane was `source`."""
 
     admitted: Sequence[Request] = ()
     prefill: Sequence[Request] = ()
     decode: Sequence[Request] = ()
+    moved: Sequence[Request] = ()
+    source: int = -1
 
 
 class Scheduler:
     """Of one engine. lanes: how many requests run at once, at most. chunk: tokens of a prompt that one call reads, at
-    most."""
+    most. rows: of a call of prompts, while others decode; None: any number."""
 
     def __init__(self, lanes: int, chunk: int) -> None:
         self.chunk = chunk
+        self.rows: int | None = None
         self.lanes: list[Request | None] = [None] * lanes
-        self.waiting: deque[Request] = deque()
+        self.waiting: list[Request] = []  # in the order in which they get their lanes
         self._prefilling: deque[Request] = deque()  # in the order of their turns
         self._decoding: list[Request] = []  # in the order of their lanes
         self._joining: list[Request] = []  # they hold a lane for this step, and decode from the next one on
@@ -51,16 +60,39 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Let it wait for a lane."""
-        self.waiting.append(request)
+        bisect.insort(self.waiting, request, key=lambda other: (other.priority, other.id))
+
+    @property
+    def excess(self) -> int:
+        """How many requests wait beyond those that the free lanes are for; below 0 where lanes stay free."""
+        return len(self.waiting) - self.lanes.count(None)
+
+    def expired(self, now: float) -> list[Request]:
+        """Those that wait and whose deadline has passed."""
+        return [request for request in self.waiting if request.deadline is not None and request.deadline <= now]
 
     def next(self) -> Schedule:
         """What the next step does. `update` follows it."""
         if not self.waiting and not self._prefilling:
-            return Schedule((), (), self._decoding)
-        admitted = self._admit()
+            moved = self._move()
+            return Schedule((), (), self._decoding, *moved)
+        admitted, moved = self._admit(), self._move()
         unread = {request.call for request in self._prefilling} - {None}
         decode = [request for request in self._decoding if request.call not in unread]
-        return Schedule(admitted, self._chunks(), decode)
+        return Schedule(admitted, self._chunks(), decode, *moved)
+
+    def _move(self) -> tuple[Sequence[Request], int]:
+        """Give the last lane that decodes the lowest free one, where that is lower: one lane a step."""
+        if not self._decoding or None not in self.lanes:
+            return (), -1
+        last, free = self._decoding[-1], self.lanes.index(None)
+        left = last.sampler.settings.max_new_tokens - len(last.sampler.generated)
+        if free > last.lane or left < MOVED_TOKENS:
+            return (), -1
+        source, last.lane = last.lane, free
+        self.lanes[source], self.lanes[free] = None, last
+        self._decoding = sorted(self._decoding, key=lambda r: r.lane)
+        return (last,), source
 
     def update(self, step: Schedule) -> list[Request]:
         """Take note of the state that each of a step's requests has now; returns those that finished, whose lanes are
@@ -74,7 +106,8 @@ class Scheduler:
         if joining:
             self._decoding = sorted([*self._decoding, *joining], key=lambda r: r.lane)
             self._joining = []
-        finished = {request.id: request for requests in step for request in requests if request.state is FINISHED}
+        worked = (*step.admitted, *step.moved, *step.prefill, *step.decode)
+        finished = {request.id: request for request in worked if request.state is FINISHED}
         for request in finished.values():
             self.remove(request)
         return list(finished.values())
@@ -128,11 +161,12 @@ class Scheduler:
         if not self._prefilling:
             return []
         chosen = [self._prefilling[0]]
+        most = math.inf if self.rows is None or not self._decoding else self.rows
         for after in (True, False):
             while (other := self._neighbour(chosen, after)) is not None:
                 longest, more = max(map(self.count, chosen)), self.count(other)
                 padded = (len(chosen) + 1) * max(longest, more)
-                if padded > len(chosen) * longest + more + CALL_ROWS:
+                if padded > len(chosen) * longest + more + CALL_ROWS or padded > most:
                     break
                 chosen = [*chosen, other] if after else [other, *chosen]
         return chosen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 import kvexport
 from kvexport.backends.onnxruntime.device_array import DeviceArray
-from kvexport.errors import KvexportError, UsageError
+from kvexport.errors import DeadlineError, KvexportError, QueueFullError, UsageError
 from kvexport.runtime.engine import Engine, load
 from kvexport.runtime.request import Request, State
 from tests.support.tensorrt_artifacts import engines
@@ -197,18 +198,95 @@ def test_a_request_that_leaves_frees_its_lane_at_once_and_touches_no_other(tiny_
     assert not engine.cancel(12345678)
 
 
-def test_lanes_without_a_request_stay_as_they_are(tiny_artifact: Path) -> None:
+def test_lanes_without_a_request_stay_as_they_are(tiny_artifact: Path, solo: Callable[..., list[int]]) -> None:
     engine = load(tiny_artifact)
-    short, long = (Request([n] * 20, engine.settings(max_new_tokens=n)) for n in (3, 60))
-    idle = Request([1], engine.settings(max_new_tokens=60))
-    for request in (long, short, idle):
+    short, long, last = (Request([n] * 20, engine.settings(max_new_tokens=n)) for n in (3, 60, 50))
+    for request in (long, short, last):
         engine.add(request)
     while short.state is not State.FINISHED:
         engine.step()
-    ended = lane_bytes(engine, 1)
+    engine.step()  # the last lane moves to where the short one was
+    assert last.lane == 1
+    ended = lane_bytes(engine, 2)
     run(engine)
-    assert lane_bytes(engine, 1) == ended
-    assert len(long.tokens) == len(idle.tokens) == 60
+    assert lane_bytes(engine, 2) == ended
+    assert [answer_of(r) for r in (short, long, last)] == [solo([n] * 20, max_new_tokens=n) for n in (3, 60, 50)]
+
+
+def test_a_lane_whose_prompt_is_read_is_left_as_it_is_by_those_around_it_that_decode(tiny_artifact: Path) -> None:
+    engine = load(tiny_artifact)
+    first, last = (Request([n], engine.settings(max_new_tokens=60)) for n in (1, 2))
+    between = Request(list(range(60)) * 2, engine.settings(max_new_tokens=5))
+    for request in (first, between, last):
+        engine.add(request)
+    run(engine, 3)
+    lanes: Any = engine._pool.lanes
+    decode, seen = lanes.backend.decode, []
+
+    def watched(input_ids: Any, query_length: Any, start: int) -> Any:
+        before = lane_bytes(engine, 1)
+        logits = decode(input_ids, query_length, start)
+        if input_ids.shape == (3, 1) and not query_length[1, 0]:
+            seen.append(lane_bytes(engine, 1) == before)
+        return logits
+
+    lanes.backend.decode = watched
+    while between.unread:
+        engine.step()
+    assert len(seen) > 2 and all(seen)
+
+
+def test_those_that_wait_too_long_end_and_those_beyond_the_queue_are_refused(
+    tiny_artifact: Path, solo: Callable[..., list[int]]
+) -> None:
+    engine = load(tiny_artifact)
+    engine.max_waiting = 2
+    running = [Request([n], engine.settings(max_new_tokens=8)) for n in range(LANES)]
+    waits, late = Request([9]), Request([9, 9], deadline=time.monotonic())
+    for request in (*running, waits, late):
+        engine.add(request)
+    with pytest.raises(QueueFullError, match="6 requests wait already"):
+        engine.add(Request([1]))
+    assert engine.step()[0] is late
+    assert late.finish_reason == "error" and isinstance(late.error, DeadlineError) and late.lane == -1
+    engine.add(Request([3], engine.settings(max_new_tokens=1)))
+    with pytest.raises(QueueFullError, match="2 requests wait already"):
+        engine.add(Request([1]))
+    run(engine)
+    assert [answer_of(request) for request in running] == [solo([n], max_new_tokens=8) for n in range(LANES)]
+    assert waits.finish_reason == "length"
+    engine.max_waiting = 0
+    for request in (Request([n], engine.settings(max_new_tokens=2)) for n in range(LANES)):
+        engine.add(request)
+    with pytest.raises(QueueFullError):
+        engine.add(Request([1]))
+
+
+def test_a_latency_budget_bounds_the_rows_of_a_call_of_prompts(
+    tiny_artifact: Path, solo: Callable[..., list[int]]
+) -> None:
+    engine = load(tiny_artifact)
+    running = Request([1], engine.settings(max_new_tokens=200))
+    engine.add(running)
+    run(engine, 2)
+    prompts = [list(range(n, n + 40)) for n in range(3)]
+    widths = []
+    for budget in (1e-9, 1e9):
+        engine.latency_budget = budget
+        requests = [Request(ids, engine.settings(max_new_tokens=3)) for ids in prompts]
+        for request in requests:
+            engine.add(request)
+        done = 0
+        while any(request.unread for request in requests):
+            before, tokens = done, len(running.tokens)
+            engine.step()
+            done = sum(request.done for request in requests)
+            widths.append(done - before)
+            assert len(running.tokens) == tokens + 1
+        while not all(request.state is State.FINISHED for request in requests):
+            engine.step()
+        assert [answer_of(request) for request in requests] == [solo(ids, max_new_tokens=3) for ids in prompts]
+    assert widths[:9] == [16] * 3 + [16] * 3 + [8] * 3 and max(widths[9:]) == 3 * CHUNK
 
 
 def test_a_stream_that_is_closed_frees_its_lanes(tiny_artifact: Path, solo: Callable[..., list[int]]) -> None:
@@ -249,8 +327,9 @@ def test_a_poisoned_lane_fails_alone(tiny_artifact: Path, solo: Callable[..., li
     # The lane is clean for the next one.
     following = Request([9, 9], engine.settings(max_new_tokens=30))
     engine.add(following)
-    run(engine)
+    engine.step()
     assert following.lane == 1
+    run(engine)
     assert answer_of(following) == solo([9, 9], max_new_tokens=30)
     assert [answer_of(requests[n]) for n in (0, 2)] == [solo(prompts[n], max_new_tokens=30) for n in (0, 2)]
 

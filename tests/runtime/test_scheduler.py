@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from kvexport.runtime.request import Call, Request, State
 from kvexport.runtime.sampling import Sampler
-from kvexport.runtime.scheduler import CALL_ROWS, Schedule, Scheduler
+from kvexport.runtime.scheduler import CALL_ROWS, MOVED_TOKENS, Schedule, Scheduler
 from kvexport.runtime.settings import GenerationSettings
 
 CHUNK = 64
 
 
-def request(length: int, answer: int = 3, call: Call | None = None) -> Request:
-    made = Request([1] * length, call=call)
+def request(length: int, answer: int = 3, call: Call | None = None, **more: Any) -> Request:
+    made = Request([1] * length, call=call, **more)
     ids = np.ones(length, np.int64)
     made.prepare(ids, Sampler(GenerationSettings(max_new_tokens=answer), ids, 2), None)
     return made
@@ -147,4 +149,74 @@ def test_random_schedules_leak_no_lane_and_starve_nobody(seed: int) -> None:
 def test_a_scheduler_without_requests_has_nothing_to_do() -> None:
     scheduler = Scheduler(2, CHUNK)
     assert not scheduler.busy
-    assert [list(part) for part in scheduler.next()] == [[], [], []]
+    step = scheduler.next()
+    assert [list(part) for part in (step.admitted, step.prefill, step.decode, step.moved)] == [[], [], [], []]
+
+
+def test_of_those_that_wait_the_lowest_priority_comes_first_then_the_first() -> None:
+    scheduler = Scheduler(1, CHUNK)
+    made = [request(1, 1, priority=priority) for priority in (0, 5, -1, 0, -1)]
+    for each in made:
+        scheduler.add(each)
+    order = [each for step in finish(scheduler) for each in step.admitted]
+    assert [made.index(each) for each in order] == [2, 4, 0, 3, 1]
+    assert scheduler.excess == -1
+
+
+def test_requests_expire_while_they_wait_and_not_later() -> None:
+    scheduler = Scheduler(1, CHUNK)
+    made = [request(1, 9, deadline=deadline) for deadline in (5.0, 5.0, None, 9.0)]
+    for each in made:
+        scheduler.add(each)
+    scheduler.next()
+    assert scheduler.excess == 3
+    assert scheduler.expired(4.9) == []
+    assert scheduler.expired(5.0) == [made[1]]
+    assert scheduler.expired(1e9) == [made[1], made[3]]
+
+
+def test_prompts_that_join_together_take_no_more_rows_than_those_that_decode_may_wait_for() -> None:
+    def rows(limit: int | None, decodes: bool) -> int:
+        scheduler = Scheduler(8, CHUNK)
+        scheduler.rows = limit
+        if decodes:
+            scheduler.add(request(1, 100))
+            run(scheduler, scheduler.next())
+        for _ in range(6):
+            scheduler.add(request(10 * CHUNK))
+        return len(scheduler.next().prefill) * CHUNK
+
+    assert [rows(limit, True) for limit in (None, 10**6, 4 * CHUNK, 4 * CHUNK - 1, 0)] == [
+        n * CHUNK for n in (6, 6, 4, 3, 1)
+    ]
+    assert rows(0, False) == 6 * CHUNK, "nobody waits for a token"
+
+
+def test_lanes_that_decode_become_a_prefix_one_lane_a_step() -> None:
+    scheduler = Scheduler(6, CHUNK)
+    made = [request(1, answer) for answer in (100, 2, 3, 100, 100, 100)]
+    for each in made:
+        scheduler.add(each)
+    moves = []
+    for _ in range(6):
+        step = scheduler.next()
+        assert [each.lane for each in step.decode] == sorted(each.lane for each in step.decode)
+        moves += [(made.index(each), step.source, each.lane) for each in step.moved]
+        run(scheduler, step)
+    assert moves == [(5, 5, 1), (4, 4, 2)]
+    assert [each and made.index(each) for each in scheduler.lanes] == [0, 5, 4, 3, None, None]
+
+
+def test_a_lane_with_few_tokens_to_come_stays_and_so_does_one_whose_place_is_asked_for() -> None:
+    scheduler = Scheduler(3, CHUNK)
+    made = [request(1, answer) for answer in (1, 100, MOVED_TOKENS + 1)]
+    for each in made:
+        scheduler.add(each)
+    run(scheduler, scheduler.next())
+    scheduler.add(request(CHUNK * 2, 100))
+    step = scheduler.next()
+    assert not step.moved and step.admitted[0].lane == 0
+    run(scheduler, step)
+    scheduler.remove(step.admitted[0])
+    run(scheduler, step := scheduler.next())
+    assert not step.moved and step.decode == [made[1], made[2]]

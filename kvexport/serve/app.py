@@ -18,11 +18,13 @@ from starlette.routing import Route
 
 from kvexport.runtime.engine import Engine
 from kvexport.serve.chat import chat_completions
+from kvexport.serve.completions import completions
 from kvexport.serve.errors import ApiError, api_error
 from kvexport.serve.guard import Guard
 from kvexport.serve.service import Service
 from kvexport.serve.settings import ServeSettings
 from kvexport.serve.streams import ClientGone
+from kvexport.serve.tokens import detokenize, tokenize
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
 log = logging.getLogger("kvexport.serve")
@@ -49,6 +51,9 @@ def create_app(engine: Engine, settings: ServeSettings | None = None) -> Starlet
         ("GET", "/v1/models", models),
         ("GET", "/v1/models/{name:path}", model),
         ("POST", "/v1/chat/completions", chat_completions),
+        ("POST", "/v1/completions", completions),
+        ("POST", "/tokenize", tokenize),
+        ("POST", "/detokenize", detokenize),
     ]
     app = Starlette(
         routes=[Route(path, functools.partial(_answer, service, handler), methods=[m]) for m, path, handler in routes],

@@ -51,6 +51,10 @@ class Sampling(Body):
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    ignore_eos: bool | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: TokenIds | None = None
@@ -72,6 +76,10 @@ class Sampling(Body):
             "top_p": self.top_p,
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": self._logit_bias(engine),
+            "ignore_eos": self.ignore_eos,
             "stop_strings": self.stop or None,
             **more,
         }
@@ -81,6 +89,15 @@ class Sampling(Body):
             engine.settings(**values, seed=None if self.seed is None else (self.seed + i) % _SEEDS)
             for i in range(self.n or 1)
         ]
+
+    def _logit_bias(self, engine: Engine) -> dict[int, float] | None:
+        if not self.logit_bias:
+            return None
+        for token in self.logit_bias:
+            if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < engine.vocabulary):
+                said = f"logit_bias.{token[:40]}: no token id; they are 0 to {engine.vocabulary - 1}"
+                raise ApiError(400, said, param="logit_bias")
+        return {int(token): bias for token, bias in self.logit_bias.items()}
 
     def _top_k(self, engine: Engine) -> int | None:
         """Off where neither the request nor the checkpoint says: transformers' 50 is nothing that clients expect."""

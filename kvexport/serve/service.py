@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import anyio
@@ -23,6 +23,8 @@ from kvexport.serve.worker import Job, Update, Worker
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from kvexport import GenerationSettings
 
 T = TypeVar("T")
 log = logging.getLogger("kvexport.serve")
@@ -93,36 +95,62 @@ class Service:
         """`work`, in a thread beside the event loop."""
         return await anyio.to_thread.run_sync(work, limiter=self._encoders)
 
-    async def encode(self, prompt: str | Sequence[int], *, special: bool = True) -> NDArray[Any]:
-        """Token ids of a prompt, as the engine takes them. special: with the tokenizer's special tokens, of a text."""
+    async def encode(
+        self, prompt: str | Sequence[int], *, special: bool = True, fits: bool = True
+    ) -> Sequence[int] | NDArray[Any]:
+        """Token ids of a prompt, as the engine takes them. special: with the tokenizer's special tokens, of a text.
+        fits: refuse what is too long."""
 
-        def work() -> NDArray[Any]:
+        def work() -> Sequence[int] | NDArray[Any]:
             tokenizer = self.engine.tokenizer
-            if isinstance(prompt, str) and tokenizer is not None:
-                return self._fits(tokenizer.encode(prompt, add_special_tokens=special))
-            return self._fits(prompt)
+            if not isinstance(prompt, str) or tokenizer is None:
+                return self._fitting(prompt)
+            ids = tokenizer.encode(prompt, add_special_tokens=special)
+            return self._fitting(ids) if fits else ids
 
         return await self.beside(work)
 
-    async def encode_chat(self, messages: Sequence[Any], tools: Any = None, **variables: Any) -> NDArray[Any]:
-        """Token ids of a conversation, in the words of the chat template."""
+    async def encode_chat(
+        self, messages: Sequence[Any], tools: Any, variables: Mapping[str, Any], *, fits: bool = True
+    ) -> Sequence[int] | NDArray[Any]:
+        """Token ids of a conversation, in the words of the chat template. variables: the template's own."""
         engine = self.engine
+        if taken := {"self", "messages", "tools"} & variables.keys():
+            said = f"chat_template_kwargs.{min(taken)}: no variable of a template's own"
+            raise ApiError(400, said, param="chat_template_kwargs")
 
-        def work() -> NDArray[Any]:
+        def work() -> Sequence[int] | NDArray[Any]:
             if engine.chat_template is None or engine.tokenizer is None:
                 return engine.encode_chat(messages)  # which says what is missing
             text = engine.chat_template.render(messages, tools, **variables)
-            return self._fits(engine.tokenizer.encode(text, add_special_tokens=False))
+            ids = engine.tokenizer.encode(text, add_special_tokens=False)
+            return self._fitting(ids) if fits else ids
 
         return await self.beside(work)
 
-    def _fits(self, ids: str | Sequence[int]) -> NDArray[Any]:
+    async def text_of_prompt(self, prompt: str | Sequence[int]) -> str:
+        """A prompt as text. Raises ApiError where it cannot be."""
+        tokenizer = self.engine.tokenizer
+        if isinstance(prompt, str):
+            return prompt
+        if tokenizer is None:
+            raise ApiError(400, "the artifact has no tokenizer, so token ids have no text", param="prompt")
+        if max(prompt, default=0) >= 1 << 32:
+            raise ApiError(400, f"token id {max(prompt)} is out of range", param="tokens")
+        return await self.beside(lambda: tokenizer.decode(prompt, skip_special_tokens=False))
+
+    def _fitting(self, ids: str | Sequence[int]) -> NDArray[Any]:
         limit = self.engine.max_length
         if not isinstance(ids, str) and len(ids) >= limit:
             said = f"This model's maximum context length is {limit} tokens, and the prompt has {len(ids)}: "
             said += "context_length_exceeded"
             raise ApiError(400, said, code="context_length_exceeded", param="messages")
         return self.engine.encode(ids)
+
+    def requests(self, ids: Any, settings: Sequence[GenerationSettings]) -> list[EngineRequest]:
+        """Of one prompt, which is read once for all of them."""
+        first = EngineRequest(ids, settings[0])
+        return [first, *(first.fork(other) for other in settings[1:])]
 
     def longest(self, prompt_tokens: int, wanted: int | None, default: int | None = None) -> int:
         """Tokens of an answer, at most: those wanted, else `default`, else all that fit."""

@@ -1,0 +1,59 @@
+"""/tokenize and /detokenize, in vLLM's shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvexport.serve.answers import TokenTexts
+from kvexport.serve.conversation import template_messages
+from kvexport.serve.errors import ApiError
+from kvexport.serve.fields import Body, TokenIds
+from kvexport.serve.service import Service
+
+
+class TokenizeBody(Body):
+    """A prompt, or messages."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """Token ids."""
+
+    tokens: TokenIds
+
+
+async def tokenize(service: Service, request: Request) -> Response:
+    """The token ids of a prompt or of messages."""
+    body = await service.read(request, TokenizeBody)
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "prompt: give it, or messages, and not both", param="prompt")
+    if body.prompt is not None:
+        ids = await service.encode(body.prompt, special=body.add_special_tokens is not False, fits=False)
+    else:
+        variables = dict(body.chat_template_kwargs or {})
+        if body.add_generation_prompt is not None:
+            variables["add_generation_prompt"] = body.add_generation_prompt
+        ids = await service.encode_chat(template_messages(body.messages or []), body.tools, variables, fits=False)
+    texts = TokenTexts(service.engine.tokenizer)
+    found = [int(i) for i in ids]
+    strings = [texts.text(i) for i in found] if body.return_token_strs else None
+    limit = service.engine.max_length
+    return JSONResponse({"count": len(found), "max_model_len": limit, "tokens": found, "token_strs": strings})
+
+
+async def detokenize(service: Service, request: Request) -> Response:
+    """The text of token ids, special tokens included."""
+    body = await service.read(request, DetokenizeBody)
+    service.check_model(body.model)
+    return JSONResponse({"prompt": await service.text_of_prompt(body.tokens)})

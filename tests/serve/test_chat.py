@@ -9,7 +9,6 @@ from typing import Any
 import openai
 import pytest
 
-import kvexport
 from kvexport.runtime.engine import Engine
 from tests.support.http_server import Running
 
@@ -103,16 +102,7 @@ def test_settings_reach_the_sampler(client: openai.OpenAI, engine: Engine, serve
     )
     settings = {"do_sample": True, "temperature": 1.5, "top_p": 0.9, "top_k": 20, "min_p": 0.01}
     settings |= {"repetition_penalty": 1.2, "max_new_tokens": 12}
-
-    def together() -> list[str]:
-        requests = [kvexport.Request(prompt(MESSAGES), engine.settings(seed=5 + i, **settings)) for i in range(3)]
-        for request in requests:
-            engine.add(request)
-        while engine.busy:
-            engine.step()
-        return ["".join(token.text for token in request.tokens) for request in requests]
-
-    expected = server.on_engine(together)
+    expected = [said(engine, server, MESSAGES, seed=5 + i, **settings) for i in range(3)]
     assert [choice.message.content for choice in answer.choices] == expected
     assert len(set(expected)) == 3
     assert answer.usage is not None and answer.usage.completion_tokens == 36

@@ -21,6 +21,7 @@ from kvexport.serve.chat import chat_completions
 from kvexport.serve.completions import completions
 from kvexport.serve.errors import ApiError, api_error
 from kvexport.serve.guard import Guard
+from kvexport.serve.messages import count_tokens, messages
 from kvexport.serve.service import Service
 from kvexport.serve.settings import ServeSettings
 from kvexport.serve.streams import ClientGone
@@ -52,6 +53,8 @@ def create_app(engine: Engine, settings: ServeSettings | None = None) -> Starlet
         ("GET", "/v1/models/{name:path}", model),
         ("POST", "/v1/chat/completions", chat_completions),
         ("POST", "/v1/completions", completions),
+        ("POST", "/v1/messages", messages),
+        ("POST", "/v1/messages/count_tokens", count_tokens),
         ("POST", "/tokenize", tokenize),
         ("POST", "/detokenize", detokenize),
     ]

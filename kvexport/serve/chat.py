@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
 from typing import Any
 
 from pydantic import Field
@@ -12,10 +11,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvexport.runtime.request import Request as EngineRequest
-from kvexport.serve.answers import TokenTexts, text_of, usage_of
-from kvexport.serve.conversation import template_messages
+from kvexport.serve.answers import TokenTexts, usage_of
+from kvexport.serve.conversation import Conversation, Prepared, template_messages
 from kvexport.serve.errors import ApiError
 from kvexport.serve.fields import Sampling, refuse
+from kvexport.serve.parts import Part, finished
 from kvexport.serve.service import Service
 from kvexport.serve.streams import DONE, event
 from kvexport.serve.worker import Update
@@ -35,56 +35,60 @@ class ChatBody(Sampling):
     audio: dict[str, Any] | None = None
     functions: list[Any] | None = None
 
-    def check(self) -> None:
-        """Raises ApiError for what cannot be followed."""
+    def conversation(self) -> Conversation:
+        """In the words of chat templates. Raises ApiError for what cannot be followed."""
         refuse(self, "modalities", (["text"],), "answers are text")
         refuse(self, "audio", (), "answers are text")
         refuse(self, "functions", ([],), "send tools")
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs: they are told with logprobs = true", param="top_logprobs")
+        variables = dict(self.chat_template_kwargs or {})
+        if self.add_generation_prompt is not None:
+            variables["add_generation_prompt"] = self.add_generation_prompt
+        return Conversation(template_messages(self.messages), variables=variables)
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
     """Answer a conversation, whole or as a stream."""
     body = await service.read(request, ChatBody)
     model = service.check_model(body.model)
-    body.check()
-    variables = dict(body.chat_template_kwargs or {})
-    if body.add_generation_prompt is not None:
-        variables["add_generation_prompt"] = body.add_generation_prompt
-    ids = await service.encode_chat(template_messages(body.messages), None, variables)
-    limit = body.max_completion_tokens or body.max_tokens
-    tokens = service.longest(len(ids), limit, service.engine.generation_config.get("max_new_tokens"))
     told = (body.top_logprobs or 0) if body.logprobs else None
-    requests = service.requests(ids, body.settings(service.engine, tokens, logprobs=told))
+    limit = body.max_completion_tokens or body.max_tokens
+    asked = await service.prepare(body.conversation(), body, limit, logprobs=told)
     texts = TokenTexts(service.engine.tokenizer) if body.logprobs else None
     head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
     if body.stream:
         options = body.stream_options
-        rendering = ChatStream(head, requests, texts, usage=bool(options and options.include_usage))
-        return await service.stream(requests, rendering)
-    await service.whole(request, requests)
-    choices = [choice(i, r, texts) for i, r in enumerate(requests)]
-    usage = usage_of(requests, len(requests))
+        rendering = ChatStream(head, asked, texts, usage=bool(options and options.include_usage))
+        return await service.stream(asked.requests, rendering)
+    await service.whole(request, asked.requests)
+    choices = [_choice(i, made, asked, texts) for i, made in enumerate(asked.requests)]
+    usage = usage_of(asked.requests, len(asked.requests))
     return JSONResponse({**head, "object": "chat.completion", "choices": choices, "usage": usage})
 
 
-def choice(index: int, request: EngineRequest, texts: TokenTexts | None) -> dict[str, Any]:
+def _choice(index: int, request: EngineRequest, asked: Prepared, texts: TokenTexts | None) -> dict[str, Any]:
     """One finished answer."""
-    message = {"role": "assistant", "content": text_of(request.tokens), "refusal": None}
+    answer = finished(request, asked.reader)
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.calls:
+        message["content"] = answer.text or None
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in answer.calls
+        ]
     told = texts and texts.chat(request.tokens)
-    return {"index": index, "message": message, "logprobs": told, "finish_reason": request.finish_reason}
+    return {"index": index, "message": message, "logprobs": told, "finish_reason": answer.finish_reason}
 
 
 class ChatStream:
     """The chunks of a chat completion. texts: where logprobs are told. usage: a last chunk says how many tokens there
     were."""
 
-    def __init__(
-        self, head: dict[str, Any], requests: Sequence[EngineRequest], texts: TokenTexts | None, *, usage: bool
-    ) -> None:
+    def __init__(self, head: dict[str, Any], asked: Prepared, texts: TokenTexts | None, *, usage: bool) -> None:
         self._head = {**head, "object": "chat.completion.chunk"}
-        self._requests, self._texts, self._usage = requests, texts, usage
+        self._requests, self._answers = asked.requests, asked.answers()
+        self._texts, self._usage = texts, usage
 
     def begin(self) -> bytes:
         """The role of each answer."""
@@ -93,11 +97,17 @@ class ChatStream:
 
     def add(self, update: Update) -> bytes:
         """The new text of one of them."""
-        text, told = text_of(update.tokens), None
-        if self._texts is not None and update.tokens:
-            told = self._texts.chat(update.tokens)
-        chunk = self._chunk(update.choice, {"content": text}, told) if text or told else b""
-        return chunk + self._chunk(update.choice, {}, None, update.finish_reason) if update.finish_reason else chunk
+        i, answer = update.choice, self._answers[update.choice]
+        told = self._texts.chat(update.tokens) if self._texts is not None and update.tokens else None
+        chunks = []
+        for part in answer.update(update):
+            chunks.append(self._chunk(i, _delta(part), told))
+            told = None
+        if told:  # the text is behind, while a character or a stop string is incomplete
+            chunks.append(self._chunk(i, {}, told))
+        if update.finish_reason:
+            chunks.append(self._chunk(i, {}, None, answer.finish_reason))
+        return b"".join(chunks)
 
     def end(self) -> bytes:
         """The usage, and that nothing follows."""
@@ -115,3 +125,12 @@ class ChatStream:
     ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         return event({**self._head, "choices": [choice], **({"usage": None} if self._usage else {})})
+
+
+def _delta(part: Part) -> dict[str, Any]:
+    if part.kind == "text":
+        return {"content": part.text}
+    if part.kind == "arguments":
+        return {"tool_calls": [{"index": part.nth, "function": {"arguments": part.text}}]}
+    function = {"name": part.name, "arguments": ""}
+    return {"tool_calls": [{"index": part.nth, "id": part.id, "type": "function", "function": function}]}

@@ -3,10 +3,37 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from kvexport.runtime.request import Request
 from kvexport.serve.errors import ApiError
+from kvexport.serve.parts import Answer, PlainReader, Reader
+
+
+@dataclass
+class Conversation:
+    """What every chat API's body comes to. messages: as chat templates take them. tools, tool_choice: as OpenAI has
+    them. variables: the template's own. form: what the answer keeps to."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    tool_choice: str | dict[str, Any] = "auto"
+    variables: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Prepared:
+    """A conversation that can be answered. requests: one for each answer. reader: of an answer's text."""
+
+    requests: Sequence[Request]
+    reader: Callable[[], Reader] = PlainReader
+
+    def answers(self) -> list[Answer]:
+        """One for each request, nothing made yet."""
+        return [Answer(self.reader()) for _ in self.requests]
+
 
 _TEXT = ("text", "input_text", "output_text")
 _ROLES = {"developer": "system"}  # OpenAI's newer word; templates know the older one

@@ -14,8 +14,9 @@ from starlette.responses import Response
 
 from kvexport.runtime.engine import Engine
 from kvexport.runtime.request import Request as EngineRequest
+from kvexport.serve.conversation import Conversation, Prepared
 from kvexport.serve.errors import ApiError, api_error, overloaded
-from kvexport.serve.fields import B, parse
+from kvexport.serve.fields import B, Sampling, parse
 from kvexport.serve.metrics import Metrics
 from kvexport.serve.settings import ServeSettings
 from kvexport.serve.streams import KEEP_ALIVE, ClientGone, EventStream, unless_gone
@@ -151,6 +152,13 @@ class Service:
         """Of one prompt, which is read once for all of them."""
         first = EngineRequest(ids, settings[0])
         return [first, *(first.fork(other) for other in settings[1:])]
+
+    async def prepare(self, asked: Conversation, sampling: Sampling, tokens: int | None, **settings: Any) -> Prepared:
+        """Requests that answer a conversation. tokens: of an answer, None = what fits. settings: further generation
+        settings."""
+        ids = await self.encode_chat(asked.messages, asked.tools or None, asked.variables)
+        longest = self.longest(len(ids), tokens, self.engine.generation_config.get("max_new_tokens"))
+        return Prepared(self.requests(ids, sampling.settings(self.engine, longest, **settings)))
 
     def longest(self, prompt_tokens: int, wanted: int | None, default: int | None = None) -> int:
         """Tokens of an answer, at most: those wanted, else `default`, else all that fit."""

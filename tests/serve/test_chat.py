@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from kvexport.runtime.engine import Engine
-from tests.support.http_server import Running
+from tests.support.http_server import Running, prompt
 
 MESSAGES: list[Any] = [{"role": "user", "content": "anna lamp"}, {"role": "assistant", "content": "yes"}]
 
@@ -31,11 +31,6 @@ def said(engine: Engine, server: Running, messages: list[Any], **settings: Any) 
     """By the engine itself, in the worker's thread."""
     given = {"max_new_tokens": 40, "top_k": 0, **settings}
     return str(server.on_engine(lambda: engine.generate(prompt(messages), **given)[0].text))
-
-
-def prompt(messages: list[Any]) -> str:
-    """In the words of the server's template."""
-    return "".join(f"{m['role']} {m['content']}. " for m in messages) + "say "
 
 
 def test_models_are_listed_under_their_name(client: openai.OpenAI, engine: Engine) -> None:

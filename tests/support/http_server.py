@@ -9,7 +9,7 @@ import socket
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -30,6 +30,11 @@ def engine_of(artifact: Path) -> Engine:
     engine = kvexport.load(artifact, threads=1)
     engine.chat_template = ChatTemplate({"default": TEMPLATE}, {}, "the test")
     return engine
+
+
+def prompt(messages: Sequence[Mapping[str, Any]]) -> str:
+    """A conversation in the words of TEMPLATE."""
+    return "".join(f"{m['role']} {m['content']}. " for m in messages) + "say "
 
 
 class Running:

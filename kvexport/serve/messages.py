@@ -1,0 +1,220 @@
+"""/v1/messages and /v1/messages/count_tokens, as Anthropic's clients speak them."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvexport.runtime.request import Request as EngineRequest
+from kvexport.serve.answers import stop_string
+from kvexport.serve.conversation import Conversation, Prepared, text_of
+from kvexport.serve.errors import ApiError
+from kvexport.serve.fields import Body, Sampling
+from kvexport.serve.parts import Part, finished
+from kvexport.serve.service import Service
+from kvexport.serve.streams import event
+from kvexport.serve.worker import Update
+
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class CountBody(Body):
+    """Of /v1/messages/count_tokens."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+
+    def conversation(self) -> Conversation:
+        """In the words of chat templates. Raises ApiError for what cannot be followed."""
+        messages: list[dict[str, Any]] = []
+        if self.system:
+            messages.append({"role": "system", "content": text_of(self.system, "system")})
+        for i, message in enumerate(self.messages):
+            messages += _messages(message, f"messages.{i}")
+        tools = [_tool(tool, f"tools.{i}") for i, tool in enumerate(self.tools or [])]
+        return Conversation(messages, tools, self._choice())
+
+    def _choice(self) -> str | dict[str, Any]:
+        given = self.tool_choice or {"type": "auto"}
+        if given.get("type") == "tool" and isinstance(given.get("name"), str):
+            return {"type": "function", "function": {"name": given["name"]}}
+        if given.get("type") not in _CHOICES:
+            raise ApiError(400, "tool_choice: its type is auto, any, none, or tool with a name", param="tool_choice")
+        return _CHOICES[given["type"]]
+
+
+class MessagesBody(CountBody):
+    """Of /v1/messages."""
+
+    max_tokens: int = Field(ge=1)
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0)
+
+    def sampling(self) -> Sampling:
+        """The same in OpenAI's words."""
+        return Sampling(
+            temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, stop=self.stop_sequences or None
+        )
+
+
+async def messages(service: Service, request: Request) -> Response:
+    """Answer a conversation, whole or as a stream."""
+    body = await service.read(request, MessagesBody)
+    model = service.check_model(body.model)
+    asked = await service.prepare(body.conversation(), body.sampling(), body.max_tokens)
+    stream = MessageStream({"id": f"msg_{uuid.uuid4().hex}", "model": model}, asked)
+    if body.stream:
+        return await service.stream(asked.requests, stream)
+    await service.whole(request, asked.requests)
+    made = asked.requests[0]
+    answer = finished(made, asked.reader)
+    content = [{"type": "text", "text": answer.text}] if answer.text or not answer.calls else []
+    for call in answer.calls:
+        content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)})
+    ended = _ended(made, answer.finish_reason)
+    return JSONResponse({**stream.message(), "content": content, **ended, "usage": _usage(made)})
+
+
+async def count_tokens(service: Service, request: Request) -> Response:
+    """How many tokens a conversation has."""
+    body = await service.read(request, CountBody)
+    service.check_model(body.model)
+    asked = body.conversation()
+    ids = await service.encode_chat(asked.messages, asked.tools or None, asked.variables, fits=False)
+    return JSONResponse({"input_tokens": len(ids)})
+
+
+class MessageStream:
+    """The events of one message: its content is blocks, one after the other."""
+
+    def __init__(self, head: Mapping[str, Any], asked: Prepared) -> None:
+        self._head = head
+        self._request = asked.requests[0]
+        self._answer = asked.answers()[0]
+        self._block, self._open = -1, ""  # of the block that is being written its number and kind
+
+    def message(self) -> dict[str, Any]:
+        """The message without an answer."""
+        empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+        return {"type": "message", "role": "assistant", **self._head, **empty}
+
+    def begin(self) -> bytes:
+        """The message, empty."""
+        usage = {**_usage(self._request), "output_tokens": 0}
+        return _event("message_start", message={**self.message(), "usage": usage}) + _event("ping")
+
+    def add(self, update: Update) -> bytes:
+        """The new parts of its blocks."""
+        return b"".join(map(self._part, self._answer.update(update)))
+
+    def _part(self, part: Part) -> bytes:
+        if part.kind == "call":
+            block = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
+            return self._close() + self._begin("tool_use", block)
+        if part.kind == "arguments":
+            return self._delta({"type": "input_json_delta", "partial_json": part.text})
+        start = b""
+        if self._open != "text":
+            start = self._close() + self._begin("text", {"type": "text", "text": ""})
+        return start + self._delta({"type": "text_delta", "text": part.text})
+
+    def _begin(self, kind: str, block: dict[str, Any]) -> bytes:
+        self._block, self._open = self._block + 1, kind
+        return _event("content_block_start", index=self._block, content_block=block)
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _event("content_block_delta", index=self._block, delta=delta)
+
+    def _close(self) -> bytes:
+        if not self._open:
+            return b""
+        self._open = ""
+        return _event("content_block_stop", index=self._block)
+
+    def end(self) -> bytes:
+        """Why it ended, and the usage."""
+        delta = _ended(self._request, self._answer.finish_reason)
+        return (
+            self._close() + _event("message_delta", delta=delta, usage=_usage(self._request)) + _event("message_stop")
+        )
+
+    def fail(self, error: ApiError) -> bytes:
+        """The error; nothing follows."""
+        return event(error.body("/v1/messages"), "error")
+
+
+def _event(kind: str, **data: Any) -> bytes:
+    return event({"type": kind, **data}, kind)
+
+
+def _ended(request: EngineRequest, reason: str | None) -> dict[str, Any]:
+    if reason == "stop" and (stop := stop_string(request)) is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+    return {"stop_reason": _REASONS.get(reason or "", "end_turn"), "stop_sequence": None}
+
+
+def _usage(request: EngineRequest) -> dict[str, Any]:
+    return {
+        "input_tokens": len(request.ids) - request.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": request.cached_tokens,
+        "output_tokens": len(request.tokens),
+    }
+
+
+def _input(arguments: str) -> Any:
+    """The arguments of a call; of one that was cut short as much as there is, as text."""
+    try:
+        return json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return {"arguments": arguments}
+
+
+def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom") or not isinstance(tool.get("name"), str):
+        said = f"{where}: a tool has a name and an input_schema; tools that a server runs are not there"
+        raise ApiError(400, said, param=where, code="unsupported_value")
+    schema = tool.get("input_schema") or {"type": "object", "properties": {}}
+    function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": schema}
+    return {"type": "function", "function": function}
+
+
+def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """One message as templates take it: results of tools are messages by themselves, before what the user says."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise ApiError(400, f"{where}.role: it is user or assistant", param=f"{where}.role")
+    if not isinstance(content, list):
+        return [{"role": role, "content": text_of(content, f"{where}.content") or ""}]
+    made: dict[str, Any] = {"role": role}
+    results, texts, calls = [], [], []
+    for i, block in enumerate(content):
+        place = f"{where}.content.{i}"
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        if kind == "tool_use" and isinstance(block.get("name"), str):
+            function = {"name": block["name"], "arguments": block.get("input") or {}}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "tool_result":
+            text = text_of(block.get("content"), f"{place}.content") or ""
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+        elif kind == "thinking":
+            made["reasoning_content"] = str(block.get("thinking") or "")
+        elif kind != "redacted_thinking":
+            texts.append(text_of([block], place) or "")
+    if calls:
+        made["tool_calls"] = calls
+    if texts or calls or not results:
+        results.append({**made, "content": "\n".join(texts)})
+    return results

@@ -20,7 +20,8 @@ from common import RESULTS, save
 from sweep import GROUPS
 
 from kvexport.evaluate.measure import Window
-from kvexport.evaluate.runner import STABILITY, TIMES, Options, Run
+from kvexport.evaluate.result import STABILITY, Options
+from kvexport.evaluate.runner import TIMES, Run
 from kvexport.evaluate.settings import FULL
 from kvexport.terminal import silent
 

@@ -20,7 +20,8 @@ from typing import Any
 
 from common import RESULTS, save
 
-from kvexport.evaluate.runner import Options, Result, Run
+from kvexport.evaluate.result import Options, Result
+from kvexport.evaluate.runner import Run
 from kvexport.evaluate.settings import parse_budgets
 from kvexport.terminal import silent
 

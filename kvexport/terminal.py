@@ -31,6 +31,11 @@ def silent(label: str, total: int | None = None) -> Iterator[Task]:
     yield _Quiet()
 
 
+def say(line: str) -> None:
+    """A line that is no task."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def show(label: str, total: int | None = None) -> Progress:
     """A task named `label` of `total` units (bytes or tokens; None = unknown) on stderr."""
     return _bar(label, total) if sys.stderr.isatty() else _line(label, total)

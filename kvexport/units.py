@@ -1,4 +1,4 @@
-"""Amounts of memory in words: written for people, read from a command line."""
+"""Amounts of memory and time in words: written for people, read from a command line."""
 
 from __future__ import annotations
 
@@ -21,6 +21,13 @@ def format_bytes(count: int) -> str:
     while value >= 999.5 and unit < len(DECIMAL) - 1:
         value, unit = value / 1000, unit + 1
     return f"{count} bytes" if unit == 0 else f"{value:.3g} {DECIMAL[unit]}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds below 100, minutes below 100, hours: 150 -> "2.5 minutes"."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.2g} minutes" if seconds < 5970 else f"{seconds / 3600:.2g} hours"
 
 
 def parse_bytes(text: str) -> int:

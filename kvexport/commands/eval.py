@@ -12,7 +12,7 @@ from kvexport.commands.output import print_result, require_folder, write_page
 from kvexport.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvexport.evaluate.runner import Options
+    from kvexport.evaluate.result import Options
     from kvexport.evaluate.suites import Item
 
 
@@ -40,7 +40,12 @@ def evaluate(
         Path | None, typer.Option(metavar="DIR", help="LongBench's data and config, from there.")
     ] = None,
     ruler: Annotated[Path | None, typer.Option(metavar="DIR", help="RULER's prepared tasks, from there.")] = None,
-    work: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the artifacts there.")] = None,
+    against: Annotated[
+        str | None, typer.Option(metavar="A", help="What differences are to; default the recipe's method.")
+    ] = None,
+    work: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep artifacts and results there; a killed run goes on.")
+    ] = None,
     telemetry: TelemetryOption = False,
     as_json: JsonOption = False,
     html: HtmlOption = None,
@@ -53,11 +58,18 @@ def evaluate(
     require("eval")
     from kvexport.evaluate.runner import evaluate as measure
     from kvexport.evaluate.sections import sections
-    from kvexport.terminal import show
+    from kvexport.terminal import say, show
 
-    shared = {"samples": samples, "length": length, "seed": seed, "batch": batch, "training_length": training_length}
-    options = make_options(methods, budgets, tasks, text, longbench, ruler, **shared, telemetry=telemetry)
-    result = measure(recipe, overrides or (), options, work, show)
+    shared: dict[str, Any] = {
+        "samples": samples,
+        "length": length,
+        "seed": seed,
+        "batch": batch,
+        "training_length": training_length,
+    }
+    shared |= {"telemetry": telemetry, "against": against}
+    options = make_options(methods, budgets, tasks, text, longbench, ruler, **shared)
+    result = measure(recipe, overrides or (), options, work, show, say)
     if html is not None:
         write_page(html, f"Evaluation of {result.recipe}", "Methods at equal bytes", sections(result))
     print_result(as_json, result.to_json, lambda: sections(result))
@@ -74,7 +86,7 @@ def make_options(
 ) -> Options:
     """Options of comma-separated words and files. With a suite and no tasks named, the suite alone. Raises
     UsageError."""
-    from kvexport.evaluate.runner import ALL_TASKS, Options
+    from kvexport.evaluate.result import ALL_TASKS, Options
     from kvexport.evaluate.settings import parse_budgets
     from kvexport.evaluate.suites import read_longbench, read_ruler
 

@@ -19,7 +19,8 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
 from kvexport.errors import UsageError
-from kvexport.evaluate.measure import counted_logits, log_softmax
+from kvexport.evaluate.measure import counted_logits
+from kvexport.evaluate.reference import log_softmax
 from kvexport.evaluate.tasks import Sample
 from kvexport.runtime.engine import load
 

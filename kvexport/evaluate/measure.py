@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.errors import UsageError
+from kvexport.evaluate.reference import Logs, Reference, Writer, log_softmax
 from kvexport.evaluate.tasks import Sample
 from kvexport.runtime.engine import Engine
 
 Rows = NDArray[np.float32]  # [counted, vocabulary]
+BLOCK = 16  # rows that are judged at once: of a vocabulary of 50,000 they are 6 MB in float64
 
 
 @dataclass(frozen=True)
 class Outcome:
     """One sample. right: every counted token was the likeliest. nll: mean -ln p of the counted tokens, nats. kl:
-    KL(full || engine) at every counted position, nats; agrees: whether the likeliest token there is the full
-    cache's."""
+    KL(full || engine) at every counted position, nats; agrees: whether the likeliest token there is the full cache's;
+    both empty where there was nothing to compare with."""
 
     right: bool
     nll: float
@@ -28,71 +31,106 @@ class Outcome:
     agrees: NDArray[np.bool_]
 
 
-def counted_logits(engine: Engine, samples: Sequence[Sample]) -> list[Rows]:
+def counted_rows(engine: Engine, samples: Sequence[Sample]) -> Iterator[tuple[int, int, Rows]]:
     """The logits at every sample's counted positions, all samples in one batch: prompts in chunks, then token by token,
-    as given.
+    as given. Call by call, so that no more than a call's are in memory: the sample's number, the number of its first
+    counted position, and the rows.
 
     Raises UsageError where a counted position lies inside a prompt and the artifact gives the logits of a call's last
     token alone.
     """
-    rows: list[list[Rows]] = [[] for _ in samples]
     lanes = engine.lanes(len(samples))
-    wanted = [set(sample.counted) for sample in samples]
+    counted = [np.array(sample.counted, dtype=np.int64) for sample in samples]
     done = [0] * len(samples)
 
-    def append(parts: list[NDArray[np.int64]], prefill: bool) -> None:
+    def append(parts: list[NDArray[np.int64]], prefill: bool) -> Iterator[tuple[int, int, Rows]]:
         logits = lanes.append(parts, prefill=prefill)
         for lane, part in enumerate(parts):
-            for offset in range(len(part)):
-                if done[lane] + offset in wanted[lane]:
-                    if logits.shape[1] == 1 and offset != len(part) - 1:
-                        problem = f"{engine.path} gives the logits of a call's last token alone"
-                        raise UsageError(problem, "kvexport build --set export.logits=all")
-                    rows[lane].append(logits[lane, min(offset, logits.shape[1] - 1)].copy())
+            first, end = np.searchsorted(counted[lane], (done[lane], done[lane] + len(part)))
+            offsets = counted[lane][first:end] - done[lane]
+            if logits.shape[1] == 1 and (offsets != len(part) - 1).any():
+                problem = f"{engine.path} gives the logits of a call's last token alone"
+                raise UsageError(problem, "kvexport build --set export.logits=all")
             done[lane] += len(part)
+            if len(offsets):
+                yield lane, int(first), logits[lane, np.minimum(offsets, logits.shape[1] - 1)]
 
     ids = [np.array(sample.ids, dtype=np.int64) for sample in samples]
-    for start in range(0, max(sample.prompt for sample in samples), lanes.prefill_chunk):
-        append([i[start : min(start + lanes.prefill_chunk, s.prompt)] for i, s in zip(ids, samples, strict=True)], True)
+    chunk = lanes.prefill_chunk
+    for start in range(0, max(sample.prompt for sample in samples), chunk):
+        parts = [i[start : min(start + chunk, s.prompt)] for i, s in zip(ids, samples, strict=True)]
+        yield from append(parts, True)
     # Nothing is asked after the last token.
     rest = [i[s.prompt : max(s.counted, default=-1) + 1] for i, s in zip(ids, samples, strict=True)]
     for step in range(max(map(len, rest))):
-        append([r[step : step + 1] for r in rest], False)
-    return [np.array(found, dtype=np.float32) for found in rows]
+        yield from append([r[step : step + 1] for r in rest], False)
 
 
-def log_softmax(logits: Rows) -> NDArray[np.float64]:
-    """Along the last axis, in float64."""
-    x = logits.astype(np.float64)
-    x -= x.max(-1, keepdims=True)
-    x -= np.log(np.exp(x).sum(-1, keepdims=True))
-    return x
+def counted_logits(engine: Engine, samples: Sequence[Sample]) -> list[Rows]:
+    """All of `counted_rows`, [counted, vocabulary] of every sample."""
+    rows: list[list[Rows]] = [[] for _ in samples]
+    for lane, _, found in counted_rows(engine, samples):
+        rows[lane].append(found)
+    return [np.concatenate(found) for found in rows]
 
 
-def judge(sample: Sample, logits: Rows, full: Rows | None) -> Outcome:
-    """Compare logits [counted, vocabulary] with the truth and the full cache's logits (None: these are they)."""
-    truth = np.array([sample.ids[p + 1] for p in sample.counted])
-    found = log_softmax(logits)
-    best = logits.argmax(-1)
-    nll = float(-found[np.arange(len(truth)), truth].mean())
-    if full is None:
-        nothing = np.zeros(len(truth))
-        return Outcome(bool((best == truth).all()), nll, nothing, nothing == 0)
-    reference = log_softmax(full)
-    # Rounding gives a divergence of about -1e-16 where both are the same.
-    kl = np.maximum((np.exp(reference) * (reference - found)).sum(-1), 0.0)
-    return Outcome(bool((best == truth).all()), nll, kl, best == full.argmax(-1))
+class Judge:
+    """Compares a sample's logits with the truth, and where `against` is given with the full cache's log-probabilities:
+    `against(first, count)` gives those of `count` counted positions from number `first` on. Rows may come in pieces,
+    each once."""
+
+    def __init__(self, sample: Sample, against: Callable[[int, int], Logs] | None) -> None:
+        self._truth = np.array([sample.ids[p + 1] for p in sample.counted])
+        self._against = against
+        count = len(self._truth)
+        self._nll, self._hits = np.zeros(count), np.zeros(count, bool)
+        compared = 0 if against is None else count
+        self._kl, self._agrees = np.zeros(compared), np.zeros(compared, bool)
+
+    def take(self, first: int, logs: Logs) -> None:
+        """Log-probabilities of counted positions from number `first` on."""
+        rows = np.arange(first, first + len(logs))
+        truth, best = self._truth[rows], logs.argmax(-1)
+        self._nll[rows] = -logs[np.arange(len(rows)), truth]
+        self._hits[rows] = best == truth
+        if self._against is not None:
+            reference = self._against(first, len(rows))
+            # Rounding gives a divergence of about -1e-16 where both are the same.
+            self._kl[rows] = np.maximum((np.exp(reference) * (reference - logs)).sum(-1), 0.0)
+            self._agrees[rows] = best == reference.argmax(-1)
+
+    def outcome(self) -> Outcome:
+        """Of all rows."""
+        return Outcome(bool(self._hits.all()), float(self._nll.mean()), self._kl, self._agrees)
 
 
 def run_samples(
-    engine: Engine, samples: Sequence[Sample], batch: int, full: Sequence[Rows] | None
-) -> tuple[list[Outcome], list[Rows]]:
-    """Outcomes of all samples, `batch` at a time, and their logits. full: the full cache's logits, sample by sample."""
-    logits: list[Rows] = []
+    engine: Engine,
+    samples: Sequence[Sample],
+    batch: int,
+    *,
+    reference: Reference | None = None,
+    writer: Writer | None = None,
+    advance: Callable[[int], None] = lambda _: None,
+) -> list[Outcome]:
+    """Outcomes of all samples, `batch` at a time. reference: the full cache's predictions, to compare with. writer: of
+    the reference, where these are they. advance: is told how many samples are done."""
+    outcomes = []
     for start in range(0, len(samples), batch):
-        logits += counted_logits(engine, samples[start : start + batch])
-    references = full if full is not None else [None] * len(samples)
-    return [judge(s, x, f) for s, x, f in zip(samples, logits, references, strict=True)], logits
+        part = samples[start : start + batch]
+        judges = [
+            Judge(sample, None if reference is None else partial(reference.logs, start + lane))
+            for lane, sample in enumerate(part)
+        ]
+        for lane, first, rows in counted_rows(engine, part):
+            for block in range(0, len(rows), BLOCK):
+                logs = log_softmax(rows[block : block + BLOCK])
+                judges[lane].take(first + block, logs)
+                if writer is not None:
+                    writer.put(start + lane, first + block, logs)
+        outcomes += [judge.outcome() for judge in judges]
+        advance(len(part))
+    return outcomes
 
 
 def step_seconds(engine: Engine, length: int, steps: int = 24) -> float:

@@ -3,142 +3,101 @@
 from __future__ import annotations
 
 import math
+import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvexport.cache import plan_cache
+from kvexport.cache import CONTRACT_VERSION, plan_cache
 from kvexport.errors import UsageError
+from kvexport.evaluate.files import digest_of
+from kvexport.evaluate.kept import read_result, write_result
 from kvexport.evaluate.language import language_of
-from kvexport.evaluate.measure import Outcome, Rows, Window, run_long, run_samples, step_seconds
+from kvexport.evaluate.measure import Outcome, Window, run_long, run_samples, step_seconds
+from kvexport.evaluate.reference import Reference, References, Writer, needed_bytes, require_space
+from kvexport.evaluate.result import (
+    ACCURACY,
+    ALL_TASKS,
+    KL,
+    STABILITY,
+    Cell,
+    Evaluation,
+    Options,
+    Result,
+    Score,
+    line,
+    paired,
+)
 from kvexport.evaluate.settings import FULL, Setting, equal_bytes, load_setting, longer_checkpoint
-from kvexport.evaluate.statistics import Estimate, mean, share
-from kvexport.evaluate.suites import Item, run_items
+from kvexport.evaluate.statistics import mean, share
+from kvexport.evaluate.suites import run_items
 from kvexport.evaluate.tasks import TASKS, Sample, long_text
 from kvexport.recipe.fields import Recipe
 from kvexport.runtime.engine import Engine, load
 from kvexport.runtime.text import FILE_NAME, Tokenizer
 from kvexport.terminal import Progress, silent
+from kvexport.units import format_seconds
 from kvexport.validate.perturbation import Perturbation
+from kvexport.version import __version__
 
-STABILITY = "stability"
+if TYPE_CHECKING:
+    from kvexport.export.weights import SharedWeights
+
 TIMES = 20  # training lengths that `stability` runs
 TIMED = 96  # room for the decode steps that are timed
-ALL_TASKS = (*TASKS, STABILITY)
+LONG = 120  # seconds from which on it is worth saying that a run can be kept
 Show = Callable[[str, int | None], Progress]
-
-
-@dataclass(frozen=True)
-class Options:
-    """What `kvexport eval` was asked. methods: labels ("keepkv:threshold=0.7"), () takes streaming, h2o and the
-    recipe's own. budgets: shares of `length`, or slots. length: tokens of a prompt, None takes half of the recipe's
-    limits.max_length (all of it with suites). samples: per task and length. training_length: None takes the model's
-    maximum of positions. source: text to measure on. suites: items of LongBench or RULER by data set. telemetry: note
-    what every merge does to the attention output, on one batch of the text (or of the first task that is asked)."""
-
-    methods: tuple[str, ...] = ()
-    budgets: tuple[float, ...] = (0.125, 0.25, 0.5)
-    tasks: tuple[str, ...] = ALL_TASKS
-    samples: int = 40
-    length: int | None = None
-    seed: int = 0
-    batch: int = 8
-    training_length: int | None = None
-    source: str | None = None
-    suites: dict[str, list[Item]] = field(default_factory=dict)
-    telemetry: bool = False
-
-
-@dataclass(frozen=True)
-class Cell:
-    """Right answers among the samples of one length and depth."""
-
-    length: int
-    depth: float
-    right: int
-    samples: int
-
-
-@dataclass(frozen=True)
-class Score:
-    """A setting on a task. accuracy: samples answered wholly right (of a suite: its own score, 0 to 1); None for a
-    text. nll: -ln p of what counts, nats per token. kl: KL(full || setting), nats per position, mean over samples, and
-    its 99th percentile over positions. agreement: positions whose likeliest token is the full cache's. None where there
-    is nothing of the kind."""
-
-    task: str
-    accuracy: Estimate | None = None
-    nll: Estimate | None = None
-    kl: Estimate | None = None
-    kl_99: float | None = None
-    agreement: float | None = None
-    cells: tuple[Cell, ...] = ()
-
-
-@dataclass
-class Result:
-    """All that was measured of a setting. budget: as asked for, None for the full cache. bytes: of one sequence's whole
-    state. step_seconds: one decode step of one sequence at the run's length. windows: of the stability run, where it
-    was made. telemetry: where it was asked for; None of the full cache."""
-
-    label: str
-    budget: float | None
-    slots: int
-    bytes: int
-    step_seconds: float
-    scores: dict[str, Score] = field(default_factory=dict)
-    windows: list[Window] = field(default_factory=list)
-    telemetry: list[Perturbation] | None = None
-
-
-@dataclass
-class Evaluation:
-    """The full cache (its bytes are those of `length` tokens) and every method at every budget. tasks: what was asked.
-    skipped: task -> why it could not be."""
-
-    recipe: str
-    length: int
-    seed: int
-    samples: int
-    training_length: int
-    full: Result
-    results: list[Result]
-    tasks: list[str]
-    skipped: dict[str, str]
-
-    def to_json(self) -> dict[str, Any]:
-        """Everything."""
-        return asdict(self)
+Tell = Callable[[str], None]
 
 
 def evaluate(
-    recipe: str, overrides: Sequence[str], options: Options, work: Path | None = None, progress: Show = silent
+    recipe: str,
+    overrides: Sequence[str],
+    options: Options,
+    work: Path | None = None,
+    progress: Show = silent,
+    tell: Tell = lambda _: None,
 ) -> Evaluation:
     """Build and measure every setting of a recipe (its name or file, with `--set` overrides).
 
-    work: where the artifacts are built and stay; None: a temporary folder. Raises UsageError for unknown tasks and
-    methods, budgets that cannot hold sinks and recent slots, and tasks that do not fit the length or the model.
+    work: where artifacts, the full cache's predictions and results are kept, and where those of an earlier run are
+    looked for: a setting that was measured in the same way is not measured again. None: a temporary folder. tell: is
+    told each result as it is there, and how long the rest will take. Raises UsageError for unknown tasks and methods,
+    budgets that cannot hold sinks and recent slots, tasks that do not fit the length or the model, and kept files that
+    are damaged; EnvironmentProblem where the disk cannot hold what is to be kept.
     """
     with ExitStack() as stack:
         folder = work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvexport-eval-")))
         folder.mkdir(parents=True, exist_ok=True)
-        return Run(recipe, list(overrides), options, folder, progress).all()
+        return Run(recipe, list(overrides), options, folder, progress, tell, kept=work is not None).all()
 
 
 class Run:
     """One evaluation on its way: what all settings share. settings: those to be measured, by budget; the full cache
-    comes first."""
+    comes first. kept: leave what is built in the folder."""
 
-    def __init__(self, recipe: str, overrides: list[str], options: Options, folder: Path, progress: Show) -> None:
+    def __init__(
+        self,
+        recipe: str,
+        overrides: list[str],
+        options: Options,
+        folder: Path,
+        progress: Show,
+        tell: Tell = lambda _: None,
+        *,
+        kept: bool = False,
+    ) -> None:
         from kvexport.export.build import read_model
         from kvexport.recipe.load import load_recipe
 
         self.recipe, self.options, self.folder, self.progress = recipe, options, folder, progress
+        self.tell, self.kept = tell, kept
         if unknown := [name for name in options.tasks if name not in ALL_TASKS]:
             raise UsageError(f"unknown task {unknown[0]!r}", f"--tasks {','.join(ALL_TASKS)}")
         own = load_recipe(recipe, overrides).recipe
@@ -147,7 +106,8 @@ class Run:
         with progress("reading the checkpoint", None):
             shape = read_model(own)
         self.checkpoint: Path = shape.checkpoint.path
-        positions = getattr(shape.model.config.get_text_config(), "max_position_embeddings", self.length)
+        config = shape.model.config.get_text_config()
+        positions = getattr(config, "max_position_embeddings", self.length)
         self.training_length = options.training_length or int(positions)
         tokenizer = Tokenizer.from_folder(self.checkpoint) if (self.checkpoint / FILE_NAME).exists() else None
         self.language = language_of(tokenizer, options.source)
@@ -168,9 +128,19 @@ class Run:
         ]
         labels = options.methods or tuple(dict.fromkeys(("streaming", "h2o", own.cache.method)))
         bounded = list(dict.fromkeys(label for label in labels if label != FULL))
+        self.against = _against(options.against, bounded, own.cache.method)
         self.geometry = shape.geometry
         self.settings = equal_bytes(recipe, bounded, options.budgets, self.length, self.geometry, self.common)
-        self.references: dict[str, list[Rows]] = {}
+        self.references: dict[str, Reference] = {}
+        self._fingerprint = shape.checkpoint.fingerprint
+        self._vocabulary = int(config.vocab_size)
+        self._shared: dict[str, SharedWeights] = {}
+        self._seconds: list[float] = []  # of what was measured, and not kept from before
+        stated = {
+            name: [(i.prompt, i.max_new_tokens, i.stops) for i in items] for name, items in options.suites.items()
+        }
+        stable = self.training_length if STABILITY in options.tasks else 0
+        self._asked = [self._of_samples(*self.samples), stated, self.length, options.telemetry, options.timed, stable]
 
     def _samples(self) -> dict[str, list[Sample]]:
         made = {}
@@ -189,36 +159,92 @@ class Run:
     def all(self) -> Evaluation:
         """Everything, the full cache first."""
         full = self.full()
-        results = [self.measure(setting) for setting in self.settings]
+        self._report(full, self.settings)
+        results = []
+        for n, setting in enumerate(self.settings, 1):
+            results.append(self.measure(setting))
+            self._report(results[-1], self.settings[n:])
         if STABILITY in self.options.tasks:
             smallest = min((setting.budget for setting in self.settings), default=0.0)
-            for result in (r for r in results if r.budget == smallest):
-                result.windows = self.stability(result.label, result.slots)
-        tasks = [*self.samples, *self.options.suites]
-        asked = self.options
+            for setting, result in zip(self.settings, results, strict=True):
+                if setting.budget == smallest and not result.windows:
+                    result.windows = self.stability(result.label, result.slots)
+                    write_result(*self._place(setting), result)
         return Evaluation(
             self.recipe,
             self.length,
-            asked.seed,
-            asked.samples,
+            self.options.seed,
+            self.options.samples,
             self.training_length,
             full,
             results,
-            tasks,
+            [*self.samples, *self.options.suites],
             self.skipped,
+            self.against,
+            paired(results, self.against),
         )
 
     def full(self) -> Result:
-        """The full cache on every task; its logits become the reference of every KL."""
+        """The full cache on every task; its predictions become the reference of every KL."""
         recipe = load_setting(self.recipe, FULL, None, self.common)
         # Built for the longest sample, but weighed as what a prompt of the run's length needs.
         exact = recipe.model_copy(update={"limits": recipe.limits.model_copy(update={"max_length": self.length})})
         size = plan_cache(exact, self.geometry).bytes()
-        return self._measure(Setting(FULL, 0.0, self.length, size, recipe), None)
+        setting = Setting(FULL, 0.0, self.length, size, recipe)
+        folder = self.folder / "predictions"
+        folder.mkdir(exist_ok=True)
+        references = References(folder, self._vocabulary)
+        counts = {task: [len(sample.counted) for sample in samples] for task, samples in self.samples.items()}
+        keys = {task: digest_of(self._identity(recipe), self._of_samples(task)) for task in self.samples}
+        there = {task: references.open(keys[task], counts[task]) for task in self.samples}
+        kept = read_result(*self._place(setting))
+        if kept is None or None in there.values():
+            rows = sum(map(sum, counts.values()))
+            require_space(folder, needed_bytes(rows, self._vocabulary))
+            with ExitStack() as stack:
+                writers = {
+                    task: stack.enter_context(references.write(keys[task], counts[task])) for task in self.samples
+                }
+                kept = self._measure(setting, None, writers)
+            there = {task: references.open(keys[task], counts[task]) for task in self.samples}
+            write_result(*self._place(setting), kept)
+        self.references = {task: reference for task, reference in there.items() if reference is not None}
+        return kept
 
     def measure(self, setting: Setting) -> Result:
-        """A setting on every task, after `full`."""
-        return self._measure(setting, setting.budget)
+        """A setting on every task, after `full`; what an earlier run kept of it where it was asked the same."""
+        result = read_result(*self._place(setting))
+        if result is None:
+            result = self._measure(setting, setting.budget, {})
+            write_result(*self._place(setting), result)
+        return result
+
+    def _place(self, setting: Setting) -> tuple[Path, str]:
+        """The file that keeps a setting's result, and the digest of all that the result depends on."""
+        folder = self.folder / "results"
+        folder.mkdir(exist_ok=True)
+        key = digest_of(self._identity(setting.recipe), setting.label, setting.budget, self._asked)
+        return folder / f"{_file_name(_name(setting))}-{key[:16]}.json", key
+
+    def _identity(self, recipe: Recipe) -> list[Any]:
+        """What an engine's answers depend on, for digests. The checkpoint counts by what is in it."""
+        said = recipe.model_dump(mode="json", exclude={"description": True, "model": {"path"}})
+        return [__version__, CONTRACT_VERSION, self._fingerprint, said]
+
+    def _of_samples(self, *tasks: str) -> dict[str, Any]:
+        """The samples of tasks, for digests."""
+        return {task: [[s.ids, s.prompt, s.counted] for s in self.samples[task]] for task in tasks}
+
+    def _report(self, result: Result, rest: Sequence[Setting]) -> None:
+        """Tell a result, and how long the settings that follow will take."""
+        left = [setting for setting in rest if not self._place(setting)[0].exists()]
+        text = line(result)
+        if left and self._seconds:
+            seconds = self._seconds[-1] * len(left)
+            text += f"; {len(left)} of {len(self.settings)} to go, about {format_seconds(seconds)}"
+            if result.budget is None and seconds > LONG and not self.kept:
+                text += " (with --work DIR a run that was killed goes on)"
+        self.tell(text)
 
     def stability(self, label: str, slots: int | None) -> list[Window]:
         """A method with so many slots (None: what the label says; the full cache needs none) over TIMES training
@@ -234,37 +260,45 @@ class Run:
             return run_long(engine, ids, counted, self.training_length)
 
     def _engine(self, name: str, recipe: Recipe) -> Engine:
-        from kvexport.export.build import build
+        """Of weights that all engines share."""
+        from kvexport.export.build import build, share_weights
 
-        return load(
-            build(recipe, self.folder / "".join(c if c.isalnum() or c in ".-=" else "_" for c in name)), verify=False
-        )
+        model = recipe.model.model_dump_json()
+        if model not in self._shared:
+            self._shared[model] = share_weights(recipe, self.folder / "weights" / str(len(self._shared)))
+        return load(build(recipe, self.folder / _file_name(name), shared=self._shared[model]), verify=False)
 
-    def _measure(self, setting: Setting, budget: float | None) -> Result:
-        """Build a setting and give it every task. budget: None for the full cache, whose logits become the
-        reference."""
-        name = FULL if budget is None else f"{setting.label}-{setting.slots}"
+    def _measure(self, setting: Setting, budget: float | None, writers: Mapping[str, Writer]) -> Result:
+        """Build a setting and give it every task. budget, writers: None for the full cache, and where its predictions
+        go."""
+        start, name = time.monotonic(), _name(setting)
         with self.progress(f"building {name}", None):
             engine = self._engine(name, setting.recipe)
-        seconds = step_seconds(engine, self.length)
+        seconds = step_seconds(engine, self.length) if self.options.timed else None
         result = Result(setting.label, budget, setting.slots, setting.bytes, seconds)
-        tasks = [(task, len(samples)) for task, samples in self.samples.items()]
-        with self.progress(
-            f"asking {name}", sum(n for _, n in tasks) + sum(map(len, self.options.suites.values()))
-        ) as bar:
-            for task, count in tasks:
-                samples = self.samples[task]
-                outcomes, logits = run_samples(engine, samples, self.options.batch, self.references.get(task))
-                if budget is None:
-                    self.references[task] = logits
+        suites = self.options.suites
+        total = sum(map(len, self.samples.values())) + sum(map(len, suites.values()))
+        with self.progress(f"asking {name}", total) as bar:
+            for task, samples in self.samples.items():
+                outcomes = run_samples(
+                    engine,
+                    samples,
+                    self.options.batch,
+                    reference=None if budget is None else self.references[task],
+                    writer=writers.get(task),
+                    advance=bar.advance,
+                )
                 result.scores[task] = _score(task, samples, outcomes, compared=budget is not None)
-                bar.advance(count)
-            for suite, items in self.options.suites.items():
-                result.scores[suite] = Score(suite, accuracy=mean(run_items(engine, items, self.options.batch)))
+            for suite, items in suites.items():
+                found = run_items(engine, items, self.options.batch)
+                result.scores[suite] = Score(suite, accuracy=mean(found), samples={ACCURACY: tuple(found)})
                 bar.advance(len(items))
         if self.options.telemetry and budget is not None:
             with self.progress(f"watching {name} merge", None):
                 result.telemetry = self._perturbations(engine, setting.recipe)
+        if not self.kept:
+            shutil.rmtree(engine.path)
+        self._seconds.append(time.monotonic() - start)
         return result
 
     def _perturbations(self, engine: Engine, recipe: Recipe) -> list[Perturbation]:
@@ -277,10 +311,26 @@ class Run:
         return watch(reference, recipe, tokens)
 
 
+def _against(asked: str | None, labels: Sequence[str], own: str) -> str:
+    """The label that differences are to."""
+    if asked is not None and asked not in labels:
+        raise UsageError(f"{asked!r} is not among what is compared", f"--against {labels[-1] if labels else FULL}")
+    return asked or (own if own in labels or not labels else labels[-1])
+
+
+def _name(setting: Setting) -> str:
+    return setting.label if setting.label == FULL else f"{setting.label}-{setting.slots}"
+
+
+def _file_name(name: str) -> str:
+    return "".join(c if c.isalnum() or c in ".-=" else "_" for c in name)
+
+
 def _score(task: str, samples: Sequence[Sample], outcomes: Sequence[Outcome], compared: bool) -> Score:
-    nll = mean([o.nll for o in outcomes])
-    score = Score(task, nll=nll)
+    every: dict[str, tuple[float, ...]] = {"nll": tuple(o.nll for o in outcomes)}
+    score = Score(task, nll=mean(every["nll"]), samples=every)
     if TASKS[task].exact:
+        every[ACCURACY] = tuple(float(o.right) for o in outcomes)
         keys = [(int(s.cell["length"]), s.cell.get("depth", math.nan)) for s in samples]
         answers: dict[tuple[int, float], list[bool]] = {}
         for key, outcome in zip(keys, outcomes, strict=True):
@@ -290,10 +340,10 @@ def _score(task: str, samples: Sequence[Sample], outcomes: Sequence[Outcome], co
             if TASKS[task].depths != (0.5,)
             else ()
         )
-        score = Score(task, share(sum(o.right for o in outcomes), len(outcomes)), nll, cells=cells)
+        score = replace(score, accuracy=share(sum(o.right for o in outcomes), len(outcomes)), cells=cells)
     if not compared:
         return score
+    every[KL] = tuple(float(o.kl.mean()) for o in outcomes)
     positions = np.concatenate([o.kl for o in outcomes])
     agreement = float(np.concatenate([o.agrees for o in outcomes]).mean())
-    kl = mean([float(o.kl.mean()) for o in outcomes])
-    return Score(task, score.accuracy, nll, kl, float(np.quantile(positions, 0.99)), agreement, score.cells)
+    return replace(score, kl=mean(every[KL]), kl_99=float(np.quantile(positions, 0.99)), agreement=agreement)

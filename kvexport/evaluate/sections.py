@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvexport.evaluate.runner import TIMES, Evaluation, Result
+from kvexport.evaluate.result import KL, Evaluation, Result, named
+from kvexport.evaluate.runner import TIMES
 from kvexport.evaluate.statistics import Estimate
 from kvexport.evaluate.tasks import TASKS
 from kvexport.report.page import Cell, HeatMap, KeyValues, Paragraph, Plot, Section, Series, Table
@@ -23,7 +24,7 @@ def sections(evaluation: Evaluation) -> list[Section]:
         *_needles(evaluation),
         *_stability(evaluation),
     ]
-    watched = [(_name(r), r.telemetry) for r in evaluation.results if r.telemetry is not None]
+    watched = [(named(r), r.telemetry) for r in evaluation.results if r.telemetry is not None]
     return (
         [*out, *tables(watched, "method"), *(d for name, rows in watched for d in drawings(rows, name))]
         if watched
@@ -44,16 +45,12 @@ def _summary(evaluation: Evaluation) -> list[Section]:
         mapping[f"not asked: {task}"] = why
     asked = [f"{task}: {TASKS[task].summary}" for task in evaluation.tasks if task in TASKS]
     rows = [
-        (_name(r), r.budget, r.slots, r.bytes, r.bytes / full.bytes, 1e3 * r.step_seconds)
+        (named(r), r.budget, r.slots, r.bytes, r.bytes / full.bytes, _milliseconds(r))
         for r in [full, *evaluation.results]
     ]
     header = ("method", "budget", "slots", "bytes per sequence", "of full", "ms per step")
     note = "Methods of one budget have equal bytes: votes, scores, positions and slack counted. Time per step is rough."
     return [KeyValues("Evaluation", mapping), Paragraph("\n\n".join(asked)), Table("Methods", header, rows, note)]
-
-
-def _name(result: Result) -> str:
-    return result.label if result.budget is None else f"{result.label}, {result.slots} slots"
 
 
 def _tables(evaluation: Evaluation) -> list[Section]:
@@ -63,16 +60,17 @@ def _tables(evaluation: Evaluation) -> list[Section]:
     everyone = [evaluation.full, *evaluation.results]
     out: list[Section] = []
     if exact:
-        rows = [(_name(r), *(_cell(r.scores[t].accuracy) for t in exact)) for r in everyone]
+        rows = [(named(r), *(_cell(r.scores[t].accuracy) for t in exact)) for r in everyone]
         out.append(
             Table("Accuracy", ("method", *exact), rows, "Share of samples answered wholly right, and its interval.")
         )
     if compared and evaluation.results:
-        rows = [(_name(r), *(_cell(r.scores[t].kl) for t in compared)) for r in evaluation.results]
+        rows = [(named(r), *(_cell(r.scores[t].kl) for t in compared)) for r in evaluation.results]
         note = "Nats per judged position (answers; of a text its second half), and the interval of the mean."
         out.append(Table("KL(full cache || method)", ("method", *compared), rows, note))
+    out += _differences(evaluation)
     for task in texts:
-        shown = [(_name(r), r.scores[task]) for r in everyone]
+        shown = [(named(r), r.scores[task]) for r in everyone]
         lines = [
             (name, *_perplexity(score.nll), score.kl.value if score.kl else None, score.kl_99, score.agreement)
             for name, score in shown
@@ -80,6 +78,23 @@ def _tables(evaluation: Evaluation) -> list[Section]:
         header = ("method", "perplexity", "from", "to", "KL, nats", "KL, 99th percentile", "top-1 agreement")
         out.append(Table(f"Perplexity and distance: {task}", header, lines))
     return out
+
+
+def _differences(evaluation: Evaluation) -> list[Section]:
+    """Sample by sample to the label `against`: two methods may differ by less than their intervals are wide."""
+    found = {(d.label, d.budget, d.task, d.figure): d.difference for d in evaluation.differences}
+    columns = list(dict.fromkeys((d.task, d.figure) for d in evaluation.differences))
+    rows = []
+    for r in evaluation.results:
+        cells = [_cell(found.get((r.label, r.budget or 0.0, *column))) for column in columns]
+        if any(cells):
+            rows.append((named(r), *cells))
+    if not rows:
+        return []
+    header = ("method", *(f"{task}, {'KL' if figure == KL else 'right'}" for task, figure in columns))
+    note = "At the same budget and of the same samples; the interval of the mean difference. One that does not hold 0 "
+    note += "is a difference: KL below 0 is nearer to the full cache."
+    return [Table(f"Paired differences to {evaluation.against}", header, rows, note)]
 
 
 def _cell(estimate: Estimate | None) -> str | None:
@@ -112,14 +127,16 @@ def _curves(evaluation: Evaluation) -> list[Section]:
     for task in (t for t in evaluation.tasks if t in TASKS):
         title, kl = f"KL to the full cache: {task}", lambda r, t=task: r.scores[t].kl
         out.append(over_bytes(title, "KL, nats", kl, full=False, y_log=True))
-    out.append(over_bytes("Time of a step", "ms per decode step", _milliseconds, y_also=(0.0,)))
-    if exact:
+    timed = [r for r in [evaluation.full, *results] if r.step_seconds is not None]
+    if timed:
+        out.append(over_bytes("Time of a step", "ms per decode step", _step_time, y_also=(0.0,)))
+    if exact and timed:
         labels = list(dict.fromkeys(r.label for r in results))
         methods = [(label, [r for r in results if r.label == label]) for label in labels] + [
             ("full", [evaluation.full])
         ]
         lines = [
-            Series(name, [1e3 * r.step_seconds for r in rs], [_mean_accuracy(r, exact) for r in rs])
+            Series(name, [_milliseconds(r) or 0.0 for r in rs], [_mean_accuracy(r, exact) for r in rs])
             for name, rs in methods
         ]
         both = ("ms per decode step", "mean accuracy over tasks")
@@ -132,9 +149,13 @@ def _mean_accuracy(result: Result, tasks: Sequence[str]) -> float:
     return sum(found) / len(found)
 
 
-def _milliseconds(result: Result) -> Estimate:
-    milliseconds = 1e3 * result.step_seconds
-    return Estimate(milliseconds, milliseconds, milliseconds, 1)
+def _milliseconds(result: Result) -> float | None:
+    return None if result.step_seconds is None else 1e3 * result.step_seconds
+
+
+def _step_time(result: Result) -> Estimate | None:
+    milliseconds = _milliseconds(result)
+    return None if milliseconds is None else Estimate(milliseconds, milliseconds, milliseconds, 1)
 
 
 def _series(evaluation: Evaluation, figure: Callable[[Result], Estimate | None], full: bool) -> list[Series]:
@@ -166,7 +187,7 @@ def _needles(evaluation: Evaluation) -> list[Section]:
             lengths, depths = sorted({length for length, _ in cells}), sorted({depth for _, depth in cells})
             values = [[cells.get((length, depth)) for length in lengths] for depth in depths]
             maps.append(
-                HeatMap(f"{task}: {_name(result)}", "prompt, tokens", "depth", lengths, depths, values, 0.0, 1.0)
+                HeatMap(f"{task}: {named(result)}", "prompt, tokens", "depth", lengths, depths, values, 0.0, 1.0)
             )
     return maps
 
@@ -182,7 +203,7 @@ def _stability(evaluation: Evaluation) -> list[Section]:
         largest = max(w.key_norm for w in r.windows)
         rows.append(
             (
-                _name(r),
+                named(r),
                 last.end,
                 "yes" if whole else "NO",
                 first.nll,

@@ -84,7 +84,7 @@ def equal_bytes(
         limit = min(plan_cache(r, geometry).bytes() for r in recipes.values())
         for label, loaded in recipes.items():
             fitted, plan = _fit(loaded, slots, limit, geometry)
-            found.append(Setting(label, budget, fitted.budget, plan.bytes(), fitted))
+            found.append(Setting(label, float(budget), fitted.budget, plan.bytes(), fitted))
     return found
 
 

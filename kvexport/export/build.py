@@ -12,7 +12,7 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 from threading import Event
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from kvexport import backends
 from kvexport.artifact.digests import write_manifest
@@ -24,6 +24,9 @@ from kvexport.export.forked import forked
 from kvexport.recipe.fields import Recipe
 from kvexport.terminal import Progress, silent
 from kvexport.version import __version__
+
+if TYPE_CHECKING:
+    from kvexport.export.weights import SharedWeights
 
 SWITCH_SECONDS = 0.0005
 
@@ -73,14 +76,16 @@ def build(
     name: str = "",
     graphs_only: bool = False,
     plan: CachePlan | None = None,
+    shared: SharedWeights | None = None,
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> Path:
     """Build `recipe` into the directory `out` and return it; an artifact that was there is replaced at the very end.
 
     graphs_only: leaves what the backend prepares, such as engines, to `kvexport.export.rebuild`, on the machine that
-    will run them. plan: the layers' caches, in place of those that the recipe gives. Raises UsageError (recipe,
-    checkpoint, target), EnvironmentProblem (disk full, missing package, what the backend needs to prepare). Whatever
-    happens, `out` holds the old artifact, the new one, or nothing.
+    will run them. plan: the layers' caches, in place of those that the recipe gives. shared: weights to link to, where
+    they are those of this recipe (`share_weights`). Raises UsageError (recipe, checkpoint, target), EnvironmentProblem
+    (disk full, missing package, what the backend needs to prepare). Whatever happens, `out` holds the old artifact, the
+    new one, or nothing.
     """
     prepare = None if graphs_only else backends.get(recipe.backend.name).preparation(recipe)
     with stage(out) as folder, _collector_paused():
@@ -90,7 +95,7 @@ def build(
         from kvexport.export.model.hf_model import length_notes
         from kvexport.export.passes import GRAPH_CHECKS
         from kvexport.export.texts import copy_texts
-        from kvexport.export.weights import total_bytes
+        from kvexport.export.weights import link_shared, total_bytes
 
         with progress("reading the checkpoint", None):
             shape = read_model(recipe)
@@ -105,7 +110,12 @@ def build(
         with (
             forked(partial(_merge_bytes, shape.plan, method)) as merge_bytes,  # before there are threads
             progress("tracing the model, writing its weights", total_bytes(specs)) as bar,
-            _in_background(partial(_write_weights, specs, folder, recipe.export.weights), bar.advance) as writing,
+            _in_background(
+                partial(link_shared, shared, folder)
+                if shared is not None and shared.specs == tuple(specs)
+                else partial(_write_weights, specs, folder, recipe.export.weights),
+                bar.advance,
+            ) as writing,
         ):
             traced = trace_decoder(shape.model, shape.mode, shape.plan, last_logits=recipe.export.logits == "last")
             functions = attention_functions(shape.plan, method, shape.geometry)
@@ -126,6 +136,18 @@ def build(
             manifest = prepare(folder, manifest, progress)
         write_manifest(folder, manifest.to_json(), known=written.digests)
     return out
+
+
+def share_weights(recipe: Recipe, folder: Path) -> SharedWeights:
+    """The weights of a recipe's checkpoint in `folder`, for several builds: hard links to the checkpoint's files where
+    no tensor needs a cast. What was in the folder is gone. Raises what `build` raises."""
+    from kvexport.export.weights import SharedWeights
+
+    specs = weight_specs(read_model(recipe))
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    return SharedWeights(folder, tuple(specs), _write_weights(specs, folder, "link", lambda _: None))
 
 
 def _vocabulary(shape: ModelShape) -> int:

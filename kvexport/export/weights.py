@@ -80,6 +80,15 @@ class WrittenWeights(NamedTuple):
     digests: dict[str, str]
 
 
+@dataclass(frozen=True)
+class SharedWeights:
+    """Weights that stand in `folder` for every artifact whose initializers are `specs` to link to."""
+
+    folder: Path
+    specs: tuple[TensorSpec, ...]
+    written: WrittenWeights
+
+
 def total_bytes(specs: Sequence[TensorSpec]) -> int:
     """The sum of the arguments of `progress` over one `write_weights` of the same specs; tied tensors count once."""
     return sum(spec.nbytes for spec in _distinct(specs))
@@ -149,6 +158,22 @@ def linked_digests(specs: Sequence[TensorSpec], stage: Path, written: WrittenWei
             linked.setdefault(file, []).append(spec.entry)
     names = sorted(linked)
     yield from zip(names, file_digests(stage, names, [_finite(linked[name]) for name in names]), strict=True)
+
+
+def link_shared(shared: SharedWeights, stage: Path, progress: Callable[[int], None]) -> WrittenWeights:
+    """Hard links to the files of `shared` in the directory `stage`, copies where the file system cannot link.
+    `progress` as in `write_weights`; OSError passes through."""
+    for name in shared.written.digests:
+        target = stage / name
+        target.parent.mkdir(exist_ok=True)
+        try:
+            os.link(shared.folder / name, target)
+        except OSError as error:
+            if error.errno not in _NO_LINK:
+                raise
+            _copy_file(shared.folder / name, target, 0, progress)
+    progress(total_bytes(shared.specs))
+    return shared.written
 
 
 def load_tensor(entry: TensorEntry, dtype: Dtype) -> np.ndarray[Any, Any]:

@@ -1,12 +1,14 @@
-"""eval: what it measures equals what it says, budgets have equal bytes, and a cache that holds everything is the full
-cache."""
+"""eval: what it measures equals what it says, a cache that holds everything is the full cache, and what was kept is not
+measured again."""
 
 from __future__ import annotations
 
 import json
-import math
+import re
 import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,36 +16,47 @@ import pytest
 from typer.testing import CliRunner
 
 import kvexport
-from kvexport.cache import LayerGeometry, plan_cache
 from kvexport.commands.app import app
-from kvexport.errors import UsageError
-from kvexport.evaluate.measure import counted_logits, judge, run_long, step_seconds
-from kvexport.evaluate.runner import Evaluation, Options, evaluate
+from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.evaluate.result import Evaluation, Options, Result, paired
+from kvexport.evaluate.runner import Run, evaluate
 from kvexport.evaluate.sections import sections
-from kvexport.evaluate.settings import equal_bytes, longer_checkpoint, overrides_of, parse_budgets
-from kvexport.evaluate.suites import Item, run_items
-from kvexport.evaluate.tasks import TASKS, Sample
-from kvexport.recipe.inherit import recipe_folder
+from kvexport.evaluate.settings import Setting
+from kvexport.evaluate.statistics import mean
+from kvexport.evaluate.tasks import TASKS
 from kvexport.report.page import render_html, render_text
-from tests.support.models import hugging_face_logits
+from kvexport.terminal import silent
 
 LENGTH = 192
-GEOMETRY = [LayerGeometry(4, 2, 32, 32)] * 2
+
+
+SETTINGS = ["export.prefill_chunk=16"]
+OPTIONS = Options(
+    methods=("streaming",),
+    budgets=(32, 256),
+    tasks=("needle", "duplicates", "text", "stability", "counting"),
+    samples=10,
+    length=LENGTH,
+    training_length=64,
+    telemetry=True,
+)
 
 
 @pytest.fixture(scope="module")
-def evaluation(tmp_path_factory: pytest.TempPathFactory) -> Evaluation:
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("eval")
+
+
+@pytest.fixture(scope="module")
+def told() -> list[str]:
+    """What was told while `evaluation` was made."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def evaluation(work: Path, told: list[str]) -> Evaluation:
     """The tiny trained model with sinks and a window: a sixth of the prompt, and more slots than it has tokens."""
-    options = Options(
-        methods=("streaming",),
-        budgets=(32, 256),
-        tasks=("needle", "duplicates", "text", "stability", "counting"),
-        samples=10,
-        length=LENGTH,
-        training_length=64,
-        telemetry=True,
-    )
-    return evaluate("tiny-base", ["export.prefill_chunk=16"], options, tmp_path_factory.mktemp("eval"))
+    return evaluate("tiny-base", SETTINGS, OPTIONS, work, tell=told.append)
 
 
 def test_the_full_cache_recalls(evaluation: Evaluation) -> None:
@@ -106,6 +119,128 @@ def test_telemetry_is_of_what_merges(evaluation: Evaluation) -> None:
     assert "Theorem 5" not in page
 
 
+def test_every_result_is_told_as_it_is_there(evaluation: Evaluation, told: list[str]) -> None:
+    full, small, roomy = told
+    assert re.fullmatch(r"full: needle 1 right, .*; 2 of 2 to go, about \d+ s", full)
+    assert re.fullmatch(r"streaming, 32 slots: needle .* right KL .* \[.*\], .*; 1 of 2 to go, about \d+ s", small)
+    assert roomy.startswith("streaming, 256 slots: ")
+    assert "to go" not in roomy
+
+
+def test_all_engines_share_one_copy_of_the_weights(evaluation: Evaluation, work: Path) -> None:
+    files = [path for path in work.glob("*/weights/model.safetensors") if path.parent.parent.name != "longer"]
+    assert {path.parent.parent.name for path in files} == {"full", "streaming-32", "streaming-256", "streaming-long"}
+    assert len({path.stat().st_ino for path in files if "long" not in str(path.relative_to(work))}) == 1
+    kvexport.load(work / "streaming-32", verify=True)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """From now on nothing is measured; the labels and slots for which it was asked."""
+    asked: list[str] = []
+
+    def note(run: Run, setting: Setting, budget: float | None, _: object) -> Result:
+        asked.append(f"{setting.label} {setting.slots}")
+        run._seconds.append(120.0)
+        return Result(setting.label, budget, setting.slots, setting.bytes, None)
+
+    monkeypatch.setattr(Run, "_measure", note)
+    return asked
+
+
+def copied(work: Path, folder: Path) -> Path:
+    """What a run needs to go on."""
+    for name in ("results", "predictions"):
+        shutil.copytree(work / name, folder / name)
+    return folder
+
+
+def test_what_was_kept_is_not_measured_again(
+    evaluation: Evaluation, work: Path, tmp_path: Path, measured: list[str]
+) -> None:
+    again = evaluate("tiny-base", SETTINGS, OPTIONS, copied(work, tmp_path))
+    assert measured == []
+    assert json.dumps(again.to_json()) == json.dumps(evaluation.to_json())
+
+
+def test_a_run_that_was_killed_goes_on_with_what_is_missing(
+    evaluation: Evaluation, work: Path, tmp_path: Path, measured: list[str]
+) -> None:
+    (lost,) = copied(work, tmp_path).glob("results/streaming-256-*.json")
+    lost.unlink()
+    lost.with_name(lost.name + ".part").write_text("{")  # it was being written
+    again = evaluate("tiny-base", SETTINGS, OPTIONS, tmp_path)
+    assert measured == ["streaming 256"]
+    assert json.dumps(asdict(again.results[0])) == json.dumps(asdict(evaluation.results[0]))
+    assert lost.exists()
+
+
+def test_a_new_method_is_measured_alone_and_a_changed_setting_again(
+    evaluation: Evaluation, work: Path, tmp_path: Path, measured: list[str]
+) -> None:
+    run = Run("tiny-base", SETTINGS, replace(OPTIONS, methods=("streaming", "h2o")), copied(work, tmp_path), silent)
+    for setting in run.settings:
+        run.measure(setting)
+    assert measured == ["h2o 32", "h2o 256"]
+    for settings, options in (
+        (["export.prefill_chunk=8"], OPTIONS),
+        ([*SETTINGS, "cache.sinks=2"], OPTIONS),
+        (SETTINGS, replace(OPTIONS, samples=11)),
+        (SETTINGS, replace(OPTIONS, seed=1)),
+        (SETTINGS, replace(OPTIONS, telemetry=False)),
+        (SETTINGS, replace(OPTIONS, training_length=65)),
+    ):
+        measured.clear()
+        other = Run("tiny-base", settings, options, tmp_path, silent)
+        other.measure(other.settings[0])
+        assert measured == ["streaming 32"], (settings, options)
+
+
+@pytest.mark.parametrize("name", ["results/streaming-32-*.json", "results/full-*.json", "predictions/full-*.logs"])
+@pytest.mark.parametrize("damage", ["changed", "cut", "emptied"])
+def test_a_damaged_file_is_named_with_the_line_that_mends_it(
+    name: str, damage: str, evaluation: Evaluation, work: Path, tmp_path: Path, measured: list[str]
+) -> None:
+    path = next(iter(copied(work, tmp_path).glob(name)))
+    data = bytearray(path.read_bytes())
+    middle = next(i for i in range(len(data) // 2, len(data)) if path.suffix == ".logs" or chr(data[i]) in "2345678")
+    data[middle] ^= 1
+    path.write_bytes({"changed": bytes(data), "cut": bytes(data[: middle + 1]), "emptied": b""}[damage])
+    with pytest.raises(UsageError, match=f"{path.name} is not what was written there\n  fix: rm "):
+        evaluate("tiny-base", SETTINGS, OPTIONS, tmp_path)
+    assert measured == []
+
+
+def test_a_disk_that_cannot_hold_the_predictions_is_found_before_they_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: list[str]
+) -> None:
+    monkeypatch.setattr("kvexport.evaluate.reference.shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(EnvironmentProblem, match=r"take .* has 1 kB free\n  fix: --work DIR on another disk"):
+        evaluate("tiny-base", SETTINGS, replace(OPTIONS, tasks=("text",)), tmp_path)
+    assert measured == []
+
+
+def test_differences_are_paired_sample_by_sample(evaluation: Evaluation) -> None:
+    small, roomy = evaluation.results
+    rival = replace(roomy, label="rival", budget=small.budget)
+    (needle, *_) = found = paired([small, rival, roomy], "streaming")
+    assert [(d.label, d.budget, d.task, d.figure) for d in found] == [
+        ("rival", 32, task, figure)
+        for task, figures in (("needle", ("kl", "accuracy")), ("duplicates", ("kl", "accuracy")), ("text", ("kl",)))
+        for figure in figures
+    ]
+    here, there = rival.scores["needle"], small.scores["needle"]
+    assert here.kl is not None
+    assert there.kl is not None
+    assert needle.difference.value == pytest.approx(here.kl.value - there.kl.value)
+    each = np.array(here.samples["kl"]) - np.array(there.samples["kl"])
+    assert needle.difference == mean(each)
+    shown = replace(evaluation, results=[small, rival], differences=found, against="streaming")
+    text = render_text(sections(shown))
+    assert "Paired differences to streaming" in text
+    assert str(needle.difference) in text
+
+
 def test_what_a_model_cannot_be_asked_is_said(evaluation: Evaluation) -> None:
     assert list(evaluation.skipped) == ["counting"]
     assert evaluation.tasks == ["needle", "duplicates", "text"]
@@ -158,16 +293,27 @@ def test_the_verb_asks_for_what_it_was_told_and_prints_everything(
         "--text",
         f"{tmp_path}/book.txt",
         "--telemetry",
+        "--against",
+        "streaming",
         "--html",
         f"{tmp_path}/page.html",
     ]
     result = CliRunner().invoke(app, ["eval", "--recipe", "tiny-base", "--set", "cache.sinks=2", "--json", *arguments])
     assert result.exit_code == 0, result.output
-    name, overrides, options, work, _ = asked
+    name, overrides, options, work, *_ = asked
     assert (name, overrides, work) == ("tiny-base", ["cache.sinks=2"], None)
     methods, budgets = ("streaming", "keepkv:threshold=0.7"), (0.25, 64.0)
     assert options == Options(
-        methods, budgets, ("needle", "text"), 5, 64, 7, 3, source="Once upon a time", telemetry=True
+        methods,
+        budgets,
+        ("needle", "text"),
+        5,
+        64,
+        7,
+        3,
+        source="Once upon a time",
+        telemetry=True,
+        against="streaming",
     )
     data = json.loads(result.stdout)
     assert [r["slots"] for r in data["results"]] == [32, 256]
@@ -176,7 +322,7 @@ def test_the_verb_asks_for_what_it_was_told_and_prints_everything(
     assert "<svg" in (tmp_path / "page.html").read_text()
     default = CliRunner().invoke(app, ["eval", "--recipe", "tiny-base"])
     assert default.exit_code == 0, default.output
-    assert asked[7] == Options()
+    assert asked[8] == Options()
     assert "Perplexity and distance: text" in default.stdout
 
 
@@ -193,6 +339,7 @@ def test_the_verb_asks_for_what_it_was_told_and_prints_everything(
         (["--text", "nowhere.txt"], "nowhere.txt cannot be read"),
         (["--ruler", "nowhere"], "holds no task of RULER"),
         (["--html", "nowhere/page.html"], "does not exist"),
+        (["--against", "keepkv", "--methods", "h2o,streaming"], "'keepkv' is not among what is compared"),
         (["--telemetry", "--tasks", "stability"], "telemetry is taken on the samples of a task"),
     ],
 )
@@ -201,119 +348,6 @@ def test_what_cannot_be_is_refused_before_anything_is_built(arguments: list[str]
     assert result.exit_code == 2, result.output
     assert words in result.stderr
     assert "building" not in result.stderr
-
-
-def test_budgets_are_shares_or_slots() -> None:
-    assert parse_budgets("1/8, 0.5,64,1/8") == [0.125, 0.5, 64.0]
-    assert parse_budgets("1/1") == [1.0]
-    for wrong in ("0", "x", "1.5", "-1/2", "1/0", "", "nan", "inf", "9" * 23, "inf/inf"):
-        with pytest.raises(UsageError, match="is no budget"):
-            parse_budgets(wrong)
-
-
-def test_labels_set_parameters() -> None:
-    assert overrides_of("keepkv:threshold=0.7:cache.recent=0.8") == [
-        "cache.method=keepkv",
-        "cache.parameters.threshold=0.7",
-        "cache.recent=0.8",
-    ]
-
-
-def test_budgets_have_equal_bytes() -> None:
-    # cosine allocation rounds layer by layer; a longer merge interval costs slack.
-    labels = ["streaming", "h2o", "keepkv:cache.allocation.kind=cosine", "streaming:cache.merge_every=64"]
-    found = equal_bytes("tiny-base", labels, [0.125, 100], 512, GEOMETRY, [])
-    assert [(c.label, c.budget) for c in found] == [(label, budget) for budget in (0.125, 100) for label in labels]
-    for budget, slots in ((0.125, 64), (100, 100)):
-        group = [c for c in found if c.budget == budget]
-        limit = group[0].bytes
-        assert group[0].slots == slots
-        assert group[3].slots == slots - 32  # what the slack takes
-        for setting in group:
-            cache = setting.recipe.cache
-            assert setting.bytes == plan_cache(setting.recipe, GEOMETRY).bytes() <= limit
-            more = setting.recipe.model_copy(update={"cache": cache.model_copy(update={"budget": setting.slots + 1})})
-            assert plan_cache(more, GEOMETRY).bytes() > limit
-
-
-def test_a_divergence_is_the_closed_form() -> None:
-    sample = Sample([0, 1], 1, [0])
-    full, found = np.log(np.array([[0.25, 0.75]], np.float32)), np.log(np.array([[0.5, 0.5]], np.float32)) + 3
-    outcome = judge(sample, found, full)
-    assert outcome.kl[0] == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5))
-    assert outcome.nll == pytest.approx(math.log(2))
-    assert judge(sample, full, None).right
-    assert not judge(Sample([0, 0], 1, [0]), full, None).right
-    assert not outcome.agrees[0]
-
-
-@pytest.fixture(scope="module")
-def everything(tiny_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> kvexport.Engine:
-    """The random model, uncompressed, with the logits of every token."""
-    settings = ["cache.method=full", "export.logits=all", "limits.max_length=128"]
-    return kvexport.load(kvexport.build(tiny_recipe, tmp_path_factory.mktemp("all") / "artifact", settings))
-
-
-def test_counted_logits_are_hugging_faces(everything: kvexport.Engine, tiny_checkpoint: Path) -> None:
-    rng = np.random.default_rng(0)
-    samples = [
-        Sample(rng.integers(0, 64, n).tolist(), prompt, counted)
-        for n, prompt, counted in ((40, 40, [3, 17, 38]), (50, 44, [43, 44, 48]), (9, 1, [0, 7]))
-    ]
-    truth = hugging_face_logits(tiny_checkpoint, [np.array(s.ids) for s in samples])
-    for sample, logits, whole in zip(samples, counted_logits(everything, samples), truth, strict=True):
-        np.testing.assert_allclose(logits, whole[sample.counted], atol=2e-4)
-
-
-def test_a_long_run_measures_the_loss_of_what_counts(everything: kvexport.Engine, tiny_checkpoint: Path) -> None:
-    ids = np.random.default_rng(1).integers(0, 64, 100)
-    (logits,) = hugging_face_logits(tiny_checkpoint, [ids])
-    loss = np.log(np.exp(logits).sum(-1))[:-1] - logits[np.arange(99), ids[1:]]
-    windows = run_long(everything, ids.tolist(), [*range(10, 40), 90], window=40, decoded=16)
-    assert [w.end for w in windows] == [40, 80, 99]
-    assert windows[0].nll == pytest.approx(loss[10:40].mean(), abs=1e-4)
-    assert math.isnan(windows[1].nll)
-    assert windows[2].nll == pytest.approx(loss[90], abs=1e-4)
-
-
-def test_an_artifact_of_last_logits_cannot_tell_what_lies_inside_a_prompt(tiny_recipe: Path, tmp_path: Path) -> None:
-    engine = kvexport.load(
-        kvexport.build(tiny_recipe, tmp_path / "artifact", ["cache.method=full", "limits.max_length=128"])
-    )
-    assert counted_logits(engine, [Sample([1, 2, 3, 4], 2, [1, 2])])[0].shape == (2, 64)
-    with pytest.raises(UsageError, match="last token alone"):
-        counted_logits(engine, [Sample([1, 2, 3, 4], 4, [1])])
-    assert 0 < step_seconds(engine, 40) < 1
-
-
-def test_prompts_of_suites_are_cut_in_the_middle_or_refused(everything: kvexport.Engine) -> None:
-    seen: list[str] = []
-
-    def score(text: str) -> float:
-        seen.append(text)
-        return float(len(text))
-
-    short, long = "abc", "abcdefgh" * 30
-    assert run_items(everything, [Item(short, 4, score), Item(long, 6, score, cut=True)], batch=2) == [4.0, 6.0]
-    expected = everything.generate([long[:61] + long[-61:]], max_new_tokens=6, do_sample=False)[0].text
-    assert seen[1] == expected
-    with pytest.raises(UsageError, match="leaves no room in 128"):
-        run_items(everything, [Item(long, 4, score)], batch=1)
-
-
-def test_a_longer_checkpoint_shares_the_weights(tmp_path: Path) -> None:
-    original = recipe_folder() / "checkpoints" / "tiny"
-    copy = tmp_path / "original"
-    shutil.copytree(original, copy)
-    longer = longer_checkpoint(copy, tmp_path / "longer", 40960)
-    config = json.loads((copy / "config.json").read_text())
-    assert json.loads((longer / "config.json").read_text()) == {**config, "max_position_embeddings": 40960}
-    assert (copy / "model.safetensors").samefile(longer / "model.safetensors")
-    (copy / "config.json").write_text(
-        json.dumps({**config, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}})
-    )
-    with pytest.raises(UsageError, match="is dynamic"):
-        longer_checkpoint(copy, tmp_path / "again", 40960)
 
 
 def test_a_task_is_one_function() -> None:

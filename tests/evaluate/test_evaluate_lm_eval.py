@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import kvexport
-from kvexport.evaluate.measure import log_softmax
+from kvexport.evaluate.reference import log_softmax
 from tests.support import fake_lm_eval
 from tests.support.models import hugging_face_logits
 from tests.support.tiny_model import ALPHABET

@@ -19,7 +19,16 @@ from safetensors.torch import load_file, save_file
 
 from kvexport.errors import UsageError
 from kvexport.export.model.checkpoint import TensorEntry, read_checkpoint
-from kvexport.export.weights import Location, TensorSpec, linked_digests, load_tensor, total_bytes, write_weights
+from kvexport.export.weights import (
+    Location,
+    SharedWeights,
+    TensorSpec,
+    link_shared,
+    linked_digests,
+    load_tensor,
+    total_bytes,
+    write_weights,
+)
 
 TORCH = {"float32": torch.float32, "float16": torch.float16}
 STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -359,3 +368,31 @@ def test_a_large_tensor_streams_in_little_memory(tmp_path: Path, dtype: str, wid
     assert growth < 64 << 20
     # The figure does move when 128 MiB are taken.
     assert control > 64 << 20
+
+
+@pytest.mark.parametrize("can_link", [True, False])
+def test_shared_weights_are_linked_into_every_stage_and_copied_where_no_link_can_be(
+    can_link: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = make_entries(tmp_path / "checkpoint", {"a": torch.randn(40, 50), "b": torch.randn(7).half()})
+    specs = [TensorSpec(name, entry, "float32", entry.shape) for name, entry in entries.items()]
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    written = write_weights(specs, folder, "link", ignore)
+    linked = "weights/model.safetensors"
+    written.digests[linked] = hashlib.sha256((folder / linked).read_bytes()).hexdigest()
+    if not can_link:
+
+        def refuse(*_: object) -> None:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+        monkeypatch.setattr(os, "link", refuse)
+    for stage in (tmp_path / "one", tmp_path / "two"):
+        stage.mkdir()
+        done: list[int] = []
+        assert link_shared(SharedWeights(folder, tuple(specs), written), stage, done.append) == written
+        assert sum(done) == total_bytes(specs)
+        assert len(written.digests) == 2
+        for name, digest in written.digests.items():
+            assert hashlib.sha256((stage / name).read_bytes()).hexdigest() == digest
+            assert (stage / name).samefile(folder / name) == can_link

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import platform
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor

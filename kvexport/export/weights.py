@@ -11,6 +11,7 @@ import functools
 import hashlib
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -171,7 +172,7 @@ def link_shared(shared: SharedWeights, stage: Path, progress: Callable[[int], No
         except OSError as error:
             if error.errno not in _NO_LINK:
                 raise
-            _copy_file(shared.folder / name, target, 0, progress)
+            shutil.copyfile(shared.folder / name, target)
     progress(total_bytes(shared.specs))
     return shared.written
 

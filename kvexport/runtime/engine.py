@@ -23,6 +23,7 @@ from kvexport.errors import DeadlineError, KvexportError, QueueFullError, UsageE
 from kvexport.runtime.chat import ChatTemplate, Message, read_chat_template
 from kvexport.runtime.lane_pool import LanePool
 from kvexport.runtime.lanes import Lanes, Tokens
+from kvexport.runtime.prefixes import Prefixes
 from kvexport.runtime.request import DECODING, FINISHED, Call, FinishReason, Prompt, PromptEnd, Request, Timing, Token
 from kvexport.runtime.sampling import may_settle
 from kvexport.runtime.scheduler import Scheduler
@@ -65,12 +66,13 @@ class Engine:
         self.generation_config: dict[str, Any] = json.loads(config.read_text()) if config.exists() else {}
         self.timing = Timing()  # of the last call of `stream` or `generate`
         self.sessions = sessions
-        self._scheduler = Scheduler(self.max_batch, manifest.limits.prefill_chunk)
+        self._scheduler = Scheduler(self.max_batch, manifest.limits.prefill_chunk, self._follows)
         self._requests: dict[int, Request] = {}  # those that have not finished
         self._pool = LanePool(self.lanes, self.max_batch)
         self._forked: list[Request] = []  # requests with a `prompt_end`
         self.max_waiting: int | None = None
         self.latency_budget: float | None = None
+        self.prefixes: Prefixes | None = None
         self._row_seconds = 0.0  # of a call of prompts, by the last ones
 
     @cached_property
@@ -110,6 +112,8 @@ class Engine:
             request, self.encode(request.prompt, after=request.start), self.settings(), self.vocabulary, self.tokenizer
         )
         request.timing.prompt_tokens += request.unread
+        if self.prefixes is not None and not request.done:
+            request.keys = self.prefixes.keys(request.ids)
         self._requests[request.id] = request
         self._scheduler.add(request)
         return request.id
@@ -187,6 +191,9 @@ class Engine:
             request.finish("error", DeadlineError("there was no lane for the request before its deadline"))
         return expired
 
+    def _follows(self, request: Request, prefilling: Sequence[Request]) -> bool:
+        return self.prefixes is not None and request.fork_of is None and self.prefixes.leads(request, prefilling)
+
     def _rows(self) -> int | None:
         """How many rows a call of prompts may have within the latency budget."""
         if self.latency_budget is None:
@@ -202,11 +209,12 @@ class Engine:
         for request in admitted:
             if self._pool.state.top_logits is not None:
                 request.timing.whole_rows = request.timing.whole_rows or 0
-            if request.fork_of is None:
-                start = request.start
-                self._pool.begin(request.lane, start.saved if start is not None and start.length else None)
-            else:
+            if request.fork_of is not None:
                 advanced.append(self._begin_fork(request, request.fork_of))
+            elif request.start is not None and request.start.length:
+                self._pool.begin(request.lane, request.start.saved)
+            else:
+                self._pool.begin(request.lane, self.prefixes.begin(request) if self.prefixes is not None else None)
         return advanced
 
     def _keep_for_forks(self) -> None:
@@ -246,12 +254,19 @@ class Engine:
             timing.prefill_seconds += time.perf_counter() - start
         for request, part in zip(requests, parts, strict=True):
             request.read(len(part))
+        self._save_prefixes(requests, rows)
         read = [(i, request) for i, request in enumerate(requests) if request.state is DECODING]
         for i, request in read:
             if self._scheduler.forks(request):
                 request.prompt_end = PromptEnd(rows.row(i).copy(), request.lane)
                 self._forked.append(request)
         return [self._choose(request, rows, i) for i, request in read]
+
+    def _save_prefixes(self, requests: Sequence[Request], rows: Rows) -> None:
+        """Save the lanes of prompts that are at a border; none that may hold NaN."""
+        for i, request in enumerate(requests):
+            if self.prefixes is not None and request.done in request.borders and np.isfinite(rows.row(i)).all():
+                self.prefixes.put(request, self._pool.lanes.save(request.lane))
 
     def _decode(self, requests: Sequence[Request]) -> list[Request]:
         """The next token of each. The call is one of all lanes up to the last of theirs, others bringing no token."""

@@ -95,7 +95,7 @@ class Request:
     The rest is the engine's to write. id: its number there, from 1. lane: while it holds one. ids: the tokens of
     `start` and of the prompt [n] int64. done: how many of them are read. cached_tokens: how many of them it did not
     have to read. tokens: the answer. error: why it finished by "error". timing: its call's, or its own. prompt_end: for
-    its forks, until they have begun.
+    its forks, until they have begun. keys, borders: see `Prefixes`.
     """
 
     prompt: Prompt
@@ -119,6 +119,8 @@ class Request:
     cached_tokens: int = field(default=0, init=False)
     snapshot: Snapshot | None = field(default=None, init=False, repr=False)
     prompt_end: PromptEnd | None = field(default=None, init=False, repr=False)
+    keys: dict[int, bytes] = field(default_factory=dict, init=False, repr=False)
+    borders: set[int] = field(default_factory=set, init=False, repr=False)
     sampler: Sampler = field(init=False, repr=False)
     text: TextStream | None = field(default=None, init=False, repr=False)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvexport.runtime.request import DECODING, FINISHED, PREFILLING, WAITING, Request
@@ -38,9 +38,13 @@ class Schedule(NamedTuple):
 
 class Scheduler:
     """Of one engine. lanes: how many requests run at once, at most. chunk: tokens of a prompt that one call reads, at
-    most. rows: of a call of prompts, while others decode; None: any number."""
+    most. follows: whether a request had better wait for what one of those that prefill is reading. rows: of a call of
+    prompts, while others decode; None: any number."""
 
-    def __init__(self, lanes: int, chunk: int) -> None:
+    def __init__(
+        self, lanes: int, chunk: int, follows: Callable[[Request, Sequence[Request]], bool] = lambda *_: False
+    ) -> None:
+        self._follows = follows
         self.chunk = chunk
         self.rows: int | None = None
         self.lanes: list[Request | None] = [None] * lanes
@@ -126,12 +130,12 @@ class Scheduler:
         return [other for other in self.waiting if other.fork_of is request]
 
     def _admit(self) -> list[Request]:
-        admitted = []
+        admitted: list[Request] = []
         free = [lane for lane, holder in enumerate(self.lanes) if holder is None]
         for request in list(self.waiting):
             if not free:
                 break
-            if not self._is_ready(request):
+            if not self._is_ready(request) or self._follows(request, [*self._prefilling, *admitted]):
                 continue
             self.waiting.remove(request)
             lane = free.pop(0)

@@ -30,6 +30,11 @@ enum { KV_CUDA_COUNTER_BYTES = 1 << 18, KV_CUDA_MAX_HEADS = 1 << 16 };
 const char* kv_cuda_vote_attention_workspace(const KvVoteAttention* call, size_t* bytes);
 const char* kv_cuda_merge_cache_workspace(const KvMergeCache* call, size_t* bytes);
 
+// Why this device, or the kernels, have no room for calls of these sizes, asked before any runs; nullptr where they
+// have, and where there is no device to ask. Of the call only sizes and attributes are read.
+const char* kv_cuda_vote_attention_problem(const KvVoteAttention* call);
+const char* kv_cuda_merge_cache_problem(const KvMergeCache* call);
+
 // All pointers of a call are device pointers, `policy.inverse_frequencies` too. Rows of keys and values are whole
 // 16-byte vectors, at most 256 elements, and their tensors are aligned to 16 bytes; a group has at most 16 query heads.
 const char* kv_cuda_vote_attention(const KvVoteAttention* call, const KvCuda* where);

@@ -6,10 +6,15 @@
 
 namespace kv {
 
+// How many queries have seen a slot, at least one; of any two numbers, since benchmarks make up positions.
+KV_HD float observations(int now, int position) {
+  const int seen = static_cast<int>(static_cast<unsigned>(now) - static_cast<unsigned>(position) + 1u);
+  return static_cast<float>(seen > 1 ? seen : 1);
+}
+
 // ln(S / (1 - a^n)) of a log_ema S whose slot n = now - position + 1 queries have seen.
 KV_HD float corrected_average(float score, float decay, int now, int position) {
-  const int seen = now - position + 1;
-  return score - log1pf(-expf(static_cast<float>(seen > 1 ? seen : 1) * logf(decay)));
+  return score - log1pf(-expf(observations(now, position) * logf(decay)));
 }
 
 // Sums over a set's members, with logits l relative to the largest (those of a set that no query has seen are -1e30,

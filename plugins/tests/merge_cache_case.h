@@ -97,7 +97,8 @@ struct MergeCase {
       if (!hostile || !random.one_in(10)) continue;
       write(shape, view.key, (row * shape.capacity + c) * shape.key_size, random.one_of({NAN, INFINITY, -INFINITY}));
       view.votes[row * shape.capacity + c] = random.one_of({NAN, INFINITY, 1e-38f, -1.0f});
-      view.position[row * shape.capacity + c] = random.between(0, 1 << 30);
+      view.position[row * shape.capacity + c] =
+          random.one_of({random.between(0, 1 << 30), INT32_MIN, -1, INT32_MAX, past->position(row, c - 1)});
     }
   }
 

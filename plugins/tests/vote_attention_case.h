@@ -62,16 +62,23 @@ struct AttentionCase {
       for (int t = 0; t < call.tokens; ++t)
         position.data<int64_t>()[b * call.tokens + t] = t < std::max(length[b], 1) ? first + t : -1;
       query_length.data<int64_t>()[b] = length[b];
-      if (hostile) query_length.data<int64_t>()[b] = random.between(-3, call.tokens + 3);
+      if (!hostile) continue;
+      query_length.data<int64_t>()[b] = random.between(-3, call.tokens + 3);
+      if (call.tokens > 0 && random.one_in(4))
+        position.data<int64_t>()[b * call.tokens] = random.one_of({INT64_MIN, int64_t{-1}, INT64_MAX});
     }
     call.position = position.data<int64_t>();
     call.query_length = query_length.data<int64_t>();
   }
 
-  // Positions as no cache has them: of any size, and past the new tokens.
+  // Positions as no cache has them: of any size, and past the new tokens; and votes that are no prefix.
   void draw_positions(Random& random, int b, int first) {
+    const bool holes = random.one_in(3);
     for (int i = 0; i < call.heads * call.capacity; ++i)
-      if (random.one_in(4))
+      if (holes && random.one_in(4))
+        past->tensor[kVotes].data<float>()[b * call.heads * call.capacity + i] =
+            random.one_of({NAN, -1.0f, 0.0f, 1.0f, INFINITY});
+      else if (random.one_in(4))
         past->tensor[kPosition].data<int32_t>()[b * call.heads * call.capacity + i] =
             random.one_of({INT32_MIN, -1, INT32_MAX - random.between(0, 200), first + random.between(0, 200)});
   }

@@ -418,9 +418,33 @@ def test_a_workspace_that_is_too_small_is_refused(caller: Caller) -> None:
     assert b"workspace is smaller" in caller.library.kv_cuda_merge_cache(call, where)
 
 
+@pytest.mark.parametrize("method", ["h2o", "ballot"])
+def test_what_shared_memory_does_not_hold_is_known_before_anything_runs(caller: Caller, method: str) -> None:
+    made, limit, ask = all_methods()[method](), 20000, caller.library.kv_cuda_merge_cache_problem
+    ask.restype = ctypes.c_char_p
+    set_host(caller.library, shared_limit=limit)
+    refused = []
+    for capacity in range(3500, 3700, 20):
+        attributes = MergeCacheAttributes(made, capacity - 8, 4, 100)
+        shape = (1, 1, capacity)
+        state = {name: np.zeros((*shape, 8), np.float16) for name in ("key", "value")}
+        state |= {"votes": np.zeros(shape, np.float32), "position": np.zeros(shape, np.int32)}
+        state["score"] = np.zeros((1, 1, len(made.statistics), capacity), np.float32)
+        call = merge_cache_call(attributes, "float16", state["key"].shape, 8, len(made.statistics))
+        problem = ask(ctypes.byref(call))
+        try:
+            caller.merge_cache(state, attributes)
+            assert problem is None, capacity
+        except RuntimeError as error:
+            assert problem and problem.decode() in str(error), capacity
+            refused.append(capacity)
+    set_host(caller.library)
+    assert refused and refused[0] > 3500 and refused[-1] == 3680
+
+
 def test_nothing_is_read_or_written_outside_of_any_buffer() -> None:
-    """A sample of the above under the address and undefined-behaviour sanitizers; shared memory ends where the launch
-    says."""
+    """A sample of the above, and of `test_garbage.py`, under the address and undefined-behaviour sanitizers; shared
+    memory ends where the launch says."""
     try:
         library = make.build("cuda-host", sanitize="address,undefined")
     except make.Missing as error:
@@ -436,7 +460,9 @@ def test_nothing_is_read_or_written_outside_of_any_buffer() -> None:
         OTHER_LIBRARY: str(library),
     }
     sample = "both-33 or largest_rows or any-order-ballot or any-order-kvslimmer or any-order-keepkv"
-    sample += " or (head_size and (80 or 136)) or stages"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", __file__, "-k", sample]
+    sample += " or (head_size and (80 or 136)) or stages or (garbage and not keepkv-key and not least-attended)"
+    garbage = str(Path(__file__).with_name("test_garbage.py"))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", sample]
+    command += [__file__, garbage]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=ROOT)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

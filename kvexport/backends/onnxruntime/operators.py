@@ -130,7 +130,7 @@ def _why_no_layer(path: Path, plan: CachePlan, query_heads: Sequence[int]) -> st
     ask.restype = ctypes.c_char_p
     for i, (layer, heads) in enumerate(zip(plan.layers, query_heads, strict=True)):
         sizes = (heads, layer.kv_heads, layer.capacity, layer.key_size, layer.value_size, layer.statistics)
-        if problem := ask(TYPES[layer.dtype], *sizes):
+        if problem := ask(TYPES[layer.dtype], *sizes, layer.budget):
             return f"layer {i} has no native kernel: {problem.decode()}"
     return None
 

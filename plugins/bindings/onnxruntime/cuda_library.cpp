@@ -83,12 +83,20 @@ KV_EXPORT const char* kvexport_device_problem() {
   return problem.c_str();
 }
 KV_EXPORT const char* kvexport_layer_problem(int type, int query_heads, int heads, int capacity, int key_size,
-                                             int value_size, int statistics) {
-  KvVoteAttention call{};
-  call.query_type = call.cache_type = type, call.batch = call.tokens = 1;
-  call.query_heads = query_heads, call.heads = heads, call.capacity = capacity;
-  call.key_size = key_size, call.value_size = value_size, call.statistics = statistics;
-  size_t bytes = 0;
-  const char* problem = kv_cuda_vote_attention_workspace(&call, &bytes);
+                                             int value_size, int statistics, int budget) {
+  KvVoteAttention attention{};
+  attention.query_type = attention.cache_type = type, attention.batch = 1;
+  attention.query_heads = query_heads, attention.heads = heads, attention.capacity = capacity;
+  attention.key_size = key_size, attention.value_size = value_size, attention.statistics = statistics;
+  for (attention.tokens = 1; attention.tokens <= (capacity > 1 ? 2 : 1); ++attention.tokens)
+    if (const char* problem = kv_cuda_vote_attention_problem(&attention)) return problem;
+  if (budget >= capacity) return "";
+  // Of the policies the one whose kernels take the most shared memory.
+  KvMergeCache merge{};
+  merge.cache_type = type, merge.batch = 1, merge.heads = heads, merge.capacity = capacity, merge.budget = budget;
+  merge.key_size = key_size, merge.value_size = value_size, merge.statistics = statistics, merge.compresses = 1;
+  merge.policy.merge = KV_MERGE_ZIP, merge.policy.order = KV_ORDER_LEAST_ERROR;
+  merge.policy.measure = KV_MEASURE_DISTANCE, merge.policy.votes_max = 1.0f;
+  const char* problem = kv_cuda_merge_cache_problem(&merge);
   return problem ? problem : "";
 }

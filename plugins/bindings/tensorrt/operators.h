@@ -99,6 +99,7 @@ struct VoteAttention {
   }
 
   static const char* workspace(const Call& a, size_t* bytes) { return kv_cuda_vote_attention_workspace(&a, bytes); }
+  static const char* problem(const Call& a) { return kv_cuda_vote_attention_problem(&a); }
   // Calls of no more tokens take the largest workspace with one or with all: two kernels.
   static std::vector<Call> smaller(const Call& a) {
     std::vector<Call> calls{a};
@@ -152,6 +153,7 @@ struct MergeCache {
   }
 
   static const char* workspace(const Call& a, size_t* bytes) { return kv_cuda_merge_cache_workspace(&a, bytes); }
+  static const char* problem(const Call& a) { return kv_cuda_merge_cache_problem(&a); }
   static std::vector<Call> smaller(const Call& a) { return {a}; }
 
   std::string kept() const {

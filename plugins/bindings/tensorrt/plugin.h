@@ -222,6 +222,7 @@ class Plugin final : public nvinfer1::IPluginV3,
   static size_t workspace_of(const Call& call) {
     size_t bytes = 0;
     if (const char* problem = Operator::workspace(call, &bytes)) refuse(problem);
+    if (const char* problem = Operator::problem(call)) refuse(problem);  // when an engine is built, not in a step
     return bytes;
   }
   // A smaller batch may be split further, and take more.

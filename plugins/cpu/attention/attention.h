@@ -64,7 +64,9 @@ struct Attention {
     x.present_value = static_cast<T*>(a.present.value) + index * c * dv;
     x.key = static_cast<const T*>(a.key) + index * t * d;
     x.value = static_cast<const T*>(a.value) + index * t * dv;
-    x.first = t > 0 ? a.position[x.b * t] : 0;
+    // Of a number that is no position, as where a call is only timed, the nearest that leaves room for the others.
+    const int64_t first = t > 0 ? a.position[x.b * t] : 0, most = INT32_MAX - a.capacity;
+    x.first = first < 0 ? 0 : first > most ? most : first;
     // Used slots are a prefix, so where it ends is found without reading all votes.
     int low = 0, high = a.capacity;
     while (low < high) {

@@ -134,9 +134,9 @@ struct Merge : Select<T> {
       float sum = 0.0f;
       for (int j = 0; j < count; ++j) {
         const float score = score_of(x, w, k, members[j]);
-        sum += by_mean ? score / static_cast<float>(max_of(x.now - position[members[j]] + 1, 1)) : score;
+        sum += by_mean ? score / observations(x.now, position[members[j]]) : score;
       }
-      return by_mean ? sum * static_cast<float>(x.now - latest + 1) : sum;
+      return by_mean ? sum * observations(x.now, latest) : sum;
     }
     float max_score = score_of(x, w, k, members[0]), share = 0.0f, vote_sum = 0.0f;
     for (int j = 1; j < count; ++j) max_score = max_of(max_score, score_of(x, w, k, members[j]));

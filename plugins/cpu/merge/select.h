@@ -116,7 +116,7 @@ struct Select {
           importance[i] = corrected_average(score_of(x, w, 0, i), p.select_decay, x.now, position[i]);
           break;
         case KV_SELECT_MEAN:
-          importance[i] = score_of(x, w, 0, i) / static_cast<float>(max_of(x.now - position[i] + 1, 1));
+          importance[i] = score_of(x, w, 0, i) / observations(x.now, position[i]);
           break;
         case KV_SELECT_POOLED:
           importance[i] = pooled(x, w, i);

@@ -60,7 +60,12 @@ struct Head {
   KV_DEVICE T* output(int g, int t) const {
     return static_cast<T*>(a.output) + (static_cast<size_t>(query_head(g)) * a.tokens + t) * a.value_size;
   }
-  KV_DEVICE int first() const { return static_cast<int>(a.position[static_cast<size_t>(batch) * a.tokens]); }
+  // The first new token's position. Of a number that is none, as where a call is only timed, the nearest that leaves
+  // room for the others.
+  KV_DEVICE int first() const {
+    const int64_t first = a.position[static_cast<size_t>(batch) * a.tokens], most = INT32_MAX - a.capacity;
+    return static_cast<int>(first < 0 ? 0 : first > most ? most : first);
+  }
   // New tokens of this call, as many as there is room for.
   KV_DEVICE int length(int used) const {
     const int64_t length = a.query_length[batch];
@@ -80,6 +85,9 @@ KV_DEVICE float capped(float logit, float softcap) {
 KV_DEVICE float vote_bias(float votes, const KvVoteAttention& a) {
   return a.vote_exponent == 0.0f ? 0.0f : a.vote_exponent * logf(votes);
 }
+
+// A slot's position against that of the first new token.
+KV_DEVICE int age_of(int held, int first) { return max_of(held, 0) - first; }
 
 // Whether the query at position `now` sees what is at `held`.
 KV_DEVICE bool visible(int held, int now, int window) { return held <= now && (window == 0 || held > now - window); }

@@ -31,9 +31,9 @@ struct Decode {
   };
 
   // Shared memory that does not depend on the number of stages, in floats: queries [G, D], parts of logits [warps, G,
-  // kBlock], logits [G, kBlock], weights [kBlock, G], factors [G], and one int.
+  // kBlock], logits [G, kBlock], weights [kBlock, G], factors [G], and two ints.
   static KV_HD constexpr size_t fixed(int key_size) {
-    return (G * key_size + (kWarps + 2) * G * kBlock + (G + 4) / 4 * 4) * sizeof(float);
+    return (G * key_size + (kWarps + 2) * G * kBlock + (G + 5) / 4 * 4) * sizeof(float);
   }
   // Bytes that take the place of the stages at the end: partial sums of the output, or what combine_splits reads.
   static KV_HD constexpr size_t closing(int splits, int group) {

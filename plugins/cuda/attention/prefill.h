@@ -268,7 +268,7 @@ KV_DEVICE float statistic_after(const Head<T>& head, const Statistic& statistic,
   const float rate = logf(statistic.decay);
   if (statistic.window != 0 || statistic.recency_weight != 1.0f) {
     // What counts stands for all queries [begin, end) of the call that see the slot: the sum of a^(n-1-t) over them.
-    const int begin = max_of(age, 0), until = a.sliding_window ? min_of(n, age + a.sliding_window) : n;
+    const int begin = max_of(age, 0), until = a.sliding_window && age < n ? min_of(n, age + a.sliding_window) : n;
     const int seen = max_of(until - begin, 0);
     const float whole = expf(static_cast<float>(n - begin - seen) * rate) * -expm1f(static_cast<float>(seen) * rate) /
                         (1.0f - statistic.decay);
@@ -332,7 +332,7 @@ struct PrefillScores {
       block.each([&](int t, auto&) {
         if (t < count)
           head.score(k)[from + t] =
-              combine_parts(head, statistic, parts, k, used, from + t, tile.position[t] - first, n, t);
+              combine_parts(head, statistic, parts, k, used, from + t, age_of(tile.position[t], first), n, t);
       });
     }
   }

@@ -123,7 +123,7 @@ struct PrefillMmaScores {
       s.position[t] = t < w.count ? w.head.position()[w.from + t] : INT32_MAX;
       if (t >= w.count) return;
       block.lower(s.range, s.position[t]);
-      block.lower(s.range + 1, -s.position[t]);
+      block.lower(s.range + 1, ~s.position[t]);
     });
   }
 
@@ -160,7 +160,7 @@ struct PrefillMmaScores {
       block.cp_async_commit();
       const int earliest = w.first + w.tokens(begin), latest = w.first + w.tokens(min_of(next, w.end()) - 1);
       const bool masked =
-          !visible(-s.range[1], earliest, a.sliding_window) || !visible(s.range[0], latest, a.sliding_window);
+          !visible(~s.range[1], earliest, a.sliding_window) || !visible(s.range[0], latest, a.sliding_window);
 #pragma unroll 1
       for (int part = 0; part < kRows; part += kPart) {
         multiply_rows(block, s.tile(i).row(part));
@@ -277,8 +277,8 @@ struct PrefillMmaScores {
     block.each([&](int t, auto&) {
       if (t >= w.count) return;
       const int slot = w.from + t;
-      w.head.score(w.k)[slot] = statistic_after(w.head, w.statistic, w.k, w.used, slot, s.position[t] - w.first, w.n,
-                                                s.slot_max[t] * kLn2, s.slot_sum[t], s.counted[t]);
+      w.head.score(w.k)[slot] = statistic_after(w.head, w.statistic, w.k, w.used, slot, age_of(s.position[t], w.first),
+                                                w.n, s.slot_max[t] * kLn2, s.slot_sum[t], s.counted[t]);
     });
   }
 };

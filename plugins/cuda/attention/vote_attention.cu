@@ -143,6 +143,12 @@ const char* run(Attention& args, const Device& device, Stream stream) {
   }
 }
 
+const char* run(Attention& args, const Device& device, Stream stream) {
+  const int type = args.call.cache_type;
+  if (type == KV_FLOAT32) return run<float>(args, device, stream);
+  return type == KV_FLOAT16 ? run<Half>(args, device, stream) : run<BFloat>(args, device, stream);
+}
+
 }  // namespace
 }  // namespace cuda
 }  // namespace kv
@@ -153,6 +159,17 @@ extern "C" const char* kv_cuda_vote_attention_workspace(const KvVoteAttention* c
   if (const char* problem = check(*call)) return problem;
   *bytes = plan(*call, largest_device(), nullptr, &args);
   return nullptr;
+}
+
+extern "C" const char* kv_cuda_vote_attention_problem(const KvVoteAttention* call) {
+  using namespace kv::cuda;
+  Device device;
+  Attention args;
+  if (const char* problem = check(*call)) return problem;
+  if (call->batch == 0 || call->tokens == 0 || this_device(&device)) return nullptr;
+  device.runs = false;
+  plan(*call, device, nullptr, &args);
+  return run(args, device, nullptr);
 }
 
 extern "C" const char* kv_cuda_vote_attention(const KvVoteAttention* call, const KvCuda* where) {
@@ -174,7 +191,5 @@ extern "C" const char* kv_cuda_vote_attention(const KvVoteAttention* call, const
   if (const char* problem =
           copy_state(a.past, a.present, slots, a.statistics, a.key_size * element, a.value_size * element, stream))
     return problem;
-  if (a.tokens == 0) return nullptr;
-  if (a.cache_type == KV_FLOAT32) return run<float>(args, device, stream);
-  return a.cache_type == KV_FLOAT16 ? run<Half>(args, device, stream) : run<BFloat>(args, device, stream);
+  return a.tokens == 0 ? nullptr : run(args, device, stream);
 }

@@ -213,28 +213,27 @@ KV_DEVICE int min_of(int a, int b) { return a < b ? a : b; }
 KV_DEVICE int max_of(int a, int b) { return a > b ? a : b; }
 KV_DEVICE float max_of(float a, float b) { return a > b ? a : b; }
 
-// How many slots are used: they are a prefix, so two rounds of reads by all threads find its end. found: one int of
+// How many slots are used: they are a prefix, so two rounds of reads by all threads find its end. Votes that are no
+// prefix have several ends, of which each round takes the first: all blocks that ask get one answer. found: two ints of
 // shared memory.
 template <class Program>
 KV_DEVICE int used_slots(Block<Program>& block, const float* votes, int capacity, int* found) {
   const int stride = (capacity + Program::kThreads - 1) / Program::kThreads;
   const auto ends_at = [&](int i, int next) { return votes[i] > 0.0f && (next >= capacity || !(votes[next] > 0.0f)); };
   block.each([&](int t, auto&) {
-    const int start = t * stride;
-    if (t == 0 && !(votes[0] > 0.0f))
-      *found = -1;
-    else if (start < capacity && ends_at(start, start + stride))
-      *found = start;
+    if (t < 2) found[t] = capacity;
   });
-  const int start = *found;
-  block.each([&](int, auto&) {});  // all have read it
   block.each([&](int t, auto&) {
-    if (t == 0 && start < 0) *found = 0;
-    for (int i = start + t; start >= 0 && i < min_of(start + stride, capacity); i += Program::kThreads)
-      if (ends_at(i, i + 1)) *found = i + 1;
+    const int start = t * stride;
+    if (start < capacity && ends_at(start, start + stride)) block.lower(&found[0], start);
   });
-  const int used = *found;
-  block.each([&](int, auto&) {});
+  const int start = votes[0] > 0.0f ? found[0] : capacity;
+  block.each([&](int t, auto&) {
+    for (int i = start + t; i < min_of(start + stride, capacity); i += Program::kThreads)
+      if (ends_at(i, i + 1)) block.lower(&found[1], i);
+  });
+  const int used = start < capacity ? found[1] + 1 : 0;
+  block.each([&](int, auto&) {});  // all have read it
   return used;
 }
 

@@ -9,6 +9,7 @@ namespace cuda {
 struct Device {
   int multiprocessors;
   size_t shared_limit;  // of a block
+  bool runs;            // false: launches are only checked
 };
 
 constexpr const char* kTooManyBlocks = "the call is too large for one launch";
@@ -30,11 +31,12 @@ inline const char* this_device(Device* device) {
   if (const char* problem = text_of(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, number)))
     return problem;
   device->shared_limit = shared;
+  device->runs = true;
   return nullptr;
 }
 
 // Of twice as many multiprocessors as the largest has; the size of a workspace must not hang on where it is asked for.
-inline Device largest_device() { return {512, 0}; }
+inline Device largest_device() { return {512, 0, false}; }
 
 template <class Program>
 __global__ void __launch_bounds__(Program::kThreads, Program::kBlocksPerMultiprocessor)
@@ -52,6 +54,7 @@ const char* launch(const typename Program::Args& args, size_t blocks, size_t sha
   // A few bytes belong to Block::is_last.
   const size_t limit = device.shared_limit - 16;
   if (shared > limit) return kTooMuchShared;
+  if (!device.runs) return nullptr;
   // The same for every call: it is the kernel's, and another thread's call may come between this line and the launch.
   if (shared > 48000)
     if (const char* problem = text_of(cudaFuncSetAttribute(
@@ -72,17 +75,18 @@ inline const char* copy_tensor(void* to, const void* from, size_t bytes, Stream 
 using Stream = void*;
 
 inline const char* this_device(Device* device) {
-  *device = {host().multiprocessors, host().shared_limit};
+  *device = {host().multiprocessors, host().shared_limit, true};
   return nullptr;
 }
 
 // Of the host's multiprocessors alone, so that a sanitizer sees the first byte beyond what is used.
-inline Device largest_device() { return {host().multiprocessors, host().shared_limit}; }
+inline Device largest_device() { return {host().multiprocessors, host().shared_limit, false}; }
 
 template <class Program>
 const char* launch(const typename Program::Args& args, size_t blocks, size_t shared, const Device& device, Stream) {
   if (blocks >= kLaunchable) return kTooManyBlocks;
   if (shared + 16 > device.shared_limit) return kTooMuchShared;
+  if (!device.runs) return nullptr;
   for (size_t i = 0; i < blocks; ++i) {
     // Exactly what the launch asks for, and every block finds rubbish in it.
     void* memory = nullptr;

@@ -107,6 +107,12 @@ const char* run(const MergeWork& m, const Device& device, Stream stream) {
   return launch<Place>({m, element}, heads * each, Place::size(a.capacity), device, stream);
 }
 
+const char* run(const MergeWork& m, const Device& device, Stream stream) {
+  const int type = m.call.cache_type;
+  if (type == KV_FLOAT32) return run<float>(m, device, stream);
+  return type == KV_FLOAT16 ? run<Half>(m, device, stream) : run<BFloat>(m, device, stream);
+}
+
 }  // namespace
 }  // namespace cuda
 }  // namespace kv
@@ -117,6 +123,17 @@ extern "C" const char* kv_cuda_merge_cache_workspace(const KvMergeCache* call, s
   if (const char* problem = check(*call)) return problem;
   *bytes = lay_out(*call, largest_device(), nullptr, &merge);
   return nullptr;
+}
+
+extern "C" const char* kv_cuda_merge_cache_problem(const KvMergeCache* call) {
+  using namespace kv::cuda;
+  Device device;
+  MergeWork merge;
+  if (const char* problem = check(*call)) return problem;
+  if (call->batch == 0 || this_device(&device)) return nullptr;
+  device.runs = false;
+  lay_out(*call, device, nullptr, &merge);
+  return run(merge, device, nullptr);
 }
 
 extern "C" const char* kv_cuda_merge_cache(const KvMergeCache* call, const KvCuda* where) {
@@ -138,8 +155,7 @@ extern "C" const char* kv_cuda_merge_cache(const KvMergeCache* call, const KvCud
   if (const char* problem =
           copy_state(past, present, slots, a.statistics, a.key_size * element, a.value_size * element, stream))
     return problem;
-  if (a.cache_type == KV_FLOAT32) return run<float>(merge, device, stream);
-  return a.cache_type == KV_FLOAT16 ? run<Half>(merge, device, stream) : run<BFloat>(merge, device, stream);
+  return run(merge, device, stream);
 }
 
 extern "C" const char* kv_cuda_target(void) {

@@ -213,7 +213,9 @@ struct Rank {
         int rank = i - passed;
         if (!sorted) {
           rank = 0;
-          for (int j = 0; j < in_all; ++j) rank += position[j] > passed_at && position[j] < position[i];
+          // No two slots of a cache share a position; of those that do, by their place, so that each has a rank.
+          for (int j = 0; j < in_all; ++j)
+            rank += position[j] > passed_at && (position[j] < position[i] || (position[j] == position[i] && j < i));
         }
         if (position[i] > passed_at) head.of(head.work.order)[rank] = i;
       }
@@ -255,7 +257,7 @@ struct Rank {
       case KV_SELECT_AVERAGE:
         return corrected_average(head.score(0, i), p.select_decay, x.now, position);
       case KV_SELECT_MEAN:
-        return head.score(0, i) / static_cast<float>(max_of(x.now - position + 1, 1));
+        return head.score(0, i) / observations(x.now, position);
       case KV_SELECT_POOLED:
         return pooled(head, x, i, p.pooled / 2);
       default:

@@ -211,7 +211,7 @@ struct MergeRows {
   static KV_DEVICE float merged_score(const MergeHead& head, const HeadInfo& x, const Shared& s, int count, int k,
                                       int latest) {
     const KvMergePolicy& p = head.a.policy;
-    const auto seen = [&](int slot) { return static_cast<float>(max_of(x.now - head.position(slot) + 1, 1)); };
+    const auto seen = [&](int slot) { return observations(x.now, head.position(slot)); };
     if (head.a.statistic_kind[k] == KV_STATISTIC_NONE) return head.score(k, s.member[0]);
     float sum = 0.0f;
     if (head.a.statistic_kind[k] == KV_STATISTIC_PROBABILITY) {

@@ -276,6 +276,16 @@ def test_what_the_kernels_cannot_do_is_refused_when_the_engine_is_built(
     assert message in harness.log()
 
 
+def test_a_cache_that_shared_memory_does_not_hold_is_refused_when_the_engine_is_built(harness: Harness) -> None:
+    plugin, slots = harness.create("MergeCache", MERGE), 50_000
+    shapes = ((B, 2, slots, 16), (B, 2, slots, 24), (B, 2, slots), (B, 2, 1, slots), (B, 2, slots))
+    tensors = attention_tensors()[5:10]
+    assert plugin and plugin.asked("configure", changed(tensors, 3, shape=(B, 2, 1, 96))) == 0, harness.log()
+    large = [Tensor.of(x.type, shape, [4, *shape[1:]]) for x, shape in zip(tensors, shapes, strict=True)]
+    assert plugin.asked("configure", large) != 0
+    assert "MergeCache: the cache has more slots" in harness.log()
+
+
 def test_the_workspace_does_for_every_smaller_problem(harness: Harness) -> None:
     """A smaller batch is split further, and may take more."""
     attributes = VoteAttentionAttributes(0.25, 1.0, (Statistic("log_ema", 0.9),))

@@ -53,7 +53,8 @@ def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
     import torch
 
     from kvexport.export.model.checkpoint import read_checkpoint, resolve_checkpoint
-    from kvexport.export.model.hf_model import build_fake, load_config, probe_geometry
+    from kvexport.export.model.config import load_config
+    from kvexport.export.model.hf_model import build_fake, probe_geometry
     from kvexport.export.model.rotary import read_rotary
     from kvexport.export.model.wheel import WHEEL
     from kvexport.quiet import quiet_exporter

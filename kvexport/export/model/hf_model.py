@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -17,44 +17,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from kvexport.cache import LayerGeometry
 from kvexport.errors import UsageError
 from kvexport.export.model.attention_hook import IMPLEMENTATION, PassThroughCache, attending
+from kvexport.export.model.config import blame, said
 
 PROBE_POSITIONS = (1 << 20, (1 << 20) + 1, (1 << 20) + 37)
 PROBE_SPAN = 1 << 18
-
-
-def load_config(source: str, revision: str | None, max_length: int) -> Any:
-    """The transformers config of a directory or hub id. UsageError where it alone tells that the model cannot be
-    traced, or has fewer than `max_length` positions."""
-    try:
-        config = AutoConfig.from_pretrained(source, revision=revision)
-    except (ValueError, KeyError, OSError, TypeError) as error:
-        raise UsageError(
-            f"transformers cannot read the config.json of {source}: {_first_line(error)}",
-            f"for a model of the hub, while online: hf download {source} config.json",
-        ) from error
-    kind = getattr(config, "model_type", "?")
-    if getattr(config, "is_encoder_decoder", False):
-        raise UsageError(f"{kind} is an encoder-decoder; only decoders have a cache that grows with every token")
-    text = config.get_text_config()  # a part of it where the model also sees or hears
-    if getattr(text, "kv_lora_rank", None):
-        raise UsageError(
-            f"{kind} has latent attention (kv_lora_rank {text.kv_lora_rank}); merging its expanded keys would need "
-            "more memory than its own latent cache"
-        )
-    if shared := getattr(text, "num_kv_shared_layers", 0):
-        raise UsageError(
-            f"the last {shared} layers of {kind} read the keys of other layers (num_kv_shared_layers); only decoders "
-            "whose every layer has a cache of its own can be exported"
-        )
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UsageError(f"transformers has no decoder (AutoModelForCausalLM) for model type '{kind}'")
-    positions = getattr(text, "max_position_embeddings", None)
-    if positions is not None and max_length > positions:
-        raise UsageError(
-            f"limits.max_length is {max_length}, but {kind} has {positions} positions",
-            f"--set limits.max_length={positions}",
-        )
-    return config
 
 
 def build_fake(config: Any, dtype: torch.dtype, max_length: int) -> tuple[Any, FakeTensorMode]:
@@ -63,21 +29,13 @@ def build_fake(config: Any, dtype: torch.dtype, max_length: int) -> tuple[Any, F
     Raises UsageError where transformers cannot make the model, or the model does not use its attention interface."""
     _refuse_own_attention(config)
     try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, dtype=dtype, attn_implementation=IMPLEMENTATION
-            )
+        model = _on_meta(config, dtype, max_length)
     except Exception as error:
+        blamed = blame(config.to_dict(), lambda rest: _on_meta(type(config).from_dict(rest), dtype, max_length))
         raise UsageError(
-            f"transformers cannot make a {config.model_type} of config.json: {_first_line(error)}"
+            f"transformers cannot make a {config.model_type} of config.json: {said(error)}{blamed}",
+            "download config.json again" if blamed else "",
         ) from error
-    for module in model.modules():
-        if any(buffer is not None for buffer in module._buffers.values()):
-            module.to_empty(device="cpu", recurse=False)
-            with torch.no_grad():
-                model._init_weights(module)
-    model.tie_weights()
-    fix_rotary_frequencies(model, max_length)
     _buffers_as_parameters(model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     shared: dict[int, nn.Parameter] = {}  # tied parameters stay tied
@@ -92,6 +50,22 @@ def build_fake(config: Any, dtype: torch.dtype, max_length: int) -> tuple[Any, F
                     shared[id(shared[id(parameter)])] = shared[id(parameter)]
                 module._parameters[name] = shared[id(parameter)]
     return model.eval(), mode
+
+
+def _on_meta(config: Any, dtype: torch.dtype, max_length: int) -> Any:
+    """The model with parameters on the meta device and buffers that hold their values."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, attn_implementation=IMPLEMENTATION
+        )
+    for module in model.modules():
+        if any(buffer is not None for buffer in module._buffers.values()):
+            module.to_empty(device="cpu", recurse=False)
+            with torch.no_grad():
+                model._init_weights(module)
+    model.tie_weights()
+    fix_rotary_frequencies(model, max_length)
+    return model
 
 
 def _buffers_as_parameters(model: Any) -> None:
@@ -253,7 +227,7 @@ def probe_geometry(model: Any, mode: FakeTensorMode) -> list[LayerGeometry]:
         ) from failure
     if failure:
         raise UsageError(
-            f"{kind} cannot be traced without its weights: {type(failure).__name__}: {_first_line(failure)}"
+            f"{kind} cannot be traced without its weights: {type(failure).__name__}: {said(failure)}"
         ) from failure
     count = model.config.get_text_config().num_hidden_layers
     missing = [i for i in range(count) if i not in probe.layers]
@@ -284,10 +258,6 @@ def _refuse_experts(model: Any) -> None:
             f"{model.config.model_type} has mixture-of-experts layers (the first is '{experts}'); only dense "
             "decoders can be exported"
         )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]
 
 
 def parameter_sources(model: Any, tensors: Iterable[str]) -> dict[str, str]:

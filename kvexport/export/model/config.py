@@ -1,0 +1,100 @@
+"""A config.json as transformers' config: fields of a wrong type or size are named, and models that it alone shows to be
+impossible are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from kvexport.errors import UsageError
+from kvexport.recipe.fields import MOST
+
+MOST_LAYERS = 10_000  # of which transformers makes lists before it looks at anything else
+# What models of all families call their sizes. Those that have one for each layer, or none, are left to transformers.
+LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+SIZES = (
+    *("hidden_size", "n_embd", "d_model", "intermediate_size", "n_inner", "ffn_dim", "head_dim", "vocab_size"),
+    *("num_attention_heads", "n_heads", "n_head", "num_key_value_heads", "max_position_embeddings", "n_positions"),
+)
+
+
+def load_config(source: str, revision: str | None, max_length: int) -> Any:
+    """The transformers config of a directory or hub id. UsageError where it cannot be read, naming the field if one is
+    to blame, where it alone tells that the model cannot be traced, or has fewer than `max_length` positions."""
+    raw: dict[str, Any] = {}
+    try:
+        raw, _ = PretrainedConfig.get_config_dict(source, revision=revision)
+        _check_sizes(raw)
+        config = AutoConfig.from_pretrained(source, revision=revision)
+    except UsageError as error:
+        raise UsageError(f"the config.json of {source} cannot be used: {error.problem}", error.fix) from error
+    except Exception as error:  # transformers' own checks raise classes of their own, wrong types whatever they meet
+        blamed = blame(raw, lambda rest: CONFIG_MAPPING[raw["model_type"]].from_dict(rest))
+        raise UsageError(
+            f"transformers cannot read the config.json of {source}: {said(error)}{blamed}",
+            "download config.json again"
+            if raw
+            else f"for a model of the hub, while online: hf download {source} config.json",
+        ) from error
+    kind = getattr(config, "model_type", "?")
+    if getattr(config, "is_encoder_decoder", False):
+        raise UsageError(f"{kind} is an encoder-decoder; only decoders have a cache that grows with every token")
+    text = config.get_text_config()  # a part of it where the model also sees or hears
+    if getattr(text, "kv_lora_rank", None):
+        raise UsageError(
+            f"{kind} has latent attention (kv_lora_rank {text.kv_lora_rank}); merging its expanded keys would need "
+            "more memory than its own latent cache"
+        )
+    if shared := getattr(text, "num_kv_shared_layers", 0):
+        raise UsageError(
+            f"the last {shared} layers of {kind} read the keys of other layers (num_kv_shared_layers); only decoders "
+            "whose every layer has a cache of its own can be exported"
+        )
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UsageError(f"transformers has no decoder (AutoModelForCausalLM) for model type '{kind}'")
+    positions = getattr(text, "max_position_embeddings", None)
+    if positions is not None and max_length > positions:
+        raise UsageError(
+            f"limits.max_length is {max_length}, but {kind} has {positions} positions",
+            f"--set limits.max_length={positions}",
+        )
+    return config
+
+
+def _check_sizes(raw: Mapping[str, Any]) -> None:
+    parts = [part for part in (raw, raw.get("text_config")) if isinstance(part, Mapping)]
+    for part in parts:
+        for name in (*SIZES, *LAYERS):
+            value, most = part.get(name), MOST_LAYERS if name in LAYERS else MOST
+            if isinstance(value, int | float) and not (type(value) is int and 1 <= value <= most):
+                raise UsageError(
+                    f"{name} should be an integer from 1 to {most}, found {value!r}", "download config.json again"
+                )
+
+
+def blame(raw: Mapping[str, Any], works: Callable[[dict[str, Any]], object]) -> str:
+    """Words that name the first field without which `works` raises nothing, "" where there is none."""
+    for name, rest in _without_one(raw):
+        try:
+            works(rest)
+        except Exception:
+            continue
+        return f" (without its {name} it can)"
+    return ""
+
+
+def _without_one(raw: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name in raw:
+        yield name, {key: value for key, value in raw.items() if key != name}
+    if isinstance(text := raw.get("text_config"), Mapping):
+        for name, rest in _without_one(text):
+            yield f"text_config.{name}", {**raw, "text_config": rest}
+
+
+def said(error: Exception) -> str:
+    """Its message as one line, not too long."""
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -52,3 +52,12 @@ class QueueFullError(KvexportError):
 
 class DeadlineError(KvexportError):
     """A request's deadline passed before there was a lane for it."""
+
+
+# torch and ONNX Runtime say so in errors of their own.
+_NO_MEMORY = ("bad_alloc", "Failed to allocate memory", "can't allocate memory", "not enough memory")
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether it says that there is not enough memory."""
+    return isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY)

@@ -15,14 +15,12 @@ import typer
 from typer.core import TyperGroup
 
 from kvexport.commands.process import Terminated
-from kvexport.errors import EnvironmentProblem, KvexportError, UsageError
+from kvexport.errors import EnvironmentProblem, KvexportError, UsageError, lacks_memory
 
 INTERRUPTED = 128 + 2  # as a shell says of a process that SIGINT ended, and SIGPIPE
 PIPE_CLOSED = 128 + 13
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
-# torch and ONNX Runtime say so in errors of their own.
-_NO_MEMORY = ("bad_alloc", "Failed to allocate memory", "can't allocate memory", "not enough memory")
 
 
 class Verbs(TyperGroup):
@@ -75,7 +73,7 @@ def _known_problem(error: BaseException) -> KvexportError | None:
         from kvexport.packages import missing_package
 
         return missing_package(error, packages())
-    if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
+    if lacks_memory(error):
         fix = "smaller limits.max_batch, limits.max_length or cache.budget; "
         fix += "kvexport plan --recipe NAME says what a recipe takes"
         return EnvironmentProblem(f"not enough memory: {_summary(error)}", fix)

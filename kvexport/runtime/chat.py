@@ -68,7 +68,7 @@ class ChatTemplate:
 def read_chat_template(folder: Path) -> ChatTemplate | None:
     """The template of an artifact's folder, None where its checkpoint has none. Raises ArtifactError for files that
     cannot be read."""
-    config = _read_json(folder / CONFIG)
+    config = read_json(folder / CONFIG)
     template = config.get("chat_template")
     sources = {}
     if isinstance(template, str):
@@ -79,7 +79,7 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
     if (folder / TEMPLATE).is_file():
         where = folder / TEMPLATE
         sources["default"] = _read(where)
-    tokens = {**_tokens(_read_json(folder / SPECIAL)), **_tokens(config)}
+    tokens = {**_tokens(read_json(folder / SPECIAL)), **_tokens(config)}
     return ChatTemplate(sources, tokens, str(where)) if sources else None
 
 
@@ -189,14 +189,19 @@ def _as_python(value: Any) -> Any:
     return str(value) if isinstance(value, bool | float | list | tuple | dict) else value
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object of an artifact's JSON file, empty where there is none. Raises ArtifactError for anything else."""
     if not path.is_file():
         return {}
     try:
         data = json.loads(_read(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{path} is not JSON: {error}", "build the artifact again: kvexport build") from error
-    return data if isinstance(data, dict) else {}
+    if not isinstance(data, dict):
+        raise ArtifactError(
+            f"{path} holds a JSON {type(data).__name__}, expected an object", "build the artifact again: kvexport build"
+        )
+    return data
 
 
 def _read(path: Path) -> str:

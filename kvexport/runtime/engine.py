@@ -3,7 +3,6 @@ nor transformers."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from kvexport.artifact.reading import load_manifest
 from kvexport.backends.base import LoadOptions, ModelState, Sessions
 from kvexport.backends.rows import HostRows, Rows
 from kvexport.errors import DeadlineError, KvexportError, QueueFullError, UsageError
-from kvexport.runtime.chat import ChatTemplate, Message, read_chat_template
+from kvexport.runtime.chat import ChatTemplate, Message, read_chat_template, read_json
 from kvexport.runtime.lane_pool import LanePool
 from kvexport.runtime.lanes import Lanes, Tokens
 from kvexport.runtime.prefixes import Prefixes
@@ -62,8 +61,7 @@ class Engine:
         self.max_length = manifest.limits.max_length
         self.max_batch = manifest.limits.max_batch
         self.tokenizer = Tokenizer.from_folder(path) if (path / FILE_NAME).exists() else None
-        config = path / "generation_config.json"
-        self.generation_config: dict[str, Any] = json.loads(config.read_text()) if config.exists() else {}
+        self.generation_config = read_json(path / "generation_config.json")
         self.timing = Timing()  # of the last call of `stream` or `generate`
         self.sessions = sessions
         self._scheduler = Scheduler(self.max_batch, manifest.limits.prefill_chunk, self._follows)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvexport.recipe.fields import Recipe
 
 CPU_PROVIDER = devices.PROVIDERS["cpu"]
+DECODER_INPUTS = ("input_ids", "query_length", "past_length")  # beside the state
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class OnnxRuntime(Backend):
     def load(self, path: Path, manifest: Manifest, options: LoadOptions) -> Sessions:
         """See `Backend`."""
         from kvexport.backends.onnxruntime import section
+        from kvexport.backends.onnxruntime.session import require_interface
         from kvexport.backends.onnxruntime.sessions import Sessions
 
         graphs, chosen = manifest.graphs, section.of(manifest.recipe)
@@ -67,7 +69,7 @@ class OnnxRuntime(Backend):
         if library and device == "cuda":
             native.require_runnable(library)
         runs = native.implementations(manifest, device)
-        return Sessions(
+        sessions = Sessions(
             path / graphs.decoder,
             path / graphs.merge if graphs.merge else None,
             threads=chosen.threads if options.threads is None else options.threads,
@@ -78,6 +80,10 @@ class OnnxRuntime(Backend):
             device=device,
             graphs=device == "cuda" and (chosen.cuda_graph if options.cuda_graph is None else options.cuda_graph),
         )
+        require_interface(sessions.decoder, path / graphs.decoder, manifest.cache, DECODER_INPUTS)
+        if graphs.merge:
+            require_interface(sessions.merge, path / graphs.merge, manifest.cache, ())
+        return sessions
 
     def runners(self, sessions: Any, manifest: Manifest) -> Runners:
         """See `Backend`."""

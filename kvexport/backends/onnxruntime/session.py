@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvexport.backends.onnxruntime.devices import INSTALL_CUDA, PROVIDERS, load_cuda_libraries
-from kvexport.errors import EnvironmentProblem
+from kvexport.errors import ArtifactError, EnvironmentProblem, lacks_memory
+
+if TYPE_CHECKING:
+    from kvexport.cache import CachePlan
 
 
 def open_session(
@@ -20,7 +25,8 @@ def open_session(
 ) -> Any:
     """An ONNX Runtime session of the ONNX graph at `path` on a device. operators: the library of native ones to
     register, None: functions run. graphs: it captures CUDA graphs. model: another ONNX graph over the weights of the
-    one at `path`. Raises EnvironmentProblem where ONNX Runtime cannot use the device."""
+    one at `path`. Raises EnvironmentProblem where ONNX Runtime cannot use the device, ArtifactError where it can and
+    does not open the ONNX graph."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()
@@ -36,7 +42,12 @@ def open_session(
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
     cpu = PROVIDERS["cpu"]
     if device == "cpu":
-        return ort.InferenceSession(source, options, providers=[cpu])
+        try:
+            return ort.InferenceSession(source, options, providers=[cpu])
+        except Exception as error:
+            if lacks_memory(error) or model is not None:
+                raise
+            raise _unusable(path, f"ONNX Runtime does not open it: {first_line(error)}") from error
     load_cuda_libraries(ort)
     # Without TF32: products of a float32 model are float32.
     chosen = {"device_id": "0", "use_tf32": "0", "enable_cuda_graph": str(int(graphs))}
@@ -54,6 +65,34 @@ def open_session(
             f"ONNX Runtime cannot start its provider for {device}, and has said why above", INSTALL_CUDA
         )
     return session
+
+
+def require_interface(session: Any, path: Path, plan: CachePlan, others: Iterable[str]) -> None:
+    """Raises ArtifactError where the ONNX graph at `path` takes anything but the plan's state and the inputs `others`,
+    or state of other shapes, or does not give it back: what is bound to it is as large as the plan says."""
+    shapes = {name: layer.shapes(1)[kind] for name, _, layer, kind in plan.state_names()}
+    present = {name: present for name, present, *_ in plan.state_names()}
+    given = {node.name for node in session.get_outputs()}
+    taken = {node.name: node.shape for node in session.get_inputs()}
+    for name in others:
+        if taken.pop(name, None) is None:
+            raise _unusable(path, f"it has no input {name}")
+    if others and (missing := shapes.keys() - taken.keys()):
+        raise _unusable(path, f"it has no input {min(missing)}")
+    for name, found in taken.items():
+        expected = shapes.get(name)
+        if expected is None or [*found[1:]] != [*expected[1:]]:
+            wanted = "no such input" if expected is None else f"[batch, {', '.join(map(str, expected[1:]))}]"
+            raise _unusable(path, f"its input {name[:80]} is {found}, expected {wanted}")
+        if present[name] not in given:
+            raise _unusable(path, f"it has no output {present[name]}")
+
+
+def _unusable(path: Path, problem: str) -> ArtifactError:
+    return ArtifactError(
+        f"{path} cannot be run: {problem}",
+        f"kvexport build --recipe NAME --out {shlex.quote(str(path.parent))}, which builds it again",
+    )
 
 
 def first_line(error: Exception) -> str:

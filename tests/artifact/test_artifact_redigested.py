@@ -1,0 +1,91 @@
+"""Files of an artifact that are damaged and have the right digests all the same: refused as the artifact's fault."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import pytest
+
+from kvexport.artifact.digests import write_manifest
+from kvexport.artifact.reading import load_manifest
+from tests.support.command_line import failure
+
+
+def cut(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def other_slots(data: bytes) -> bytes:
+    """An ONNX graph for a cache of one slot more."""
+    model = onnx.ModelProto.FromString(data)
+    for value in model.graph.input:
+        if value.name == "past_key_values.1.votes":
+            value.type.tensor_type.shape.dim[2].dim_value += 1
+    return model.SerializeToString()
+
+
+def without_output(data: bytes) -> bytes:
+    model = onnx.ModelProto.FromString(data)
+    del model.graph.output[-1]
+    return model.SerializeToString()
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "cut": cut,
+    "empty": lambda data: b"",
+    "garbage": lambda data: bytes(range(256)) * (len(data) // 256),
+    "a list": lambda data: b"[1]",
+    "deep": lambda data: b"[" * 100_000,
+}
+CASES = [
+    *(
+        (name, kind)
+        for name in ("decoder.onnx", "merge.onnx", "tokenizer.json")
+        for kind in ("cut", "empty", "garbage")
+    ),
+    *(("decoder.weights", kind) for kind in ("cut", "empty")),
+    *(("generation_config.json", kind) for kind in ("cut", "garbage", "a list", "deep")),
+]
+
+
+def refused(artifact: Path, folder: Path, name: str, data: bytes) -> str:
+    copy = folder / "copy"
+    shutil.copytree(artifact, copy)
+    manifest = load_manifest(copy)
+    (copy / name).write_bytes(data)
+    write_manifest(copy, manifest.to_json())
+    said = failure(5, "generate", copy, "abc", "--max-new-tokens", 3)
+    assert "build" in said.split("fix: ")[1]
+    return said
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_damage_that_the_digests_do_not_tell_is_the_artifacts(
+    tiny_artifact: Path, tmp_path: Path, name: str, kind: str
+) -> None:
+    said = refused(tiny_artifact, tmp_path, name, DAMAGE[kind]((tiny_artifact / name).read_bytes()))
+    assert str(tmp_path / "copy") in said
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("decoder.onnx", other_slots, "input past_key_values.1.votes is "),
+        ("merge.onnx", other_slots, "input past_key_values.1.votes is "),
+        ("decoder.onnx", without_output, "has no output present.1."),
+        ("merge.onnx", without_output, "has no output present.1."),
+    ],
+)
+def test_graphs_of_another_cache_are_refused(
+    tiny_artifact: Path, tmp_path: Path, name: str, change: Callable[[bytes], bytes], said: str
+) -> None:
+    assert said in refused(tiny_artifact, tmp_path, name, change((tiny_artifact / name).read_bytes()))
+
+
+@pytest.mark.parametrize(("name", "source"), [("decoder.onnx", "merge.onnx"), ("merge.onnx", "decoder.onnx")])
+def test_graphs_in_one_anothers_place_are_refused(tiny_artifact: Path, tmp_path: Path, name: str, source: str) -> None:
+    said = refused(tiny_artifact, tmp_path, name, (tiny_artifact / source).read_bytes())
+    assert "it has no input input_ids" in said or "its input input_ids is " in said

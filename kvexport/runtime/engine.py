@@ -20,6 +20,7 @@ from kvexport.backends.base import LoadOptions, ModelState, Sessions
 from kvexport.backends.rows import HostRows, Rows
 from kvexport.errors import DeadlineError, KvexportError, QueueFullError, UsageError
 from kvexport.runtime.chat import ChatTemplate, Message, read_chat_template, read_json
+from kvexport.runtime.grammar import Grammars
 from kvexport.runtime.lane_pool import LanePool
 from kvexport.runtime.lanes import Lanes, Tokens
 from kvexport.runtime.prefixes import Prefixes
@@ -61,6 +62,7 @@ class Engine:
         self.max_length = manifest.limits.max_length
         self.max_batch = manifest.limits.max_batch
         self.tokenizer = Tokenizer.from_folder(path) if (path / FILE_NAME).exists() else None
+        self.grammars = Grammars(self.tokenizer, self.vocabulary)
         self.generation_config = read_json(path / "generation_config.json")
         self.timing = Timing()  # of the last call of `stream` or `generate`
         self.sessions = sessions
@@ -106,9 +108,7 @@ class Engine:
             raise QueueFullError(f"{len(self._scheduler.waiting)} requests wait already", "try again later")
         if request.start is not None:
             self.origin.check(request.start.origin)
-        prepare(
-            request, self.encode(request.prompt, after=request.start), self.settings(), self.vocabulary, self.tokenizer
-        )
+        prepare(request, self.encode(request.prompt, after=request.start), self.settings(), self.grammars)
         request.timing.prompt_tokens += request.unread
         if self.prefixes is not None and not request.done:
             request.keys = self.prefixes.keys(request.ids)

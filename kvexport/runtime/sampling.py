@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvexport.backends.rows import TopLogits
 from kvexport.errors import KvexportError, UsageError
+from kvexport.runtime.grammar import Constraint
 from kvexport.runtime.settings import GenerationSettings
 from kvexport.runtime.top_logits import Scores, scores_of
 
@@ -40,13 +41,20 @@ class Sampler:
     never on the batch the sequence is in.
 
     prompt_ids: the prompt's token ids; they count for the repetition penalty only. vocab_size: the length of the
-        logits.
+        logits. constraint: of the settings' grammar, for this sequence alone.
     """
 
-    def __init__(self, settings: GenerationSettings, prompt_ids: Sequence[int] | Ids, vocab_size: int) -> None:
+    def __init__(
+        self,
+        settings: GenerationSettings,
+        prompt_ids: Sequence[int] | Ids,
+        vocab_size: int,
+        constraint: Constraint | None = None,
+    ) -> None:
         """Start a sequence of which nothing is generated yet; UsageError for a token id that cannot be."""
         self.settings = settings
         self.vocab_size = vocab_size
+        self._constraint = constraint
         self.generated: list[int] = []
         self.logprobs: Logprobs | None = None  # of the token last chosen, where the settings ask for them
         # Ids beyond the logits (an embedding larger than the head) cannot come out, so they carry no penalty.
@@ -66,10 +74,12 @@ class Sampler:
 
     @property
     def finish_reason(self) -> Literal["stop", "length"] | None:
-        """Why the sequence ends with the token last chosen: "stop" = an eos token, "length" = max_new_tokens; None = it
-        goes on.
+        """Why the sequence ends with the token last chosen: "stop" = an eos token, or the end of the grammar, "length"
+        = max_new_tokens; None = it goes on.
         Stop strings are found in the text: `kvexport.runtime.text.TextStream`."""
         if self.generated and self.generated[-1] in self._ends:
+            return "stop"
+        if self._constraint is not None and self._constraint.finished:
             return "stop"
         return "length" if len(self.generated) >= self.settings.max_new_tokens else None
 
@@ -113,6 +123,8 @@ class Sampler:
 
     def _remember(self, token: int) -> int:
         self.generated.append(token)
+        if self._constraint is not None:
+            self._constraint.accept(token)
         if self._is_seen is not None:
             self._is_seen[token] = True
         if self._counts is not None:
@@ -173,10 +185,11 @@ class Sampler:
         return scores
 
     def _changed(self, logits: Floats, ids: npt.NDArray[np.integer[Any]] | None) -> Floats:
-        """The logits of `ids` (None: of all) after bias, penalties and eos suppression; the caller's own array where
-        none of them applies."""
+        """The logits of `ids` (None: of all) after bias, penalties, eos suppression and the grammar; the caller's own
+        array where none of them applies."""
         suppresses = self._suppresses()
-        if self._bias is None and self._is_seen is None and self._counts is None and not suppresses:
+        changes = (self._bias, self._is_seen, self._counts, self._constraint)
+        if all(change is None for change in changes) and not suppresses:
             return logits
         scores: Floats = logits.copy()
         if self._bias is not None:
@@ -190,6 +203,9 @@ class Sampler:
             scores[places] -= np.float32(self.settings.presence_penalty)
         if suppresses:
             scores[self._eos_ids if ids is None else np.isin(ids, self._eos_ids)] = -np.inf
+        if self._constraint is not None:
+            allowed = self._constraint.mask()
+            scores[~(allowed if ids is None else allowed[ids])] = -np.inf
         return scores
 
     def _suppresses(self) -> bool:
@@ -339,7 +355,7 @@ def _check_maximum(scores: Floats, step: int, where: str = "") -> None:
     if value == -math.inf:
         raise KvexportError(
             f"every logit of new token {step} is -inf{where}: no token is possible",
-            "lower min_new_tokens, the penalty or the bias",
+            "lower min_new_tokens, the penalty or the bias, or give a grammar that allows more",
         )
     fix = "run `kvexport validate` on the artifact" if not where else "raise the temperature"
     raise KvexportError(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvexport.errors import UsageError
+from kvexport.runtime.grammar import Grammar
 
 # Keys of a generation_config.json that would change the tokens, each with the value that does nothing.
 UNSUPPORTED: Mapping[str, Any] = {
@@ -77,6 +78,7 @@ class GenerationSettings:
     token, and the logarithm of its own probability: of the model's distribution, before penalties, bias, grammar and
     temperature, as vLLM does by default. Those of the prompt cannot be had, because the decoder gives the logits after
     its last token alone. ignore_eos: an eos token is one like any other.
+    grammar: the form that the answer keeps to. It ends with the form, and an eos comes only where the form may end.
     Raises UsageError naming the field that cannot be used.
     """
 
@@ -93,6 +95,7 @@ class GenerationSettings:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     ignore_eos: bool = False
+    grammar: Grammar | None = None
     seed: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
@@ -145,6 +148,8 @@ class GenerationSettings:
             whole = _is_integer(token) and token >= 0 and _is_number(value) and -100 <= value <= 100
             _require(whole, "logit_bias", {token: value}, "token ids of at least 0, each with a number in [-100, 100]")
         whole = told is None or (_is_integer(told) and 0 <= told <= MOST_LOGPROBS)
+        kind = self.grammar
+        _require(kind is None or isinstance(kind, Grammar), "grammar", kind, "a kvexport.runtime.grammar.Grammar")
         _require(whole, "logprobs", told, f"an integer from 0 to {MOST_LOGPROBS}, or null")
 
     @property

@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 from kvexport.backends.lane_state import slot_axes
 from kvexport.cache import CachePlan
 from kvexport.errors import UsageError
+from kvexport.runtime.grammar import Grammars
 from kvexport.runtime.lanes import Counters, Saved
 from kvexport.runtime.request import FINISHED, Request
 from kvexport.runtime.sampling import Sampler
 from kvexport.runtime.settings import GenerationSettings
 from kvexport.runtime.snapshot import Origin, Snapshot
-from kvexport.runtime.text import TextStream, Tokenizer
+from kvexport.runtime.text import TextStream
 
 if TYPE_CHECKING:
     Ids = NDArray[np.int64]
@@ -26,18 +27,19 @@ def resumes(request: Request) -> bool:
     return request.start is not None and len(request.prompt) == 0
 
 
-def prepare(
-    request: Request, ids: Ids, default: GenerationSettings, vocabulary: int, tokenizer: Tokenizer | None
-) -> None:
+def prepare(request: Request, ids: Ids, default: GenerationSettings, grammars: Grammars) -> None:
     """Make a request ready to wait. ids: all of its tokens [n], those of its snapshot first. default: settings, where
-    neither it nor the answer that it goes on with has any. Raises UsageError where there is nothing to go on with."""
+    neither it nor the answer that it goes on with has any. grammars: of the engine's model, with its tokenizer. Raises
+    UsageError where there is nothing to go on with, and for a grammar that cannot be used."""
     start, again = request.start, resumes(request)
     settings = request.settings or (start.settings if start is not None and again else None) or default
     state = start.sampler if start is not None and again else None
     answered = len(state["generated"]) if state is not None else 0
-    sampler = Sampler(settings, ids[: len(ids) - answered], vocabulary)
+    constraint = grammars.start(settings.grammar, settings.eos_token_ids) if settings.grammar is not None else None
+    sampler = Sampler(settings, ids[: len(ids) - answered], grammars.vocabulary, constraint)
     if state is not None:
         sampler.restore(state)
+    tokenizer = grammars.tokenizer
     text = TextStream(tokenizer, settings.stop_strings, context_ids=ids.tolist()) if tokenizer else None
     if start is not None and again and start.text is not None and text is not None:
         text.restore(start.text)

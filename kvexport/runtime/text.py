@@ -6,7 +6,9 @@ clean_up_tokenization_spaces of older checkpoints, which transformers 5 leaves o
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +65,32 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Tokens known, added ones included. A model's logits may be longer (padding of the embedding)."""
         return self._inner.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that stand for no text, which `decode` skips."""
+        return self._special_ids
+
+    @cached_property
+    def token_bytes(self) -> list[bytes]:
+        """Of every id below `vocab_size` the bytes that it adds to a text in which it is not the first token (so the
+        space that begins many words is there); a special token's are its name's, those of an id without a token none.
+        Not covered: decoders that look at the next token (BPE with a suffix that ends words)."""
+        added = {i: token.content for i, token in self._inner.get_added_tokens_decoder().items()}
+        names = [self._inner.id_to_token(i) for i in range(self.vocab_size)]
+        plain = [i for i, name in enumerate(names) if name is not None and i not in added]
+        found = {i: bytes([value]) for i, value in self._fallback_bytes.items()}
+        if '"ByteLevel"' in str(json.loads(self._inner.to_str())["decoder"]).replace("'", '"'):
+            found |= {i: _unmap(names[i] or "") for i in plain}
+        else:
+            anchor = next((i for i in plain if i not in found and self.decode([i]).strip()), None)
+            before = [] if anchor is None else [anchor]
+            rest = [i for i in plain if i not in found]
+            texts = self._inner.decode_batch([[*before, i] for i in rest], skip_special_tokens=False)
+            start = len(self.decode(before))
+            found |= {i: text[start:].encode() for i, text in zip(rest, texts, strict=True)}
+        found |= {i: content.encode() for i, content in added.items()}
+        return [found.get(i, b"") for i in range(self.vocab_size)]
 
     def token_id(self, token: str) -> int | None:
         """The id of a token as the vocabulary spells it ("<|im_end|>"), or None."""
@@ -276,6 +304,22 @@ def _whole(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 32:
         raise ValueError(f"{value!r} is no number of this kind")
     return value
+
+
+def _unmap(name: str) -> bytes:
+    """The bytes for which a byte-level vocabulary writes one visible character each."""
+    return b"".join(bytes([_BYTES[c]]) if c in _BYTES else c.encode() for c in name)
+
+
+def _visible_bytes() -> dict[str, int]:
+    """GPT-2's alphabet: a byte that is a visible character of Latin-1 stands for itself, the others, in their order,
+    for the characters from U+0100."""
+    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [value for value in range(256) if value not in visible]
+    return {chr(v): v for v in visible} | {chr(256 + i): v for i, v in enumerate(others)}
+
+
+_BYTES = _visible_bytes()
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -264,6 +264,16 @@ def test_the_work_per_token_does_not_grow_with_the_text(tokenizer: Tokenizer) ->
     assert 0 < longest_decode(tokenizer, tokenizer.encode(" ".join(LINES * 3))) <= 16
 
 
+@pytest.mark.parametrize("name", sorted(KINDS.keys() - {"suffixed"}))
+@pytest.mark.parametrize("text", LINES)
+def test_the_bytes_of_tokens_joined_are_the_text(name: str, text: str) -> None:
+    tokenizer = KINDS[name]
+    ids = tokenizer.encode(text)
+    whole = b"".join(tokenizer.token_bytes[i] for i in ids).decode()
+    assert whole.lstrip(" ") == tokenizer.decode(ids, skip_special_tokens=False).lstrip(" ")
+    assert len(tokenizer.token_bytes) == tokenizer.vocab_size
+
+
 @pytest.mark.parametrize("name", ["byte-level", "single-bytes", "llama", "unigram"])
 @pytest.mark.parametrize("broken", [b"\xff", b"\xf0\x9f\x98", b"\xc3\xfe", b"\xe5\xad\xff"])
 def test_a_flood_of_broken_bytes_comes_out_in_bounded_work(name: str, broken: bytes) -> None:

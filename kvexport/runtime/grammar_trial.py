@@ -1,0 +1,54 @@
+"""Compiles a grammar in a process of its own, run by path: one that makes the compiler crash or run on without end
+then ends no other request.
+
+Reads a line of JSON (`path`: where to import from, `grammar`, `limits`: of llguidance, `seconds` of processor time,
+`bytes` of memory) and writes the error, or nothing. Takes no part of kvexport's own.
+"""
+
+import json
+import sys
+import threading
+
+_STACK = 2 << 20  # a quarter of a thread's: what passes here does not overflow there
+
+
+class _Bytes:
+    """The smallest tokenizer that llguidance takes: a token for every byte."""
+
+    eos_token_id, bos_token_id, special_token_ids = 256, None, (256,)
+    tokens = (*(bytes([i]) for i in range(256)), b"<eos>")
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+def _main() -> None:
+    wanted = json.loads(sys.stdin.readline())
+    sys.path[:] = wanted["path"]
+    try:
+        import resource
+    except ImportError:  # Windows: the caller's clock bounds it alone
+        pass
+    else:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CPU, (wanted["seconds"], wanted["seconds"]))
+        resource.setrlimit(resource.RLIMIT_AS, (wanted["bytes"], wanted["bytes"]))
+    import llguidance
+
+    limits = llguidance.LLParserLimits(**wanted["limits"])
+    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()), n_vocab=257)
+
+    def compile_it() -> None:
+        matcher = llguidance.LLMatcher(tokenizer, wanted["grammar"], log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        sys.stdout.write(matcher.get_error())
+
+    threading.stack_size(_STACK)
+    thread = threading.Thread(target=compile_it)
+    thread.start()
+    thread.join()
+
+
+if __name__ == "__main__":
+    _main()

@@ -22,6 +22,7 @@ from kvexport.serve.completions import completions
 from kvexport.serve.errors import ApiError, api_error
 from kvexport.serve.guard import Guard
 from kvexport.serve.messages import count_tokens, messages
+from kvexport.serve.responses import create_response, delete_response, get_response
 from kvexport.serve.service import Service
 from kvexport.serve.settings import ServeSettings
 from kvexport.serve.streams import ClientGone
@@ -53,6 +54,9 @@ def create_app(engine: Engine, settings: ServeSettings | None = None) -> Starlet
         ("GET", "/v1/models/{name:path}", model),
         ("POST", "/v1/chat/completions", chat_completions),
         ("POST", "/v1/completions", completions),
+        ("POST", "/v1/responses", create_response),
+        ("GET", "/v1/responses/{name}", get_response),
+        ("DELETE", "/v1/responses/{name}", delete_response),
         ("POST", "/v1/messages", messages),
         ("POST", "/v1/messages/count_tokens", count_tokens),
         ("POST", "/tokenize", tokenize),

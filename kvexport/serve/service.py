@@ -18,6 +18,7 @@ from kvexport.serve.conversation import Conversation, Prepared
 from kvexport.serve.errors import ApiError, api_error, overloaded
 from kvexport.serve.fields import B, Sampling, parse
 from kvexport.serve.metrics import Metrics
+from kvexport.serve.response_store import ResponseStore
 from kvexport.serve.settings import ServeSettings
 from kvexport.serve.streams import KEEP_ALIVE, ClientGone, EventStream, unless_gone
 from kvexport.serve.worker import Job, Update, Worker
@@ -60,6 +61,7 @@ class Service:
         self.settings = settings
         self.model = next((name for name in settings.names if name != "*"), "kvexport")
         self.metrics = Metrics(self.model)
+        self.responses = ResponseStore()
         self.worker = Worker(engine, self.metrics, engine.max_batch + settings.queue)
         # Prompts are encoded beside the event loop, one at a time: the cores are the model's.
         self._encoders = anyio.CapacityLimiter(1)

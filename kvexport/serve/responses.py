@@ -1,0 +1,277 @@
+"""/v1/responses, as OpenAI's clients speak it: text and calls of functions. A response may follow on an earlier one."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvexport.serve.answers import usage_of
+from kvexport.serve.conversation import Conversation, Prepared, template_messages
+from kvexport.serve.errors import ApiError
+from kvexport.serve.fields import Body, Sampling, refuse
+from kvexport.serve.parts import Answer, Part, finished
+from kvexport.serve.service import Service
+from kvexport.serve.streams import event
+from kvexport.serve.worker import Update
+
+
+class ResponsesBody(Body):
+    """Of /v1/responses."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    background: bool | None = None
+    conversation: str | dict[str, Any] | None = None
+
+    def asked(self, service: Service) -> tuple[Conversation, list[dict[str, Any]]]:
+        """In the words of chat templates, and without the instructions, which hold for this response alone. Raises
+        ApiError for what cannot be followed."""
+        refuse(self, "background", (False,), "an answer is given to the client that waits for it")
+        refuse(self, "conversation", (), "send previous_response_id")
+        earlier: list[dict[str, Any]] = []
+        if self.previous_response_id is not None:
+            earlier = list(service.responses.get(self.previous_response_id, "previous_response_id").messages)
+        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+        messages = earlier + template_messages(_messages(items))
+        first = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        tools = [_tool(tool, f"tools.{i}") for i, tool in enumerate(self.tools or [])]
+        choice = self.tool_choice or "auto"
+        if isinstance(choice, dict):
+            choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+        return Conversation([*first, *messages], tools, choice), messages
+
+
+async def create_response(service: Service, request: Request) -> Response:
+    """Answer, whole or as a stream."""
+    body = await service.read(request, ResponsesBody)
+    model = service.check_model(body.model)
+    conversation, messages = body.asked(service)
+    sampling = Sampling(temperature=body.temperature, top_p=body.top_p)
+    asked = await service.prepare(conversation, sampling, body.max_output_tokens)
+    made = Making(service, _head(body, model), asked, messages if body.store is not False else None)
+    if body.stream:
+        return await service.stream(asked.requests, ResponseStream(made))
+    await service.whole(request, asked.requests)
+    answer = finished(asked.requests[0], asked.reader)
+    items = [Item("function_call", call.id, call.name, call.arguments) for call in answer.calls]
+    if answer.text or not items:
+        items.insert(0, Item("message", text=answer.text))
+    return JSONResponse(made.ended(answer, items))
+
+
+async def get_response(service: Service, request: Request) -> Response:
+    """A response that was stored."""
+    return JSONResponse(service.responses.get(request.path_params["name"]).body)
+
+
+async def delete_response(service: Service, request: Request) -> Response:
+    """Forget one."""
+    name = request.path_params["name"]
+    service.responses.remove(name)
+    return JSONResponse({"id": name, "object": "response", "deleted": True})
+
+
+class Item:
+    """One of an output: a message, or a call of a function with its name and the JSON of its arguments as `text`."""
+
+    def __init__(self, kind: str, call_id: str = "", name: str = "", text: str = "") -> None:
+        self.kind, self.call_id, self.name, self.text = kind, call_id, name, text
+        self.id = f"{'fc' if kind == 'function_call' else 'msg'}_{uuid.uuid4().hex}"
+
+    def content(self) -> dict[str, Any]:
+        """The only part of a message."""
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
+
+    def data(self, status: str) -> dict[str, Any]:
+        """As clients see it. An item in progress shows nothing of its text."""
+        common = {"id": self.id, "type": self.kind, "status": status}
+        begun = status != "in_progress"
+        if self.kind == "message":
+            return {**common, "role": "assistant", "content": [self.content()] if begun else []}
+        arguments = self.text if begun else ""
+        return {**common, "call_id": self.call_id, "name": self.name, "arguments": arguments}
+
+
+class Making:
+    """A response that is being made. messages: what it answers, where it is to be stored."""
+
+    def __init__(
+        self, service: Service, head: dict[str, Any], asked: Prepared, messages: list[dict[str, Any]] | None
+    ) -> None:
+        self._service, self.head, self.asked, self._messages = service, head, asked, messages
+
+    def ended(self, answer: Answer, items: list[Item]) -> dict[str, Any]:
+        """The response at its end, which is stored."""
+        cut = answer.finish_reason == "length"
+        status = "incomplete" if cut else "completed"
+        why = {"reason": "max_output_tokens"} if cut else None
+        output = [item.data(status if item is items[-1] else "completed") for item in items]
+        usage = usage_of(self.asked.requests)
+        body = {**self.head, "status": status, "incomplete_details": why, "output": output, "usage": _usage(usage)}
+        if self._messages is not None:
+            answered: dict[str, Any] = {"role": "assistant", "content": answer.text}
+            if answer.calls:
+                answered["tool_calls"] = [
+                    {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                    for c in answer.calls
+                ]
+            self._service.responses.put(body, [*self._messages, answered])
+        return body
+
+
+class ResponseStream:
+    """The events of a response."""
+
+    def __init__(self, made: Making) -> None:
+        self._made = made
+        self._answer = made.asked.answers()[0]
+        self._items: list[Item] = []
+        self._open = False
+        self._number = -1
+
+    def begin(self) -> bytes:
+        """That it is being made."""
+        response = {**self._made.head, "status": "in_progress"}
+        return self._event("created", response=response) + self._event("in_progress", response=response)
+
+    def add(self, update: Update) -> bytes:
+        """The new parts of its items."""
+        return b"".join(map(self._part, self._answer.update(update)))
+
+    def end(self) -> bytes:
+        """The whole of it."""
+        cut = self._answer.finish_reason == "length"
+        start = b"" if self._items else self._begin(Item("message"))
+        last = self._close("incomplete" if cut else "completed")
+        body = self._made.ended(self._answer, self._items)
+        return start + last + self._event(body["status"], response=body)
+
+    def fail(self, error: ApiError) -> bytes:
+        """The error; nothing follows."""
+        why = {"code": "server_error", "message": error.message}
+        return self._event("failed", response={**self._made.head, "status": "failed", "error": why})
+
+    def _part(self, part: Part) -> bytes:
+        if part.kind == "call":
+            return self._close() + self._begin(Item("function_call", part.id, part.name))
+        start = b""
+        if part.kind == "text" and not (self._open and self._items[-1].kind == "message"):
+            start = self._close() + self._begin(Item("message"))
+        item = self._items[-1]
+        item.text += part.text
+        if part.kind == "arguments":
+            return start + self._of_item("function_call_arguments.delta", delta=part.text)
+        return start + self._of_item("output_text.delta", content_index=0, delta=part.text, logprobs=[])
+
+    def _begin(self, item: Item) -> bytes:
+        self._items.append(item)
+        self._open = True
+        index = len(self._items) - 1
+        begun = self._event("output_item.added", output_index=index, item=item.data("in_progress"))
+        if item.kind == "message":
+            begun += self._of_item("content_part.added", content_index=0, part=item.content())
+        return begun
+
+    def _close(self, status: str = "completed") -> bytes:
+        """End the item that is being made."""
+        if not self._open:
+            return b""
+        self._open = False
+        item, index = self._items[-1], len(self._items) - 1
+        if item.kind == "message":
+            done = self._of_item("output_text.done", content_index=0, text=item.text, logprobs=[])
+            done += self._of_item("content_part.done", content_index=0, part=item.content())
+        else:
+            done = self._of_item("function_call_arguments.done", name=item.name, arguments=item.text)
+        return done + self._event("output_item.done", output_index=index, item=item.data(status))
+
+    def _of_item(self, kind: str, **data: Any) -> bytes:
+        return self._event(kind, item_id=self._items[-1].id, output_index=len(self._items) - 1, **data)
+
+    def _event(self, kind: str, **data: Any) -> bytes:
+        self._number += 1
+        name = f"response.{kind}"
+        return event({"type": name, "sequence_number": self._number, **data}, name)
+
+
+def _head(body: ResponsesBody, model: str) -> dict[str, Any]:
+    """What is known of a response before it is answered."""
+    return {
+        "id": f"resp_{uuid.uuid4().hex}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": model,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "output": [],
+        "parallel_tool_calls": True,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": None, "summary": None},
+        "store": body.store is not False,
+        "temperature": body.temperature,
+        "text": body.text or {"format": {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_p": body.top_p,
+        "truncation": "disabled",
+        "usage": None,
+    }
+
+
+def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage["total_tokens"],
+    }
+
+
+def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
+        said = f"{where}: tools are functions with a name and parameters; those that a server runs are not there"
+        raise ApiError(400, said, param=where, code="unsupported_value")
+    return {"type": "function", "function": {k: tool[k] for k in ("name", "description", "parameters") if k in tool}}
+
+
+def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The items of an input as chat completions have them. Calls that follow one another are one message's."""
+    messages: list[dict[str, Any]] = []
+    for i, item in enumerate(items):
+        kind = item.get("type", "message")
+        if kind == "message":
+            messages.append({key: item[key] for key in ("role", "content") if key in item})
+        elif kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            if messages and messages[-1]["role"] == "assistant":
+                messages[-1].setdefault("tool_calls", []).append(call)
+            else:
+                messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        elif kind == "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
+        elif kind != "reasoning":
+            said = f"input.{i}: an item of type {str(kind)[:40]!r} is not supported"
+            raise ApiError(400, said, param=f"input.{i}", code="unsupported_value")
+    return messages

@@ -32,6 +32,7 @@ def serve(
     allow_origin: Annotated[
         list[str] | None, typer.Option(metavar="URL", help="A web page's origin that may call it; repeatable.")
     ] = None,
+    lanes: Annotated[int | None, typer.Option(min=1, help="Requests that run at once; limits.max_batch.")] = None,
     queue: Annotated[int, typer.Option(min=0, help="Requests that may wait for a lane.")] = 256,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Of one answer.")] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that one request may take.")] = 1800.0,
@@ -71,7 +72,7 @@ def serve(
     )
     listener = listen(host, port, settings.stall)  # before the model is loaded: that takes longer
     with show(f"loading {artifact}"):
-        app = create_app(load(artifact, backend=backend, threads=threads), settings)
+        app = create_app(load(artifact, backend=backend, threads=threads, lanes=lanes), settings)
     shown = f"[{host}]" if ":" in host else host
     run(app, listener, lambda: print(f"http://{shown}:{listener.getsockname()[1]}", flush=True))
 

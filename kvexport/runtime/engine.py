@@ -54,13 +54,17 @@ class Engine:
     as there are, so that it happens seldom), up to limits.max_batch; beyond that requests wait.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, sessions: Sessions) -> None:
+    def __init__(self, path: Path, manifest: Manifest, sessions: Sessions, lanes: int | None = None) -> None:
+        """lanes: how many sequences run at once, at most; None = limits.max_batch."""
         self.path = path
         self.manifest = manifest
         self.plan = manifest.cache
         self.vocabulary = manifest.model.vocabulary
         self.max_length = manifest.limits.max_length
         self.max_batch = manifest.limits.max_batch
+        if lanes is not None:
+            self._check_count(lanes)
+            self.max_batch = lanes
         self.tokenizer = Tokenizer.from_folder(path) if (path / FILE_NAME).exists() else None
         self.grammars = Grammars(self.tokenizer, self.vocabulary)
         self.generation_config = read_json(path / "generation_config.json")
@@ -95,6 +99,16 @@ class Engine:
             prefill_chunk=limits.prefill_chunk,
             merge_every=limits.merge_every,
         )
+
+    def reserve(self) -> Lanes:
+        """All lanes that requests may ever hold, made at once, so that the state takes its memory now and no more
+        later. At any time when no request runs; the lanes are the same every time."""
+        self._pool.make(self.max_batch, others=False)
+        return self._pool.lanes
+
+    def running(self) -> list[Request]:
+        """The requests that hold a lane, in the order of the lanes."""
+        return self._scheduler.running()
 
     @property
     def busy(self) -> bool:
@@ -454,8 +468,10 @@ def load(
     device: str | None = None,
     cuda_graph: bool | None = None,
     verify: bool = True,
+    lanes: int | None = None,
 ) -> Engine:
-    """Load an artifact. threads: None takes the recipe's (0 = the backend's choice). backend: by name, None takes the
+    """Load an artifact. lanes: how many sequences may run at once, None takes limits.max_batch, which is the most.
+    threads: None takes the recipe's (0 = the backend's choice). backend: by name, None takes the
     recipe's; one that runs the ONNX graphs as they are runs every artifact. device, cuda_graph: of backends that have
     such settings, None takes the recipe's.
 
@@ -467,7 +483,7 @@ def load(
     path = Path(path)
     manifest = load_manifest(path, verify=verify)
     chosen = backends.get(manifest.recipe.backend.name if backend is None else backend)
-    return Engine(path, manifest, chosen.load(path, manifest, LoadOptions(threads, device, cuda_graph)))
+    return Engine(path, manifest, chosen.load(path, manifest, LoadOptions(threads, device, cuda_graph)), lanes)
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -57,6 +57,7 @@ class Lanes:
         # cache is full, and before one is over its budget.
         self._added, self._room, self._spare = [0] * lanes, [0] * lanes, [0] * lanes
         self.length = [0] * lanes  # tokens seen
+        self.merges = 0  # how often a lane merged
         self._step = np.zeros((2, lanes, 1), dtype=np.int64)  # one token of every lane, and whether it is real
         self._step_ids, self._step_counts = (part.data.cast("B").cast("q") for part in self._step)
         self._count(range(lanes))
@@ -214,6 +215,7 @@ class Lanes:
             lanes = [lane for _, lane in run]
             first, last = lanes[0], lanes[-1] + 1
             self.backend.merge(first, last)
+            self.merges += len(lanes)
             held = self._held[first:last] + np.array(self._added[first:last])[:, None]
             self._held[first:last] = np.where(self._merges, np.minimum(held, self._budget), held)
             self._count(lanes)

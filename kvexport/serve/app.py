@@ -22,9 +22,11 @@ from kvexport.serve.completions import completions
 from kvexport.serve.errors import ApiError, api_error
 from kvexport.serve.guard import Guard
 from kvexport.serve.messages import count_tokens, messages
+from kvexport.serve.page import page
 from kvexport.serve.responses import create_response, delete_response, get_response
 from kvexport.serve.service import Service
 from kvexport.serve.settings import ServeSettings
+from kvexport.serve.stats import measure, slots, stats
 from kvexport.serve.streams import ClientGone
 from kvexport.serve.tokens import detokenize, tokenize
 
@@ -37,6 +39,7 @@ def create_app(engine: Engine, settings: ServeSettings | None = None) -> Starlet
     Raises UsageError for an engine whose checkpoint asks for what the sampler does not do."""
     engine.settings()
     service = Service(engine, settings or ServeSettings())
+    measure(service)
 
     @asynccontextmanager
     async def life(_: Starlette) -> AsyncIterator[None]:
@@ -47,6 +50,9 @@ def create_app(engine: Engine, settings: ServeSettings | None = None) -> Starlet
             await service.worker.close()
 
     routes: list[tuple[str, str, Handler]] = [
+        ("GET", "/", page),
+        ("GET", "/stats", stats),
+        ("GET", "/stats/slots", slots),
         ("GET", "/health", health),
         ("GET", "/ready", ready),
         ("GET", "/metrics", metrics),

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from kvexport.runtime.request import Request
 
@@ -38,6 +40,10 @@ class Metrics:
         """One that is `value()` whenever /metrics is read."""
         Gauge(name, text, ("model_name",), registry=self.registry).labels(self._model).set_function(value)
 
+    def counter(self, name: str, text: str, value: Callable[[], float]) -> None:
+        """One that only grows, and is `value()` whenever /metrics is read."""
+        self.registry.register(_Counted(name, text, self._model, value))
+
     def added(self, request: Request) -> None:
         """A request waits for a lane."""
         self._prompt.inc(len(request.ids))
@@ -69,3 +75,13 @@ class Metrics:
         return lambda name, text: Histogram(
             name, text, ("model_name",), registry=self.registry, buckets=buckets
         ).labels(self._model)
+
+
+class _Counted(Collector):
+    def __init__(self, name: str, text: str, model: str, value: Callable[[], float]) -> None:
+        self._name, self._text, self._model, self._value = name, text, model, value
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        family = CounterMetricFamily(self._name, self._text, labels=("model_name",))
+        family.add_metric((self._model,), self._value())
+        yield family

@@ -61,6 +61,7 @@ class Service:
         self.settings = settings
         self.model = next((name for name in settings.names if name != "*"), "kvexport")
         self.metrics = Metrics(self.model)
+        self.lanes = engine.reserve()  # the memory of the state is taken now, and no more later
         self.responses = ResponseStore()
         self.worker = Worker(engine, self.metrics, engine.max_batch + settings.queue)
         # Prompts are encoded beside the event loop, one at a time: the cores are the model's.

@@ -118,6 +118,7 @@ class Worker:
         self.metrics = metrics
         self.room = room
         self.pending = 0  # requests that have not finished, or are on their way here
+        self.generated = 0  # tokens, of all requests
         self.draining = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -242,6 +243,7 @@ class Worker:
             tokens = request.tokens[entry.sent :]
             finished = request.state is FINISHED
             if tokens:
+                self.generated += len(tokens)
                 self.metrics.tokens(len(tokens), now - (entry.last or entry.added), first=not entry.sent)
                 entry.sent, entry.last = entry.sent + len(tokens), now
             if finished:

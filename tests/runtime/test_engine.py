@@ -420,3 +420,15 @@ print(json.dumps([c.token_ids for c in kvexport.runtime.engine.load(path).genera
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == expected
+
+
+def test_lanes_may_be_fewer_than_the_artifact_has_and_are_reserved_once(tiny_artifact: Path) -> None:
+    engine = load(tiny_artifact, lanes=2)
+    lanes = engine.reserve()
+    assert lanes.count == engine.max_batch == 2
+    engine.generate([list(range(1, 46)), [5, 6, 7]], max_new_tokens=40)
+    assert engine.reserve() is lanes and lanes.merges > 0
+    with pytest.raises(UsageError, match="3 sequences at once"):
+        engine.generate([[1], [2], [3]], max_new_tokens=1)
+    with pytest.raises(UsageError, match="5 sequences at once"):
+        load(tiny_artifact, lanes=5)

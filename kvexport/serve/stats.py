@@ -1,0 +1,122 @@
+"""What the lanes hold at a moment: for the page, for /metrics, and for whoever asks /stats."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvexport.cache import CachePlan
+from kvexport.runtime.engine import Engine
+from kvexport.runtime.lanes import Lanes
+from kvexport.schema.state import STATE
+from kvexport.serve.errors import ApiError
+from kvexport.serve.service import Service
+
+
+async def stats(service: Service, _: Request) -> Response:
+    """The lanes, the memory of their state, and how many tokens were made."""
+    worker = service.worker
+    seen = await worker.call(lambda: lanes_now(service.engine, service.lanes))
+    plan = service.engine.plan
+    return JSONResponse(
+        {
+            "model": service.model,
+            "chat": service.engine.chat_template is not None,
+            "time": time.time(),
+            "max_length": service.engine.max_length,
+            "layers": [{"heads": layer.kv_heads, "budget": layer.budget} for layer in plan.layers],
+            "generated_tokens": worker.generated,
+            "merges": service.lanes.merges,
+            "waiting": max(0, worker.pending - sum(lane["state"] != "idle" for lane in seen)),
+            "state_bytes": plan.bytes(service.lanes.count),
+            "full_cache_bytes_per_token": full_bytes_per_token(plan),
+            "lanes": seen,
+        }
+    )
+
+
+def measure(service: Service) -> None:
+    """Let /metrics show it too."""
+    engine, worker, lanes, metrics = service.engine, service.worker, service.lanes, service.metrics
+
+    def running() -> int:
+        return len(engine.running())
+
+    metrics.gauge("vllm:num_requests_running", "Requests that hold a lane.", running)
+    metrics.gauge("vllm:num_requests_waiting", "Requests without one.", lambda: max(0, worker.pending - running()))
+    metrics.gauge("vllm:kv_cache_usage_perc", "Share of the lanes that are held.", lambda: running() / lanes.count)
+    metrics.gauge("kvexport:lanes", "Sequences that can run at once.", lambda: lanes.count)
+    metrics.gauge("kvexport:state_bytes", "Memory of the state of all lanes.", lambda: engine.plan.bytes(lanes.count))
+    metrics.gauge(
+        "kvexport:tokens_per_slot",
+        "Tokens that a slot of a held lane stands for.",
+        lambda: tokens_per_slot(engine, lanes),
+    )
+    metrics.counter("kvexport:merges", "How often a lane's cache was brought back to its budget.", lambda: lanes.merges)
+
+
+def lanes_now(engine: Engine, lanes: Lanes) -> list[dict[str, Any]]:
+    """Each lane. tokens: seen by it. slots: that are taken, the mean over its layers. A lane that is idle still shows
+    the request that it held last."""
+    holders = {request.lane: request for request in engine.running()}
+    seen = []
+    for lane in range(lanes.count):
+        request = holders.get(lane)
+        entry: dict[str, Any] = {"state": request.state.value if request else "idle", "tokens": lanes.length[lane]}
+        entry["slots"] = occupied(engine.plan, lanes, lane)
+        if request is not None:
+            entry |= {"prompt": len(request.ids), "read": request.done, "generated": len(request.tokens)}
+        seen.append(entry)
+    return seen
+
+
+def occupied(plan: CachePlan, lanes: Lanes, lane: int) -> float:
+    """The slots that a lane's entries take, the mean over its layers."""
+    counters = lanes.counters(lane)
+    return math.fsum(counters.held) / len(plan.layers) + counters.added
+
+
+def tokens_per_slot(engine: Engine, lanes: Lanes) -> float:
+    """How many tokens a slot stands for, over the lanes that are held; 0 where none is."""
+    held = [request.lane for request in engine.running()]
+    slots = sum(occupied(engine.plan, lanes, lane) for lane in held)
+    return sum(lanes.length[lane] for lane in held) / slots if slots else 0.0
+
+
+def full_bytes_per_token(plan: CachePlan) -> int:
+    """What every further token takes in a cache that keeps all keys and values."""
+    return sum(x.kv_heads * (x.key_size + x.value_size) * x.dtypes()["key"].itemsize for x in plan.layers)
+
+
+async def slots(service: Service, request: Request) -> Response:
+    """The entries of one head of one lane, in order of position: the position of the latest token that each stands
+    for, and for how many it stands."""
+    layers = service.engine.plan.layers
+    lane = _number(request, "lane", service.lanes.count)
+    layer = _number(request, "layer", len(layers))
+    head = _number(request, "head", layers[layer].kv_heads)
+    votes, positions = await service.worker.call(lambda: entries(service.lanes, lane, layer, head))
+    return JSONResponse({"lane": lane, "layer": layer, "head": head, "position": positions, "votes": votes})
+
+
+def entries(lanes: Lanes, lane: int, layer: int, head: int) -> tuple[Sequence[float], Sequence[int]]:
+    """Votes and positions of the slots that are taken, oldest position first."""
+    names = [tensor.past(layer) for tensor in STATE if tensor.name in ("votes", "position")]
+    state = lanes.read(lane, names)
+    votes, position = (state[name][head] for name in names)
+    taken = np.flatnonzero((votes > 0) & np.isfinite(votes))
+    taken = taken[np.argsort(position[taken], kind="stable")]
+    return np.round(votes[taken].astype(float), 3).tolist(), position[taken].tolist()
+
+
+def _number(request: Request, name: str, end: int) -> int:
+    text = request.query_params.get(name, "0")
+    if not (text.isascii() and text.isdigit() and len(text) < 9 and int(text) < end):
+        raise ApiError(400, f"{name}: a number from 0 to {end - 1}", param=name)
+    return int(text)

@@ -1,0 +1,47 @@
+"""The page at /, in a real browser: it chats, shows the lanes, loads nothing from elsewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from kvexport.runtime.engine import Engine
+from kvexport.serve import page
+from tests.support.browser import browser
+from tests.support.http_server import Running, running
+
+
+def test_the_page_runs_nothing_but_itself(server: Running) -> None:
+    status, headers, text = server.ask("/")
+    assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
+    policy = headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert len(re.findall("'sha256-", policy)) == 2
+    assert not re.findall(r"https?://|<(?:link rel=.?stylesheet|script src|img)|\son\w+=|style=|innerHTML|eval\(", text)
+    assert text == page.text()
+
+
+def test_it_chats_and_shows_the_lanes(engine: Engine, tmp_path: Path) -> None:
+    with running(engine, api_keys=("secret",)) as server, browser(tmp_path) as tab:
+        tab.call("Page.navigate", url=server.url)
+        tab.wait_for("document.readyState === 'complete' && !document.getElementById('keyed').hidden")
+        tab.problems.clear()  # that it was refused without a key
+        tab.run("document.getElementById('key').value = 'secret'")
+        tab.wait_for("document.querySelectorAll('#lanes tr').length === 4")
+        tab.run("document.getElementById('tokens').value = 200")
+        tab.run("document.getElementById('text').value = 'anna lamp'")
+        tab.run("document.getElementById('ask').requestSubmit()")
+        tab.wait_for("document.getElementById('said').textContent.includes('first piece')")
+        said = tab.run("document.querySelector('.assistant').textContent")
+        asked = {"messages": [{"role": "user", "content": "anna lamp"}], "max_tokens": 200}
+        key = {"Authorization": "Bearer secret"}
+        answer = server.ask("/v1/chat/completions", {**asked, "temperature": 0}, headers=key)[2]
+        assert said == answer["choices"][0]["message"]["content"]
+        tab.wait_for("document.querySelector('#lanes tr td:nth-child(2)').textContent > 200")
+        tab.wait_for("document.getElementById('slotted').textContent.includes('slots stand for')")
+        assert "kB: a full cache" in tab.run("document.getElementById('full').textContent")
+        painted = "[...{}.getContext('2d').getImageData(0, 0, {}.width, {}.height).data].some(x => x)"
+        for name in ("rates", "memory", "slots"):
+            tab.wait_for(painted.replace("{}", f"document.getElementById('{name}')"))
+        tab.screenshot(tmp_path / "page.png")
+        assert tab.problems == []

@@ -1,0 +1,77 @@
+"""What the server tells of its lanes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from kvexport.runtime.engine import Engine
+from tests.support.http_server import Running
+from tests.support.streams import RawClient
+
+ASKED = {"prompt": "anna lamp. " * 8, "max_tokens": 300, "stream": True}
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests run long enough to be looked at."""
+    step = Engine.step
+
+    def wait(engine: Engine) -> Any:
+        time.sleep(0.01)
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", wait)
+
+
+def test_lanes_memory_and_slots_while_a_request_runs(engine: Engine, server: Running, slow: None) -> None:
+    client = RawClient(server.url, "/v1/completions", ASKED)
+    client.read_until(b"data:")
+    seen = server.ask("/stats")[2]
+    client.close()
+    assert seen["state_bytes"] == engine.plan.bytes(4) and len(seen["lanes"]) == 4
+    assert seen["full_cache_bytes_per_token"] == 2 * 2 * (8 + 8) * 4  # layers, KV heads, a key and a value, float32
+    lane = seen["lanes"][0]
+    assert lane["state"] == "decoding" and lane["prompt"] == lane["read"] == 88 <= lane["tokens"]
+    assert 32 <= lane["slots"] <= engine.plan.layers[0].capacity
+    assert [entry["state"] for entry in seen["lanes"][1:]] == ["idle"] * 3
+    assert seen["merges"] > 0 and seen["generated_tokens"] > 0
+
+
+def test_the_slots_of_a_head_stand_for_the_tokens_that_it_saw(server: Running) -> None:
+    server.ask("/v1/completions", {**ASKED, "stream": False, "max_tokens": 4})
+    tokens = server.ask("/stats")[2]["lanes"][0]["tokens"]
+    assert tokens == 88 + 3  # the last one is not read
+    for layer in range(2):
+        for head in range(2):
+            found = server.ask(f"/stats/slots?lane=0&layer={layer}&head={head}")[2]
+            assert found["position"] == sorted(set(found["position"])) and found["position"][-1] == tokens - 1
+            assert len(found["votes"]) == len(found["position"]) <= 48
+            assert min(found["votes"]) > 0 and max(found["votes"]) > 1.5  # some stand for several
+
+
+@pytest.mark.parametrize(
+    "query", ["lane=4", "lane=-1", "layer=2", "head=2", "lane=x", "lane=%C2%B2", "lane=" + "9" * 99]
+)
+def test_slots_that_are_not_there_are_an_error(server: Running, query: str) -> None:
+    status, _, body = server.ask(f"/stats/slots?{query}")
+    assert (status, body["error"]["param"]) == (400, query.partition("=")[0])
+
+
+def test_metrics_tell_of_the_lanes(engine: Engine, server: Running, slow: None) -> None:
+    client = RawClient(server.url, "/v1/completions", ASKED)
+    client.read_until(b"data:")
+    text = server.ask("/metrics")[2]
+    client.close()
+    for line in (
+        'vllm:num_requests_running{model_name="tiny"} 1.0',
+        'vllm:num_requests_waiting{model_name="tiny"} 0.0',
+        'vllm:kv_cache_usage_perc{model_name="tiny"} 0.25',
+        'kvexport:lanes{model_name="tiny"} 4.0',
+        f'kvexport:state_bytes{{model_name="tiny"}} {float(engine.plan.bytes(4))}',
+    ):
+        assert line in text
+    assert float(text.split('kvexport:tokens_per_slot{model_name="tiny"} ')[1].split("\n")[0]) > 1.5
+    assert float(text.split('kvexport:merges_total{model_name="tiny"} ')[1].split("\n")[0]) > 0

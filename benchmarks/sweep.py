@@ -5,8 +5,8 @@ deployed engine.
     512]
 
 Every setting sees the same samples. Results go to benchmarks/results/sweep-RECIPE.json setting by setting, so
-that a run that was stopped goes on where it was; a group that was asked otherwise begins anew. What was found is in
-docs/defaults.md.
+that a run that was stopped goes on where it was; a group that was asked otherwise begins anew. With --work DIR the full
+cache's predictions are kept too. What was found is in docs/defaults.md.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from common import RESULTS, save
 
-from kvexport.evaluate.result import Options, Result
+from kvexport.evaluate.corpus import manual
+from kvexport.evaluate.result import Options, Result, line
 from kvexport.evaluate.runner import Run
 from kvexport.evaluate.settings import parse_budgets
 from kvexport.terminal import silent
@@ -71,9 +73,12 @@ GROUPS: dict[str, list[str]] = {
 
 
 def row(result: Result) -> dict[str, Any]:
-    """A setting's figures, each with its interval."""
+    """A setting's figures, each with its interval, and those of every sample."""
     scores = {
-        name: {key: value for key, value in asdict(score).items() if key != "cells"}
+        name: {
+            **{key: value for key, value in asdict(score).items() if key != "cells"},
+            "samples": {figure: [float(f"{x:.6g}") for x in values] for figure, values in score.samples.items()},
+        }
         for name, score in result.scores.items()
     }
     return {
@@ -85,47 +90,44 @@ def row(result: Result) -> dict[str, Any]:
     }
 
 
-def line(result: Result) -> str:
-    """A setting's figures for the terminal."""
-    figures = [f"{name} {score.accuracy or ''} KL {score.kl}" for name, score in result.scores.items()]
-    return f"{result.budget or 0:<6g} {result.label:48} " + "  ".join(figures)
-
-
 class Sweep:
     """A recipe's results: what is there, and what is added to it. again: rows of labels that begin so are measured
-    anew."""
+    anew. work: where the full cache's predictions are kept, None for a temporary folder."""
 
-    def __init__(self, recipe: str, settings: list[str], again: str | None) -> None:
-        self.recipe, self.settings, self.again = recipe, settings, again
+    def __init__(self, recipe: str, settings: list[str], again: str | None, work: Path | None) -> None:
+        self.recipe, self.settings, self.again, self.work = recipe, settings, again, work
         self.name = f"sweep-{Path(recipe).stem}"
         path = RESULTS / f"{self.name}.json"
         self.groups: dict[str, Any] = json.loads(path.read_text())["groups"] if path.exists() else {}
 
-    def run(self, group: str, options: Options, only: str) -> None:
-        """Measure what a group lacks, row by row, of the labels that begin with `only`."""
-        asked = {
-            "budgets": list(options.budgets),
-            "samples": options.samples,
-            "length": options.length,
-            "tasks": list(options.tasks),
-        }
+    def run(self, group: str, options: Options, only: str, text: str) -> None:
+        """Measure what a group lacks, row by row, of the labels that begin with `only`. text: what it is called."""
+        asked = {"samples": options.samples, "length": options.length, "tasks": list(options.tasks)}
+        # Older results do not say these.
+        said = {"settings": self.settings, "text": text}
         found = self.groups.get(group, {})
-        rows = found["rows"] if {key: found.get(key) for key in asked} == asked else []
+        same = all(found.get(key) == value for key, value in asked.items())
+        same = same and all(found.get(key, value) == value for key, value in said.items())
         rows = [
-            r for r in rows if r["label"] in options.methods and not (self.again and r["label"].startswith(self.again))
+            r
+            for r in (found["rows"] if same else [])
+            if r["label"] in options.methods and not (self.again and r["label"].startswith(self.again))
         ]
-        with tempfile.TemporaryDirectory() as folder:
-            run = Run(self.recipe, self.settings, options, Path(folder), silent)
-            order = {(c.label, c.budget): i for i, c in enumerate(run.settings)}
+        with ExitStack() as stack:
+            folder = self.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            folder.mkdir(parents=True, exist_ok=True)
+            run = Run(self.recipe, self.settings, options, folder, silent)
+            order = {label: i for i, label in enumerate(options.methods)}
             there = {(r["label"], r["budget"]) for r in rows}
             wanted = [c for c in run.settings if (c.label, c.budget) not in there and c.label.startswith(only)]
             full = row(run.full()) if wanted else found.get("full")
             for setting in wanted:
                 result = run.measure(setting)
-                print(f"{group:12}{line(result)}", flush=True)
+                print(f"{group:12}{result.budget:<6g} {line(result)}", flush=True)
                 rows.append(row(result))
-                rows.sort(key=lambda r: order[r["label"], r["budget"]])
-                self.groups[group] = {**asked, "full": full, "rows": rows}
+                rows.sort(key=lambda r: (r["budget"], order[r["label"]]))
+                budgets = sorted({r["budget"] for r in rows})
+                self.groups[group] = {"budgets": budgets, **asked, **said, "full": full, "rows": rows}
                 save(self.name, {"recipe": self.recipe, "groups": self.groups})
 
 
@@ -144,15 +146,23 @@ def main() -> None:
         "--only", metavar="PREFIX", default="", help="measure what begins so, and leave the rest to another run"
     )
     parser.add_argument("--again", metavar="PREFIX", help="measure anew what begins so")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--manual", action="store_true", help="of Python's manual, not of its library's source")
+    parser.add_argument("--work", type=Path, metavar="DIR")
     asked = parser.parse_args()
-    sweep = Sweep(asked.recipe, asked.set, asked.again)
+    sweep = Sweep(asked.recipe, asked.set, asked.again, asked.work)
     for group in asked.groups.split(","):
-        labels, budgets, tasks = (
+        options = Options(
             tuple(GROUPS[group]),
             tuple(parse_budgets(asked.budgets)),
             tuple(asked.tasks.split(",")),
+            asked.samples,
+            asked.length,
+            batch=asked.batch,
+            source=manual() if asked.manual else None,
+            timed=False,
         )
-        sweep.run(group, Options(labels, budgets, tasks, asked.samples, asked.length), asked.only)
+        sweep.run(group, options, asked.only, "Python's manual" if asked.manual else "source")
 
 
 if __name__ == "__main__":

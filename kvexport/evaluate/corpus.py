@@ -1,4 +1,5 @@
-"""Text to measure on: the Python standard library's own source, of which fixed modules are held out from training.
+"""Text to measure on: the Python standard library's own source, of which fixed modules are held out from training, and
+Python's reference manual, English prose.
 
 The text is that of the interpreter which runs, so figures of two Python versions are not of the same text.
 """
@@ -8,6 +9,8 @@ from __future__ import annotations
 import sysconfig
 import zlib
 from pathlib import Path
+
+from kvexport.errors import EnvironmentProblem
 
 # Tables of data, tests (an installation may lack them), and what is not the library's.
 SKIPPED = {"encodings", "pydoc_data", "site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -29,3 +32,14 @@ def library_sources(held_out: bool) -> dict[str, str]:
         if not SKIPPED.intersection(parts) and is_held_out(parts[0].removesuffix(".py")) == held_out:
             sources["/".join(parts)] = path.read_text(encoding="utf-8", errors="replace")
     return sources
+
+
+def manual() -> str:
+    """Python's reference manual, as the interpreter's `help` has it: 450 kB of prose with examples, by topic. Raises
+    EnvironmentProblem where an installation lacks it."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        problem = "this Python came without its reference manual (pydoc_data.topics)"
+        raise EnvironmentProblem(problem, "use a complete installation of Python, or --text FILE") from error
+    return "\n".join(topics.values())

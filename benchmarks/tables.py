@@ -1,4 +1,5 @@
-"""The tables of docs/: methods and fields of a recipe, from their classes; figures, from benchmarks/results.
+"""The tables of docs/ and README.md: methods and fields of a recipe, from their classes; figures, from
+benchmarks/results.
 
     python benchmarks/tables.py
 
@@ -10,9 +11,11 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from kvexport.evaluate.statistics import mean
 from kvexport.methods import all_methods
 from kvexport.methods.base import Method
 from kvexport.methods.slots import Statistic
@@ -20,6 +23,7 @@ from kvexport.recipe.describe import describe_fields
 from kvexport.recipe.fields import Recipe
 
 ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 KINDS = {"log_ema": "ln of the average exp(logit)", "probability": "sum of probabilities", "none": "none"}
 BUDGETS = {0.05: "1/20", 0.125: "1/8", 0.25: "1/4", 0.5: "1/2"}
 # What a model was asked: task, figure, and whether less is better.
@@ -32,7 +36,12 @@ FIGURES = {
         ("associative", "kl"),
         ("associative", "accuracy"),
     ),
+    "smollm2-135m-base": (("text", "kl"),),
 }
+# Methods whose samples' own figures are kept, beside one of them.
+PAIRED = {"smollm2-135m-base": "keepkv"}
+# What README.md shows of a table.
+SHORT = {"smollm2-135m-base": ("streaming", "snapkv", "h2o", "keepkv", "ballot")}
 
 
 def load(name: str) -> Any:
@@ -90,18 +99,36 @@ def shown(estimate: dict[str, float]) -> str:
     return f"{estimate['value']:.3g} [{estimate['low']:.2g}, {estimate['high']:.2g}]"
 
 
-def compared(recipe: str, task: str, figure: str) -> str:
-    """Every method at every budget; the best of a column in bold."""
+def compared(recipe: str, task: str, figure: str, only: tuple[str, ...] = ()) -> str:
+    """Every method (or `only` those) at every budget that was measured; the best of a column in bold."""
+    rows = [r for r in load(f"sweep-{recipe}")["groups"]["methods"]["rows"] if not only or r["label"] in only]
+    return _by_budget(rows, {(r["label"], r["budget"]): r["scores"][task][figure] for r in rows}, figure)
+
+
+def differences(recipe: str, task: str, figure: str) -> str:
+    """Every method's figure minus that of the one that it is paired with, sample by sample."""
     rows = load(f"sweep-{recipe}")["groups"]["methods"]["rows"]
-    found = {(r["label"], r["budget"]): r["scores"][task][figure] for r in rows}
+    every = {(r["label"], r["budget"]): r["scores"][task]["samples"][figure] for r in rows}
+    found = {}
+    for (label, budget), values in every.items():
+        base = every.get((PAIRED[recipe], budget))
+        if base is not None and label != PAIRED[recipe]:
+            found[label, budget] = asdict(mean([x - y for x, y in zip(values, base, strict=True)]))
+    return _by_budget([r for r in rows if r["label"] != PAIRED[recipe]], found, figure)
+
+
+def _by_budget(rows: list[Any], found: dict[tuple[str, float], Any], figure: str) -> str:
+    """Figures by label and budget as a table."""
     labels = list(dict.fromkeys(r["label"] for r in rows))
+    budgets = [b for b in BUDGETS if any((label, b) in found for label in labels)]
     better = max if figure == "accuracy" else min
-    best = {b: better(found[label, b]["value"] for label in labels) for b in BUDGETS}
+    best = {b: better(e["value"] for (_, at), e in found.items() if at == b) for b in budgets}
     lines = []
     for label in labels:
-        cells = [(shown(found[label, b]), found[label, b]["value"] == best[b]) for b in BUDGETS]
-        lines.append((name_of(label), *(f"**{text}**" if bold else text for text, bold in cells)))
-    return table(("method", *BUDGETS.values()), *lines)
+        estimates = [(found.get((label, b)), best[b]) for b in budgets]
+        cells = ["" if e is None else f"**{shown(e)}**" if e["value"] == top else shown(e) for e, top in estimates]
+        lines.append((name_of(label), *cells))
+    return table(("method", *(BUDGETS[b] for b in budgets)), *lines)
 
 
 def settings(recipe: str) -> str:
@@ -165,7 +192,12 @@ def tables() -> dict[str, str]:
     found = {"methods": methods(), "fields of a recipe": fields()}
     for recipe, figures in FIGURES.items():
         found |= {f"{recipe} {task} {figure}": compared(recipe, task, figure) for task, figure in figures}
-        found |= {f"{recipe} settings": settings(recipe), f"{recipe} stability": stability(recipe)}
+        if recipe in PAIRED:
+            for task, figure in figures:
+                found[f"{recipe} {task} {figure} difference"] = differences(recipe, task, figure)
+                found[f"{recipe} {task} {figure} short"] = compared(recipe, task, figure, SHORT[recipe])
+        else:
+            found |= {f"{recipe} settings": settings(recipe), f"{recipe} stability": stability(recipe)}
     return found
 
 
@@ -181,7 +213,7 @@ def written(text: str, found: dict[str, str]) -> str:
 
 def main() -> None:
     found = tables()
-    for path in sorted((ROOT / "docs").glob("*.md")):
+    for path in PAGES:
         text = path.read_text(encoding="utf-8")
         path.write_text(written(text, found), encoding="utf-8")
 

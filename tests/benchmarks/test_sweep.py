@@ -1,0 +1,74 @@
+"""The sweep goes on where it was: rows that were asked for otherwise are not kept, others are not measured again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import common
+import pytest
+import sweep
+
+from kvexport.evaluate.result import Options, Result, Score
+
+ASKED = Options(("streaming", "keepkv"), (0.125,), ("text",), samples=2, length=64)
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Results go to tmp_path, and settings are noted in place of being measured."""
+    noted: list[str] = []
+
+    class Noted:
+        def __init__(self, recipe: str, settings: list[str], options: Options, folder: Path, progress: Any) -> None:
+            assert folder.is_dir()
+            pairs = [(label, budget) for budget in options.budgets for label in options.methods]
+            self.settings = [SimpleNamespace(label=label, budget=budget) for label, budget in pairs]
+
+        def full(self) -> Result:
+            return Result("full", None, 64, 1, None)
+
+        def measure(self, setting: Any) -> Result:
+            noted.append(f"{setting.label} {setting.budget:g}")
+            score = Score("text", samples={"kl": (1 / 3, 2.0)})
+            return Result(setting.label, setting.budget, 8, 1, None, {"text": score})
+
+    monkeypatch.setattr(sweep, "Run", Noted)
+    monkeypatch.setattr(sweep, "RESULTS", tmp_path)
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    return noted
+
+
+def run(options: Options = ASKED, settings: tuple[str, ...] = (), text: str = "source", only: str = "") -> Any:
+    sweep.Sweep("tiny-base", list(settings), None, None).run("methods", options, only, text)
+    return json.loads((common.RESULTS / "sweep-tiny-base.json").read_text())["groups"]["methods"]
+
+
+def test_what_is_there_is_not_measured_again(measured: list[str]) -> None:
+    assert [r["label"] for r in run(only="keepkv")["rows"]] == ["keepkv"]
+    group = run()
+    assert [r["label"] for r in group["rows"]] == ["streaming", "keepkv"]
+    assert group["rows"][0]["scores"]["text"]["samples"] == {"kl": [0.333333, 2.0]}
+    run()
+    assert measured == ["keepkv 0.125", "streaming 0.125"]
+
+
+def test_another_budget_is_added(measured: list[str]) -> None:
+    run()
+    more = Options(("streaming", "keepkv"), (0.05,), ("text",), samples=2, length=64)
+    group = run(more)
+    assert group["budgets"] == [0.05, 0.125]
+    assert [(r["budget"], r["label"]) for r in group["rows"]] == [
+        (budget, label) for budget in (0.05, 0.125) for label in ("streaming", "keepkv")
+    ]
+    assert len(measured) == 4
+
+
+@pytest.mark.parametrize("change", [{"settings": ("backend.threads=1",)}, {"text": "Python's manual"}])
+def test_what_was_asked_otherwise_begins_anew(change: Any, measured: list[str]) -> None:
+    run()
+    measured.clear()
+    run(**change)
+    assert measured == ["streaming 0.125", "keepkv 0.125"]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -100,8 +101,9 @@ class Sweep:
         path = RESULTS / f"{self.name}.json"
         self.groups: dict[str, Any] = json.loads(path.read_text())["groups"] if path.exists() else {}
 
-    def run(self, group: str, options: Options, only: str, text: str) -> None:
-        """Measure what a group lacks, row by row, of the labels that begin with `only`. text: what it is called."""
+    def run(self, group: str, options: Options, only: Sequence[str], text: str) -> None:
+        """Measure what a group lacks, row by row; of the labels `only`, where there are any. text: what it is
+        called."""
         asked = {"samples": options.samples, "length": options.length, "tasks": list(options.tasks)}
         # Older results do not say these.
         said = {"settings": self.settings, "text": text}
@@ -119,7 +121,7 @@ class Sweep:
             run = Run(self.recipe, self.settings, options, folder, silent)
             order = {label: i for i, label in enumerate(options.methods)}
             there = {(r["label"], r["budget"]) for r in rows}
-            wanted = [c for c in run.settings if (c.label, c.budget) not in there and c.label.startswith(only)]
+            wanted = [c for c in run.settings if (c.label, c.budget) not in there and (c.label in only or not only)]
             full = row(run.full()) if wanted else found.get("full")
             for setting in wanted:
                 result = run.measure(setting)
@@ -143,7 +145,7 @@ def main() -> None:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="of all settings, such as backend.threads=1"
     )
     parser.add_argument(
-        "--only", metavar="PREFIX", default="", help="measure what begins so, and leave the rest to another run"
+        "--only", metavar="A,B", default="", help="measure these labels, and leave the rest to another run"
     )
     parser.add_argument("--again", metavar="PREFIX", help="measure anew what begins so")
     parser.add_argument("--batch", type=int, default=8)
@@ -162,7 +164,8 @@ def main() -> None:
             source=manual() if asked.manual else None,
             timed=False,
         )
-        sweep.run(group, options, asked.only, "Python's manual" if asked.manual else "source")
+        only = [label for label in asked.only.split(",") if label]
+        sweep.run(group, options, only, "Python's manual" if asked.manual else "source")
 
 
 if __name__ == "__main__":

@@ -136,6 +136,7 @@ class Run:
         self._vocabulary = int(config.vocab_size)
         self._shared: dict[str, SharedWeights] = {}
         self._seconds: list[float] = []  # of what was measured, and not kept from before
+        self._long: list[Setting] = []  # those that `stability` has yet to run
         stated = {
             name: [(i.prompt, i.max_new_tokens, i.stops) for i in items] for name, items in options.suites.items()
         }
@@ -158,18 +159,22 @@ class Run:
 
     def all(self) -> Evaluation:
         """Everything, the full cache first."""
+        smallest = min((setting.budget for setting in self.settings), default=0.0)
+        stable = [s for s in self.settings if STABILITY in self.options.tasks and s.budget == smallest]
+        self._long = [setting for setting in stable if not self._place(setting)[0].exists()]
         full = self.full()
         self._report(full, self.settings)
         results = []
         for n, setting in enumerate(self.settings, 1):
             results.append(self.measure(setting))
             self._report(results[-1], self.settings[n:])
-        if STABILITY in self.options.tasks:
-            smallest = min((setting.budget for setting in self.settings), default=0.0)
-            for setting, result in zip(self.settings, results, strict=True):
-                if setting.budget == smallest and not result.windows:
-                    result.windows = self.stability(result.label, result.slots)
-                    write_result(*self._place(setting), result)
+        for setting, result in zip(self.settings, results, strict=True):
+            if setting in stable and not result.windows:
+                result.windows = self.stability(result.label, result.slots)
+                write_result(*self._place(setting), result)
+                losses = [window.nll for window in result.windows if not math.isnan(window.nll)]
+                end = f"{losses[0]:.3g} in the first window, {losses[-1]:.3g} in the last" if losses else "not asked"
+                self.tell(f"{result.label} over {result.windows[-1].end} tokens: loss {end}")
         return Evaluation(
             self.recipe,
             self.length,
@@ -239,9 +244,13 @@ class Run:
         """Tell a result, and how long the settings that follow will take."""
         left = [setting for setting in rest if not self._place(setting)[0].exists()]
         text = line(result)
-        if left and self._seconds:
-            seconds = self._seconds[-1] * len(left)
-            text += f"; {len(left)} of {len(self.settings)} to go, about {format_seconds(seconds)}"
+        if (left or self._long) and self._seconds:
+            length = TIMES * self.training_length
+            read = sum(len(sample.ids) for samples in self.samples.values() for sample in samples)
+            seconds = self._seconds[-1] * (len(left) + (len(self._long) * length / read if read else 0))
+            text += f"; {len(left)} of {len(self.settings)} to go"
+            text += f" and {len(self._long)} over {length} tokens" if self._long else ""
+            text += f", about {format_seconds(seconds)}"
             if result.budget is None and seconds > LONG and not self.kept:
                 text += " (with --work DIR a run that was killed goes on)"
         self.tell(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,13 +42,15 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return noted
 
 
-def run(options: Options = ASKED, settings: tuple[str, ...] = (), text: str = "source", only: str = "") -> Any:
+def run(
+    options: Options = ASKED, settings: tuple[str, ...] = (), text: str = "source", only: Sequence[str] = ()
+) -> Any:
     sweep.Sweep("tiny-base", list(settings), None, None).run("methods", options, only, text)
     return json.loads((common.RESULTS / "sweep-tiny-base.json").read_text())["groups"]["methods"]
 
 
 def test_what_is_there_is_not_measured_again(measured: list[str]) -> None:
-    assert [r["label"] for r in run(only="keepkv")["rows"]] == ["keepkv"]
+    assert [r["label"] for r in run(only=["keepkv"])["rows"]] == ["keepkv"]
     group = run()
     assert [r["label"] for r in group["rows"]] == ["streaming", "keepkv"]
     assert group["rows"][0]["scores"]["text"]["samples"] == {"kl": [0.333333, 2.0]}

@@ -120,11 +120,12 @@ def test_telemetry_is_of_what_merges(evaluation: Evaluation) -> None:
 
 
 def test_every_result_is_told_as_it_is_there(evaluation: Evaluation, told: list[str]) -> None:
-    full, small, roomy = told
-    assert re.fullmatch(r"full: needle 1 right, .*; 2 of 2 to go, about \d+ s", full)
-    assert re.fullmatch(r"streaming, 32 slots: needle .* right KL .* \[.*\], .*; 1 of 2 to go, about \d+ s", small)
-    assert roomy.startswith("streaming, 256 slots: ")
-    assert "to go" not in roomy
+    full, small, roomy, stability = told
+    rest = r"to go and 1 over 1280 tokens, about \d+ s"
+    assert re.fullmatch(rf"full: needle 1 right, .*; 2 of 2 {rest}", full)
+    assert re.fullmatch(rf"streaming, 32 slots: needle .* right KL .* \[.*\], .*; 1 of 2 {rest}", small)
+    assert re.fullmatch(rf"streaming, 256 slots: .*; 0 of 2 {rest}", roomy)
+    assert re.fullmatch(r"streaming over 1279 tokens: loss [\d.e-]+ in the first window, [\d.]+ in the last", stability)
 
 
 def test_all_engines_share_one_copy_of_the_weights(evaluation: Evaluation, work: Path) -> None:
@@ -158,8 +159,11 @@ def copied(work: Path, folder: Path) -> Path:
 def test_what_was_kept_is_not_measured_again(
     evaluation: Evaluation, work: Path, tmp_path: Path, measured: list[str]
 ) -> None:
-    again = evaluate("tiny-base", SETTINGS, OPTIONS, copied(work, tmp_path))
+    lines: list[str] = []
+    again = evaluate("tiny-base", SETTINGS, OPTIONS, copied(work, tmp_path), tell=lines.append)
     assert measured == []
+    assert len(lines) == 3
+    assert not any("to go" in text for text in lines)
     assert json.dumps(again.to_json()) == json.dumps(evaluation.to_json())
 
 

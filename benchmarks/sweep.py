@@ -23,6 +23,7 @@ from typing import Any
 from common import RESULTS, save
 
 from kvexport.evaluate.corpus import manual
+from kvexport.evaluate.files import alone
 from kvexport.evaluate.result import Options, Result, line
 from kvexport.evaluate.runner import Run
 from kvexport.evaluate.settings import parse_budgets
@@ -118,6 +119,7 @@ class Sweep:
         with ExitStack() as stack:
             folder = self.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
             folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(alone(folder))
             run = Run(self.recipe, self.settings, options, folder, silent)
             order = {label: i for i, label in enumerate(options.methods)}
             there = {(r["label"], r["budget"]) for r in rows}

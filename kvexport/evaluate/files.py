@@ -1,7 +1,8 @@
-"""Files that outlive a run: digests of what they depend on, and writing that leaves no half of one."""
+"""Files that outlive a run: digests of what they depend on, writing that leaves no half of one, one run at a time."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -9,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from kvexport.errors import UsageError
 
 
 def digest_of(*parts: Any) -> str:
@@ -38,3 +41,16 @@ def write_whole(path: Path, text: str) -> None:
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Nothing else runs such a block of this folder meanwhile. Raises UsageError where another process does."""
+    with (folder / ".lock").open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"another evaluation works in {folder}", "--work with another directory, or wait for it"
+            ) from None
+        yield

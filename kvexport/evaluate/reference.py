@@ -3,8 +3,9 @@
 A row is a position's log-probabilities over the vocabulary in steps of 1/2048 nat down to -32, two bytes each, since an
 error in a log-probability e changes the KL by p e (ln p/q - KL) and should be the same for every token. It is at most
 1/2048 nat once the row adds up to 1 again; as it is as often above as below, the mean KL of a text changes by less than
-1e-5 of a nat, or of itself where it is larger (tests/evaluate/test_evaluate_reference.py). The likeliest token stays
-so: another of the same step is put one step below it.
+1e-5 of a nat, or of itself where it is larger (tests/evaluate/test_evaluate_reference.py; of eight texts of SmolLM2,
+with KLs of .07 to .16, by 2e-6 at the most). The likeliest token stays so: another of the same step is put one step
+below it.
 """
 
 from __future__ import annotations

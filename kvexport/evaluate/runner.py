@@ -16,7 +16,7 @@ import numpy as np
 
 from kvexport.cache import CONTRACT_VERSION, plan_cache
 from kvexport.errors import UsageError
-from kvexport.evaluate.files import digest_of
+from kvexport.evaluate.files import alone, digest_of
 from kvexport.evaluate.kept import read_result, write_result
 from kvexport.evaluate.language import language_of
 from kvexport.evaluate.measure import Outcome, Window, run_long, run_samples, step_seconds
@@ -75,6 +75,7 @@ def evaluate(
     with ExitStack() as stack:
         folder = work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvexport-eval-")))
         folder.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(alone(folder))
         return Run(recipe, list(overrides), options, folder, progress, tell, kept=work is not None).all()
 
 

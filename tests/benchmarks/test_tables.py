@@ -59,3 +59,27 @@ def test_every_method_stays_finite_and_bounded_over_twenty_training_lengths(reci
 def test_results_name_no_folder_of_a_machine() -> None:
     for path in (ROOT / "benchmarks" / "results").glob("*.json"):
         assert not re.search(r'"/|(?<![\w.])/(tmp|home|root|work)/', path.read_text(encoding="utf-8")), path.name
+
+
+def test_the_real_model_was_compared_at_equal_bytes_on_the_same_texts() -> None:
+    group = tables.load("sweep-smollm2-135m-base")["groups"]["methods"]
+    rows = group["rows"]
+    assert group["text"] == "Python's manual"
+    assert {"streaming", "h2o", "snapkv", "keepkv", "ballot"} <= {r["label"] for r in rows if r["budget"] == 0.125}
+    for budget in {r["budget"] for r in rows}:
+        sizes = [r["bytes"] for r in rows if r["budget"] == budget]
+        assert max(sizes) - min(sizes) < 0.02 * max(sizes)
+    for r in rows:
+        score = r["scores"]["text"]
+        assert len(score["samples"]["kl"]) == score["kl"]["count"] == group["samples"]
+        assert sum(score["samples"]["kl"]) / group["samples"] == pytest.approx(score["kl"]["value"], rel=1e-4)
+
+
+def test_differences_are_of_the_same_texts() -> None:
+    shown = tables.differences("smollm2-135m-base", "text", "kl")
+    rows = tables.load("sweep-smollm2-135m-base")["groups"]["methods"]["rows"]
+    kl = {r["label"]: r["scores"]["text"]["kl"]["value"] for r in rows if r["budget"] == 0.125}
+    cells = [part.strip() for part in next(x for x in shown.splitlines() if x.startswith("| `h2o`")).split("|")]
+    at = [part.strip() for part in shown.splitlines()[0].split("|")].index("1/8")
+    assert float(cells[at].strip("*").split()[0]) == pytest.approx(kl["h2o"] - kl["keepkv"], rel=1e-2)
+    assert "`keepkv`" not in shown.replace("`keepkv`, zip key", "")

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import kvexport
 from kvexport.commands.app import app
 from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.evaluate.files import alone
 from kvexport.evaluate.result import Evaluation, Options, Result, paired
 from kvexport.evaluate.runner import Run, evaluate
 from kvexport.evaluate.sections import sections
@@ -222,6 +223,17 @@ def test_a_disk_that_cannot_hold_the_predictions_is_found_before_they_are_made(
     with pytest.raises(EnvironmentProblem, match=r"take .* has 1 kB free\n  fix: --work DIR on another disk"):
         evaluate("tiny-base", SETTINGS, replace(OPTIONS, tasks=("text",)), tmp_path)
     assert measured == []
+
+
+def test_a_folder_is_one_evaluations_at_a_time(tmp_path: Path, measured: list[str]) -> None:
+    with (
+        alone(tmp_path),
+        pytest.raises(UsageError, match=r"another evaluation works in .*\n  fix: --work with another directory"),
+    ):
+        evaluate("tiny-base", SETTINGS, OPTIONS, tmp_path)
+    assert measured == []
+    with alone(tmp_path):
+        pass
 
 
 def test_differences_are_paired_sample_by_sample(evaluation: Evaluation) -> None:

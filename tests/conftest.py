@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.support.artifacts import Forks
-from tests.support.tiny_model import ALPHABET, RECIPE
+from tests.support.tiny_model import RECIPE, make_checkpoint
 
 if TYPE_CHECKING:
     from tests.support.fake_cuda import FakeCuda
@@ -26,31 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """2 layers, hidden size 32, 4 query heads over 2 KV heads, vocabulary 64 (one id per character of ALPHABET), no
     eos."""
-    import torch
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = tmp_path_factory.mktemp("tiny") / "checkpoint"
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        initializer_range=0.3,
-    )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({character: i for i, character in enumerate(ALPHABET)}, unk_token="."))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
+    return make_checkpoint(tmp_path_factory.mktemp("tiny") / "checkpoint")
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,58 @@
+"""Random schedules of joining, leaving, cancelling, preempting, saving, restoring, forking, next turns and deadlines,
+over two engines of a tiny model: every sequence is answered as it is alone, no lane leaks, and memory stays flat.
+
+    python benchmarks/schedules.py [--schedules 1000] [--steps 60]
+
+Memory is the process's resident set after every tenth of the schedules; the first tenth warms up what grows once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from common import save
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from kvexport.runtime.engine import load
+from tests.support.schedules import Alone, Schedule
+from tests.support.tiny_model import make_artifact
+
+
+def resident() -> int:
+    """Bytes of memory that the process holds now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def main() -> None:
+    """Run them and write the result."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--schedules", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=60)
+    arguments = parser.parse_args()
+    happened: Counter[str] = Counter()
+    memory = []
+    with tempfile.TemporaryDirectory() as folder:
+        artifact = make_artifact(Path(folder))
+        *engines, other = (load(artifact, threads=1) for _ in range(3))
+        for seed in range(arguments.schedules):
+            # What sequences are answered alone is not kept from one schedule to the next: it would be all that grows.
+            sessions = Path(folder) / "sessions"
+            happened += Schedule(engines, Alone(other), sessions, seed).run(arguments.steps)
+            shutil.rmtree(sessions)
+            if (seed + 1) % max(arguments.schedules // 10, 1) == 0:
+                memory.append(resident())
+                print(seed + 1, dict(happened), memory[-1] >> 20, "MiB", flush=True)
+    growth = memory[-1] / memory[min(1, len(memory) - 1)] - 1
+    figures = {"schedules": arguments.schedules, "steps": arguments.steps, "happened": dict(happened)}
+    print(save("schedules", {**figures, "resident_bytes": memory, "growth_after_a_fifth": growth}))
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,7 @@ import pytest
 from kvexport.runtime.engine import load
 from tests.support.schedules import Alone, Schedule
 
-SCHEDULES, STEPS = 40, 30
+SCHEDULES, STEPS = 40, 20
 
 
 @pytest.mark.usefixtures("no_sync")

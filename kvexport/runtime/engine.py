@@ -20,16 +20,17 @@ from kvexport.backends.base import LoadOptions, ModelState, Sessions
 from kvexport.backends.rows import HostRows, Rows
 from kvexport.errors import DeadlineError, KvexportError, QueueFullError, UsageError
 from kvexport.runtime.chat import ChatTemplate, Message, read_chat_template, read_json
+from kvexport.runtime.forks import Forks
 from kvexport.runtime.grammar import Grammars
 from kvexport.runtime.lane_pool import LanePool
 from kvexport.runtime.lanes import Lanes, Tokens
 from kvexport.runtime.prefixes import Prefixes
-from kvexport.runtime.request import DECODING, FINISHED, Call, FinishReason, Prompt, PromptEnd, Request, Timing, Token
+from kvexport.runtime.request import DECODING, FINISHED, Call, FinishReason, Prompt, Request, Timing, Token
 from kvexport.runtime.sampling import may_settle
 from kvexport.runtime.scheduler import Scheduler
 from kvexport.runtime.settings import GenerationSettings
 from kvexport.runtime.snapshot import Origin, Snapshot
-from kvexport.runtime.start import nothing_saved, prepare, snapshot_of
+from kvexport.runtime.start import checked_ids, nothing_saved, prepare, snapshot_of
 from kvexport.runtime.text import FILE_NAME, Tokenizer
 
 
@@ -73,7 +74,7 @@ class Engine:
         self._scheduler = Scheduler(self.max_batch, manifest.limits.prefill_chunk, self._follows)
         self._requests: dict[int, Request] = {}  # those that have not finished
         self._pool = LanePool(self.lanes, self.max_batch)
-        self._forked: list[Request] = []  # requests with a `prompt_end`
+        self._forks = Forks(self._scheduler, self._pool)
         self.max_waiting: int | None = None
         self.latency_budget: float | None = None
         self.prefixes: Prefixes | None = None
@@ -173,7 +174,7 @@ class Engine:
         work = self._scheduler.next()
         requests: Sequence[Request] = (*work.admitted, *work.moved)
         try:
-            self._keep_for_forks()
+            self._forks.keep()
             for request in work.moved:
                 self._pool.copy(work.source, request.lane)
             for act, requests in (
@@ -187,7 +188,7 @@ class Engine:
             self._fail(requests, error)
             raise
         finally:
-            self._forget_forks()
+            self._forks.forget()
             for request in self._scheduler.update(work):
                 self._requests.pop(request.id, None)
                 if request.keep and request.finish_reason in ("stop", "length"):
@@ -222,36 +223,13 @@ class Engine:
             if self._pool.state.top_logits is not None:
                 request.timing.whole_rows = request.timing.whole_rows or 0
             if request.fork_of is not None:
-                advanced.append(self._begin_fork(request, request.fork_of))
+                rows = self._forks.begin(request, request.fork_of)
+                advanced.append(self._choose(request, rows, 0))
             elif request.start is not None and request.start.length:
                 self._pool.begin(request.lane, request.start.saved)
             else:
                 self._pool.begin(request.lane, self.prefixes.begin(request) if self.prefixes is not None else None)
         return advanced
-
-    def _keep_for_forks(self) -> None:
-        """Save lanes that are as a prompt left them and do not stay so during this step, for forks that still wait."""
-        for parent in self._forked:
-            end = parent.prompt_end
-            assert end is not None
-            if end.saved is None and (parent.state is FINISHED or self._scheduler.forks(parent)):
-                parent.prompt_end = PromptEnd(end.row, end.lane, self._pool.lanes.save(end.lane))
-
-    def _forget_forks(self) -> None:
-        for parent in self._forked:
-            if not self._scheduler.forks(parent):
-                parent.prompt_end = None
-        self._forked = [parent for parent in self._forked if parent.prompt_end is not None]
-
-    def _begin_fork(self, request: Request, parent: Request) -> Request:
-        end = parent.prompt_end
-        assert end is not None
-        if end.saved is None:
-            self._pool.copy(parent.lane, request.lane)
-        else:
-            self._pool.begin(request.lane, end.saved)
-        request.fork_of = None
-        return self._choose(request, HostRows(end.row[None]), 0)
 
     def _prefill(self, requests: Sequence[Request]) -> list[Request]:
         """Read the next chunk of each, lanes being neighbours; the requests whose prompt is read get their token."""
@@ -266,19 +244,12 @@ class Engine:
             timing.prefill_seconds += time.perf_counter() - start
         for request, part in zip(requests, parts, strict=True):
             request.read(len(part))
-        self._save_prefixes(requests, rows)
+        if self.prefixes is not None:
+            self.prefixes.save(requests, rows, self._pool.lanes)
         read = [(i, request) for i, request in enumerate(requests) if request.state is DECODING]
         for i, request in read:
-            if self._scheduler.forks(request):
-                request.prompt_end = PromptEnd(rows.row(i).copy(), request.lane)
-                self._forked.append(request)
+            self._forks.read(request, rows, i)
         return [self._choose(request, rows, i) for i, request in read]
-
-    def _save_prefixes(self, requests: Sequence[Request], rows: Rows) -> None:
-        """Save the lanes of prompts that are at a border; none that may hold NaN."""
-        for i, request in enumerate(requests):
-            if self.prefixes is not None and request.done in request.borders and np.isfinite(rows.row(i)).all():
-                self.prefixes.put(request, self._pool.lanes.save(request.lane))
 
     def _decode(self, requests: Sequence[Request]) -> list[Request]:
         """The next token of each. The call is one of all lanes up to the last of theirs, others bringing no token."""
@@ -344,20 +315,7 @@ class Engine:
             if self.tokenizer is None:
                 raise UsageError("the artifact has no tokenizer.json, so a prompt cannot be text", "pass token ids")
             prompt = self.tokenizer.encode(prompt, add_special_tokens=after is None)
-        ids = np.asarray(prompt)
-        if ids.ndim != 1 or (ids.size == 0 and after is None):
-            raise UsageError("the prompt is empty", "give at least one token")
-        if ids.size and ids.dtype.kind not in "iu":
-            raise UsageError(
-                f"token ids are integers, the prompt holds {ids.dtype}", "pass text, or a list of integers"
-            )
-        if ids.size and (ids.min() < 0 or ids.max() >= self.vocabulary):
-            bad = int(ids[(ids < 0) | (ids >= self.vocabulary)][0])
-            raise UsageError(
-                f"token id {bad} is out of range: the vocabulary has {self.vocabulary}",
-                "use the artifact's own tokenizer",
-            )
-        ids = ids.astype(np.int64)
+        ids = checked_ids(prompt, self.vocabulary, empty=after is not None)
         if after is not None:
             ids = np.concatenate([after.ids, ids])
         if ids.size >= self.max_length:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.runtime.lanes import Saved
+from kvexport.backends.rows import Rows
+from kvexport.runtime.lanes import Lanes, Saved
 from kvexport.runtime.request import PREFILLING, Request
 
 Keys = dict[int, bytes]  # of a prompt: the hash of its tokens up to every border
@@ -85,8 +86,14 @@ class Prefixes:
                 return True
         return False
 
-    def put(self, request: Request, saved: Saved) -> None:
-        """Keep the lane of a request that has read up to a border."""
+    def save(self, requests: Sequence[Request], rows: Rows, lanes: Lanes) -> None:
+        """Keep the lanes of requests that have read up to a border where they are to be saved; none that may hold
+        NaN. rows: the logits after what was read."""
+        for i, request in enumerate(requests):
+            if request.done in request.borders and np.isfinite(rows.row(i)).all():
+                self._put(request, lanes.save(request.lane))
+
+    def _put(self, request: Request, saved: Saved) -> None:
         key, size = request.keys[request.done], _bytes_of(saved)
         if key in self._saved or size > self.limit:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -53,6 +54,21 @@ def prepare(request: Request, ids: Ids, default: GenerationSettings, grammars: G
     elif done >= len(ids):
         raise UsageError("the snapshot has nothing to go on with", "give at least one token")
     request.prepare(ids, sampler, text, done)
+
+
+def checked_ids(prompt: Sequence[int] | Ids, vocabulary: int, *, empty: bool) -> Ids:
+    """Token ids [n] int64, of which there may be none where `empty`. Raises UsageError for what are none."""
+    ids = np.asarray(prompt)
+    if ids.ndim != 1 or (ids.size == 0 and not empty):
+        raise UsageError("the prompt is empty", "give at least one token")
+    if ids.size and ids.dtype.kind not in "iu":
+        raise UsageError(f"token ids are integers, the prompt holds {ids.dtype}", "pass text, or a list of integers")
+    if ids.size and (ids.min() < 0 or ids.max() >= vocabulary):
+        bad = int(ids[(ids < 0) | (ids >= vocabulary)][0])
+        raise UsageError(
+            f"token id {bad} is out of range: the vocabulary has {vocabulary}", "use the artifact's own tokenizer"
+        )
+    return ids.astype(np.int64)
 
 
 def snapshot_of(request: Request, saved: Saved, origin: Origin) -> Snapshot:

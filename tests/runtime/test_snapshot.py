@@ -13,6 +13,7 @@ import pytest
 
 from kvexport.errors import KvexportError, SnapshotError, UsageError
 from kvexport.runtime.engine import Engine, load
+from kvexport.runtime.grammar import Grammar
 from kvexport.runtime.request import Request, State
 from kvexport.runtime.snapshot import Snapshot
 from tests.support.blobs import mutated
@@ -21,6 +22,12 @@ LONG = [3 * i % 60 for i in range(70)]  # past the budget of 32 slots
 CHOICES: list[dict[str, Any]] = [
     {"max_new_tokens": 40},
     {"max_new_tokens": 40, "do_sample": True, "seed": 9, "repetition_penalty": 1.2},
+    {
+        "max_new_tokens": 40,
+        "grammar": Grammar("regex", "([a-f]{3} )*([0-9]{5} ?)*"),
+        "logit_bias": {5: 3.0},
+        "frequency_penalty": 0.3,
+    },
 ]
 
 
@@ -130,7 +137,7 @@ def test_forks_read_the_prompt_once_and_answer_as_alone(tiny_artifact: Path, eng
     assert [[token.id for token in each.tokens] for each in requests] == expected
     read = sum(each.timing.prompt_tokens for each in requests)
     assert read == len(LONG) and [each.cached_tokens for each in requests] == [0] + [len(LONG)] * 3
-    assert request.prompt_end is None and not own._forked
+    assert request.prompt_end is None and not len(own._forks)
 
 
 @pytest.mark.parametrize("when", [0, 1, 3, 5, 6, 8])

@@ -143,18 +143,42 @@ def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
 
 def allocate(recipe: Recipe, layers: int) -> list[int]:
     """Slots per layer, mean `recipe.budget`. cosine: ``m_l = (1-d)(cos(pi l / L) + 1)/2 + d`` (KeepKV); pyramid:
-    linear, ``m_l = 1 - (1-d) l / (L-1)`` (PyramidKV); both scaled."""
+    linear, ``m_l = 1 - (1-d) l / (L-1)`` (PyramidKV); both scaled. Whole layers have `limits.max_length`, and the
+    others share what these leave. Raises UsageError where that is nothing, or the model lacks such a layer."""
     method = recipe.cache.build_method()
     allocation = recipe.cache.allocation
-    kind = allocation.kind or method.allocation
-    if kind == "uniform" or not method.compresses:
+    if not method.compresses:
         return [recipe.budget] * layers
-    d = allocation.minimum
-    if kind == "cosine":
+    left = _left_by_whole_layers(recipe, layers)
+    kind, d = allocation.kind or method.allocation, allocation.minimum
+    if kind == "uniform":
+        raw = [1.0] * layers
+    elif kind == "cosine":
         raw = [(1 - d) * (math.cos(math.pi * i / layers) + 1) / 2 + d for i in range(layers)]
     else:
         raw = [1 - (1 - d) * i / max(layers - 1, 1) for i in range(layers)]
-    scale = recipe.budget * layers / sum(raw)
+    raw = [0.0 if i in allocation.whole else share for i, share in enumerate(raw)]
+    scale = left / sum(raw) if any(raw) else 0.0
     # Rounding the running sum keeps the total exact.
     edges = [round(scale * sum(raw[:i])) for i in range(layers + 1)]
-    return [b - a for a, b in itertools.pairwise(edges)]
+    shares = [b - a for a, b in itertools.pairwise(edges)]
+    return [recipe.limits.max_length if i in allocation.whole else share for i, share in enumerate(shares)]
+
+
+def _left_by_whole_layers(recipe: Recipe, layers: int) -> int:
+    """Slots of all layers together that are not those of whole layers."""
+    whole, length, slots = recipe.cache.allocation.whole, recipe.limits.max_length, recipe.budget * layers
+    if whole and whole[-1] >= layers:
+        raise UsageError(
+            f"cache.allocation.whole names layer {whole[-1]}, the model has 0 to {layers - 1}",
+            f"--set cache.allocation.whole={[layer for layer in whole if layer < layers]}",
+        )
+    others = layers - len(whole)
+    least = len(whole) * length + others * (recipe.cache.sinks + 1)
+    if whole and slots < least:
+        raise UsageError(
+            f"{len(whole)} whole layers of limits.max_length {length} slots take {len(whole) * length} of the "
+            f"{slots} that {layers} layers have at a budget of {recipe.budget}, which leaves too few for the others",
+            f"--set cache.budget={-(-least // layers)}, or fewer layers in cache.allocation.whole",
+        )
+    return slots - len(whole) * length

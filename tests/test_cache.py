@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvexport.cache import allocate
+from kvexport.errors import UsageError
 from kvexport.recipe.fields import Recipe
 
 
@@ -33,3 +34,45 @@ def test_a_method_brings_its_own_allocation_unless_the_recipe_says() -> None:
     assert budgets(5, "pyramidkv") == budgets(5, kind="pyramid") != [100] * 5
     assert budgets(5, "pyramidinfer") == budgets(5, kind="cosine") != [100] * 5
     assert budgets(5, "pyramidkv", kind="uniform") == budgets(5, "snapkv") == [100] * 5
+
+
+def test_whole_layers_hold_everything_and_the_others_share_what_they_leave() -> None:
+    recipe = {"model": {"path": "-"}, "limits": {"max_length": 1000}}
+    for kind in ("uniform", "cosine", "pyramid"):
+        cache = {"method": "h2o", "budget": 301, "allocation": {"kind": kind, "whole": [7, 2]}}
+        found = allocate(Recipe.model_validate({**recipe, "cache": cache}), 10)
+        others = [slots for i, slots in enumerate(found) if i not in (2, 7)]
+        assert found[2] == found[7] == 1000
+        assert sum(found) == 3010
+        assert others == sorted(others, reverse=True) or kind == "uniform"
+        assert max(others) - min(others) <= 1 or kind != "uniform"
+
+
+def test_whole_layers_change_no_method_that_evicts_nothing() -> None:
+    assert budgets(3, "full", whole=[1]) == [4096] * 3
+
+
+@pytest.mark.parametrize(
+    ("whole", "problem", "fix"),
+    [
+        ([5], "names layer 5, the model has 0 to 3", "whole=[]"),
+        ([0, 1], "2 whole layers of limits.max_length 4096 slots take 8192 of the 400", "cache.budget=2051"),
+    ],
+)
+def test_whole_layers_that_cannot_be_are_refused_with_the_line_that_fixes_it(
+    whole: list[int], problem: str, fix: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        budgets(4, whole=whole)
+    assert problem in str(caught.value)
+    assert fix in str(caught.value.fix)
+
+
+def test_the_budget_that_a_refusal_names_is_enough() -> None:
+    cache = {"method": "h2o", "budget": 2051, "recent": 0, "allocation": {"whole": [0, 1]}}
+    assert allocate(Recipe.model_validate({"model": {"path": "-"}, "cache": cache}), 4) == [4096, 4096, 6, 6]
+
+
+def test_a_layer_is_whole_once() -> None:
+    with pytest.raises(ValueError, match="names layer 3 twice"):
+        budgets(4, whole=[3, 1, 3])

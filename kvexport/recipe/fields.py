@@ -73,6 +73,18 @@ class AllocationSection(RecipeSection):
     minimum: float = Field(
         0.5, gt=0.0, le=1.0, description="The last layer's share of the first layer's budget (KeepKV's d)."
     )
+    whole: list[Annotated[int, Field(ge=0, le=MOST)]] = Field(
+        default_factory=list,
+        description="Layers, counted from 0, that evict nothing and have limits.max_length slots; the others share the "
+        "rest of the budget.",
+    )
+
+    @field_validator("whole")
+    @classmethod
+    def _once(cls, layers: list[int]) -> list[int]:
+        if twice := [layer for i, layer in enumerate(layers) if layer in layers[:i]]:
+            raise ValueError(f"names layer {twice[0]} twice")
+        return sorted(layers)
 
 
 class CacheSection(RecipeSection):

@@ -15,13 +15,13 @@ from kvexport.methods.slots import Rotary
 from kvexport.recipe.fields import Recipe
 from kvexport.schema.state import STATE, StateTensor
 
-CONTRACT_VERSION = 4
+CONTRACT_VERSION = 5
 
 
 @dataclass(frozen=True)
 class LayerGeometry:
     """The model's part of one layer's attention, read from its trace. sliding_window: 0 = every position is
-    visible. rotary: read for methods that rotate keys."""
+    visible. rotary: read for methods that rotate keys, and for positions in the cache."""
 
     query_heads: int
     kv_heads: int
@@ -87,6 +87,12 @@ class CachePlan:
 
     layers: tuple[LayerCache, ...]
 
+    @property
+    def cache_positions(self) -> bool:
+        """Whether keys are rotated by their places in the cache; then every head of every layer holds as many
+        entries."""
+        return self.layers[0].rotary.cache_positions
+
     def bytes(self, batch: int = 1) -> int:
         """Bytes of the whole state for `batch` sequences, `past_length` included."""
         return sum(layer.bytes(batch) for layer in self.layers) + 8 * batch
@@ -104,9 +110,11 @@ class CachePlan:
 
 def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
     """Every layer's budget and capacity. Raises UsageError where a budget cannot hold sinks, recent and one slot
-    more."""
+    more, and for positions in the cache where layers would hold different numbers of entries."""
     method = recipe.cache.build_method()
     budgets = allocate(recipe, len(geometry))
+    if recipe.cache.positions == "cache":
+        _require_one_place(geometry, budgets)
     layers = []
     for i, (layer, share) in enumerate(zip(geometry, budgets, strict=True)):
         budget = min(share, recipe.limits.max_length)
@@ -139,6 +147,23 @@ def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
             )
         )
     return CachePlan(tuple(layers))
+
+
+def _require_one_place(geometry: Sequence[LayerGeometry], budgets: Sequence[int]) -> None:
+    """A new token has one place in the cache, the same in every layer."""
+    if len(set(budgets)) > 1:
+        raise UsageError(
+            f"cache.positions is cache, but layers have budgets of {min(budgets)} to {max(budgets)} slots: a new token "
+            "would have another place in each",
+            "--set cache.allocation.kind=uniform",
+        )
+    windows = [i for i, layer in enumerate(geometry) if layer.sliding_window]
+    if windows:
+        raise UsageError(
+            f"cache.positions is cache, but layer {windows[0]} has a sliding window of "
+            f"{geometry[windows[0]].sliding_window} positions, which drops entries that other layers keep",
+            "--set cache.positions=absolute",
+        )
 
 
 def allocate(recipe: Recipe, layers: int) -> list[int]:

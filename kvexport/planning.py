@@ -12,7 +12,7 @@ from typing import Any
 
 from kvexport.cache import CachePlan, LayerCache, LayerGeometry, plan_cache
 from kvexport.errors import UsageError
-from kvexport.recipe.fields import Recipe
+from kvexport.recipe.fields import MOST, Recipe, shown_length
 from kvexport.report.page import KeyValues, Section, Table
 from kvexport.units import format_bytes
 
@@ -34,7 +34,7 @@ class Fit:
 class MemoryPlan:
     """A recipe's memory. parameters: of the model, tied ones once. weight_bytes: the same in the recipe's dtype.
     full_bytes: keys and values of one sequence of max_length in a cache that keeps all of them (a sliding-window layer
-    its window), and nothing else."""
+    its window), and nothing else; None where the length is unlimited."""
 
     name: str
     recipe: Recipe
@@ -42,7 +42,7 @@ class MemoryPlan:
     cache: CachePlan
     parameters: int
     weight_bytes: int
-    full_bytes: int
+    full_bytes: int | None
 
     @property
     def sequence_bytes(self) -> int:
@@ -55,9 +55,9 @@ class MemoryPlan:
         return self.cache.bytes(self.recipe.limits.max_batch)
 
     @property
-    def ratio(self) -> float:
+    def ratio(self) -> float | None:
         """full_bytes / sequence_bytes: above 1 the recipe saves memory."""
-        return self.full_bytes / self.sequence_bytes
+        return None if self.full_bytes is None else self.full_bytes / self.sequence_bytes
 
     def fit(self, memory: int) -> Fit:
         """What `memory` bytes hold; see `Fit`."""
@@ -103,7 +103,7 @@ class MemoryPlan:
             "method": self.recipe.cache.method,
             "parameters": self.parameters,
             "weight_bytes": self.weight_bytes,
-            "max_length": limits.max_length,
+            "max_length": shown_length(limits.max_length),
             "max_batch": limits.max_batch,
             "cache_bytes_per_sequence": self.sequence_bytes,
             "cache_bytes": self.batch_bytes,
@@ -119,7 +119,6 @@ class MemoryPlan:
     def sections(self, fit: Fit | None = None) -> list[Section]:
         """For a person, with what a memory holds where `fit` is given."""
         recipe, batch = self.recipe, self.recipe.limits.max_batch
-        smaller = f"{self.ratio:.3g} times smaller" if self.ratio >= 1 else f"{1 / self.ratio:.3g} times LARGER"
         summary: dict[str, str | int | float | None] = {
             "model": recipe.model.path,
             "dtype": recipe.model.dtype,
@@ -128,10 +127,14 @@ class MemoryPlan:
             "cache of 1 sequence": format_bytes(self.sequence_bytes),
             f"cache of {batch} sequences": format_bytes(self.batch_bytes),
             "weights and caches": f"{format_bytes(self.weight_bytes + self.batch_bytes)}; {NOT_COUNTED}",
-            "full cache of 1 sequence": f"{format_bytes(self.full_bytes)}, keys and values of "
-            f"{recipe.limits.max_length} tokens",
-            "against the full cache": smaller,
         }
+        if self.full_bytes is None or self.ratio is None:
+            summary["full cache of 1 sequence"] = "without bound: limits.max_length is unlimited"
+        else:
+            tokens = f"keys and values of {recipe.limits.max_length} tokens"
+            summary["full cache of 1 sequence"] = f"{format_bytes(self.full_bytes)}, {tokens}"
+            smaller = f"{self.ratio:.3g} times smaller" if self.ratio >= 1 else f"{1 / self.ratio:.3g} times LARGER"
+            summary["against the full cache"] = smaller
         return [
             KeyValues(f"Plan of {self.name or 'the recipe'}", summary),
             layer_table(self.cache),
@@ -173,7 +176,8 @@ def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:
     # parameters() gives a tied parameter once.
     parameters = sum(parameter.numel() for parameter in shape.model.parameters())
     itemsize = np.dtype(recipe.model.dtype).itemsize
-    full = sum(full_layer_bytes(layer, recipe.limits.max_length, itemsize) for layer in shape.geometry)
+    length = recipe.limits.max_length
+    full = None if length == MOST else sum(full_layer_bytes(layer, length, itemsize) for layer in shape.geometry)
     return MemoryPlan(name, recipe, tuple(shape.geometry), shape.plan, parameters, parameters * itemsize, full)
 
 

@@ -105,6 +105,7 @@ class Inspection:
         ]
 
     def _summary(self) -> KeyValues:
+        from kvexport.recipe.fields import shown_length
         from kvexport.report.page import KeyValues
 
         manifest = self.manifest
@@ -118,7 +119,7 @@ class Inspection:
                 "checkpoint": f"{recipe.model.path} (fingerprint {model.fingerprint})",
                 "method": f"{recipe.cache.method}{f' ({parameters})' if parameters else ''}",
                 "backend": self.runs_on,
-                "limits": ", ".join(f"{name} {value}" for name, value in asdict(manifest.limits).items()),
+                "limits": ", ".join(f"{name} {shown_length(n)}" for name, n in asdict(manifest.limits).items()),
                 "cache of 1 sequence": format_bytes(manifest.cache.bytes(1)),
                 f"cache of {batch} sequences": format_bytes(manifest.cache.bytes(batch)),
                 "files": f"{len(manifest.files)}, {format_bytes(manifest.bytes)}",

@@ -63,11 +63,11 @@ def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
     checkpoint = read_checkpoint(resolve_checkpoint(recipe.model.path, recipe.model.revision)) if local else None
     with quiet_exporter():
         source = checkpoint.path if checkpoint else recipe.model.path
-        config = load_config(str(source), recipe.model.revision, recipe.limits.max_length)
-        model, mode = build_fake(config, getattr(torch, recipe.model.dtype), recipe.limits.max_length)
+        config = load_config(str(source), recipe)
+        model, mode = build_fake(config, getattr(torch, recipe.model.dtype), recipe.rotary_length)
         geometry = probe_geometry(model, mode)
-        if recipe.cache.build_method().rotary:
-            geometry = read_rotary(model, mode, geometry)
+        if recipe.cache.positions == "cache" or recipe.cache.build_method().rotary:
+            geometry = read_rotary(model, mode, geometry, cache_positions=recipe.cache.positions == "cache")
     return ModelShape(checkpoint, model, mode, geometry, plan_cache(recipe, geometry))
 
 
@@ -105,7 +105,7 @@ def build(
                 shape = shape._replace(plan=plan)
             specs = weight_specs(shape)
             copy_texts(shape.checkpoint, folder, _vocabulary(shape))
-        for note in length_notes(shape.model.config, recipe.limits.max_length):
+        for note in length_notes(shape.model.config, recipe.rotary_length):
             with progress(f"note: {note}", None):
                 pass
         method = recipe.cache.build_method()

@@ -33,10 +33,12 @@ class Statistic:
 class Rotary:
     """A layer's rotary embedding: the first 2F dimensions of a key at position p are rotated, in F planes, by ``p *
     inverse_frequencies``. Plane f holds dimensions (f, f + F), or (2f, 2f + 1) where they are interleaved. F is 0 where
-    nothing is rotated."""
+    nothing is rotated. cache_positions: p is not the token's position but its slot's place in the cache, the number of
+    used slots of lower position; a merge turns kept keys to their new places."""
 
     inverse_frequencies: tuple[float, ...] = ()
     interleaved: bool = False
+    cache_positions: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,14 @@ native kernels are held to it by `tests/conformance`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from kvexport.errors import UsageError
 from kvexport.methods.base import Method
+from kvexport.methods.primitives.pairs import rotated
 from kvexport.methods.slots import Evicted, Rotary, Slots, gather_slots
 
 LAST = torch.iinfo(torch.int32).max
@@ -22,7 +23,8 @@ LAST = torch.iinfo(torch.int32).max
 class MergeCacheAttributes:
     """The attributes of a MergeCache node: `budget` slots are kept, the first `sinks` positions and the latest `recent`
     of them always; with a `sliding_window` (0 = none), slots that the window has passed are evicted first. rotary: the
-    layer's, where the method asks for it."""
+    layer's, where the method or positions in the cache ask for it. Raises UsageError for positions in the cache with a
+    sliding window."""
 
     method: Method
     budget: int
@@ -30,6 +32,13 @@ class MergeCacheAttributes:
     recent: int = 0
     sliding_window: int = 0
     rotary: Rotary = field(default_factory=Rotary)
+
+    def __post_init__(self) -> None:
+        if self.rotary.cache_positions and self.sliding_window:
+            raise UsageError(
+                f"positions in the cache with a sliding window of {self.sliding_window}: it counts absolute positions",
+                "a sliding_window of 0, or absolute positions",
+            )
 
 
 def merge_cache(
@@ -74,6 +83,7 @@ def merge_cache(
     order = torch.where(votes > 0, position, LAST).sort(dim=-1, stable=True).indices[:, :, :working]
     slots = gather_slots(Slots(key, value, votes, score, position, now, attributes.rotary, extra), order, axes)
     used = slots.votes > 0
+    held = torch.where(used, slots.position, LAST)
     if not attributes.method.compresses:
         kept = used
     else:
@@ -94,6 +104,8 @@ def merge_cache(
     order = torch.where(kept, slots.position, LAST).sort(dim=-1, stable=True).indices[:, :, : kept_rows.shape[0]]
     result = gather_slots(slots, order, axes)
     result_votes = torch.where(kept.gather(-1, order), result.votes, 0.0)
+    if attributes.rotary.inverse_frequencies and attributes.rotary.cache_positions:
+        result = replace(result, key=_turned(result, result_votes, held, attributes.rotary))
 
     def padded(x: Tensor, dim: int) -> Tensor:
         shape = list(x.shape)
@@ -108,6 +120,21 @@ def merge_cache(
         padded(result.position, 2),
         *(x if axis is None else padded(x, axis) for x, axis in zip(result.extra, axes, strict=True)),
     )
+
+
+def _turned(result: Slots, votes: Tensor, held: Tensor, rotary: Rotary) -> Tensor:
+    """Keys [B, H, N, D] turned from the places that they had among `held` [B, H, C] positions, in order and LAST where
+    empty, to those that they have now. A merged slot had the place of its latest member."""
+    before = held.shape[-1]
+    both = torch.cat([held, torch.where(votes > 0, result.position, LAST)], dim=-1)
+    order = both.sort(dim=-1, stable=True).indices  # of equals the held one is first
+    count = torch.arange(both.shape[-1], device=held.device)
+    rank = torch.zeros_like(order).scatter(-1, order, count.expand_as(order))[:, :, before:]
+    place = count[: votes.shape[-1]]
+    old = rank - place - 1  # the rank counts those held up to the slot itself, and the results before it
+    steps = torch.where(votes > 0, place - old, 0)
+    turned = rotated(result.key.float(), steps, rotary).to(result.key.dtype)
+    return torch.where((steps != 0)[..., None], turned, result.key)
 
 
 def rows_of(votes: Tensor, budget: int) -> tuple[Tensor, Tensor, Tensor]:

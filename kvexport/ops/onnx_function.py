@@ -100,6 +100,8 @@ def _merge_cache_values(attributes: MergeCacheAttributes) -> dict[str, Any]:
     if attributes.rotary.inverse_frequencies:
         values["inverse_frequencies"] = attributes.rotary.inverse_frequencies
         values["rotary_interleaved"] = attributes.rotary.interleaved
+        if attributes.rotary.cache_positions:
+            values["cache_positions"] = True
     return values
 
 

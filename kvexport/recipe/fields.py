@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, WithJsonSchema, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from kvexport.backends.sections import backend_section
 from kvexport.methods import all_methods
@@ -21,6 +29,7 @@ else:
     BackendSection = backend_section()
 
 MOST = 2**31 - 1  # positions and counts of slots are int32
+UNLIMITED = "unlimited"  # MOST as a length
 
 
 def _slots_or_share(value: int | float) -> int | float:
@@ -44,6 +53,20 @@ SlotsOrShare = Annotated[
             ]
         }
     ),
+]
+
+
+def shown_length(length: int) -> int | str:
+    """A length as a recipe writes it."""
+    return UNLIMITED if length == MOST else length
+
+
+Length = Annotated[
+    int,
+    Field(ge=1, le=MOST),
+    BeforeValidator(lambda value: MOST if value == UNLIMITED else value),
+    PlainSerializer(shown_length, when_used="json"),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": MOST}, {"enum": [UNLIMITED]}]}),
 ]
 
 
@@ -106,6 +129,11 @@ class CacheSection(RecipeSection):
     recent: SlotsOrShare = Field(
         0.5, description="Latest positions, which are never evicted: an integer, or a share of the layer's budget."
     )
+    positions: Literal["absolute", "cache"] = Field(
+        "absolute",
+        description="What keys and queries are rotated by: absolute positions, which end at the model's trained "
+        "length; or places in the cache, so that no distance is longer than the cache and a session never ends.",
+    )
     merge_every: int = Field(32, ge=1, le=MOST, description="Decoded tokens between merges.")
     parameters: dict[str, Any] = Field(
         default_factory=dict, description="The method's own; `kvexport recipes methods` lists them."
@@ -138,7 +166,9 @@ class ExportSection(RecipeSection):
 class LimitsSection(RecipeSection):
     """What the engine is built for."""
 
-    max_length: int = Field(4096, ge=1, le=MOST, description="Prompt and generated tokens of one sequence.")
+    max_length: Length = Field(
+        4096, description="Prompt and generated tokens of one sequence; unlimited needs cache.positions: cache."
+    )
     max_batch: int = Field(8, ge=1, le=MOST, description="Sequences in one call.")
 
 
@@ -162,10 +192,26 @@ class Recipe(RecipeSection):
             )
         return self
 
+    @model_validator(mode="after")
+    def _bounded(self) -> Recipe:
+        if self.limits.max_length == MOST:
+            if not self.cache.build_method().compresses:
+                raise ValueError(f"limits.max_length is {UNLIMITED}, and {self.cache.method} keeps every token")
+            if isinstance(self.cache.budget, float):
+                raise ValueError(f"cache.budget is a share of limits.max_length, which is {UNLIMITED}: write slots")
+        return self
+
     @property
     def slack(self) -> int:
         """Slots beyond the budget."""
         return self.cache.slack or max(self.export.prefill_chunk, self.cache.merge_every)
+
+    @property
+    def rotary_length(self) -> int:
+        """Positions that keys and queries are rotated by: those of the longest sequence, or of the cache."""
+        if self.cache.positions == "absolute":
+            return self.limits.max_length
+        return min(self.budget + self.slack, self.limits.max_length)
 
     @property
     def budget(self) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from kvexport.methods import all_methods
 from kvexport.recipe.check import PATH, check_recipe, get
 from kvexport.recipe.describe import ParameterInfo, describe_fields
+from kvexport.recipe.fields import shown_length
 from kvexport.recipe.inherit import inherit, label_of, named_recipes, read_with_parents
 from kvexport.recipe.parse import Findings, Leaf, Origin, Tree, merge, nest
 
@@ -27,7 +28,7 @@ class RecipeInfo:
     method: str = ""
     budget: int | float | None = None
     slots: int | None = None
-    max_length: int | None = None
+    max_length: int | str | None = None
     base: bool = False
     problem: str = ""
 
@@ -84,6 +85,6 @@ def _describe(name: str, path: Path) -> RecipeInfo:
         method=recipe.cache.method,
         budget=recipe.cache.budget,
         slots=recipe.budget,
-        max_length=recipe.limits.max_length,
+        max_length=shown_length(recipe.limits.max_length),
         base=base,
     )

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from kvexport.backends.base import LaneState, ModelState
 from kvexport.cache import CachePlan
+from kvexport.recipe.fields import MOST
 
 T = TypeVar("T")
 Tokens = Sequence[int] | NDArray[np.int64]
@@ -102,15 +103,17 @@ class Lanes:
 
     def _set(self, lane: int, counters: Counters) -> None:
         self._held[lane] = counters.held
-        self._count((lane,), counters.added)
         self.length[lane] = counters.length
+        self._count((lane,), counters.added)
 
     def _count(self, lanes: Iterable[int], added: int = 0) -> None:
         """Start counting anew from `_held`."""
         for lane in lanes:
             held = self._held[lane]
             self._added[lane] = added
-            self._room[lane] = int((self._capacity - held).min())
+            # Positions are int32: no sequence is longer than that, whatever its limit.
+            left = MOST - (self.length[lane] - added)
+            self._room[lane] = min(int((self._capacity - held).min()), left)
             self._spare[lane] = (
                 int((self._budget - held)[self._merges].min()) if self._merges.any() else self._room[lane]
             )
@@ -154,7 +157,7 @@ class Lanes:
         if full := [lane for lane, count in enumerate(counts, first) if self._is_full(lane, count)]:
             self._merge(full)
             if any(self._is_full(lane, counts[lane - first]) for lane in full):
-                raise ValueError("a sequence is longer than the cache was built for")
+                raise ValueError(f"a sequence is longer than the cache was built for, or than {MOST} tokens")
         given = decode(*self._inputs(tokens, counts, width), first)
         for lane, count in enumerate(counts, first):
             self._added[lane] += count

@@ -66,6 +66,11 @@ def structs() -> dict[str, list[Field]]:
             Field("KvMergePolicy", "policy"),
             Field("int", "rotary_planes", "F of the layer's rotary embedding; 0: nothing is rotated"),
             Field("int", "rotary_interleaved", "whether planes are (2f, 2f + 1), not (f, f + F)"),
+            Field(
+                "int",
+                "cache_positions",
+                "whether keys are rotated by their slots' places; kept ones are turned to their new places",
+            ),
             Field("const float*", "inverse_frequencies", "[rotary_planes]"),
             *_STATES,
         ],

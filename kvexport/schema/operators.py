@@ -126,6 +126,12 @@ MERGE_CACHE = Operator(
             "inverse_frequencies", "floats", "of the layer's rotary embedding, where keys are rotated", optional=True
         ),
         Attribute("rotary_interleaved", "bool", "whether planes are (2f, 2f + 1), not (f, f + F)", optional=True),
+        Attribute(
+            "cache_positions",
+            "bool",
+            "whether keys are rotated by their slots' places in the cache; kept ones are turned to their new places",
+            optional=True,
+        ),
     ),
 )
 LINEAR_ATTRIBUTES = (

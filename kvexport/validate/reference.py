@@ -18,14 +18,14 @@ from transformers import AutoModelForCausalLM
 from kvexport.cache import CachePlan, LayerGeometry
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.export.graph.layers import layer_list
-from kvexport.export.graph.tracer import layer_attributes
+from kvexport.export.graph.tracer import layer_attributes, used_slots
 from kvexport.export.model.attention_hook import IMPLEMENTATION, PassThroughCache, TokenLogits, attending
 from kvexport.export.model.hf_model import fix_rotary_frequencies
 from kvexport.methods.base import Method
 from kvexport.ops.merge_cache import merge_cache
 from kvexport.ops.vote_attention import vote_attention
 from kvexport.quiet import quiet_exporter
-from kvexport.schema.state import STATE
+from kvexport.schema.state import STATE, STATE_NAMES
 from kvexport.validate.float64 import as_ever, in_float64
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 Arrays = dict[str, NDArray[Any]]
 State = tuple[Tensor, ...]  # of one layer, in the order of `LayerCache.state`
+VOTES = STATE_NAMES.index("votes")
 
 
 class _Eager:
@@ -79,7 +80,7 @@ class TorchReference:
         self._last_logits = recipe.export.logits == "last"
         with quiet_exporter():
             self.model = _load(checkpoint, recipe, IMPLEMENTATION)
-        fix_rotary_frequencies(self.model, recipe.limits.max_length)
+        fix_rotary_frequencies(self.model, recipe.rotary_length)
         self._token_logits = TokenLogits(self.model)
         self._layers = layer_list(self.model)[1]
         for module in self.model.modules():
@@ -108,11 +109,14 @@ class TorchReference:
         )
         position = past_length + torch.arange(ids.shape[1])
         past = {i: self._layer(feed, i) for i in range(len(self.plan.layers))}
+        rotated_by = position
+        if self.plan.cache_positions:
+            rotated_by = used_slots(past[0][VOTES]) + torch.arange(ids.shape[1])
         eager = _Eager(self.method, self.geometry, position, query_length, past, telemetry)
         self._token_logits.query_length = query_length if self._last_logits else None
         with attending(eager), self._watched(hidden):
             logits = self.model(
-                input_ids=ids, position_ids=position, past_key_values=PassThroughCache(), use_cache=True
+                input_ids=ids, position_ids=rotated_by, past_key_values=PassThroughCache(), use_cache=True
             ).logits
         present = {
             tensor.present(i): x.numpy()

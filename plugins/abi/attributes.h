@@ -10,7 +10,7 @@
 namespace kv {
 
 // What a library was compiled with, so that one of another version is refused before it reads a node.
-inline constexpr const char* kSchema = "7e69082c172f";
+inline constexpr const char* kSchema = "daa100357bd3";
 
 inline constexpr AttributeName kVoteAttentionAttributes[] = {
     {"scale", kFloat},
@@ -52,6 +52,7 @@ inline constexpr AttributeName kMergeCacheAttributes[] = {
     {"share_pairs", kInt},
     {"inverse_frequencies", kFloats},
     {"rotary_interleaved", kInt},
+    {"cache_positions", kInt},
 };
 
 template <class Node>

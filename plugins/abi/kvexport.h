@@ -111,6 +111,7 @@ typedef struct KvMergeCache {
   KvMergePolicy policy;
   int rotary_planes;  // F of the layer's rotary embedding; 0: nothing is rotated
   int rotary_interleaved;  // whether planes are (2f, 2f + 1), not (f, f + F)
+  int cache_positions;  // whether keys are rotated by their slots' places; kept ones are turned to their new places
   const float* inverse_frequencies;  // [rotary_planes]
   KvState past;  // only read; a tensor may be the same buffer in `present`, and is then updated in place
   KvState present;

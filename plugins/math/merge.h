@@ -62,4 +62,11 @@ KV_HD void hessian_weights(float a1, float a2, float norm1, float norm2, float n
   if (*w1 + *w2 <= tau * (c11 + c22)) *w1 = a1, *w2 = a2;
 }
 
+// A plane (x, y) of a key turned by this angle, as it is so many places later.
+KV_HD void turn(float cosine, float sine, float* x, float* y) {
+  const float a = *x, b = *y;
+  *x = a * cosine - b * sine;
+  *y = b * cosine + a * sine;
+}
+
 }  // namespace kv

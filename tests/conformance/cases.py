@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -164,6 +164,7 @@ SINKS, RECENT = 2, 3
 # Powers of two: the float32 product with a number of positions is exact.
 PARTLY = Rotary((1.0, 0.25, 0.03125))  # six of eight dimensions
 INTERLEAVED = Rotary((1.0, 0.5, 0.125), interleaved=True)
+BY_PLACE = Rotary((1.0, 0.25, 0.03125), cache_positions=True)
 MERGE_PROFILES = [
     MergeProfile("full-sliding-window", "full", sizes=(8, 12), sliding_window=9),
     MergeProfile("streaming", "streaming"),
@@ -203,6 +204,14 @@ MERGE_PROFILES = [
     MergeProfile(
         "asymkv-interleaved-shared", "asymkv", {"share_pairs": True, "selector": "pyramidinfer"}, rotary=INTERLEAVED
     ),
+    MergeProfile("ballot-places", "ballot", sizes=(8, 12), rotary=BY_PLACE),
+    MergeProfile(
+        "keepkv-places-interleaved-half",
+        "keepkv",
+        dtype="float16",
+        rotary=replace(INTERLEAVED, cache_positions=True),
+    ),
+    MergeProfile("kvslimmer-places", "kvslimmer", {"tau": 0.3}, rotary=BY_PLACE),
 ]
 # A method that no profile names is held to the contract with its defaults.
 MERGE_PROFILES += [

@@ -220,6 +220,7 @@ def merge_cache_call(attributes: Any, dtype: str, key: tuple[int, ...], value_si
         value = getattr(policy, attribute.name)
         setattr(call.policy, attribute.name, number(attribute.name, value) if attribute.kind == "word" else value)
     call.rotary_planes, call.rotary_interleaved = len(rotary.inverse_frequencies), rotary.interleaved
+    call.cache_positions = rotary.cache_positions
     return call
 
 

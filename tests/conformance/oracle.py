@@ -17,6 +17,7 @@ from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from kvexport.schema.state import STATE_NAMES
 from tests.conformance.oracle_rules import RULES, Head, Slot
+from tests.conformance.oracle_vectors import turned
 
 Arrays = dict[str, np.ndarray]
 
@@ -150,6 +151,10 @@ def _merge_sequence(heads: list[list[Slot]], attributes: MergeCacheAttributes) -
     for head, order in zip(found, orders, strict=True):
         leaving = order[: head.count]
         stays = [slot for slot in head.slots if not any(slot is other for other in leaving)]
+        places = [slot.position for slot in head.slots]
         rule.merge(head, leaving, stays)
         kept.append(sorted(stays, key=lambda slot: slot.position))
+        if attributes.rotary.cache_positions:
+            for place, slot in enumerate(kept[-1]):  # a merged slot was where its latest member was
+                slot.key = turned(slot.key, place - places.index(slot.position), attributes.rotary)
     return kept

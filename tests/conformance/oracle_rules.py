@@ -287,7 +287,10 @@ class NeighbourPairs(Joint):
         younger, older = members
         a, b = self.key_weights(head, younger, older)
         share = a / (a + b) if a + b > 0 else 0.5
-        return share * younger.key + (1 - share) * turned(older.key, younger.position - older.position, head.rotary)
+        steps = younger.position - older.position
+        if head.rotary.cache_positions:
+            steps = index_of(head.slots, younger) - index_of(head.slots, older)
+        return share * younger.key + (1 - share) * turned(older.key, steps, head.rotary)
 
 
 class AsymKV(NeighbourPairs):

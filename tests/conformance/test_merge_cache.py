@@ -101,6 +101,11 @@ def test_keeps_the_budget_the_sinks_and_the_recent(
             if not attributes.method.recent_receives:
                 safe |= inside & (old["position"] > now - RECENT)
             kept = np.isin(new["position"], old["position"][safe])
+            if profile.rotary.cache_positions:  # held to the oracle, turned: here their length, and sinks as they are
+                rows = (new["key"][kept], old["key"][safe])
+                lengths = [np.linalg.norm(x.astype(np.float64), axis=-1) for x in rows]
+                np.testing.assert_allclose(*lengths, rtol=stored_precision(profile.dtype, 1.0))
+                safe, kept = safe & (old["position"] < SINKS), kept & (new["position"] < SINKS)
             for name in STATE:
                 slots = (..., safe, slice(None)) if name in ("key", "value") else (..., safe)
                 kept_slots = (..., kept, slice(None)) if name in ("key", "value") else (..., kept)

@@ -187,7 +187,7 @@ def test_more_positions_than_the_model_has(checkpoint: Path) -> None:
     recipe = recipe_for(checkpoint, limits={"max_length": 513, "max_batch": 1})
     error = refusal(checkpoint, lambda out: build(recipe, out))
     assert error.problem == "limits.max_length is 513, but llama has 512 positions"
-    assert error.fix == "--set limits.max_length=512"
+    assert error.fix == "--set limits.max_length=512, or --set cache.positions=cache"
 
 
 def test_more_positions_than_the_text_part_has(tmp_path: Path) -> None:

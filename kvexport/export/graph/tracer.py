@@ -43,6 +43,12 @@ def layer_attributes(method: Method, layer: LayerGeometry) -> VoteAttentionAttri
     )
 
 
+def used_slots(votes: Tensor) -> Tensor:
+    """[B, 1] int64 of votes [B, H, C], of which every head holds as many: with positions in the cache the place of the
+    next token."""
+    return (votes[:, 0] > 0).to(torch.int64).sum(-1, keepdim=True)
+
+
 # Placeholders that only ever stand in a trace: one for a layer's attention, one for the place where the hidden state
 # enters, or comes out of, a layer of which copies will be made.
 torch.library.define("kvexport::layer_border", "(Tensor hidden, *, int layer, int end) -> Tensor")
@@ -112,14 +118,22 @@ class _Decoder(nn.Module):
     def forward(
         self, input_ids: Tensor, query_length: Tensor, past_length: Tensor, *past: Tensor
     ) -> tuple[Tensor, ...]:
-        position = past_length + torch.arange(input_ids.shape[1], device=input_ids.device)
+        step = torch.arange(input_ids.shape[1], device=input_ids.device)
+        position = rotated_by = past_length + step
         given = iter(past)
         state = {i: {f"past_{x.name}": next(given) for x in self.plan.layers[i].state} for i in self.layers}
-        tracing = _Tracing(self.operator, position, query_length, state)
+        fitting = query_length
+        if self.plan.cache_positions:
+            used = used_slots(state[self.layers[0]]["past_votes"])
+            rotated_by = used + step
+            # No caller brings more than there is room for. That it depends on the votes is what counts: none of them is
+            # written over before they are read here.
+            fitting = torch.minimum(query_length, self.plan.layers[0].capacity - used)
+        tracing = _Tracing(self.operator, position, fitting, state)
         self.token_logits.query_length = query_length if self.last_logits else None
         with attending(tracing):
             logits = self.model(
-                input_ids=input_ids, position_ids=position, past_key_values=PassThroughCache(), use_cache=True
+                input_ids=input_ids, position_ids=rotated_by, past_key_values=PassThroughCache(), use_cache=True
             ).logits
         present = [x for i in self.layers for x in tracing.present[i]]
         # Computed from `position`: both lengths may be bound to one buffer, which must be read before it is written.

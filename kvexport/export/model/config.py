@@ -4,14 +4,14 @@ impossible are refused."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from kvexport.errors import UsageError
-from kvexport.recipe.fields import MOST
+from kvexport.recipe.fields import MOST, Recipe, shown_length
 
 MOST_LAYERS = 10_000  # of which transformers makes lists before it looks at anything else
 # What models of all families call their sizes. Those that have one for each layer, or none, are left to transformers.
@@ -22,9 +22,10 @@ SIZES = (
 )
 
 
-def load_config(source: str, revision: str | None, max_length: int) -> Any:
+def load_config(source: str, recipe: Recipe) -> Any:
     """The transformers config of a directory or hub id. UsageError where it cannot be read, naming the field if one is
-    to blame, where it alone tells that the model cannot be traced, or has fewer than `max_length` positions."""
+    to blame, where it alone tells that the model cannot be traced, or has fewer positions than `recipe` rotates by."""
+    revision = recipe.model.revision
     raw: dict[str, Any] = {}
     try:
         raw, _ = PretrainedConfig.get_config_dict(source, revision=revision)
@@ -57,12 +58,22 @@ def load_config(source: str, revision: str | None, max_length: int) -> Any:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UsageError(f"transformers has no decoder (AutoModelForCausalLM) for model type '{kind}'")
     positions = getattr(text, "max_position_embeddings", None)
-    if positions is not None and max_length > positions:
-        raise UsageError(
-            f"limits.max_length is {max_length}, but {kind} has {positions} positions",
-            f"--set limits.max_length={positions}",
-        )
+    if positions is not None and recipe.rotary_length > positions:
+        _refuse_length(recipe, kind, positions)
     return config
+
+
+def _refuse_length(recipe: Recipe, kind: str, positions: int) -> NoReturn:
+    if recipe.cache.positions == "cache":
+        raise UsageError(
+            f"cache.positions is cache, and the cache has {recipe.rotary_length} places (budget and slack), but {kind} "
+            f"has {positions} positions",
+            f"--set cache.budget={max(positions - recipe.slack, 1)}, or a smaller export.prefill_chunk",
+        )
+    raise UsageError(
+        f"limits.max_length is {shown_length(recipe.limits.max_length)}, but {kind} has {positions} positions",
+        f"--set limits.max_length={positions}, or --set cache.positions=cache",
+    )
 
 
 def _check_sizes(raw: Mapping[str, Any]) -> None:

@@ -1,5 +1,5 @@
-"""A decoder's rotary embedding as frequencies, for methods that rotate keys: read off the model's own functions, or
-refused by name."""
+"""A decoder's rotary embedding as frequencies, for methods that rotate keys and for positions in the cache: read off
+the model's own functions, or refused by name."""
 
 from __future__ import annotations
 
@@ -21,6 +21,15 @@ from kvexport.methods.slots import Rotary
 
 APPLY = "apply_rotary_pos_emb"  # what transformers calls the function in nearly every model
 POSITIONS = (0, 1, 7, 1000)
+METHOD, OTHER_METHOD = (
+    "this method rotates keys to each other's positions",
+    "--set cache.method=ballot, or another that rotates no keys",
+)
+CACHE_POSITIONS = "cache.positions: cache turns keys to their places in the cache"
+
+
+class _NotRotary(Exception):
+    """Why keys cannot be rotated by frequencies."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +58,7 @@ class _Probe:
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         if self.modules and not hasattr(sys.modules[type(module).__module__], APPLY):
-            raise UsageError(*_refusal(self.model_type, f"{type(module).__name__} rotates keys in code of its own"))
+            raise _NotRotary(f"{type(module).__name__} rotates keys in code of its own")
         self.layers[module.layer_idx] = self.latest  # type: ignore[index]
         self.latest = None
         return query.new_empty(*query.shape[:3], value.shape[3])
@@ -88,9 +97,7 @@ class _Probe:
             named = dict(zip(("q", "k", "cos", "sin"), arguments, strict=False)) | options
             source = next((c for c in self.cosines if c[0] is named.get("cos")), None)
             if source is None or len(arguments) > 4 or not isinstance(named.get("k"), Tensor):
-                raise UsageError(
-                    *_refusal(self.model_type, f"{APPLY} gets other arguments than query, key, cosines and sines")
-                )
+                raise _NotRotary(f"{APPLY} gets other arguments than query, key, cosines and sines")
             rest = {k: v for k, v in options.items() if k not in ("q", "k", "cos", "sin")}
             self.latest = _Call(apply, source[1], source[2], rest, named["k"].shape[-1])
             return apply(*arguments, **options)
@@ -98,19 +105,44 @@ class _Probe:
         return spy
 
 
-def read_rotary(model: Any, mode: FakeTensorMode, geometry: list[LayerGeometry]) -> list[LayerGeometry]:
+def read_rotary(
+    model: Any, mode: FakeTensorMode, geometry: list[LayerGeometry], *, cache_positions: bool = False
+) -> list[LayerGeometry]:
     """`geometry` with every layer's rotary embedding; none where a layer rotates nothing. UsageError where an embedding
-    is not a rotation by position times fixed frequencies of the first dimensions."""
+    is not a rotation by position times fixed frequencies of the first dimensions; for positions in the cache also where
+    the model knows positions in any other way."""
+    try:
+        read = _read(model, mode, geometry)
+        if cache_positions:
+            _require_rotary_alone(model, read)
+    except _NotRotary as reason:
+        what, fix = (CACHE_POSITIONS, "--set cache.positions=absolute") if cache_positions else (METHOD, OTHER_METHOD)
+        raise UsageError(
+            f"{model.config.model_type}: {what}, which needs the frequencies of the rotary embedding: {reason}", fix
+        ) from None
+    return [replace(x, rotary=replace(x.rotary, cache_positions=cache_positions)) for x in read]
+
+
+def _require_rotary_alone(model: Any, geometry: list[LayerGeometry]) -> None:
+    if not any(layer.rotary.inverse_frequencies for layer in geometry):
+        raise _NotRotary("no layer rotates keys")
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("llama_4_scaling_beta") or getattr(config, "attn_temperature_tuning", None):
+        raise _NotRotary("queries are also scaled by their positions")
+
+
+def _read(model: Any, mode: FakeTensorMode, geometry: list[LayerGeometry]) -> list[LayerGeometry]:
     probe = _Probe(model)
     with probe.watching(model), attending(probe), torch.no_grad(), mode:
         tokens = torch.zeros(1, 2, dtype=torch.int64)
         model(input_ids=tokens, position_ids=tokens, past_key_values=PassThroughCache(probe.model_type), use_cache=True)
     calls = [probe.layers[i] for i in range(len(geometry))]
-    return [replace(layer, rotary=_rotary(call, probe.model_type)) for layer, call in zip(geometry, calls, strict=True)]
+    return [replace(layer, rotary=_rotary(call)) for layer, call in zip(geometry, calls, strict=True)]
 
 
 @torch.no_grad()
-def _rotary(call: _Call | None, model_type: str) -> Rotary:
+def _rotary(call: _Call | None) -> Rotary:
     if call is None:
         return Rotary()
     positions = torch.tensor([POSITIONS])
@@ -127,14 +159,4 @@ def _rotary(call: _Call | None, model_type: str) -> Rotary:
                 rotary = Rotary(tuple(buffer.float().tolist()), interleaved)
                 if torch.allclose(rotated(start, steps, rotary), result, atol=1e-3):
                     return rotary
-    raise UsageError(
-        *_refusal(model_type, "keys are not rotated by position times fixed frequencies of the first dimensions")
-    )
-
-
-def _refusal(model_type: str, why: str) -> tuple[str, str]:
-    return (
-        f"{model_type}: this method rotates keys to each other's positions, which needs the frequencies of the rotary "
-        f"embedding: {why}",
-        "--set cache.method=ballot, or another that rotates no keys",
-    )
+    raise _NotRotary("keys are not rotated by position times fixed frequencies of the first dimensions")

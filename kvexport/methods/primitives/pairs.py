@@ -45,8 +45,9 @@ def merge_pairs(policy: MergePolicy, slots: Slots, evicted: Evicted) -> tuple[Me
     merges = _older(evicted.unprotected).gather(-1, evicted.index) & evicted.can_receive.gather(-1, to)
     sets = merge_sets(evicted, to, merges)
     younger, older = sets.pair(slots.key)
-    steps = slots.position.gather(-1, to) - slots.position.gather(-1, evicted.index)
-    older = rotated(older, steps, slots.rotary)
+    place = torch.arange(slots.votes.shape[-1], device=to.device).expand_as(slots.votes)
+    frame = place if slots.rotary.cache_positions else slots.position  # what a key is rotated by
+    older = rotated(older, frame.gather(-1, to) - frame.gather(-1, evicted.index), slots.rotary)
     weight, weight_v = key_weights(policy, slots, sets)
     # Equal weights where both are zero, as in a cache that nothing has attended to.
     total = weight + weight_v

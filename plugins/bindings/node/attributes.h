@@ -65,6 +65,9 @@ void read_merge_cache(const Node& node, KvMergeCache& call, std::vector<float>& 
   read_attributes(node, call.policy);
   const char* problem = policy_problem(call.policy);
   node.require(!problem, problem ? problem : "");
+  call.cache_positions = node.has("cache_positions") ? read_switch(node, "cache_positions") : 0;
+  node.require(!call.cache_positions || call.sliding_window == 0,
+               "cache_positions is 1, and a sliding_window counts absolute positions");
   if (!node.has("inverse_frequencies")) return;  // a layer without a rotary embedding has none
   inverse_frequencies = node.numbers("inverse_frequencies");
   node.require(!inverse_frequencies.empty(), "inverse_frequencies holds no floats");

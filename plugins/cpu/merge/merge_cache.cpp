@@ -7,6 +7,7 @@
 //     merge: receivers, nearest: the target of every evicted slot, or the younger neighbour; dropped without one
 //       for each merge set, a target and the evicted slots that merge into it: row = mean by weight, votes, statistics
 //   place: kept slots and merged rows in order of position, zeros after them; in place, rows that change alone
+//   turn: where keys are rotated by their places, those whose place has changed
 //
 // Tasks share nothing and need no barrier: a task writes its own head, after it has read all of it that it merges.
 #include "select.h"
@@ -65,12 +66,13 @@ struct Merge : Select<T> {
         if (target[j] == target[i]) members[count++] = slots[j];
       float* key = rows + static_cast<size_t>(x.sets) * (a.key_size + a.value_size);
       float* rest = scores + static_cast<size_t>(x.sets) * (a.statistics + 2);
-      int32_t latest = 0;
-      for (int j = 0; j < count; ++j) latest = max_of(latest, w.position.get()[members[j]]);
+      int latest = 0;  // of the members, which are numbered in order of position
+      for (int j = 0; j < count; ++j) latest = max_of(latest, members[j]);
       const float votes = merge_set(x, w, members, count, key, key + a.key_size);
       rest[0] = votes < p.votes_max ? votes : p.votes_max;
       memcpy(&rest[1], &latest, sizeof latest);
-      for (int k = 0; k < a.statistics; ++k) rest[2 + k] = merged_score(x, w, members, count, k, latest);
+      for (int k = 0; k < a.statistics; ++k)
+        rest[2 + k] = merged_score(x, w, members, count, k, w.position.get()[latest]);
       row_of[target[i]] = x.sets++;
     }
   }
@@ -162,6 +164,10 @@ struct Merge : Select<T> {
     output[a.value_size] = mass;
   }
 
+  // The two dimensions of rotary plane f.
+  int first_of(int f) const { return a.rotary_interleaved ? 2 * f : f; }
+  int second_of(int f) const { return a.rotary_interleaved ? 2 * f + 1 : f + a.rotary_planes; }
+
   // The key of a pair: both in the rotary frame of the younger.
   void pair_key(const Head& x, const Work& w, int younger, int older, float* key) const {
     static thread_local Scratch<float> scratch;
@@ -169,12 +175,11 @@ struct Merge : Select<T> {
     float *wide = scratch.reserve(2 * static_cast<size_t>(d)), *rotated = wide + d;
     widen(key_row(x, w, older), wide, d);
     for (int i = 0; i < d; ++i) rotated[i] = wide[i];
-    const float steps = static_cast<float>(w.position.get()[younger] - w.position.get()[older]);
+    const int32_t* position = w.position.get();
+    const float steps = static_cast<float>(a.cache_positions ? younger - older : position[younger] - position[older]);
     for (int f = 0; f < a.rotary_planes; ++f) {
-      const int i = a.rotary_interleaved ? 2 * f : f, j = a.rotary_interleaved ? 2 * f + 1 : f + a.rotary_planes;
-      const float angle = steps * a.inverse_frequencies[f], cosine = std::cos(angle), sine = std::sin(angle);
-      rotated[i] = wide[i] * cosine - wide[j] * sine;
-      rotated[j] = wide[j] * cosine + wide[i] * sine;
+      const float angle = steps * a.inverse_frequencies[f];
+      turn(std::cos(angle), std::sin(angle), &rotated[first_of(f)], &rotated[second_of(f)]);
     }
     float younger_weight = score_of(x, w, a.statistics - 1, younger),
           older_weight = score_of(x, w, a.statistics - 1, older);
@@ -205,14 +210,14 @@ struct Merge : Select<T> {
     const char* is_evicted = w.is_evicted.get();
     const int* row_of = x.sets ? w.row_of_target.get() : nullptr;
     const float *rows = w.rows.get(), *scores = w.scores.get();
-    int kept = 0, *rank = w.rank.reserve(x.used + 1);
-    int32_t* position = w.position.get();
+    int kept = 0, *rank = w.rank.reserve(x.used + 1), *latest = w.latest.reserve(x.used + 1);
+    const int32_t* position = w.position.get();
     for (int i = 0; i < x.used; ++i) {
       if (is_evicted[i]) continue;
-      rank[kept++] = i;
-      if (row_of && row_of[i] >= 0) memcpy(&position[i], &scores[row_of[i] * (a.statistics + 2) + 1], sizeof(int32_t));
+      rank[kept++] = latest[i] = i;
+      if (row_of && row_of[i] >= 0) memcpy(&latest[i], &scores[row_of[i] * (a.statistics + 2) + 1], sizeof(int32_t));
     }
-    if (x.sets) std::sort(rank, rank + kept, [position](int i, int j) { return position[i] < position[j]; });
+    if (x.sets) std::sort(rank, rank + kept, [latest](int i, int j) { return latest[i] < latest[j]; });
     // Small rows first, by way of scratch; then keys and values, where a row moves only towards the front unless it was
     // merged.
     const int* order = w.order.get();
@@ -222,12 +227,13 @@ struct Merge : Select<T> {
       const int slot = rank[i], row = row_of ? row_of[slot] : -1;
       float* out = small + static_cast<size_t>(i) * each;
       out[0] = row >= 0 ? scores[row * each] : w.votes.get()[slot];
-      memcpy(&out[1], &position[slot], sizeof(int32_t));
+      memcpy(&out[1], &position[latest[slot]], sizeof(int32_t));
       for (int k = 0; k < a.statistics; ++k)
         out[2 + k] = row >= 0 ? scores[row * each + 2 + k] : score_of(x, w, k, slot);
     }
     move_rows(x.key, x.out_key, d, order, rank, row_of, rows, d + dv, kept, w);
     move_rows(x.value, x.out_value, dv, order, rank, row_of, rows + d, d + dv, kept, w);
+    if (a.cache_positions && a.rotary_planes && x.evicted) turn_rows(x.out_key, rank, latest, kept, w);
     for (int i = 0; i < kept; ++i) {
       const float* from = small + static_cast<size_t>(i) * each;
       x.out_votes[i] = from[0];
@@ -240,6 +246,26 @@ struct Merge : Select<T> {
     clear(x.out_votes, x.votes, 1, kept, x.in_all);
     clear(x.out_position, x.position, 1, kept, x.in_all);
     for (int k = 0; k < a.statistics; ++k) clear(x.out_score + k * c, x.score + k * c, 1, kept, x.in_all);
+  }
+
+  // Keys turned from the places that they had, those of the latest of their members, to those that they have. Slots
+  // that were neighbours and still are turn by as many places, so that cosines are computed once for all of a run.
+  void turn_rows(T* key, const int* rank, const int* latest, int kept, Work& w) const {
+    const int planes = a.rotary_planes, d = a.key_size;
+    float *cosine = w.wide.reserve(2 * static_cast<size_t>(planes) + d), *sine = cosine + planes, *row = sine + planes;
+    for (int i = 0, steps = 0; i < kept; ++i) {
+      const int turned_by = i - latest[rank[i]];
+      if (turned_by == 0) continue;
+      for (int f = 0; f < planes && turned_by != steps; ++f) {
+        const float angle = static_cast<float>(turned_by) * a.inverse_frequencies[f];
+        cosine[f] = std::cos(angle), sine[f] = std::sin(angle);
+      }
+      steps = turned_by;
+      T* at = key + static_cast<size_t>(i) * d;
+      widen(at, row, d);
+      for (int f = 0; f < planes; ++f) turn(cosine[f], sine[f], &row[first_of(f)], &row[second_of(f)]);
+      narrow(row, at, d);
+    }
   }
 
   template <class U>

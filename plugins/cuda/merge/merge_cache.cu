@@ -5,7 +5,7 @@
 //   Rank, and where policy.order asks for targets: Nearest over the eviction pool, Choose
 //   Nearest over the evicted slots, unless they are dropped or merge in pairs
 //   FormSets, Attended where a Hessian weighs, MergeRows unless evicted slots are dropped
-//   Order, Place
+//   Order, Place, and Turn where keys are rotated by their places
 #include "../../math/policy.h"
 #include "../core/launch.h"
 #include "nearest.h"
@@ -26,6 +26,7 @@ const char* check(const KvMergeCache& a) {
   if (const char* problem = policy_problem(a.policy)) return problem;
   if (a.rotary_planes < 0 || 2 * a.rotary_planes > a.key_size)
     return "there are more rotary planes than the key has dimensions";
+  if (a.cache_positions && a.sliding_window) return "positions in the cache with a sliding window";
   return nullptr;
 }
 
@@ -60,6 +61,7 @@ size_t lay_out(const KvMergeCache& a, const Device& device, void* workspace, Mer
   m.set = parts.take<int>(slots);
   m.result = parts.take<int>(slots);
   m.source = parts.take<int>(slots);
+  if (a.cache_positions && a.rotary_planes > 0 && a.compresses) m.steps = parts.take<int>(slots);
   if (merges) {
     m.nearness = parts.take<float>(heads * m.most_rows * m.splits);
     m.nearest = parts.take<int>(heads * m.most_rows * m.splits);
@@ -104,7 +106,11 @@ const char* run(const MergeWork& m, const Device& device, Stream stream) {
   if (const char* problem = launch<Order>(m, heads, Order::size(a.capacity), device, stream)) return problem;
   const int element = element_size(a.cache_type);
   const size_t each = Place::blocks_of(a.key_size * element) + Place::blocks_of(a.value_size * element);
-  return launch<Place>({m, element}, heads * each, Place::size(a.capacity), device, stream);
+  if (const char* problem = launch<Place>({m, element}, heads * each, Place::size(a.capacity), device, stream))
+    return problem;
+  if (!m.steps) return nullptr;
+  const int rows = a.budget < a.capacity ? a.budget : a.capacity;
+  return launch<Turn<T>>(m, heads * Turn<T>::tiles_of(rows), 0, device, stream);
 }
 
 const char* run(const MergeWork& m, const Device& device, Stream stream) {

@@ -7,6 +7,7 @@
 //     slots in order of position: move 256 rows towards the front at a time      registers; a barrier; store
 //     others: move all rows, 4 bytes of each at a time                           shared memory; a barrier; store
 //     then the merged rows from the workspace, and zeros
+//   Turn, a block per head and 32 rows, where keys are rotated by their places: every plane whose place has changed
 //
 // Each barrier stands between reading rows and writing over them. A head that is as it should be is left alone.
 #pragma once
@@ -51,6 +52,7 @@ struct Order {
       for (int i = t * each; i < min_of((t + 1) * each, x.used); ++i) {
         if (result[i] == kNone) continue;
         column[at] = head.position(i);
+        if (work.steps) head.of(work.steps)[at] = at - i;
         source[at++] = result[i] < 0 ? result[i] : head.slot(result[i]);
       }
     });
@@ -165,6 +167,41 @@ struct Place {
           if (source[i] >= 0) *reinterpret_cast<uint32_t*>(rows.row(i) + at) = column[i];
       });
     }
+  }
+};
+
+// The keys of kept rows, turned from the places that they had to those that they have; a thread a rotary plane of a
+// row.
+template <class T>
+struct Turn {
+  using Args = MergeWork;
+  static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 1, kRows = 32;
+  struct Registers {};
+  static KV_HD int tiles_of(int rows) { return (rows + kRows - 1) / kRows; }
+
+  static KV_DEVICE void run(Block<Turn>& block, const MergeWork& work) {
+    const KvMergeCache& a = work.call;
+    const int tiles = tiles_of(min_of(a.budget, a.capacity)), planes = a.rotary_planes;
+    const MergeHead head(work, block.index() / tiles);
+    const HeadInfo x = head.info();
+    if (x.evicted == 0) return;
+    const int first = block.index() % tiles * kRows, rows = min_of(kRows, x.kept - first);
+    const int* steps = head.of(work.steps);
+    T* keys = static_cast<T*>(a.present.key) + head.slots * a.key_size;
+    block.each([&](int t, auto&) {
+      for (int i = t; i < rows * planes; i += kThreads) {
+        const int row = first + i / planes, plane = i % planes;
+        if (steps[row] == 0) continue;
+        const float angle = static_cast<float>(steps[row]) * a.inverse_frequencies[plane];
+        T* key = keys + static_cast<size_t>(row) * a.key_size;
+        T &x_of = key[a.rotary_interleaved ? 2 * plane : plane],
+          &y_of = key[a.rotary_interleaved ? 2 * plane + 1 : plane + planes];
+        float x_turned = to_float(x_of), y_turned = to_float(y_of);
+        turn(cosf(angle), sinf(angle), &x_turned, &y_turned);
+        assign(x_of, x_turned);
+        assign(y_of, y_turned);
+      }
+    });
   }
 };
 

@@ -267,8 +267,8 @@ struct MergeRows {
       const int plane = a.rotary_interleaved ? i / 2 : i % planes;
       const bool first = a.rotary_interleaved ? i % 2 == 0 : i < planes;
       const int other = a.rotary_interleaved ? i ^ 1 : first ? i + planes : i - planes;
-      const float angle =
-          static_cast<float>(head.position(younger) - head.position(older)) * a.inverse_frequencies[plane];
+      const int steps = a.cache_positions ? younger - older : head.position(younger) - head.position(older);
+      const float angle = static_cast<float>(steps) * a.inverse_frequencies[plane];
       rotated = rotated * cosf(angle) + (first ? -1.0f : 1.0f) * to_float(key[other]) * sinf(angle);
     }
     return *s.share * to_float(head.template key<T>(younger)[i]) + (1.0f - *s.share) * rotated;

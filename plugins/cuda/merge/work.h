@@ -9,8 +9,9 @@
 //   MergeRows  every set's key, value, votes and statistics                     sets.h     per evicted slot
 //   Order      where kept slots and merged rows go; their votes and statistics  place.h    per head
 //   Place      keys and values go there                                         place.h    per head and 64 bytes
+//   Turn       keys that are rotated by their places, to their new ones         place.h    per head and 32 rows
 //
-// The cache is changed by the last two alone. A launch begins when the one before it has ended: between them there is
+// The cache is changed by the last three alone. A launch begins when the one before it has ended: between them there is
 // no other barrier.
 #pragma once
 
@@ -58,6 +59,7 @@ struct MergeWork {
   void* merged;         // [most_evicted, D + Dv] of the cache's type, the row of every set
   float* merged_small;  // [most_evicted, 1 + K]: its votes and statistics
   int* source;          // of every row that is kept: its slot in the cache, or ~set
+  int* steps;           // ... and how many places it moves, where keys are rotated by these; else nullptr
 };
 
 enum { kEvicted = 1, kCanReceive = 2 };  // marks of a slot

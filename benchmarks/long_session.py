@@ -1,0 +1,185 @@
+"""One text of many times the trained length, read in a fixed budget: loss by tokens read, absolute positions beside
+positions in the cache, and beside a window of the same slots that is prefilled anew.
+
+    python long_session.py TEXT [--tokens 100000] [--sides "ballot cache" ...]
+
+TEXT is a file of English prose, or a folder of HTML pages (Debian's package debian-handbook has one in
+/usr/share/doc/debian-handbook/html/en-US). SmolLM2-135M-Instruct was trained on 8,192 positions. A side that the result
+holds for the same text and tokens is not run again. The window sees 512 to 527 tokens, no fewer than the cache has
+slots, and is measured on the first tokens of some windows in every block; the others on the same tokens as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import html
+import json
+import math
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import RESULTS, save
+
+from kvexport.evaluate.settings import longer_checkpoint
+from kvexport.export.build import build
+from kvexport.export.model.checkpoint import resolve_checkpoint
+from kvexport.recipe.load import load_recipe
+from kvexport.runtime.engine import Engine, load
+
+NAME = "long-session"
+RECIPE = "smollm2-135m-base"
+BLOCK, SLOTS, CHUNK = 4096, 512, 256
+WINDOWS, COUNTED = 8, 16  # windows of a block, and tokens counted of each
+SIDES = ("ballot cache", "ballot absolute", "streaming cache", "streaming absolute", "keepkv cache")
+
+
+def main() -> None:
+    options = arguments()
+    text = read_text(options.text)
+    figures = earlier(options.tokens, hashlib.sha256(text.encode()).hexdigest())
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        for side in options.sides:
+            if side in figures["loss"]:
+                continue
+            engine = engine_of(side, Path(folder) / side.replace(" ", "-"), options.threads)
+            ids = token_ids(engine, text, options.tokens)
+            losses = read_through(engine, ids)
+            figures["loss"][side] = by_block(losses)
+            figures["at_windows"][side] = [float(losses[at].mean()) for at in counted(len(ids))]
+            if "window" not in figures["at_windows"]:
+                window = windows(engine, ids)
+                figures["at_windows"]["window"] = [float(x.mean()) for x in window]
+            figures["summary"] = summary(figures)
+            save(NAME, figures)
+            print(side, " ".join(f"{x:.2f}" for x in figures["loss"][side]), flush=True)
+    print(json.dumps(figures["summary"], indent=1))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--tokens", type=int, default=100_000)
+    parser.add_argument("--sides", nargs="+", default=list(SIDES))
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--folder", type=Path, help="for artifacts, a file system that can link the checkpoint")
+    return parser.parse_args()
+
+
+def read_text(path: Path) -> str:
+    """A file as it is; of a folder's HTML pages the paragraphs, in order of their names."""
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    found = []
+    for page in sorted(path.glob("*.html")):
+        source = page.read_text(encoding="utf-8")
+        for paragraph in re.findall(r'<(?:p|div class="para")>(.*?)</(?:p|div)>', source, re.DOTALL):
+            plain = " ".join(html.unescape(re.sub(r"<[^>]+>", "", paragraph)).split())
+            if len(plain) > 80:
+                found.append(plain)
+    return "\n\n".join(found)
+
+
+def earlier(tokens: int, text: str) -> dict[str, Any]:
+    """The figures of an earlier run on the same tokens, or none."""
+    path = RESULTS / f"{NAME}.json"
+    setting = {"model": "SmolLM2-135M-Instruct", "slots": SLOTS, "chunk": CHUNK, "tokens": tokens, "text": text}
+    if path.exists():
+        held = json.loads(path.read_text())
+        if all(held.get(name) == value for name, value in setting.items()):
+            return {name: held[name] for name in (*setting, "block", "loss", "at_windows", "summary")}
+    return {**setting, "block": BLOCK, "loss": {}, "at_windows": {}, "summary": {}}
+
+
+def engine_of(side: str, folder: Path, threads: int) -> Engine:
+    """An engine of "METHOD POSITIONS". Beyond the trained length absolute positions need a checkpoint that claims to
+    have been trained on more."""
+    method, positions = side.split()
+    overrides = [f"cache.method={method}", f"cache.positions={positions}", f"cache.budget={SLOTS}"]
+    overrides += [f"export.prefill_chunk={CHUNK}", "export.logits=all", f"backend.threads={threads}"]
+    overrides += ["limits.max_batch=1", "limits.max_length=1000000"]
+    if positions == "absolute":
+        base = resolve_checkpoint(load_recipe(RECIPE).recipe.model.path, None)
+        overrides.append(f"model.path={longer_checkpoint(base, folder.with_suffix('.checkpoint'), 1_000_000)}")
+    return load(build(load_recipe(RECIPE, overrides).recipe, folder))
+
+
+def token_ids(engine: Engine, text: str, count: int) -> np.ndarray:
+    assert engine.tokenizer is not None
+    ids = np.array(engine.tokenizer.encode(text, add_special_tokens=False), dtype=np.int64)
+    if len(ids) <= count:
+        raise SystemExit(f"the text has {len(ids)} tokens, {count + 1} are needed")
+    return ids[: count + 1]
+
+
+def read_through(engine: Engine, ids: np.ndarray) -> np.ndarray:
+    """The loss in nats of every token but the first, all read as one sequence."""
+    lanes, losses = engine.lanes(1), []
+    for start in range(0, len(ids) - 1, CHUNK):
+        part = ids[start : min(start + CHUNK, len(ids) - 1)]
+        losses.append(loss_of(lanes.append([part], prefill=True)[0], ids[start + 1 : start + 1 + len(part)]))
+    return np.concatenate(losses)
+
+
+def loss_of(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """ln p of targets [T] by logits [T, V], negative."""
+    top = logits.max(-1)
+    total = np.log(np.exp(logits - top[:, None]).sum(-1, dtype=np.float64)) + top
+    return np.asarray(total - logits[np.arange(len(targets)), targets])
+
+
+def counted(tokens: int) -> list[slice]:
+    """The losses that windows are measured on: evenly spread, none before a whole window."""
+    count = max(1, WINDOWS * tokens // BLOCK)
+    starts = np.linspace(SLOTS, tokens - 1 - COUNTED, count).astype(int)
+    return [slice(int(start), int(start) + COUNTED) for start in starts]
+
+
+def windows(engine: Engine, ids: np.ndarray) -> list[np.ndarray]:
+    """Losses where the last tokens alone are prefilled; before they exceed the budget nothing is evicted."""
+    found, lanes = [], engine.lanes(1)
+    for at in counted(len(ids)):
+        lanes.clear()
+        tokens = ids[at.start + 1 - SLOTS : at.stop]
+        for start in range(0, len(tokens), CHUNK):
+            part = tokens[start : start + CHUNK]
+            logits = lanes.append([part], prefill=True)[0]
+            if start + len(part) >= SLOTS:
+                position = at.start + 1 - SLOTS + start + np.arange(len(part))  # loss i is of token i + 1
+                keep = (position >= at.start) & (position < at.stop)
+                found.append(loss_of(logits[keep], ids[position[keep] + 1]))
+    return joined(found)
+
+
+def joined(parts: list[np.ndarray]) -> list[np.ndarray]:
+    """Pieces of windows as whole windows."""
+    return list(np.concatenate(parts).reshape(-1, COUNTED))
+
+
+def by_block(losses: np.ndarray) -> list[float]:
+    return [float(losses[i : i + BLOCK].mean()) for i in range(0, len(losses), BLOCK)]
+
+
+def summary(figures: dict[str, Any]) -> dict[str, Any]:
+    """Of every side the loss at 4,000 to 8,000 tokens and over the last 10,000 of whole blocks; against the window the
+    paired difference with its 95 % interval over windows beyond 8,192 tokens."""
+    found: dict[str, Any] = {}
+    window = np.array(figures["at_windows"]["window"])
+    beyond = np.array([at.start >= 8192 for at in counted(figures["tokens"] + 1)])
+    for side, blocks in figures["loss"].items():
+        difference = (np.array(figures["at_windows"][side]) - window)[beyond]
+        found[side] = {
+            "from_4096_to_8192": blocks[1] if len(blocks) > 1 else None,
+            "last_blocks": float(np.mean(blocks[-3:-1])) if len(blocks) > 4 else None,
+        }
+        if len(difference) > 1:
+            found[side]["minus_window"] = float(difference.mean())
+            found[side]["interval"] = 1.96 * float(difference.std(ddof=1)) / math.sqrt(len(difference))
+    return found
+
+
+if __name__ == "__main__":
+    main()

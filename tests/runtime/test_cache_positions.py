@@ -1,0 +1,199 @@
+"""Positions in the cache: an engine held to a decoder that keeps its keys unrotated and rotates all of them anew, for
+their places, in every call; and sessions far beyond the trained length."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvexport.artifact.reading import load_manifest
+from kvexport.export.build import build
+from kvexport.recipe.fields import MOST, Recipe
+from kvexport.runtime.engine import Engine, load
+from kvexport.validate.runner import validate_artifact
+from tests.support.models import build_shared, make_recipe, random_ids
+
+BUDGET, CHUNK, SINKS, RECENT, EVERY = 32, 16, 2, 12, 4
+TRAINED = 512
+
+
+def recipe_of(checkpoint: Path, method: str = "ballot", positions: str = "cache", **changes: Any) -> Recipe:
+    cache = {"method": method, "budget": BUDGET, "sinks": SINKS, "recent": RECENT, "merge_every": EVERY}
+    length = "unlimited" if positions == "cache" else TRAINED
+    return make_recipe(
+        checkpoint,
+        cache={**cache, "positions": positions, **changes},
+        export={"prefill_chunk": CHUNK, "logits": "all"},
+        limits={"max_length": length, "max_batch": 3},
+    )
+
+
+@pytest.fixture(scope="module")
+def streaming(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(recipe_of(tiny_checkpoint, "streaming"), tmp_path_factory.mktemp("streaming") / "artifact")
+
+
+@pytest.fixture(scope="module")
+def ballot(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(recipe_of(tiny_checkpoint), tmp_path_factory.mktemp("ballot") / "artifact")
+
+
+class Rerotating:
+    """Llama over a list of unrotated keys of which sinks and the latest are kept (the rule of StreamingLLM); in every
+    call each key is rotated for its place in that list, and the new tokens for the places after them."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64).eval()
+        self.held: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.since_merge = 0
+
+    def rotated(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        half = x.shape[-1] // 2
+        frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+        angle = places[:, None].double() * frequency
+        plane = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)
+        return torch.cat([plane.real, plane.imag], dim=-1)
+
+    @torch.no_grad()
+    def append(self, ids: np.ndarray) -> np.ndarray:
+        """Logits [T, vocabulary] of the new tokens."""
+        hidden = self.model.model.embed_tokens(torch.from_numpy(ids))
+        for i, layer in enumerate(self.model.model.layers):
+            attention, normed = layer.self_attn, layer.input_layernorm(hidden)
+            query, key, value = (
+                project(normed).reshape(len(ids), -1, attention.head_dim).transpose(0, 1)
+                for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
+            if i < len(self.held):
+                key, value = (torch.cat([old, new], 1) for old, new in zip(self.held[i], (key, value), strict=True))
+                self.held[i] = key, value
+            else:
+                self.held.append((key, value))
+            places = torch.arange(key.shape[1])
+            now = places[-len(ids) :]
+            group = query.shape[0] // key.shape[0]
+            keys, values = (x.repeat_interleave(group, 0) for x in (self.rotated(key, places), value))
+            logits = self.rotated(query, now) @ keys.transpose(1, 2) * attention.head_dim**-0.5
+            logits = logits.masked_fill(places > now[:, None], -torch.inf)
+            output = (torch.softmax(logits, -1) @ values).transpose(0, 1).reshape(len(ids), -1)
+            hidden = hidden + attention.o_proj(output)
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        return np.asarray(self.model.lm_head(self.model.model.norm(hidden)).numpy())
+
+    def evict(self) -> None:
+        self.held = [
+            tuple(torch.cat([x[:, :SINKS], x[:, x.shape[1] - (BUDGET - SINKS) :]], 1) for x in layer)  # type: ignore[misc]
+            if layer[0].shape[1] > BUDGET
+            else layer
+            for layer in self.held
+        ]
+
+
+def test_equals_keys_that_are_rotated_anew_in_every_call(streaming: Path, tiny_checkpoint: Path) -> None:
+    """A prompt of six budgets, then two budgets token by token; merges after every chunk and every fourth token."""
+    engine, slow = load(streaming), Rerotating(tiny_checkpoint)
+    (ids,) = random_ids(1, 8 * BUDGET, vocabulary=64)
+    lanes, prompt, worst = engine.lanes(1), 6 * BUDGET, 0.0
+    for start in range(0, prompt, CHUNK):
+        part = ids[start : start + CHUNK]
+        worst = max(worst, float(np.abs(lanes.append([part], prefill=True)[0] - slow.append(part)).max()))
+        slow.evict()
+    for step, token in enumerate(ids[prompt:], 1):
+        worst = max(worst, float(np.abs(lanes.append([[token]])[0] - slow.append(np.array([token]))).max()))
+        if step % EVERY == 0:
+            slow.evict()
+    assert worst < 2e-4, "logits are of the order of 1"
+
+
+def test_absolute_positions_differ(streaming: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """What the test above would not see if tokens were rotated by nothing that matters."""
+    absolute = load(build_shared(recipe_of(tiny_checkpoint, "streaming", "absolute"), tmp_path / "absolute"))
+    (ids,) = random_ids(1, 4 * BUDGET, vocabulary=64)
+    rows = []
+    for engine in (load(streaming), absolute):
+        lanes = engine.lanes(1)
+        rows.append([lanes.append([ids[s : s + CHUNK]], prefill=True)[0].copy() for s in range(0, len(ids), CHUNK)])
+    gaps = [float(np.abs(a - b).max()) for a, b in zip(*rows, strict=True)]
+    assert max(gaps[: BUDGET // CHUNK]) < 1e-5, "until something is evicted, places are positions"
+    assert max(gaps[-2:]) > 1e-2
+
+
+def test_a_session_goes_on_beyond_the_trained_length(ballot: Path) -> None:
+    engine = load(ballot)
+    (ids,) = random_ids(2, 2 * TRAINED, vocabulary=64)
+    answer = engine.generate([ids], engine.settings(max_new_tokens=TRAINED))[0]
+    assert len(answer.token_ids) == TRAINED
+    assert answer.finish_reason == "length", "of the answer: max_new_tokens"
+    lanes = engine.lanes(1)
+    logits = lanes.prefill([ids])
+    assert np.isfinite(logits).all()
+
+
+def test_lanes_of_a_batch_are_what_they_are_alone(streaming: Path) -> None:
+    engine = load(streaming)
+    prompts = random_ids(3, 150, 20, 61, vocabulary=64)
+    settings = engine.settings(max_new_tokens=40)
+    together = [x.token_ids for x in engine.generate(prompts, settings)]
+    assert together == [engine.generate([prompt], settings)[0].token_ids for prompt in prompts]
+
+
+def shifted(engine: Engine, ids: np.ndarray, by: int) -> list[np.ndarray]:
+    """The logits of the second half of `ids` where, after the first, the session is made `by` tokens older: of the
+    positions all but those of sinks."""
+    lanes, half = engine.lanes(1), len(ids) // 2
+    lanes.prefill([ids[:half]])
+    state: Any = lanes.backend
+    held = {name: x.copy() for name, x in state.get_state().items()}
+    for name, x in held.items():
+        if name.endswith(".position"):
+            x[x >= SINKS] += by
+    state.set_state(held, np.array([[half + by]], dtype=np.int64))
+    lanes.length[0] += by
+    return [lanes.append([ids[i : i + 1]])[0].copy() for i in range(half, len(ids))]
+
+
+@pytest.mark.parametrize("by", [10**9, MOST - 200])
+def test_a_thousand_million_tokens_later_it_is_the_same(ballot: Path, by: int) -> None:
+    """Nothing but the statistics' ages counts from the beginning, and those are differences."""
+    engine = load(ballot)
+    (ids,) = random_ids(4, 192, vocabulary=64)
+    for late, early in zip(shifted(engine, ids, by), shifted(engine, ids, 0), strict=True):
+        np.testing.assert_array_equal(late, early)
+
+
+def test_what_was_built(ballot: Path) -> None:
+    manifest = load_manifest(ballot)
+    assert manifest.limits.max_length == MOST
+    assert manifest.recipe.limits.max_length == MOST
+    assert manifest.cache.cache_positions
+    for node in onnx.load(ballot / "merge.onnx").graph.node:
+        attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+        assert attributes["cache_positions"] == 1
+        assert len(attributes["inverse_frequencies"]) == 4
+
+
+def test_within_the_budget_it_is_the_full_cache(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    (ids,) = random_ids(5, BUDGET, vocabulary=64)
+    logits = []
+    for method, positions in (("streaming", "cache"), ("streaming", "absolute"), ("full", "absolute")):
+        recipe = recipe_of(tiny_checkpoint, method, positions)
+        lanes = load(build_shared(recipe, tmp_path / f"{method}-{positions}")).lanes(1)
+        parts = [lanes.append([ids[s : s + 8]], prefill=True)[0].copy() for s in range(0, BUDGET, 8)]
+        logits.append(np.concatenate(parts))
+    np.testing.assert_array_equal(logits[0], logits[1])
+    np.testing.assert_allclose(logits[0], logits[2], atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["ballot", "kvslimmer"])
+def test_it_passes_validation(method: str, ballot: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """Every call and merge against PyTorch, in place, with the state on its own; kvslimmer rotates keys itself too."""
+    artifact = ballot
+    if method != "ballot":
+        artifact = build_shared(recipe_of(tiny_checkpoint, method, recent=0.25), tmp_path / "artifact")
+    assert validate_artifact(artifact, length=160).passed

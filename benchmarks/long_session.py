@@ -17,6 +17,7 @@ import html
 import json
 import math
 import re
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -121,11 +122,13 @@ def read_through(engine: Engine, ids: np.ndarray) -> np.ndarray:
     for start in range(0, len(ids) - 1, CHUNK):
         part = ids[start : min(start + CHUNK, len(ids) - 1)]
         losses.append(loss_of(lanes.append([part], prefill=True)[0], ids[start + 1 : start + 1 + len(part)]))
+        if start % BLOCK == BLOCK - CHUNK:
+            print(f"{start + CHUNK} tokens: {np.concatenate(losses)[-BLOCK:].mean():.3f}", file=sys.stderr, flush=True)
     return np.concatenate(losses)
 
 
 def loss_of(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """ln p of targets [T] by logits [T, V], negative."""
+    """Minus ln p of targets [T] by logits [T, V]."""
     top = logits.max(-1)
     total = np.log(np.exp(logits - top[:, None]).sum(-1, dtype=np.float64)) + top
     return np.asarray(total - logits[np.arange(len(targets)), targets])

@@ -43,7 +43,7 @@ from kvexport.runtime.engine import Engine, load
 from kvexport.runtime.text import FILE_NAME, Tokenizer
 from kvexport.terminal import Progress, silent
 from kvexport.units import format_seconds
-from kvexport.validate.perturbation import Perturbation
+from kvexport.validate.perturbation import NO_TELEMETRY, Perturbation
 from kvexport.version import __version__
 
 if TYPE_CHECKING:
@@ -102,14 +102,16 @@ class Run:
         if unknown := [name for name in options.tasks if name not in ALL_TASKS]:
             raise UsageError(f"unknown task {unknown[0]!r}", f"--tasks {','.join(ALL_TASKS)}")
         own = load_recipe(recipe, overrides).recipe
-        limit = own.limits.max_length
-        self.length = options.length or (limit if options.suites else limit // 2)
+        if options.telemetry and own.cache.positions == "cache":
+            raise UsageError(*NO_TELEMETRY)
         with progress("reading the checkpoint", None):
             shape = read_model(own)
         self.checkpoint: Path = shape.checkpoint.path
         config = shape.model.config.get_text_config()
-        positions = getattr(config, "max_position_embeddings", self.length)
-        self.training_length = options.training_length or int(positions)
+        positions = getattr(config, "max_position_embeddings", None)
+        limit = min(own.limits.max_length, positions or own.limits.max_length)  # an unlimited one is no length
+        self.length = options.length or (limit if options.suites else limit // 2)
+        self.training_length = options.training_length or int(positions or self.length)
         tokenizer = Tokenizer.from_folder(self.checkpoint) if (self.checkpoint / FILE_NAME).exists() else None
         self.language = language_of(tokenizer, options.source)
         self.skipped = {

@@ -66,7 +66,9 @@ Length = Annotated[
     Field(ge=1, le=MOST),
     BeforeValidator(lambda value: MOST if value == UNLIMITED else value),
     PlainSerializer(shown_length, when_used="json"),
-    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": MOST}, {"type": "string", "enum": [UNLIMITED]}]}),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer", "minimum": 1, "maximum": MOST}, {"type": "string", "enum": [UNLIMITED]}]}
+    ),
 ]
 
 

@@ -14,6 +14,12 @@ from kvexport.report.page import Cell, HeatMap, Paragraph, Plot, Section, Series
 
 QUERIES = ("current", "next")
 STRETCHES = 12  # columns of a heat map
+# With positions in the cache a merge also turns every key, and what a query would have seen without it says nothing of
+# the merge alone.
+NO_TELEMETRY = (
+    "telemetry is taken with absolute positions alone: cache.positions is cache",
+    "--set cache.positions=absolute, or no --telemetry",
+)
 
 
 def theorem_5(epsilon: Any, gamma: Any) -> Any:

@@ -18,10 +18,11 @@ import numpy as np
 
 from kvexport import backends
 from kvexport.artifact.reading import load_manifest
-from kvexport.errors import EnvironmentProblem
+from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.runtime.engine import load
 from kvexport.terminal import Progress, silent
 from kvexport.validate.layers import require_checkpoint
+from kvexport.validate.perturbation import NO_TELEMETRY
 from kvexport.validate.result import ValidationResult
 from kvexport.validate.tokens import Ids, decode_steps, schedule, sequences
 
@@ -68,6 +69,8 @@ def validate_artifact(
     began = time.monotonic()
     manifest = load_manifest(path)
     recipe = manifest.recipe
+    if telemetry and manifest.cache.cache_positions:
+        raise UsageError(*NO_TELEMETRY)
     chosen = backends.get(backend or recipe.backend.name)
     where = device or chosen.device(recipe)
     if checkpoint:

@@ -39,7 +39,8 @@ inline void any_policy(Random& random, int key_size, std::vector<float>& frequen
   call.statistics = first == last ? random.between(1, 2) : 2;
   call.statistic_kind[0] = first, call.statistic_kind[call.statistics - 1] = last;
   p.mean_adds = first == KV_STATISTIC_PROBABILITY && random.one_in(3);
-  if (p.merge != KV_MERGE_PAIR) return;
+  call.cache_positions = random.one_in(3);
+  if (p.merge != KV_MERGE_PAIR && !call.cache_positions) return;
   for (int planes = random.between(0, key_size / 2); planes > 0; --planes)
     frequencies.push_back(random.uniform(0.0f, 1.0f));
   call.rotary_planes = static_cast<int>(frequencies.size());
@@ -66,7 +67,7 @@ struct MergeCase {
     call.budget = std::max(1, shape.capacity - evicted);
     call.sinks = random.one_in(8) ? random.between(0, shape.capacity + 10) : random.between(0, 4);
     call.recent = random.one_in(8) ? random.between(0, shape.capacity + 10) : random.between(0, 1 + shape.capacity / 4);
-    call.sliding_window = random.one_in(4) ? random.between(1, shape.capacity + 50) : 0;
+    call.sliding_window = !call.cache_positions && random.one_in(4) ? random.between(1, shape.capacity + 50) : 0;
     past = std::make_unique<Cache>(random, shape);
     std::vector<int> kinds;
     for (int k = 0; k < shape.statistics; ++k) kinds.push_back(call.statistic_kind[k]);
@@ -151,8 +152,10 @@ struct MergeCase {
       check(c == 0 || position > present.position(row, c - 1), "slots are not in order of position");
       const auto at = std::lower_bound(slots.begin(), slots.end(), std::make_pair(position, -1));
       check(at != slots.end() && at->first == position, "a position that no slot had");
-      if (drops || position < call.sinks || (position > now - call.recent && !call.recent_receives))
+      const bool turned = call.cache_positions && call.rotary_planes && at - slots.begin() != c;
+      if (!turned && (drops || position < call.sinks || (position > now - call.recent && !call.recent_receives)))
         check(present.same_slot(row, c, *past, at->second), "a slot that should not change did");
+      if (turned && drops) check_turned(present, row, c, at->second, static_cast<int>(at - slots.begin()));
       check_finite(present, row, c);
       votes_after += present.votes(row, c);
       protected_after += is_protected(position);
@@ -169,6 +172,20 @@ struct MergeCase {
         check(std::all_of(rest, rest + (shape.capacity - kept) * width, [](unsigned char x) { return x == 0; }),
               "an empty slot is not zero");
       }
+  }
+
+  // A key that was turned from place `was` to c, in double precision.
+  void check_turned(const Cache& present, size_t row, int c, int slot, int was) const {
+    const int planes = call.rotary_planes;
+    for (int f = 0; f < planes; ++f) {
+      const int i = call.rotary_interleaved ? 2 * f : f, j = call.rotary_interleaved ? 2 * f + 1 : f + planes;
+      const double angle = static_cast<float>(c - was) * frequencies[f], x = past->key(row, slot, i),
+                   y = past->key(row, slot, j);
+      const double allowed = (shape.type ? 2e-3 : 1e-5) * (1.0 + std::fabs(x) + std::fabs(y));
+      check(std::fabs(present.key(row, c, i) - (x * std::cos(angle) - y * std::sin(angle))) <= allowed &&
+                std::fabs(present.key(row, c, j) - (y * std::cos(angle) + x * std::sin(angle))) <= allowed,
+            "a key was not turned to its place");
+    }
   }
 
   void check_finite(const Cache& present, size_t row, int c) const {
@@ -201,11 +218,11 @@ struct MergeCase {
     snprintf(text, sizeof text,
              "MergeCache%s %s B %d H %d C %d D %d Dv %d K %d budget %d sinks %d recent %d window %d merge %d select %d "
              "measure %d threshold %g zip %d factor %g votes %g order %d exponent %g pool %d pooled %d residual %g "
-             "weigh %d planes %d",
+             "weigh %d planes %d places %d",
              hostile ? " hostile" : "", shape.type ? "fp16" : "fp32", call.batch, call.heads, call.capacity,
              call.key_size, call.value_size, call.statistics, call.budget, call.sinks, call.recent, call.sliding_window,
              p.merge, p.select, p.measure, p.threshold, p.zip, p.key_factor_max, p.votes_max, p.order, p.error_exponent,
-             p.eviction_pool, p.pooled, p.residual, p.weigh, call.rotary_planes);
+             p.eviction_pool, p.pooled, p.residual, p.weigh, call.rotary_planes, call.cache_positions);
     return text;
   }
 };

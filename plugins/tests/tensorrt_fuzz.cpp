@@ -88,7 +88,7 @@ Items merge_cache(const Items& changes) {
   return items;
 }
 
-// As the methods streaming, snapkv, keepkv, ballot, zeromerge, kvslimmer and asymkv make them.
+// As the methods streaming, snapkv, keepkv, ballot, zeromerge, kvslimmer and asymkv make them, and one by places.
 Items merge_cache(size_t which) {
   static const std::vector<Items> changes = {
       {word("statistics", "none")},
@@ -103,6 +103,8 @@ Items merge_cache(size_t which) {
       {word("select", "score"), word("merge", "pair"), word("weigh", "hessian"), real("tau", {0.001f})},
       {word("select", "score"), word("merge", "pair"), real("inverse_frequencies", {1, 0.5f}),
        whole("rotary_interleaved", {1})},
+      {word("statistics", "none"), real("inverse_frequencies", {1, 0.5f}), whole("rotary_interleaved", {0}),
+       whole("cache_positions", {1})},
   };
   return merge_cache(changes[which % changes.size()]);
 }
@@ -172,7 +174,8 @@ bool spoil(Random& random, Item& item) {
 Verdict mutate(Random& random, Items& items) {
   const size_t at = random.below(items.size());
   Item& item = items[at];
-  const bool rotates = item.name == "inverse_frequencies" || item.name == "rotary_interleaved";
+  const bool rotates =
+      item.name == "inverse_frequencies" || item.name == "rotary_interleaved" || item.name == "cache_positions";
   switch (random.below(16)) {
     case 0:
       return kSame;

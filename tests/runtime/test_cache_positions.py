@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvexport.artifact.reading import load_manifest
+from kvexport.errors import UsageError
 from kvexport.export.build import build
 from kvexport.recipe.fields import MOST, Recipe
 from kvexport.runtime.engine import Engine, load
@@ -197,3 +198,8 @@ def test_it_passes_validation(method: str, ballot: Path, tiny_checkpoint: Path, 
     if method != "ballot":
         artifact = build_shared(recipe_of(tiny_checkpoint, method, recent=0.25), tmp_path / "artifact")
     assert validate_artifact(artifact, length=160).passed
+
+
+def test_telemetry_is_refused(ballot: Path) -> None:
+    with pytest.raises(UsageError, match="telemetry is taken with absolute positions alone"):
+        validate_artifact(ballot, telemetry=True)

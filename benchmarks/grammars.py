@@ -1,7 +1,7 @@
 """Random JSON schemas, and answers that are drawn from random logits under them: every one is JSON that jsonschema
 accepts; and what the masks cost beside a step.
 
-    python benchmarks/grammars.py [--count 1000] [--tokenizer FOLDER] [--out results/grammars.json]
+    python benchmarks/grammars.py [--count 1000] [--tokenizer FOLDER] [--save]
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import jsonschema
 import numpy as np
+from common import save
 
 from kvexport.runtime.grammar import Constraint, Grammar, Grammars
 from kvexport.runtime.sampling import Sampler
@@ -82,7 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--tokenizer", type=Path, default=SMALL)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--save", action="store_true", help="write results/grammars.json")
     chosen = parser.parse_args()
     tokenizer = Tokenizer.from_folder(chosen.tokenizer)
     eos = tuple(i for name in ("<eos>", "<|im_end|>") if (i := tokenizer.token_id(name)) is not None)
@@ -115,8 +116,8 @@ def main() -> None:
     found["accept_us"] = round(accept_seconds / max(tokens, 1) * 1e6, 1)
     found["compile_ms"] = round(float(np.median(compile_seconds)) * 1e3, 1)
     print(json.dumps(found, indent=1))
-    if chosen.out:
-        chosen.out.write_text(json.dumps(found, indent=1) + "\n")
+    if chosen.save:
+        save("grammars", found)
 
 
 if __name__ == "__main__":

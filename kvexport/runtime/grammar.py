@@ -70,7 +70,7 @@ class Grammar:
         """JSON that a schema allows. lenient: keywords that cannot be kept to are ignored in place of refused."""
         if not isinstance(schema, Mapping):
             raise UsageError(f"a JSON schema is an object, found {type(schema).__name__}", 'pass {"type": ...}')
-        return cls("json_schema", json_text({**schema, "x-guidance": _options(lenient)}))
+        return cls("json_schema", json_text({**schema, "x-guidance": json_options(lenient=lenient)}))
 
     @classmethod
     def json_object(cls) -> Grammar:
@@ -86,7 +86,8 @@ def json_text(value: Any) -> str:
         raise UsageError(f"the schema is no JSON: {error}", "pass objects, lists, texts and numbers") from error
 
 
-def _options(lenient: bool) -> dict[str, Any]:
+def json_options(*, lenient: bool) -> dict[str, Any]:
+    """What a schema says to llguidance, as its `x-guidance`."""
     return {"whitespace_pattern": _WHITESPACE, "lenient": lenient}
 
 
@@ -177,7 +178,14 @@ class Grammars:
             self._compiled.move_to_end(key)
             return Constraint(matcher.deep_copy(), self.vocabulary)
 
+    @property
+    def _size(self) -> int:
+        """Tokens that there are, at least."""
+        return max(self.vocabulary, self.tokenizer.vocab_size if self.tokenizer else 0)
+
     def _compile(self, grammar: Grammar, eos: tuple[int, ...]) -> llguidance.LLMatcher:
+        if self.tokenizer is None:
+            raise UsageError("the artifact has no tokenizer.json, so its answers keep to no grammar", "ask for none")
         guidance = _import()
         try:
             if grammar.kind == "json_schema":
@@ -188,7 +196,7 @@ class Grammars:
                 text = guidance.LLMatcher.grammar_from_lark(grammar.source)
         except ValueError as error:
             raise _refused(grammar, str(error)) from error
-        if problem := _try(text):
+        if problem := _try(text, self._size):
             raise _refused(grammar, problem)
         limits = guidance.LLParserLimits(**_LIMITS)
         matcher: llguidance.LLMatcher = guidance.LLMatcher(self._wrap(eos), text, log_level=0, limits=limits)
@@ -198,21 +206,19 @@ class Grammars:
 
     def _wrap(self, eos: tuple[int, ...]) -> llguidance.LLTokenizer:
         """The tokenizer as llguidance reads it, with the tokens that end a sequence."""
-        if self.tokenizer is None:
-            raise UsageError("the artifact has no tokenizer.json, so its answers keep to no grammar", "ask for none")
-        if eos not in self._wrapped:
+        if eos not in self._wrapped and self.tokenizer is not None:
             self._wrapped.clear()  # one is enough: requests seldom have eos tokens of their own
-            size = max(self.vocabulary, self.tokenizer.vocab_size)
-            wrapper = _import().TokenizerWrapper(_Tokens(self.tokenizer, eos, size))
-            self._wrapped[eos] = _import().LLTokenizer(wrapper, n_vocab=size, eos_token=list(eos) or None)
+            wrapper = _import().TokenizerWrapper(_Tokens(self.tokenizer, eos, self._size))
+            self._wrapped[eos] = _import().LLTokenizer(wrapper, n_vocab=self._size, eos_token=list(eos) or None)
         return self._wrapped[eos]
 
 
-def _try(text: str) -> str:
+def _try(text: str, size: int) -> str:
     """Why llguidance does not compile a grammar, "" where it does."""
     wanted = {
         "path": sys.path,
         "grammar": text,
+        "vocabulary": size,
         "limits": _LIMITS,
         "seconds": _COMPILE_SECONDS,
         "bytes": _COMPILE_BYTES,

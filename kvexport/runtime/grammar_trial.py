@@ -1,8 +1,8 @@
 """Compiles a grammar in a process of its own, run by path: one that makes the compiler crash or run on without end
 then ends no other request.
 
-Reads a line of JSON (`path`: where to import from, `grammar`, `limits`: of llguidance, `seconds` of processor time,
-`bytes` of memory) and writes the error, or nothing. Takes no part of kvexport's own.
+Reads a line of JSON (`path`: where to import from, `grammar`, `vocabulary`: so many tokens, `limits`: of llguidance,
+`seconds` of processor time, `bytes` of memory) and writes the error, or nothing. Takes no part of kvexport's own.
 """
 
 import json
@@ -13,10 +13,12 @@ _STACK = 2 << 20  # a quarter of a thread's: what passes here does not overflow 
 
 
 class _Bytes:
-    """The smallest tokenizer that llguidance takes: a token for every byte."""
+    """A token for every byte, and as many without any as the model has more: quick to build."""
 
     eos_token_id, bos_token_id, special_token_ids = 256, None, (256,)
-    tokens = (*(bytes([i]) for i in range(256)), b"<eos>")
+
+    def __init__(self, vocabulary: int) -> None:
+        self.tokens = [bytes([i]) if i < 256 else b"" for i in range(vocabulary)]
 
     def __call__(self, text: bytes) -> list[int]:
         return list(text)
@@ -36,7 +38,8 @@ def _main() -> None:
     import llguidance
 
     limits = llguidance.LLParserLimits(**wanted["limits"])
-    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()), n_vocab=257)
+    size = max(wanted["vocabulary"], 257)
+    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes(size)), n_vocab=size)
 
     def compile_it() -> None:
         matcher = llguidance.LLMatcher(tokenizer, wanted["grammar"], log_level=0, limits=limits)

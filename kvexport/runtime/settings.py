@@ -79,6 +79,7 @@ class GenerationSettings:
     temperature, as vLLM does by default. Those of the prompt cannot be had, because the decoder gives the logits after
     its last token alone. ignore_eos: an eos token is one like any other.
     grammar: the form that the answer keeps to. It ends with the form, and an eos comes only where the form may end.
+    shown_ids: special tokens that are part of the text by their names, others are not: markers of tool calls.
     Raises UsageError naming the field that cannot be used.
     """
 
@@ -99,6 +100,7 @@ class GenerationSettings:
     seed: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    shown_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse what transformers would refuse, or run into, at generation time."""
@@ -134,6 +136,9 @@ class GenerationSettings:
         ids, strings = self.eos_token_ids, self.stop_strings
         whole = isinstance(ids, tuple) and all(_is_integer(i) and i >= 0 for i in ids)
         _require(whole, "eos_token_ids", ids, "a tuple of token ids of at least 0")
+        ids = self.shown_ids
+        whole = isinstance(ids, tuple) and all(_is_integer(i) and i >= 0 for i in ids)
+        _require(whole, "shown_ids", ids, "a tuple of token ids of at least 0")
         filled = isinstance(strings, tuple) and all(isinstance(s, str) and s for s in strings)
         _require(filled, "stop_strings", strings, "a tuple of strings, none of them empty")
 
@@ -176,7 +181,7 @@ class GenerationSettings:
         if data.get("eos_token_id") is not None:
             values["eos_token_ids"] = data["eos_token_id"]
         values.update((key, value) for key, value in overrides.items() if value is not None)
-        for key in ("eos_token_ids", "stop_strings"):
+        for key in ("eos_token_ids", "stop_strings", "shown_ids"):
             if key in values:
                 values[key] = _as_tuple(values[key])
         settings = cls(**values)

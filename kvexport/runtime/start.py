@@ -41,7 +41,10 @@ def prepare(request: Request, ids: Ids, default: GenerationSettings, grammars: G
     if state is not None:
         sampler.restore(state)
     tokenizer = grammars.tokenizer
-    text = TextStream(tokenizer, settings.stop_strings, context_ids=ids.tolist()) if tokenizer else None
+    text = None
+    if tokenizer is not None:
+        stops, shown = settings.stop_strings, settings.shown_ids
+        text = TextStream(tokenizer, stops, context_ids=ids.tolist(), shown_ids=shown)
     if start is not None and again and start.text is not None and text is not None:
         text.restore(start.text)
     done = 0 if start is None else start.length

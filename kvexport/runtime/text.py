@@ -143,7 +143,7 @@ class TextStream:
 
     stop_strings: none of them empty. context_ids: the tokens before the first one (the prompt), so that the first keeps
     the space in front of it; without them the text begins as `decode` begins, which drops that space for most
-    sentencepiece models.
+    sentencepiece models. shown_ids: special tokens whose names are part of the text while others are skipped.
     """
 
     def __init__(
@@ -153,6 +153,7 @@ class TextStream:
         *,
         skip_special_tokens: bool = True,
         context_ids: Sequence[int] = (),
+        shown_ids: Sequence[int] = (),
     ) -> None:
         """Begin a text; UsageError for an empty stop string."""
         if isinstance(stop_strings, str) or not all(stop_strings):
@@ -160,6 +161,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stop_strings = tuple(stop_strings)
         self._skips_special = skip_special_tokens
+        self._shown = frozenset(shown_ids) & tokenizer.special_ids if skip_special_tokens else frozenset()
         last = [i for i in context_ids[-4 * _LONGEST_CONTEXT :] if tokenizer.has_text(i, skip_special_tokens)]
         # Tokens whose text is out, kept for their effect on the next ones; then those that still wait, and how much of
         # them is out.
@@ -210,6 +212,9 @@ class TextStream:
         """Take the next token, return the text that is final with it (often ""). Raises KvexportError after `flush`."""
         if self._flushed:
             raise KvexportError("a token came after the end of its text", "begin a new TextStream for a new sequence")
+        if token_id in self._shown and not self.stopped:
+            broken, self._bytes = _REPLACEMENT * len(self._bytes), b""
+            return self._emit(self._end_waiting() + broken + self._tokenizer.decode([token_id], False))
         if self.stopped or not self._tokenizer.has_text(token_id, self._skips_special):
             return ""
         byte = self._tokenizer.fallback_byte(token_id)
@@ -295,7 +300,7 @@ class TextStream:
             end, negative_length, self._stop_string = min(found)
             self._held = ""
             return text[: end + negative_length]
-        kept = max((_overlap(text, stop) for stop in self._stop_strings), default=0)
+        kept = max((overlap(text, stop) for stop in self._stop_strings), default=0)
         self._held = text[len(text) - kept :]
         return text[: len(text) - kept]
 
@@ -322,7 +327,7 @@ def _visible_bytes() -> dict[str, int]:
 _BYTES = _visible_bytes()
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """The length of the longest end of `text` that is a beginning of `stop`, not the whole of it."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):

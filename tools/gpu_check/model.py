@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from tests.conformance.cuda_library import State, merge_cache_call, vote_attention_call
-from tools.gpu_check.parts import MERGE_EVERY, Figures, Target, bandwidth, flash
+from tools.gpu_check.parts import MERGE_EVERY, SLACK, Figures, Row, Target, bandwidth, flash
 
 BUDGETS, BATCHES, METHODS = (512, 1024, 2048, 4096), (1, 8, 32), ("h2o", "keepkv", "ballot")
 LARGEST_BATCH = 256
@@ -125,7 +125,7 @@ class Slots:
 
         shape, made = model.shape, all_methods()[method]()
         self.target, self.slots = model.target, slots
-        capacity, device = slots + MERGE_EVERY, model.where["device"]
+        capacity, device = slots + SLACK, model.where["device"]
         dims = (batch, shape.heads, capacity)
         centre = torch.randn(64, shape.size, **model.where)
         used = torch.arange(capacity, device=device, dtype=torch.int32)
@@ -155,7 +155,7 @@ class Slots:
     @staticmethod
     def bytes_of(shape: Shape, slots: int) -> int:
         """Of one sequence's state."""
-        return (slots + MERGE_EVERY) * (shape.slot_bytes() + shape.layers * shape.heads * 16)
+        return (slots + SLACK) * (shape.slot_bytes() + shape.layers * shape.heads * 16)
 
     def __call__(self, layer: int, query: Any, key: Any, value: Any, position: Any) -> Any:
         """The token's attention [B, H, 1, D] in a layer, which keeps its key and value."""
@@ -276,17 +276,30 @@ def model(target: Target) -> Figures:
     """Milliseconds of a step beside the time its bytes take, with and without merging, by method; tokens per second of
     full batches."""
     copied = bandwidth(target)["bytes per second"]
-    made = Model(target, ON_HOST if target.on_host else Shape())
+    made = Model(target, ON_HOST if target.small else Shape())
     if not target.on_host:
         made.compile()
-    steps, lengths = StepTimes(target, made, copied), (160,) if target.on_host else (4096, 32768)
-    budgets, batches = ((64,), (2,)) if target.on_host else (BUDGETS, BATCHES)
-    rows = [steps.row("keepkv", budget, batch) for batch in batches for budget in budgets]
-    methods = [steps.row(name, target.scaled(1024, 64), batches[-1]) for name in METHODS]
-    full = [steps.fullest("keepkv", target.scaled(1024, 64))]
-    full += [steps.fullest(kind, slots) for slots in lengths for kind in ("full", "flash")]
+    steps, lengths = StepTimes(target, made, copied), (160,) if target.small else (4096, 32768)
+    budgets, batches = ((64,), (2,)) if target.small else (BUDGETS, BATCHES)
     figures = {"harness": made.harness, "bytes per second": copied, "weight bytes": made.shape.weight_bytes}
-    return figures | {"rows": rows, "methods": methods, "largest batch": full}
+    figures |= {"methods": [], "largest batch": []}
+    # What is asked of every version first: methods beside one another, then budgets and batches, then full batches.
+    cases: list[tuple[str, str, int, int]] = [
+        ("methods", name, target.scaled(1024, 64), batch) for batch in batches[::-1] for name in METHODS
+    ]
+    cases += [("rows", "keepkv", budget, batch) for batch in batches for budget in budgets]
+    cases += [("largest batch", "keepkv", target.scaled(1024, 64), 0)]
+    cases += [("largest batch", kind, slots, 0) for slots in lengths for kind in ("full", "flash")]
+
+    def measure(case: tuple[str, str, int, int]) -> list[Row]:
+        kind, method, slots, batch = case
+        row = steps.row(method, slots, batch) if batch else steps.fullest(method, slots)
+        if kind == "rows":
+            return [row]
+        figures[kind].append(row)
+        return []
+
+    return target.rows(cases, figures, measure)
 
 
 class StepTimes:
@@ -302,7 +315,7 @@ class StepTimes:
 
     def fits(self, each: int) -> int:
         """How many sequences of so many bytes fit beside the weights."""
-        if self.target.on_host:
+        if self.target.small:
             return 2
         import gc
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,8 +22,11 @@ from tests.conformance.cuda_library import (
     merge_cache_call,
     vote_attention_call,
 )
+from tools.gpu_check import prebuilt
 
 Figures = dict[str, Any]
+Row = dict[str, Any]
+Case = TypeVar("Case")
 
 
 class Skipped(Exception):
@@ -43,16 +46,44 @@ DECODE = [
 ]
 DECODE += [(16, 64, 8, 4096), (16, 64, 4, 4096)]
 SIZE, CHUNK, MERGE_EVERY = 128, 512, 32
+SLACK = 512  # slots beyond the budget: as the recipes have it, max(prefill_chunk, merge_every)
 LARGE = 64 << 20  # bytes of a layer's cache from which a share of the bandwidth is the goal
 
 
 class Target:
     """The library under test and how its calls are timed: on a GPU by events around a graph's replay, on the host by
-    the clock."""
+    the clock.
 
-    def __init__(self, *, on_host: bool) -> None:
-        self.on_host = on_host
+    small: of sizes that the host can do, on the host by itself. keep: takes a part's figures as far as they are, each
+    time a row is measured. until: when a part has to end, by time.monotonic.
+    """
+
+    def __init__(
+        self,
+        *,
+        on_host: bool,
+        small: bool = False,
+        keep: Callable[[Figures], None] = lambda _: None,
+        until: float = float("inf"),
+    ) -> None:
+        self.on_host, self.small, self.keep, self.until = on_host, small or on_host, keep, until
         self._caller: Caller | None = None
+
+    def rows(self, cases: Iterable[Case], figures: Figures, measure: Callable[[Case], Row | list[Row]]) -> Figures:
+        """`figures` with the rows that `measure` brings of every case, kept one after another. Where the time left is
+        less than the longest case took, the other cases are named instead."""
+        figures |= {"rows": []}
+        cases, longest = list(cases), 0.0
+        for i, case in enumerate(cases):
+            began = time.monotonic()
+            if began + 1.2 * longest > self.until:
+                figures["left out for want of time"] = [str(one) for one in cases[i:]]
+                break
+            found = measure(case)
+            figures["rows"] += found if isinstance(found, list) else [found]
+            longest = max(longest, time.monotonic() - began)
+            self.keep(figures)
+        return figures
 
     @property
     def caller(self) -> Caller:
@@ -63,7 +94,7 @@ class Target:
 
     def scaled(self, number: int, on_host: int) -> int:
         """`number`, or what the host can do in its place."""
-        return on_host if self.on_host else number
+        return on_host if self.small else number
 
     def captured(self, run: Callable[[], Any]) -> Callable[[], Any]:
         """`run` as a CUDA graph, after it ran once; on the host `run` itself."""
@@ -127,12 +158,15 @@ def build(target: Target) -> Figures:
     import torch
 
     major, minor = torch.cuda.get_device_capability()
-    capability = [f"{major}{minor}"]
-    objects, report = make.compile_kernels(capability)
-    library = make.link_device("cuda", objects, capability, make.ROOT / make.TARGETS["cuda"].output)
-    spilling = [name for name, numbers in report.items() if numbers["spills"]]
+    capability = f"{major}{minor}"
+    figures = prebuilt.take(capability, DEVICE)
+    if figures is None:
+        objects, report = make.compile_kernels([capability])
+        make.link_device("cuda", objects, [capability], DEVICE)
+        figures = {"compiler": resources.compiler_version(), "kernels": report}
+    spilling = [name for name, numbers in figures["kernels"].items() if numbers["spills"]]
     assert not spilling, f"registers spill in {', '.join(spilling)}"
-    return {"library": library.name, "compiler": resources.compiler_version(), "kernels": report}
+    return {"library": DEVICE.name, **figures}
 
 
 INPUTS = ("query", "key", "value", "position", "query_length", *(f"past_{name}" for name in STATE))
@@ -154,10 +188,10 @@ def attributes_of(kind: str) -> Any:
 def layer(
     batch: int, query_heads: int, heads: int, slots: int, tokens: int, kept: int, dtype: str, size: int = SIZE
 ) -> dict[str, np.ndarray]:
-    """A layer's inputs: `slots` used, room for `tokens` more. What large tensors hold repeats, which nothing here
-    depends on."""
+    """A layer's inputs: `slots` used, room for SLACK more, or for as many `tokens`. What large tensors hold repeats,
+    which nothing here depends on."""
     rng = np.random.default_rng(0)
-    capacity = slots + tokens
+    capacity = slots + max(tokens, SLACK)
     shape = (batch, heads, capacity)
 
     def normal(*dims: int) -> np.ndarray:
@@ -223,10 +257,10 @@ def merge_state(
     from kvexport.methods import all_methods
     from kvexport.ops.merge_cache import MergeCacheAttributes
 
-    made, rng, capacity = all_methods()[method](), np.random.default_rng(seed), budget + MERGE_EVERY
-    arrays = layer(batch, heads, heads, budget, MERGE_EVERY, len(made.statistics), "float16")
+    made, rng = all_methods()[method](), np.random.default_rng(seed)
+    arrays = layer(batch, heads, heads, budget + MERGE_EVERY, 1, len(made.statistics), "float16")
     state = {name: arrays[f"past_{name}"] for name in STATE}
-    state["votes"][:] = 1.0
+    capacity = state["votes"].shape[2]
     state["score"] = rng.permuted(
         np.broadcast_to(np.arange(1, capacity + 1) / capacity, state["score"].shape), axis=-1
     ).astype(np.float32)
@@ -241,7 +275,7 @@ def bandwidth(target: Target) -> Figures:
         return {"bytes per second": 1e10}
     import torch
 
-    a = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").fill_(1)
+    a = torch.empty(target.scaled(1 << 30, 1 << 20), dtype=torch.uint8, device="cuda").fill_(1)
     b = torch.empty_like(a)
     return {"bytes per second": 2 * a.numel() / statistics.median(target.seconds([lambda: b.copy_(a)]))}
 
@@ -249,50 +283,43 @@ def bandwidth(target: Target) -> Figures:
 def decode(target: Target) -> Figures:
     """Microseconds of a step at every shape, beside the time its bytes take to be copied and PyTorch's attention over
     the same cache."""
-    copied, rows = bandwidth(target)["bytes per second"], []
-    lacking: dict[str, str] = {}
-    for batch, query_heads, heads, slots in DECODE[: target.scaled(len(DECODE), 1)]:
-        slots, batch = target.scaled(slots, 64), target.scaled(batch, 1)
-        arrays = layer(batch, query_heads, heads, slots, 1, 1, "float16")
-        for kind in ("log_ema", "probability", "none"):
-            nbytes = batch * heads * slots * (4 * SIZE + 8 + (8 if kind != "none" else 0))
-            # Caches enough that none is still in a cache of the device when its turn comes again.
-            copies = 1 if nbytes > 3e8 else target.scaled(max(2, int(3e8 / nbytes)), 2)
-            steps = [Step(target, arrays, attributes_of(kind)) for _ in range(copies)]
+    figures: Figures = {"bytes per second": bandwidth(target)["bytes per second"], "peers not measured": {}}
 
-            def reset(steps: list[Step] = steps) -> None:
-                for step in steps:
-                    step.reset()
+    def measure(case: tuple[int, ...]) -> list[Row]:
+        kinds = ("log_ema", "probability", "none")
+        return [decode_row(target, case, kind, figures) for kind in kinds]
 
-            ours = statistics.median(target.seconds(list(steps), reset))
-            floor = nbytes / copied
-            goal = floor / 0.8 if nbytes >= LARGE else floor / 0.85 + 5e-6
-            row = {
-                "batch": batch,
-                "query heads": query_heads,
-                "heads": heads,
-                "slots": slots,
-                "statistic": kind,
-                "bytes": nbytes,
-            }
-            row |= {
-                "us": ours * 1e6,
-                "floor us": floor * 1e6,
-                "goal us": goal * 1e6,
-                "met": ours <= goal,
-                "share of copy": floor / ours,
-            }
-            rows.append(row | {f"{name} us": None for name in PEERS})
-            if kind == "log_ema" and not target.on_host:
-                for name, peer in PEERS.items():
-                    try:
-                        rows[-1][f"{name} us"] = (
-                            statistics.median(target.seconds([peer(step, slots) for step in steps])) * 1e6
-                        )
-                    except Exception as error:
-                        lacking[name] = f"{type(error).__name__}: {error}"[:200]
-            del steps
-    return {"bytes per second": copied, "rows": rows, "peers not measured": lacking}
+    return target.rows(DECODE[: target.scaled(len(DECODE), 1)], figures, measure)
+
+
+def decode_row(target: Target, case: tuple[int, ...], kind: str, figures: Figures) -> Row:
+    """Of one shape and statistic; PyTorch's attention and FlashInfer's beside the first."""
+    batch, query_heads, heads, slots = case
+    slots, batch = target.scaled(slots, 64), target.scaled(batch, 1)
+    nbytes = batch * heads * slots * (4 * SIZE + 8 + (8 if kind != "none" else 0))
+    # Caches enough that none is still in a cache of the device when its turn comes again.
+    copies = 1 if nbytes > 3e8 else target.scaled(max(2, int(3e8 / nbytes)), 2)
+    arrays = layer(batch, query_heads, heads, slots, 1, 1, "float16")
+    steps = [Step(target, arrays, attributes_of(kind)) for _ in range(copies)]
+
+    def reset() -> None:
+        for step in steps:
+            step.reset()
+
+    ours = statistics.median(target.seconds(list(steps), reset))
+    floor = nbytes / figures["bytes per second"]
+    goal = floor / 0.8 if nbytes >= LARGE else floor / 0.85 + 5e-6
+    row: Row = {"batch": batch, "query heads": query_heads, "heads": heads, "slots": slots, "statistic": kind}
+    row |= {"bytes": nbytes, "us": ours * 1e6, "floor us": floor * 1e6, "goal us": goal * 1e6, "met": ours <= goal}
+    row |= {"share of copy": floor / ours} | {f"{name} us": None for name in PEERS}
+    if kind != "log_ema" or target.on_host:
+        return row
+    for name, peer in PEERS.items():
+        try:
+            row[f"{name} us"] = statistics.median(target.seconds([peer(step, slots) for step in steps])) * 1e6
+        except Exception as error:
+            figures["peers not measured"][name] = f"{type(error).__name__}: {error}"[:200]
+    return row
 
 
 def flash() -> Callable[..., Any]:
@@ -339,49 +366,46 @@ PEERS = {"torch": torch_attention, "flashinfer": flashinfer_attention}
 
 def prefill(target: Target) -> Figures:
     """TFLOP/s of a chunk against slots, beside PyTorch's attention over as many keys."""
-    rows, chunk = [], target.scaled(CHUNK, 16)
-    for batch, query_heads, heads, slots in ((1, 32, 8, 2048), (4, 32, 8, 2048), (1, 32, 32, 2048)):
-        slots, query_heads, heads = target.scaled(slots, 64), target.scaled(query_heads, 4), target.scaled(heads, 2)
-        for kind in ("none", "log_ema", "probability"):
-            step = Step(target, layer(batch, query_heads, heads, slots, chunk, 1, "float16"), attributes_of(kind))
-            seconds = statistics.median(target.seconds([step], step.reset))
-            flops = 4 * batch * query_heads * SIZE * (chunk * slots + chunk * (chunk + 1) // 2)
-            row = {
-                "batch": batch,
-                "query heads": query_heads,
-                "heads": heads,
-                "slots": slots,
-                "chunk": chunk,
-                "statistic": kind,
-            }
-            row |= {"us": seconds * 1e6, "TFLOPs": flops / seconds / 1e12, "torch TFLOPs": None, "share of torch": None}
-            if not target.on_host:
-                peer = statistics.median(target.seconds([torch_attention(step, slots + chunk)]))
-                theirs = 4 * batch * query_heads * SIZE * chunk * (slots + chunk) / peer / 1e12
-                row |= {"torch TFLOPs": theirs, "share of torch": row["TFLOPs"] / theirs}
-            rows.append(row)
-    return {"rows": rows}
+    shapes = ((1, 32, 8, 2048), (4, 32, 8, 2048), (1, 32, 32, 2048))
+    cases = [(*shape, kind) for shape in shapes for kind in ("log_ema", "probability", "none")]
+    return target.rows(cases, {}, lambda case: prefill_row(target, *case))
+
+
+def prefill_row(target: Target, batch: int, query_heads: int, heads: int, slots: int, kind: str) -> Row:
+    """Of one shape and statistic."""
+    chunk = target.scaled(CHUNK, 16)
+    slots, query_heads, heads = target.scaled(slots, 64), target.scaled(query_heads, 4), target.scaled(heads, 2)
+    step = Step(target, layer(batch, query_heads, heads, slots, chunk, 1, "float16"), attributes_of(kind))
+    seconds = statistics.median(target.seconds([step], step.reset))
+    flops = 4 * batch * query_heads * SIZE * (chunk * slots + chunk * (chunk + 1) // 2)
+    row: Row = {"batch": batch, "query heads": query_heads, "heads": heads, "slots": slots, "chunk": chunk}
+    row |= {"statistic": kind, "us": seconds * 1e6, "TFLOPs": flops / seconds / 1e12}
+    row |= {"torch TFLOPs": None, "share of torch": None}
+    if not target.on_host:
+        peer = statistics.median(target.seconds([torch_attention(step, slots + chunk)]))
+        theirs = 4 * batch * query_heads * SIZE * chunk * (slots + chunk) / peer / 1e12
+        row |= {"torch TFLOPs": theirs, "share of torch": row["TFLOPs"] / theirs}
+    return row
 
 
 def merge(target: Target) -> Figures:
     """Microseconds of one merge of 32 slots, and what it adds to each of 32 decode steps."""
+    shapes = ((1, 32, 1024), (32, 8, 1024), (8, 8, 4096))[: target.scaled(3, 1)]
+    return target.rows(shapes, {}, lambda shape: merge_rows(target, *shape))
+
+
+def merge_rows(target: Target, batch: int, heads: int, budget: int) -> list[Row]:
+    """Of every method."""
+    budget, heads = target.scaled(budget, 128), target.scaled(heads, 2)
+    step = Step(target, layer(batch, 4 * heads, heads, budget, 1, 1, "float16"), attributes_of("log_ema"))
+    each = statistics.median(target.seconds([step], step.reset))
     rows = []
-    for batch, heads, budget in ((1, 32, 1024), (8, 8, 4096), (32, 8, 1024))[: target.scaled(3, 1)]:
-        budget, heads = target.scaled(budget, 128), target.scaled(heads, 2)
-        step = Step(target, layer(batch, 4 * heads, heads, budget, 1, 1, "float16"), attributes_of("log_ema"))
-        each = statistics.median(target.seconds([step], step.reset))
-        for method in ("h2o", "keepkv", "ballot", "zeromerge", "kvslimmer"):
-            seconds = merge_seconds(target, *merge_state(target, method, batch, heads, budget, 0))
-            row = {
-                "batch": batch,
-                "heads": heads,
-                "budget": budget,
-                "method": method,
-                "us": seconds * 1e6,
-                "decode us": each * 1e6,
-            }
-            rows.append(row | {"ratio to a step without": 1 + seconds / MERGE_EVERY / each})
-    return {"rows": rows}
+    for method in ("keepkv", "ballot", "h2o", "zeromerge", "kvslimmer"):
+        seconds = merge_seconds(target, *merge_state(target, method, batch, heads, budget, 0))
+        row: Row = {"batch": batch, "heads": heads, "budget": budget, "slack": SLACK, "method": method}
+        row |= {"us": seconds * 1e6, "decode us": each * 1e6}
+        rows.append(row | {"ratio to a step without": 1 + seconds / MERGE_EVERY / each})
+    return rows
 
 
 def merge_seconds(target: Target, arrays: dict[str, np.ndarray], attributes: Any) -> float:

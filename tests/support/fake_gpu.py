@@ -1,0 +1,109 @@
+"""PyTorch with a GPU that is not there: what asks for the device gets the host's memory, streams and graphs do nothing,
+and events read a clock that goes on by a millisecond at each. So code for a GPU runs to its last line without one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+ALIGNED = 256  # as a device's memory
+
+
+class OnTheHost(TorchFunctionMode):
+    """Puts what is made on the device into the host's memory, as aligned as it would be there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        asked = str(kwargs.get("device") or "").startswith("cuda")
+        if asked:
+            kwargs["device"] = "cpu"
+        made = func(*args, **kwargs)
+        return aligned(made) if asked and func is torch.full else made
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """A copy of bytes at an aligned address."""
+    room = torch.empty(x.numel() + ALIGNED, dtype=torch.uint8)
+    start = -room.data_ptr() % ALIGNED
+    copy = room[start : start + x.numel()]
+    copy.copy_(x)
+    return copy
+
+
+class Clock:
+    """graphs: how many were captured and how often they were replayed."""
+
+    def __init__(self) -> None:
+        self.now, self.captured, self.replayed = 0.0, 0, 0
+
+    def tick(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+@contextlib.contextmanager
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    """Within it there is one; its clock."""
+    clock = Clock()
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = clock.tick()
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, other: Event) -> float:
+            return other.at - self.at
+
+    class Stream:
+        cuda_stream = 0
+
+        def wait_stream(self, _: Stream) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            pass
+
+    class CUDAGraph:
+        def replay(self) -> None:
+            clock.replayed += 1
+
+    @contextlib.contextmanager
+    def within(*_: Any, **__: Any) -> Iterator[None]:
+        yield
+
+    @contextlib.contextmanager
+    def graph(_: CUDAGraph, *, stream: Stream) -> Iterator[None]:
+        clock.captured += 1
+        yield
+
+    for name, stand_in in {
+        "is_available": lambda: True,
+        "get_device_capability": lambda: (9, 0),
+        "get_device_properties": lambda _: SimpleNamespace(
+            name="A GPU", major=9, minor=0, multi_processor_count=132, total_memory=80 << 30
+        ),
+        "current_stream": Stream,
+        "Stream": Stream,
+        "Event": Event,
+        "CUDAGraph": CUDAGraph,
+        "stream": within,
+        "graph": graph,
+        "mem_get_info": lambda: (1 << 30, 1 << 30),
+        "empty_cache": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch.Tensor, "cuda", torch.Tensor.clone)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    with OnTheHost():
+        yield clock

@@ -1,0 +1,115 @@
+"""What `tools/gpu_check` does on a GPU alone, over a GPU that is not there and a clock that is none: its lines run here
+for the first time, not on a machine that is lent for minutes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plugins.building import make, resources
+from tests.conformance.cuda_library import HOST, Caller, DeviceMemory, load
+from tests.support.fake_gpu import Clock, fake_gpu
+from tools.gpu_check import __main__ as gpu_check
+from tools.gpu_check import goals, model, parts, prebuilt, proof
+
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="not reached: g++ was not found")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    make.build("cuda-host")
+    with fake_gpu(monkeypatch) as clock:
+        yield clock
+
+
+def target(kept: list[Any], **more: Any) -> parts.Target:
+    """On the device as far as PyTorch knows, with the host's library and sizes."""
+    made = parts.Target(on_host=False, small=True, keep=lambda x: kept.append(json.loads(json.dumps(x))), **more)
+    made._caller = Caller(load(HOST), DeviceMemory())
+    return made
+
+
+def test_every_measurement_runs_to_its_goals(clock: Clock) -> None:
+    kept: list[Any] = []
+    found = {
+        name: {"status": "passed", "figures": function(target(kept))}
+        for name, function in {
+            "decode": parts.decode,
+            "merge": parts.merge,
+            "prefill": parts.prefill,
+            "model": model.model,
+            "repeat": proof.repeat,
+        }.items()
+    }
+    assert clock.captured > 20 and clock.replayed > 10 * clock.captured
+    asked = {row["figure"]: row["found"] for row in goals.goals(found)}
+    lacking = [figure for figure, number in asked.items() if number is None]
+    assert lacking == [
+        "Decode, layers of 64 MB and more: share of the copy bandwidth",
+        "Decode: FlashInfer over ours",
+        *(f"Largest error against the float64 oracle, {dtype}" for dtype in ("float32", "float16", "bfloat16")),
+    ]
+    assert found["merge"]["figures"]["rows"][0]["slack"] == 512, "the recipes' slack"
+    assert found["model"]["figures"]["harness"] == "torch.compile"
+    assert len(kept) > 15, "rows are kept as they are measured"
+
+
+def test_rows_without_time_are_named_and_those_before_are_kept(clock: Clock) -> None:
+    kept: list[Any] = []
+    made = target(kept, until=0.0)
+    figures = made.rows(["a", "b", "c"], {"of": 1}, lambda case: {"case": case})
+    assert figures["rows"] == [] and figures["left out for want of time"] == ["a", "b", "c"]
+    made = target(kept)
+    assert len(made.rows(["a", "b"], {}, lambda case: [{"case": case}])["rows"]) == 2
+    assert kept == [{"rows": [{"case": "a"}]}, {"rows": [{"case": "a"}, {"case": "b"}]}]
+
+
+def test_a_library_compiled_ahead_is_known_by_its_sources(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock: Clock
+) -> None:
+    report = {"Rank": {"registers": 40, "spills": 0, "stack": 0, "shared": 0}}
+    monkeypatch.setattr(make, "compile_kernels", lambda capabilities: ([], report))
+    monkeypatch.setattr(
+        make, "link_device", lambda name, objects, capabilities, path: path.write_text("library") and path
+    )
+    monkeypatch.setattr(resources, "compiler_version", lambda: "13.0")
+    (made,) = prebuilt.write(["90"], tmp_path)
+    assert made.name == f"libkvexport_cuda-sm_90-{prebuilt.digest()}.so"
+    monkeypatch.setattr(make, "compile_kernels", lambda _: pytest.fail("compiled what was there"))
+    monkeypatch.setattr(prebuilt, "FOLDER", tmp_path)
+    monkeypatch.setattr(parts, "DEVICE", tmp_path / "there" / "library.so")
+    monkeypatch.setattr(prebuilt.take, "__defaults__", (tmp_path,))
+    figures = parts.build(target([]))
+    assert figures["prebuilt"] == made.name and figures["kernels"] == report
+    assert (tmp_path / "there" / "library.so").read_text() == "library"
+    assert prebuilt.take("89", tmp_path / "other.so", tmp_path) is None
+    monkeypatch.setattr(prebuilt, "DEVICE_FLAGS", ["-O0"])
+    assert prebuilt.take("90", tmp_path / "other.so", tmp_path) is None, "compiled otherwise"
+
+
+def test_results_go_where_they_come_back_from_and_need_no_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    monkeypatch.setenv("PATH", "")
+    assert gpu_check.folder_of(None, "NVIDIA H100") == tmp_path / "out"
+    assert gpu_check.folder_of(tmp_path / "named", "NVIDIA H100") == tmp_path / "named"
+    monkeypatch.delenv("OUT")
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    own = gpu_check.folder_of(None, "NVIDIA H100 80GB")
+    assert own == tmp_path / "benchmarks" / "results" / "nvidia-h100-80gb" and own.is_dir()
+    assert gpu_check.sources()["commit"] == "unknown"
+
+
+def test_the_two_main_kernels_are_looked_at_once_under_nsight_compute(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
+    assert gpu_check.under_tool("ncu", ["python"], on_host=False) == "ncu is not there"
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: f"/bin/{name}")
+    command = gpu_check.under_tool("ncu", ["python"], on_host=False)
+    assert command[0] == "/bin/ncu" and command[-1] == "python" and "regex:Decode|Nearest" in command
+    assert "memcheck" in gpu_check.under_tool("memcheck", ["python"], on_host=False)

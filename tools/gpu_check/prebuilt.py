@@ -1,0 +1,54 @@
+"""The kernels' library compiled ahead, on a machine that has nvcc and no GPU, and known again by what it was made of:
+``python -m tools.gpu_check --prebuild 90`` writes it to build-cache/prebuilt, where the part `build` finds it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from plugins.building import make, resources
+from plugins.building.targets import DEVICE_FLAGS, KERNEL_FILES
+from plugins.building.tools import CACHE, PLUGINS, publish
+
+FOLDER = CACHE / "prebuilt"
+
+
+def digest() -> str:
+    """Of the kernels' sources and how they are compiled, in hexadecimal."""
+    found = hashlib.sha256(json.dumps(DEVICE_FLAGS).encode())
+    for path in sorted({path for pattern in KERNEL_FILES for path in PLUGINS.glob(pattern)}):
+        found.update(str(path.relative_to(PLUGINS)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return found.hexdigest()[:16]
+
+
+def library(capability: str, folder: Path = FOLDER) -> Path:
+    """Where the library of these sources for a compute capability stands, whether it is there or not."""
+    return folder / f"libkvexport_cuda-sm_{capability}-{digest()}.so"
+
+
+def write(capabilities: Sequence[str], folder: Path = FOLDER) -> list[Path]:
+    """Compile for each capability, with the compiler's report beside the library. Raises Missing."""
+    made = []
+    for capability in capabilities:
+        objects, report = make.compile_kernels([capability])
+        path = make.link_device("cuda", objects, [capability], library(capability, folder))
+        text = json.dumps({"compiler": resources.compiler_version(), "kernels": report})
+        path.with_suffix(".json").write_text(text + "\n")
+        made.append(path)
+    return made
+
+
+def take(capability: str, to: Path, folder: Path = FOLDER) -> dict[str, Any] | None:
+    """Copies the library of these sources to `to`; the compiler's report, or None where there is none."""
+    found = library(capability, folder)
+    if not found.is_file():
+        return None
+    to.parent.mkdir(parents=True, exist_ok=True)
+    copied = to.with_suffix(".copied")
+    shutil.copyfile(found, copied)
+    publish(copied, to)
+    return {"prebuilt": found.name} | json.loads(found.with_suffix(".json").read_text())

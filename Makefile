@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvexport-installed
 DEMO ?= demo
 
-.PHONY: demo test lint setup native native-cuda cross-tools tensorrt-bindings smollm2 cuda-host gpu-check clean
+.PHONY: demo test lint setup native native-cuda cross-tools tensorrt-bindings smollm2 cuda-host cuda-ptx gpu-check clean
 
 setup: $(STAMP)
 
@@ -47,6 +47,10 @@ smollm2: setup
 # The CUDA kernels' own source and their binding, compiled for the host: the conformance suite's backends *cuda-on-host.
 cuda-host:
 	$(PYTHON) plugins/build.py cuda-host onnxruntime-cuda-host --fetch-headers
+
+# nvcc's PTX of the CUDA kernels, run on the host with every access to memory checked: the backend *cuda-ptx*.
+cuda-ptx:
+	$(PYTHON) plugins/build.py cuda-ptx
 
 # On a machine with a GPU, nvcc, PyTorch and numpy: builds, proves and measures the CUDA kernels, in less than eight
 # minutes.

@@ -19,7 +19,7 @@ from building.tools import Missing
 def main() -> None:
     """See the module's text."""
     options = arguments()
-    chosen = {key: getattr(options, key) for key in ("capabilities", "sanitize", "out", "fetch")}
+    chosen = {key: getattr(options, key) for key in ("capabilities", "sanitize", "out", "fetch", "everything")}
     failed = False
     for name in options.targets or ["onnxruntime"]:
         try:
@@ -52,6 +52,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--capabilities", nargs="+", default=[], metavar="N", help="what nvcc compiles for, as 90: this machine's GPUs"
     )
+    parser.add_argument("--all", dest="everything", action="store_true", help="cuda-ptx: every kernel, not a sample")
     parser.add_argument("--record", action="store_true", help="cuda: write plugins/cuda/resources.json anew")
     options = parser.parse_args()
     if unknown := [name for name in options.targets if name not in TARGETS]:

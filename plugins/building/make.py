@@ -10,18 +10,25 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from . import headers, resources
+from .ptx import library as ptx
 from .targets import BINDING_FLAGS, CAPABILITIES, DEVICE_FLAGS, HOST_FLAGS, KERNELS, TARGETS, Target
 from .tools import CACHE, PLUGINS, ROOT, Missing, host_compiler, link, publish, run, tool
 
 
 def build(
-    name: str, *, capabilities: Sequence[str] = (), sanitize: str = "", out: Path | None = None, fetch: bool = False
+    name: str,
+    *,
+    capabilities: Sequence[str] = (),
+    sanitize: str = "",
+    out: Path | None = None,
+    fetch: bool = False,
+    everything: bool = False,
 ) -> Path:
     """Build a target; its path. Raises Missing.
 
     capabilities: compute capabilities ("90") of what nvcc compiles; this machine's, or all that are supported where it
     has no GPU, unless named. sanitize: sanitizers ("address,undefined"), of `onnxruntime` and `cuda-host`. out: the
-    folder of the library. fetch: headers may be fetched.
+    folder of the library. fetch: headers may be fetched. everything: of `cuda-ptx` all kernels, as another library.
     """
     target = TARGETS[name]
     if sanitize and name not in ("onnxruntime", "cuda-host"):
@@ -30,6 +37,8 @@ def build(
         raise Missing(f"{name} takes no --out: tests look for it in {Path(target.output).parent}")
     found = [headers.find(one, fetch=fetch) for one in target.headers]  # before anything takes time
     library = out / Path(target.output).name if out else ROOT / target.output
+    if target.compiler == "ptx":
+        return ptx.build(ptx.named(library, everything), everything=everything)
     if target.compiler == "cmake":
         return _by_cmake(found[0], sanitize, library)
     if target.compiler == "nvcc":
@@ -41,6 +50,8 @@ def build(
 def is_current(name: str, sanitize: str = "", *more: Path) -> bool:
     """Whether a target for tests is there, and nothing that it was made of is newer, nor any of `more`."""
     target, library = TARGETS[name], host_output(name, sanitize)
+    if target.compiler == "ptx":
+        return ptx.is_current(library)
     read = [*more, *(path for pattern in target.reads for path in PLUGINS.glob(pattern))]
     return library.is_file() and library.stat().st_mtime >= max(path.stat().st_mtime for path in read)
 
@@ -61,6 +72,8 @@ def missing(name: str) -> str | None:
             _cmake()
         elif target.compiler == "nvcc":
             tool("nvcc")
+        elif target.compiler == "ptx":
+            return ptx.missing()
         else:
             host_compiler()
     except Missing as error:

@@ -21,9 +21,9 @@ BINDING_FLAGS = ["-std=c++17", "-O2", "-Xcompiler", "-fPIC,-fvisibility=hidden,-
 class Target(NamedTuple):
     """A library or a program. `output` is below the checkout; other paths are below plugins/.
 
-    compiler: "cmake" (of CMakeLists.txt), "nvcc" (the kernels are linked in) or "host" (a C++ compiler; the kernels
-    are the library of the target `cuda-host`). headers: names in headers.PLACES. exports: a linker script that names
-    what the library exports. reads: what makes a library for tests stale where it is newer.
+    compiler: "cmake" (of CMakeLists.txt), "nvcc" (the kernels are linked in), "ptx" (nvcc's PTX, translated) or "host"
+    (a C++ compiler; the kernels are the library of the target `cuda-host`). headers: names in headers.PLACES. exports:
+    a linker script that names what the library exports. reads: what makes a library for tests stale where it is newer.
     """
 
     meaning: str
@@ -69,6 +69,11 @@ TARGETS = {
         "host",
         KERNELS,
         reads=KERNEL_FILES,
+    ),
+    "cuda-ptx": Target(
+        "the CUDA kernels' PTX run on the host, every access to memory checked, for tests; takes nvcc",
+        "build-cache/cuda/libkvexport_cuda_ptx.so",
+        "ptx",
     ),
     "onnxruntime-cuda-host": Target(
         "ONNX Runtime's binding of those, registered with its CPU provider",

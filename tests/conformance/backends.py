@@ -18,7 +18,7 @@ from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from kvexport.schema.state import STATE_NAMES as STATE
 from plugins.building import make
-from tests.conformance.cuda_library import Cuda, CudaOnHost
+from tests.conformance.cuda_library import Cuda, CudaOnHost, CudaPtx
 
 Arrays = dict[str, np.ndarray]
 INPUTS = (
@@ -155,7 +155,9 @@ class CudaBindingOnHost(NativeCpu):
         return None if current else "the binding is not compiled for the host: make cuda-host"
 
 
-BACKENDS: list[Backend] = [Torch(), OnnxFunction(), NativeCpu(), CudaOnHost(), CudaBindingOnHost(), Cuda()]
+BACKENDS: list[Backend] = [
+    Torch(), OnnxFunction(), NativeCpu(), CudaOnHost(), CudaBindingOnHost(), CudaPtx(), Cuda()
+]  # fmt: skip
 
 
 def chosen() -> list[str]:

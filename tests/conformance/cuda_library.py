@@ -8,6 +8,7 @@ and ``cuda-host`` of plugins/build.py.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -24,7 +25,8 @@ from plugins.building.targets import TARGETS
 from tests.support.paths import ROOT
 
 Arrays = dict[str, np.ndarray]
-HOST, DEVICE = (ROOT / TARGETS[name].output for name in ("cuda-host", "cuda"))
+HOST, DEVICE, PTX = (ROOT / TARGETS[name].output for name in ("cuda-host", "cuda", "cuda-ptx"))
+EVERY_PTX = "KVEXPORT_EVERY_PTX"  # all kernels and all cases of the backend cuda-ptx
 COUNTER_BYTES = 1 << 18
 TYPES = {"float32": 0, "float16": 1, "uint16": 2}  # numpy has no bfloat16: its bits stand as uint16
 
@@ -254,6 +256,48 @@ class CudaOnHost:
         return self.caller.merge_cache(state, attributes)
 
 
+class CudaPtx(CudaOnHost):
+    """nvcc's PTX of the kernels, run on the host thread by thread in random turns, every access to memory checked
+    (plugins/tests/ptx)."""
+
+    name = "cuda-ptx"
+
+    def available(self) -> str | None:
+        if lacking := make.missing("cuda-ptx"):
+            return lacking
+        return None if make.is_current("cuda-ptx") else "their PTX is not translated: make cuda-ptx"
+
+    @property
+    def caller(self) -> Caller:
+        return _ptx_caller()
+
+
+class PtxCaller(Caller):
+    """Holds every call to no fault of the kernels: races, missing fences, copies that nobody waited for."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(load(path), HostMemory())
+        self.library.kv_ptx_reports.restype = ctypes.c_char_p
+        self.library.kv_ptx_instructions.restype = ctypes.c_uint64
+        self.library.kv_host_set.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_size_t]
+        self.set_order(2, late=True)
+
+    def set_order(self, order: int, *, late: bool, multiprocessors: int = 4) -> None:
+        """Of threads and blocks: 0 forwards, 1 backwards, 2 random; late: copies happen when they are waited for."""
+        self.library.kv_host_set(order, late, multiprocessors, 101376)
+
+    def instructions(self, program: str) -> int:
+        """Of all threads of a program since the last question."""
+        return int(self.library.kv_ptx_instructions(program.encode()))
+
+    def _run(self, operator: str, call: Any) -> None:
+        try:
+            super()._run(operator, call)
+        except RuntimeError as error:
+            faults = self.library.kv_ptx_reports().decode()
+            raise AssertionError(faults) if faults else error from None
+
+
 class Cuda(CudaOnHost):
     """The kernels on a GPU."""
 
@@ -274,6 +318,12 @@ class Cuda(CudaOnHost):
 @cache
 def _host_caller() -> Caller:
     return Caller(load(HOST), HostMemory())
+
+
+@cache
+def _ptx_caller() -> Caller:
+    every = os.environ.get(EVERY_PTX)
+    return PtxCaller(make.build("cuda-ptx", everything=True) if every else PTX)
 
 
 @cache

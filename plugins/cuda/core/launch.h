@@ -2,6 +2,11 @@
 #pragma once
 
 #include "block.h"
+#ifdef KV_PTX
+#include <typeinfo>
+
+#include "../../tests/ptx/launch.h"
+#endif
 
 namespace kv {
 namespace cuda {
@@ -87,6 +92,10 @@ const char* launch(const typename Program::Args& args, size_t blocks, size_t sha
   if (blocks >= kLaunchable) return kTooManyBlocks;
   if (shared + 16 > device.shared_limit) return kTooMuchShared;
   if (!device.runs) return nullptr;
+#ifdef KV_PTX
+  return ptx::launch(typeid(Program).name(), &args, sizeof args, blocks, Program::kThreads, shared, host().order,
+                     host().late_copies);
+#endif
   for (size_t i = 0; i < blocks; ++i) {
     // Exactly what the launch asks for, and every block finds rubbish in it.
     void* memory = nullptr;

@@ -1,0 +1,78 @@
+"""Whether the runner of the CUDA kernels' PTX finds what is wrong with them: every kernel of the list without one
+barrier, fence, wait or commit of a copy, each removed alone.
+
+    python benchmarks/ptx_faults.py [--each 3] [--only PROGRAM]
+
+Writes benchmarks/results/ptx_faults.json: of every removal where it stood and what gave it away, a report or other
+bits. A removal that changes nothing is no fault (a barrier beside another one) and is listed as well. `--each` of a
+kind and kernel are taken, evenly among those that there are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common import save
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from plugins.building import make
+from plugins.building.ptx import library
+from tests.conformance.cuda_library import PtxCaller
+from tests.conformance.ptx_mutants import CALLS, KINDS, found, places, without
+
+ENDED = "the process ended"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--each", type=int, default=3)
+    parser.add_argument("--only", default="")
+    options = parser.parse_args()
+    make.build("cuda-ptx")
+    bodies, rows = library.compiled(), []
+    for program in [options.only] if options.only else CALLS:
+        for kind in KINDS:
+            there = places(bodies[program], kind)
+            for which in sorted({round(i * (len(there) - 1) / max(options.each - 1, 1)) for i in range(options.each)}):
+                if which < len(there):
+                    rows.append(row(program, kind, which, line(bodies[program], there[which][0])))
+                    print(rows[-1], flush=True)
+    seen = [one for one in rows if one["found by"]]
+    summary = {"removed": len(rows), "found": len(seen), "not found": [one for one in rows if not one["found by"]]}
+    if not options.only:
+        save("ptx_faults", {**summary, "rows": rows})
+
+
+def line(body: str, at: int) -> str:
+    """The line of the source that an instruction comes from, by the number of its file."""
+    known = re.findall(r"\.loc\s+(\d+)\s+(\d+)", body[:at])
+    return ":".join(known[-1]) if known else "?"
+
+
+def row(program: str, kind: str, which: int, source: str) -> dict[str, Any]:
+    """One removal, in a process of its own: what a faulty kernel does may end it."""
+    with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("fork").Pool(1) as pool:
+        result = pool.apply_async(judged, (program, kind, which, str(Path(folder) / "mutant.so")))
+        try:
+            by = result.get(timeout=300)
+        except multiprocessing.TimeoutError:
+            by = ENDED
+    return {"program": program, "removed": kind, "number": which, "line": source, "found by": by}
+
+
+def judged(program: str, kind: str, which: int, path: str) -> str:
+    """What gives the removal away."""
+    caller = PtxCaller(make.build("cuda-ptx"))
+    caller.set_order(0, late=False, multiprocessors=9)
+    return found(program, without(kind, which), Path(path), CALLS[program](caller))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+// What orders accesses to memory, byte by byte.
+//
+//   Within a block       a barrier, which ends a phase. Two threads' accesses to a byte in one phase, one of which
+//                        writes, race; atomic operations among themselves do not, nor do writes of what is there.
+//   Between blocks       an atomic operation after a barrier and a fence says that a block's earlier phases are over
+//                        (a release); a block whose atomic operation at that address comes later learns it, and what a
+//                        thread of it reads is ordered after a fence and a barrier (an acquire).
+//   Between launches     everything is ordered.
+//   Asynchronous copies  until its thread has waited for them, nobody touches the bytes that they fill.
+//
+// Blocks run one after another, so a fault shows in the order in which it could happen, not in luck: what is looked at
+// is whether anything orders two accesses, not which came first.
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <unordered_map>
+
+#include "run.h"
+
+namespace kv {
+namespace ptx {
+namespace {
+
+// Phases are numbered through all blocks and launches.
+struct Cell {
+  uint32_t written = 0, read = 0, first_read = 0;  // phases: of the last write and read, of the first read in a launch
+  uint16_t writer = 0, reader = 0;                 // threads; kSeveral
+  uint16_t copying = 0;                            // 1 + the thread whose asynchronous copy is on its way
+  bool atomic = false;                             // whether the last write was
+  int write_site = 0, read_site = 0;
+};
+constexpr uint16_t kSeveral = 0xffff;
+constexpr uint64_t kPage = 4096;
+
+// What a block has learned from an atomic operation: that another's phases before `until` are over.
+struct Lesson {
+  uint32_t from, until;    // phases of the other block
+  uint32_t phase;          // of its own, when it learned
+  uint32_t thread_number;  // which thread did
+};
+
+struct Range {
+  uint64_t begin = 0, end = 0;
+  bool holds(uint64_t at) const { return at >= begin && at < end; }
+};
+
+struct Memory {
+  std::unordered_map<uint64_t, std::unique_ptr<Cell[]>> pages;
+  uint64_t recent_page[64];
+  Cell* recent[64] = {};
+  Range shared, own;
+  bool late_copies = false;
+  uint32_t phase = 0, block_began = 0, launch_began = 0;
+  size_t acquired = 0;  // how many lessons hold for the whole block
+  std::vector<Lesson> lessons;
+  std::map<uint64_t, std::vector<Lesson>> releases;  // by the address of the atomic operation
+
+  Cell& cell(uint64_t at) {
+    const uint64_t page = at / kPage, slot = page % 64;
+    if (!recent[slot] || recent_page[slot] != page) {
+      std::unique_ptr<Cell[]>& cells = pages[page];
+      if (!cells) cells.reset(new Cell[kPage]);
+      recent[slot] = cells.get(), recent_page[slot] = page;
+    }
+    return recent[slot][at % kPage];
+  }
+  // Whether this thread may rest on a phase of another block.
+  bool ordered(uint32_t other) const {
+    if (other < launch_began || other >= block_began) return true;
+    const size_t known = std::max(acquired, thread().acquired);
+    for (size_t i = 0; i < known; ++i)
+      if (other >= lessons[i].from && other < lessons[i].until) return true;
+    return false;
+  }
+  bool raced(uint32_t phase_of, uint16_t by) const { return phase_of == phase && by != thread().number; }
+};
+
+Memory& memory() {
+  static Memory instance;
+  return instance;
+}
+
+const char* space(uint64_t at) { return is_shared(at) ? "shared" : "global"; }
+
+void aligned(uint64_t at, int bytes, int site) {
+  if (at % bytes) report(site, "%d bytes at an address that is no multiple of that", bytes);
+}
+
+// Of these bytes the first fault alone.
+template <class F>
+void each_cell(uint64_t at, int bytes, F check) {
+  for (int i = 0; i < bytes; ++i)
+    if (check(memory().cell(at + i))) return;
+}
+
+bool check_read(Cell& cell, uint64_t at, int site) {
+  Memory& m = memory();
+  if (cell.copying) return report(site, "reads %s bytes that an asynchronous copy is filling", space(at)), true;
+  if (m.raced(cell.written, cell.writer))
+    return report(site, "reads %s bytes that another thread wrote in the same phase, at %s", space(at),
+                  place(cell.write_site).c_str()),
+           true;
+  if (!is_shared(at) && !m.ordered(cell.written))
+    return report(site, "reads global bytes that another block wrote, at %s, and nothing orders the two",
+                  place(cell.write_site).c_str()),
+           true;
+  return false;
+}
+
+void note_read(Cell& cell, int site) {
+  Memory& m = memory();
+  if (cell.first_read < m.launch_began) cell.first_read = m.phase;
+  cell.reader = cell.read == m.phase && cell.reader != thread().number ? kSeveral : thread().number;
+  cell.read = m.phase, cell.read_site = site;
+}
+
+bool check_write(Cell& cell, uint64_t at, int site, bool atomic, bool same) {
+  Memory& m = memory();
+  if (cell.copying && cell.copying != thread().number + 1)
+    return report(site, "writes %s bytes that an asynchronous copy is filling", space(at)), true;
+  if (same) return false;
+  if (m.raced(cell.written, cell.writer) && !(atomic && cell.atomic))
+    return report(site, "writes %s bytes that another thread wrote in the same phase, at %s", space(at),
+                  place(cell.write_site).c_str()),
+           true;
+  if (m.raced(cell.read, cell.reader))
+    return report(site, "writes %s bytes that another thread read in the same phase, at %s", space(at),
+                  place(cell.read_site).c_str()),
+           true;
+  if (is_shared(at) || (atomic && cell.atomic)) return false;
+  if (!m.ordered(cell.written))
+    return report(site, "writes global bytes that another block wrote, at %s, and nothing orders the two",
+                  place(cell.write_site).c_str()),
+           true;
+  if (!m.ordered(cell.read) || !m.ordered(cell.first_read))
+    return report(site, "writes global bytes that another block read, at %s, and nothing orders the two",
+                  place(cell.read_site).c_str()),
+           true;
+  return false;
+}
+
+void note_write(Cell& cell, int site, bool atomic) {
+  cell.written = memory().phase, cell.writer = thread().number, cell.atomic = atomic, cell.write_site = site;
+}
+
+}  // namespace
+
+bool is_shared(uint64_t at) { return memory().shared.holds(at); }
+void set_shared(uint64_t begin, uint64_t end) { memory().shared = {begin, end}; }
+void set_private(uint64_t begin, uint64_t end) { memory().own = {begin, end}; }
+
+void begin_launch(bool late_copies) {
+  Memory& m = memory();
+  m.late_copies = late_copies, m.launch_began = m.phase + 1;
+  m.releases.clear();
+}
+
+void begin_block() {
+  Memory& m = memory();
+  m.block_began = ++m.phase;
+  m.lessons.clear(), m.acquired = 0;
+}
+
+// What a thread fenced after its own atomic operation, all threads may rest on after a barrier.
+void begin_phase() {
+  Memory& m = memory();
+  for (uint32_t i = 0; i < launched().threads; ++i) m.acquired = std::max(m.acquired, threads()[i].acquired);
+  ++m.phase;
+}
+
+void end_thread() {
+  size_t left = thread().open.size();
+  for (const auto& batch : thread().committed) left += batch.size();
+  if (left > 0) report(thread().site, "the thread ended with asynchronous copies on their way");
+}
+
+void read(uint64_t at, int bytes, int site) {
+  aligned(at, bytes, site);
+  if (memory().own.holds(at)) return;
+  each_cell(at, bytes, [&](Cell& cell) { return check_read(cell, at, site); });
+  each_cell(at, bytes, [&](Cell& cell) { return note_read(cell, site), false; });
+}
+
+void write(uint64_t at, const void* row, int bytes, int site) {
+  aligned(at, bytes, site);
+  if (!memory().own.holds(at)) {
+    const bool same = memcmp(reinterpret_cast<const void*>(at), row, bytes) == 0;
+    each_cell(at, bytes, [&](Cell& cell) { return check_write(cell, at, site, false, same); });
+    each_cell(at, bytes, [&](Cell& cell) { return note_write(cell, site, false), false; });
+    if (!is_shared(at)) thread().unfenced = true;
+  }
+  keep(at, row, bytes);
+}
+
+// After a fence of every thread that wrote and a barrier, or after a barrier and its own fence, an atomic operation
+// releases what the block did before.
+void note_atomic(uint64_t at, int bytes, int site) {
+  Memory& m = memory();
+  aligned(at, bytes, site);
+  each_cell(at, bytes, [&](Cell& cell) { return check_write(cell, at, site, true, false); });
+  each_cell(at, bytes, [&](Cell& cell) { return note_write(cell, site, true), false; });
+  if (is_shared(at)) return;
+  bool fenced = thread().fenced_phase == m.phase;
+  if (!fenced) {
+    fenced = true;
+    for (uint32_t i = 0; i < launched().threads; ++i) fenced &= !threads()[i].unfenced;
+  }
+  std::vector<Lesson>& released = m.releases[at];
+  for (const Lesson& one : released) m.lessons.push_back({one.from, one.until, m.phase, thread().number});
+  if (fenced) released.push_back({m.block_began, m.phase, 0, 0});
+}
+
+void fence() {
+  Memory& m = memory();
+  Thread& t = thread();
+  t.unfenced = false, t.fenced_phase = m.phase;
+  while (t.acquired < m.lessons.size() &&
+         (m.lessons[t.acquired].phase < m.phase || m.lessons[t.acquired].thread_number == t.number))
+    ++t.acquired;
+}
+
+// ---- asynchronous copies ----
+
+void copy_async(uint64_t to, uint64_t from, int bytes, int site) {
+  aligned(to | from, bytes, site);
+  each_cell(from, bytes, [&](Cell& cell) { return check_read(cell, from, site); });
+  each_cell(from, bytes, [&](Cell& cell) { return note_read(cell, site), false; });
+  each_cell(to, bytes, [&](Cell& cell) {
+    if (cell.copying) return report(site, "copies over bytes that another copy is filling"), true;
+    return check_write(cell, to, site, false, false);
+  });
+  each_cell(to, bytes, [&](Cell& cell) {
+    note_write(cell, site, false), cell.copying = static_cast<uint16_t>(thread().number + 1);
+    return false;
+  });
+  if (!memory().late_copies) memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
+  thread().open.push_back({to, from, bytes, site});
+}
+
+void copy_commit() {
+  thread().committed.push_back(std::move(thread().open));
+  thread().open.clear();
+}
+
+void copy_wait(int pending) {
+  std::vector<std::vector<Copy>>& batches = thread().committed;
+  while (batches.size() > static_cast<size_t>(pending)) {
+    for (const Copy& copy : batches.front()) {
+      if (memory().late_copies)
+        memcpy(reinterpret_cast<void*>(copy.to), reinterpret_cast<const void*>(copy.from), copy.bytes);
+      each_cell(copy.from, copy.bytes, [&](Cell& cell) { return check_read(cell, copy.from, copy.site); });
+      each_cell(copy.to, copy.bytes, [&](Cell& cell) {
+        note_write(cell, copy.site, false), cell.copying = 0;
+        return false;
+      });
+    }
+    batches.erase(batches.begin());
+  }
+}
+
+}  // namespace ptx
+}  // namespace kv

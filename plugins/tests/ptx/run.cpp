@@ -1,0 +1,271 @@
+// Blocks and their threads: a fiber for each, which runs until it meets a barrier or an operation of its warp. Order 0
+// runs the threads and blocks that may run forwards, 1 backwards, 2 in random turns.
+#include "run.h"
+
+#include <cxxabi.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <memory>
+
+#include "launch.h"
+
+// A fiber gives way to another: what a call must keep goes onto its stack.
+extern "C" void kv_ptx_switch(void** saved, void* to);
+asm(R"(
+.globl kv_ptx_switch
+kv_ptx_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+)");
+
+namespace kv {
+namespace ptx {
+namespace {
+
+constexpr size_t kStack = 256 << 10, kMostThreads = 512, kSharedBytes = 1 << 20, kGuard = 4096;
+
+struct Runner {
+  std::map<std::string, const Known*> programs;
+  std::map<std::string, uint64_t> instructions;
+  const Known* running = nullptr;
+  Launched launched{};
+  std::vector<Thread> threads;
+  Thread* current = nullptr;
+  bool in_thread = false, stopped = false;  // whether a thread runs; whether a fault has ended the launch
+  void* scheduler = nullptr;
+  char *stacks = nullptr, *shared_end = nullptr;
+  std::string text;  // of the reports
+  uint64_t random = 88172645463325252ull;
+
+  uint64_t next() {
+    random ^= random << 13, random ^= random >> 7, random ^= random << 17;
+    return random;
+  }
+};
+
+Runner& runner() {
+  static Runner instance;
+  return instance;
+}
+
+void give_way() { kv_ptx_switch(&runner().current->stack_pointer, runner().scheduler); }
+
+void fiber() {
+  runner().running->main();
+  end_thread();
+  runner().current->state = Thread::kEnded;
+  give_way();
+}
+
+void start(uint32_t number) {
+  Runner& r = runner();
+  Thread& t = r.threads[number];
+  t = Thread();
+  t.number = number;
+  uint64_t* top = reinterpret_cast<uint64_t*>(r.stacks + (number + 1) * kStack - 64);
+  *--top = 0;
+  *--top = reinterpret_cast<uint64_t>(&fiber);
+  for (int i = 0; i < 6; ++i) *--top = 0;
+  t.stack_pointer = top;
+}
+
+void* mapped(size_t bytes, int flags) {
+  void* found =
+      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | flags, -1, 0);
+  if (found == MAP_FAILED) abort();
+  return found;
+}
+
+// Shared memory ends where a page begins that nobody may touch. Its addresses have 32 bits, as a device's do.
+void prepare() {
+  Runner& r = runner();
+  if (r.stacks) return;
+  r.stacks = static_cast<char*>(mapped(kMostThreads * kStack, 0));
+  char* shared = static_cast<char*>(mapped(kSharedBytes + kGuard, MAP_32BIT));
+  r.shared_end = shared + kSharedBytes;
+  mprotect(r.shared_end, kGuard, PROT_NONE);
+  set_shared(reinterpret_cast<uint64_t>(shared), reinterpret_cast<uint64_t>(r.shared_end));
+  set_private(reinterpret_cast<uint64_t>(r.stacks), reinterpret_cast<uint64_t>(r.stacks) + kMostThreads * kStack);
+  r.threads.resize(kMostThreads);
+}
+
+// Whether all lanes of a warp are at one operation; then they have done it.
+bool warp_went_on(uint32_t warp) {
+  Thread* lanes = &runner().threads[warp * kWarp];
+  for (int i = 0; i < kWarp; ++i)
+    if (lanes[i].state != Thread::kInWarp || lanes[i].site != lanes[0].site || lanes[i].kind != lanes[0].kind)
+      return false;
+  perform(lanes);
+  for (int i = 0; i < kWarp; ++i) lanes[i].state = Thread::kReady;
+  return true;
+}
+
+// The thread that runs next: of those that are ready, or -1.
+int turn(std::vector<uint32_t>& ready, int order) {
+  if (ready.empty()) return -1;
+  auto chosen = order == 0   ? std::min_element(ready.begin(), ready.end())
+                : order == 1 ? std::max_element(ready.begin(), ready.end())
+                             : ready.begin() + runner().next() % ready.size();
+  std::swap(*chosen, ready.back());
+  const uint32_t thread = ready.back();
+  ready.pop_back();
+  return static_cast<int>(thread);
+}
+
+// Every thread that may run does, until all are at a barrier, have ended, or wait for lanes that do not come.
+void run_phase(std::vector<uint32_t>& ready, int order) {
+  Runner& r = runner();
+  const uint32_t warps = r.launched.threads / kWarp;
+  for (bool went_on = true; went_on;) {
+    for (int next; (next = turn(ready, order)) >= 0;) {
+      r.current = &r.threads[next];
+      r.in_thread = true;
+      kv_ptx_switch(&r.scheduler, r.current->stack_pointer);
+      r.in_thread = false;
+      if (r.stopped) return;
+    }
+    went_on = false;
+    for (uint32_t warp = 0; warp < warps; ++warp) {
+      if (!warp_went_on(warp)) continue;
+      for (uint32_t lane = 0; lane < kWarp; ++lane) ready.push_back(warp * kWarp + lane);
+      went_on = true;
+    }
+  }
+}
+
+// False where the block cannot go on.
+bool run_block(int order) {
+  Runner& r = runner();
+  std::vector<uint32_t> ready;
+  for (uint32_t i = 0; i < r.launched.threads; ++i) start(i), ready.push_back(i);
+  begin_block();
+  for (;;) {
+    run_phase(ready, order);
+    if (r.stopped) return false;
+    uint32_t at_barrier = 0, ended = 0;
+    const Thread* stuck = nullptr;
+    for (uint32_t i = 0; i < r.launched.threads; ++i) {
+      r.current = &r.threads[i];
+      at_barrier += r.current->state == Thread::kAtBarrier, ended += r.current->state == Thread::kEnded;
+      if (r.current->state == Thread::kInWarp && !stuck) stuck = r.current;
+    }
+    if (stuck) return report(stuck->site, "lanes of a warp wait here for others that do not come"), false;
+    if (at_barrier == 0) break;
+    if (ended > 0) return report(r.threads[0].site, "a barrier after some threads have ended"), false;
+    begin_phase();
+    for (uint32_t i = 0; i < r.launched.threads; ++i)
+      if (r.threads[i].state == Thread::kAtBarrier) r.threads[i].state = Thread::kReady, ready.push_back(i);
+  }
+  for (uint32_t i = 0; i < r.launched.threads; ++i) r.instructions[r.running->program] += r.threads[i].instructions;
+  return true;
+}
+
+std::string demangled(const char* name) {
+  int status = 0;
+  std::unique_ptr<char, void (*)(void*)> text(abi::__cxa_demangle(name, nullptr, nullptr, &status), free);
+  return status == 0 ? text.get() : name;
+}
+
+}  // namespace
+
+Known::Known(const char* program, void (*main)(), int shared, int parameters,
+             std::initializer_list<std::pair<int, const char*>> files)
+    : program(program), main(main), shared(shared), parameters(parameters), files(files) {
+  runner().programs[program] = this;
+}
+
+Thread& thread() { return *runner().current; }
+Thread* threads() { return runner().threads.data(); }
+const Launched& launched() { return runner().launched; }
+
+std::string place(int site) {
+  for (const auto& file : runner().running->files)
+    if (file.first == site >> 16) return std::string(file.second) + ":" + std::to_string(site & 0xffff);
+  return "an unknown place";
+}
+
+void report(int site, const char* format, ...) {
+  char text[400];
+  va_list values;
+  va_start(values, format);
+  vsnprintf(text, sizeof text, format, values);
+  va_end(values);
+  Runner& r = runner();
+  r.text += std::string(r.running->program) + ", " + place(site) + ": " + text + " (block " +
+            std::to_string(r.launched.block) + ", thread " + std::to_string(r.current->number) + ")\n";
+  r.stopped = true;
+  if (r.in_thread) give_way();  // for good: what a faulty kernel does next may end the process
+}
+
+void barrier(int site) {
+  thread().state = Thread::kAtBarrier, thread().site = site;
+  give_way();
+}
+
+void meet(int kind, int site, const void* gives, void* takes) {
+  Thread& t = thread();
+  t.state = Thread::kInWarp, t.kind = kind, t.site = site, t.gives = gives, t.takes = takes;
+  give_way();
+}
+
+const char* launch(const char* type, const void* arguments, size_t size, size_t blocks, int threads, size_t shared,
+                   int order, bool late_copies) {
+  Runner& r = runner();
+  const auto found = r.programs.find(demangled(type));
+  if (found == r.programs.end()) return "this kernel's PTX was not translated: python plugins/build.py cuda-ptx --all";
+  r.running = found->second;
+  if (static_cast<int>(size) != r.running->parameters) return "a kernel takes parameters of another size";
+  prepare();
+  const size_t taken = r.running->shared + shared;
+  if (taken > kSharedBytes) return "a kernel takes more shared memory than there is to run its PTX";
+  alignas(16) uint8_t held[4096] = {};
+  memcpy(held, arguments, size);
+  r.launched.arguments = reinterpret_cast<uint64_t>(held);
+  r.launched.shared = reinterpret_cast<uint64_t>(r.shared_end) - (taken + 15) / 16 * 16;
+  r.launched.blocks = static_cast<uint32_t>(blocks), r.launched.threads = threads;
+  begin_launch(late_copies);
+  r.stopped = false;
+  std::vector<uint32_t> turns(blocks);
+  for (size_t i = 0; i < blocks; ++i) turns[i] = static_cast<uint32_t>(order == 1 ? blocks - 1 - i : i);
+  for (size_t i = blocks; order == 2 && i > 1; --i) std::swap(turns[i - 1], turns[r.next() % i]);
+  for (const uint32_t block : turns) {
+    r.launched.block = block;
+    memset(reinterpret_cast<void*>(r.launched.shared), 0xff, taken);
+    if (!run_block(order)) return "a fault, which kv_ptx_reports names";
+  }
+  return nullptr;
+}
+
+}  // namespace ptx
+}  // namespace kv
+
+// For tests: what was found since the last call, a line each; and the instructions of all threads of a program since
+// then.
+extern "C" const char* kv_ptx_reports() {
+  static std::string text;
+  kv::ptx::Runner& r = kv::ptx::runner();
+  text = r.text;
+  r.text.clear();
+  return text.c_str();
+}
+extern "C" uint64_t kv_ptx_instructions(const char* program) {
+  return std::exchange(kv::ptx::runner().instructions[program], 0);
+}

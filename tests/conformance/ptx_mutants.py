@@ -1,0 +1,96 @@
+"""Kernels whose PTX lacks a barrier, a fence or a wait, and calls that run them: what the runner of plugins/tests/ptx
+has to find."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from kvexport.methods import all_methods
+from kvexport.methods.slots import Rotary, Statistic
+from kvexport.ops.merge_cache import MergeCacheAttributes
+from kvexport.ops.vote_attention import VoteAttentionAttributes
+from plugins.building import make
+from plugins.building.ptx import library
+from tests.conformance.cuda_library import PtxCaller
+
+Arrays = dict[str, np.ndarray]
+KINDS = {
+    "barrier": r"bar\.sync\s+0;",
+    "fence": r"membar\.gl;",
+    "wait": r"cp\.async\.wait_group\s+\d;",
+    "commit": r"cp\.async\.commit_group;",
+}
+BOTH = (Statistic("probability", 0.98), Statistic("log_ema", 0.95))
+
+
+def places(body: str, kind: str) -> list[tuple[int, int]]:
+    """Where instructions of a kind stand in a kernel's PTX."""
+    return [found.span() for found in re.finditer(KINDS[kind], body)]
+
+
+def without(kind: str, which: int | None = None) -> Callable[[str], str]:
+    """PTX without an instruction of a kind, or without all of them."""
+
+    def alter(body: str) -> str:
+        found = places(body, kind)
+        assert found, f"there is no {kind}"
+        for begin, end in reversed(found if which is None else found[which : which + 1]):
+            body = body[:begin] + body[end:]
+        return body
+
+    return alter
+
+
+def decode(caller: PtxCaller, group: int) -> Arrays:
+    """A token against caches of several splits."""
+    rng, heads, capacity, size = np.random.default_rng(3), 2, 400, 64
+    shape = (2, heads, capacity)
+    x = {"query": rng.normal(size=(2, group * heads, 1, size)).astype(np.float16)}
+    x |= {name: rng.normal(size=(2, heads, 1, size)).astype(np.float16) for name in ("key", "value")}
+    x |= {f"past_{name}": rng.normal(size=(*shape, size)).astype(np.float16) for name in ("key", "value")}
+    used = np.array([[[390]], [[150]]])
+    x["past_votes"] = np.broadcast_to((np.arange(capacity) < used).astype(np.float32), shape).copy()
+    x["past_score"] = rng.gamma(1.0, size=(2, heads, 2, capacity)).astype(np.float32)
+    x["past_position"] = np.broadcast_to(np.arange(capacity, dtype=np.int32), shape).copy()
+    x |= {"position": used[:, :, 0].astype(np.int64), "query_length": np.ones((2, 1), np.int64)}
+    return caller.vote_attention(x, VoteAttentionAttributes(0.1, 1.0, BOTH))
+
+
+def merge(caller: PtxCaller, method: str, *, in_order: bool = True) -> Arrays:
+    """Two heads of which 40 slots have to leave."""
+    made, rng, shape, size = all_methods()[method](), np.random.default_rng(4), (1, 2, 200), 32
+    x = {name: rng.normal(size=(*shape, size)).astype(np.float16) for name in ("key", "value")}
+    x["votes"] = np.ones(shape, np.float32)
+    x["score"] = rng.gamma(1.0, size=(1, 2, len(made.statistics), 200)).astype(np.float32)
+    x["position"] = np.broadcast_to(np.arange(200, dtype=np.int32)[:: 1 if in_order else -1], shape).copy()
+    rotary = Rotary(tuple(float(2.0**-i) for i in range(8))) if made.rotary else Rotary()
+    return caller.merge_cache(x, MergeCacheAttributes(made, 160, 4, 60, 0, rotary))
+
+
+CALLS: dict[str, Callable[[PtxCaller], Arrays]] = {
+    "Decode<Half, 1>": lambda caller: decode(caller, 1),
+    "DecodeMma<Half, 128>": lambda caller: decode(caller, 5),
+    "Nearest<Half, true>": lambda caller: merge(caller, "ballot"),
+    "MergeRows<Half>": lambda caller: merge(caller, "ballot"),
+    "Order": lambda caller: merge(caller, "ballot"),
+    "Place": lambda caller: merge(caller, "ballot", in_order=False),
+    "Rank": lambda caller: merge(caller, "h2o"),
+}
+
+
+def found(program: str, alter: Callable[[str], str], path: Path, right: Arrays | None = None) -> str:
+    """What gives a mutant away, by a report or by other bits than `right`; "" where nothing does."""
+    caller = PtxCaller(library.mutant(make.build("cuda-ptx"), program, alter, path))
+    for order, late in ((2, True), (0, False), (1, True)):
+        caller.set_order(order, late=late, multiprocessors=9)
+        try:
+            actual = CALLS[program](caller)
+        except (AssertionError, RuntimeError) as fault:
+            return str(fault).splitlines()[0]
+        if right is not None and any(actual[name].tobytes() != right[name].tobytes() for name in right):
+            return "other results"
+    return ""

@@ -1,0 +1,85 @@
+"""The PTX of the CUDA kernels, run on the host: mutants that lack what orders memory are found, and the kernels take no
+more instructions than plugins/cuda/instructions.json records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from plugins.building import make, resources
+from plugins.building.ptx import instructions, read, translate
+from tests.conformance.cuda_library import CudaPtx, PtxCaller
+from tests.conformance.ptx_mutants import CALLS, found, without
+from tests.plugins import instruction_counts
+
+needs_library = pytest.mark.skipif(CudaPtx().available() is not None, reason=f"not reached: {CudaPtx().available()}")
+MODULE = """
+.version 9.0
+.extern .shared .align 16 .b8 all[];
+.visible .entry _Z3run(.param .align 8 .b8 _Z3run_param_0[12])
+{
+	.reg .b32 %r<3>;
+	.loc	1 7 3
+	ld.param.u32 	%r1, [_Z3run_param_0+8];
+	$L__one: add.s32 %r2, %r1, -2; // a comment
+	LINE
+	ret;
+}
+.file 1 "/somewhere/kernel.h"
+"""
+
+
+def test_a_kernel_becomes_a_function() -> None:
+    module = read.module(MODULE.replace("LINE", "st.shared.u32 [all+4], %r2;"))
+    (kernel,) = module.kernels
+    assert (kernel.parameter_bytes, module.files) == (12, {1: "kernel.h"})
+    text = translate.source(module, kernel, "Run")
+    assert "r_r2 = (uint32_t)((uint32_t)(r_r1) + (uint32_t)4294967294ull);" in text
+    assert f"write(at, row, sizeof row, {1 << 16 | 7});" in text
+    assert 'known{"Run", kernel_main, kShared, kParameters, {{1, "kernel.h"}}}' in text
+
+
+@pytest.mark.parametrize("line", ["elect.sync %r1, %r2;", "shfl.sync.up.b32 %r1, %r2, 1, 0, -1;", "bar.sync 1, 64;"])
+def test_what_is_not_translated_is_named(line: str) -> None:
+    module = read.module(MODULE.replace("LINE", line))
+    with pytest.raises(instructions.Unknown, match=line.split()[0]):
+        translate.source(module, module.kernels[0], "Run")
+
+
+@needs_library
+@pytest.mark.parametrize("kind", ["wait", "fence"])
+def test_mutants_of_a_decode_step_are_found(kind: str, tmp_path: Path) -> None:
+    said = found("Decode<Half, 1>", without(kind), tmp_path / "mutant.so")
+    assert {"wait": "an asynchronous copy is filling", "fence": "nothing orders the two"}[kind] in said
+
+
+@needs_library
+def test_a_merge_without_barriers_is_found(tmp_path: Path) -> None:
+    assert "in the same phase" in found("Order", without("barrier"), tmp_path / "mutant.so")
+
+
+@needs_library
+@pytest.mark.parametrize("program", CALLS)
+def test_the_kernels_as_they_are_give_one_result_in_every_order(program: str) -> None:
+    caller, results = PtxCaller(make.build("cuda-ptx")), []
+    for order, late in ((0, False), (2, True)):
+        caller.set_order(order, late=late, multiprocessors=9)
+        results.append({name: x.tobytes() for name, x in CALLS[program](caller).items()})
+    caller.set_order(2, late=True)
+    assert results[0] == results[1]
+
+
+@needs_library
+def test_kernels_take_no_more_instructions_than_recorded() -> None:
+    recorded = json.loads(instruction_counts.RECORD.read_text())
+    caller = PtxCaller(make.build("cuda-ptx"))
+    caller.set_order(0, late=False, multiprocessors=1)
+    measured, allowed = instruction_counts.measured(caller), recorded["instructions of a warp"]
+    caller.set_order(2, late=True)
+    assert measured.keys() == allowed.keys()
+    if resources.compiler_version() != recorded["compiler"]:
+        pytest.skip("not reached: another nvcc than the recorded one makes other instructions")
+    more = {name: f"{count}, not {allowed[name]}" for name, count in measured.items() if count > 1.001 * allowed[name]}
+    assert not more, f"{more}; if that is meant: python -m tests.plugins.instruction_counts"

@@ -1,0 +1,94 @@
+"""How many instructions of a warp the CUDA kernels take per slot, or per pair of slots, by their PTX run on the host.
+
+    python -m tests.plugins.instruction_counts    writes plugins/cuda/instructions.json anew
+
+Two calls that differ in their slots alone, and the difference of their instructions over that of their slots: what a
+call takes once cancels out. PTX's instructions are more than the machine's, of which ptxas merges some; they rise and
+fall together.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvexport.methods import all_methods
+from kvexport.methods.slots import Statistic
+from kvexport.ops.merge_cache import MergeCacheAttributes
+from kvexport.ops.vote_attention import VoteAttentionAttributes
+from plugins.building import make, resources
+from tests.conformance.cuda_library import PtxCaller
+from tests.support.paths import ROOT
+
+RECORD = ROOT / "plugins" / "cuda" / "instructions.json"
+WARP, SIZE, SLOTS = 32, 128, (256, 512)
+LOG_EMA = (Statistic("log_ema", 0.9),)
+
+
+def measured(caller: PtxCaller) -> dict[str, float]:
+    """Of every figure its instructions of a warp: float16, heads of 128 elements, one statistic."""
+    found = {}
+    for group, program in ((1, "Decode<kv::cuda::Half, 1>"), (4, "DecodeMma<kv::cuda::Half, 128>")):
+        found[f"decode, group {group}, per slot"] = _difference(
+            caller, program, lambda slots, g=group: _decode(caller, g, slots), SLOTS[1] - SLOTS[0]
+        )
+    evicted = 32
+    pairs = evicted * (SLOTS[1] - SLOTS[0])
+    for name, method, program in (
+        ("nearest target by key, per pair", "zeromerge", "Nearest<kv::cuda::Half, false>"),
+        ("nearest target by error, per pair", "ballot", "Nearest<kv::cuda::Half, true>"),
+        ("order of slots, per slot", "h2o", "Rank"),
+        ("key and value moved, per slot", "h2o", "Place"),
+    ):
+        pool = getattr(all_methods()[method](), "pool", 1) if "error" in name else 1
+        over = pairs * pool if "pair" in name else SLOTS[1] - SLOTS[0]
+        found[name] = _difference(caller, program, lambda slots, m=method: _merge(caller, m, slots, evicted), over)
+    return {name: round(count, 2) for name, count in found.items()}
+
+
+def _difference(caller: PtxCaller, program: str, run: Any, over: int) -> float:
+    counts = []
+    for slots in SLOTS:
+        caller.instructions(f"kv::cuda::{program}")
+        run(slots)
+        counts.append(caller.instructions(f"kv::cuda::{program}"))
+    return (counts[1] - counts[0]) / WARP / over
+
+
+def _state(slots: int, capacity: int, statistics: int) -> dict[str, np.ndarray]:
+    rng, shape = np.random.default_rng(1), (1, 1, capacity)
+    state = {name: rng.normal(size=(*shape, SIZE)).astype(np.float16) for name in ("key", "value")}
+    state["votes"] = (np.arange(capacity) < slots).astype(np.float32).reshape(shape)
+    state["score"] = rng.gamma(1.0, size=(1, 1, statistics, capacity)).astype(np.float32)
+    return state | {"position": np.arange(capacity, dtype=np.int32).reshape(shape)}
+
+
+def _decode(caller: PtxCaller, group: int, slots: int) -> None:
+    rng, capacity = np.random.default_rng(2), SLOTS[1] + 32
+    state = _state(slots, capacity, 1)
+    inputs = {"query": rng.normal(size=(1, group, 1, SIZE)).astype(np.float16)}
+    inputs |= {name: rng.normal(size=(1, 1, 1, SIZE)).astype(np.float16) for name in ("key", "value")}
+    inputs |= {"position": np.array([[slots]]), "query_length": np.array([[1]])}
+    inputs |= {f"past_{name}": x for name, x in state.items()}
+    caller.vote_attention(inputs, VoteAttentionAttributes(SIZE**-0.5, 1.0, LOG_EMA))
+
+
+def _merge(caller: PtxCaller, method: str, slots: int, evicted: int) -> None:
+    made = all_methods()[method]()
+    state = _state(slots, slots, len(made.statistics))
+    caller.merge_cache(state, MergeCacheAttributes(made, slots - evicted, 4, 64))
+
+
+def record(library: Path) -> None:
+    """Write the figures anew."""
+    caller = PtxCaller(library)
+    caller.set_order(0, late=False, multiprocessors=1)
+    held = {"compiler": resources.compiler_version(), "instructions of a warp": measured(caller)}
+    RECORD.write_text(json.dumps(held, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    record(make.build("cuda-ptx"))

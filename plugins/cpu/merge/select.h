@@ -26,7 +26,8 @@ constexpr float kNoTarget = -1e38f;  // below every cosine, dot product and dist
 
 // Arrays of one task, kept by its thread. Slots are numbered in order of position, the empty ones left out.
 struct Work {
-  Scratch<int> order, rank, latest, evicted, target_list, ranked_targets, padded_targets, target, members, row_of_target;
+  Scratch<int> order, rank, latest, evicted, target_list, ranked_targets, padded_targets, target, members,
+      row_of_target;
   Scratch<float> votes, importance, keep_score, norm, best, products, packed_keys, rows, scores, output, wide, moved;
   Scratch<int32_t> position;
   Scratch<char> is_unprotected, is_evicted;

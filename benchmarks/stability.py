@@ -19,6 +19,7 @@ from typing import Any
 from common import RESULTS, save
 from sweep import GROUPS
 
+from kvexport.evaluate.corpus import manual
 from kvexport.evaluate.measure import Window
 from kvexport.evaluate.result import STABILITY, Options
 from kvexport.evaluate.runner import TIMES, Run
@@ -52,6 +53,7 @@ def main() -> None:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="of all settings, such as backend.threads=1"
     )
     parser.add_argument("--again", metavar="PREFIX", help="measure anew what begins so")
+    parser.add_argument("--manual", action="store_true", help="of Python's manual, not of its library's source")
     asked = parser.parse_args()
     name = f"stability-{Path(asked.recipe).stem}"
     path = RESULTS / f"{name}.json"
@@ -65,7 +67,8 @@ def main() -> None:
         before = json.loads(path.read_text())
         if all(before[key] == figures[key] for key in ("training_length", "slots")):
             figures["rows"] = [r for r in before["rows"] if not (asked.again and r["label"].startswith(asked.again))]
-    options = Options(tuple(GROUPS["methods"]), (asked.slots,), (STABILITY,), training_length=asked.training_length)
+    labels, source = tuple(GROUPS["methods"]), manual() if asked.manual else None
+    options = Options(labels, (asked.slots,), (STABILITY,), training_length=asked.training_length, source=source)
     with tempfile.TemporaryDirectory() as folder:
         run = Run(asked.recipe, asked.set, options, Path(folder), silent)
         for label, slots in [(FULL, None), *((c.label, c.slots) for c in run.settings)]:

@@ -1,0 +1,45 @@
+"""eval: what it keeps is there whole or not at all, and a full disk is said with the file that filled it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvexport.commands.errors import report
+from kvexport.errors import UsageError
+from kvexport.evaluate.kept import read_result, write_result
+from kvexport.evaluate.result import Result, Score
+from kvexport.evaluate.statistics import mean
+
+RESULT = Result(
+    "keepkv", 0.125, 16, 1000, None, {"text": Score("text", kl=mean([0.1, 0.3]), samples={"kl": (0.1, 0.3)})}
+)
+
+
+def test_a_result_comes_back_under_its_key_alone(tmp_path: Path) -> None:
+    path = tmp_path / "keepkv.json"
+    assert read_result(path, "key") is None
+    write_result(path, "key", RESULT)
+    assert read_result(path, "key") == RESULT
+    assert read_result(path, "another") is None
+    assert [p.name for p in tmp_path.iterdir()] == ["keepkv.json"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"key": 1}', '{"key": "key", "sha256": "", "result": {}}'])
+def test_what_is_no_result_is_named_with_the_line_that_mends_it(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "keepkv.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=r"keepkv.json is not what was written there\n  fix: rm .*keepkv.json"):
+        read_result(path, "key")
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "keepkv.json"
+    write_result(path, "key", RESULT)
+    (tmp_path / "keepkv.json.part").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_result(path, "other", RESULT)
+    assert report(caught.value) == 3
+    assert f"disk full while writing {path}.part" in capsys.readouterr().err
+    assert read_result(path, "key") == RESULT

@@ -118,14 +118,16 @@ def differences(recipe: str, task: str, figure: str) -> str:
 
 
 def _by_budget(rows: list[Any], found: dict[tuple[str, float], Any], figure: str) -> str:
-    """Figures by label and budget as a table."""
+    """Figures by label and budget as a table, the best of a column in bold."""
     labels = list(dict.fromkeys(r["label"] for r in rows))
     budgets = [b for b in BUDGETS if any((label, b) in found for label in labels)]
     better = max if figure == "accuracy" else min
-    best = {b: better(e["value"] for (_, at), e in found.items() if at == b) for b in budgets}
+    # Where a column is not whole, nobody knows its best.
+    whole = [b for b in budgets if all((label, b) in found for label in labels)]
+    best = {b: better(found[label, b]["value"] for label in labels) for b in whole}
     lines = []
     for label in labels:
-        estimates = [(found.get((label, b)), best[b]) for b in budgets]
+        estimates = [(found.get((label, b)), best.get(b)) for b in budgets]
         cells = ["" if e is None else f"**{shown(e)}**" if e["value"] == top else shown(e) for e, top in estimates]
         lines.append((name_of(label), *cells))
     return table(("method", *(BUDGETS[b] for b in budgets)), *lines)

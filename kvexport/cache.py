@@ -12,7 +12,7 @@ import numpy as np
 
 from kvexport.errors import UsageError
 from kvexport.methods.slots import Rotary
-from kvexport.recipe.fields import Recipe
+from kvexport.recipe.fields import MOST, Recipe
 from kvexport.schema.state import STATE, StateTensor
 
 CONTRACT_VERSION = 5
@@ -110,7 +110,8 @@ class CachePlan:
 
 def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
     """Every layer's budget and capacity. Raises UsageError where a budget cannot hold sinks, recent and one slot
-    more, and for positions in the cache where layers would hold different numbers of entries."""
+    more, or a layer would have more slots than can be counted, and for positions in the cache where layers would hold
+    different numbers of entries."""
     method = recipe.cache.build_method()
     budgets = allocate(recipe, len(geometry))
     if recipe.cache.positions == "cache":
@@ -129,6 +130,13 @@ def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
                 "recent and one more",
                 f"--set cache.budget={recipe.cache.sinks + recent + 1}, or fewer cache.sinks or cache.recent",
             )
+        capacity = budget + recipe.slack if merges else budget
+        if capacity > MOST:
+            raise UsageError(
+                f"layer {i} would have {capacity} slots, {budget} of its budget and {recipe.slack} beyond it for the "
+                f"tokens of a call; {MOST} is the most",
+                "a smaller export.prefill_chunk, cache.merge_every or cache.slack",
+            )
         layers.append(
             LayerCache(
                 kv_heads=layer.kv_heads,
@@ -136,7 +144,7 @@ def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
                 value_size=layer.value_size,
                 statistics=len(method.statistics),
                 budget=budget,
-                capacity=budget + recipe.slack if merges else budget,
+                capacity=capacity,
                 sinks=recipe.cache.sinks,
                 recent=recent,
                 sliding_window=layer.sliding_window,

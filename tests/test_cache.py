@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import pytest
 
-from kvexport.cache import allocate
+from kvexport.cache import LayerGeometry, allocate, plan_cache
 from kvexport.errors import UsageError
-from kvexport.recipe.fields import Recipe
+from kvexport.recipe.fields import MOST, Recipe
+from kvexport.recipe.load import load_recipe
 
 
 def budgets(layers: int, method: str = "h2o", **allocation: Any) -> list[int]:
@@ -76,3 +78,18 @@ def test_the_budget_that_a_refusal_names_is_enough() -> None:
 def test_a_layer_is_whole_once() -> None:
     with pytest.raises(ValueError, match="names layer 3 twice"):
         budgets(4, whole=[3, 1, 3])
+
+
+@pytest.mark.parametrize("section", [("cache", "slack"), ("cache", "merge_every"), ("export", "prefill_chunk")])
+def test_slots_that_cannot_be_counted_are_refused(section: tuple[str, str]) -> None:
+    recipe: dict[str, Any] = {"model": {"path": "-"}, "cache": {"budget": 8, "sinks": 1}, "limits": {"max_length": 64}}
+    recipe[section[0]] = {**recipe.get(section[0], {}), section[1]: MOST}
+    with pytest.raises(UsageError, match=f"layer 0 would have {MOST + 8} slots") as caught:
+        plan_cache(Recipe.model_validate(recipe), [LayerGeometry(4, 2, 8, 8)])
+    assert section[1] in caught.value.fix
+
+
+@pytest.mark.parametrize("text", ["limits.max_batch=65537", "backend.threads=1025", f"export.prefill_chunk={10**30}"])
+def test_more_than_any_machine_has_is_refused_by_name(text: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(text)):
+        load_recipe("tiny-keepkv", [text])

@@ -16,7 +16,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from kvexport.cache import CONTRACT_VERSION, CachePlan, LayerCache
 from kvexport.errors import ArtifactError
-from kvexport.recipe.fields import MOST, ModelSection, Recipe
+from kvexport.recipe.fields import MOST, MOST_LANES, ModelSection, Recipe
 
 Count = Annotated[int, Field(ge=1, le=MOST)]
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class Limits:
     and decoded tokens between merges."""
 
     max_length: Count
-    max_batch: Count
+    max_batch: Annotated[int, Field(ge=1, le=MOST_LANES)]
     prefill_chunk: Count
     merge_every: Count
 

@@ -30,6 +30,7 @@ else:
 
 MOST = 2**31 - 1  # positions and counts of slots are int32
 UNLIMITED = "unlimited"  # MOST as a length
+MOST_LANES = 1 << 16  # an engine has a list of them
 
 
 def _slots_or_share(value: int | float) -> int | float:
@@ -171,7 +172,7 @@ class LimitsSection(RecipeSection):
     max_length: Length = Field(
         4096, description="Prompt and generated tokens of one sequence; unlimited needs cache.positions: cache."
     )
-    max_batch: int = Field(8, ge=1, le=MOST, description="Sequences in one call.")
+    max_batch: int = Field(8, ge=1, le=MOST_LANES, description="Sequences in one call.")
 
 
 class Recipe(RecipeSection):

@@ -18,7 +18,7 @@ class Section(RecipeSection):
     """Keys of `backend:`."""
 
     device: Literal["cpu", "cuda"] = Field("cpu", description="Where ONNX Runtime runs the graphs.")
-    threads: int = Field(0, ge=0, le=2**31 - 1, description="Threads of ONNX Runtime on the CPU; 0 lets it choose.")
+    threads: int = Field(0, ge=0, le=1024, description="Threads of ONNX Runtime on the CPU; 0 lets it choose.")
     cuda_graph: bool = Field(
         True, description="On cuda, replay decode steps as a CUDA graph where ONNX Runtime can capture one."
     )

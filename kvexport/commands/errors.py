@@ -84,6 +84,8 @@ def _known_problem(error: BaseException) -> KvexportError | None:
     if isinstance(error, OSError) and error.errno == errno.EFBIG:
         written = error.filename or "the output"
         return EnvironmentProblem(f"{written} grew past the limit on the size of files", "ulimit -f unlimited")
+    if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):
+        return EnvironmentProblem(f"nowhere to write temporary files: {error.strerror}", "TMPDIR=DIRECTORY with room")
     if isinstance(error, OSError) and error.errno in _FULL:
         written = error.filename or "the output"
         return EnvironmentProblem(

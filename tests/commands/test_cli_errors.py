@@ -45,6 +45,7 @@ def test_a_recipe_with_mistakes_is_exit_code_2(tmp_path: Path) -> None:
         (OSError(28, "No space left on device", "/x/y"), 3, "disk full while writing /x/y"),
         (OSError(36, "File name too long", "a" * 5000), 2, "(5000 characters): File name too long"),
         (OSError(27, "File too large", "/x/y"), 3, "/x/y grew past the limit"),
+        (FileNotFoundError(2, "No usable temporary directory found in ['/tmp']"), 3, "TMPDIR=DIRECTORY"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (Terminated(signal.SIGTERM), 143, "ended by SIGTERM"),
         (BrokenPipeError(), 141, ""),

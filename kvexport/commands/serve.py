@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvexport.commands.options import ArtifactArgument, BackendOption
 from kvexport.errors import UsageError
+from kvexport.units import parse_bytes
 
 KEY_VARIABLE = "KVEXPORT_API_KEY"
 
@@ -34,6 +36,17 @@ def serve(
     ] = None,
     lanes: Annotated[int | None, typer.Option(min=1, help="Requests that run at once; limits.max_batch.")] = None,
     queue: Annotated[int, typer.Option(min=0, help="Requests that may wait for a lane.")] = 256,
+    latency_budget: Annotated[
+        float | None, typer.Option(min=0, metavar="SECONDS", help="That prompts may hold up a running stream.")
+    ] = None,
+    prefix_memory: Annotated[
+        str, typer.Option(metavar="BYTES", help="For the states of what prompts begin with; 0 = off.")
+    ] = "1GiB",
+    session_memory: Annotated[str, typer.Option(metavar="BYTES", help="For the states of sessions.")] = "1GiB",
+    session_folder: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where sessions go that no memory is left for, and at the end.")
+    ] = None,
+    session_disk: Annotated[str, typer.Option(metavar="BYTES", help="Of that folder, at most.")] = "16GiB",
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Of one answer.")] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that one request may take.")] = 1800.0,
     drain: Annotated[float, typer.Option(min=0, help="Seconds that running requests get when it ends.")] = 30.0,
@@ -67,6 +80,11 @@ def serve(
         origins=tuple(allow_origin or ()),
         queue=queue,
         max_tokens=max_tokens,
+        latency_budget=latency_budget,
+        prefix_memory=parse_bytes(prefix_memory),
+        session_memory=parse_bytes(session_memory),
+        session_folder=None if session_folder is None else str(session_folder),
+        session_disk=parse_bytes(session_disk),
         timeout=timeout,
         drain=drain,
     )

@@ -25,6 +25,7 @@ from kvexport.serve.messages import count_tokens, messages
 from kvexport.serve.page import page
 from kvexport.serve.responses import create_response, delete_response, get_response
 from kvexport.serve.service import Service
+from kvexport.serve.sessions import delete_session, get_session, put_session
 from kvexport.serve.settings import ServeSettings
 from kvexport.serve.stats import measure, slots, stats
 from kvexport.serve.streams import ClientGone
@@ -48,6 +49,7 @@ def create_app(engine: Engine, settings: ServeSettings | None = None) -> Starlet
             yield
         finally:
             await service.worker.close()
+            await service.sessions.flush()
 
     routes: list[tuple[str, str, Handler]] = [
         ("GET", "/", page),
@@ -65,6 +67,9 @@ def create_app(engine: Engine, settings: ServeSettings | None = None) -> Starlet
         ("DELETE", "/v1/responses/{name}", delete_response),
         ("POST", "/v1/messages", messages),
         ("POST", "/v1/messages/count_tokens", count_tokens),
+        ("GET", "/v1/sessions/{name}", get_session),
+        ("PUT", "/v1/sessions/{name}", put_session),
+        ("DELETE", "/v1/sessions/{name}", delete_session),
         ("POST", "/tokenize", tokenize),
         ("POST", "/detokenize", detokenize),
     ]

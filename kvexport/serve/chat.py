@@ -12,11 +12,12 @@ from starlette.responses import JSONResponse, Response
 
 from kvexport.runtime.request import Request as EngineRequest
 from kvexport.serve.answers import TokenTexts, usage_of
-from kvexport.serve.conversation import Conversation, Prepared, template_messages
+from kvexport.serve.conversation import Conversation, Prepared, template_messages, template_variables
 from kvexport.serve.errors import ApiError
 from kvexport.serve.fields import Sampling, refuse
 from kvexport.serve.parts import Part, finished
 from kvexport.serve.service import Service
+from kvexport.serve.sessions import session_name
 from kvexport.serve.streams import DONE, event
 from kvexport.serve.worker import Update
 
@@ -35,17 +36,17 @@ class ChatBody(Sampling):
     audio: dict[str, Any] | None = None
     functions: list[Any] | None = None
 
-    def conversation(self) -> Conversation:
+    def conversation(self, request: Request) -> Conversation:
         """In the words of chat templates. Raises ApiError for what cannot be followed."""
         refuse(self, "modalities", (["text"],), "answers are text")
         refuse(self, "audio", (), "answers are text")
         refuse(self, "functions", ([],), "send tools")
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs: they are told with logprobs = true", param="top_logprobs")
-        variables = dict(self.chat_template_kwargs or {})
-        if self.add_generation_prompt is not None:
-            variables["add_generation_prompt"] = self.add_generation_prompt
-        return Conversation(template_messages(self.messages), variables=variables)
+        variables = template_variables(self.chat_template_kwargs, self.add_generation_prompt)
+        session = session_name(request, self.session_id, self.n or 1)
+        messages = template_messages(self.messages)
+        return Conversation(messages, variables=variables, form=self.form(), session=session)
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
@@ -54,14 +55,14 @@ async def chat_completions(service: Service, request: Request) -> Response:
     model = service.check_model(body.model)
     told = (body.top_logprobs or 0) if body.logprobs else None
     limit = body.max_completion_tokens or body.max_tokens
-    asked = await service.prepare(body.conversation(), body, limit, logprobs=told)
+    asked = await service.prepare(body.conversation(request), body, limit, logprobs=told)
     texts = TokenTexts(service.engine.tokenizer) if body.logprobs else None
     head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
     if body.stream:
         options = body.stream_options
         rendering = ChatStream(head, asked, texts, usage=bool(options and options.include_usage))
-        return await service.stream(asked.requests, rendering)
-    await service.whole(request, asked.requests)
+        return await service.stream(asked, rendering)
+    await service.whole(request, asked)
     choices = [_choice(i, made, asked, texts) for i, made in enumerate(asked.requests)]
     usage = usage_of(asked.requests, len(asked.requests))
     return JSONResponse({**head, "object": "chat.completion", "choices": choices, "usage": usage})

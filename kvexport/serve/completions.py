@@ -13,9 +13,11 @@ from starlette.responses import JSONResponse, Response
 
 from kvexport.runtime.request import Request as EngineRequest
 from kvexport.serve.answers import TokenTexts, text_of, usage_of
+from kvexport.serve.conversation import Prepared
 from kvexport.serve.errors import ApiError
 from kvexport.serve.fields import Sampling, TokenIds, refuse
 from kvexport.serve.service import Service
+from kvexport.serve.sessions import session_name
 from kvexport.serve.streams import DONE, event
 from kvexport.serve.worker import Update
 
@@ -54,26 +56,30 @@ async def completions(service: Service, request: Request) -> Response:
     body = await service.read(request, CompletionBody)
     model = service.check_model(body.model)
     texts = TokenTexts(service.engine.tokenizer)
-    requests: list[EngineRequest] = []
-    echoes = []
-    for prompt in body.prompts():
-        ids = await service.encode(prompt)
-        tokens = service.longest(len(ids), body.max_tokens, _TOKENS)
-        requests += service.requests(ids, body.settings(service.engine, tokens, logprobs=body.logprobs))
+    prompts, answers, form = body.prompts(), body.n or 1, body.form()
+    session = session_name(request, body.session_id, answers * len(prompts))
+    start = None if session is None else await service.sessions.get(session)
+    asked, echoes = Prepared([], session), []
+    for prompt in prompts:
+        ids = await service.encode(prompt, special=start is None)
+        made = await service.follow(
+            ids, start, session, body, body.max_tokens, _TOKENS, form=form, logprobs=body.logprobs
+        )
+        asked.requests = [*asked.requests, *made.requests]
         echoes.append(await service.text_of_prompt(prompt) if body.echo else "")
+    requests = asked.requests
     head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()), "model": model}
-    answers = body.n or 1
     if body.stream:
         shown = [echoes[i // answers] for i in range(len(requests))]
         told = texts if body.logprobs is not None else None
         usage = answers if body.stream_options and body.stream_options.include_usage else 0
-        return await service.stream(requests, CompletionStream(head, requests, shown, told, usage))
-    await service.whole(request, requests)
+        return await service.stream(asked, CompletionStream(head, requests, shown, told, usage))
+    await service.whole(request, asked)
     choices = []
-    for i, made in enumerate(requests):
-        logprobs = None if body.logprobs is None else texts.completion(made.tokens, 0)
-        text = echoes[i // answers] + text_of(made.tokens)
-        choices.append({"index": i, "text": text, "logprobs": logprobs, "finish_reason": made.finish_reason})
+    for i, answer in enumerate(requests):
+        logprobs = None if body.logprobs is None else texts.completion(answer.tokens, 0)
+        text = echoes[i // answers] + text_of(answer.tokens)
+        choices.append({"index": i, "text": text, "logprobs": logprobs, "finish_reason": answer.finish_reason})
     return JSONResponse({**head, "choices": choices, "usage": usage_of(requests, answers)})
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvexport.runtime.grammar import Grammar
 from kvexport.runtime.request import Request
 from kvexport.serve.errors import ApiError
 from kvexport.serve.parts import Answer, PlainReader, Reader
@@ -15,19 +16,23 @@ from kvexport.serve.parts import Answer, PlainReader, Reader
 @dataclass
 class Conversation:
     """What every chat API's body comes to. messages: as chat templates take them. tools, tool_choice: as OpenAI has
-    them. variables: the template's own. form: what the answer keeps to."""
+    them. variables: the template's own. form: what the answer keeps to. session: where its state stays."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = field(default_factory=list)
     tool_choice: str | dict[str, Any] = "auto"
     variables: dict[str, Any] = field(default_factory=dict)
+    form: Grammar | None = None
+    session: str | None = None
 
 
 @dataclass
 class Prepared:
-    """A conversation that can be answered. requests: one for each answer. reader: of an answer's text."""
+    """What can be answered. requests: one for each answer. session: where the state of the only one stays. reader: of
+    an answer's text."""
 
     requests: Sequence[Request]
+    session: str | None = None
     reader: Callable[[], Reader] = PlainReader
 
     def answers(self) -> list[Answer]:
@@ -36,6 +41,7 @@ class Prepared:
 
 
 _TEXT = ("text", "input_text", "output_text")
+_TAKEN = {"self", "engine", "snapshot", "messages", "tools"}
 _ROLES = {"developer": "system"}  # OpenAI's newer word; templates know the older one
 
 
@@ -55,6 +61,15 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
             made["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls")
         result.append(made)
     return result
+
+
+def template_variables(given: Mapping[str, Any] | None, add_generation_prompt: bool | None) -> dict[str, Any]:
+    """A template's own variables. Raises ApiError for names that mean something else."""
+    if taken := _TAKEN & (given or {}).keys():
+        said = f"chat_template_kwargs.{min(taken)}: no variable of a template's own"
+        raise ApiError(400, said, param="chat_template_kwargs")
+    more = {} if add_generation_prompt is None else {"add_generation_prompt": add_generation_prompt}
+    return {**(given or {}), **more}
 
 
 def text_of(content: Any, where: str) -> str | None:

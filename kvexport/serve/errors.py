@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvexport.errors import EnvironmentProblem, KvexportError, UsageError
+from kvexport.errors import DeadlineError, EnvironmentProblem, KvexportError, QueueFullError, UsageError
 
 _OPENAI = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _ANTHROPIC = {**_OPENAI, 413: "request_too_large", 503: "overloaded_error"}
@@ -32,19 +32,21 @@ class ApiError(Exception):
         return names.get(self.status, "invalid_request_error" if self.status < 500 else server)
 
 
+def overloaded(message: str, retry_after: int = 1) -> ApiError:
+    """There is no room now, or no server soon."""
+    return ApiError(503, message, code="overloaded", retry_after=retry_after)
+
+
 def api_error(error: BaseException) -> ApiError:
     """What a client is told of any error."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UsageError):
         return ApiError(400, f"{error.problem} ({error.fix})" if error.fix else error.problem)
+    if isinstance(error, QueueFullError | DeadlineError):
+        return overloaded(error.problem)
     if isinstance(error, EnvironmentProblem):
         return ApiError(501, f"{error.problem} ({error.fix})", code="not_installed")
     if isinstance(error, KvexportError):
         return ApiError(500, error.problem, code="generation_failed")
     return ApiError(500, "the server failed; its log says why", code="internal_error")
-
-
-def overloaded(message: str, retry_after: int = 1) -> ApiError:
-    """There is no room now, or no server soon."""
-    return ApiError(503, message, code="overloaded", retry_after=retry_after)

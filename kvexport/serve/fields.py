@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from kvexport.runtime.grammar import Grammar
 from kvexport.serve.errors import ApiError
+from kvexport.serve.forms import response_form, structured_form
 
 if TYPE_CHECKING:
     from kvexport import GenerationSettings
@@ -58,7 +60,15 @@ class Sampling(Body):
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: TokenIds | None = None
+    priority: int | None = Field(None, ge=-(1 << 31), lt=1 << 31)
+    session_id: str | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
     min_tokens: int | None = Field(None, ge=0)
+
+    def form(self) -> Grammar | None:
+        """What the answer keeps to. Raises ApiError and UsageError for what is no form."""
+        return structured_form(self.structured_outputs) or response_form(self.response_format)
 
     def settings(self, engine: Engine, tokens: int, **more: Any) -> list[GenerationSettings]:
         """Of each of the `n` answers, of at most so many tokens; they differ in their seed. more: further fields of

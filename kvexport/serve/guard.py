@@ -25,7 +25,6 @@ class Guard:
         self._keys = settings.api_keys
         self._hosts = {*_LOCAL, *(host.lower() for host in settings.hosts)}
         self._origins = {origin.rstrip("/").lower() for origin in settings.origins}
-        self._body = settings.body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on or refuse."""
@@ -49,9 +48,6 @@ class Guard:
             error = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
             error.headers["WWW-Authenticate"] = "Bearer"
             return error
-        length = headers.get("content-length", "")
-        if length.isascii() and length.isdigit() and (len(length) > 15 or int(length) > self._body):
-            return ApiError(413, f"the body is longer than {self._body} bytes", code="body_too_long")
         return None
 
     def _has_key(self, headers: Headers) -> bool:

@@ -16,8 +16,10 @@ from kvexport.serve.answers import stop_string
 from kvexport.serve.conversation import Conversation, Prepared, text_of
 from kvexport.serve.errors import ApiError
 from kvexport.serve.fields import Body, Sampling
+from kvexport.serve.forms import response_form
 from kvexport.serve.parts import Part, finished
 from kvexport.serve.service import Service
+from kvexport.serve.sessions import session_name
 from kvexport.serve.streams import event
 from kvexport.serve.worker import Update
 
@@ -61,6 +63,8 @@ class MessagesBody(CountBody):
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0)
+    output_config: dict[str, Any] | None = None
+    session_id: str | None = None
 
     def sampling(self) -> Sampling:
         """The same in OpenAI's words."""
@@ -73,11 +77,14 @@ async def messages(service: Service, request: Request) -> Response:
     """Answer a conversation, whole or as a stream."""
     body = await service.read(request, MessagesBody)
     model = service.check_model(body.model)
-    asked = await service.prepare(body.conversation(), body.sampling(), body.max_tokens)
+    conversation = body.conversation()
+    conversation.session = session_name(request, body.session_id)
+    conversation.form = response_form((body.output_config or {}).get("format"), "output_config.format")
+    asked = await service.prepare(conversation, body.sampling(), body.max_tokens)
     stream = MessageStream({"id": f"msg_{uuid.uuid4().hex}", "model": model}, asked)
     if body.stream:
-        return await service.stream(asked.requests, stream)
-    await service.whole(request, asked.requests)
+        return await service.stream(asked, stream)
+    await service.whole(request, asked)
     made = asked.requests[0]
     answer = finished(made, asked.reader)
     content = [{"type": "text", "text": answer.text}] if answer.text or not answer.calls else []

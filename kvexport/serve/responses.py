@@ -15,8 +15,10 @@ from kvexport.serve.answers import usage_of
 from kvexport.serve.conversation import Conversation, Prepared, template_messages
 from kvexport.serve.errors import ApiError
 from kvexport.serve.fields import Body, Sampling, refuse
+from kvexport.serve.forms import response_form
 from kvexport.serve.parts import Answer, Part, finished
 from kvexport.serve.service import Service
+from kvexport.serve.sessions import session_name
 from kvexport.serve.streams import event
 from kvexport.serve.worker import Update
 
@@ -62,12 +64,14 @@ async def create_response(service: Service, request: Request) -> Response:
     body = await service.read(request, ResponsesBody)
     model = service.check_model(body.model)
     conversation, messages = body.asked(service)
+    conversation.session = session_name(request, None)
+    conversation.form = response_form((body.text or {}).get("format"), "text.format")
     sampling = Sampling(temperature=body.temperature, top_p=body.top_p)
     asked = await service.prepare(conversation, sampling, body.max_output_tokens)
     made = Making(service, _head(body, model), asked, messages if body.store is not False else None)
     if body.stream:
-        return await service.stream(asked.requests, ResponseStream(made))
-    await service.whole(request, asked.requests)
+        return await service.stream(asked, ResponseStream(made))
+    await service.whole(request, asked)
     answer = finished(asked.requests[0], asked.reader)
     items = [Item("function_call", call.id, call.name, call.arguments) for call in answer.calls]
     if answer.text or not items:

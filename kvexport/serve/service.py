@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -13,12 +14,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from kvexport.runtime.engine import Engine
+from kvexport.runtime.grammar import Grammar
+from kvexport.runtime.prefixes import Prefixes
 from kvexport.runtime.request import Request as EngineRequest
+from kvexport.runtime.session import next_turn
+from kvexport.runtime.snapshot import Snapshot
 from kvexport.serve.conversation import Conversation, Prepared
 from kvexport.serve.errors import ApiError, api_error, overloaded
 from kvexport.serve.fields import B, Sampling, parse
 from kvexport.serve.metrics import Metrics
 from kvexport.serve.response_store import ResponseStore
+from kvexport.serve.sessions import Sessions
 from kvexport.serve.settings import ServeSettings
 from kvexport.serve.streams import KEEP_ALIVE, ClientGone, EventStream, unless_gone
 from kvexport.serve.worker import Job, Update, Worker
@@ -61,6 +67,11 @@ class Service:
         self.settings = settings
         self.model = next((name for name in settings.names if name != "*"), "kvexport")
         self.metrics = Metrics(self.model)
+        engine.latency_budget = settings.latency_budget
+        chunk, limit = engine.manifest.limits.prefill_chunk, settings.prefix_memory
+        engine.prefixes = Prefixes(chunk, limit) if limit else None
+        self.sessions = Sessions(engine.manifest, settings)
+        self.session_bytes = engine.plan.bytes(1) + 16 * engine.max_length + (1 << 20)  # of one, at most
         self.lanes = engine.reserve()  # the memory of the state is taken now, and no more later
         self.responses = ResponseStore()
         self.worker = Worker(engine, self.metrics, engine.max_batch + settings.queue)
@@ -69,23 +80,27 @@ class Service:
 
     async def read(self, request: Request, kind: type[B]) -> B:
         """The body of a request. Raises ApiError where it is too long, too slow, no JSON or not of the kind."""
-        limit, chunks, size = self.settings.body, [], 0
         sort = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if sort != "application/json" and not sort.endswith("+json"):
             raise ApiError(415, f"the body is {sort[:80]}: send JSON, with Content-Type: application/json")
+        data = await self.read_bytes(request, self.settings.body)
+        return await self.beside(lambda: parse(kind, data)) if len(data) > 100_000 else parse(kind, data)
+
+    async def read_bytes(self, request: Request, limit: int) -> bytes:
+        """The body as it is. Raises ApiError where it is longer than `limit`, or too slow."""
+        chunks, size = [], 0
         try:
             with anyio.fail_after(_BODY_SECONDS):
                 async for chunk in request.stream():
                     size += len(chunk)
                     if size > limit:
-                        raise ApiError(413, f"the body is longer than {limit} bytes")
+                        raise ApiError(413, f"the body is longer than {limit} bytes", code="body_too_long")
                     chunks.append(chunk)
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {_BODY_SECONDS} seconds") from None
         except ClientDisconnect:
             raise ClientGone from None
-        data = b"".join(chunks)
-        return await self.beside(lambda: parse(kind, data)) if size > 100_000 else parse(kind, data)
+        return b"".join(chunks)
 
     def check_model(self, name: str | None) -> str:
         """The model's name in the answer. Raises ApiError for one that is not here."""
@@ -119,9 +134,6 @@ class Service:
     ) -> Sequence[int] | NDArray[Any]:
         """Token ids of a conversation, in the words of the chat template. variables: the template's own."""
         engine = self.engine
-        if taken := {"self", "messages", "tools"} & variables.keys():
-            said = f"chat_template_kwargs.{min(taken)}: no variable of a template's own"
-            raise ApiError(400, said, param="chat_template_kwargs")
 
         def work() -> Sequence[int] | NDArray[Any]:
             if engine.chat_template is None or engine.tokenizer is None:
@@ -144,24 +156,61 @@ class Service:
         return await self.beside(lambda: tokenizer.decode(prompt, skip_special_tokens=False))
 
     def _fitting(self, ids: str | Sequence[int]) -> NDArray[Any]:
-        limit = self.engine.max_length
-        if not isinstance(ids, str) and len(ids) >= limit:
-            said = f"This model's maximum context length is {limit} tokens, and the prompt has {len(ids)}: "
-            said += "context_length_exceeded"
-            raise ApiError(400, said, code="context_length_exceeded", param="messages")
+        if not isinstance(ids, str):
+            self.check_length(len(ids))
         return self.engine.encode(ids)
 
-    def requests(self, ids: Any, settings: Sequence[GenerationSettings]) -> list[EngineRequest]:
+    def check_length(self, tokens: int) -> None:
+        """Raises ApiError for a prompt of so many tokens that not a single one could follow."""
+        limit = self.engine.max_length
+        if tokens >= limit:
+            said = f"This model's maximum context length is {limit} tokens, and the prompt has {tokens}: "
+            raise ApiError(400, said + "context_length_exceeded", code="context_length_exceeded", param="messages")
+
+    def requests(self, ids: Any, settings: Sequence[GenerationSettings], priority: int = 0) -> list[EngineRequest]:
         """Of one prompt, which is read once for all of them."""
-        first = EngineRequest(ids, settings[0])
+        deadline = time.monotonic() + self.settings.timeout
+        first = EngineRequest(ids, settings[0], priority=priority, deadline=deadline)
         return [first, *(first.fork(other) for other in settings[1:])]
 
     async def prepare(self, asked: Conversation, sampling: Sampling, tokens: int | None, **settings: Any) -> Prepared:
         """Requests that answer a conversation. tokens: of an answer, None = what fits. settings: further generation
         settings."""
-        ids = await self.encode_chat(asked.messages, asked.tools or None, asked.variables)
-        longest = self.longest(len(ids), tokens, self.engine.generation_config.get("max_new_tokens"))
-        return Prepared(self.requests(ids, sampling.settings(self.engine, longest, **settings)))
+        tools = asked.tools or None
+        start = None if asked.session is None else await self.sessions.get(asked.session)
+        new = None
+        if start is not None:
+            known = start
+            new = await self.beside(lambda: next_turn(self.engine, known, asked.messages, tools, **asked.variables))
+        if new is None:
+            start = None
+        ids = await self.encode_chat(asked.messages, tools, asked.variables) if new is None else new
+        default = self.engine.generation_config.get("max_new_tokens")
+        return await self.follow(ids, start, asked.session, sampling, tokens, default, form=asked.form, **settings)
+
+    async def follow(
+        self,
+        ids: Sequence[int] | NDArray[Any],
+        start: Snapshot | None,
+        session: str | None,
+        sampling: Sampling,
+        tokens: int | None,
+        default: int | None,
+        *,
+        form: Grammar | None = None,
+        **settings: Any,
+    ) -> Prepared:
+        """Requests for answers to token ids, after the state `start` where there is one."""
+        length = len(ids) + (0 if start is None else len(start.ids))
+        self.check_length(length)
+        longest = self.longest(length, tokens, default)
+        chosen = sampling.settings(self.engine, longest, grammar=form, **settings)
+        if form is not None:  # compiled beside the engine's steps, which then find it
+            await self.beside(lambda: self.engine.grammars.start(form, chosen[0].eos_token_ids))
+        requests = self.requests(ids, chosen, sampling.priority or 0)
+        if session is not None:
+            requests[0].start, requests[0].keep = start, True
+        return Prepared(requests, session)
 
     def longest(self, prompt_tokens: int, wanted: int | None, default: int | None = None) -> int:
         """Tokens of an answer, at most: those wanted, else `default`, else all that fit."""
@@ -192,26 +241,31 @@ class Service:
         job.fail(overloaded(f"the answer took longer than {self.settings.timeout:g} seconds", 5))
         self.worker.cancel(job)
 
-    async def whole(self, request: Request, requests: Sequence[EngineRequest]) -> None:
-        """Let the engine answer the requests. Raises what ended one of them; ClientGone where nobody waits any more."""
+    async def whole(self, request: Request, asked: Prepared) -> None:
+        """Let the engine answer. Raises what ended one of them; ClientGone where nobody waits any more."""
 
         async def work() -> None:
-            job = await self.submit(requests, streams=False)
+            job = await self.submit(asked.requests, streams=False)
             try:
                 async for update in job.updates(self.settings.keep_alive):
                     if update is not None and update.error is not None:
                         raise update.error
             finally:
                 self.end(job)
+            await self._keep(asked)
 
         await unless_gone(request.receive, work())
 
-    async def stream(self, requests: Sequence[EngineRequest], rendering: Rendering) -> Response:
-        """The answers as a stream of events."""
-        job = await self.submit(requests, streams=True)
-        return EventStream(self._events(job, rendering), self.settings.stall, on_end=lambda: self.end(job))
+    async def _keep(self, asked: Prepared) -> None:
+        if asked.session is not None and (snapshot := asked.requests[0].snapshot) is not None:
+            await self.sessions.keep(asked.session, snapshot)
 
-    async def _events(self, job: Job, rendering: Rendering) -> AsyncGenerator[bytes]:
+    async def stream(self, asked: Prepared, rendering: Rendering) -> Response:
+        """The answers as a stream of events."""
+        job = await self.submit(asked.requests, streams=True)
+        return EventStream(self._events(job, asked, rendering), self.settings.stall, on_end=lambda: self.end(job))
+
+    async def _events(self, job: Job, asked: Prepared, rendering: Rendering) -> AsyncGenerator[bytes]:
         try:
             yield rendering.begin()
             async for update in job.updates(self.settings.keep_alive):
@@ -222,6 +276,7 @@ class Service:
                     raise update.error
                 if chunk := rendering.add(update):
                     yield chunk
+            await self._keep(asked)  # before the client can know that its next turn may come
             yield rendering.end()
         except Exception as error:
             known = api_error(error)

@@ -18,6 +18,10 @@ class ServeSettings:
     keep_alive (between comments in a silent stream), stall (a reader that takes nothing for so long is given up),
     drain (for running requests when the server ends). buffer: tokens of a stream that its reader has not taken; one
     that falls further behind is given up.
+
+    Bytes: prefix_memory (for the states of what prompts begin with; 0 = none are kept), session_memory (for sessions;
+    beyond it they go to session_folder, where there is one), session_disk (in that folder). latency_budget: seconds
+    that prompts may keep a running stream from its next token, see `Engine.latency_budget`.
     """
 
     names: tuple[str, ...] = ("kvexport",)
@@ -33,3 +37,8 @@ class ServeSettings:
     stall: float = 30.0
     drain: float = 30.0
     buffer: int = 4096
+    prefix_memory: int = 1 << 30
+    session_memory: int = 1 << 30
+    session_folder: str | None = None
+    session_disk: int = 16 << 30
+    latency_budget: float | None = None

@@ -58,6 +58,14 @@ def measure(service: Service) -> None:
         "Tokens that a slot of a held lane stands for.",
         lambda: tokens_per_slot(engine, lanes),
     )
+    if (prefixes := engine.prefixes) is not None:
+        known = prefixes
+        metrics.counter("vllm:prefix_cache_queries", "Tokens of prompts that were looked for.", lambda: known.queries)
+        metrics.counter("vllm:prefix_cache_hits", "Tokens of prompts that were not read again.", lambda: known.hits)
+        metrics.gauge("kvexport:prefix_bytes", "States of what prompts begin with.", lambda: known.nbytes)
+    sessions = service.sessions
+    metrics.gauge("kvexport:session_bytes", "Sessions in memory.", lambda: sessions.memory_bytes)
+    metrics.gauge("kvexport:session_disk_bytes", "Sessions in the folder.", lambda: sessions.disk_bytes)
     metrics.counter("kvexport:merges", "How often a lane's cache was brought back to its budget.", lambda: lanes.merges)
 
 

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvexport.serve.answers import TokenTexts
-from kvexport.serve.conversation import template_messages
+from kvexport.serve.conversation import template_messages, template_variables
 from kvexport.serve.errors import ApiError
 from kvexport.serve.fields import Body, TokenIds
 from kvexport.serve.service import Service
@@ -41,9 +41,7 @@ async def tokenize(service: Service, request: Request) -> Response:
     if body.prompt is not None:
         ids = await service.encode(body.prompt, special=body.add_special_tokens is not False, fits=False)
     else:
-        variables = dict(body.chat_template_kwargs or {})
-        if body.add_generation_prompt is not None:
-            variables["add_generation_prompt"] = body.add_generation_prompt
+        variables = template_variables(body.chat_template_kwargs, body.add_generation_prompt)
         ids = await service.encode_chat(template_messages(body.messages or []), body.tools, variables, fits=False)
     texts = TokenTexts(service.engine.tokenizer)
     found = [int(i) for i in ids]

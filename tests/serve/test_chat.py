@@ -45,9 +45,9 @@ def test_an_answer_is_what_the_engine_says_by_itself(client: openai.OpenAI, alon
     choice = answer.choices[0]
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", alone, "length")
     assert answer.usage is not None
-    prompt = len("user anna lamp. assistant yes. say ")
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (prompt, 40)
-    assert answer.usage.total_tokens == prompt + 40
+    read = len("user anna lamp. say yes. say ")
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (read, 40)
+    assert answer.usage.total_tokens == read + 40
     assert (answer.object, answer.model) == ("chat.completion", "tiny")
 
 

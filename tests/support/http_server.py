@@ -19,9 +19,10 @@ from kvexport.runtime.chat import ChatTemplate
 from kvexport.runtime.engine import Engine
 
 T = TypeVar("T")
-# In the words of its alphabet: letters, digits, space and full stop.
+# In the words of its alphabet: letters, digits, space and full stop. An answer is written as it was begun.
 TEMPLATE = (
-    "{% for m in messages %}{{ m.role }} {{ m.content }}. {% endfor %}{% if add_generation_prompt %}say {% endif %}"
+    "{% for m in messages %}{{ 'say' if m.role == 'assistant' else m.role }} {{ m.content }}. {% endfor %}"
+    "{% if add_generation_prompt %}say {% endif %}"
 )
 
 
@@ -34,7 +35,8 @@ def engine_of(artifact: Path) -> Engine:
 
 def prompt(messages: Sequence[Mapping[str, Any]]) -> str:
     """A conversation in the words of TEMPLATE."""
-    return "".join(f"{m['role']} {m['content']}. " for m in messages) + "say "
+    role = {"assistant": "say"}
+    return "".join(f"{role.get(m['role'], m['role'])} {m['content']}. " for m in messages) + "say "
 
 
 class Running:

@@ -1,0 +1,155 @@
+"""Conversations whose state stays, and prompts whose beginning is known."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvexport
+from kvexport.errors import EnvironmentProblem
+from kvexport.runtime.engine import Engine
+from kvexport.runtime.session import SessionStore
+from tests.support.http_server import Running, prompt, running
+
+CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
+ASKED = [{"role": "user", "content": "anna has the lamp"}]
+
+
+def chat(server: Running, messages: list[Any], session: str = "", **more: Any) -> tuple[str, int, int]:
+    """The answer; tokens of the prompt, and how many of them were not read again."""
+    body = {"messages": messages, "max_tokens": 24, **({"session_id": session} if session else {}), **more}
+    status, _, answer = server.ask(CHAT, body)
+    assert status == 200, answer
+    usage = answer["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return answer["choices"][0]["message"]["content"], usage["prompt_tokens"], cached
+
+
+def turns(server: Running, session: str) -> tuple[list[Any], tuple[str, int, int]]:
+    """Two of a conversation: its messages up to the second answer, and that."""
+    first, _, _ = chat(server, ASKED, session)
+    messages = [*ASKED, {"role": "assistant", "content": first}, {"role": "user", "content": "who"}]
+    return messages, chat(server, messages, session)
+
+
+def test_a_turn_reads_what_is_new_alone(engine: Engine, server: Running) -> None:
+    messages, (text, tokens, cached) = turns(server, "one")
+    before = len(prompt(ASKED)) + 24 - 1  # the last token of the answer is read with the next turn
+    assert (tokens, cached) == (len(prompt(messages)), before)
+
+    def alone() -> str:
+        given = engine.settings(max_new_tokens=24, top_k=0)
+        first = kvexport.Request(prompt(ASKED), given, keep=True)
+        engine.add(first)
+        while engine.busy:
+            engine.step()
+        second = kvexport.Request(". user who. say ", given, start=first.snapshot)
+        engine.add(second)
+        while engine.busy:
+            engine.step()
+        return "".join(token.text for token in second.tokens)
+
+    assert text == server.on_engine(alone)
+
+
+def test_the_header_names_the_session_too_and_streams_keep_it(server: Running) -> None:
+    body = {"messages": ASKED, "max_tokens": 24, "stream": True, "stream_options": {"include_usage": True}}
+    text, cached = ASKED[0]["content"], []
+    messages = list(ASKED)
+    for _ in range(2):
+        answer = server.ask(CHAT, {**body, "messages": messages}, headers={"X-Session-Id": "two"})[2]
+        events = [json.loads(part[6:]) for part in answer.split("\n\n") if part.startswith("data: {")]
+        text = "".join(e["choices"][0]["delta"].get("content", "") for e in events if e["choices"])
+        cached.append(events[-1]["usage"]["prompt_tokens_details"]["cached_tokens"])
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "who"}]
+    assert cached[1] == len(prompt(ASKED)) + 23
+
+
+def test_a_conversation_that_was_changed_is_read_anew(engine: Engine, server: Running) -> None:
+    messages, _ = turns(server, "three")
+    changed = [{"role": "user", "content": "bob has a drum"}, *messages[1:]]
+    text, _, _ = chat(server, changed, "three")
+    expected = server.on_engine(lambda: engine.generate(prompt(changed), max_new_tokens=24, top_k=0)[0].text)
+    assert text == expected
+
+
+def test_a_prompt_that_begins_as_another_did_is_not_read_again(engine: Engine, server: Running) -> None:
+    words = "eleven guitars and a compass lay in the boat of carla."
+    asked = {"prompt": words, "max_tokens": 20}
+    cold, warm = (server.ask(COMPLETE, asked)[2] for _ in range(2))
+    assert cold["choices"][0]["text"] == warm["choices"][0]["text"]
+    assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] == 48  # whole chunks of 16
+    text = server.ask("/metrics")[2]
+    assert float(text.split('vllm:prefix_cache_hits_total{model_name="tiny"} ')[1].split("\n")[0]) >= 48
+
+
+def test_completions_go_on_where_the_session_was(engine: Engine, server: Running) -> None:
+    first = server.ask(COMPLETE, {"prompt": "anna lamp", "session_id": "c", "max_tokens": 12})[2]
+    second = server.ask(COMPLETE, {"prompt": " bob", "session_id": "c", "max_tokens": 12})[2]
+    assert second["usage"]["prompt_tokens"] == 9 + 12 + 4
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 9 + 11
+    whole = "anna lamp" + first["choices"][0]["text"] + " bob"
+    expected = server.on_engine(lambda: engine.generate(whole, max_new_tokens=12, top_k=0)[0].text)
+    assert second["choices"][0]["text"] == expected  # 37 tokens in 48 slots: nothing has merged
+
+
+def test_a_session_moves_as_bytes_and_is_deleted(server: Running) -> None:
+    messages, (text, _, _) = turns(server, "four")
+    with urllib.request.urlopen(f"{server.url}/v1/sessions/four") as answer:
+        assert answer.headers["content-type"] == "application/octet-stream"
+        data = answer.read()
+    assert server.ask("/v1/sessions/five", data, "PUT")[0] == 200
+    third = [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": "and"}]
+    assert chat(server, third, "five") == chat(server, third, "four")
+    status, _, body = server.ask("/v1/sessions/five", data[:-1] + bytes([data[-1] ^ 1]), "PUT")
+    assert (status, body["error"]["code"]) == (400, "invalid_session")
+    assert server.ask("/v1/sessions/five", bytes(server.service.session_bytes + 1), "PUT")[0] == 413
+    assert server.ask("/v1/sessions/five", method="DELETE")[0] == 200
+    for method in ("GET", "DELETE"):
+        status, _, body = server.ask("/v1/sessions/five", method=method)
+        assert (status, body["error"]["code"]) == (404, "session_not_found")
+
+
+def test_sessions_outlive_the_server_in_their_folder(engine: Engine, tmp_path: Path) -> None:
+    with running(engine, session_folder=str(tmp_path / "kept")) as server:
+        messages, (text, _, _) = turns(server, "six")
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["six.session"]
+    third = [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": "and"}]
+    with running(engine, session_folder=str(tmp_path / "kept"), prefix_memory=0) as server:
+        assert chat(server, third, "six")[2] == len(prompt(messages)) + 23
+    damaged = tmp_path / "kept" / "six.session"
+    damaged.write_bytes(damaged.read_bytes()[:-9])
+    with running(engine, session_folder=str(tmp_path / "kept"), prefix_memory=0) as server:
+        assert chat(server, third, "six")[2] == 0  # which is said in the log
+
+
+def test_an_answer_is_given_though_its_session_cannot_be_kept(
+    engine: Engine, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise EnvironmentProblem("the session seven stays in memory: No space left on device")
+
+    monkeypatch.setattr(SessionStore, "put", full)
+    assert chat(server, ASKED, "seven")[0] == chat(server, ASKED)[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"session_id": "../x"}, "session_id"),
+        ({"session_id": ""}, "session_id"),
+        ({"session_id": "a" * 65}, "session_id"),
+        ({"session_id": "a", "n": 2}, "n"),
+        ({"session_id": 5}, "session_id"),
+        ({"priority": 1 << 40}, "priority"),
+    ],
+)
+def test_names_that_cannot_be_are_refused(server: Running, change: dict[str, Any], param: str) -> None:
+    status, _, body = server.ask(CHAT, {"messages": ASKED, **change})
+    assert (status, body["error"]["param"]) == (400, param)
+    assert server.ask("/v1/sessions/.hidden")[0] == 400

@@ -25,7 +25,7 @@ from kvexport.serve.messages import count_tokens, messages
 from kvexport.serve.page import page
 from kvexport.serve.responses import create_response, delete_response, get_response
 from kvexport.serve.service import Service
-from kvexport.serve.sessions import delete_session, get_session, put_session
+from kvexport.serve.session_routes import delete_session, get_session, put_session
 from kvexport.serve.settings import ServeSettings
 from kvexport.serve.stats import measure, slots, stats
 from kvexport.serve.streams import ClientGone

@@ -1,0 +1,49 @@
+"""/v1/sessions/NAME: a session goes from one server to another, or is forgotten."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvexport.errors import EnvironmentProblem, SnapshotError
+from kvexport.serve.errors import ApiError
+from kvexport.serve.service import Service
+from kvexport.serve.sessions import session_name
+
+
+async def get_session(service: Service, request: Request) -> Response:
+    """A session as bytes, which another server of the same artifact takes."""
+    name = _path_name(request)
+    snapshot = await service.sessions.get(name)
+    if snapshot is None:
+        raise _none(name)
+    return Response(await service.beside(snapshot.to_bytes), media_type="application/octet-stream")
+
+
+async def put_session(service: Service, request: Request) -> Response:
+    """Take over a session."""
+    name = _path_name(request)
+    data = await service.read_bytes(request, service.session_bytes)
+    try:
+        await service.sessions.take(name, data)
+    except SnapshotError as error:
+        raise ApiError(400, error.problem, code="invalid_session") from error
+    except EnvironmentProblem as error:
+        raise ApiError(503, error.problem, code="overloaded", retry_after=5) from error
+    return JSONResponse({"id": name, "object": "session"})
+
+
+async def delete_session(service: Service, request: Request) -> Response:
+    """Forget a session."""
+    name = _path_name(request)
+    if not await service.sessions.delete(name):
+        raise _none(name)
+    return JSONResponse({"id": name, "object": "session", "deleted": True})
+
+
+def _path_name(request: Request) -> str:
+    return session_name(request, request.path_params["name"]) or ""
+
+
+def _none(name: str) -> ApiError:
+    return ApiError(404, f"there is no session {name}, or no longer", code="session_not_found")

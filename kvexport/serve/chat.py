@@ -15,7 +15,7 @@ from kvexport.serve.answers import TokenTexts, usage_of
 from kvexport.serve.conversation import Conversation, Prepared, template_messages, template_variables
 from kvexport.serve.errors import ApiError
 from kvexport.serve.fields import Sampling, refuse
-from kvexport.serve.parts import Part, finished
+from kvexport.serve.parts import Answer, Part
 from kvexport.serve.service import Service
 from kvexport.serve.sessions import session_name
 from kvexport.serve.streams import DONE, event
@@ -35,6 +35,9 @@ class ChatBody(Sampling):
     modalities: list[str] | None = None
     audio: dict[str, Any] | None = None
     functions: list[Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
     def conversation(self, request: Request) -> Conversation:
         """In the words of chat templates. Raises ApiError for what cannot be followed."""
@@ -46,7 +49,8 @@ class ChatBody(Sampling):
         variables = template_variables(self.chat_template_kwargs, self.add_generation_prompt)
         session = session_name(request, self.session_id, self.n or 1)
         messages = template_messages(self.messages)
-        return Conversation(messages, variables=variables, form=self.form(), session=session)
+        parallel = self.parallel_tool_calls is not False
+        return Conversation(messages, self.tools or [], self.tool_choice, parallel, variables, self.form(), session)
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
@@ -63,14 +67,13 @@ async def chat_completions(service: Service, request: Request) -> Response:
         rendering = ChatStream(head, asked, texts, usage=bool(options and options.include_usage))
         return await service.stream(asked, rendering)
     await service.whole(request, asked)
-    choices = [_choice(i, made, asked, texts) for i, made in enumerate(asked.requests)]
+    choices = [_choice(i, made, asked.requests[i], texts) for i, made in enumerate(asked.finished())]
     usage = usage_of(asked.requests, len(asked.requests))
     return JSONResponse({**head, "object": "chat.completion", "choices": choices, "usage": usage})
 
 
-def _choice(index: int, request: EngineRequest, asked: Prepared, texts: TokenTexts | None) -> dict[str, Any]:
+def _choice(index: int, answer: Answer, request: EngineRequest, texts: TokenTexts | None) -> dict[str, Any]:
     """One finished answer."""
-    answer = finished(request, asked.reader)
     message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
     if answer.calls:
         message["content"] = answer.text or None

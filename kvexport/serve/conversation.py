@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvexport.runtime.grammar import Grammar
 from kvexport.runtime.request import Request
+from kvexport.runtime.tools import CallForm, Tool
+from kvexport.serve.answers import text_of as text_of_tokens
 from kvexport.serve.errors import ApiError
-from kvexport.serve.parts import Answer, PlainReader, Reader
+from kvexport.serve.parts import Answer, PlainReader
 
 
 @dataclass
 class Conversation:
     """What every chat API's body comes to. messages: as chat templates take them. tools, tool_choice: as OpenAI has
-    them. variables: the template's own. form: what the answer keeps to. session: where its state stays."""
+    them. parallel: whether an answer may have several calls. variables: the template's own. form: what the answer keeps
+    to. session: where its state stays."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = field(default_factory=list)
-    tool_choice: str | dict[str, Any] = "auto"
+    tool_choice: str | dict[str, Any] | None = None
+    parallel: bool = True
     variables: dict[str, Any] = field(default_factory=dict)
     form: Grammar | None = None
     session: str | None = None
@@ -28,16 +32,26 @@ class Conversation:
 
 @dataclass
 class Prepared:
-    """What can be answered. requests: one for each answer. session: where the state of the only one stays. reader: of
-    an answer's text."""
+    """What can be answered. requests: one for each answer. session: where the state of the only one stays. tools: that
+    may be called, in the form `calls`."""
 
     requests: Sequence[Request]
     session: str | None = None
-    reader: Callable[[], Reader] = PlainReader
+    tools: Sequence[Tool] = ()
+    calls: CallForm | None = None
 
     def answers(self) -> list[Answer]:
         """One for each request, nothing made yet."""
-        return [Answer(self.reader()) for _ in self.requests]
+        if self.calls is None:
+            return [Answer(PlainReader(), str) for _ in self.requests]
+        return [Answer(self.calls.reader(self.tools), self.calls.new_id) for _ in self.requests]
+
+    def finished(self) -> list[Answer]:
+        """Of requests that have finished."""
+        answers = self.answers()
+        for answer, request in zip(answers, self.requests, strict=True):
+            answer.add(text_of_tokens(request.tokens), request.finish_reason)
+        return answers
 
 
 _TEXT = ("text", "input_text", "output_text")

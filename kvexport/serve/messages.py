@@ -17,7 +17,7 @@ from kvexport.serve.conversation import Conversation, Prepared, text_of
 from kvexport.serve.errors import ApiError
 from kvexport.serve.fields import Body, Sampling
 from kvexport.serve.forms import response_form
-from kvexport.serve.parts import Part, finished
+from kvexport.serve.parts import Part
 from kvexport.serve.service import Service
 from kvexport.serve.sessions import session_name
 from kvexport.serve.streams import event
@@ -43,7 +43,8 @@ class CountBody(Body):
         for i, message in enumerate(self.messages):
             messages += _messages(message, f"messages.{i}")
         tools = [_tool(tool, f"tools.{i}") for i, tool in enumerate(self.tools or [])]
-        return Conversation(messages, tools, self._choice())
+        parallel = not (self.tool_choice or {}).get("disable_parallel_tool_use")
+        return Conversation(messages, tools, self._choice(), parallel)
 
     def _choice(self) -> str | dict[str, Any]:
         given = self.tool_choice or {"type": "auto"}
@@ -86,7 +87,7 @@ async def messages(service: Service, request: Request) -> Response:
         return await service.stream(asked, stream)
     await service.whole(request, asked)
     made = asked.requests[0]
-    answer = finished(made, asked.reader)
+    (answer,) = asked.finished()
     content = [{"type": "text", "text": answer.text}] if answer.text or not answer.calls else []
     for call in answer.calls:
         content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)})

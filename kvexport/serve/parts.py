@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
-from kvexport.runtime.request import FinishReason, Request
+from kvexport.runtime.request import FinishReason
+from kvexport.runtime.tool_calls import Piece
 from kvexport.serve.answers import text_of
 from kvexport.serve.worker import Update
 
@@ -32,26 +33,27 @@ class Call:
 
 
 class Reader(Protocol):
-    """Finds the calls in a text that arrives piece by piece."""
+    """Finds the calls in a text that arrives piece by piece: a `CallReader`."""
 
-    def read(self, text: str, last: bool) -> list[Part]:
-        """The parts that are final with this piece."""
+    def read(self, text: str, last: bool) -> list[Piece]:
+        """The pieces that are final with more text."""
         ...
 
 
 class PlainReader:
     """Of answers that call no tools."""
 
-    def read(self, text: str, last: bool) -> list[Part]:
-        """The piece."""
-        return [Part("text", text)] if text else []
+    def read(self, text: str, last: bool) -> list[Piece]:
+        """The text as it is."""
+        return [Piece("text", text)] if text else []
 
 
 @dataclass
 class Answer:
-    """One answer as far as it is made. finish_reason: in OpenAI's words."""
+    """One answer as far as it is made. new_id: for calls. finish_reason: in OpenAI's words."""
 
-    reader: Reader = field(default_factory=PlainReader)
+    reader: Reader
+    new_id: Callable[[], str]
     text: str = ""
     calls: list[Call] = field(default_factory=list)
     finish_reason: str | None = None
@@ -59,14 +61,15 @@ class Answer:
     def add(self, text: str, finish_reason: FinishReason | None) -> list[Part]:
         """A further piece; what is new with it."""
         parts = []
-        for part in self.reader.read(text, finish_reason is not None):
-            if part.kind == "text":
-                self.text += part.text
-            elif part.kind == "call":
-                self.calls.append(Call(part.id, part.name))
+        for piece in self.reader.read(text, finish_reason is not None):
+            if piece.kind == "text":
+                self.text += piece.text
+            elif piece.kind == "call":
+                self.calls.append(Call(self.new_id(), piece.name))
             else:
-                self.calls[-1].arguments += part.text
-            parts.append(part._replace(nth=len(self.calls) - 1))
+                self.calls[-1].arguments += piece.text
+            number = self.calls[-1].id if self.calls else ""
+            parts.append(Part(piece.kind, piece.text, number, piece.name, len(self.calls) - 1))
         if finish_reason is not None:
             self.finish_reason = "tool_calls" if self.calls and finish_reason == "stop" else finish_reason
         return parts
@@ -74,10 +77,3 @@ class Answer:
     def update(self, update: Update) -> list[Part]:
         """What a step made."""
         return self.add(text_of(update.tokens), update.finish_reason)
-
-
-def finished(request: Request, reader: Callable[[], Reader] = PlainReader) -> Answer:
-    """The answer of a request that has finished."""
-    answer = Answer(reader())
-    answer.add(text_of(request.tokens), request.finish_reason)
-    return answer

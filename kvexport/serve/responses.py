@@ -16,7 +16,7 @@ from kvexport.serve.conversation import Conversation, Prepared, template_message
 from kvexport.serve.errors import ApiError
 from kvexport.serve.fields import Body, Sampling, refuse
 from kvexport.serve.forms import response_form
-from kvexport.serve.parts import Answer, Part, finished
+from kvexport.serve.parts import Answer, Part
 from kvexport.serve.service import Service
 from kvexport.serve.sessions import session_name
 from kvexport.serve.streams import event
@@ -36,6 +36,7 @@ class ResponsesBody(Body):
     top_p: float | None = Field(None, gt=0, le=1)
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     background: bool | None = None
@@ -53,10 +54,10 @@ class ResponsesBody(Body):
         messages = earlier + template_messages(_messages(items))
         first = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         tools = [_tool(tool, f"tools.{i}") for i, tool in enumerate(self.tools or [])]
-        choice = self.tool_choice or "auto"
+        choice = self.tool_choice
         if isinstance(choice, dict):
             choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
-        return Conversation([*first, *messages], tools, choice), messages
+        return Conversation([*first, *messages], tools, choice, self.parallel_tool_calls is not False), messages
 
 
 async def create_response(service: Service, request: Request) -> Response:
@@ -72,7 +73,7 @@ async def create_response(service: Service, request: Request) -> Response:
     if body.stream:
         return await service.stream(asked, ResponseStream(made))
     await service.whole(request, asked)
-    answer = finished(asked.requests[0], asked.reader)
+    (answer,) = asked.finished()
     items = [Item("function_call", call.id, call.name, call.arguments) for call in answer.calls]
     if answer.text or not items:
         items.insert(0, Item("message", text=answer.text))
@@ -227,7 +228,7 @@ def _head(body: ResponsesBody, model: str) -> dict[str, Any]:
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
         "output": [],
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": None, "summary": None},
         "store": body.store is not False,

@@ -19,6 +19,7 @@ from kvexport.runtime.prefixes import Prefixes
 from kvexport.runtime.request import Request as EngineRequest
 from kvexport.runtime.session import next_turn
 from kvexport.runtime.snapshot import Snapshot
+from kvexport.runtime.tools import calls_grammar, check_tools, choose, form_of
 from kvexport.serve.conversation import Conversation, Prepared
 from kvexport.serve.errors import ApiError, api_error, overloaded
 from kvexport.serve.fields import B, Sampling, parse
@@ -176,17 +177,26 @@ class Service:
     async def prepare(self, asked: Conversation, sampling: Sampling, tokens: int | None, **settings: Any) -> Prepared:
         """Requests that answer a conversation. tokens: of an answer, None = what fits. settings: further generation
         settings."""
-        tools = asked.tools or None
+        tools, form = check_tools(asked.tools), asked.form
+        callable_, must = choose(tools, asked.tool_choice)
+        calls = form_of(self.engine.chat_template) if callable_ else None
+        shown = tools if callable_ else None
         start = None if asked.session is None else await self.sessions.get(asked.session)
         new = None
         if start is not None:
             known = start
-            new = await self.beside(lambda: next_turn(self.engine, known, asked.messages, tools, **asked.variables))
+            new = await self.beside(lambda: next_turn(self.engine, known, asked.messages, shown, **asked.variables))
         if new is None:
             start = None
-        ids = await self.encode_chat(asked.messages, tools, asked.variables) if new is None else new
+        ids = await self.encode_chat(asked.messages, shown, asked.variables) if new is None else new
+        tokenizer = self.engine.tokenizer
+        if calls is not None and tokenizer is not None:
+            settings["shown_ids"] = calls.shown_ids(tokenizer) or None
+            if must:
+                form = calls_grammar(calls, callable_, tokenizer, parallel=asked.parallel)
         default = self.engine.generation_config.get("max_new_tokens")
-        return await self.follow(ids, start, asked.session, sampling, tokens, default, form=asked.form, **settings)
+        made = await self.follow(ids, start, asked.session, sampling, tokens, default, form=form, **settings)
+        return Prepared(made.requests, asked.session, callable_, calls)
 
     async def follow(
         self,

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-import string
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
-import tokenizers
 
 from kvexport.errors import UsageError
-from kvexport.runtime.grammar import Grammar, Grammars
-from kvexport.runtime.text import Tokenizer
+from kvexport.runtime.grammar import Grammar
 from kvexport.serve.errors import ApiError
 from kvexport.serve.forms import response_form, structured_form
-from tests.support.http_server import Running, engine_of, running
+from tests.support.http_server import Running, running
+from tests.support.json_model import json_engine
 
 SCHEMA = {
     "type": "object",
@@ -27,22 +25,12 @@ SCHEMA = {
     "additionalProperties": False,
 }
 OPENAI = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
-ALPHABET = string.ascii_lowercase + string.digits + ' .,:;{}[]"<>/_-\\\n()=' + "AUSTN"
 ASKED = {"messages": [{"role": "user", "content": "a"}], "temperature": 1.0, "max_tokens": 100}
 
 
 @pytest.fixture(scope="module")
 def server(tiny_artifact: Path) -> Iterator[Running]:
-    """The tiny model over other characters, those of JSON among them."""
-    engine = engine_of(tiny_artifact)
-    inner = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({character: i for i, character in enumerate(ALPHABET)}, unk_token=".")
-    )
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
-    inner.decoder = tokenizers.decoders.Fuse()
-    engine.tokenizer = Tokenizer(inner)
-    engine.grammars = Grammars(engine.tokenizer, engine.vocabulary)
-    with running(engine) as server:
+    with running(json_engine(tiny_artifact)) as server:
         yield server
 
 

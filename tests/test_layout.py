@@ -36,6 +36,7 @@ ORDER = [
     "validate",
     "evaluate",
     "serve",
+    "bench",
     "commands",
     "__main__",
 ]

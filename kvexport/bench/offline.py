@@ -1,0 +1,164 @@
+"""An artifact measured in this process: steps of decoding by batch and context, prompts by length and chunk.
+
+Prompts are random tokens, answers greedy and of a fixed length. A step of decoding is one of `Engine.step`: scheduling,
+the model, merging where it is due, and sampling. A prompt is read as `Lanes` reads it, chunk by chunk and merging
+included; smaller chunks than the artifact's are possible there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvexport.bench.figures import COLUMNS, cells, percentiles
+from kvexport.errors import UsageError
+from kvexport.report.page import KeyValues, Plot, Section, Series, Table
+from kvexport.runtime.engine import Engine
+from kvexport.runtime.lanes import Lanes
+from kvexport.runtime.request import DECODING, Call, Request
+
+Show = Callable[[str], AbstractContextManager[Any]]  # of what is being done
+WARM_UP = 2  # steps of decoding that are not counted
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured. batches: sequences at once. contexts: tokens of a prompt. chunks: tokens that a call of prefill
+    takes; 0: the artifact's. steps: of decoding. rounds: each prompt is read so often."""
+
+    batches: tuple[int, ...] = (1,)
+    contexts: tuple[int, ...] = (512,)
+    chunks: tuple[int, ...] = (0,)
+    steps: int = 64
+    rounds: int = 3
+    seed: int = 0
+
+
+@dataclass
+class Result:
+    """Rows of figures; times in milliseconds."""
+
+    artifact: str
+    method: str
+    plan: Plan
+    cache_bytes: int  # of one sequence
+    decode: list[dict[str, Any]] = field(default_factory=list)
+    prefill: list[dict[str, Any]] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it."""
+        return asdict(self)
+
+
+def measure(engine: Engine, name: str, plan: Plan, show: Show | None = None) -> Result:
+    """Measure an engine in which no request runs. Raises UsageError for what it has no room for, before any work."""
+    limits = engine.manifest.limits
+    chunks = tuple(chunk or limits.prefill_chunk for chunk in plan.chunks)
+    _check(engine, plan, chunks)
+    result = Result(name, engine.manifest.recipe.cache.method, plan, engine.plan.bytes(1))
+    random = np.random.default_rng(plan.seed)
+
+    def prompt(length: int) -> list[int]:
+        return [int(i) for i in random.integers(0, engine.vocabulary, length)]
+
+    for context in _told(plan.contexts, "prompts", show):
+        for chunk in chunks:
+            seconds = [_prefill(engine, prompt(context), chunk) for _ in range(plan.rounds)]
+            rate = round(context / float(np.median(seconds)), 1)
+            result.prefill.append(
+                {"context": context, "chunk": chunk, "tokens_per_second": rate, "ttft": percentiles(seconds)}
+            )
+    for context in _told(plan.contexts, "decoding", show):
+        for batch in plan.batches:
+            seconds = _decode(engine, [prompt(context) for _ in range(batch)], plan.steps)
+            rate = round(batch * len(seconds) / sum(seconds), 1)
+            result.decode.append(
+                {"context": context, "batch": batch, "tokens_per_second": rate, "step": percentiles(seconds)}
+            )
+    return result
+
+
+def _check(engine: Engine, plan: Plan, chunks: Sequence[int]) -> None:
+    limits, most = engine.manifest.limits, max(plan.contexts) + plan.steps + WARM_UP
+    if most > engine.max_length:
+        raise UsageError(
+            f"a context of {max(plan.contexts)} with {plan.steps} steps is {most} tokens, and the artifact takes "
+            f"{engine.max_length}",
+            f"--context {max(engine.max_length - plan.steps - WARM_UP, 1)}, or build with a larger limits.max_length",
+        )
+    if max(plan.batches) > engine.max_batch:
+        raise UsageError(
+            f"a batch of {max(plan.batches)}, and the artifact takes {engine.max_batch}",
+            f"--batch {engine.max_batch}, or build with --set limits.max_batch={max(plan.batches)}",
+        )
+    if max(chunks) > limits.prefill_chunk:
+        raise UsageError(
+            f"chunks of {max(chunks)}, and the artifact's are of {limits.prefill_chunk} at most",
+            f"--chunk {limits.prefill_chunk}, or build with --set export.prefill_chunk={max(chunks)}",
+        )
+
+
+def _told(contexts: Sequence[int], what: str, show: Show | None) -> Iterator[int]:
+    for context in contexts:
+        if show is None:
+            yield context
+        else:
+            with show(f"{what} at {context}"):
+                yield context
+
+
+def _prefill(engine: Engine, prompt: list[int], chunk: int) -> float:
+    """Seconds until the logits after a prompt are there."""
+    limits = engine.manifest.limits
+    lanes = Lanes(engine.new_state(1), engine.plan, 1, prefill_chunk=chunk, merge_every=limits.merge_every)
+    start = time.perf_counter()
+    lanes.prefill([np.array(prompt, np.int64)])
+    return time.perf_counter() - start
+
+
+def _decode(engine: Engine, prompts: Sequence[Sequence[int]], steps: int) -> list[float]:
+    """Seconds of each step in which all sequences decode."""
+    settings = engine.settings(max_new_tokens=steps + WARM_UP + 1, do_sample=False, ignore_eos=True)
+    call = Call()  # so that none of them decodes before all prompts are read
+    requests = [Request(prompt, settings, call, i) for i, prompt in enumerate(prompts)]
+    for request in requests:
+        engine.add(request)
+    seconds: list[float] = []
+    while engine.busy:
+        counts = all(request.state is DECODING for request in requests)
+        start = time.perf_counter()
+        engine.step()
+        if counts:
+            seconds.append(time.perf_counter() - start)
+    if failed := [request.error for request in requests if request.error is not None]:
+        raise failed[0]
+    return seconds[WARM_UP:]
+
+
+def sections(result: Result) -> list[Section]:
+    """Of a report."""
+    facts: dict[str, str | int] = {
+        "artifact": result.artifact,
+        "method": result.method,
+        "cache of one sequence, bytes": result.cache_bytes,
+    }
+    decode = [[r["context"], r["batch"], r["tokens_per_second"], *cells(r["step"])] for r in result.decode]
+    prefill = [[r["context"], r["chunk"], r["tokens_per_second"], *cells(r["ttft"])] for r in result.prefill]
+    found: list[Section] = [
+        KeyValues("What was measured", facts),
+        Table("Decoding: a step of the batch", ["context", "batch", "tokens/s", *COLUMNS], decode),
+        Table("Prompts: until the first token", ["context", "chunk", "tokens/s", *COLUMNS], prefill),
+    ]
+    lines = [
+        Series(f"batch {batch}", [r["context"] for r in rows], [r["step"]["p50"] for r in rows])
+        for batch in result.plan.batches
+        if (rows := [r for r in result.decode if r["batch"] == batch])
+    ]
+    if len(result.plan.contexts) > 1:
+        found.append(Plot("A step of decoding by context", "context, tokens", "milliseconds", lines))
+    return found

@@ -1,0 +1,53 @@
+"""An artifact's speed: what is measured, and what there is no room for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvexport.bench.offline import Plan, measure, sections
+from kvexport.report.page import render_html, render_text
+from kvexport.runtime.engine import load
+from tests.support import command_line
+
+
+def test_every_batch_context_and_chunk_is_measured(tiny_artifact: Path) -> None:
+    engine = load(tiny_artifact, threads=1)
+    plan = Plan(batches=(1, 3), contexts=(5, 40), chunks=(0, 4), steps=6, rounds=2)
+    result = measure(engine, "tiny", plan)
+    chunk = engine.manifest.limits.prefill_chunk
+    assert [(r["context"], r["chunk"]) for r in result.prefill] == [(5, chunk), (5, 4), (40, chunk), (40, 4)]
+    assert [(r["context"], r["batch"]) for r in result.decode] == [(5, 1), (5, 3), (40, 1), (40, 3)]
+    for row in result.decode:
+        assert 0 < row["step"]["p50"] <= row["step"]["p99"] <= row["step"]["max"]
+        assert row["tokens_per_second"] == pytest.approx(row["batch"] / row["step"]["mean"] * 1e3, rel=0.01)
+    assert result.cache_bytes == engine.plan.bytes(1)
+    assert not engine.busy
+    json.dumps(result.to_json())
+    assert "batch 3" in render_html("t", "s", sections(result))
+    assert "Decoding" in render_text(sections(result))
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--context", "100000"], "the artifact takes"),
+        (["--context", "9", "--batch", "1,900"], "a batch of 900"),
+        (["--context", "9", "--chunk", "4096"], "chunks of 4096"),
+        (["--batch", "0"], "--batch is '0'"),
+        (["--context", "a,b"], "--context is 'a,b'"),
+        (["--url", "http://127.0.0.1:1"], "an artifact or a server"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(tiny_artifact: Path, words: list[str], named: str) -> None:
+    assert named in command_line.failure(2, "bench", tiny_artifact, *words)
+
+
+def test_the_verb_prints_tables_and_writes_a_page(tiny_artifact: Path, tmp_path: Path) -> None:
+    page = tmp_path / "speed.html"
+    out = command_line.ok("bench", tiny_artifact, "--context", "5,9", "--steps", "3", "--rounds", "1", "--html", page)
+    assert "tokens/s" in out
+    assert "<svg" in page.read_text()
+    assert "an artifact or a server" in command_line.failure(2, "bench")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvexport.backends.onnxruntime.device_array import DeviceArray
 from kvexport.runtime.engine import load
 from tests.support.schedules import Alone, Schedule
+from tests.support.tensorrt_artifacts import engines as tensorrt_engines
 
 SCHEDULES, STEPS = 40, 20
 
@@ -20,3 +24,18 @@ def test_whatever_happens_to_requests_they_are_answered_as_alone(tiny_artifact: 
     for seed in range(SCHEDULES):
         happened += Schedule(engines, alone, tmp_path / str(seed), seed).run(STEPS)
     assert min(happened[kind] for kind in ("answered", "fork", "cancel", "preempt", "resume", "turn", "expire")) > 10
+
+
+@pytest.mark.usefixtures("no_sync")
+def test_the_same_on_a_device_with_graphs(tiny_artifact: Path, tmp_path: Path) -> None:
+    *engines, other = (load(tiny_artifact) for _ in range(3))
+    for engine in engines:
+        sessions: Any = engine.sessions
+        sessions.zeros, sessions.graphs = partial(DeviceArray, "cpu"), True
+    for seed in range(4):
+        Schedule(engines, Alone(other), tmp_path / str(seed), 100 + seed).run(STEPS)
+
+
+def test_the_same_on_engines_of_tensorrt(tiny_artifact: Path, tmp_path: Path, plugins: Path) -> None:
+    engine, other = load(tensorrt_engines(tiny_artifact, tmp_path / "engines")), load(tiny_artifact)
+    Schedule([engine, other], Alone(other), tmp_path / "sessions", 200).run(STEPS)

@@ -22,10 +22,12 @@ import numpy as np
 import pytest
 
 from kvexport.artifact.reading import load_manifest
+from kvexport.backends.onnxruntime import device_array
 from kvexport.backends.onnxruntime import operators as native
 from kvexport.backends.onnxruntime import sessions as onnxruntime_sessions
 from kvexport.backends.onnxruntime.device_array import DeviceArray
 from kvexport.cache import CachePlan
+from kvexport.errors import EnvironmentProblem
 from kvexport.runtime.engine import Engine, load
 from plugins.building import make
 from tests.support.one_node import VOTE_ATTENTION, model, session, vote_attention_inputs, vote_attention_shapes
@@ -280,3 +282,34 @@ def test_no_torch_is_imported_to_run_on_a_device(tiny_artifact: Path) -> None:
         "engine.generate([[1, 2, 3]], max_new_tokens=2); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_lanes_on_a_gpu_are_copied_by_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, list[Any]]] = []
+    codes = {"cuMemcpyDtoD_v2": 0}
+
+    class Driver:
+        def __getattr__(self, name: str) -> Any:
+            def call(*arguments: Any) -> int:
+                calls.append((name, [getattr(value, "value", value) for value in arguments]))
+                return codes.get(name, 0)
+
+            return call
+
+    monkeypatch.setattr(device_array.ctypes, "CDLL", lambda name: {"libcuda.so.1": Driver()}[name])
+    device_array._primary_context.cache_clear()
+    array = DeviceArray("cpu", (4, 3), np.dtype(np.float32))
+    array.device = "cuda"
+    start = array.place()[4]
+    device_array.copy(array, array, slice(0, 1), slice(2, 3))
+    assert [name for name, _ in calls] == [
+        "cuDevicePrimaryCtxRetain",
+        "cuCtxSetCurrent",
+        "cuMemcpyDtoD_v2",
+        "cuCtxSynchronize",
+    ]
+    assert calls[2][1] == [start + 24, start, 12]
+    codes["cuMemcpyDtoD_v2"] = 700
+    with pytest.raises(EnvironmentProblem, match="error 700"):
+        device_array.copy(array, array, slice(0, 1), slice(2, 3))
+    device_array._primary_context.cache_clear()

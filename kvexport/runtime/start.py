@@ -17,7 +17,7 @@ from kvexport.runtime.request import FINISHED, Request
 from kvexport.runtime.sampling import Sampler
 from kvexport.runtime.settings import GenerationSettings
 from kvexport.runtime.snapshot import Origin, Snapshot
-from kvexport.runtime.text import TextStream
+from kvexport.runtime.text import CONTEXT, TextStream
 
 if TYPE_CHECKING:
     Ids = NDArray[np.int64]
@@ -44,7 +44,7 @@ def prepare(request: Request, ids: Ids, default: GenerationSettings, grammars: G
     text = None
     if tokenizer is not None:
         stops, shown = settings.stop_strings, settings.shown_ids
-        text = TextStream(tokenizer, stops, context_ids=ids.tolist(), shown_ids=shown)
+        text = TextStream(tokenizer, stops, context_ids=ids[-CONTEXT:].tolist(), shown_ids=shown)
     if start is not None and again and start.text is not None and text is not None:
         text.restore(start.text)
     done = 0 if start is None else start.length

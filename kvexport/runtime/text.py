@@ -23,6 +23,7 @@ _REPLACEMENT = "\ufffd"
 # A character is at most 4 bytes, so among this many tokens without a whole one there are bytes that are no UTF-8.
 _LONGEST_WAIT = 8
 _LONGEST_CONTEXT = 8
+CONTEXT = 4 * _LONGEST_CONTEXT  # tokens before a text that a TextStream looks at
 
 
 class Tokenizer:
@@ -162,7 +163,7 @@ class TextStream:
         self._stop_strings = tuple(stop_strings)
         self._skips_special = skip_special_tokens
         self._shown = frozenset(shown_ids) & tokenizer.special_ids if skip_special_tokens else frozenset()
-        last = [i for i in context_ids[-4 * _LONGEST_CONTEXT :] if tokenizer.has_text(i, skip_special_tokens)]
+        last = [i for i in context_ids[-CONTEXT:] if tokenizer.has_text(i, skip_special_tokens)]
         # Tokens whose text is out, kept for their effect on the next ones; then those that still wait, and how much of
         # them is out.
         self._context = last[-_LONGEST_CONTEXT:]
@@ -204,7 +205,7 @@ class TextStream:
             data = bytes(_whole(i) for i in state["bytes"])
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"no state of a text: {error!r}", "pass what TextStream.state gave") from error
-        if max(len(context), len(waiting), len(data)) > 4 * _LONGEST_CONTEXT:
+        if max(len(context), len(waiting), len(data)) > CONTEXT:
             raise UsageError("the state of a text holds more than any text keeps", "pass what TextStream.state gave")
         self._context, self._waiting, self._decoded, self._bytes, self._held = context, waiting, decoded, data, held
 

@@ -161,6 +161,22 @@ def test_forks_of_a_request_that_leaves_are_answered(tiny_artifact: Path, engine
 # What cannot be gone on with.
 
 
+def test_a_snapshot_of_nan_fails_alone_and_leaves_a_clean_lane(engine: Engine, snapshot: Snapshot) -> None:
+    bad = {name: np.full_like(array, np.nan) for name, array in snapshot.state.items() if name.endswith(".value")}
+    poisoned = dataclasses.replace(snapshot, state={**snapshot.state, **bad})
+    settings = engine.settings(max_new_tokens=9)
+    expected = answer(engine, Request(LONG, settings))
+    beside, failing = Request(LONG, settings), Request([1, 2], settings, start=poisoned, keep=True)
+    engine.add(failing)
+    assert answer(engine, beside) == expected
+    assert failing.finish_reason == "error" and "is nan" in str(failing.error) and failing.snapshot is None
+    following = [Request(LONG, settings) for _ in range(3)]
+    for request in following:
+        engine.add(request)
+    run(engine)
+    assert [[token.id for token in request.tokens] for request in following] == [expected] * 3
+
+
 @pytest.fixture(scope="module")
 def snapshot(engine: Engine) -> Snapshot:
     request = Request(LONG, engine.settings(max_new_tokens=12, do_sample=True, seed=3), keep=True)

@@ -189,9 +189,38 @@ def fields() -> str:
     return table(("key", "default", "allowed", "meaning"), *rows)
 
 
+def recall_layers() -> str:
+    """What cutting one layer costs the answers, the ten dearest."""
+    cost = load("recall-smollm2")["layers"]["nats"]
+    dearest = sorted(range(len(cost)), key=lambda layer: -cost[layer])[:10]
+    return table(("layer", "nats of a token of the answers"), *((str(i), f"{cost[i]:.3f}") for i in dearest))
+
+
+def recall() -> str:
+    """What was answered, method by method."""
+    rows = [r for r in load("recall-smollm2")["rows"] if not r["set"]]
+    header = ("task", "tokens", "budget", "question", "method", "questions", "exact", "digits")
+    return table(header, *(_recalled(r) for r in rows))
+
+
+def _recalled(r: dict[str, Any]) -> tuple[str, ...]:
+    value, low, high = r["exact"]
+    return (
+        r["task"],
+        str(r["length"]),
+        "all" if r["method"] == "full" else f"1/{r['part']}",
+        "known" if r["known"] else "unknown",
+        f"`{r['method']}`",
+        str(r["questions"]),
+        f"{value:.2f} [{low:.2f}, {high:.2f}]",
+        f"{r['digits']['value']:.2f}",
+    )
+
+
 def tables() -> dict[str, str]:
     """Every table by its mark."""
     found = {"methods": methods(), "fields of a recipe": fields()}
+    found |= {"recall layers": recall_layers(), "recall": recall()}
     for recipe, figures in FIGURES.items():
         found |= {f"{recipe} {task} {figure}": compared(recipe, task, figure) for task, figure in figures}
         if recipe in PAIRED:

@@ -113,6 +113,12 @@ def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
     more, or a layer would have more slots than can be counted, and for positions in the cache where layers would hold
     different numbers of entries."""
     method = recipe.cache.build_method()
+    if recipe.cache.positions == "cache" and recipe.cache.allocation.whole:
+        raise UsageError(
+            "cache.positions is cache, where a new token has the same place in every layer, but "
+            f"cache.allocation.whole lets layers {recipe.cache.allocation.whole} hold more entries than others",
+            "--set cache.positions=absolute, or --set cache.allocation.whole=[]",
+        )
     budgets = allocate(recipe, len(geometry))
     if recipe.cache.positions == "cache":
         _require_one_place(geometry, budgets)

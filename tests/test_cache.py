@@ -93,3 +93,12 @@ def test_slots_that_cannot_be_counted_are_refused(section: tuple[str, str]) -> N
 def test_more_than_any_machine_has_is_refused_by_name(text: str) -> None:
     with pytest.raises(UsageError, match=re.escape(text)):
         load_recipe("tiny-keepkv", [text])
+
+
+@pytest.mark.parametrize("length", [512, "unlimited"])
+def test_whole_layers_and_positions_in_the_cache_are_refused_together(length: int | str) -> None:
+    cache = {"method": "h2o", "budget": 300, "positions": "cache", "allocation": {"whole": [1]}}
+    recipe = {"model": {"path": "-"}, "cache": cache, "limits": {"max_length": length}}
+    with pytest.raises(UsageError, match=r"lets layers \[1\] hold more") as caught:
+        plan_cache(Recipe.model_validate(recipe), [LayerGeometry(2, 2, 8, 8)] * 2)
+    assert "--set cache.allocation.whole=[]" in caught.value.fix

@@ -12,6 +12,7 @@ import pytest
 from safetensors import safe_open
 
 from kvexport import paths
+from kvexport.cache import allocate
 from kvexport.errors import UsageError
 from kvexport.export.model import wheel
 from kvexport.methods import all_methods
@@ -19,6 +20,7 @@ from kvexport.recipe.fields import Recipe
 from kvexport.recipe.inherit import recipe_folder
 from kvexport.recipe.listing import describe_method_parameters, list_recipes
 from kvexport.recipe.load import load_recipe
+from tests.support.paths import ROOT
 from tests.support.recipe_texts import SMALL, one_problem, write
 
 TINY = ("tiny-base", *(f"tiny-{name}" for name in all_methods()))
@@ -26,6 +28,7 @@ SMALL_RECIPES = tuple(f"small-{name}" for name in ("base", "full", "keepkv", "ba
 SMOLLM2 = tuple(f"smollm2-135m-{name}" for name in ("base", "full", "keepkv", "ballot", "h2o", "streaming", "snapkv"))
 # The recent share of the budget that a method wants; half otherwise.
 RECENT = {"tiny-ballot": 0.3, "tiny-kvslimmer": 0.25, "tiny-asymkv": 0.25}
+OTHERS = ("smollm2-135m-chat", "smollm2-135m-recall", "keepkv-paper")
 HUB = {
     "llama2-7b-keepkv": ("meta-llama/Llama-2-7b-hf", 4096),
     "llama2-13b-keepkv": ("meta-llama/Llama-2-13b-hf", 4096),
@@ -37,7 +40,7 @@ HUB = {
 
 def test_every_shipped_recipe_loads_and_the_base_says_that_it_is_one() -> None:
     listed = {info.name: info for info in list_recipes()}
-    assert set(listed) == {*TINY, *SMALL_RECIPES, *SMOLLM2, *HUB, "keepkv-paper"}
+    assert set(listed) == {*TINY, *SMALL_RECIPES, *SMOLLM2, *HUB, *OTHERS}
     for name, info in listed.items():
         assert not info.problem
         assert info.description
@@ -80,6 +83,16 @@ def test_smollm2_recipes_share_one_geometry(name: str) -> None:
     assert recipe.budget == (8192 if name == "smollm2-135m-full" else 512)
     if name != "smollm2-135m-base":
         assert recipe.cache.method == name.removeprefix("smollm2-135m-")
+
+
+def test_the_recipe_for_recall_has_a_third_of_the_slots_and_the_layers_that_were_measured() -> None:
+    recipe = load_recipe("smollm2-135m-recall").recipe
+    budgets = allocate(recipe, 30)
+    measured = json.loads((ROOT / "benchmarks" / "results" / "recall-smollm2.json").read_text(encoding="utf-8"))
+    cost = measured["layers"]["nats"]
+    whole = sorted(range(30), key=lambda layer: -cost[layer])[:5]
+    assert [i for i, slots in enumerate(budgets) if slots == 8192] == sorted(whole)
+    assert sum(budgets) <= 30 * 8192 / 3 + 30
 
 
 def test_the_small_checkpoint_is_whole_and_small() -> None:

@@ -1,0 +1,100 @@
+"""Recall: questions asked of copies of one cache, and the layers that recall hangs on."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvexport
+from kvexport.evaluate.recall import Passage, answers, passage, retrieval_layers
+from kvexport.recipe.load import load_recipe
+from kvexport.runtime.engine import Engine
+
+FACTS = [
+    ("anna lamp .", "? anna", "lamp"),
+    ("boris guitar .", "? boris", "guitar"),
+    ("carla piano .", "? carla", "piano"),
+]
+LENGTH = 160
+
+
+def engine_of(folder: Path, recipe: str, *settings: str) -> Engine:
+    built = load_recipe(recipe, ["limits.max_length=256", "limits.max_batch=4", *settings]).recipe
+    return kvexport.load(kvexport.build(built, folder), threads=1)
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return engine_of(tmp_path_factory.mktemp("full") / "a", "tiny-full")
+
+
+def text(engine: Engine) -> Passage:
+    assert engine.tokenizer is not None
+    encode = partial(engine.tokenizer.encode, add_special_tokens=False)
+    filler = ["then many came ."] * 60
+    return passage(encode, filler, FACTS, LENGTH, np.random.default_rng(3))
+
+
+def test_a_passage_holds_its_facts_once_and_is_as_long_as_was_asked(full: Engine) -> None:
+    given = text(full)
+    assert full.tokenizer is not None
+    words = full.tokenizer.decode(given.ids)
+    assert all(words.count(fact.removesuffix(" .")) == 1 for fact, _, _ in FACTS)
+    assert LENGTH - 6 < len(given.ids) <= LENGTH
+    assert [full.tokenizer.decode(q.answer).strip() for q in given.questions] == [answer for _, _, answer in FACTS]
+    assert all(q.digits == len(q.answer) for q in given.questions)
+
+
+def test_the_full_cache_answers_and_knowing_the_question_changes_nothing(full: Engine) -> None:
+    given = text(full)
+    found, known = answers(full, given), answers(full, given, known=True)
+    assert all(a.exact and a.digits == 1.0 for a in found)
+    np.testing.assert_allclose([a.nll for a in known], [a.nll for a in found], atol=1e-4)
+
+
+def test_a_budget_that_holds_everything_is_the_full_cache_and_a_small_one_is_not(full: Engine, tmp_path: Path) -> None:
+    given = text(full)
+    expected = [a.nll for a in answers(full, given)]
+    roomy = engine_of(tmp_path / "roomy", "tiny-h2o", "cache.budget=200")
+    np.testing.assert_allclose([a.nll for a in answers(roomy, given)], expected, atol=1e-5)
+    small = engine_of(tmp_path / "small", "tiny-streaming", "cache.budget=24")
+    assert np.mean([a.nll for a in answers(small, given)]) > np.mean(expected) + 0.5
+
+
+@pytest.mark.parametrize("method", ["snapkv", "h2o"])
+def test_a_known_question_is_answered_as_after_one_chunk_of_passage_and_question(
+    method: str, full: Engine, tmp_path: Path
+) -> None:
+    """Window scores, which count a call's last queries, are those of one call."""
+    given = text(full)
+    engine = engine_of(tmp_path / "one", f"tiny-{method}", "cache.budget=40", "export.prefill_chunk=240")
+    for question, answer in zip(given.questions, answers(engine, given, known=True), strict=True):
+        lanes = engine.lanes(1)
+        row = lanes.prefill([np.array(given.ids + question.ids)])[0].astype(np.float64)
+        nll = np.log(np.exp(row - row.max()).sum()) + row.max() - row[question.answer[0]]
+        assert len(question.answer) == 1
+        assert answer.nll == pytest.approx(nll, abs=1e-3)
+
+
+def test_layers_that_recall_hangs_on_cost_most_and_keeping_them_whole_brings_answers_back(
+    full: Engine, tmp_path: Path
+) -> None:
+    given = text(full)
+    cost = retrieval_layers(full, [given], kept=0.05)
+    assert cost.shape == (len(full.plan.layers),)
+    assert cost.max() > 0.2
+    most = int(cost.argmax())
+    budget = (256 + 24) // 2
+    whole = engine_of(
+        tmp_path / "whole", "tiny-streaming", f"cache.budget={budget}", f"cache.allocation.whole=[{most}]"
+    )
+    kept = whole.plan.layers[most]
+    assert (kept.capacity, kept.merges) == (256, False)
+    others = [layer.budget for i, layer in enumerate(whole.plan.layers) if i != most]
+    assert others == [24]
+    small = engine_of(tmp_path / "small", "tiny-streaming", "cache.budget=24")
+    with_whole, without = ([a.nll for a in answers(e, given)] for e in (whole, small))
+    assert np.mean(with_whole) < np.mean(without)

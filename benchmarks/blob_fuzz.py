@@ -38,7 +38,7 @@ def answer(engine: Engine, *requests: Request) -> None:
 
 
 def run_beside(engine: Engine, snapshot: Snapshot, expected: list[int]) -> str:
-    """Go on with a snapshot whose values are anybody's; the neighbour's answer is as it was."""
+    """Go on with a snapshot of any values; the neighbour's answer is as it was."""
     neighbour = Request(LONG[:20], engine.settings(max_new_tokens=3))
     other = Request([1, 2], engine.settings(max_new_tokens=3), start=snapshot)
     try:

@@ -215,7 +215,7 @@ def test_no_changed_bytes_are_taken_for_a_snapshot(engine: Engine, snapshot: Sna
             found = Snapshot.from_bytes(changed, engine.manifest)
         except SnapshotError:
             continue
-        # Whoever computes the digests anew can say anything of the values, but of nothing else: it can be run.
+        # Under digests that were computed anew values may be any, but nothing else: the snapshot can be run.
         assert how.startswith("resigned") or changed == data, how
         request = Request([1, 2], engine.settings(max_new_tokens=2), start=found)
         try:

@@ -111,8 +111,8 @@ class Lanes:
         for lane in lanes:
             held = self._held[lane]
             self._added[lane] = added
-            # Positions are int32: no sequence is longer than that, whatever its limit.
-            left = MOST - (self.length[lane] - added)
+            # Positions are int32, and kernels count on from them over a cache: where that ends every sequence does.
+            left = MOST - int(self._capacity.max()) - (self.length[lane] - added)
             self._room[lane] = min(int((self._capacity - held).min()), left)
             self._spare[lane] = (
                 int((self._budget - held)[self._merges].min()) if self._merges.any() else self._room[lane]
@@ -157,7 +157,7 @@ class Lanes:
         if full := [lane for lane, count in enumerate(counts, first) if self._is_full(lane, count)]:
             self._merge(full)
             if any(self._is_full(lane, counts[lane - first]) for lane in full):
-                raise ValueError(f"a sequence is longer than the cache was built for, or than {MOST} tokens")
+                raise ValueError(f"a sequence is longer than the cache was built for, or than positions, {MOST}")
         given = decode(*self._inputs(tokens, counts, width), first)
         for lane, count in enumerate(counts, first):
             self._added[lane] += count

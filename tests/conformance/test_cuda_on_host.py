@@ -254,6 +254,10 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("zeromerge", {}),
     ("kvslimmer", {}),
     ("asymkv", {}),
+    # Keys rotated by their places in the cache.
+    ("streaming by place", {}),
+    ("ballot by place", {}),
+    ("kvslimmer by place", {}),
 ]
 every_method = pytest.mark.parametrize(
     ("method", "parameters"), METHODS, ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x.values()))
@@ -265,7 +269,8 @@ def merge_case(
 ) -> tuple[Arrays, Any]:
     """Caches of hundreds of slots, of which a tenth has to leave."""
     rng = np.random.default_rng(3)
-    made = all_methods()[method](**parameters)
+    name, _, by_place = method.partition(" by ")
+    made = all_methods()[name](**parameters)
     capacity, batch, heads, size, statistics = 420, 3, 2, 32, len(made.statistics)
     slots = (batch, heads, capacity)
     centre = rng.normal(size=(8, size))
@@ -281,7 +286,8 @@ def merge_case(
     x["score"] = (ranks * 4.0 + 0.001).astype(np.float32)
     positions = np.sort(rng.choice(np.arange(4, 3000), size=capacity - 4, replace=False))
     x["position"] = np.broadcast_to(np.concatenate([np.arange(4), positions]).astype(np.int32), slots).copy()
-    rotary = Rotary(tuple(float(2.0**-i) for i in range(8))) if made.rotary else Rotary()
+    frequencies = tuple(float(2.0**-i) for i in range(8)) if made.rotary or by_place else ()
+    rotary = Rotary(frequencies, cache_positions=bool(by_place))
     attributes = MergeCacheAttributes(made, 380, 4, 120, 0, rotary)
     if not in_order:
         for b, used in enumerate((420, 397, 200)):

@@ -7,7 +7,8 @@ import pytest
 from numpy.typing import NDArray
 
 from kvexport.cache import CachePlan, LayerCache
-from kvexport.runtime.lanes import Lanes
+from kvexport.recipe.fields import MOST
+from kvexport.runtime.lanes import Counters, Lanes
 
 BUDGET, SLACK, CHUNK, EVERY = 8, 6, 4, 3
 
@@ -139,3 +140,14 @@ def test_no_cache_is_over_full_whatever_lanes_come_and_go() -> None:
         for lane in {*range(5)} - {*range(first, last)}:
             assert (lanes.length[lane], recorder.used[lane]) == (before[0][lane], before[1][lane])
     assert cleared > 20 and len(recorder.merges) > 100
+
+
+def test_a_sequence_ends_with_an_error_before_its_positions_run_out() -> None:
+    lanes, recorder = lanes_of(2)
+    lanes._set(0, Counters((BUDGET,), 0, MOST - BUDGET - SLACK - 3))
+    recorder.used[0] = BUDGET
+    lanes.append([ids(1, 2, 3), ids(4)])
+    with pytest.raises(ValueError, match="longer than the cache was built for, or than positions, 2147483647"):
+        lanes.append([ids(1), ids(4)])
+    lanes.append([ids(), ids(5)])
+    assert lanes.length == [MOST - BUDGET - SLACK, 2]

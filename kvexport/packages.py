@@ -15,6 +15,7 @@ from kvexport.errors import EnvironmentProblem
 VERBS = {
     "bench": "run",
     "generate": "run",
+    "chat": "run",
     "inspect": "run",
     "recipes": "run",
     "serve": "serve",

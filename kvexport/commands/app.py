@@ -12,6 +12,7 @@ import typer
 
 from kvexport.commands.bench import bench
 from kvexport.commands.build import build
+from kvexport.commands.chat import chat
 from kvexport.commands.doctor import doctor
 from kvexport.commands.errors import Verbs
 from kvexport.commands.eval import evaluate
@@ -26,7 +27,7 @@ from kvexport.version import __version__
 
 PLAIN: dict[str, Any] = {"rich_markup_mode": None, "context_settings": {"help_option_names": ["-h", "--help"]}}
 app = typer.Typer(cls=Verbs, no_args_is_help=True, pretty_exceptions_enable=False, **PLAIN)
-for verb in (build, generate, serve, bench, plan, inspect, validate):
+for verb in (build, generate, chat, serve, bench, plan, inspect, validate):
     app.command()(verb)
 app.command("eval")(evaluate)
 app.command()(doctor)

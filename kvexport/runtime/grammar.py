@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from kvexport.errors import EnvironmentProblem, KvexportError, UsageError
+from kvexport.errors import EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
     import llguidance
@@ -118,10 +118,13 @@ class Constraint:
         return self._mask
 
     def accept(self, token: int) -> None:
-        """Take note of the token that came. Raises KvexportError for one that the mask does not hold."""
+        """Take note of the token that came. Raises UsageError for one that the mask does not hold."""
         self._mask = None
         if not self._matcher.consume_token(token):
-            raise KvexportError(f"the grammar does not allow the token {token}: {_first_line(self._matcher)}")
+            raise UsageError(
+                f"the grammar does not allow the token {token}: {_first_line(self._matcher)}",
+                "give a grammar of text that the tokenizer can write",
+            )
 
     def _check(self) -> None:
         if self._matcher.is_error():

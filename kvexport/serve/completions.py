@@ -57,6 +57,7 @@ async def completions(service: Service, request: Request) -> Response:
     model = service.check_model(body.model)
     texts = TokenTexts(service.engine.tokenizer)
     prompts, answers, form = body.prompts(), body.n or 1, body.form()
+    service.check_choices(answers * len(prompts))
     session = session_name(request, body.session_id, answers * len(prompts))
     start = None if session is None else await service.sessions.get(session)
     asked, echoes = Prepared([], session), []

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 TokenIds = list[Annotated[int, Field(ge=0)]]
 _SEEDS = 1 << 64
+_LEAST_TEMPERATURE = 0.01  # as vLLM has it: logits divided by less may overflow
 _TYPE = re.compile(r"str|int|float|bool|\w+\[.*\]")  # of a union, as pydantic names it in the place of an error
 
 
@@ -52,7 +53,7 @@ class Sampling(Body):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
@@ -81,7 +82,7 @@ class Sampling(Body):
             "max_new_tokens": tokens,
             "min_new_tokens": None if self.min_tokens is None else min(self.min_tokens, tokens),
             "do_sample": sample,
-            "temperature": self.temperature or None,
+            "temperature": max(self.temperature, _LEAST_TEMPERATURE) if self.temperature else None,
             "top_k": self._top_k(engine),
             "top_p": self.top_p,
             "min_p": self.min_p,

@@ -211,6 +211,7 @@ class Service:
         **settings: Any,
     ) -> Prepared:
         """Requests for answers to token ids, after the state `start` where there is one."""
+        self.check_choices(sampling.n or 1)
         length = len(ids) + (0 if start is None else len(start.ids))
         self.check_length(length)
         longest = self.longest(length, tokens, default)
@@ -222,16 +223,19 @@ class Service:
             requests[0].start, requests[0].keep = start, True
         return Prepared(requests, session)
 
+    def check_choices(self, answers: int) -> None:
+        """Raises ApiError where so many are too many for one request."""
+        if answers > self.settings.choices:
+            said = f"{answers} answers are asked for in one request, and {self.settings.choices} are allowed"
+            raise ApiError(400, said[:200], param="n")
+
     def longest(self, prompt_tokens: int, wanted: int | None, default: int | None = None) -> int:
         """Tokens of an answer, at most: those wanted, else `default`, else all that fit."""
         room = self.engine.max_length - prompt_tokens
         return min(x for x in (wanted or default or room, room, self.settings.max_tokens) if x is not None)
 
     async def submit(self, requests: Sequence[EngineRequest], *, streams: bool) -> Job:
-        """Let them wait for lanes; `end` must follow. Raises ApiError where they are too many, or too many wait."""
-        if len(requests) > self.settings.choices:
-            said = f"{len(requests)} answers are asked for in one request, and {self.settings.choices} are allowed"
-            raise ApiError(400, said, param="n")
+        """Let them wait for lanes; `end` must follow. Raises ApiError where too many wait."""
         job = Job(requests, streams=streams, buffer=self.settings.buffer)
         job.timer = asyncio.get_running_loop().call_later(self.settings.timeout, self._expire, job)
         try:

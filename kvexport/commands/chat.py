@@ -1,0 +1,211 @@
+"""`kvexport chat`: a conversation in the terminal, whose state stays from turn to turn."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvexport.commands.options import ArtifactArgument, BackendOption
+from kvexport.errors import KvexportError, UsageError
+from kvexport.units import format_bytes
+
+if TYPE_CHECKING:
+    from kvexport.runtime.engine import Engine
+    from kvexport.runtime.request import Request
+    from kvexport.runtime.settings import GenerationSettings
+    from kvexport.runtime.snapshot import Snapshot
+
+HELP = """/save FILE   keep the conversation in a file
+/load FILE   go on with one
+/stats       tokens, slots and speed
+/reset       begin anew
+/exit        end (so does the end of the input)"""
+
+
+@dataclass
+class Chat:
+    """messages: said so far. snapshot: the state after them, None where they are to be read anew. last: the request of
+    the last answer."""
+
+    engine: Engine
+    settings: GenerationSettings
+    system: str | None = None
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    snapshot: Snapshot | None = None
+    last: Request | None = None
+
+    def __post_init__(self) -> None:
+        """Begin."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything but the system's message."""
+        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+        self.snapshot = self.last = None
+
+    def answer(self, text: str) -> None:
+        """Answer a message, printing every piece as soon as it is final. An interrupt ends the answer
+        alone."""
+        self.messages.append({"role": "user", "content": text})
+        try:
+            request = self._request()
+            self.engine.add(request)
+        except KvexportError:
+            self.messages.pop()
+            raise
+        shown, interrupted = 0, False
+        try:
+            while self.engine.busy:
+                self.engine.step()
+                for token in request.tokens[shown:]:
+                    print(token.text, end="", flush=True)
+                shown = len(request.tokens)
+        except KeyboardInterrupt:
+            interrupted = True
+            self.engine.cancel(request.id)
+        print(flush=True)
+        if request.error is not None and not interrupted:
+            self.messages.pop()
+            raise request.error
+        self.messages.append({"role": "assistant", "content": "".join(token.text for token in request.tokens)})
+        # A step that was interrupted leaves none; the next turn then reads the conversation anew.
+        self.snapshot, self.last = request.snapshot, request
+
+    def _request(self) -> Request:
+        from kvexport.runtime.request import Request
+        from kvexport.runtime.session import next_turn
+
+        ids = None
+        if self.snapshot is not None:
+            ids = next_turn(self.engine, self.snapshot, self.messages)
+        if ids is not None:
+            return Request(ids, self.settings, start=self.snapshot, keep=True)
+        return Request(self.engine.encode_chat(self.messages), self.settings, keep=True)
+
+    def command(self, line: str) -> bool:
+        """Do what a line with a slash says; False where it ends the conversation."""
+        word, _, rest = line.partition(" ")
+        rest = rest.strip()
+        if word == "/exit":
+            return False
+        if word in ("/save", "/load") and not rest:
+            raise UsageError(f"{word} needs a file", f"{word} FILE")
+        if word == "/save":
+            self._save(Path(rest))
+        elif word == "/load":
+            self._load(Path(rest))
+        elif word == "/reset":
+            self.reset()
+        elif word == "/stats":
+            print(self.statistics())
+        elif word == "/help":
+            print(HELP)
+        else:
+            raise UsageError(f"there is no command {word}", "/help shows those that there are")
+        return True
+
+    def _save(self, path: Path) -> None:
+        if self.snapshot is None:
+            raise UsageError("there is no conversation to save", "say something first")
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(json.dumps(self.messages).encode() + b"\n" + self.snapshot.to_bytes())
+            beside.replace(path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
+        print(f"{format_bytes(path.stat().st_size)} in {path}")
+
+    def _load(self, path: Path) -> None:
+        from kvexport.runtime.snapshot import Snapshot
+
+        said, _, state = path.read_bytes().partition(b"\n")
+        try:
+            messages = json.loads(said)
+            whole = isinstance(messages, list) and all(set(m) == {"role", "content"} for m in messages)
+        except (ValueError, TypeError, RecursionError):
+            whole = False
+        if not whole:
+            raise UsageError(f"{path} is no conversation", "a file that /save wrote")
+        self.snapshot = Snapshot.from_bytes(state, self.engine.manifest)
+        self.messages, self.last = messages, None
+        print(f"{len(self.messages)} messages, {self.snapshot.length} tokens")
+
+    def statistics(self) -> str:
+        """In a few lines."""
+        plan, tokens = self.engine.plan, 0 if self.snapshot is None else self.snapshot.length
+        lines = [f"messages: {len(self.messages)}", f"tokens seen: {tokens}", f"cache: {format_bytes(plan.bytes(1))}"]
+        if self.last is not None:
+            timing = self.last.timing
+            rate = timing.steps / timing.decode_seconds if timing.decode_seconds else 0.0
+            read = len(self.last.ids) - self.last.cached_tokens
+            lines.append(
+                f"last turn: {read} tokens read in {timing.prefill_seconds:.2f} s, {rate:.3g} tokens per second"
+            )
+        return "\n".join(lines)
+
+
+def chat(
+    artifact: ArtifactArgument,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system's message.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of one answer.")] = 1024,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0 takes the likeliest tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Only the most likely tokens of this mass.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of the draws.")] = None,
+    backend: BackendOption = None,
+) -> None:
+    """Talk to a model that has a chat template.
+
+    The state of the conversation stays: every turn reads what is new alone, however long it gets. Lines from a pipe are
+    messages too. /help shows the commands.
+    """
+    from kvexport.runtime.engine import load
+    from kvexport.terminal import show
+
+    with show(f"loading {artifact}"):
+        engine = load(artifact, backend=backend, lanes=1)
+    if engine.chat_template is None:
+        raise UsageError("the artifact has no chat template", "kvexport generate, or build an instruct model")
+    sample = None if temperature is None else temperature > 0
+    if sample is None and (top_p is not None or seed is not None):
+        sample = True
+    settings = engine.settings(
+        max_new_tokens=max_new_tokens, do_sample=sample, temperature=temperature or None, top_p=top_p, seed=seed
+    )
+    talk = Chat(engine, settings, system)
+    interactive = sys.stdin is not None and sys.stdin.isatty()
+    if interactive:
+        typer.echo("/help shows the commands, /exit ends.", err=True)
+    while (line := _line(interactive)) is not None:
+        try:
+            if line.startswith("/"):
+                if not talk.command(line):
+                    break
+            elif line:
+                talk.answer(line)
+        except (KvexportError, OSError) as error:
+            if not interactive:
+                raise
+            problem = error.problem if isinstance(error, KvexportError) else str(error)
+            typer.echo(f"error: {problem}", err=True)
+
+
+def _line(interactive: bool) -> str | None:
+    """The next line; None at the end of the input."""
+    if interactive:
+        try:
+            return input("> ").strip()
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            print()
+            return ""
+    line = sys.stdin.readline() if sys.stdin is not None else ""
+    return line.strip() if line else None

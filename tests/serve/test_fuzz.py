@@ -1,0 +1,24 @@
+"""Requests that nobody would send: benchmarks/serve_fuzz.py sends 20,000 of them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from serve_fuzz import Errors, mutations
+
+from tests.support.http_server import running
+from tests.support.json_model import json_engine
+
+
+def test_no_request_breaks_the_server(tiny_artifact: Path) -> None:
+    errors = Errors()
+    logging.getLogger().addHandler(errors)
+    try:
+        with running(json_engine(tiny_artifact)) as server:
+            seen = mutations(server, 300, seed=7)
+            assert server.service.worker.pending == 0
+    finally:
+        logging.getLogger().removeHandler(errors)
+    assert errors.said == []
+    assert seen["200"] > 30 and seen["400"] > 30

@@ -1,0 +1,105 @@
+"""Many clients at once, some of which do not behave: the others do not notice, and everything is given back."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from kvexport.runtime.engine import Engine
+from tests.support.command_line import process
+from tests.support.http_server import Running, running
+from tests.support.streams import RawClient
+
+COMPLETE = "/v1/completions"
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def test_random_disconnects_leave_nothing_running(server: Running) -> None:
+    """40 of them, each at another moment; benchmarks/serve_load.py makes 200."""
+    choose = random.Random(0)
+    worker, engine = server.service.worker, server.service.engine
+    for _ in range(40):
+        streams = choose.random() < 0.7
+        body = {"prompt": "a" * choose.choice((1, 40, 200)), "max_tokens": 300, "stream": streams}
+        client = RawClient(server.url, COMPLETE, body)
+        if streams and choose.random() < 0.7:
+            client.read_until(b"data:")
+        client.close()
+    wait_until(lambda: worker.pending == 0)
+    assert not server.on_engine(lambda: engine.busy) and not worker._entries and not worker._jobs
+
+
+def test_a_lane_is_free_a_step_after_its_client_has_gone(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that begin after the server has heard of it."""
+    steps: list[int] = []
+    step, cancel = Engine.step, server.service.worker.cancel
+
+    def counted(engine: Engine) -> Any:
+        steps.append(len(engine.running()))
+        time.sleep(0.005)
+        return step(engine)
+
+    def heard(job: Any) -> None:
+        if job.open:
+            steps.append(-1)
+        cancel(job)
+
+    monkeypatch.setattr(Engine, "step", counted)
+    monkeypatch.setattr(server.service.worker, "cancel", heard)
+    for _ in range(5):
+        steps.clear()
+        client = RawClient(server.url, COMPLETE, {"prompt": "a", "max_tokens": 400, "stream": True})
+        client.read_until(b"data:")
+        client.close()
+        wait_until(lambda: server.service.worker.pending == 0)
+        assert -1 in steps and len(steps) - steps.index(-1) - 1 <= 1
+
+
+def test_overload_is_refused_and_what_is_accepted_is_answered(engine: Engine) -> None:
+    with running(engine, queue=4) as server:
+        statuses: list[int] = []
+
+        def ask() -> None:
+            for _ in range(5):
+                statuses.append(server.ask(COMPLETE, {"prompt": "ab", "max_tokens": 20})[0])
+
+        threads = [threading.Thread(target=ask) for _ in range(24)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert set(statuses) == {200, 503} and len(statuses) == 120
+        assert server.service.worker.pending == 0
+
+
+@pytest.mark.parametrize("drain", [30, 0])
+def test_a_signal_drains(tiny_artifact: Path, drain: int) -> None:
+    """What runs is answered to its end within the limit, and told of the end beyond it."""
+    child = process("serve", tiny_artifact, "--port", 0, "--threads", 1, "--drain", drain)
+    assert child.stdout
+    url = child.stdout.readline().strip()
+    client = RawClient(url, COMPLETE, {"prompt": "a", "max_tokens": 500, "stream": True})
+    seen = client.read_until(b"data:")
+    child.send_signal(signal.SIGTERM)
+    seen += client.read_until(b"[DONE]")
+    _, said = child.communicate(timeout=60)
+    assert (child.returncode, "Traceback" in said) == (0, False), said
+    if drain:
+        assert seen.count(b"data:") > 100 and b'"finish_reason":"length"' in seen
+    else:
+        assert b"the server is shutting down" in seen or b'"finish_reason":"length"' in seen
+    assert not psutil.pid_exists(child.pid)

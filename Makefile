@@ -5,15 +5,22 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvexport-installed
 DEMO ?= demo
 
-.PHONY: demo test lint setup native native-cuda cross-tools tensorrt-bindings smollm2 cuda-host cuda-ptx gpu-check clean
+.PHONY: demo test lint setup native native-cuda cross-tools tensorrt-bindings smollm2 cuda-host cuda-ptx gpu-check lock clean
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+# Digests are checked of all packages but torch, of which every kind of machine has a wheel of its own. Where no wheel of
+# a pin is locked (other systems than Linux and macOS, Pythons that tools/lock.py does not name): make setup LOCK=off
+LOCK ?= requirements-lock.txt
+$(STAMP): pyproject.toml constraints.txt requirements-lock.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-deps $(if $(filter off,$(LOCK)),\
+	  $$(grep -v -e '^#' -e '^torch==' constraints.txt),--require-hashes --only-binary :all: --requirement $(LOCK))
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev]"
 	touch $(STAMP)
+
+lock: setup
+	$(BIN)/python -m tools.lock
 
 # The native operators as `pip install` builds them, with ONNX Runtime's headers fetched where there are none.
 native: setup

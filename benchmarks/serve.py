@@ -116,7 +116,7 @@ def commands(chosen: argparse.Namespace) -> dict[str, tuple[list[str], str]]:
 def started(command: list[str], path: str, work: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """A server's address while it runs."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), path]))}
-    with (work / "serve.log").open("w") as log:
+    with (work / f"serve-{command[2].strip('-')}.log").open("w") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, cwd=work
         )

@@ -46,12 +46,7 @@ class Genai:
     """onnxruntime-genai's engine, in a thread of its own."""
 
     def __init__(self, model: str, lanes: int, context: int, threads: int) -> None:
-        import onnxruntime_genai as og
-
-        self.og = og
-        self.engine = og.Engine(og.Model(model))
-        self.events = self.engine.create_event_buffer(4 * lanes)
-        self.context = context
+        self.model, self.lanes, self.context = model, lanes, context
         self.new: list[tuple[list[int], int, Deliver]] = []
         self.running: dict[int, tuple[Any, Deliver]] = {}
         self.wake = threading.Condition()
@@ -64,10 +59,12 @@ class Genai:
             self.wake.notify()
 
     def loop(self) -> None:
-        """Begin what is new, run, deliver."""
+        """Begin what is new, run, deliver. The engine belongs to the thread that made it."""
         import numpy as np
+        import onnxruntime_genai as og
 
-        og = self.og
+        engine = og.Engine(og.Model(self.model))
+        events = engine.create_event_buffer(4 * self.lanes)
         while True:
             with self.wake:
                 while not self.new and not self.running:
@@ -76,14 +73,14 @@ class Genai:
             for ids, count, deliver in new:
                 options = og.RequestOptions()
                 options.set_max_session_tokens(self.context)
-                request = self.engine.create_request(options=options)
+                request = engine.create_request(options=options)
                 turn = og.TurnOptions(request)
                 turn.set_max_generated_tokens(count)
                 turn.set_min_generated_tokens(count)
                 turn.set_do_sample(False)
                 number = request.begin_turn(np.array(ids, np.int32), turn)
                 self.running[number if number not in self.running else id(request)] = (request, deliver)
-            for event in self.engine.run(self.events) or ():
+            for event in engine.run(events) or ():
                 key = next(k for k, (request, _) in self.running.items() if request is event.request)
                 request, deliver = self.running[key]
                 flags = int(event.flags.value if hasattr(event.flags, "value") else event.flags)

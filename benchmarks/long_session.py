@@ -35,7 +35,8 @@ NAME = "long-session"
 RECIPE = "smollm2-135m-base"
 BLOCK, SLOTS, CHUNK = 4096, 512, 256
 WINDOWS, COUNTED = 8, 16  # windows of a block, and tokens counted of each
-SIDES = ("ballot cache", "ballot absolute", "streaming cache", "streaming absolute", "keepkv cache")
+WINDOW = "window"
+SIDES = ("ballot cache", "ballot absolute", WINDOW, "streaming cache", "streaming absolute", "keepkv cache")
 
 
 def main() -> None:
@@ -44,20 +45,21 @@ def main() -> None:
     figures = earlier(options.tokens, hashlib.sha256(text.encode()).hexdigest())
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for side in options.sides:
-            if side in figures["loss"]:
+            if side in figures["at_windows"]:
                 continue
-            engine = engine_of(side, Path(folder) / side.replace(" ", "-"), options.threads)
+            place = Path(folder) / side.replace(" ", "-")
+            engine = engine_of("streaming cache" if side == WINDOW else side, place, options.threads)
             ids = token_ids(engine, text, options.tokens)
-            losses = read_through(engine, ids)
-            figures["loss"][side] = by_block(losses)
-            figures["at_windows"][side] = [float(losses[at].mean()) for at in counted(len(ids))]
-            if "window" not in figures["at_windows"]:
-                window = windows(engine, ids)
-                figures["at_windows"]["window"] = [float(x.mean()) for x in window]
+            if side == WINDOW:
+                losses = windows(engine, ids)
+            else:
+                whole = read_through(engine, ids)
+                figures["loss"][side] = by_block(whole)
+                losses = [whole[at] for at in counted(len(ids))]
+            figures["at_windows"][side] = [float(x.mean()) for x in losses]
             figures["summary"] = summary(figures)
             save(NAME, figures)
-            print(side, " ".join(f"{x:.2f}" for x in figures["loss"][side]), flush=True)
-    print(json.dumps(figures["summary"], indent=1))
+    print(json.dumps({**figures["loss"], **figures["summary"]}, indent=1))
 
 
 def arguments() -> argparse.Namespace:
@@ -170,15 +172,15 @@ def summary(figures: dict[str, Any]) -> dict[str, Any]:
     """Of every side the loss at 4,000 to 8,000 tokens and over the last 10,000 of whole blocks; against the window the
     paired difference with its 95 % interval over windows beyond 8,192 tokens."""
     found: dict[str, Any] = {}
-    window = np.array(figures["at_windows"]["window"])
     beyond = np.array([at.start >= 8192 for at in counted(figures["tokens"] + 1)])
     for side, blocks in figures["loss"].items():
-        difference = (np.array(figures["at_windows"][side]) - window)[beyond]
         found[side] = {
             "from_4096_to_8192": blocks[1] if len(blocks) > 1 else None,
             "last_blocks": float(np.mean(blocks[-3:-1])) if len(blocks) > 4 else None,
         }
-        if len(difference) > 1:
+        at = figures["at_windows"]
+        if WINDOW in at and side in at and beyond.sum() > 1:
+            difference = (np.array(at[side]) - np.array(at[WINDOW]))[beyond]
             found[side]["minus_window"] = float(difference.mean())
             found[side]["interval"] = 1.96 * float(difference.std(ddof=1)) / math.sqrt(len(difference))
     return found

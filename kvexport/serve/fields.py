@@ -7,11 +7,13 @@ many that are somebody else's. Fields that are known, would change the answer an
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 
 from kvexport.runtime.grammar import Grammar
 from kvexport.serve.errors import ApiError
@@ -123,7 +125,13 @@ B = TypeVar("B", bound=BaseModel)
 def parse(kind: type[B], data: bytes) -> B:
     """A body. Raises ApiError that names the first field which is wrong."""
     try:
-        return kind.model_validate_json(data or b"{}")
+        given = from_json(data or b"{}", allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is no JSON: {error}"[:500], code="invalid_json") from None
+    if not _finite(given):
+        raise ApiError(400, "the body holds a number that is too large", code="invalid_json")
+    try:
+        return kind.model_validate(given)
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False, include_input=False)
         # Of a field that may be one of several types, the one that was meant is the one of which most was right.
@@ -131,6 +139,15 @@ def parse(kind: type[B], data: bytes) -> B:
         where = ".".join(part for part in map(str, first["loc"]) if not _TYPE.fullmatch(part))
         said = f"{where}: {first['msg']}" if where else f"the body is not what it should be: {first['msg']}"
         raise ApiError(400, said[:500], param=where or None, code="invalid_value") from None
+
+
+def _finite(value: Any) -> bool:
+    """Whether JSON can say it again: 1e999 is read as infinity. Nesting is bounded by the parser."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, dict):
+        return all(map(_finite, value.values()))
+    return all(map(_finite, value)) if isinstance(value, list) else True
 
 
 def refuse(given: BaseModel, name: str, allowed: Sequence[Any], why: str) -> None:

@@ -338,6 +338,20 @@ def test_no_bit_of_a_merge_depends_on_the_order_of_threads_and_blocks(
         assert_same_bits(results)
 
 
+@pytest.mark.parametrize("method", ["keepkv", "ballot", "zeromerge"])
+def test_no_bit_of_a_merge_depends_on_how_its_work_is_shared_out(caller: Caller, method: str) -> None:
+    """More blocks of a head than there are rows, and one for all; with slack far beyond what leaves, and without."""
+    state, attributes = merge_case(method, {}, dtype="float16")
+    for used in (420, 388):
+        state["votes"] *= np.arange(420) < used
+        results = []
+        for multiprocessors in (1, 7, 150):
+            set_host(caller.library, multiprocessors=multiprocessors)
+            results.append(caller.merge_cache(state, attributes))
+        assert_same_bits(results)
+    set_host(caller.library)
+
+
 @every_method
 def test_a_merge_apart_equals_the_one_in_place_and_ends_in_zeros(
     caller: Caller, method: str, parameters: dict[str, Any]

@@ -25,15 +25,21 @@ from tests.support.paths import ROOT
 
 RECORD = ROOT / "plugins" / "cuda" / "instructions.json"
 WARP, SIZE, SLOTS = 32, 128, (256, 512)
+DECODE = (
+    ("float16", 1, "Decode<kv::cuda::Half, 1>"),
+    *(("float16", group, "DecodeMma<kv::cuda::Half, 128>") for group in (4, 8, 16)),
+    ("float32", 4, "Decode<float, 4>"),
+    ("float32", 8, "Decode<float, 8>"),
+)
 LOG_EMA = (Statistic("log_ema", 0.9),)
 
 
 def measured(caller: PtxCaller) -> dict[str, float]:
-    """Of every figure its instructions of a warp: float16, heads of 128 elements, one statistic."""
+    """Of every figure its instructions of a warp: heads of 128 elements, one statistic; merges in float16."""
     found = {}
-    for group, program in ((1, "Decode<kv::cuda::Half, 1>"), (4, "DecodeMma<kv::cuda::Half, 128>")):
-        found[f"decode, group {group}, per slot"] = _difference(
-            caller, program, lambda slots, g=group: _decode(caller, g, slots), SLOTS[1] - SLOTS[0]
+    for dtype, group, program in DECODE:
+        found[f"decode, {dtype}, group {group}, per slot"] = _difference(
+            caller, program, lambda slots, d=dtype, g=group: _decode(caller, d, g, slots), SLOTS[1] - SLOTS[0]
         )
     evicted = 32
     pairs = evicted * (SLOTS[1] - SLOTS[0])
@@ -58,19 +64,19 @@ def _difference(caller: PtxCaller, program: str, run: Any, over: int) -> float:
     return (counts[1] - counts[0]) / WARP / over
 
 
-def _state(slots: int, capacity: int, statistics: int) -> dict[str, np.ndarray]:
+def _state(slots: int, capacity: int, statistics: int, dtype: str = "float16") -> dict[str, np.ndarray]:
     rng, shape = np.random.default_rng(1), (1, 1, capacity)
-    state = {name: rng.normal(size=(*shape, SIZE)).astype(np.float16) for name in ("key", "value")}
+    state = {name: rng.normal(size=(*shape, SIZE)).astype(dtype) for name in ("key", "value")}
     state["votes"] = (np.arange(capacity) < slots).astype(np.float32).reshape(shape)
     state["score"] = rng.gamma(1.0, size=(1, 1, statistics, capacity)).astype(np.float32)
     return state | {"position": np.arange(capacity, dtype=np.int32).reshape(shape)}
 
 
-def _decode(caller: PtxCaller, group: int, slots: int) -> None:
+def _decode(caller: PtxCaller, dtype: str, group: int, slots: int) -> None:
     rng, capacity = np.random.default_rng(2), SLOTS[1] + 32
-    state = _state(slots, capacity, 1)
-    inputs = {"query": rng.normal(size=(1, group, 1, SIZE)).astype(np.float16)}
-    inputs |= {name: rng.normal(size=(1, 1, 1, SIZE)).astype(np.float16) for name in ("key", "value")}
+    state = _state(slots, capacity, 1, dtype)
+    inputs = {"query": rng.normal(size=(1, group, 1, SIZE)).astype(dtype)}
+    inputs |= {name: rng.normal(size=(1, 1, 1, SIZE)).astype(dtype) for name in ("key", "value")}
     inputs |= {"position": np.array([[slots]]), "query_length": np.array([[1]])}
     inputs |= {f"past_{name}": x for name, x in state.items()}
     caller.vote_attention(inputs, VoteAttentionAttributes(SIZE**-0.5, 1.0, LOG_EMA))

@@ -31,7 +31,7 @@ FLAGS = ["-std=c++17", "-O1", "-fPIC", "-mfma", "-mf16c", "-ffp-contract=off", "
 DAY = 86400.0
 # The kernels that the tests' cases reach; all of them take minutes.
 SAMPLE = re.compile(
-    r"Rank|Choose|FormSets|Order|Place|DecodeSums|(Append|Attended|MergeRows|PrefillScores)<(float|Half)>"
+    r"Rank|Choose|FormSets|Order|Place|DecodeSums|(Append|Attended|MergeRows|PrefillScores|Turn)<(float|Half)>"
     r"|Nearest<(float|Half), \w+>|Decode<(float|Half), [148]>|DecodeMma<Half, 128>|Prefill<float, 1>"
     r"|PrefillMma(Scores)?<Half, 64>"
 )

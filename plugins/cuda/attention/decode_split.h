@@ -43,16 +43,18 @@ KV_HD constexpr size_t stage_size(int key_size, int value_size, int statistics) 
   return kBlock * (shared_stride<T>(key_size) + shared_stride<T>(value_size) + (2 + statistics) * sizeof(float));
 }
 
-// Every kDecodeThreads-th vector of `count` rows of `width`, from number t on: copy(row, vector). One division, not one
-// per vector.
-template <class F>
-KV_DEVICE void fetch_vectors(int width, int count, int t, F copy) {
-  const int rows = kDecodeThreads / width, rest = kDecodeThreads % width;
-  int slot = t / width, at = t % width;
-  while (slot < count) {
-    copy(slot, at);
-    slot += rows, at += rest;
-    if (at >= width) at -= width, ++slot;
+// Thread t's share of `count` rows of `width` vectors, which lie one after another, into shared memory where a row
+// takes `stride` bytes: every kDecodeThreads-th vector. Addresses go on by steps, with one division and no product.
+template <class T, class Program>
+KV_DEVICE void copy_rows(Block<Program>& block, T* to, int stride, const T* from, int width, int count, int t) {
+  const int step = kDecodeThreads / width * stride + kDecodeThreads % width * 16, rest = kDecodeThreads % width;
+  int at = t % width;
+  char* target = reinterpret_cast<char*>(to) + t / width * stride + at * 16;
+  const T* source = from + t * kLanes<T>;
+  for (int i = t; i < count * width; i += kDecodeThreads) {
+    block.template copy<16>(target, source);
+    source += kDecodeThreads * kLanes<T>, target += step, at += rest;
+    if (at >= width) at -= width, target += stride - width * 16;
   }
 }
 
@@ -60,14 +62,14 @@ template <class T, class Program>
 KV_DEVICE void fetch_rows(Block<Program>& block, const Head<T>& head, const Stage<T>& stage, int used, int from,
                           int count, int t) {
   const KvVoteAttention& a = head.a;
-  fetch_vectors(a.key_size / kLanes<T>, count, t, [&](int slot, int at) {
-    const T* row = from + slot < used ? head.key(from + slot) : head.new_key(0);
-    block.template copy<16>(stage.key(slot) + at * kLanes<T>, row + at * kLanes<T>);
-  });
-  fetch_vectors(a.value_size / kLanes<T>, count, t, [&](int slot, int at) {
-    const T* row = from + slot < used ? head.value(from + slot) : head.new_value(0);
-    block.template copy<16>(stage.value(slot) + at * kLanes<T>, row + at * kLanes<T>);
-  });
+  const int key_width = a.key_size / kLanes<T>, value_width = a.value_size / kLanes<T>;
+  const int held = min_of(count, used - from);  // the token that is new comes last
+  copy_rows(block, stage.key(0), stage.key_stride, head.key(from), key_width, held, t);
+  copy_rows(block, stage.value(0), stage.value_stride, head.value(from), value_width, held, t);
+  if (count > 0 && held < count) {
+    copy_rows(block, stage.key(held), stage.key_stride, head.new_key(0), key_width, 1, t);
+    copy_rows(block, stage.value(held), stage.value_stride, head.new_value(0), value_width, 1, t);
+  }
   const int slot = t % kWarp;
   if (from + slot >= used || slot >= count) return;
   for (int k = t / kWarp; k < 2 + a.statistics; k += kDecodeWarps) {

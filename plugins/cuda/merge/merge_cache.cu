@@ -30,8 +30,6 @@ const char* check(const KvMergeCache& a) {
   return nullptr;
 }
 
-int tiles_of(int rows) { return (rows + 31) / 32; }
-
 // Divides the workspace among the launches of a call; how many bytes it takes.
 size_t lay_out(const KvMergeCache& a, const Device& device, void* workspace, MergeWork* merge) {
   const KvMergePolicy& p = a.policy;
@@ -46,11 +44,16 @@ size_t lay_out(const KvMergeCache& a, const Device& device, void* workspace, Mer
                            : m.most_evicted;
   m.most_rows = pool < a.capacity ? static_cast<int>(pool) : a.capacity;
   const bool merges = p.merge != KV_MERGE_DROP && m.most_evicted > 0;
-  // As many splits as fill the device twice, none below four blocks of keys.
-  const size_t tiles = heads * tiles_of(m.most_evicted > 0 ? m.most_evicted : 1),
-               wanted = tiles > 0 ? 2 * device.multiprocessors / tiles : 1;
-  const size_t worth = a.capacity / 128;
-  m.splits = static_cast<int>(wanted < 1 || worth < 1 ? 1 : wanted < worth ? wanted : worth);
+  // Blocks that fill the device twice, or eight of a head: slots that leave are few, however large the slack is. A
+  // split is no less than four blocks of keys.
+  const auto within = [](int least, int x, int most) { return x < least ? least : x < most ? x : most; };
+  const int each = heads > 0 ? static_cast<int>(2 * device.multiprocessors / heads) : 1;
+  m.most_splits = a.capacity < 128 ? 1 : a.capacity / 128;
+  m.blocks = within(tiles_of(m.most_rows) < 8 ? tiles_of(m.most_rows) : 8, each, tiles_of(m.most_rows) * m.most_splits);
+  m.blocks = m.blocks < 1 ? 1 : m.blocks;
+  m.set_blocks = within(1, 2 * each < 32 ? 32 : 2 * each, m.most_evicted < 1 ? 1 : m.most_evicted);
+  const int64_t all = static_cast<int64_t>(m.most_rows) * m.most_splits, shared = int64_t{kTileRows} * m.blocks;
+  m.stride = static_cast<int>(all < shared ? all : shared < m.most_rows ? m.most_rows : shared);
   parts.take<int>(KV_CUDA_COUNTER_BYTES / sizeof(int));
   m.heads = parts.take<HeadInfo>(heads);
   m.order = parts.take<int>(slots);
@@ -63,8 +66,8 @@ size_t lay_out(const KvMergeCache& a, const Device& device, void* workspace, Mer
   m.source = parts.take<int>(slots);
   if (a.cache_positions && a.rotary_planes > 0 && a.compresses) m.steps = parts.take<int>(slots);
   if (merges) {
-    m.nearness = parts.take<float>(heads * m.most_rows * m.splits);
-    m.nearest = parts.take<int>(heads * m.most_rows * m.splits);
+    m.nearness = parts.take<float>(heads * m.stride);
+    m.nearest = parts.take<int>(heads * m.stride);
     m.target = parts.take<int>(heads * m.most_evicted);
     m.merged = parts.take<char>(heads * m.most_evicted * (a.key_size + a.value_size) * element_size(a.cache_type));
     m.merged_small = parts.take<float>(heads * m.most_evicted * (1 + a.statistics));
@@ -77,8 +80,8 @@ template <class T, bool ByError>
 const char* nearest(const MergeWork& m, bool higher, const Device& device, Stream stream) {
   using Kernel = Nearest<T, ByError>;
   const size_t heads = static_cast<size_t>(m.call.batch) * m.call.heads;
-  return launch<Kernel>({m, higher}, heads * tiles_of(higher ? m.most_rows : m.most_evicted) * m.splits,
-                        Kernel::size(m.call.key_size, m.call.value_size), device, stream);
+  return launch<Kernel>({m, higher}, heads * m.blocks, Kernel::size(m.call.key_size, m.call.value_size), device,
+                        stream);
 }
 
 template <class T>
@@ -100,7 +103,7 @@ const char* run(const MergeWork& m, const Device& device, Stream stream) {
     if (p.merge == KV_MERGE_PAIR && p.weigh == KV_WEIGH_HESSIAN)
       if (const char* problem = launch<Attended<T>>(m, heads, Attended<T>::size(), device, stream)) return problem;
     if (const char* problem =
-            launch<MergeRows<T>>(m, heads * m.most_evicted, MergeRows<T>::size(m.most_evicted), device, stream))
+            launch<MergeRows<T>>(m, heads * m.set_blocks, MergeRows<T>::size(m.most_evicted), device, stream))
       return problem;
   }
   if (const char* problem = launch<Order>(m, heads, Order::size(a.capacity), device, stream)) return problem;

@@ -1,5 +1,5 @@
-// MergeCache: the target nearest to each of many slots. One block of 128 threads per head, 32 rows (evicted slots, or
-// those of the eviction pool) and split of the targets:
+// MergeCache: the target nearest to each of many slots. Some blocks of 128 threads per head, which share out its work,
+// 32 rows (evicted slots, or those of the eviction pool) and a split of the targets at a time:
 //
 //   load the rows' keys, and where policy.order is by the error their values; the squares of each
 //   for each 32 targets of the split
@@ -17,15 +17,15 @@
 namespace kv {
 namespace cuda {
 
-// The nearest target of every row, in one pass over the keys of one split of the slots. A block is 32 rows against that
-// split. ByError: nearest is where the product of the squared distances of keys and of values is smallest.
+// The nearest target of every row, in one pass over the keys of one split of the slots. ByError: nearest is where the
+// product of the squared distances of keys and of values is smallest.
 template <class T, bool ByError>
 struct Nearest {
   struct Args {
     MergeWork work;
     bool higher;  // rows are the eviction pool; targets are unprotected slots of higher importance
   };
-  static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 2, kRows = 32, kSlots = 32, kParts = 4;
+  static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 2, kRows = kTileRows, kSlots = 32, kParts = 4;
   struct Registers {
     float best[2];
     int place[2];
@@ -52,21 +52,26 @@ struct Nearest {
 
   static KV_DEVICE void run(Block<Nearest>& block, const Args& args) {
     const MergeWork& work = args.work;
-    const KvMergeCache& a = work.call;
-    const int most = args.higher ? work.most_rows : work.most_evicted, tiles = (most + kRows - 1) / kRows;
-    const MergeHead head(work, block.index() / (tiles * work.splits));
-    const int split = block.index() % work.splits, begin = block.index() / work.splits % tiles * kRows;
+    const MergeHead head(work, block.index() / work.blocks);
     const HeadInfo x = head.info();
-    const int rows = args.higher ? x.pool : x.evicted;
-    if (x.over == 0 || begin >= rows) return;
+    if (x.over == 0) return;
+    const int rows = args.higher ? x.pool : x.evicted, splits = splits_of(work, rows);
+    for (int i = block.index() % work.blocks; i < tiles_of(rows) * splits; i += work.blocks)
+      look(block, args, head, x, rows, i / splits * kRows, i % splits, splits);
+  }
+
+  // 32 rows from `begin` on against one split. Ends with a barrier.
+  static KV_DEVICE void look(Block<Nearest>& block, const Args& args, const MergeHead& head, const HeadInfo& x,
+                             int rows, int begin, int split, int splits) {
+    const MergeWork& work = args.work;
+    const KvMergeCache& a = work.call;
     const Tile keys(block.shared, a.key_size), values(block.shared + Tile::bytes(a.key_size), a.value_size);
     float* importance = reinterpret_cast<float*>(block.shared + size(a.key_size, a.value_size)) - 17 * kRows;
     float* bests = importance + kRows;
     int* places = reinterpret_cast<int*>(bests + 8 * kRows);
     const int first = x.unprotected,
               last = args.higher || !a.recent_receives ? x.unprotected + x.unprotected_count : x.used;
-    const int each = (last - first + work.splits - 1) / work.splits, from = first + split * each,
-              to = min_of(from + each, last);
+    const int each = (last - first + splits - 1) / splits, from = first + split * each, to = min_of(from + each, last);
     const auto row_at = [&](int i) { return begin + i < rows ? head.rows()[begin + i] : -1; };
     block.each([&](int t, Registers& r) {
       r.best[0] = r.best[1] = kNoTarget, r.place[0] = r.place[1] = -1;
@@ -113,8 +118,8 @@ struct Nearest {
       for (int i = t * 8; i < t * 8 + 8; ++i)
         if (places[i] >= 0 && (place < 0 || bests[i] > best || (bests[i] == best && places[i] < place)))
           best = bests[i], place = places[i];
-      work.nearness[head.split(begin + t, split)] = best;
-      work.nearest[head.split(begin + t, split)] = place;
+      work.nearness[head.split(begin + t, split, splits)] = best;
+      work.nearest[head.split(begin + t, split, splits)] = place;
     });
   }
 

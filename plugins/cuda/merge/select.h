@@ -300,7 +300,7 @@ struct Choose {
       for (int i = t; i < x.pool; i += kThreads) {
         int target;
         const int slot = head.rows()[i];
-        const float near = nearest_of(head, i, &target);
+        const float near = nearest_of(head, i, x.pool, &target);
         if (near > (p.order == KV_ORDER_LEAST_ERROR ? -kTooFar : p.threshold)) s.mark[slot] = kFirst;
         if (p.order == KV_ORDER_LEAST_ERROR && near > -kTooFar)
           s.keep_score[slot] = merge_error(head.of(work.importance)[slot], p.error_exponent, -near);

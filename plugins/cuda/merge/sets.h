@@ -4,7 +4,7 @@
 //     target[evicted] = the younger neighbour, or the nearest slot where it is nearer than the threshold; -1: dropped
 //     set[target] = the first evicted slot of that target; the target's own row is not kept
 //   Attended, a block per head: output = sum of value times share of the accumulated probabilities, for a Hessian
-//   MergeRows, a block per evicted slot, which ends at once where that is not the first of its set
+//   MergeRows, some blocks per head, each for every so-manieth evicted slot that is the first of its set
 //     list the members, the target first, in the order of the evicted slots
 //     weight[member] = votes; times exp(logit) for a zip; of a pair the share of the younger key (all by one thread)
 //     key, value = mean by weight, for a pair in the rotary frame of the younger key    a thread an element
@@ -43,7 +43,7 @@ struct FormSets {
         const int slot = head.rows()[i];
         if (p.merge == KV_MERGE_PAIR) {
           if (is_older(x, slot) && head.of(work.mark)[slot + 1] != kEvicted) target = slot + 1;
-        } else if (!(nearest_of(head, i, &target) > p.threshold)) {
+        } else if (!(nearest_of(head, i, x.evicted, &target) > p.threshold)) {
           target = -1;
         }
         head.targets()[i] = target;
@@ -111,19 +111,26 @@ struct MergeRows {
   };
 
   static KV_DEVICE void run(Block<MergeRows>& block, const MergeWork& work) {
-    const KvMergeCache& a = work.call;
-    const MergeHead head(work, block.index() / work.most_evicted);
-    const int set = block.index() % work.most_evicted;
+    const MergeHead head(work, block.index() / work.set_blocks);
     const HeadInfo x = head.info();
-    if (x.over == 0 || set >= x.evicted) return;
-    const int target = head.targets()[set];
-    if (target < 0 || head.of(work.set)[target] != set) return;
+    if (x.over == 0) return;
     Shared s;
     s.sums = reinterpret_cast<int*>(block.shared);
     s.weight_sum = reinterpret_cast<float*>(s.sums + kThreads);
     s.factor = s.weight_sum + 1, s.share = s.weight_sum + 2, s.votes = s.weight_sum + 3;
     s.weight = s.weight_sum + 4;
     s.member = reinterpret_cast<int*>(s.weight + work.most_evicted + 1);
+    for (int set = block.index() % work.set_blocks; set < x.evicted; set += work.set_blocks) {
+      const int target = head.targets()[set];
+      if (target >= 0 && head.of(work.set)[target] == set) merge_set(block, head, x, s, set, target);
+    }
+  }
+
+  // Ends with a barrier.
+  static KV_DEVICE void merge_set(Block<MergeRows>& block, const MergeHead& head, const HeadInfo& x, const Shared& s,
+                                  int set, int target) {
+    const MergeWork& work = head.work;
+    const KvMergeCache& a = head.a;
     const int count = list_members(block, head, s, set, x.evicted, target);
     if (a.policy.merge == KV_MERGE_PAIR) weigh_pair(block, head, x, s);
     block.each([&](int t, auto&) {

@@ -1,12 +1,12 @@
 // What the launches of MergeCache share: the call, and a workspace that each of them fills further. In order:
 //
 //   Rank       slots in order of position, importance, which are evicted        select.h   a block per head
-//   Nearest    where policy.order asks for targets: those of the eviction pool  nearest.h  per 32 slots and split
+//   Nearest    where policy.order asks for targets: those of the eviction pool  nearest.h  some blocks per head
 //   Choose     ... and with them, which of the pool are evicted                 select.h   per head
-//   Nearest    the target nearest to every evicted slot, unless pairs merge     nearest.h  per 32 slots and split
+//   Nearest    the target nearest to every evicted slot, unless pairs merge     nearest.h  some blocks per head
 //   FormSets   merge sets: a target and the evicted slots that merge into it    sets.h     per head
 //   Attended   KVSlimmer alone: the attention's output                          sets.h     per head
-//   MergeRows  every set's key, value, votes and statistics                     sets.h     per evicted slot
+//   MergeRows  every set's key, value, votes and statistics                     sets.h     some blocks per head
 //   Order      where kept slots and merged rows go; their votes and statistics  place.h    per head
 //   Place      keys and values go there                                         place.h    per head and 64 bytes
 //   Turn       keys that are rotated by their places, to their new ones         place.h    per head and 32 rows
@@ -43,15 +43,18 @@ struct MergeWork {
   bool in_place;
   int most_evicted;  // slots of a head: the stride of arrays with an entry for each evicted slot
   int most_rows;     // that Nearest looks for targets of: those, or the eviction pool
-  int splits;        // of the targets in Nearest
+  int blocks;        // of a head in Nearest, and
+  int set_blocks;    // in MergeRows: they share out what there is, which is often far less than what there may be
+  int most_splits;   // of the targets in Nearest
+  int stride;        // of a head in what Nearest leaves
   HeadInfo* heads;
   int* order;  // the slot in the cache
   float* importance;
   float* keep_score;    // the lowest are evicted first
   uint8_t* mark;        // kEvicted, kCanReceive
   int* rows;            // [most_rows] slots to find targets of: the eviction pool, then the evicted ones
-  float* nearness;      // [most_rows, splits] of the nearest target
-  int* nearest;         // [most_rows, splits] that target
+  float* nearness;      // [stride: rows, splits] of the nearest target
+  int* nearest;         // [stride: rows, splits] that target
   int* target;          // [most_evicted] of every evicted slot, -1 without
   int* set;             // of a target: its merge set, the number of its first evicted slot; kNone of other slots
   int* result;          // of every slot the row that takes its place: its own number, ~set of a merged row, or kNone
@@ -95,18 +98,30 @@ struct MergeHead {
   KV_DEVICE T* value(int i) const {
     return static_cast<T*>(a.present.value) + (slots + slot(i)) * a.value_size;
   }
-  // Where the nearest target of row i is kept, of every split.
-  KV_DEVICE size_t split(int i, int split) const {
-    return (static_cast<size_t>(index) * work.most_rows + i) * work.splits + split;
+  // Where the nearest target of row i is kept, of every one of so many splits.
+  KV_DEVICE size_t split(int i, int split, int splits) const {
+    return static_cast<size_t>(index) * work.stride + static_cast<size_t>(i) * splits + split;
   }
 };
 
-// The nearest of a row's splits: of equals the first. Returns how near it is; kNoTarget and -1 where there is none.
-KV_DEVICE float nearest_of(const MergeHead& head, int row, int* target) {
+constexpr int kTileRows = 32;  // that a block of Nearest looks for targets of at a time
+KV_HD int tiles_of(int rows) { return (rows + kTileRows - 1) / kTileRows; }
+
+// Into how many splits Nearest divides the targets of so many rows: as many as its blocks can look at, since splits
+// change nothing of what is found.
+KV_HD int splits_of(const MergeWork& work, int rows) {
+  const int wanted = work.blocks / (rows > 0 ? tiles_of(rows) : 1);
+  return wanted < 1 ? 1 : wanted < work.most_splits ? wanted : work.most_splits;
+}
+
+// The nearest target of a row, of so many rows: of equals the first. Returns how near it is; kNoTarget and -1 where
+// there is none.
+KV_DEVICE float nearest_of(const MergeHead& head, int row, int rows, int* target) {
   float best = kNoTarget;
   *target = -1;
-  for (int i = 0; i < head.work.splits; ++i) {
-    const size_t at = head.split(row, i);
+  const int splits = splits_of(head.work, rows);
+  for (int i = 0; i < splits; ++i) {
+    const size_t at = head.split(row, i, splits);
     if (head.work.nearest[at] >= 0 && head.work.nearness[at] > best)
       best = head.work.nearness[at], *target = head.work.nearest[at];
   }

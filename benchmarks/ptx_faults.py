@@ -1,11 +1,11 @@
 """Whether the runner of the CUDA kernels' PTX finds what is wrong with them: every kernel of the list without one
 barrier, fence, wait or commit of a copy, each removed alone.
 
-    python benchmarks/ptx_faults.py [--each 3] [--only PROGRAM]
+    python benchmarks/ptx_faults.py [--each 4] [--only PROGRAM]
 
 Writes benchmarks/results/ptx_faults.json: of every removal where it stood and what gave it away, a report or other
-bits. A removal that changes nothing is no fault (a barrier beside another one) and is listed as well. `--each` of a
-kind and kernel are taken, evenly among those that there are.
+bits. What is not found is listed as well: a barrier beside another one, a wait that another number of stages would
+take. Of barriers `--each` of a kernel are taken, evenly among those that there are, and everything else.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ENDED = "the process ended"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--each", type=int, default=3)
+    parser.add_argument("--each", type=int, default=4)
     parser.add_argument("--only", default="")
     options = parser.parse_args()
     make.build("cuda-ptx")
@@ -40,10 +40,10 @@ def main() -> None:
     for program in [options.only] if options.only else CALLS:
         for kind in KINDS:
             there = places(bodies[program], kind)
-            for which in sorted({round(i * (len(there) - 1) / max(options.each - 1, 1)) for i in range(options.each)}):
-                if which < len(there):
-                    rows.append(row(program, kind, which, line(bodies[program], there[which][0])))
-                    print(rows[-1], flush=True)
+            count = min(options.each, len(there)) if kind == "barrier" else len(there)
+            for which in [(2 * i + 1) * len(there) // (2 * count) for i in range(count)]:
+                rows.append(row(program, kind, which, line(bodies[program], there[which][0])))
+                print(rows[-1], flush=True)
     seen = [one for one in rows if one["found by"]]
     summary = {"removed": len(rows), "found": len(seen), "not found": [one for one in rows if not one["found by"]]}
     if not options.only:

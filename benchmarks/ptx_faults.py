@@ -4,8 +4,9 @@ barrier, fence, wait or commit of a copy, each removed alone.
     python benchmarks/ptx_faults.py [--each 4] [--only PROGRAM]
 
 Writes benchmarks/results/ptx_faults.json: of every removal where it stood and what gave it away, a report or other
-bits. What is not found is listed as well: a barrier beside another one, a wait that another number of stages would
-take. Of barriers `--each` of a kernel are taken, evenly among those that there are, and everything else.
+bits, or that the calls do not come by, which a trap in its place shows. What runs and is not found is listed as well: a
+barrier beside another one, a wait when nothing is on its way. Of barriers `--each` of a kernel are taken, evenly among
+those that there are, and everything else.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tests.conformance.cuda_library import PtxCaller
 from tests.conformance.ptx_mutants import CALLS, KINDS, found, places, without
 
 ENDED = "the process ended"
+NEVER = "the calls do not come by"
 
 
 def main() -> None:
@@ -44,8 +46,9 @@ def main() -> None:
             for which in [(2 * i + 1) * len(there) // (2 * count) for i in range(count)]:
                 rows.append(row(program, kind, which, line(bodies[program], there[which][0])))
                 print(rows[-1], flush=True)
-    seen = [one for one in rows if one["found by"]]
-    summary = {"removed": len(rows), "found": len(seen), "not found": [one for one in rows if not one["found by"]]}
+    run = [one for one in rows if one["runs"]]
+    left = [one for one in run if not one["found by"]]
+    summary = {"removed": len(rows), "that run": len(run), "found": len(run) - len(left), "not found": left}
     if not options.only:
         save("ptx_faults", {**summary, "rows": rows})
 
@@ -64,14 +67,15 @@ def row(program: str, kind: str, which: int, source: str) -> dict[str, Any]:
             by = result.get(timeout=300)
         except multiprocessing.TimeoutError:
             by = ENDED
-    return {"program": program, "removed": kind, "number": which, "line": source, "found by": by}
+    return {"program": program, "removed": kind, "number": which, "line": source, "runs": by != NEVER, "found by": by}
 
 
 def judged(program: str, kind: str, which: int, path: str) -> str:
-    """What gives the removal away."""
+    """What gives the removal away; NEVER where the calls do not come by."""
     caller = PtxCaller(make.build("cuda-ptx"))
     caller.set_order(0, late=False, multiprocessors=9)
-    return found(program, without(kind, which), Path(path), CALLS[program](caller))
+    by = found(program, without(kind, which), Path(path), CALLS[program](caller))
+    return by or ("" if found(program, without(kind, which, "trap;"), Path(path + ".trap")) else NEVER)
 
 
 if __name__ == "__main__":

@@ -32,14 +32,14 @@ def places(body: str, kind: str) -> list[tuple[int, int]]:
     return [found.span() for found in re.finditer(KINDS[kind], body)]
 
 
-def without(kind: str, which: int | None = None) -> Callable[[str], str]:
-    """PTX without an instruction of a kind, or without all of them."""
+def without(kind: str, which: int | None = None, instead: str = "") -> Callable[[str], str]:
+    """PTX with something instead of an instruction of a kind, or of all of them."""
 
     def alter(body: str) -> str:
         found = places(body, kind)
         assert found, f"there is no {kind}"
         for begin, end in reversed(found if which is None else found[which : which + 1]):
-            body = body[:begin] + body[end:]
+            body = body[:begin] + instead + body[end:]
         return body
 
     return alter

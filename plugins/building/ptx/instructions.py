@@ -104,6 +104,11 @@ def _leave(_: Scope, __: Parts, ___: Operands) -> str:
     return "return;"
 
 
+@of("trap")
+def _trap(scope: Scope, _: Parts, __: Operands) -> str:
+    return f'report({scope.site()}, "a trap");'
+
+
 @of("bar", "barrier")
 def _barrier(scope: Scope, parts: Parts, a: Operands) -> str:
     if a != ["0"] or parts[1] != "sync":

@@ -136,7 +136,13 @@ def test_heavy_packages_are_imported_where_they_are_needed(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "root", ["kvexport.runtime.engine", *sorted(f"kvexport.backends.{n}.backend" for n in names())]
+    "root",
+    [
+        "kvexport.runtime.engine",
+        "kvexport.serve.run",
+        "kvexport.serve.app",
+        *sorted(f"kvexport.backends.{n}.backend" for n in names()),
+    ],
 )
 def test_running_an_artifact_never_imports_what_builds_it(root: str) -> None:
     graph = import_graph({module_of(path): path for path in PACKAGE.rglob("*.py")})

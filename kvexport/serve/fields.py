@@ -20,8 +20,8 @@ from kvexport.serve.errors import ApiError
 from kvexport.serve.forms import response_form, structured_form
 
 if TYPE_CHECKING:
-    from kvexport import GenerationSettings
     from kvexport.runtime.engine import Engine
+    from kvexport.runtime.settings import GenerationSettings
 
 TokenIds = list[Annotated[int, Field(ge=0)]]
 _SEEDS = 1 << 64

@@ -33,7 +33,7 @@ from kvexport.serve.worker import Job, Update, Worker
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvexport import GenerationSettings
+    from kvexport.runtime.settings import GenerationSettings
 
 T = TypeVar("T")
 log = logging.getLogger("kvexport.serve")

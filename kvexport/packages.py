@@ -18,6 +18,7 @@ VERBS = {
     "chat": "run",
     "inspect": "run",
     "recipes": "run",
+    "deploy": "run",
     "serve": "serve",
     "build": "export",
     "plan": "export",

@@ -37,6 +37,7 @@ ORDER = [
     "evaluate",
     "serve",
     "bench",
+    "deploy",
     "commands",
     "__main__",
 ]
@@ -141,6 +142,7 @@ def test_heavy_packages_are_imported_where_they_are_needed(path: Path) -> None:
         "kvexport.runtime.engine",
         "kvexport.serve.run",
         "kvexport.serve.app",
+        "kvexport.deploy.triton_model",
         *sorted(f"kvexport.backends.{n}.backend" for n in names()),
     ],
 )

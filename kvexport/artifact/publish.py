@@ -50,7 +50,7 @@ def stage(target: Path) -> Iterator[Path]:
             work.mkdir()
             yield work
             _require_manifest(work)
-            _sync_tree(work)
+            sync_tree(work)
             _publish(work, target)
         except BaseException as error:
             try:
@@ -241,7 +241,8 @@ def _require_manifest(work: Path) -> None:
         raise KvexportError(f"the build did not finish its artifact, nothing was written: {error.problem}") from error
 
 
-def _sync_tree(root: Path) -> None:
+def sync_tree(root: Path) -> None:
+    """Put every file and folder below `root`, and itself, on the disk."""
     for directory, _, names in os.walk(root, topdown=False):
         for name in names:
             _sync(Path(directory, name))
@@ -266,7 +267,7 @@ def _publish(work: Path, target: Path) -> None:
     try:
         if not (os.path.lexists(target) and any(target.iterdir())):
             work.rename(target)
-        elif not _exchange(work, target):
+        elif not exchange(work, target):
             _replace_in_two_steps(work, target)
         _sync(target.parent)
     except OSError as error:
@@ -277,7 +278,7 @@ def _publish(work: Path, target: Path) -> None:
         ) from error
 
 
-def _exchange(a: Path, b: Path) -> bool:
+def exchange(a: Path, b: Path) -> bool:
     """Swap two directories in one step (Linux, renameat2 with RENAME_EXCHANGE); False where the C library or file
     system cannot."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)

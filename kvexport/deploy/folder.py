@@ -1,0 +1,63 @@
+"""A folder that is written beside its place and takes it in one step, and never that of a folder of another kind."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvexport.artifact.publish import beside, exchange, place, sync_tree
+from kvexport.errors import EnvironmentProblem, UsageError
+
+
+@contextmanager
+def replaced(target: Path, kind: str, is_one: Callable[[Path], bool]) -> Iterator[Path]:
+    """A fresh folder, which becomes `target` when the block ends and is removed when it raises. kind: what it is, for
+    messages. is_one: whether a folder that is there already may be replaced.
+
+    A kill leaves at most a hidden `.NAME.stage-*` beside the target. Raises UsageError where something else is there,
+    EnvironmentProblem where the file system refuses.
+    """
+    target = place(Path(target))
+    _refuse_other(target, kind, is_one)
+    work = beside(target, f"stage-{secrets.token_hex(8)}")
+    try:
+        work.mkdir()
+        yield work
+        sync_tree(work)
+        _refuse_other(target, kind, is_one)
+        if target.exists() and any(target.iterdir()):
+            _exchange(work, target)
+        else:
+            work.rename(target)
+    except OSError as error:
+        where = error.filename or work
+        raise EnvironmentProblem(f"{where} cannot be written: {error.strerror}", "choose another --out") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _refuse_other(target: Path, kind: str, is_one: Callable[[Path], bool]) -> None:
+    if not os.path.lexists(target):
+        return
+    if target.is_symlink() or not target.is_dir() or (any(target.iterdir()) and not is_one(target)):
+        raise UsageError(
+            f"{target} exists and is no {kind} that kvexport wrote; it was left alone",
+            "choose another --out, or remove it first",
+        )
+
+
+def _exchange(work: Path, target: Path) -> None:
+    if exchange(work, target):
+        return
+    old = beside(target, f"stage-{secrets.token_hex(8)}")
+    target.rename(old)
+    try:
+        work.rename(target)
+    except BaseException:
+        old.rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,167 @@
+"""`kvexport serve` in Kubernetes: a Deployment, its Service, and the claim that sessions lie in (docs/deploy.md)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvexport.artifact.manifest import Manifest
+from kvexport.artifact.reading import load_manifest
+from kvexport.errors import UsageError
+
+USER = 10001  # of docker/cpu.Dockerfile
+PORT = 8000
+MIB = 1 << 20
+PROGRAM = 512 * MIB  # Python, ONNX Runtime and activations of a small model
+
+
+@dataclass(frozen=True)
+class Server:
+    """image: with `kvexport` as its entry point and the extra `serve`. name: of everything in the cluster. claim: of
+    the volume whose root is the artifact. drain: seconds that running requests get. Bytes: prefix_memory,
+    session_memory, session_disk."""
+
+    image: str
+    name: str
+    claim: str
+    cpus: int
+    lanes: int | None
+    drain: int
+    prefix_memory: int
+    session_memory: int
+    session_disk: int
+
+
+def memory(manifest: Manifest, server: Server) -> int:
+    """Bytes: twice the artifact's files (kernels may keep their weights in an order of their own), the state of all
+    lanes, what prefixes and sessions may take, and the program."""
+    state = manifest.cache.bytes(server.lanes or manifest.limits.max_batch)
+    return 2 * manifest.bytes + state + server.prefix_memory + server.session_memory + PROGRAM
+
+
+def manifests(artifact: Path, server: Server) -> str:
+    """YAML of all objects. Raises UsageError for a name that Kubernetes would refuse and more lanes than there are,
+    ArtifactError for a damaged artifact."""
+    for option, name in (("--name", server.name), ("--claim", server.claim)):
+        if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", name):
+            raise UsageError(f"{name!r} is no name that Kubernetes takes", f"{option} with a-z, 0-9 and - alone")
+    manifest = load_manifest(artifact)
+    most = manifest.limits.max_batch
+    if server.lanes is not None and server.lanes > most:
+        raise UsageError(f"--lanes is {server.lanes}, the artifact was built for {most}", f"--lanes {most} or fewer")
+    objects = [_claim(server), _deployment(server, _mib(memory(manifest, server))), _service(server)]
+    key = f"# kubectl create secret generic {server.name}-key --from-literal=key=KEY\n"
+    return key + str(yaml.safe_dump_all(objects, sort_keys=False))
+
+
+def _mib(amount: int) -> str:
+    return f"{-(-amount // MIB)}Mi"
+
+
+def _metadata(server: Server, suffix: str = "") -> dict[str, Any]:
+    return {"name": server.name + suffix, "labels": {"app.kubernetes.io/name": server.name}}
+
+
+def _claim(server: Server) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": _metadata(server, "-sessions"),
+        "spec": {
+            "accessModes": ["ReadWriteOnce"],
+            # A session that is being written is there twice
+            "resources": {"requests": {"storage": _mib(server.session_disk + server.session_memory)}},
+        },
+    }
+
+
+def _deployment(server: Server, memory: str) -> dict[str, Any]:
+    labels = {"app.kubernetes.io/name": server.name}
+    pod = {
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "fsGroup": USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "automountServiceAccountToken": False,
+        # Requests drain, then sessions are written
+        "terminationGracePeriodSeconds": server.drain + 60,
+        "containers": [_container(server, memory)],
+        "volumes": [
+            {"name": "artifact", "persistentVolumeClaim": {"claimName": server.claim, "readOnly": True}},
+            {"name": "sessions", "persistentVolumeClaim": {"claimName": f"{server.name}-sessions"}},
+            {"name": "tmp", "emptyDir": {}},
+        ],
+    }
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": _metadata(server),
+        "spec": {
+            "replicas": 1,  # sessions are of one server
+            "strategy": {"type": "Recreate"},  # so that no two servers have one folder of sessions
+            "selector": {"matchLabels": labels},
+            "template": {"metadata": {"labels": dict(labels)}, "spec": pod},
+        },
+    }
+
+
+def _container(server: Server, memory: str) -> dict[str, Any]:
+    options = {
+        "--host": "0.0.0.0",
+        "--port": PORT,
+        "--name": server.name,
+        "--threads": server.cpus,
+        "--drain": server.drain,
+        "--prefix-memory": server.prefix_memory,
+        "--session-memory": server.session_memory,
+        "--session-folder": "/sessions/kept",
+        "--session-disk": server.session_disk,
+        **({} if server.lanes is None else {"--lanes": server.lanes}),
+    }
+    resources = {"cpu": str(server.cpus), "memory": memory}
+    return {
+        "name": "kvexport",
+        "image": server.image,
+        "args": ["serve", "/artifact", *(str(word) for option in options.items() for word in option)],
+        "env": [
+            {"name": "KVEXPORT_API_KEY", "valueFrom": {"secretKeyRef": {"name": f"{server.name}-key", "key": "key"}}}
+        ],
+        "ports": [{"name": "http", "containerPort": PORT}],
+        # Until the model is loaded nothing is answered; digests of large weights take their time
+        "startupProbe": {**_probe("/ready"), "periodSeconds": 5, "failureThreshold": 120},
+        "readinessProbe": {**_probe("/ready"), "periodSeconds": 5},
+        "livenessProbe": {**_probe("/health"), "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6},
+        "resources": {"requests": resources, "limits": {"memory": memory}},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": [
+            {"name": "artifact", "mountPath": "/artifact", "readOnly": True},
+            {"name": "sessions", "mountPath": "/sessions"},
+            {"name": "tmp", "mountPath": "/tmp"},
+        ],
+    }
+
+
+def _probe(path: str) -> dict[str, Any]:
+    return {"httpGet": {"path": path, "port": "http"}}
+
+
+def _service(server: Server) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(server),
+        "spec": {
+            "selector": {"app.kubernetes.io/name": server.name},
+            "ports": [{"name": "http", "port": 80, "targetPort": "http"}],
+        },
+    }

@@ -1,0 +1,68 @@
+"""decoder.onnx and merge.onnx as one ONNX graph, for servers that hand its state on and check
+nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvexport.artifact.manifest import Limits
+from kvexport.cache import CachePlan
+
+if TYPE_CHECKING:
+    import onnx
+    from numpy.typing import NDArray
+
+
+def with_merge(decoder: onnx.ModelProto, merge: onnx.ModelProto | None, plan: CachePlan) -> onnx.ModelProto:
+    """The decoder, whose state every layer that can exceed its budget merges before it leaves the graph: an engine's
+    steps where `merge_every` is 1, since MergeCache leaves a cache within its budget as it is. Changes `decoder` and
+    gives it back; weights stay where they are."""
+    if merge is None:
+        return decoder
+    merged = {value.name for value in merge.graph.output}
+    before = {name: f"{name}.before_merge" for name in merged}
+    for node in decoder.graph.node:
+        node.input[:] = [before.get(name, name) for name in node.input]
+        node.output[:] = [before.get(name, name) for name in node.output]
+    appended = {past: before[present] for past, present, _, _ in plan.state_names() if present in merged}
+    for node in merge.graph.node:  # nothing but MergeCache nodes: no names of their own beside those of the state
+        node.input[:] = [appended[name] for name in node.input]
+        decoder.graph.node.append(node)
+    there = {(function.domain, function.name, function.overload) for function in decoder.functions}
+    decoder.functions.extend(f for f in merge.functions if (f.domain, f.name, f.overload) not in there)
+    return decoder
+
+
+def with_limits(decoder: onnx.ModelProto, limits: Limits) -> onnx.ModelProto:
+    """The decoder, which no call takes beyond what its cache holds: one of more than `prefill_chunk` tokens fails, and
+    of a sequence that is longer than `max_length` the logits are NaN, beside others that have theirs. An engine looks
+    after both itself. Changes `decoder` and gives it back."""
+    import numpy as np
+    from onnx import helper, numpy_helper
+
+    within, anywhere = "query_length.within_chunk", "logits.of_any_length"
+    for node in decoder.graph.node:
+        node.input[:] = [within if name == "query_length" else name for name in node.input]
+        node.output[:] = [anywhere if name == "logits" else name for name in node.output]
+    constants: dict[str, NDArray[Any]] = {
+        # A gather beyond its table is an error, and what it gives has to be used, or it would be left out
+        "chunk.sizes": np.arange(limits.prefill_chunk + 1, dtype=np.int64),
+        "chunk.axes": np.array([2], np.int64),
+        "length.limit": np.array(limits.max_length, np.int64),
+        "length.nan": np.array(np.nan, np.float32),
+    }
+    first = [
+        helper.make_node("Shape", ["input_ids"], ["chunk.width"], start=1, end=2),
+        helper.make_node("Gather", ["chunk.sizes", "chunk.width"], ["chunk.most"]),
+        helper.make_node("Min", ["query_length", "chunk.most"], [within]),
+    ]
+    last = [
+        helper.make_node("Greater", ["present_length", "length.limit"], ["length.beyond"]),
+        helper.make_node("Unsqueeze", ["length.beyond", "chunk.axes"], ["length.rows"]),
+        helper.make_node("Where", ["length.rows", "length.nan", anywhere], ["logits"]),
+    ]
+    nodes = [*first, *decoder.graph.node, *last]
+    del decoder.graph.node[:]
+    decoder.graph.node.extend(nodes)
+    decoder.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in constants.items())
+    return decoder

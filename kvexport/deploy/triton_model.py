@@ -1,0 +1,120 @@
+"""What Triton's python backend runs: an engine, whose tokens go out one response each (decoupled).
+
+A request has `text_input` or `input_ids`, and `settings`, a JSON object with fields of GenerationSettings. Requests
+join those that run, as many at once as the artifact has lanes; one that its client cancels frees its lane at the next
+step.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import queue
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvexport.errors import KvexportError, UsageError
+from kvexport.runtime.engine import Engine, load
+from kvexport.runtime.request import FINISHED, Request, Token
+
+
+class TritonPythonModel:
+    """The class that the python backend asks for, under this name."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Load the artifact beside model.py, and start the thread that alone touches the engine."""
+        self._backend: Any = importlib.import_module("triton_python_backend_utils")  # there is one in Triton alone
+        self._engine: Engine = load(Path(args["model_repository"]) / args["model_version"] / "artifact")
+        self._came: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kvexport", daemon=True)
+        self._thread.start()
+
+    def execute(self, requests: list[Any]) -> None:
+        """Take requests; their responses come from the thread."""
+        for request in requests:
+            self._came.put(request)
+
+    def finalize(self) -> None:
+        """End when the requests that run have."""
+        self._came.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        running: list[tuple[Request, Any, int]] = []  # with its sender, and how many tokens went out
+        ends = False
+        while running or not ends:
+            while not ends and not (running and self._came.empty()):
+                if (came := self._came.get()) is None:
+                    ends = True
+                elif (begun := self._begin(came)) is not None:
+                    running.append((*begun, 0))
+            if running:
+                self._step(running)
+
+    def _begin(self, came: Any) -> tuple[Request, Any] | None:
+        sender = came.get_response_sender()
+        try:
+            request = Request(*_prompt_and_settings(self._engine, self._given(came)))
+            self._engine.add(request)
+            return request, sender
+        except Exception as error:
+            self._fail(sender, error)
+            return None
+
+    def _given(self, came: Any) -> dict[str, Any]:
+        tensors = (self._backend.get_input_tensor_by_name(came, n) for n in ("text_input", "input_ids", "settings"))
+        return {tensor.name(): tensor.as_numpy() for tensor in tensors if tensor is not None}
+
+    def _step(self, running: list[tuple[Request, Any, int]]) -> None:
+        for request, sender, _ in running:
+            if sender.is_cancelled():
+                self._engine.cancel(request.id)
+        try:
+            self._engine.step()
+        except Exception as error:
+            self._backend.Logger.log_error(f"kvexport: a step failed: {error}")  # its requests have it too
+        for i, (request, sender, sent) in enumerate(running):
+            for token in request.tokens[sent:]:
+                self._send(sender, token)
+            running[i] = (request, sender, len(request.tokens))
+            if request.error is not None:
+                self._fail(sender, request.error)
+            elif request.finish_reason == "cancelled":
+                sender.send(flags=self._backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        running[:] = [entry for entry in running if entry[0].state is not FINISHED]
+
+    def _send(self, sender: Any, token: Token) -> None:
+        values = {
+            "token_id": np.array([token.id], np.int64),
+            "text_output": np.array([token.text.encode()], np.object_),
+            "finish_reason": np.array([(token.finish_reason or "").encode()], np.object_),
+        }
+        response = self._backend.InferenceResponse([self._backend.Tensor(n, value) for n, value in values.items()])
+        sender.send(response, flags=self._backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL if token.finish_reason else 0)
+
+    def _fail(self, sender: Any, error: Exception) -> None:
+        told = str(error) if isinstance(error, KvexportError) else "the server failed"
+        if not isinstance(error, KvexportError):
+            self._backend.Logger.log_error(f"kvexport: a request failed: {error!r}")
+        response = self._backend.InferenceResponse(error=self._backend.TritonError(told))
+        sender.send(response, flags=self._backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+
+def _prompt_and_settings(engine: Engine, given: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Of a request's tensors. Raises UsageError for what cannot be used."""
+    if ("text_input" in given) == ("input_ids" in given):
+        raise UsageError("a request has a prompt, as text or as token ids", "text_input or input_ids, one of them")
+    try:
+        asked = json.loads(given["settings"].reshape(-1)[0]) if "settings" in given else {}
+        prompt = (
+            given["text_input"].reshape(-1)[0].decode() if "text_input" in given else given["input_ids"].reshape(-1)
+        )
+    except (ValueError, IndexError, RecursionError) as error:
+        raise UsageError(f"text_input or settings cannot be read: {error}", "UTF-8, and a JSON object") from None
+    if not isinstance(asked, dict) or "grammar" in asked:
+        raise UsageError("settings is no JSON object, or has a grammar", '{"max_new_tokens": 64}')
+    return prompt, engine.settings(**asked)

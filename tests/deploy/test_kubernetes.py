@@ -1,0 +1,79 @@
+"""The manifests of `kvexport deploy kubernetes`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer
+import yaml
+
+from kvexport.artifact.reading import load_manifest
+from kvexport.commands.app import app
+from tests.support import command_line
+
+
+def objects(artifact: Path, *options: object) -> dict[str, Any]:
+    out = command_line.ok("deploy", "kubernetes", artifact, "--name", "tiny", *options)
+    assert "&id" not in out
+    return {each["kind"]: each for each in yaml.safe_load_all(out)}
+
+
+def test_the_server_is_called_as_it_can_be_called(tiny_artifact: Path) -> None:
+    found = objects(tiny_artifact, "--lanes", 2, "--cpus", 3, "--drain", 7, "--session-disk", "1GiB")
+    pod = found["Deployment"]["spec"]["template"]["spec"]
+    container = pod["containers"][0]
+    verb, *words = container["args"]
+    given = typer.main.get_command(app).commands[verb].make_context(verb, words).params  # type: ignore[attr-defined]
+    assert {name: given[name] for name in ("host", "port", "name", "lanes", "threads", "drain", "session_disk")} == {
+        "host": "0.0.0.0",
+        "port": container["ports"][0]["containerPort"],
+        "name": ["tiny"],
+        "lanes": 2,
+        "threads": 3,
+        "drain": 7,
+        "session_disk": str(1 << 30),
+    }
+    assert pod["terminationGracePeriodSeconds"] > given["drain"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounts["artifact"] == str(given["artifact"]) and mounts["sessions"] == str(given["session_folder"].parent)
+    assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
+    claims = [v["persistentVolumeClaim"]["claimName"] for v in pod["volumes"] if "persistentVolumeClaim" in v]
+    assert claims == ["tiny-artifact", found["PersistentVolumeClaim"]["metadata"]["name"]]
+
+
+def test_probes_key_labels_and_ports_fit_together(tiny_artifact: Path) -> None:
+    found = objects(tiny_artifact)
+    spec = found["Deployment"]["spec"]
+    container = spec["template"]["spec"]["containers"][0]
+    paths = {name: container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "readiness", "liveness")}
+    assert paths == {"startup": "/ready", "readiness": "/ready", "liveness": "/health"}
+    key = {"name": "tiny-key", "key": "key"}
+    assert container["env"] == [{"name": "KVEXPORT_API_KEY", "valueFrom": {"secretKeyRef": key}}]
+    labels = spec["template"]["metadata"]["labels"]
+    assert spec["selector"]["matchLabels"] == labels == found["Service"]["spec"]["selector"]
+    assert found["Service"]["spec"]["ports"][0]["targetPort"] == container["ports"][0]["name"] == "http"
+    assert spec["replicas"] == 1 and spec["strategy"] == {"type": "Recreate"}
+
+
+def test_memory_is_what_the_artifact_and_the_options_take(tiny_artifact: Path) -> None:
+    manifest = load_manifest(tiny_artifact)
+
+    def asked(*options: object) -> int:
+        pod = objects(tiny_artifact, *options)["Deployment"]["spec"]["template"]["spec"]
+        resources = pod["containers"][0]["resources"]
+        assert resources["limits"]["memory"] == resources["requests"]["memory"]
+        return int(resources["limits"]["memory"].removesuffix("Mi")) << 20
+
+    least = 2 * manifest.bytes + manifest.cache.bytes(4) + (512 << 20)
+    assert 0 <= asked("--prefix-memory", "0", "--session-memory", "0") - least < 1 << 20
+    assert asked("--prefix-memory", "3GiB") - asked("--prefix-memory", "1GiB") == 2 << 30
+
+
+def test_what_a_cluster_would_refuse_is_refused(tiny_artifact: Path) -> None:
+    for options, said in (
+        (("--name", "Tiny"), "no name that Kubernetes takes"),
+        (("--claim", "a_b"), "--claim with"),
+        (("--lanes", "5"), "built for 4"),
+    ):
+        assert said in command_line.failure(2, "deploy", "kubernetes", tiny_artifact, *options)

@@ -35,7 +35,9 @@ def replaced(target: Path, kind: str, is_one: Callable[[Path], bool]) -> Iterato
             work.rename(target)
     except OSError as error:
         where = error.filename or work
-        raise EnvironmentProblem(f"{where} cannot be written: {error.strerror}", "choose another --out") from error
+        raise EnvironmentProblem(
+            f"{where} cannot be written: {error.strerror or error}", "choose another --out"
+        ) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -43,6 +45,8 @@ def replaced(target: Path, kind: str, is_one: Callable[[Path], bool]) -> Iterato
 def _refuse_other(target: Path, kind: str, is_one: Callable[[Path], bool]) -> None:
     if not os.path.lexists(target):
         return
+    if target.is_dir() and target.samefile("."):
+        raise UsageError(f"{target} is the current directory, which cannot be replaced", "choose another --out")
     if target.is_symlink() or not target.is_dir() or (any(target.iterdir()) and not is_one(target)):
         raise UsageError(
             f"{target} exists and is no {kind} that kvexport wrote; it was left alone",

@@ -45,15 +45,18 @@ def with_limits(decoder: onnx.ModelProto, limits: Limits) -> onnx.ModelProto:
         node.input[:] = [within if name == "query_length" else name for name in node.input]
         node.output[:] = [anywhere if name == "logits" else name for name in node.output]
     constants: dict[str, NDArray[Any]] = {
-        # A gather beyond its table is an error, and what it gives has to be used, or it would be left out
-        "chunk.sizes": np.arange(limits.prefill_chunk + 1, dtype=np.int64),
+        "chunk.counts": np.arange(1, limits.prefill_chunk + 1, dtype=np.int64),
+        "chunk.start": np.array([0], np.int64),
         "chunk.axes": np.array([2], np.int64),
         "length.limit": np.array(limits.max_length, np.int64),
         "length.nan": np.array(np.nan, np.float32),
     }
     first = [
         helper.make_node("Shape", ["input_ids"], ["chunk.width"], start=1, end=2),
-        helper.make_node("Gather", ["chunk.sizes", "chunk.width"], ["chunk.most"]),
+        helper.make_node("Slice", ["chunk.counts", "chunk.start", "chunk.width"], ["chunk.there"]),
+        # Every provider checks a reshape, and none leaves one out whose result is used
+        helper.make_node("Reshape", ["chunk.there", "chunk.width"], ["chunk.all"]),
+        helper.make_node("ReduceMax", ["chunk.all"], ["chunk.most"]),
         helper.make_node("Min", ["query_length", "chunk.most"], [within]),
     ]
     last = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +107,7 @@ def test_the_graph_merges_in_the_call_that_fills_it_and_takes_no_more_than_a_chu
         used.append((batcher.kept[0]["past_key_values.0.votes"] > 0).sum(-1).tolist())
     assert used == [[16, 16], [32, 32], [32, 32], [32, 32]]
     before = batcher.kept[0]
-    with pytest.raises(Exception, match="Gather"):
+    with pytest.raises(Exception, match="Reshape"):
         batcher.call({0: list(range(17))}, 17)
     assert batcher.kept[0] is before
 
@@ -120,7 +122,7 @@ def test_a_sequence_that_is_too_long_fails_beside_one_that_is_not(model: Path) -
 
 
 def test_a_repository_is_replaced_and_nothing_else_is(
-    model: Path, artifact: Path, tiny_artifact: Path, tmp_path: Path
+    model: Path, artifact: Path, tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "models"
     for name in ("first", "second"):
@@ -139,4 +141,14 @@ def test_a_repository_is_replaced_and_nothing_else_is(
     assert "--kind is" in command_line.failure(
         2, "deploy", "triton", artifact, "--out", tmp_path / "x", "--kind", "both"
     )
+    monkeypatch.chdir(out)
+    assert "current directory" in command_line.failure(2, "deploy", "triton", artifact, "--out", ".")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shutil.copyfile", _full)
+    assert "No space left" in command_line.failure(3, "deploy", "triton", artifact, "--out", tmp_path / "x")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["models"]
+    assert sorted(path.name for path in out.iterdir()) == ["mine", "second"]
+
+
+def _full(*paths: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(paths[-1]))

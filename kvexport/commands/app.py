@@ -13,7 +13,7 @@ import typer
 from kvexport.commands.bench import bench
 from kvexport.commands.build import build
 from kvexport.commands.chat import chat
-from kvexport.commands.deploy import deploy_kubernetes, deploy_triton
+from kvexport.commands.deploy import deploy_kubernetes, deploy_ray, deploy_triton
 from kvexport.commands.doctor import doctor
 from kvexport.commands.errors import Verbs
 from kvexport.commands.eval import evaluate
@@ -39,6 +39,7 @@ recipes_app.command("methods")(recipes_methods)
 app.add_typer(recipes_app, name="recipes")
 deploy_app = typer.Typer(help="An artifact for platforms that serve models.", no_args_is_help=True, **PLAIN)
 deploy_app.command("triton")(deploy_triton)
+deploy_app.command("ray")(deploy_ray)
 deploy_app.command("kubernetes")(deploy_kubernetes)
 app.add_typer(deploy_app, name="deploy")
 

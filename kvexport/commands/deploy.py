@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvexport.commands.options import ArtifactArgument
+from kvexport.commands.serve import keys_of
 from kvexport.units import parse_bytes
 
 
@@ -47,3 +48,35 @@ def deploy_kubernetes(
     sizes = [parse_bytes(text) for text in (prefix_memory, session_memory, session_disk)]
     server = Server(image, name, claim or f"{name}-artifact", cpus, lanes, drain, *sizes)
     print(manifests(artifact, server), end="")
+
+
+def deploy_ray(
+    artifact: ArtifactArgument,
+    replicas: Annotated[int, typer.Option(min=1, help="Servers; each has a copy of the model.")] = 1,
+    cpus: Annotated[int, typer.Option(min=1, help="Of a replica, and threads of its model.")] = 1,
+    lanes: Annotated[int | None, typer.Option(min=1, help="Of a replica; limits.max_batch.")] = None,
+    host: Annotated[str, typer.Option(help="As serve's.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    api_key: Annotated[list[str] | None, typer.Option(metavar="KEY", help="As serve's; repeatable.")] = None,
+    name: Annotated[list[str] | None, typer.Option(metavar="NAME", help="As serve's; repeatable.")] = None,
+    drain: Annotated[float, typer.Option(min=0, help="Seconds that running requests get when it ends.")] = 30.0,
+) -> None:
+    """Serve an artifact on Ray Serve: what `kvexport serve` answers, by several replicas."""
+    keys = keys_of(host, api_key)
+    from kvexport.packages import require
+
+    require("serve")
+    from kvexport.deploy.ray import run
+    from kvexport.serve.settings import ServeSettings
+
+    settings = ServeSettings(names=tuple(name or (artifact.resolve().name,)), api_keys=keys, drain=drain)
+    run(
+        artifact,
+        settings,
+        host=host,
+        port=port,
+        replicas=replicas,
+        cpus=cpus,
+        lanes=lanes,
+        on_ready=lambda: print(f"http://{host}:{port}", flush=True),
+    )

@@ -58,12 +58,7 @@ def serve(
     When it is ready it prints its address on stdout. SIGTERM and an interrupt let running requests end. docs/serve.md
     has the routes, limits, metrics and what is done for security.
     """
-    keys = tuple(key for key in (*(api_key or ()), os.environ.get(KEY_VARIABLE, "")) if key)
-    if not keys and not _is_loopback(host):
-        raise UsageError(
-            f"--host {host} lets other machines in, and there is no API key",
-            f"--api-key KEY, or {KEY_VARIABLE}=KEY in the environment",
-        )
+    keys = keys_of(host, api_key)
     from kvexport.packages import require
 
     require("serve")
@@ -93,6 +88,18 @@ def serve(
         app = create_app(load(artifact, backend=backend, threads=threads, lanes=lanes), settings)
     shown = f"[{host}]" if ":" in host else host
     run(app, listener, lambda: print(f"http://{shown}:{listener.getsockname()[1]}", flush=True))
+
+
+def keys_of(host: str, api_key: list[str] | None) -> tuple[str, ...]:
+    """The keys of a server: those of the command line, and of the environment. Raises UsageError where there is none
+    and `host` lets other machines in."""
+    keys = tuple(key for key in (*(api_key or ()), os.environ.get(KEY_VARIABLE, "")) if key)
+    if not keys and not _is_loopback(host):
+        raise UsageError(
+            f"--host {host} lets other machines in, and there is no API key",
+            f"--api-key KEY, or {KEY_VARIABLE}=KEY in the environment",
+        )
+    return keys
 
 
 def _is_loopback(host: str) -> bool:

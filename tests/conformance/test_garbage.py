@@ -18,6 +18,7 @@ from kvexport.methods import all_methods
 from kvexport.methods.slots import Rotary
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes
+from kvexport.schema.state import STATE_NAMES
 from tests.conformance.cuda_library import COUNTER_BYTES, Caller
 from tests.conformance.test_cuda_on_host import (
     BOTH,
@@ -119,7 +120,7 @@ def test_attention_over_garbage(
 ) -> None:
     rng = np.random.default_rng(12)
     inputs = inputs_of(heads, (16, 16), 400, tokens, [390, 120], 2, dtype)
-    past = {name: inputs[f"past_{name}"] for name in ("key", "value", "votes", "score", "position")}
+    past = {name: inputs[f"past_{name}"] for name in STATE_NAMES}
     with np.errstate(all="ignore"):
         spoil(past, rng)
     inputs["position"][...] = rng.choice([-(2**63), -1, 0, 2**31, 2**63 - 1], inputs["position"].shape)

@@ -136,7 +136,7 @@ def test_the_plugin_is_asked_with_the_fields_that_the_parser_would_give(
     fields = fake_tensorrt.IPluginCreatorV3One.fields  # of the merge's last layer
     assert fields.keys() == {
         attribute.name for attribute in MERGE_CACHE.attributes if "rotary" not in attribute.name
-    } - {"inverse_frequencies"}
+    } - {"inverse_frequencies", "cache_positions"}
     assert fields["merge"] == ("CHAR", list(b"zip"))
     assert fields["budget"] == ("INT32", [32])
     assert fields["threshold"][0] == "FLOAT32"

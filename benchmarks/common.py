@@ -159,19 +159,23 @@ def machine() -> dict[str, Any]:
     return {"cpu": model, "cores": os.cpu_count(), "python": platform.python_version(), "packages": packages}
 
 
-def save(name: str, figures: dict[str, Any]) -> Path:
-    """Write benchmarks/results/NAME.json with date, command, commit and machine."""
+def head() -> dict[str, Any]:
+    """When, by what command and commit, and on what machine a figure was measured."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent, check=False
     ).stdout.strip()
-    path = RESULTS / f"{name}.json"
-    path.parent.mkdir(exist_ok=True)
     # Paths of this machine are private.
     command = " ".join(
         ["python", Path(sys.argv[0]).name, *("DIR" if Path(a).is_absolute() else a for a in sys.argv[1:])]
     )
-    head = {"date": date.today().isoformat(), "command": command, "commit": commit, "machine": machine()}
-    path.write_text(json.dumps({**head, **figures}, indent=1, default=_plain) + "\n")
+    return {"date": date.today().isoformat(), "command": command, "commit": commit, "machine": machine()}
+
+
+def save(name: str, figures: dict[str, Any]) -> Path:
+    """Write benchmarks/results/NAME.json with date, command, commit and machine."""
+    path = RESULTS / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({**head(), **figures}, indent=1, default=_plain) + "\n")
     return path
 
 

@@ -1,7 +1,7 @@
 """Recall of a real model: facts told in a long text and asked for at its end, at budgets of 1/8, 1/4 and 1/3 of it,
 method by method; whole layers beside uniform budgets of the same slots.
 
-    python benchmarks/recall_real.py layers                     # which layers recall hangs on, on another text
+    python benchmarks/recall_real.py layers --length 1000       # which layers recall hangs on, on another text
     python benchmarks/recall_real.py [--tasks codes,people,code,turns] [--methods h2o,...] [--parts 3,4,8]
         [--length 2000] [--passages 9] [--known]
 
@@ -22,16 +22,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import RESULTS, save
+from common import RESULTS, head, save
 
 import kvexport
 from kvexport.evaluate import recall
+from kvexport.evaluate.calibrate import calibrate
 from kvexport.evaluate.corpus import library_sources
 from kvexport.evaluate.statistics import mean, share
 from kvexport.recipe.load import load_recipe
-from kvexport.validate.tokens import TEXT
+from kvexport.report.page import render_text
+from kvexport.terminal import show
 
 NAME = "recall-smollm2"
+RECALL = "smollm2-135m-recall"
 QUESTIONS = 6
 # By `layers`, on another text and other facts.
 WHOLE = (7, 8, 17, 18, 23)
@@ -54,20 +57,6 @@ CITIES = [
     "Dublin",
     "Chicago",
 ]
-THINGS = [
-    "library",
-    "kitchen",
-    "garden",
-    "bank",
-    "museum",
-    "hospital",
-    "school",
-    "church",
-    "theatre",
-    "station",
-    "airport",
-    "factory",
-]
 NAMES = ["Anna", "Boris", "Carla", "David", "Emma", "Frank", "Grace", "Henry", "Julia", "Kevin", "Laura", "Martin"]
 JOBS = ["teacher", "doctor", "lawyer", "farmer", "painter", "baker", "nurse", "pilot", "writer", "singer"]
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
@@ -76,17 +65,14 @@ ANSWER = "<|im_end|>\n<|im_start|>assistant\n"
 LICENCES = Path("/usr/share/common-licenses")  # of Debian
 
 
-def sentences(task: str, rng: random.Random) -> list[str]:
-    """The text that facts stand in."""
-    if task == "layers":
-        text = TEXT.read_text(encoding="utf-8")
-    elif task == "code":
+def sentences(task: str, rng: random.Random, length: int) -> list[str]:
+    """The text that facts stand in, longer than `length` tokens."""
+    if task == "code":
         sources = library_sources(True)
         start = rng.choice([path for path, source in sources.items() if len(source) > 20_000])
         return [line for line in sources[start].splitlines() if line.strip()]
-    else:
-        name = rng.choice(["GPL-3", "GFDL-1.3", "LGPL-2.1", "MPL-2.0"])
-        text = (LICENCES / name).read_text(encoding="utf-8")
+    texts = [(LICENCES / name).read_text(encoding="utf-8") for name in ("GPL-3", "GFDL-1.3", "LGPL-2.1", "MPL-2.0")]
+    text = rng.choice([text for text in texts if len(text) > 5 * length])
     found = re.split(r"(?<=[.:;]) ", " ".join(text.split()))
     return found[rng.randrange(20) :]
 
@@ -94,19 +80,16 @@ def sentences(task: str, rng: random.Random) -> list[str]:
 def facts(task: str, rng: random.Random) -> list[tuple[str, str, str]]:
     """(statement, question, answer)."""
     numbers = [f"{rng.randrange(10_000):04}" for _ in range(QUESTIONS)]
-    if task == "layers":
-        said = [f"The code of the {thing} is" for thing in rng.sample(THINGS, QUESTIONS)]
-    elif task == "code":
+    if task == "code":
         names = rng.sample(CITIES, QUESTIONS)
         return [(f"\nPORT_{c.upper()} = {n}\n", f"PORT_{c.upper()} =", n) for c, n in zip(names, numbers, strict=True)]
-    elif task == "people":
+    if task == "people":
         names, half = rng.sample(NAMES, QUESTIONS // 2), QUESTIONS // 2
         work, live = zip(names, rng.sample(JOBS, half), strict=True), zip(names, rng.sample(CITIES, half), strict=True)
         return [(f"{n} works as a {j}.", f"{n} works as a", j) for n, j in work] + [
             (f"{n} lives in {c}.", f"{n} lives in", c) for n, c in live
         ]
-    else:
-        said = [f"The secret number of {city} is" for city in rng.sample(CITIES, QUESTIONS)]
+    said = [f"The secret number of {city} is" for city in rng.sample(CITIES, QUESTIONS)]
     made = [(f"{s} {n}.", s, n) for s, n in zip(said, numbers, strict=True)]
     if task != "turns":
         return made
@@ -128,21 +111,26 @@ def passages(engine: kvexport.Engine, task: str, count: int, length: int) -> lis
     made = []
     for i in range(count):
         rng = random.Random(f"{task}/{i}")
-        text, told = sentences(task, rng), facts(task, rng)
+        text, told = sentences(task, rng, length), facts(task, rng)
         places = np.random.default_rng([i, length])
         made.append(recall.passage(encode, text, told, length, places, frames.get(task, (USER, "\n\n"))))
     return made
 
 
+def whole_layers(method: str) -> list[int]:
+    """Of "h2o" none, of "h2o+whole" those that were measured to matter, of "h2o+8+18" these two."""
+    named = method.split("+")[1:]
+    return list(WHOLE) if named == ["whole"] else [int(layer) for layer in named]
+
+
 def engine_of(
     folder: Path, method: str, part: int, length: int, known: bool, threads: int, sets: list[str]
 ) -> kvexport.Engine:
-    """method: "h2o", or "h2o+whole"; part: the budget is so much less than the length."""
-    name, whole = method.removesuffix("+whole"), method.endswith("+whole")
+    """method: see `whole_layers`; part: the budget is so much less than the length."""
     settings = [
-        f"cache.method={name}",
+        f"cache.method={method.split('+')[0]}",
         f"cache.budget={length // part}",
-        f"cache.allocation.whole={list(WHOLE) if whole else []}",
+        f"cache.allocation.whole={whole_layers(method)}",
         f"limits.max_length={length + 128}",
         f"limits.max_batch={QUESTIONS}",
         f"export.prefill_chunk={length + 128 if known else 256}",
@@ -152,28 +140,34 @@ def engine_of(
     return kvexport.load(where, threads=threads)
 
 
-def row(label: dict[str, Any], found: list[recall.Answer]) -> dict[str, Any]:
+Each = list[list[float]]  # of every question: exact, digits, nll
+
+
+def row(label: dict[str, Any], each: Each) -> dict[str, Any]:
     """What is written of one engine and task."""
-    exact = share(sum(a.exact for a in found), len(found))
+    exact, digits, nll = zip(*each, strict=True)
+    right = share(int(sum(exact)), len(each))
     return {
         **label,
-        "questions": len(found),
-        "exact": [exact.value, exact.low, exact.high],
-        "digits": vars(mean([a.digits for a in found])),
-        "nll": vars(mean([a.nll for a in found])),
-        "each": [[int(a.exact), round(a.digits, 4)] for a in found],
+        "made": head(),
+        "questions": len(each),
+        "exact": [right.value, right.low, right.high],
+        "digits": vars(mean(digits)),
+        "nll": vars(mean(nll)),
+        "each": each,
     }
 
 
 def differences(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of every row to the published method of most exact answers (then digits) in the same place."""
+    """Of every row to the published method of most exact answers (then digits) in the same place, on the questions that
+    both were asked."""
     found = []
     for r in rows:
         place = {k: r[k] for k in ("task", "part", "length", "known")}
         others = [o for o in rows if o["method"] in PUBLISHED and all(o[k] == v for k, v in place.items())]
         if others and r["method"] not in PUBLISHED:
             best = max(others, key=lambda o: (o["exact"][0], o["digits"]["value"]))
-            pairs = list(zip(r["each"], best["each"], strict=True))
+            pairs = list(zip(r["each"], best["each"], strict=False))
             found.append(
                 {
                     **place,
@@ -186,8 +180,73 @@ def differences(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+class Results:
+    """The file of results, which is read again before every change."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def read(self) -> dict[str, Any]:
+        """All that is there."""
+        path = RESULTS / f"{self.name}.json"
+        before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return {key: before.get(key, []) for key in ("layers", "rows", "differences", "text")}
+
+    def find(self, label: dict[str, Any]) -> Each:
+        """What was answered so far."""
+        return next((r["each"] for r in self.read()["rows"] if all(r[k] == v for k, v in label.items())), [])
+
+    def put(self, label: dict[str, Any], each: Each) -> dict[str, Any]:
+        """Write a row, in the place of the same one with fewer questions."""
+        new, result = row(label, each), self.read()
+        at = [i for i, r in enumerate(result["rows"]) if all(r[k] == v for k, v in label.items())]
+        if at:
+            result["rows"][at[0]] = new
+        else:
+            result["rows"].append(new)
+        result["differences"] = differences([r for r in result["rows"] if not r["set"]])
+        save(self.name, result)
+        return new
+
+
+def ask(options: argparse.Namespace, folder: Path, results: Results) -> None:
+    """Every method's answers, passage by passage."""
+    for method in options.methods.split(","):
+        for part in [3] if method == "full" else map(int, options.parts.split(",")):
+            engine = None
+            for task in options.tasks.split(","):
+                known = options.known and method != "full"
+                label = {"task": task, "method": method, "part": part, "length": options.length, "known": known}
+                label["set"] = options.set
+                each = results.find(label)
+                if len(each) >= options.passages * QUESTIONS:
+                    continue
+                if any(len(answer) < 3 for answer in each):  # an older row
+                    each = []
+                engine = engine or engine_of(
+                    folder / f"{method}-{part}", method, part, options.length, known, options.threads, options.set
+                )
+                for given in passages(engine, task, options.passages, options.length)[len(each) // QUESTIONS :]:
+                    found = recall.answers(engine, given, known=known)
+                    each += [[int(a.exact), round(a.digits, 4), round(a.nll, 4)] for a in found]
+                    r = results.put(label, each)
+                print(
+                    f"{task:7} {method:16} 1/{part}{' known' if known else ''}: exact "
+                    f"{r['exact'][0]:.2f} [{r['exact'][1]:.2f}, {r['exact'][2]:.2f}], digits "
+                    f"{r['digits']['value']:.2f}, nll {r['nll']['value']:.2f}",
+                    flush=True,
+                )
+
+
+def measure_layers(options: argparse.Namespace, _: Path, results: Results) -> None:
+    """What every layer costs the answers, as `kvexport calibrate` finds it."""
+    found = calibrate(RECALL, options.set, length=options.length, passages=options.passages, progress=show)
+    save(results.name, {**results.read(), "layers": {"made": head(), **found.to_json()}})
+    print(render_text(found.sections()))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", default="ask", choices=["ask", "layers"])
     parser.add_argument("--tasks", default="codes,people,code,turns")
     parser.add_argument("--methods", default=",".join(ALL))
@@ -199,42 +258,8 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--name", default=NAME, help="of the file of results")
     options = parser.parse_args()
-    path = RESULTS / f"{options.name}.json"
-    before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    result = {key: before.get(key, []) for key in ("layers", "rows", "differences")}
     with tempfile.TemporaryDirectory() as folder:
-        if options.what == "layers":
-            engine = engine_of(Path(folder) / "full", "full", 1, options.length, False, options.threads, [])
-            given = passages(engine, "layers", options.passages, options.length)
-            cost = recall.retrieval_layers(engine, given)
-            result["layers"] = {"length": options.length, "passages": options.passages, "nats": cost.round(4).tolist()}
-            print(*(f"layer {i}: {cost[i]:.3f} nats" for i in np.argsort(-cost)[:10]), sep="\n")
-            save(options.name, result)
-            return
-        for method in options.methods.split(","):
-            for part in [3] if method == "full" else map(int, options.parts.split(",")):
-                engine = None
-                for task in options.tasks.split(","):
-                    label = {"task": task, "method": method, "part": part, "length": options.length}
-                    label |= {"known": options.known and method != "full", "set": options.set}
-                    if any(all(r[k] == v for k, v in label.items()) for r in result["rows"]):
-                        continue
-                    where = Path(folder) / f"{method}-{part}"
-                    engine = engine or engine_of(
-                        where, method, part, options.length, options.known, options.threads, options.set
-                    )
-                    given = passages(engine, task, options.passages, options.length)
-                    found = [a for p in given for a in recall.answers(engine, p, known=label["known"])]
-                    result["rows"].append(row(label, found))
-                    result["differences"] = differences([r for r in result["rows"] if not r["set"]])
-                    save(options.name, result)
-                    r = result["rows"][-1]
-                    print(
-                        f"{task:7} {method:16} 1/{part}{' known' if label['known'] else ''}: exact "
-                        f"{r['exact'][0]:.2f} [{r['exact'][1]:.2f}, {r['exact'][2]:.2f}], digits "
-                        f"{r['digits']['value']:.2f}, nll {r['nll']['value']:.2f}",
-                        flush=True,
-                    )
+        {"ask": ask, "layers": measure_layers}[options.what](options, Path(folder), Results(options.name))
 
 
 if __name__ == "__main__":

@@ -191,7 +191,7 @@ def fields() -> str:
 
 def recall_layers() -> str:
     """What cutting one layer costs the answers, the ten dearest."""
-    cost = load("recall-smollm2")["layers"]["nats"]
+    cost = [layer["value"] for layer in load("recall-smollm2")["layers"]["layers"]]
     dearest = sorted(range(len(cost)), key=lambda layer: -cost[layer])[:10]
     return table(("layer", "nats of a token of the answers"), *((str(i), f"{cost[i]:.3f}") for i in dearest))
 

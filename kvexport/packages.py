@@ -24,6 +24,7 @@ VERBS = {
     "plan": "export",
     "validate": "export",
     "eval": "export",
+    "calibrate": "export",
 }
 
 

@@ -12,6 +12,7 @@ import typer
 
 from kvexport.commands.bench import bench
 from kvexport.commands.build import build
+from kvexport.commands.calibrate import calibrate
 from kvexport.commands.chat import chat
 from kvexport.commands.deploy import deploy_kubernetes, deploy_ray, deploy_triton
 from kvexport.commands.doctor import doctor
@@ -31,6 +32,7 @@ app = typer.Typer(cls=Verbs, no_args_is_help=True, pretty_exceptions_enable=Fals
 for verb in (build, generate, chat, serve, bench, plan, inspect, validate):
     app.command()(verb)
 app.command("eval")(evaluate)
+app.command()(calibrate)
 app.command()(doctor)
 recipes_app = typer.Typer(help="List the recipes; show one; list the methods.", **PLAIN)
 recipes_app.callback(invoke_without_command=True)(recipes)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvexport.commands.options import HtmlOption, JsonOption, RecipeOption, SetOption, TelemetryOption
-from kvexport.commands.output import print_result, require_folder, write_page
-from kvexport.errors import UsageError
+from kvexport.commands.output import print_result, read_text, require_folder, write_page
 
 if TYPE_CHECKING:
     from kvexport.evaluate.result import Options
@@ -99,7 +98,7 @@ def make_options(
         methods=_words(methods),
         budgets=tuple(parse_budgets(budgets)),
         tasks=names,
-        source=_read(text),
+        source=None if text is None else read_text(text),
         suites=suites,
         **numbers,
     )
@@ -107,14 +106,3 @@ def make_options(
 
 def _words(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
-
-
-def _read(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"{path} cannot be read as text: {error}", "--text FILE with UTF-8 text that you may read"
-        ) from error

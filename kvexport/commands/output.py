@@ -56,3 +56,13 @@ def write_page(path: Path, title: str, subtitle: str, sections: Sequence[Section
             f"{path} cannot be written: {error.strerror}",
             "name a file in a directory that exists and that you may write",
         ) from error
+
+
+def read_text(path: Path) -> str:
+    """What `--text FILE` names. Raises UsageError where it cannot be read as text."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"{path} cannot be read as text: {error}", "--text FILE with UTF-8 text that you may read"
+        ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvexport.cache import CachePlan
 from kvexport.runtime.engine import Engine
-from kvexport.runtime.lanes import Lanes
+from kvexport.runtime.lanes import Lanes, Saved
 
 Ids = list[int]
 TAIL = 64  # tokens; no method's window of last queries is longer
@@ -69,9 +70,10 @@ def passage(
         chosen.insert(int(rng.integers(0, len(chosen) + 1)), statement)
     questions = []
     for _, question, answer in facts:
-        asked, whole = encode(question), encode(f"{question} {answer}")
-        digits = len(answer) if answer.isdigit() else len(whole) - len(asked)
-        questions.append(Question(asked, whole[len(asked) :], digits))
+        whole = encode(f"{question} {answer}")
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(encode(question), whole, strict=False)))
+        digits = len(answer) if answer.isdigit() else len(whole) - same
+        questions.append(Question(whole[:same], whole[same:], digits))
     return Passage(encode(frame[0] + " ".join(chosen) + frame[1]), questions)
 
 
@@ -87,10 +89,10 @@ def answers(engine: Engine, given: Passage, *, known: bool = False) -> list[Answ
     else:
         reader.prefill([np.array(given.ids, dtype=np.int64)])
         saved = reader.save(0)
+    if not known:
+        return _asked_of(saved, asked, given.questions)
     for lane in range(asked.count):
         asked.restore(lane, saved)
-    if not known:
-        return continued(asked, given.questions)
     # The last TAIL tokens of the prompt come in one call, whose queries alone a window may count.
     parts = [(given.ids + question.ids)[len(given.ids) - TAIL :] for question in given.questions]
     cut = [len(part) - TAIL for part in parts]
@@ -106,6 +108,13 @@ def answers(engine: Engine, given: Passage, *, known: bool = False) -> list[Answ
     return _judged(rows, asked, given.questions)
 
 
+def _asked_of(saved: Saved, asked: Lanes, questions: Sequence[Question]) -> list[Answer]:
+    """Answers of copies of a lane."""
+    for lane in range(asked.count):
+        asked.restore(lane, saved)
+    return continued(asked, questions)
+
+
 def continued(lanes: Lanes, questions: Sequence[Question]) -> list[Answer]:
     """Answers of lanes that have read what each question is about, one each."""
     width = lanes.prefill_chunk
@@ -114,24 +123,33 @@ def continued(lanes: Lanes, questions: Sequence[Question]) -> list[Answer]:
     return _judged(rows, lanes, questions)
 
 
-def retrieval_layers(engine: Engine, passages: Sequence[Passage], *, kept: float = 0.125) -> NDArray[np.float64]:
-    """[layers]: by how many nats a token of the answers gets less likely, on average, where that layer alone keeps no
-    more than its sinks and the latest `kept` of the passage. The engine is one of a full cache."""
+def retrieval_layers(
+    engine: Engine, passages: Sequence[Passage], *, kept: float = 0.125, advance: Callable[[int], None] = lambda _: None
+) -> tuple[list[Answer], NDArray[np.float64]]:
+    """The engine's answers to all questions, and [questions, layers] by how many nats a token of an answer gets less
+    likely where that layer alone keeps no more than its sinks and the latest `kept` of the passage. The engine is one
+    of a full cache; a layer with a sliding window, which keeps no more anyway, costs nothing. advance: is told of every
+    time that a passage's questions were asked."""
     sinks = engine.manifest.recipe.cache.sinks
-    cost = np.zeros(len(engine.plan.layers))
+    found: list[Answer] = []
+    costs = []
     for given in passages:
         reader, asked = engine.lanes(1), engine.lanes(len(given.questions))
         reader.prefill([np.array(given.ids, dtype=np.int64)])
         saved = reader.save(0)
         late = round(kept * len(given.ids))
-        nll = []
-        for cut in [None, *range(len(cost))]:
-            state = saved.state if cut is None else {**saved.state, **_cut(engine.plan, saved.state, cut, sinks, late)}
-            for lane in range(asked.count):
-                asked.restore(lane, saved._replace(state=state))
-            nll.append(float(np.mean([answer.nll for answer in continued(asked, given.questions)])))
-        cost += (np.array(nll[1:]) - nll[0]) / len(passages)
-    return cost
+        whole = _asked_of(saved, asked, given.questions)
+        advance(1)
+        cost = np.zeros((len(whole), len(engine.plan.layers)))
+        for i, layer in enumerate(engine.plan.layers):
+            if not layer.merges:
+                state = {**saved.state, **_cut(engine.plan, saved.state, i, sinks, late)}
+                cut = _asked_of(saved._replace(state=state), asked, given.questions)
+                cost[:, i] = [a.nll - b.nll for a, b in zip(cut, whole, strict=True)]
+            advance(1)
+        found += whole
+        costs.append(cost)
+    return found, np.concatenate(costs)
 
 
 def _cut(

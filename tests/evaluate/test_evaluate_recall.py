@@ -83,8 +83,10 @@ def test_layers_that_recall_hangs_on_cost_most_and_keeping_them_whole_brings_ans
     full: Engine, tmp_path: Path
 ) -> None:
     given = text(full)
-    cost = retrieval_layers(full, [given], kept=0.05)
-    assert cost.shape == (len(full.plan.layers),)
+    found, costs = retrieval_layers(full, [given], kept=0.05)
+    assert costs.shape == (len(FACTS), len(full.plan.layers))
+    np.testing.assert_allclose([a.nll for a in found], [a.nll for a in answers(full, given)], atol=1e-6)
+    cost = costs.mean(0)
     assert cost.max() > 0.2
     most = int(cost.argmax())
     budget = (256 + 24) // 2

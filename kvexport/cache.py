@@ -110,8 +110,8 @@ class CachePlan:
 
 def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
     """Every layer's budget and capacity. Raises UsageError where a budget cannot hold sinks, recent and one slot
-    more, or a layer would have more slots than can be counted, and for positions in the cache where layers would hold
-    different numbers of entries."""
+    more, or a layer would have more slots than can be counted, for positions in the cache where layers would hold
+    different numbers of entries, and for speculation over a cache that merges."""
     method = recipe.cache.build_method()
     if recipe.cache.positions == "cache" and recipe.cache.allocation.whole:
         raise UsageError(
@@ -159,6 +159,13 @@ def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
                 rotary=layer.rotary,
                 extra=method.extra_state,
             )
+        )
+    if recipe.speculate.draft is not None and method.compresses and any(layer.merges for layer in layers):
+        i = next(i for i, layer in enumerate(layers) if layer.merges)
+        raise UsageError(
+            f"speculate.draft is {recipe.speculate.draft}: rejected tokens are taken out of the cache again, and "
+            f"{method.name} merges what they did to layer {i}, which has {layers[i].budget} slots",
+            "--set cache.method=full, or --set cache.budget=1.0 (a share of limits.max_length)",
         )
     return CachePlan(tuple(layers))
 

@@ -164,6 +164,10 @@ class ModelState(LaneState, Protocol):
         past_length: tokens that the lane has seen, None: they stay."""
         ...
 
+    def rollback(self, lane: int, count: int) -> None:
+        """Forget a lane's last `count` tokens, all of them appended since its last merge: their slots become empty."""
+        ...
+
     def copy(self, source: int, target: int) -> None:
         """Make a lane the same as another, where they are."""
         ...

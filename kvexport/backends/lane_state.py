@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,16 @@ def used_slots(votes: NDArray[np.float32]) -> int:
     """How many slots the fullest head of `votes` [KV heads, slots] uses."""
     used = np.flatnonzero((votes != 0).any(axis=0))
     return int(used[-1]) + 1 if used.size else 0
+
+
+def votes_names(plan: CachePlan) -> list[str]:
+    """The input names of every layer's votes."""
+    return [name for name, _, _, kind in plan.state_names() if kind == "votes"]
+
+
+def without_last(votes: Mapping[str, NDArray[Any]], count: int) -> dict[str, NDArray[Any]]:
+    """A lane's votes, of used slots alone, as they were before the last `count` tokens of every head."""
+    return {name: array[:, : array.shape[1] - count] for name, array in votes.items()}
 
 
 def read_used(

@@ -75,8 +75,8 @@ def measure(engine: Engine, name: str, plan: Plan, show: Show | None = None) -> 
             )
     for context in _told(plan.contexts, "decoding", show):
         for batch in plan.batches:
-            seconds = _decode(engine, [prompt(context) for _ in range(batch)], plan.steps)
-            rate = round(batch * len(seconds) / sum(seconds), 1)
+            seconds, tokens = _decode(engine, [prompt(context) for _ in range(batch)], plan.steps)
+            rate = round(tokens / sum(seconds), 1)
             result.decode.append(
                 {"context": context, "batch": batch, "tokens_per_second": rate, "step": percentiles(seconds)}
             )
@@ -121,23 +121,26 @@ def _prefill(engine: Engine, prompt: list[int], chunk: int) -> float:
     return time.perf_counter() - start
 
 
-def _decode(engine: Engine, prompts: Sequence[Sequence[int]], steps: int) -> list[float]:
-    """Seconds of each step in which all sequences decode."""
+def _decode(engine: Engine, prompts: Sequence[Sequence[int]], steps: int) -> tuple[list[float], int]:
+    """Seconds of each step in which all sequences decode, and the tokens of these steps: one of each sequence, but
+    where drafts are accepted."""
     settings = engine.settings(max_new_tokens=steps + WARM_UP + 1, do_sample=False, ignore_eos=True)
     call = Call()  # so that none of them decodes before all prompts are read
     requests = [Request(prompt, settings, call, i) for i, prompt in enumerate(prompts)]
     for request in requests:
         engine.add(request)
     seconds: list[float] = []
+    tokens: list[int] = []
     while engine.busy:
         counts = all(request.state is DECODING for request in requests)
-        start = time.perf_counter()
+        before, start = call.timing.generated_tokens, time.perf_counter()
         engine.step()
         if counts:
             seconds.append(time.perf_counter() - start)
+            tokens.append(call.timing.generated_tokens - before)
     if failed := [request.error for request in requests if request.error is not None]:
         raise failed[0]
-    return seconds[WARM_UP:]
+    return seconds[WARM_UP:], sum(tokens[WARM_UP:])
 
 
 def sections(result: Result) -> list[Section]:

@@ -144,7 +144,7 @@ class Chat:
         lines = [f"messages: {len(self.messages)}", f"tokens seen: {tokens}", f"cache: {format_bytes(plan.bytes(1))}"]
         if self.last is not None:
             timing = self.last.timing
-            rate = timing.steps / timing.decode_seconds if timing.decode_seconds else 0.0
+            rate = timing.decoded_tokens / timing.decode_seconds if timing.decode_seconds else 0.0
             read = len(self.last.ids) - self.last.cached_tokens
             lines.append(
                 f"last turn: {read} tokens read in {timing.prefill_seconds:.2f} s, {rate:.3g} tokens per second"

@@ -161,7 +161,7 @@ def print_stream(engine: Engine, ids: Sequence[int], settings: GenerationSetting
 
 
 def statistics(engine: Engine) -> dict[str, int | float | None]:
-    """Of the last call. The first generated token comes out of prefill, so the decode rate counts steps."""
+    """Of the last call. The first generated token comes out of prefill, so the decode rate counts those of steps."""
     t = engine.timing
     return {
         "prompt_tokens": t.prompt_tokens,
@@ -169,7 +169,8 @@ def statistics(engine: Engine) -> dict[str, int | float | None]:
         "prefill_seconds": t.prefill_seconds,
         "prefill_tokens_per_second": t.prompt_tokens / t.prefill_seconds if t.prefill_seconds else None,
         "decode_seconds": t.decode_seconds,
-        "decode_tokens_per_second": t.steps / t.decode_seconds if t.decode_seconds else None,
+        "decode_tokens_per_second": t.decoded_tokens / t.decode_seconds if t.decode_seconds else None,
         "cache_bytes": engine.plan.bytes(1),
+        **({"drafted_tokens": t.drafted_tokens, "accepted_tokens": t.accepted_tokens} if t.drafted_tokens else {}),
         **({} if t.whole_rows is None else {"whole_rows_of_logits": t.whole_rows}),
     }

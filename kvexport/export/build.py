@@ -119,7 +119,7 @@ def build(
                 bar.advance,
             ) as writing,
         ):
-            traced = trace_decoder(shape.model, shape.mode, shape.plan, last_logits=recipe.export.logits == "last")
+            traced = trace_decoder(shape.model, shape.mode, shape.plan, last_logits=not recipe.all_logits)
             functions = attention_functions(shape.plan, method, shape.geometry)
             merge = _parse_merge(merge_bytes(), method)
             gc.collect()  # while the weights may still be under way

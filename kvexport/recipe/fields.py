@@ -166,6 +166,17 @@ class ExportSection(RecipeSection):
     )
 
 
+class SpeculateSection(RecipeSection):
+    """Speculative decoding: tokens are drafted, and one call of the decoder verifies them all."""
+
+    draft: Literal["ngram"] | None = Field(
+        None,
+        description="Where drafted tokens come from; ngram: what followed the last tokens where they stood before; "
+        "null: nothing is drafted. The answers are those without drafts.",
+    )
+    tokens: int = Field(4, ge=1, le=MOST, description="Most tokens that are drafted ahead.")
+
+
 class LimitsSection(RecipeSection):
     """What the engine is built for."""
 
@@ -183,6 +194,7 @@ class Recipe(RecipeSection):
     cache: CacheSection = Field(CacheSection(), description="The KV cache: its method and its size.")
     export: ExportSection = Field(ExportSection(), description="How the model becomes ONNX graphs.")
     backend: BackendSection = Field(BackendSection(), description="What runs the ONNX graphs.")
+    speculate: SpeculateSection = Field(SpeculateSection(), description="Speculative decoding.")
     limits: LimitsSection = Field(LimitsSection(), description="What the engine is built for.")
 
     @model_validator(mode="after")
@@ -192,6 +204,15 @@ class Recipe(RecipeSection):
         if self.cache.slack is not None and self.cache.slack < needed:
             raise ValueError(
                 f"cache.slack {self.cache.slack} is smaller than max(prefill_chunk, merge_every) = {needed}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _verified(self) -> Recipe:
+        drafted, chunk = self.speculate.tokens, self.export.prefill_chunk
+        if self.speculate.draft is not None and drafted >= chunk:
+            raise ValueError(
+                f"speculate.tokens {drafted} and one more are verified in one call, which takes prefill_chunk {chunk}"
             )
         return self
 
@@ -208,6 +229,11 @@ class Recipe(RecipeSection):
     def slack(self) -> int:
         """Slots beyond the budget."""
         return self.cache.slack or max(self.export.prefill_chunk, self.cache.merge_every)
+
+    @property
+    def all_logits(self) -> bool:
+        """Whether the decoder gives logits of every token of a call: where asked for, and where drafts are verified."""
+        return self.export.logits == "all" or self.speculate.draft is not None
 
     @property
     def rotary_length(self) -> int:

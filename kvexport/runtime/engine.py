@@ -30,6 +30,7 @@ from kvexport.runtime.sampling import may_settle
 from kvexport.runtime.scheduler import Scheduler
 from kvexport.runtime.settings import GenerationSettings
 from kvexport.runtime.snapshot import Origin, Snapshot
+from kvexport.runtime.speculation import drafter_of
 from kvexport.runtime.start import checked_ids, nothing_saved, prepare, snapshot_of
 from kvexport.runtime.text import FILE_NAME, Tokenizer
 
@@ -78,6 +79,7 @@ class Engine:
         self.max_waiting: int | None = None
         self.latency_budget: float | None = None
         self.prefixes: Prefixes | None = None
+        self.drafter = drafter_of(manifest)
         self._row_seconds = 0.0  # of a call of prompts, by the last ones
 
     @cached_property
@@ -253,6 +255,8 @@ class Engine:
 
     def _decode(self, requests: Sequence[Request]) -> list[Request]:
         """The next token of each. The call is one of all lanes up to the last of theirs, others bringing no token."""
+        if self.drafter is not None and any(drafts := [self.drafter(request) for request in requests]):
+            return self._verify(requests, drafts)
         start = time.perf_counter()
         lanes, state = self._pool.lanes, self._pool.state
         tokens: list[Tokens] = [()] * (requests[-1].lane + 1)
@@ -268,6 +272,29 @@ class Engine:
             timing.decode_seconds += time.perf_counter() - start
             timing.steps += 1
         return [self._choose(request, rows, request.lane) for request in requests]
+
+    def _verify(self, requests: Sequence[Request], drafts: Sequence[Tokens]) -> list[Request]:
+        """The next tokens of each, by one call for its last token and its draft: every row of logits gives a token, up
+        to the first that is not the drafted one. What follows that in the draft is rolled back."""
+        start = time.perf_counter()
+        lanes = self._pool.lanes
+        tokens: list[Tokens] = [()] * (requests[-1].lane + 1)
+        for request, draft in zip(requests, drafts, strict=True):
+            tokens[request.lane] = (request.last_token, *draft)
+        logits = lanes.draft(tokens, first=0)
+        for request, draft in zip(requests, drafts, strict=True):
+            rows, accepted = HostRows(logits[request.lane]), 0
+            self._choose(request, rows, 0)
+            while accepted < len(draft) and request.goes_on_with(draft[accepted]):
+                accepted += 1
+                self._choose(request, rows, accepted)
+            lanes.settle(request.lane, len(draft) - accepted)
+            request.timing.drafted_tokens += len(draft)
+            request.timing.accepted_tokens += accepted
+        for timing in _timings(requests):
+            timing.decode_seconds += time.perf_counter() - start
+            timing.steps += 1
+        return list(requests)
 
     def _choose(self, request: Request, rows: Rows, index: int) -> Request:
         """Give it the token after a row of logits."""

@@ -147,10 +147,38 @@ class Lanes:
         prefill: bool = False,
     ) -> T:
         """As `append`, by another call of the state than `decode`; what that gives."""
+        given = self._append(decode, tokens, first or 0, every=first is None)
         counts = [len(t) for t in tokens]
-        if first is None and len(counts) != self.count:
+        if due := [lane for lane, count in enumerate(counts, first or 0) if count > 0 and self._is_due(lane, prefill)]:
+            self._merge(due)
+        return given
+
+    def draft(self, tokens: Sequence[Tokens], *, first: int) -> NDArray[np.float32]:
+        """As `append` of decoded tokens, some of which may be rolled back: nothing merges before `settle`, which
+        follows for every lane that got tokens."""
+        return self._append(self.backend.decode, tokens, first)
+
+    def settle(self, lane: int, rejected: int) -> None:
+        """Forget the last so many of the tokens of a lane that `draft` appended, and merge where it is due."""
+        if rejected:
+            self._state().rollback(lane, rejected)
+            self._added[lane] -= rejected
+            self.length[lane] -= rejected
+        if self._is_due(lane, prefill=False):
+            self._merge([lane])
+
+    def _append(
+        self,
+        decode: Callable[[NDArray[np.int64], NDArray[np.int64], int], T],
+        tokens: Sequence[Tokens],
+        first: int,
+        *,
+        every: bool = False,
+    ) -> T:
+        """Append without a merge after it. every: there have to be tokens for each lane."""
+        counts = [len(t) for t in tokens]
+        if every and len(counts) != self.count:
             raise ValueError(f"a call takes tokens for each of {self.count} sequences, not for {len(counts)}")
-        first = first or 0
         width = max(counts)
         if width == 0 or width > self.prefill_chunk:
             raise ValueError(f"a call takes 1 to {self.prefill_chunk} tokens of a sequence, not {width}")
@@ -162,8 +190,6 @@ class Lanes:
         for lane, count in enumerate(counts, first):
             self._added[lane] += count
             self.length[lane] += count
-        if due := [lane for lane, count in enumerate(counts, first) if count > 0 and self._is_due(lane, prefill)]:
-            self._merge(due)
         return given
 
     def _inputs(

@@ -52,6 +52,7 @@ class Token(NamedTuple):
 class Timing:
     """Of one call, or of one request by itself: prompt and generated tokens of all its sequences, seconds of the steps
     that prefilled and that decoded them (merging included; other requests may have shared them), decode steps.
+    drafted_tokens, accepted_tokens: of speculative decoding; a step gives one token and those that it accepts.
     whole_rows: tokens of decode steps for whose choice a whole row of logits left the device; None where logits are on
     the host anyway."""
 
@@ -60,7 +61,14 @@ class Timing:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     whole_rows: int | None = None
+
+    @property
+    def decoded_tokens(self) -> int:
+        """Tokens of a sequence that steps gave: all but the first, which comes out of prefill."""
+        return self.steps + self.accepted_tokens
 
 
 @dataclass(eq=False)
@@ -159,6 +167,10 @@ class Request:
     def last_token(self) -> int:
         """The token that is decoded next."""
         return self.tokens[-1].id if self.tokens else int(self.ids[-1])
+
+    def goes_on_with(self, token: int) -> bool:
+        """Whether its last token is this one, and another follows."""
+        return self.state is DECODING and self.tokens[-1].id == token
 
     def begin(self, lane: int) -> None:
         """Waiting to prefilling, or to decoding where the prompt is read already: it got a lane."""

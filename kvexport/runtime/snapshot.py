@@ -38,7 +38,8 @@ _AGAIN = "make the snapshot again, with this artifact"
 @dataclass(frozen=True)
 class Origin:
     """What a snapshot belongs to, by digests. model: the checkpoint and its weights. recipe: without what may differ
-    between machines (backend, largest batch). contract: its version, the cache plan, chunks and merge intervals."""
+    between machines (backend, largest batch, speculation). contract: its version, the cache plan, chunks and merge
+    intervals."""
 
     model: str
     recipe: str
@@ -47,7 +48,9 @@ class Origin:
     @classmethod
     def of(cls, manifest: Manifest) -> Origin:
         """Of what an artifact makes."""
-        recipe = manifest.recipe.model_dump(mode="json", exclude={"backend": True, "limits": {"max_batch"}})
+        recipe = manifest.recipe.model_dump(
+            mode="json", exclude={"backend": True, "limits": {"max_batch"}, "speculate": True}
+        )
         weights = {name: entry.sha256 for name, entry in manifest.files.items() if name.endswith(".weights")}
         limits = manifest.limits
         contract = [

@@ -61,13 +61,20 @@ def save_checkpoint(
 
 
 def make_recipe(
-    checkpoint: Path, *, dtype: str = "float32", cache: Any = None, export: Any = None, limits: Any = None
+    checkpoint: Path,
+    *,
+    dtype: str = "float32",
+    cache: Any = None,
+    export: Any = None,
+    speculate: Any = None,
+    limits: Any = None,
 ) -> Recipe:
     return Recipe.model_validate(
         {
             "model": {"path": str(checkpoint), "dtype": dtype},
             "cache": cache or {},
             "export": export or {},
+            "speculate": speculate or {},
             "limits": limits or {},
         }
     )

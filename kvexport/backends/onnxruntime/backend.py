@@ -74,7 +74,7 @@ class OnnxRuntime(Backend):
             path / graphs.merge if graphs.merge else None,
             threads=chosen.threads if options.threads is None else options.threads,
             vocabulary=manifest.model.vocabulary,
-            all_logits=manifest.recipe.export.logits == "all",
+            all_logits=manifest.recipe.all_logits,
             top_logits=(path / graphs.top_logits, manifest.top_logits) if graphs.top_logits else None,
             operators={op: library if how.native else None for op, how in runs.items()},
             device=device,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.backends.lane_state import fill, read_used, slot_axes
+from kvexport.backends.lane_state import fill, read_used, slot_axes, votes_names, without_last
 from kvexport.backends.onnxruntime.bindings import DeviceRows, bind, in_one_piece
 from kvexport.backends.onnxruntime.device_array import Array, DeviceArray, copy, part, read, write
 from kvexport.backends.onnxruntime.session import first_line, open_session
@@ -50,6 +50,7 @@ class OnnxRuntimeState:
             if sessions.device != "cpu"
             else in_one_piece(tensors)
         )
+        self._votes = votes_names(plan)
         self._names = [(name, present) for name, present, *_ in plan.state_names()]
         self._emptied = {
             tensor.past(i)
@@ -157,6 +158,19 @@ class OnnxRuntimeState:
                 fill(place[0], values, axes[name])
         if past_length is not None:
             write(self._part(self.past_length, lane, lane + 1), past_length)
+
+    def rollback(self, lane: int, count: int) -> None:
+        """See `ModelState.rollback`."""
+        length = self._part(self.past_length, lane, lane + 1)
+        left = int(read(length)[0, 0]) - count
+        if isinstance(length, DeviceArray):
+            self.write(lane, without_last(self.read(lane, self._votes), count), left)
+            return
+        for name in self._votes:
+            votes = self.state[name][lane]
+            used = np.count_nonzero(votes[0])  # every head appends the same tokens
+            votes[:, used - count : used] = 0
+        write(length, left)
 
     def copy(self, source: int, target: int) -> None:
         """See `ModelState.copy`."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvexport.artifact.digests import read_verified
 from kvexport.artifact.manifest import Manifest
-from kvexport.backends.lane_state import fill, read_used, slot_axes
+from kvexport.backends.lane_state import fill, read_used, slot_axes, votes_names, without_last
 from kvexport.backends.rows import Rows, TopLogits
 from kvexport.backends.tensorrt.cuda import ALIGNMENT, Arena, Cuda
 from kvexport.backends.tensorrt.engines import DECODE, PREFILL, input_shape
@@ -65,7 +65,7 @@ class Engines:
                 options.weight_streaming, self.decoder.streamable_weights_size
             )
         self.vocabulary = manifest.model.vocabulary
-        self.all_logits = manifest.recipe.export.logits == "all"
+        self.all_logits = manifest.recipe.all_logits
         self.prefill_chunk = manifest.limits.prefill_chunk
 
     def new_state(self, plan: CachePlan, lanes: int) -> TensorRTState:
@@ -225,6 +225,11 @@ class TensorRTState:
         self.cuda.synchronize(self.stream)
         if past_length is not None:
             self.past_length[lane] = past_length
+
+    def rollback(self, lane: int, count: int) -> None:
+        """See `ModelState.rollback`."""
+        left = int(self.past_length[lane, 0]) - count
+        self.write(lane, without_last(self.read(lane, votes_names(self.plan)), count), left)
 
     def copy(self, source: int, target: int) -> None:
         """See `ModelState.copy`."""

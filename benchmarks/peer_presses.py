@@ -148,7 +148,7 @@ def our_positions(recipe: Recipe, prompts: list[list[int]]) -> list[Tensor]:
     """Per prompt the kept positions [layers, H, budget], ascending."""
     shape = read_model(recipe)
     assert shape.checkpoint is not None
-    reference = TorchReference(shape.checkpoint.path, shape.plan, shape.geometry, recipe.cache.build_method(), recipe)
+    reference = TorchReference(shape.checkpoint, shape.plan, shape.geometry, recipe.cache.build_method(), recipe)
     backend = _ReferenceBackend(reference, shape.plan)
     chunk = recipe.export.prefill_chunk
     lanes = Lanes(backend, shape.plan, 1, prefill_chunk=chunk, merge_every=recipe.cache.merge_every)

@@ -110,7 +110,7 @@ def _texts(prompts: int) -> list[list[Heads]]:
     recipe = load_recipe("tiny-kvslimmer", []).recipe
     shape = read_model(recipe)  # with rotary frequencies, for the methods that rotate keys
     assert shape.checkpoint is not None
-    reference = TorchReference(shape.checkpoint.path, shape.plan, shape.geometry, recipe.cache.build_method(), recipe)
+    reference = TorchReference(shape.checkpoint, shape.plan, shape.geometry, recipe.cache.build_method(), recipe)
     rotary = [layer.rotary for layer in shape.geometry]
     ids = [language.make_prompt(rng, LENGTH + STEPS + LATER, FACTS)[0] for _ in range(prompts)]
     return [heads_of(reference.model, rotary, text) for text in ids]

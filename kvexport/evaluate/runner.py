@@ -106,6 +106,7 @@ class Run:
             raise UsageError(*NO_TELEMETRY)
         with progress("reading the checkpoint", None):
             shape = read_model(own)
+        self.source = shape.checkpoint
         self.checkpoint: Path = shape.checkpoint.path
         config = shape.model.config.get_text_config()
         positions = getattr(config, "max_position_embeddings", None)
@@ -319,7 +320,7 @@ class Run:
 
         samples = self.samples.get("text") or next(iter(self.samples.values()))
         tokens = [np.array(sample.ids, dtype=np.int64) for sample in samples[: self.options.batch]]
-        reference = TorchReference(self.checkpoint, engine.plan, self.geometry, recipe.cache.build_method(), recipe)
+        reference = TorchReference(self.source, engine.plan, self.geometry, recipe.cache.build_method(), recipe)
         return watch(reference, recipe, tokens)
 
 

@@ -20,7 +20,6 @@ from kvexport.artifact.digests import write_manifest
 from kvexport.artifact.manifest import Graphs, Limits, Manifest, ModelFacts
 from kvexport.artifact.publish import stage
 from kvexport.cache import CachePlan, LayerGeometry, plan_cache
-from kvexport.errors import UsageError
 from kvexport.export.forked import forked
 from kvexport.recipe.fields import Recipe
 from kvexport.terminal import Progress, silent
@@ -96,6 +95,7 @@ def build(
         from kvexport.export.graph.tracer import trace_decoder
         from kvexport.export.model.hf_model import length_notes
         from kvexport.export.passes import GRAPH_CHECKS
+        from kvexport.export.specs import packings, weight_notes, weight_specs
         from kvexport.export.texts import copy_texts
         from kvexport.export.weights import link_shared, total_bytes
 
@@ -103,9 +103,10 @@ def build(
             shape = read_model(recipe)
             if plan is not None:
                 shape = shape._replace(plan=plan)
-            specs = weight_specs(shape)
+            specs = weight_specs(shape.checkpoint, shape.model, recipe.weights)
             copy_texts(shape.checkpoint, folder, _vocabulary(shape))
-        for note in length_notes(shape.model.config, recipe.rotary_length):
+        notes = weight_notes(shape.checkpoint, shape.model, recipe.weights)
+        for note in [*length_notes(shape.model.config, recipe.rotary_length), *notes]:
             with progress(f"note: {note}", None):
                 pass
         method = recipe.cache.build_method()
@@ -125,7 +126,9 @@ def build(
             gc.collect()  # while the weights may still be under way
             written = writing.result()
         with progress("writing graphs", None):
-            decoder = finish_decoder(traced, written.locations, folder, method, shape.geometry, functions)
+            decoder = finish_decoder(
+                traced, written.locations, folder, method, shape.geometry, functions, packings(specs)
+            )
             top_logits = top_logits_model(_vocabulary(shape))
             graphs = Graphs("decoder.onnx", None if merge is None else "merge.onnx", "top_logits.onnx")
             models = {"decoder": decoder, "merge": merge, "top_logits": top_logits}
@@ -143,9 +146,11 @@ def build(
 def share_weights(recipe: Recipe, folder: Path) -> SharedWeights:
     """The weights of a recipe's checkpoint in `folder`, for several builds: hard links to the checkpoint's files where
     no tensor needs a cast. What was in the folder is gone. Raises what `build` raises."""
+    from kvexport.export.specs import weight_specs
     from kvexport.export.weights import SharedWeights
 
-    specs = weight_specs(read_model(recipe))
+    shape = read_model(recipe)
+    specs = weight_specs(shape.checkpoint, shape.model, recipe.weights)
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
@@ -223,34 +228,6 @@ def _write_weights(
         written.digests[name] = digest
         advance(0)
     return written
-
-
-def weight_specs(shape: ModelShape) -> list[Any]:
-    """What the checkpoint must give for every initializer. Raises UsageError naming parameters it does not have, or
-    whose dtype or shape is another."""
-    from kvexport.export.graph.tracer import initializer_names
-    from kvexport.export.model.hf_model import parameter_sources
-    from kvexport.export.weights import TensorSpec, check_specs
-
-    entries = shape.checkpoint.tensors
-    sources = parameter_sources(shape.model, entries)
-    names = initializer_names(shape.model)
-    missing = [name for name in names if name not in sources]
-    if missing:
-        found = ", ".join(sorted(entries)[:3])
-        raise UsageError(
-            f"the checkpoint has no tensor for {len(missing)} parameters of the model, the first is '{missing[0]}' "
-            f"(it holds {found}, ...)",
-            "use a checkpoint saved with save_pretrained() of the same model class",
-        )
-    parameters = dict(shape.model.named_parameters(remove_duplicate=False))
-    specs = []
-    for name, initializer in names.items():
-        parameter = parameters[name]
-        dtype = str(parameter.dtype).removeprefix("torch.")  # a few of a float16 model stay float32
-        specs.append(TensorSpec(initializer, entries[sources[name]], dtype, tuple(parameter.shape)))  # type: ignore[arg-type]
-    check_specs(specs)
-    return specs
 
 
 def _manifest(recipe: Recipe, name: str, shape: ModelShape, graphs: Graphs) -> Manifest:

@@ -88,6 +88,33 @@ class ModelSection(RecipeSection):
     )
 
 
+class WeightsSection(RecipeSection):
+    """How the weights of projections are kept; everything else stays in `model.dtype`. docs/quantized.md."""
+
+    bits: Literal[4, 8] | None = Field(
+        None,
+        description="Round the weights of a float checkpoint to so many bits; null: keep them as the checkpoint has "
+        "them, also where it is quantized.",
+    )
+    group: int = Field(
+        32,
+        ge=32,
+        le=256,
+        description="Inputs that share a scale; halved for projections that it does not divide.",
+    )
+    head: Literal["same", 8, "float"] = Field(
+        8, description="The head and the embedding: rounded as the rest, to 8 bits, or not at all."
+    )
+    symmetric: bool = Field(True, description="Scales alone, or a zero point beside each.")
+
+    @field_validator("group")
+    @classmethod
+    def _even(cls, group: int) -> int:
+        if group % 2:
+            raise ValueError("should be even: two numbers of 4 bits share a byte")
+        return group
+
+
 class AllocationSection(RecipeSection):
     """How the layers share the budget."""
 
@@ -191,6 +218,7 @@ class Recipe(RecipeSection):
 
     description: str = Field("", description="One line, shown by `kvexport recipes`.")
     model: ModelSection = Field(description="The checkpoint.")
+    weights: WeightsSection = Field(WeightsSection(), description="How the weights of projections are kept.")
     cache: CacheSection = Field(CacheSection(), description="The KV cache: its method and its size.")
     export: ExportSection = Field(ExportSection(), description="How the model becomes ONNX graphs.")
     backend: BackendSection = Field(BackendSection(), description="What runs the ONNX graphs.")

@@ -6,20 +6,19 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from kvexport.cache import CachePlan, LayerGeometry
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.export.graph.layers import layer_list
 from kvexport.export.graph.tracer import layer_attributes, used_slots
 from kvexport.export.model.attention_hook import IMPLEMENTATION, PassThroughCache, TokenLogits, attending
+from kvexport.export.model.checkpoint import Checkpoint
 from kvexport.export.model.hf_model import fix_rotary_frequencies
 from kvexport.methods.base import Method
 from kvexport.ops.merge_cache import merge_cache
@@ -27,6 +26,7 @@ from kvexport.ops.vote_attention import vote_attention
 from kvexport.quiet import quiet_exporter
 from kvexport.schema.state import STATE, STATE_NAMES
 from kvexport.validate.float64 import as_ever, in_float64
+from kvexport.validate.weights import load_model
 
 if TYPE_CHECKING:
     from kvexport.validate.telemetry import Telemetry
@@ -74,12 +74,12 @@ class TorchReference:
     """Both graphs in PyTorch, over numpy arrays named as the graphs name them."""
 
     def __init__(
-        self, checkpoint: Path, plan: CachePlan, geometry: list[LayerGeometry], method: Method, recipe: Any
+        self, checkpoint: Checkpoint, plan: CachePlan, geometry: list[LayerGeometry], method: Method, recipe: Any
     ) -> None:
         self.plan, self.geometry, self.method = plan, geometry, method
         self._last_logits = recipe.export.logits == "last"
         with quiet_exporter():
-            self.model = _load(checkpoint, recipe, IMPLEMENTATION)
+            self.model = load_model(checkpoint, recipe, IMPLEMENTATION)
         fix_rotary_frequencies(self.model, recipe.rotary_length)
         self._token_logits = TokenLogits(self.model)
         self._layers = layer_list(self.model)[1]
@@ -171,7 +171,7 @@ class TorchReference:
 
 @torch.no_grad()
 def full_logits(
-    checkpoint: Path, recipe: Any, tokens: list[NDArray[np.int64]], positions: list[list[int]]
+    checkpoint: Checkpoint, recipe: Any, tokens: list[NDArray[np.int64]], positions: list[list[int]]
 ) -> list[dict[int, NDArray[np.float32]]]:
     """The uncompressed Hugging Face model's logits [vocabulary] of every sequence at its `positions`, with its own
     attention and cache."""
@@ -191,18 +191,11 @@ def full_logits(
     return found
 
 
-def _load_attending(checkpoint: Path, recipe: Any) -> Any:
+def _load_attending(checkpoint: Checkpoint, recipe: Any) -> Any:
     """The model with an attention of transformers' own: sdpa in float32, where the model has it."""
     if recipe.model.dtype == "float32":
         try:
-            return _load(checkpoint, recipe, "sdpa")
+            return load_model(checkpoint, recipe, "sdpa")
         except ValueError:
             pass
-    return _load(checkpoint, recipe, "eager")
-
-
-def _load(checkpoint: Path, recipe: Any, attention: str) -> Any:
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        str(checkpoint), dtype=getattr(torch, recipe.model.dtype), attn_implementation=attention, use_safetensors=True
-    )
-    return model.eval()
+    return load_model(checkpoint, recipe, "eager")

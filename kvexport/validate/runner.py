@@ -81,7 +81,7 @@ def validate_artifact(
         # A session that captures CUDA graphs takes its inputs from fixed addresses, and here every call brings its own.
         engine = load(path, backend=backend, device=device, cuda_graph=False, verify=False)
         method = recipe.cache.build_method()
-        reference = TorchReference(shape.checkpoint.path, engine.plan, shape.geometry, method, recipe)
+        reference = TorchReference(shape.checkpoint, engine.plan, shape.geometry, method, recipe)
     tokens, texts = sequences(engine, length, batch, seed)
     tolerance = asdict(LAYERS[recipe.model.dtype])
     tolerance.pop("rounding")
@@ -111,7 +111,7 @@ def validate_artifact(
         result.telemetry = watching.rows()
     with progress("comparing with the uncompressed model", None):
         positions = compared_positions(comparison.own_logits, result.budgets)
-        full = full_logits(shape.checkpoint.path, recipe, tokens, positions)
+        full = full_logits(shape.checkpoint, recipe, tokens, positions)
         measure_divergence(result, comparison.own_logits, full)
     result.seconds = time.monotonic() - began
     return result

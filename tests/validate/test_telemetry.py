@@ -73,9 +73,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Pert
         recipe = make_recipe(checkpoint, cache=cache, export={"prefill_chunk": 12}, limits={"max_length": 256})
         shape = read_model(recipe)
         assert shape.checkpoint is not None
-        reference = TorchReference(
-            shape.checkpoint.path, shape.plan, shape.geometry, recipe.cache.build_method(), recipe
-        )
+        reference = TorchReference(shape.checkpoint, shape.plan, shape.geometry, recipe.cache.build_method(), recipe)
         return watch(reference, recipe, random_ids(0, 96, 70, 51))
 
     return run

@@ -15,6 +15,7 @@ from kvexport.cache import CachePlan, LayerCache, LayerGeometry
 from kvexport.export.graph.tracer import layer_attributes
 from kvexport.export.passes import DECODER_PASSES
 from kvexport.export.passes.linear.forms import linear_functions
+from kvexport.export.passes.packed import put_packed
 from kvexport.export.passes.report import run_passes
 from kvexport.export.weights import Location
 from kvexport.methods.base import Method
@@ -27,6 +28,7 @@ from kvexport.ops.onnx_function import (
     vote_attention_function,
     vote_attention_node_attributes,
 )
+from kvexport.ops.packed import PackedFormat
 from kvexport.ops.to_onnx import OPSET
 
 IR_VERSION = 11
@@ -54,12 +56,14 @@ def finish_decoder(
     method: Method,
     geometry: list[LayerGeometry],
     functions: list[onnx.FunctionProto],
+    packings: Mapping[str, PackedFormat],
 ) -> onnx.ModelProto:
-    """The traced decoder with its weights as external data in `folder` (initializer name -> location) and every
-    VoteAttention node with its attributes and the function of its layer."""
+    """The traced decoder with its weights as external data in `folder` (initializer name -> location), those of
+    `packings` packed, and every VoteAttention node with its attributes and the function of its layer."""
+    renamed = put_packed(model, packings, lambda a, b: locations[a] == locations[b])
     for name, value in model.graph.initializers.items():
         if value.const_value is None:
-            location = locations[name]
+            location = locations[renamed.get(name, name)]
             assert value.dtype is not None and value.shape is not None
             value.const_value = ir.ExternalTensor(
                 location.file,

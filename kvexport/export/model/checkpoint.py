@@ -11,11 +11,12 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from kvexport.errors import EnvironmentProblem, KvexportError, UsageError
+from kvexport.export.model.tensors import Source, TensorEntry
 from kvexport.export.model.wheel import WHEEL, fetch
 
 HEADER_LIMIT = 100_000_000
@@ -40,22 +41,10 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 
 @dataclass(frozen=True)
-class TensorEntry:
-    """Where one tensor lies. file: the real file, symlinks resolved. dtype: the safetensors name ("BF16"). offset:
-    bytes from the beginning of the file. nbytes: bytes at that offset, row-major, little-endian."""
-
-    name: str
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
 class Checkpoint:
     """A validated checkpoint. config, generation_config: the JSON files, the latter empty where there is none. tensors:
-    by name.
+    by name. computed: weights that are no tensor as it lies there, by the names that they would have (packed ones).
+    notes: what of it is not kept as it is.
 
     fingerprint: sha256 (hex) over the bytes of config.json and, in the order of their names, every shard's name, size
     and header. It is cheap because it reads no weight: it tells architectures and file layouts apart, not two trainings
@@ -67,6 +56,8 @@ class Checkpoint:
     tensors: dict[str, TensorEntry]
     generation_config: dict[str, Any]
     fingerprint: str
+    computed: Mapping[str, Source] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

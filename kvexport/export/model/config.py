@@ -41,6 +41,8 @@ def load_config(source: str, recipe: Recipe) -> Any:
             if raw
             else f"for a model of the hub, while online: hf download {source} config.json",
         ) from error
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the model is made of float parameters, whatever they are packed in
     kind = getattr(config, "model_type", "?")
     if getattr(config, "is_encoder_decoder", False):
         raise UsageError(f"{kind} is an encoder-decoder; only decoders have a cache that grows with every token")

@@ -36,7 +36,7 @@ def build_fake(config: Any, dtype: torch.dtype, max_length: int) -> tuple[Any, F
             f"transformers cannot make a {config.model_type} of config.json: {said(error)}{blamed}",
             "download config.json again" if blamed else "",
         ) from error
-    _buffers_as_parameters(model)
+    buffers_as_parameters(model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     shared: dict[int, nn.Parameter] = {}  # tied parameters stay tied
     with mode:
@@ -68,7 +68,7 @@ def _on_meta(config: Any, dtype: torch.dtype, max_length: int) -> Any:
     return model
 
 
-def _buffers_as_parameters(model: Any) -> None:
+def buffers_as_parameters(model: Any) -> None:
     """Persistent buffers, which a checkpoint holds as it holds parameters (Apertus' activation, Gemma 4's layer
     scalars), become parameters: what transformers computed for them is only where training began."""
     for prefix, module in model.named_modules():

@@ -1,0 +1,250 @@
+"""Packed weights in an ONNX graph: what stands in the place of a float initializer w [N, K] whose groups are of g.
+
+Wherever it is read, but by a Gather of its rows:
+
+    d = DequantizeLinear<axis = 1, block_size = g, output_dtype>(w, scale, zero?)
+    with a minimum:  d = DequantizeLinear<..., output_dtype = float32>(w, scale)
+                     s = Add(Reshape(d, [N, K / g, g]), Cast(Unsqueeze(minimum, [-1])))
+                     d = Cast(Reshape(s, [N, K]))                     casts only where types differ
+    with an order:   y = MatMul(x, Transpose(w))  =>  y = MatMul(Gather<axis = -1>(x, order), Transpose(d))
+
+Read by a Gather of its rows (an embedding), which dequantizes those rows alone:
+
+    y = Gather<axis = 0>(w, ids)  =>  r = Gather<axis = 0>(rows, ids), scale, zero and minimum likewise;
+                                      four bits set apart, cast to float32, (r - zero) * scale + minimum
+
+`rows` are w's bytes once more, of four bits as uint8 [N, K / 2], because Gather takes no four-bit types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from kvexport.errors import UsageError
+from kvexport.export.computed import part_name
+from kvexport.export.passes.nodes import is_op, permutes, producer
+from kvexport.ops.packed import PackedFormat, Part
+
+TYPES = {
+    "int4": ir.DataType.INT4,
+    "uint4": ir.DataType.UINT4,
+    "int8": ir.DataType.INT8,
+    "uint8": ir.DataType.UINT8,
+    "float16": ir.DataType.FLOAT16,
+    "float32": ir.DataType.FLOAT,
+    "int64": ir.DataType.INT64,
+}
+ROWS = "rows"
+
+
+class Packed(NamedTuple):
+    """The parts of a packed weight as values of a graph. group: inputs that share a scale."""
+
+    weight: ir.Value
+    scale: ir.Value
+    zero: ir.Value | None
+    minimum: ir.Value | None
+    group: int
+
+
+def packed_of(value: ir.Value | None) -> Packed | None:
+    """The packed weight whose dequantized form, in the order of the stored columns, `value` is; None of another
+    value."""
+    node, minimum = value.producer() if value is not None else None, None
+    if node is not None and is_op(node, "Cast"):
+        node = producer(node, 0, "Reshape")
+    if node is not None and is_op(node, "Reshape") and (add := producer(node, 0, "Add")) is not None:
+        least = producer(add, 1, "Cast") or producer(add, 1, "Unsqueeze")
+        if least is not None and is_op(least, "Cast"):
+            least = producer(least, 0, "Unsqueeze")
+        split = producer(add, 0, "Reshape")
+        if least is None or split is None:
+            return None
+        minimum, node = least.inputs[0], producer(split, 0, "DequantizeLinear")
+    if node is None or not is_op(node, "DequantizeLinear") or "block_size" not in node.attributes:
+        return None
+    weight, scale, *zero = node.inputs
+    assert weight is not None and scale is not None
+    return Packed(weight, scale, zero[0] if zero else None, minimum, node.attributes["block_size"].as_int())
+
+
+def put_packed(
+    model: ir.Model, packings: Mapping[str, PackedFormat], same: Callable[[str, str], bool]
+) -> dict[str, str]:
+    """The initializers of these names become packed ones without data, wherever they are read; names that the graph
+    does not have are left out.
+
+    same: whether two initializers hold the same bytes. Returns {initializer of the graph: the part whose bytes it
+    holds}, where the two are not called the same. Raises UsageError for an ordered weight that no product reads as its
+    second factor.
+    """
+    renamed: dict[str, str] = {}
+    ordered: dict[ir.Value, list[tuple[ir.Value, ir.Value]]] = {}  # a product's input: orders, and it in each
+    for name, packing in packings.items():
+        value = model.graph.initializers.get(name)
+        if value is None:
+            continue
+        assert value.shape is not None and value.dtype is not None
+        n, k = value.shape.numpy()
+        put = _Putter(model.graph, name, packing.parts(n, k), packing, value.dtype)
+        readers = list(value.uses())
+        gathers = [node for node, i in readers if is_op(node, "Gather") and i == 0]
+        gathers = [node for node in gathers if "axis" not in node.attributes or node.attributes["axis"].as_int() == 0]
+        del model.graph.initializers[name]
+        for node in gathers:
+            put.embedding(node)
+            renamed |= {part_name(name, ROWS): name, part_name(name, f"zero_{ROWS}"): part_name(name, "zero")}
+        if others := [(node, i) for node, i in readers if node not in gathers]:
+            dense = put.dense()
+            for node, i in others:
+                node.replace_input_with(i, dense)
+                if packing.ordered:
+                    _order_input(node, put.part("order"), ordered, same)
+    return renamed
+
+
+def _order_input(
+    node: ir.Node,
+    order: ir.Value,
+    known: dict[ir.Value, list[tuple[ir.Value, ir.Value]]],
+    same: Callable[[str, str], bool],
+) -> None:
+    """The products that read a Transpose take their input in the order of the columns; those of one input and the same
+    order share it."""
+    products = [(use, i) for use, i in node.outputs[0].uses()] if permutes(node, [1, 0]) else []
+    if not products or any(not is_op(use, "MatMul") or i != 1 for use, i in products):
+        raise UsageError(
+            f"{order.name} orders the columns of a weight that is not only a product's second factor",
+            "set model.path to a checkpoint that was quantized without act-order (desc_act: false)",
+        )
+    for product, _ in products:
+        data = product.inputs[0]
+        assert data is not None
+        found = [y for x, y in known.get(data, []) if same(str(x.name), str(order.name))]
+        if not found:
+            gather = ir.node("Gather", [data, order], {"axis": -1}, name=f"{product.name}.order")
+            _like(gather.outputs[0], data, f"{product.name}.ordered")
+            _graph(product).insert_before(product, gather)
+            found = [gather.outputs[0]]
+            known.setdefault(data, []).append((order, found[0]))
+        product.replace_input_with(0, found[0])
+
+
+class _Putter:
+    """Puts the nodes of one packed weight into a graph."""
+
+    def __init__(
+        self, graph: ir.Graph, name: str, parts: Mapping[str, Part], packing: PackedFormat, dtype: ir.DataType
+    ) -> None:
+        self.graph, self.name, self.parts, self.packing, self.dtype = graph, name, parts, packing, dtype
+        self.shape = parts["weight"].shape
+        self.before = graph[0]
+        self.made = 0
+
+    def part(self, part: str, shape: Sequence[int] | None = None, dtype: str = "") -> ir.Value:
+        """The initializer of a part, made where there is none yet."""
+        name = part_name(self.name, part)
+        if name not in self.graph.initializers:
+            kind, sizes = (dtype, shape) if shape is not None else self.parts[part]
+            self.graph.initializers[name] = ir.Value(name=name, shape=ir.Shape(sizes), type=ir.TensorType(TYPES[kind]))
+        return self.graph.initializers[name]
+
+    def node(self, op_type: str, inputs: Sequence[ir.Value], **attributes: int | str) -> ir.Value:
+        """One more node before `self.before`."""
+        self.made += 1
+        name = f"{self.name}.dequantize.{self.made}"
+        made = ir.node(op_type, inputs, attributes, name=name)
+        made.outputs[0].name = name
+        self.graph.insert_before(self.before, made)
+        return made.outputs[0]
+
+    def constant(self, numbers: Sequence[int], dtype: type = np.int64) -> ir.Value:
+        """Whole numbers; equal ones are one initializer."""
+        name = f"kvexport.{np.dtype(dtype).name}.{'_'.join(map(str, numbers))}"
+        if name not in self.graph.initializers:
+            tensor = ir.tensor(np.array(numbers, dtype), name=name)
+            self.graph.initializers[name] = ir.Value(
+                name=name, shape=ir.Shape([len(numbers)]), type=ir.TensorType(tensor.dtype), const_value=tensor
+            )
+        return self.graph.initializers[name]
+
+    def cast(self, value: ir.Value, stored: ir.DataType, wanted: ir.DataType) -> ir.Value:
+        """`value`, of the type `stored`, as `wanted`."""
+        return value if stored == wanted else self.node("Cast", [value], to=int(wanted))
+
+    def dense(self) -> ir.Value:
+        """The whole weight dequantized, at the beginning of the graph."""
+        self.before = self.graph[0]
+        packing, (n, k) = self.packing, self.shape
+        least = packing.offset == "minimum"
+        inputs = [self.part("weight"), self.part("scale"), *([self.part("zero")] if packing.offset == "zero" else [])]
+        computed = ir.DataType.FLOAT if least else self.dtype
+        value = self.node("DequantizeLinear", inputs, axis=1, block_size=packing.group, output_dtype=int(computed))
+        _typed(value, computed, self.shape)
+        if least:
+            minimum = self.node("Unsqueeze", [self.part("minimum"), self.constant([-1])])
+            minimum = self.cast(minimum, TYPES[packing.scale_dtype], computed)
+            groups = self.node("Reshape", [value, self.constant([n, k // packing.group, packing.group])])
+            value = self.node("Reshape", [self.node("Add", [groups, minimum]), self.constant([n, k])])
+            value = self.cast(value, computed, self.dtype)
+        _typed(value, self.dtype, self.shape)
+        return value
+
+    def embedding(self, gather: ir.Node) -> None:
+        """The rows that a Gather picks, dequantized, in its place."""
+        self.before = gather
+        packing, k = self.packing, self.shape[1]
+        ids, computed = gather.inputs[1], ir.DataType.FLOAT
+        assert ids is not None
+        values = self.numbers("weight", ids, k, packing.group)
+        if packing.offset == "zero":
+            values = self.node("Sub", [values, self.numbers("zero", ids, k // packing.group, 1)])
+        values = self.node("Mul", [values, self.floats("scale", ids)])
+        if packing.offset == "minimum":
+            values = self.node("Add", [values, self.floats("minimum", ids)])
+        rows = self.cast(self.node("Reshape", [values, self.constant([0, 0, k])]), computed, self.dtype)
+        old = gather.outputs[0]
+        _like(rows, old, str(old.name))
+        ir.convenience.replace_all_uses_with(old, rows, replace_graph_outputs=True)
+        self.graph.remove(gather, safe=True)
+
+    def floats(self, part: str, ids: ir.Value) -> ir.Value:
+        """[B, T, groups, 1] float32 of a part."""
+        picked = self.node("Gather", [self.part(part), ids], axis=0)
+        picked = self.cast(picked, TYPES[self.packing.scale_dtype], ir.DataType.FLOAT)
+        return self.node("Unsqueeze", [picked, self.constant([-1])])
+
+    def numbers(self, part: str, ids: ir.Value, count: int, group: int) -> ir.Value:
+        """[B, T, groups, group] float32 of `count` whole numbers a row."""
+        packing = self.packing
+        shape = self.constant([0, 0, count // group, group])
+        name = ROWS if part == "weight" else f"{part}_{ROWS}"
+        if packing.bits == 8:
+            picked = self.node("Gather", [self.part(name, self.parts[part].shape, packing.dtype), ids], axis=0)
+            return self.node("Cast", [self.node("Reshape", [picked, shape])], to=int(ir.DataType.FLOAT))
+        picked = self.node("Gather", [self.part(name, (self.shape[0], count // 2), "uint8"), ids], axis=0)
+        low = self.node("BitwiseAnd", [picked, self.constant([15], np.uint8)])
+        high = self.node("BitShift", [picked, self.constant([4], np.uint8)], direction="RIGHT")
+        last = self.constant([-1])
+        halves = self.node("Concat", [self.node("Unsqueeze", [x, last]) for x in (low, high)], axis=-1)
+        if packing.signed:
+            halves = self.node("BitwiseXor", [halves, self.constant([8], np.uint8)])
+        value = self.node("Cast", [self.node("Reshape", [halves, shape])], to=int(ir.DataType.FLOAT))
+        return self.node("Sub", [value, self.constant([8], np.float32)]) if packing.signed else value
+
+
+def _graph(node: ir.Node) -> ir.Graph:
+    assert isinstance(node.graph, ir.Graph)
+    return node.graph
+
+
+def _like(value: ir.Value, other: ir.Value, name: str) -> None:
+    value.name, value.shape, value.type = name, other.shape, other.type
+
+
+def _typed(value: ir.Value, dtype: ir.DataType, shape: Sequence[int]) -> None:
+    value.shape, value.type = ir.Shape(shape), ir.TensorType(dtype)

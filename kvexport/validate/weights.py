@@ -1,0 +1,40 @@
+"""The Hugging Face model in PyTorch with an artifact's weights: where they are rounded or packed, what they stand
+for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvexport.export.computed import ComputedSpec
+from kvexport.export.model.checkpoint import Checkpoint
+from kvexport.export.model.config import load_config
+from kvexport.export.model.hf_model import buffers_as_parameters
+from kvexport.export.model.tensors import dense_values
+from kvexport.export.specs import weight_specs
+from kvexport.export.weights import load_tensor
+
+
+def load_model(checkpoint: Checkpoint, recipe: Any, attention: str) -> Any:
+    """The model of a checkpoint in eval mode, in the recipe's type. attention: which implementation of transformers'
+    it uses."""
+    dtype = getattr(torch, recipe.model.dtype)
+    if not checkpoint.computed and recipe.weights.bits is None:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            str(checkpoint.path), dtype=dtype, attn_implementation=attention, use_safetensors=True
+        )
+        return model.eval()
+    config = load_config(str(checkpoint.path), recipe)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)  # type: ignore[no-untyped-call]
+    buffers_as_parameters(model)
+    parameters = {f"model.{name}": p for name, p in model.named_parameters(remove_duplicate=False)}
+    with torch.no_grad():
+        for spec in weight_specs(checkpoint, model, recipe.weights):
+            if isinstance(spec, ComputedSpec):
+                values = dense_values(spec.source)
+            else:
+                values = load_tensor(spec.entry, spec.dtype)
+            parameters[spec.name].copy_(torch.from_numpy(values))
+    return model.eval()

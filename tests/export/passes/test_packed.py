@@ -1,0 +1,139 @@
+"""Packed weights in an ONNX graph, run by ONNX Runtime, against their meaning in numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+from kvexport.errors import UsageError
+from kvexport.export.computed import part_name
+from kvexport.export.passes.packed import packed_of, put_packed
+from kvexport.ops.packed import PackedFormat, Part, dequantize, pack
+
+N, K = 6, 128
+FORMATS = [
+    PackedFormat(bits, signed, group, offset, scale, ordered)
+    for bits, signed, group, offset, scale, ordered in [
+        (4, True, 32, "none", "float16", False),
+        (4, True, 128, "none", "float32", False),
+        (4, False, 16, "zero", "float16", True),
+        (4, False, 32, "minimum", "float16", False),
+        (4, False, 64, "minimum", "float32", True),
+        (8, True, 32, "none", "float32", True),
+        (8, True, 16, "minimum", "float16", False),
+        (8, False, 64, "zero", "float16", False),
+    ]
+]
+
+
+def random_parts(packing: PackedFormat, n: int, k: int) -> dict[str, Any]:
+    rng, low = np.random.default_rng(0), packing.lowest
+    made: dict[str, Any] = {}
+    for name, part in packing.parts(n, k).items():
+        if name in ("weight", "zero"):
+            made[name] = pack(rng.integers(low, low + (1 << packing.bits), part.shape), packing.bits)
+            if not packing.signed:
+                made[name] = made[name].view(np.uint8)
+        elif name == "order":
+            made[name] = rng.permutation(k)
+        else:
+            made[name] = rng.standard_normal(part.shape).astype(part.dtype)
+    return made
+
+
+def graph(dtype: int, embedding: bool) -> ir.Model:
+    """Two products of one input with w and v, and the rows of w that ids pick."""
+    text = """<ir_version: 11, opset_import: ["": 23]>
+      g (TYPE[B,T,128] x, int64[B,T] ids, TYPE[6,128] w, TYPE[6,128] v) => (y, z{}) {{
+        wt = Transpose<perm = [1, 0]>(w)
+        y = MatMul(x, wt)
+        vt = Transpose<perm = [1, 0]>(v)
+        z = MatMul(x, vt)
+        {}
+      }}"""
+    text = text.format(*((", e", "e = Gather<axis = 0>(w, ids)") if embedding else ("", "")))
+    model = onnx.parser.parse_model(text.replace("TYPE", "float" if dtype == onnx.TensorProto.FLOAT else "float16"))
+    return with_initializers(onnx.shape_inference.infer_shapes(model), "w", "v")
+
+
+def with_initializers(proto: onnx.ModelProto, *names: str) -> ir.Model:
+    """Inputs of these names become initializers without data."""
+    model = ir.serde.deserialize_model(proto)
+    for name in names:
+        value = next(x for x in model.graph.inputs if x.name == name)
+        model.graph.inputs.remove(value)
+        model.graph.initializers[name] = value
+    return model
+
+
+def run(model: ir.Model, parts: dict[str, Any], names: dict[str, str], feed: dict[str, Any]) -> list[Any]:
+    proto = ir.to_proto(model)
+    del proto.graph.initializer[:]
+    for name, value in model.graph.initializers.items():
+        if value.const_value is not None:
+            proto.graph.initializer.append(ir.serde.serialize_tensor(value.const_value))
+            continue
+        assert value.dtype is not None and value.shape is not None
+        data = np.ascontiguousarray(parts[names.get(name, name)]).tobytes()
+        proto.graph.initializer.append(
+            onnx.helper.make_tensor(name, int(value.dtype), value.shape.numpy(), data, raw=True)
+        )
+    onnx.checker.check_model(proto)
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, feed)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("packing", FORMATS, ids=str)
+def test_onnx_runtime_computes_what_the_parts_mean(packing: PackedFormat, dtype: str) -> None:
+    model = graph(onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), embedding=not packing.ordered)
+    parts = random_parts(packing, N, K)
+    stored = {part_name(w, part): x for w in ("w", "v") for part, x in parts.items()}
+    names = put_packed(model, {"w": packing, "v": packing, "absent": packing}, lambda a, b: True)
+    gathers = [node for node in model.graph if node.op_type == "Gather"]
+    assert len(gathers) == (1 if packing.ordered else 2 + (packing.offset != "none"))  # one order for both products
+    rng = np.random.default_rng(1)
+    feed = {"x": rng.standard_normal((2, 3, K)).astype(dtype), "ids": rng.integers(0, N, (2, 3))}
+    y, z, *rows = run(model, stored, names, feed)
+    value = dequantize(packing, N, K, parts)
+    held = value.astype(dtype)
+    expected = feed["x"].astype(np.float32) @ held.T.astype(np.float32)
+    tolerance = (1e-5 if dtype == "float32" else 2e-2) * np.abs(expected).max()
+    np.testing.assert_allclose(y.astype(np.float32), expected, atol=tolerance)
+    np.testing.assert_array_equal(y, z)
+    for row in rows:
+        np.testing.assert_array_equal(row, held[feed["ids"]])
+
+
+@pytest.mark.parametrize("packing", FORMATS, ids=str)
+def test_what_was_put_is_recognised(packing: PackedFormat) -> None:
+    for dtype in (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16):
+        model = graph(dtype, embedding=False)
+        put_packed(model, {"w": packing}, lambda a, b: a == b)
+        transposes = {node.inputs[0]: node for node in model.graph if node.op_type == "Transpose"}
+        found = [packed for value in transposes if (packed := packed_of(value))]
+        assert len(found) == 1
+        assert found[0].group == packing.group
+        assert [x is not None for x in (found[0].zero, found[0].minimum)] == [
+            packing.offset == "zero",
+            packing.offset == "minimum",
+        ]
+        assert found[0].weight.dtype is not None and found[0].weight.dtype.name == packing.dtype.upper()
+
+
+def test_an_order_is_refused_where_no_product_reads_the_weight() -> None:
+    text = """<ir_version: 11, opset_import: ["": 23]>
+      g (float[6,128] x, float[6,128] w) => (float[6,128] y) { y = Add(x, w) }"""
+    model = with_initializers(onnx.parser.parse_model(text), "w")
+    with pytest.raises(UsageError, match="orders the columns"):
+        put_packed(model, {"w": PackedFormat(4, True, 32, ordered=True)}, lambda a, b: a == b)
+
+
+def test_parts_have_sizes_that_the_graph_declares() -> None:
+    assert Part("uint4", (3, 5)).nbytes == 8
+    assert Part("float16", (3, 5)).nbytes == 30

@@ -2,6 +2,7 @@
 method by method; whole layers beside uniform budgets of the same slots.
 
     python benchmarks/recall_real.py layers --length 1000       # which layers recall hangs on, on another text
+    python benchmarks/recall_real.py text                       # KL of text with whole layers and without
     python benchmarks/recall_real.py [--tasks codes,people,code,turns] [--methods h2o,...] [--parts 3,4,8]
         [--length 2000] [--passages 9] [--known]
 
@@ -27,7 +28,10 @@ from common import RESULTS, head, save
 import kvexport
 from kvexport.evaluate import recall
 from kvexport.evaluate.calibrate import calibrate
-from kvexport.evaluate.corpus import library_sources
+from kvexport.evaluate.corpus import library_sources, manual
+from kvexport.evaluate.files import digest_of
+from kvexport.evaluate.result import Options
+from kvexport.evaluate.runner import evaluate
 from kvexport.evaluate.statistics import mean, share
 from kvexport.recipe.load import load_recipe
 from kvexport.report.page import render_text
@@ -123,21 +127,23 @@ def whole_layers(method: str) -> list[int]:
     return list(WHOLE) if named == ["whole"] else [int(layer) for layer in named]
 
 
-def engine_of(
-    folder: Path, method: str, part: int, length: int, known: bool, threads: int, sets: list[str]
-) -> kvexport.Engine:
-    """method: see `whole_layers`; part: the budget is so much less than the length."""
+def engine_of(folder: Path, label: dict[str, Any], threads: int) -> kvexport.Engine:
+    """One that is in the folder already is not built again. label: of a row; its method, see `whole_layers`; its part:
+    the budget is so much less than the length."""
+    method, part, length = label["method"], label["part"], label["length"]
     settings = [
         f"cache.method={method.split('+')[0]}",
         f"cache.budget={length // part}",
         f"cache.allocation.whole={whole_layers(method)}",
         f"limits.max_length={length + 128}",
         f"limits.max_batch={QUESTIONS}",
-        f"export.prefill_chunk={length + 128 if known else 256}",
-        *sets,
+        f"export.prefill_chunk={length + 128 if label['known'] else 256}",
+        *label["set"],
     ]
-    where = kvexport.build(load_recipe("smollm2-135m-base", settings).recipe, folder)
-    return kvexport.load(where, threads=threads)
+    where = folder / digest_of(settings)[:16]
+    if not where.exists():
+        kvexport.build(load_recipe("smollm2-135m-base", settings).recipe, where)
+    return kvexport.load(where, threads=threads, verify=False)
 
 
 Each = list[list[float]]  # of every question: exact, digits, nll
@@ -223,9 +229,7 @@ def ask(options: argparse.Namespace, folder: Path, results: Results) -> None:
                     continue
                 if any(len(answer) < 3 for answer in each):  # an older row
                     each = []
-                engine = engine or engine_of(
-                    folder / f"{method}-{part}", method, part, options.length, known, options.threads, options.set
-                )
+                engine = engine or engine_of(folder, label, options.threads)
                 for given in passages(engine, task, options.passages, options.length)[len(each) // QUESTIONS :]:
                     found = recall.answers(engine, given, known=known)
                     each += [[int(a.exact), round(a.digits, 4), round(a.nll, 4)] for a in found]
@@ -245,9 +249,22 @@ def measure_layers(options: argparse.Namespace, _: Path, results: Results) -> No
     print(render_text(found.sections()))
 
 
+def measure_text(options: argparse.Namespace, folder: Path, results: Results) -> None:
+    """KL of Python's manual to the full cache's, at equal bytes, over the second half of 8 texts of 1,024 tokens."""
+    labels = [f"{m}{whole}" for m in ("h2o", "keepkv") for whole in ("", f":cache.allocation.whole={list(WHOLE)}")]
+    asked = Options(tuple(labels), (1 / 4, 1 / 3), ("text",), 8, 1024, batch=1, source=manual(), timed=False)
+    found = evaluate("smollm2-135m-base", [f"backend.threads={options.threads}"], asked, folder / "text", tell=print)
+    rows = [
+        {"method": r.label.split(":")[0] + ("+whole" if ":" in r.label else ""), "budget": r.budget, "slots": r.slots}
+        | {"kl": vars(r.scores["text"].kl), "samples": list(map(float, r.scores["text"].samples["kl"]))}
+        for r in found.results
+    ]
+    save(results.name, {**results.read(), "text": {"made": head(), "length": 1024, "rows": rows}})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", default="ask", choices=["ask", "layers"])
+    parser.add_argument("what", nargs="?", default="ask", choices=["ask", "layers", "text"])
     parser.add_argument("--tasks", default="codes,people,code,turns")
     parser.add_argument("--methods", default=",".join(ALL))
     parser.add_argument("--parts", default="3,4,8")
@@ -256,10 +273,12 @@ def main() -> None:
     parser.add_argument("--known", action="store_true", help="the question is part of the chunk that is compressed")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--work", type=Path, metavar="DIR", help="keep engines there, for a run that goes on")
     parser.add_argument("--name", default=NAME, help="of the file of results")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        {"ask": ask, "layers": measure_layers}[options.what](options, Path(folder), Results(options.name))
+        modes = {"ask": ask, "layers": measure_layers, "text": measure_text}
+        modes[options.what](options, options.work or Path(folder), Results(options.name))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from kvexport.validate.cut import CutDecoder
 from kvexport.validate.divergence import kl
 from kvexport.validate.merges import compare_merge
 from kvexport.validate.reference import TorchReference
-from kvexport.validate.result import Mismatch, Quantiles, Rounding, ValidationResult
+from kvexport.validate.result import Mismatch, Rounding, ValidationResult, quantiles_of
 from kvexport.validate.tokens import Ids
 
 Arrays = dict[str, NDArray[Any]]
@@ -80,8 +80,10 @@ class Comparison:
         """Sum up what only the whole run tells."""
         self.result.own_kl = float(np.mean(self.own_kl)) if self.own_kl else 0.0
         for (phase, tensor), pairs in self.errors.items():
-            engine, pytorch = (_quantiles(np.concatenate(side)) for side in zip(*pairs, strict=True))
-            self.result.rounding.append(Rounding(phase, tensor, engine, pytorch, self.tolerance.rounding / 4))
+            engine, pytorch = (np.concatenate(side) for side in zip(*pairs, strict=True))
+            quantiles = (quantiles_of(engine), quantiles_of(pytorch))
+            least = self.tolerance.rounding / 4
+            self.result.rounding.append(Rounding(phase, tensor, len(engine), *quantiles, least))
 
     def decoded(self, feed: Arrays, present: Arrays, hidden: dict[int, NDArray[Any]], whole: bool) -> None:
         """A call of the decoder: layer by layer, each given the reference's hidden state, and as a whole."""
@@ -275,12 +277,6 @@ def _real(feed: Arrays) -> NDArray[Any]:
     """[B, T] bool: the tokens that are no padding."""
     real: NDArray[Any] = np.arange(feed["input_ids"].shape[1]) < feed["query_length"]
     return real
-
-
-def _quantiles(errors: NDArray[Any]) -> Quantiles:
-    if not errors.size:
-        return Quantiles(0.0, 0.0, 0.0)
-    return Quantiles(*(float(np.quantile(errors, q, method="lower")) for q in (0.5, 0.99, 1.0)))
 
 
 def _found(top: TopLogits | None, logits: NDArray[np.float32]) -> bool:

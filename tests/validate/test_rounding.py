@@ -1,0 +1,58 @@
+"""Rounding errors against float64: a right engine does not fail by the chance of a small sample, a worse one does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvexport.validate.result import Rounding, ValidationResult, level_of, quantiles_of
+
+DRAWS = 200
+
+
+def rounding(engine: NDArray[np.float64], pytorch: NDArray[np.float64]) -> Rounding:
+    return Rounding("decode", "key", len(engine), quantiles_of(engine), quantiles_of(pytorch), 1e-12)
+
+
+def refused(count: int, factor: float) -> tuple[float, float]:
+    """The share of draws in which errors `factor` times PyTorch's are refused, and by the 99th percentile alone
+    whatever the size of the sample. The tail is that of a trained model's errors."""
+    rng = np.random.default_rng(count)
+    found, alone = 0, 0
+    for _ in range(DRAWS):
+        engine, pytorch = np.exp(rng.standard_normal((2, count))) * 1e-6
+        found += not rounding(factor * engine, pytorch).holds
+        alone += quantiles_of(factor * engine).p99 > 3 * quantiles_of(pytorch).p99
+    return found / DRAWS, alone / DRAWS
+
+
+@pytest.mark.parametrize("count", [36, 100, 800, 2000])
+def test_errors_alike_pass_and_six_times_larger_ones_are_found_more_often_than_by_the_99th_percentile(
+    count: int,
+) -> None:
+    assert refused(count, 1.0)[0] == 0.0
+    found, alone = refused(count, 6.0)
+    assert found >= max(alone, 0.95)
+
+
+def test_a_few_errors_out_of_bounds_fail_where_they_are_far_out() -> None:
+    alike = np.linspace(1e-7, 1e-6, 36)
+    few = np.where(np.arange(36) >= 34, alike * 3.16, alike)
+    assert rounding(few, alike).holds  # two of 36, as a sound engine was seen to have
+    assert not rounding(np.where(np.arange(36) >= 34, alike * 100, alike), alike).holds
+    assert not rounding(np.where(np.arange(36) >= 20, alike * 3.5, alike), alike).holds
+
+
+def test_from_a_thousand_errors_on_it_is_the_99th_percentile() -> None:
+    assert [level_of(n) for n in (0, 9, 20, 100, 1000, 10**6)] == [0.5, 0.5, 0.5, 0.9, 0.99, 0.99]
+    many = np.linspace(1e-7, 1e-6, 2000)
+    assert rounding(np.where(np.arange(2000) >= 1985, many * 50, many), many).holds
+    assert not rounding(np.where(np.arange(2000) >= 1970, many * 3.1, many), many).holds
+
+
+def test_the_problem_says_how_many_errors_and_what_is_allowed() -> None:
+    alike = np.linspace(1e-7, 1e-6, 36)
+    result = ValidationResult("a", "r", "b", [8], ["text"], [4], {}, {}, rounding=[rounding(alike * 4, alike)])
+    assert "keys (decode), 36 of them, have a 72% quantile of" in result.problem
+    assert quantiles_of(np.zeros(0)).p99 == 0.0

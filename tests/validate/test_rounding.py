@@ -16,7 +16,7 @@ def rounding(engine: NDArray[np.float64], pytorch: NDArray[np.float64]) -> Round
 
 
 def refused(count: int, factor: float) -> tuple[float, float]:
-    """The share of draws in which errors `factor` times PyTorch's are refused, and by the 99th percentile alone
+    """The share of draws in which errors `factor` times PyTorch's are refused, and by the 99th percentile alone,
     whatever the size of the sample. The tail is that of a trained model's errors."""
     rng = np.random.default_rng(count)
     found, alone = 0, 0

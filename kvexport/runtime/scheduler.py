@@ -3,9 +3,10 @@
 - A request gets the lowest free lane, in the order of priority, then of arrival. It keeps it until it finishes, or
   until a lower one stays free: lanes that decode are a prefix, since each up to the last of them costs a row.
 - Every step reads one chunk of a prompt, of the lane whose last turn is the longest ago, so that no prompt waits for
-  the end of another. Neighbouring lanes that are prefilled as well come along where that is cheaper than a call of
-  their own.
-- While others decode, a call of prompts has no more rows than `rows`, beyond one chunk.
+  the end of another. Prompts that end with their next chunk and those that do not get every second call each: the
+  answer to a short one begins behind one chunk of long ones, however many there are.
+- Neighbouring lanes that are prefilled as well come along where that is cheaper than a call of their own, up to `rows`
+  beyond one chunk: those that decode wait for the call, and so does a prompt that arrives meanwhile.
 - Every step decodes all lanes whose prompts are read; those of one call begin together (see `Request.call`).
 """
 
@@ -39,7 +40,7 @@ class Schedule(NamedTuple):
 class Scheduler:
     """Of one engine. lanes: how many requests run at once, at most. chunk: tokens of a prompt that one call reads, at
     most. follows: whether a request had better wait for what one of those that prefill is reading. rows: of a call of
-    prompts, while others decode; None: any number."""
+    prompts, at most, where that is more than one chunk has; None: any number."""
 
     def __init__(
         self, lanes: int, chunk: int, follows: Callable[[Request, Sequence[Request]], bool] = lambda *_: False
@@ -50,6 +51,7 @@ class Scheduler:
         self.lanes: list[Request | None] = [None] * lanes
         self.waiting: list[Request] = []  # in the order in which they get their lanes
         self._prefilling: deque[Request] = deque()  # in the order of their turns
+        self._ended = False  # whether the last call was one of a prompt's last chunk
         self._decoding: list[Request] = []  # in the order of their lanes
         self._joining: list[Request] = []  # they hold a lane for this step, and decode from the next one on
 
@@ -160,12 +162,14 @@ class Scheduler:
         return True
 
     def _chunks(self) -> list[Request]:
-        """The request whose turn it is, and neighbours whose chunks cost less in the same call than in their own: all
-        are padded to the longest of them."""
+        """The next request, and neighbours whose chunks cost less in the same call than in their own: all are padded to
+        the longest of them."""
         if not self._prefilling:
             return []
-        chosen = [self._prefilling[0]]
-        most = math.inf if self.rows is None or not self._decoding else self.rows
+        other_kind = (request for request in self._prefilling if (request.unread <= self.chunk) is not self._ended)
+        chosen = [next(other_kind, self._prefilling[0])]
+        self._ended = chosen[0].unread <= self.chunk
+        most = math.inf if self.rows is None else max(self.rows, self.chunk)
         for after in (True, False):
             while (other := self._neighbour(chosen, after)) is not None:
                 longest, more = max(map(self.count, chosen)), self.count(other)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -133,7 +134,7 @@ def test_random_schedules_leak_no_lane_and_starve_nobody(seed: int) -> None:
             if each.state is State.PREFILLING:
                 served.setdefault(each.id, number)
         for each in step.prefill:
-            assert number - served[each.id] <= len(scheduler.lanes)
+            assert number - served[each.id] <= 2 * len(scheduler.lanes)
             served[each.id] = number
         if scheduler.running():
             assert step.prefill or step.decode, "every step does something"
@@ -175,8 +176,9 @@ def test_requests_expire_while_they_wait_and_not_later() -> None:
     assert scheduler.expired(1e9) == [made[1], made[3]]
 
 
-def test_prompts_that_join_together_take_no_more_rows_than_those_that_decode_may_wait_for() -> None:
-    def rows(limit: int | None, decodes: bool) -> int:
+@pytest.mark.parametrize("decodes", [False, True])
+def test_prompts_that_join_together_take_no_more_rows_than_others_may_wait_for(decodes: bool) -> None:
+    def rows(limit: int | None) -> int:
         scheduler = Scheduler(8, CHUNK)
         scheduler.rows = limit
         if decodes:
@@ -186,10 +188,51 @@ def test_prompts_that_join_together_take_no_more_rows_than_those_that_decode_may
             scheduler.add(request(10 * CHUNK))
         return len(scheduler.next().prefill) * CHUNK
 
-    assert [rows(limit, True) for limit in (None, 10**6, 4 * CHUNK, 4 * CHUNK - 1, 0)] == [
-        n * CHUNK for n in (6, 6, 4, 3, 1)
-    ]
-    assert rows(0, False) == 6 * CHUNK, "nobody waits for a token"
+    assert [rows(limit) for limit in (None, 10**6, 4 * CHUNK, 4 * CHUNK - 1, 0)] == [n * CHUNK for n in (6, 6, 4, 3, 1)]
+
+
+def test_a_call_has_the_rows_of_a_chunk_whatever_the_bound() -> None:
+    scheduler = Scheduler(8, CHUNK)
+    scheduler.rows = 0
+    for _ in range(5):
+        scheduler.add(request(CHUNK // 2))
+    assert [len(step.prefill) for step in finish(scheduler) if step.prefill] == [2, 2, 1]
+
+
+@pytest.mark.parametrize("others", [1, 2, 7])
+@pytest.mark.parametrize("later", range(4))
+def test_a_short_prompt_is_read_by_the_next_call_and_long_ones_by_every_second_one(others: int, later: int) -> None:
+    """Whenever it comes: it waits for the call that runs, of one chunk."""
+    scheduler = Scheduler(8, CHUNK)
+    scheduler.rows = 0
+    for _ in range(others):
+        scheduler.add(request(200 * CHUNK))
+    for _ in range(later):
+        run(scheduler, scheduler.next())
+    shorts = [request(CHUNK // 2 + 1, 1) for _ in range(20)]
+    calls: list[Request] = []
+    for short in shorts:
+        scheduler.add(short)
+        before = len(calls)
+        while not short.tokens:
+            (read,) = (step := scheduler.next()).prefill
+            calls.append(read)
+            run(scheduler, step)
+        assert len(calls) - before == (1 if short is shorts[0] else 2), "no two of them run before a long one"
+    assert max(Counter(calls[1::2]).values()) <= -(-20 // others), "which have their turns"
+    scheduler.add(again := request(1, 1))
+    run(scheduler, scheduler.next())
+    assert run(scheduler, scheduler.next()) == [again]
+
+
+def test_prompts_of_several_chunks_have_their_turns_as_ever() -> None:
+    scheduler = Scheduler(3, CHUNK)
+    scheduler.rows = 0
+    made = [request(n * CHUNK) for n in (3, 4, 4)]
+    for each in made:
+        scheduler.add(each)
+    read = [made.index(step.prefill[0]) for step in finish(scheduler) if step.prefill]
+    assert read == [0, 1, 2, 0, 0, 1, 2, 1, 1, 2, 2]
 
 
 def test_lanes_that_decode_become_a_prefix_one_lane_a_step() -> None:

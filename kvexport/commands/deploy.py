@@ -53,12 +53,17 @@ def deploy_kubernetes(
 def deploy_ray(
     artifact: ArtifactArgument,
     replicas: Annotated[int, typer.Option(min=1, help="Servers; each has a copy of the model.")] = 1,
+    max_replicas: Annotated[int | None, typer.Option(min=1, help="Under load; without it --replicas.")] = None,
     cpus: Annotated[int, typer.Option(min=1, help="Of a replica, and threads of its model.")] = 1,
     lanes: Annotated[int | None, typer.Option(min=1, help="Of a replica; limits.max_batch.")] = None,
     host: Annotated[str, typer.Option(help="As serve's.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     api_key: Annotated[list[str] | None, typer.Option(metavar="KEY", help="As serve's; repeatable.")] = None,
     name: Annotated[list[str] | None, typer.Option(metavar="NAME", help="As serve's; repeatable.")] = None,
+    queue: Annotated[int, typer.Option(min=0, help="Requests that may wait for a replica.")] = 256,
+    session_folder: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="At the same path on every node: sessions, written every turn.")
+    ] = None,
     drain: Annotated[float, typer.Option(min=0, help="Seconds that running requests get when it ends.")] = 30.0,
 ) -> None:
     """Serve an artifact on Ray Serve: what `kvexport serve` answers, by several replicas."""
@@ -66,17 +71,16 @@ def deploy_ray(
     from kvexport.packages import require
 
     require("serve")
-    from kvexport.deploy.ray import run
+    from kvexport.deploy.ray import Cluster, run
     from kvexport.serve.settings import ServeSettings
 
-    settings = ServeSettings(names=tuple(name or (artifact.resolve().name,)), api_keys=keys, drain=drain)
-    run(
-        artifact,
-        settings,
-        host=host,
-        port=port,
-        replicas=replicas,
-        cpus=cpus,
-        lanes=lanes,
-        on_ready=lambda: print(f"http://{host}:{port}", flush=True),
+    settings = ServeSettings(
+        names=tuple(name or (artifact.resolve().name,)),
+        api_keys=keys,
+        queue=queue,
+        drain=drain,
+        session_folder=None if session_folder is None else str(session_folder.absolute()),
+        session_shared=session_folder is not None,
     )
+    cluster = Cluster(replicas, max_replicas, cpus, lanes)
+    run(artifact, settings, cluster, host, port, lambda: print(f"http://{host}:{port}", flush=True))

@@ -37,8 +37,8 @@ def serve(
     lanes: Annotated[int | None, typer.Option(min=1, help="Requests that run at once; limits.max_batch.")] = None,
     queue: Annotated[int, typer.Option(min=0, help="Requests that may wait for a lane.")] = 256,
     latency_budget: Annotated[
-        float | None, typer.Option(min=0, metavar="SECONDS", help="That prompts may hold up a running stream.")
-    ] = None,
+        float, typer.Option(min=0, metavar="SECONDS", help="That several prompts in one call may hold up others.")
+    ] = 0.1,
     prefix_memory: Annotated[
         str, typer.Option(metavar="BYTES", help="For the states of what prompts begin with; 0 = off.")
     ] = "1GiB",
@@ -47,6 +47,9 @@ def serve(
         Path | None, typer.Option(metavar="DIR", help="Where sessions go that no memory is left for, and at the end.")
     ] = None,
     session_disk: Annotated[str, typer.Option(metavar="BYTES", help="Of that folder, at most.")] = "16GiB",
+    session_shared: Annotated[
+        bool, typer.Option("--session-shared", help="Other servers use that folder too: every turn is written at once.")
+    ] = False,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Of one answer.")] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that one request may take.")] = 1800.0,
     drain: Annotated[float, typer.Option(min=0, help="Seconds that running requests get when it ends.")] = 30.0,
@@ -80,6 +83,7 @@ def serve(
         session_memory=parse_bytes(session_memory),
         session_folder=None if session_folder is None else str(session_folder),
         session_disk=parse_bytes(session_disk),
+        session_shared=session_shared,
         timeout=timeout,
         drain=drain,
     )

@@ -9,28 +9,23 @@ one session loses no other, and one that cannot be written stays in memory.
 from __future__ import annotations
 
 import contextlib
-import os
-import re
-import stat
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvexport.artifact.manifest import Manifest
-from kvexport.errors import EnvironmentProblem, SnapshotError, UsageError
+from kvexport.errors import EnvironmentProblem
 from kvexport.runtime.chat import Message
+from kvexport.runtime.session_files import NAME, SUFFIX, check_name, problems, read_session, write_file
 from kvexport.runtime.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvexport.runtime.engine import Engine
-
-SUFFIX = ".session"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
 class SessionStore:
@@ -43,11 +38,11 @@ class SessionStore:
         self._held: OrderedDict[str, Snapshot] = OrderedDict()  # in memory, the one used last at the end
         self._files: OrderedDict[str, int] = OrderedDict()  # bytes; what is in memory too is the same there
         if folder is not None:
-            with _problems(f"the folder of sessions {folder}"):
+            with problems(f"the folder of sessions {folder}"):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 for path in folder.glob(f".*{SUFFIX}.*"):  # of a process that was killed
                     path.unlink()
-                found = [(p.lstat(), p) for p in folder.glob(f"*{SUFFIX}") if _NAME.fullmatch(p.stem)]
+                found = [(p.lstat(), p) for p in folder.glob(f"*{SUFFIX}") if NAME.fullmatch(p.stem)]
             for status, path in sorted(found, key=lambda entry: entry[0].st_mtime_ns):
                 self._files[path.stem] = status.st_size
 
@@ -69,17 +64,13 @@ class SessionStore:
         """A session; None where there is none, or no longer. Raises UsageError for a name that cannot be one,
         SnapshotError for a file that is damaged or of another artifact, EnvironmentProblem for one that cannot be read;
         the session then stays where it is."""
-        _check_name(name)
+        check_name(name)
         if name in self._held:
             self._held.move_to_end(name)
             return self._held[name]
         if name not in self._files:
             return None
-        try:
-            with _problems(f"the session {name}"):
-                snapshot = Snapshot.from_bytes(_read(self._path(name)), self._manifest)
-        except SnapshotError as error:
-            raise SnapshotError(f"the session {name} cannot be used: {error.problem}", "delete it") from error
+        snapshot = read_session(name, self._path(name), self._manifest)
         self._hold(name, snapshot)
         self._files.move_to_end(name)
         with contextlib.suppress(EnvironmentProblem):  # all of them are still there
@@ -90,7 +81,7 @@ class SessionStore:
         """Keep a session, in the place of an earlier state of it. Raises UsageError for a name that cannot be one;
         EnvironmentProblem where another cannot be written to make room: this one is then kept where it was known
         before, and not where it is new."""
-        _check_name(name)
+        check_name(name)
         known = name in self._held or name in self._files
         if not known:
             self._make_room(snapshot.nbytes)
@@ -100,7 +91,7 @@ class SessionStore:
 
     def delete(self, name: str) -> bool:
         """Forget a session; whether there was one. Errors as `get`."""
-        _check_name(name)
+        check_name(name)
         known = self._held.pop(name, None) is not None or name in self._files
         self._delete_file(name)
         return known
@@ -134,10 +125,10 @@ class SessionStore:
         """From memory to the folder; files that were not used for longest are deleted when it is there."""
         if name not in self._files:
             data, path = self._held[name].to_bytes(), self._path(name)
-            with _problems(f"the session {name} stays in memory: its file"):
+            with problems(f"the session {name} stays in memory: its file"):
                 if len(data) > self._disk:
                     raise OSError(f"it takes {len(data)} bytes, all files together may take {self._disk}")
-                _write(path, data)
+                write_file(path, data)
             self._files[name] = len(data)
             while self.disk_bytes > self._disk:
                 self._delete_file(next(iter(self._files)))
@@ -149,7 +140,7 @@ class SessionStore:
 
     def _delete_file(self, name: str) -> None:
         if self._files.pop(name, None) is not None:
-            with _problems(f"the session {name}"):
+            with problems(f"the session {name}"):
                 self._path(name).unlink(missing_ok=True)
 
 
@@ -170,41 +161,3 @@ def next_turn(
     if not text.startswith(known) or len(text) == len(known):
         return None
     return np.array(engine.tokenizer.encode(text[len(known) :], add_special_tokens=False), np.int64)
-
-
-def _check_name(name: str) -> None:
-    if not _NAME.fullmatch(name):
-        raise UsageError(f"no session can have the name {name[:80]!r}", "1 to 64 letters, digits, - and _")
-
-
-def _read(path: Path) -> bytes:
-    """A file, which is no link."""
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(f"{path.name} is no file")
-        return file.read()
-
-
-def _write(path: Path, data: bytes) -> None:
-    """The whole file, or none of it."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-
-
-@contextlib.contextmanager
-def _problems(what: str) -> Iterator[None]:
-    """Errors of files as those that a user can read."""
-    try:
-        yield
-    except OSError as error:
-        raise EnvironmentProblem(
-            f"{what} cannot be used: {error.strerror or error}", "free disk space, or another folder for sessions"
-        ) from error

@@ -18,7 +18,7 @@ from kvexport.serve.fields import Sampling, refuse
 from kvexport.serve.parts import Answer, Part
 from kvexport.serve.service import Service
 from kvexport.serve.sessions import session_name
-from kvexport.serve.streams import DONE, event
+from kvexport.serve.streams import DONE, error_event, event
 from kvexport.serve.worker import Update
 
 
@@ -122,7 +122,7 @@ class ChatStream:
 
     def fail(self, error: ApiError) -> bytes:
         """The error; nothing follows."""
-        return event(error.body("")) + DONE
+        return error_event(error, "")
 
     def _chunk(
         self, index: int, delta: dict[str, Any], logprobs: Any = None, finish_reason: str | None = None

@@ -18,7 +18,7 @@ from kvexport.serve.errors import ApiError
 from kvexport.serve.fields import Sampling, TokenIds, refuse
 from kvexport.serve.service import Service
 from kvexport.serve.sessions import session_name
-from kvexport.serve.streams import DONE, event
+from kvexport.serve.streams import DONE, error_event, event
 from kvexport.serve.worker import Update
 
 _TOKENS = 16  # of an answer where nothing is said, as OpenAI has it
@@ -119,7 +119,7 @@ class CompletionStream:
 
     def fail(self, error: ApiError) -> bytes:
         """The error; nothing follows."""
-        return event(error.body("")) + DONE
+        return error_event(error, "")
 
     def _chunk(self, index: int, text: str, logprobs: Any, finish_reason: str | None) -> bytes:
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}

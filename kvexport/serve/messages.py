@@ -20,7 +20,7 @@ from kvexport.serve.forms import response_form
 from kvexport.serve.parts import Part
 from kvexport.serve.service import Service
 from kvexport.serve.sessions import session_name
-from kvexport.serve.streams import event
+from kvexport.serve.streams import error_event, event
 from kvexport.serve.worker import Update
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -160,7 +160,7 @@ class MessageStream:
 
     def fail(self, error: ApiError) -> bytes:
         """The error; nothing follows."""
-        return event(error.body("/v1/messages"), "error")
+        return error_event(error, "/v1/messages")
 
 
 def _event(kind: str, **data: Any) -> bytes:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import anyio
 import anyio.to_thread
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from kvexport.runtime.engine import Engine
@@ -20,6 +20,7 @@ from kvexport.runtime.request import Request as EngineRequest
 from kvexport.runtime.session import next_turn
 from kvexport.runtime.snapshot import Snapshot
 from kvexport.runtime.tools import calls_grammar, check_tools, choose, form_of
+from kvexport.serve.bodies import read_bytes
 from kvexport.serve.conversation import Conversation, Prepared
 from kvexport.serve.errors import ApiError, api_error, overloaded
 from kvexport.serve.fields import B, Sampling, parse
@@ -27,17 +28,17 @@ from kvexport.serve.metrics import Metrics
 from kvexport.serve.response_store import ResponseStore
 from kvexport.serve.sessions import Sessions
 from kvexport.serve.settings import ServeSettings
-from kvexport.serve.streams import KEEP_ALIVE, ClientGone, EventStream, unless_gone
+from kvexport.serve.streams import KEEP_ALIVE, EventStream, unless_gone
 from kvexport.serve.worker import Job, Update, Worker
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from kvexport.artifact.manifest import Manifest
     from kvexport.runtime.settings import GenerationSettings
 
 T = TypeVar("T")
 log = logging.getLogger("kvexport.serve")
-_BODY_SECONDS = 60  # for a client to send its body
 
 
 class Rendering(Protocol):
@@ -72,7 +73,7 @@ class Service:
         chunk, limit = engine.manifest.limits.prefill_chunk, settings.prefix_memory
         engine.prefixes = Prefixes(chunk, limit) if limit else None
         self.sessions = Sessions(engine.manifest, settings)
-        self.session_bytes = engine.plan.bytes(1) + 16 * engine.max_length + (1 << 20)  # of one, at most
+        self.session_bytes = session_bytes(engine.manifest)
         self.lanes = engine.reserve()  # the memory of the state is taken now, and no more later
         self.responses = ResponseStore()
         self.worker = Worker(engine, self.metrics, engine.max_batch + settings.queue)
@@ -84,24 +85,8 @@ class Service:
         sort = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if sort != "application/json" and not sort.endswith("+json"):
             raise ApiError(415, f"the body is {sort[:80]}: send JSON, with Content-Type: application/json")
-        data = await self.read_bytes(request, self.settings.body)
+        data = await read_bytes(request, self.settings.body)
         return await self.beside(lambda: parse(kind, data)) if len(data) > 100_000 else parse(kind, data)
-
-    async def read_bytes(self, request: Request, limit: int) -> bytes:
-        """The body as it is. Raises ApiError where it is longer than `limit`, or too slow."""
-        chunks, size = [], 0
-        try:
-            with anyio.fail_after(_BODY_SECONDS):
-                async for chunk in request.stream():
-                    size += len(chunk)
-                    if size > limit:
-                        raise ApiError(413, f"the body is longer than {limit} bytes", code="body_too_long")
-                    chunks.append(chunk)
-        except TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {_BODY_SECONDS} seconds") from None
-        except ClientDisconnect:
-            raise ClientGone from None
-        return b"".join(chunks)
 
     def check_model(self, name: str | None) -> str:
         """The model's name in the answer. Raises ApiError for one that is not here."""
@@ -297,3 +282,8 @@ class Service:
             if known.code == "internal_error":
                 log.error("a stream failed", exc_info=error)
             yield rendering.fail(known)
+
+
+def session_bytes(manifest: Manifest) -> int:
+    """Of one session, at most."""
+    return manifest.cache.bytes(1) + 16 * manifest.limits.max_length + (1 << 20)

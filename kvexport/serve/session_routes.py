@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvexport.errors import EnvironmentProblem, SnapshotError
+from kvexport.serve.bodies import read_bytes
 from kvexport.serve.errors import ApiError
 from kvexport.serve.service import Service
 from kvexport.serve.sessions import session_name
@@ -23,7 +24,7 @@ async def get_session(service: Service, request: Request) -> Response:
 async def put_session(service: Service, request: Request) -> Response:
     """Take over a session."""
     name = _path_name(request)
-    data = await service.read_bytes(request, service.session_bytes)
+    data = await read_bytes(request, service.session_bytes)
     try:
         await service.sessions.take(name, data)
     except SnapshotError as error:

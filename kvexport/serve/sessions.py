@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -12,8 +11,10 @@ import anyio
 import anyio.to_thread
 from starlette.requests import Request
 
-from kvexport.errors import EnvironmentProblem, KvexportError, SnapshotError
+from kvexport.errors import EnvironmentProblem, KvexportError, SnapshotError, UsageError
 from kvexport.runtime.session import SessionStore
+from kvexport.runtime.session_files import NAME
+from kvexport.runtime.shared_sessions import SharedSessions
 from kvexport.runtime.snapshot import Snapshot
 from kvexport.serve.errors import ApiError
 from kvexport.serve.settings import ServeSettings
@@ -24,15 +25,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 HEADER = "x-session-id"
 log = logging.getLogger("kvexport.serve")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
 class Sessions:
     """A store, used by one thread at a time, which is never the event loop's: it may read and write files."""
 
     def __init__(self, manifest: Manifest, settings: ServeSettings) -> None:
-        folder = None if settings.session_folder is None else Path(settings.session_folder)
-        self.store = SessionStore(manifest, memory=settings.session_memory, folder=folder, disk=settings.session_disk)
+        self.store = _store(manifest, settings)
         self.memory_bytes, self.disk_bytes = 0, self.store.disk_bytes  # after the last use
         self._manifest = manifest
         self._one = anyio.CapacityLimiter(1)
@@ -74,12 +73,22 @@ class Sessions:
             self.memory_bytes, self.disk_bytes = self.store.memory_bytes, self.store.disk_bytes
 
 
+def _store(manifest: Manifest, settings: ServeSettings) -> SessionStore | SharedSessions:
+    memory, disk = settings.session_memory, settings.session_disk
+    folder = None if settings.session_folder is None else Path(settings.session_folder)
+    if not settings.session_shared:
+        return SessionStore(manifest, memory=memory, folder=folder, disk=disk)
+    if folder is None:
+        raise UsageError("sessions cannot be shared without a folder", "--session-folder DIR")
+    return SharedSessions(manifest, memory=memory, folder=folder, disk=disk)
+
+
 def session_name(request: Request, given: str | None, answers: int = 1) -> str | None:
     """The session of a request: of its body, else of its header. Raises ApiError for one that cannot be."""
     name = given if given is not None else request.headers.get(HEADER)
     if name is None:
         return None
-    if not _NAME.fullmatch(name):
+    if not NAME.fullmatch(name):
         said = "session_id: 1 to 64 letters, digits, - and _, the first a letter or a digit"
         raise ApiError(400, said, param="session_id")
     if answers > 1:

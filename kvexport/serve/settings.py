@@ -20,8 +20,9 @@ class ServeSettings:
     that falls further behind is given up.
 
     Bytes: prefix_memory (for the states of what prompts begin with; 0 = none are kept), session_memory (for sessions;
-    beyond it they go to session_folder, where there is one), session_disk (in that folder). latency_budget: seconds
-    that prompts may keep a running stream from its next token, see `Engine.latency_budget`.
+    beyond it they go to session_folder, where there is one), session_disk (in that folder). session_shared: other
+    servers of the artifact use the folder too, and every turn is written at once. latency_budget: seconds that a call
+    of several prompts may take, for which others wait; None = any, see `Engine.latency_budget`.
     """
 
     names: tuple[str, ...] = ("kvexport",)
@@ -41,4 +42,5 @@ class ServeSettings:
     session_memory: int = 1 << 30
     session_folder: str | None = None
     session_disk: int = 16 << 30
-    latency_budget: float | None = None
+    session_shared: bool = False
+    latency_budget: float | None = 0.1

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from kvexport.serve.errors import ApiError
+
 T = TypeVar("T")
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -24,6 +26,13 @@ def event(data: Any, name: str = "") -> bytes:
     """One server-sent event with JSON."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+
+def error_event(error: ApiError, path: str) -> bytes:
+    """In place of what would have followed, as the API that has this path gives it."""
+    if path.startswith("/v1/messages"):
+        return event(error.body(path), "error")
+    return event(error.body(path)) + DONE
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -14,7 +14,7 @@ from tests.support import command_line
 
 def test_a_machine_without_ray_is_told_what_to_install(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deployed, "is_there", lambda module: False)
-    assert "pip install 'ray[serve]'" in command_line.failure(3, "deploy", "ray", tiny_artifact)
+    assert "pip install 'ray[serve]>=2.60'" in command_line.failure(3, "deploy", "ray", tiny_artifact)
 
 
 def test_other_machines_need_a_key_and_lanes_are_those_of_the_artifact(

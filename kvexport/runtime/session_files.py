@@ -9,27 +9,13 @@ import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from kvexport.artifact.manifest import Manifest
 from kvexport.errors import EnvironmentProblem, SnapshotError, UsageError
-from kvexport.runtime.snapshot import Snapshot
+from kvexport.runtime.snapshot import MARK, Snapshot
 
 SUFFIX = ".session"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
-
-
-class Stamp(NamedTuple):
-    """By which a file is told from another that took its place."""
-
-    inode: int
-    modified: int
-    size: int
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> Stamp:
-        """Of a file's status."""
-        return cls(status.st_ino, status.st_mtime_ns, status.st_size)
 
 
 def check_name(name: str) -> None:
@@ -42,18 +28,28 @@ def read_session(name: str, path: Path, manifest: Manifest) -> Snapshot:
     """A session's file, which is no link. Raises SnapshotError where it is damaged or of another artifact,
     EnvironmentProblem where it cannot be read."""
     try:
-        with (
-            problems(f"the session {name}"),
-            os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file,
-        ):
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise OSError(f"{path.name} is no file")
-            return Snapshot.from_bytes(file.read(), manifest)
+        with problems(f"the session {name}"):
+            return Snapshot.from_bytes(_read(path), manifest)
     except SnapshotError as error:
         raise SnapshotError(f"the session {name} cannot be used: {error.problem}", "delete it") from error
 
 
-def write_file(path: Path, data: bytes) -> Stamp:
+def read_mark(name: str, path: Path) -> bytes | None:
+    """Of a session's file what tells it from every other: its first bytes, which hold a digest of all. None where there
+    is no file. Raises EnvironmentProblem where it cannot be read."""
+    with problems(f"the session {name}"), contextlib.suppress(FileNotFoundError):
+        return _read(path, MARK)
+    return None
+
+
+def _read(path: Path, size: int = -1) -> bytes:
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{path.name} is no file")
+        return file.read(size)
+
+
+def write_file(path: Path, data: bytes) -> None:
     """The whole file, or none of it."""
     beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
@@ -61,12 +57,10 @@ def write_file(path: Path, data: bytes) -> Stamp:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-            stamp = Stamp.of(os.fstat(file.fileno()))
         beside.replace(path)
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
-    return stamp
 
 
 @contextlib.contextmanager

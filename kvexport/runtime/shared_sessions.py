@@ -13,8 +13,9 @@ from collections import OrderedDict
 from pathlib import Path
 
 from kvexport.artifact.manifest import Manifest
-from kvexport.runtime.session_files import NAME, SUFFIX, Stamp, check_name, problems, read_session, write_file
-from kvexport.runtime.snapshot import Snapshot
+from kvexport.errors import EnvironmentProblem
+from kvexport.runtime.session_files import NAME, SUFFIX, check_name, problems, read_mark, read_session, write_file
+from kvexport.runtime.snapshot import MARK, Snapshot
 
 _LEFT_BEHIND = 3600  # seconds after which a file that is half written is one of a process that was killed
 
@@ -26,7 +27,7 @@ class SharedSessions:
 
     def __init__(self, manifest: Manifest, *, memory: int, folder: Path, disk: int) -> None:
         self._manifest, self._memory, self._folder, self._disk = manifest, memory, folder, disk
-        self._held: OrderedDict[str, tuple[Stamp | None, Snapshot]] = OrderedDict()  # with the file that was there
+        self._held: OrderedDict[str, tuple[bytes | None, Snapshot]] = OrderedDict()  # with the file's mark
         self.disk_bytes = 0  # of all files, when one was written last
         with problems(f"the folder of sessions {folder}"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -43,45 +44,48 @@ class SharedSessions:
     def get(self, name: str) -> Snapshot | None:
         """A session; None where there is none, or no longer. Errors as those of `SessionStore.get`."""
         check_name(name)
-        stamp = self._stamp(name)
+        mark = read_mark(name, self._path(name))
         there, snapshot = self._held.pop(name, (None, None))
-        if snapshot is None or there != stamp:
-            if stamp is None:
+        if snapshot is None or there != mark:
+            if mark is None:
                 return None
             snapshot = read_session(name, self._path(name), self._manifest)
-        self._hold(name, stamp, snapshot)
+        self._hold(name, mark, snapshot)
         return snapshot
 
     def put(self, name: str, snapshot: Snapshot) -> None:
         """Keep a session, in the place of an earlier state of it. Raises UsageError for a name that cannot be one,
         EnvironmentProblem where it cannot be written: this process then has it in memory alone."""
         check_name(name)
-        data, stamp = snapshot.to_bytes(), self._stamp(name)
+        data = snapshot.to_bytes()
         try:
             with problems(f"the session {name} stays in memory: its file"):
                 if len(data) > self._disk:
                     raise OSError(f"it takes {len(data)} bytes, all files together may take {self._disk}")
-                stamp = write_file(self._path(name), data)
-        finally:
-            self._hold(name, stamp, snapshot)
+                write_file(self._path(name), data)
+        except EnvironmentProblem:
+            self._hold(name, read_mark(name, self._path(name)), snapshot)
+            raise
+        self._hold(name, data[:MARK], snapshot)
         self._bound_disk(name)
 
     def delete(self, name: str) -> bool:
         """Forget a session; whether there was one. Errors as `get`."""
         check_name(name)
-        known = self._held.pop(name, None) is not None
+        mark, held = self._held.pop(name, (None, None))
         with problems(f"the session {name}"):
-            if self._stamp(name) is not None:
-                self._path(name).unlink(missing_ok=True)
-                known = True
-        return known
+            try:
+                self._path(name).unlink()
+            except FileNotFoundError:
+                return held is not None and mark is None
+        return True
 
     def flush(self) -> None:
         """Every session is in the folder already."""
 
-    def _hold(self, name: str, stamp: Stamp | None, snapshot: Snapshot) -> None:
+    def _hold(self, name: str, mark: bytes | None, snapshot: Snapshot) -> None:
         """In memory; those that were not used for longest make room."""
-        self._held[name] = stamp, snapshot
+        self._held[name] = mark, snapshot
         self._held.move_to_end(name)
         while self.memory_bytes > self._memory and len(self._held) > 1:
             self._held.popitem(last=False)
@@ -91,8 +95,9 @@ class SharedSessions:
         with problems("the folder of sessions"):
             files = []
             for path in self._folder.glob(f"*{SUFFIX}"):
-                if NAME.fullmatch(path.stem) and (stamp := self._stamp(path.stem)) is not None:
-                    files.append((stamp.modified, stamp.size, path))
+                with contextlib.suppress(FileNotFoundError):
+                    if NAME.fullmatch(path.stem):
+                        files.append((path.lstat().st_mtime_ns, path.lstat().st_size, path))
             self.disk_bytes = sum(size for _, size, _ in files)
             for _, size, path in sorted(files):
                 if self.disk_bytes <= self._disk:
@@ -103,9 +108,3 @@ class SharedSessions:
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}{SUFFIX}"
-
-    def _stamp(self, name: str) -> Stamp | None:
-        """Of a session's file; None where there is none."""
-        with problems(f"the session {name}"), contextlib.suppress(FileNotFoundError):
-            return Stamp.of(self._path(name).lstat())
-        return None

@@ -30,6 +30,7 @@ from kvexport.runtime.settings import GenerationSettings
 MAGIC = b"kvexsnap"
 VERSION = 1
 _FIXED = struct.Struct("<8sII32s")
+MARK = _FIXED.size  # bytes at the beginning that tell it from every other: they hold the header's digest
 _HEADER_LIMIT = 64 << 20
 _ALIGNMENT = 64  # bytes, of the first tensor
 _AGAIN = "make the snapshot again, with this artifact"

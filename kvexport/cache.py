@@ -15,7 +15,7 @@ from kvexport.methods.slots import Rotary
 from kvexport.recipe.fields import MOST, Recipe
 from kvexport.schema.state import STATE, StateTensor
 
-CONTRACT_VERSION = 5
+CONTRACT_VERSION = 6
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,11 @@ import onnx.parser
 from kvexport.ops.onnx_function import DOMAIN
 
 
+PACKED = ((), ("scale",), ("scale", "zero"), ("scale", "minimum"))
+"""What follows a weight, by the number in `Form.packed`."""
+OF_PACKED = ("packed", "group", "float_input")
+
+
 @dataclass(frozen=True)
 class Form:
     """The steps of a Linear beside its products, 0 where there is none.
@@ -26,6 +31,8 @@ class Form:
     input_heads: heads of the input, where they are a dimension of their own. norm: whether rows are normalised first,
     with `epsilon`. An entry for each product: output_heads, the heads set apart in its output; bias, whether it has
     one; rotated, whether its heads are rotated. gate, residual: whether there is one; only of a single product.
+    An entry for each weight, that of the gate last, or none where no weight is packed: packed, one of `PACKED`; group,
+    the inputs that share a scale. float_input: whether kernels multiply packed weights with the input as it is.
     """
 
     input_heads: int = 0
@@ -36,6 +43,9 @@ class Form:
     rotated: tuple[int, ...] = (0,)
     gate: int = 0
     residual: int = 0
+    packed: tuple[int, ...] = ()
+    group: tuple[int, ...] = ()
+    float_input: int = 0
 
     @property
     def count(self) -> int:
@@ -47,13 +57,19 @@ class Form:
         """The names of its inputs, in their order."""
         named = ["input", *["norm"] * self.norm]
         for i, bias in enumerate(self.bias):
-            named += [f"weight{i}", *[f"bias{i}"] * bias]
-        return [*named, *["gate"] * self.gate, *["residual"] * self.residual, *["cosine", "sine"] * any(self.rotated)]
+            named += [*self.parts(f"weight{i}", i), *[f"bias{i}"] * bias]
+        gate = self.parts("gate", self.count) if self.gate else []
+        return [*named, *gate, *["residual"] * self.residual, *["cosine", "sine"] * any(self.rotated)]
+
+    def parts(self, weight: str, i: int) -> list[str]:
+        """The names of a weight, the `i`th, and of what it is packed with."""
+        return [weight, *(f"{weight}_{part}" for part in PACKED[self.packed[i] if self.packed else 0])]
 
     @property
     def attributes(self) -> dict[str, Any]:
         """Of a node, by their names."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+        given = {name: value for name, value in vars(self).items() if self.packed or name not in OF_PACKED}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
 
     @property
     def overload(self) -> str:
@@ -70,11 +86,13 @@ class Form:
 
 
 def linear_function(form: Form) -> onnx.FunctionProto:
-    """The function of a Linear; all tensors of one dtype.
+    """The function of a Linear; all tensors of one dtype but those of packed weights.
 
     input: [..., inputs], or [B, input_heads, T, inputs / input_heads]
     norm: [inputs], the scale of an RMSNormalization of the rows
-    for each product: weight [outputs, inputs], bias [outputs]
+    for each product: weight [outputs, inputs], bias [outputs]; a packed weight is of integers, and its scale and its
+        zero point or minimum are [outputs, inputs / group]: (weight - zero) scale or weight scale + minimum, in
+        float32, rounded once to the input's type
     gate: [outputs, inputs]; the product is multiplied with silu(rows x gate^T)
     residual: [..., outputs], added last
     cosine, sine: [B, T, half a head's size], for heads rotated in planes (f, f + half), as RotaryEmbedding does
@@ -107,14 +125,17 @@ def linear_function(form: Form) -> onnx.FunctionProto:
 
 def _product(form: Form, i: int, rows: str) -> tuple[list[str], str]:
     """The nodes of one product, and the name of its output."""
-    lines = [f"transposed{i} = Transpose <perm = [1, 0]> (weight{i})", f"product{i} = MatMul ({rows}, transposed{i})"]
+    lines, weight = _dequantized(form, f"weight{i}", i)
+    lines += [f"transposed{i} = Transpose <perm = [1, 0]> ({weight})", f"product{i} = MatMul ({rows}, transposed{i})"]
     last = f"product{i}"
     if form.bias[i]:
         lines += [f"biased{i} = Add ({last}, bias{i})"]
         last = f"biased{i}"
     if form.gate:
+        made, weight = _dequantized(form, "gate", form.count)
         lines += [
-            "gate_transposed = Transpose <perm = [1, 0]> (gate)",
+            *made,
+            f"gate_transposed = Transpose <perm = [1, 0]> ({weight})",
             f"gate_product = MatMul ({rows}, gate_transposed)",
             "sigmoid = Sigmoid (gate_product)",
             "silu = Mul (gate_product, sigmoid)",
@@ -145,3 +166,25 @@ def _product(form: Form, i: int, rows: str) -> tuple[list[str], str]:
         ]
         last = f"rotated{i}"
     return lines, last
+
+
+def _dequantized(form: Form, weight: str, i: int) -> tuple[list[str], str]:
+    """The nodes that make a weight, the `i`th, of the input's type, and the name of what they make."""
+    if not form.packed or not form.packed[i]:
+        return [], weight
+    parts, group = form.parts(weight, i), form.group[i]
+    minimum = parts.pop() if PACKED[form.packed[i]][-1] == "minimum" else ""
+    lines = [f"{weight}_float = DequantizeLinear <axis = 1, block_size = {group}, output_dtype = 1> ({', '.join(parts)})"]
+    if minimum:
+        lines += [
+            f"{weight}_by_group = Constant <value_ints = [0, -1, {group}]> ()",
+            f"{weight}_groups = Reshape ({weight}_float, {weight}_by_group)",
+            f"{weight}_last = Constant <value_ints = [-1]> ()",
+            f"{weight}_minima = Unsqueeze ({minimum}, {weight}_last)",
+            f"{weight}_least = Cast <to = 1> ({weight}_minima)",
+            f"{weight}_sum = Add ({weight}_groups, {weight}_least)",
+            f"{weight}_flat = Constant <value_ints = [0, -1]> ()",
+            f"{weight}_float_sum = Reshape ({weight}_sum, {weight}_flat)",
+        ]
+    made = f"{weight}_float_sum" if minimum else f"{weight}_float"
+    return [*lines, f"{weight}_cast = CastLike ({made}, input)"], f"{weight}_cast"

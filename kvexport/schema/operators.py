@@ -143,6 +143,22 @@ LINEAR_ATTRIBUTES = (
     Attribute("rotated", "ints", "of each product whether its heads are rotated", (0,), least=0, most=1),
     Attribute("gate", "bool", "whether the only product is multiplied with silu(x gate^T)", False),
     Attribute("residual", "bool", "whether the input residual is added to the only product, last", False),
+    Attribute(
+        "packed",
+        "ints",
+        "of each weight, the gate's last, what follows it: 0 nothing, it is of the input's type; 1 a scale, 2 a scale and "
+        "a zero point, 3 a scale and a minimum",
+        least=0,
+        most=3,
+        optional=True,
+    ),
+    Attribute("group", "ints", "of each of these, inputs in a row that share a scale", least=0, optional=True),
+    Attribute(
+        "float_input",
+        "bool",
+        "whether packed weights are multiplied with the input as it is; 0: a kernel may round it to int8 by blocks",
+        optional=True,
+    ),
 )
 
 

@@ -80,18 +80,33 @@ const char* kv_cpu_merge_cache(const KvMergeCache* call, KvRunner runner) {
   return nullptr;
 }
 
+static const char* weight_problem(const KvWeight& weight, int64_t inputs) {
+  if (!weight.bits) return nullptr;
+  if (weight.bits != 4 && weight.bits != 8) return "a packed weight has neither 4 nor 8 bits";
+  if (weight.group < 1 || inputs % weight.group) return "the inputs are no multiple of a weight's group";
+  if (weight.bits == 4 && weight.group % 2) return "a group of 4-bit weights is odd";
+  if (!weight.scale) return "a packed weight has no scale";
+  if (weight.zero && weight.minimum) return "a packed weight has both a zero point and a minimum";
+  const auto known = [](int type) { return type == KV_FLOAT32 || type == KV_FLOAT16; };
+  if (!known(weight.scale_type) || (weight.minimum && !known(weight.minimum_type)))
+    return "the scale of a packed weight, or its minimum, is neither float32 nor float16";
+  return nullptr;
+}
+
 const char* kv_cpu_linear(const KvLinear* call, KvRunner runner) {
   const KvLinear& a = *call;
   if (a.type != KV_FLOAT32 && a.type != KV_FLOAT16) return "the type of the weight is neither float32 nor float16";
   if (a.batch < 0 || a.tokens < 0 || a.inputs < 1) return "a dimension is zero or negative";
   if (a.input_heads < 1 || a.inputs % a.input_heads) return "the inputs are no multiple of their heads";
   if (a.count < 1 || a.count > KV_MAX_PRODUCTS) return "there are no products, or more than 3";
-  if ((a.gate || a.residual) && a.count > 1) return "a gate or a residual goes with one product, not several";
+  if ((a.gate.data || a.residual) && a.count > 1) return "a gate or a residual goes with one product, not several";
   for (const KvProduct* p = a.products; p < a.products + a.count; ++p) {
     if (p->outputs < 1) return "a dimension is zero or negative";
+    if (const char* problem = weight_problem(p->weight, a.inputs)) return problem;
     if (p->heads < 1 || p->outputs % p->heads) return "the outputs are no multiple of their heads";
     if (p->rotated && 2 * a.planes != p->outputs / p->heads) return "cosine and sine are not of half a head's size";
   }
+  if (const char* problem = weight_problem(a.gate, a.inputs)) return problem;
   kernels().linear(a, runner);
   return nullptr;
 }

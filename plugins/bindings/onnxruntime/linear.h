@@ -2,44 +2,18 @@
 // before and the epilogue after.
 #pragma once
 
-#include "../node/attributes.h"
-#include "huge_pages.h"
-#include "node.h"
+#include "weight.h"
 
 namespace kv {
 
-// A weight that does not change is taken as it is when the session is made, where it is read fastest.
-struct Weight {
-  size_t input = 0;  // its number
-  Shape shape;       // empty where it is known only when it is run
-  std::shared_ptr<const void> copy;
-
-  Weight() = default;
-  Weight(const Ort::ConstKernelInfo& info, size_t input) : input(input) {
-    int constant = 0;
-    const Ort::ConstValue value = info.GetTensorConstantInput(input, &constant);
-    if (!constant) return;
-    const Ort::TensorTypeAndShapeInfo type = value.GetTensorTypeAndShapeInfo();
-    shape = type.GetShape();
-    const size_t element = type.GetElementType() == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT ? 4 : 2;
-    copy = in_huge_pages(value.GetTensorRawData(), type.GetElementCount() * element);
-  }
-
-  Shape shape_in(const Ort::KernelContext& context) const {
-    return shape.empty() ? context.GetInput(input).GetTensorTypeAndShapeInfo().GetShape() : shape;
-  }
-  const void* data(const Ort::KernelContext& context) const {
-    return copy ? copy.get() : context.GetInput(input).GetTensorRawData();
-  }
-};
-
 // Where an attribute names heads they are a dimension of their own before the tokens: [batch, heads, tokens, size]
-// instead of [batch, tokens, heads x size]; 0 stands for the latter. What is a list has an entry for each product.
+// instead of [batch, tokens, heads x size]; 0 stands for the latter. What is a list has an entry for each product;
+// packed and group have one for the gate as well, last, and are left out where no weight is packed.
 struct LinearNode {
-  int type, input_heads;
+  int type, input_heads, float_input = 0;
   bool norm, gate, residual;
   float epsilon;
-  std::vector<int> output_heads, bias, rotated;
+  std::vector<int> output_heads, bias, rotated, packed, group;
   std::vector<Weight> weights;
   Weight gate_weight;
 
@@ -60,8 +34,10 @@ struct LinearNode {
       node.require(!rotated[i] || output_heads[i] > 0, "an output without heads is rotated");
     }
     node.require(count == 1 || !(gate || residual), "a gate or a residual goes with one product, not several");
+    read_packing(node, count + gate);
     size_t expected = 1 + norm + count + gate + residual + 2 * turns();
     for (const int one : bias) expected += one != 0;
+    for (const int one : packed) expected += one == 0 ? 0 : one == 1 ? 1 : 2;
     node.require(info.GetInputCount() == expected,
                  "there are " + std::to_string(info.GetInputCount()) + " inputs, not " + std::to_string(expected));
     node.require(info.GetOutputCount() == count,
@@ -70,14 +46,45 @@ struct LinearNode {
       node.require(has_input(info, i), "input " + std::to_string(i) + " is left out");
     for (size_t i = 0; i < count; ++i)
       node.require(has_output(info, i), "output " + std::to_string(i) + " is left out");
+    const auto plain = [&](size_t i) {
+      node.require(declared_type(info, i) == element(), "input " + std::to_string(i) + " is of another type than input 0");
+    };
+    const auto weight = [&](size_t next, size_t i) {
+      if (!packed[i]) plain(next);
+      return Weight(info, next, node, packed[i], group[i]);
+    };
+    if (norm) plain(1);
     size_t next = 1 + norm;
-    for (const int one : bias) weights.emplace_back(info, next), next += 1 + (one != 0);
-    if (gate) gate_weight = Weight(info, next);
+    for (size_t i = 0; i < count; ++i) {
+      weights.push_back(weight(next, i)), next += weights[i].count();
+      if (bias[i]) plain(next++);
+    }
+    if (gate) gate_weight = weight(next, count), next += gate_weight.count();
+    while (next < expected) plain(next++);
     const Shape input = declared_shape(info, 0);
     for (size_t i = 0; i < count; ++i) {
-      const Shape weight = declared_shape(info, weights[i].input);
+      const Shape weight = declared_shape(info, weights[i].integers.input);
       if (!input.empty() && !weight.empty()) check_shapes(input, weight, output_heads[i]);
     }
+  }
+
+  // Of each weight, the gate's last.
+  void read_packing(const Attributes& node, size_t count) {
+    packed.assign(count, 0), group.assign(count, 0);
+    if (!node.has("packed")) return;
+    packed = node.integers("packed"), group = node.integers("group"), float_input = node.integer("float_input") != 0;
+    node.require(packed.size() == count && group.size() == count,
+                 "packed and group have an entry for each of " + std::to_string(count) + " weights, not " +
+                     std::to_string(packed.size()) + " and " + std::to_string(group.size()));
+    for (size_t i = 0; i < count; ++i) {
+      check(node, packed[i] >= 0 && packed[i] <= 3, "packed", packed[i], "0 to 3");
+      check(node, packed[i] ? group[i] > 0 : group[i] == 0, "group", group[i],
+            packed[i] ? "positive of a packed weight" : "0 of a weight that is not packed");
+    }
+  }
+
+  ONNXTensorElementDataType element() const {
+    return type == KV_FLOAT16 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16 : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
   }
 
   bool turns() const {
@@ -108,16 +115,16 @@ struct LinearNode {
     call.type = type, call.input_heads = input_heads ? input_heads : 1, call.batch = 1;
     call.tokens = rows.empty() ? 1 : rows.back();
     for (size_t i = 0; i + 1 < rows.size(); ++i) call.batch *= rows[i];
-    call.input = input.GetTensorRawData(), call.epsilon = epsilon;
+    call.input = input.GetTensorRawData(), call.epsilon = epsilon, call.float_input = float_input;
     call.count = static_cast<int>(weights.size());
     for (int i = 0; i < call.count; ++i) product(context, shape, rows, i, &call);
     if (norm) call.norm = kv::input<void>(context, 1, "Linear: norm", {call.inputs});
     const int64_t outputs = call.products[0].outputs;
-    size_t next = weights.back().input + 1 + (bias.back() != 0);
+    size_t next = weights.back().integers.input + weights.back().count() + (bias.back() != 0);
     if (gate) {
-      const Shape found = gate_weight.shape_in(context), wanted{outputs, call.inputs};
+      const Shape found = gate_weight.integers.shape_in(context), wanted{outputs, call.inputs};
       require(found == wanted, [&] { return "Linear: gate is " + text(found) + ", not " + text(wanted); });
-      call.gate = gate_weight.data(context), ++next;
+      call.gate = gate_weight.call(context, found), next += gate_weight.count();
     }
     if (residual) {
       Shape plain = rows;
@@ -137,13 +144,14 @@ struct LinearNode {
   void product(const Ort::KernelContext& context, const Shape& input, const Shape& rows, int i, KvLinear* call) const {
     const Weight& weight = weights[static_cast<size_t>(i)];
     const int heads = output_heads[static_cast<size_t>(i)];
-    const Shape sizes = weight.shape_in(context);
+    const Shape sizes = weight.integers.shape_in(context);
     check_shapes(input, sizes, heads);
     KvProduct& p = call->products[i];
     p.outputs = sizes[0], p.heads = heads ? heads : 1, p.rotated = rotated[static_cast<size_t>(i)];
     require(i == 0 || call->inputs == sizes[1], "Linear: its weights have rows of different sizes");
-    call->inputs = sizes[1], p.weight = weight.data(context);
-    if (bias[static_cast<size_t>(i)]) p.bias = kv::input<void>(context, weight.input + 1, "Linear: bias", {p.outputs});
+    call->inputs = sizes[1], p.weight = weight.call(context, sizes);
+    if (bias[static_cast<size_t>(i)])
+      p.bias = kv::input<void>(context, weight.integers.input + weight.count(), "Linear: bias", {p.outputs});
     Shape made = rows;
     made.push_back(p.outputs);
     if (heads) made = {call->batch, heads, call->tokens, p.outputs / heads};

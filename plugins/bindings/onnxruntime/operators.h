@@ -64,8 +64,12 @@ struct LinearOp : Operator<LinearOp<TKernel>, TKernel> {
   using Base::Base, Base::cache;
 
   const char* GetName() const { return "Linear"; }
-  size_t GetInputTypeCount() const { return 4 + 2 * KV_MAX_PRODUCTS; }  // no gate and residual where there are several
-  ONNXTensorElementDataType GetInputType(size_t) const { return cache.element; }
+  // A norm, of each product a weight with a scale, an offset and a bias, cosine and sine.
+  size_t GetInputTypeCount() const { return 4 + 4 * KV_MAX_PRODUCTS; }
+  // Any type may stand where packed weights may: the node says what is where, and its kernel checks it.
+  ONNXTensorElementDataType GetInputType(size_t i) const {
+    return i == 0 ? cache.element : ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+  }
   OrtCustomOpInputOutputCharacteristic GetInputCharacteristic(size_t i) const {
     return i < 2 ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
   }

@@ -2,7 +2,9 @@
 // the epilogue after. A row is one token of one sequence, a column one output of one weight.
 //
 //   rows x = input in float32, divided by their root mean square where there is a norm      16 rows a task
+//   and rounded to int8 where packed weights take them so                                   16 rows a task
 //   for each share of the columns of all weights, for each panel of rows                    one task each
+//     fewer than kMany rows: of packed weights W columns against every row (int8.h)
 //     fewer than kRows rows: stream, each weight read once, a column against every row
 //     fewer than kMany:      small tiles of kRows x kColumns products
 //     otherwise:             blocks of kBlock columns, packed kDepth inputs at a time, against tiles of kTileRows rows
@@ -10,9 +12,10 @@
 //   heads that are rotated are rotated                                                      16 rows a task, after all
 //
 // Tasks write columns and rows that no other task writes; each line begins when all tasks of the one before have ended.
-#include "core/kernels.h"
-#include "core/scratch.h"
-#include "core/tile.h"
+#include "../core/kernels.h"
+#include "../core/scratch.h"
+#include "../core/tile.h"
+#include "int8.h"
 
 namespace kv {
 namespace KV_ISA {
@@ -39,11 +42,16 @@ struct Linear {
   const KvLinear& a;
   const int64_t rows;
   const float* input;  // [rows, inputs]
+  const Int8Rows* rounded;  // for weights of 4 and of 8 bits
 
   bool many() const { return rows >= kMany; }
+  bool packed() const {
+    return a.gate.bits || sum_of([](const KvProduct& p) { return p.weight.bits; });
+  }
+  bool in_int8(const KvWeight& weight) const { return !a.float_input && takes_int8(weight, a.inputs); }
 
   // Columns are shared out in units that no path splits, those of all products in one row.
-  int64_t unit() const { return many() ? kBlock : rows < kRows ? W : kColumns; }
+  int64_t unit() const { return many() ? kBlock : rows < kRows || packed() ? W : kColumns; }
   int64_t units(const KvProduct& p) const { return (p.outputs + unit() - 1) / unit(); }
   int64_t units() const {
     return sum_of([&](const KvProduct& p) { return units(p); });
@@ -67,15 +75,21 @@ struct Linear {
   }
 
   size_t shares() const {
-    const int64_t outputs = sum_of([](const KvProduct& p) { return p.outputs; });
-    const int64_t wanted = outputs * a.inputs * static_cast<int64_t>(sizeof(T)) * (a.gate ? 2 : 1) / kTask;
+    int64_t bits = sum_of([](const KvProduct& p) { return p.outputs * bits_of(p.weight); });
+    if (a.gate.data) bits += a.products[0].outputs * bits_of(a.gate);
+    const int64_t wanted = bits / 8 * a.inputs / kTask;
     const int64_t most = wanted < kTasks ? wanted : kTasks;
     return most < 1 ? 1 : most < units() ? most : units();
   }
   int64_t edge(size_t share) const { return units() * static_cast<int64_t>(share) / static_cast<int64_t>(shares()); }
 
-  const T* row_of(const void* weight, int64_t column) const {
-    return static_cast<const T*>(weight) + column * a.inputs;
+  static int64_t bits_of(const KvWeight& weight) {
+    return weight.bits ? weight.bits : 8 * static_cast<int64_t>(sizeof(T));
+  }
+
+  // Of a weight that is not packed.
+  const T* row_of(const KvWeight& weight, int64_t column) const {
+    return static_cast<const T*>(weight.data) + column * a.inputs;
   }
 
   void run(size_t task) const {
@@ -94,6 +108,8 @@ struct Linear {
     if (many()) {
       for (int64_t column = from; column < to; column += kBlock)
         block(p, start(panel), start(panel + 1) - start(panel), column, to);
+    } else if (packed()) {
+      few(p, from, to);
     } else if (rows < kRows) {
       stream(p, from, to);
     } else {
@@ -102,24 +118,51 @@ struct Linear {
     }
   }
 
+  void few(const KvProduct& p, int64_t from, int64_t to) const {
+    static thread_local Scratch<float> scratch;
+    float *const x = scratch.reserve(2 * rows * W), *const g = x + rows * W;
+    for (int64_t column = from; column < to; column += W) {
+      const int count = static_cast<int>(to - column < W ? to - column : W);
+      few_products(p.weight, column, count, x);
+      if (a.gate.data) few_products(a.gate, column, count, g);
+      for (int64_t row = 0; row < rows; ++row) epilogue(p, row, column, count, x + row * W, g + row * W);
+    }
+  }
+
+  // x [rows, W]
+  void few_products(const KvWeight& weight, int64_t column, int count, float* x) const {
+    if (in_int8(weight)) return int8_columns(weight, a.inputs, rounded_for(weight), 0, rows, column, count, x, W);
+    static thread_local Scratch<float> scratch;
+    float* const w = scratch.reserve(weight.bits ? a.inputs : 0);
+    for (int i = 0; i < count; ++i) {
+      if (weight.bits) dequantize(weight, a.inputs, column + i, 0, static_cast<int>(a.inputs), w);
+      for (int64_t row = 0; row < rows; ++row)
+        x[row * W + i] = weight.bits ? product(w, input + row * a.inputs)
+                                     : product(row_of(weight, column + i), input + row * a.inputs);
+    }
+  }
+
+  const Int8Rows& rounded_for(const KvWeight& weight) const { return rounded[weight.bits == 8]; }
+
   void stream(const KvProduct& p, int64_t from, int64_t to) const {
     for (int64_t column = from; column < to; column += W) {
       float x[kRows][W] = {}, g[kRows][W] = {};
       const int count = static_cast<int>(to - column < W ? to - column : W);
       products(p.weight, column, count, x);
-      if (a.gate) products(a.gate, column, count, g);
+      if (a.gate.data) products(a.gate, column, count, g);
       for (int64_t row = 0; row < rows; ++row) epilogue(p, row, column, count, x[row], g[row]);
     }
   }
 
-  void products(const void* weight, int64_t column, int count, float (*x)[W]) const {
+  void products(const KvWeight& weight, int64_t column, int count, float (*x)[W]) const {
     for (int i = 0; i < count; ++i)
       for (int64_t row = 0; row < rows; ++row) x[row][i] = product(row_of(weight, column + i), input + row * a.inputs);
   }
 
   // One stream of weights with nothing between its loads: the machine's own prefetching is at its best. Several rows
   // in one pass were slower than one after another, for which the weights then come from the first cache.
-  float product(const T* w, const float* x) const {
+  template <class Of>
+  float product(const Of* w, const float* x) const {
     vf part[4] = {};
     int64_t i = 0;
     for (; i + 4 * W <= a.inputs; i += 4 * W)
@@ -133,14 +176,14 @@ struct Linear {
   void tile(const KvProduct& p, int64_t row, int64_t column, int64_t to) const {
     float x[kRows * kColumns], g[kRows * kColumns];
     tile_of(p.weight, row, column, to, x);
-    if (a.gate) tile_of(a.gate, row, column, to, g);
+    if (a.gate.data) tile_of(a.gate, row, column, to, g);
     const int count = static_cast<int>(to - column < kColumns ? to - column : kColumns);
     for (int i = 0; i < kRows && row + i < rows; ++i)
       epilogue(p, row + i, column, count, x + i * kColumns, g + i * kColumns);
   }
 
   // Rows and columns past the end repeat the last one.
-  void tile_of(const void* weight, int64_t row, int64_t column, int64_t to, float* result) const {
+  void tile_of(const KvWeight& weight, int64_t row, int64_t column, int64_t to, float* result) const {
     const float* r[kRows];
     const T* c[kColumns];
     for (int i = 0; i < kRows; ++i) r[i] = input + (row + i < rows ? row + i : rows - 1) * a.inputs;
@@ -171,18 +214,23 @@ struct Linear {
     float *x = scratch.reserve(2 * size + kDepth * kBlock), *g = x + size, *packed = g + size;
     const int columns = static_cast<int>(to - column < kBlock ? to - column : kBlock);
     block_of(p.weight, first, count, column, columns, packed, x);
-    if (a.gate) block_of(a.gate, first, count, column, columns, packed, g);
+    if (a.gate.data) block_of(a.gate, first, count, column, columns, packed, g);
     for (int64_t row = 0; row < count; ++row)
       epilogue(p, first + row, column, columns, x + row * kBlock, g + row * kBlock);
   }
 
   // Rows past the end repeat the last one.
-  void block_of(const void* weight, int64_t first, int64_t count, int64_t column, int columns, float* packed,
+  void block_of(const KvWeight& weight, int64_t first, int64_t count, int64_t column, int columns, float* packed,
                 float* result) const {
+    if (in_int8(weight))
+      return int8_columns(weight, a.inputs, rounded_for(weight), first, count, column, columns, result, kBlock);
     for (int64_t i = 0; i < (count + kTileRows - 1) / kTileRows * kTileRows * kBlock; ++i) result[i] = 0.0f;
     for (int64_t k = 0; k < a.inputs; k += kDepth) {
       const int depth = static_cast<int>(a.inputs - k < kDepth ? a.inputs - k : kDepth);
-      pack(row_of(weight, column) + k, columns, depth, packed);
+      if (weight.bits)
+        unpack(weight, column, columns, k, depth, packed);
+      else
+        pack(row_of(weight, column) + k, a.inputs, columns, depth, packed);
       for (int64_t row = 0; row < count; row += kTileRows) {
         const float* r[kTileRows];
         for (int i = 0; i < kTileRows; ++i)
@@ -192,12 +240,21 @@ struct Linear {
     }
   }
 
-  // packed [depth, kBlock]: of `columns` rows of a weight, `depth` inputs each. Columns past the end repeat the last
-  // one.
-  void pack(const T* weight, int columns, int depth, float* packed) const {
+  // packed [depth, kBlock]: of `columns` columns of a packed weight, `depth` inputs each from `first` on.
+  void unpack(const KvWeight& weight, int64_t column, int columns, int64_t first, int depth, float* packed) const {
+    static thread_local Scratch<float> scratch;
+    float* const values = scratch.reserve(kBlock * kDepth);
+    for (int i = 0; i < columns; ++i) dequantize(weight, a.inputs, column + i, first, depth, values + i * kDepth);
+    pack(values, kDepth, columns, depth, packed);
+  }
+
+  // packed [depth, kBlock]: of `columns` rows of a weight, `depth` inputs each, `stride` from one another. Columns past
+  // the end repeat the last one.
+  template <class Of>
+  static void pack(const Of* weight, int64_t stride, int columns, int depth, float* packed) {
     for (int column = 0; column < kBlock; column += W) {
-      const T* w[W];
-      for (int j = 0; j < W; ++j) w[j] = weight + min_of(column + j, columns - 1) * a.inputs;
+      const Of* w[W];
+      for (int j = 0; j < W; ++j) w[j] = weight + min_of(column + j, columns - 1) * stride;
       int k = 0;
       for (; k + W <= depth; k += W) {
         vf v[W];
@@ -214,7 +271,7 @@ struct Linear {
   // the gate.
   void epilogue(const KvProduct& p, int64_t row, int64_t column, int count, float* x, const float* g) const {
     if (p.bias) add(static_cast<const T*>(p.bias) + column, count, x);
-    if (a.gate) {
+    if (a.gate.data) {
       int i = 0;
       for (; i + W <= count; i += W) store(x + i, load(x + i) * silu(load(g + i)));
       for (; i < count; ++i) x[i] *= silu(splat(g[i]))[0];
@@ -315,11 +372,33 @@ const float* rows_of(const KvLinear& a, KvRunner runner, Scratch<float>& scratch
   return copy;
 }
 
+// The rows as packed weights of so many bits take them; none where none does.
+template <class T>
+Int8Rows round_rows(const Linear<T>& call, int bits, KvRunner runner, Scratch<uint8_t>& memory) {
+  bool any = false;
+  int block = kBlockInputs;
+  const auto look = [&](const KvWeight& weight) {
+    if (weight.bits != bits || !call.in_int8(weight)) return;
+    any = true;
+    if (weight.group != call.a.inputs && weight.group % block) block = 16;
+  };
+  for (int i = 0; i < call.a.count; ++i) look(call.a.products[i].weight);
+  look(call.a.gate);
+  if (!any) return {};
+  const int64_t inputs = call.a.inputs;
+  const Int8Rows made(bits, inputs, call.rows, memory.reserve(Int8Rows::bytes(bits, inputs, call.rows)));
+  for_rows(runner, call.rows, [&](int64_t row) { made.round(call.input + row * inputs, inputs, block, row); });
+  return made;
+}
+
 template <class T>
 void run(const KvLinear& a, KvRunner runner) {
   static thread_local Scratch<float> scratch;
-  const Linear<T> call{a, a.batch * a.tokens, rows_of<T>(a, runner, scratch)};
-  if (call.rows <= 0) return;
+  static thread_local Scratch<uint8_t> memory[2];
+  if (a.batch * a.tokens <= 0) return;
+  Int8Rows rounded[2];
+  const Linear<T> call{a, a.batch * a.tokens, rows_of<T>(a, runner, scratch), rounded};
+  for (int i = 0; i < 2; ++i) rounded[i] = round_rows(call, 4 << i, runner, memory[i]);
   for_all(runner, call.shares() * call.panels(), [&](size_t task) { call.run(task); });
   if (call.rotates()) for_rows(runner, call.rows, [&](int64_t row) { call.rotate(row); });
 }

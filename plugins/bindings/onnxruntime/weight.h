@@ -1,0 +1,126 @@
+// A weight of Linear, packed or not, as a node names it and as a session holds it.
+#pragma once
+
+#include "../node/attributes.h"
+#include "huge_pages.h"
+#include "node.h"
+
+namespace kv {
+
+inline ONNXTensorElementDataType declared_type(const Ort::ConstKernelInfo& info, size_t input) {
+  return info.GetInputTypeInfo(input).GetTensorTypeAndShapeInfo().GetElementType();
+}
+
+inline size_t bytes_of(ONNXTensorElementDataType type, size_t count) {
+  switch (type) {
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT4:
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT4:
+      return (count + 1) / 2;
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8:
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8:
+      return count;
+    default:
+      return count * (type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT ? 4 : 2);
+  }
+}
+
+// A tensor that every step reads. One that does not change is taken as it is when the session is made, where it is read
+// fastest.
+struct Streamed {
+  size_t input = 0;  // its number
+  ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+  Shape shape;  // empty where it is known only when it is run
+  std::shared_ptr<const void> copy;
+
+  Streamed() = default;
+  Streamed(const Ort::ConstKernelInfo& info, size_t input) : input(input), type(declared_type(info, input)) {
+    int constant = 0;
+    const Ort::ConstValue value = info.GetTensorConstantInput(input, &constant);
+    if (!constant) return;
+    const Ort::TensorTypeAndShapeInfo found = value.GetTensorTypeAndShapeInfo();
+    shape = found.GetShape();
+    copy = in_huge_pages(value.GetTensorRawData(), bytes_of(type, found.GetElementCount()));
+  }
+
+  Shape shape_in(const Ort::KernelContext& context) const {
+    return shape.empty() ? context.GetInput(input).GetTensorTypeAndShapeInfo().GetShape() : shape;
+  }
+  const void* data(const Ort::KernelContext& context) const {
+    return copy ? copy.get() : context.GetInput(input).GetTensorRawData();
+  }
+};
+
+// A weight [outputs, inputs] and, where it is packed, its scale and its zero point or minimum, which follow it.
+struct Weight {
+  enum Packed { kNot, kScaled, kWithZero, kWithMinimum };
+  int packed = kNot, group = 0;
+  Streamed integers, scale, offset;
+
+  Weight() = default;
+  Weight(const Ort::ConstKernelInfo& info, size_t input, const Attributes& node, int packed, int group)
+      : packed(packed), group(group), integers(info, input) {
+    if (!packed) return;
+    node.require(bits() != 0, "input " + std::to_string(input) + " is a packed weight, and of no type of 4 or 8 bits");
+    node.require(bits() == 8 || group % 2 == 0, "a group of 4-bit weights is odd: " + std::to_string(group));
+    scale = Streamed(info, input + 1);
+    require_float(node, scale);
+    if (packed != kScaled) offset = Streamed(info, input + 2);
+    if (packed == kWithMinimum) require_float(node, offset);
+    if (packed == kWithZero)
+      node.require(offset.type == integers.type,
+                   "input " + std::to_string(offset.input) + " is a zero point, and of another type than its weight");
+    const Shape weight = declared_shape(info, input), parts[] = {declared_shape(info, input + 1), known_parts(info)};
+    for (const Shape& part : parts)
+      if (!weight.empty() && !part.empty()) require_parts(weight, part);
+  }
+
+  size_t count() const { return packed == kNot ? 1 : packed == kScaled ? 2 : 3; }
+  int bits() const {
+    switch (integers.type) {
+      case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT4:
+      case ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT4:
+        return 4;
+      case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8:
+      case ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8:
+        return 8;
+      default:
+        return 0;
+    }
+  }
+
+  KvWeight call(const Ort::KernelContext& context, const Shape& shape) const {
+    KvWeight call{};
+    call.data = integers.data(context);
+    if (!packed) return call;
+    require_parts(shape, scale.shape_in(context));
+    if (packed != kScaled) require_parts(shape, offset.shape_in(context));
+    call.bits = bits(), call.group = group;
+    call.is_signed = integers.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT4 ||
+                     integers.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
+    call.scale_type = kernel_type(scale), call.scale = scale.data(context);
+    if (packed == kWithZero) call.zero = offset.data(context);
+    if (packed == kWithMinimum) call.minimum_type = kernel_type(offset), call.minimum = offset.data(context);
+    return call;
+  }
+
+ private:
+  static int kernel_type(const Streamed& part) {
+    return part.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT ? KV_FLOAT32 : KV_FLOAT16;
+  }
+  static void require_float(const Attributes& node, const Streamed& part) {
+    node.require(part.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT || part.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
+                 "input " + std::to_string(part.input) + " is a scale or a minimum, and neither float32 nor float16");
+  }
+  Shape known_parts(const Ort::ConstKernelInfo& info) const {
+    return packed == kScaled ? Shape{} : declared_shape(info, offset.input);
+  }
+  void require_parts(const Shape& weight, const Shape& part) const {
+    const bool divides = weight.size() == 2 && (weight[1] < 0 || weight[1] % group == 0);
+    require(divides && fits(part, {weight[0], weight[1] < 0 ? -1 : weight[1] / group}), [&] {
+      return "Linear: a weight " + text(weight) + " in groups of " + std::to_string(group) +
+             " does not fit a scale, zero point or minimum " + text(part);
+    });
+  }
+};
+
+}  // namespace kv

@@ -1,0 +1,77 @@
+// Packed weights in float32: what their integers stand for.
+#pragma once
+
+#include "../../abi/linear.h"
+#include "../core/scratch.h"
+#include "../core/simd.h"
+
+namespace kv {
+namespace KV_ISA {
+
+// Integers are read as unsigned ones, signed ones with their highest bit turned: they are then larger by this much.
+static inline int excess_of(const KvWeight& weight) { return weight.is_signed ? 1 << (weight.bits - 1) : 0; }
+
+// Of 4 bits of a byte or all 8, whichever of `index` they are.
+static inline int integer_at(const void* data, int bits, int64_t index) {
+  const uint8_t* const bytes = static_cast<const uint8_t*>(data);
+  return bits == 4 ? bytes[index / 2] >> (index % 2 * 4) & 15 : bytes[index];
+}
+
+static inline const uint8_t* integers_of(const KvWeight& weight, int64_t inputs, int64_t column) {
+  return static_cast<const uint8_t*>(weight.data) + column * inputs * weight.bits / 8;
+}
+
+static inline void widen_as(int type, const void* from, int64_t first, int count, float* to) {
+  if (type == KV_FLOAT16)
+    widen(static_cast<const half*>(from) + first, to, count);
+  else
+    memcpy(to, static_cast<const float*>(from) + first, static_cast<size_t>(count) * sizeof(float));
+}
+
+// Of `count` groups of a column from `first` on: an integer u, read as unsigned, stands for u scale + offset.
+static inline void read_groups(const KvWeight& weight, int64_t inputs, int64_t column, int64_t first, int count,
+                               float* scale, float* offset) {
+  const int64_t at = column * (inputs / weight.group) + first;
+  const int excess = excess_of(weight);
+  widen_as(weight.scale_type, weight.scale, at, count, scale);
+  if (weight.minimum) {
+    widen_as(weight.minimum_type, weight.minimum, at, count, offset);
+    for (int i = 0; i < count; ++i) offset[i] -= static_cast<float>(excess) * scale[i];
+  } else if (weight.zero) {
+    for (int i = 0; i < count; ++i) {
+      const int zero = integer_at(weight.zero, weight.bits, at + i) ^ excess;
+      offset[i] = -static_cast<float>(zero) * scale[i];
+    }
+  } else {
+    for (int i = 0; i < count; ++i) offset[i] = -static_cast<float>(excess) * scale[i];
+  }
+}
+
+// `count` values of a column from input `first` on; of 4 bits, `first` is even.
+static inline void dequantize(const KvWeight& weight, int64_t inputs, int64_t column, int64_t first, int count,
+                              float* out) {
+  static thread_local Scratch<float> scratch;
+  const int64_t group = weight.group;
+  const int64_t begin = first / group, groups = (first + count + group - 1) / group - begin;
+  float *const scale = scratch.reserve(2 * groups), *const offset = scale + groups;
+  read_groups(weight, inputs, column, begin, static_cast<int>(groups), scale, offset);
+  const uint8_t* const bytes = integers_of(weight, inputs, column) + first * weight.bits / 8;
+  const uint8_t turned = static_cast<uint8_t>(weight.bits == 4 ? excess_of(weight) * 0x11 : excess_of(weight));
+  for (int i = 0; i < count;) {
+    const int64_t g = (first + i) / group;
+    const float s = scale[g - begin], o = offset[g - begin];
+    const int end = static_cast<int>((g + 1) * group - first < count ? (g + 1) * group - first : count);
+    if (weight.bits == 8) {
+      for (; i < end; ++i) out[i] = static_cast<float>(bytes[i] ^ turned) * s + o;
+      continue;
+    }
+    for (; i + 1 < end; i += 2) {
+      const int byte = bytes[i / 2] ^ turned;
+      out[i] = static_cast<float>(byte & 15) * s + o, out[i + 1] = static_cast<float>(byte >> 4) * s + o;
+    }
+    if (i < end) out[i] = static_cast<float>((bytes[i / 2] ^ turned) & 15) * s + o, ++i;
+  }
+}
+
+}  // namespace KV_ISA
+}  // namespace kv

@@ -53,6 +53,11 @@ class Form:
         return len(self.output_heads)
 
     @property
+    def weights(self) -> int:
+        """How many weights, that of the gate among them."""
+        return self.count + self.gate
+
+    @property
     def inputs(self) -> list[str]:
         """The names of its inputs, in their order."""
         named = ["input", *["norm"] * self.norm]

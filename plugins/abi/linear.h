@@ -9,8 +9,8 @@ extern "C" {
 
 #define KV_MAX_PRODUCTS 3
 
-// A weight [outputs, inputs], of the call's type where bits is 0. A packed one holds integers q of 4 or 8 bits, those of
-// 4 two in a byte, the first in its low half; a value is (q - zero) scale + minimum, in float32.
+// A weight [outputs, inputs], of the call's type where bits is 0. A packed one holds integers q of 4 or 8 bits, those
+// of 4 two in a byte, the first in its low half; a value is (q - zero) scale + minimum, in float32.
 typedef struct KvWeight {
   const void* data;  // nullptr: there is none
   int bits;          // 0, 4 or 8

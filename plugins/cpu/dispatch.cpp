@@ -1,7 +1,7 @@
 // The C ABI.
 //
-//   at the first call: kernels = the best of avx512, avx2, neon, portable that this machine has, or KVEXPORT_CPU_ISA's
-//   each call: check its sizes; where they cannot be computed return why
+//   at the first call: kernels = the best of avx512vnni, avx512, avx2, neon, portable that this machine has, or
+//   KVEXPORT_CPU_ISA's each call: check its sizes; where they cannot be computed return why
 //              an empty batch is done; otherwise kernels().operator(call, runner), whose tasks the runner runs in
 //              parallel
 #include <cstdlib>
@@ -32,6 +32,9 @@ Kernels choose() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512cd");
+  const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+  if (vnni && wanted("avx512vnni"))
+    return {"avx512vnni", kv::avx512::vote_attention, kv::avx512::merge_cache, kv::avx512vnni::linear};
   if (avx512 && wanted("avx512")) return KV_KERNELS(avx512);
   if (avx2 && wanted("avx2")) return KV_KERNELS(avx2);
 #elif defined(__aarch64__)

@@ -1,7 +1,7 @@
 // Random calls of Linear: nothing outside its buffers, the same bits on any threads, and sums in double precision.
 #pragma once
 
-#include "support.h"
+#include "packed_weight.h"
 
 namespace fuzz {
 
@@ -10,6 +10,8 @@ struct LinearCase {
   KvLinear call{};
   Buffer input, norm, gate, residual, cosine, sine;
   std::vector<Buffer> weights, biases;
+  std::vector<PackedWeight> packed;     // of each product, and the gate's
+  std::vector<const PackedWeight*> of;  // nullptr where the weight of that place is not packed
 
   explicit LinearCase(Random& random) {
     shape.type = call.type = random.one_of({KV_FLOAT32, KV_FLOAT16});
@@ -35,11 +37,25 @@ struct LinearCase {
     call.epsilon = 1e-5f;
     if (random.one_in(3)) call.norm = norm.data<void>();
     for (int i = 0; i < call.count; ++i) {
-      call.products[i].weight = weights[i].data<void>();
+      call.products[i].weight.data = weights[i].data<void>();
       if (random.one_in(2)) call.products[i].bias = biases[i].data<void>();
     }
-    if (call.count == 1 && random.one_in(3)) call.gate = gate.data<void>();
+    if (call.count == 1 && random.one_in(3)) call.gate.data = gate.data<void>();
     if (call.count == 1 && random.one_in(2)) call.residual = residual.data<void>();
+    call.float_input = random.one_in(3);
+    pack(random);
+  }
+
+  // Half the cases have packed weights, most of these nothing else.
+  void pack(Random& random) {
+    const bool none = random.one_in(2);
+    of.assign(call.count + 1, nullptr), packed.reserve(of.size());
+    for (int i = 0; i <= call.count && !none; ++i) {
+      KvWeight* const weight = i < call.count ? &call.products[i].weight : &call.gate;
+      if (!weight->data || random.one_in(5)) continue;
+      packed.emplace_back(random, call.products[i < call.count ? i : 0].outputs, call.inputs);
+      of[i] = &packed.back(), *weight = packed.back().view();
+    }
   }
 
   int64_t tokens() const { return call.batch * call.tokens; }
@@ -80,25 +96,40 @@ struct LinearCase {
     return 1.0 / std::sqrt(squares / static_cast<double>(call.inputs) + call.epsilon);
   }
 
-  // A product, and in *size the sum of its terms without their signs.
-  double product(const void* of, int64_t row, int64_t column, double factor, double* size) const {
-    double sum = 0.0;
+  double tolerance() const { return shape.type == KV_FLOAT16 ? 1.5e-3 : 1e-5; }
+
+  // A product with a weight, the `i`th, and in *size the sum of its terms without their signs. The rows of a packed
+  // weight may be rounded by blocks: by half a step of the block's largest, of which there are 127.
+  double product(int i, int64_t row, int64_t column, double factor, double* size) const {
+    double sum = 0.0, highest = 0.0, block = 0.0, rounding = 0.0;
     *size = 0.0;
     for (int64_t k = 0; k < call.inputs; ++k) {
       const double scale = call.norm ? factor * read(shape, call.norm, k) : 1.0;
-      const double x = scale * element(row, k) * read(shape, of, column * call.inputs + k);
-      sum += x, *size += std::fabs(x);
+      const double x = scale * element(row, k), w = weight(i, column, k);
+      if (k % 32 == 0) rounding += highest * block, highest = block = 0.0;
+      highest = std::max(highest, std::fabs(x)), block += std::fabs(w);
+      sum += x * w, *size += std::fabs(x * w);
+      // Kernels multiply a packed weight's integer and its offset apart, in float32.
+      if (of[i]) *size += std::fabs(x) * of[i]->terms(column, k) * 1e-5 / tolerance();
     }
+    rounding += highest * block;
+    if (of[i] && !call.float_input) *size += rounding / 254.0 / tolerance();
     return sum;
+  }
+
+  double weight(int i, int64_t column, int64_t k) const {
+    if (of[i]) return of[i]->value(column, k);
+    const KvWeight& plain = i < call.count ? call.products[i].weight : call.gate;
+    return read(shape, plain.data, column * call.inputs + k);
   }
 
   // An output before it is rotated, and in *size how large what it was made of is.
   double expected(const KvProduct& p, int64_t row, int64_t column, double factor, double* size) const {
-    double sum = product(p.weight, row, column, factor, size);
+    double sum = product(static_cast<int>(&p - call.products), row, column, factor, size);
     if (p.bias) sum += read(shape, p.bias, column);
-    if (call.gate) {
+    if (call.gate.data) {
       double gate_size;
-      const double g = product(call.gate, row, column, factor, &gate_size), silu = g / (1.0 + std::exp(-g));
+      const double g = product(call.count, row, column, factor, &gate_size), silu = g / (1.0 + std::exp(-g));
       // The slope of silu is at most 1.1.
       *size = *size * std::fabs(silu) + std::fabs(sum) * 1.1 * gate_size, sum *= silu;
     }
@@ -130,15 +161,15 @@ struct LinearCase {
 
   void check_product(int i, const Buffer& output) const {
     const KvProduct& p = call.products[i];
-    const double tolerance = shape.type == KV_FLOAT16 ? 1.5e-3 : 1e-5;
     for (int64_t row = 0; row < tokens(); row += 1 + row % 5) {
       const double scale = factor(row);
       for (int64_t column = 0; column < p.outputs; column += 1 + column % 3) {
         double size;
         const double sum = p.rotated ? rotated(p, row, column, scale, &size) : expected(p, row, column, scale, &size);
         const double found = read(shape, output.data<void>(), place(row, column, p.heads, p.outputs));
-        check(std::fabs(found - sum) <= tolerance * (1.0 + size) || std::fabs(size) > 6e4,
-              "a product differs from the sum in double precision");
+        check(
+            std::fabs(found - sum) <= tolerance() * (1.0 + size) || (shape.type == KV_FLOAT16 && std::fabs(size) > 6e4),
+            "a product differs from the sum in double precision");
       }
     }
   }
@@ -148,7 +179,7 @@ struct LinearCase {
     for (int i = 0; i < call.count; ++i) {
       const KvProduct& p = call.products[i];
       text += (i ? ", " : "") + std::to_string(p.outputs) + " in heads " + std::to_string(p.heads) +
-              (p.bias ? " bias" : "") + (p.rotated ? " rotated" : "");
+              (of[i] ? of[i]->describe() : "") + (p.bias ? " bias" : "") + (p.rotated ? " rotated" : "");
     }
     return text;
   }
@@ -157,7 +188,8 @@ struct LinearCase {
     return std::string("Linear ") + (shape.type ? "fp16" : "fp32") + " batch " + std::to_string(call.batch) +
            " tokens " + std::to_string(call.tokens) + " inputs " + std::to_string(call.inputs) + " outputs " +
            products() + " input heads " + std::to_string(call.input_heads) + (call.norm ? " norm" : "") +
-           (call.gate ? " gate" : "") + (call.residual ? " residual" : "");
+           (call.gate.data ? " gate" : "") + (call.gate.bits ? of[call.count]->describe() : "") +
+           (call.float_input ? " float input" : "") + (call.residual ? " residual" : "");
   }
 };
 

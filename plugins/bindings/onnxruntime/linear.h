@@ -47,7 +47,8 @@ struct LinearNode {
     for (size_t i = 0; i < count; ++i)
       node.require(has_output(info, i), "output " + std::to_string(i) + " is left out");
     const auto plain = [&](size_t i) {
-      node.require(declared_type(info, i) == element(), "input " + std::to_string(i) + " is of another type than input 0");
+      node.require(declared_type(info, i) == element(),
+                   "input " + std::to_string(i) + " is of another type than input 0");
     };
     const auto weight = [&](size_t next, size_t i) {
       if (!packed[i]) plain(next);

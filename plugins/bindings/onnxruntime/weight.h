@@ -95,8 +95,8 @@ struct Weight {
     require_parts(shape, scale.shape_in(context));
     if (packed != kScaled) require_parts(shape, offset.shape_in(context));
     call.bits = bits(), call.group = group;
-    call.is_signed = integers.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT4 ||
-                     integers.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
+    call.is_signed =
+        integers.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT4 || integers.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
     call.scale_type = kernel_type(scale), call.scale = scale.data(context);
     if (packed == kWithZero) call.zero = offset.data(context);
     if (packed == kWithMinimum) call.minimum_type = kernel_type(offset), call.minimum = offset.data(context);

@@ -13,6 +13,9 @@ namespace kv {
   }
 
 #if defined(__x86_64__)
+namespace avx512vnni {
+void linear(const KvLinear&, KvRunner);  // all else is avx512's
+}
 KV_DECLARE(avx512)
 KV_DECLARE(avx2)
 #elif defined(__aarch64__)

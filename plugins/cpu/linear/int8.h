@@ -1,8 +1,8 @@
 // Products of rows that are rounded to int8 with packed weights, by dot products of bytes.
 //
 // A chunk is 4 W bytes of a weight's row. Lane l of its sums is of the bytes 4 l to 4 l + 3: of 4 inputs, or of the 8
-// whose 4 bits these hold. Rows are laid out to match, so nothing is interleaved: of 4 bits, first the inputs of all low
-// halves of a chunk, then those of all high ones.
+// whose 4 bits these hold. Rows are laid out to match, so nothing is interleaved: of 4 bits, first the inputs of all
+// low halves of a chunk, then those of all high ones.
 //
 //   of each row, once     by blocks of kBlockInputs (16 where groups want it): the largest |x| is 127; by lanes: the
 //                         block's scale, the sum of its integers
@@ -245,8 +245,8 @@ static void int8_products(const KvWeight& weight, int64_t inputs, const Int8Rows
 }
 
 // out[i * stride + j] = row first + i times column + j, for `count` rows and `columns` columns.
-static inline void int8_columns(const KvWeight& weight, int64_t inputs, const Int8Rows& x, int64_t first,
-                                int64_t count, int64_t column, int columns, float* out, int64_t stride) {
+static inline void int8_columns(const KvWeight& weight, int64_t inputs, const Int8Rows& x, int64_t first, int64_t count,
+                                int64_t column, int columns, float* out, int64_t stride) {
   const bool offset = weight.zero || weight.minimum || !weight.is_signed;
   const auto products = weight.bits == 4 ? offset ? int8_products<4, true> : int8_products<4, false>
                         : offset         ? int8_products<8, true>

@@ -41,7 +41,7 @@ template <class T>
 struct Linear {
   const KvLinear& a;
   const int64_t rows;
-  const float* input;  // [rows, inputs]
+  const float* input;       // [rows, inputs]
   const Int8Rows* rounded;  // for weights of 4 and of 8 bits
 
   bool many() const { return rows >= kMany; }

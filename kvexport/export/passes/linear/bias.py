@@ -7,11 +7,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import onnx_ir as ir
 
-from kvexport.export.passes.linear.forms import READ_TWICE, form_of, operands, outputs_of, put_linear
+from kvexport.export.passes.linear.forms import READ_TWICE, form_of, operands, outputs_of, put_linear, steps_of
 from kvexport.export.passes.nodes import dims, known_shape, read_only, show
 from kvexport.export.passes.report import Rewrite
 from kvexport.ops.linear import Form
@@ -34,7 +35,7 @@ def check(match: Match) -> str:
     """One number for every output, of a product that nothing else needs."""
     if not read_only(match.linear.outputs[0]):
         return READ_TWICE
-    if form_of(match.linear) != Form():
+    if steps_of(match.linear) != Form():
         return f"its Linear does more already ({match.linear.overload})"
     outputs = outputs_of(match.linear)
     if known_shape(match.bias) != (outputs,):
@@ -44,7 +45,8 @@ def check(match: Match) -> str:
 
 def rewrite(match: Match) -> None:
     """See the module."""
-    put_linear([match.linear, match.add], [*match.linear.inputs, match.bias], Form(bias=(1,)))
+    form = replace(form_of(match.linear), bias=(1,))
+    put_linear([match.linear, match.add], [*match.linear.inputs, match.bias], form)
 
 
 BIAS = Rewrite("bias", pattern, check, rewrite)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import onnx
 import onnx_ir as ir
 
-from kvexport.export.passes.nodes import is_op, known_shape, producer, replace
+from kvexport.export.passes import nodes as graph_nodes
+from kvexport.export.passes.nodes import is_op, known_shape, producer
 from kvexport.ops.linear import Form, linear_function
 from kvexport.ops.onnx_function import DOMAIN
 
@@ -35,9 +37,32 @@ def form_of(linear: ir.Node) -> Form:
     """What a Linear does beside its products, read off its attributes."""
     values: dict[str, Any] = {}
     for name in vars(Form()):
-        value = linear.attributes[name].value
-        values[name] = tuple(value) if isinstance(value, (list, tuple)) else value
+        if name in linear.attributes:  # those of packed weights are there only where one is
+            value = linear.attributes[name].value
+            values[name] = tuple(value) if isinstance(value, (list, tuple)) else value
     return Form(**values)
+
+
+def steps_of(linear: ir.Node) -> Form:
+    """Its form whatever its weights are packed in."""
+    return replace(form_of(linear), packed=(), group=())
+
+
+def join(form: Form, linears: Iterable[ir.Node]) -> Form:
+    """`form` with the packing of the weights of `linears`, in their order."""
+    forms = [form_of(linear) for linear in linears]
+    if not any(one.packed for one in forms):
+        return form
+    packed, group = (
+        tuple(x for one in forms for x in getattr(one, name) or (0,) * one.weights) for name in ("packed", "group")
+    )
+    return replace(form, packed=packed, group=group)
+
+
+def dtype_of(linear: ir.Node) -> ir.DataType | None:
+    """The type of its input and outputs."""
+    data = linear.inputs[0] if form_of(linear).packed else weight_of(linear)
+    return data.dtype if data is not None else None
 
 
 def weight_of(linear: ir.Node) -> ir.Value:
@@ -66,4 +91,4 @@ def put_linear(
     """A Linear of this form in the place of `nodes` (see `nodes.replace`)."""
     attributes = ir.convenience.convert_attributes(form.attributes)
     linear = ir.Node(DOMAIN, "Linear", list(inputs), attributes, overload=form.overload, num_outputs=form.count)
-    replace(nodes, linear, outputs)
+    graph_nodes.replace(nodes, linear, outputs)

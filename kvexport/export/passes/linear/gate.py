@@ -14,7 +14,16 @@ from typing import NamedTuple
 
 import onnx_ir as ir
 
-from kvexport.export.passes.linear.forms import READ_TWICE, form_of, linear_of, operands, outputs_of, put_linear
+from kvexport.export.passes.linear.forms import (
+    READ_TWICE,
+    form_of,
+    join,
+    linear_of,
+    operands,
+    outputs_of,
+    put_linear,
+    steps_of,
+)
 from kvexport.export.passes.nodes import is_op, read_only
 from kvexport.export.passes.report import Rewrite
 from kvexport.ops.linear import Form
@@ -61,17 +70,17 @@ def check(match: Match) -> str:
         return "the gate and the product it multiplies are not two products of one input"
     if outputs_of(gate) != outputs_of(linear):
         return f"the gate has {outputs_of(gate)} outputs, the product {outputs_of(linear)}"
-    if form_of(gate) != Form() or form_of(linear).gate:
+    if steps_of(gate) != Form() or form_of(linear).gate:
         return f"the gate or the product does more already ({gate.overload or linear.overload})"
     return ""
 
 
 def rewrite(match: Match) -> None:
     """See the module."""
-    form = replace(form_of(match.linear), gate=1)
+    form = join(replace(form_of(match.linear), gate=1), [match.linear, match.gate])
     put_linear(
         [match.linear, match.gate, match.sigmoid, match.silu, match.product],
-        [*match.linear.inputs, match.gate.inputs[1]],
+        [*match.linear.inputs, *match.gate.inputs[1:]],
         form,
     )
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import onnx_ir as ir
 
-from kvexport.export.passes.linear.forms import form_of, is_linear, put_linear, weight_of
+from kvexport.export.passes.linear.forms import dtype_of, form_of, is_linear, put_linear
 from kvexport.export.passes.nodes import dims, known_shape, producer, read_only, show
 from kvexport.export.passes.report import Rewrite
 
@@ -41,9 +41,9 @@ def pattern(node: ir.Node) -> list[Match]:
 def check(match: Match) -> str:
     """Of whole rows, in one type, for this Linear alone."""
     norm, data, scale, linear = match
-    form, types = form_of(linear), (data.dtype, scale.dtype, weight_of(linear).dtype)
+    form, types = form_of(linear), (data.dtype, scale.dtype, dtype_of(linear))
     if linear.inputs[0] is not norm.outputs[0]:
-        return f"its rows are normalised in {scale.dtype} and cast to the weights' {weight_of(linear).dtype}"
+        return f"its rows are normalised in {scale.dtype} and cast to the weights' {dtype_of(linear)}"
     if form.norm or form.input_heads:
         return f"its Linear does more with its input already ({linear.overload})"
     if not read_only(norm.outputs[0]):

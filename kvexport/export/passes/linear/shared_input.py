@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from kvexport.export.passes.linear.forms import form_of, is_linear, put_linear, weight_of
+from kvexport.export.passes.linear.forms import dtype_of, form_of, is_linear, join, put_linear, steps_of
 from kvexport.export.passes.report import Rewrite
 from kvexport.ops.linear import Form
 
@@ -28,7 +28,7 @@ def pattern(node: ir.Node) -> list[Match]:
 
 def check(match: Match) -> str:
     """One type."""
-    types = list(dict.fromkeys(weight_of(linear).dtype for linear in match))
+    types = list(dict.fromkeys(dtype_of(linear) for linear in match))
     return "" if len(types) == 1 else f"the weights of its input's products are {' and '.join(map(str, types))}"
 
 
@@ -36,7 +36,7 @@ def rewrite(match: Match) -> None:
     """See the module."""
     forms = [form_of(linear) for linear in match]
     heads, bias = (tuple(getattr(form, name)[0] for form in forms) for name in ("output_heads", "bias"))
-    form = Form(output_heads=heads, bias=bias, rotated=(0,) * len(forms))
+    form = join(Form(output_heads=heads, bias=bias, rotated=(0,) * len(forms)), match)
     inputs = [match[0].inputs[0], *(x for linear in match for x in linear.inputs[1:])]
     put_linear(match, inputs, form, [linear.outputs[0] for linear in match])
 
@@ -45,7 +45,7 @@ def _is_plain(node: ir.Node) -> bool:
     """One product, to which nothing but a bias and heads of its own belong."""
     if not is_linear(node):
         return False
-    form = form_of(node)
+    form = steps_of(node)
     return form == Form(output_heads=form.output_heads[:1], bias=form.bias[:1])
 
 

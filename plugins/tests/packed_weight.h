@@ -1,0 +1,89 @@
+// A random packed weight, and what its integers stand for in double precision.
+#pragma once
+
+#include "support.h"
+
+namespace fuzz {
+
+struct PackedWeight {
+  int64_t outputs, inputs, group;
+  int bits;
+  bool is_signed, halves;  // halves: scale and minimum are float16
+  Buffer integers, scale, offset;
+  enum { kNone, kZero, kMinimum } kind = kNone;
+
+  PackedWeight(Random& random, int64_t outputs, int64_t inputs)
+      : outputs(outputs),
+        inputs(inputs),
+        group(inputs),
+        bits(inputs % 2 ? 8 : random.one_of({4, 8})),
+        is_signed(random.one_in(2)),
+        halves(random.one_in(2)) {
+    for (const int g : {random.one_of({16, 32, 64, 128, 256}), 48, 16, 6, 3})
+      if (inputs % g == 0 && (bits == 8 || g % 2 == 0) && !random.one_in(4)) {
+        group = g;
+        break;
+      }
+    kind = random.one_of({kNone, kZero, kMinimum});
+    const size_t groups = static_cast<size_t>(outputs * (inputs / group));
+    integers = numbers(random, static_cast<size_t>(outputs * inputs));
+    scale = floats(random, groups, random.one_in(8) ? 40.0f : 0.02f);
+    if (kind == kZero) offset = numbers(random, groups);
+    if (kind == kMinimum) offset = floats(random, groups, 0.1f);
+  }
+
+  KvWeight view() {
+    KvWeight weight{};
+    weight.data = integers.data<void>(), weight.bits = bits, weight.is_signed = is_signed, weight.group = group;
+    weight.scale_type = weight.minimum_type = type(), weight.scale = scale.data<void>();
+    if (kind == kZero) weight.zero = offset.data<void>();
+    if (kind == kMinimum) weight.minimum = offset.data<void>();
+    return weight;
+  }
+
+  double value(int64_t column, int64_t k) const {
+    const int64_t g = column * (inputs / group) + k / group;
+    const int zero = kind == kZero ? integer(offset, g) : 0;
+    return (integer(integers, column * inputs + k) - zero) * static_cast<double>(real(scale, g)) +
+           (kind == kMinimum ? real(offset, g) : 0.0f);
+  }
+
+  // How large what a value is made of may be.
+  double terms(int64_t column, int64_t k) const {
+    const int64_t g = column * (inputs / group) + k / group;
+    return std::fabs(real(scale, g)) * (2 << bits) + (kind == kMinimum ? std::fabs(real(offset, g)) : 0.0f);
+  }
+
+  void check_canaries() const { integers.check_canaries(), scale.check_canaries(), offset.check_canaries(); }
+
+  std::string describe() const {
+    return std::string(is_signed ? " int" : " uint") + std::to_string(bits) + " in groups of " + std::to_string(group) +
+           (kind == kZero      ? " zero"
+            : kind == kMinimum ? " minimum"
+                               : "") +
+           (halves ? " fp16" : " fp32");
+  }
+
+ private:
+  int type() const { return halves ? KV_FLOAT16 : KV_FLOAT32; }
+  Shape shape() const { return {type(), 0, 0, 0, 0, 0, 0}; }
+
+  Buffer numbers(Random& random, size_t count) const {
+    Buffer buffer(random, bits == 4 ? (count + 1) / 2 : count, 1);
+    for (size_t i = 0; i < buffer.size(); ++i) buffer.data<uint8_t>()[i] = static_cast<uint8_t>(random.between(0, 255));
+    return buffer;
+  }
+  Buffer floats(Random& random, size_t count, float size) const {
+    Buffer buffer(random, count, shape().element());
+    for (size_t i = 0; i < count; ++i) write(shape(), buffer.data<void>(), i, size * random.normal());
+    return buffer;
+  }
+  int integer(const Buffer& of, int64_t i) const {
+    const uint8_t* const bytes = of.data<uint8_t>();
+    const int read = bits == 4 ? bytes[i / 2] >> (i % 2 * 4) & 15 : bytes[i], most = 1 << bits;
+    return is_signed && read >= most / 2 ? read - most : read;
+  }
+  float real(const Buffer& of, int64_t i) const { return read(shape(), of.data<void>(), static_cast<size_t>(i)); }
+};
+
+}  // namespace fuzz

@@ -18,8 +18,7 @@ import onnx.parser
 
 from kvexport.ops.onnx_function import DOMAIN
 
-
-PACKED = ((), ("scale",), ("scale", "zero"), ("scale", "minimum"))
+PACKED: tuple[tuple[str, ...], ...] = ((), ("scale",), ("scale", "zero"), ("scale", "minimum"))
 """What follows a weight, by the number in `Form.packed`."""
 OF_PACKED = ("packed", "group", "float_input")
 
@@ -179,7 +178,9 @@ def _dequantized(form: Form, weight: str, i: int) -> tuple[list[str], str]:
         return [], weight
     parts, group = form.parts(weight, i), form.group[i]
     minimum = parts.pop() if PACKED[form.packed[i]][-1] == "minimum" else ""
-    lines = [f"{weight}_float = DequantizeLinear <axis = 1, block_size = {group}, output_dtype = 1> ({', '.join(parts)})"]
+    lines = [
+        f"{weight}_float = DequantizeLinear <axis = 1, block_size = {group}, output_dtype = 1> ({', '.join(parts)})"
+    ]
     if minimum:
         lines += [
             f"{weight}_by_group = Constant <value_ints = [0, -1, {group}]> ()",

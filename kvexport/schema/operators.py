@@ -146,8 +146,8 @@ LINEAR_ATTRIBUTES = (
     Attribute(
         "packed",
         "ints",
-        "of each weight, the gate's last, what follows it: 0 nothing, it is of the input's type; 1 a scale, 2 a scale and "
-        "a zero point, 3 a scale and a minimum",
+        "of each weight, the gate's last, what follows it: 0 nothing, it is of the input's type; 1 a scale, 2 a scale "
+        "and a zero point, 3 a scale and a minimum",
         least=0,
         most=3,
         optional=True,

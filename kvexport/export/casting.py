@@ -31,6 +31,27 @@ _EXPONENT = {
 }
 
 
+def require_float(entry: TensorEntry) -> None:
+    """Raise UsageError for a tensor of a type that cannot be cast."""
+    if entry.dtype not in STORED:
+        raise UsageError(
+            f"tensor {entry.name!r} in {entry.file} is {entry.dtype}, expected one of {', '.join(STORED)}",
+            "set model.path to a checkpoint in float32, float16 or bfloat16",
+        )
+
+
+def load_tensor(entry: TensorEntry, dtype: Dtype) -> np.ndarray[Any, Any]:
+    """One tensor in memory, of `entry.shape`, cast as `cast_blocks` casts; meant for small ones. Raises the same
+    UsageErrors, and what `require_float` raises."""
+    require_float(entry)
+    tensor = np.empty(entry.shape, WANTED[dtype])
+    flat, begin = tensor.reshape(-1).view(np.uint8), 0
+    for block in cast_blocks(entry, dtype):
+        flat[begin : begin + len(block)] = np.frombuffer(block, np.uint8)
+        begin += len(block)
+    return tensor
+
+
 def cast_blocks(entry: TensorEntry, wanted: Dtype) -> Iterator[bytes | memoryview]:
     """The tensor's bytes in the wanted dtype, a few MiB at a time. Raises UsageError after the last block where values
     overflowed."""

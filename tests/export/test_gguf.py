@@ -1,0 +1,165 @@
+"""GGUF files: blocks are ggml's bit for bit, damage is said, and a file becomes an artifact as it is."""
+
+from __future__ import annotations
+
+import random
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvexport
+from kvexport.errors import UsageError
+from kvexport.export.casting import load_tensor
+from kvexport.export.model.checkpoint import read_checkpoint
+from kvexport.export.model.ggml_blocks import LAYOUTS
+from kvexport.export.model.gguf import TYPES, GgufWeight, read_gguf
+from kvexport.export.model.tensors import dense_values
+from kvexport.recipe.fields import Recipe
+from kvexport.runtime.text import Tokenizer
+from kvexport.validate.runner import validate_artifact
+from tests.support.gguf_files import Q8_0, entry, gguf, q8_0, text, tiny_llama
+from tests.support.tiny_model import RECIPE
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def written(folder: Path, data: bytes) -> Path:
+    file = folder / "model.gguf"
+    file.write_bytes(data)
+    return file
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_blocks_mean_what_ggml_says(tmp_path: Path, kind: str) -> None:
+    """Against the reference of llama.cpp's authors, over random blocks."""
+    reference = pytest.importorskip("gguf", reason="not reached: pip install gguf")
+    number, size = next((number, size) for number, (name, _, size) in TYPES.items() if name == kind)
+    rng = np.random.default_rng(0)
+    layout = LAYOUTS[kind]
+    blocks = rng.integers(0, 256, (24, 512 // TYPES[number][1] * size), dtype=np.uint8)
+    fields = blocks.reshape(-1, size).view(layout.block)
+    for name in {"scale", "least"} & set(layout.block.names or ()):
+        fields[name] = rng.standard_normal(fields[name].shape).astype(np.float16)
+    file = written(tmp_path, gguf({}, {"w": ((512, 24), number, blocks.tobytes())}))
+    tensor = read_gguf(file).tensors["w"]
+    found = dense_values(GgufWeight(tensor))
+    expected = reference.dequantize(blocks, reference.GGMLQuantizationType[kind])
+    np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
+    turned = expected.reshape(3, 4, 2, 512).swapaxes(1, 2).reshape(24, 512)
+    np.testing.assert_array_equal(dense_values(GgufWeight(tensor, heads=3)), turned)
+
+
+def test_metadata_and_floats_are_read_as_they_are(tmp_path: Path) -> None:
+    plain, half = np.arange(6, dtype=np.float32), np.array([1.5, -1], np.float16)
+    nested = (9, struct.pack("<IQ", 9, 1) + struct.pack("<IQ2B", 0, 2, 8, 9))
+    entries = {"one": entry(7), "words": entry(["a", "ü"]), "yes": entry(True), "nested": nested}
+    tensors = {"plain": ((3, 2), 0, plain.tobytes()), "half": ((2,), 1, half.tobytes())}
+    for version in (2, 3):
+        data = gguf(entries, tensors)
+        found = read_gguf(written(tmp_path, data[:4] + struct.pack("<I", version) + data[8:]))
+        assert found.metadata == {"one": 7, "words": ["a", "ü"], "yes": True, "nested": [[8, 9]]}
+        np.testing.assert_array_equal(load_tensor(found.tensors["plain"], "float32"), plain.reshape(2, 3))
+        np.testing.assert_array_equal(load_tensor(found.tensors["half"], "float32"), half)
+
+
+WHOLE = gguf({"a": entry("b")}, {"t": ((2,), 0, bytes(8)), "u": ((2,), 0, bytes(8))})
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"PK\3\4" + bytes(60), "no GGUF file"),
+        (b"GGUF", "no GGUF file: it has 4 bytes"),
+        (WHOLE[:4] + struct.pack("<I", 1) + WHOLE[8:], "no GGUF file of version 2 or 3"),
+        (WHOLE[:30], "ends early"),
+        (WHOLE[:8] + struct.pack("<Q", 1 << 60) + WHOLE[16:], "ends early.*promises"),
+        (WHOLE[:24] + struct.pack("<Q", 1 << 40) + WHOLE[32:], "ends early.*promises"),
+        (WHOLE[:-32], "ends within tensor 'u'"),
+        (WHOLE.replace(struct.pack("<Q", 32), struct.pack("<Q", 0), 1), "offset 0, which overlaps"),
+        (WHOLE.replace(struct.pack("<Q", 32), struct.pack("<Q", 33), 1), "offset 33, which is no multiple of 32"),
+        (WHOLE.replace(struct.pack("<Q", 32), struct.pack("<Q", 1 << 50), 1), "ends within tensor 'u'"),
+        (WHOLE.replace(text("u"), text("t")), "tensor 't' twice"),
+        (gguf({}, {"t": ((32,), 99, bytes(18))}), "type 99"),
+        (gguf({}, {"t": ((33,), 2, bytes(36))}), r"shape \[33\], which Q4_0 cannot hold"),
+        (gguf({"a": (77, b"")}, {}), "unknown type 77"),
+        (gguf({"general.alignment": entry(24)}, {}), "alignment of '24'"),
+    ],
+)
+def test_damage_is_said(tmp_path: Path, data: bytes, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        read_gguf(written(tmp_path, data))
+
+
+def test_no_damage_ends_in_another_error(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    """Cut anywhere, bytes of the header changed: it is read, or refused by a message."""
+    file, rng = tmp_path / "model.gguf", random.Random(0)
+    tiny_llama(tiny_checkpoint, file)
+    whole = file.read_bytes()
+    refused = 0
+    for i in range(150):
+        data = bytearray(whole[: rng.randrange(len(whole))] if i % 3 == 0 else whole)
+        for _ in range(0 if i % 3 == 0 else 3):
+            data[rng.randrange(3000)] = rng.choice([0, 1, 4, 8, 9, 127, 255])
+        file.write_bytes(data)
+        try:
+            read_checkpoint(file)
+        except UsageError as error:
+            refused += 1
+            assert len(str(error)) < 1000
+    assert refused > 60
+
+
+def test_a_file_becomes_an_artifact_as_it_is(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    """Weights are those that the blocks stand for, rows of queries and keys in transformers' order; tokenizer, its
+    first token and the chat template are the file's."""
+    file = tmp_path / "tiny.gguf"
+    meant = tiny_llama(tiny_checkpoint, file, **{"tokenizer.chat_template": "{{ messages[0].content }}"})
+    checkpoint = read_checkpoint(file)
+    assert {**checkpoint.tensors, **checkpoint.computed}.keys() == meant.keys()
+    for name, source in checkpoint.computed.items():
+        np.testing.assert_array_equal(dense_values(source), meant[name])
+    artifact = kvexport.build(Recipe.model_validate({**RECIPE, "model": {"path": str(file)}}), tmp_path / "artifact")
+    assert validate_artifact(artifact, length=60, batch=1).passed
+    matrices = sum(x.size for x in meant.values() if x.ndim == 2)
+    assert (artifact / "decoder.weights").stat().st_size < matrices * 34 / 32 + 8192
+    assert Tokenizer.from_folder(artifact).encode("abc")[:3] == [0, 3, 4]
+    assert kvexport.load(artifact).chat([{"role": "user", "content": "abc"}], max_new_tokens=2).token_ids
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"general.architecture": "mamba"}, "holds a 'mamba', expected one of llama"),
+        ({"llama.attention.head_count": 5}, "5 heads do not share"),
+        ({"llama.rope.scaling.type": "yarn"}, "scales rotary frequencies by 'yarn'"),
+        ({"tokenizer.ggml.model": "bert"}, "tokenizer 'bert'"),
+        ({"tokenizer.ggml.pre": "unheard"}, "splits text as 'unheard'"),
+        ({"tokenizer.ggml.bos_token_id": 99}, "unusable metadata"),
+        ({"llama.context_length": "long"}, "max_position_embeddings"),
+    ],
+)
+def test_what_cannot_be_used_is_named(tmp_path: Path, tiny_checkpoint: Path, more: dict[str, Any], said: str) -> None:
+    from kvexport.export.build import read_model
+
+    file = tmp_path / "tiny.gguf"
+    tiny_llama(tiny_checkpoint, file, **more)
+    with pytest.raises(UsageError, match=said):
+        read_model(Recipe.model_validate({**RECIPE, "model": {"path": str(file)}}))
+
+
+def test_types_and_tensors_that_are_not_read_are_named(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    block, _ = q8_0(np.ones((1, 32), np.float32))
+    head = {"general.architecture": entry("llama"), "llama.attention.head_count": entry(2)}
+    for name, kind, data, said in (
+        ("blk.0.ffn_up.weight", 20, bytes(18), "is IQ4_NL, expected one of F32"),
+        ("blk.0.ffn_gate_exps.weight", Q8_0, block, "which no llama that is read here has"),
+    ):
+        file = written(tmp_path, gguf(head, {name: ((32, 1), kind, data)}))
+        with pytest.raises(UsageError, match=said):
+            read_checkpoint(file)

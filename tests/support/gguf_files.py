@@ -1,0 +1,127 @@
+"""GGUF files as bytes, written by the format's description, and a tiny Llama in one."""
+
+from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+STRING, ARRAY, UINT32, FLOAT32, INT32 = 8, 9, 4, 6, 5
+F32, Q8_0 = 0, 8
+Tensors = dict[str, tuple[tuple[int, ...], int, bytes]]
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def entry(value: Any) -> tuple[int, bytes]:
+    """A value of the metadata as (type, bytes)."""
+    if isinstance(value, str):
+        return STRING, text(value)
+    if isinstance(value, bool):
+        return 7, struct.pack("<?", value)
+    if isinstance(value, float):
+        return FLOAT32, struct.pack("<f", value)
+    if isinstance(value, list):
+        kind = entry(value[0])[0]
+        return ARRAY, struct.pack("<IQ", kind, len(value)) + b"".join(entry(item)[1] for item in value)
+    return UINT32, struct.pack("<I", value)
+
+
+def gguf(entries: dict[str, tuple[int, bytes]], tensors: Tensors) -> bytes:
+    """A file of version 3: entries as (type, bytes), tensors as (dims with the fastest first, type, bytes)."""
+    head = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(entries))
+    head += b"".join(text(key) + struct.pack("<I", kind) + value for key, (kind, value) in entries.items())
+    data = b""
+    for name, (dims, kind, value) in tensors.items():
+        head += text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, len(data))
+        data += value + b"\0" * (-len(value) % 32)
+    return head + b"\0" * (-len(head) % 32) + data
+
+
+def q8_0(weight: NDArray[np.float32]) -> tuple[bytes, NDArray[np.float32]]:
+    """(blocks, the values that they stand for)."""
+    groups = weight.reshape(-1, 32)
+    scale = (np.abs(groups).max(1, keepdims=True) / 127).astype(np.float16)
+    levels = np.rint(groups / scale.astype(np.float32)).clip(-127, 127).astype(np.int8)
+    blocks = np.concatenate([scale.view(np.uint8), levels.view(np.uint8)], axis=1)
+    return blocks.tobytes(), (scale.astype(np.float32) * levels).reshape(weight.shape)
+
+
+# transformers' names -> llama.cpp's
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def llama(
+    config: dict[str, Any], weights: dict[str, NDArray[np.float32]], tokens: list[str], **more: Any
+) -> tuple[bytes, dict[str, NDArray[np.float32]]]:
+    """A Llama whose matrices are Q8_0, rows of queries and keys as llama.cpp stores them; and what they stand for."""
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    tensors: Tensors = {}
+    meant = {}
+    for name, weight in weights.items():
+        found = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+)\.weight", name)
+        assert found
+        layer, own = found.groups()
+        stored = NAMES[own]
+        data, kind = weight.tobytes(), F32
+        meant[name] = weight
+        if weight.ndim == 2:
+            kind = Q8_0
+            data, meant[name] = q8_0(weight)
+            if stored in heads:  # convert_hf_to_gguf.py, LlamaModel.permute, of the blocks of each row
+                half = weight.shape[0] // heads[stored] // 2
+                rows = np.frombuffer(data, np.uint8).reshape(heads[stored], 2, half, -1)
+                data = rows.swapaxes(1, 2).tobytes()
+        prefix = f"blk.{layer}." if layer else ""
+        tensors[f"{prefix}{stored}.weight"] = (weight.shape[::-1], kind, data)
+    metadata = {
+        "general.architecture": "llama",
+        "llama.embedding_length": config["hidden_size"],
+        "llama.feed_forward_length": config["intermediate_size"],
+        "llama.context_length": config["max_position_embeddings"],
+        "llama.block_count": config["num_hidden_layers"],
+        "llama.attention.head_count": config["num_attention_heads"],
+        "llama.attention.head_count_kv": config["num_key_value_heads"],
+        "llama.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3] + [1] * (len(tokens) - 1),
+        "tokenizer.ggml.merges": [f"{tokens[1]} {tokens[2]}"],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.ggml.add_bos_token": True,
+        **more,
+    }
+    return gguf({key: entry(value) for key, value in metadata.items()}, tensors), meant
+
+
+def tiny_llama(checkpoint: Path, file: Path, **more: Any) -> dict[str, NDArray[np.float32]]:
+    """The tiny Llama of `conftest.py` as a GGUF file; returns the weights that it stands for."""
+    import json
+
+    from safetensors.numpy import load_file
+
+    tokens = ["<|end|>", "a", "b", "ab", *(chr(i) for i in range(ord("c"), ord("c") + 60))]
+    config = json.loads((checkpoint / "config.json").read_text())
+    data, meant = llama(config, load_file(checkpoint / "model.safetensors"), tokens, **more)
+    file.write_bytes(data)
+    return meant

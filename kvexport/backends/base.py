@@ -30,12 +30,13 @@ Preparation = Callable[["Path", "Manifest", Callable[[str, "int | None"], "Progr
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What a call asks for in place of the recipe's; None: the recipe's. A backend without such a setting passes over
-    it."""
+    """What a call asks for in place of the recipe's; None: the recipe's. float_input: packed weights are multiplied
+    with inputs as they are, whatever the ONNX graph allows. A backend without such a setting passes over it."""
 
     threads: int | None = None
     device: str | None = None
     cuda_graph: bool | None = None
+    float_input: bool = False
 
 
 @dataclass(frozen=True)

@@ -454,11 +454,13 @@ def load(
     cuda_graph: bool | None = None,
     verify: bool = True,
     lanes: int | None = None,
+    float_input: bool = False,
 ) -> Engine:
     """Load an artifact. lanes: how many sequences may run at once, None takes limits.max_batch, which is the most.
     threads: None takes the recipe's (0 = the backend's choice). backend: by name, None takes the
     recipe's; one that runs the ONNX graphs as they are runs every artifact. device, cuda_graph: of backends that have
-    such settings, None takes the recipe's.
+    such settings, None takes the recipe's. float_input: packed weights are multiplied with inputs as they are, which
+    kernels otherwise round (docs/contract.md); takes the package onnx.
 
     verify: False skips the sha256 of every file (not their sizes and names, and not the digests of plans, which are
     code); only for files that you have just verified. Raises UsageError (nothing there, no such backend or device),
@@ -468,7 +470,9 @@ def load(
     path = Path(path)
     manifest = load_manifest(path, verify=verify)
     chosen = backends.get(manifest.recipe.backend.name if backend is None else backend)
-    return Engine(path, manifest, chosen.load(path, manifest, LoadOptions(threads, device, cuda_graph)), lanes)
+    return Engine(
+        path, manifest, chosen.load(path, manifest, LoadOptions(threads, device, cuda_graph, float_input)), lanes
+    )
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

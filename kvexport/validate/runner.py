@@ -79,7 +79,7 @@ def validate_artifact(
         shape = read_model(recipe)
         require_checkpoint(shape.checkpoint, manifest, path)
         # A session that captures CUDA graphs takes its inputs from fixed addresses, and here every call brings its own.
-        engine = load(path, backend=backend, device=device, cuda_graph=False, verify=False)
+        engine = load(path, backend=backend, device=device, cuda_graph=False, verify=False, float_input=True)
         method = recipe.cache.build_method()
         reference = TorchReference(shape.checkpoint, engine.plan, shape.geometry, method, recipe)
     tokens, texts = sequences(engine, length, batch, seed)

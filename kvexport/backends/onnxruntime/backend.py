@@ -78,6 +78,7 @@ class OnnxRuntime(Backend):
             top_logits=(path / graphs.top_logits, manifest.top_logits) if graphs.top_logits else None,
             operators={op: library if how.native else None for op, how in runs.items()},
             device=device,
+            float_input=options.float_input,
             graphs=device == "cuda" and (chosen.cuda_graph if options.cuda_graph is None else options.cuda_graph),
         )
         require_interface(sessions.decoder, path / graphs.decoder, manifest.cache, DECODER_INPUTS)

@@ -22,11 +22,12 @@ def open_session(
     device: str,
     graphs: bool = False,
     model: bytes | None = None,
+    float_input: bool = False,
 ) -> Any:
     """An ONNX Runtime session of the ONNX graph at `path` on a device. operators: the library of native ones to
     register, None: functions run. graphs: it captures CUDA graphs. model: another ONNX graph over the weights of the
-    one at `path`. Raises EnvironmentProblem where ONNX Runtime cannot use the device, ArtifactError where it can and
-    does not open the ONNX graph."""
+    one at `path`. float_input: see `LoadOptions`; takes the package onnx. Raises EnvironmentProblem where ONNX Runtime
+    cannot use the device, ArtifactError where it can and does not open the ONNX graph."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()
@@ -36,6 +37,10 @@ def open_session(
     options.add_session_config_entry("session.force_spinning_stop", "1")
     if operators is not None:
         options.register_custom_ops_library(str(operators))
+    if float_input:
+        from kvexport.ops.linear import with_float_input
+
+        model = with_float_input(path.read_bytes() if model is None else model) or model
     source: Any = str(path)
     if model is not None:
         source = model

@@ -259,9 +259,9 @@ class Sessions:
     """The sessions of one artifact; they hold the weights once, however many states use them.
 
     operators: the library to register for each operator, None where its function runs. top_logits: the graph that finds
-    the largest logits, and how many; not used on the CPU. graphs: whether decode steps are CUDA graphs, and
-    graph_problem why they are not though it was asked. Raises EnvironmentProblem where ONNX Runtime cannot use the
-    device.
+    the largest logits, and how many; not used on the CPU. float_input: see `LoadOptions`. graphs: whether decode steps
+    are CUDA graphs, and graph_problem why they are not though it was asked. Raises EnvironmentProblem where ONNX
+    Runtime cannot use the device.
     """
 
     def __init__(
@@ -276,6 +276,7 @@ class Sessions:
         top_logits: tuple[Path, int] | None = None,
         device: str = "cpu",
         graphs: bool = False,
+        float_input: bool = False,
     ) -> None:
         self.vocabulary = vocabulary
         self.all_logits = all_logits
@@ -288,7 +289,9 @@ class Sessions:
         if top_logits is not None:
             self._top_logits, self.top_count = top_logits
         attention, merging = operators["VoteAttention"], operators["MergeCache"]
-        self._new_decoder = partial(open_session, decoder, threads=threads, operators=attention, device=device)
+        self._new_decoder = partial(
+            open_session, decoder, threads=threads, operators=attention, device=device, float_input=float_input
+        )
         self.decoder: Any = None
         if graphs:
             try:

@@ -127,16 +127,6 @@ def linear_function(form: Form) -> onnx.FunctionProto:
     return function
 
 
-def with_float_input(model: bytes) -> bytes | None:
-    """An ONNX graph whose packed weights are multiplied with inputs as they are; None where none is packed."""
-    proto = onnx.ModelProto.FromString(model)
-    linears = [node for node in proto.graph.node if (node.domain, node.op_type) == (DOMAIN, "Linear")]
-    found = [attribute for node in linears for attribute in node.attribute if attribute.name == "float_input"]
-    for attribute in found:
-        attribute.i = 1
-    return proto.SerializeToString() if found else None
-
-
 def _product(form: Form, i: int, rows: str) -> tuple[list[str], str]:
     """The nodes of one product, and the name of its output."""
     lines, weight = _dequantized(form, f"weight{i}", i)

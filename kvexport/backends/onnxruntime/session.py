@@ -38,9 +38,7 @@ def open_session(
     if operators is not None:
         options.register_custom_ops_library(str(operators))
     if float_input:
-        from kvexport.ops.linear import with_float_input
-
-        model = with_float_input(path.read_bytes() if model is None else model) or model
+        model = _with_float_input(path.read_bytes() if model is None else model) or model
     source: Any = str(path)
     if model is not None:
         source = model
@@ -91,6 +89,18 @@ def require_interface(session: Any, path: Path, plan: CachePlan, others: Iterabl
             raise _unusable(path, f"its input {name[:80]} is {found}, expected {wanted}")
         if present[name] not in given:
             raise _unusable(path, f"it has no output {present[name]}")
+
+
+def _with_float_input(model: bytes) -> bytes | None:
+    """The ONNX graph with packed weights that are multiplied with inputs as they are; None where none is packed."""
+    import onnx
+
+    proto = onnx.ModelProto.FromString(model)
+    linears = [node for node in proto.graph.node if node.op_type == "Linear"]
+    found = [attribute for node in linears for attribute in node.attribute if attribute.name == "float_input"]
+    for attribute in found:
+        attribute.i = 1
+    return proto.SerializeToString() if found else None
 
 
 def _unusable(path: Path, problem: str) -> ArtifactError:

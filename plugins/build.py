@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from building import make, resources
+from building import make
 from building.targets import CAPABILITIES, TARGETS
 from building.tools import Missing
 
@@ -27,7 +27,7 @@ def main() -> None:
                 if problem := make.missing(name):
                     raise Missing(problem)
             elif options.record:
-                resources.record(options.capabilities or CAPABILITIES)
+                make.record_resources(options.capabilities or CAPABILITIES)
             else:
                 print(make.build(name, **chosen))
         except Missing as error:

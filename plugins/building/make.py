@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -111,6 +112,16 @@ def compile_kernels(capabilities: Sequence[str] = ()) -> tuple[list[Path], resou
     command = [tool("nvcc"), *DEVICE_FLAGS, *(flag for code in codes for flag in ("-gencode", code))]
     objects, logs = _compile(command, KERNELS, CACHE / "cuda", "device")
     return objects, resources.read_report("\n".join(logs))
+
+
+def record_resources(capabilities: Sequence[str]) -> None:
+    """Compile the kernels for each of these compute capabilities, and write into resources.json what they take."""
+    for capability in capabilities:
+        objects, report = compile_kernels([capability])
+        for path in objects:
+            path.unlink()
+        resources.record(capability, report)
+        print(f"sm_{capability}: {len(report)} kernels", file=sys.stderr)
 
 
 def link_device(name: str, kernels: list[Path], capabilities: Sequence[str], library: Path) -> Path:

@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
-from collections.abc import Sequence
 from typing import Any
 
 from .tools import PLUGINS, Missing, tool
@@ -37,18 +35,11 @@ def read_report(log: str) -> Report:
     return dict(sorted(found.items()))
 
 
-def record(capabilities: Sequence[str]) -> None:
-    """Write resources.json anew for these compute capabilities; others stay."""
-    from .make import compile_kernels
-
+def record(capability: str, report: Report) -> None:
+    """Write into resources.json what the kernels take for this compute capability; others stay."""
     held: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
     held |= {"compiler": compiler_version(), "columns": list(NUMBERS)}
-    for capability in capabilities:
-        objects, report = compile_kernels([capability])
-        for path in objects:
-            path.unlink()
-        held[f"sm_{capability}"] = {kernel: list(numbers.values()) for kernel, numbers in report.items()}
-        print(f"sm_{capability}: {len(report)} kernels", file=sys.stderr)
+    held[f"sm_{capability}"] = {kernel: list(numbers.values()) for kernel, numbers in report.items()}
     # A line per kernel.
     lines = re.sub(r"\[[^\[\]]*\]", lambda row: " ".join(row[0].split()), json.dumps(held, indent=1))
     RECORD.write_text(lines + "\n")

@@ -22,6 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import keydiff
 import numpy as np
 from common import RESULTS, head, save
 
@@ -42,7 +43,7 @@ RECALL = "smollm2-135m-recall"
 QUESTIONS = 6
 # By `layers`, on another text and other facts.
 WHOLE = (7, 8, 17, 18, 23)
-PUBLISHED = ("streaming", "h2o", "snapkv", "keepkv")
+PUBLISHED = ("streaming", "h2o", "snapkv", "keepkv", "keydiff")
 ALL = ("full", *PUBLISHED, "ballot", "streaming+whole", "h2o+whole", "snapkv+whole", "keepkv+whole", "ballot+whole")
 CITIES = [
     "Paris",
@@ -276,6 +277,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, metavar="DIR", help="keep engines there, for a run that goes on")
     parser.add_argument("--name", default=NAME, help="of the file of results")
     options = parser.parse_args()
+    keydiff.register()
     with tempfile.TemporaryDirectory() as folder:
         modes = {"ask": ask, "layers": measure_layers, "text": measure_text}
         modes[options.what](options, options.work or Path(folder), Results(options.name))

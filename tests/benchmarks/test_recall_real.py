@@ -1,0 +1,43 @@
+"""The published method that is compared and is none of kvexport's, and how answers are kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keydiff
+import pytest
+import recall_real
+import torch
+
+from kvexport.methods.slots import Slots
+
+
+def test_keydiff_keeps_the_keys_that_differ_from_the_mean_of_those_that_are_there() -> None:
+    key = torch.tensor([[3.0, 0.1], [9.0, 0.2], [0.0, 2.0], [1.0, 0.0], [-5.0, 0.0]])[None, None]
+    votes = torch.tensor([[[1.0, 1.0, 1.0, 1.0, 0.0]]])
+    nothing = torch.zeros(1, 1, 5)
+    slots = Slots(key, key, votes, nothing[:, :, None], nothing.int(), torch.zeros(1, 1, 1, dtype=torch.int32))
+    score = keydiff.KeyDiff().keep_score(slots, votes > 0, 1)[0, 0, :4]
+    unit = torch.nn.functional.normalize(key[0, 0, :4], dim=-1)
+    expected = -torch.nn.functional.cosine_similarity(unit, unit.mean(0, keepdim=True))
+    torch.testing.assert_close(score / score.norm(), expected / expected.norm())
+    assert int(score.argmax()) == 2
+
+
+@pytest.mark.parametrize(("method", "layers"), [("h2o", []), ("h2o+whole", [7, 8, 17, 18, 23]), ("h2o+8+18", [8, 18])])
+def test_a_method_names_its_whole_layers(method: str, layers: list[int]) -> None:
+    assert recall_real.whole_layers(method) == layers
+
+
+def test_differences_are_of_the_questions_that_both_were_asked() -> None:
+    def asked(method: str, each: list[list[float]]) -> dict[str, Any]:
+        label = {"task": "codes", "method": method, "part": 3, "length": 2000, "known": False, "set": []}
+        return recall_real.row(label, each)
+
+    more = asked("keepkv+whole", [[1, 1.0, 0.1], [1, 1.0, 0.2], [0, 0.5, 3.0]])
+    fewer = asked("streaming", [[0, 0.25, 2.0], [1, 1.0, 0.1]])
+    found = recall_real.differences([more, fewer, asked("h2o", [[0, 0.0, 5.0], [0, 0.0, 5.0]])])
+    assert [(d["method"], d["best_published"]) for d in found] == [("keepkv+whole", "streaming")]
+    assert found[0]["exact"]["value"] == pytest.approx(0.5)
+    assert found[0]["exact"]["count"] == 2
+    assert more["questions"] == 3 and more["made"]["command"] and more["made"]["machine"]["packages"]

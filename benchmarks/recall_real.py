@@ -2,7 +2,7 @@
 method by method; whole layers beside uniform budgets of the same slots.
 
     python benchmarks/recall_real.py layers --length 1000       # which layers recall hangs on, on another text
-    python benchmarks/recall_real.py text                       # KL of text with whole layers and without
+    python benchmarks/recall_real.py text --passages 8          # KL of text with whole layers and without
     python benchmarks/recall_real.py [--tasks codes,people,code,turns] [--methods h2o,...] [--parts 3,4,8]
         [--length 2000] [--passages 9] [--known]
 
@@ -251,9 +251,11 @@ def measure_layers(options: argparse.Namespace, _: Path, results: Results) -> No
 
 
 def measure_text(options: argparse.Namespace, folder: Path, results: Results) -> None:
-    """KL of Python's manual to the full cache's, at equal bytes, over the second half of 8 texts of 1,024 tokens."""
+    """KL of Python's manual to the full cache's, at equal bytes, over the second half of texts of 1,024 tokens."""
     labels = [f"{m}{whole}" for m in ("h2o", "keepkv") for whole in ("", f":cache.allocation.whole={list(WHOLE)}")]
-    asked = Options(tuple(labels), (1 / 4, 1 / 3), ("text",), 8, 1024, batch=1, source=manual(), timed=False)
+    asked = Options(
+        tuple(labels), (1 / 4, 1 / 3), ("text",), options.passages, 1024, batch=1, source=manual(), timed=False
+    )
     found = evaluate("smollm2-135m-base", [f"backend.threads={options.threads}"], asked, folder / "text", tell=print)
     rows = [
         {"method": r.label.split(":")[0] + ("+whole" if ":" in r.label else ""), "budget": r.budget, "slots": r.slots}

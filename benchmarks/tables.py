@@ -196,31 +196,71 @@ def recall_layers() -> str:
     return table(("layer", "nats of a token of the answers"), *((str(i), f"{cost[i]:.3f}") for i in dearest))
 
 
-def recall() -> str:
-    """What was answered, method by method."""
-    rows = [r for r in load("recall-smollm2")["rows"] if not r["set"]]
-    header = ("task", "tokens", "budget", "question", "method", "questions", "exact", "digits")
-    return table(header, *(_recalled(r) for r in rows))
+def recall(length: int, *, known: bool) -> str:
+    """What was answered of texts of so many tokens, method by method and budget by budget."""
+    rows = [r for r in load("recall-smollm2")["rows"] if not r["set"] and (r["length"], r["known"]) == (length, known)]
+    rows += [r for r in load("recall-smollm2")["rows"] if known and r["method"] == "full" and r["length"] == length]
+    budgets = ["all", *(f"1/{part}" for part in sorted({r["part"] for r in rows if r["method"] != "full"}))]
+    lines = []
+    for task, method in dict.fromkeys((r["task"], r["method"]) for r in sorted(rows, key=_recall_order)):
+        of = {
+            "all" if method == "full" else f"1/{r['part']}": r
+            for r in rows
+            if (r["task"], r["method"]) == (task, method)
+        }
+        lines.append((task, f"`{method}`", *(_recalled(of[b]) if b in of else "" for b in budgets)))
+    return table(("task", "method", *budgets), *lines)
 
 
-def _recalled(r: dict[str, Any]) -> tuple[str, ...]:
+def _recall_order(r: dict[str, Any]) -> tuple[int, int]:
+    tasks, method = ("codes", "turns", "people", "code"), r["method"].split("+")[0]
+    methods = ("full", "streaming", "h2o", "snapkv", "keepkv", "keydiff", "ballot")
+    return tasks.index(r["task"]), methods.index(method) + ("+" in r["method"]) * len(methods)
+
+
+def _recalled(r: dict[str, Any]) -> str:
     value, low, high = r["exact"]
-    return (
-        r["task"],
-        str(r["length"]),
-        "all" if r["method"] == "full" else f"1/{r['part']}",
-        "known" if r["known"] else "unknown",
-        f"`{r['method']}`",
-        str(r["questions"]),
-        f"{value:.2f} [{low:.2f}, {high:.2f}]",
-        f"{r['digits']['value']:.2f}",
-    )
+    right = round(value * r["questions"])
+    return f"{right} of {r['questions']} [{low:.2f}, {high:.2f}], {r['digits']['value']:.2f}"
+
+
+def recall_differences() -> str:
+    """Of what is not published to the published method of most exact answers, question by question."""
+    lines = [
+        (
+            d["task"],
+            str(d["length"]),
+            f"1/{d['part']}",
+            "known" if d["known"] else "unknown",
+            f"`{d['method']}`",
+            f"`{d['best_published']}`",
+            shown(d["exact"]),
+            shown(d["digits"]),
+        )
+        for d in load("recall-smollm2")["differences"]
+        if d["method"] != "full" and d["length"] > 1000
+    ]
+    header = ("task", "tokens", "budget", "question", "method", "best published", "exact", "digits")
+    return table(header, *lines)
+
+
+def recall_text() -> str:
+    """KL of text with whole layers and without."""
+    rows = load("recall-smollm2")["text"]["rows"]
+    named = {0.25: "1/4", 0.333: "1/3"}
+    lines = {r["method"]: [f"`{r['method']}`"] for r in rows}
+    for r in sorted(rows, key=lambda r: r["budget"]):
+        lines[r["method"]].append(f"{shown(r['kl'])}, {r['slots']}")
+    header = ("method", *(named[round(b, 3)] for b in sorted({r["budget"] for r in rows})))
+    return table(header, *map(tuple, lines.values()))
 
 
 def tables() -> dict[str, str]:
     """Every table by its mark."""
     found = {"methods": methods(), "fields of a recipe": fields()}
-    found |= {"recall layers": recall_layers(), "recall": recall()}
+    found |= {"recall layers": recall_layers(), "recall differences": recall_differences()}
+    for length in (1000, 2000):
+        found |= {f"recall {length} {asked}": recall(length, known=asked == "known") for asked in ("unknown", "known")}
     for recipe, figures in FIGURES.items():
         found |= {f"{recipe} {task} {figure}": compared(recipe, task, figure) for task, figure in figures}
         if recipe in PAIRED:

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import Gemma3TextConfig
 
 import kvexport
-from kvexport.evaluate.recall import Passage, answers, passage, retrieval_layers
+from kvexport.evaluate.recall import Passage, Question, answers, passage, retrieval_layers
 from kvexport.recipe.load import load_recipe
 from kvexport.runtime.engine import Engine
+from tests.support.models import SIZES, build_shared, make_recipe, random_ids, save_checkpoint
 
 FACTS = [
     ("anna lamp .", "? anna", "lamp"),
@@ -100,3 +102,17 @@ def test_layers_that_recall_hangs_on_cost_most_and_keeping_them_whole_brings_ans
     small = engine_of(tmp_path / "small", "tiny-streaming", "cache.budget=24")
     with_whole, without = ([a.nll for a in answers(e, given)] for e in (whole, small))
     assert np.mean(with_whole) < np.mean(without)
+
+
+def test_a_layer_with_a_sliding_window_costs_nothing(tmp_path: Path) -> None:
+    """It keeps no more than its window, whole or not."""
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
+    checkpoint = save_checkpoint(tmp_path / "checkpoint", Gemma3TextConfig(**SIZES, head_dim=16, **layers))
+    limits = {"max_length": 256, "max_batch": 2}
+    engine = kvexport.load(
+        build_shared(make_recipe(checkpoint, cache={"method": "full"}, limits=limits), tmp_path / "a")
+    )
+    ids = random_ids(0, 200)[0].tolist()
+    given = Passage(ids, [Question(ids[5:8], ids[8:10], 2), Question(ids[50:53], ids[53:55], 2)])
+    found, costs = retrieval_layers(engine, [given])
+    assert len(found) == 2 and (costs[:, 0] == 0).all() and (np.abs(costs[:, 1]) > 1e-3).all()

@@ -23,7 +23,7 @@ from kvexport.recipe.fields import Recipe
 from kvexport.recipe.load import load_recipe
 from kvexport.report.page import KeyValues, Section, Table
 from kvexport.runtime.engine import load
-from kvexport.runtime.text import Tokenizer
+from kvexport.runtime.text import FILE_NAME, Tokenizer
 from kvexport.terminal import Progress, silent
 
 FACTS = 6  # in a passage, each asked for once
@@ -117,16 +117,9 @@ def calibrate(
         shape = read_model(own.recipe)
     _require_a_whole_layer(own.recipe, shape.geometry)
     length = length or min(LENGTH, own.recipe.limits.max_length - ROOM)
-    full = [
-        *overrides,
-        "cache.method=full",
-        f"export.prefill_chunk={min(256, length)}",
-        f"limits.max_length={length + ROOM}",
-        f"limits.max_batch={FACTS}",
-    ]
-    given = _passages(Tokenizer.from_folder(shape.checkpoint.path), text, length, passages, seed)
+    given = _passages(shape.checkpoint.path, text, length, passages, seed)
     with tempfile.TemporaryDirectory(prefix="kvexport-calibrate-") as folder:
-        made = build(load_recipe(recipe, full).recipe, Path(folder) / "full", progress=progress)
+        made = build(_full(own.resolved, length), Path(folder) / "full", progress=progress)
         engine = load(made, verify=False)
         rounds = passages * (1 + len(engine.plan.layers))
         with progress(f"asking without one layer after another, {rounds} times", rounds) as bar:
@@ -135,6 +128,14 @@ def calibrate(
     layers = [mean(costs) for costs in cost.T]
     whole = whole_layers([e.value for e in layers], own.recipe, shape.geometry) if exact.value else []
     return Calibration(own.name, length, exact, layers, whole)
+
+
+def _full(recipe: dict[str, Any], length: int) -> Recipe:
+    """The recipe, as plain data, with a full cache for a passage and its questions."""
+    cache = {**recipe["cache"], "method": "full", "parameters": {}}
+    limits = {**recipe["limits"], "max_length": length + ROOM, "max_batch": FACTS}
+    export = {**recipe["export"], "prefill_chunk": min(256, length)}
+    return Recipe.model_validate({**recipe, "cache": cache, "limits": limits, "export": export})
 
 
 def whole_layers(cost: Sequence[float], recipe: Recipe, geometry: Sequence[LayerGeometry]) -> list[int]:
@@ -174,8 +175,12 @@ def _require_a_whole_layer(recipe: Recipe, geometry: Sequence[LayerGeometry]) ->
         raise UsageError(f"no layer of this recipe can be whole: {error.problem}", error.fix) from error
 
 
-def _passages(tokenizer: Tokenizer, text: str | None, length: int, count: int, seed: int) -> list[Passage]:
-    """Texts of about `length` tokens with FACTS facts each. Raises UsageError where the text is too short."""
+def _passages(checkpoint: Path, text: str | None, length: int, count: int, seed: int) -> list[Passage]:
+    """Texts of about `length` tokens with FACTS facts each. Raises UsageError where the text is too short, or the
+    checkpoint has no tokenizer."""
+    if not (checkpoint / FILE_NAME).exists():
+        raise UsageError(f"{checkpoint} has no {FILE_NAME}, without which no fact can be told", "put it there")
+    tokenizer = Tokenizer.from_folder(checkpoint)
     language = language_of(tokenizer, text)
     made = []
     for i in range(count):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +30,8 @@ def geometry(layers: int) -> list[LayerGeometry]:
 
 
 def test_the_verb_finds_the_layer_that_answers_and_the_setting_that_keeps_it_whole() -> None:
-    settings = [part for setting in TINY for part in ("--set", setting)]
-    ran = CliRunner().invoke(app, ["calibrate", "--recipe", "tiny-h2o", *settings, "--passages", "2", "--json"])
+    settings = [part for setting in [*TINY, "cache.parameters.threshold=0.7"] for part in ("--set", setting)]
+    ran = CliRunner().invoke(app, ["calibrate", "--recipe", "tiny-keepkv", *settings, "--passages", "2", "--json"])
     assert ran.exit_code == 0, ran.output
     found = json.loads(ran.stdout)
     assert (found["exact"]["value"], found["exact"]["count"]) == (1.0, 12)
@@ -79,6 +80,13 @@ def test_a_recipe_in_which_no_layer_can_be_whole_is_refused_before_anything_is_b
     with pytest.raises(UsageError, match=problem) as error:
         calibrate("tiny-h2o", settings)
     assert fix in error.value.fix
+
+
+def test_a_checkpoint_without_a_tokenizer_is_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    for file in ("config.json", "model.safetensors"):
+        shutil.copy(tiny_checkpoint / file, tmp_path)
+    with pytest.raises(UsageError, match=r"has no tokenizer\.json"):
+        calibrate("tiny-h2o", [f"model.path={tmp_path}", "cache.budget=0.6", "limits.max_length=256"])
 
 
 def test_a_text_that_is_too_short_is_refused_with_what_mends_it(tiny_recipe: Path, tmp_path: Path) -> None:

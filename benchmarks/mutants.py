@@ -25,7 +25,7 @@ from common import save
 
 ROOT = Path(__file__).parent.parent
 PLUGINS = ROOT / "plugins"
-SOURCES = ("cpu/attention/vote_attention.cpp", "cpu/merge/merge_cache.cpp", "cpu/linear.cpp")
+SOURCES = ("cpu/attention/vote_attention.cpp", "cpu/merge/merge_cache.cpp", "cpu/linear/linear.cpp")
 BINDING = ("cpu/dispatch.cpp", "bindings/onnxruntime/library.cpp")
 # One instruction set is enough: the sources are the same for all, and a third of them compiles in a third of the time.
 FLAGS = ("-std=gnu++17", "-O1", "-fPIC", "-march=x86-64-v3", "-ffp-contract=fast", "-fno-math-errno", "-w",
@@ -45,7 +45,7 @@ class Mutant(NamedTuple):
 DECODE, PREFILL, PREFILL_SCORES, ATTENTION = (
     f"cpu/attention/{name}.h" for name in ("decode", "prefill", "prefill_scores", "attention")
 )
-SELECT, MERGE, MATH, LINEAR = "cpu/merge/select.h", "cpu/merge/merge_cache.cpp", "math/merge.h", "cpu/linear.cpp"
+SELECT, MERGE, MATH, LINEAR = "cpu/merge/select.h", "cpu/merge/merge_cache.cpp", "math/merge.h", "cpu/linear/linear.cpp"
 MUTANTS = (
     Mutant("window off by one, decode", ATTENTION, "<= now - a.sliding_window", "< now - a.sliding_window", "window"),
     Mutant(

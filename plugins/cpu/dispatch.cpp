@@ -1,6 +1,6 @@
 // The C ABI.
 //
-//   at the first call: kernels = the best of avx512vnni, avx512, avx2, neon, portable that this machine has, or
+//   at the first call: kernels = the best of amx, avx512vnni, avx512, avx2, neon, portable that this machine has, or
 //   KVEXPORT_CPU_ISA's each call: check its sizes; where they cannot be computed return why
 //              an empty batch is done; otherwise kernels().operator(call, runner), whose tasks the runner runs in
 //              parallel
@@ -9,6 +9,11 @@
 
 #include "../math/policy.h"
 #include "core/kernels.h"
+
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace {
 
@@ -22,6 +27,19 @@ struct Kernels {
 #define KV_KERNELS(isa) \
   Kernels { #isa, kv::isa::vote_attention, kv::isa::merge_cache, kv::isa::linear }
 
+#if defined(__x86_64__)
+// Whether there are tiles of bfloat16 and the kernel saves them for this process, which has to ask for it.
+bool may_use_tiles() {
+#if defined(__linux__)
+  constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
+  return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+         __builtin_cpu_supports("avx512bf16") && syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+#endif
+
 // KVEXPORT_CPU_ISA asks for a lesser one, so that tests reach them all.
 Kernels choose() {
   const char* asked = getenv("KVEXPORT_CPU_ISA");
@@ -32,9 +50,12 @@ Kernels choose() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512cd");
+  const auto with_linear = [](const char* name, void (*linear)(const KvLinear&, KvRunner)) {
+    return Kernels{name, kv::avx512::vote_attention, kv::avx512::merge_cache, linear};
+  };
   const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
-  if (vnni && wanted("avx512vnni"))
-    return {"avx512vnni", kv::avx512::vote_attention, kv::avx512::merge_cache, kv::avx512vnni::linear};
+  if (vnni && wanted("amx") && may_use_tiles()) return with_linear("amx", kv::avx512vnni::linear_amx);
+  if (vnni && wanted("avx512vnni")) return with_linear("avx512vnni", kv::avx512vnni::linear);
   if (avx512 && wanted("avx512")) return KV_KERNELS(avx512);
   if (avx2 && wanted("avx2")) return KV_KERNELS(avx2);
 #elif defined(__aarch64__)

@@ -24,7 +24,7 @@ const char* kv_cpu_vote_attention(const KvVoteAttention* call, KvRunner runner);
 const char* kv_cpu_merge_cache(const KvMergeCache* call, KvRunner runner);
 const char* kv_cpu_linear(const KvLinear* call, KvRunner runner);
 
-// The instruction set that runs: "avx512vnni", "avx512", "avx2", "neon" or "portable".
+// The instruction set that runs: "amx", "avx512vnni", "avx512", "avx2", "neon" or "portable".
 const char* kv_cpu_isa(void);
 
 #ifdef __cplusplus

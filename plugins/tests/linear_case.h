@@ -53,7 +53,8 @@ struct LinearCase {
     for (int i = 0; i <= call.count && !none; ++i) {
       KvWeight* const weight = i < call.count ? &call.products[i].weight : &call.gate;
       if (!weight->data || random.one_in(5)) continue;
-      packed.emplace_back(random, call.products[i < call.count ? i : 0].outputs, call.inputs);
+      packed.emplace_back(random, call.products[i < call.count ? i : 0].outputs, call.inputs,
+                          shape.type == KV_FLOAT16 ? 0.1f : 40.0f);  // outputs of float16 stay finite
       of[i] = &packed.back(), *weight = packed.back().view();
     }
   }

@@ -12,7 +12,7 @@ struct PackedWeight {
   Buffer integers, scale, offset;
   enum { kNone, kZero, kMinimum } kind = kNone;
 
-  PackedWeight(Random& random, int64_t outputs, int64_t inputs)
+  PackedWeight(Random& random, int64_t outputs, int64_t inputs, float most)
       : outputs(outputs),
         inputs(inputs),
         group(inputs),
@@ -27,7 +27,7 @@ struct PackedWeight {
     kind = random.one_of({kNone, kZero, kMinimum});
     const size_t groups = static_cast<size_t>(outputs * (inputs / group));
     integers = numbers(random, static_cast<size_t>(outputs * inputs));
-    scale = floats(random, groups, random.one_in(8) ? 40.0f : 0.02f);
+    scale = floats(random, groups, random.one_in(8) ? most : 0.02f);
     if (kind == kZero) offset = numbers(random, groups);
     if (kind == kMinimum) offset = floats(random, groups, 0.1f);
   }

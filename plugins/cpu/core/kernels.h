@@ -15,7 +15,8 @@ namespace kv {
 #if defined(__x86_64__)
 namespace avx512vnni {
 void linear(const KvLinear&, KvRunner);  // all else is avx512's
-}
+void linear_amx(const KvLinear&, KvRunner);
+}  // namespace avx512vnni
 KV_DECLARE(avx512)
 KV_DECLARE(avx2)
 #elif defined(__aarch64__)

@@ -2,12 +2,13 @@
 // the epilogue after. A row is one token of one sequence, a column one output of one weight.
 //
 //   rows x = input in float32, divided by their root mean square where there is a norm      16 rows a task
-//   and rounded to int8 where packed weights take them so                                   16 rows a task
+//   and rounded, to int8 or bfloat16, where packed weights take them so                     16 rows a task
 //   for each share of the columns of all weights, for each panel of rows                    one task each
 //     fewer than kMany rows: of packed weights W columns against every row (int8.h)
 //     fewer than kRows rows: stream, each weight read once, a column against every row
 //     fewer than kMany:      small tiles of kRows x kColumns products
-//     otherwise:             blocks of kBlock columns, packed kDepth inputs at a time, against tiles of kTileRows rows
+//     otherwise:             blocks of kBlock columns, packed kDepth inputs at a time, against tiles of kTileRows rows;
+//                            packed weights with rounded rows as int8.h or amx.h has it
 //     epilogue: y = (y + bias) silu(gate product) + residual, in the output's type and its heads' order
 //   heads that are rotated are rotated                                                      16 rows a task, after all
 //
@@ -15,7 +16,9 @@
 #include "../core/kernels.h"
 #include "../core/scratch.h"
 #include "../core/tile.h"
+#include "amx.h"
 #include "int8.h"
+#include "rows.h"
 
 namespace kv {
 namespace KV_ISA {
@@ -25,6 +28,7 @@ constexpr int kTask = 1 << 16;               // bytes of weights that are worth 
 constexpr int kTasks = 64;                   // of a call, at most
 constexpr int kAhead = 8192;                 // bytes
 constexpr int kMany = W < 8 ? 1 << 30 : 48;  // rows for which packing pays; short vectors are busy with the arithmetic
+constexpr int kTall = 48;                    // rows, of which panels are multiples: whole tiles of every kind
 constexpr int kDepth = 512;                  // inputs of a packed block
 constexpr int kPanel = 516;                  // rows that stay in the second cache while a block passes over them
 constexpr int kPanels = 8;                   // tasks that are made by fewer rows, where there are few columns
@@ -42,13 +46,19 @@ struct Linear {
   const KvLinear& a;
   const int64_t rows;
   const float* input;       // [rows, inputs]
-  const Int8Rows* rounded;  // for weights of 4 and of 8 bits
+  const Int8Rows* rounded;  // for packed weights of 4 and of 8 bits
+  const TiledRows& tiled;   // for all packed ones, where there are tiles and many rows
 
   bool many() const { return rows >= kMany; }
-  bool packed() const {
-    return a.gate.bits || sum_of([](const KvProduct& p) { return p.weight.bits; });
+  bool packed() const { return packed(a); }
+  static bool packed(const KvLinear& a) {
+    bool any = a.gate.bits != 0;
+    for (int i = 0; i < a.count; ++i) any = any || a.products[i].weight.bits;
+    return any;
   }
-  bool in_int8(const KvWeight& weight) const { return !a.float_input && takes_int8(weight, a.inputs); }
+  // A pair of inputs lies in one group.
+  bool in_tiles(const KvWeight& weight) const { return weight.bits && tiled.values && weight.group % 2 == 0; }
+  bool in_int8(const KvWeight& weight) const { return !a.float_input && !tiled.values && takes_int8(weight, a.inputs); }
 
   // Columns are shared out in units that no path splits, those of all products in one row.
   int64_t unit() const { return many() ? kBlock : rows < kRows || packed() ? W : kColumns; }
@@ -70,7 +80,7 @@ struct Linear {
   }
   // The first row of a panel, whole tiles.
   int64_t start(int64_t panel) const {
-    const int64_t row = (rows + kTileRows - 1) / kTileRows * panel / panels() * kTileRows;
+    const int64_t row = (rows + kTall - 1) / kTall * panel / panels() * kTall;
     return row < rows ? row : rows;
   }
 
@@ -210,7 +220,7 @@ struct Linear {
   // `count` rows from `first` on, and the columns [column, column + kBlock) below `to`.
   void block(const KvProduct& p, int64_t first, int64_t count, int64_t column, int64_t to) const {
     static thread_local Scratch<float> scratch;
-    const int64_t size = (count + kTileRows - 1) / kTileRows * kTileRows * kBlock;
+    const int64_t size = (count + kTall - 1) / kTall * kTall * kBlock;
     float *x = scratch.reserve(2 * size + kDepth * kBlock), *g = x + size, *packed = g + size;
     const int columns = static_cast<int>(to - column < kBlock ? to - column : kBlock);
     block_of(p.weight, first, count, column, columns, packed, x);
@@ -222,6 +232,9 @@ struct Linear {
   // Rows past the end repeat the last one.
   void block_of(const KvWeight& weight, int64_t first, int64_t count, int64_t column, int columns, float* packed,
                 float* result) const {
+#if defined(__AMX_BF16__)
+    if (in_tiles(weight)) return tile_columns<kBlock>(weight, a.inputs, tiled, first, count, column, columns, result);
+#endif
     if (in_int8(weight))
       return int8_columns(weight, a.inputs, rounded_for(weight), first, count, column, columns, result, kBlock);
     for (int64_t i = 0; i < (count + kTileRows - 1) / kTileRows * kTileRows * kBlock; ++i) result[i] = 0.0f;
@@ -320,58 +333,6 @@ struct Linear {
   }
 };
 
-template <class Task>
-void for_all(KvRunner runner, size_t count, const Task& task) {
-  runner.parallel_for(
-      runner.context, count, [](void* data, size_t i) { (*static_cast<const Task*>(data))(i); },
-      const_cast<Task*>(&task));
-}
-
-constexpr int kRowsOfTask = 16;
-
-template <class Each>
-void for_rows(KvRunner runner, int64_t rows, const Each& each) {
-  const auto task = [&](size_t i) {
-    const int64_t first = static_cast<int64_t>(i) * kRowsOfTask;
-    for (int64_t row = first; row < first + kRowsOfTask && row < rows; ++row) each(row);
-  };
-  if (rows <= kRowsOfTask)
-    task(0);
-  else
-    for_all(runner, (rows + kRowsOfTask - 1) / kRowsOfTask, task);
-}
-
-// x [size] over its root mean square, times `scale`.
-template <class T>
-void normalize(const T* scale, float epsilon, int64_t size, float* x) {
-  const int count = static_cast<int>(size);
-  const float factor = 1.0f / __builtin_sqrtf(dot(x, x, count) / static_cast<float>(size) + epsilon);
-  int i = 0;
-  for (; i + W <= count; i += W) store(x + i, load(x + i) * factor * load(scale + i));
-  for (; i < count; ++i) x[i] *= factor * static_cast<float>(scale[i]);
-}
-
-// The rows of a call in float32, one after another: its input itself, or a copy.
-template <class T>
-const float* rows_of(const KvLinear& a, KvRunner runner, Scratch<float>& scratch) {
-  const T* const input = static_cast<const T*>(a.input);
-  const bool apart = a.input_heads != 1 && a.tokens != 1;
-  if constexpr (sizeof(T) == sizeof(float))
-    if (!apart && !a.norm) return input;
-  const int64_t rows = a.batch * a.tokens, heads = apart ? a.input_heads : 1, size = a.inputs / heads;
-  float* const copy = scratch.reserve(rows * a.inputs);
-  for_rows(runner, rows, [&](int64_t row) {
-    const int64_t b = row / a.tokens, t = row % a.tokens;
-    float* const x = copy + row * a.inputs;
-    for (int64_t h = 0; h < heads; ++h) {
-      const int64_t at = apart ? (b * heads + h) * a.tokens + t : row;
-      widen(input + at * size, x + h * size, static_cast<int>(size));
-    }
-    if (a.norm) normalize(static_cast<const T*>(a.norm), a.epsilon, a.inputs, x);
-  });
-  return copy;
-}
-
 // The rows as packed weights of so many bits take them; none where none does.
 template <class T>
 Int8Rows round_rows(const Linear<T>& call, int bits, KvRunner runner, Scratch<uint8_t>& memory) {
@@ -391,13 +352,31 @@ Int8Rows round_rows(const Linear<T>& call, int bits, KvRunner runner, Scratch<ui
   return made;
 }
 
+// The rows in tiles; none where no packed weight takes them so.
 template <class T>
-void run(const KvLinear& a, KvRunner runner) {
+TiledRows tile_rows(const KvLinear& a, const float* input, bool amx, KvRunner runner, Scratch<uint16_t>& memory) {
+  TiledRows made;
+#if defined(__AMX_BF16__)
+  const int64_t rows = a.batch * a.tokens;
+  if (!amx || a.float_input || rows < kMany || !Linear<T>::packed(a)) return made;
+  made.across = tiles_of(a.inputs), made.values = memory.reserve(TiledRows::elements(a.inputs, rows));
+  for_rows(runner, rows, [&](int64_t row) { made.round(input + row * a.inputs, a.inputs, row); });
+#else
+  (void)a, (void)input, (void)amx, (void)runner, (void)memory;
+#endif
+  return made;
+}
+
+template <class T>
+void run(const KvLinear& a, KvRunner runner, bool amx) {
   static thread_local Scratch<float> scratch;
   static thread_local Scratch<uint8_t> memory[2];
+  static thread_local Scratch<uint16_t> tiles;
   if (a.batch * a.tokens <= 0) return;
   Int8Rows rounded[2];
-  const Linear<T> call{a, a.batch * a.tokens, rows_of<T>(a, runner, scratch), rounded};
+  const float* const input = rows_of<T>(a, runner, scratch);
+  const TiledRows tiled = tile_rows<T>(a, input, amx, runner, tiles);
+  const Linear<T> call{a, a.batch * a.tokens, input, rounded, tiled};
   for (int i = 0; i < 2; ++i) rounded[i] = round_rows(call, 4 << i, runner, memory[i]);
   for_all(runner, call.shares() * call.panels(), [&](size_t task) { call.run(task); });
   if (call.rotates()) for_rows(runner, call.rows, [&](int64_t row) { call.rotate(row); });
@@ -406,8 +385,14 @@ void run(const KvLinear& a, KvRunner runner) {
 }  // namespace
 
 void linear(const KvLinear& call, KvRunner runner) {
-  call.type == KV_FLOAT16 ? run<half>(call, runner) : run<float>(call, runner);
+  call.type == KV_FLOAT16 ? run<half>(call, runner, false) : run<float>(call, runner, false);
 }
+
+#if defined(__AMX_BF16__)
+void linear_amx(const KvLinear& call, KvRunner runner) {
+  call.type == KV_FLOAT16 ? run<half>(call, runner, true) : run<float>(call, runner, true);
+}
+#endif
 
 }  // namespace KV_ISA
 }  // namespace kv

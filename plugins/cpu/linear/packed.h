@@ -11,10 +11,23 @@ namespace KV_ISA {
 // Integers are read as unsigned ones, signed ones with their highest bit turned: they are then larger by this much.
 static inline int excess_of(const KvWeight& weight) { return weight.is_signed ? 1 << (weight.bits - 1) : 0; }
 
-// Of 4 bits of a byte or all 8, whichever of `index` they are.
-static inline int integer_at(const void* data, int bits, int64_t index) {
-  const uint8_t* const bytes = static_cast<const uint8_t*>(data);
-  return bits == 4 ? bytes[index / 2] >> (index % 2 * 4) & 15 : bytes[index];
+// `count` integers from `first` on, read as unsigned ones.
+static inline void read_integers(const void* data, int bits, int excess, int64_t first, int count, float* to) {
+  const uint8_t* const bytes = static_cast<const uint8_t*>(data) + first * bits / 8;
+  int i = 0;
+  if (bits == 8) {
+    for (; i < count; ++i) to[i] = static_cast<float>(bytes[i] ^ excess);
+    return;
+  }
+  if (first % 2 && count > 0) to[i++] = static_cast<float>(bytes[0] >> 4 ^ excess);
+  const uint8_t* const pairs = bytes + i;
+  float* const rest = to + i;
+  const int whole = (count - i) / 2;
+  for (int j = 0; j < whole; ++j) {
+    rest[2 * j] = static_cast<float>((pairs[j] & 15) ^ excess);
+    rest[2 * j + 1] = static_cast<float>(pairs[j] >> 4 ^ excess);
+  }
+  if ((count - i) % 2) rest[2 * whole] = static_cast<float>((pairs[whole] & 15) ^ excess);
 }
 
 static inline const uint8_t* integers_of(const KvWeight& weight, int64_t inputs, int64_t column) {
@@ -38,10 +51,8 @@ static inline void read_groups(const KvWeight& weight, int64_t inputs, int64_t c
     widen_as(weight.minimum_type, weight.minimum, at, count, offset);
     for (int i = 0; i < count; ++i) offset[i] -= static_cast<float>(excess) * scale[i];
   } else if (weight.zero) {
-    for (int i = 0; i < count; ++i) {
-      const int zero = integer_at(weight.zero, weight.bits, at + i) ^ excess;
-      offset[i] = -static_cast<float>(zero) * scale[i];
-    }
+    read_integers(weight.zero, weight.bits, excess, at, count, offset);
+    for (int i = 0; i < count; ++i) offset[i] *= -scale[i];
   } else {
     for (int i = 0; i < count; ++i) offset[i] = -static_cast<float>(excess) * scale[i];
   }

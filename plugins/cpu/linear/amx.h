@@ -1,0 +1,174 @@
+// Products of many rows with packed weights by tiles of bfloat16 (AMX): both factors are rounded to it, sums are
+// float32.
+//
+//   the rows, once                    tiles of 16 rows x 32 inputs, one after another
+//   for each block of columns, 512 inputs at a time
+//     weights                         tiles of 32 inputs x 16 columns, pairs of inputs side by side
+//     for 32 rows, for 32 columns     four sums stay in tiles
+//
+// Rounding either factor to 8 bits changes a product by 1/512 of it at most, which is less than int8.h's rounding.
+#pragma once
+
+#include "packed.h"
+
+namespace kv {
+namespace KV_ISA {
+
+// [tiles of rows, tiles of inputs, 16, 32] of bfloat16.
+struct TiledRows {
+  uint16_t* values = nullptr;
+  int64_t across = 0;  // tiles of inputs
+
+  static size_t elements(int64_t inputs, int64_t rows);
+  void round(const float* x, int64_t inputs, int64_t row) const;
+};
+
+#if defined(__AMX_BF16__)
+
+constexpr int kTileInputs = 32, kTileLines = 16, kTileSize = kTileInputs * kTileLines;
+constexpr int kTileDepth = 512;  // inputs
+
+static inline int64_t tiles_of(int64_t inputs) { return (inputs + kTileInputs - 1) / kTileInputs; }
+
+inline size_t TiledRows::elements(int64_t inputs, int64_t rows) {
+  return static_cast<size_t>((rows + kTileLines - 1) / kTileLines * tiles_of(inputs) * kTileSize);
+}
+
+inline void TiledRows::round(const float* x, int64_t inputs, int64_t row) const {
+  uint16_t* const to = values + row / kTileLines * across * kTileSize + row % kTileLines * kTileInputs;
+  for (int64_t i = 0; i < inputs; i += kTileInputs) {
+    float padded[kTileInputs] = {};
+    const float* from = x + i;
+    if (inputs - i < kTileInputs)
+      from = static_cast<const float*>(memcpy(padded, from, static_cast<size_t>(inputs - i) * sizeof(float)));
+    const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + 16), _mm512_loadu_ps(from));
+    memcpy(to + i / kTileInputs * kTileSize, &both, sizeof both);
+  }
+}
+
+// The scales or offsets of the pairs of inputs from `first` on, groups from `begin` on.
+static inline vf of_pairs(const float* groups, int64_t group, int64_t first, int64_t begin, int64_t last) {
+  if (group % kTileInputs == 0) return splat(groups[first / group - begin]);
+  vf v;
+  for (int i = 0; i < W; ++i) {
+    const int64_t g = (first + 2 * i) / group;
+    v[i] = groups[(g < last ? g : last) - begin];
+  }
+  return v;
+}
+
+// 16 columns from `column` on, those past the end the last one, of a weight's `depth` inputs from `first` on: out
+// [tiles of inputs, 16 pairs, 16 columns, 2].
+static inline void tile_weights(const KvWeight& weight, int64_t inputs, int64_t column, int columns, int64_t first,
+                                int depth, uint16_t* out) {
+  static thread_local Scratch<float> scratch;
+  const int64_t group = weight.group, begin = first / group, last = inputs / group - 1;
+  const int64_t groups = (first + depth + group - 1) / group - begin, row_bytes = inputs * weight.bits / 8;
+  float *const scale = scratch.reserve(2 * kTileLines * groups), *const offset = scale + kTileLines * groups;
+  for (int j = 0; j < columns; ++j)
+    read_groups(weight, inputs, column + j, begin, static_cast<int>(groups), scale + j * groups, offset + j * groups);
+  const int bytes = kTileInputs * weight.bits / 8, excess = excess_of(weight);
+  const vi turned = splat_i(excess), mask = splat_i((1 << weight.bits) - 1);
+  __m512i sides;  // a pair is of the first and the second half
+  for (int i = 0; i < 32; ++i) reinterpret_cast<uint16_t*>(&sides)[i] = static_cast<uint16_t>(i / 2 + i % 2 * 16);
+  for (int k = 0; k < depth; k += kTileInputs) {
+    vf pairs[kTileLines];
+    for (int j = 0; j < kTileLines; ++j) {
+      const int of = min_of(j, columns - 1);
+      const int64_t at = (first + k) * weight.bits / 8;
+      const uint8_t* from = integers_of(weight, inputs, column + of) + at;
+      uint8_t padded[kTileInputs] = {};
+      if (row_bytes - at < bytes)
+        from = static_cast<const uint8_t*>(memcpy(padded, from, static_cast<size_t>(row_bytes - at)));
+      const vi both = weight.bits == 4
+                          ? (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)))
+                          : (vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+      const vf s = of_pairs(scale + of * groups, group, first + k, begin, last);
+      const vf o = of_pairs(offset + of * groups, group, first + k, begin, last);
+      const vf low = __builtin_convertvector((both & mask) ^ turned, vf) * s + o;
+      const vf high = __builtin_convertvector((both >> weight.bits) ^ turned, vf) * s + o;
+      pairs[j] = (vf)_mm512_permutexvar_epi16(sides, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+    }
+    transpose(pairs);
+    for (int j = 0; j < kTileLines; ++j)
+      store(reinterpret_cast<float*>(out + k * kTileLines + j * kTileInputs), pairs[j]);
+  }
+}
+
+struct TileShapes {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t lines[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+// out [16 or 32, stride] += a x b: `tiles` tiles of inputs of two rows of tiles of a (the second may be nullptr), and
+// of 32 columns.
+static inline void tile_sums(const uint16_t* a, const uint16_t* second, const uint16_t* b, const uint16_t* other,
+                             int64_t tiles, float* out, int64_t stride) {
+  const int64_t bytes = stride * static_cast<int64_t>(sizeof(float));
+  float* const below = out + kTileLines * stride;
+  asm volatile("" ::: "memory");  // the instructions do not say which memory they read and write
+  _tile_loadd(0, out, bytes);
+  _tile_loadd(1, out + kTileLines, bytes);
+  if (!second) {
+    for (int64_t i = 0; i < tiles * kTileSize; i += kTileSize) {
+      _tile_loadd(4, a + i, 64);
+      _tile_loadd(6, b + i, 64);
+      _tile_loadd(7, other + i, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+  } else {
+    _tile_loadd(2, below, bytes);
+    _tile_loadd(3, below + kTileLines, bytes);
+    for (int64_t i = 0; i < tiles * kTileSize; i += kTileSize) {
+      _tile_loadd(4, a + i, 64);
+      _tile_loadd(6, b + i, 64);
+      _tile_loadd(7, other + i, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(5, second + i, 64);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(2, below, bytes);
+    _tile_stored(3, below + kTileLines, bytes);
+  }
+  _tile_stored(0, out, bytes);
+  _tile_stored(1, out + kTileLines, bytes);
+  asm volatile("" ::: "memory");
+}
+
+// out [count in whole tiles, kBlock]: `count` rows from `first` on, which is of a whole tile, times `columns` columns.
+template <int kBlock>
+static void tile_columns(const KvWeight& weight, int64_t inputs, const TiledRows& x, int64_t first, int64_t count,
+                         int64_t column, int columns, float* out) {
+  static thread_local Scratch<uint16_t> scratch;
+  static_assert(kBlock % (2 * kTileLines) == 0, "pairs of tiles");
+  const int64_t down = (count + kTileLines - 1) / kTileLines, size = kTileLines * kTileDepth;
+  uint16_t* const packed = scratch.reserve(kBlock / kTileLines * size);
+  for (int64_t i = 0; i < down * kTileLines * kBlock; ++i) out[i] = 0.0f;
+  static constexpr TileShapes kShapes;  // in memory: the compiler does not know how much of it is read
+  _tile_loadconfig(&kShapes);
+  for (int64_t k = 0; k < inputs; k += kTileDepth) {
+    const int depth = static_cast<int>(inputs - k < kTileDepth ? inputs - k : kTileDepth);
+    const int64_t tiles = tiles_of(depth);
+    const int used = (columns + 2 * kTileLines - 1) / (2 * kTileLines) * 2;
+    for (int j = 0; j < used; ++j) {
+      const int past = min_of(j * kTileLines, columns - 1);
+      tile_weights(weight, inputs, column + past, min_of(columns - past, kTileLines), k, depth, packed + j * size);
+    }
+    for (int64_t i = 0; i < down; i += 2) {
+      const uint16_t* const a = x.values + ((first / kTileLines + i) * x.across + k / kTileInputs) * kTileSize;
+      for (int j = 0; j < used; j += 2)
+        tile_sums(a, i + 1 < down ? a + x.across * kTileSize : nullptr, packed + j * size, packed + (j + 1) * size,
+                  tiles, out + i * kTileLines * kBlock + j * kTileLines, kBlock);
+    }
+  }
+  _tile_release();
+}
+
+#endif
+
+}  // namespace KV_ISA
+}  // namespace kv

@@ -335,10 +335,10 @@ def test_a_cached_snapshot_without_safetensors_is_converted_by_its_hub_id(tmp_pa
         ({"model_type": 3}, "has model_type 3"),
         (
             {**CONFIG, "quantization_config": {"quant_method": "gptq", "bits": 4}},
-            "quantised (quantization_config: gptq)",
+            "says that weights are quantized (gptq), and no tensor is",
         ),
-        ({**CONFIG, "text_config": {"quantization_config": {"quant_method": "fp8"}}}, "quantization_config: fp8"),
-        ({**CONFIG, "quantization_config": {"load_in_4bit": True}}, "quantization_config: unnamed"),
+        ({**CONFIG, "text_config": {"quantization_config": {"quant_method": "hqq"}}}, "quantized as hqq, which"),
+        ({**CONFIG, "quantization_config": {"load_in_4bit": True}}, "quantized as unnamed, which"),
         ({"model_type": "my_own", "auto_map": {"AutoModel": "m.M"}}, "model_type 'my_own' is unknown to transformers"),
     ],
 )

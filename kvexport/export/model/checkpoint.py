@@ -18,6 +18,7 @@ from typing import Any, TypeGuard
 from kvexport.errors import EnvironmentProblem, KvexportError, UsageError
 from kvexport.export.model.gguf import read_gguf
 from kvexport.export.model.gguf_model import cached_texts, tensors_of
+from kvexport.export.model.quantized.methods import quantization_of, read_quantized
 from kvexport.export.model.tensors import Source, TensorEntry
 from kvexport.export.model.wheel import WHEEL, fetch
 
@@ -116,8 +117,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
     As in transformers, `model.safetensors` goes before the index. Of the shards of an index only the tensors it names
     count; what else lies in a shard is ignored, but one name in two shards is refused. Raises UsageError for everything
-    else that is missing, damaged, pickled, quantised or in need of the checkpoint's own code; no other file than the
-    .json is read whole.
+    else that is missing, damaged, pickled, quantized in a way that is not read here, or in need of the checkpoint's own
+    code. Read whole are no files but the .json, and small tensors that say how others are packed.
     """
     if path.suffix == GGUF and path.is_file():
         return _from_gguf(path)
@@ -131,7 +132,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             f"{path / 'config.json'} has model_type {config.get('model_type')!r}, expected a name",
             'add "model_type", for example "llama"',
         )
-    refuse_quantised(config)
+    quantization = quantization_of(path, config)
     refuse_remote_code(config)
     generation = path / "generation_config.json"
     refuse_link(generation)
@@ -157,7 +158,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
                 f"download {shard_name} and {_INDEX} again",
             )
         tensors.update((name, entry) for name, entry in shard.tensors.items() if promised is None or name in promised)
-    return Checkpoint(path, config, tensors, generation_config, digest.hexdigest())
+    if quantization is None:
+        return Checkpoint(path, config, tensors, generation_config, digest.hexdigest())
+    computed, used, notes = read_quantized(quantization, tensors)
+    rest = {name: entry for name, entry in tensors.items() if name not in used}
+    return Checkpoint(path, config, rest, generation_config, digest.hexdigest(), computed, tuple(notes))
 
 
 def _from_gguf(path: Path) -> Checkpoint:
@@ -199,21 +204,6 @@ def refuse_remote_code(config: Mapping[str, Any]) -> None:
             "the checkpoint's own code, which kvexport never does",
             "pip install --upgrade transformers, or choose a checkpoint whose model_type transformers supports",
         )
-
-
-def refuse_quantised(config: Mapping[str, Any]) -> None:
-    """Raise UsageError, with the name of the quantisation, where config.json (or its text_config) says the weights are
-    quantised."""
-    for part in (config, config.get("text_config")):
-        if isinstance(part, Mapping) and (
-            quantisation := part.get("quantization_config") or part.get("compression_config")
-        ):
-            name = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else quantisation
-            raise UsageError(
-                f"the checkpoint's weights are quantised (quantization_config: {name or 'unnamed'}), expected "
-                "float32, float16 or bfloat16",
-                "set model.path to the checkpoint it was quantised from",
-            )
 
 
 def _download(hub_id: str, revision: str | None) -> Path:

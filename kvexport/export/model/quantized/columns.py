@@ -1,0 +1,181 @@
+"""GPTQ and AWQ: words of 32 bits over a matrix [inputs, outputs].
+
+GPTQ packs neighbouring inputs: word [k / 8, n] holds inputs k to k + 7 of output n, from the lowest bits up. Version 1
+stores each zero point less 1. `g_idx` names every input's group; where groups are not contiguous ("act-order") columns
+are put in the order of their groups. AWQ packs outputs: word [k, n / 8] holds outputs n to n + 7 of input k, in the
+order 0, 2, 4, 6, 1, 3, 5, 7. Both: (number - zero) * scale. Sources: AutoGPTQ's qlinear_cuda, GPTQModel's
+convert_gptq_v1_to_v2_format, AutoAWQ's packing_utils.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvexport.errors import UsageError
+from kvexport.export.model.quantized.reading import (
+    Read,
+    Tensors,
+    column_bytes,
+    groups_in_order,
+    halves,
+    refused,
+    require,
+    require_scales,
+    require_shape,
+    whole,
+)
+from kvexport.export.model.tensors import Source, TensorEntry
+from kvexport.ops.packed import PackedFormat, pack
+
+Layout = Literal["gptq", "gptq_v2", "awq"]
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word each of eight outputs is
+_BLOCK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class ColumnPacked:
+    """A weight of words over [inputs, outputs]."""
+
+    qweight: TensorEntry
+    qzeros: TensorEntry
+    scales: TensorEntry
+    g_idx: TensorEntry | None
+    layout: Layout
+    packing: PackedFormat
+
+    @property
+    def name(self) -> str:
+        """Of the tensor."""
+        return self.qweight.name
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[outputs, inputs]"""
+        rows, columns = self.qweight.shape
+        numbers = 32 // self.packing.bits
+        return (columns * numbers, rows) if self.layout == "awq" else (columns, rows * numbers)
+
+    def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
+        """Outputs in turn. Raises UsageError for scales that are 0, and where the file ends early."""
+        n, k = self.shape
+        bits = self.packing.bits
+        step = max(8, _BLOCK_BYTES * 8 // (k * bits) // 8 * 8)
+        zero = _zeros(self.qzeros, bits, self.layout)
+        scale = require_scales(self.scales.name, whole(self.scales))
+        order = self.order() if self.packing.ordered else None
+        for begin in range(0, n, step):
+            outputs = range(begin, min(begin + step, n))
+            stored = self._awq(outputs) if self.layout == "awq" else self._gptq(outputs)
+            if order is not None:
+                numbers = halves(stored) if bits == 4 else stored
+                stored = pack(numbers[:, order], bits)
+            if self.packing.signed:
+                stored = stored ^ np.uint8(0x88 if bits == 4 else 0x80)
+            own = slice(outputs.start, outputs.stop)
+            block = {"weight": stored, "scale": np.ascontiguousarray(scale[:, own].T)}
+            yield block if self.packing.signed else {**block, "zero": np.ascontiguousarray(zero[:, own].T)}
+
+    def _gptq(self, outputs: range) -> NDArray[np.uint8]:
+        # The bytes of a word are already in the order of the inputs.
+        words = column_bytes(self.qweight, outputs).reshape(-1, len(outputs), 4)
+        return np.ascontiguousarray(words.swapaxes(0, 1)).reshape(len(outputs), -1)
+
+    def _awq(self, outputs: range) -> NDArray[np.uint8]:
+        words = column_bytes(self.qweight, range(outputs.start // 8, -(-outputs.stop // 8)))
+        numbers = _awq_numbers(words)
+        packed: NDArray[np.uint8] = pack(np.ascontiguousarray(numbers.T), 4)
+        return packed.reshape(len(outputs), -1)
+
+    def order(self) -> NDArray[np.int64]:
+        """[inputs]: columns in the order of their groups."""
+        assert self.g_idx is not None
+        order = groups_in_order(self.g_idx, self.packing.group)
+        assert order is not None
+        return order
+
+
+def _awq_numbers(words: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """[rows, outputs] of the bytes of words [rows, outputs / 2]."""
+    numbers = halves(words)
+    ordered: NDArray[np.uint8] = numbers.reshape(len(words), -1, 8)[..., _AWQ_ORDER]
+    return ordered.reshape(len(words), -1)
+
+
+def _zeros(entry: TensorEntry, bits: int, layout: Layout) -> NDArray[np.uint8]:
+    """[groups, outputs]"""
+    words = whole(entry).view(np.uint8)
+    if layout == "awq":
+        return _awq_numbers(words)
+    numbers: NDArray[np.uint8] = halves(words) if bits == 4 else words.copy()
+    numbers += np.uint8(layout == "gptq")
+    numbers &= np.uint8((1 << bits) - 1)
+    return numbers
+
+
+def read_columns(config: Mapping[str, Any], tensors: Tensors) -> Read:
+    """The packed weights of a checkpoint by GPTQ or AWQ. Raises UsageError for widths and versions that are not read
+    here, and tensors that do not fit each other."""
+    method = str(config.get("quant_method")).lower()
+    layout = _layout(method, config)
+    bits, group = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size", -1))
+    if bits not in ((4,) if layout == "awq" else (4, 8)) or type(group) is not int:
+        raise refused(f"{method} of {bits} bits in groups of {group}")
+    found: dict[str, Source] = {}
+    used: set[str] = set()
+    for name, qweight in tensors.items():
+        prefix = name.removesuffix(".qweight")
+        if prefix == name:
+            continue
+        entries = {part: require(tensors, f"{prefix}.{part}", name) for part in ("qzeros", "scales")}
+        g_idx = tensors.get(f"{prefix}.g_idx") if layout != "awq" else None
+        found[f"{prefix}.weight"] = _weight(qweight, entries["qzeros"], entries["scales"], g_idx, layout, bits, group)
+        used |= {name, *(f"{prefix}.{part}" for part in ("qzeros", "scales", "g_idx"))}
+    return found, used, []
+
+
+def _layout(method: str, config: Mapping[str, Any]) -> Layout:
+    if method == "awq":
+        if (version := str(config.get("version", "gemm")).lower()) != "gemm":
+            raise refused(f"awq of version {version!r}")
+        return "awq"
+    kind = str(config.get("checkpoint_format") or "gptq")
+    if config.get("dynamic"):
+        raise refused("gptq of several widths (dynamic)")
+    if kind not in ("gptq", "gptq_v2"):
+        raise refused(f"gptq of format {kind!r}")
+    return "gptq" if kind == "gptq" else "gptq_v2"
+
+
+def _weight(
+    qweight: TensorEntry,
+    qzeros: TensorEntry,
+    scales: TensorEntry,
+    g_idx: TensorEntry | None,
+    layout: Layout,
+    bits: Any,
+    group: int,
+) -> ColumnPacked:
+    per_word = 32 // bits
+    if qweight.dtype != "I32" or len(qweight.shape) != 2:
+        require_shape(qweight, ("I32",), qweight.shape if len(qweight.shape) == 2 else (0, 0))
+    rows, columns = qweight.shape
+    n, k = (columns * per_word, rows) if layout == "awq" else (columns, rows * per_word)
+    group = k if group == -1 else group
+    packing = PackedFormat(bits, False, group, "zero", "float16" if scales.dtype == "F16" else "float32")
+    if n % per_word or (fault := packing.fault(k)):
+        fault = fault if not n % per_word else f"{n} outputs do not fill words of {per_word}"
+        raise UsageError(f"tensor {qweight.name!r} in {qweight.file} cannot be read: {fault}", "")
+    require_shape(scales, ("F16", "BF16", "F32"), (k // group, n))
+    require_shape(qzeros, ("I32",), (k // group, n // per_word))
+    if g_idx is not None:
+        require_shape(g_idx, ("I32", "I64"), (k,))
+    ordered = g_idx is not None and groups_in_order(g_idx, group) is not None
+    # Where every zero point is the middle the numbers are signed ones, and nothing need be subtracted.
+    signed = bool((_zeros(qzeros, bits, layout) == 1 << (bits - 1)).all())
+    packing = PackedFormat(bits, signed, group, "none" if signed else "zero", packing.scale_dtype, ordered)
+    return ColumnPacked(qweight, qzeros, scales, g_idx if ordered else None, layout, packing)

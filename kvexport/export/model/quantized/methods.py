@@ -1,0 +1,58 @@
+"""Which quantization a checkpoint says it has, and the reader of its layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvexport.errors import UsageError
+from kvexport.export.model.quantized.columns import read_columns
+from kvexport.export.model.quantized.reading import Read, Tensors, refused
+from kvexport.export.model.quantized.rows import read_compressed, read_float8
+
+MODELOPT_FILE = "hf_quant_config.json"
+_READERS = {
+    "gptq": read_columns,
+    "awq": read_columns,
+    "compressed-tensors": read_compressed,
+    "fp8": read_float8,
+    "modelopt": read_float8,
+}
+
+
+def quantization_of(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What config.json (or its text_config), or ModelOpt's file beside it, says of the weights; None where they are
+    floats. Raises UsageError where no such layout is read here."""
+    found: Any = None
+    for part in (config, config.get("text_config")):
+        if isinstance(part, Mapping):
+            found = found or part.get("quantization_config") or part.get("compression_config")
+    if not found and (file := path / MODELOPT_FILE).is_file():
+        try:
+            found = {"quant_method": "modelopt", **json.loads(file.read_text(encoding="utf-8"))["quantization"]}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(
+                f"{file} cannot be read: {type(error).__name__}: {error}", f"download {file.name} again"
+            ) from error
+    if not found:
+        return None
+    method = str(found.get("quant_method") or "unnamed").lower() if isinstance(found, Mapping) else str(found)
+    if method == "modelopt" and (algorithm := str(found.get("quant_algo")).upper()) != "FP8":
+        raise refused(f"modelopt {algorithm}")
+    if method not in _READERS or not isinstance(found, Mapping):
+        raise refused(method)
+    return {**found, "quant_method": method}
+
+
+def read_quantized(config: Mapping[str, Any], tensors: Tensors) -> Read:
+    """The weights that `quantization_of` found; what is no packed weight stays a tensor. Raises UsageError for tensors
+    that do not fit each other, and a checkpoint without any packed weight."""
+    computed, used, notes = _READERS[config["quant_method"]](config, tensors)
+    if not computed:
+        raise UsageError(
+            f"config.json says that weights are quantized ({config['quant_method']}), and no tensor is",
+            "take quantization_config out of config.json, or download the checkpoint again",
+        )
+    return computed, used, notes

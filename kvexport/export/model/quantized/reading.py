@@ -1,0 +1,101 @@
+"""What the readers of all layouts share: tensors of a module, small ones whole, columns of large ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvexport.errors import UsageError
+from kvexport.export.casting import read_blocks, shrunk
+from kvexport.export.model.tensors import Source, TensorEntry
+
+Array = NDArray[Any]
+Tensors = Mapping[str, TensorEntry]
+Read = tuple[dict[str, Source], set[str], list[str]]
+"""Computed weights by the names that they would have, the tensors that these are made of, notes."""
+
+AGAIN = "set model.path to the checkpoint it was quantized from"
+_TYPES = {"I32": "<i4", "I64": "<i8", "I8": "i1", "U8": "u1", "F16": "<f2", "F32": "<f4"}
+
+
+def wrong(entry: TensorEntry, expected: str, fix: str = "") -> UsageError:
+    """The error for a tensor that does not fit the others."""
+    return UsageError(
+        f"tensor {entry.name!r} in {entry.file} is {entry.dtype} {list(entry.shape)}, expected {expected}",
+        fix or f"download {entry.file.name} again",
+    )
+
+
+def require(tensors: Tensors, name: str, beside: str) -> TensorEntry:
+    """The tensor of this name, without which `beside` means nothing."""
+    if name not in tensors:
+        raise UsageError(f"the checkpoint has a tensor {beside!r} and no {name!r}", "download the checkpoint again")
+    return tensors[name]
+
+
+def require_shape(entry: TensorEntry, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> None:
+    """Raise UsageError for a tensor of another type or shape."""
+    if entry.dtype not in dtypes or entry.shape != shape:
+        raise wrong(entry, f"{' or '.join(dtypes)} {list(shape)}")
+
+
+def whole(entry: TensorEntry) -> Array:
+    """A small tensor in memory; bfloat16 as float32."""
+    data = b"".join(read_blocks(entry))
+    if entry.dtype == "BF16":
+        wide = np.frombuffer(data, "<u2").astype("<u4") << 16
+        return wide.view("<f4").reshape(entry.shape)
+    return np.frombuffer(data, _TYPES[entry.dtype]).reshape(entry.shape)
+
+
+def column_bytes(entry: TensorEntry, columns: range) -> NDArray[np.uint8]:
+    """Neighbouring columns of a matrix as bytes [rows, bytes of a row's columns]."""
+    rows, width = entry.shape
+    item = entry.nbytes // (rows * width)
+    found = np.empty((rows, len(columns) * item), np.uint8)
+    with entry.file.open("rb", buffering=0) as stream:
+        for row, target in enumerate(found):
+            stream.seek(entry.offset + (row * width + columns.start) * item)
+            if stream.readinto(target.data) != target.nbytes:
+                raise shrunk(entry, entry.file.stat().st_size)
+    return found
+
+
+def halves(stored: Array) -> NDArray[np.uint8]:
+    """Numbers of 4 bits along the last axis, the low half of each byte first."""
+    numbers = np.empty((*stored.shape[:-1], stored.shape[-1] * 2), np.uint8)
+    numbers[..., 0::2], numbers[..., 1::2] = stored & 15, stored >> 4
+    return numbers
+
+
+def groups_in_order(entry: TensorEntry, group: int) -> NDArray[np.int64] | None:
+    """Of `g_idx`, the group of each input: the order of inputs in which groups are contiguous; None where they are.
+    Raises UsageError where groups are not of one size."""
+    groups = whole(entry)
+    if (groups < 0).all():  # compressed-tensors' way to say that there is no order
+        return None
+    expected = np.repeat(np.arange(len(groups) // group), group)
+    if np.array_equal(groups, expected):
+        return None
+    order = np.argsort(groups, kind="stable").astype(np.int64)
+    if not np.array_equal(groups[order], expected):
+        raise UsageError(
+            f"tensor {entry.name!r} in {entry.file} puts inputs into groups that are not all of {group}",
+            AGAIN,
+        )
+    return order
+
+
+def require_scales(name: str, scale: Array) -> Array:
+    """Scales as they are kept; raises UsageError for one that is 0, which no quantizer writes."""
+    if not scale.all():
+        raise UsageError(f"the scales of tensor {name!r} hold a 0", "download the checkpoint again")
+    return scale
+
+
+def refused(what: str) -> UsageError:
+    """The error for a quantization that is not read here."""
+    return UsageError(f"the checkpoint's weights are quantized as {what}, which is not read here", AGAIN)

@@ -1,0 +1,236 @@
+"""compressed-tensors, and checkpoints in 8-bit floats: numbers over a matrix [outputs, inputs], as weights lie.
+
+`pack-quantized`: words of 32 bits along the inputs, from the lowest bits up, of numbers to which half their range was
+added; zero points likewise, along the outputs. `int-quantized`: int8. 8-bit floats (`float-quantized`, ModelOpt's FP8,
+transformers' fp8) are cast: value = float * scale, one scale for the tensor, a row, or a block. Sources:
+compressed-tensors' pack_to_int32, dequantize; transformers' finegrained_fp8; ModelOpt's hf_quant_config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvexport.errors import UsageError
+from kvexport.export.casting import BLOCK_BYTES, read_at, row_blocks
+from kvexport.export.model.quantized.reading import (
+    Read,
+    Tensors,
+    groups_in_order,
+    halves,
+    refused,
+    require,
+    require_scales,
+    require_shape,
+    whole,
+    wrong,
+)
+from kvexport.export.model.tensors import Source, TensorEntry
+from kvexport.ops.packed import PackedFormat, pack
+
+_FLOATS = ("F16", "BF16", "F32")
+_FP8 = "F8_E4M3"
+
+
+@dataclass(frozen=True)
+class RowPacked:
+    """A weight of whole numbers [outputs, inputs], in words or one by one."""
+
+    weight: TensorEntry
+    scale: TensorEntry
+    zero: TensorEntry | None
+    g_idx: TensorEntry | None
+    shape: tuple[int, int]
+    packing: PackedFormat
+
+    @property
+    def name(self) -> str:
+        """Of the tensor."""
+        return self.weight.name
+
+    def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
+        """Its rows. Raises UsageError for scales that are 0, and where the file ends early."""
+        (n, k), bits = self.shape, self.packing.bits
+        in_words = self.weight.dtype == "I32"
+        scale = np.broadcast_to(require_scales(self.scale.name, whole(self.scale)), (n, k // self.packing.group))
+        zero = None if self.zero is None else _signed_zeros(self.zero, n, bits)
+        order = self.order() if self.packing.ordered else None
+        for rows in row_blocks(n, k * bits // 8, BLOCK_BYTES):
+            with self.weight.file.open("rb") as stream:
+                stored = np.frombuffer(read_at(self.weight, stream, rows), np.uint8).reshape(len(rows), -1)
+            if in_words:  # of two's complement with the upper bit turned
+                stored = stored ^ np.uint8(0x88 if bits == 4 else 0x80)
+            if order is not None:
+                numbers = halves(stored) if bits == 4 else stored
+                stored = pack(numbers[:, order], bits)
+            part = slice(rows.start, rows.stop)
+            block = {"weight": stored, "scale": scale[part]}
+            yield block if zero is None else {**block, "zero": zero[part]}
+
+    def order(self) -> NDArray[np.int64]:
+        """[inputs]: columns in the order of their groups."""
+        assert self.g_idx is not None
+        order = groups_in_order(self.g_idx, self.packing.group)
+        assert order is not None
+        return order
+
+
+def _signed_zeros(entry: TensorEntry, n: int, bits: int) -> NDArray[np.int8]:
+    """[outputs, groups]"""
+    stored = whole(entry)
+    if entry.dtype == "I8":
+        return stored
+    words = np.ascontiguousarray(stored.T).view(np.uint8)  # [groups, words of outputs]
+    numbers = halves(words) if bits == 4 else words
+    shifted = numbers[:, :n].astype(np.int16) - (1 << (bits - 1))
+    return np.ascontiguousarray(shifted.astype(np.int8).T)
+
+
+@dataclass(frozen=True)
+class Float8:
+    """A weight of 8-bit floats [outputs, inputs], as floats. block: rows and columns that share a scale."""
+
+    weight: TensorEntry
+    scale: TensorEntry
+    block: tuple[int, int]
+    packing: None = None
+
+    @property
+    def name(self) -> str:
+        """Of the tensor."""
+        return self.weight.name
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[outputs, inputs]"""
+        n, k = self.weight.shape
+        return n, k
+
+    def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
+        """Its rows. Raises UsageError for scales that are 0, and where the file ends early."""
+        n, k = self.shape
+        tall, wide = self.block
+        scale = require_scales(self.scale.name, whole(self.scale)).astype(np.float32)
+        scale = scale.reshape(-(-n // tall), -(-k // wide))
+        for rows in row_blocks(n, 4 * k, BLOCK_BYTES):
+            with self.weight.file.open("rb") as stream:
+                stored = np.frombuffer(read_at(self.weight, stream, rows), np.uint8).reshape(len(rows), k)
+            own = scale[np.arange(rows.start, rows.stop) // tall]
+            yield {"weight": _float8()[stored] * np.repeat(own, wide, axis=1)[:, :k]}
+
+    def order(self) -> NDArray[np.int64]:
+        """There is none."""
+        raise NotImplementedError
+
+
+@cache
+def _float8() -> NDArray[np.float32]:
+    import ml_dtypes
+
+    values: NDArray[np.float32] = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    return values
+
+
+def read_compressed(config: Mapping[str, Any], tensors: Tensors) -> Read:
+    """The weights of a checkpoint by compressed-tensors. Raises UsageError for formats that are not read here, and
+    tensors that do not fit each other."""
+    groups = config.get("config_groups")
+    schemes = list(groups.values()) if isinstance(groups, Mapping) else []
+    formats = {str(config.get("format")), *(str(s.get("format")) for s in schemes if s.get("format"))}
+    known = {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense"}
+    if bad := formats - known:
+        raise refused(f"compressed-tensors of format {min(bad)!r}")
+    if config.get("sparsity_config", {}) and config["sparsity_config"].get("format", "dense") != "dense":
+        raise refused("compressed-tensors with sparsity")
+    widths = {scheme["weights"].get("num_bits") for scheme in schemes if scheme.get("weights")}
+    found: dict[str, Source] = {}
+    used: set[str] = set()
+    for name, entry in tensors.items():
+        if name.endswith(".weight_packed"):
+            prefix = name.removesuffix(".weight_packed")
+            found[f"{prefix}.weight"] = _in_words(prefix, entry, tensors, widths)
+        elif name.endswith(".weight") and entry.dtype == "I8":
+            prefix = name.removesuffix(".weight")
+            found[name] = _in_bytes(prefix, entry, tensors)
+        else:
+            continue
+        parts = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+        used |= {f"{prefix}.{part}" for part in parts}
+    blocks = [scheme["weights"].get("block_structure") for scheme in schemes if scheme.get("weights")]
+    floats, more, notes = read_float8({"weight_block_size": next(filter(None, blocks), None)}, tensors)
+    if any(scheme.get("input_activations") for scheme in schemes) and found:
+        notes.append("the checkpoint's scheme rounds activations too; the engine does so in its own way, or not at all")
+    return {**found, **floats}, used | more, notes
+
+
+def _in_words(prefix: str, entry: TensorEntry, tensors: Tensors, widths: set[Any]) -> RowPacked:
+    sizes = whole(require(tensors, f"{prefix}.weight_shape", entry.name))
+    n, k = (int(size) for size in sizes.reshape(-1)) if sizes.size == 2 else (0, 0)
+    packed = entry.shape[1] if len(entry.shape) == 2 else 0
+    bits: Any = next((b for b in (4, 8) if b in widths and k and packed * 32 == k * b), None)
+    if entry.dtype != "I32" or bits is None or entry.shape[0] != n:
+        raise wrong(entry, f"I32, {n} rows of {k} numbers of {' or '.join(map(str, sorted(widths, key=str)))} bits")
+    return _packed(prefix, entry, tensors, (n, k), bits)
+
+
+def _in_bytes(prefix: str, entry: TensorEntry, tensors: Tensors) -> RowPacked:
+    if len(entry.shape) != 2:
+        raise wrong(entry, "a matrix")
+    n, k = entry.shape
+    return _packed(prefix, entry, tensors, (n, k), 8)
+
+
+def _packed(prefix: str, entry: TensorEntry, tensors: Tensors, shape: tuple[int, int], bits: Any) -> RowPacked:
+    n, k = shape
+    scale = require(tensors, f"{prefix}.weight_scale", entry.name)
+    groups = scale.shape[1] if len(scale.shape) == 2 else 1
+    if scale.dtype not in _FLOATS or scale.shape not in ((1,), (), (n, groups)) or not groups or k % groups:
+        raise wrong(scale, f"floats, one or {n} rows whose number divides {k}")
+    zero = tensors.get(f"{prefix}.weight_zero_point")
+    if zero is not None:
+        if zero.dtype == "I32":
+            require_shape(zero, ("I32",), (-(-n * bits // 32), groups))
+        else:
+            require_shape(zero, ("I8",), (n, groups))
+        zero = None if not _signed_zeros(zero, n, bits).any() else zero
+    g_idx = tensors.get(f"{prefix}.weight_g_idx")
+    if g_idx is not None:
+        require_shape(g_idx, ("I32", "I64"), (k,))
+    group = k // groups
+    kept: Any = "float16" if scale.dtype == "F16" else "float32"
+    ordered = g_idx is not None and groups_in_order(g_idx, group) is not None
+    packing = PackedFormat(bits, True, group, "none" if zero is None else "zero", kept, ordered)
+    if fault := packing.fault(k):
+        raise UsageError(f"tensor {entry.name!r} in {entry.file} cannot be read: {fault}", "")
+    return RowPacked(entry, scale, zero, g_idx if ordered else None, shape, packing)
+
+
+def read_float8(config: Mapping[str, Any], tensors: Tensors) -> Read:
+    """The weights in 8-bit floats of a checkpoint, which become floats. Raises UsageError for tensors that do not fit
+    each other."""
+    size = config.get("weight_block_size")
+    found: dict[str, Source] = {}
+    used: set[str] = set()
+    for name, entry in tensors.items():
+        if not name.endswith(".weight") or not entry.dtype.startswith("F8_"):
+            continue
+        if entry.dtype != _FP8 or len(entry.shape) != 2:
+            raise wrong(entry, f"{_FP8}, a matrix", "")
+        inverse = f"{name}_scale_inv"
+        scale = tensors[inverse] if inverse in tensors else require(tensors, f"{name}_scale", name)
+        n, k = entry.shape
+        tall, wide = size if isinstance(size, list) and len(size) == 2 else (n, k)
+        if scale.shape in ((n,), (n, 1)) and n > 1:
+            tall, wide = 1, k
+        count = int(np.prod(scale.shape))
+        if scale.dtype not in _FLOATS or tall < 1 or wide < 1 or count != -(-n // tall) * -(-k // wide):
+            raise wrong(scale, f"floats, one for the tensor, for each of {n} rows or each block of {tall} x {wide}")
+        found[name] = Float8(entry, scale, (tall, wide))
+        used |= {name, scale.name}
+    notes = [f"{len(found)} weights in 8-bit floats are cast to model.dtype"] if found else []
+    return found, used, notes

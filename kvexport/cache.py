@@ -189,8 +189,9 @@ def _require_one_place(geometry: Sequence[LayerGeometry], budgets: Sequence[int]
 
 def allocate(recipe: Recipe, layers: int) -> list[int]:
     """Slots per layer, mean `recipe.budget`. cosine: ``m_l = (1-d)(cos(pi l / L) + 1)/2 + d`` (KeepKV); pyramid:
-    linear, ``m_l = 1 - (1-d) l / (L-1)`` (PyramidKV); both scaled. Whole layers have `limits.max_length`, and the
-    others share what these leave. Raises UsageError where that is nothing, or the model lacks such a layer."""
+    linear, ``m_l = 1 - (1-d) l / (L-1)`` (PyramidKV); both scaled; listed: see `_listed`. Whole layers have
+    `limits.max_length`, and the others share what these leave. Raises UsageError where that is nothing, the model
+    lacks such a layer, or shares are not those of its layers."""
     method = recipe.cache.build_method()
     allocation = recipe.cache.allocation
     if not method.compresses:
@@ -201,14 +202,38 @@ def allocate(recipe: Recipe, layers: int) -> list[int]:
         raw = [1.0] * layers
     elif kind == "cosine":
         raw = [(1 - d) * (math.cos(math.pi * i / layers) + 1) / 2 + d for i in range(layers)]
-    else:
+    elif kind == "pyramid":
         raw = [1 - (1 - d) * i / max(layers - 1, 1) for i in range(layers)]
+    else:
+        raw = _listed(recipe, layers, left)
     raw = [0.0 if i in allocation.whole else share for i, share in enumerate(raw)]
     scale = left / sum(raw) if any(raw) else 0.0
     # Rounding the running sum keeps the total exact.
     edges = [round(scale * sum(raw[:i])) for i in range(layers + 1)]
     shares = [b - a for a, b in itertools.pairwise(edges)]
     return [recipe.limits.max_length if i in allocation.whole else share for i, share in enumerate(shares)]
+
+
+def _listed(recipe: Recipe, layers: int, left: int) -> list[float]:
+    """Slots by `cache.allocation.shares` of the layers that are not whole, `left` in all, each between what holds its
+    sinks, recent slots and two more, and `limits.max_length`."""
+    shares, whole, recent = recipe.cache.allocation.shares, recipe.cache.allocation.whole, recipe.cache.recent
+    if len(shares) != layers:
+        raise UsageError(
+            f"cache.allocation.shares has {len(shares)} numbers, the model has {layers} layers",
+            "one for each layer, or --set cache.allocation.kind=uniform",
+        )
+    others = [share for i, share in enumerate(shares) if i not in whole]
+    most, protected = recipe.limits.max_length, recipe.cache.sinks + 2
+    least = protected / (1 - recent) if isinstance(recent, float) and recent < 1 else protected + recent
+    if not len(others) * least < left < len(others) * most:
+        return [left / max(len(others), 1)] * layers
+    low, high = 0.0, most / min(others)
+    for _ in range(100):
+        scale = (low + high) / 2
+        enough = sum(min(max(scale * share, least), most) for share in others) >= left
+        low, high = (low, scale) if enough else (scale, high)
+    return [min(max(high * share, least), most) for share in shares]
 
 
 def _left_by_whole_layers(recipe: Recipe, layers: int) -> int:

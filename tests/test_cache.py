@@ -38,6 +38,34 @@ def test_a_method_brings_its_own_allocation_unless_the_recipe_says() -> None:
     assert budgets(5, "pyramidkv", kind="uniform") == budgets(5, "snapkv") == [100] * 5
 
 
+def test_listed_layers_share_the_budget_in_their_ratios() -> None:
+    assert budgets(4, kind="listed", shares=[1, 2, 4, 1]) == [50, 100, 200, 50]
+    assert budgets(4, kind="listed", shares=[0.5, 1, 2, 0.5]) == [50, 100, 200, 50]
+    assert budgets(4, kind="uniform", shares=[1, 2, 4, 1]) == [100] * 4
+    assert sum(budgets(7, kind="listed", shares=[1, 9, 2, 3, 7, 1, 1])) == 700
+
+
+def test_what_a_listed_layer_cannot_hold_goes_to_the_others() -> None:
+    recipe: dict[str, Any] = {"model": {"path": "-"}, "limits": {"max_length": 200}}
+    cache: dict[str, Any] = {"method": "h2o", "budget": 100, "sinks": 4, "recent": 0.5}
+    cache["allocation"] = {"kind": "listed", "shares": [1000, 2, 1, 0.001]}
+    loaded = Recipe.model_validate({**recipe, "cache": cache})
+    assert allocate(loaded, 4) == [200, 125, 63, 12]
+    plan_cache(loaded, [LayerGeometry(2, 2, 8, 8)] * 4)  # every layer has room for its sinks and recent slots
+    cache["allocation"]["whole"] = [1]
+    assert allocate(Recipe.model_validate({**recipe, "cache": cache}), 4) == [176, 200, 12, 12]
+    # Nothing to share out: all alike.
+    assert allocate(Recipe.model_validate({**recipe, "cache": {**cache, "budget": 230}}), 4) == [240, 200, 240, 240]
+
+
+def test_shares_of_another_number_of_layers_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"shares has 3 numbers, the model has 4 layers") as caught:
+        budgets(4, kind="listed", shares=[1, 2, 4])
+    assert "--set cache.allocation.kind=uniform" in caught.value.fix
+    with pytest.raises(UsageError, match="shares has 0 numbers"):
+        budgets(4, kind="listed")
+
+
 def test_whole_layers_hold_everything_and_the_others_share_what_they_leave() -> None:
     recipe = {"model": {"path": "-"}, "limits": {"max_length": 1000}}
     for kind in ("uniform", "cosine", "pyramid"):

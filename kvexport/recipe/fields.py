@@ -118,13 +118,18 @@ class WeightsSection(RecipeSection):
 class AllocationSection(RecipeSection):
     """How the layers share the budget."""
 
-    kind: Literal["uniform", "cosine", "pyramid"] | None = Field(
+    kind: Literal["uniform", "cosine", "pyramid", "listed"] | None = Field(
         None,
         description="uniform: the same for every layer; cosine, pyramid (linear): falling from the first layer to the "
-        "last, the same in all; null: as the method does, which is uniform for most.",
+        "last, the same in all; listed: by shares; null: as the method does, which is uniform for most.",
     )
     minimum: float = Field(
         0.5, gt=0.0, le=1.0, description="The last layer's share of the first layer's budget (KeepKV's d)."
+    )
+    shares: list[Annotated[float, Field(gt=0.0, le=MOST)]] = Field(
+        default_factory=list,
+        description="Of every layer, what it has beside the others where kind is listed: their budgets have these "
+        "ratios, as far as sinks and recent slots and limits.max_length allow.",
     )
     whole: list[Annotated[int, Field(ge=0, le=MOST)]] = Field(
         default_factory=list,

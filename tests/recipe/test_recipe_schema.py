@@ -72,6 +72,7 @@ MISTAKES = [
     {"cache": {"method": "h2o", "parameters": {"threshold": 0.5}}},
     {"cache": {"allocation": {"kind": "linear"}}},
     {"cache": {"allocation": {"minimum": 0}}},
+    {"cache": {"allocation": {"kind": "listed", "shares": [1, 0]}}},
     {"cache": 5},
     {"export": {"logits": "some"}},
     {"export": {"prefill_chunk": 0}},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -167,6 +167,25 @@ def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
             f"{method.name} merges what they did to layer {i}, which has {layers[i].budget} slots",
             "--set cache.method=full, or --set cache.budget=1.0 (a share of limits.max_length)",
         )
+    return CachePlan(tuple(layers))
+
+
+def drafter_plan(recipe: Recipe, plan: CachePlan) -> CachePlan | None:
+    """The cache of the model as its own drafter: entries copied from that of `plan`, tokens since, and drafted ones;
+    None where there is no such drafter. Raises UsageError where its budget cannot hold sinks, recent and one slot
+    more."""
+    speculate = recipe.speculate
+    if speculate.draft != "cache":
+        return None
+    budget, sinks, share = speculate.budget, recipe.cache.sinks, recipe.cache.recent
+    recent = int(share * budget) if isinstance(share, float) else share
+    if budget < sinks + recent + 1:
+        raise UsageError(
+            f"speculate.budget {budget} cannot hold {sinks} sinks, {recent} recent and one more",
+            f"--set speculate.budget={sinks + recent + 1}, or fewer cache.sinks or cache.recent",
+        )
+    slots = budget + speculate.rebuild + speculate.tokens
+    layers = (replace(x, budget=budget, capacity=slots, recent=recent, merges=False) for x in plan.layers)
     return CachePlan(tuple(layers))
 
 

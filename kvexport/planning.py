@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvexport.cache import CachePlan, LayerCache, LayerGeometry, plan_cache
+from kvexport.cache import CachePlan, LayerCache, LayerGeometry, drafter_plan, plan_cache
 from kvexport.errors import UsageError
 from kvexport.recipe.fields import MOST, Recipe, shown_length
 from kvexport.report.page import KeyValues, Section, Table
@@ -46,13 +46,13 @@ class MemoryPlan:
 
     @property
     def sequence_bytes(self) -> int:
-        """The cache of one sequence, as the runtime allocates it."""
-        return self.cache.bytes(1)
+        """The cache of one sequence, as the runtime allocates it, that of a drafter included."""
+        return _bytes(self.recipe, self.cache)
 
     @property
     def batch_bytes(self) -> int:
         """The caches of limits.max_batch sequences."""
-        return self.cache.bytes(self.recipe.limits.max_batch)
+        return _bytes(self.recipe, self.cache, self.recipe.limits.max_batch)
 
     @property
     def ratio(self) -> float | None:
@@ -80,7 +80,7 @@ class MemoryPlan:
     def _fits(self, budget: int, room: int) -> bool:
         """Whether max_batch sequences fit. A budget too small for sinks and recent slots counts as fitting."""
         cache = self._with_budget(budget)
-        return cache is None or cache.bytes(self.recipe.limits.max_batch) <= room
+        return cache is None or _bytes(self.recipe, cache, self.recipe.limits.max_batch) <= room
 
     def _with_budget(self, budget: int) -> CachePlan | None:
         section = self.recipe.cache
@@ -179,6 +179,11 @@ def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:
     length = recipe.limits.max_length
     full = None if length == MOST else sum(full_layer_bytes(layer, length, itemsize) for layer in shape.geometry)
     return MemoryPlan(name, recipe, tuple(shape.geometry), shape.plan, parameters, parameters * itemsize, full)
+
+
+def _bytes(recipe: Recipe, cache: CachePlan, sequences: int = 1) -> int:
+    drafter = drafter_plan(recipe, cache)
+    return cache.bytes(sequences) + (drafter.bytes(sequences) if drafter is not None else 0)
 
 
 def full_layer_bytes(layer: LayerGeometry, length: int, itemsize: int) -> int:

@@ -173,6 +173,10 @@ class ModelState(LaneState, Protocol):
         """Make a lane the same as another, where they are."""
         ...
 
+    def view(self, lane: int) -> Mapping[str, NDArray[Any]] | None:
+        """A lane's state tensors with all their slots, where they are; None where that is not the host's memory."""
+        ...
+
     def get_state(self) -> dict[str, NDArray[Any]]:
         """A copy of every state tensor, by its input name."""
         ...

@@ -19,7 +19,7 @@ from kvexport import backends
 from kvexport.artifact.digests import write_manifest
 from kvexport.artifact.manifest import Graphs, Limits, Manifest, ModelFacts
 from kvexport.artifact.publish import stage
-from kvexport.cache import CachePlan, LayerGeometry, plan_cache
+from kvexport.cache import CachePlan, LayerGeometry, drafter_plan, plan_cache
 from kvexport.export.forked import forked
 from kvexport.recipe.fields import Recipe
 from kvexport.terminal import Progress, silent
@@ -91,7 +91,7 @@ def build(
     """
     prepare = None if graphs_only else backends.get(recipe.backend.name).preparation(recipe)
     with stage(out) as folder, _collector_paused():
-        from kvexport.export.graph.graphs import attention_functions, finish_decoder
+        from kvexport.export.graph.graphs import attention_functions, finish_decoder, open_slots
         from kvexport.export.graph.top_logits import top_logits_model
         from kvexport.export.graph.tracer import trace_decoder
         from kvexport.export.model.hf_model import length_notes
@@ -130,6 +130,8 @@ def build(
             decoder = finish_decoder(
                 traced, written.locations, folder, method, shape.geometry, functions, packings(specs)
             )
+            if drafter_plan(recipe, shape.plan) is not None:
+                open_slots(decoder, shape.plan)
             top_logits = top_logits_model(_vocabulary(shape))
             graphs = Graphs("decoder.onnx", None if merge is None else "merge.onnx", "top_logits.onnx")
             models = {"decoder": decoder, "merge": merge, "top_logits": top_logits}

@@ -201,12 +201,15 @@ class ExportSection(RecipeSection):
 class SpeculateSection(RecipeSection):
     """Speculative decoding: tokens are drafted, and one call of the decoder verifies them all."""
 
-    draft: Literal["ngram"] | None = Field(
+    draft: Literal["ngram", "cache"] | None = Field(
         None,
         description="Where drafted tokens come from; ngram: what followed the last tokens where they stood before; "
-        "null: nothing is drafted. The answers are those without drafts.",
+        "cache: the model itself over a part of the cache; null: nothing is drafted. The answers are those without "
+        "drafts.",
     )
     tokens: int = Field(4, ge=1, le=MOST, description="Most tokens that are drafted ahead.")
+    budget: int = Field(512, ge=1, le=MOST, description="Slots of a layer that draft: cache copies for drafting.")
+    rebuild: int = Field(64, ge=1, le=MOST, description="Tokens after which these slots are chosen anew.")
 
 
 class LimitsSection(RecipeSection):
@@ -246,6 +249,11 @@ class Recipe(RecipeSection):
         if self.speculate.draft is not None and drafted >= chunk:
             raise ValueError(
                 f"speculate.tokens {drafted} and one more are verified in one call, which takes prefill_chunk {chunk}"
+            )
+        if self.speculate.draft == "cache" and self.cache.positions == "cache":
+            raise ValueError(
+                "speculate.draft is cache, where keys are copied into a smaller cache, and cache.positions is cache, "
+                "where they would have other places in it"
             )
         return self
 

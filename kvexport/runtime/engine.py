@@ -79,7 +79,7 @@ class Engine:
         self.max_waiting: int | None = None
         self.latency_budget: float | None = None
         self.prefixes: Prefixes | None = None
-        self.drafter = drafter_of(manifest)
+        self.drafter = drafter_of(manifest, sessions)
         self._row_seconds = 0.0  # of a call of prompts, by the last ones
 
     @cached_property
@@ -255,9 +255,9 @@ class Engine:
 
     def _decode(self, requests: Sequence[Request]) -> list[Request]:
         """The next token of each. The call is one of all lanes up to the last of theirs, others bringing no token."""
-        if self.drafter is not None and any(drafts := [self.drafter(request) for request in requests]):
-            return self._verify(requests, drafts)
         start = time.perf_counter()
+        if self.drafter is not None and any(drafts := self.drafter(requests, self._pool.lanes)):
+            return self._verify(requests, drafts, start)
         lanes, state = self._pool.lanes, self._pool.state
         tokens: list[Tokens] = [()] * (requests[-1].lane + 1)
         for request in requests:
@@ -273,10 +273,10 @@ class Engine:
             timing.steps += 1
         return [self._choose(request, rows, request.lane) for request in requests]
 
-    def _verify(self, requests: Sequence[Request], drafts: Sequence[Tokens]) -> list[Request]:
+    def _verify(self, requests: Sequence[Request], drafts: Sequence[Tokens], start: float) -> list[Request]:
         """The next tokens of each, by one call for its last token and its draft: every row of logits gives a token, up
-        to the first that is not the drafted one. What follows that in the draft is rolled back."""
-        start = time.perf_counter()
+        to the first that is not the drafted one. What follows that in the draft is rolled back. start: when the step
+        began."""
         lanes = self._pool.lanes
         tokens: list[Tokens] = [()] * (requests[-1].lane + 1)
         for request, draft in zip(requests, drafts, strict=True):

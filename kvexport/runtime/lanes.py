@@ -79,6 +79,10 @@ class Lanes:
         """Copies of a lane's state tensors (see `ModelState.read`)."""
         return self._state().read(lane, names)
 
+    def view(self, lane: int) -> Mapping[str, NDArray[Any]] | None:
+        """A lane's state tensors where they are (see `ModelState.view`)."""
+        return self._state().view(lane)
+
     def write(self, lane: int, state: Mapping[str, NDArray[Any]]) -> None:
         """Take over some of a lane's state tensors (see `ModelState.write`), every layer using as many slots as
         before."""

@@ -168,6 +168,16 @@ class Request:
         """The token that is decoded next."""
         return self.tokens[-1].id if self.tokens else int(self.ids[-1])
 
+    @property
+    def seen(self) -> NDArray[np.int64]:
+        """Prompt and answer so far."""
+        return np.concatenate([self.ids, np.array([token.id for token in self.tokens], np.int64)])
+
+    def room(self, max_length: int) -> int:
+        """How many tokens may follow. max_length: of prompt and answer together."""
+        left = self.sampler.settings.max_new_tokens - len(self.sampler.generated)
+        return min(left, max_length - len(self.ids) - len(self.tokens))
+
     def goes_on_with(self, token: int) -> bool:
         """Whether its last token is this one, and another follows."""
         return self.state is DECODING and self.tokens[-1].id == token

@@ -8,6 +8,8 @@ penalty, as in vLLM.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -130,6 +132,15 @@ class Sampler:
         if self._counts is not None:
             self._counts[token] += 1
         return token
+
+    def twin(self) -> Sampler:
+        """A sampler that goes on from here by itself, with the same draws, but no grammar or log-probabilities."""
+        other = copy.copy(self)
+        other.settings = dataclasses.replace(self.settings, logprobs=None)
+        other.generated, other._constraint = list(self.generated), None
+        other._random = copy.deepcopy(self._random)
+        other._is_seen, other._counts = (None if x is None else x.copy() for x in (self._is_seen, self._counts))
+        return other
 
     def state(self) -> dict[str, list[int]]:
         """What `restore` needs to go on from here: the tokens chosen so far, and where the generator of draws is (its

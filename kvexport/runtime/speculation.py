@@ -3,43 +3,49 @@
 A draft is a guess that one call of the decoder checks, all of its tokens at once. The row of logits after each drafted
 token goes through the sequence's own sampler, as it would without a draft, and the first token that comes out otherwise
 than drafted ends the step. So greedy and drawn tokens are those of decoding without drafts, seed by seed, whatever was
-drafted, and the chance that a drafted token is accepted is the probability that the sampler gives it. (The rejection
-sampling of arXiv 2211.17192 and 2302.01318 accepts a token of a certain draft as often, but draws other numbers.)
+drafted, and the chance that a certain drafted token is accepted is the probability that the sampler gives it. (The
+rejection sampling of arXiv 2211.17192 and 2302.01318 accepts it as often, but draws other numbers.) A drafter that
+draws does so with the numbers that the sampler will use, so that like distributions give like tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.artifact.manifest import Manifest
+from kvexport.backends.base import Sessions
+from kvexport.cache import drafter_plan
+from kvexport.runtime.cache_drafter import CacheDrafter
+from kvexport.runtime.lanes import Lanes
 from kvexport.runtime.request import Request
 
-Drafter = Callable[[Request], list[int]]  # the tokens that may follow; empty: none are guessed
+# The tokens that may follow each of the requests that decode in these lanes, no more than it has room for.
+Drafter = Callable[[Sequence[Request], Lanes], list[list[int]]]
 LONGEST, SHORTEST = 4, 2  # of the n-grams that are looked for
 
 
-def drafter_of(manifest: Manifest) -> Drafter | None:
-    """What an artifact's recipe drafts with; None where it drafts nothing."""
+def drafter_of(manifest: Manifest, sessions: Sessions) -> Drafter | None:
+    """What an artifact's recipe drafts with; None where it drafts nothing. Raises UsageError where it cannot draft
+    here."""
+    plan = drafter_plan(manifest.recipe, manifest.cache)
+    if plan is not None:
+        return CacheDrafter(manifest, sessions, plan)
     speculate = manifest.recipe.speculate
     if speculate.draft is None:
         return None
-    return partial(draft_ngram, tokens=speculate.tokens, max_length=manifest.limits.max_length)
+    return partial(draft_ngrams, tokens=speculate.tokens, max_length=manifest.limits.max_length)
 
 
-def draft_ngram(request: Request, *, tokens: int, max_length: int) -> list[int]:
-    """At most so many tokens, and no more than the answer has room for: those that followed the last n-gram of prompt
-    and answer where it stood before."""
-    ids, generated = request.ids, [token.id for token in request.tokens]
-    settings, seen = request.sampler.settings, len(ids) + len(generated)
+def draft_ngrams(requests: Sequence[Request], lanes: Lanes, *, tokens: int, max_length: int) -> list[list[int]]:
+    """Of each request at most so many tokens: those that followed the last n-gram of prompt and answer where it stood
+    before."""
     # The last token of an answer is never drafted: the step that verifies the ones before it gives it anyway.
-    left = min(settings.max_new_tokens - len(request.sampler.generated), max_length - seen) - 1
-    if (count := min(tokens, left)) < 1:
-        return []
-    return follow(np.concatenate([ids, np.array(generated, np.int64)]), count)
+    counts = [min(tokens, request.room(max_length) - 1) for request in requests]
+    return [follow(request.seen, count) if count > 0 else [] for request, count in zip(requests, counts, strict=True)]
 
 
 def follow(ids: NDArray[np.int64], count: int) -> list[int]:

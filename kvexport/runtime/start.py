@@ -76,10 +76,9 @@ def checked_ids(prompt: Sequence[int] | Ids, vocabulary: int, *, empty: bool) ->
 
 def snapshot_of(request: Request, saved: Saved, origin: Origin) -> Snapshot:
     """Of a request whose lane is saved."""
-    ids = np.concatenate([request.ids, np.array([token.id for token in request.tokens], np.int64)])
     text = None if request.text is None or request.state is FINISHED else request.text.state()
     state, settings = request.sampler.state(), request.sampler.settings
-    return Snapshot(origin, ids, saved.state, saved.counters, state, text, settings)
+    return Snapshot(origin, request.seen, saved.state, saved.counters, state, text, settings)
 
 
 def nothing_saved(plan: CachePlan) -> Saved:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +84,7 @@ def require_interface(session: Any, path: Path, plan: CachePlan, others: Iterabl
         raise _unusable(path, f"it has no input {min(missing)}")
     for name, found in taken.items():
         expected = shapes.get(name)
-        if expected is None or [*found[1:]] != [*expected[1:]]:
+        if expected is None or not _fits(found, expected):
             wanted = "no such input" if expected is None else f"[batch, {', '.join(map(str, expected[1:]))}]"
             raise _unusable(path, f"its input {name[:80]} is {found}, expected {wanted}")
         if present[name] not in given:
@@ -101,6 +101,13 @@ def _with_float_input(model: bytes) -> bytes | None:
     for attribute in found:
         attribute.i = 1
     return proto.SerializeToString() if found else None
+
+
+def _fits(found: Sequence[int | str], expected: Sequence[int]) -> bool:
+    """Whether an input of shape `found`, whose names are dimensions of any size, takes tensors of a shape, for any
+    batch."""
+    sizes = zip(found[1:], expected[1:], strict=False)
+    return len(found) == len(expected) and all(isinstance(x, str) or x == size for x, size in sizes)
 
 
 def _unusable(path: Path, problem: str) -> ArtifactError:

@@ -177,6 +177,12 @@ class OnnxRuntimeState:
         for array in (*self.state.values(), self.past_length):
             copy(array, array, slice(source, source + 1), slice(target, target + 1))
 
+    def view(self, lane: int) -> dict[str, NDArray[Any]] | None:
+        """See `ModelState.view`."""
+        if isinstance(self.past_length, DeviceArray):
+            return None
+        return {name: array[lane] for name, array in self.state.items()}
+
     def get_state(self) -> dict[str, NDArray[Any]]:
         """See `ModelState.get_state`."""
         return {name: np.array(read(array)) for name, array in self.state.items()}

@@ -238,6 +238,9 @@ class TensorRTState:
             self.cuda.copy(self.share(name, target, 1)[0], place, size, self.stream)
         self.past_length[target] = self.past_length[source]
 
+    def view(self, lane: int) -> None:
+        """See `ModelState.view`: state is on the GPU."""
+
     def get_state(self) -> dict[str, NDArray[Any]]:
         """A copy of every state tensor, by its input name."""
         found = {name: np.empty(shape, dtype) for name, (shape, dtype) in self._tensors.items()}

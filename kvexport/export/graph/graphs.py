@@ -89,6 +89,20 @@ def finish_decoder(
     return _finish(proto, [*used, *linear_functions(model.graph)])
 
 
+def open_slots(decoder: onnx.ModelProto, plan: CachePlan) -> None:
+    """Let the decoder take state of any number of slots, so that caches of several sizes share it and its weights. What
+    it computes knows none: capacities stand in the shapes of inputs and outputs alone."""
+    axes = {
+        name: x.slot_axis
+        for i, layer in enumerate(plan.layers)
+        for x in layer.state
+        for name in (x.past(i), x.present(i))
+    }
+    for value in (*decoder.graph.input, *decoder.graph.output):
+        if (axis := axes.get(value.name)) is not None:
+            value.type.tensor_type.shape.dim[axis].dim_param = f"slots.{value.name.split('.')[1]}"
+
+
 def merge_model(plan: CachePlan, method: Method) -> onnx.ModelProto | None:
     """merge.onnx: the state of every layer that can exceed its budget, in and out; None where no layer can."""
     nodes, inputs, outputs = [], [], []

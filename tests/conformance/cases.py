@@ -56,6 +56,15 @@ PROFILES = [
         sinks=True,
     ),
     Profile("half-group2", VoteAttentionAttributes(8**-0.5, 1.0, (LOG_EMA,)), (4, 2), (8, 16), "float16"),
+    # Kernels have another way for few tokens where no score is to be kept.
+    Profile(
+        "unscored-sinks-sliding-window-group3",
+        VoteAttentionAttributes(8**-0.5, 1.0, (Statistic(),), softcap=20.0, sliding_window=7),
+        (6, 2),
+        (8, 20),
+        sinks=True,
+    ),
+    Profile("unscored-half-group2", VoteAttentionAttributes(8**-0.5, 0.5, (Statistic(),)), (4, 2), (20, 8), "float16"),
 ]
 
 
@@ -84,6 +93,8 @@ SCENARIOS = [
     # Kernels take slots in blocks, of 64 or fewer, and whole ones by another way.
     Scenario("several-blocks", 200, 11, ((189, 11), (70, 11), (128, 5))),
     Scenario("several-blocks-logits-of-200", 200, 11, ((189, 11), (70, 11), (128, 5)), peak=200.0),
+    # Kernels split the slots of a large cache: of the fourth lane, 16 and 4, which the first new token does not see.
+    Scenario("few-tokens-in-splits", 2100, 5, ((2095, 5), (1300, 3), (0, 5), (15, 5), (40, 0))),
 ]
 
 

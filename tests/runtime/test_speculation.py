@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,10 @@ class Guessing:
         self.answers, self.vocabulary = answers, vocabulary
         self.rng = np.random.default_rng(seed)
 
-    def __call__(self, request: Request) -> list[int]:
+    def __call__(self, requests: Sequence[Request], lanes: Lanes) -> list[list[int]]:
+        return [self.guess(request) for request in requests]
+
+    def guess(self, request: Request) -> list[int]:
         start = len(request.tokens)
         guess = self.answers[request.sequence].token_ids[start : start + self.rng.integers(0, 7)][:-1]
         return [int(self.rng.integers(self.vocabulary)) if self.rng.random() < 0.3 else token for token in guess]
@@ -109,20 +113,19 @@ def test_answers_are_those_without_drafts(engine: Engine, settings: dict[str, An
 def test_every_number_of_drafted_tokens_is_accepted_at_times(engine: Engine) -> None:
     batch = prompts(0, 64)
     plain = engine.generate(batch, max_new_tokens=200)
-    accepted: Counter[int] = Counter()
-    guess = Guessing(plain, 64, 0)
+    guess, lengths = Guessing(plain, 64, 0), [list[int]() for _ in batch]
 
-    def noted(request: Request) -> list[int]:
-        accepted[request.timing.accepted_tokens] += 1
-        return guess(request)
+    def noted(requests: Sequence[Request], lanes: Lanes) -> list[list[int]]:
+        for request in requests:
+            lengths[request.sequence].append(len(request.tokens))
+        return guess(requests, lanes)
 
     found = told(engine, batch, noted, max_new_tokens=200)
     assert [[token.id for token in answer] for answer in found] == [answer.token_ids for answer in plain]
     timing = engine.timing
     assert timing.generated_tokens == 600 and timing.steps < 150
     assert 0 < timing.accepted_tokens < timing.drafted_tokens
-    steps = {b - a for a, b in zip(sorted(accepted), sorted(accepted)[1:], strict=False)}
-    assert len(steps) > 5
+    assert {b - a for each in lengths for a, b in itertools.pairwise(each)} == {1, 2, 3, 4, 5, 6}
 
 
 def test_a_sliding_window_drops_what_was_accepted_alone(windowed: Engine) -> None:
@@ -265,10 +268,10 @@ def test_drafts_stay_within_the_answer_and_the_artifact(engine: Engine) -> None:
     assert drafter is not None
     seen: list[tuple[int, int]] = []
 
-    def noted(request: Request) -> list[int]:
-        draft = drafter(request)
-        seen.append((len(request.ids) + len(request.tokens), len(draft)))
-        return draft
+    def noted(requests: Sequence[Request], lanes: Lanes) -> list[list[int]]:
+        drafts = drafter(requests, lanes)
+        seen.append((len(requests[0].seen), len(drafts[0])))
+        return drafts
 
     answer = told(engine, [[5, 6] * 230], noted, max_new_tokens=500, do_sample=False)[0]
     assert len(answer) == 512 - 460 and answer[-1].finish_reason == "length"

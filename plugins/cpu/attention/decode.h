@@ -1,10 +1,11 @@
-// VoteAttention for one token per sequence. One task per KV head and split of its slots; in a task, over blocks of 32
-// slots that stay in the first cache, for all query heads g of the group:
+// VoteAttention for one token per sequence, or a few where no statistic is kept. A row g is one query head of one
+// token, token by token. One task per KV head and split of its slots; in a task, over blocks of 32 slots that stay in
+// the first cache, for all rows g:
 //
-//   logit[g, slot] = scale query[g] . key[slot]                   four query heads at a time, sums over lanes as one
+//   logit[g, slot] = scale query[g] . key[slot]                   four rows at a time, sums over lanes as one
 //   biased = capped(logit) + vote_exponent ln(votes), or hidden   whole rows, in vectors
 //   row_max[g], row_sum[g], weight[g, slot] = softmax of biased
-//   output[g] += weight[g, slot] value[slot]                      four query heads, four vectors of columns at a time
+//   output[g] += weight[g, slot] value[slot]                      four rows, four vectors of columns at a time
 //
 // and then per head: combine_splits in their order, write output / row_sum, update the scores, append the token. Every
 // key and every value is read once, the next ones fetched 12 KB ahead.
@@ -20,6 +21,14 @@ namespace KV_ISA {
 namespace {
 
 constexpr int kAhead = 12288;  // bytes
+constexpr int kFewRows = 20;   // more of them are worth packing the cache for (prefill.h)
+
+// Whether a call of several tokens is one of few rows, and needs no scores.
+inline bool few_rows(const KvVoteAttention& a) {
+  for (int k = 0; k < a.statistics; ++k)
+    if (a.statistic[k].kind != KV_STATISTIC_NONE) return false;
+  return a.tokens * (a.query_heads / a.heads) <= kFewRows;
+}
 
 template <class T>
 struct Decode : Attention<T> {
@@ -29,29 +38,34 @@ struct Decode : Attention<T> {
   using typename Base::Head;
 
   static size_t part_size(const KvVoteAttention& a) {
-    return static_cast<size_t>(a.query_heads / a.heads) * (2 * a.capacity + a.value_size + 2);
+    const size_t rows = static_cast<size_t>(a.tokens) * (a.query_heads / a.heads);
+    return rows * ((a.tokens == 1 ? 2 : 1) * static_cast<size_t>(a.capacity) + a.value_size + 2);
   }
 
   Decode(const KvVoteAttention& call, int splits) : Base(call, splits, part_size(call)) {}
 
-  // Of slots [from, to) of a head: logits and weights exp(biased - row_max) [G, capacity], per query head row_max and
-  // row_sum, and the sum of weight * value in `product`.
+  int rows_of(const Head& x) const { return x.n * group; }
+
+  // Of slots [from, to) of a head: logits and weights exp(biased - row_max) [rows, capacity], per row row_max and
+  // row_sum, and the sum of weight * value in `product`. Of several tokens weights may take the place of logits.
   void decode(const Head& x, int from, int to, float* logits, float* weights, float* row_max, float* row_sum,
               float* product) const {
-    const int d = a.key_size, dv = a.value_size;
+    const int d = a.key_size, dv = a.value_size, all = rows_of(x);
     static thread_local Scratch<float> scratch;
-    float *query = scratch.reserve(static_cast<size_t>(group) * d + (to - from) + W), *slot_bias = query + group * d;
-    for (int g = 0; g < group; ++g) {
-      const T* row = static_cast<const T*>(a.query) + (static_cast<size_t>(x.b) * a.query_heads + x.h * group + g) * d;
+    float *query = scratch.reserve(static_cast<size_t>(all) * d + (to - from) + W), *slot_bias = query + all * d;
+    for (int g = 0; g < all; ++g) {
+      const size_t head = static_cast<size_t>(x.b) * a.query_heads + x.h * group + g % group;
+      const T* row = static_cast<const T*>(a.query) + (head * a.tokens + g / group) * d;
       for (int i = 0; i < d; ++i) query[g * d + i] = static_cast<float>(row[i]) * a.scale;
     }
     for_each_block(from, to, [&](int c, int end) {
-      for_each_rows([&](auto rows, int g) {
-        decode_logits<decltype(rows)::value>(x, c, end, query + g * d, logits + static_cast<size_t>(g) * a.capacity);
+      for_each_rows(all, [&](auto rows, int g) {
+        decode_logits<decltype(rows)::value>(x, c, end, query + g * d, logits + static_cast<size_t>(g) * a.capacity,
+                                             g == 0);
       });
     });
-    bias(x, from, to, x.first, slot_bias);
-    for (int g = 0; g < group; ++g) {
+    for (int g = 0; g < all; ++g) {
+      if (g % group == 0) token_bias(x, from, to, g / group, slot_bias);
       float *l = logits + static_cast<size_t>(g) * a.capacity, *w = weights + static_cast<size_t>(g) * a.capacity;
       float best = kLowest;
       int c = from;
@@ -79,13 +93,22 @@ struct Decode : Attention<T> {
       row_max[g] = best;
       row_sum[g] = sum(sum_v) + rest;
     }
-    for (int i = 0; i < group * dv; ++i) product[i] = 0.0f;
+    for (int i = 0; i < all * dv; ++i) product[i] = 0.0f;
     for_each_block(from, to, [&](int c, int end) {
-      for_each_rows([&](auto rows, int g) {
+      for_each_rows(all, [&](auto rows, int g) {
         decode_product<decltype(rows)::value>(x, c, end, weights + static_cast<size_t>(g) * a.capacity,
-                                              product + g * dv);
+                                              product + g * dv, g == 0);
       });
     });
+  }
+
+  // The bias of slots [from, to) for new token t, to which those after it are hidden; it follows that for t - 1 in
+  // `out`.
+  void token_bias(const Head& x, int from, int to, int t, float* out) const {
+    const int own = x.used + t;
+    if (t == 0 || a.sliding_window) bias(x, from, to, x.first + t, out);
+    if (own >= from && own < to) out[own - from] = 0.0f;
+    for (int c = max_of(from, own + 1); c < to; ++c) out[c - from] = kLogZero;
   }
 
   // Blocks of slots small enough to stay in the first cache while all query heads and all columns pass over them.
@@ -95,13 +118,13 @@ struct Decode : Attention<T> {
     for (int c = from; c < to; c += slots) body(c, min_of(c + slots, to));
   }
 
-  // The query heads of a group by fours, twos and ones: body(integral_constant, first).
+  // Rows by fours, twos and ones: body(integral_constant, first).
   template <class F>
-  void for_each_rows(F body) const {
+  static void for_each_rows(int rows, F body) {
     int g = 0;
-    for (; g + 4 <= group; g += 4) body(std::integral_constant<int, 4>(), g);
-    for (; g + 2 <= group; g += 2) body(std::integral_constant<int, 2>(), g);
-    for (; g < group; ++g) body(std::integral_constant<int, 1>(), g);
+    for (; g + 4 <= rows; g += 4) body(std::integral_constant<int, 4>(), g);
+    for (; g + 2 <= rows; g += 2) body(std::integral_constant<int, 2>(), g);
+    for (; g < rows; ++g) body(std::integral_constant<int, 1>(), g);
   }
 
   // What comes 12 KB after `count` elements from `row` on, into the second cache: the machine's own prefetching stops
@@ -112,16 +135,17 @@ struct Decode : Attention<T> {
     for (size_t i = 0; i < count * sizeof(T); i += 64) __builtin_prefetch(ahead + i, 0, 2);
   }
 
-  // Logits of R query heads; S slots at a time, so that their R S sums over lanes are one reduction.
+  // Logits of R rows; S slots at a time, so that their R S sums over lanes are one reduction. first: no other rows have
+  // passed over these slots.
   template <int R>
-  void decode_logits(const Head& x, int from, int to, const float* query, float* logits) const {
+  void decode_logits(const Head& x, int from, int to, const float* query, float* logits, bool first) const {
     constexpr int S = R < W ? W / R : 1, N = R * S / W;
     const int d = a.key_size, whole = d / W * W;
     int c = from;
     for (; c + S <= to; c += S) {
       const T* row[S];
       for (int s = 0; s < S; ++s) row[s] = key_row(x, c + s);
-      if (R == 4 || group < 4) prefetch(row[0], S * d);
+      if (first) prefetch(row[0], S * d);
       vf dots[R * S] = {};
       for (int i = 0; i < whole; i += W) {
         vf key[S];
@@ -146,12 +170,12 @@ struct Decode : Attention<T> {
   }
 
   template <int R>
-  void decode_product(const Head& x, int from, int to, const float* weights, float* out) const {
+  void decode_product(const Head& x, int from, int to, const float* weights, float* out, bool first) const {
     const int dv = a.value_size;
     constexpr int N = kTileVectors;  // with four heads' sums as many as there are registers for
     int i = 0;
-    for (; i + N * W <= dv; i += N * W) decode_columns<R, N>(x, from, to, weights, out, i);
-    for (; i + W <= dv; i += W) decode_columns<R, 1>(x, from, to, weights, out, i);
+    for (; i + N * W <= dv; i += N * W) decode_columns<R, N>(x, from, to, weights, out, i, first);
+    for (; i + W <= dv; i += W) decode_columns<R, 1>(x, from, to, weights, out, i, first);
     for (; i < dv; ++i)
       for (int r = 0; r < R; ++r) {
         float dots = 0.0f;
@@ -162,11 +186,11 @@ struct Decode : Attention<T> {
   }
 
   template <int R, int N>
-  void decode_columns(const Head& x, int from, int to, const float* weights, float* out, int column) const {
+  void decode_columns(const Head& x, int from, int to, const float* weights, float* out, int column, bool first) const {
     vf dots[R][N] = {};  // of this block alone: a running sum over all of them would gather rounding errors
     for (int c = from; c < to; ++c) {
       const T* row = value_row(x, c) + column;
-      prefetch(row, N * W);
+      if (first) prefetch(row, N * W);
       vf value[N];
       for (int j = 0; j < N; ++j) value[j] = load(row + j * W);
       for (int r = 0; r < R; ++r) {
@@ -181,7 +205,8 @@ struct Decode : Attention<T> {
       }
   }
 
-  // Scores of a head after a call of one token. share[g]: times this, a split's weights are probabilities.
+  // Scores of a head after a call of one token, or those that stay. share[g]: times this, a split's weights are
+  // probabilities.
   void decode_scores(const Head& x, int from, int to, const float* logits, const float* weights,
                      const float* share) const {
     static thread_local Scratch<float> scratch;
@@ -252,15 +277,16 @@ struct Decode : Attention<T> {
     return {min_of(s * each, slots), min_of((s + 1) * each, slots)};
   }
 
-  // A split's partial result: logits and weights [G, capacity], product [G, Dv], row_max and row_sum [G].
+  // A split's partial result: logits and weights [rows, capacity], product [rows, Dv], row_max and row_sum [rows].
   struct DecodePart {
     float *logits, *weights, *product, *row_max, *row_sum;
-    DecodePart(float* p, int group, int capacity, int dv)
-        : logits(p),
-          weights(p + static_cast<size_t>(group) * capacity),
-          product(weights + static_cast<size_t>(group) * capacity),
-          row_max(product + group * dv),
-          row_sum(row_max + group) {}
+    DecodePart(float* p, const KvVoteAttention& a) : logits(p) {
+      const size_t rows = static_cast<size_t>(a.tokens) * (a.query_heads / a.heads), all = rows * a.capacity;
+      weights = a.tokens == 1 ? p + all : p;
+      product = weights + all;
+      row_max = product + rows * a.value_size;
+      row_sum = row_max + rows;
+    }
   };
 
   void task(size_t task) {
@@ -268,8 +294,7 @@ struct Decode : Attention<T> {
     const int s = static_cast<int>(task % splits);
     if (x.n == 0) return;
     static thread_local Scratch<float> alone;
-    const DecodePart part(splits == 1 ? alone.reserve(part_size(a)) : partials.of(task), group, a.capacity,
-                          a.value_size);
+    const DecodePart part(splits == 1 ? alone.reserve(part_size(a)) : partials.of(task), a);
     const auto [from, to] = slots_of(s, x.end());
     decode(x, from, to, part.logits, part.weights, part.row_max, part.row_sum, part.product);
     if (splits == 1) combine_splits(x, part);
@@ -278,13 +303,12 @@ struct Decode : Attention<T> {
   // Combines the splits of a head in their order: output and scores.
   void combine_splits(const Head& x, const DecodePart& whole) {
     static thread_local Scratch<float> scratch;
-    float *shares = scratch.reserve(static_cast<size_t>(splits) * group + a.value_size), *row = shares + splits * group;
+    const int all = rows_of(x);
+    float *shares = scratch.reserve(static_cast<size_t>(splits) * all + a.value_size), *row = shares + splits * all;
     const size_t first_task = (static_cast<size_t>(x.b) * a.heads + x.h) * splits;
-    auto part_of = [&](int s) {
-      return splits == 1 ? whole : DecodePart(partials.of(first_task + s), group, a.capacity, a.value_size);
-    };
-    for (int g = 0; g < group; ++g) {
-      const float* sink = a.sink_logits ? a.sink_logits + x.h * group + g : nullptr;
+    auto part_of = [&](int s) { return splits == 1 ? whole : DecodePart(partials.of(first_task + s), a); };
+    for (int g = 0; g < all; ++g) {
+      const float* sink = a.sink_logits ? a.sink_logits + x.h * group + g % group : nullptr;
       float row_max = sink ? *sink : kLowest, row_sum = 0.0f;
       for (int s = 0; s < splits; ++s) row_max = max_of(row_max, part_of(s).row_max[g]);
       if (sink) row_sum = std::exp(*sink - row_max);
@@ -293,22 +317,20 @@ struct Decode : Attention<T> {
         const DecodePart part = part_of(s);
         const float factor = std::exp(part.row_max[g] - row_max);
         row_sum += factor * part.row_sum[g];
-        shares[static_cast<size_t>(s) * group + g] = factor;
+        shares[static_cast<size_t>(s) * all + g] = factor;
         for (int i = 0; i < a.value_size; ++i) row[i] += factor * part.product[g * a.value_size + i];
       }
-      for (int s = 0; s < splits; ++s) shares[static_cast<size_t>(s) * group + g] /= row_sum;
-      write_output(x, g, 0, row, 1.0f / row_sum);
+      for (int s = 0; s < splits; ++s) shares[static_cast<size_t>(s) * all + g] /= row_sum;
+      write_output(x, g % group, g / group, row, 1.0f / row_sum);
     }
     for (int s = 0; s < splits; ++s) {
       const DecodePart part = part_of(s);
       const auto [from, to] = slots_of(s, x.end());
-      decode_scores(x, from, to, part.logits, part.weights, &shares[static_cast<size_t>(s) * group]);
+      decode_scores(x, from, to, part.logits, part.weights, &shares[static_cast<size_t>(s) * all]);
     }
   }
 
-  void finish(const Head& x, size_t index) {
-    combine_splits(x, DecodePart(partials.of(index * splits), group, a.capacity, a.value_size));
-  }
+  void finish(const Head& x, size_t index) { combine_splits(x, DecodePart(partials.of(index * splits), a)); }
 };
 
 }  // namespace

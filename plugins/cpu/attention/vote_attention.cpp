@@ -8,19 +8,19 @@ namespace {
 
 // How many tasks one head makes: enough for many cores where there are few heads, none below a size worth a task. It
 // depends on the shapes alone, so that results do not depend on the threads.
-int splits_of(const KvVoteAttention& a) {
+int splits_of(const KvVoteAttention& a, bool decode) {
   const int wanted = (16 + a.batch * a.heads - 1) / (a.batch * a.heads);
-  const int worth = a.tokens == 1 ? a.capacity / 1024 : a.tokens * (a.query_heads / a.heads) / 64;
+  const int worth = decode ? a.capacity / 1024 : a.tokens * (a.query_heads / a.heads) / 64;
   return max_of(1, min_of(wanted, worth));
 }
 
 template <template <class> class Call>
-void run(const KvVoteAttention& a, KvRunner runner) {
+void run(const KvVoteAttention& a, int splits, KvRunner runner) {
   if (a.cache_type == KV_FLOAT16) {
-    Call<half> call(a, splits_of(a));
+    Call<half> call(a, splits);
     call.run(call, runner);
   } else {
-    Call<float> call(a, splits_of(a));
+    Call<float> call(a, splits);
     call.run(call, runner);
   }
 }
@@ -28,7 +28,8 @@ void run(const KvVoteAttention& a, KvRunner runner) {
 }  // namespace
 
 void vote_attention(const KvVoteAttention& call, KvRunner runner) {
-  call.tokens == 1 ? run<Decode>(call, runner) : run<Prefill>(call, runner);
+  const bool decode = call.tokens == 1 || few_rows(call);
+  decode ? run<Decode>(call, splits_of(call, true), runner) : run<Prefill>(call, splits_of(call, false), runner);
 }
 
 }  // namespace KV_ISA

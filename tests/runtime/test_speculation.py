@@ -15,28 +15,16 @@ from transformers import MistralConfig
 
 from kvexport.backends.onnxruntime.device_array import DeviceArray
 from kvexport.errors import UsageError
-from kvexport.recipe.fields import Recipe
 from kvexport.runtime.engine import Completion, Engine, load
-from kvexport.runtime.grammar import Grammar
 from kvexport.runtime.lanes import Lanes
-from kvexport.runtime.request import Request, Token
+from kvexport.runtime.request import Request
 from kvexport.runtime.speculation import LONGEST, SHORTEST, follow
 from tests.support.models import SIZES, build_shared, make_recipe, random_ids, save_checkpoint
 from tests.support.schedules import Alone, Schedule
+from tests.support.speculation import SETTINGS, prompts, recipe_of, told
 from tests.support.tensorrt_artifacts import engines as tensorrt_engines
 
-CHUNK, NEW = 16, 60
 ROUNDING = 1e-4  # of logits: more rows in a call are added up in another order
-
-
-def recipe_of(checkpoint: Path, **cache: Any) -> Recipe:
-    return make_recipe(
-        checkpoint,
-        cache={"method": "full", **cache},
-        export={"prefill_chunk": CHUNK},
-        speculate={"draft": "ngram", "tokens": 5},
-        limits={"max_length": 512, "max_batch": 4},
-    )
 
 
 @pytest.fixture(scope="module")
@@ -71,30 +59,6 @@ class Guessing:
         start = len(request.tokens)
         guess = self.answers[request.sequence].token_ids[start : start + self.rng.integers(0, 7)][:-1]
         return [int(self.rng.integers(self.vocabulary)) if self.rng.random() < 0.3 else token for token in guess]
-
-
-def prompts(seed: int, vocabulary: int) -> list[list[int]]:
-    return [ids.tolist() for ids in random_ids(seed, 40, 3, 17, vocabulary=vocabulary)]
-
-
-def told(engine: Engine, batch: list[list[int]], drafter: Any, **settings: Any) -> list[list[Token]]:
-    engine.drafter = drafter
-    answers: list[list[Token]] = [[] for _ in batch]
-    for token in engine.stream(batch, **{"max_new_tokens": NEW, **settings}):
-        answers[token.sequence].append(token)
-    return answers
-
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "drawn": {"do_sample": True},
-    "drawn from few": {"do_sample": True, "temperature": 0.7, "top_k": 5, "top_p": 0.9},
-    "penalties": {"do_sample": True, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "logit_bias": {7: 2.0}},
-    "eos": {"do_sample": True, "eos_token_ids": (3, 9, 21, 40), "min_new_tokens": 8},
-    "stop string": {"do_sample": True, "stop_strings": ("a", "Zx")},
-    "grammar": {"do_sample": True, "grammar": Grammar("regex", "([a-f]{1,3} ){2,30}")},
-    "length": {"max_new_tokens": 3},
-}
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvexport.backends.base import Backend, Description, Diagnosis, LoadOptions, Preparation, Runners
 from kvexport.backends.tensorrt import plugin
-from kvexport.errors import EnvironmentProblem
+from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.packages import Package
 
 if TYPE_CHECKING:
@@ -47,6 +47,11 @@ class TensorRT(Backend):
         from kvexport.backends.tensorrt import section
         from kvexport.backends.tensorrt.engines import EngineBuilder
 
+        if recipe.speculate.draft == "cache":
+            raise UsageError(
+                "speculate.draft is cache, which copies entries in the host's memory, and TensorRT has them on the GPU",
+                "--set speculate.draft=ngram, or backend.name=onnxruntime",
+            )
         return EngineBuilder(section.of(recipe).tensorrt).add_engines
 
     def load(self, path: Path, manifest: Manifest, options: LoadOptions) -> Engines:

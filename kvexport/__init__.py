@@ -19,7 +19,8 @@ from kvexport.version import __version__
 if TYPE_CHECKING:
     from kvexport.errors import KvexportError
     from kvexport.recipe.fields import Recipe
-    from kvexport.runtime.engine import Completion, Engine, load
+    from kvexport.runtime.calls import Completion
+    from kvexport.runtime.engine import Engine, load
     from kvexport.runtime.request import Request, Token
     from kvexport.runtime.settings import GenerationSettings
 
@@ -36,7 +37,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Completion": "kvexport.runtime.engine",
+    "Completion": "kvexport.runtime.calls",
     "Engine": "kvexport.runtime.engine",
     "GenerationSettings": "kvexport.runtime.settings",
     "KvexportError": "kvexport.errors",

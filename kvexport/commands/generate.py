@@ -14,7 +14,8 @@ from kvexport.commands.output import print_json
 from kvexport.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvexport.runtime.engine import Completion, Engine
+    from kvexport.runtime.calls import Completion
+    from kvexport.runtime.engine import Engine
     from kvexport.runtime.settings import GenerationSettings
 
 
@@ -133,7 +134,7 @@ def _encode(
 
 def print_stream(engine: Engine, ids: Sequence[int], settings: GenerationSettings, *, quiet: bool) -> Completion:
     """Generate, printing every piece as soon as it is final unless `quiet`."""
-    from kvexport.runtime.engine import Completion
+    from kvexport.runtime.calls import Completion
     from kvexport.terminal import show
 
     completion = Completion(len(ids))

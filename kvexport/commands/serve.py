@@ -50,6 +50,7 @@ def serve(
     session_shared: Annotated[
         bool, typer.Option("--session-shared", help="Other servers use that folder too: every turn is written at once.")
     ] = False,
+    reasoning: Annotated[bool, typer.Option(help="Tell <think> ... </think> apart from answers.")] = True,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Of one answer.")] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that one request may take.")] = 1800.0,
     drain: Annotated[float, typer.Option(min=0, help="Seconds that running requests get when it ends.")] = 30.0,
@@ -76,6 +77,7 @@ def serve(
         api_keys=keys,
         hosts=tuple(allow_host or ()),
         origins=tuple(allow_origin or ()),
+        reasoning=reasoning,
         queue=queue,
         max_tokens=max_tokens,
         latency_budget=latency_budget,

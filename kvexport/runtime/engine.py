@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from kvexport.artifact.reading import load_manifest
 from kvexport.backends.base import LoadOptions, ModelState, Sessions
 from kvexport.backends.rows import HostRows, Rows
 from kvexport.errors import DeadlineError, KvexportError, QueueFullError, UsageError
+from kvexport.runtime.calls import Completion, as_batch, tokens_of
 from kvexport.runtime.chat import ChatTemplate, Message, read_chat_template, read_json
 from kvexport.runtime.forks import Forks
 from kvexport.runtime.grammar import Grammars
@@ -31,19 +31,8 @@ from kvexport.runtime.scheduler import Scheduler
 from kvexport.runtime.settings import GenerationSettings
 from kvexport.runtime.snapshot import Origin, Snapshot
 from kvexport.runtime.speculation import drafter_of
-from kvexport.runtime.start import checked_ids, nothing_saved, prepare, snapshot_of
+from kvexport.runtime.start import encode, nothing_saved, prepare, snapshot_of
 from kvexport.runtime.text import FILE_NAME, Tokenizer
-
-
-@dataclass
-class Completion:
-    """The answer to one prompt. token_ids: generated ones, an eos included. text: "" where the artifact has no
-    tokenizer."""
-
-    prompt_tokens: int
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    finish_reason: FinishReason | None = None
 
 
 class Engine:
@@ -338,20 +327,7 @@ class Engine:
     def encode(self, prompt: Prompt, *, after: Snapshot | None = None) -> NDArray[np.int64]:
         """Token ids of a prompt, checked; with those of a snapshot before them. Raises UsageError: empty, an id out of
         range, longer than the artifact's max_length."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise UsageError("the artifact has no tokenizer.json, so a prompt cannot be text", "pass token ids")
-            prompt = self.tokenizer.encode(prompt, add_special_tokens=after is None)
-        ids = checked_ids(prompt, self.vocabulary, empty=after is not None)
-        if after is not None:
-            ids = np.concatenate([after.ids, ids])
-        if ids.size >= self.max_length:
-            raise UsageError(
-                f"the prompt has {ids.size} tokens; with one token of answer it exceeds limits.max_length "
-                f"{self.max_length}",
-                f"kvexport build --recipe NAME --set limits.max_length={ids.size + 256}, or a shorter prompt",
-            )
-        return ids
+        return encode(prompt, self.tokenizer, self.vocabulary, self.max_length, after)
 
     def stream(
         self,
@@ -369,16 +345,18 @@ class Engine:
         UsageError for prompts and settings that cannot be used, and where a sequence fails its error, when the others
         have ended.
         """
-        batch = [self.encode(p) for p in _as_batch(prompts)]
+        batch = [self.encode(p) for p in as_batch(prompts)]
         chosen = settings or self.settings(**overrides)
         self._check_count(len(batch))
-        return self._stream(batch, chosen, on_prefill)
+        call = Call()
+        requests = [Request(ids, chosen, call, i) for i, ids in enumerate(batch)]
+        return tokens_of(self, requests, call, on_prefill)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], settings: GenerationSettings | None = None, **overrides: Any
     ) -> list[Completion]:
         """Generate to the end; one `Completion` per prompt, in their order. Arguments and errors as `stream`."""
-        batch = [self.encode(p) for p in _as_batch(prompts)]
+        batch = [self.encode(p) for p in as_batch(prompts)]
         completions = [Completion(len(ids)) for ids in batch]
         for token in self.stream(batch, settings, **overrides):
             completion = completions[token.sequence]
@@ -409,35 +387,6 @@ class Engine:
         """The answer to a conversation: `messages` are mappings with "role" and "content", the last one the user's.
         Settings and errors as `generate` and `encode_chat`."""
         return self.generate([self.encode_chat(messages).tolist()], settings, **overrides)[0]
-
-    def _stream(
-        self,
-        batch: list[NDArray[np.int64]],
-        settings: GenerationSettings,
-        on_prefill: Callable[[int, int], None] | None,
-    ) -> Iterator[Token]:
-        call = Call()
-        self.timing = call.timing
-        requests = [Request(ids, settings, call, i) for i, ids in enumerate(batch)]
-        done, total = 0, sum(map(len, batch))
-        try:
-            for request in requests:
-                self.add(request)
-            while True:
-                while call.new:  # a step of another call may have put them there
-                    yield call.new.popleft()
-                if all(request.state is FINISHED for request in requests):
-                    break
-                self.step()
-                if done < total:
-                    before, done = done, sum(request.done for request in requests)
-                    if on_prefill is not None and done > before:
-                        on_prefill(done, total)
-        finally:
-            for request in requests:
-                self.cancel(request.id)
-        if failed := [request.error for request in requests if request.error is not None]:
-            raise failed[0]
 
 
 def _timings(requests: Sequence[Request]) -> Iterable[Timing]:
@@ -473,14 +422,3 @@ def load(
     return Engine(
         path, manifest, chosen.load(path, manifest, LoadOptions(threads, device, cuda_graph, float_input)), lanes
     )
-
-
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    items = list(prompts)
-    if not items:
-        raise UsageError("there is no prompt", "give at least one")
-    if all(isinstance(item, (int, np.integer)) for item in items):
-        return [items]
-    return items

@@ -13,11 +13,11 @@ from kvexport.cache import CachePlan
 from kvexport.errors import UsageError
 from kvexport.runtime.grammar import Grammars
 from kvexport.runtime.lanes import Counters, Saved
-from kvexport.runtime.request import FINISHED, Request
+from kvexport.runtime.request import FINISHED, Prompt, Request
 from kvexport.runtime.sampling import Sampler
 from kvexport.runtime.settings import GenerationSettings
 from kvexport.runtime.snapshot import Origin, Snapshot
-from kvexport.runtime.text import CONTEXT, TextStream
+from kvexport.runtime.text import CONTEXT, TextStream, Tokenizer
 
 if TYPE_CHECKING:
     Ids = NDArray[np.int64]
@@ -59,7 +59,26 @@ def prepare(request: Request, ids: Ids, default: GenerationSettings, grammars: G
     request.prepare(ids, sampler, text, done)
 
 
-def checked_ids(prompt: Sequence[int] | Ids, vocabulary: int, *, empty: bool) -> Ids:
+def encode(
+    prompt: Prompt, tokenizer: Tokenizer | None, vocabulary: int, max_length: int, after: Snapshot | None
+) -> Ids:
+    """See `Engine.encode`."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise UsageError("the artifact has no tokenizer.json, so a prompt cannot be text", "pass token ids")
+        prompt = tokenizer.encode(prompt, add_special_tokens=after is None)
+    ids = _checked_ids(prompt, vocabulary, empty=after is not None)
+    if after is not None:
+        ids = np.concatenate([after.ids, ids])
+    if ids.size >= max_length:
+        raise UsageError(
+            f"the prompt has {ids.size} tokens; with one token of answer it exceeds limits.max_length {max_length}",
+            f"kvexport build --recipe NAME --set limits.max_length={ids.size + 256}, or a shorter prompt",
+        )
+    return ids
+
+
+def _checked_ids(prompt: Sequence[int] | Ids, vocabulary: int, *, empty: bool) -> Ids:
     """Token ids [n] int64, of which there may be none where `empty`. Raises UsageError for what are none."""
     ids = np.asarray(prompt)
     if ids.ndim != 1 or (ids.size == 0 and not empty):

@@ -18,9 +18,10 @@ _BETWEEN = _SPACE + "[],;"  # what may stand around the objects of several calls
 
 
 class Piece(NamedTuple):
-    """What is new of an answer: text; a call of the tool `name`; text of the JSON of that call's arguments."""
+    """What is new of an answer: text; a call of the tool `name`; text of the JSON of that call's arguments; text of its
+    reasoning."""
 
-    kind: Literal["text", "call", "arguments"]
+    kind: Literal["text", "call", "arguments", "reasoning"]
     text: str = ""
     name: str = ""
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvexport.runtime.request import Request as EngineRequest
-from kvexport.serve.answers import TokenTexts, usage_of
+from kvexport.serve.answers import TokenTexts
 from kvexport.serve.conversation import Conversation, Prepared, template_messages, template_variables
 from kvexport.serve.errors import ApiError
 from kvexport.serve.fields import Sampling, refuse
@@ -68,13 +68,14 @@ async def chat_completions(service: Service, request: Request) -> Response:
         return await service.stream(asked, rendering)
     await service.whole(request, asked)
     choices = [_choice(i, made, asked.requests[i], texts) for i, made in enumerate(asked.finished())]
-    usage = usage_of(asked.requests, len(asked.requests))
-    return JSONResponse({**head, "object": "chat.completion", "choices": choices, "usage": usage})
+    return JSONResponse({**head, "object": "chat.completion", "choices": choices, "usage": asked.usage()})
 
 
 def _choice(index: int, answer: Answer, request: EngineRequest, texts: TokenTexts | None) -> dict[str, Any]:
     """One finished answer."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
     if answer.calls:
         message["content"] = answer.text or None
         message["tool_calls"] = [
@@ -91,13 +92,13 @@ class ChatStream:
 
     def __init__(self, head: dict[str, Any], asked: Prepared, texts: TokenTexts | None, *, usage: bool) -> None:
         self._head = {**head, "object": "chat.completion.chunk"}
-        self._requests, self._answers = asked.requests, asked.answers()
+        self._asked, self._answers = asked, asked.answers()
         self._texts, self._usage = texts, usage
 
     def begin(self) -> bytes:
         """The role of each answer."""
         first = {"role": "assistant", "content": ""}
-        return b"".join(self._chunk(index, first) for index in range(len(self._requests)))
+        return b"".join(self._chunk(index, first) for index in range(len(self._answers)))
 
     def add(self, update: Update) -> bytes:
         """The new text of one of them."""
@@ -117,8 +118,7 @@ class ChatStream:
         """The usage, and that nothing follows."""
         if not self._usage:
             return DONE
-        usage = usage_of(self._requests, len(self._requests))
-        return event({**self._head, "choices": [], "usage": usage}) + DONE
+        return event({**self._head, "choices": [], "usage": self._asked.usage()}) + DONE
 
     def fail(self, error: ApiError) -> bytes:
         """The error; nothing follows."""
@@ -134,6 +134,8 @@ class ChatStream:
 def _delta(part: Part) -> dict[str, Any]:
     if part.kind == "text":
         return {"content": part.text}
+    if part.kind == "reasoning":
+        return {"reasoning_content": part.text}
     if part.kind == "arguments":
         return {"tool_calls": [{"index": part.nth, "function": {"arguments": part.text}}]}
     function = {"name": part.name, "arguments": ""}

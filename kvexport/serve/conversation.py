@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvexport.runtime.grammar import Grammar
+from kvexport.runtime.reasoning import Reader, ReasoningReader, reasoning_tokens
 from kvexport.runtime.request import Request
 from kvexport.runtime.tools import CallForm, Tool
 from kvexport.serve.answers import text_of as text_of_tokens
+from kvexport.serve.answers import usage_of
 from kvexport.serve.errors import ApiError
 from kvexport.serve.parts import Answer, PlainReader
 
@@ -33,18 +35,31 @@ class Conversation:
 @dataclass
 class Prepared:
     """What can be answered. requests: one for each answer. session: where the state of the only one stays. tools: that
-    may be called, in the form `calls`."""
+    may be called, in the form `calls`. reasoning: whether the prompt ended within reasoning; None where the model does
+    none.
+    """
 
     requests: Sequence[Request]
     session: str | None = None
     tools: Sequence[Tool] = ()
     calls: CallForm | None = None
+    reasoning: bool | None = None
 
     def answers(self) -> list[Answer]:
         """One for each request, nothing made yet."""
-        if self.calls is None:
-            return [Answer(PlainReader(), str) for _ in self.requests]
-        return [Answer(self.calls.reader(self.tools), self.calls.new_id) for _ in self.requests]
+        return [Answer(self._reader(), str if self.calls is None else self.calls.new_id) for _ in self.requests]
+
+    def _reader(self) -> Reader:
+        reader: Reader = PlainReader() if self.calls is None else self.calls.reader(self.tools)
+        return reader if self.reasoning is None else ReasoningReader(self.reasoning, reader)
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens read and written, of all answers to the one prompt."""
+        usage = usage_of(self.requests, len(self.requests))
+        if self.reasoning is not None:
+            count = sum(reasoning_tokens(request.tokens, self.reasoning) for request in self.requests)
+            usage["completion_tokens_details"] = {"reasoning_tokens": count}
+        return usage
 
     def finished(self) -> list[Answer]:
         """Of requests that have finished."""

@@ -88,7 +88,11 @@ async def messages(service: Service, request: Request) -> Response:
     await service.whole(request, asked)
     made = asked.requests[0]
     (answer,) = asked.finished()
-    content = [{"type": "text", "text": answer.text}] if answer.text or not answer.calls else []
+    content: list[dict[str, Any]] = []
+    if answer.reasoning:
+        content.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
+    if answer.text or not (answer.calls or answer.reasoning):
+        content.append({"type": "text", "text": answer.text})
     for call in answer.calls:
         content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)})
     ended = _ended(made, answer.finish_reason)
@@ -134,6 +138,10 @@ class MessageStream:
         if part.kind == "arguments":
             return self._delta({"type": "input_json_delta", "partial_json": part.text})
         start = b""
+        if part.kind == "reasoning":
+            if self._open != "thinking":
+                start = self._close() + self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            return start + self._delta({"type": "thinking_delta", "thinking": part.text})
         if self._open != "text":
             start = self._close() + self._begin("text", {"type": "text", "text": ""})
         return start + self._delta({"type": "text_delta", "text": part.text})

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
+from kvexport.runtime.reasoning import Reader
 from kvexport.runtime.request import FinishReason
 from kvexport.runtime.tool_calls import Piece
 from kvexport.serve.answers import text_of
@@ -13,10 +14,11 @@ from kvexport.serve.worker import Update
 
 
 class Part(NamedTuple):
-    """What is new of an answer. text: more of its text. call: a call begins, of the tool `name`, known by `id`.
-    arguments: more of the JSON `text` of that call's arguments. nth: which call of the answer."""
+    """What is new of an answer. text, reasoning: more of its text, or of its reasoning. call: a call begins, of the
+    tool `name`, known by `id`. arguments: more of the JSON `text` of that call's arguments. nth: which call of the
+    answer."""
 
-    kind: Literal["text", "call", "arguments"]
+    kind: Literal["text", "call", "arguments", "reasoning"]
     text: str = ""
     id: str = ""
     name: str = ""
@@ -30,14 +32,6 @@ class Call:
     id: str
     name: str
     arguments: str = ""
-
-
-class Reader(Protocol):
-    """Finds the calls in a text that arrives piece by piece: a `CallReader`."""
-
-    def read(self, text: str, last: bool) -> list[Piece]:
-        """The pieces that are final with more text."""
-        ...
 
 
 class PlainReader:
@@ -55,6 +49,7 @@ class Answer:
     reader: Reader
     new_id: Callable[[], str]
     text: str = ""
+    reasoning: str = ""
     calls: list[Call] = field(default_factory=list)
     finish_reason: str | None = None
 
@@ -64,6 +59,8 @@ class Answer:
         for piece in self.reader.read(text, finish_reason is not None):
             if piece.kind == "text":
                 self.text += piece.text
+            elif piece.kind == "reasoning":
+                self.reasoning += piece.text
             elif piece.kind == "call":
                 self.calls.append(Call(self.new_id(), piece.name))
             else:

@@ -11,7 +11,6 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvexport.serve.answers import usage_of
 from kvexport.serve.conversation import Conversation, Prepared, template_messages
 from kvexport.serve.errors import ApiError
 from kvexport.serve.fields import Body, Sampling, refuse
@@ -74,9 +73,10 @@ async def create_response(service: Service, request: Request) -> Response:
         return await service.stream(asked, ResponseStream(made))
     await service.whole(request, asked)
     (answer,) = asked.finished()
-    items = [Item("function_call", call.id, call.name, call.arguments) for call in answer.calls]
-    if answer.text or not items:
-        items.insert(0, Item("message", text=answer.text))
+    items = [Item("reasoning", text=answer.reasoning)] if answer.reasoning else []
+    if answer.text or not (items or answer.calls):
+        items.append(Item("message", text=answer.text))
+    items += [Item("function_call", call.id, call.name, call.arguments) for call in answer.calls]
     return JSONResponse(made.ended(answer, items))
 
 
@@ -92,15 +92,22 @@ async def delete_response(service: Service, request: Request) -> Response:
     return JSONResponse({"id": name, "object": "response", "deleted": True})
 
 
+_IDS = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_KINDS = {"text": "message", "reasoning": "reasoning"}  # of items, by those of parts
+
+
 class Item:
-    """One of an output: a message, or a call of a function with its name and the JSON of its arguments as `text`."""
+    """One of an output: reasoning, a message, or a call of a function with its name and the JSON of its arguments as
+    `text`."""
 
     def __init__(self, kind: str, call_id: str = "", name: str = "", text: str = "") -> None:
         self.kind, self.call_id, self.name, self.text = kind, call_id, name, text
-        self.id = f"{'fc' if kind == 'function_call' else 'msg'}_{uuid.uuid4().hex}"
+        self.id = f"{_IDS[kind]}_{uuid.uuid4().hex}"
 
     def content(self) -> dict[str, Any]:
-        """The only part of a message."""
+        """The only part of a message, or of reasoning."""
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": self.text}
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
 
     def data(self, status: str) -> dict[str, Any]:
@@ -109,6 +116,8 @@ class Item:
         begun = status != "in_progress"
         if self.kind == "message":
             return {**common, "role": "assistant", "content": [self.content()] if begun else []}
+        if self.kind == "reasoning":
+            return {**common, "summary": [], "content": [self.content()] if begun else []}
         arguments = self.text if begun else ""
         return {**common, "call_id": self.call_id, "name": self.name, "arguments": arguments}
 
@@ -127,10 +136,12 @@ class Making:
         status = "incomplete" if cut else "completed"
         why = {"reason": "max_output_tokens"} if cut else None
         output = [item.data(status if item is items[-1] else "completed") for item in items]
-        usage = usage_of(self.asked.requests)
-        body = {**self.head, "status": status, "incomplete_details": why, "output": output, "usage": _usage(usage)}
+        usage = _usage(self.asked.usage())
+        body = {**self.head, "status": status, "incomplete_details": why, "output": output, "usage": usage}
         if self._messages is not None:
             answered: dict[str, Any] = {"role": "assistant", "content": answer.text}
+            if answer.reasoning:
+                answered["reasoning_content"] = answer.reasoning
             if answer.calls:
                 answered["tool_calls"] = [
                     {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
@@ -176,12 +187,15 @@ class ResponseStream:
         if part.kind == "call":
             return self._close() + self._begin(Item("function_call", part.id, part.name))
         start = b""
-        if part.kind == "text" and not (self._open and self._items[-1].kind == "message"):
-            start = self._close() + self._begin(Item("message"))
+        kind = _KINDS.get(part.kind)
+        if kind is not None and not (self._open and self._items[-1].kind == kind):
+            start = self._close() + self._begin(Item(kind))
         item = self._items[-1]
         item.text += part.text
         if part.kind == "arguments":
             return start + self._of_item("function_call_arguments.delta", delta=part.text)
+        if part.kind == "reasoning":
+            return start + self._of_item("reasoning_text.delta", content_index=0, delta=part.text)
         return start + self._of_item("output_text.delta", content_index=0, delta=part.text, logprobs=[])
 
     def _begin(self, item: Item) -> bytes:
@@ -189,7 +203,7 @@ class ResponseStream:
         self._open = True
         index = len(self._items) - 1
         begun = self._event("output_item.added", output_index=index, item=item.data("in_progress"))
-        if item.kind == "message":
+        if item.kind != "function_call":
             begun += self._of_item("content_part.added", content_index=0, part=item.content())
         return begun
 
@@ -201,6 +215,9 @@ class ResponseStream:
         item, index = self._items[-1], len(self._items) - 1
         if item.kind == "message":
             done = self._of_item("output_text.done", content_index=0, text=item.text, logprobs=[])
+            done += self._of_item("content_part.done", content_index=0, part=item.content())
+        elif item.kind == "reasoning":
+            done = self._of_item("reasoning_text.done", content_index=0, text=item.text)
             done += self._of_item("content_part.done", content_index=0, part=item.content())
         else:
             done = self._of_item("function_call_arguments.done", name=item.name, arguments=item.text)
@@ -248,7 +265,7 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": usage.get("completion_tokens_details") or {"reasoning_tokens": 0},
         "total_tokens": usage["total_tokens"],
     }
 

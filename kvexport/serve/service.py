@@ -16,6 +16,7 @@ from starlette.responses import Response
 from kvexport.runtime.engine import Engine
 from kvexport.runtime.grammar import Grammar
 from kvexport.runtime.prefixes import Prefixes
+from kvexport.runtime.reasoning import is_open, shown_ids, thinks
 from kvexport.runtime.request import Request as EngineRequest
 from kvexport.runtime.session import next_turn
 from kvexport.runtime.snapshot import Snapshot
@@ -179,9 +180,13 @@ class Service:
             settings["shown_ids"] = calls.shown_ids(tokenizer) or None
             if must:
                 form = calls_grammar(calls, callable_, tokenizer, parallel=asked.parallel)
+        reasoning = None
+        if self.settings.reasoning and tokenizer is not None and thinks(self.engine.chat_template):
+            settings["shown_ids"] = (*(settings.get("shown_ids") or ()), *shown_ids(tokenizer)) or None
+            reasoning = form is None and is_open(ids, tokenizer)  # a form holds from the first token on
         default = self.engine.generation_config.get("max_new_tokens")
         made = await self.follow(ids, start, asked.session, sampling, tokens, default, form=form, **settings)
-        return Prepared(made.requests, asked.session, callable_, calls)
+        return Prepared(made.requests, asked.session, callable_, calls, reasoning)
 
     async def follow(
         self,

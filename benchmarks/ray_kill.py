@@ -1,0 +1,235 @@
+"""Replicas of `kvexport deploy ray` that are killed under load: what clients are told, when their sessions are back.
+
+    python benchmarks/ray_kill.py ARTIFACT [--replicas 2] [--clients 8] [--kills 3] [--every 20] [--save]
+
+Needs `pip install 'ray[serve]'`. Every client has one conversation after the other, each a session of a few turns that
+send new tokens alone; half of the clients read streams. Every so many seconds one replica gets SIGKILL. Every answer is
+held to an engine of this process that has the same turns; a turn that failed is sent again. The sessions of a kill are
+back when each of those that were open has had a turn answered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import psutil
+from common import save
+
+import kvexport
+from kvexport.runtime.engine import Engine
+from kvexport.runtime.request import Request
+from kvexport.runtime.snapshot import Snapshot
+
+TITLE = "ray::ServeReplica:kvexport:replica"
+TURNS, PROMPT, ANSWER = 6, 8, 16
+LONGEST = 60.0  # seconds, for which a client waits
+
+
+@dataclass
+class Turn:
+    """sent: token ids. tries: how often before it was answered, by time.monotonic() at the end."""
+
+    sent: list[int]
+    text: str = ""
+    failed: int = 0
+    begun: float = 0.0
+    answered: float = 0.0
+
+
+@dataclass
+class Client:
+    """One after the other its sessions, each a list of turns."""
+
+    number: int
+    streams: bool
+    sessions: list[list[Turn]] = field(default_factory=list)
+    told: Counter[str] = field(default_factory=Counter)
+
+
+def talk(client: Client, url: str, vocabulary: int, end: threading.Event) -> None:
+    choose = random.Random(client.number)
+    with httpx2.Client(timeout=LONGEST) as http:
+        while not end.is_set():
+            session: list[Turn] = []
+            client.sessions.append(session)
+            name = f"c{client.number}-{len(client.sessions)}"
+            while len(session) < TURNS and not end.is_set():
+                turn = Turn([choose.randrange(3, vocabulary) for _ in range(PROMPT)], begun=time.monotonic())
+                session.append(turn)
+                while not turn.answered and not end.is_set():
+                    text, said = ask(http, url, name, turn.sent, client.streams)
+                    client.told[said] += 1
+                    if text is None:
+                        turn.failed += 1
+                        time.sleep(0.1)
+                    else:
+                        turn.text, turn.answered = text, time.monotonic()
+
+
+def ask(http: Any, url: str, session: str, ids: list[int], streams: bool) -> tuple[str | None, str]:
+    """The answer's text, None where it failed; and what the client was told."""
+    body = {"prompt": ids, "max_tokens": ANSWER, "temperature": 0, "ignore_eos": True, "stream": streams}
+    headers = {"X-Session-Id": session}
+    try:
+        if not streams:
+            answer = http.post(f"{url}/v1/completions", json=body, headers=headers)
+            if answer.status_code == 200:
+                return answer.json()["choices"][0]["text"], "200"
+            return None, f"{answer.status_code} {_code(answer.text)}"
+        text = ""
+        with http.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as answer:
+            if answer.status_code != 200:
+                return None, f"{answer.status_code} {_code(answer.read().decode())}"
+            for line in answer.iter_lines():
+                if line == "data: [DONE]":
+                    return text, "200"
+                if line.startswith("data: {"):
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        return None, f"stream ended by {event['error'].get('code')}"
+                    text += "".join(choice["text"] for choice in event["choices"])
+        return None, "stream cut off"
+    except httpx2.TimeoutException:
+        return None, "no answer"
+    except httpx2.HTTPError as error:
+        return None, f"connection: {type(error).__name__}"
+
+
+def _code(text: str) -> str:
+    try:
+        return str(json.loads(text)["error"]["code"])
+    except (ValueError, KeyError, TypeError):
+        return "no error of the API"
+
+
+def replicas(server: psutil.Process) -> list[psutil.Process]:
+    """Those whose engine may be loaded."""
+    found = []
+    for process in server.children(recursive=True):
+        try:
+            if TITLE in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def check(engine: Engine, clients: list[Client]) -> Counter[str]:
+    """Every answered turn beside the engine's own. kept: an answer that did not arrive had been kept."""
+    found: Counter[str] = Counter()
+    settings = engine.settings(max_new_tokens=ANSWER, do_sample=False, ignore_eos=True)
+
+    def answer(ids: list[int], start: Snapshot | None) -> tuple[str, Snapshot | None]:
+        request = Request(ids, settings, start=start, keep=True)
+        engine.add(request)
+        while engine.busy:
+            engine.step()
+        return "".join(token.text for token in request.tokens), request.snapshot
+
+    for session in (session for client in clients for session in client.sessions):
+        state: Snapshot | None = None
+        for turn in session:
+            if not turn.answered:
+                break
+            text, after = answer(turn.sent, state)
+            if text == turn.text:
+                found["right"] += 1
+            else:
+                unheard = answer(turn.sent, state)[1]
+                text, after = answer(turn.sent, unheard)
+                found["kept" if turn.failed and text == turn.text else "wrong"] += 1
+            state = after
+    return found
+
+
+def back_after(clients: list[Client], kill: float) -> float:
+    """Seconds from a kill until the sessions that were open then had another turn answered, the last of them."""
+    waits = [0.0]
+    for session in (session for client in clients for session in client.sessions):
+        later = [turn.answered for turn in session if turn.answered > kill]
+        if session[0].answered and session[0].answered < kill and later:
+            waits.append(min(later) - kill)
+    return max(waits)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("artifact", type=Path)
+    for name, value in (("replicas", 2), ("clients", 8), ("kills", 3)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--every", type=float, default=20.0)
+    parser.add_argument("--save", action="store_true")
+    chosen = parser.parse_args()
+    engine = kvexport.load(chosen.artifact, threads=1)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "kvexport", "deploy", "ray", str(chosen.artifact), "--port", str(port)]
+        command += ["--replicas", str(chosen.replicas), "--session-folder", folder]
+        start = time.monotonic()
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        try:
+            assert process.stdout is not None
+            url = next(line for line in process.stdout if line.startswith("http")).strip()
+            ready = time.monotonic() - start
+            figures = under_load(url, psutil.Process(process.pid), engine, chosen)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(120)
+    figures = {"replicas": chosen.replicas, "clients": chosen.clients, "seconds_until_ready": ready, **figures}
+    print(json.dumps(figures, indent=1))
+    if chosen.save:
+        save("ray_kill", figures)
+
+
+def under_load(url: str, server: psutil.Process, engine: Engine, chosen: argparse.Namespace) -> dict[str, Any]:
+    """Clients, kills, and what came of it."""
+    clients = [Client(number, streams=number % 2 == 0) for number in range(chosen.clients)]
+    end = threading.Event()
+    threads = [threading.Thread(target=talk, args=(client, url, engine.vocabulary, end)) for client in clients]
+    for thread in threads:
+        thread.start()
+    kills, replaced = list[float](), list[float]()
+    for number in range(chosen.kills):
+        time.sleep(chosen.every / 2)
+        there = replicas(server)
+        victim = random.Random(number).choice(there)
+        os.kill(victim.pid, signal.SIGKILL)
+        kills.append(time.monotonic())
+        known = {process.pid for process in there}
+        while time.monotonic() < kills[-1] + chosen.every:
+            if len(replaced) <= number and {process.pid for process in replicas(server)} - known:
+                replaced.append(time.monotonic() - kills[-1])
+            time.sleep(0.2)
+    end.set()
+    for thread in threads:
+        thread.join()
+    told = sum((client.told for client in clients), Counter[str]())
+    return {
+        "kills": len(kills),
+        "told": dict(told),
+        "without_an_answer": told["no answer"],
+        "turns": dict(check(engine, clients)),
+        "sessions_back_after_seconds": [round(back_after(clients, kill), 2) for kill in kills],
+        "process_replaced_after_seconds": [round(seconds, 2) for seconds in replaced],
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -23,7 +23,7 @@ Floats = NDArray[np.float32]
 # Of the scale that takes the largest value to the lowest number.
 SHARES = {4: (1.0, 0.9, 0.8, -8 / 7, -1.0), 8: (1.0,)}
 ZERO_SHARES = {4: (1.0, 0.9, 0.8), 8: (1.0,)}  # of the range from the least to the largest value
-BLOCK_BYTES = 1 << 20  # in float32; what stays in the cache of one core
+BLOCK_BYTES = 1 << 18  # in float32; what stays in the cache of one core
 _LEAST_SCALE = np.float32(2.0**-24)  # of float16, so that no group that holds anything has a scale of 0
 
 
@@ -71,58 +71,65 @@ def fitting_group(wanted: int, inputs: int) -> int | None:
 def round_groups(groups: Floats, packing: PackedFormat) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
     """Numbers of the shape of `groups` [..., group], int8 or uint8, and scale and zero [...]."""
     low, high = packing.lowest, packing.lowest + (1 << packing.bits) - 1
+    # Groups are columns here: sums over the first dimension are of whole vectors.
+    columns = np.ascontiguousarray(groups.reshape(-1, packing.group).T)
     if packing.offset == "zero":
-        return _with_zero(groups, high, packing)
-    largest = np.take_along_axis(groups, np.abs(groups).argmax(-1, keepdims=True), -1)
-    starts = [largest * np.float32(share / low) for share in SHARES[packing.bits]]
-    numbers, scale, _ = _best(groups, starts, np.zeros_like(largest), low, high)
-    return numbers.astype(np.int8), {"scale": scale[..., 0].astype(packing.scale_dtype)}
+        numbers, scale, zero = _with_zero(columns, high, packing.bits)
+        parts = {"scale": scale.astype(packing.scale_dtype), "zero": zero.astype(np.uint8)}
+    else:
+        largest = columns.max(0)
+        np.copyto(largest, columns.min(0), where=-columns.min(0) > largest)
+        starts = [largest * np.float32(share / low) for share in SHARES[packing.bits]]
+        numbers, scale, _ = _best(columns, starts, np.zeros_like(largest), low, high)
+        parts = {"scale": scale.astype(packing.scale_dtype)}
+    stored = np.ascontiguousarray(numbers.astype(np.int8 if packing.signed else np.uint8).T)
+    return stored.reshape(groups.shape), {name: part.reshape(groups.shape[:-1]) for name, part in parts.items()}
 
 
-def _with_zero(groups: Floats, high: int, packing: PackedFormat) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
-    least, most = groups.min(-1, keepdims=True).clip(max=0), groups.max(-1, keepdims=True).clip(min=0)
-    found = None
-    for share in ZERO_SHARES[packing.bits]:
+def _with_zero(columns: Floats, high: int, bits: int) -> tuple[Floats, Floats, Floats]:
+    least, most = columns.min(0).clip(max=0), columns.max(0).clip(min=0)
+    found: tuple[Floats, ...] = ()
+    for share in ZERO_SHARES[bits]:
         start = _as_stored((most - least) * np.float32(share / high))
         zero = np.rint(-least * np.float32(share) / start).clip(0, high)
-        tried = _best(groups, [start], zero, 0, high)
-        if found is None:
-            found = (*tried, zero)
-        else:
-            better = tried[2] < found[2]
-            found = tuple(np.where(better, a, b) for a, b in zip((*tried, zero), found, strict=True))
-    assert found is not None
+        tried = (*_best(columns, [start], zero, 0, high), zero)
+        if not found:
+            found = tried
+            continue
+        better = tried[2] < found[2]
+        for kept, new in zip(found, tried, strict=True):
+            np.copyto(kept, new, where=better)
     numbers, scale, _, zero = found
-    return numbers.astype(np.uint8), {
-        "scale": scale[..., 0].astype(packing.scale_dtype),
-        "zero": zero[..., 0].astype(np.uint8),
-    }
+    return numbers, scale, zero
 
 
-def _best(groups: Floats, starts: Sequence[Floats], zero: Floats, low: int, high: int) -> tuple[Floats, Floats, Floats]:
-    """Of the scales that come of `starts` [..., 1] those of the least squared error: numbers, scale, error."""
-    best: tuple[Floats, Floats, Floats] | None = None
+def _best(columns: Floats, starts: Sequence[Floats], zero: Floats, low: int, high: int) -> tuple[Floats, ...]:
+    """Of the scales that come of `starts`, one a column, those of the least squared error: numbers, scale, error."""
+    best: tuple[Floats, ...] = ()
     for start in starts:
         scale = _as_stored(start)
-        numbers = _round(groups, scale, zero, low, high)
-        centred = numbers - zero
-        squares = (centred * centred).sum(-1, keepdims=True)
-        fitted = _as_stored(np.divide((centred * groups).sum(-1, keepdims=True), squares, out=scale, where=squares > 0))
-        numbers = _round(groups, fitted, zero, low, high)
-        difference = (numbers - zero) * fitted - groups
-        tried = numbers, fitted, (difference * difference).sum(-1, keepdims=True)
-        if best is None:
+        centred = _rounded(columns, scale, zero, low, high)
+        centred -= zero
+        squares, products = (centred * centred).sum(0), (centred * columns).sum(0)
+        np.divide(products, squares, out=scale, where=squares > 0)
+        scale = _as_stored(scale)
+        numbers = _rounded(columns, scale, zero, low, high)
+        difference = numbers - zero
+        difference *= scale
+        difference -= columns
+        difference *= difference
+        tried = numbers, scale, difference.sum(0)
+        if not best:
             best = tried
-        else:
-            better = tried[2] < best[2]
-            for kept, new in zip(best, tried, strict=True):
-                np.copyto(kept, new, where=better)
-    assert best is not None
+            continue
+        better = tried[2] < best[2]
+        for kept, new in zip(best, tried, strict=True):
+            np.copyto(kept, new, where=better)
     return best
 
 
-def _round(groups: Floats, scale: Floats, zero: Floats, low: int, high: int) -> Floats:
-    numbers: Floats = groups / scale
+def _rounded(columns: Floats, scale: Floats, zero: Floats, low: int, high: int) -> Floats:
+    numbers: Floats = columns * (1 / scale)
     numbers += zero
     np.rint(numbers, out=numbers)
     return np.clip(numbers, low, high, out=numbers)

@@ -4,8 +4,8 @@ weights in a real layout of shards, each build in a process of its own.
     python benchmarks/quantized_memory.py [--shapes 1b 7b] [--cases gptq] [--work DIR] [--keep]
 
 `gptq`: a GPTQ checkpoint of 4 bits in groups of 128 (7B: 3.9 GB) whose weights are kept as they are, once with columns
-in their own order and once with act-order; `rounded`: a float16 checkpoint (7B: 13.5 GB), rounded to 4 bits in groups of
-32 at build. Peak memory is the kernel's figure for the finished process (mapped files included). The checkpoints are
+in their own order and once with act-order; `rounded`: a float16 checkpoint (7B: 13.5 GB), rounded to 4 bits in groups
+of 32 at build. Peak memory is the kernel's figure for the finished process (mapped files included). The checkpoints are
 removed unless --keep; rows of other shapes and cases in the result stay.
 """
 

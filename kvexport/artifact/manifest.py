@@ -33,13 +33,14 @@ class FileEntry:
 @dataclass(frozen=True)
 class ModelFacts:
     """The checkpoint's model. type: as its config calls it. fingerprint: of the checkpoint's headers. query_heads: of
-    every layer."""
+    every layer. packed: how many weights are packed, by their format."""
 
     type: str
     fingerprint: str
     vocabulary: Count
     layers: Count
     query_heads: tuple[Count, ...]
+    packed: Mapping[str, Count] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

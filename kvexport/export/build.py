@@ -6,7 +6,7 @@ import gc
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -47,12 +47,13 @@ def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
     """The checkpoint's headers, the model without its weights, and the cache it would get. Raises UsageError for every
     reason why this checkpoint or recipe cannot be built.
 
-    weights: False needs no more of a hub model than its config.json; `checkpoint` is then None.
+    weights: False needs no more of a hub model than its config.json, unless that says that weights are quantized;
+    `checkpoint` is then None.
     """
     import torch
 
     from kvexport.export.model.checkpoint import is_gguf, read_checkpoint, resolve_checkpoint
-    from kvexport.export.model.config import load_config
+    from kvexport.export.model.config import load_config, says_quantized
     from kvexport.export.model.hf_model import build_fake, probe_geometry
     from kvexport.export.model.rotary import read_rotary
     from kvexport.export.model.wheel import WHEEL
@@ -60,6 +61,7 @@ def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
 
     path = recipe.model.path
     local = weights or Path(path).is_dir() or is_gguf(path) or path.startswith(WHEEL)
+    local = local or says_quantized(path, recipe.model.revision)
     checkpoint = read_checkpoint(resolve_checkpoint(recipe.model.path, recipe.model.revision)) if local else None
     with quiet_exporter():
         source = checkpoint.path if checkpoint else recipe.model.path
@@ -96,7 +98,7 @@ def build(
         from kvexport.export.graph.tracer import trace_decoder
         from kvexport.export.model.hf_model import length_notes
         from kvexport.export.passes import GRAPH_CHECKS
-        from kvexport.export.specs import packings, weight_notes, weight_specs
+        from kvexport.export.specs import packed_formats, packings, weight_notes, weight_specs
         from kvexport.export.texts import copy_texts
         from kvexport.export.weights import link_shared, total_bytes
 
@@ -127,9 +129,8 @@ def build(
             gc.collect()  # while the weights may still be under way
             written = writing.result()
         with progress("writing graphs", None):
-            decoder = finish_decoder(
-                traced, written.locations, folder, method, shape.geometry, functions, packings(specs)
-            )
+            packed = packings(specs)
+            decoder = finish_decoder(traced, written.locations, folder, method, shape.geometry, functions, packed)
             if drafter_plan(recipe, shape.plan) is not None:
                 open_slots(decoder, shape.plan)
             top_logits = top_logits_model(_vocabulary(shape))
@@ -139,7 +140,7 @@ def build(
                 for check in GRAPH_CHECKS:
                     check(models[kind])
                 (folder / file).write_bytes(models[kind].SerializeToString(deterministic=True))
-            manifest = _manifest(recipe, name, shape, graphs)
+            manifest = _manifest(recipe, name, shape, graphs, packed_formats(specs))
         if prepare is not None:
             manifest = prepare(folder, manifest, progress)
         write_manifest(folder, manifest.to_json(), known=written.digests)
@@ -233,7 +234,7 @@ def _write_weights(
     return written
 
 
-def _manifest(recipe: Recipe, name: str, shape: ModelShape, graphs: Graphs) -> Manifest:
+def _manifest(recipe: Recipe, name: str, shape: ModelShape, graphs: Graphs, packed: Mapping[str, int]) -> Manifest:
     from kvexport.export.graph.top_logits import COUNT
 
     own = ("onnx", "onnxscript", "torch", "transformers", "numpy")
@@ -247,6 +248,7 @@ def _manifest(recipe: Recipe, name: str, shape: ModelShape, graphs: Graphs) -> M
             vocabulary=_vocabulary(shape),
             layers=len(shape.geometry),
             query_heads=tuple(layer.query_heads for layer in shape.geometry),
+            packed=packed,
         ),
         cache=shape.plan,
         graphs=graphs,

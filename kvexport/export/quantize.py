@@ -129,7 +129,7 @@ def _best(columns: Floats, starts: Sequence[Floats], zero: Floats, low: int, hig
 
 
 def _rounded(columns: Floats, scale: Floats, zero: Floats, low: int, high: int) -> Floats:
-    numbers: Floats = columns * (1 / scale)
+    numbers: Floats = columns * (np.float32(1) / scale)
     numbers += zero
     np.rint(numbers, out=numbers)
     return np.clip(numbers, low, high, out=numbers)

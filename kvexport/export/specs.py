@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from kvexport.export.graph.tracer import initializer_names
 from kvexport.export.model.checkpoint import Checkpoint
 from kvexport.export.model.hf_model import parameter_sources
 from kvexport.export.quantize import Rounded, fitting_group
-from kvexport.export.weights import Spec, TensorSpec, check_specs
+from kvexport.export.weights import Spec, TensorSpec, check_specs, total_bytes
 from kvexport.ops.packed import PackedFormat
 
 if TYPE_CHECKING:
@@ -80,6 +81,19 @@ def rounded_formats(model: Any, section: WeightsSection) -> Iterator[tuple[str, 
         )
 
 
+def weight_bytes(checkpoint: Checkpoint | None, model: Any, section: WeightsSection) -> int:
+    """What the weights take in an artifact, tied ones once. checkpoint: None where only the config is at hand, which is
+    not to say that weights are quantized."""
+    if checkpoint is not None:
+        return total_bytes(weight_specs(checkpoint, model, section))
+    formats = dict(rounded_formats(model, section))
+    count = 0
+    for name, parameter in model.named_parameters():
+        packing = formats.get(name)
+        count += parameter.nbytes if packing is None else packing.nbytes(*parameter.shape)
+    return count
+
+
 def packings(specs: Sequence[Spec]) -> dict[str, PackedFormat]:
     """Of the packed ones, by initializer."""
     return {
@@ -87,6 +101,12 @@ def packings(specs: Sequence[Spec]) -> dict[str, PackedFormat]:
         for spec in specs
         if isinstance(spec, ComputedSpec) and spec.source.packing is not None
     }
+
+
+def packed_formats(specs: Sequence[Spec]) -> dict[str, int]:
+    """How many weights are packed, by their format; tied ones once."""
+    sources = dict.fromkeys(spec.source for spec in specs if isinstance(spec, ComputedSpec))
+    return dict(sorted(Counter(source.packing.label for source in sources if source.packing is not None).items()))
 
 
 def weight_notes(checkpoint: Checkpoint, model: Any, section: WeightsSection) -> list[str]:

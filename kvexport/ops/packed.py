@@ -59,6 +59,12 @@ class PackedFormat:
         """The smallest number that `dtype` holds."""
         return -(1 << (self.bits - 1)) if self.signed else 0
 
+    @property
+    def label(self) -> str:
+        """For a person: "int4, groups of 32, zero points"."""
+        offset = {"none": "", "zero": ", zero points", "minimum": ", minima"}[self.offset]
+        return f"{self.dtype}, groups of {self.group}{offset}{', columns in order of groups' * self.ordered}"
+
     def parts(self, outputs: int, inputs: int) -> dict[str, Part]:
         """The tensors of a weight [outputs, inputs], by name, in the order in which they are stored."""
         groups = (outputs, inputs // self.group)

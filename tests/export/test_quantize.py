@@ -10,11 +10,13 @@ import pytest
 from safetensors.numpy import save_file
 
 import kvexport
+from kvexport.artifact.reading import load_manifest
 from kvexport.errors import UsageError
 from kvexport.export.model.checkpoint import TensorEntry, read_checkpoint
 from kvexport.export.model.tensors import dense_values
 from kvexport.export.quantize import Rounded, fitting_group, round_groups
 from kvexport.ops.packed import PackedFormat
+from kvexport.planning import plan_memory
 from kvexport.recipe.fields import Recipe
 from kvexport.validate.runner import validate_artifact
 from tests.support.tiny_model import RECIPE
@@ -77,7 +79,14 @@ def test_an_artifact_computes_with_what_its_numbers_stand_for(tmp_path: Path, ti
     recipe = Recipe.model_validate({**RECIPE, "model": {"path": str(tiny_checkpoint)}, "weights": weights})
     artifact = kvexport.build(recipe, tmp_path / "artifact")
     assert validate_artifact(artifact, length=60, batch=1).passed
-    assert (artifact / "decoder.weights").stat().st_size < 0.2 * 82560  # in floats
+    size = (artifact / "decoder.weights").stat().st_size
+    planned = plan_memory(recipe).weight_bytes
+    assert planned <= size < planned + 4096
+    assert planned < 0.2 * 82560  # in floats
+    assert load_manifest(artifact).model.packed == {
+        "int8, groups of 32": 1,  # the head, which is the embedding
+        "uint4, groups of 32, zero points": 14,
+    }
 
 
 def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:

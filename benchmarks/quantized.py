@@ -153,7 +153,7 @@ def _write_gguf(folder: Path, out: Path, bits: int) -> None:
     whole = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():
+            for name in sorted(tensors.keys()):
                 values = tensors.get_tensor(name).float().numpy()
                 stem = name.removesuffix(".weight")
                 if stem in whole:

@@ -66,7 +66,8 @@ static inline void tile_weights(const KvWeight& weight, int64_t inputs, int64_t 
   const int64_t groups = (first + depth + group - 1) / group - begin, row_bytes = inputs * weight.bits / 8;
   float *const scale = scratch.reserve(2 * kTileLines * groups), *const offset = scale + kTileLines * groups;
   for (int j = 0; j < columns; ++j)
-    read_groups(weight, inputs, column + j, begin, static_cast<int>(groups), scale + j * groups, offset + j * groups);
+    read_groups(weight, (column + j) * (inputs / group) + begin, static_cast<int>(groups), scale + j * groups,
+                offset + j * groups);
   const int bytes = kTileInputs * weight.bits / 8, excess = excess_of(weight);
   const vi turned = splat_i(excess), mask = splat_i((1 << weight.bits) - 1);
   __m512i sides;  // a pair is of the first and the second half

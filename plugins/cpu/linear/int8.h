@@ -12,6 +12,8 @@
 // beforehand, which is exact; zero points and minima are an offset of the group times the sum of the row's lane.
 #pragma once
 
+#include <type_traits>
+
 #include "packed.h"
 
 namespace kv {
@@ -62,42 +64,61 @@ struct Int8Rows {
     float *const scales = scale + row * lanes, *const sums = sum + row * lanes;
     int32_t* const starts = start + row * lanes;
     for (int64_t first = 0; first < lanes * per; first += block) {
-      const int count = static_cast<int>(inputs - first < block ? (inputs > first ? inputs - first : 0) : block);
-      int8_t rounded[kBlockInputs] = {};
-      const float factor = round_block(x + first, count, rounded);
-      for (int i = 0; i < block && first + i < lanes * per; i += static_cast<int>(per)) {
+      float padded[kBlockInputs] = {};
+      const float* from = x + first;
+      if (inputs - first < block) {
+        if (inputs > first) memcpy(padded, from, static_cast<size_t>(inputs - first) * sizeof(float));
+        from = padded;
+      }
+      int8_t rounded[kBlockInputs];
+      const float factor = round_block(from, block, rounded);
+      for (int64_t i = 0; i < block && first + i < lanes * per; i += per) {
         const int64_t lane = (first + i) / per;
-        int total = 0;
-        for (int j = 0; j < per; ++j) total += rounded[i + j];
+        uint64_t all = 0;
+        memcpy(&all, rounded + i, static_cast<size_t>(per));
+        const int total = sum_of_bytes(all);
         scales[lane] = factor, sums[lane] = factor * static_cast<float>(total);
         starts[lane] = -total * (1 << (bits - 1));
-        if (bits == 8) {
-          memcpy(to + lane * 4, rounded + i, 4);
-          continue;
-        }
-        int8_t* const low = to + lane / W * W * 8 + lane % W * 4;
-        for (int j = 0; j < 4; ++j) low[j] = rounded[i + 2 * j], low[4 * W + j] = rounded[i + 2 * j + 1];
+        const uint32_t low = bits == 8 ? static_cast<uint32_t>(all) : even_bytes(all), high = even_bytes(all >> 8);
+        int8_t* const place = to + (bits == 8 ? lane * 4 : lane / W * W * 8 + lane % W * 4);
+        memcpy(place, &low, sizeof low);
+        if (bits == 4) memcpy(place + 4 * W, &high, sizeof high);
       }
     }
   }
 
-  // The numbers over what is returned, to the nearest integer.
+  // Bytes 0, 2, 4 and 6.
+  static uint32_t even_bytes(uint64_t x) {
+    x &= 0x00ff00ff00ff00ff, x = (x | x >> 8) & 0x0000ffff0000ffff;
+    return static_cast<uint32_t>(x | x >> 16);
+  }
+  // Of eight signed ones.
+  static int sum_of_bytes(uint64_t x) {
+    x ^= 0x8080808080808080;
+    const uint64_t pairs = (x & 0x00ff00ff00ff00ff) + (x >> 8 & 0x00ff00ff00ff00ff);
+    return static_cast<int>(pairs * 0x0001000100010001 >> 48) - 8 * 128;
+  }
+
+  // `count` numbers, whole vectors, over what is returned, to the nearest integer.
   static float round_block(const float* x, int count, int8_t* to) {
-    float highest = 0.0f, unusable = 0.0f;
-    for (int i = 0; i < count; ++i) {
-      const float size = x[i] < 0.0f ? -x[i] : x[i];
-      highest = size > highest ? size : highest, unusable += x[i] - x[i];
+    vf highest{}, unusable{};
+    for (int i = 0; i < count; i += W) {
+      const vf v = load(x + i);
+      highest = vmax(select(v < 0.0f, -v, v), highest), unusable += v - v;
     }
-    if (unusable != 0.0f) return unusable;  // NaN
-    if (highest < kLeastRounded) return 0.0f;
-    const float factor = 127.0f / highest;
-    for (int i = 0; i < count; ++i) {
-      const float shifted = x[i] * factor + 12582912.0f;  // 1.5 * 2^23 leaves the integer in the low bits
-      int32_t whole;
+    const float largest = max(highest);
+    const bool usable = KV_ISA::sum(unusable) == 0.0f;
+    const float factor = usable && largest >= kLeastRounded ? 127.0f / largest : 0.0f;
+    for (int i = 0; i < count; i += W) {
+      const vf v = factor > 0.0f ? load(x + i) * factor : vf{};
+      const vf shifted = v + 12582912.0f;  // 1.5 * 2^23 leaves the integer in the low bits
+      vi whole;
       memcpy(&whole, &shifted, sizeof whole);
-      to[i] = static_cast<int8_t>(whole);
+      typedef int8_t vs __attribute__((vector_size(W)));
+      const vs narrow = __builtin_convertvector(whole, vs);
+      memcpy(to + i, &narrow, sizeof narrow);
     }
-    return highest / 127.0f;
+    return !usable ? __builtin_nanf("") : factor > 0.0f ? largest / 127.0f : 0.0f;
   }
 };
 
@@ -146,16 +167,23 @@ static inline vf spread(const float* p, vi which) {
 #endif
 }
 
-// How a chunk's lanes find their group: lane l of chunk c is of group c W / lanes + which[l].
+// How a chunk's lanes find their group: lane l of chunk c is of group first(c) + which(c)[l]. What lies past the last
+// input is of the last group, so that no other column's scale is read.
 struct Groups {
   int64_t lanes;  // of a group; 0: there is one group
-  vi which;
+  int64_t chunks;
+  vi inside{}, end{};
 
-  Groups(const KvWeight& weight, int64_t inputs)
-      : lanes(weight.group == inputs ? 0 : weight.group / inputs_of_lane(weight.bits)), which{} {
-    for (int i = 0; i < W && lanes; ++i) which[i] = static_cast<int32_t>(i / lanes);
+  Groups(const KvWeight& weight, int64_t inputs, int64_t chunks)
+      : lanes(weight.group == inputs ? 0 : weight.group / inputs_of_lane(weight.bits)), chunks(chunks) {
+    const int64_t last = inputs / weight.group - 1 - first(chunks - 1);
+    for (int i = 0; i < W && lanes; ++i) {
+      inside[i] = static_cast<int32_t>(i / lanes);
+      end[i] = static_cast<int32_t>(i / lanes < last ? i / lanes : last);
+    }
   }
   int64_t first(int64_t chunk) const { return lanes ? chunk * W / lanes : 0; }
+  vi which(int64_t chunk) const { return chunk + 1 < chunks ? inside : end; }
 };
 
 template <int kBits>
@@ -178,22 +206,23 @@ struct Chunk {
   }
 };
 
-// kRows rows from `row` on, times kColumns columns: out[i * stride + j]. scale, offset [kColumns, room].
+// kRows rows from `row` on, times kColumns columns: out[i * stride + j]. scale, offset [kColumns, groups].
 template <int kBits, bool kOffset, int kRows, int kColumns>
 static inline void int8_tile(const KvWeight& weight, int64_t inputs, const Int8Rows& x, int64_t row, int64_t column,
-                             const Groups& groups, const float* scale, const float* offset, int64_t room, float* out,
+                             const Groups& groups, const float* scale, const float* offset, float* out,
                              int64_t stride) {
   constexpr int kParts = Chunk<kBits>::kParts;
-  const int64_t bytes = inputs * kBits / 8, lanes = x.chunks * W;
+  const int64_t bytes = inputs * kBits / 8, lanes = x.chunks * W, held = inputs / weight.group;
   const uint8_t* const w = integers_of(weight, inputs, column);
   const uint8_t turned = static_cast<uint8_t>(kBits == 4 ? excess_of(weight) * 0x11 : excess_of(weight));
   vf sums[kRows][kColumns] = {};
   for (int64_t c = 0; c < x.chunks; ++c) {
     const int64_t at = c * 4 * W, first = groups.first(c);
+    const vi which = groups.which(c);
     for (int j = 0; j < kColumns; ++j) {
       const Chunk<kBits> chunk(w + j * bytes + at, bytes - at, turned);
-      const vf s = spread(scale + j * room + first, groups.which);
-      const vf o = kOffset ? spread(offset + j * room + first, groups.which) : vf{};
+      const vf s = spread(scale + j * held + first, which);
+      const vf o = kOffset ? spread(offset + j * held + first, which) : vf{};
       for (int i = 0; i < kRows; ++i) {
         const int64_t lane = (row + i) * lanes + c * W;
         vi dots = kOffset ? vi{} : load_i(x.start + lane);
@@ -211,37 +240,34 @@ static inline void int8_tile(const KvWeight& weight, int64_t inputs, const Int8R
 template <int kBits, bool kOffset>
 static void int8_products(const KvWeight& weight, int64_t inputs, const Int8Rows& x, int64_t first, int64_t count,
                           int64_t column, int columns, float* out, int64_t stride) {
-  constexpr int kRows = W > 4 ? 4 : 2, kColumns = 2;
+  constexpr int kRows = W > 4 ? 4 : 2, kFew = 2, kMost = W > 8 ? 4 : 2;  // columns of a tile, and of one row's
   static thread_local Scratch<float> scratch;
-  const Groups groups(weight, inputs);
-  const int64_t held = inputs / weight.group, room = held + W;  // `spread` reads W from any group on
-  float *const scale = scratch.reserve(2 * kColumns * room), *const offset = scale + kColumns * room;
-  const auto read = [&](int64_t one, int place) {
-    read_groups(weight, inputs, one, 0, static_cast<int>(held), scale + place * room, offset + place * room);
-    for (int64_t i = held; i < room; ++i) scale[place * room + i] = offset[place * room + i] = 0.0f;
+  const Groups groups(weight, inputs, x.chunks);
+  const int64_t held = inputs / weight.group, all = columns * held;
+  float* const scale = scratch.reserve(2 * (all + W));  // `spread` reads W, and takes of these what is there
+  float* const offset = kOffset ? scale + all + W : nullptr;
+  read_groups(weight, column * held, static_cast<int>(all), scale, offset);
+  const auto tile = [&](auto rows, auto wide, int64_t i, int j) {
+    int8_tile<kBits, kOffset, decltype(rows)::value, decltype(wide)::value>(
+        weight, inputs, x, first + i, column + j, groups, scale + j * held, kOffset ? offset + j * held : nullptr,
+        out + i * stride + j, stride);
   };
-  int j = 0;
-  const auto one_column = [&] {
-    read(column + j, 0);
-    int64_t i = 0;
-    for (; i + kRows <= count; i += kRows)
-      int8_tile<kBits, kOffset, kRows, 1>(weight, inputs, x, first + i, column + j, groups, scale, offset, room,
-                                          out + i * stride + j, stride);
-    for (; i < count; ++i)
-      int8_tile<kBits, kOffset, 1, 1>(weight, inputs, x, first + i, column + j, groups, scale, offset, room,
-                                      out + i * stride + j, stride);
-  };
-  for (; count >= kRows && j + kColumns <= columns; j += kColumns) {
-    for (int k = 0; k < kColumns; ++k) read(column + j + k, k);
-    int64_t i = 0;
-    for (; i + kRows <= count; i += kRows)
-      int8_tile<kBits, kOffset, kRows, kColumns>(weight, inputs, x, first + i, column + j, groups, scale, offset, room,
-                                                 out + i * stride + j, stride);
-    for (; i < count; ++i)
-      int8_tile<kBits, kOffset, 1, kColumns>(weight, inputs, x, first + i, column + j, groups, scale, offset, room,
-                                             out + i * stride + j, stride);
+  using std::integral_constant;
+  const int64_t whole = count / kRows * kRows;
+  for (int j = 0; j < columns;) {
+    const int wide = columns - j >= kFew ? kFew : 1;
+    for (int64_t i = 0; i < whole; i += kRows)
+      if (wide == kFew)
+        tile(integral_constant<int, kRows>(), integral_constant<int, kFew>(), i, j);
+      else
+        tile(integral_constant<int, kRows>(), integral_constant<int, 1>(), i, j);
+    j += wide;
   }
-  for (; j < columns; ++j) one_column();
+  for (int64_t i = whole; i < count; ++i) {
+    int j = 0;
+    for (; j + kMost <= columns; j += kMost) tile(integral_constant<int, 1>(), integral_constant<int, kMost>(), i, j);
+    for (; j < columns; ++j) tile(integral_constant<int, 1>(), integral_constant<int, 1>(), i, j);
+  }
 }
 
 // out[i * stride + j] = row first + i times column + j, for `count` rows and `columns` columns.

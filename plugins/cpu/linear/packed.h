@@ -41,12 +41,12 @@ static inline void widen_as(int type, const void* from, int64_t first, int count
     memcpy(to, static_cast<const float*>(from) + first, static_cast<size_t>(count) * sizeof(float));
 }
 
-// Of `count` groups of a column from `first` on: an integer u, read as unsigned, stands for u scale + offset.
-static inline void read_groups(const KvWeight& weight, int64_t inputs, int64_t column, int64_t first, int count,
-                               float* scale, float* offset) {
-  const int64_t at = column * (inputs / weight.group) + first;
+// Of `count` groups of all columns' from number `at` on: an integer u, read as unsigned, stands for u scale + offset.
+// offset: nullptr where it is not asked for.
+static inline void read_groups(const KvWeight& weight, int64_t at, int count, float* scale, float* offset) {
   const int excess = excess_of(weight);
   widen_as(weight.scale_type, weight.scale, at, count, scale);
+  if (!offset) return;
   if (weight.minimum) {
     widen_as(weight.minimum_type, weight.minimum, at, count, offset);
     for (int i = 0; i < count; ++i) offset[i] -= static_cast<float>(excess) * scale[i];
@@ -65,7 +65,7 @@ static inline void dequantize(const KvWeight& weight, int64_t inputs, int64_t co
   const int64_t group = weight.group;
   const int64_t begin = first / group, groups = (first + count + group - 1) / group - begin;
   float *const scale = scratch.reserve(2 * groups), *const offset = scale + groups;
-  read_groups(weight, inputs, column, begin, static_cast<int>(groups), scale, offset);
+  read_groups(weight, column * (inputs / group) + begin, static_cast<int>(groups), scale, offset);
   const uint8_t* const bytes = integers_of(weight, inputs, column) + first * weight.bits / 8;
   const uint8_t turned = static_cast<uint8_t>(weight.bits == 4 ? excess_of(weight) * 0x11 : excess_of(weight));
   for (int i = 0; i < count;) {

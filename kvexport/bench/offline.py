@@ -68,6 +68,7 @@ def measure(engine: Engine, name: str, plan: Plan, show: Show | None = None) -> 
 
     for context in _told(plan.contexts, "prompts", show):
         for chunk in chunks:
+            _prefill(engine, prompt(min(context, 2 * chunk)), chunk)  # to warm up
             seconds = [_prefill(engine, prompt(context), chunk) for _ in range(plan.rounds)]
             rate = round(context / float(np.median(seconds)), 1)
             result.prefill.append(

@@ -118,8 +118,9 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 async def health(service: Service, _: Request) -> Response:
-    """200 as long as the process answers."""
-    return JSONResponse({"status": "ok"})
+    """200 as long as the server can answer, 500 where only a restart helps."""
+    failed = service.worker.failed
+    return JSONResponse({"status": "failed" if failed else "ok"}, 500 if failed else 200)
 
 
 async def ready(service: Service, _: Request) -> Response:

@@ -7,7 +7,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvexport.errors import EnvironmentProblem, SnapshotError
 from kvexport.serve.bodies import read_bytes
-from kvexport.serve.errors import ApiError
+from kvexport.serve.errors import ApiError, overloaded
 from kvexport.serve.service import Service
 from kvexport.serve.sessions import session_name
 
@@ -30,14 +30,18 @@ async def put_session(service: Service, request: Request) -> Response:
     except SnapshotError as error:
         raise ApiError(400, error.problem, code="invalid_session") from error
     except EnvironmentProblem as error:
-        raise ApiError(503, error.problem, code="overloaded", retry_after=5) from error
+        raise overloaded(error.problem, 5) from error
     return JSONResponse({"id": name, "object": "session"})
 
 
 async def delete_session(service: Service, request: Request) -> Response:
     """Forget a session."""
     name = _path_name(request)
-    if not await service.sessions.delete(name):
+    try:
+        known = await service.sessions.delete(name)
+    except EnvironmentProblem as error:
+        raise overloaded(error.problem, 5) from error
+    if not known:
         raise _none(name)
     return JSONResponse({"id": name, "object": "session", "deleted": True})
 

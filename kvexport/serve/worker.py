@@ -120,6 +120,7 @@ class Worker:
         self.pending = 0  # requests that have not finished, or are on their way here
         self.generated = 0  # tokens, of all requests
         self.draining = False
+        self.failed = False  # its thread has ended by itself: nothing will be answered any more
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any] | None]] = queue.SimpleQueue()
@@ -141,8 +142,10 @@ class Worker:
         return self._thread is not None and self._thread.is_alive() and not self.draining
 
     def call(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """What `function` returns in the engine's thread, between two steps."""
+        """What `function` returns in the engine's thread, between two steps. Raises ApiError where that has ended."""
         assert self._loop is not None
+        if self.failed:
+            raise _failed()
         future: asyncio.Future[T] = self._loop.create_future()
         self._calls.put((function, future))
         return future
@@ -150,6 +153,8 @@ class Worker:
     async def submit(self, job: Job) -> None:
         """Let the requests of a job wait for lanes. `cancel` must follow, whatever happens. Raises ApiError where there
         is no room, UsageError for a request that cannot be answered."""
+        if self.failed:
+            raise _failed()
         if self.draining:
             raise overloaded("the server is shutting down", 5)
         count = len(job.requests)
@@ -189,6 +194,15 @@ class Worker:
             while self._thread.is_alive():
                 await asyncio.sleep(0.005)
 
+    def _fail(self) -> None:
+        self.failed = True
+        for job in self._jobs:
+            job.fail(_failed())
+        while not self._calls.empty():
+            _, future = self._calls.get()
+            if future is not None:
+                _settle(future, None, _failed())
+
     def _post(self, updates: Sequence[tuple[Job, Update]]) -> None:
         for job, update in updates:
             self.pending -= update.finish_reason is not None
@@ -201,10 +215,15 @@ class Worker:
     # Of the engine's thread.
 
     def _run(self) -> None:
-        while not self._ending:
-            self._make_calls()
-            if self.engine.busy and not self._ending:
-                self._step()
+        try:
+            while not self._ending:
+                self._make_calls()
+                if self.engine.busy and not self._ending:
+                    self._step()
+        except BaseException:
+            log.critical("the engine's thread has failed: the server answers nothing any more", exc_info=True)
+            self._to_loop(self._fail)
+            return
         for job in {entry.job for entry in self._entries.values()}:
             self._cancel(job)
         self._make_calls(wait=False)
@@ -275,6 +294,10 @@ class Worker:
         assert self._loop is not None
         with suppress(RuntimeError):  # the loop is closed: nobody is there to hear it
             self._loop.call_soon_threadsafe(function, *arguments)
+
+
+def _failed() -> ApiError:
+    return ApiError(500, "the engine has failed; the server's log says why", code="engine_failed")
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:

@@ -155,6 +155,33 @@ def test_a_request_that_fails_fails_alone(server: Running, monkeypatch: pytest.M
     assert server.ask(CHAT, SHORT)[0] == 200
 
 
+def test_when_the_engine_s_thread_fails_everybody_is_told_at_once(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(BaseException):
+        pass
+
+    with running(engine) as server:
+        worker = server.service.worker
+        stream = RawClient(server.url, "/v1/completions", {"prompt": "a", "max_tokens": 400, "stream": True})
+        stream.read_until(b"data:")
+
+        def step() -> None:
+            raise Broken
+
+        monkeypatch.setattr(engine, "step", step)
+        assert b"engine_failed" in stream.read_until(b"engine_failed")
+        stream.close()
+        wait_until(lambda: worker.failed)
+        for path, body in (("/v1/completions", {"prompt": "a"}), ("/stats/slots?lane=0&layer=0&head=0", None)):
+            status, _, error = server.ask(path, body)
+            assert (status, error["error"]["code"]) == (500, "engine_failed")
+        assert server.ask("/health")[0] == 500 and server.ask("/ready")[0] == 503
+        monkeypatch.undo()
+        for request in engine.running():
+            engine.cancel(request.id)
+
+
 def test_a_silent_stream_is_kept_alive(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     step = Engine.step
 

@@ -136,6 +136,9 @@ def test_an_answer_is_given_though_its_session_cannot_be_kept(
 
     monkeypatch.setattr(SessionStore, "put", full)
     assert chat(server, ASKED, "seven")[0] == chat(server, ASKED)[0]
+    monkeypatch.setattr(SessionStore, "delete", full)
+    status, headers, error = server.ask("/v1/sessions/seven", method="DELETE")
+    assert (status, headers["retry-after"], error["error"]["code"]) == (503, "5", "overloaded")
 
 
 @pytest.mark.parametrize(

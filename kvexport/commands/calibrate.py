@@ -1,9 +1,11 @@
-"""`kvexport calibrate`: the layers that recall hangs on, and the recipe's line that keeps them whole."""
+"""`kvexport calibrate`: the layers that recall hangs on, and the recipe's line that keeps them whole; or what
+each layer needs of the budget for a text."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -14,23 +16,31 @@ from kvexport.commands.output import print_result, read_text
 def calibrate(
     recipe: RecipeOption,
     overrides: SetOption = None,
+    of: Annotated[
+        Literal["recall", "text"],
+        typer.Option(help="What is to be kept: answers about a text (whole layers), or how it goes on (shares)."),
+    ] = "recall",
     length: Annotated[
         int | None, typer.Option(min=128, max=2**31 - 1, help="Tokens of a text; default 1000, or what has room.")
     ] = None,
-    passages: Annotated[int, typer.Option(min=1, help="Texts, with six questions each.")] = 4,
+    passages: Annotated[int, typer.Option(min=1, help="Texts; of recall with six questions each.")] = 4,
     seed: Annotated[int, typer.Option(min=0, help="Of the facts and their places.")] = 0,
     text: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Put facts into this text, not into Python's manual.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Of this text, not of Python's manual (recall) or library (text)."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure which layers find facts in a text again, and which of them the recipe's budget can keep whole."""
+    """Measure which layers find facts in a text again, and which of them the recipe's budget can keep whole; or how the
+    layers should share it."""
     from kvexport.packages import require
 
     require("calibrate")
-    from kvexport.evaluate.calibrate import calibrate as measure
+    from kvexport.evaluate.calibrate import Calibration, calibrate
+    from kvexport.evaluate.shares import Shares, calibrate_text
     from kvexport.terminal import show
 
     source = None if text is None else read_text(text)
+    measure: Callable[..., Calibration | Shares] = calibrate if of == "recall" else calibrate_text
     found = measure(recipe, overrides or (), length=length, passages=passages, seed=seed, text=source, progress=show)
     print_result(as_json, found.to_json, found.sections)

@@ -70,6 +70,8 @@ GROUPS: dict[str, list[str]] = {
         "ballot:cache.recent=0.3:order=least-attended",
         "ballot:cache.recent=0.75:order=least-attended",
     ],
+    # Of the recipes *-listed: budgets by what each layer's evictions cost a text.
+    "listed": ["h2o", "keepkv", "ballot"],
     "votes": [f"ballot:votes_max={n}" for n in (8, 16, 32, 64, 1_000_000)],
 }
 

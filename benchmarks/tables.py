@@ -38,6 +38,8 @@ FIGURES = {
     ),
     "smollm2-135m-base": (("text", "kl"),),
 }
+# Models with a recipe of measured layer budgets.
+LISTED = ("tiny", "small", "smollm2-135m")
 # Methods whose samples' own figures are kept, beside one of them.
 PAIRED = {"smollm2-135m-base": "keepkv"}
 # What README.md shows of a table.
@@ -131,6 +133,28 @@ def _by_budget(rows: list[Any], found: dict[tuple[str, float], Any], figure: str
         cells = ["" if e is None else f"**{shown(e)}**" if e["value"] == top else shown(e) for e, top in estimates]
         lines.append((name_of(label), *cells))
     return table(("method", *(BUDGETS[b] for b in budgets)), *lines)
+
+
+def listed() -> str:
+    """`ballot` in measured layer budgets (recipes *-listed) beside the best of all methods in their own, by KL."""
+    lines = []
+    for model in LISTED:
+        if not (ROOT / "benchmarks" / "results" / f"sweep-{model}-listed.json").exists():
+            continue  # not measured yet
+        others = load(f"sweep-{model}-base")["groups"]["methods"]["rows"]
+        for row in load(f"sweep-{model}-listed")["groups"]["listed"]["rows"]:
+            if row["label"] != "ballot":
+                continue
+            for task, score in row["scores"].items():
+                beside = {r["label"]: r["scores"][task] for r in others if r["budget"] == row["budget"]}
+                best = min(beside, key=lambda label: beside[label]["kl"]["value"])
+                less = score["kl"]["value"] / beside[best]["kl"]["value"] - 1
+                cells = [name_of(best), shown(beside[best]["kl"]), shown(score["kl"]), f"{less:+.0%}"]
+                right = [x["accuracy"] for x in (beside[best], score)]
+                cells += ["" if x is None else f"{x['value']:.2f}" for x in right]
+                lines.append((model, task, BUDGETS[row["budget"]], *cells))
+    header = ("model", "task", "budget", "best other", "its KL", "listed", "change", "its recall", "listed's")
+    return table(header, *lines)
 
 
 def settings(recipe: str) -> str:
@@ -261,6 +285,7 @@ def tables() -> dict[str, str]:
     found |= {"recall layers": recall_layers(), "recall differences": recall_differences()}
     for asked in ("unknown", "known"):
         found[f"recall {asked}"] = recall(2000, known=asked == "known")
+    found["listed"] = listed()
     for recipe, figures in FIGURES.items():
         found |= {f"{recipe} {task} {figure}": compared(recipe, task, figure) for task, figure in figures}
         if recipe in PAIRED:

@@ -104,7 +104,11 @@ def calibrate_text(
         shape = read_model(own.recipe)
     length = length or min(LENGTH, own.recipe.limits.max_length)
     slots = max(1, length // KEPT)
-    layers = plan_cache(_sized(own.resolved, length, slots), shape.geometry).layers
+    try:
+        layers = plan_cache(_sized(own.resolved, length, slots), shape.geometry).layers
+    except UsageError as error:
+        problem = f"an eighth of {length} tokens is too little for a layer alone: {error.problem}"
+        raise UsageError(problem, "--length with more tokens, or fewer cache.sinks or cache.recent") from error
     language = _language(shape.checkpoint.path, text)
     texts = [language.text(np.random.default_rng([seed, i]), length) for i in range(passages)]
     with tempfile.TemporaryDirectory(prefix="kvexport-calibrate-") as folder:

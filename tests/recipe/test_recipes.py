@@ -29,6 +29,7 @@ SMOLLM2 = tuple(f"smollm2-135m-{name}" for name in ("base", "full", "keepkv", "b
 # The recent share of the budget that a method wants; half otherwise.
 RECENT = {"tiny-ballot": 0.3, "tiny-kvslimmer": 0.25, "tiny-asymkv": 0.25}
 OTHERS = ("smollm2-135m-chat", "smollm2-135m-recall", "keepkv-paper")
+LISTED = {"tiny": 2, "small": 6, "smollm2-135m": 30}  # layers
 HUB = {
     "llama2-7b-keepkv": ("meta-llama/Llama-2-7b-hf", 4096),
     "llama2-13b-keepkv": ("meta-llama/Llama-2-13b-hf", 4096),
@@ -40,7 +41,7 @@ HUB = {
 
 def test_every_shipped_recipe_loads_and_the_base_says_that_it_is_one() -> None:
     listed = {info.name: info for info in list_recipes()}
-    assert set(listed) == {*TINY, *SMALL_RECIPES, *SMOLLM2, *HUB, *OTHERS}
+    assert set(listed) == {*TINY, *SMALL_RECIPES, *SMOLLM2, *HUB, *OTHERS, *(f"{m}-listed" for m in LISTED)}
     for name, info in listed.items():
         assert not info.problem
         assert info.description
@@ -51,6 +52,15 @@ def test_every_shipped_recipe_loads_and_the_base_says_that_it_is_one() -> None:
             assert json.loads(json.dumps(loaded.resolved, allow_nan=False)) == loaded.resolved
     assert [name for name, info in listed.items() if info.base] == ["keepkv-paper"]
     assert listed["keepkv-paper"].model is None
+
+
+@pytest.mark.parametrize("model", LISTED)
+def test_a_recipe_of_measured_budgets_is_ballots_in_the_same_slots(model: str) -> None:
+    listed, ballot = (load_recipe(f"{model}-{name}").recipe for name in ("listed", "ballot"))
+    uniform = listed.model_copy(update={"cache": ballot.cache, "description": ballot.description})
+    assert uniform == ballot
+    slots = allocate(listed, LISTED[model])
+    assert sum(slots) == ballot.budget * LISTED[model] and max(slots) > 1.5 * ballot.budget
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -100,7 +101,8 @@ class Request:
     wait the lowest comes first, then the one that came first. deadline: by `time.monotonic()`, in seconds; a request
     that has no lane until then ends by a DeadlineError.
 
-    The rest is the engine's to write. id: its number there, from 1. lane: while it holds one. ids: the tokens of
+    The rest is the engine's to write. id: its number there, from 1. lane: while it holds one. begun: when it got it, by
+    `time.perf_counter()`. ids: the tokens of
     `start` and of the prompt [n] int64. done: how many of them are read. cached_tokens: how many of them it did not
     have to read. tokens: the answer. error: why it finished by "error". timing: its call's, or its own. prompt_end: for
     its forks, until they have begun. keys, borders: see `Prefixes`.
@@ -118,6 +120,7 @@ class Request:
     id: int = field(default=0, init=False)
     state: State = field(default=WAITING, init=False)
     lane: int = field(default=-1, init=False)
+    begun: float = field(default=0.0, init=False)
     ids: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64), init=False)
     done: int = field(default=0, init=False)
     tokens: list[Token] = field(default_factory=list, init=False)
@@ -188,6 +191,7 @@ class Request:
         if self.fork_of is not None:
             self.skip(len(self.ids))
         self.state, self.lane = PREFILLING if self.unread else DECODING, lane
+        self.begun = time.perf_counter()
 
     def skip(self, done: int) -> None:
         """So many ids are read already, by another request."""

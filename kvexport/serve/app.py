@@ -50,6 +50,8 @@ def create_app(engine: Engine, settings: ServeSettings | None = None) -> Starlet
         finally:
             await service.worker.close()
             await service.sessions.flush()
+            if service.tracing is not None:
+                service.tracing.close()
 
     routes: list[tuple[str, str, Handler]] = [
         ("GET", "/", page),
@@ -90,6 +92,8 @@ def _cors(settings: ServeSettings) -> list[Middleware]:
 
 
 async def _answer(service: Service, handler: Handler, request: Request) -> Response:
+    if service.tracing is not None:
+        service.tracing.heard(request.headers)
     try:
         return await handler(service, request)
     except ClientGone:

@@ -21,6 +21,7 @@ from kvexport.runtime.request import Request as EngineRequest
 from kvexport.runtime.session import next_turn
 from kvexport.runtime.snapshot import Snapshot
 from kvexport.runtime.tools import calls_grammar, check_tools, choose, form_of
+from kvexport.serve import tracing
 from kvexport.serve.bodies import read_bytes
 from kvexport.serve.conversation import Conversation, Prepared
 from kvexport.serve.errors import ApiError, api_error, overloaded
@@ -77,7 +78,8 @@ class Service:
         self.session_bytes = session_bytes(engine.manifest)
         self.lanes = engine.reserve()  # the memory of the state is taken now, and no more later
         self.responses = ResponseStore()
-        self.worker = Worker(engine, self.metrics, engine.max_batch + settings.queue)
+        self.tracing = tracing.start(self.model)
+        self.worker = Worker(engine, self.metrics, engine.max_batch + settings.queue, self.tracing)
         # Prompts are encoded beside the event loop, one at a time: the cores are the model's.
         self._encoders = anyio.CapacityLimiter(1)
 
@@ -227,6 +229,7 @@ class Service:
     async def submit(self, requests: Sequence[EngineRequest], *, streams: bool) -> Job:
         """Let them wait for lanes; `end` must follow. Raises ApiError where too many wait."""
         job = Job(requests, streams=streams, buffer=self.settings.buffer)
+        job.parent = None if self.tracing is None else self.tracing.parent()
         job.timer = asyncio.get_running_loop().call_later(self.settings.timeout, self._expire, job)
         try:
             await self.worker.submit(job)

@@ -18,6 +18,7 @@ from kvexport.runtime.engine import Engine
 from kvexport.runtime.request import FINISHED, FinishReason, Request, Token
 from kvexport.serve.errors import ApiError, overloaded
 from kvexport.serve.metrics import Metrics
+from kvexport.serve.tracing import Times, Tracing
 
 T = TypeVar("T")
 log = logging.getLogger("kvexport.serve")
@@ -46,6 +47,7 @@ class Job:
         self.streams = streams
         self.open = len(requests)  # requests that have not finished
         self.timer: asyncio.TimerHandle | None = None
+        self.parent: Any = None  # of its spans
         self._buffer, self._behind = buffer, 0
         self._updates: deque[Update] = deque()
         self._ready = asyncio.Event()
@@ -101,21 +103,24 @@ class Job:
 
 @dataclass
 class _Entry:
-    """A request that has not finished. sent: tokens that its job has been given. Times of time.perf_counter()."""
+    """A request that has not finished. sent: tokens that its job has been given. Times of time.perf_counter(): added,
+    first (of its first token), last (of its last one)."""
 
     job: Job
     choice: int
     added: float
     sent: int = 0
+    first: float = 0.0
     last: float = 0.0
 
 
 class Worker:
-    """Drives `engine`. room: requests that may run and wait together."""
+    """Drives `engine`. room: requests that may run and wait together. tracing: hears of every request that finished."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, room: int) -> None:
+    def __init__(self, engine: Engine, metrics: Metrics, room: int, tracing: Tracing | None = None) -> None:
         self.engine = engine
         self.metrics = metrics
+        self.tracing = tracing
         self.room = room
         self.pending = 0  # requests that have not finished, or are on their way here
         self.generated = 0  # tokens, of all requests
@@ -264,10 +269,13 @@ class Worker:
             if tokens:
                 self.generated += len(tokens)
                 self.metrics.tokens(len(tokens), now - (entry.last or entry.added), first=not entry.sent)
-                entry.sent, entry.last = entry.sent + len(tokens), now
+                entry.sent, entry.first, entry.last = entry.sent + len(tokens), entry.first or now, now
             if finished:
                 del self._entries[request.id]
                 self.metrics.finished(request, now - entry.added)
+                if self.tracing is not None:
+                    times = Times(entry.added, request.begun, entry.first, now)
+                    self.tracing.finished(request, times, entry.job.parent)
             if finished or entry.job.streams:
                 given = tokens if entry.job.streams else ()
                 updates.append((entry.job, Update(entry.choice, given, request.finish_reason, request.error)))

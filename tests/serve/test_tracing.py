@@ -1,0 +1,121 @@
+"""Spans of requests, by OpenTelemetry's own SDK."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.runtime.engine import Engine
+from kvexport.runtime.sampling import Sampler
+from kvexport.serve import tracing
+from kvexport.serve.tracing import Tracing
+from tests.support.http_server import Running, running, wait_until
+
+COMPLETE = "/v1/completions"
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OTEL_SDK_DISABLED", "OTEL_TRACES_EXPORTER", *tracing._ENDPOINTS):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def exporter() -> InMemorySpanExporter:
+    return InMemorySpanExporter()
+
+
+@pytest.fixture
+def server(engine: Engine, exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(tracing, "start", lambda model: Tracing(model, provider))
+    with running(engine) as server:
+        yield server
+
+
+def spans(exporter: InMemorySpanExporter, count: int) -> list[Any]:
+    wait_until(lambda: len(exporter.get_finished_spans()) >= count)
+    found = exporter.get_finished_spans()
+    assert len(found) == count
+    return sorted(found, key=lambda span: (span.start_time, span.name != "request"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_is_a_span_with_its_parts(server: Running, exporter: InMemorySpanExporter, stream: bool) -> None:
+    body = {"prompt": "hello", "max_tokens": 5, "ignore_eos": True, "stream": stream}
+    headers = {"traceparent": f"00-{TRACE}-{SPAN}-01"}
+    assert server.ask(COMPLETE, body, headers=headers)[0] == 200
+    whole, *parts = spans(exporter, 4)
+    assert whole.name == "request" and [part.name for part in parts] == ["queue", "prefill", "decode"]
+    assert f"{whole.context.trace_id:032x}" == TRACE and f"{whole.parent.span_id:016x}" == SPAN
+    assert all(part.parent.span_id == whole.context.span_id for part in parts)
+    edges = [parts[0].start_time, *(part.end_time for part in parts)]
+    assert [whole.start_time, *(part.start_time for part in parts[1:]), whole.end_time] == [edges[0], *edges[1:]]
+    assert edges == sorted(edges) and edges[-1] > edges[0]
+    told = dict(whole.attributes)
+    assert told["gen_ai.request.model"] == "tiny" and told["gen_ai.usage.output_tokens"] == 5
+    assert told["gen_ai.usage.input_tokens"] > 0 and list(told["gen_ai.response.finish_reasons"]) == ["length"]
+    assert "hello" not in str(told)
+
+
+def test_every_answer_has_a_span_and_one_that_fails_says_so(
+    server: Running, exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert server.ask(COMPLETE, {"prompt": "hello", "max_tokens": 2, "n": 2})[0] == 200
+    found = [span for span in spans(exporter, 8) if span.name == "request"]
+    assert [span.parent for span in found] == [None, None] and all(span.status.is_ok for span in found)
+    exporter.clear()
+
+    def fails(*_: Any) -> int:
+        raise UsageError("no such token", "another")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Sampler, "next", fails)
+        assert server.ask(COMPLETE, {"prompt": "hello", "max_tokens": 2})[0] == 400
+    whole = spans(exporter, 3)[0]
+    assert not whole.status.is_ok and whole.status.description == "UsageError"
+
+
+def test_it_is_off_unless_the_environment_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tracing.start("m") is None
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
+    assert tracing.start("m") is None
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
+    made = tracing.start("m")
+    assert made is not None and made._provider.resource.attributes["service.name"] == "kvexport"
+    made._provider.shutdown()
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
+    made = tracing.start("m")
+    assert made is not None and made._provider.resource.attributes["service.name"] == "ours"
+    made._provider.shutdown()
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    assert tracing.start("m") is None
+
+
+def test_what_cannot_be_is_refused_before_the_server_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "zipkin")
+    with pytest.raises(UsageError, match="zipkin"):
+        tracing.start("m")
+    monkeypatch.delenv("OTEL_TRACES_EXPORTER")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4318")
+    monkeypatch.setattr(tracing, "is_there", lambda module: False)
+    with pytest.raises(EnvironmentProblem, match="not installed") as error:
+        tracing.start("m")
+    assert "pip install opentelemetry-sdk" in error.value.fix
+
+
+def test_a_provider_that_is_there_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    import opentelemetry.trace
+
+    provider = TracerProvider()
+    monkeypatch.setattr(opentelemetry.trace, "get_tracer_provider", lambda: provider)
+    made = tracing.start("m")
+    assert made is not None and made._provider is provider

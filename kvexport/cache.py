@@ -13,7 +13,7 @@ import numpy as np
 from kvexport.errors import UsageError
 from kvexport.methods.slots import Rotary
 from kvexport.recipe.fields import MOST, Recipe
-from kvexport.schema.state import STATE, StateTensor
+from kvexport.schema.state import STATE, StateTensor, scales_of
 
 CONTRACT_VERSION = 6
 
@@ -37,8 +37,8 @@ class LayerGeometry:
 @dataclass(frozen=True)
 class LayerCache:
     """One layer's cache. A sequence's share of `key` is [kv_heads, capacity, key_size]; capacity - budget is the slack.
-    merges: False where the budget is the longest sequence, so that nothing is ever evicted. extra: the state tensors
-    that the method adds."""
+    merges: False where the budget is the longest sequence, so that nothing is ever evicted. dtype: of keys and values.
+    extra: the state tensors beside the contract's five: the scales of a small cache, then those of the method."""
 
     kv_heads: int
     key_size: int
@@ -155,9 +155,9 @@ def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
                 recent=recent,
                 sliding_window=layer.sliding_window,
                 merges=merges,
-                dtype=recipe.model.dtype,
+                dtype=recipe.cache_dtype,
                 rotary=layer.rotary,
-                extra=method.extra_state,
+                extra=(*scales_of(recipe.cache_dtype), *method.extra_state),
             )
         )
     if recipe.speculate.draft is not None and method.compresses and any(layer.merges for layer in layers):

@@ -16,7 +16,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from kvexport.cache import CONTRACT_VERSION, CachePlan, LayerCache
 from kvexport.errors import ArtifactError
-from kvexport.recipe.fields import MOST, MOST_LANES, ModelSection, Recipe
+from kvexport.recipe.fields import MOST, MOST_LANES, CacheSection, ModelSection, Recipe
+from kvexport.schema.state import scales_of
 
 Count = Annotated[int, Field(ge=1, le=MOST)]
 T = TypeVar("T")
@@ -142,8 +143,12 @@ def _check_layer(root: Path, place: str, layer: LayerCache) -> None:
         raise unusable(
             root, f"{place}.capacity", f"should be at least the budget {layer.budget}, found {layer.capacity}"
         )
-    if layer.dtype not in get_args(ModelSection.model_fields["dtype"].annotation):
+    types = (get_args(section.model_fields["dtype"].annotation) for section in (ModelSection, CacheSection))
+    if layer.dtype not in set().union(*types) - {"model"}:
         raise unusable(root, f"{place}.dtype", f"should be a type that a recipe can name, found {_shown(layer.dtype)}")
+    scales = scales_of(layer.dtype)
+    if layer.extra[: len(scales)] != scales:
+        raise unusable(root, f"{place}.extra", f"should begin with the scales of an {layer.dtype} cache")
 
 
 def parse_fields(root: Path, kind: type[T], data: Any, above: str = "") -> T:

@@ -124,7 +124,7 @@ def build(
             ) as writing,
         ):
             traced = trace_decoder(shape.model, shape.mode, shape.plan, last_logits=not recipe.all_logits)
-            functions = attention_functions(shape.plan, method, shape.geometry)
+            functions = attention_functions(shape.plan, method, shape.geometry, recipe.model.dtype)
             merge = _parse_merge(merge_bytes(), method)
             gc.collect()  # while the weights may still be under way
             written = writing.result()

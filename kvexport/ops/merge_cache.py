@@ -15,6 +15,7 @@ from kvexport.errors import UsageError
 from kvexport.methods.base import Method
 from kvexport.methods.primitives.pairs import rotated
 from kvexport.methods.slots import Evicted, Rotary, Slots, gather_slots
+from kvexport.ops.small_cache import dequantized, is_small, quantized, rotated_by_hadamard
 
 LAST = torch.iinfo(torch.int32).max
 
@@ -56,7 +57,8 @@ def merge_cache(
 
     Args:
         key, value: [B, H, C, D], [B, H, C, Dv]; votes: [B, H, C] float32, 0 = empty; score: [B, H, K, C] float32;
-        position: [B, H, C] int32. Used slots are a prefix, in any order. extra: the method's `extra_state`.
+        position: [B, H, C] int32. Used slots are a prefix, in any order. extra: the scales of keys and values, [B, H,
+        C] float32 each, where these are int8; then the method's `extra_state`.
         rows: three tensors whose lengths alone matter, given by the tracer, where they are symbolic: `budget` rows, the
         rows by which the fullest head is over it, one at least (see `rows_of`), and the rest of the capacity, `capacity
         - budget`.
@@ -68,6 +70,8 @@ def merge_cache(
 
     Raises UsageError where K is not the number of statistics that the method keeps.
     """
+    if is_small(key):
+        return _merge_small((key, value, votes, score, position, *extra), attributes, rows, recent)
     statistics = len(attributes.method.statistics)
     if score.shape[2] != statistics:
         found = f"the score has {score.shape[2]} statistics, {attributes.method.name} keeps {statistics}"
@@ -120,6 +124,24 @@ def merge_cache(
         padded(result.position, 2),
         *(x if axis is None else padded(x, axis) for x, axis in zip(result.extra, axes, strict=True)),
     )
+
+
+def _merge_small(
+    state: tuple[Tensor, ...],
+    attributes: MergeCacheAttributes,
+    rows: tuple[Tensor, Tensor, Tensor] | None,
+    recent: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """`merge_cache` of int8 keys and values, as float32. Methods see both rotated by the Hadamard matrix, which changes
+    no mean, product, cosine or distance; where keys are turned they see them as they are. A slot that is neither merged
+    nor turned keeps its bits: `quantized` gives back what was dequantized."""
+    key, value, votes, score, position, key_scale, value_scale, *extra = state
+    turn = rotated_by_hadamard if attributes.rotary.inverse_frequencies else torch.Tensor.float
+    wide = (turn(dequantized(key, key_scale)), dequantized(value, value_scale))
+    merged = merge_cache(*wide, votes, score, position, *extra, attributes=attributes, rows=rows, recent=recent)
+    key, key_scale = quantized(turn(merged[0]))
+    value, value_scale = quantized(merged[1])
+    return (key, value, *merged[2:5], key_scale, value_scale, *merged[5:])
 
 
 def _turned(result: Slots, votes: Tensor, held: Tensor, rotary: Rotary) -> Tensor:

@@ -30,7 +30,7 @@ from kvexport.ops.to_onnx import OPSET, to_onnx
 from kvexport.ops.vote_attention import VoteAttentionAttributes, vote_attention
 from kvexport.quiet import quiet_exporter
 from kvexport.schema.operators import MERGE_CACHE, VOTE_ATTENTION
-from kvexport.schema.state import STATE, StateTensor
+from kvexport.schema.state import STATE, StateTensor, scales_of
 
 DOMAIN = "kvexport"
 VERSION = 1
@@ -117,14 +117,16 @@ def vote_attention_function(
     heads: tuple[int, int],
     head_sizes: tuple[int, int],
     dtype: torch.dtype,
+    cache_type: str = "",
     sinks: bool = False,
 ) -> onnx.FunctionProto:
-    """The function of VoteAttention for (query heads, KV heads) and (key, value) head sizes; `sinks` adds the input
-    sink_logits."""
+    """The function of VoteAttention for (query heads, KV heads) and (key, value) head sizes. dtype: of the query;
+    cache_type: of the cache's keys and values, where it is another. `sinks` adds the input sink_logits."""
     query_heads, kv_heads = heads
     key_size, value_size = head_sizes
-    extra = attributes.method.extra_state if attributes.method else ()
+    extra = (*scales_of(cache_type), *(attributes.method.extra_state if attributes.method else ()))
     operator = VOTE_ATTENTION.with_state(extra)
+    stored = getattr(torch, cache_type) if cache_type else dtype
     sizes = {"B": 2, "H": kv_heads, "C": 8, "K": len(attributes.statistics), "D": key_size, "Dv": value_size}
     b, t = sizes["B"], 3
     arguments = [
@@ -133,7 +135,7 @@ def vote_attention_function(
         torch.zeros(b, kv_heads, t, value_size, dtype=dtype),
         torch.zeros(b, t, dtype=torch.int64),
         torch.zeros(b, 1, dtype=torch.int64),
-        *_state(STATE, sizes, dtype),
+        *_state(STATE, sizes, stored),
     ]
     batch, tokens, capacity = Dim("batch"), Dim("tokens"), Dim("capacity")
     shapes: list[dict[int, Any]] = [
@@ -145,7 +147,7 @@ def vote_attention_function(
     if sinks:
         arguments.append(torch.zeros(query_heads))
         shapes.append({})
-    arguments += _state(extra, sizes, dtype)
+    arguments += _state(extra, sizes, stored)
     shapes += _state_dims(extra, batch, capacity)
     meaning = {
         "op": "VoteAttention",
@@ -153,6 +155,7 @@ def vote_attention_function(
         "sizes": head_sizes,
         "dtype": str(dtype),
         "sinks": sinks,
+        **({"cache": cache_type} if cache_type else {}),
         **vote_attention_node_attributes(attributes),
         **(_own_meaning(attributes.method) if attributes.method else {}),
     }
@@ -210,8 +213,9 @@ def _trace_merge_cache(
     statistics: int,
     dtype: torch.dtype,
 ) -> onnx.FunctionProto:
-    operator = MERGE_CACHE.with_state(attributes.method.extra_state)
-    state = (*STATE, *attributes.method.extra_state)
+    extra = (*scales_of(str(dtype).removeprefix("torch.")), *attributes.method.extra_state)
+    operator = MERGE_CACHE.with_state(extra)
+    state = (*STATE, *extra)
     c, n, v = 8, 5, 2
     sizes = {"B": 2, "H": kv_heads, "C": c, "K": statistics, "D": head_sizes[0], "Dv": head_sizes[1]}
     given = [torch.zeros(n), torch.zeros(v), torch.zeros(c - n), torch.zeros(1, dtype=torch.int32)]

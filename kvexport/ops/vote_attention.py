@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvexport.methods.base import Method
 from kvexport.methods.slots import Call, Statistic, along
+from kvexport.ops.small_cache import dequantized, is_small, quantized, rotated_by_hadamard
 
 # The logarithm of "nothing yet", and the bias of an invisible slot. Finite, so that no subtraction of two of them is
 # NaN; adding any logit to it changes nothing in float32.
@@ -59,7 +60,8 @@ def vote_attention(
         past_score: [B, H, K, C] float32; past_position: [B, H, C] int32. Used slots are a prefix, and
         used + query_length <= C (the caller merges first).
         sink_logits: [Hq] a learned logit per head that takes probability and has no value (gpt-oss), or None.
-        past_extra: the tensors of the method's `extra_state`.
+        past_extra: the scales of keys and values, [B, H, C] float32 each, where these are int8; then the tensors of the
+        method's `extra_state`.
 
     Returns:
         output [B, Hq, T, Dv] in the query's dtype, 0 in padding rows, and the present state tensors.
@@ -81,8 +83,9 @@ def vote_attention(
     columns = torch.arange(heads, device=query.device)[None, :, None].expand(batch, heads, tokens)
     index = (rows, columns, slot)
     is_new = real[:, None, :, None]
-    present_key = past_key.index_put(index, torch.where(is_new, key, past_key[index]))
-    present_value = past_value.index_put(index, torch.where(is_new, value, past_value[index]))
+    turn = rotated_by_hadamard if is_small(past_key) else torch.Tensor.float
+    present_key, keys, *key_scale = _appended(past_key, key, index, is_new, past_extra[:1])
+    present_value, values, *value_scale = _appended(past_value, value, index, is_new, past_extra[1:2])
     age = torch.arange(capacity, dtype=torch.int32, device=query.device) - used  # [B, H, C]; 0 is the first new slot
     occupied = age < lengths[:, None]
     fresh = occupied & (age >= 0)
@@ -99,9 +102,9 @@ def vote_attention(
         bias = torch.where(visible, vote_bias(present_votes, attributes)[:, :, None, :], LOG_ZERO)
     else:
         bias = torch.where(visible, 0.0, LOG_ZERO)
-    grouped = (query.float() * attributes.scale).reshape(batch, heads, group, tokens, head_size)
+    grouped = (turn(query.float()) * attributes.scale).reshape(batch, heads, group, tokens, head_size)
     # A dimension for the group comes first: runtimes fuse a transpose only into the product it stands before.
-    logits = grouped @ present_key.float()[:, :, None].transpose(-1, -2)  # [B, H, G, T, C]
+    logits = grouped @ keys[:, :, None].transpose(-1, -2)  # [B, H, G, T, C]
     logits = capped(logits, attributes)
     biased = logits + bias[:, :, None]
     if sink_logits is None:
@@ -109,7 +112,7 @@ def vote_attention(
     else:
         column = sink_logits.float().reshape(1, heads, group, 1, 1).expand(batch, heads, group, tokens, 1)
         probability = torch.softmax(torch.cat([biased, column], dim=-1), dim=-1)[..., :-1]
-    output = (probability @ present_value.float()[:, :, None]).reshape(batch, query_heads, tokens, value.shape[3])
+    output = turn((probability @ values[:, :, None]).reshape(batch, query_heads, tokens, value.shape[3]))
     output = torch.where(is_new, output, 0.0).to(query.dtype)
 
     # Score.
@@ -125,8 +128,26 @@ def vote_attention(
         else:
             score = _probability_sum(probability, past, fresh, n, log_weight, statistic)
         updated.append(torch.where(occupied, score, past))
-    state = (present_key, present_value, present_votes, torch.stack(updated, dim=2), present_position)
-    return (output, *state, *_extra(attributes.method, past_extra, fresh, Call(query, key, value, position, real)))
+    scales = (*key_scale, *value_scale)
+    state = (present_key, present_value, present_votes, torch.stack(updated, dim=2), present_position, *scales)
+    own = past_extra[len(scales) :]
+    return (output, *state, *_extra(attributes.method, own, fresh, Call(query, key, value, position, real)))
+
+
+def _appended(
+    past: Tensor, rows: Tensor, index: tuple[Tensor, ...], is_new: Tensor, past_scale: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """Keys or values with new rows [B, H, T, D] at `index`: as they are stored, in float32, and of int8 ones the
+    scales. is_new [B, 1, T, 1]."""
+    if not is_small(past):
+        present = past.index_put(index, torch.where(is_new, rows, past[index]))
+        return present, present.float()
+    numbers, scale = quantized(rotated_by_hadamard(rows.float()))
+    # In float32, because ONNX Runtime has no Where of int8.
+    numbers = torch.where(is_new, numbers.float(), past[index].float()).to(torch.int8)
+    present = past.index_put(index, numbers)
+    present_scale = past_scale[0].index_put(index, torch.where(is_new[..., 0], scale, past_scale[0][index]))
+    return present, dequantized(present, present_scale), present_scale
 
 
 def vote_bias(votes: Tensor, attributes: VoteAttentionAttributes) -> Tensor:

@@ -160,6 +160,11 @@ class CacheSection(RecipeSection):
     slack: int | None = Field(
         None, ge=1, le=MOST, description="Slots beyond the budget; null: max(prefill_chunk, merge_every)."
     )
+    dtype: Literal["model", "int8"] = Field(
+        "model",
+        description="The type of the cache's keys and values: model.dtype; or int8, rotated and with a scale for every "
+        "slot, in about half the bytes of float16.",
+    )
     sinks: int = Field(4, ge=0, le=MOST, description="First positions, which are never evicted.")
     recent: SlotsOrShare = Field(
         0.5, description="Latest positions, which are never evicted: an integer, or a share of the layer's budget."
@@ -275,6 +280,11 @@ class Recipe(RecipeSection):
     def all_logits(self) -> bool:
         """Whether the decoder gives logits of every token of a call: where asked for, and where drafts are verified."""
         return self.export.logits == "all" or self.speculate.draft is not None
+
+    @property
+    def cache_dtype(self) -> str:
+        """The type of the cache's keys and values."""
+        return self.model.dtype if self.cache.dtype == "model" else self.cache.dtype
 
     @property
     def rotary_length(self) -> int:

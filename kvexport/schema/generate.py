@@ -17,7 +17,7 @@ from kvexport.schema.attribute import Attribute
 from kvexport.schema.layout import MAX_STATISTICS, TYPES, Field, enumerations, scalars, structs
 from kvexport.schema.operators import LINEAR_ATTRIBUTES, MERGE_CACHE, VOTE_ATTENTION, schema_digest
 from kvexport.schema.policy import POLICY
-from kvexport.schema.state import STATE
+from kvexport.schema.state import SCALES, STATE, StateTensor
 
 ROOT = Path(__file__).parent.parent.parent
 WIDTH = 120
@@ -33,7 +33,8 @@ def header() -> str:
         "// (../cuda/kvexport_cuda.h).",
         WRITTEN,
         '#pragma once\n\n#include <stddef.h>\n#include <stdint.h>\n\n#ifdef __cplusplus\nextern "C" {\n#endif\n',
-        "// Types of tensors; KV_BFLOAT16 on CUDA alone. Scores, votes and arithmetic are float32 in all three.",
+        "// Types of tensors; KV_BFLOAT16 on CUDA alone, KV_INT8 of caches on the CPU alone. Scores, votes and",
+        "// arithmetic are float32 in all.",
         _enum("", TYPES),
         *(_enum(prefix, words) for prefix, words in enumerations().items()),
         f"enum {{ KV_MAX_STATISTICS = {MAX_STATISTICS} }};",
@@ -121,15 +122,20 @@ def _read(a: Attribute) -> list[str]:
 def tables() -> dict[str, str]:
     """The tables of docs/contract.md by their names."""
     return {
-        "state": _table(
-            ("tensor (`past_key_values.{i}.` in, `present.{i}.` out)", "shape", "type", "meaning"),
-            [(f"`{x.name}`", ",".join(map(str, x.dims)), x.dtype, x.meaning) for x in STATE],
-        ),
+        "state": _state(STATE),
+        "scales": _state(SCALES),
         "VoteAttention": _attributes(VOTE_ATTENTION.attributes),
         "MergeCache": _attributes(a for a in MERGE_CACHE.attributes if a.name not in {p.name for p in POLICY}),
         "MergePolicy": _attributes(POLICY),
         "Linear": _attributes(LINEAR_ATTRIBUTES),
     }
+
+
+def _state(tensors: Iterable[StateTensor]) -> str:
+    return _table(
+        ("tensor (`past_key_values.{i}.` in, `present.{i}.` out)", "shape", "type", "meaning"),
+        [(f"`{x.name}`", ",".join(map(str, x.dims)), x.dtype, x.meaning) for x in tensors],
+    )
 
 
 def _attributes(attributes: Iterable[Attribute]) -> str:

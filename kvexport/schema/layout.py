@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from kvexport.schema.attribute import Attribute
 from kvexport.schema.operators import MERGE_CACHE, STATISTIC_KINDS, VOTE_ATTENTION, Operand, Operator
 from kvexport.schema.policy import POLICY
-from kvexport.schema.state import DIMENSIONS, STATE
+from kvexport.schema.state import DIMENSIONS, SCALES, STATE
 
 MAX_STATISTICS = 8
-TYPES = ("float32", "float16", "bfloat16")  # of queries and caches, in the order of their numbers
+TYPES = ("float32", "float16", "bfloat16", "int8")  # of queries and caches, in the order of their numbers
 _C_TYPES = {"query": "void", "cache": "void", "float32": "float", "int32": "int32_t", "int64": "int64_t"}
 
 
@@ -39,6 +39,10 @@ def structs() -> dict[str, list[Field]]:
     """Every struct by its name, in an order in which each knows those before it."""
     return {
         "KvState": [Field(_C_TYPES[x.dtype] + "*", x.name, _dims(x.dims)) for x in STATE],
+        "KvScales": [
+            Field(_C_TYPES[x.dtype] + "*", x.name.removesuffix("_scale"), f"{_dims(x.dims)}, or nullptr")
+            for x in SCALES
+        ],
         "KvStatistic": [
             Field("int", "kind"),
             Field("float", "decay"),
@@ -57,6 +61,7 @@ def structs() -> dict[str, list[Field]]:
             *(_pointer(x, const=True) for x in VOTE_ATTENTION.inputs if not x.name.startswith("past_")),
             *_STATES,
             *(_pointer(x, const=False) for x in VOTE_ATTENTION.outputs if not x.name.startswith("present_")),
+            *_SCALES,
         ],
         "KvMergeCache": [
             Field("int", "cache_type", "of the state's keys and values"),
@@ -73,6 +78,7 @@ def structs() -> dict[str, list[Field]]:
             ),
             Field("const float*", "inverse_frequencies", "[rotary_planes]"),
             *_STATES,
+            *_SCALES,
         ],
     }
 
@@ -80,6 +86,10 @@ def structs() -> dict[str, list[Field]]:
 _STATES = (
     Field("KvState", "past", "only read; a tensor may be the same buffer in `present`, and is then updated in place"),
     Field("KvState", "present"),
+)
+_SCALES = (
+    Field("KvScales", "past_scales", "of keys and values that are int8, as the states"),
+    Field("KvScales", "present_scales"),
 )
 
 

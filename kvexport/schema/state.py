@@ -83,4 +83,17 @@ STATE = (
     ),
     StateTensor("position", ("B", "H", "C"), "int32", "absolute position of the slot's latest token"),
 )
+# Of a cache whose keys and values are int8.
+SCALES = (
+    StateTensor("key_scale", ("B", "H", "C"), "float32", "what a key's numbers are multiples of"),
+    StateTensor("value_scale", ("B", "H", "C"), "float32", "what a value's numbers are multiples of"),
+)
+SMALL = ("int8",)  # types of keys and values that go with scales
+
+
+def scales_of(dtype: str) -> tuple[StateTensor, ...]:
+    """The state tensors that a cache of this type of keys and values has beside the five."""
+    return SCALES if dtype in SMALL else ()
+
+
 STATE_NAMES = tuple(tensor.name for tensor in STATE)

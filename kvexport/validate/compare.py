@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvexport.cache import LayerCache
 from kvexport.methods.base import Method
+from kvexport.schema.state import SMALL
 
 Array = NDArray[Any]
 NOTHING_YET = 1e29  # a logarithmic score beyond this is ln(0)
@@ -33,15 +34,18 @@ class Tolerance:
 # Each is given what the other was given, so that no error is magnified by a layer. Measured on SmolLM2-135M-Instruct,
 # with text and with random tokens, in float32: hidden states 7e-7 in the median and 6e-6 at the most, keys and values
 # 1e-6, logarithms of scores 1.1e-5. A float16 model rounds between the operators of a layer, PyTorch's more often than
-# the engine: 1.2e-3 and 1.8e-2, 1.5e-3, 2.4e-2.
+# the engine: 1.2e-3 and 1.8e-2, 1.5e-3, 2.4e-2. A number of an int8 cache is one step higher or lower where rounding
+# decides between the two, and a step is 1/127 of the row's largest number.
 LAYERS = {
     "float32": Tolerance(1e-5, 1e-5, 1e-4, 1e-4, 2.0**-22),
     "float16": Tolerance(3e-2, 1e-2, 1e-1, 1e-4, 2.0**-9),
+    "int8": Tolerance(2e-2, 2e-2, 1e-1, 1e-4, 2.0**-9),
 }
 # Merges are float32 arithmetic whatever the type of the cache, and rounded to it once.
 MERGES = {
     "float32": Tolerance(1e-5, 1e-5, 1e-4, 1e-4, 2.0**-22),
     "float16": Tolerance(2e-3, 2e-3, 1e-4, 1e-4, 2.0**-9),
+    "int8": Tolerance(2e-2, 2e-2, 1e-4, 1e-4, 2.0**-9),
 }
 
 # Of the decoder as a whole, where a backend has no graph to cut: the first layer is held as above, a later one to what
@@ -49,7 +53,14 @@ MERGES = {
 WHOLE = {
     "float32": Tolerance(1e-3, 1e-3, 1e-2, 1e-4, 2.0**-22),
     "float16": Tolerance(3e-1, 3e-1, 3e-1, 1e-4, 2.0**-9),
+    "int8": Tolerance(3e-1, 3e-1, 3e-1, 1e-4, 2.0**-9),
 }
+
+
+def tolerance_of(table: Mapping[str, Tolerance], *types: str) -> Tolerance:
+    """What `table` allows for the largest of these types' roundings, those of the model and of the cache."""
+    found = [table[name] for name in types]
+    return Tolerance(*(max(getattr(x, part.name) for x in found) for part in fields(Tolerance)))
 
 
 @dataclass(frozen=True)
@@ -86,14 +97,25 @@ def worst(tensor: str, difference: Array, allowed: Array | float) -> Difference 
     return Difference(tensor, float(difference[at]), float(allowed[at]), int(at[0]), head, int(at[-1]))
 
 
+def named_state(layer: LayerCache, state: Sequence[Array]) -> dict[str, Array]:
+    """A layer's tensors by their names. Keys and values of a small cache as what they stand for, in float32; so without
+    scales."""
+    named = {tensor.name: x for tensor, x in zip(layer.state, state, strict=True)}
+    if layer.dtype in SMALL:
+        for name in ("key", "value"):
+            named[name] = named[name].astype(np.float32) * named.pop(f"{name}_scale")[..., None].astype(np.float32)
+    return named
+
+
 def state_difference(
     layer: LayerCache, method: Method, ours: Sequence[Array], theirs: Sequence[Array], tolerance: Tolerance
 ) -> Difference | None:
     """The first tensor of a layer's state [B, H, ...] that differs by more than `tolerance`: positions and what no
     operator computes exactly, keys and values by their norms, votes and scores by their sizes."""
-    named = {tensor.name: pair for tensor, pair in zip(layer.state, zip(ours, theirs, strict=True), strict=True)}
-    for name in ("position", "votes", "key", "value", "score", *(t.name for t in layer.extra)):
-        a, b = named[name]
+    of_ours, of_theirs = named_state(layer, ours), named_state(layer, theirs)
+    first = ("position", "votes", "key", "value", "score")
+    for name in (*first, *(name for name in of_ours if name not in first)):
+        a, b = of_ours[name], of_theirs[name]
         if np.array_equal(a, b):
             continue
         if found := _tensor_difference(name, method, a, b, tolerance):

@@ -22,8 +22,10 @@ from kvexport.validate.compare import (
     Difference,
     Tolerance,
     largest_differences,
+    named_state,
     norm,
     state_difference,
+    tolerance_of,
     worst,
 )
 from kvexport.validate.cut import CutDecoder
@@ -50,7 +52,8 @@ class Comparison:
     ) -> None:
         self.engine, self.runners, self.reference, self.result = engine, runners, reference, result
         self.plan, self.method, self.dtype = engine.plan, reference.method, engine.manifest.recipe.model.dtype
-        self.tolerance, self.merge_tolerance = LAYERS[self.dtype], MERGES[self.dtype]
+        types = (self.dtype, engine.manifest.recipe.cache_dtype)
+        self.tolerance, self.merge_tolerance, self.whole = (tolerance_of(x, *types) for x in (LAYERS, MERGES, WHOLE))
         decoder = engine.path / engine.manifest.graphs.decoder
         self.cut = CutDecoder(decoder, self.dtype, runners.open_decoder) if runners.open_decoder else None
         limits, batch = engine.manifest.limits, len(result.tokens)
@@ -100,11 +103,11 @@ class Comparison:
             self._note(phase, None, self._logits(feed, *logits, largest, self.tolerance))
         elif separate is not None:
             for layer in range(len(self.plan.layers)):
-                tolerance = WHOLE[self.dtype] if layer else self.tolerance
+                tolerance = self.whole if layer else self.tolerance
                 self._note(phase, layer, [self._state(layer, separate, present, tolerance)])
                 self._largest(layer, separate, present, largest)
             logits = (separate["logits"], present["logits"])
-            self._note(phase, None, self._logits(feed, *logits, largest, WHOLE[self.dtype]))
+            self._note(phase, None, self._logits(feed, *logits, largest, self.whole))
         if not np.array_equal((outputs if self.cut else separate or {})["present_length"], present["present_length"]):
             self.result.note(Mismatch(len(self.result.steps), phase, None, "length", 1.0))
         if separate is not None and whole:
@@ -200,26 +203,31 @@ class Comparison:
     def _largest(
         self, i: int, outputs: Arrays, present: Arrays, largest: dict[str, float], heads: NDArray[Any] | None = None
     ) -> None:
-        for tensor in self.plan.layers[i].state:
-            size = largest_differences(tensor.name, outputs[tensor.present(i)], present[tensor.present(i)], heads)
-            largest[tensor.name] = max(largest.get(tensor.name, 0.0), size)
+        ours, theirs = (self._named(i, state) for state in (outputs, present))
+        for name, x in ours.items():
+            largest[name] = max(largest.get(name, 0.0), largest_differences(name, x, theirs[name], heads))
+
+    def _named(self, i: int, present: Arrays) -> dict[str, NDArray[Any]]:
+        layer = self.plan.layers[i]
+        return named_state(layer, [present[tensor.present(i)] for tensor in layer.state])
 
     def _against_float64(self, phase: str, feed: Arrays, separate: Arrays, present: Arrays) -> None:
         exact = self.reference.decode_in_float64(feed)
         for i, layer in enumerate(self.plan.layers):
-            for tensor in layer.state[:2]:
-                truth, past = exact[tensor.present(i)], feed[tensor.past(i)]
-                new = norm(present[tensor.present(i)].astype(np.float64) - past) > 0
-                self._add_errors((phase, tensor.name), separate, present, tensor.present(i), truth, new)
-        truth = exact["logits"]
-        real = _real(feed) if truth.shape[1] == feed["input_ids"].shape[1] else feed["query_length"] > 0
-        self._add_errors((phase, "logits"), separate, present, "logits", truth, real)
+            past = named_state(layer, [feed[tensor.past(i)] for tensor in layer.state])
+            ours, theirs, truth = (self._named(i, state) for state in (separate, present, exact))
+            for name in ("key", "value"):
+                new = norm(theirs[name].astype(np.float64) - past[name]) > 0
+                self._add_errors((phase, name), ours[name], theirs[name], truth[name], new)
+        logits = exact["logits"]
+        real = _real(feed) if logits.shape[1] == feed["input_ids"].shape[1] else feed["query_length"] > 0
+        self._add_errors((phase, "logits"), separate["logits"], present["logits"], logits, real)
 
     def _add_errors(
-        self, at: tuple[str, str], ours: Arrays, theirs: Arrays, name: str, truth: NDArray[Any], rows: NDArray[Any]
+        self, at: tuple[str, str], ours: NDArray[Any], theirs: NDArray[Any], truth: NDArray[Any], rows: NDArray[Any]
     ) -> None:
         size = np.maximum(norm(truth)[rows], 1e-30)
-        engine, pytorch = (norm(x[name].astype(np.float64) - truth)[rows] / size for x in (ours, theirs))
+        engine, pytorch = (norm(x.astype(np.float64) - truth)[rows] / size for x in (ours, theirs))
         self.errors[at].append((np.nan_to_num(engine, nan=np.inf), pytorch))
 
     def _in_place(self, feed: Arrays, separate: Arrays) -> None:

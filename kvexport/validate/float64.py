@@ -19,7 +19,8 @@ EXACT = (
     "index", "gather", "scatter", "index_put", "index_select", "where", "cat", "stack", "view", "_unsafe_view",
     "expand", "clone", "_to_copy", "slice", "select", "transpose", "t", "permute", "unsqueeze", "squeeze", "sort",
     "max", "min", "amax", "amin", "maximum", "minimum", "clamp", "zeros_like", "ones_like", "full_like", "new_zeros",
-    "arange", "scalar_tensor", "neg", "abs", "alias", "detach", "lift_fresh", "full", "fill", "copy", "embedding",
+    "arange", "scalar_tensor", "neg", "abs", "round", "alias", "detach", "lift_fresh", "full", "fill", "copy",
+    "embedding",
 )  # fmt: skip
 
 

@@ -60,7 +60,7 @@ def validate_artifact(
     """
     require_packages()
     from kvexport.export.build import read_model
-    from kvexport.validate.compare import LAYERS
+    from kvexport.validate.compare import LAYERS, tolerance_of
     from kvexport.validate.comparison import Comparison
     from kvexport.validate.divergence import compared_positions, measure_divergence
     from kvexport.validate.reference import TorchReference, full_logits
@@ -71,6 +71,11 @@ def validate_artifact(
     recipe = manifest.recipe
     if telemetry and manifest.cache.cache_positions:
         raise UsageError(*NO_TELEMETRY)
+    if telemetry and recipe.cache.dtype != "model":
+        raise UsageError(
+            f"telemetry is taken of a cache of the model's type alone: cache.dtype is {recipe.cache.dtype}",
+            "--set cache.dtype=model, or no --telemetry",
+        )
     chosen = backends.get(backend or recipe.backend.name)
     where = device or chosen.device(recipe)
     if checkpoint:
@@ -83,7 +88,7 @@ def validate_artifact(
         method = recipe.cache.build_method()
         reference = TorchReference(shape.checkpoint, engine.plan, shape.geometry, method, recipe)
     tokens, texts = sequences(engine, length, batch, seed)
-    tolerance = asdict(LAYERS[recipe.model.dtype])
+    tolerance = asdict(tolerance_of(LAYERS, recipe.model.dtype, recipe.cache_dtype))
     tolerance.pop("rounding")
     result = ValidationResult(
         artifact=str(path),

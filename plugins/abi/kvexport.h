@@ -12,8 +12,9 @@
 extern "C" {
 #endif
 
-// Types of tensors; KV_BFLOAT16 on CUDA alone. Scores, votes and arithmetic are float32 in all three.
-enum { KV_FLOAT32 = 0, KV_FLOAT16 = 1, KV_BFLOAT16 = 2 };
+// Types of tensors; KV_BFLOAT16 on CUDA alone, KV_INT8 of caches on the CPU alone. Scores, votes and
+// arithmetic are float32 in all.
+enum { KV_FLOAT32 = 0, KV_FLOAT16 = 1, KV_BFLOAT16 = 2, KV_INT8 = 3 };
 enum { KV_STATISTIC_NONE = 0, KV_STATISTIC_LOG_EMA = 1, KV_STATISTIC_PROBABILITY = 2 };
 enum { KV_SELECT_POSITION = 0, KV_SELECT_SCORE = 1, KV_SELECT_AVERAGE = 2, KV_SELECT_POOLED = 3, KV_SELECT_MEAN = 4 };
 enum { KV_ORDER_LOWEST = 0, KV_ORDER_NEAREST = 1, KV_ORDER_LEAST_ERROR = 2 };
@@ -30,6 +31,11 @@ typedef struct KvState {
   float* score;  // [B,H,K,C]
   int32_t* position;  // [B,H,C]
 } KvState;
+
+typedef struct KvScales {
+  float* key;  // [B,H,C], or nullptr
+  float* value;  // [B,H,C], or nullptr
+} KvScales;
 
 typedef struct KvStatistic {
   int kind;
@@ -91,6 +97,8 @@ typedef struct KvVoteAttention {
   KvState past;  // only read; a tensor may be the same buffer in `present`, and is then updated in place
   KvState present;
   void* output;  // [B,Hq,T,Dv]
+  KvScales past_scales;  // of keys and values that are int8, as the states
+  KvScales present_scales;
 } KvVoteAttention;
 
 typedef struct KvMergeCache {
@@ -115,6 +123,8 @@ typedef struct KvMergeCache {
   const float* inverse_frequencies;  // [rotary_planes]
   KvState past;  // only read; a tensor may be the same buffer in `present`, and is then updated in place
   KvState present;
+  KvScales past_scales;  // of keys and values that are int8, as the states
+  KvScales present_scales;
 } KvMergeCache;
 
 #ifdef __cplusplus

@@ -69,6 +69,17 @@ const Kernels& kernels() {
   return chosen;
 }
 
+template <class Call>
+const char* cache_problem(const Call& a) {
+  if (a.cache_type == KV_INT8)
+    return a.past_scales.key && a.past_scales.value && a.present_scales.key && a.present_scales.value
+               ? nullptr
+               : "the cache is int8 and has no scales";
+  if (a.cache_type != KV_FLOAT32 && a.cache_type != KV_FLOAT16)
+    return "the type of the cache is none of float32, float16 and int8";
+  return nullptr;
+}
+
 }  // namespace
 
 extern "C" {
@@ -77,9 +88,10 @@ const char* kv_cpu_isa(void) { return kernels().name; }
 
 const char* kv_cpu_vote_attention(const KvVoteAttention* call, KvRunner runner) {
   const KvVoteAttention& a = *call;
-  if (a.cache_type != KV_FLOAT32 && a.cache_type != KV_FLOAT16)
-    return "the type of the cache is neither float32 nor float16";
-  if (a.query_type != a.cache_type) return "the query is of another type than the cache";
+  if (const char* problem = cache_problem(a)) return problem;
+  if (a.query_type != KV_FLOAT32 && a.query_type != KV_FLOAT16)
+    return "the type of the query is neither float32 nor float16";
+  if (a.query_type != a.cache_type && a.cache_type != KV_INT8) return "the query is of another type than the cache";
   if (a.batch < 0 || a.heads < 1 || a.tokens < 0 || a.capacity < 1 || a.key_size < 1 || a.value_size < 1)
     return "a dimension is zero or negative";
   if (a.query_heads < 1 || a.query_heads % a.heads) return "the query heads are not a multiple of the KV heads";
@@ -92,8 +104,7 @@ const char* kv_cpu_vote_attention(const KvVoteAttention* call, KvRunner runner) 
 
 const char* kv_cpu_merge_cache(const KvMergeCache* call, KvRunner runner) {
   const KvMergeCache& a = *call;
-  if (a.cache_type != KV_FLOAT32 && a.cache_type != KV_FLOAT16)
-    return "the type of the cache is neither float32 nor float16";
+  if (const char* problem = cache_problem(a)) return problem;
   if (a.batch < 0 || a.heads < 1 || a.capacity < 1 || a.key_size < 1 || a.value_size < 1)
     return "a dimension is zero or negative";
   if (a.statistics < 1 || a.statistics > KV_MAX_STATISTICS) return "there are no statistics, or more than 8";

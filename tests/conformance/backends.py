@@ -16,6 +16,7 @@ import numpy as np
 
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes
+from kvexport.schema.state import SCALES as SCALE_TENSORS
 from kvexport.schema.state import STATE_NAMES as STATE
 from plugins.building import make
 from tests.conformance.cuda_library import Cuda, CudaOnHost, CudaPtx
@@ -26,18 +27,25 @@ INPUTS = (
     "past_position", "sink_logits",
 )  # fmt: skip
 PRESENT = tuple(f"present_{name}" for name in STATE)
+SCALES = tuple(tensor.name for tensor in SCALE_TENSORS)
 SYMBOLIC = {
     "query": {0: "B", 2: "T"}, "key": {0: "B", 2: "T"}, "value": {0: "B", 2: "T"}, "position": {0: "B", 1: "T"},
     "query_length": {0: "B"}, "sink_logits": {}, "output": {0: "B", 2: "T"},
     **{
         f"{prefix}_{name}": {0: "B", (3 if name == "score" else 2): "C"}
-        for prefix in ("past", "present") for name in STATE
+        for prefix in ("past", "present") for name in (*STATE, *SCALES)
     },
 }  # fmt: skip
 
 
+def state_names(key: np.ndarray) -> tuple[str, ...]:
+    """The state tensors of a cache with such keys."""
+    return (*STATE, *SCALES) if key.dtype == np.int8 else STATE
+
+
 class Backend(Protocol):
-    """One implementation of both operators, over numpy arrays named and shaped as in docs/contract.md, section 3."""
+    """One implementation of both operators, over numpy arrays named and shaped as in docs/contract.md, section 3. A
+    cache of int8 keys and values has its scales beside the five tensors."""
 
     name: str
 
@@ -68,8 +76,10 @@ class Torch:
 
         from kvexport.ops.vote_attention import vote_attention
 
-        tensors = [torch.from_numpy(inputs[name]) for name in INPUTS if name in inputs]
-        return _named(("output", *PRESENT), [x.numpy() for x in vote_attention(*tensors, attributes=attributes)])
+        state = state_names(inputs["past_key"])
+        names = (*INPUTS, *(f"past_{name}" for name in state[len(STATE) :]))
+        tensors: list[Any] = [torch.from_numpy(inputs[name]) if name in inputs else None for name in names]
+        return _named(_outputs(state), [x.numpy() for x in vote_attention(*tensors, attributes=attributes)])
 
     def lacks(self, attributes: MergeCacheAttributes) -> str | None:
         return None
@@ -79,8 +89,9 @@ class Torch:
 
         from kvexport.ops.merge_cache import merge_cache
 
-        tensors = [torch.from_numpy(state[name]) for name in STATE]
-        return _named(PRESENT, [x.numpy() for x in merge_cache(*tensors, attributes=attributes)])
+        names = state_names(state["key"])
+        tensors = [torch.from_numpy(state[name]) for name in names]
+        return _named(_outputs(names)[1:], [x.numpy() for x in merge_cache(*tensors, attributes=attributes)])
 
 
 class OnnxFunction:
@@ -93,19 +104,13 @@ class OnnxFunction:
         return None
 
     def vote_attention(self, inputs: Arrays, attributes: VoteAttentionAttributes) -> Arrays:
-        heads = (inputs["query"].shape[1], inputs["key"].shape[1])
-        sizes = (inputs["key"].shape[3], inputs["value"].shape[3])
-        session = _vote_attention_session(attributes, heads, sizes, inputs["query"].dtype.name, "sink_logits" in inputs)
-        return _named(("output", *PRESENT), session.run(["output", *PRESENT], inputs))
+        return _run_vote_attention(inputs, attributes)
 
     def lacks(self, attributes: MergeCacheAttributes) -> str | None:
         return None
 
     def merge_cache(self, state: Arrays, attributes: MergeCacheAttributes) -> Arrays:
-        heads, statistics = state["score"].shape[1:3]
-        sizes = (state["key"].shape[3], state["value"].shape[3])
-        session = _merge_cache_session(attributes, heads, sizes, statistics, state["key"].dtype.name)
-        return _named(PRESENT, session.run(list(PRESENT), state))
+        return _run_merge_cache(state, attributes)
 
 
 class NativeCpu:
@@ -123,12 +128,7 @@ class NativeCpu:
         return None if self.path() else "the native operators are not built: make native"
 
     def vote_attention(self, inputs: Arrays, attributes: VoteAttentionAttributes) -> Arrays:
-        heads = (inputs["query"].shape[1], inputs["key"].shape[1])
-        sizes = (inputs["key"].shape[3], inputs["value"].shape[3])
-        session = _vote_attention_session(
-            attributes, heads, sizes, inputs["query"].dtype.name, "sink_logits" in inputs, self.path()
-        )
-        return _named(("output", *PRESENT), session.run(["output", *PRESENT], inputs))
+        return _run_vote_attention(inputs, attributes, self.path())
 
     def lacks(self, attributes: MergeCacheAttributes) -> str | None:
         from kvexport.backends.onnxruntime.operators import why_function
@@ -136,10 +136,7 @@ class NativeCpu:
         return why_function(self.path(), "MergeCache", attributes.method)
 
     def merge_cache(self, state: Arrays, attributes: MergeCacheAttributes) -> Arrays:
-        heads, statistics = state["score"].shape[1:3]
-        sizes = (state["key"].shape[3], state["value"].shape[3])
-        session = _merge_cache_session(attributes, heads, sizes, statistics, state["key"].dtype.name, self.path())
-        return _named(PRESENT, session.run(list(PRESENT), state))
+        return _run_merge_cache(state, attributes, self.path())
 
 
 class CudaBindingOnHost(NativeCpu):
@@ -171,6 +168,27 @@ def reached() -> list[Backend]:
     return [backend for backend in BACKENDS if backend.name in chosen() and backend.available() is None]
 
 
+def _outputs(state: tuple[str, ...]) -> tuple[str, ...]:
+    return ("output", *(f"present_{name}" for name in state))
+
+
+def _run_vote_attention(inputs: Arrays, attributes: VoteAttentionAttributes, native: Path | None = None) -> Arrays:
+    heads = (inputs["query"].shape[1], inputs["key"].shape[1])
+    sizes = (inputs["key"].shape[3], inputs["value"].shape[3])
+    types = (inputs["query"].dtype.name, inputs["past_key"].dtype.name)
+    session = _vote_attention_session(attributes, heads, sizes, types, "sink_logits" in inputs, native)
+    names = _outputs(state_names(inputs["past_key"]))
+    return _named(names, session.run(list(names), inputs))
+
+
+def _run_merge_cache(state: Arrays, attributes: MergeCacheAttributes, native: Path | None = None) -> Arrays:
+    heads, statistics = state["score"].shape[1:3]
+    sizes = (state["key"].shape[3], state["value"].shape[3])
+    session = _merge_cache_session(attributes, heads, sizes, statistics, state["key"].dtype.name, native)
+    names = _outputs(state_names(state["key"]))[1:]
+    return _named(names, session.run(list(names), state))
+
+
 def _named(names: tuple[str, ...], arrays: list[np.ndarray]) -> Arrays:
     return dict(zip(names, arrays, strict=True))
 
@@ -180,19 +198,26 @@ def _vote_attention_session(
     attributes: VoteAttentionAttributes,
     heads: tuple[int, int],
     sizes: tuple[int, int],
-    dtype: str,
+    types: tuple[str, str],
     sinks: bool,
-    native: Path | None = None,
+    native: Path | None,
 ) -> Any:
+    """types: of the query, and of the cache."""
     import torch
 
     from kvexport.ops.onnx_function import vote_attention_function, vote_attention_node_attributes
 
+    dtype, cache_type = types
     function = (
         None
         if native
         else vote_attention_function(
-            attributes, heads=heads, head_sizes=sizes, dtype=getattr(torch, dtype), sinks=sinks
+            attributes,
+            heads=heads,
+            head_sizes=sizes,
+            dtype=getattr(torch, dtype),
+            cache_type="" if cache_type == dtype else cache_type,
+            sinks=sinks,
         )
     )
     (query_heads, kv_heads), (key_size, value_size), float_type = heads, sizes, np.dtype(dtype)
@@ -201,21 +226,24 @@ def _vote_attention_session(
         "value": (0, kv_heads, 0, value_size), "output": (0, query_heads, 0, value_size), "position": (0, 0),
         "query_length": (0, 1), "sink_logits": (query_heads,),
     }  # fmt: skip
-    state = _state_shapes(kv_heads, sizes, len(attributes.statistics))
+    state = _state_shapes(kv_heads, sizes, len(attributes.statistics), cache_type)
     shapes = {
         **tokens,
         **{f"{prefix}_{name}": shape for prefix in ("past", "present") for name, shape in state.items()},
     }
-    types = dict.fromkeys(shapes, float_type) | {"position": np.dtype(np.int64), "query_length": np.dtype(np.int64)}
-    types |= {"sink_logits": np.dtype(np.float32)} | {
-        f"{p}_{n}": t for p in ("past", "present") for n, t in _state_types(dtype).items()
+    of = dict.fromkeys(shapes, float_type) | {"position": np.dtype(np.int64), "query_length": np.dtype(np.int64)}
+    of |= {"sink_logits": np.dtype(np.float32)} | {
+        f"{p}_{n}": t for p in ("past", "present") for n, t in _state_types(cache_type).items()
     }
-    inputs = [name for name in INPUTS if name != "sink_logits" or sinks]
+    scales = [f"past_{name}" for name in state if name in SCALES]
+    inputs = [name if name != "sink_logits" or sinks else "" for name in INPUTS] + scales
+    while not inputs[-1]:
+        inputs.pop()
     infos = {
-        name: (types[name], [SYMBOLIC[name].get(i, d) for i, d in enumerate(shape)]) for name, shape in shapes.items()
+        name: (of[name], [SYMBOLIC[name].get(i, d) for i, d in enumerate(shape)]) for name, shape in shapes.items()
     }
     node = vote_attention_node_attributes(attributes)
-    return _session("VoteAttention", function or native, node, inputs, ["output", *PRESENT], infos)
+    return _session("VoteAttention", function or native, node, inputs, list(_outputs(tuple(state))), infos)
 
 
 @cache
@@ -238,7 +266,7 @@ def _merge_cache_session(
     sizes: tuple[int, int],
     statistics: int,
     dtype: str,
-    native: Path | None = None,
+    native: Path | None,
 ) -> Any:
     from kvexport.ops.onnx_function import merge_cache_node_attributes
 
@@ -246,23 +274,27 @@ def _merge_cache_session(
     function = None if native else _merge_cache_function(replace(attributes, budget=0), heads, sizes, statistics, dtype)
     types = _state_types(dtype)
     infos = {}
-    for name, shape in _state_shapes(heads, sizes, statistics).items():
+    state = _state_shapes(heads, sizes, statistics, dtype)
+    for name, shape in state.items():
         for full_name in (name, f"present_{name}"):
             infos[full_name] = (types[name], [SYMBOLIC[f"past_{name}"].get(i, d) for i, d in enumerate(shape)])
+    outputs = list(_outputs(tuple(state))[1:])
     return _session(
-        "MergeCache", function or native, merge_cache_node_attributes(attributes), list(STATE), list(PRESENT), infos
+        "MergeCache", function or native, merge_cache_node_attributes(attributes), list(state), outputs, infos
     )
 
 
-def _state_shapes(heads: int, sizes: tuple[int, int], statistics: int) -> dict[str, tuple[int, ...]]:
+def _state_shapes(heads: int, sizes: tuple[int, int], statistics: int, dtype: str) -> dict[str, tuple[int, ...]]:
     """Shapes of the state; 0 stands for batch and capacity."""
     slots = (0, heads, 0)
+    scales = dict.fromkeys(SCALES, slots) if dtype == "int8" else {}
     return {
         "key": (*slots, sizes[0]),
         "value": (*slots, sizes[1]),
         "votes": slots,
         "score": (0, heads, statistics, 0),
         "position": slots,
+        **scales,
     }
 
 
@@ -274,6 +306,7 @@ def _state_types(dtype: str) -> dict[str, np.dtype[Any]]:
         "votes": f32,
         "score": f32,
         "position": np.dtype(np.int32),
+        **dict.fromkeys(SCALES, f32),
     }
 
 
@@ -298,7 +331,9 @@ def _session(
         op, inputs, outputs, domain=DOMAIN, overload=function.overload if function else "", **attributes
     )
     model = helper.make_model(
-        helper.make_graph([node], "one_node", [info(name) for name in inputs], [info(name) for name in outputs]),
+        helper.make_graph(
+            [node], "one_node", [info(name) for name in inputs if name], [info(name) for name in outputs]
+        ),
         functions=[function] if function else [],
         opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)],
         ir_version=11,

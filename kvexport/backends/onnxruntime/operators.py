@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from kvexport.errors import EnvironmentProblem
 from kvexport.paths import checkout, native_folder
 from kvexport.schema.operators import schema_digest
+from kvexport.schema.state import SMALL
 
 if TYPE_CHECKING:
     from kvexport.artifact.manifest import Manifest
@@ -80,6 +81,11 @@ def why_small_pages(path: Path) -> str:
     return _ask(path, "kvexport_huge_pages")
 
 
+def has_small_cache(path: Path) -> bool:
+    """Whether the library has kernels for an int8 cache; CUDA's has none."""
+    return _has(path, "kvexport_small_cache")
+
+
 def require_runnable(path: Path) -> None:
     """Raises EnvironmentProblem where the library cannot run on this machine's GPU."""
     problem = _ask(path, "kvexport_device_problem") if _has(path, "kvexport_device_problem") else ""
@@ -112,7 +118,11 @@ def implementations(manifest: Manifest, device: str | None = None) -> dict[str, 
     device = device or section.of(recipe).device
     path = library(device)
     method = recipe.cache.build_method()
-    too_much = _why_no_layer(path, manifest.cache, manifest.model.query_heads) if path else None
+    stored = manifest.cache.layers[0].dtype
+    if path and stored in SMALL and not has_small_cache(path):
+        too_much: str | None = f"{path.name} has no kernel for an {stored} cache: --set cache.dtype=model"
+    else:
+        too_much = _why_no_layer(path, manifest.cache, manifest.model.query_heads) if path else None
     found = {}
     for op in ("VoteAttention", "MergeCache"):
         why = too_much or why_function(path, op, method, device)

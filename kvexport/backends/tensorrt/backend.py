@@ -52,6 +52,11 @@ class TensorRT(Backend):
                 "speculate.draft is cache, which copies entries in the host's memory, and TensorRT has them on the GPU",
                 "--set speculate.draft=ngram, or backend.name=onnxruntime",
             )
+        if recipe.cache.dtype != "model":
+            raise UsageError(
+                f"cache.dtype is {recipe.cache.dtype}, which the backend tensorrt does not have",
+                "--set cache.dtype=model, or --set backend.name=onnxruntime",
+            )
         return EngineBuilder(section.of(recipe).tensorrt).add_engines
 
     def load(self, path: Path, manifest: Manifest, options: LoadOptions) -> Engines:

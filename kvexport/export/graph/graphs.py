@@ -35,14 +35,17 @@ IR_VERSION = 11
 PLUGIN = {"plugin_version": "1", "plugin_namespace": DOMAIN}
 
 
-def attention_functions(plan: CachePlan, method: Method, geometry: list[LayerGeometry]) -> list[onnx.FunctionProto]:
-    """The function of every layer's VoteAttention; layers for which it means the same share one."""
+def attention_functions(
+    plan: CachePlan, method: Method, geometry: list[LayerGeometry], dtype: str
+) -> list[onnx.FunctionProto]:
+    """The function of every layer's VoteAttention; layers for which it means the same share one. dtype: of queries."""
     return [
         vote_attention_function(
             layer_attributes(method, layer),
             heads=(layer.query_heads, layer.kv_heads),
             head_sizes=(layer.key_size, layer.value_size),
-            dtype=getattr(torch, cache.dtype),
+            dtype=getattr(torch, dtype),
+            cache_type="" if cache.dtype == dtype else cache.dtype,
             sinks=layer.sink_logits,
         )
         for cache, layer in zip(plan.layers, geometry, strict=True)

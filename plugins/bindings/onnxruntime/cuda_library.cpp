@@ -14,8 +14,8 @@ struct VoteAttentionKernel : kv::VoteAttentionNode {
   static constexpr const char* kProvider = kv::kDeviceProvider;
   kv::Streams streams;
 
-  VoteAttentionKernel(const OrtKernelInfo* info, int type)
-      : VoteAttentionNode(Ort::ConstKernelInfo(info), type), streams(std::make_shared<kv::Memory>(info)) {}
+  VoteAttentionKernel(const OrtKernelInfo* info, const kv::CacheType& cache)
+      : VoteAttentionNode(Ort::ConstKernelInfo(info), cache), streams(std::make_shared<kv::Memory>(info)) {}
 
   OrtStatusPtr ComputeV2(OrtKernelContext* raw) {
     return kv::status_of([&] {
@@ -34,11 +34,11 @@ struct MergeCacheKernel : kv::MergeCacheNode {
   kv::Streams streams;
   std::shared_ptr<float> frequencies;  // on the device
 
-  MergeCacheKernel(const OrtKernelInfo* info, int type)
-      : MergeCacheKernel(info, type, std::make_shared<kv::Memory>(info)) {}
+  MergeCacheKernel(const OrtKernelInfo* info, const kv::CacheType& cache)
+      : MergeCacheKernel(info, cache, std::make_shared<kv::Memory>(info)) {}
 
-  MergeCacheKernel(const OrtKernelInfo* info, int type, const std::shared_ptr<kv::Memory>& memory)
-      : MergeCacheNode(Ort::ConstKernelInfo(info), type), streams(memory) {
+  MergeCacheKernel(const OrtKernelInfo* info, const kv::CacheType& cache, const std::shared_ptr<kv::Memory>& memory)
+      : MergeCacheNode(Ort::ConstKernelInfo(info), cache), streams(memory) {
     if (inverse_frequencies.empty()) return;
     const size_t bytes = inverse_frequencies.size() * sizeof(float);
     frequencies.reset(static_cast<float*>(memory->take(bytes)), [memory](float* held) { memory->give_back(held); });

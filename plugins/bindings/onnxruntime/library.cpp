@@ -20,7 +20,8 @@ KvRunner runner(const Ort::KernelContext& context) {
 
 struct VoteAttentionKernel : kv::VoteAttentionNode {
   static constexpr const char* kProvider = nullptr;
-  VoteAttentionKernel(const OrtKernelInfo* info, int type) : VoteAttentionNode(Ort::ConstKernelInfo(info), type) {}
+  VoteAttentionKernel(const OrtKernelInfo* info, const kv::CacheType& cache)
+      : VoteAttentionNode(Ort::ConstKernelInfo(info), cache) {}
 
   OrtStatusPtr ComputeV2(OrtKernelContext* raw) const {
     return kv::status_of([&] {
@@ -33,7 +34,8 @@ struct VoteAttentionKernel : kv::VoteAttentionNode {
 
 struct MergeCacheKernel : kv::MergeCacheNode {
   static constexpr const char* kProvider = nullptr;
-  MergeCacheKernel(const OrtKernelInfo* info, int type) : MergeCacheNode(Ort::ConstKernelInfo(info), type) {}
+  MergeCacheKernel(const OrtKernelInfo* info, const kv::CacheType& cache)
+      : MergeCacheNode(Ort::ConstKernelInfo(info), cache) {}
 
   OrtStatusPtr ComputeV2(OrtKernelContext* raw) const {
     return kv::status_of([&] {
@@ -46,7 +48,8 @@ struct MergeCacheKernel : kv::MergeCacheNode {
 
 struct LinearKernel : kv::LinearNode {
   static constexpr const char* kProvider = nullptr;
-  LinearKernel(const OrtKernelInfo* info, int type) : LinearNode(Ort::ConstKernelInfo(info), type) {}
+  LinearKernel(const OrtKernelInfo* info, const kv::CacheType& cache)
+      : LinearNode(Ort::ConstKernelInfo(info), cache.type) {}
 
   OrtStatusPtr ComputeV2(OrtKernelContext* raw) const {
     return kv::status_of([&] {
@@ -64,13 +67,18 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(O
   return kv::register_operators<kv::VoteAttentionOp<VoteAttentionKernel>, kv::MergeCacheOp<MergeCacheKernel>,
                                 kv::LinearOp<LinearKernel>>(
       options, base,
-      {{KV_FLOAT32, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT}, {KV_FLOAT16, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16}});
+      {{KV_FLOAT32, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT},
+       {KV_FLOAT16, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16},
+       {KV_INT8, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, KV_FLOAT32, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT},
+       {KV_INT8, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, KV_FLOAT16, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16}});
 }
 
 // What kvexport/backends/onnxruntime/operators.py asks: the operators that the library knows, the instruction set that
-// runs, and why weights are not in huge pages ("" where they are).
+// runs, why weights are not in huge pages ("" where they are), and whether there are kernels for an int8 cache, which
+// there are where the question is.
 extern "C" __attribute__((visibility("default"))) const char* kvexport_schema() { return kv::kSchema; }
 extern "C" __attribute__((visibility("default"))) const char* kvexport_isa() { return kv_cpu_isa(); }
+extern "C" __attribute__((visibility("default"))) const char* kvexport_small_cache() { return ""; }
 extern "C" __attribute__((visibility("default"))) const char* kvexport_huge_pages() {
   const char* const why = kv::why_no_huge_pages();
   return why ? why : "";

@@ -10,10 +10,11 @@ struct MergeCacheNode {
   KvMergeCache attributes{};
   std::vector<float> inverse_frequencies;
 
-  MergeCacheNode(const Ort::ConstKernelInfo& info, int type) {
+  MergeCacheNode(const Ort::ConstKernelInfo& info, const CacheType& cache) {
     const Attributes node(info, "MergeCache");
-    attributes.cache_type = type;
+    attributes.cache_type = cache.type;
     read_merge_cache(node, attributes, inverse_frequencies);
+    check_scales(info, node, cache.type, 5, 5);
     const Shape key = declared_shape(info, 0), score = declared_shape(info, 3);
     node.require(key.size() == 4 && score.size() == 4,
                  "key " + text(key) + " and score " + text(score) + " have four dimensions each");
@@ -41,6 +42,7 @@ struct MergeCacheNode {
     call.inverse_frequencies = inverse_frequencies.data();
     call.past = cache.inputs(context, 0);
     call.present = cache.outputs(context, 0);
+    if (attributes.cache_type == KV_INT8) cache.scales(context, 5, 5, call);
     return call;
   }
 };

@@ -96,6 +96,19 @@ class Attributes {
   const char* op_;
 };
 
+// A type of cache and of the queries over it, as the kernels and as ONNX Runtime name them. They differ where the cache
+// is small.
+struct CacheType {
+  int type;
+  ONNXTensorElementDataType element;
+  int query_type;
+  ONNXTensorElementDataType query_element;
+
+  CacheType(int type, ONNXTensorElementDataType element) : CacheType(type, element, type, element) {}
+  CacheType(int type, ONNXTensorElementDataType element, int query_type, ONNXTensorElementDataType query_element)
+      : type(type), element(element), query_type(query_type), query_element(query_element) {}
+};
+
 // Types of the state tensors key, value, votes, score, position.
 inline ONNXTensorElementDataType state_type(size_t i, ONNXTensorElementDataType cache) {
   if (i < 2) return cache;
@@ -188,6 +201,26 @@ struct Cache {
     const auto at = [&](size_t i) { return output(context, first + i, shape(i)); };
     return {at(0), at(1), static_cast<float*>(at(2)), static_cast<float*>(at(3)), static_cast<int32_t*>(at(4))};
   }
+
+  // The scales of a small cache: inputs and outputs `in`, `out` and the ones after them.
+  template <class Call>
+  void scales(const Ort::KernelContext& context, size_t in, size_t out, Call& call) const {
+    const auto past = [&](size_t i, const char* name) {
+      return const_cast<float*>(input<float>(context, in + i, name, shape(2)));
+    };
+    const auto present = [&](size_t i) { return static_cast<float*>(output(context, out + i, shape(2))); };
+    call.past_scales = {past(0, "key_scale"), past(1, "value_scale")};
+    call.present_scales = {present(0), present(1)};
+  }
 };
+
+// Scales are there where the cache is small, and only there.
+inline void check_scales(const Ort::ConstKernelInfo& info, const Attributes& node, int type, size_t in, size_t out) {
+  const bool small = type == KV_INT8;
+  for (size_t i = 0; i < 2; ++i)
+    node.require((in + i < info.GetInputCount() && has_input(info, in + i)) == small &&
+                     (out + i < info.GetOutputCount() && has_output(info, out + i)) == small,
+                 small ? "an int8 cache has key_scale and value_scale" : "only an int8 cache has scales");
+}
 
 }  // namespace kv

@@ -10,22 +10,18 @@
 
 namespace kv {
 
-// A type of cache, as the kernels and as ONNX Runtime name it.
-struct CacheType {
-  int type;
-  ONNXTensorElementDataType element;
-};
-
 // One operator for one type of cache; ONNX Runtime joins those of one name by their types. A kernel says which provider
 // it belongs to (nullptr: the CPU's).
 template <class TOp, class TKernel>
 struct Operator : Ort::CustomOpBase<TOp, TKernel, true> {
   CacheType cache;
 
-  explicit Operator(CacheType cache) : cache(cache) {}
+  explicit Operator(const CacheType& cache) : cache(cache) {}
+  // Whether the operator is there for this type.
+  static bool takes(const CacheType&) { return true; }
   const char* GetExecutionProviderType() const { return TKernel::kProvider; }
   OrtStatusPtr CreateKernelV2(const OrtApi&, const OrtKernelInfo* info, void** kernel) const {
-    return status_of([&] { *kernel = new TKernel(info, cache.type); });
+    return status_of([&] { *kernel = new TKernel(info, cache); });
   }
 };
 
@@ -35,14 +31,18 @@ struct VoteAttentionOp : Operator<VoteAttentionOp<TKernel>, TKernel> {
   using Base::Base, Base::cache;
 
   const char* GetName() const { return "VoteAttention"; }
-  size_t GetInputTypeCount() const { return 11; }
-  ONNXTensorElementDataType GetInputType(size_t i) const { return vote_attention_input_type(i, cache.element); }
+  size_t GetInputTypeCount() const { return 13; }
+  ONNXTensorElementDataType GetInputType(size_t i) const { return vote_attention_input_type(i, cache); }
   OrtCustomOpInputOutputCharacteristic GetInputCharacteristic(size_t i) const {
-    return i == 10 ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
+    return i >= 10 ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
   }
-  size_t GetOutputTypeCount() const { return 6; }
+  size_t GetOutputTypeCount() const { return 8; }
   ONNXTensorElementDataType GetOutputType(size_t i) const {
-    return i == 0 ? cache.element : state_type(i - 1, cache.element);
+    if (i >= 6) return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+    return i == 0 ? cache.query_element : state_type(i - 1, cache.element);
+  }
+  OrtCustomOpInputOutputCharacteristic GetOutputCharacteristic(size_t i) const {
+    return i >= 6 ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
   }
 };
 
@@ -51,11 +51,19 @@ struct MergeCacheOp : Operator<MergeCacheOp<TKernel>, TKernel> {
   using Base = Operator<MergeCacheOp<TKernel>, TKernel>;
   using Base::Base, Base::cache;
 
+  // It has no query: of the types of one cache, the first.
+  static bool takes(const CacheType& x) { return x.type == x.query_type || x.query_type == KV_FLOAT32; }
   const char* GetName() const { return "MergeCache"; }
-  size_t GetInputTypeCount() const { return 5; }
-  ONNXTensorElementDataType GetInputType(size_t i) const { return state_type(i, cache.element); }
-  size_t GetOutputTypeCount() const { return 5; }
-  ONNXTensorElementDataType GetOutputType(size_t i) const { return state_type(i, cache.element); }
+  size_t GetInputTypeCount() const { return 7; }
+  ONNXTensorElementDataType GetInputType(size_t i) const {
+    return i < 5 ? state_type(i, cache.element) : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+  }
+  OrtCustomOpInputOutputCharacteristic GetInputCharacteristic(size_t i) const {
+    return i < 5 ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
+  }
+  size_t GetOutputTypeCount() const { return GetInputTypeCount(); }
+  ONNXTensorElementDataType GetOutputType(size_t i) const { return GetInputType(i); }
+  OrtCustomOpInputOutputCharacteristic GetOutputCharacteristic(size_t i) const { return GetInputCharacteristic(i); }
 };
 
 template <class TKernel>
@@ -63,6 +71,7 @@ struct LinearOp : Operator<LinearOp<TKernel>, TKernel> {
   using Base = Operator<LinearOp<TKernel>, TKernel>;
   using Base::Base, Base::cache;
 
+  static bool takes(const CacheType& x) { return x.type == x.query_type; }
   const char* GetName() const { return "Linear"; }
   // A norm, of each product a weight with a scale, an offset and a bias, cosine and sine.
   size_t GetInputTypeCount() const { return 4 + 4 * KV_MAX_PRODUCTS; }
@@ -80,6 +89,14 @@ struct LinearOp : Operator<LinearOp<TKernel>, TKernel> {
   }
 };
 
+template <class Op>
+std::vector<Op> of_types(const std::vector<CacheType>& types) {
+  std::vector<Op> made;
+  for (const CacheType& type : types)
+    if (Op::takes(type)) made.emplace_back(type);
+  return made;
+}
+
 // Adds the domain, with these operators for these types, to a session's options.
 template <class... Ops>
 OrtStatus* register_operators(OrtSessionOptions* options, const OrtApiBase* base, const std::vector<CacheType>& types) {
@@ -88,7 +105,7 @@ OrtStatus* register_operators(OrtSessionOptions* options, const OrtApiBase* base
   if (!api) return base->GetApi(1)->CreateStatus(ORT_FAIL, "kvexport: this ONNX Runtime is older than 1.18");
   Ort::InitApi(api);
   return status_of([&] {
-    static const std::tuple<std::vector<Ops>...> operators{std::vector<Ops>(types.begin(), types.end())...};
+    static const std::tuple<std::vector<Ops>...> operators{of_types<Ops>(types)...};
     static const Ort::CustomOpDomain domain = [] {
       Ort::CustomOpDomain made("kvexport");
       const auto add = [&](const auto& ops) {

@@ -6,19 +6,20 @@
 
 namespace kv {
 
-inline ONNXTensorElementDataType vote_attention_input_type(size_t i, ONNXTensorElementDataType cache) {
-  if (i < 3) return cache;
+inline ONNXTensorElementDataType vote_attention_input_type(size_t i, const CacheType& cache) {
+  if (i < 3) return cache.query_element;
   if (i < 5) return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
-  return i < 10 ? state_type(i - 5, cache) : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+  return i < 10 ? state_type(i - 5, cache.element) : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
 }
 
 struct VoteAttentionNode {
   KvVoteAttention attributes{};
 
-  VoteAttentionNode(const Ort::ConstKernelInfo& info, int type) {
+  VoteAttentionNode(const Ort::ConstKernelInfo& info, const CacheType& cache) {
     const Attributes node(info, "VoteAttention");
-    attributes.query_type = attributes.cache_type = type;
+    attributes.query_type = cache.query_type, attributes.cache_type = cache.type;
     read_vote_attention(node, attributes);
+    check_scales(info, node, cache.type, 11, 6);
     check_shapes(declared_shape(info, 0), declared_shape(info, 5), declared_shape(info, 8));
     check_declared_shapes(info, node);
   }
@@ -72,6 +73,7 @@ struct VoteAttentionNode {
     call.past = cache.inputs(context, 5);
     call.output = output(context, 0, {cache.batch, heads, tokens, cache.value_size});
     call.present = cache.outputs(context, 1);
+    if (attributes.cache_type == KV_INT8) cache.scales(context, 11, 6, call);
     return call;
   }
 };

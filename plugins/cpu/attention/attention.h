@@ -6,7 +6,7 @@
 
 #include "../core/kernels.h"
 #include "../core/scratch.h"
-#include "../core/simd.h"
+#include "../core/small.h"
 
 namespace kv {
 namespace KV_ISA {
@@ -21,11 +21,15 @@ struct Partials {
   float* of(size_t task) const { return data.get() + task * stride; }
 };
 
+// T: of the cache, and of the call's new keys and values. Those of a small cache come with `new_scales`, and its query
+// and output are float32 and rotated (small.h).
 template <class T>
 struct Attention {
+  using Query = Wide<T>;
   const KvVoteAttention& a;
   int group, splits;
   Partials partials;
+  KvScales new_scales{};  // [B,H,T]
 
   // part: floats of a split's partial result.
   Attention(const KvVoteAttention& call, int splits, size_t part)
@@ -43,6 +47,11 @@ struct Attention {
     float *votes, *score;
     const int32_t* past_position;
     int32_t* position;
+    // Of a small cache: the past scales, those of the new tokens, and the present ones.
+    struct Scales {
+      const float *past, *added;
+      float* present;
+    } key_scale, value_scale;
     int64_t first;                        // the first new token's position
     int end() const { return used + n; }  // of the slots, the new tokens' too
   };
@@ -64,6 +73,11 @@ struct Attention {
     x.present_value = static_cast<T*>(a.present.value) + index * c * dv;
     x.key = static_cast<const T*>(a.key) + index * t * d;
     x.value = static_cast<const T*>(a.value) + index * t * dv;
+    if constexpr (kSmall<T>) {
+      x.key_scale = {a.past_scales.key + index * c, new_scales.key + index * t, a.present_scales.key + index * c};
+      x.value_scale = {a.past_scales.value + index * c, new_scales.value + index * t,
+                       a.present_scales.value + index * c};
+    }
     // Of a number that is no position, as where a call is only timed, the nearest that leaves room for the others.
     const int64_t first = t > 0 ? a.position[x.b * t] : 0, most = INT32_MAX - a.capacity;
     x.first = first < 0 ? 0 : first > most ? most : first;
@@ -102,11 +116,24 @@ struct Attention {
       memcpy(x.present_value + x.end() * dv, x.past_value + x.end() * dv, rest * dv * sizeof(T));
     if (x.votes != x.past_votes) memcpy(x.votes + x.end(), x.past_votes + x.end(), rest * sizeof(float));
     if (x.position != x.past_position) memcpy(x.position + x.end(), x.past_position + x.end(), rest * sizeof(int32_t));
+    if constexpr (kSmall<T>) {
+      append_scales(x, x.key_scale);
+      append_scales(x, x.value_scale);
+    }
     if (x.score != x.past_score) {
       const size_t scored = x.n == 0 ? 0 : x.end();  // the scores of these are written elsewhere
       for (int k = 0; k < a.statistics; ++k)
         memcpy(x.score + k * c + scored, x.past_score + k * c + scored, (c - scored) * sizeof(float));
     }
+  }
+
+  void append_scales(const Head& x, const typename Head::Scales& scale) const {
+    if (scale.present != scale.past) memcpy(scale.present, scale.past, a.capacity * sizeof(float));
+    memcpy(scale.present + x.used, scale.added, x.n * sizeof(float));
+  }
+  // Of the slots [from, to).
+  void scales_of(const Head& x, const typename Head::Scales& scale, int from, int to, float* out) const {
+    for (int c = from; c < to; ++c) out[c - from] = c < x.used ? scale.past[c] : scale.added[c - x.used];
   }
 
   const T* key_row(const Head& x, int slot) const {
@@ -148,17 +175,17 @@ struct Attention {
 
   void write_output(const Head& x, int g, int t, const float* row, float factor) const {
     const int dv = a.value_size;
-    T* out =
-        static_cast<T*>(a.output) + ((static_cast<size_t>(x.b) * a.query_heads + x.h * group + g) * a.tokens + t) * dv;
-    for (int i = 0; i < dv; ++i) out[i] = static_cast<T>(row[i] * factor);
+    Query* out = static_cast<Query*>(a.output) +
+                 ((static_cast<size_t>(x.b) * a.query_heads + x.h * group + g) * a.tokens + t) * dv;
+    for (int i = 0; i < dv; ++i) out[i] = static_cast<Query>(row[i] * factor);
   }
 
   void clear_output(const Head& x, int from) const {
     for (int g = 0; g < group; ++g) {
-      T* out = static_cast<T*>(a.output) +
-               (static_cast<size_t>(x.b) * a.query_heads + x.h * group + g) * a.tokens * a.value_size;
+      Query* out = static_cast<Query*>(a.output) +
+                   (static_cast<size_t>(x.b) * a.query_heads + x.h * group + g) * a.tokens * a.value_size;
       memset(static_cast<void*>(out + static_cast<size_t>(from) * a.value_size), 0,
-             static_cast<size_t>(a.tokens - from) * a.value_size * sizeof(T));
+             static_cast<size_t>(a.tokens - from) * a.value_size * sizeof(Query));
     }
   }
 

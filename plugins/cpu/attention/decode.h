@@ -36,6 +36,7 @@ struct Decode : Attention<T> {
   using Base::a, Base::group, Base::splits, Base::partials;
   using Base::head, Base::key_row, Base::value_row, Base::slot_position, Base::bias, Base::capped, Base::write_output;
   using typename Base::Head;
+  using typename Base::Query;
 
   static size_t part_size(const KvVoteAttention& a) {
     const size_t rows = static_cast<size_t>(a.tokens) * (a.query_heads / a.heads);
@@ -52,10 +53,12 @@ struct Decode : Attention<T> {
               float* product) const {
     const int d = a.key_size, dv = a.value_size, all = rows_of(x);
     static thread_local Scratch<float> scratch;
-    float *query = scratch.reserve(static_cast<size_t>(all) * d + (to - from) + W), *slot_bias = query + all * d;
+    const size_t count = to - from, scaled = kSmall<T> ? static_cast<size_t>(all) * a.capacity + 2 * count : 0;
+    float *query = scratch.reserve(static_cast<size_t>(all) * d + count + W + scaled), *slot_bias = query + all * d;
+    float *key_scale = slot_bias + count + W, *value_scale = key_scale + count, *factors = value_scale + count;
     for (int g = 0; g < all; ++g) {
       const size_t head = static_cast<size_t>(x.b) * a.query_heads + x.h * group + g % group;
-      const T* row = static_cast<const T*>(a.query) + (head * a.tokens + g / group) * d;
+      const Query* row = static_cast<const Query*>(a.query) + (head * a.tokens + g / group) * d;
       for (int i = 0; i < d; ++i) query[g * d + i] = static_cast<float>(row[i]) * a.scale;
     }
     for_each_block(from, to, [&](int c, int end) {
@@ -64,6 +67,11 @@ struct Decode : Attention<T> {
                                              g == 0);
       });
     });
+    if constexpr (kSmall<T>) {
+      this->scales_of(x, x.key_scale, from, to, key_scale);
+      this->scales_of(x, x.value_scale, from, to, value_scale);
+      scale_rows(logits, key_scale, all, from, to, logits);
+    }
     for (int g = 0; g < all; ++g) {
       if (g % group == 0) token_bias(x, from, to, g / group, slot_bias);
       float *l = logits + static_cast<size_t>(g) * a.capacity, *w = weights + static_cast<size_t>(g) * a.capacity;
@@ -94,12 +102,22 @@ struct Decode : Attention<T> {
       row_sum[g] = sum(sum_v) + rest;
     }
     for (int i = 0; i < all * dv; ++i) product[i] = 0.0f;
+    if constexpr (kSmall<T>) scale_rows(weights, value_scale, all, from, to, factors);
+    const float* const of_values = kSmall<T> ? factors : weights;
     for_each_block(from, to, [&](int c, int end) {
       for_each_rows(all, [&](auto rows, int g) {
-        decode_product<decltype(rows)::value>(x, c, end, weights + static_cast<size_t>(g) * a.capacity,
+        decode_product<decltype(rows)::value>(x, c, end, of_values + static_cast<size_t>(g) * a.capacity,
                                               product + g * dv, g == 0);
       });
     });
+  }
+
+  // out [rows, capacity] = in [rows, capacity] times the scales of the slots [from, to).
+  void scale_rows(const float* in, const float* scale, int rows, int from, int to, float* out) const {
+    for (int g = 0; g < rows; ++g) {
+      const size_t row = static_cast<size_t>(g) * a.capacity;
+      for (int c = from; c < to; ++c) out[row + c] = in[row + c] * scale[c - from];
+    }
   }
 
   // The bias of slots [from, to) for new token t, to which those after it are hidden; it follows that for t - 1 in

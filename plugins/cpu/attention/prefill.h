@@ -27,6 +27,7 @@ struct Prefill : PrefillScores<T> {
   using Base::head, Base::key_row, Base::value_row, Base::slot_position, Base::bias, Base::capped, Base::write_output,
       Base::combine_splits;
   using typename Base::Head;
+  using typename Base::Query;
 
   Prefill(const KvVoteAttention& call, int splits)
       : Base(call, splits, 2 * static_cast<size_t>(call.statistics) * call.capacity) {}
@@ -44,7 +45,12 @@ struct Prefill : PrefillScores<T> {
   void pack(const Head& x, Block& block) const {
     const int d = a.key_size, dv = a.value_size, dvp = padded_value_size();
     static thread_local Scratch<float> scratch;
-    float* rows = scratch.reserve(W * d);
+    float *rows = scratch.reserve(W * d + 2 * kBlock), *key_scale = rows + W * d, *value_scale = key_scale + kBlock;
+    if constexpr (kSmall<T>) {
+      this->scales_of(x, x.key_scale, block.from, block.from + block.count, key_scale);
+      this->scales_of(x, x.value_scale, block.from, block.from + block.count, value_scale);
+      for (int c = block.count; c < kBlock; ++c) key_scale[c] = 0.0f;
+    }
     for (int c = 0; c < kBlock; c += W) {
       for (int j = 0; j < W; ++j) {
         const int slot = block.from + c + j;
@@ -53,13 +59,16 @@ struct Prefill : PrefillScores<T> {
         else
           memset(rows + j * d, 0, d * sizeof(float));
       }
-      pack_columns(rows, d, splat(1.0f), block.key + c);
+      pack_columns(rows, d, kSmall<T> ? load(key_scale + c) : splat(1.0f), block.key + c);
     }
     for (int c = 0; c < kBlock; ++c) {
       const int slot = block.from + c;
       block.position[c] = INT32_MAX;  // later than any query
       if (c >= block.count) continue;
-      widen(value_row(x, slot), block.value + c * dvp, dv);
+      if constexpr (kSmall<T>)
+        dequantize(value_row(x, slot), value_scale[c], dv, block.value + c * dvp);
+      else
+        widen(value_row(x, slot), block.value + c * dvp, dv);
       for (int i = dv; i < dvp; ++i) block.value[c * dvp + i] = 0.0f;
       block.position[c] = static_cast<int32_t>(slot_position(x, slot));
     }
@@ -232,8 +241,8 @@ struct Prefill : PrefillScores<T> {
     p.log_share.reserve(p.padded * a.statistics, kLogZero);
     for (int row = p.first; row < p.last; ++row) {
       const int t = row / group, g = row % group, r = row - p.first;
-      const T* from = static_cast<const T*>(a.query) +
-                      ((static_cast<size_t>(x.b) * a.query_heads + x.h * group + g) * a.tokens + t) * d;
+      const Query* from = static_cast<const Query*>(a.query) +
+                          ((static_cast<size_t>(x.b) * a.query_heads + x.h * group + g) * a.tokens + t) * d;
       float* to = p.query.get() + static_cast<size_t>(r) * d;
       for (int i = 0; i < d; ++i) to[i] = static_cast<float>(from[i]) * a.scale;
       if (a.sink_logits) {

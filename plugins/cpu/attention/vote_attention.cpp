@@ -1,6 +1,7 @@
 // VoteAttention for one instruction set. The meaning is kvexport/ops/vote_attention.py; the letters are the contract's.
 #include "decode.h"
 #include "prefill.h"
+#include "small.h"
 
 namespace kv {
 namespace KV_ISA {
@@ -16,7 +17,9 @@ int splits_of(const KvVoteAttention& a, bool decode) {
 
 template <template <class> class Call>
 void run(const KvVoteAttention& a, int splits, KvRunner runner) {
-  if (a.cache_type == KV_FLOAT16) {
+  if (a.cache_type == KV_INT8) {
+    a.query_type == KV_FLOAT16 ? run_small<Call, half>(a, splits, runner) : run_small<Call, float>(a, splits, runner);
+  } else if (a.cache_type == KV_FLOAT16) {
     Call<half> call(a, splits);
     call.run(call, runner);
   } else {

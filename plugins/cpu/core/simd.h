@@ -59,6 +59,19 @@ static inline vf load(const half* p) {
 #endif
 }
 
+static inline vf load(const int8_t* p) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+  return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+  typedef int8_t vb __attribute__((vector_size(W)));
+  vb v;
+  memcpy(&v, p, sizeof v);
+  return __builtin_convertvector(v, vf);
+#endif
+}
+
 static inline void store(float* p, vf v) { memcpy(p, &v, sizeof v); }
 
 static inline void store(half* p, vf v) {

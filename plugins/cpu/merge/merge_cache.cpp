@@ -22,6 +22,7 @@ struct Merge : Select<T> {
   using Base::a, Base::p;
   using Base::Base, Base::key_row, Base::value_row, Base::score_of, Base::is_older;
   using typename Base::Head;
+  using typename Base::Row;
 
   void task(size_t index) {
     static thread_local Work w;
@@ -29,6 +30,8 @@ struct Merge : Select<T> {
     this->collect(x, w);
     x.over = a.compresses ? max_of(x.used - a.budget, 0) : 0;
     if (x.over > 0) {
+      if constexpr (kSmall<T>)
+        if (p.merge != KV_MERGE_DROP) this->widen_all(x, w);
       this->weigh(x, w);
       this->choose(x, w);
       if (p.merge != KV_MERGE_DROP) merge(x, w);
@@ -69,6 +72,7 @@ struct Merge : Select<T> {
       int latest = 0;  // of the members, which are numbered in order of position
       for (int j = 0; j < count; ++j) latest = max_of(latest, members[j]);
       const float votes = merge_set(x, w, members, count, key, key + a.key_size);
+      if (kSmall<T> && a.rotary_planes) hadamard(key, a.key_size);
       rest[0] = votes < p.votes_max ? votes : p.votes_max;
       memcpy(&rest[1], &latest, sizeof latest);
       for (int k = 0; k < a.statistics; ++k)
@@ -78,8 +82,8 @@ struct Merge : Select<T> {
   }
 
   // sum weight * row, over the members, divided by the sum of the weights.
-  template <class Row>
-  void mean(const int* members, const float* weight, int count, int size, float* out, Row row) const {
+  template <class RowOf>
+  void mean(const int* members, const float* weight, int count, int size, float* out, RowOf row) const {
     static thread_local Scratch<float> scratch;
     float *wide = scratch.reserve(size), weight_sum = 0.0f;
     for (int i = 0; i < size; ++i) out[i] = 0.0f;
@@ -192,7 +196,7 @@ struct Merge : Select<T> {
   void hessian(const Head& x, const Work& w, int younger, int older, float* younger_weight, float* older_weight) const {
     const int dv = a.value_size;
     const float *output = w.output.get(), mass = output[dv];
-    const T *v1 = value_row(x, w, younger), *v2 = value_row(x, w, older);
+    const Row *v1 = value_row(x, w, younger), *v2 = value_row(x, w, older);
     float norm1 = 0.0f, norm2 = 0.0f, both = 0.0f;
     for (int i = 0; i < dv; ++i) {
       const float r1 = static_cast<float>(v1[i]) - output[i], r2 = static_cast<float>(v2[i]) - output[i];
@@ -231,9 +235,10 @@ struct Merge : Select<T> {
       for (int k = 0; k < a.statistics; ++k)
         out[2 + k] = row >= 0 ? scores[row * each + 2 + k] : score_of(x, w, k, slot);
     }
-    move_rows(x.key, x.out_key, d, order, rank, row_of, rows, d + dv, kept, w);
-    move_rows(x.value, x.out_value, dv, order, rank, row_of, rows + d, d + dv, kept, w);
-    if (a.cache_positions && a.rotary_planes && x.evicted) turn_rows(x.out_key, rank, latest, kept, w);
+    move_rows(x.key, x.out_key, {x.key_scale, x.out_key_scale}, d, order, rank, row_of, rows, d + dv, kept, w);
+    move_rows(x.value, x.out_value, {x.value_scale, x.out_value_scale}, dv, order, rank, row_of, rows + d, d + dv, kept,
+              w);
+    if (a.cache_positions && a.rotary_planes && x.evicted) turn_rows(x, rank, latest, kept, w);
     for (int i = 0; i < kept; ++i) {
       const float* from = small + static_cast<size_t>(i) * each;
       x.out_votes[i] = from[0];
@@ -243,6 +248,10 @@ struct Merge : Select<T> {
     // In place, slots after the used ones are left alone.
     clear(x.out_key, x.key, d, kept, x.in_all);
     clear(x.out_value, x.value, dv, kept, x.in_all);
+    if constexpr (kSmall<T>) {
+      clear(x.out_key_scale, x.key_scale, 1, kept, x.in_all);
+      clear(x.out_value_scale, x.value_scale, 1, kept, x.in_all);
+    }
     clear(x.out_votes, x.votes, 1, kept, x.in_all);
     clear(x.out_position, x.position, 1, kept, x.in_all);
     for (int k = 0; k < a.statistics; ++k) clear(x.out_score + k * c, x.score + k * c, 1, kept, x.in_all);
@@ -250,7 +259,7 @@ struct Merge : Select<T> {
 
   // Keys turned from the places that they had, those of the latest of their members, to those that they have. Slots
   // that were neighbours and still are turn by as many places, so that cosines are computed once for all of a run.
-  void turn_rows(T* key, const int* rank, const int* latest, int kept, Work& w) const {
+  void turn_rows(const Head& x, const int* rank, const int* latest, int kept, Work& w) const {
     const int planes = a.rotary_planes, d = a.key_size;
     float *cosine = w.wide.reserve(2 * static_cast<size_t>(planes) + d), *sine = cosine + planes, *row = sine + planes;
     for (int i = 0, steps = 0; i < kept; ++i) {
@@ -261,10 +270,12 @@ struct Merge : Select<T> {
         cosine[f] = std::cos(angle), sine[f] = std::sin(angle);
       }
       steps = turned_by;
-      T* at = key + static_cast<size_t>(i) * d;
-      widen(at, row, d);
+      T* at = x.out_key + static_cast<size_t>(i) * d;
+      read_row(at, kSmall<T> ? x.out_key_scale[i] : 1.0f, d, row);
+      if (kSmall<T>) hadamard(row, d);
       for (int f = 0; f < planes; ++f) turn(cosine[f], sine[f], &row[first_of(f)], &row[second_of(f)]);
-      narrow(row, at, d);
+      if (kSmall<T>) hadamard(row, d);
+      write_row(row, d, at, x.out_key_scale + i);
     }
   }
 
@@ -274,9 +285,34 @@ struct Merge : Select<T> {
     if (to > from) memset(static_cast<void*>(out + from * width), 0, (to - from) * width * sizeof(U));
   }
 
+  // A row in float32 and back; of a small cache with its scale.
+  static void read_row(const T* from, float scale, int size, float* row) {
+    if constexpr (kSmall<T>)
+      dequantize(from, scale, size, row);
+    else
+      widen(from, row, size);
+  }
+  static void write_row(const float* row, int size, T* to, float* scale) {
+    if constexpr (kSmall<T>)
+      *scale = quantize(row, size, to);
+    else
+      narrow(row, to, size);
+  }
+
+  // Of a small cache.
+  struct Scales {
+    const float* in;
+    float* out;
+  };
+
   // out[i] = row order[rank[i]] of `in`, or the merged row.
-  void move_rows(const T* in, T* out, size_t width, const int* order, const int* rank, const int* row_of,
+  void move_rows(const T* in, T* out, Scales scales, size_t width, const int* order, const int* rank, const int* row_of,
                  const float* merged, size_t stride, int kept, Work& w) const {
+    if constexpr (kSmall<T>) {
+      float* moved = w.best.reserve(kept + 1);
+      for (int i = 0; i < kept; ++i) moved[i] = scales.in[order[rank[i]]];
+      memcpy(scales.out, moved, kept * sizeof(float));
+    }
     const T* source = in;
     if (out == in) {
       bool forward = true;  // every row that moves, moves towards the front
@@ -297,7 +333,7 @@ struct Merge : Select<T> {
       const T* from = source + static_cast<size_t>(order[rank[i]]) * width;
       T* to = out + static_cast<size_t>(i) * width;
       if (row >= 0)
-        narrow(merged + static_cast<size_t>(row) * stride, to, static_cast<int>(width));
+        write_row(merged + static_cast<size_t>(row) * stride, static_cast<int>(width), to, scales.out + i);
       else if (from != to)
         memcpy(static_cast<void*>(to), from, width * sizeof(T));
     }
@@ -313,7 +349,9 @@ struct Merge : Select<T> {
 }  // namespace
 
 void merge_cache(const KvMergeCache& call, KvRunner runner) {
-  if (call.cache_type == KV_FLOAT16)
+  if (call.cache_type == KV_INT8)
+    Merge<int8_t>(call).run(runner);
+  else if (call.cache_type == KV_FLOAT16)
     Merge<half>(call).run(runner);
   else
     Merge<float>(call).run(runner);

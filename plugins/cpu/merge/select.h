@@ -15,7 +15,7 @@
 #include "../../math/merge.h"
 #include "../core/kernels.h"
 #include "../core/scratch.h"
-#include "../core/simd.h"
+#include "../core/small.h"
 #include "../core/tile.h"
 
 namespace kv {
@@ -28,13 +28,16 @@ constexpr float kNoTarget = -1e38f;  // below every cosine, dot product and dist
 struct Work {
   Scratch<int> order, rank, latest, evicted, target_list, ranked_targets, padded_targets, target, members,
       row_of_target;
-  Scratch<float> votes, importance, keep_score, norm, best, products, packed_keys, rows, scores, output, wide, moved;
+  Scratch<float> votes, importance, keep_score, norm, best, products, packed_keys, rows, scores, output, wide, moved,
+      keys, values;
   Scratch<int32_t> position;
   Scratch<char> is_unprotected, is_evicted;
 };
 
+// Rows of a small cache are read as float32: before anything else, `widen_all` dequantizes those of a head that merges.
 template <class T>
 struct Select {
+  using Row = Wide<T>;
   const KvMergeCache& a;
   const KvMergePolicy& p;
 
@@ -47,6 +50,8 @@ struct Select {
     T *out_key, *out_value;
     float *out_votes, *out_score;
     int32_t* out_position;
+    const float *key_scale, *value_scale;
+    float *out_key_scale, *out_value_scale;
     int in_all;  // used slots before the sliding window
     int used, now, over, evicted, sets, target_count;
   };
@@ -64,15 +69,36 @@ struct Select {
     x.out_votes = a.present.votes + index * c;
     x.out_score = a.present.score + index * k * c;
     x.out_position = a.present.position + index * c;
+    if constexpr (kSmall<T>) {
+      x.key_scale = a.past_scales.key + index * c, x.value_scale = a.past_scales.value + index * c;
+      x.out_key_scale = a.present_scales.key + index * c, x.out_value_scale = a.present_scales.value + index * c;
+    }
     x.sets = x.evicted = 0;
     return x;
   }
 
-  const T* key_row(const Head& x, const Work& w, int slot) const {
-    return x.key + static_cast<size_t>(w.order.get()[slot]) * a.key_size;
+  const Row* key_row(const Head& x, const Work& w, int slot) const {
+    if constexpr (kSmall<T>)
+      return w.keys.get() + static_cast<size_t>(slot) * a.key_size;
+    else
+      return x.key + static_cast<size_t>(w.order.get()[slot]) * a.key_size;
   }
-  const T* value_row(const Head& x, const Work& w, int slot) const {
-    return x.value + static_cast<size_t>(w.order.get()[slot]) * a.value_size;
+  const Row* value_row(const Head& x, const Work& w, int slot) const {
+    if constexpr (kSmall<T>)
+      return w.values.get() + static_cast<size_t>(slot) * a.value_size;
+    else
+      return x.value + static_cast<size_t>(w.order.get()[slot]) * a.value_size;
+  }
+  // Keys as they are where they will be turned, else as they are stored, rotated.
+  void widen_all(const Head& x, Work& w) const {
+    const size_t d = a.key_size, dv = a.value_size;
+    float *keys = w.keys.reserve(x.used * d), *values = w.values.reserve(x.used * dv);
+    for (int i = 0; i < x.used; ++i) {
+      const size_t slot = w.order.get()[i];
+      dequantize(x.key + slot * d, x.key_scale[slot], a.key_size, keys + i * d);
+      if (a.rotary_planes) hadamard(keys + i * d, a.key_size);
+      dequantize(x.value + slot * dv, x.value_scale[slot], a.value_size, values + i * dv);
+    }
   }
   float score_of(const Head& x, const Work& w, int k, int slot) const {
     return x.score[static_cast<size_t>(k) * a.capacity + w.order.get()[slot]];
@@ -299,7 +325,7 @@ struct Select {
   }
 
   // A row in float32; returns its square.
-  static float widened(const T* from, int size, float* to) {
+  static float widened(const Row* from, int size, float* to) {
     widen(from, to, size);
     return dot(to, to, size);
   }

@@ -1,0 +1,202 @@
+"""Both operators over an int8 cache, in every backend that has it, against the float64 oracle: which is given what the
+numbers stand for, and whose rows are then stored again."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvexport.backends.onnxruntime.operators import has_small_cache
+from tests.conformance.backends import BACKENDS, Backend, NativeCpu, reached, state_names
+from tests.conformance.cases import (
+    MERGE_PROFILES,
+    MERGE_SCENARIOS,
+    PROFILES,
+    SCENARIOS,
+    MergeProfile,
+    MergeScenario,
+    Profile,
+    Scenario,
+    merge_cache_state,
+    single_precision,
+    stored_precision,
+    vote_attention_inputs,
+)
+from tests.conformance.comparison import assert_finite, assert_near, assert_scores
+from tests.conformance.oracle import merge_cache, vote_attention
+from tests.conformance.small import plain, small, stored, unmistakable, wide
+
+Arrays = dict[str, np.ndarray]
+
+
+def has_it(backend: Backend) -> bool:
+    if isinstance(backend, NativeCpu):
+        path = backend.path()
+        return path is not None and has_small_cache(path)
+    return backend.name in ("torch", "onnx-function")
+
+
+every_backend = pytest.mark.parametrize("backend", filter(has_it, reached()), ids=lambda backend: backend.name)
+# A trace takes seconds: the function has fewer profiles.
+TRACED = ("h2o-group2", "keepkv-key-merge-first", "ballot-places")
+every_profile = pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)
+every_scenario = pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+every_merge = pytest.mark.parametrize("profile", MERGE_PROFILES, ids=lambda profile: profile.name)
+
+
+def skip_untraced(backend: Backend, name: str) -> None:
+    if backend.name == "onnx-function" and name not in TRACED:
+        pytest.skip("a trace takes seconds")
+
+
+def small_inputs(profile: Profile, scenario: Scenario) -> Arrays:
+    inputs = vote_attention_inputs(profile, scenario)
+    rng = np.random.default_rng(zlib.crc32(f"{profile.name}/{scenario.name}".encode()))
+    new = {name: unmistakable(rng, inputs[name]).astype(profile.dtype) for name in ("key", "value")}
+    return small(inputs, "past_") | new
+
+
+@every_backend
+@every_profile
+@every_scenario
+def test_attention_equals_the_oracle(backend: Backend, profile: Profile, scenario: Scenario) -> None:
+    skip_untraced(backend, profile.name)
+    inputs = small_inputs(profile, scenario)
+    before = {name: x.copy() for name, x in inputs.items()}
+    actual = backend.vote_attention(inputs, profile.attributes)
+
+    assert all((inputs[name] == before[name]).all() for name in before), "an input was written to"
+    assert_finite(actual)
+    new = {name: stored(inputs[name]) for name in ("key", "value")}
+    expected = vote_attention(wide(inputs, "past_") | {name: plain(*x) for name, x in new.items()}, profile.attributes)
+    assert actual["output"].dtype == inputs["query"].dtype
+    # A rotated product rounds as many times again, and its sum is the same however its terms cancel out.
+    single, rounded = 4 * single_precision(scenario.peak), stored_precision(profile.dtype, scenario.peak)
+    assert_near(actual["output"], expected["output"], max(single, rounded), "output")
+    for b, (used, length) in enumerate(scenario.lanes):
+        held = used + length
+        assert (actual["output"][b, :, length:] == 0).all(), f"padding rows of sequence {b}"
+        for name in ("key", "value"):
+            for part, tensor in enumerate((name, f"{name}_scale")):
+                got, past = actual[f"present_{tensor}"][b], inputs[f"past_{tensor}"][b]
+                assert got.dtype == past.dtype
+                assert (got[:, :used] == past[:, :used]).all(), f"{tensor} of sequence {b}: what was there"
+                assert (got[:, used:held] == new[name][part][b][:, :length]).all(), f"{tensor} of sequence {b}: new"
+                assert length or got.tobytes() == past.tobytes(), f"{tensor} of idle sequence {b}"
+        for h in range(profile.heads[1]):
+            got, right = actual["present_score"][b, h, :, :held], expected["present_score"][b, h, :, :held]
+            assert_scores(got, right, profile.attributes.statistics, single, f"score of sequence {b}, head {h}")
+
+
+@every_backend
+def test_a_long_sequence_keeps_what_it_reads(backend: Backend) -> None:
+    """Ten times the budget, in chunks and single tokens with merges between: what PyTorch stores is stored, bit for
+    bit."""
+    profile = next(p for p in PROFILES if p.name == "h2o-group2")
+    merge = MergeProfile("h2o", "h2o", sizes=profile.sizes)
+    attributes = replace(merge.attributes(8), sinks=1, recent=2)
+    rng = np.random.default_rng(3)
+    batch, capacity, names = 2, 16, state_names(np.zeros(0, np.int8))
+    (query_heads, heads), (key_size, value_size) = profile.heads, profile.sizes
+    shapes = {"key": (key_size,), "value": (value_size,)}
+    state = {name: np.zeros((batch, heads, capacity, *shapes.get(name, ())), np.float32) for name in names}
+    state |= {
+        "position": np.zeros((batch, heads, capacity), np.int32),
+        "score": np.zeros((batch, heads, 1, capacity), np.float32),
+    }
+    state |= {name: state[name].astype(np.int8) for name in ("key", "value")}
+    seen = np.zeros((batch, 1), np.int64)
+    torch_too = BACKENDS[0]
+    for call in range(36):
+        tokens = 8 if call % 3 == 0 else 1
+        length = np.array([[tokens], [max(tokens - 3, 1)]])
+        inputs = {
+            "query": rng.normal(size=(batch, query_heads, tokens, key_size)).astype(np.float32),
+            "key": unmistakable(rng, rng.normal(size=(batch, heads, tokens, key_size))).astype(np.float32),
+            "value": unmistakable(rng, rng.normal(size=(batch, heads, tokens, value_size))).astype(np.float32),
+            "position": seen + np.arange(tokens),
+            "query_length": length,
+        } | {f"past_{name}": state[name] for name in names}  # fmt: skip
+        actual, right = (b.vote_attention(inputs, profile.attributes) for b in (backend, torch_too))
+        for name in names:
+            assert_near(actual[f"present_{name}"], right[f"present_{name}"].astype(np.float64), 1e-6, name)
+        seen += length
+        appended = {name: actual[f"present_{name}"] for name in names}
+        merged, right = (b.merge_cache(appended, attributes) for b in (backend, torch_too))
+        for name in names:  # h2o drops: every slot that stays keeps its bits
+            assert (merged[f"present_{name}"] == right[f"present_{name}"]).all(), name
+        state = {name: merged[f"present_{name}"] for name in names}
+    assert seen.min() > 10 * attributes.budget
+
+
+@every_backend
+@every_merge
+@pytest.mark.parametrize("scenario", MERGE_SCENARIOS, ids=lambda scenario: scenario.name)
+def test_a_merge_equals_the_oracle(backend: Backend, profile: MergeProfile, scenario: MergeScenario) -> None:
+    skip_untraced(backend, profile.name)
+    attributes = profile.attributes(scenario.budget)
+    if why := backend.lacks(attributes):
+        pytest.skip(why)
+    state = small(merge_cache_state(profile, scenario))
+    before = {name: x.copy() for name, x in state.items()}
+    actual = backend.merge_cache(state, attributes)
+
+    assert all((state[name] == before[name]).all() for name in before), "an input was written to"
+    assert_finite(actual)
+    plain_state = wide(state)
+    expected = merge_cache(plain_state, attributes)
+    single = 4 * single_precision(scenario.peak)
+    for b, h in np.ndindex(*state["votes"].shape[:2]):
+        where = f"sequence {b}, head {h}"
+        votes = expected["present_votes"][b, h]
+        kept, used = int((votes > 0).sum()), int((state["votes"][b, h] > 0).sum())
+        got = {name: actual[f"present_{name}"][b, h] for name in state}
+        assert got["position"][:kept].tolist() == expected["present_position"][b, h][:kept].tolist(), where
+        assert_near(got["votes"], votes, single, f"{where}: votes")
+        assert_scores(
+            got["score"][:, :kept], expected["present_score"][b, h][:, :kept], profile.statistics, single, where
+        )
+        for name in ("key", "value"):
+            scale = f"{name}_scale"
+            assert not got[name][attributes.budget :].any() and not got[scale][attributes.budget :].any(), where
+            rows, right = plain(got[name], got[scale])[:kept], expected[f"present_{name}"][b, h][:kept]
+            old = plain_state[name][b, h][:used]
+            for i in range(kept):
+                same = np.flatnonzero((old == right[i]).all(-1))
+                if len(same):  # neither merged nor turned: the same bits
+                    bits = [(state[name][b, h][j].tobytes(), state[scale][b, h][j]) for j in same]
+                    assert (got[name][i].tobytes(), got[scale][i]) in bits, f"{where}: {name} {i} was stored again"
+                else:
+                    step = np.abs(rows[i] - right[i]).max() / got[scale][i]
+                    # Half a step of each number, which the rotation back adds up.
+                    allowed = 0.51 * np.sqrt(len(right[i])) + single * np.abs(right[i]).max() / got[scale][i]
+                    assert step <= allowed, f"{where}: {name} {i} is {step:.3g} steps off"
+
+
+@every_backend
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_zeros_are_stored_as_zeros_and_attended_to(backend: Backend, tokens: int) -> None:
+    """Rows of zeros, and of numbers too small for a scale, have the scale 0, and no NaN comes of them."""
+    profile = next(p for p in PROFILES if p.name == "h2o-group2")
+    inputs = small_inputs(profile, Scenario("zeros", 12, tokens, ((5, tokens), (0, tokens))))
+    inputs["key"][0], inputs["value"][1] = 0.0, 1e-35
+    inputs["past_key"][0], inputs["past_key_scale"][0] = 0, 0.0
+    actual = backend.vote_attention(inputs, profile.attributes)
+    assert_finite(actual)
+    assert not actual["present_key"][0].any() and not actual["present_key_scale"][0].any()
+    assert not actual["present_value"][1, :, :tokens].any() and not actual["present_value_scale"][1, :, :tokens].any()
+    assert not actual["output"][1].any() and actual["output"][0].any()
+
+
+@every_backend
+def test_a_number_that_is_none_is_seen_in_the_output(backend: Backend) -> None:
+    profile = next(p for p in PROFILES if p.name == "h2o-group2")
+    for tokens, name in ((1, "key"), (1, "value"), (3, "value")):
+        inputs = small_inputs(profile, Scenario("nan", 12, tokens, ((5, tokens), (4, tokens))))
+        inputs[name][0, :, tokens - 1, 3] = np.nan
+        actual = backend.vote_attention(inputs, profile.attributes)
+        assert np.isnan(actual["output"][0, :, tokens - 1]).any(), (tokens, name)
+        assert np.isfinite(actual["output"][1]).all()

@@ -1,0 +1,117 @@
+"""Engines over an int8 cache: held to PyTorch step by step, in half the bytes, saved and restored, and refused by name
+where there is none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from kvexport.artifact.manifest import parse_manifest
+from kvexport.artifact.reading import load_manifest
+from kvexport.backends.onnxruntime import operators as native
+from kvexport.backends.tensorrt.backend import BACKEND as TENSORRT
+from kvexport.errors import ArtifactError, SnapshotError, UsageError
+from kvexport.recipe.fields import Recipe
+from kvexport.runtime.engine import Engine, load
+from kvexport.runtime.request import Request
+from kvexport.runtime.snapshot import Snapshot
+from kvexport.schema.state import SCALES
+from kvexport.validate.runner import validate_artifact
+from tests.support.models import build_shared, make_recipe
+from tests.support.tiny_model import PROMPTS, RECIPE, generated
+
+SMALL = {**RECIPE["cache"], "dtype": "int8"}
+
+
+def recipe_of(checkpoint: Path, **cache: object) -> Recipe:
+    return make_recipe(checkpoint, cache={**SMALL, **cache}, export=RECIPE["export"], limits=RECIPE["limits"])
+
+
+@pytest.fixture(scope="module")
+def artifact(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_shared(recipe_of(tiny_checkpoint), tmp_path_factory.mktemp("int8") / "artifact")
+
+
+@pytest.fixture(scope="module")
+def engine(artifact: Path) -> Engine:
+    return load(artifact)
+
+
+def test_an_artifact_has_int8_keys_and_values_and_their_scales(artifact: Path, engine: Engine) -> None:
+    layer = engine.plan.layers[0]
+    assert layer.dtype == "int8" and layer.extra == SCALES
+    slots = layer.kv_heads * layer.capacity
+    assert layer.bytes() == slots * (2 * layer.key_size + 2 * 4 + 3 * 4)
+    graph = onnx.load(artifact / "decoder.onnx", load_external_data=False).graph
+    types = {x.name: x.type.tensor_type.elem_type for x in (*graph.input, *graph.output)}
+    assert types["past_key_values.0.key"] == types["present.1.value"] == onnx.TensorProto.INT8
+    assert types["past_key_values.0.key_scale"] == types["present.1.value_scale"] == onnx.TensorProto.FLOAT
+    path = native.library()
+    runs = {how.native for how in native.implementations(engine.manifest).values()}
+    assert runs == {path is not None and native.has_small_cache(path)}
+
+
+def test_every_step_is_pytorchs_and_in_place_the_same_bits(artifact: Path) -> None:
+    result = validate_artifact(artifact, length=150)
+    assert result.passed, result.problem
+    assert result.in_place_identical and result.head_merges
+    with pytest.raises(UsageError, match="telemetry is taken of a cache of the model's type alone"):
+        validate_artifact(artifact, telemetry=True)
+
+
+def test_lanes_are_independent(engine: Engine) -> None:
+    together = generated(engine)
+    assert together == [engine.generate([prompt], max_new_tokens=40)[0].token_ids for prompt in PROMPTS]
+
+
+def test_a_request_goes_on_from_a_snapshot_of_its_bytes(engine: Engine, tiny_artifact: Path) -> None:
+    prompt = [3 * i % 60 for i in range(70)]  # past the budget of 32 slots
+
+    def tokens(request: Request, count: int | None = None) -> list[int]:
+        while engine.busy and (count is None or len(request.tokens) < count):
+            engine.step()
+        return [token.id for token in request.tokens]
+
+    requests = [Request(prompt, engine.settings(max_new_tokens=40)) for _ in range(2)]
+    engine.add(requests[0])
+    expected = tokens(requests[0])
+    engine.add(requests[1])
+    first = tokens(requests[1], 9)
+    data = engine.preempt(requests[1].id).to_bytes()
+    snapshot = Snapshot.from_bytes(data, engine.manifest)
+    assert snapshot.state["past_key_values.0.key"].dtype == np.int8
+    rest = Request((), start=snapshot)
+    engine.add(rest)
+    assert first + tokens(rest) == expected
+    with pytest.raises(SnapshotError):  # another artifact's cache is of another type
+        Snapshot.from_bytes(data, load_manifest(tiny_artifact))
+
+
+def test_backends_without_it_say_so(
+    artifact: Path, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError, match=r"cache\.dtype is int8, which the backend tensorrt does not have") as caught:
+        TENSORRT.preparation(recipe_of(tiny_checkpoint))
+    assert "--set cache.dtype=model" in caught.value.fix
+    library = tmp_path / "libkvexport_onnxruntime_cuda.so"
+    library.touch()
+    monkeypatch.setattr(native, "library", lambda device="cpu": library)
+    monkeypatch.setattr(native, "_has", lambda path, question: False)
+    for how in native.implementations(load_manifest(artifact), "cuda").values():
+        assert str(how) == f"function: {library.name} has no kernel for an int8 cache: --set cache.dtype=model"
+
+
+def test_a_manifest_without_the_scales_is_refused(artifact: Path) -> None:
+    raw = json.loads((artifact / "manifest.json").read_text())
+    raw["cache"][1]["extra"] = []
+    with pytest.raises(ArtifactError, match=r"cache\.1\.extra should begin with the scales of an int8 cache"):
+        parse_manifest(Path("/artifact"), raw)
+
+
+def test_a_type_that_is_none_is_a_mistake_of_the_recipe(tiny_checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="'model' or 'int8'"):
+        recipe_of(tiny_checkpoint, dtype="int3")

@@ -3,9 +3,9 @@
     python benchmarks/attention.py [--rounds 20] [--threads 2]
 
 Batch 4, 4096 slots, 32 query heads on 8 KV heads of size 128 (a layer of Llama-3-8B), votes and one score statistic,
-state bound in
-place. Bytes: keys, values, votes, scores read and scores written. The bandwidth is probed before and after every round
-by the same number of threads; each instruction set runs in a process of its own.
+state bound in place; the cache of the query's type, and int8. Bytes: keys, values, scales, votes, scores read and
+scores written. The bandwidth is probed before and after every round by the same number of threads; each instruction set
+runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from common import read_bandwidth, save
 
 BATCH, QUERY_HEADS, HEADS, SLOTS, SIZE = 4, 32, 8, 4096, 128
 GOALS = {"avx512": 0.85, "avx2": 0.75}
+SIDES = ("float32-log_ema", "float32-probability", "float16-log_ema", "float32-log_ema-int8", "float16-log_ema-int8")
 
 
-def session(threads: int, dtype: str, statistic: str) -> tuple[Any, Any, int]:
+def session(threads: int, dtype: str, statistic: str, cache_type: str) -> tuple[Any, Any, int]:
     """A session of one VoteAttention node, a binding whose state is in place, and the bytes that a step has to move."""
     import onnxruntime as ort
     from onnx import helper
@@ -36,9 +37,11 @@ def session(threads: int, dtype: str, statistic: str) -> tuple[Any, Any, int]:
     from kvexport.ops.onnx_function import vote_attention_node_attributes
     from kvexport.ops.vote_attention import VoteAttentionAttributes
     from kvexport.schema.operators import VOTE_ATTENTION
+    from kvexport.schema.state import scales_of
 
     rng = np.random.default_rng(0)
-    capacity, real = SLOTS + 1, np.dtype(dtype)
+    capacity, real, stored = SLOTS + 1, np.dtype(dtype), np.dtype(cache_type)
+    operator, factor = VOTE_ATTENTION.with_state(scales_of(cache_type)), 40.0 if cache_type == "int8" else 1.0
     cache = (BATCH, HEADS, capacity, SIZE)
     arrays = {
         "query": rng.normal(size=(BATCH, QUERY_HEADS, 1, SIZE)).astype(real),
@@ -46,19 +49,21 @@ def session(threads: int, dtype: str, statistic: str) -> tuple[Any, Any, int]:
         "value": rng.normal(size=(BATCH, HEADS, 1, SIZE)).astype(real),
         "position": np.full((BATCH, 1), SLOTS, np.int64),
         "query_length": np.ones((BATCH, 1), np.int64),
-        "past_key": rng.normal(size=cache).astype(real),
-        "past_value": rng.normal(size=cache).astype(real),
+        "past_key": (rng.normal(size=cache).clip(-3, 3) * factor).astype(stored),
+        "past_value": (rng.normal(size=cache).clip(-3, 3) * factor).astype(stored),
         "past_votes": np.ones(cache[:3], np.float32),
         "past_score": np.ones((BATCH, HEADS, 1, capacity), np.float32),
         "past_position": np.broadcast_to(np.arange(capacity, dtype=np.int32), cache[:3]).copy(),
     }
+    arrays |= {f"past_{scale.name}": np.full(cache[:3], 1 / factor, np.float32) for scale in scales_of(cache_type)}
     arrays["past_votes"][:, :, SLOTS:] = 0
     output = np.zeros((BATCH, QUERY_HEADS, 1, SIZE), real)
     kind = Statistic(statistic, 0.9) if statistic == "log_ema" else Statistic(statistic)
     attributes = vote_attention_node_attributes(VoteAttentionAttributes(SIZE**-0.5, 1.0, (kind,)))
-    node = helper.make_node(
-        "VoteAttention", VOTE_ATTENTION.input_names[:-1], VOTE_ATTENTION.output_names, domain="kvexport", **attributes
-    )
+    inputs = [name if name in arrays else "" for name in operator.input_names]
+    while not inputs[-1]:
+        inputs.pop()  # sink logits
+    node = helper.make_node("VoteAttention", inputs, operator.output_names, domain="kvexport", **attributes)
     bound = {"output": output} | {
         name.replace("past", "present"): x for name, x in arrays.items() if name.startswith("past")
     }
@@ -83,12 +88,16 @@ def session(threads: int, dtype: str, statistic: str) -> tuple[Any, Any, int]:
         binding.bind_output(name, "cpu", 0, x.dtype.type, x.shape, x.ctypes.data)
     slots = BATCH * HEADS * SLOTS
     # Both lists are returned with the session, so that the buffers live as long as it does.
-    return made, (binding, arrays, bound), slots * (2 * SIZE * real.itemsize + 4 + 2 * 4)
+    return (
+        made,
+        (binding, arrays, bound),
+        slots * (2 * SIZE * stored.itemsize + 4 * len(scales_of(cache_type)) + 4 + 2 * 4),
+    )
 
 
-def measure(threads: int, rounds: int, dtype: str, statistic: str) -> dict[str, Any]:
+def measure(threads: int, rounds: int, dtype: str, statistic: str, cache_type: str) -> dict[str, Any]:
     """Of every round the share of the bandwidth, which is the better of two probes around it."""
-    made, bound, nbytes = session(threads, dtype, statistic)
+    made, bound, nbytes = session(threads, dtype, statistic, cache_type)
     votes = bound[1]["past_votes"]
     shares, rates = [], []
     before = read_bandwidth(256, threads, 0.1)
@@ -104,6 +113,7 @@ def measure(threads: int, rounds: int, dtype: str, statistic: str) -> dict[str, 
         shares.append(rates[-1] / max(before, after))
         before = after
     return {
+        "milliseconds": nbytes / statistics.median(rates) * 1e3,
         "share": statistics.median(shares),
         "GBps": statistics.median(rates) / 1e9,
         "bandwidth_GBps": before / 1e9,
@@ -118,12 +128,12 @@ def main() -> None:
     parser.add_argument("--side", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        dtype, statistic = options.side.split("-")
-        print(json.dumps(measure(options.threads, options.rounds, dtype, statistic)))
+        dtype, statistic, *cache_type = options.side.split("-")
+        print(json.dumps(measure(options.threads, options.rounds, dtype, statistic, *(cache_type or [dtype]))))
         return
     results: dict[str, Any] = {}
     for isa, goal in GOALS.items():
-        for side in ("float32-log_ema", "float32-probability", "float16-log_ema"):
+        for side in SIDES:
             command = [
                 sys.executable,
                 __file__,

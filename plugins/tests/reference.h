@@ -16,6 +16,19 @@ inline double log_add(double a, double b) {
   return larger <= kNothing ? kNothing : larger + std::log(std::exp(a - larger) + std::exp(b - larger));
 }
 
+// A row times the Hadamard matrix of each of its blocks, the largest power of two that divides it (docs/contract.md, "A
+// small cache").
+inline void hadamard(std::vector<double>& row) {
+  const size_t block = row.size() & -row.size();
+  const std::vector<double> old = row;
+  for (size_t i = 0; i < row.size(); ++i) {
+    row[i] = 0.0;
+    for (size_t j = 0; j < block; ++j)
+      row[i] += (__builtin_popcountll(i % block & j) % 2 ? -1.0 : 1.0) * old[i / block * block + j];
+    row[i] /= std::sqrt(static_cast<double>(block));
+  }
+}
+
 class Reference {
  public:
   // `present` is the cache after the call, of whose keys, values, votes and positions the caller has made sure.
@@ -51,12 +64,14 @@ class Reference {
     const size_t query = (head * a_.tokens + t) * a_.key_size;
     double *logit = &logits_[(static_cast<size_t>(g) * n_ + t) * total_],
            *p = &probability_[(static_cast<size_t>(g) * n_ + t) * total_];
+    std::vector<double> row(a_.key_size);
+    for (int i = 0; i < a_.key_size; ++i) row[i] = read(past_.shape, a_.query, query + i);
+    if (past_.shape.small) hadamard(row);
     const double sink = a_.sink_logits ? a_.sink_logits[row_ % a_.heads * group_ + g] : kNothing;
     double top = sink;
     for (int c = 0; c < total_; ++c) {
       double dot = 0.0;
-      for (int i = 0; i < a_.key_size; ++i)
-        dot += static_cast<double>(read(past_.shape, a_.query, query + i)) * present_.key(row_, c, i);
+      for (int i = 0; i < a_.key_size; ++i) dot += row[i] * present_.key(row_, c, i);
       logit[c] = dot * a_.scale;
       if (a_.softcap != 0.0f) logit[c] = a_.softcap * std::tanh(logit[c] / a_.softcap);
       p[c] =
@@ -65,12 +80,14 @@ class Reference {
     }
     double sum = a_.sink_logits ? std::exp(sink - top) : 0.0;
     for (int c = 0; c < total_; ++c) sum += p[c] = std::exp(p[c] - top);
+    std::vector<double> output(a_.value_size, 0.0);
     for (int c = 0; c < total_; ++c) {
       p[c] /= sum;
-      for (int i = 0; i < a_.value_size; ++i)
-        expected_.output[(static_cast<size_t>(g) * a_.tokens + t) * a_.value_size + i] +=
-            p[c] * present_.value(row_, c, i);
+      for (int i = 0; i < a_.value_size; ++i) output[i] += p[c] * present_.value(row_, c, i);
     }
+    if (past_.shape.small) hadamard(output);
+    std::copy(output.begin(), output.end(),
+              expected_.output.begin() + (static_cast<size_t>(g) * a_.tokens + t) * a_.value_size);
   }
 
   // What query t weighs in statistic s, 0 where it does not count.

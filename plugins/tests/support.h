@@ -94,13 +94,16 @@ class Buffer {
   std::vector<unsigned char> bytes_;
 };
 
+// type: of queries, and of a cache that is not `small`, int8.
 struct Shape {
   int type, batch, heads, capacity, key_size, value_size, statistics;
+  bool small = false;
+  int cache_type() const { return small ? KV_INT8 : type; }
   size_t element() const { return type == KV_FLOAT16 ? 2 : 4; }
   size_t rows() const { return static_cast<size_t>(batch) * heads; }
 };
 
-// An element of a buffer of the cache's type.
+// An element of a buffer of the query's type.
 inline float read(const Shape& shape, const void* data, size_t i) {
   return shape.type == KV_FLOAT16 ? static_cast<float>(static_cast<const half*>(data)[i])
                                   : static_cast<const float*>(data)[i];
@@ -112,7 +115,20 @@ inline void write(const Shape& shape, void* data, size_t i, float x) {
     static_cast<float*>(data)[i] = x;
 }
 
-enum Tensor { kKey, kValue, kVotes, kScore, kPosition, kTensors };
+// An element of a cache's keys or values: of a small one the number, which a scale is still to be multiplied with.
+inline float read_stored(const Shape& shape, const void* data, size_t i) {
+  return shape.small ? static_cast<const int8_t*>(data)[i] : read(shape, data, i);
+}
+inline void write_stored(const Shape& shape, void* data, size_t i, float x) {
+  if (shape.small)
+    static_cast<int8_t*>(data)[i] = static_cast<int8_t>(std::fabs(x) < 3.0f ? 42.0f * x : 127.0f);
+  else
+    write(shape, data, i, x);
+}
+
+// Scales are those of a small cache; others have none of them.
+enum Tensor { kKey, kValue, kVotes, kScore, kPosition, kKeyScale, kValueScale, kTensors };
+constexpr unsigned kAllInPlace = (1u << kTensors) - 1;
 
 // A cache. Tensor i of head `row` starts at element row * width(i).
 struct Cache {
@@ -122,14 +138,22 @@ struct Cache {
   Cache(Random& random, const Shape& shape) : shape(shape) {
     for (int i = 0; i < kTensors; ++i) tensor[i] = Buffer(random, shape.rows() * width(i), element(i));
   }
-  size_t element(int i) const { return i == kKey || i == kValue ? shape.element() : 4; }
+  size_t element(int i) const { return i != kKey && i != kValue ? 4 : shape.small ? 1 : shape.element(); }
   size_t width(int i) const {
     const size_t c = shape.capacity;
+    if (i == kKeyScale || i == kValueScale) return shape.small ? c : 0;
     return i == kKey ? c * shape.key_size : i == kValue ? c * shape.value_size : i == kScore ? c * shape.statistics : c;
   }
   KvState view() {
     return {tensor[kKey].data<void>(), tensor[kValue].data<void>(), tensor[kVotes].data<float>(),
             tensor[kScore].data<float>(), tensor[kPosition].data<int32_t>()};
+  }
+  KvScales scales() {
+    return shape.small ? KvScales{tensor[kKeyScale].data<float>(), tensor[kValueScale].data<float>()} : KvScales{};
+  }
+  // 1 where there are none.
+  float scale(int i, size_t row, int slot) const {
+    return shape.small ? tensor[i].data<float>()[row * shape.capacity + slot] : 1.0f;
   }
   float votes(size_t row, int slot) const { return tensor[kVotes].data<float>()[row * shape.capacity + slot]; }
   int32_t position(size_t row, int slot) const {
@@ -139,10 +163,12 @@ struct Cache {
     return tensor[kScore].data<float>()[(row * shape.statistics + k) * shape.capacity + slot];
   }
   float key(size_t row, int slot, int i) const {
-    return read(shape, tensor[kKey].data<void>(), (row * shape.capacity + slot) * shape.key_size + i);
+    return scale(kKeyScale, row, slot) *
+           read_stored(shape, tensor[kKey].data<void>(), (row * shape.capacity + slot) * shape.key_size + i);
   }
   float value(size_t row, int slot, int i) const {
-    return read(shape, tensor[kValue].data<void>(), (row * shape.capacity + slot) * shape.value_size + i);
+    return scale(kValueScale, row, slot) *
+           read_stored(shape, tensor[kValue].data<void>(), (row * shape.capacity + slot) * shape.value_size + i);
   }
   int used(size_t row) const {
     int n = 0;
@@ -192,9 +218,13 @@ inline int fill_head(Random& random, Cache& cache, size_t row, int used, const s
                                                                         : 1.0f;
     view.position[row * s.capacity + c] = is_used ? positions[c] : random.between(0, 1 << 30);
     if (!is_used) continue;
-    for (int i = 0; i < s.key_size; ++i) write(s, view.key, (row * s.capacity + c) * s.key_size + i, random.normal());
+    for (int i = 0; i < s.key_size; ++i)
+      write_stored(s, view.key, (row * s.capacity + c) * s.key_size + i, random.normal());
     for (int i = 0; i < s.value_size; ++i)
-      write(s, view.value, (row * s.capacity + c) * s.value_size + i, random.normal());
+      write_stored(s, view.value, (row * s.capacity + c) * s.value_size + i, random.normal());
+    if (s.small)
+      for (float* scale : {cache.scales().key, cache.scales().value})
+        scale[row * s.capacity + c] = random.one_in(20) ? 0.0f : random.uniform(0.01f, 0.03f);
     for (int k = 0; k < s.statistics; ++k)
       view.score[(row * s.statistics + k) * s.capacity + c] = kinds[k] == KV_STATISTIC_LOG_EMA ? 5.0f * random.normal()
                                                               : kinds[k] == KV_STATISTIC_NONE
@@ -242,6 +272,7 @@ inline Shape any_shape(Random& random, int at_least) {
   s.capacity = any_capacity(random, at_least);
   s.key_size = any_size(random);
   s.value_size = random.one_in(3) ? any_size(random) : s.key_size;
+  s.small = random.one_in(3);
   return s;
 }
 
@@ -261,6 +292,9 @@ Cache run(Random& random, Call call, const Cache& past, unsigned in_place, KvRun
     if (in_place >> i & 1) present.tensor[i] = past.tensor[i];
   call.past = read.view();
   call.present = present.view();
+  call.past_scales = read.scales(), call.present_scales = present.scales();
+  if (in_place >> kKeyScale & 1) call.past_scales.key = call.present_scales.key;
+  if (in_place >> kValueScale & 1) call.past_scales.value = call.present_scales.value;
   if (in_place & 1) call.past.key = call.present.key;
   if (in_place & 2) call.past.value = call.present.value;
   if (in_place & 4) call.past.votes = call.present.votes;

@@ -1,0 +1,229 @@
+"""What 8 and 4 bits for keys and values cost on SmolLM2-135M-Instruct: rounding alone, merging alone, and both at equal
+bytes.
+
+    python benchmarks/small_cache.py [--texts 0,1,...]    # some minutes a text; texts that are there are kept
+
+Texts of 1,024 tokens of Python's manual, in chunks of 32. The figure is KL(full float32 cache || this one) over the
+second half of a text, in nats. PyTorch computes it with the operators' own meaning, rows being rounded before they are
+appended and after merges; for int8 that is what the engine stores, the other forms stand here alone. Writes
+benchmarks/results/small-cache.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from common import RESULTS, save
+from torch import Tensor
+
+from kvexport.cache import plan_cache
+from kvexport.evaluate.corpus import manual
+from kvexport.evaluate.statistics import mean
+from kvexport.export.build import read_model
+from kvexport.export.graph.graphs import merge_attributes
+from kvexport.export.graph.tracer import layer_attributes
+from kvexport.export.model.attention_hook import IMPLEMENTATION, PassThroughCache, attending
+from kvexport.ops.merge_cache import merge_cache
+from kvexport.ops.small_cache import dequantized, quantized, rotated_by_hadamard
+from kvexport.ops.vote_attention import vote_attention
+from kvexport.recipe.load import load_recipe
+from kvexport.runtime.text import Tokenizer
+
+NAME, RECIPE = "small-cache", "smollm2-135m-base"
+LENGTH, CHUNK, SLOTS = 1024, 32, 128
+METHODS = ("h2o", "keepkv", "ballot")
+Rounding = Callable[[Tensor], Tensor]
+
+
+def as_it_is(rows: Tensor) -> Tensor:
+    """Float16 of a float32 model costs less than can be seen here."""
+    return rows
+
+
+def int8(rows: Tensor) -> Tensor:
+    """What the engine stores."""
+    return rotated_by_hadamard(dequantized(*quantized(rotated_by_hadamard(rows))))
+
+
+def int8_unrotated(rows: Tensor) -> Tensor:
+    return dequantized(*quantized(rows))
+
+
+def int4(rows: Tensor) -> Tensor:
+    """-7 .. 7 and a scale for each row, rotated."""
+    return rotated_by_hadamard(int4_unrotated(rotated_by_hadamard(rows)))
+
+
+def int4_unrotated(rows: Tensor) -> Tensor:
+    scale = (rows.abs().amax(-1, keepdim=True) / 7).to(torch.bfloat16).float()
+    return torch.round(rows / torch.where(scale > 0, scale, 1.0)).clamp(-7, 7) * scale
+
+
+def int4_of_8(rows: Tensor) -> Tensor:
+    """-8 .. 7: the number of the largest magnitude is -8; rotated."""
+    return rotated_by_hadamard(_of_8(rotated_by_hadamard(rows), rows.shape[-1]))
+
+
+def q4_0(rows: Tensor) -> Tensor:
+    """llama.cpp's: so, in blocks of 32."""
+    return _of_8(rows, 32)
+
+
+def q4_0_rotated(rows: Tensor) -> Tensor:
+    return rotated_by_hadamard(_of_8(rotated_by_hadamard(rows), 32))
+
+
+def _of_8(rows: Tensor, block: int) -> Tensor:
+    blocks = rows.unflatten(-1, (-1, block))
+    largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
+    scale = (largest / -8).half().float()
+    return (torch.round(blocks / torch.where(scale != 0, scale, 1.0)).clamp(-8, 7) * scale).flatten(-2)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How rows are stored. key, value: their rounding; bits: of a number of a key and of one of a value, scales of a
+    row of 64 included."""
+
+    key: Rounding
+    value: Rounding
+    bits: tuple[float, float]
+
+
+def form(rounding: Rounding, bits: float) -> Form:
+    return Form(rounding, rounding, (bits, bits))
+
+
+FORMS = {
+    "float16": form(as_it_is, 16.0),
+    "int8": form(int8, 8.5),
+    "int8 unrotated": form(int8_unrotated, 8.5),
+    "keys int8, values int4": Form(int8, int4, (8.5, 4.5)),
+    "keys int4, values int8": Form(int4, int8, (4.5, 8.5)),
+    "int4": form(int4, 4.5),
+    "int4 to -8": form(int4_of_8, 4.5),
+    "int4 unrotated": form(int4_unrotated, 4.5),
+    "q4_0": form(q4_0, 4.5),
+    "q4_0 rotated": form(q4_0_rotated, 4.5),
+}
+MERGED = ("float16", "int8", "keys int8, values int4", "int4")
+
+
+def slots_of(stored: Form, size: int) -> int:
+    """Slots, slack included, in the bytes of SLOTS and CHUNK slots of float16; votes, scores and positions counted."""
+    slot = [size * sum(x.bits) / 8 + 12 for x in (FORMS["float16"], stored)]
+    return int((SLOTS + CHUNK) * slot[0] / slot[1]) - CHUNK
+
+
+class Reader:
+    """The model over a cache of one method whose rows are rounded; `logits` of a text are those of every token."""
+
+    def __init__(self) -> None:
+        from transformers import AutoModelForCausalLM
+
+        recipe = load_recipe(RECIPE).recipe
+        self.shape = read_model(recipe)
+        path = self.shape.checkpoint.path  # type: ignore[union-attr]
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            str(path), dtype=torch.float32, attn_implementation=IMPLEMENTATION
+        ).eval()
+        self.tokenizer = Tokenizer.from_folder(path)
+
+    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, options: Any) -> Tensor:
+        """Over the state of its layer; see `kvexport.export.model.attention_hook`."""
+        layer: int = module.layer_idx
+        output, *self.state[layer] = vote_attention(
+            query,
+            self.form.key(key),
+            self.form.value(value),
+            self.position,
+            torch.tensor([[key.shape[2]]]),
+            *self.state[layer],  # type: ignore[arg-type]
+            attributes=layer_attributes(self.method, self.shape.geometry[layer]),
+        )
+        return output
+
+    def mask(self, mask_function: Any) -> Any:
+        """None: VoteAttention knows who sees what."""
+        return None
+
+    @torch.no_grad()
+    def logits(self, ids: Sequence[int], method: str, slots: int, stored: Form) -> Tensor:
+        """[tokens, vocabulary]"""
+        sets = [f"cache.method={method}", f"cache.budget={slots}", f"export.prefill_chunk={CHUNK}"]
+        recipe = load_recipe(RECIPE, [*sets, f"limits.max_length={LENGTH}"]).recipe
+        plan = plan_cache(recipe, self.shape.geometry)
+        self.method, self.form = recipe.cache.build_method(), stored
+        self.state = [
+            [torch.from_numpy(np.zeros(shape, x.dtypes()[name])) for name, shape in x.shapes(1).items()]
+            for x in plan.layers
+        ]
+        rows = []
+        for first in range(0, len(ids), CHUNK):
+            self.position = torch.arange(first, min(first + CHUNK, len(ids)))[None]
+            with attending(self):
+                given = torch.tensor([ids[first : first + CHUNK]])
+                cache = PassThroughCache()
+                rows.append(
+                    self.model(
+                        input_ids=given, position_ids=self.position, past_key_values=cache, use_cache=True
+                    ).logits[0]
+                )
+            for i, layer in enumerate(plan.layers):
+                if layer.merges and int((self.state[i][2] > 0).sum(-1).max()) > layer.budget:
+                    key, value, *rest = merge_cache(*self.state[i], attributes=merge_attributes(layer, self.method))
+                    self.state[i] = [stored.key(key), stored.value(value), *rest]
+        return torch.cat(rows)
+
+
+def kl(full: Tensor, other: Tensor) -> float:
+    """Mean over the second half of the text."""
+    half = len(full) // 2
+    p, q = (torch.log_softmax(x[half:].double(), -1) for x in (full, other))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def measure(reader: Reader, ids: Sequence[int]) -> dict[str, float]:
+    """Every form over the full cache; and of every method, in the slots of float16 and in its bytes."""
+    full = reader.logits(ids, "full", LENGTH, FORMS["float16"])
+    found = {}
+    for name, stored in FORMS.items():
+        if name != "float16":
+            found[f"full | {name}"] = kl(full, reader.logits(ids, "full", LENGTH, stored))
+    for method in METHODS:
+        for name in MERGED:
+            size = reader.shape.geometry[0].key_size
+            for slots in sorted({SLOTS, slots_of(FORMS[name], size)}):
+                found[f"{method} | {name} | {slots}"] = kl(full, reader.logits(ids, method, slots, FORMS[name]))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--texts", default="0,1,2,3,4,5,6,7", help="numbers of texts, spread over the manual")
+    asked = parser.parse_args()
+    path = RESULTS / f"{NAME}.json"
+    texts = json.loads(path.read_text())["texts"] if path.exists() else {}
+    reader = Reader()
+    ids = reader.tokenizer.encode(manual())
+    for number in asked.texts.split(","):
+        if number not in texts:
+            first = int(number) * (len(ids) - LENGTH) // 8
+            texts[number] = measure(reader, ids[first : first + LENGTH])
+            rows = {key: mean([text[key] for text in texts.values()]) for key in texts[number]}
+            print(number, {key: f"{x.value:.5f}" for key, x in rows.items()}, flush=True)
+            summary = {key: [x.value, x.low, x.high] for key, x in rows.items()}
+            save(
+                NAME,
+                {"recipe": RECIPE, "length": LENGTH, "chunk": CHUNK, "slots": SLOTS, "kl": summary, "texts": texts},
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,7 @@
 """What 8 and 4 bits for keys and values cost on SmolLM2-135M-Instruct: rounding alone, merging alone, and both at equal
 bytes.
 
-    python benchmarks/small_cache.py [--texts 0,1,...]    # some minutes a text; texts that are there are kept
+    python benchmarks/small_cache.py [--texts 0,1,...]    # some minutes a text; what is there is kept
 
 Texts of 1,024 tokens of Python's manual, in chunks of 32. The figure is KL(full float32 cache || this one) over the
 second half of a text, in nats. PyTorch computes it with the operators' own meaning, rows being rounded before they are
@@ -189,19 +189,11 @@ def kl(full: Tensor, other: Tensor) -> float:
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
-def measure(reader: Reader, ids: Sequence[int]) -> dict[str, float]:
-    """Every form over the full cache; and of every method, in the slots of float16 and in its bytes."""
-    full = reader.logits(ids, "full", LENGTH, FORMS["float16"])
-    found = {}
-    for name, stored in FORMS.items():
-        if name != "float16":
-            found[f"full | {name}"] = kl(full, reader.logits(ids, "full", LENGTH, stored))
-    for method in METHODS:
-        for name in MERGED:
-            size = reader.shape.geometry[0].key_size
-            for slots in sorted({SLOTS, slots_of(FORMS[name], size)}):
-                found[f"{method} | {name} | {slots}"] = kl(full, reader.logits(ids, method, slots, FORMS[name]))
-    return found
+def figures(size: int) -> list[tuple[str, int, str]]:
+    """(method, slots, form): every form over the full cache; of every method, in the slots and in the bytes of
+    float16."""
+    merged = [(m, n, x) for m in METHODS for x in MERGED for n in sorted({SLOTS, slots_of(FORMS[x], size)})]
+    return [("full", LENGTH, name) for name in FORMS if name != "float16"] + merged
 
 
 def main() -> None:
@@ -209,20 +201,21 @@ def main() -> None:
     parser.add_argument("--texts", default="0,1,2,3,4,5,6,7", help="numbers of texts, spread over the manual")
     asked = parser.parse_args()
     path = RESULTS / f"{NAME}.json"
-    texts = json.loads(path.read_text())["texts"] if path.exists() else {}
+    texts: dict[str, dict[str, float]] = json.loads(path.read_text())["texts"] if path.exists() else {}
     reader = Reader()
     ids = reader.tokenizer.encode(manual())
     for number in asked.texts.split(","):
-        if number not in texts:
-            first = int(number) * (len(ids) - LENGTH) // 8
-            texts[number] = measure(reader, ids[first : first + LENGTH])
-            rows = {key: mean([text[key] for text in texts.values()]) for key in texts[number]}
-            print(number, {key: f"{x.value:.5f}" for key, x in rows.items()}, flush=True)
-            summary = {key: [x.value, x.low, x.high] for key, x in rows.items()}
-            save(
-                NAME,
-                {"recipe": RECIPE, "length": LENGTH, "chunk": CHUNK, "slots": SLOTS, "kl": summary, "texts": texts},
-            )
+        first = int(number) * (len(ids) - LENGTH) // 8
+        text, done = ids[first : first + LENGTH], texts.setdefault(number, {})
+        missing = [x for x in figures(reader.shape.geometry[0].key_size) if " | ".join(map(str, x)) not in done]
+        full = reader.logits(text, "full", LENGTH, FORMS["float16"]) if missing else None
+        for method, slots, name in missing:
+            key = f"{method} | {slots} | {name}"
+            done[key] = kl(full, reader.logits(text, method, slots, FORMS[name]))
+            print(number, key, f"{done[key]:.5f}", flush=True)
+            rows = {k: mean([x[k] for x in texts.values() if k in x]) for k in done}
+            summary = {k: [x.value, x.low, x.high, x.count] for k, x in rows.items()}
+            save(NAME, {"recipe": RECIPE, "length": LENGTH, "chunk": CHUNK, "kl": summary, "texts": texts})
 
 
 if __name__ == "__main__":

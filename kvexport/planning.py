@@ -128,7 +128,7 @@ class MemoryPlan:
         recipe, batch = self.recipe, self.recipe.limits.max_batch
         summary: dict[str, str | int | float | None] = {
             "model": recipe.model.path,
-            "dtype": recipe.model.dtype,
+            "dtype": recipe.shown_dtype,
             "method": recipe.cache.method,
             "weights": f"{format_bytes(self.weight_bytes)}, {self.parameters:,} parameters{self._bits}",
             "cache of 1 sequence": format_bytes(self.sequence_bytes),

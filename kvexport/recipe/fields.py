@@ -287,6 +287,11 @@ class Recipe(RecipeSection):
         return self.model.dtype if self.cache.dtype == "model" else self.cache.dtype
 
     @property
+    def shown_dtype(self) -> str:
+        """The model's type, and the cache's where it is another."""
+        return self.model.dtype + ("" if self.cache.dtype == "model" else f", cache {self.cache.dtype}")
+
+    @property
     def rotary_length(self) -> int:
         """Positions that keys and queries are rotated by: those of the longest sequence, or of the cache."""
         if self.cache.positions == "absolute":

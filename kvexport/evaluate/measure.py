@@ -194,8 +194,12 @@ def _state_of(state: dict[str, NDArray[np.float32]]) -> tuple[float, bool]:
         if not name.endswith(".votes"):
             continue
         used = votes > 0
-        keys = state[name.replace(".votes", ".key")][used].astype(np.float64)
-        values = state[name.replace(".votes", ".value")][used]
+        rows = []
+        for kind in (".key", ".value"):
+            stored = state[name.replace(".votes", kind)][used].astype(np.float64)
+            scale = state.get(name.replace(".votes", f"{kind}_scale"))  # of a small cache
+            rows.append(stored if scale is None else stored * scale[used][:, None])
+        keys, values = rows
         largest = max(largest, float(np.linalg.norm(keys, axis=-1).max(initial=0.0)))
         finite &= bool(np.isfinite(keys).all() and np.isfinite(values).all() and np.isfinite(votes).all())
     return largest, finite

@@ -10,7 +10,7 @@ import pytest
 
 import kvexport
 from kvexport.errors import UsageError
-from kvexport.evaluate.measure import Judge, Outcome, Rows, counted_logits, run_long, step_seconds
+from kvexport.evaluate.measure import _state_of, Judge, Outcome, Rows, counted_logits, run_long, step_seconds
 from kvexport.evaluate.reference import log_softmax
 from kvexport.evaluate.suites import Item, run_items
 from kvexport.evaluate.tasks import Sample
@@ -74,6 +74,19 @@ def test_an_artifact_of_last_logits_cannot_tell_what_lies_inside_a_prompt(tiny_r
     with pytest.raises(UsageError, match="last token alone"):
         counted_logits(engine, [Sample([1, 2, 3, 4], 4, [1])])
     assert 0 < step_seconds(engine, 40) < 1
+
+
+def test_norms_of_int8_keys_are_those_of_what_they_stand_for() -> None:
+    state = {
+        "past_key_values.0.votes": np.array([[[1.0, 2.0, 0.0]]], np.float32),
+        "past_key_values.0.key": np.array([[[[3, 4], [0, 5], [100, 100]]]], np.int8),
+        "past_key_values.0.value": np.zeros((1, 1, 3, 2), np.int8),
+        "past_key_values.0.key_scale": np.array([[[2.0, 0.5, 9.0]]], np.float32),
+        "past_key_values.0.value_scale": np.ones((1, 1, 3), np.float32),
+    }
+    assert _state_of(state) == (10.0, True)
+    state["past_key_values.0.value_scale"][0, 0, 1] = np.nan
+    assert _state_of(state) == (10.0, False)
 
 
 def test_prompts_of_suites_are_cut_in_the_middle_or_refused(everything: kvexport.Engine) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import kvexport
 from kvexport.errors import UsageError
-from kvexport.evaluate.measure import _state_of, Judge, Outcome, Rows, counted_logits, run_long, step_seconds
+from kvexport.evaluate.measure import Judge, Outcome, Rows, _state_of, counted_logits, run_long, step_seconds
 from kvexport.evaluate.reference import log_softmax
 from kvexport.evaluate.suites import Item, run_items
 from kvexport.evaluate.tasks import Sample

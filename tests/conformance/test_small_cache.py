@@ -39,7 +39,7 @@ def has_it(backend: Backend) -> bool:
     return backend.name in ("torch", "onnx-function")
 
 
-every_backend = pytest.mark.parametrize("backend", filter(has_it, reached()), ids=lambda backend: backend.name)
+every_backend = pytest.mark.parametrize("backend", list(filter(has_it, reached())), ids=lambda backend: backend.name)
 # A trace takes seconds: the function has fewer profiles.
 TRACED = ("h2o-group2", "keepkv-key-merge-first", "ballot-places")
 every_profile = pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)

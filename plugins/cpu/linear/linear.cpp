@@ -28,6 +28,7 @@ constexpr int kTask = 1 << 16;               // bytes of weights that are worth 
 constexpr int kTasks = 64;                   // of a call, at most
 constexpr int kAhead = 8192;                 // bytes
 constexpr int kMany = W < 8 ? 1 << 30 : 48;  // rows for which packing pays; short vectors are busy with the arithmetic
+constexpr int kManyTiled = 20;               // for which packed weights are put in tiles, where there are tiles
 constexpr int kTall = 48;                    // rows, of which panels are multiples: whole tiles of every kind
 constexpr int kDepth = 512;                  // inputs of a packed block
 constexpr int kPanel = 516;                  // rows that stay in the second cache while a block passes over them
@@ -49,7 +50,7 @@ struct Linear {
   const Int8Rows* rounded;  // for packed weights of 4 and of 8 bits
   const TiledRows& tiled;   // for all packed ones, where there are tiles and many rows
 
-  bool many() const { return rows >= kMany; }
+  bool many() const { return rows >= (tiled.values ? kManyTiled : kMany); }
   bool packed() const { return packed(a); }
   static bool packed(const KvLinear& a) {
     bool any = a.gate.bits != 0;
@@ -75,7 +76,7 @@ struct Linear {
   int64_t panels() const {
     if (!many()) return 1;
     const int64_t large = (rows + kPanel - 1) / kPanel, wanted = kPanels / static_cast<int64_t>(shares());
-    const int64_t most = rows / kMany;
+    const int64_t most = rows < kMany ? 1 : rows / kMany;
     return large > wanted ? large : wanted < most ? wanted : most;
   }
   // The first row of a panel, whole tiles.
@@ -358,7 +359,7 @@ TiledRows tile_rows(const KvLinear& a, const float* input, bool amx, KvRunner ru
   TiledRows made;
 #if defined(__AMX_BF16__)
   const int64_t rows = a.batch * a.tokens;
-  if (!amx || a.float_input || rows < kMany || !Linear<T>::packed(a)) return made;
+  if (!amx || a.float_input || rows < kManyTiled || !Linear<T>::packed(a)) return made;
   made.across = tiles_of(a.inputs), made.values = memory.reserve(TiledRows::elements(a.inputs, rows));
   for_rows(runner, rows, [&](int64_t row) { made.round(input + row * a.inputs, a.inputs, row); });
 #else

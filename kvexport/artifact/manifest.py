@@ -41,7 +41,7 @@ class ModelFacts:
     vocabulary: Count
     layers: Count
     query_heads: tuple[Count, ...]
-    packed: Mapping[str, Count] = field(default_factory=dict)
+    packed: Mapping[str, Count]
 
 
 @dataclass(frozen=True)

@@ -263,6 +263,7 @@ class Run:
         """A method with so many slots (None: what the label says; the full cache needs none) over TIMES training
         lengths of text."""
         length = TIMES * self.training_length
+        self.source.require_folder("the task stability")
         longer = longer_checkpoint(self.checkpoint, self.folder / "longer", length)
         ids, counted = long_text(self.language, length, self.options.seed)
         common = [*self.common, f"model.path={longer}", f"limits.max_length={length}", "limits.max_batch=1"]

@@ -13,6 +13,7 @@ from kvexport.export.computed import ComputedSpec
 from kvexport.export.graph.tracer import initializer_names
 from kvexport.export.model.checkpoint import Checkpoint
 from kvexport.export.model.hf_model import parameter_sources
+from kvexport.export.model.tensors import Dense, Source
 from kvexport.export.quantize import Rounded, fitting_group
 from kvexport.export.weights import Spec, TensorSpec, check_specs, total_bytes
 from kvexport.ops.packed import PackedFormat
@@ -42,13 +43,17 @@ def weight_specs(checkpoint: Checkpoint, model: Any, section: WeightsSection) ->
         )
     parameters = dict(model.named_parameters(remove_duplicate=False))
     rounded = dict(rounded_formats(model, section))
+    embeddings = {f"{prefix}.weight" for prefix, module in model.named_modules() if isinstance(module, nn.Embedding)}
     specs: list[Spec] = []
     for name, initializer in names.items():
         parameter = parameters[name]
         dtype: Any = str(parameter.dtype).removeprefix("torch.")  # a few of a float16 model stay float32
         shape, tensor = tuple(parameter.shape), sources[name]
         if tensor in checkpoint.computed:
-            specs.append(ComputedSpec(initializer, checkpoint.computed[tensor], dtype, shape))
+            source = checkpoint.computed[tensor]
+            if name in embeddings and not _rows_can_be_picked(source):
+                source = Dense(source)
+            specs.append(ComputedSpec(initializer, source, dtype, shape))
             continue
         entry = checkpoint.tensors[tensor]
         plain = TensorSpec(initializer, entry, dtype, shape)
@@ -101,6 +106,15 @@ def packings(specs: Sequence[Spec]) -> dict[str, PackedFormat]:
         for spec in specs
         if isinstance(spec, ComputedSpec) and spec.source.packing is not None
     }
+
+
+def _rows_can_be_picked(source: Source) -> bool:
+    """Whether single rows can be dequantized: columns are in their order, and no row of zeros begins within a byte."""
+    packing = source.packing
+    if packing is None:
+        return True
+    halves = packing.offset == "zero" and packing.bits == 4 and source.shape[1] // packing.group % 2 == 1
+    return not packing.ordered and not halves
 
 
 def packed_formats(specs: Sequence[Spec]) -> dict[str, int]:

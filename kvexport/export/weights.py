@@ -121,7 +121,7 @@ def write_weights(
     copy: all in one file, `decoder.weights`, in the order of the specs; tensors of 64 KiB and more begin at a multiple
     of 4096 bytes (ONNX Runtime maps them), smaller ones at a multiple of 64. link: a source file whose tensors need no
     cast is hard-linked to `weights/<file name>` (copied whole where the file system cannot link) and pointed into; the
-    rest goes to `decoder.weights`.
+    rest goes to `decoder.weights`, and so does everything where some weights are computed.
     A hard link shares its bytes with the checkpoint: rewriting that file in place changes the artifact, as its
     digest will tell.
 
@@ -136,7 +136,9 @@ def write_weights(
         raise ValueError("two specs have the same initializer name")
     check_specs(specs)
     distinct = _distinct(specs)
-    linked = [spec for spec in distinct if isinstance(spec, TensorSpec) and mode == "link" and _can_link(spec)]
+    plain = [spec for spec in distinct if isinstance(spec, TensorSpec)]
+    # Of a file whose other tensors are packed here a link would bring all of them into the artifact a second time.
+    linked = [spec for spec in plain if mode == "link" and len(plain) == len(distinct) and _can_link(spec)]
     placed, digests = _link_files(linked, stage, progress)
     rest = [spec for spec in distinct if _key(spec) not in placed]
     if rest:

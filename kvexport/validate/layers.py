@@ -45,6 +45,7 @@ def first_layers(
     recipe = manifest.recipe
     source = read_checkpoint(resolve_checkpoint(checkpoint or recipe.model.path, recipe.model.revision))
     require_checkpoint(source, manifest, path)
+    source.require_folder("--layers")
     with tempfile.TemporaryDirectory(prefix="kvexport-layers-") as folder:
         small = Path(folder) / "checkpoint"
         _shorten_checkpoint(source, small, total, count)

@@ -153,6 +153,13 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, tiny_checkpoint: Path, mor
         read_model(Recipe.model_validate({**RECIPE, "model": {"path": str(file)}}))
 
 
+def test_what_changes_a_config_takes_no_gguf(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    tiny_llama(tiny_checkpoint, tmp_path / "tiny.gguf")
+    with pytest.raises(UsageError, match="--layers takes a checkpoint of safetensors"):
+        read_checkpoint(tmp_path / "tiny.gguf").require_folder("--layers")
+    read_checkpoint(tiny_checkpoint).require_folder("--layers")
+
+
 def test_types_and_tensors_that_are_not_read_are_named(tmp_path: Path, tiny_checkpoint: Path) -> None:
     block, _ = q8_0(np.ones((1, 32), np.float32))
     head = {"general.architecture": entry("llama"), "llama.attention.head_count": entry(2)}

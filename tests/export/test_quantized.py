@@ -14,10 +14,12 @@ from safetensors.numpy import load_file, save_file
 
 import kvexport
 from kvexport.errors import UsageError
+from kvexport.export.build import read_model
 from kvexport.export.computed import ComputedSpec
 from kvexport.export.model.checkpoint import Checkpoint, read_checkpoint
 from kvexport.export.model.tensors import dense_values
-from kvexport.export.weights import write_weights
+from kvexport.export.specs import weight_specs
+from kvexport.export.weights import DATA_FILE, TensorSpec, write_weights
 from kvexport.recipe.fields import Recipe
 from kvexport.validate.runner import validate_artifact
 from tests.support.quantized_files import awq, gptq, quantized
@@ -175,6 +177,36 @@ def test_weights_are_written_as_they_are(tmp_path: Path, tiny_checkpoint: Path) 
     stored = (tmp_path / at.file).read_bytes()[at.offset : at.offset + at.nbytes]
     words = load_file(tmp_path / "q" / "model.safetensors")[f"{DOWN}.qweight"]
     assert stored == np.ascontiguousarray(words.T).tobytes()
+
+
+def test_nothing_is_linked_beside_packed_weights(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    """A link would bring the words into the artifact once more."""
+    quantized(tiny_checkpoint, tmp_path / "q", GPTQ, gptq)
+    checkpoint = read_checkpoint(tmp_path / "q")
+    source, norm = checkpoint.computed[f"{DOWN}.weight"], checkpoint.tensors["model.norm.weight"]
+    specs = [ComputedSpec("d", source, "float32", source.shape), TensorSpec("n", norm, "float32", norm.shape)]
+    locations, digests = write_weights(specs, tmp_path, "link", lambda _: None)
+    assert {location.file for location in locations.values()} == {DATA_FILE} == digests.keys()
+
+
+@pytest.mark.parametrize(("group", "act_order", "kept"), [(16, False, True), (16, True, False), (32, False, False)])
+def test_embeddings_are_packed_where_single_rows_can_be_picked(
+    tmp_path: Path, tiny_checkpoint: Path, group: int, act_order: bool, kept: bool
+) -> None:
+    """Of 32 inputs in groups of 32 a row has one zero point, half a byte: such an embedding becomes floats."""
+    make, folder = partial(gptq, group=group, act_order=act_order), tmp_path / "q"
+    quantized(tiny_checkpoint, folder, {**GPTQ, "group_size": group}, make)
+    tensors = load_file(folder / "model.safetensors")
+    stored, meant = make(*tensors.pop("model.embed_tokens.weight").shape, 0)
+    tensors |= {f"model.embed_tokens.{part}": x for part, x in stored.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    recipe = Recipe.model_validate({**RECIPE, "model": {"path": str(folder)}})
+    shape = read_model(recipe)
+    specs = {spec.name: spec for spec in weight_specs(shape.checkpoint, shape.model, recipe.weights)}
+    spec = specs["model.model.embed_tokens.weight"]
+    assert isinstance(spec, ComputedSpec)
+    assert (spec.source.packing is not None) == kept
+    np.testing.assert_array_equal(dense_values(spec.source), meant)
 
 
 def broken(folder: Path, **tensors: Any) -> None:

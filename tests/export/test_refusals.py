@@ -144,13 +144,13 @@ def test_a_config_that_makes_no_model(tmp_path: Path) -> None:
 
 
 def test_integers_in_a_checkpoint_are_refused() -> None:
-    from kvexport.export.model.hf_model import _buffers_as_parameters
+    from kvexport.export.model.hf_model import buffers_as_parameters
 
     model: Any = torch.nn.Module()
     model.config = models.llama()
     model.register_buffer("table", torch.arange(3))
     with pytest.raises(UsageError, match=r"keeps integers in its checkpoint \('.table', torch.int64\)"):
-        _buffers_as_parameters(model)
+        buffers_as_parameters(model)
 
 
 def test_rotary_frequencies_of_the_longest_sequence_are_announced() -> None:

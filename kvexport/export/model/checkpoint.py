@@ -64,6 +64,15 @@ class Checkpoint:
     computed: Mapping[str, Source] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
+    def require_folder(self, purpose: str) -> None:
+        """Raise UsageError where the weights are in a GGUF file: `purpose` takes a checkpoint whose config can be
+        changed."""
+        if any(entry.file.suffix == GGUF for entry in self.tensors.values()):
+            raise UsageError(
+                f"{purpose} takes a checkpoint of safetensors, and the weights are in a GGUF file",
+                "--set model.path=DIRECTORY of the checkpoint that the file was made of",
+            )
+
 
 @dataclass(frozen=True)
 class _Shard:

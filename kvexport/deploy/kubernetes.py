@@ -23,7 +23,7 @@ PROGRAM = 512 * MIB  # Python, ONNX Runtime and activations of a small model
 class Server:
     """image: with `kvexport` as its entry point and the extra `serve`. name: of everything in the cluster. claim: of
     the volume whose root is the artifact. drain: seconds that running requests get. Bytes: prefix_memory,
-    session_memory, session_disk."""
+    session_memory, session_disk. replicas: servers; several share the folder of sessions."""
 
     image: str
     name: str
@@ -34,6 +34,7 @@ class Server:
     prefix_memory: int
     session_memory: int
     session_disk: int
+    replicas: int = 1
 
 
 def memory(manifest: Manifest, server: Server) -> int:
@@ -72,7 +73,7 @@ def _claim(server: Server) -> dict[str, Any]:
         "kind": "PersistentVolumeClaim",
         "metadata": _metadata(server, "-sessions"),
         "spec": {
-            "accessModes": ["ReadWriteOnce"],
+            "accessModes": ["ReadWriteOnce" if server.replicas == 1 else "ReadWriteMany"],
             # A session that is being written is there twice
             "resources": {"requests": {"storage": _mib(server.session_disk + server.session_memory)}},
         },
@@ -103,8 +104,9 @@ def _deployment(server: Server, memory: str) -> dict[str, Any]:
         "kind": "Deployment",
         "metadata": _metadata(server),
         "spec": {
-            "replicas": 1,  # sessions are of one server
-            "strategy": {"type": "Recreate"},  # so that no two servers have one folder of sessions
+            "replicas": server.replicas,
+            # No two servers may have one folder of sessions, unless they share it
+            "strategy": {"type": "Recreate" if server.replicas == 1 else "RollingUpdate"},
             "selector": {"matchLabels": labels},
             "template": {"metadata": {"labels": dict(labels)}, "spec": pod},
         },
@@ -128,7 +130,12 @@ def _container(server: Server, memory: str) -> dict[str, Any]:
     return {
         "name": "kvexport",
         "image": server.image,
-        "args": ["serve", "/artifact", *(str(word) for option in options.items() for word in option)],
+        "args": [
+            "serve",
+            "/artifact",
+            *(str(word) for option in options.items() for word in option),
+            *(["--session-shared"] if server.replicas > 1 else []),
+        ],
         "env": [
             {"name": "KVEXPORT_API_KEY", "valueFrom": {"secretKeyRef": {"name": f"{server.name}-key", "key": "key"}}}
         ],

@@ -67,6 +67,8 @@ class Engine:
         self._forks = Forks(self._scheduler, self._pool)
         self.max_waiting: int | None = None
         self.latency_budget: float | None = None
+        self.preempts = False  # whether a request takes the lane of one of a worse priority, which goes on later
+        self.parked = 0  # how often that was
         self.prefixes: Prefixes | None = None
         self.drafter = drafter_of(manifest, sessions)
         self._row_seconds = 0.0  # of a call of prompts, by the last ones
@@ -152,6 +154,8 @@ class Engine:
         """Of a request between two steps, or of one that finished in this one."""
         if request.lane >= 0:
             saved = self._pool.lanes.save(request.lane)
+        elif request.parked is not None:
+            saved = request.parked
         else:
             saved = nothing_saved(self.plan) if request.start is None else request.start.saved
         return snapshot_of(request, saved, self.origin)
@@ -162,6 +166,8 @@ class Engine:
         the requests that took part in it, since nobody knows their state then, and is raised."""
         advanced = self._expire()
         self._scheduler.rows = self._rows()
+        if self.preempts and (displaced := self._scheduler.displaced()) is not None:
+            self._park(displaced)
         work = self._scheduler.next()
         requests: Sequence[Request] = (*work.admitted, *work.moved)
         try:
@@ -186,6 +192,14 @@ class Engine:
                     request.snapshot = self._snapshot(request)
         return advanced
 
+    def _park(self, request: Request) -> None:
+        """Take a request's lane, and let it wait as if it had just come; what it was answered so far stays."""
+        saved = self._pool.lanes.save(request.lane)
+        self._scheduler.remove(request)
+        request.park(saved)
+        self._scheduler.add(request)
+        self.parked += 1
+
     def _expire(self) -> list[Request]:
         """End the requests that waited beyond their deadline."""
         expired = self._scheduler.expired(time.monotonic())
@@ -196,7 +210,9 @@ class Engine:
         return expired
 
     def _follows(self, request: Request, prefilling: Sequence[Request]) -> bool:
-        return self.prefixes is not None and request.fork_of is None and self.prefixes.leads(request, prefilling)
+        if self.prefixes is None or request.fork_of is not None or request.parked is not None:
+            return False
+        return self.prefixes.leads(request, prefilling)
 
     def _rows(self) -> int | None:
         """How many rows a call of prompts may have within the latency budget."""
@@ -213,7 +229,10 @@ class Engine:
         for request in admitted:
             if self._pool.state.top_logits is not None:
                 request.timing.whole_rows = request.timing.whole_rows or 0
-            if request.fork_of is not None:
+            if request.parked is not None:
+                self._pool.begin(request.lane, request.parked)
+                request.parked = None
+            elif request.fork_of is not None:
                 rows = self._forks.begin(request, request.fork_of)
                 advanced.append(self._choose(request, rows, 0))
             elif request.start is not None and request.start.length:

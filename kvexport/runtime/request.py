@@ -24,7 +24,7 @@ FinishReason = Literal["stop", "length", "cancelled", "preempted", "error"]
 
 
 class State(Enum):
-    """Of a request, in this order; it may finish from each."""
+    """Of a request, in this order; it may finish from each, and be parked while it holds a lane."""
 
     WAITING = "waiting"  # for a lane
     PREFILLING = "prefilling"  # it holds a lane, and its prompt is read chunk by chunk
@@ -101,11 +101,11 @@ class Request:
     wait the lowest comes first, then the one that came first. deadline: by `time.monotonic()`, in seconds; a request
     that has no lane until then ends by a DeadlineError.
 
-    The rest is the engine's to write. id: its number there, from 1. lane: while it holds one. begun: when it got it, by
-    `time.perf_counter()`. ids: the tokens of
-    `start` and of the prompt [n] int64. done: how many of them are read. cached_tokens: how many of them it did not
-    have to read. tokens: the answer. error: why it finished by "error". timing: its call's, or its own. prompt_end: for
-    its forks, until they have begun. keys, borders: see `Prefixes`.
+    The rest is the engine's to write. id: its number there, from 1. lane: while it holds one. begun: when it got
+    it, by `time.perf_counter()`, first. parked: its lane, while it waits because a request of a better priority has
+    it. ids: the tokens of `start` and of the prompt [n] int64. done: how many of them are read. cached_tokens: how
+    many of them it did not have to read. tokens: the answer. error: why it finished by "error". timing: its call's,
+    or its own. prompt_end: for its forks, until they have begun. keys, borders: see `Prefixes`.
     """
 
     prompt: Prompt
@@ -121,6 +121,7 @@ class Request:
     state: State = field(default=WAITING, init=False)
     lane: int = field(default=-1, init=False)
     begun: float = field(default=0.0, init=False)
+    parked: Saved | None = field(default=None, init=False, repr=False)
     ids: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64), init=False)
     done: int = field(default=0, init=False)
     tokens: list[Token] = field(default_factory=list, init=False)
@@ -191,7 +192,13 @@ class Request:
         if self.fork_of is not None:
             self.skip(len(self.ids))
         self.state, self.lane = PREFILLING if self.unread else DECODING, lane
-        self.begun = time.perf_counter()
+        self.begun = self.begun or time.perf_counter()
+
+    def park(self, saved: Saved) -> None:
+        """Back to waiting, from a lane that was saved."""
+        if self.state not in (PREFILLING, DECODING):
+            raise ValueError(f"the request is {self.state.value}, and holds no lane")
+        self.state, self.lane, self.parked = WAITING, -1, saved
 
     def skip(self, done: int) -> None:
         """So many ids are read already, by another request."""

@@ -7,6 +7,8 @@
   answer to a short one begins behind one chunk of long ones, however many there are.
 - Neighbouring lanes that are prefilled as well come along where that is cheaper than a call of their own, up to `rows`
   beyond one chunk: those that decode wait for the call, and so does a prompt that arrives meanwhile.
+- Where the engine is told to, a request of a better priority takes the lane of the worst that has one, which waits as
+  if it had just come and goes on where it was.
 - Every step decodes all lanes whose prompts are read; those of one call begin together (see `Request.call`).
 """
 
@@ -74,8 +76,22 @@ class Scheduler:
         return len(self.waiting) - self.lanes.count(None)
 
     def expired(self, now: float) -> list[Request]:
-        """Those that wait and whose deadline has passed."""
-        return [request for request in self.waiting if request.deadline is not None and request.deadline <= now]
+        """Those that never had a lane and whose deadline has passed."""
+        return [
+            request
+            for request in self.waiting
+            if request.deadline is not None and request.deadline <= now and request.parked is None
+        ]
+
+    def displaced(self) -> Request | None:
+        """The last of those that hold a lane, in the order of those that wait, where there is no free lane and one of a
+        better priority waits for it. None of those from which forks are about to begin."""
+        if None in self.lanes or not self.waiting:
+            return None
+        first = next((request for request in self.waiting if self._may_begin(request, [*self._prefilling])), None)
+        held = [request for request in self.running() if request.prompt_end is None]
+        last = max(held, key=lambda request: (request.priority, request.id), default=None)
+        return last if first is not None and last is not None and first.priority < last.priority else None
 
     def next(self) -> Schedule:
         """What the next step does. `update` follows it."""
@@ -137,7 +153,7 @@ class Scheduler:
         for request in list(self.waiting):
             if not free:
                 break
-            if not self._is_ready(request) or self._follows(request, [*self._prefilling, *admitted]):
+            if not self._may_begin(request, [*self._prefilling, *admitted]):
                 continue
             self.waiting.remove(request)
             lane = free.pop(0)
@@ -147,6 +163,9 @@ class Scheduler:
         self._prefilling.extend(request for request in admitted if request.state is PREFILLING)
         self._joining = [request for request in admitted if request.state is DECODING]
         return admitted
+
+    def _may_begin(self, request: Request, prefilling: Sequence[Request]) -> bool:
+        return self._is_ready(request) and not self._follows(request, prefilling)
 
     def _is_ready(self, request: Request) -> bool:
         """Whether a request can begin: a fork waits until the prompt is read, and reads it itself where the request

@@ -71,7 +71,7 @@ class Service:
         self.settings = settings
         self.model = next((name for name in settings.names if name != "*"), "kvexport")
         self.metrics = Metrics(self.model)
-        engine.latency_budget = settings.latency_budget
+        engine.latency_budget, engine.preempts = settings.latency_budget, settings.preempts
         chunk, limit = engine.manifest.limits.prefill_chunk, settings.prefix_memory
         engine.prefixes = Prefixes(chunk, limit) if limit else None
         self.sessions = Sessions(engine.manifest, settings)

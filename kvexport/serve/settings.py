@@ -13,7 +13,8 @@ class ServeSettings:
     none = every client that reaches the server may use it. hosts: further names by which a server without keys may be
     called. origins: of web pages that may call it, besides its own.
 
-    reasoning: told apart from answers, of models whose chat template knows it.
+    preempts: a request of a better priority takes the lane of one of a worse, which goes on later. reasoning: told
+    apart from answers, of models whose chat template knows it.
 
     queue: requests that may wait for a lane. choices: answers of one HTTP request (n times its prompts). body: bytes.
     max_tokens: of one answer; None = what the artifact's length leaves. Seconds: timeout (of one HTTP request in all),
@@ -31,6 +32,7 @@ class ServeSettings:
     api_keys: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
+    preempts: bool = False
     reasoning: bool = True
     queue: int = 256
     choices: int = 128

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 from kvexport.artifact.reading import load_manifest
 from kvexport.commands.app import app
 from tests.support import command_line
+from tests.support.paths import ROOT
 
 
 def objects(artifact: Path, *options: object) -> dict[str, Any]:
@@ -54,6 +56,31 @@ def test_probes_key_labels_and_ports_fit_together(tiny_artifact: Path) -> None:
     assert spec["selector"]["matchLabels"] == labels == found["Service"]["spec"]["selector"]
     assert found["Service"]["spec"]["ports"][0]["targetPort"] == container["ports"][0]["name"] == "http"
     assert spec["replicas"] == 1 and spec["strategy"] == {"type": "Recreate"}
+
+
+def test_several_servers_share_the_volume_of_sessions(tiny_artifact: Path) -> None:
+    found = objects(tiny_artifact, "--replicas", 3)
+    spec = found["Deployment"]["spec"]
+    assert spec["replicas"] == 3 and spec["strategy"] == {"type": "RollingUpdate"}
+    assert found["PersistentVolumeClaim"]["spec"]["accessModes"] == ["ReadWriteMany"]
+    verb, *words = spec["template"]["spec"]["containers"][0]["args"]
+    command = typer.main.get_command(app).commands[verb]  # type: ignore[attr-defined]
+    assert command.make_context(verb, words).params["session_shared"]
+    assert "--session-shared" not in str(objects(tiny_artifact))
+
+
+def test_values_for_helm_are_yaml_and_fit_together() -> None:
+    text = (ROOT / "docs" / "deploy.md").read_text()
+    ray, triton = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL))
+    for group in (ray["head"], ray["worker"]):
+        assert {m["name"] for m in group["volumeMounts"]} == {volume["name"] for volume in group["volumes"]}
+    asked = re.search(r"`kvexport (deploy ray [^`]*)`", text)
+    assert asked is not None
+    words = asked[1].split()[2:]
+    context = typer.main.get_command(app).commands["deploy"].commands["ray"].make_context("ray", words)  # type: ignore[attr-defined]
+    mounted = {mount["mountPath"] for mount in ray["worker"]["volumeMounts"]}
+    assert {str(context.params["artifact"]), str(context.params["session_folder"])} == mounted
+    assert triton["serverArgs"] == ["--model-repository=/models"]
 
 
 def test_memory_is_what_the_artifact_and_the_options_take(tiny_artifact: Path) -> None:

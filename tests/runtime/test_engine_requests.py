@@ -289,6 +289,38 @@ def test_a_latency_budget_bounds_the_rows_of_a_call_of_prompts(
     assert widths[:9] == [16, 16, 16, *([16, 8] * 3)] and max(widths[9:]) == 3 * CHUNK
 
 
+def test_a_better_priority_takes_a_lane_and_the_other_goes_on_with_the_same_tokens(
+    tiny_artifact: Path, solo: Callable[..., list[int]]
+) -> None:
+    engine = load(tiny_artifact, lanes=2)
+    engine.preempts = True
+    long = list(range(3 * CHUNK + 5))
+    slow = [Request([n], engine.settings(max_new_tokens=30), priority=5, keep=n == 2) for n in (1, 2)]
+    for request in slow:
+        engine.add(request)
+    run(engine, 9)
+    reading = Request(long, engine.settings(max_new_tokens=5), priority=3)
+    engine.add(reading)
+    run(engine, 1)
+    assert slow[1].state is State.WAITING and reading.lane == 1 and engine.parked == 1
+    first = Request([7], engine.settings(max_new_tokens=4))
+    second = Request([8], engine.settings(max_new_tokens=4))
+    engine.add(first)
+    engine.add(second)
+    run(engine, 2)
+    assert first.tokens and second.tokens and engine.parked == 3, "one of them had read a part of its prompt"
+    # One that is cancelled while it waits leaves what it was.
+    assert len(slow[1].tokens) >= 8 and engine.cancel(slow[1].id)
+    assert slow[1].snapshot is not None
+    again = Request((), start=slow[1].snapshot)
+    engine.add(again)
+    run(engine)
+    assert answer_of(slow[0]) == solo([1], max_new_tokens=30)
+    assert answer_of(slow[1]) + answer_of(again) == solo([2], max_new_tokens=30)
+    assert answer_of(reading) == solo(long, max_new_tokens=5)
+    assert [answer_of(request) for request in (first, second)] == [solo([n], max_new_tokens=4) for n in (7, 8)]
+
+
 def test_a_stream_that_is_closed_frees_its_lanes(tiny_artifact: Path, solo: Callable[..., list[int]]) -> None:
     engine = load(tiny_artifact)
     stream = engine.stream([[1, 2], [3]], max_new_tokens=50)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvexport.runtime.request import Call, Request, State
+from kvexport.runtime.request import Call, PromptEnd, Request, State
 from kvexport.runtime.sampling import Sampler
 from kvexport.runtime.scheduler import CALL_ROWS, MOVED_TOKENS, Schedule, Scheduler
 from kvexport.runtime.settings import GenerationSettings
@@ -263,3 +263,47 @@ def test_a_lane_with_few_tokens_to_come_stays_and_so_does_one_whose_place_is_ask
     scheduler.remove(step.admitted[0])
     run(scheduler, step := scheduler.next())
     assert not step.moved and step.decode == [made[1], made[2]]
+
+
+def test_a_better_priority_displaces_the_last_of_the_worst_where_no_lane_is_free() -> None:
+    scheduler = Scheduler(3, CHUNK)
+    made = [request(CHUNK * 3, 50, priority=priority) for priority in (0, 2, 2)]
+    for each in made[:2]:
+        scheduler.add(each)
+    run(scheduler, scheduler.next())
+    better = request(1, 5, priority=1)
+    scheduler.add(better)
+    assert scheduler.displaced() is None, "a lane is free"
+    scheduler.remove(better)
+    scheduler.add(made[2])
+    run(scheduler, scheduler.next())
+    scheduler.add(request(1, 5, priority=2))
+    assert scheduler.displaced() is None, "none of an equal priority"
+    for expected in (made[2], made[1]):
+        better = request(1, 50, priority=1)
+        scheduler.add(better)
+        assert scheduler.displaced() is expected
+        lane = expected.lane
+        scheduler.remove(expected)
+        expected.park(Any)  # type: ignore[arg-type]
+        scheduler.add(expected)
+        assert scheduler.expired(float("inf")) == []
+        step = scheduler.next()
+        assert step.admitted == [better] and better.lane == lane
+        run(scheduler, step)
+    scheduler.add(request(1, 5, priority=1))
+    assert scheduler.displaced() is None, "nobody who runs is worse"
+    finish(scheduler)
+    assert [each.finish_reason for each in made] == ["length"] * 3 and made[1].done == 3 * CHUNK
+
+
+def test_a_request_that_forks_are_about_to_begin_from_keeps_its_lane() -> None:
+    scheduler = Scheduler(1, CHUNK)
+    parent = request(1, 50, priority=5)
+    scheduler.add(parent)
+    run(scheduler, scheduler.next())
+    parent.prompt_end = PromptEnd(np.zeros(2, np.float32), 0)
+    scheduler.add(request(1, 5))
+    assert scheduler.displaced() is None
+    parent.prompt_end = None
+    assert scheduler.displaced() is parent

@@ -80,6 +80,7 @@ class Schedule:
         for engine in self.engines:
             engine.prefixes = Prefixes(CHUNK, int(self.rng.integers(0, 20)) * 30_000)
             engine.latency_budget = (None, 1e-4)[self.rng.integers(2)]
+            engine.preempts, engine.parked = bool(self.rng.integers(8)), 0
         self.store = SessionStore(self.engines[0].manifest, memory=150_000, folder=folder, disk=1 << 30)
         self.running: list[tuple[Engine, Talk]] = []
         self.parked: list[tuple[Snapshot, Talk]] = []
@@ -102,6 +103,7 @@ class Schedule:
         for engine in self.engines:
             assert engine.step() == [] and not engine.busy
             assert engine._scheduler.running() == [] and engine._requests == {} and len(engine._forks) == 0
+            self.happened["parked"] += engine.parked
             assert engine.prefixes is not None and engine.prefixes.nbytes <= engine.prefixes.limit
         return self.happened
 

@@ -1,0 +1,122 @@
+"""The kernel of packed weights alone: one row, and a prompt's rows, times matrices of a 7B layer that no cache holds.
+
+    python benchmarks/packed_kernel.py [--rounds 20] [--threads 2] [--rows 1,8,512] [--megabytes 640]
+
+Sides: Linear with int4, int8 (groups of 32, scales in float16) and float16 weights, and ONNX Runtime's MatMulNBits
+(int4, groups of 32, accuracy level 4), all in turn, in one process. `read_share` is the bytes of weights and scales
+over the time of one row and the machine's read bandwidth, which is probed before and after. Goals: 0.7 of int8 and 0.6
+of int4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+from common import read_bandwidth, save
+
+OUTPUTS, INPUTS, GROUP = 11008, 4096, 32
+GOALS = {"int8": 0.7, "int4": 0.6}
+
+
+def weight_parts(side: str, name: str, rng: np.random.Generator) -> tuple[list[Any], dict[str, Any]]:
+    """The initializers of one matrix, and the node's attributes; Linear's or MatMulNBits'."""
+    from onnx import TensorProto, helper
+
+    from kvexport.ops.linear import Form
+
+    bits = {"int8": 8, "float16": 16}.get(side, 4)
+    numbers = rng.integers(0, 256, OUTPUTS * INPUTS * bits // 8, np.uint8)
+    if side == "float16":
+        values = (numbers.view(np.uint16) & 0x83FF | 0x2000).tobytes()  # of size 2^-7
+        return [helper.make_tensor(name, TensorProto.FLOAT16, [OUTPUTS, INPUTS], values, raw=True)], Form().attributes
+    groups = INPUTS // GROUP
+    if side == "MatMulNBits":
+        scale = np.full(OUTPUTS * groups, 0.01, np.float32)
+        made = [
+            helper.make_tensor(name, TensorProto.UINT8, [OUTPUTS, groups, GROUP // 2], numbers.tobytes(), raw=True),
+            helper.make_tensor(f"{name}.scale", TensorProto.FLOAT, [OUTPUTS * groups], scale.tobytes(), raw=True),
+        ]
+        return made, {"K": INPUTS, "N": OUTPUTS, "bits": 4, "block_size": GROUP, "accuracy_level": 4}
+    kind = TensorProto.INT4 if bits == 4 else TensorProto.INT8
+    scale = np.full(OUTPUTS * groups, 0.01, np.float16)
+    made = [
+        helper.make_tensor(name, kind, [OUTPUTS, INPUTS], numbers.tobytes(), raw=True),
+        helper.make_tensor(f"{name}.scale", TensorProto.FLOAT16, [OUTPUTS, groups], scale.tobytes(), raw=True),
+    ]
+    return made, Form(packed=(1,), group=(GROUP,)).attributes
+
+
+def session(side: str, threads: int, megabytes: int) -> tuple[Any, int, int]:
+    """Matrices of so many megabytes together, each times the same rows; how many, and their bytes."""
+    import onnxruntime as ort
+    from onnx import TensorProto, helper
+
+    from kvexport.backends.onnxruntime.operators import library
+
+    peer = side == "MatMulNBits"
+    kind = TensorProto.FLOAT16 if side == "float16" else TensorProto.FLOAT
+    rng, nodes, weights, count = np.random.default_rng(0), [], [], 1
+    while len(nodes) < count:
+        name = f"w{len(nodes)}"
+        parts, attributes = weight_parts(side, name, rng)
+        count = -(-megabytes * 10**6 // sum(len(part.raw_data) for part in parts))
+        weights += parts
+        inputs = ["x", *(part.name for part in parts)]
+        op, domain = ("MatMulNBits", "com.microsoft") if peer else ("Linear", "kvexport")
+        nodes.append(helper.make_node(op, inputs, [f"{name}.y"], domain=domain, **attributes))
+    value = helper.make_tensor_value_info
+    outputs = [value(node.output[0], kind, ["rows", OUTPUTS]) for node in nodes]
+    graph = helper.make_graph(nodes, "g", [value("x", kind, ["rows", INPUTS])], outputs, weights)
+    opsets = [
+        helper.make_opsetid(domain, version) for domain, version in (("", 23), ("kvexport", 1), ("com.microsoft", 1))
+    ]
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    if not peer:
+        options.register_custom_ops_library(str(library()))
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=11).SerializeToString()
+    made = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    return made, len(nodes), sum(len(part.raw_data) for part in weights)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rows", default="1,8,512")
+    parser.add_argument("--megabytes", type=int, default=640)
+    chosen = parser.parse_args()
+    sides = ("int4", "int8", "float16", "MatMulNBits")
+    runs = {side: session(side, chosen.threads, chosen.megabytes) for side in sides}
+    bandwidth = [read_bandwidth(512, chosen.threads, 1.0)]
+    results: dict[str, Any] = {}
+    for rows in map(int, chosen.rows.split(",")):
+        x = np.random.default_rng(1).standard_normal((rows, INPUTS)).astype(np.float32)
+        seconds: dict[str, list[float]] = {side: [] for side in sides}
+        for _ in range(max(3, chosen.rounds // (1 + rows // 64))):
+            for side, (made, count, _) in runs.items():
+                feed = {"x": x.astype(np.float16) if side == "float16" else x}
+                start = time.perf_counter()
+                made.run(None, feed)
+                seconds[side].append((time.perf_counter() - start) / count)
+        bandwidth.append(read_bandwidth(512, chosen.threads, 1.0))
+        for side, (_, count, size) in runs.items():
+            one = statistics.median(seconds[side][1:])
+            found = {"ms_per_matrix": round(one * 1e3, 3), "GMAC_per_s": round(rows * OUTPUTS * INPUTS / one / 1e9, 1)}
+            if rows == 1:
+                found["read_share"] = round(size / count / one / max(bandwidth), 3)
+                if goal := GOALS.get(side):
+                    found["goal"] = goal
+            results[f"{side}, {rows} rows"] = found
+            print(f"{side}, {rows} rows", json.dumps(found), flush=True)
+    save("packed-kernel", {**results, "bandwidth_GBps": [round(b / 1e9, 1) for b in bandwidth]})
+
+
+if __name__ == "__main__":
+    main()

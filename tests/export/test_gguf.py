@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import kvexport
 from kvexport.errors import UsageError
 from kvexport.export.casting import load_tensor
+from kvexport.export.computed import ComputedSpec
 from kvexport.export.model.checkpoint import read_checkpoint
 from kvexport.export.model.ggml_blocks import LAYOUTS
 from kvexport.export.model.gguf import TYPES, GgufWeight, read_gguf
@@ -20,7 +22,7 @@ from kvexport.export.model.tensors import dense_values
 from kvexport.recipe.fields import Recipe
 from kvexport.runtime.text import Tokenizer
 from kvexport.validate.runner import validate_artifact
-from tests.support.gguf_files import Q8_0, entry, gguf, q8_0, text, tiny_llama
+from tests.support.gguf_files import Q8_0, entry, gguf, q8_0, text, tiny_gguf
 from tests.support.tiny_model import RECIPE
 
 
@@ -99,7 +101,7 @@ def test_damage_is_said(tmp_path: Path, data: bytes, said: str) -> None:
 def test_no_damage_ends_in_another_error(tmp_path: Path, tiny_checkpoint: Path) -> None:
     """Cut anywhere, bytes of the header changed: it is read, or refused by a message."""
     file, rng = tmp_path / "model.gguf", random.Random(0)
-    tiny_llama(tiny_checkpoint, file)
+    tiny_gguf(tiny_checkpoint, file)
     whole = file.read_bytes()
     refused = 0
     for i in range(150):
@@ -119,7 +121,7 @@ def test_a_file_becomes_an_artifact_as_it_is(tmp_path: Path, tiny_checkpoint: Pa
     """Weights are those that the blocks stand for, rows of queries and keys in transformers' order; tokenizer, its
     first token and the chat template are the file's."""
     file = tmp_path / "tiny.gguf"
-    meant = tiny_llama(tiny_checkpoint, file, **{"tokenizer.chat_template": "{{ messages[0].content }}"})
+    meant = tiny_gguf(tiny_checkpoint, file, **{"tokenizer.chat_template": "{{ messages[0].content }}"})
     checkpoint = read_checkpoint(file)
     assert {**checkpoint.tensors, **checkpoint.computed}.keys() == meant.keys()
     for name, source in checkpoint.computed.items():
@@ -130,6 +132,34 @@ def test_a_file_becomes_an_artifact_as_it_is(tmp_path: Path, tiny_checkpoint: Pa
     assert (artifact / "decoder.weights").stat().st_size < matrices * 34 / 32 + 8192
     assert Tokenizer.from_folder(artifact).encode("abc")[:3] == [0, 3, 4]
     assert kvexport.load(artifact).chat([{"role": "user", "content": "abc"}], max_new_tokens=2).token_ids
+
+
+@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3"])
+def test_other_architectures_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
+    """Biases, norms of queries and keys, heads of a size of their own, a head beside the embedding; rows stay."""
+    import transformers
+
+    from kvexport.export.build import read_model
+    from kvexport.export.specs import weight_specs
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=False,
+        **({"head_dim": 32} if kind == "Qwen3" else {}),
+    )  # fmt: skip
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    model.save_pretrained(tmp_path / "floats")
+    meant = tiny_gguf(tmp_path / "floats", tmp_path / "tiny.gguf")
+    recipe = Recipe.model_validate({**RECIPE, "model": {"path": str(tmp_path / "tiny.gguf")}})
+    shape = read_model(recipe)
+    specs = {spec.name: spec for spec in weight_specs(shape.checkpoint, shape.model, recipe.weights)}
+    assert {name.removeprefix("model.") for name in specs} == {n for n, _ in model.named_parameters()} == meant.keys()
+    for name, spec in specs.items():
+        computed = isinstance(spec, ComputedSpec)
+        values = dense_values(spec.source) if computed else load_tensor(spec.entry, "float32")
+        np.testing.assert_array_equal(values, meant[name.removeprefix("model.")])
+    assert type(shape.model) is type(model)
 
 
 def test_sentencepiece_merges_what_scores_highest(tmp_path: Path, tiny_checkpoint: Path) -> None:
@@ -151,7 +181,7 @@ def test_sentencepiece_merges_what_scores_highest(tmp_path: Path, tiny_checkpoin
     more = {"model": "llama", "tokens": tokens, "scores": scores, "token_type": [2, 3, 3, *[1] * 61]}
     more |= {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
     entries = {f"tokenizer.ggml.{key}": value for key, value in more.items()}
-    tiny_llama(tiny_checkpoint, tmp_path / "tiny.gguf", **entries)
+    tiny_gguf(tiny_checkpoint, tmp_path / "tiny.gguf", **entries)
     gguf = read_gguf(tmp_path / "tiny.gguf")
     for key in ("add_bos_token", "merges", "pre"):
         del gguf.metadata[f"tokenizer.ggml.{key}"]
@@ -177,13 +207,13 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, tiny_checkpoint: Path, mor
     from kvexport.export.build import read_model
 
     file = tmp_path / "tiny.gguf"
-    tiny_llama(tiny_checkpoint, file, **more)
+    tiny_gguf(tiny_checkpoint, file, **more)
     with pytest.raises(UsageError, match=said):
         read_model(Recipe.model_validate({**RECIPE, "model": {"path": str(file)}}))
 
 
 def test_what_changes_a_config_takes_no_gguf(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    tiny_llama(tiny_checkpoint, tmp_path / "tiny.gguf")
+    tiny_gguf(tiny_checkpoint, tmp_path / "tiny.gguf")
     with pytest.raises(UsageError, match="--layers takes a checkpoint of safetensors"):
         read_checkpoint(tmp_path / "tiny.gguf").require_folder("--layers")
     read_checkpoint(tiny_checkpoint).require_folder("--layers")

@@ -62,6 +62,9 @@ NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "lm_head": "output",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -69,38 +72,48 @@ NAMES = {
 }
 
 
-def llama(
+SIZES = {
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+
+
+def decoder(
     config: dict[str, Any], weights: dict[str, NDArray[np.float32]], tokens: list[str], **more: Any
 ) -> tuple[bytes, dict[str, NDArray[np.float32]]]:
-    """A Llama whose matrices are Q8_0, rows of queries and keys as llama.cpp stores them; and what they stand for."""
+    """A decoder (the config's model_type) whose matrices are Q8_0, rows of a Llama's queries and keys as llama.cpp
+    stores them; and what they stand for."""
+    kind_of_model = config["model_type"]
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     tensors: Tensors = {}
     meant = {}
     for name, weight in weights.items():
-        found = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+)\.weight", name)
+        found = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+)\.(weight|bias)", name)
         assert found
-        layer, own = found.groups()
+        layer, own, part = found.groups()
         stored = NAMES[own]
         data, kind = weight.tobytes(), F32
         meant[name] = weight
         if weight.ndim == 2:
             kind = Q8_0
             data, meant[name] = q8_0(weight)
-            if stored in heads:  # convert_hf_to_gguf.py, LlamaModel.permute, of the blocks of each row
+            if (
+                kind_of_model == "llama" and stored in heads
+            ):  # convert_hf_to_gguf.py, LlamaModel.permute, of the blocks of each row
                 half = weight.shape[0] // heads[stored] // 2
                 rows = np.frombuffer(data, np.uint8).reshape(heads[stored], 2, half, -1)
                 data = rows.swapaxes(1, 2).tobytes()
         prefix = f"blk.{layer}." if layer else ""
-        tensors[f"{prefix}{stored}.weight"] = (weight.shape[::-1], kind, data)
+        tensors[f"{prefix}{stored}.{part}"] = (weight.shape[::-1], kind, data)
     metadata = {
-        "general.architecture": "llama",
-        "llama.embedding_length": config["hidden_size"],
-        "llama.feed_forward_length": config["intermediate_size"],
-        "llama.context_length": config["max_position_embeddings"],
-        "llama.block_count": config["num_hidden_layers"],
-        "llama.attention.head_count": config["num_attention_heads"],
-        "llama.attention.head_count_kv": config["num_key_value_heads"],
-        "llama.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "general.architecture": kind_of_model,
+        **{f"{kind_of_model}.{key}": config[name] for key, name in SIZES.items() if config.get(name)},
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm",
         "tokenizer.ggml.tokens": tokens,
@@ -114,14 +127,14 @@ def llama(
     return gguf({key: entry(value) for key, value in metadata.items()}, tensors), meant
 
 
-def tiny_llama(checkpoint: Path, file: Path, **more: Any) -> dict[str, NDArray[np.float32]]:
-    """The tiny Llama of `conftest.py` as a GGUF file; returns the weights that it stands for."""
+def tiny_gguf(checkpoint: Path, file: Path, **more: Any) -> dict[str, NDArray[np.float32]]:
+    """A tiny checkpoint (of a Llama: that of `conftest.py`) as a GGUF file; returns the weights that it stands for."""
     import json
 
     from safetensors.numpy import load_file
 
     tokens = ["<|end|>", "a", "b", "ab", *(chr(i) for i in range(ord("c"), ord("c") + 60))]
     config = json.loads((checkpoint / "config.json").read_text())
-    data, meant = llama(config, load_file(checkpoint / "model.safetensors"), tokens, **more)
+    data, meant = decoder(config, load_file(checkpoint / "model.safetensors"), tokens, **more)
     file.write_bytes(data)
     return meant

@@ -64,7 +64,7 @@ PROFILES = [
         (8, 20),
         sinks=True,
     ),
-    Profile("unscored-half-group2", VoteAttentionAttributes(8**-0.5, 0.5, (Statistic(),)), (4, 2), (20, 8), "float16"),
+    Profile("unscored-half-group2", VoteAttentionAttributes(8**-0.5, 0.5, (Statistic(),)), (4, 2), (24, 8), "float16"),
 ]
 
 

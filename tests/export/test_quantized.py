@@ -260,6 +260,48 @@ def test_what_does_not_fit_is_refused_from_the_headers(
         read_checkpoint(folder)
 
 
+def test_no_quantization_config_ends_in_another_error(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    """Any value of any key replaced by another kind of value: it is read, or refused by a message."""
+    quantized(tiny_checkpoint, tmp_path / "gptq", GPTQ, gptq)
+    packed = {"num_bits": 4, "block_structure": [16, 16], "type": "int"}
+    compressed = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "sparsity_config": {"format": "dense"},
+    }
+    compressed |= {"config_groups": {"group_0": {"weights": packed, "format": "pack-quantized"}}}
+    words = {"w.weight_packed": np.zeros((8, 4), np.int32), "w.weight_shape": np.array([8, 32])}
+    words |= {"w.weight_scale": np.ones((8, 2), np.float16)}
+    floats = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    for name, said, tensors in (("compressed", compressed, words), ("floats", floats, words)):
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors")
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": said}))
+    tried = 0
+    for folder in (tmp_path / "gptq", tmp_path / "compressed", tmp_path / "floats"):
+        config = json.loads((folder / "config.json").read_text())
+        for place in places(config["quantization_config"]):
+            for value in (None, 0, -1, 3.5, True, "x", [], ["x", 1], {}, {"x": 1}):
+                changed = json.loads(json.dumps(config))
+                at = changed["quantization_config"]
+                for key in place[:-1]:
+                    at = at[key]
+                at[place[-1]] = value
+                (folder / "config.json").write_text(json.dumps(changed))
+                tried += 1
+                try:
+                    read_checkpoint(folder)
+                except UsageError as error:
+                    assert len(str(error)) < 1000
+    assert tried > 150
+
+
+def places(value: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where in nested mappings and lists something stands."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [*([above] if above else []), *(p for key, item in items for p in places(item, (*above, key)))]
+
+
 @pytest.mark.parametrize(
     ("value", "said"),
     [

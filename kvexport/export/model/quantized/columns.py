@@ -28,6 +28,7 @@ from kvexport.export.model.quantized.reading import (
     require_scales,
     require_shape,
     whole,
+    wrong,
 )
 from kvexport.export.model.tensors import Source, TensorEntry
 from kvexport.ops.packed import PackedFormat, pack
@@ -162,7 +163,7 @@ def _weight(
 ) -> ColumnPacked:
     per_word = 32 // bits
     if qweight.dtype != "I32" or len(qweight.shape) != 2:
-        require_shape(qweight, ("I32",), qweight.shape if len(qweight.shape) == 2 else (0, 0))
+        raise wrong(qweight, "I32, a matrix")
     rows, columns = qweight.shape
     n, k = (columns * per_word, rows) if layout == "awq" else (columns, rows * per_word)
     group = k if group == -1 else group

@@ -48,6 +48,8 @@ def whole(entry: TensorEntry) -> Array:
     if entry.dtype == "BF16":
         wide = np.frombuffer(data, "<u2").astype("<u4") << 16
         return wide.view("<f4").reshape(entry.shape)
+    if entry.dtype not in _TYPES:
+        raise wrong(entry, f"one of {', '.join(_TYPES)}")
     return np.frombuffer(data, _TYPES[entry.dtype]).reshape(entry.shape)
 
 

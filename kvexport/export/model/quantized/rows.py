@@ -140,14 +140,18 @@ def read_compressed(config: Mapping[str, Any], tensors: Tensors) -> Read:
     """The weights of a checkpoint by compressed-tensors. Raises UsageError for formats that are not read here, and
     tensors that do not fit each other."""
     groups = config.get("config_groups")
-    schemes = list(groups.values()) if isinstance(groups, Mapping) else []
-    formats = {str(config.get("format")), *(str(s.get("format")) for s in schemes if s.get("format"))}
+    schemes = (
+        [scheme for scheme in groups.values() if isinstance(scheme, Mapping)] if isinstance(groups, Mapping) else []
+    )
+    formats = {str(config.get("format")), *(str(scheme["format"]) for scheme in schemes if scheme.get("format"))}
     known = {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense"}
     if bad := formats - known:
-        raise refused(f"compressed-tensors of format {min(bad)!r}")
-    if config.get("sparsity_config", {}) and config["sparsity_config"].get("format", "dense") != "dense":
+        raise refused(f"compressed-tensors of format {min(bad)[:80]!r}")
+    sparsity = config.get("sparsity_config")
+    if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
         raise refused("compressed-tensors with sparsity")
-    widths = {scheme["weights"].get("num_bits") for scheme in schemes if scheme.get("weights")}
+    arguments = [given for scheme in schemes if isinstance(given := scheme.get("weights"), Mapping)]
+    widths = {given["num_bits"] for given in arguments if type(given.get("num_bits")) is int}
     found: dict[str, Source] = {}
     used: set[str] = set()
     for name, entry in tensors.items():
@@ -161,7 +165,7 @@ def read_compressed(config: Mapping[str, Any], tensors: Tensors) -> Read:
             continue
         parts = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
         used |= {f"{prefix}.{part}" for part in parts}
-    blocks = [scheme["weights"].get("block_structure") for scheme in schemes if scheme.get("weights")]
+    blocks = [given.get("block_structure") for given in arguments]
     floats, more, notes = read_float8({"weight_block_size": next(filter(None, blocks), None)}, tensors)
     if any(scheme.get("input_activations") for scheme in schemes) and found:
         notes.append("the checkpoint's scheme rounds activations too; the engine does so in its own way, or not at all")
@@ -174,7 +178,7 @@ def _in_words(prefix: str, entry: TensorEntry, tensors: Tensors, widths: set[Any
     packed = entry.shape[1] if len(entry.shape) == 2 else 0
     bits: Any = next((b for b in (4, 8) if b in widths and k and packed * 32 == k * b), None)
     if entry.dtype != "I32" or bits is None or entry.shape[0] != n:
-        raise wrong(entry, f"I32, {n} rows of {k} numbers of {' or '.join(map(str, sorted(widths, key=str)))} bits")
+        raise wrong(entry, f"I32, {n} rows of {k} numbers of {' or '.join(map(str, sorted(widths))) or '4 or 8'} bits")
     return _packed(prefix, entry, tensors, (n, k), bits)
 
 
@@ -224,7 +228,9 @@ def read_float8(config: Mapping[str, Any], tensors: Tensors) -> Read:
         inverse = f"{name}_scale_inv"
         scale = tensors[inverse] if inverse in tensors else require(tensors, f"{name}_scale", name)
         n, k = entry.shape
-        tall, wide = size if isinstance(size, list) and len(size) == 2 else (n, k)
+        tall, wide = n, k
+        if isinstance(size, list) and len(size) == 2 and all(type(x) is int for x in size):
+            tall, wide = size
         if scale.shape in ((n,), (n, 1)) and n > 1:
             tall, wide = 1, k
         count = int(np.prod(scale.shape))

@@ -21,6 +21,7 @@ from kvexport.cache import CachePlan
 from kvexport.errors import KvexportError, UsageError
 from kvexport.runtime.lanes import Lanes
 from kvexport.runtime.request import Request
+from kvexport.schema.state import SCALES
 
 Slots = NDArray[np.int64]  # [KV heads, n], ascending
 
@@ -132,7 +133,8 @@ def _copy_slots(
     """Copy a layer's slots to those from `start` on, and empty the ones after them. chosen: of each head, or [1, n] of
     all."""
     end = start + chosen.shape[1]
-    for kind in ("key", "value", "position"):
+    scales = [tensor.name for tensor in SCALES if _name(i, tensor.name) in full]
+    for kind in ("key", "value", "position", *scales):
         source, target = full[_name(i, kind)], own[_name(i, kind)]
         for head in range(len(source)):
             # By a mode that never raises, or numpy would copy by way of a buffer.

@@ -16,6 +16,7 @@ from kvexport.backends.onnxruntime import operators as native
 from kvexport.backends.tensorrt.backend import BACKEND as TENSORRT
 from kvexport.errors import ArtifactError, SnapshotError, UsageError
 from kvexport.recipe.fields import Recipe
+from kvexport.runtime.cache_drafter import _copy_slots
 from kvexport.runtime.engine import Engine, load
 from kvexport.runtime.request import Request
 from kvexport.runtime.snapshot import Snapshot
@@ -110,6 +111,21 @@ def test_a_manifest_without_the_scales_is_refused(artifact: Path) -> None:
     raw["cache"][1]["extra"] = []
     with pytest.raises(ArtifactError, match=r"cache\.1\.extra should begin with the scales of an int8 cache"):
         parse_manifest(Path("/artifact"), raw)
+
+
+def test_what_drafts_are_made_with_has_its_scales() -> None:
+    rng = np.random.default_rng(0)
+    shapes: dict[str, tuple[int, ...]] = {"key": (2, 8, 4), "value": (2, 8, 4)}
+    full = {
+        f"past_key_values.0.{name}": rng.integers(1, 100, shapes.get(name, (2, 8))).astype(np.float32)
+        for name in (*shapes, "votes", "position", *(tensor.name for tensor in SCALES))
+    }
+    own = {name: np.zeros_like(x) for name, x in full.items()}
+    chosen = np.array([[1, 4], [0, 7]])
+    _copy_slots(0, full, own, chosen, 3)
+    for scale in SCALES:
+        name = scale.past(0)
+        assert own[name][:, 3:5].tolist() == np.take_along_axis(full[name], chosen, 1).tolist()
 
 
 def test_a_type_that_is_none_is_a_mistake_of_the_recipe(tiny_checkpoint: Path) -> None:

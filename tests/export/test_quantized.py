@@ -264,19 +264,12 @@ def test_no_quantization_config_ends_in_another_error(tmp_path: Path, tiny_check
     """Any value of any key replaced by another kind of value: it is read, or refused by a message."""
     quantized(tiny_checkpoint, tmp_path / "gptq", GPTQ, gptq)
     packed = {"num_bits": 4, "block_structure": [16, 16], "type": "int"}
-    compressed = {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "sparsity_config": {"format": "dense"},
-    }
-    compressed |= {"config_groups": {"group_0": {"weights": packed, "format": "pack-quantized"}}}
-    words = {"w.weight_packed": np.zeros((8, 4), np.int32), "w.weight_shape": np.array([8, 32])}
-    words |= {"w.weight_scale": np.ones((8, 2), np.float16)}
-    floats = {"quant_method": "fp8", "weight_block_size": [16, 16]}
-    for name, said, tensors in (("compressed", compressed, words), ("floats", floats, words)):
-        (tmp_path / name).mkdir()
-        save_file(tensors, tmp_path / name / "model.safetensors")
-        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": said}))
+    scheme = {"weights": packed, "format": "pack-quantized"}
+    compressed = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"a": scheme}}
+    words = {"w.weight_packed": torch.zeros(8, 4, dtype=torch.int32), "w.weight_shape": torch.tensor([8, 32])}
+    checkpoint_of(tmp_path / "compressed", compressed, {**words, "w.weight_scale": torch.ones(8, 2).half()})
+    floats = {"w.weight": torch.zeros(32, 32).to(torch.float8_e4m3fn), "w.weight_scale_inv": torch.ones(2, 2)}
+    checkpoint_of(tmp_path / "floats", {"quant_method": "fp8", "weight_block_size": [16, 16]}, floats)
     tried = 0
     for folder in (tmp_path / "gptq", tmp_path / "compressed", tmp_path / "floats"):
         config = json.loads((folder / "config.json").read_text())

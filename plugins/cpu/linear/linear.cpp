@@ -337,19 +337,13 @@ struct Linear {
 // The rows as packed weights of so many bits take them; none where none does.
 template <class T>
 Int8Rows round_rows(const Linear<T>& call, int bits, KvRunner runner, Scratch<uint8_t>& memory) {
-  bool any = false;
-  int block = kBlockInputs;
-  const auto look = [&](const KvWeight& weight) {
-    if (weight.bits != bits || !call.in_int8(weight)) return;
-    any = true;
-    if (weight.group != call.a.inputs && weight.group % block) block = 16;
-  };
-  for (int i = 0; i < call.a.count; ++i) look(call.a.products[i].weight);
-  look(call.a.gate);
+  const auto takes = [&](const KvWeight& weight) { return weight.bits == bits && call.in_int8(weight); };
+  bool any = takes(call.a.gate);
+  for (int i = 0; i < call.a.count; ++i) any = any || takes(call.a.products[i].weight);
   if (!any) return {};
   const int64_t inputs = call.a.inputs;
   const Int8Rows made(bits, inputs, call.rows, memory.reserve(Int8Rows::bytes(bits, inputs, call.rows)));
-  for_rows(runner, call.rows, [&](int64_t row) { made.round(call.input + row * inputs, inputs, block, row); });
+  for_rows(runner, call.rows, [&](int64_t row) { made.round(call.input + row * inputs, inputs, row); });
   return made;
 }
 

@@ -60,8 +60,8 @@ MUTANTS = (
     Mutant(
         "wrong group of query heads",
         DECODE,
-        "a.query_heads + x.h * group + g) * d",
-        "a.query_heads + g * a.heads + x.h) * d",
+        "a.query_heads + x.h * group + g % group;",
+        "a.query_heads + g % group * a.heads + x.h;",
         "keepkv",
     ),
     Mutant("stale score", DECODE, "+ weight * seen)", "+ 0.0f * seen)", "h2o"),
@@ -106,15 +106,19 @@ MUTANTS = (
     ),
     Mutant("a product loses an input", "cpu/core/tile.h", "i < last; ++i", "i < last - 1; ++i", "keepkv"),
     Mutant("pooled neighbours", SELECT, "reach = p.pooled / 2", "reach = p.pooled / 2 + 1", "snapkv"),
+    Mutant("keys turned the wrong way", MERGE, "i - latest[rank[i]]", "latest[rank[i]] - i", "places"),
+    Mutant("a few tokens see the next one", DECODE, "max_of(from, own + 1)", "max_of(from, own + 2)", "full"),
 )
-# Recipe's method, and the kind of checkpoint: the trained tiny one, or a random one of that architecture.
-ENGINES = {
+# Recipe's method, the kind of checkpoint (the trained tiny one, or a random one of that architecture), other settings.
+ENGINES: dict[str, tuple[str, ...]] = {
     "keepkv": ("keepkv", "tiny"),
     "ballot": ("ballot", "tiny"),
     "h2o": ("h2o", "tiny"),
     "snapkv": ("snapkv", "tiny"),
     "window": ("keepkv", "mistral"),
     "bias": ("keepkv", "qwen2"),
+    "places": ("ballot", "tiny", "cache.positions=cache"),
+    "full": ("full", "tiny", "export.prefill_chunk=8"),
 }
 SHAPE = dict(vocab_size=64, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True, bos_token_id=None,
@@ -145,8 +149,8 @@ def build_engines(names: Sequence[str], folder: Path) -> dict[str, Path]:
 
     made = {}
     for name in names:
-        method, kind = ENGINES[name]
-        changes = [f"cache.method={method}", "limits.max_length=512", "cache.budget=32"]
+        method, kind, *others = ENGINES[name]
+        changes = [f"cache.method={method}", "limits.max_length=512", "cache.budget=32", *others]
         if kind != "tiny":
             changes.append(f"model.path={checkpoint(kind, folder)}")
         made[name] = build(load_recipe("tiny-base", changes).recipe, folder / name, name=name)

@@ -16,8 +16,12 @@ from kvexport.artifact.reading import load_manifest
 from kvexport.errors import UsageError
 from kvexport.recipe.fields import MOST, Recipe
 from kvexport.runtime.engine import Engine, load
+from kvexport.runtime.request import Request
+from kvexport.runtime.snapshot import Snapshot
 from kvexport.validate.runner import validate_artifact
+from tests.support.http_server import running
 from tests.support.models import build_shared, make_recipe, random_ids
+from tests.support.schedules import Alone, Schedule
 
 BUDGET, CHUNK, SINKS, RECENT, EVERY = 32, 16, 2, 12, 4
 TRAINED = 512
@@ -151,6 +155,47 @@ def test_a_thousand_million_tokens_later_it_is_the_same(merging: Path, by: int) 
     (ids,) = random_ids(4, 192, vocabulary=64)
     for late, early in zip(shifted(engine, ids, by), shifted(engine, ids, 0), strict=True):
         np.testing.assert_array_equal(late, early)
+
+
+@pytest.mark.usefixtures("no_sync")
+def test_whatever_happens_to_requests_they_are_answered_as_alone(merging: Path, tmp_path: Path) -> None:
+    """Forks, snapshots, sessions, preemption: a lane's state is all that a place depends on."""
+    *engines, other = (load(merging) for _ in range(3))
+    for seed in range(4):
+        Schedule(engines, Alone(other), tmp_path / str(seed), 500 + seed).run(15)
+
+
+def test_a_conversation_moves_between_processes_beyond_the_trained_length(merging: Path) -> None:
+    engines = [load(merging), load(merging)]
+    turns = [ids.tolist() for ids in random_ids(6, *[70] * 8, vocabulary=64)]
+    starts: list[Snapshot | None] = [None, None]
+    for i, ids in enumerate(turns):
+        answers = []
+        for side, engine in enumerate((engines[0], engines[i % 2])):  # one stays where it is, the other moves
+            request = Request(ids, engine.settings(max_new_tokens=30), start=starts[side], keep=True)
+            engine.add(request)
+            while engine.busy:
+                engine.step()
+            assert request.snapshot is not None
+            answers.append([token.id for token in request.tokens])
+            data = request.snapshot.to_bytes()
+            starts[side] = request.snapshot if side == 0 else Snapshot.from_bytes(data, engines[1 - i % 2].manifest)
+        assert answers[0] == answers[1]
+    assert starts[1] is not None and starts[1].length > 1.5 * TRAINED
+
+
+def test_a_session_of_the_server_goes_on_beyond_the_trained_length(merging: Path) -> None:
+    engine = load(merging)
+    with running(engine) as server:
+        seen = 0
+        for words in ("anna has the lamp and bob the drum. " * 5,) * 4:
+            asked = {"prompt": words, "session_id": "long", "max_tokens": 20}
+            status, _, answer = server.ask("/v1/completions", asked)
+            assert status == 200, answer
+            usage = answer["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] == max(0, seen - 1)  # the rest is read anew
+            seen = usage["prompt_tokens"] + usage["completion_tokens"]
+        assert seen > 1.5 * TRAINED
 
 
 def test_what_was_built(merging: Path) -> None:

@@ -1,0 +1,274 @@
+"""Speculative decoding: what its calls cost, how many drafted tokens are accepted, and tokens per second against the
+same cache without drafts.
+
+    python speculation.py costs  [--contexts 8192,16384,32768] [--rounds 30] [--threads 2]
+    python speculation.py text   [--length 7900] [--new 128] [--kinds prose,code,chat] [--methods full,h2o]
+    python speculation.py given  [--contexts 16384,32768] [--new 128] [--threads 2]
+
+costs: M (a random Llama of 28M parameters), the decoder alone, over state of random numbers: a step of the full cache,
+calls of it that verify, and a step of the drafter, all in turn; and what follows from the medians for a chance of
+acceptance. text: SmolLM2-135M-Instruct goes on with a text of so many tokens (Python's manual, its library's source),
+or answers a question that takes quotation; the prompt is read once, and every side goes on from its snapshot. given: M
+end to end, with a chance of acceptance that is given, since that of random weights says nothing: the drafter runs, and
+what it drafts is replaced by the answer without drafts, with so many mistakes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import RESULTS, head, interleave, make_checkpoint, save
+
+import kvexport
+from kvexport.evaluate.corpus import library_sources, manual
+from kvexport.recipe.fields import Recipe
+from kvexport.recipe.load import load_recipe
+from kvexport.runtime.cache_drafter import CacheDrafter
+from kvexport.runtime.engine import Engine
+from kvexport.runtime.lanes import Lanes
+from kvexport.runtime.request import Request
+from kvexport.runtime.settings import GenerationSettings
+from kvexport.runtime.snapshot import Snapshot
+from kvexport.runtime.speculation import draft_ngrams, drafter_of
+
+NAME = "speculation"
+BUDGET, REBUILD, MOST = 512, 64, 8
+ACCEPTED = (0.6, 0.7, 0.8, 0.9)
+QUESTION = "Quote the first 25 lines of this text, word for word:\n\n"
+
+
+def main() -> None:
+    options = arguments()
+    known = json.loads((RESULTS / f"{NAME}.json").read_text()) if (RESULTS / f"{NAME}.json").exists() else {}
+    figures = {key: known[key] for key in WHAT if key in known}
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        figures[options.what] = {**head(), "figures": WHAT[options.what](options, Path(folder))}
+    save(NAME, figures)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=sorted(WHAT))
+    parser.add_argument("--contexts", type=lambda text: [int(n) for n in text.split(",")], default=[16384])
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=["prose", "code", "chat"])
+    parser.add_argument("--methods", type=lambda text: text.split(","), default=["full", "h2o"])
+    parser.add_argument("--length", type=int, default=7900)
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--folder", default=None, help="where artifacts are built; they are removed")
+    return parser.parse_args()
+
+
+def m_engine(folder: Path, length: int, threads: int) -> Engine:
+    """M with a full cache, and a drafter's."""
+    recipe = Recipe.model_validate(
+        {
+            "model": {"path": str(make_checkpoint("M", folder / "M"))},
+            "cache": {"method": "full"},
+            "export": {"weights": "link"},
+            "speculate": {"draft": "cache", "budget": BUDGET, "rebuild": REBUILD, "tokens": MOST},
+            "limits": {"max_length": length, "max_batch": 1},
+        }
+    )
+    return kvexport.load(kvexport.build(recipe, folder / f"artifact-{length}"), threads=threads, verify=False)
+
+
+def costs(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """By context: milliseconds of calls, and tokens per step that follow."""
+    found = {}
+    for context in options.contexts:
+        engine = m_engine(folder, context + 64, options.threads)
+        assert isinstance(engine.drafter, CacheDrafter)
+        full, own = engine.new_state(1), engine.drafter._state
+        fill(full, context, context)
+        fill(own, BUDGET, context)
+        sides: dict[str, Callable[[], float]] = {"drafter": partial(call, own, 1)}
+        sides |= {f"{rows}": partial(call, full, rows) for rows in range(1, MOST + 2)}
+        times = {name: float(np.median(x)) for name, x in interleave(sides, options.rounds).items()}
+        step = times["1"]
+        found[str(context)] = {
+            "milliseconds": {name: round(1000 * seconds, 3) for name, seconds in times.items()},
+            "steps": {name: round(seconds / step, 3) for name, seconds in times.items()},
+            "speedup": {str(a): best(times, a) for a in ACCEPTED},
+        }
+        print(context, json.dumps(found[str(context)]), flush=True)
+    return found
+
+
+def fill(state: Any, used: int, length: int) -> None:
+    """Random entries."""
+    rng = np.random.default_rng(0)
+    for name, array in state.state.items():
+        kind = name.rpartition(".")[2]
+        if kind in ("key", "value"):
+            array[:, :, :used] = rng.standard_normal(array[:, :, :used].shape, dtype=np.float32)
+        elif kind in ("votes", "position"):
+            array[:, :, :used] = 1 if kind == "votes" else np.arange(length - used, length)
+    state.past_length[:] = length
+
+
+def call(state: Any, rows: int) -> float:
+    start = time.perf_counter()
+    state.decode(np.ones((1, rows), np.int64), np.array([[rows]]))
+    seconds = time.perf_counter() - start
+    state.rollback(0, rows)
+    return seconds
+
+
+def best(times: dict[str, float], accepted: float) -> dict[str, Any]:
+    """Of all lengths of a draft the one that is fastest at a chance of acceptance, and how much faster than a step."""
+    speed = {}
+    for n in range(1, MOST + 1):
+        tokens = (1 - accepted ** (n + 1)) / (1 - accepted)
+        speed[n] = tokens * times["1"] / (n * times["drafter"] + times[f"{n + 1}"])
+    n = max(speed, key=lambda n: speed[n])
+    return {"tokens": n, "speedup": round(speed[n], 3)}
+
+
+def text(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """By method and kind of text: acceptance and speed of every side."""
+    found: dict[str, Any] = {}
+    for method in options.methods:
+        changes = [f"cache.method={method}", "cache.budget=1.0", "speculate.draft=cache", "limits.max_batch=1"]
+        loaded = load_recipe("smollm2-135m-full", changes)
+        engine = kvexport.load(kvexport.build(loaded.recipe, folder / method), threads=options.threads, verify=False)
+        for kind in options.kinds:
+            start, last = read(engine, prompt(engine, kind, options.length))
+            for sample in (False, True):
+                label = f"{method} {kind} {'drawn' if sample else 'greedy'}"
+                settings = engine.settings(
+                    max_new_tokens=options.new, do_sample=sample, top_k=0, temperature=1.0, seed=1, ignore_eos=True
+                )
+                answer, plain = answered(engine, start, last, settings, None)
+                found[label] = {"plain": plain}
+                for name, drafter in drafters(engine).items():
+                    tokens, figures = answered(engine, start, last, settings, drafter)
+                    same = next((i for i, (a, b) in enumerate(zip(tokens, answer, strict=True)) if a != b), len(answer))
+                    speedup = round(figures["tokens_per_second"] / plain["tokens_per_second"], 3)
+                    found[label][name] = figures | {"speedup": speedup, "same_tokens": same}
+                    print(label, name, json.dumps(found[label][name]), flush=True)
+    return found
+
+
+def prompt(engine: Engine, kind: str, length: int) -> list[int]:
+    assert engine.tokenizer is not None
+    prose = manual()[120_000:]
+    given = "\n".join(library_sources(True).values())[40_000:] if kind == "code" else prose
+    ids: list[int] = engine.tokenizer.encode(given[: 12 * length])[:length]
+    if kind != "chat":
+        return ids
+    shown = QUESTION + engine.tokenizer.decode(ids[: length - 200])
+    return [int(i) for i in engine.encode_chat([{"role": "user", "content": shown}])]
+
+
+def given(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """By context: the speed of every side, all in turn."""
+    found: dict[str, Any] = {}
+    for context in options.contexts:
+        engine = m_engine(folder, context + 2 * options.new, options.threads)
+        ids = np.random.default_rng(0).integers(0, engine.vocabulary, context).tolist()
+        start, last = read(engine, ids)
+        settings = engine.settings(max_new_tokens=options.new, do_sample=False, ignore_eos=True)
+        answer, _ = answered(engine, start, last, settings, None)
+        sides: dict[str, Any] = {"plain": None}
+        for rate, tokens in ((0.7, 2), (0.8, 2), (0.8, 3), (0.9, 3), (0.9, 4)):
+            drafter = changed_drafter(engine, tokens=tokens)
+            sides[f"{tokens} tokens, {rate} accepted"] = Mistaken(drafter, answer, rate, engine.vocabulary)
+        runs: dict[str, list[Any]] = {name: [] for name in sides}
+        for _ in range(max(1, options.rounds // 10)):
+            for name, drafter in sides.items():
+                tokens, figures = answered(engine, start, last, settings, drafter)
+                assert tokens == answer, name
+                runs[name].append(figures)
+        speed = {name: float(np.median([x["tokens_per_second"] for x in each])) for name, each in runs.items()}
+        found[str(context)] = {
+            name: each[0] | {"tokens_per_second": speed[name], "speedup": round(speed[name] / speed["plain"], 3)}
+            for name, each in runs.items()
+        }
+        print(context, json.dumps(found[str(context)], indent=1), flush=True)
+    return found
+
+
+class Mistaken:
+    """A drafter whose work is done and whose drafts are an answer with mistakes, each token right by `rate`."""
+
+    def __init__(self, drafter: Any, answer: list[int], rate: float, vocabulary: int) -> None:
+        self.drafter, self.answer, self.rate, self.vocabulary = drafter, answer, rate, vocabulary
+        self.rng = np.random.default_rng(0)
+
+    def __call__(self, requests: Sequence[Request], lanes: Lanes) -> list[list[int]]:
+        """See `kvexport.runtime.speculation.Drafter`."""
+        (draft,), done = self.drafter(requests, lanes), len(requests[0].tokens)
+        right = self.answer[done : done + len(draft)]
+        return [[token if self.rng.random() < self.rate else (token + 1) % self.vocabulary for token in right]]
+
+
+def drafters(engine: Engine) -> dict[str, Any]:
+    """N-grams, and the cache by tokens, budget and rebuild."""
+    sides: dict[str, Any] = {"ngram 4": partial(draft_ngrams, tokens=4, max_length=engine.max_length)}
+    for tokens, budget, rebuild in (
+        (2, 512, 64),
+        (3, 512, 64),
+        (4, 512, 64),
+        (3, 512, 8),
+        (3, 512, 256),
+        (3, 1024, 64),
+    ):
+        name = f"cache {tokens}, {budget} slots, rebuilt every {rebuild}"
+        sides[name] = changed_drafter(engine, tokens=tokens, budget=budget, rebuild=rebuild)
+    return sides
+
+
+def changed_drafter(engine: Engine, **changes: int) -> Any:
+    """The cache drafter by other settings than the recipe's."""
+    recipe = engine.manifest.recipe
+    speculate = recipe.speculate.model_copy(update=changes)
+    manifest = dataclasses.replace(engine.manifest, recipe=recipe.model_copy(update={"speculate": speculate}))
+    return drafter_of(manifest, engine.sessions)
+
+
+def answered(
+    engine: Engine, start: Snapshot, last: int, settings: GenerationSettings, drafter: Any
+) -> tuple[list[int], dict[str, Any]]:
+    """The answer to a prompt of which all but the last token is read, and its figures."""
+    engine.drafter = drafter
+    request = Request([last], settings, start=start)
+    engine.add(request)
+    while engine.busy:
+        engine.step()
+    if request.error is not None:
+        raise request.error
+    timing = request.timing
+    return [token.id for token in request.tokens], {
+        "tokens_per_second": round(timing.decoded_tokens / timing.decode_seconds, 2),
+        "tokens_per_step": round(timing.decoded_tokens / timing.steps, 3),
+        "accepted": round(timing.accepted_tokens / timing.drafted_tokens, 3) if timing.drafted_tokens else None,
+    }
+
+
+def read(engine: Engine, ids: list[int]) -> tuple[Snapshot, int]:
+    """The state after all tokens of a prompt but the last, and that."""
+    engine.drafter = None
+    request = Request(ids[:-1], engine.settings(max_new_tokens=1, do_sample=False), keep=True)
+    engine.add(request)
+    while engine.busy:
+        engine.step()
+    snapshot = request.snapshot
+    assert snapshot is not None
+    return dataclasses.replace(snapshot, ids=snapshot.ids[: len(ids) - 1], sampler=None, text=None), ids[-1]
+
+
+WHAT = {"costs": costs, "text": text, "given": given}
+
+if __name__ == "__main__":
+    main()

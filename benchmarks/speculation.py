@@ -76,7 +76,7 @@ def m_engine(folder: Path, length: int, threads: int) -> Engine:
             "model": {"path": str(make_checkpoint("M", folder / "M"))},
             "cache": {"method": "full"},
             "export": {"weights": "link"},
-            "speculate": {"draft": "cache", "budget": BUDGET, "rebuild": REBUILD, "tokens": MOST},
+            "speculate": {"draft": "cache", "budget": BUDGET, "rebuild": REBUILD, "tokens": MOST, "after": 0},
             "limits": {"max_length": length, "max_batch": 1},
         }
     )
@@ -139,7 +139,7 @@ def text(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """By method and kind of text: acceptance and speed of every side."""
     found: dict[str, Any] = {}
     for method in options.methods:
-        changes = [f"cache.method={method}", "cache.budget=1.0", "speculate.draft=cache", "limits.max_batch=1"]
+        changes = [f"cache.method={method}", "cache.budget=1.0", "speculate.draft=cache", "speculate.after=0"]
         loaded = load_recipe("smollm2-135m-full", changes)
         engine = kvexport.load(kvexport.build(loaded.recipe, folder / method), threads=options.threads, verify=False)
         for kind in options.kinds:

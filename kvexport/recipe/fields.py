@@ -215,6 +215,13 @@ class SpeculateSection(RecipeSection):
     tokens: int = Field(4, ge=1, le=MOST, description="Most tokens that are drafted ahead.")
     budget: int = Field(512, ge=1, le=MOST, description="Slots of a layer that draft: cache copies for drafting.")
     rebuild: int = Field(64, ge=1, le=MOST, description="Tokens after which these slots are chosen anew.")
+    after: int | None = Field(
+        None,
+        ge=0,
+        le=MOST,
+        description="Tokens of a sequence after which draft: cache drafts; null: where a step of the drafter reads at "
+        "most half of the bytes that a step of all sequences reads.",
+    )
 
 
 class LimitsSection(RecipeSection):

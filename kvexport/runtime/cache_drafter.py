@@ -24,6 +24,9 @@ from kvexport.runtime.request import Request
 from kvexport.schema.state import SCALES
 
 Slots = NDArray[np.int64]  # [KV heads, n], ascending
+# Of what a step reads, what a step of the drafter may read: two drafted tokens, of which each is accepted with a chance
+# of 0.8, then still pay where the call that verifies them costs 1.2 steps.
+PAYS = 0.5
 
 
 @dataclass
@@ -44,6 +47,8 @@ class CacheDrafter:
     def __init__(self, manifest: Manifest, sessions: Sessions, plan: CachePlan) -> None:
         self._full, self._plan, self._settings = manifest.cache, plan, manifest.recipe.speculate
         self._max_length = manifest.limits.max_length
+        files = manifest.files.items()  # copied weights, and linked ones
+        self._weights = sum(x.bytes for name, x in files if name.endswith(".weights") or name.startswith("weights/"))
         self._scored = manifest.recipe.cache.build_method().statistics[0].kind != "none"
         self._state, self._lanes = sessions.new_state(plan, 1), 1
         self._copied: dict[int, _Copied] = {}
@@ -54,10 +59,11 @@ class CacheDrafter:
             )
 
     def __call__(self, requests: Sequence[Request], lanes: Lanes) -> list[list[int]]:
-        """A draft for each; empty where the full cache holds no more than would be copied."""
+        """A draft for each; empty where it would not pay (`speculate.after`), or where the full cache holds no more
+        than would be copied."""
         drafts: list[list[int]] = [[] for _ in requests]
         left = [self._most(request, lanes) for request in requests]
-        if max(left) < 1:
+        if max(left) < 1 or (self._settings.after is None and not self._pays(requests, lanes)):
             return drafts
         self._make(requests[-1].lane + 1)
         for request, count in zip(requests, left, strict=True):
@@ -82,8 +88,15 @@ class CacheDrafter:
 
     def _most(self, request: Request, lanes: Lanes) -> int:
         """How many tokens to draft."""
-        worth = lanes.length[request.lane] > self._settings.budget
-        return min(self._settings.tokens, request.room(self._max_length) - 1) if worth else 0
+        if lanes.length[request.lane] <= max(self._settings.budget, self._settings.after or 0):
+            return 0
+        return max(0, min(self._settings.tokens, request.room(self._max_length) - 1))
+
+    def _pays(self, requests: Sequence[Request], lanes: Lanes) -> bool:
+        lengths = [lanes.length[request.lane] for request in requests]
+        return self._weights + _bytes_read(self._plan, lengths) <= PAYS * (
+            self._weights + _bytes_read(self._full, lengths)
+        )
 
     def _make(self, lanes: int) -> None:
         if lanes > self._lanes:
@@ -125,6 +138,18 @@ class CacheDrafter:
         first, latest = np.arange(layer.sinks), np.arange(used - layer.recent, used)
         heads = len(highest)
         return np.concatenate([np.tile(first, (heads, 1)), highest, np.tile(latest, (heads, 1))], axis=1)
+
+
+def _bytes_read(plan: CachePlan, lengths: Sequence[int]) -> int:
+    """Keys and values that a step of sequences of these lengths reads."""
+    return sum(
+        layer.kv_heads
+        * (layer.key_size + layer.value_size)
+        * np.dtype(layer.dtype).itemsize
+        * min(length, layer.budget)
+        for layer in plan.layers
+        for length in lengths
+    )
 
 
 def _copy_slots(

@@ -22,13 +22,13 @@ from kvexport.runtime.lanes import Lanes
 from kvexport.runtime.request import Request
 from kvexport.runtime.sampling import Sampler
 from kvexport.runtime.settings import GenerationSettings
-from tests.support.models import SIZES, build_shared, make_recipe, save_checkpoint
+from tests.support.models import SIZES, build_shared, make_recipe, random_ids, save_checkpoint
 from tests.support.schedules import Alone, Schedule
 from tests.support.speculation import NEW, SETTINGS, prompts, recipe_of, told
 from tests.support.tensorrt_artifacts import engines as tensorrt_engines
 
 BUDGET, REBUILD, TOKENS, SINKS, RECENT = 20, 12, 5, 2, 8
-CACHE = {"draft": "cache", "budget": BUDGET, "rebuild": REBUILD}
+CACHE = {"draft": "cache", "budget": BUDGET, "rebuild": REBUILD, "after": 0}
 KEPT = {"sinks": SINKS, "recent": RECENT}
 
 
@@ -166,6 +166,26 @@ def test_schedules_with_a_cache_drafter_answer_as_alone_without(scored: Path, tm
     another, other.drafter = load(scored), None
     for seed in range(3):
         Schedule([speculating, another], Alone(other), tmp_path / str(seed), 400 + seed).run(15)
+
+
+def test_it_drafts_where_that_pays(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default where its step reads at most half as many bytes: those of the weights and of the entries."""
+    engine = load(plain)
+    drafter: Any = engine.drafter
+    drafter._settings = drafter._settings.model_copy(update={"after": None})
+    entry = sum(x.kv_heads * (x.key_size + x.value_size) * 4 for x in engine.plan.layers)
+    # Entries that the weights are as large as, lengths of prompts, and the length from which on there are drafts.
+    for weights, lengths, expected in ((30, [70], 70), (30, [30, 30], 55), (60, [70], 100), (200, [70], 0)):
+        drafter._weights = weights * entry
+        drafted: list[int] = []
+
+        def noted(requests: Sequence[Request], lanes: Lanes, drafted: list[int] = drafted) -> list[list[int]]:
+            drafts = drafter(requests, lanes)
+            drafted += [lanes.length[0]] if any(drafts) else []
+            return drafts
+
+        told(engine, [ids.tolist() for ids in random_ids(0, *lengths, vocabulary=64)], noted, max_new_tokens=36)
+        assert min(drafted, default=0) == expected
 
 
 def test_the_functions_take_both_caches(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ def test_a_table_is_replaced_between_its_marks_and_an_unknown_mark_is_an_error()
         tables.written(text, {})
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", (*RECIPES, "smollm2-135m-base"))
 def test_every_method_was_compared_at_every_budget_of_equal_bytes(recipe: str) -> None:
     group = tables.load(f"sweep-{recipe}")["groups"]["methods"]
     rows = group["rows"]
@@ -61,14 +61,10 @@ def test_results_name_no_folder_of_a_machine() -> None:
         assert not re.search(r'"/|(?<![\w.])/(tmp|home|root|work)/', path.read_text(encoding="utf-8")), path.name
 
 
-def test_the_real_model_was_compared_at_equal_bytes_on_the_same_texts() -> None:
+def test_the_real_model_was_compared_on_the_same_texts() -> None:
     group = tables.load("sweep-smollm2-135m-base")["groups"]["methods"]
     rows = group["rows"]
     assert group["text"] == "Python's manual"
-    assert {"streaming", "h2o", "snapkv", "keepkv", "ballot"} <= {r["label"] for r in rows if r["budget"] == 0.125}
-    for budget in {r["budget"] for r in rows}:
-        sizes = [r["bytes"] for r in rows if r["budget"] == budget]
-        assert max(sizes) - min(sizes) < 0.02 * max(sizes)
     for r in rows:
         score = r["scores"]["text"]
         assert len(score["samples"]["kl"]) == score["kl"]["count"] == group["samples"]

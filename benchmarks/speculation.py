@@ -3,6 +3,7 @@ same cache without drafts.
 
     python speculation.py costs  [--contexts 8192,16384,32768] [--rounds 30] [--threads 2]
     python speculation.py text   [--length 7900] [--new 128] [--kinds prose,code,chat] [--methods full,h2o]
+    python speculation.py text   --recipe small-full --kinds code --length 1800 --slots 256   # in a minute
     python speculation.py given  [--contexts 16384,32768] [--new 128] [--threads 2]
 
 costs: M (a random Llama of 28M parameters), the decoder alone, over state of random numbers: a step of the full cache,
@@ -61,6 +62,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--contexts", type=lambda text: [int(n) for n in text.split(",")], default=[16384])
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=["prose", "code", "chat"])
     parser.add_argument("--methods", type=lambda text: text.split(","), default=["full", "h2o"])
+    parser.add_argument("--recipe", default="smollm2-135m-full", help="of text")
+    parser.add_argument("--slots", type=int, default=BUDGET, help="of the drafter in text; also twice as many")
     parser.add_argument("--length", type=int, default=7900)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=30)
@@ -140,7 +143,7 @@ def text(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for method in options.methods:
         changes = [f"cache.method={method}", "cache.budget=1.0", "speculate.draft=cache", "speculate.after=0"]
-        loaded = load_recipe("smollm2-135m-full", changes)
+        loaded = load_recipe(options.recipe, changes)
         engine = kvexport.load(kvexport.build(loaded.recipe, folder / method), threads=options.threads, verify=False)
         for kind in options.kinds:
             start, last = read(engine, prompt(engine, kind, options.length))
@@ -151,7 +154,7 @@ def text(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 )
                 answer, plain = answered(engine, start, last, settings, None)
                 found[label] = {"plain": plain}
-                for name, drafter in drafters(engine).items():
+                for name, drafter in drafters(engine, options.slots).items():
                     tokens, figures = answered(engine, start, last, settings, drafter)
                     same = next((i for i, (a, b) in enumerate(zip(tokens, answer, strict=True)) if a != b), len(answer))
                     speedup = round(figures["tokens_per_second"] / plain["tokens_per_second"], 3)
@@ -213,17 +216,12 @@ class Mistaken:
         return [[token if self.rng.random() < self.rate else (token + 1) % self.vocabulary for token in right]]
 
 
-def drafters(engine: Engine) -> dict[str, Any]:
+def drafters(engine: Engine, slots: int) -> dict[str, Any]:
     """N-grams, and the cache by tokens, budget and rebuild."""
     sides: dict[str, Any] = {"ngram 4": partial(draft_ngrams, tokens=4, max_length=engine.max_length)}
     for tokens, budget, rebuild in (
-        (2, 512, 64),
-        (3, 512, 64),
-        (4, 512, 64),
-        (3, 512, 8),
-        (3, 512, 256),
-        (3, 1024, 64),
-    ):
+        (2, slots, 64), (3, slots, 64), (4, slots, 64), (3, slots, 8), (3, slots, 256), (3, 2 * slots, 64),
+    ):  # fmt: skip
         name = f"cache {tokens}, {budget} slots, rebuilt every {rebuild}"
         sides[name] = changed_drafter(engine, tokens=tokens, budget=budget, rebuild=rebuild)
     return sides

@@ -10,7 +10,8 @@ the same weights, genai and transformers in float32. --work keeps the models, an
 (or `xllamacpp gguf`) put them. The trace: conversations that begin at once, whose turns bring the whole history. Memory
 is what the caches of all conversations take at their longest, and beside it the growth of the process from ready to its
 peak, which leaves out what a server allocates before. Figures of kvexport alone: tokens per second of 8 conversations
-against one, and the first token of a short prompt while two prompts of 16,000 tokens are read, in chunks.
+against one, and the first token of a short prompt while two prompts of 16,000 tokens are read, in chunks. --save writes
+benchmarks/results/serve-PEERS.json: a run of all sides takes half an hour, and peers may be run one by one.
 """
 
 from __future__ import annotations
@@ -259,7 +260,7 @@ def main() -> None:
         figures |= {"ratios": ratios(found), "alone": alone(sides["kvexport"], chosen.work, chosen.long)}
     print(figures["ratios"], figures.get("alone"))
     if chosen.save:
-        save("serve", figures)
+        save("-".join(["serve", *(side for side in sides if side != "kvexport")]), figures)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ MUTANTS = (
     Mutant("age off by one", MATH, "static_cast<unsigned>(position) + 1u", "static_cast<unsigned>(position)", "keepkv"),
     Mutant("average does not decay", PREFILL_SCORES, "past[c] + log_decay", "past[c]", "keepkv"),
     Mutant("gate", LINEAR, "exp(-x)", "exp(-1.0001f * x)", "keepkv"),
-    Mutant("epsilon", LINEAR, "static_cast<float>(size) + epsilon", "static_cast<float>(size)", "keepkv"),
+    Mutant("epsilon", "cpu/linear/rows.h", "static_cast<float>(size) + epsilon", "static_cast<float>(size)", "keepkv"),
     Mutant(
         "position of a merged slot",
         MERGE,

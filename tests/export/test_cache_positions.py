@@ -105,7 +105,8 @@ def test_unlimited_is_read_as_it_is_written() -> None:
     assert recipe.rotary_length == 512 + 256, "budget and slack"
 
 
-def test_a_plan_without_an_end_has_no_full_cache_to_compare_with(llama: Path) -> None:
+def test_a_plan_without_an_end_has_no_full_cache_to_compare_with(tmp_path: Path) -> None:
+    llama = models.save_checkpoint(tmp_path / "checkpoint", models.llama())
     plan = plan_memory(recipe_for(llama))
     assert (plan.full_bytes, plan.ratio) == (None, None)
     assert plan.to_json()["max_length"] == "unlimited"

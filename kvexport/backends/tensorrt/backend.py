@@ -50,12 +50,12 @@ class TensorRT(Backend):
         if recipe.speculate.draft == "cache":
             raise UsageError(
                 "speculate.draft is cache, which copies entries in the host's memory, and TensorRT has them on the GPU",
-                "--set speculate.draft=ngram, or backend.name=onnxruntime",
+                "--set speculate.draft=ngram",
             )
         if recipe.cache.dtype != "model":
             raise UsageError(
                 f"cache.dtype is {recipe.cache.dtype}, which the backend tensorrt does not have",
-                "--set cache.dtype=model, or --set backend.name=onnxruntime",
+                "--set cache.dtype=model",
             )
         return EngineBuilder(section.of(recipe).tensorrt).add_engines
 

@@ -58,7 +58,8 @@ torch.library.register_fake("kvexport::layer_border", lambda hidden, *, layer, e
 @cache
 def _attention_placeholder(operator: Operator) -> Any:
     """VoteAttention as PyTorch knows it: `operator`'s inputs in their order, and the layer's number."""
-    name = f"kvexport::vote_attention_{len(operator.inputs)}"
+    # PyTorch knows one operator of a name: inputs that are not everybody's are part of it.
+    name = "_".join(["kvexport::vote_attention", *operator.input_names[len(VOTE_ATTENTION.inputs) :]])
     declared = [f"Tensor{'?' if x.optional else ''} {x.name}" for x in operator.inputs]
     torch.library.define(
         name, f"({', '.join(declared)}, *, int layer) -> ({', '.join('Tensor' for _ in operator.outputs)})"

@@ -157,7 +157,13 @@ def test_the_library_needs_no_onnxruntime_and_exports_what_is_asked_of_it_alone(
         [tool("nm"), "-D", "--defined-only", path], capture_output=True, text=True, check=True
     ).stdout
     exported = {line.split()[-1].partition("@")[0] for line in listed.splitlines()}
-    assert exported == {"RegisterCustomOps", "kvexport_isa", "kvexport_schema", "kvexport_huge_pages"}
+    assert exported == {
+        "RegisterCustomOps",
+        "kvexport_isa",
+        "kvexport_schema",
+        "kvexport_huge_pages",
+        "kvexport_small_cache",
+    }
 
 
 # Building.

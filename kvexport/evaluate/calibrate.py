@@ -86,8 +86,8 @@ class Calibration:
         ]
         note = (
             "By how many nats a token of the answers gets less likely where that layer alone keeps its sinks and the "
+            "latest eighth."
         )
-        note += "latest eighth."
         heads = ("layer", "nats", "95 %", "")
         return [KeyValues("Calibration", said), Table("What recall hangs on", heads, rows, note)]
 

@@ -93,12 +93,7 @@ def _with_zero(columns: Floats, high: int, bits: int) -> tuple[Floats, Floats, F
         start = _as_stored((most - least) * np.float32(share / high))
         zero = np.rint(-least * np.float32(share) / start).clip(0, high)
         tried = (*_best(columns, [start], zero, 0, high), zero)
-        if not found:
-            found = tried
-            continue
-        better = tried[2] < found[2]
-        for kept, new in zip(found, tried, strict=True):
-            np.copyto(kept, new, where=better)
+        found = _better(found, tried)
     numbers, scale, _, zero = found
     return numbers, scale, zero
 
@@ -119,13 +114,18 @@ def _best(columns: Floats, starts: Sequence[Floats], zero: Floats, low: int, hig
         difference -= columns
         difference *= difference
         tried = numbers, scale, difference.sum(0)
-        if not best:
-            best = tried
-            continue
-        better = tried[2] < best[2]
-        for kept, new in zip(best, tried, strict=True):
-            np.copyto(kept, new, where=better)
+        best = _better(best, tried)
     return best
+
+
+def _better(kept: tuple[Floats, ...], tried: tuple[Floats, ...]) -> tuple[Floats, ...]:
+    """Of each column the one of the smaller error, third in both. `kept` is written to; at first it is empty."""
+    if not kept:
+        return tried
+    better = tried[2] < kept[2]
+    for old, new in zip(kept, tried, strict=True):
+        np.copyto(old, new, where=better)
+    return kept
 
 
 def _rounded(columns: Floats, scale: Floats, zero: Floats, low: int, high: int) -> Floats:

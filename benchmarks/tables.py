@@ -42,6 +42,8 @@ FIGURES = {
 LISTED = ("tiny", "small", "smollm2-135m")
 # Methods whose samples' own figures are kept, beside one of them.
 PAIRED = {"smollm2-135m-base": "keepkv"}
+# Models of which engines of packed weights were measured beside their peers.
+PACKED_MODELS = {"smollm2": "SmolLM2-135M", "M": "28M Llama", "1b": "1.1B Llama", "7b": "7B Llama"}
 # What README.md shows of a table.
 SHORT = {"smollm2-135m-base": ("streaming", "snapkv", "h2o", "keepkv", "ballot")}
 
@@ -279,13 +281,43 @@ def recall_text() -> str:
     return table(header, *map(tuple, lines.values()))
 
 
+def packed_speed() -> str:
+    """Engines of packed weights beside their peers."""
+    lines = []
+    for model, name in PACKED_MODELS.items():
+        for bits in (4, 8):
+            if not (ROOT / "benchmarks" / "results" / f"quantized-{model}-int{bits}.json").exists():
+                continue
+            for what, found in load(f"quantized-{model}-int{bits}").items():
+                if not what.startswith(("decode ", "prefill ")):
+                    continue
+                speed = found["tokens_per_second"]
+                ratios = (f"{found[f'{side}_to_faster_peer']:.2f}" for side in ("full", "keepkv"))
+                sides = (f"{speed[side]:g}" if side in speed else "" for side in ("full", "keepkv", "genai", "llamacpp"))
+                share = found.get("read_share", {}).get("full")
+                lines.append((name, str(bits), what, *sides, *ratios, f"{share:.2f}" if share else ""))
+    header = ("model", "bits", "tokens", "full cache", "512 slots", "genai", "llama.cpp", "full / faster peer")
+    return table((*header, "512 slots / faster peer", "of the bandwidth"), *lines)
+
+
+def packed_kernel() -> str:
+    """The kernel of packed weights alone, beside ONNX Runtime's."""
+    found = {what: figures for what, figures in load("packed-kernel").items() if what.endswith(" rows")}
+    rows = sorted({int(what.split()[1]) for what in found})
+    lines = []
+    for side in dict.fromkeys(what.split(",")[0] for what in found):
+        of = [found[f"{side}, {count} rows"] for count in rows]
+        lines.append((side, *(f"{x['ms_per_matrix']:.2f}" for x in of), f"{of[0]['read_share']:.2f}"))
+    return table(("weights", *(f"{count} rows, ms" for count in rows), "of the bandwidth, 1 row"), *lines)
+
+
 def tables() -> dict[str, str]:
     """Every table by its mark."""
     found = {"methods": methods(), "fields of a recipe": fields()}
     found |= {"recall layers": recall_layers(), "recall differences": recall_differences()}
     for asked in ("unknown", "known"):
         found[f"recall {asked}"] = recall(2000, known=asked == "known")
-    found["listed"] = listed()
+    found |= {"listed": listed(), "packed speed": packed_speed(), "packed kernel": packed_kernel()}
     if load("recall-smollm2").get("text"):  # `recall_real.py text` was run
         found["recall text"] = recall_text()
     for recipe, figures in FIGURES.items():

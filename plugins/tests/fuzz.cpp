@@ -2,7 +2,7 @@
 // not and on any threads the same bits, the invariants of docs/contract.md, and VoteAttention's figures against plain
 // loops in double precision.
 //
-//   kv_fuzz SEED CASES
+//   kv_fuzz SEED CASES [linear]      linear: calls of Linear alone
 //
 // Case i of seed s is case 0 of seed s + i; where one fails that seed is printed, and its shapes, and the exit code
 // is 1. One case in eight is hostile: NaN and infinite numbers, lengths that do not fit. Then only memory and bits are
@@ -44,14 +44,15 @@ bool refuses_two_types() {
 }  // namespace fuzz
 
 int main(int count, char** arguments) {
-  if (count != 3) {
-    fprintf(stderr, "kv_fuzz SEED CASES\n");
+  const bool linear = count == 4 && strcmp(arguments[3], "linear") == 0;
+  if (count != 3 && !linear) {
+    fprintf(stderr, "kv_fuzz SEED CASES [linear]\n");
     return 2;
   }
   const uint64_t seed = strtoull(arguments[1], nullptr, 10), cases = strtoull(arguments[2], nullptr, 10);
   if (!fuzz::refuses_two_types()) return 1;
   for (uint64_t i = 0; i < cases; ++i)
-    if (!fuzz::holds<fuzz::AttentionCase>(seed + i) || !fuzz::holds<fuzz::MergeCase>(seed + i) ||
+    if ((!linear && !(fuzz::holds<fuzz::AttentionCase>(seed + i) && fuzz::holds<fuzz::MergeCase>(seed + i))) ||
         !fuzz::holds<fuzz::LinearCase>(seed + i))
       return 1;
   printf("%s: %llu cases of each operator\n", kv_cpu_isa(), static_cast<unsigned long long>(cases));

@@ -15,20 +15,12 @@ struct LinearCase {
 
   explicit LinearCase(Random& random) {
     shape.type = call.type = random.one_of({KV_FLOAT32, KV_FLOAT16});
-    const int rows = random.one_in(3) ? random.between(0, 3) : random.between(4, random.one_in(6) ? 600 : 60);
-    call.batch = random.between(1, 3), call.tokens = rows / call.batch;
-    call.input_heads = random.one_in(2) ? 1 : random.between(1, 5);
-    const int wide = random.one_in(8) ? random.between(1000, 5000) : any_size(random);
-    call.inputs = (wide + call.input_heads - 1) / call.input_heads * call.input_heads;
-    call.count = random.one_in(2) ? 1 : random.between(2, KV_MAX_PRODUCTS);
-    call.planes = random.one_in(4) ? random.between(16, 40) : random.between(1, 9);
+    do draw_sizes(random);
+    while (work() > 6e7);
     input = filled(random, tokens() * call.inputs), norm = filled(random, call.inputs);
     cosine = filled(random, tokens() * call.planes), sine = filled(random, tokens() * call.planes);
     for (int i = 0; i < call.count; ++i) {
-      KvProduct& p = call.products[i];
-      p.heads = random.one_in(2) ? 1 : random.between(1, 5), p.rotated = random.one_in(3);
-      const int size = random.one_in(4) ? random.between(1, 9) : random.between(1, 200);
-      p.outputs = (p.rotated ? 2 * call.planes : size) * p.heads;
+      const KvProduct& p = call.products[i];
       weights.push_back(filled(random, p.outputs * call.inputs)), biases.push_back(filled(random, p.outputs));
     }
     gate = filled(random, call.products[0].outputs * call.inputs);
@@ -44,6 +36,29 @@ struct LinearCase {
     if (call.count == 1 && random.one_in(2)) call.residual = residual.data<void>();
     call.float_input = random.one_in(3);
     pack(random);
+  }
+
+  void draw_sizes(Random& random) {
+    const int rows = random.one_in(3) ? random.between(0, 3) : random.between(4, random.one_in(6) ? 600 : 60);
+    call.batch = random.between(1, 3), call.tokens = rows / call.batch;
+    call.input_heads = random.one_in(2) ? 1 : random.between(1, 5);
+    const int wide = random.one_in(4) ? random.between(1000, 5000) : any_size(random);
+    call.inputs = (wide + call.input_heads - 1) / call.input_heads * call.input_heads;
+    call.count = random.one_in(2) ? 1 : random.between(2, KV_MAX_PRODUCTS);
+    call.planes = random.one_in(4) ? random.between(16, 40) : random.between(1, 9);
+    for (int i = 0; i < call.count; ++i) {
+      KvProduct& p = call.products[i];
+      p.heads = random.one_in(2) ? 1 : random.between(1, 5), p.rotated = random.one_in(3);
+      const int size = random.one_in(4) ? random.between(1, 9) : random.between(1, 200);
+      p.outputs = (p.rotated ? 2 * call.planes : size) * p.heads;
+    }
+  }
+
+  // Products, and what it takes to draw the weights; a call of less is small enough for a sanitizer.
+  double work() const {
+    int64_t outputs = 0;
+    for (int i = 0; i < call.count; ++i) outputs += call.products[i].outputs;
+    return static_cast<double>(tokens() + 30) * call.inputs * outputs;
   }
 
   // Half the cases have packed weights, most of these nothing else.
@@ -99,22 +114,53 @@ struct LinearCase {
 
   double tolerance() const { return shape.type == KV_FLOAT16 ? 1.5e-3 : 1e-5; }
 
-  // A product with a weight, the `i`th, and in *size the sum of its terms without their signs. The rows of a packed
-  // weight may be rounded by blocks: by half a step of the block's largest, of which there are 127.
-  double product(int i, int64_t row, int64_t column, double factor, double* size) const {
-    double sum = 0.0, highest = 0.0, block = 0.0, rounding = 0.0;
+  // A column of a weight, and of a packed one how large what each of its numbers is made of may be.
+  struct Column {
+    std::vector<double> value, terms;
+  };
+  // The columns of a product and of the gate that an output is made of.
+  struct Columns {
+    Column product, gate;
+  };
+
+  Column column_of(int i, int64_t column) const {
+    Column made{std::vector<double>(call.inputs), std::vector<double>(of[i] ? call.inputs : 0)};
+    double *const value = made.value.data(), *const terms = made.terms.data();
+    for (int64_t k = 0; k < call.inputs; ++k) value[k] = weight(i, column, k);
+    for (int64_t k = 0; k < call.inputs && of[i]; ++k) terms[k] = of[i]->terms(column, k);
+    return made;
+  }
+  Columns columns_of(int i, int64_t column) const {
+    return {column_of(i, column), call.gate.data ? column_of(call.count, column) : Column()};
+  }
+
+  // A row as it is multiplied.
+  std::vector<double> row_of(int64_t row) const {
+    std::vector<double> made(call.inputs);
+    double* const x = made.data();
+    const double scale = factor(row);
+    for (int64_t k = 0; k < call.inputs; ++k)
+      x[k] = element(row, k) * (call.norm ? scale * read(shape, call.norm, k) : 1.0);
+    return made;
+  }
+
+  // A row times a column, and in *size the sum of its terms without their signs. The rows of a packed weight may be
+  // rounded by blocks: by half a step of the block's largest, of which there are 127.
+  double product(const std::vector<double>& row, const Column& column, double* size) const {
+    double sum = 0.0, highest = 0.0, block = 0.0, rounding = 0.0, terms = 0.0;
+    const double *const x = row.data(), *const w = column.value.data(), *const made_of = column.terms.data();
+    const bool is_packed = !column.terms.empty();
     *size = 0.0;
     for (int64_t k = 0; k < call.inputs; ++k) {
-      const double scale = call.norm ? factor * read(shape, call.norm, k) : 1.0;
-      const double x = scale * element(row, k), w = weight(i, column, k);
       if (k % 32 == 0) rounding += highest * block, highest = block = 0.0;
-      highest = std::max(highest, std::fabs(x)), block += std::fabs(w);
-      sum += x * w, *size += std::fabs(x * w);
-      // Kernels multiply a packed weight's integer and its offset apart, in float32.
-      if (of[i]) *size += std::fabs(x) * of[i]->terms(column, k) * 1e-5 / tolerance();
+      highest = std::max(highest, std::fabs(x[k])), block += std::fabs(w[k]);
+      sum += x[k] * w[k], *size += std::fabs(x[k] * w[k]);
     }
     rounding += highest * block;
-    if (of[i] && !call.float_input) *size += rounding / 254.0 / tolerance();
+    // Kernels multiply a packed weight's integer and its offset apart, in float32.
+    for (int64_t k = 0; k < call.inputs && is_packed; ++k) terms += std::fabs(x[k]) * made_of[k];
+    *size += terms * 1e-5 / tolerance();
+    if (is_packed && !call.float_input) *size += rounding / 254.0 / tolerance();
     return sum;
   }
 
@@ -125,12 +171,13 @@ struct LinearCase {
   }
 
   // An output before it is rotated, and in *size how large what it was made of is.
-  double expected(const KvProduct& p, int64_t row, int64_t column, double factor, double* size) const {
-    double sum = product(static_cast<int>(&p - call.products), row, column, factor, size);
+  double expected(const KvProduct& p, int64_t row, int64_t column, const std::vector<double>& x, const Columns& w,
+                  double* size) const {
+    double sum = product(x, w.product, size);
     if (p.bias) sum += read(shape, p.bias, column);
     if (call.gate.data) {
       double gate_size;
-      const double g = product(call.count, row, column, factor, &gate_size), silu = g / (1.0 + std::exp(-g));
+      const double g = product(x, w.gate, &gate_size), silu = g / (1.0 + std::exp(-g));
       // The slope of silu is at most 1.1.
       *size = *size * std::fabs(silu) + std::fabs(sum) * 1.1 * gate_size, sum *= silu;
     }
@@ -139,15 +186,9 @@ struct LinearCase {
     return sum;
   }
 
-  double rotated(const KvProduct& p, int64_t row, int64_t column, double factor, double* size) const {
-    const int64_t at = column % (2 * call.planes), plane = at % call.planes;
-    const int64_t other = at < call.planes ? column + call.planes : column - call.planes;
-    double other_size;
-    const double c = read(shape, call.cosine, row * call.planes + plane);
-    const double s = read(shape, call.sine, row * call.planes + plane) * (at < call.planes ? -1.0 : 1.0);
-    const double own = expected(p, row, column, factor, size), crossed = expected(p, row, other, factor, &other_size);
-    *size = *size * std::fabs(c) + other_size * std::fabs(s);
-    return own * c + crossed * s;
+  // The column that one is rotated with.
+  int64_t partner(int64_t column) const {
+    return column % (2 * call.planes) < call.planes ? column + call.planes : column - call.planes;
   }
 
   void check_all(Random& random) {
@@ -162,11 +203,20 @@ struct LinearCase {
 
   void check_product(int i, const Buffer& output) const {
     const KvProduct& p = call.products[i];
-    for (int64_t row = 0; row < tokens(); row += 1 + row % 5) {
-      const double scale = factor(row);
-      for (int64_t column = 0; column < p.outputs; column += 1 + column % 3) {
-        double size;
-        const double sum = p.rotated ? rotated(p, row, column, scale, &size) : expected(p, row, column, scale, &size);
+    std::vector<std::vector<double>> rows(tokens());
+    for (int64_t row = 0; row < tokens(); row += 1 + row % 5) rows[row] = row_of(row);
+    for (int64_t column = 0; column < p.outputs; column += 1 + column % 3) {
+      const int64_t other = p.rotated ? partner(column) : column, plane = std::min(column, other) % (2 * call.planes);
+      const Columns own = columns_of(i, column), crossed = p.rotated ? columns_of(i, other) : Columns();
+      for (int64_t row = 0; row < tokens(); row += 1 + row % 5) {
+        double size, other_size;
+        double sum = expected(p, row, column, rows[row], own, &size);
+        if (p.rotated) {
+          const double c = read(shape, call.cosine, row * call.planes + plane);
+          const double s = read(shape, call.sine, row * call.planes + plane) * (column < other ? -1.0 : 1.0);
+          sum = sum * c + expected(p, row, other, rows[row], crossed, &other_size) * s;
+          size = size * std::fabs(c) + other_size * std::fabs(s);
+        }
         const double found = read(shape, output.data<void>(), place(row, column, p.heads, p.outputs));
         check(
             std::fabs(found - sum) <= tolerance() * (1.0 + size) || (shape.type == KV_FLOAT16 && std::fabs(size) > 6e4),

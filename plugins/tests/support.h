@@ -78,8 +78,10 @@ class Buffer {
     return size_ == other.size_ && (size_ == 0 || memcmp(data<void>(), other.data<void>(), size_) == 0);
   }
   void check_canaries() const {
-    for (size_t i = 0; i < bytes_.size(); ++i)
-      if (i < before_ || i >= before_ + size_) check(bytes_[i] == kCanary, "wrote outside a buffer");
+    const auto is_canary = [](unsigned char x) { return x == kCanary; };
+    check(std::all_of(bytes_.begin(), bytes_.begin() + before_, is_canary) &&
+              std::all_of(bytes_.begin() + before_ + size_, bytes_.end(), is_canary),
+          "wrote outside a buffer");
   }
 
  private:

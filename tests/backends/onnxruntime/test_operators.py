@@ -29,6 +29,7 @@ from tests.support.paths import ROOT
 PLUGINS = ROOT / "plugins"
 ON_ARM = platform.machine() in ("aarch64", "arm64")
 ISAS = ("portable", "neon") if ON_ARM else ("portable", "avx2", "avx512", "avx512vnni", "amx")
+LINEAR_ALONE = ("avx512vnni", "amx")  # of which all else is avx512's
 every_isa = pytest.mark.parametrize("isa", ISAS)
 needs_library = pytest.mark.skipif(
     library() is None, reason="not reached: the native operators are not built (make native)"
@@ -62,7 +63,7 @@ def fuzz(folder: str, *options: str) -> Path:
 def calls_hold(command: list[str], seed: int, cases: int, isa: str = "") -> None:
     """Runs the fuzz on an instruction set, the best where none is named; skips where the machine has another one."""
     environment = {**os.environ, "KVEXPORT_CPU_ISA": isa, "TSAN_OPTIONS": "halt_on_error=1"}
-    arguments = [*command, str(seed), str(cases)]
+    arguments = [*command, str(seed), str(cases), *(["linear"] if isa in LINEAR_ALONE else [])]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False, env=environment)
     if (
         "unexpected memory mapping" in done.stderr
@@ -106,8 +107,9 @@ def test_random_calls_on_arm(isa: str) -> None:
     calls_hold([tool("qemu-aarch64-static", "qemu-aarch64"), str(program)], 40_000, 30, isa)
 
 
+# But for the best, on which the suite itself runs.
 @needs_library
-@every_isa
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa not in LINEAR_ALONE][:-1])
 def test_the_conformance_suite_on_every_instruction_set(isa: str) -> None:
     environment = {**os.environ, "KVEXPORT_BACKENDS": "native-cpu", "KVEXPORT_CPU_ISA": isa}
     answer = "from kvexport.backends.onnxruntime.operators import *; print(instruction_set(library()))"

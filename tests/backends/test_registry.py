@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -89,16 +89,25 @@ class EchoBackend(Backend):
 
 BACKEND = EchoBackend()
 '''
-# As an installed folder is found: it stands in the package's path when kvexport is first imported.
+# As an installed folder is found: it stands in the package's path when kvexport is first imported. Every line of stdin
+# is one command, which a copy of this process runs: to import torch anew for each would take most of their time.
 MAIN = """
-import sys
+import json, os, sys
 
 import kvexport.backends
 
 kvexport.backends.__path__.append({folder!r})
+import kvexport.validate.runner
 from kvexport.commands.app import main
 
-main()
+for line in sys.stdin:
+    arguments, *streams = json.loads(line)
+    if not os.fork():
+        for number, path in enumerate(streams, 1):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        sys.argv[1:] = arguments
+        sys.exit(main())
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
 
 
@@ -109,67 +118,72 @@ def alternatives() -> str:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """kvexport's command line, with the made-up backend there."""
     path = tmp_path_factory.mktemp("third") / "echo"
     path.mkdir()
     (path / "__init__.py").write_text('"""A made-up backend."""\n')
     (path / "section.py").write_text(SECTION)
     (path / "backend.py").write_text(BACKEND)
-    return path.parent
-
-
-def run(folder: Path, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    """kvexport's command line, with the made-up backend there."""
+    command = [sys.executable, "-c", MAIN.format(folder=str(path.parent))]
     environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
-    command = [sys.executable, "-c", textwrap.dedent(MAIN).format(folder=str(folder)), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done
+    streams = [path.parent / name for name in ("stdout", "stderr")]
+
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+
+        def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+            assert process.stdin and process.stdout
+            process.stdin.write(json.dumps([arguments, *map(str, streams)]) + "\n")
+            process.stdin.flush()
+            status = int(process.stdout.readline())
+            done = subprocess.CompletedProcess(arguments, status, *(stream.read_text() for stream in streams))
+            assert done.returncode == code, done.stdout + done.stderr
+            return done
+
+        yield run
 
 
-def test_a_folder_is_a_backend_everywhere(tiny_recipe: Path, tmp_path: Path, folder: Path) -> None:
+def test_a_folder_is_a_backend_everywhere(
+    tiny_recipe: Path, tmp_path: Path, echo: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     artifact = tmp_path / "a"
     recipe = tmp_path / "echo.yaml"
     recipe.write_text(f"extends: {tiny_recipe}\nbackend:\n  name: echo\n  echo: {{volume: 2}}\n")
     # Its section is the recipe's, with the errors of any other.
-    shown = run(folder, "recipes", "show", str(recipe), "--resolved", "--origin").stdout
+    shown = echo("recipes", "show", str(recipe), "--resolved", "--origin").stdout
     assert re.search(r"backend\.echo\.volume\s+2\s+\S*echo\.yaml:4", shown)
-    loud = run(folder, "plan", "--recipe", str(recipe), "--set", "backend.echo.volume=12", code=2)
+    loud = echo("plan", "--recipe", str(recipe), "--set", "backend.echo.volume=12", code=2)
     assert "backend.echo.volume: should be less than or equal to 11 (how loud), found 12" in loud.stderr
     # Built, prepared, and what it lacks is said before the build does anything.
-    lacking = run(
-        folder, "build", "--recipe", str(recipe), "--set", "backend.echo.volume=11", "--out", str(artifact), code=3
-    )
+    lacking = echo("build", "--recipe", str(recipe), "--set", "backend.echo.volume=11", "--out", str(artifact), code=3)
     assert "it is too loud here" in lacking.stderr
     assert not artifact.exists()
-    run(folder, "build", "--recipe", str(recipe), "--out", str(artifact))
+    echo("build", "--recipe", str(recipe), "--out", str(artifact))
     assert (artifact / "echo.txt").read_text() == "hello hello "
     # Loaded: the tokens are those of the backend that it runs on.
     generate = ("generate", str(artifact), "abc", "--max-new-tokens", "8", "--greedy")
-    assert run(folder, *generate).stdout == run(folder, *generate, "--backend", "onnxruntime").stdout
-    assert (
-        ", ".join(sorted(["echo", *sections.names()])) in run(folder, *generate, "--backend", "nobody", code=2).stderr
-    )
+    assert echo(*generate).stdout == echo(*generate, "--backend", "onnxruntime").stdout
+    assert ", ".join(sorted(["echo", *sections.names()])) in echo(*generate, "--backend", "nobody", code=2).stderr
     # Compared with PyTorch, by name and with all that there are.
-    results = json.loads(run(folder, "validate", str(artifact), "--length", "60", "--batch", "1", "--json").stdout)
+    results = json.loads(echo("validate", str(artifact), "--length", "60", "--batch", "1", "--json").stdout)
     assert (results["backend"], results["passed"]) == ("echo", True)
     compared = ("--length", "60", "--batch", "1", "--json")
-    every = run(folder, "validate", str(artifact), *compared, "--layers", "1", "--backend", "all")
+    every = echo("validate", str(artifact), *compared, "--layers", "1", "--backend", "all")
     compared_with = [r["backend"] for r in json.loads(every.stdout)]
     assert {"echo", "onnxruntime cpu"} <= set(compared_with) and len(set(compared_with)) == len(compared_with)
     # Shown.
-    assert re.search(r"said\s+hello hello", run(folder, "inspect", str(artifact)).stdout)
-    seen = json.loads(run(folder, "inspect", str(artifact), "--json").stdout)
+    assert re.search(r"said\s+hello hello", echo("inspect", str(artifact)).stdout)
+    seen = json.loads(echo("inspect", str(artifact), "--json").stdout)
     assert (seen["echo"], seen["engines"]) == ("hello hello ", {"echo": {"file": "echo.txt"}})
-    assert re.search(r"echo\s+from the hills", run(folder, "doctor").stdout)
-    assert json.loads(run(folder, "doctor", "--json").stdout)["echo"] == {"hills": 2}
-    assert " or ".join(sorted(["echo", *sections.names()])) in " ".join(
-        run(folder, "generate", "--help").stdout.split()
-    )
+    assert re.search(r"echo\s+from the hills", echo("doctor").stdout)
+    assert json.loads(echo("doctor", "--json").stdout)["echo"] == {"hills": 2}
+    assert " or ".join(sorted(["echo", *sections.names()])) in " ".join(echo("generate", "--help").stdout.split())
     # Prepared anew for this machine.
-    run(folder, "build", "--from", str(artifact), "--set", "backend.echo.volume=1")
+    echo("build", "--from", str(artifact), "--set", "backend.echo.volume=1")
     assert (artifact / "echo.txt").read_text() == "hello "
-    refused = run(folder, "build", "--from", str(artifact), "--backend", "onnxruntime", code=2)
+    refused = echo("build", "--from", str(artifact), "--backend", "onnxruntime", code=2)
     assert "--backend echo or tensorrt" in refused.stderr
     # Without its folder the artifact is refused, and says what is missing.
     with pytest.raises(ArtifactError, match=rf"recipe\.backend\.name should be {alternatives()}, found 'echo'"):

@@ -1,5 +1,5 @@
-"""The two operators once more, in float64 numpy with plain loops, written from docs/contract.md and the methods'
-definitions alone.
+"""The two operators once more, in float64 numpy with plain loops over lanes, heads and queries, written from
+docs/contract.md and the methods' definitions alone.
 
 It shares no code with `kvexport.ops` or the methods' rules: of `kvexport` it reads the attributes only. Scores are kept
 as ln S where the contract says so, but every sum is taken in the linear domain, which float64 holds for logits beyond
@@ -50,9 +50,8 @@ def vote_attention(inputs: Arrays, attributes: VoteAttentionAttributes) -> Array
                     logits[t, g], probability[t, g], output[b, h * group + g, t] = row
             for k, statistic in enumerate(attributes.statistics):
                 if length and statistic.kind != "none":
-                    past = present["score"][b, h, k]
-                    for c in range(used + length):
-                        past[c] = _updated(past[c], c >= used, logits[:, :, c], probability[:, :, c], statistic)
+                    past = present["score"][b, h, k, : used + length]
+                    past[:] = _updated(past, np.arange(used + length) >= used, logits, probability, statistic)
     return {"output": output, **{f"present_{name}": x for name, x in present.items()}}
 
 
@@ -67,13 +66,14 @@ def _attend(
     attributes: VoteAttentionAttributes,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """One query of one head: raw logits (nan where a slot is not visible), probabilities, output."""
-    logits = np.full(used, np.nan)
-    for c in range(used):
-        position = int(present["position"][b, h, c])
-        if position > now or (attributes.sliding_window and position <= now - attributes.sliding_window):
-            continue
-        logit = float(query @ present["key"][b, h, c]) * attributes.scale
-        logits[c] = attributes.softcap * math.tanh(logit / attributes.softcap) if attributes.softcap else logit
+    position = present["position"][b, h, :used]
+    visible = position <= now
+    if attributes.sliding_window:
+        visible &= position > now - attributes.sliding_window
+    logits = present["key"][b, h, :used] @ query * attributes.scale
+    if attributes.softcap:
+        logits = attributes.softcap * np.tanh(logits / attributes.softcap)
+    logits = np.where(visible, logits, np.nan)
     top = np.nanmax(logits) if sink is None else max(np.nanmax(logits), sink)
     mass = np.nan_to_num(present["votes"][b, h, :used] ** attributes.vote_exponent * np.exp(logits - top), nan=0.0)
     total = mass.sum() + (0.0 if sink is None else math.exp(sink - top))
@@ -81,25 +81,28 @@ def _attend(
     return logits, probability, probability @ present["value"][b, h, :used]
 
 
-def _updated(past: float, fresh: bool, logits: np.ndarray, probability: np.ndarray, statistic: Statistic) -> float:
-    """The statistic of one slot after a call; logits and probability are [T, G]."""
-    length = len(logits)
+def _updated(
+    past: np.ndarray, fresh: np.ndarray, logits: np.ndarray, probability: np.ndarray, statistic: Statistic
+) -> np.ndarray:
+    """The statistic of every slot [C] after a call; logits and probability are [T, G, C]."""
+    length, decay = len(logits), statistic.decay
     n = min(length, statistic.window) if statistic.window else length
-    seen, counted = 0.0, 0.0
+    visible = ~np.isnan(logits[:, 0])
+    seen, counted = np.zeros(len(past)), np.zeros(len(past))
     for i in range(n):
         t = length - n + i
-        weight = statistic.decay ** (n - 1 - i)
+        weight = decay ** (n - 1 - i)
         weight *= 1.0 + (statistic.recency_weight - 1.0) * (i / (n - 1) if n > 1 else 1.0)
         per_head = np.exp(logits[t]) if statistic.kind == "log_ema" else probability[t]
-        seen += weight * float(np.nan_to_num(per_head, nan=0.0).mean())
-        counted += weight * float(not np.isnan(logits[t, 0]))
+        seen += weight * np.nan_to_num(per_head, nan=0.0).mean(axis=0)
+        counted += weight * visible[t]
     if statistic.kind == "probability":
-        return (0.0 if fresh else past * statistic.decay**n) + seen
+        return np.where(fresh, 0.0, past) * decay**n + seen
     # The mean over those that count stands for all queries of the call that see the slot.
-    standing = sum(statistic.decay ** (length - 1 - t) for t in range(length) if not np.isnan(logits[t, 0]))
-    fresh_average = (1.0 - statistic.decay) * standing * seen / counted if counted else 0.0
-    average = (0.0 if fresh else math.exp(past) * statistic.decay**length) + fresh_average
-    return math.log(average) if average > 0.0 else -math.inf
+    standing = sum(decay ** (length - 1 - t) * visible[t] for t in range(length))
+    fresh_average = (1.0 - decay) * standing * seen / np.where(counted > 0, counted, 1.0)
+    average = np.exp(np.where(fresh, -np.inf, past)) * decay**length + fresh_average
+    return np.log(average, where=average > 0, out=np.full(len(past), -np.inf))
 
 
 def merge_cache(state: Arrays, attributes: MergeCacheAttributes) -> Arrays:

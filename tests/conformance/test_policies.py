@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -35,6 +36,7 @@ from tests.conformance.cases import (
 from tests.conformance.comparison import assert_same_cache, state_of
 from tests.support.tensorrt_harness import Harness, parsed, what_is_missing
 
+Arrays = dict[str, np.ndarray]
 # Why a method is code of its own, and no recombination of what the merge kernels do.
 OWN_CODE = {
     "cam": "values are shared out to the next slots, which no merge into one target is",
@@ -222,20 +224,26 @@ def any_policy(rng: random.Random) -> AnyPolicy:
     return AnyPolicy(given=MergePolicy(**fields), kept=tuple(Statistic(kind, 0.9) for kind in kinds))  # type: ignore[arg-type]
 
 
+@cache
+def any_case(seed: int) -> tuple[AnyPolicy, MergeCacheAttributes, Arrays, Arrays]:
+    """A policy, its call, a state, and what PyTorch makes of it."""
+    scenario = MergeScenario("any", 24, 14, ((24, 24), (19, 17), (15, 4)))
+    profile = MergeProfile("any", "h2o", sizes=(8, 12))
+    rng = random.Random(seed)
+    method = any_policy(rng)
+    rotary = PARTLY if method.given.merge == "pair" else profile.rotary
+    attributes = MergeCacheAttributes(method, scenario.budget, SINKS, RECENT, rng.choice([0, 0, 40]), rotary)
+    state = merge_cache_state(replace(profile, name=f"any-{seed}"), scenario, method.statistics)
+    return method, attributes, state, state_of(Torch().merge_cache(state, attributes))
+
+
 @pytest.mark.parametrize(
     "backend", [b for b in reached() if isinstance(b, NativeCpu | CudaOnHost)], ids=lambda b: b.name
 )
 def test_any_policy_means_to_native_kernels_what_it_means_in_pytorch(backend: Backend) -> None:
     """400 of them, whose words and switches cover every pair of each other many times over."""
-    scenario = MergeScenario("any", 24, 14, ((24, 24), (19, 17), (15, 4)))
-    profile = MergeProfile("any", "h2o", sizes=(8, 12))
     for seed in range(400):
-        rng = random.Random(seed)
-        method = any_policy(rng)
-        rotary = PARTLY if method.given.merge == "pair" else profile.rotary
-        attributes = MergeCacheAttributes(method, scenario.budget, SINKS, RECENT, rng.choice([0, 0, 40]), rotary)
-        state = merge_cache_state(replace(profile, name=f"any-{seed}"), scenario, method.statistics)
-        right = state_of(Torch().merge_cache(state, attributes))
+        method, attributes, state, right = any_case(seed)
         found = state_of(backend.merge_cache(state, attributes))
         try:
             assert_same_cache(found, right, method.statistics, single=2e-5, stored=2e-5)

@@ -76,6 +76,13 @@ lint: setup
 	find plugins -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null \
 	  | xargs -r $(BIN)/clang-format --dry-run -Werror
 
+# Side by side, but for what asks apt-get.
+ifneq ($(filter test,$(MAKECMDGOALS)),)
+MAKEFLAGS += --jobs=3
+native: | $(if $(filter true,$(CI)),cross-tools)
+cuda-host: | native
+endif
+
 test: lint native cuda-host $(if $(filter true,$(CI)),cross-tools tensorrt-bindings smollm2)
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 

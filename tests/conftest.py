@@ -22,6 +22,18 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Workers that run side by side share what they trace."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    from tests.support.shared_traces import shared_traces
+
+    with shared_traces(tmp_path_factory.getbasetemp().parent / "traces"):
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """2 layers, hidden size 32, 4 query heads over 2 KV heads, vocabulary 64 (one id per character of ALPHABET), no

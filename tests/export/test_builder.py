@@ -141,7 +141,6 @@ def test_a_merge_traced_in_another_process_is_not_traced_again(
     def traces(*args: object) -> None:
         raise AssertionError("traced in this process")
 
-    monkeypatch.setattr(models, "_merge_cache_function", onnx_function.merge_cache_function)
     monkeypatch.setattr(onnx_function, "_merge_functions", {})
     checkpoint = models.save_checkpoint(tmp_path / "checkpoint", models.llama())
     recipe = models.make_recipe(checkpoint, cache={"method": "streaming", "budget": 64}, limits={"max_length": 512})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvexport.export.build import build
-from kvexport.export.graph import graphs, tracer
+from kvexport.export.graph import tracer
 from kvexport.recipe.fields import Recipe
 from kvexport.runtime.engine import Engine
 
@@ -128,16 +127,10 @@ def given_tokens_logits(
 
 @contextlib.contextmanager
 def _remembered_traces() -> Iterator[None]:
-    with (
-        mock.patch.object(graphs, "vote_attention_function", _vote_attention_function),
-        mock.patch.object(graphs, "merge_cache_function", _merge_cache_function),
-        mock.patch.object(tracer, "trace_decoder", _trace_decoder),
-    ):
+    with mock.patch.object(tracer, "trace_decoder", _trace_decoder):
         yield
 
 
-_vote_attention_function = functools.cache(graphs.vote_attention_function)
-_merge_cache_function = functools.cache(graphs.merge_cache_function)
 _real_trace_decoder = tracer.trace_decoder
 _traces: dict[str, Any] = {}
 

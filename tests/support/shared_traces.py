@@ -1,0 +1,56 @@
+"""The operators' ONNX functions, of which a worker of pytest-xdist takes what another has traced: a trace takes
+seconds."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import onnx
+
+
+@contextmanager
+def shared_traces(folder: Path) -> Iterator[None]:
+    """Until the end of the block, what is traced is kept in `folder`, and what is there is not traced."""
+    from kvexport.export.graph import graphs
+    from kvexport.ops import onnx_function
+
+    folder.mkdir(exist_ok=True)
+    attention = cache(_shared(folder, onnx_function.vote_attention_function))
+    merge = _shared(folder, onnx_function._trace_merge_cache)
+    with (
+        mock.patch.object(onnx_function, "vote_attention_function", attention),
+        mock.patch.object(graphs, "vote_attention_function", attention),
+        mock.patch.object(onnx_function, "_trace_merge_cache", merge),
+    ):
+        yield
+
+
+def _shared(folder: Path, trace: Callable[..., onnx.FunctionProto]) -> Callable[..., onnx.FunctionProto]:
+    def function(*given: Any, **named: Any) -> onnx.FunctionProto:
+        meaning = repr((trace.__name__, given, sorted(named.items()), [_code(x.method) for x in given if _has_one(x)]))
+        path = folder / hashlib.sha256(meaning.encode()).hexdigest()
+        if not path.exists():
+            made = path.with_suffix(f".{os.getpid()}")
+            made.write_bytes(trace(*given, **named).SerializeToString())
+            made.replace(path)
+        return onnx.FunctionProto.FromString(path.read_bytes())
+
+    return function
+
+
+def _has_one(attributes: Any) -> bool:
+    return getattr(attributes, "method", None) is not None
+
+
+def _code(method: Any) -> str:
+    """Of a method's file: tests make up several of one name."""
+    return inspect.getsource(sys.modules[type(method).__module__])

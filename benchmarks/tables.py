@@ -293,7 +293,8 @@ def packed_speed() -> str:
                     continue
                 speed = found["tokens_per_second"]
                 ratios = (f"{found[f'{side}_to_faster_peer']:.2f}" for side in ("full", "keepkv"))
-                sides = (f"{speed[side]:g}" if side in speed else "" for side in ("full", "keepkv", "genai", "llamacpp"))
+                order = ("full", "keepkv", "genai", "llamacpp")
+                sides = (f"{speed[side]:g}" if side in speed else "" for side in order)
                 share = found.get("read_share", {}).get("full")
                 lines.append((name, str(bits), what, *sides, *ratios, f"{share:.2f}" if share else ""))
     header = ("model", "bits", "tokens", "full cache", "512 slots", "genai", "llama.cpp", "full / faster peer")

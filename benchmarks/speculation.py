@@ -5,13 +5,17 @@ same cache without drafts.
     python speculation.py text   [--length 7900] [--new 128] [--kinds prose,code,chat] [--methods full,h2o]
     python speculation.py text   --recipe small-full --kinds code --length 1800 --slots 256   # in a minute
     python speculation.py given  [--contexts 16384,32768] [--new 128] [--threads 2]
+    python speculation.py periodic [--length 7900] [--new 256] [--kinds prose,code] [--methods full,h2o]
 
 costs: M (a random Llama of 28M parameters), the decoder alone, over state of random numbers: a step of the full cache,
 calls of it that verify, and a step of the drafter, all in turn; and what follows from the medians for a chance of
 acceptance. text: SmolLM2-135M-Instruct goes on with a text of so many tokens (Python's manual, its library's source),
 or answers a question that takes quotation; the prompt is read once, and every side goes on from its snapshot. given: M
 end to end, with a chance of acceptance that is given, since that of random weights says nothing: the drafter runs, and
-what it drafts is replaced by the answer without drafts, with so many mistakes.
+what it drafts is replaced by the answer without drafts, with so many mistakes. periodic: SmolLM2 goes on with a text by
+its small cache alone, which is chosen anew from the full one every so many tokens (KeepKV's periodic mode) and holds no
+more than the slots when the next choice is due; the figures are KL(full || small), in nats, and the milliseconds of a
+choice.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ from kvexport.runtime.speculation import draft_ngrams, drafter_of
 NAME = "speculation"
 BUDGET, REBUILD, MOST = 512, 64, 8
 ACCEPTED = (0.6, 0.7, 0.8, 0.9)
+PERIODS = (8, 64, 256)  # tokens between two choices
 QUESTION = "Quote the first 25 lines of this text, word for word:\n\n"
 
 
@@ -174,6 +179,49 @@ def prompt(engine: Engine, kind: str, length: int) -> list[int]:
     return [int(i) for i in engine.encode_chat([{"role": "user", "content": shown}])]
 
 
+def periodic(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """By method, kind of text, slots and tokens between two choices: KL to the full cache, and what a choice costs."""
+    found: dict[str, Any] = {}
+    for method in options.methods:
+        changes = [f"cache.method={method}", "cache.budget=1.0", "speculate.draft=cache", "speculate.after=0"]
+        loaded = load_recipe(options.recipe, [*changes, f"speculate.rebuild={options.new}"])
+        engine = kvexport.load(kvexport.build(loaded.recipe, folder / method), threads=options.threads, verify=False)
+        for kind in options.kinds:
+            ids = prompt(engine, kind, options.length)
+            start, last = read(engine, ids[: -options.new])
+            given = [last, *ids[-options.new : -1]]
+            for slots in (options.slots, 2 * options.slots):
+                for every in (period for period in PERIODS if period < slots):
+                    label = f"{method} {kind}, {slots} slots, every {every}"
+                    drafter = changed_drafter(engine, budget=slots - every, rebuild=options.new)
+                    found[label] = periods(engine, drafter, start, given, every)
+                    print(label, json.dumps(found[label]), flush=True)
+    return found
+
+
+def periods(engine: Engine, drafter: CacheDrafter, start: Snapshot, given: list[int], every: int) -> dict[str, Any]:
+    """Tokens after a snapshot, read by the full cache and by the drafter's, which is copied every so many."""
+    lanes, own = engine.lanes(1), drafter._state
+    lanes.restore(0, start.saved)
+    request, copying, divergence = Request(given), [], []
+    request.lane = 0
+    for i, token in enumerate(given):
+        if i % every == 0:
+            drafter._copied.clear()
+            begin = time.perf_counter()
+            drafter._copy(request, lanes)
+            copying.append(time.perf_counter() - begin)
+        full = log_softmax(lanes.append([[token]])[0, 0])
+        small = log_softmax(own.decode(np.array([[token]]), np.ones((1, 1), np.int64))[0, 0])
+        divergence.append(float(np.sum(np.exp(full) * (full - small))))
+    return {"kl": round(float(np.mean(divergence)), 5), "milliseconds": round(1000 * float(np.median(copying)), 2)}
+
+
+def log_softmax(row: Any) -> Any:
+    shifted = np.asarray(row, np.float64) - np.max(row)
+    return shifted - np.log(np.sum(np.exp(shifted)))
+
+
 def given(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """By context: the speed of every side, all in turn."""
     found: dict[str, Any] = {}
@@ -266,7 +314,7 @@ def read(engine: Engine, ids: list[int]) -> tuple[Snapshot, int]:
     return dataclasses.replace(snapshot, ids=snapshot.ids[: len(ids) - 1], sampler=None, text=None), ids[-1]
 
 
-WHAT = {"costs": costs, "text": text, "given": given}
+WHAT = {"costs": costs, "text": text, "given": given, "periodic": periodic}
 
 if __name__ == "__main__":
     main()

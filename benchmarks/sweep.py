@@ -20,6 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import ballot_fitted
 from common import RESULTS, save
 
 from kvexport.evaluate.corpus import manual
@@ -39,7 +40,16 @@ GROUPS: dict[str, list[str]] = {
             "keepkv",
             "ballot",
             "ballot:cache.recent=0.3",
+            "grkv",
+            "attention_matching",
         ),
+    ],
+    # Methods that fit the cache to reference queries: by which selector, and to how many, which take bytes of slots.
+    "fitting": [
+        *("h2o", "snapkv", "grkv", "attention_matching", "attention_matching:change_max=1"),
+        *("grkv:selector=h2o", "attention_matching:selector=h2o", "attention_matching:selector=h2o:steps=0"),
+        *(f"grkv:selector=h2o:queries={n}" for n in (8, 16, 64)),
+        *("ballot", "ballot_fitted", "ballot_fitted:queries=8"),
     ],
     "order": [
         f"keepkv:zip={zip_}:order={order}"
@@ -156,6 +166,7 @@ def main() -> None:
     parser.add_argument("--manual", action="store_true", help="of Python's manual, not of its library's source")
     parser.add_argument("--work", type=Path, metavar="DIR")
     asked = parser.parse_args()
+    ballot_fitted.register()
     sweep = Sweep(asked.recipe, asked.set, asked.again, asked.work)
     for group in asked.groups.split(","):
         options = Options(

@@ -76,13 +76,15 @@ class Evicted:
 @dataclass(frozen=True)
 class Call:
     """One call of VoteAttention, for `Method.update`. query [B, Hq, T, D], key [B, H, T, D], value [B, H, T, Dv] of the
-    new tokens; position [B, T] int64; real [B, T] bool: False where a row is padding."""
+    new tokens; position [B, T] int64; real [B, T] bool: False where a row is padding; scale: of the products of queries
+    and keys."""
 
     query: Tensor
     key: Tensor
     value: Tensor
     position: Tensor
     real: Tensor
+    scale: float
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:

@@ -133,10 +133,12 @@ def _merge_small(
     recent: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """`merge_cache` of int8 keys and values, as float32. Methods see both rotated by the Hadamard matrix, which changes
-    no mean, product, cosine or distance; where keys are turned they see them as they are. A slot that is neither merged
-    nor turned keeps its bits: `quantized` gives back what was dequantized."""
+    no mean, product, cosine or distance; where keys are turned, or the method kept something of its own of queries and
+    keys, they see keys as they are. A slot that is neither merged nor turned keeps its bits: `quantized` gives back
+    what was dequantized."""
     key, value, votes, score, position, key_scale, value_scale, *extra = state
-    turn = rotated_by_hadamard if attributes.rotary.inverse_frequencies else torch.Tensor.float
+    as_is = attributes.rotary.inverse_frequencies or attributes.method.extra_state
+    turn = rotated_by_hadamard if as_is else torch.Tensor.float
     wide = (turn(dequantized(key, key_scale)), dequantized(value, value_scale))
     merged = merge_cache(*wide, votes, score, position, *extra, attributes=attributes, rows=rows, recent=recent)
     key, key_scale = quantized(turn(merged[0]))

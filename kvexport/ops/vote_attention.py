@@ -130,8 +130,8 @@ def vote_attention(
         updated.append(torch.where(occupied, score, past))
     scales = (*key_scale, *value_scale)
     state = (present_key, present_value, present_votes, torch.stack(updated, dim=2), present_position, *scales)
-    own = past_extra[len(scales) :]
-    return (output, *state, *_extra(attributes.method, own, fresh, Call(query, key, value, position, real)))
+    call = Call(query, key, value, position, real, attributes.scale)
+    return (output, *state, *_extra(attributes.method, past_extra[len(scales) :], fresh, call))
 
 
 def _appended(

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from kvexport.methods.base import Method
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from kvexport.schema.state import SCALES as SCALE_TENSORS
@@ -38,14 +39,15 @@ SYMBOLIC = {
 }  # fmt: skip
 
 
-def state_names(key: np.ndarray) -> tuple[str, ...]:
-    """The state tensors of a cache with such keys."""
-    return (*STATE, *SCALES) if key.dtype == np.int8 else STATE
+def state_names(key: np.ndarray, method: Method | None = None) -> tuple[str, ...]:
+    """The state tensors of a cache with such keys, and of the method."""
+    own = tuple(tensor.name for tensor in method.extra_state) if method else ()
+    return (*STATE, *(SCALES if key.dtype == np.int8 else ()), *own)
 
 
 class Backend(Protocol):
     """One implementation of both operators, over numpy arrays named and shaped as in docs/contract.md, section 3. A
-    cache of int8 keys and values has its scales beside the five tensors."""
+    cache of int8 keys and values has its scales beside the five tensors, a method its own after them."""
 
     name: str
 
@@ -76,7 +78,7 @@ class Torch:
 
         from kvexport.ops.vote_attention import vote_attention
 
-        state = state_names(inputs["past_key"])
+        state = state_names(inputs["past_key"], attributes.method)
         names = (*INPUTS, *(f"past_{name}" for name in state[len(STATE) :]))
         tensors: list[Any] = [torch.from_numpy(inputs[name]) if name in inputs else None for name in names]
         return _named(_outputs(state), [x.numpy() for x in vote_attention(*tensors, attributes=attributes)])
@@ -89,7 +91,7 @@ class Torch:
 
         from kvexport.ops.merge_cache import merge_cache
 
-        names = state_names(state["key"])
+        names = state_names(state["key"], attributes.method)
         tensors = [torch.from_numpy(state[name]) for name in names]
         return _named(_outputs(names)[1:], [x.numpy() for x in merge_cache(*tensors, attributes=attributes)])
 
@@ -185,7 +187,7 @@ def _run_merge_cache(state: Arrays, attributes: MergeCacheAttributes, native: Pa
     heads, statistics = state["score"].shape[1:3]
     sizes = (state["key"].shape[3], state["value"].shape[3])
     session = _merge_cache_session(attributes, heads, sizes, statistics, state["key"].dtype.name, native)
-    names = _outputs(state_names(state["key"]))[1:]
+    names = _outputs(state_names(state["key"], attributes.method))[1:]
     return _named(names, session.run(list(names), state))
 
 
@@ -275,9 +277,13 @@ def _merge_cache_session(
     types = _state_types(dtype)
     infos = {}
     state = _state_shapes(heads, sizes, statistics, dtype)
+    for tensor in attributes.method.extra_state:
+        state[tensor.name] = tuple(tensor.shape({"B": 0, "H": heads, "C": 0, "D": sizes[0], "Dv": sizes[1]}))
+        types[tensor.name] = np.dtype(tensor.dtype)
     for name, shape in state.items():
         for full_name in (name, f"present_{name}"):
-            infos[full_name] = (types[name], [SYMBOLIC[f"past_{name}"].get(i, d) for i, d in enumerate(shape)])
+            symbols = SYMBOLIC.get(f"past_{name}", {0: "B"})
+            infos[full_name] = (types[name], [symbols.get(i, d) for i, d in enumerate(shape)])
     outputs = list(_outputs(tuple(state))[1:])
     return _session(
         "MergeCache", function or native, merge_cache_node_attributes(attributes), list(state), outputs, infos

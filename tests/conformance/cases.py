@@ -17,6 +17,7 @@ import numpy as np
 
 from kvexport.methods import all_methods
 from kvexport.methods.base import Method
+from kvexport.methods.fitting import Fitting
 from kvexport.methods.slots import Rotary, Statistic
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes
@@ -211,6 +212,14 @@ MERGE_PROFILES = [
         dtype="float16",
     ),
     MergeProfile("cam", "cam", {"receivers": 3}, sizes=(8, 12)),
+    MergeProfile("grkv-places", "grkv", {"queries": 6, "ridge": 0.2, "change_max": 0.4}, sizes=(8, 8), rotary=BY_PLACE),
+    MergeProfile(
+        "attention-matching-half",
+        "attention_matching",
+        {"queries": 6, "ridge": 0.2, "steps": 3},
+        dtype="float16",
+        sliding_window=30,
+    ),
     MergeProfile("d2o", "d2o", {"selector": "h2o"}, sizes=(8, 12)),
     MergeProfile(
         "asymkv-interleaved-shared", "asymkv", {"share_pairs": True, "selector": "pyramidinfer"}, rotary=INTERLEAVED
@@ -297,7 +306,22 @@ def merge_cache_state(
                 )
                 state["score"][b, h, k] = corrected
             state["key"][b, h] = _bundles(rng, capacity, profile)
-    return state
+    return state | _own_state(profile, scenario, state)
+
+
+def _own_state(profile: MergeProfile, scenario: MergeScenario, state: Arrays) -> Arrays:
+    """A ring of queries, for a method that keeps one: logits reach the scenario's peak, some have not seen the latest
+    slots, and the first row of every second sequence is still empty."""
+    if not isinstance(method := profile.build_method(), Fitting):
+        return {}
+    rng = np.random.default_rng(5)
+    batch, heads, capacity = state["votes"].shape
+    query = rng.normal(size=(batch, heads, method.queries, profile.sizes[0]))
+    query *= scenario.peak / np.abs(query @ state["key"].astype(np.float64).swapaxes(-1, -2)).max()
+    back = np.sort(rng.integers(0, capacity // 2, (batch, heads, method.queries)), axis=-1)[..., ::-1]
+    seen = state["position"].max(-1, keepdims=True) + 1 - back
+    query[::2, :, 0], seen[::2, :, 0] = 0.0, 0
+    return {"query": query.astype(np.float32), "query_seen": seen.astype(np.int32)}
 
 
 def _bundles(rng: np.random.Generator, count: int, profile: MergeProfile) -> np.ndarray:

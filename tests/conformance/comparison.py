@@ -13,8 +13,8 @@ LOG_NOTHING = -1e29
 
 
 def state_of(outputs: Arrays) -> Arrays:
-    """The five state tensors out of an operator's outputs."""
-    return {name: outputs[f"present_{name}"] for name in STATE}
+    """The state tensors out of an operator's outputs: the five, and what a method has beside them."""
+    return {name.removeprefix("present_"): x for name, x in outputs.items() if name.startswith("present_")}
 
 
 def by_position(state: Arrays, b: int, h: int) -> Arrays:

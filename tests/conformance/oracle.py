@@ -107,10 +107,14 @@ def _updated(
 
 def merge_cache(state: Arrays, attributes: MergeCacheAttributes) -> Arrays:
     """The five tensors `present_*`, floats in float64: used slots in order of position, zeros after them."""
-    result = {name: np.zeros(x.shape, x.dtype if name == "position" else np.float64) for name, x in state.items()}
+    result = {
+        name: np.zeros(state[name].shape, state[name].dtype if name == "position" else np.float64)
+        for name in STATE_NAMES
+    }
     batch, heads, _ = state["votes"].shape
     for b in range(batch):
-        for h, kept in enumerate(_merge_sequence([_slots(state, b, h) for h in range(heads)], attributes)):
+        queries = [_queries(state, b, h) for h in range(heads)]
+        for h, kept in enumerate(_merge_sequence([_slots(state, b, h) for h in range(heads)], attributes, queries)):
             for c, slot in enumerate(kept):
                 result["key"][b, h, c] = slot.key
                 result["value"][b, h, c] = slot.value
@@ -136,16 +140,25 @@ def _slots(state: Arrays, b: int, h: int) -> list[Slot]:
     return sorted(used, key=lambda slot: slot.position)
 
 
-def _merge_sequence(heads: list[list[Slot]], attributes: MergeCacheAttributes) -> list[list[Slot]]:
+def _queries(state: Arrays, b: int, h: int) -> list[tuple[np.ndarray, int]]:
+    """The reference queries of a head, where the method keeps such, with the number of tokens that each has seen."""
+    if "query" not in state:
+        return []
+    return list(zip(state["query"][b, h].astype(np.float64), state["query_seen"][b, h].tolist(), strict=True))
+
+
+def _merge_sequence(
+    heads: list[list[Slot]], attributes: MergeCacheAttributes, queries: list[list[tuple[np.ndarray, int]]]
+) -> list[list[Slot]]:
     """What stays of every head's slots, in order of position."""
     found = []
-    for slots in heads:
+    for slots, references in zip(heads, queries, strict=True):
         now = slots[-1].position if slots else -1
         if attributes.sliding_window:
             slots = [slot for slot in slots if slot.position > now - attributes.sliding_window]
         free = [slot for slot in slots if attributes.sinks <= slot.position <= now - attributes.recent]
         count = max(len(slots) - attributes.budget, 0)
-        found.append(Head(slots, free, count, now, attributes.sinks, attributes.method, attributes.rotary))
+        found.append(Head(slots, free, count, now, attributes.sinks, attributes.method, attributes.rotary, references))
     if attributes.method.name == "full":
         return [head.slots for head in found]
     rule = RULES[attributes.method.name]()

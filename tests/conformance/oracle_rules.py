@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.conformance.oracle_vectors import cosine, mean, turned
+from tests.conformance.oracle_vectors import attention, cosine, mean, ridge_regression, turned
 
 
 @dataclass
@@ -29,7 +29,8 @@ class Slot:
 
 @dataclass
 class Head:
-    """One head before a merge, slots in order of position. free: neither sinks nor recent; count: how many leave."""
+    """One head before a merge, slots in order of position. free: neither sinks nor recent; count: how many leave;
+    queries: the reference queries, each with the number of tokens that it has seen."""
 
     slots: list[Slot]
     free: list[Slot]
@@ -38,6 +39,7 @@ class Head:
     sinks: int
     method: Any
     rotary: Any
+    queries: list[tuple[np.ndarray, int]]
 
     def seen(self, slot: Slot) -> int:
         """Queries since the slot's latest token, its own included."""
@@ -391,6 +393,51 @@ class KVMerger(Joint):
         return mean([m.value / m.votes for m in members], weights) * sum(m.votes for m in members)
 
 
+class GRKV(SnapKV):
+    def merge(self, head: Head, leaving: list[Slot], stays: list[Slot]) -> None:
+        if leaving:
+            self.fit(head, stays, self.read(head, head.slots) @ np.array([s.value for s in head.slots]))
+
+    def read(self, head: Head, slots: list[Slot]) -> np.ndarray:
+        """The probabilities [W, slots] of the reference queries."""
+        visible = np.array([[s.position < seen for s in slots] for _, seen in head.queries])
+        logits = np.array([[query @ s.key for s in slots] for query, _ in head.queries])
+        return attention(logits, visible, np.array([s.votes for s in slots]) ** head.method.vote_exponent)
+
+    def fit(self, head: Head, stays: list[Slot], output: np.ndarray) -> None:
+        free = [i for i, slot in enumerate(stays) if any(slot is other for other in head.free)]
+        read, value = self.read(head, stays), np.array([slot.value for slot in stays])
+        change = ridge_regression(read[:, free], output - read @ value, head.method.ridge)
+        most = head.method.change_max * np.linalg.norm(value[free])
+        change *= min(1.0, most / max(float(np.linalg.norm(change)), 1e-30))
+        for i, row in zip(free, change, strict=True):
+            stays[i].value = stays[i].value + row
+
+
+class AttentionMatching(GRKV):
+    def importance(self, head: Head, slot: Slot) -> float:
+        read = self.read(head, head.slots)[:, index_of(head.slots, slot)]
+        return float((np.where(read > 1e-6, read, 0.0) ** 2).sum())
+
+    def merge(self, head: Head, leaving: list[Slot], stays: list[Slot]) -> None:
+        if not leaving:
+            return
+        read = self.read(head, head.slots)
+        output = read @ np.array([s.value for s in head.slots])
+        free = [i for i, s in enumerate(head.slots) if any(s is o for o in head.free) and any(s is o for o in stays)]
+        fixed = [i for i, s in enumerate(head.slots) if not any(s is o for o in head.free)]
+        factor, wanted = np.ones(len(free)), np.delete(read, fixed, axis=1).sum(1) @ read[:, free]
+        for _ in range(head.method.steps):
+            held = read[:, free].T @ (read[:, free] @ factor)
+            factor = np.where((wanted > 1e-20) & (held > 1e-20), factor * wanted / np.maximum(held, 1e-300), factor)
+        before = sum(s.votes for s in head.slots) - sum(head.slots[i].votes for i in fixed)
+        bound = math.exp(head.method.bias_max)
+        votes = np.clip([head.slots[i].votes * f for i, f in zip(free, factor, strict=True)], 1 / bound, bound)
+        for i, v in zip(free, votes * min(1.0, before / max(votes.sum(), 1e-30)), strict=True):
+            head.slots[i].votes = float(v)
+        self.fit(head, stays, output)
+
+
 def index_of(slots: list[Slot], slot: Slot) -> int:
     return next(i for i, other in enumerate(slots) if other is slot)
 
@@ -415,4 +462,6 @@ RULES: dict[str, type[Rule]] = {
     "cam": CaM,
     "d2o": D2O,
     "kvmerger": KVMerger,
+    "grkv": GRKV,
+    "attention_matching": AttentionMatching,
 }

@@ -24,3 +24,19 @@ def turned(key: np.ndarray, steps: int, rotary: Any) -> np.ndarray:
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float:
     return float(a @ b) / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-24)
+
+
+def attention(logits: np.ndarray, visible: np.ndarray, votes: np.ndarray) -> np.ndarray:
+    """The softmax of logits [W, N] over the visible ones, each as often as its votes; 0 where there is none."""
+    mass = np.zeros_like(logits)
+    for row, sees, out in zip(logits, visible, mass, strict=True):
+        if sees.any():
+            out[sees] = votes[sees] * np.exp(row[sees] - row[sees].max())
+            out /= out.sum()
+    return mass
+
+
+def ridge_regression(design: np.ndarray, wanted: np.ndarray, ridge: float) -> np.ndarray:
+    """The x of least ``|design x - wanted|^2 + ridge |x|^2``, by the normal equations."""
+    size = design.shape[1]
+    return np.linalg.solve(design.T @ design + ridge * np.eye(size), design.T @ wanted)

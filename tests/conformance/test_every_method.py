@@ -31,12 +31,15 @@ QUERY_HEADS, BATCH = 4, 2
 
 def attention_of(profile: MergeProfile) -> VoteAttentionAttributes:
     method = profile.build_method()
-    return VoteAttentionAttributes(1.0, method.vote_exponent, profile.statistics, profile.sliding_window)
+    own = method if method.extra_state else None
+    return VoteAttentionAttributes(1.0, method.vote_exponent, profile.statistics, profile.sliding_window, method=own)
 
 
 def empty(profile: MergeProfile, capacity: int) -> Arrays:
     slots = (BATCH, profile.kv_heads, capacity)
-    return {
+    sizes = {"B": BATCH, "H": profile.kv_heads, "C": capacity, "D": profile.sizes[0], "Dv": profile.sizes[1]}
+    own = {x.name: np.zeros(x.shape(sizes), x.dtype) for x in profile.build_method().extra_state}
+    return own | {
         "key": np.zeros((*slots, profile.sizes[0]), profile.dtype),
         "value": np.zeros((*slots, profile.sizes[1]), profile.dtype),
         "votes": np.zeros(slots, np.float32),

@@ -39,8 +39,10 @@ from tests.support.tensorrt_harness import Harness, parsed, what_is_missing
 Arrays = dict[str, np.ndarray]
 # Why a method is code of its own, and no recombination of what the merge kernels do.
 OWN_CODE = {
+    "attention_matching": "votes and values are fitted to queries",
     "cam": "values are shared out to the next slots, which no merge into one target is",
     "d2o": "the gate is the mean of the call's own cosines",
+    "grkv": "values are fitted to queries",
     "kvmerger": "runs of neighbours merge around a pivot",
     "random": "the order is a hash of the position",
 }

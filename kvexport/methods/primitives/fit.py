@@ -1,0 +1,94 @@
+"""Least squares of what reference queries read: the values, and the votes, with which the slots that are kept give the
+outputs, and hold the mass, that all slots together had.
+
+Everything is plain products of matrices, because standard ONNX operators have no factorization.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from kvexport.methods.slots import Slots
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LOW = -1e30  # below every logit
+
+
+def attention(slots: Slots, held: Tensor, query: Tensor, seen: Tensor, alpha: float) -> Tensor:
+    """[B, H, W, C] float32: the probabilities with which queries [B, H, W, D] attend to the slots `held` [B, H, C]
+    bool, whose votes count to the power alpha. seen [B, H, W] int32: the tokens that a query has seen, its own
+    included; it attends to no later ones. All of a query that attends to nothing are 0."""
+    import torch
+
+    visible = held[:, :, None] & (slots.position[:, :, None] < seen[..., None])
+    bias = torch.where(held, alpha * torch.log(torch.where(held, slots.votes, 1.0)), 0.0)
+    logits = query @ slots.key.float().transpose(-1, -2) + bias[:, :, None]
+    top = torch.where(visible, logits, LOW).amax(-1, keepdim=True)
+    mass = torch.where(visible, torch.exp(torch.where(visible, logits - top, 0.0)), 0.0)
+    return mass / mass.sum(-1, keepdim=True).clamp(min=1e-30)
+
+
+def fitted_values(read: Tensor, value: Tensor, output: Tensor, free: Tensor, ridge: float, change_max: float) -> Tensor:
+    """Values [B, H, C, Dv] in float32 with which queries that attend by `read` [B, H, W, C] give `output` [B, H, W,
+    Dv]: ``V + X^T (X X^T + ridge I)^-1 (Y - X V)`` over the slots `free` [B, H, C] bool, the ridge regression from
+    `value` in its dual form, a system of W equations. The change of a head's free values is at most `change_max` of
+    their norm."""
+    import torch
+
+    value = value.float()
+    design = torch.where(free[:, :, None], read, 0.0)
+    wanted = inverse(design @ design.transpose(-1, -2), ridge) @ (output - read @ value)
+    change = design.transpose(-1, -2) @ wanted
+    norm, largest = (
+        (x * x).sum((-2, -1), keepdim=True).sqrt() for x in (change, torch.where(free[..., None], value, 0.0))
+    )
+    return value + change * (change_max * largest / norm.clamp(min=1e-30)).clamp(max=1.0)
+
+
+def inverse(gram: Tensor, ridge: float) -> Tensor:
+    """``(gram + ridge I)^-1`` of the products [..., W, W] of W rows of probabilities with one another, by Newton's
+    iteration ``N <- N + N (I - A N)`` (Schulz 1933).
+
+    It converges for all such products, in a number of steps that is known: A's eigenvalues are at least `ridge` and at
+    most W + ridge, since no row's square is above 1. Every step mends the rounding errors of those before, so float32
+    has it to about the condition, at most ``W / ridge + 1``, times 6e-8.
+    """
+    import torch
+
+    size = gram.shape[-1]
+    place = torch.arange(size, device=gram.device)
+    one = (place[:, None] == place).to(gram.dtype)
+    matrix = gram + ridge * one
+    largest = matrix.sum(-1).amax(-1)[..., None, None]  # no eigenvalue is above the largest sum of a row
+    found = (2.0 / (largest + ridge)) * one
+    for _ in range(newton_steps(size, ridge)):
+        found = found + found @ (one - matrix @ found)
+    return found
+
+
+def newton_steps(size: int, ridge: float) -> int:
+    """So many steps that the error of the first guess, ``(k - 1) / (k + 1)`` for the condition k, is below 2^-24 after
+    it was squared so often."""
+    condition = size / ridge + 1.0
+    return math.ceil(math.log2(24.0 * math.log(2.0) / math.log((condition + 1.0) / (condition - 1.0))))
+
+
+def fitted_mass(read: Tensor, kept: Tensor, free: Tensor, steps: int) -> Tensor:
+    """[B, H, C] float32: factors of the votes of the slots `free`, 1 elsewhere, with which the slots `kept` (both [B,
+    H, C] bool) hold the mass of all. read [B, H, W, C]: the probabilities over all slots. A non-negative least-squares
+    fit, ``min |sum_j f_j P_ij - 1|`` over the queries i, by `steps` multiplicative updates (Lee and Seung 2001), which
+    start from 1 and need no bound to stay positive."""
+    import torch
+
+    design = torch.where(free[:, :, None], read, 0.0)
+    mass = torch.where((kept & ~free)[:, :, None], 0.0, read).sum(-1)  # of all but the fixed ones, for the free to hold
+    wanted = (mass[:, :, None] @ design)[:, :, 0]
+    factor = torch.ones_like(wanted)
+    for _ in range(steps):
+        held = (design @ factor[..., None]).transpose(-1, -2) @ design
+        counts = free & (wanted > 1e-20) & (held[:, :, 0] > 1e-20)
+        factor = torch.where(counts, factor * wanted / torch.where(counts, held[:, :, 0], 1.0), factor)
+    return factor

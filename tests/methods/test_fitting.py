@@ -1,0 +1,203 @@
+"""Methods that fit the cache to reference queries: the ring, the solve, and the use of a fit. Their rules are held
+to the oracle with all others, in tests/conformance."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kvexport.methods.attention_matching import AttentionMatching
+from kvexport.methods.base import Method
+from kvexport.methods.fitting import Fitting
+from kvexport.methods.grkv import GRKV
+from kvexport.methods.primitives.fit import attention, fitted_values, inverse, newton_steps
+from kvexport.methods.slots import Rotary, Slots
+from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
+from kvexport.ops.vote_attention import VoteAttentionAttributes, vote_attention
+from kvexport.recipe.fields import CacheSection
+from kvexport.runtime.engine import load
+from kvexport.runtime.request import Request
+from kvexport.runtime.snapshot import Snapshot
+from kvexport.schema.state import STATE_NAMES
+from kvexport.validate.runner import validate_artifact
+from tests.support.models import build_shared, make_recipe
+from tests.support.tiny_model import RECIPE
+
+ROWS = 5
+
+
+def test_the_ring_holds_the_latest_queries_of_every_head_whatever_the_calls() -> None:
+    """Three lanes of ragged calls, some of them idle in between; padding would be seen."""
+    method, (batch, heads, group, size, capacity) = GRKV(queries=ROWS), (3, 2, 2, 4, 32)
+    attributes = VoteAttentionAttributes(0.5, statistics=method.statistics, method=method)
+    rng = np.random.default_rng(0)
+    state = empty_state(method, batch, heads, capacity, size)
+    noted: list[list[tuple[np.ndarray, int]]] = [[] for _ in range(batch)]
+    seen = np.zeros(batch, np.int64)
+    for lengths in ((3, 0, 1), (1, 2, 4), (0, 0, 3), (2, 1, 1)):
+        tokens = max(lengths)
+        query = rng.normal(size=(batch, heads * group, tokens, size)).astype(np.float32)
+        for b, length in enumerate(lengths):
+            for t in range(length):
+                # Of a KV head one row for each query head of its group.
+                noted[b] += [(query[b, g::group, t] * 0.5, int(seen[b]) + t + 1) for g in range(group)]
+            query[b, :, length:] = 99.0
+        key = torch.from_numpy(rng.normal(size=(batch, heads, tokens, size)).astype(np.float32))
+        position = torch.from_numpy(seen[:, None] + np.arange(tokens))
+        given = (torch.from_numpy(query), key, key, position, torch.tensor(lengths)[:, None])
+        before = state
+        _, *state = vote_attention(*given, *state[:5], None, *state[5:], attributes=attributes)
+        assert all(state[i][1].equal(before[i][1]) for i in (5, 6)) or lengths[1], "an idle lane changed"
+        seen += lengths
+    for b in range(batch):
+        rows = [(np.zeros((heads, size)), 0)] * ROWS + noted[b]
+        for i, (query, count) in enumerate(rows[-ROWS:]):
+            np.testing.assert_array_equal(state[5][b, :, i], query)
+            assert (state[6][b, :, i] == count).all()
+
+
+def empty_state(method: Method, batch: int, heads: int, capacity: int, size: int) -> list[Tensor]:
+    slots, sizes = (batch, heads, capacity), {"B": batch, "H": heads, "C": capacity, "D": size, "Dv": size}
+    own = [torch.zeros(x.shape(sizes), dtype=getattr(torch, x.dtype)) for x in method.extra_state]
+    floats = ((*slots, size), (*slots, size), slots, (batch, heads, len(method.statistics), capacity))
+    return [*(torch.zeros(shape) for shape in floats), torch.zeros(slots, dtype=torch.int32), *own]
+
+
+@pytest.mark.parametrize(("rows", "ridge"), [(8, 1.0), (32, 0.05), (64, 1e-3)])
+@pytest.mark.parametrize("peak", [0.0, 3.0, 300.0])
+def test_the_inverse_is_linalgs_for_all_probabilities(rows: int, ridge: float, peak: float) -> None:
+    """At 0 all rows are equal, and at 300 of ones and zeros: the worst condition that there is."""
+    logits = torch.from_numpy(np.random.default_rng(1).normal(size=(2, rows, 40)).astype(np.float32))
+    logits[1] = 0.0
+    logits[1, :, 3] = 1.0
+    design = torch.softmax(peak * logits, dim=-1)
+    gram = design @ design.transpose(-1, -2)
+    right = torch.linalg.inv(gram.double() + ridge * torch.eye(rows, dtype=torch.float64))
+    error = (inverse(gram, ridge).double() - right).abs().amax((-2, -1)) / right.abs().amax((-2, -1))
+    assert (error < 4e-7 * (rows / ridge + 1)).all()
+    assert newton_steps(rows, ridge) <= 5 + np.log2(rows / ridge + 1)
+
+
+def test_too_few_steps_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "kvexport.methods.primitives.fit.newton_steps", lambda rows, ridge: newton_steps(rows, ridge) - 4
+    )
+    gram = torch.ones(32, 32)
+    right = torch.linalg.inv(gram.double() + 0.05 * torch.eye(32, dtype=torch.float64))
+    assert (inverse(gram, 0.05) - right).abs().max() / right.abs().max() > 4e-7 * 641
+
+
+def one_head(method: Fitting, seed: int, capacity: int = 40) -> tuple[Slots, list[Tensor]]:
+    """A full cache of one head, and the ring with queries that found in it what they ask for."""
+    rng = np.random.default_rng(seed)
+    key, value = (torch.from_numpy(rng.normal(size=(1, 1, capacity, 16)).astype(np.float32)) for _ in range(2))
+    query = 0.7 * torch.from_numpy(rng.normal(size=(1, 1, method.queries, 16)).astype(np.float32))
+    votes, position = torch.ones(1, 1, capacity), torch.arange(capacity, dtype=torch.int32)[None, None]
+    score = torch.from_numpy(rng.gamma(1.0, size=(1, 1, len(method.statistics), capacity)).astype(np.float32))
+    own = [query, torch.full((1, 1, method.queries), capacity, dtype=torch.int32)]
+    slots = Slots(key, value, votes, score, position, position[..., -1:])
+    return slots, [key, value, votes, score, position, *own]
+
+
+@pytest.mark.parametrize("kind", [GRKV, AttentionMatching])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_fit_gives_the_reference_queries_more_of_what_they_read(kind: type[Fitting], seed: int) -> None:
+    """The output of every query that is in the ring is nearer to what it was than after the same eviction without a
+    fit, and the nearer the smaller the ridge is."""
+    errors = {}
+    for ridge, change_max in ((0.05, 1e-6), (0.5, 10.0), (0.05, 10.0), (1e-3, 10.0)):
+        method = kind(queries=16, ridge=ridge, change_max=change_max)
+        before, state = one_head(method, seed)
+        result = merge_cache(*state, attributes=MergeCacheAttributes(method, 24, 2, 4))
+        after = Slots(*result[:5], before.now)
+        outputs = [
+            attention(x, x.votes > 0, state[5], state[6], method.vote_exponent) @ x.value for x in (before, after)
+        ]
+        errors[ridge, change_max] = float((outputs[1] - outputs[0]).norm() / outputs[0].norm())
+    dropped, loose, middle, tight = errors.values()
+    assert tight < middle < loose < dropped and tight < 0.5 * dropped
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_fitted_votes_hold_the_mass_that_was_there(seed: int) -> None:
+    """The mass over the kept slots, as a share of that over all: of the fit, and of the same slots as they were."""
+    shares = []
+    for steps in (0, 8, 64):
+        method = AttentionMatching(queries=16, steps=steps)
+        before, state = one_head(method, seed)
+        key, _, votes, *_ = merge_cache(*state, attributes=MergeCacheAttributes(method, 24, 2, 4))
+        mass = [
+            (x * torch.exp(state[5] @ k.transpose(-1, -2))).sum(-1)
+            for x, k in ((before.votes, before.key), (votes, key))
+        ]
+        shares.append(float((mass[1] / mass[0] - 1.0).square().sum()))
+        assert votes.sum() <= before.votes.sum() * (1 + 1e-5)
+    plain, few, many = shares
+    assert few < 0.2 * plain and many < few
+
+
+def test_no_more_of_the_values_changes_than_is_allowed() -> None:
+    before, _ = one_head(GRKV(), 0)
+    free = (before.position > 3) & (before.position < 30)
+    read = torch.softmax(torch.randn(1, 1, 8, 40, generator=torch.Generator().manual_seed(0)), -1)
+    for most in (0.01, 0.2):
+        value = fitted_values(read, before.value, torch.full((1, 1, 8, 16), 9.0), free, 0.05, most)
+        assert value[~free].equal(before.value[~free])
+        assert (value - before.value).norm() / before.value[free].norm() == pytest.approx(most, rel=1e-4)
+
+
+def test_queries_move_with_the_recent_keys_where_positions_are_places() -> None:
+    """What a query among the recent slots reads of them is the same before and after a merge."""
+    method = GRKV(queries=6)
+    _, state = one_head(method, 3)
+    rotary = Rotary((1.0, 0.3, 0.1, 0.02), cache_positions=True)
+    result = merge_cache(*state, attributes=MergeCacheAttributes(method, 24, 2, 8, rotary=rotary))
+    logits = [x[5] @ x[0][:, :, last - 8 : last].transpose(-1, -2) for x, last in ((state, 40), (result, 24))]
+    torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
+    assert (result[5] - state[5]).abs().max() > 0.1 and result[6].equal(state[6])
+
+
+def test_what_a_recipe_asks_of_a_fit_is_checked() -> None:
+    assert CacheSection(method="grkv", parameters={"queries": 64}).build_method() == GRKV(queries=64)
+    for parameters, named in (
+        ({"ridge": 0.0}, "ridge"),
+        ({"queries": 0}, "queries"),
+        ({"change_max": 0}, "change_max"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            CacheSection(method="grkv", parameters=parameters).build_method()
+
+
+def test_an_artifact_keeps_the_ring_and_goes_on_from_a_snapshot(
+    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Every step is PyTorch's, far past the budget; the plan counts the ring; a request that was saved as bytes in the
+    middle of its answer gets the tokens that it would have got."""
+    cache = {"method": "attention_matching", "parameters": {"queries": 8}, "budget": 24, "merge_every": 4}
+    recipe = make_recipe(tiny_checkpoint, cache=cache, export={"prefill_chunk": 16}, limits=RECIPE["limits"])
+    artifact = build_shared(recipe, tmp_path_factory.mktemp("fitting") / "artifact")
+    engine = load(artifact)
+    layer = engine.manifest.cache.layers[0]
+    assert [tensor.name for tensor in layer.state] == [*STATE_NAMES, "query", "query_seen"]
+    slots = layer.kv_heads * layer.capacity * (2 * layer.key_size + 3) * 4
+    assert layer.bytes() == slots + layer.kv_heads * 8 * (layer.key_size + 1) * 4
+    result = validate_artifact(artifact, length=120)
+    assert result.passed, result.problem
+
+    prompt, settings = [3 * i % 60 for i in range(70)], engine.settings(max_new_tokens=24)
+    whole = engine.generate([prompt], max_new_tokens=24)[0].token_ids
+    first = Request(prompt, settings)
+    engine.add(first)
+    while len(first.tokens) < 9:
+        engine.step()
+    saved = engine.preempt(first.id).to_bytes()
+    engine.generate([[5] * 50], max_new_tokens=5)  # the lane goes to another
+    second = Request((), start=Snapshot.from_bytes(saved, engine.manifest))
+    engine.add(second)
+    while engine.busy:
+        engine.step()
+    assert [token.id for token in [*first.tokens, *second.tokens]] == whole

@@ -55,7 +55,8 @@ class AttentionMatching(Fitting):
 
         if self.selector != "own":
             return super().importance(slots, target)
-        read = attention(slots, slots.votes > 0, *slots.extra, self.vote_exponent)
+        query, seen = slots.extra
+        read = attention(slots, slots.votes > 0, query, seen, self.vote_exponent)
         return torch.where(read > 1e-6, read * read, 0.0).sum(2)
 
     def merge(self, slots: Slots, evicted: Evicted) -> Slots:
@@ -64,8 +65,9 @@ class AttentionMatching(Fitting):
 
         from kvexport.methods.primitives.fit import attention, fitted_mass
 
+        query, seen = slots.extra
         free, kept = evicted.can_receive, kept_slots(slots, evicted)
-        read = attention(slots, slots.votes > 0, *slots.extra, self.vote_exponent)
+        read = attention(slots, slots.votes > 0, query, seen, self.vote_exponent)
         votes = slots.votes * fitted_mass(read, kept, free, self.steps)
         votes = votes.clamp(min=math.exp(-self.bias_max), max=math.exp(self.bias_max))
         most = torch.where(kept & ~free, 0.0, slots.votes).sum(-1, keepdim=True)  # of the free ones and the evicted

@@ -22,10 +22,20 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+# What traces most of the functions that others then take, and long tests in few files: at the end they would keep one
+# worker alone.
+FIRST = ("tests/conformance/test_merge_cache.py", "tests/validate/", "tests/plugins/", "tests/tools/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """FIRST in its order, then all else in its own."""
+    items.sort(key=lambda item: next((i for i, start in enumerate(FIRST) if item.nodeid.startswith(start)), len(FIRST)))
+
+
 @pytest.fixture(scope="session", autouse=True)
-def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def traces(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Workers that run side by side share what they trace."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
+    if not hasattr(pytestconfig, "workerinput"):
         yield
         return
     from tests.support.shared_traces import shared_traces

@@ -38,9 +38,13 @@ def end(child: subprocess.Popen[str], number: signal.Signals) -> str:
     return said
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_build_that_is_ended_leaves_nothing_behind(tiny_recipe: Path, tmp_path: Path, number: signal.Signals) -> None:
-    code = WAITING.format(name="decoder.onnx")
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGTERM, "decoder.onnx"), (signal.SIGHUP, "tokenizer.json")], ids=["late", "early"]
+)
+def test_a_build_that_is_ended_leaves_nothing_behind(
+    tiny_recipe: Path, tmp_path: Path, number: signal.Signals, name: str
+) -> None:
+    code = WAITING.format(name=name)
     end(process("build", "--recipe", tiny_recipe, "--out", tmp_path / "out", code=code), number)
     assert list(tmp_path.iterdir()) == []
 
@@ -48,7 +52,7 @@ def test_a_build_that_is_ended_leaves_nothing_behind(tiny_recipe: Path, tmp_path
 def test_an_evaluation_that_is_ended_leaves_no_folder(tiny_recipe: Path, tmp_path: Path) -> None:
     arguments = ("eval", "--recipe", tiny_recipe, "--tasks", "text", "--samples", 1, "--length", 64, "--budgets", 32)
     environment = {**ENVIRONMENT, "TMPDIR": str(tmp_path)}
-    end(process(*arguments, code=WAITING.format(name="decoder.onnx"), env=environment), signal.SIGTERM)
+    end(process(*arguments, code=WAITING.format(name="tokenizer.json"), env=environment), signal.SIGTERM)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("kvexport-")] == []
 
 

@@ -3,9 +3,9 @@
     python benchmarks/attention.py [--rounds 20] [--threads 2]
 
 Batch 4, 4096 slots, 32 query heads on 8 KV heads of size 128 (a layer of Llama-3-8B), votes and one score statistic,
-state bound in place; the cache of the query's type, and int8. Bytes: keys, values, scales, votes, scores read and
-scores written. The bandwidth is probed before and after every round by the same number of threads; each instruction set
-runs in a process of its own.
+state bound in place; the cache of the query's type, int8, int4 and k8v4. Bytes: keys, values, scales, votes, scores
+read and scores written. The bandwidth is probed before and after every round by the same number of threads; each
+instruction set runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from common import read_bandwidth, save
 
 BATCH, QUERY_HEADS, HEADS, SLOTS, SIZE = 4, 32, 8, 4096, 128
 GOALS = {"avx512": 0.85, "avx2": 0.75}
-SIDES = ("float32-log_ema", "float32-probability", "float16-log_ema", "float32-log_ema-int8", "float16-log_ema-int8")
+SIDES = (
+    *("float32-log_ema", "float32-probability", "float16-log_ema"),
+    *("float32-log_ema-int8", "float16-log_ema-int8", "float32-log_ema-int4", "float32-log_ema-k8v4"),
+)
 
 
 def session(threads: int, dtype: str, statistic: str, cache_type: str) -> tuple[Any, Any, int]:
@@ -37,25 +40,33 @@ def session(threads: int, dtype: str, statistic: str, cache_type: str) -> tuple[
     from kvexport.ops.onnx_function import vote_attention_node_attributes
     from kvexport.ops.vote_attention import VoteAttentionAttributes
     from kvexport.schema.operators import VOTE_ATTENTION
-    from kvexport.schema.state import scales_of
+    from kvexport.schema.state import STATE, StateTensor, scales_of
 
     rng = np.random.default_rng(0)
-    capacity, real, stored = SLOTS + 1, np.dtype(dtype), np.dtype(cache_type)
-    operator, factor = VOTE_ATTENTION.with_state(scales_of(cache_type)), 40.0 if cache_type == "int8" else 1.0
+    capacity, real, scales = SLOTS + 1, np.dtype(dtype), scales_of(cache_type)
+    operator, factor = VOTE_ATTENTION.with_state(scales), 40.0 if scales else 1.0
     cache = (BATCH, HEADS, capacity, SIZE)
+
+    def rows(tensor: StateTensor) -> np.ndarray:
+        sizes = {"B": BATCH, "H": HEADS, "C": capacity, "D": SIZE, "Dv": SIZE}
+        held, kind = tensor.held_shape(cache_type, sizes), tensor.held_as(cache_type)
+        if kind == "uint8":
+            return rng.integers(0, 256, held, np.uint8)
+        return (rng.normal(size=held).clip(-3, 3) * factor).astype(kind)
+
     arrays = {
         "query": rng.normal(size=(BATCH, QUERY_HEADS, 1, SIZE)).astype(real),
         "key": rng.normal(size=(BATCH, HEADS, 1, SIZE)).astype(real),
         "value": rng.normal(size=(BATCH, HEADS, 1, SIZE)).astype(real),
         "position": np.full((BATCH, 1), SLOTS, np.int64),
         "query_length": np.ones((BATCH, 1), np.int64),
-        "past_key": (rng.normal(size=cache).clip(-3, 3) * factor).astype(stored),
-        "past_value": (rng.normal(size=cache).clip(-3, 3) * factor).astype(stored),
+        "past_key": rows(STATE[0]),
+        "past_value": rows(STATE[1]),
         "past_votes": np.ones(cache[:3], np.float32),
         "past_score": np.ones((BATCH, HEADS, 1, capacity), np.float32),
         "past_position": np.broadcast_to(np.arange(capacity, dtype=np.int32), cache[:3]).copy(),
     }
-    arrays |= {f"past_{scale.name}": np.full(cache[:3], 1 / factor, np.float32) for scale in scales_of(cache_type)}
+    arrays |= {f"past_{scale.name}": np.full(cache[:3], 1 / factor, np.float32) for scale in scales}
     arrays["past_votes"][:, :, SLOTS:] = 0
     output = np.zeros((BATCH, QUERY_HEADS, 1, SIZE), real)
     kind = Statistic(statistic, 0.9) if statistic == "log_ema" else Statistic(statistic)
@@ -87,11 +98,12 @@ def session(threads: int, dtype: str, statistic: str, cache_type: str) -> tuple[
     for name, x in bound.items():
         binding.bind_output(name, "cpu", 0, x.dtype.type, x.shape, x.ctypes.data)
     slots = BATCH * HEADS * SLOTS
+    row_bytes = sum(arrays[f"past_{name}"][0, 0, 0].nbytes for name in ("key", "value"))
     # Both lists are returned with the session, so that the buffers live as long as it does.
     return (
         made,
         (binding, arrays, bound),
-        slots * (2 * SIZE * stored.itemsize + 4 * len(scales_of(cache_type)) + 4 + 2 * 4),
+        slots * (row_bytes + 4 * len(scales) + 4 + 2 * 4),
     )
 
 

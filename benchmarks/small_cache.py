@@ -1,12 +1,14 @@
 """What 8 and 4 bits for keys and values cost on SmolLM2-135M-Instruct: rounding alone, merging alone, and both at equal
 bytes.
 
-    python benchmarks/small_cache.py [--texts 0,1,...]    # some minutes a text; what is there is kept
+    python benchmarks/small_cache.py [--texts 0,1,...] [--methods full,h2o,keepkv,ballot]
+
+Some minutes a text; what is there is kept. `full` is rounding alone.
 
 Texts of 1,024 tokens of Python's manual, in chunks of 64. The figure is KL(full float32 cache || this one) over the
-second half of a text, in nats. PyTorch computes it with the operators' own meaning, rows being rounded before they are
-appended and after merges; for int8 that is what the engine stores, the other forms stand here alone. Writes
-benchmarks/results/small-cache.json.
+second half of a text, in nats. PyTorch computes it with the operators' own meaning, which `validate` holds engines to:
+int8, int4 and k8v4 are caches of these types. The other forms, among them llama.cpp's q4_0, stand here alone: a float32
+cache whose rows are rounded before they are appended and after merges. Writes benchmarks/results/small-cache.json.
 """
 
 from __future__ import annotations
@@ -46,23 +48,19 @@ def as_it_is(rows: Tensor) -> Tensor:
     return rows
 
 
-def int8(rows: Tensor) -> Tensor:
-    """What the engine stores."""
-    return rotated_by_hadamard(dequantized(*quantized(rotated_by_hadamard(rows))))
-
-
 def int8_unrotated(rows: Tensor) -> Tensor:
     return dequantized(*quantized(rows))
 
 
-def int4(rows: Tensor) -> Tensor:
-    """-7 .. 7 and a scale for each row, rotated."""
-    return rotated_by_hadamard(int4_unrotated(rotated_by_hadamard(rows)))
-
-
 def int4_unrotated(rows: Tensor) -> Tensor:
-    scale = (rows.abs().amax(-1, keepdim=True) / 7).to(torch.bfloat16).float()
-    return torch.round(rows / torch.where(scale > 0, scale, 1.0)).clamp(-7, 7) * scale
+    return dequantized(*quantized(rows, torch.uint8))
+
+
+def int4_of_7(rows: Tensor) -> Tensor:
+    """-7 .. 7 in equal steps and a scale for each row, rotated."""
+    turned = rotated_by_hadamard(rows)
+    scale = (turned.abs().amax(-1, keepdim=True) / 7).to(torch.bfloat16).float()
+    return rotated_by_hadamard(torch.round(turned / torch.where(scale > 0, scale, 1.0)).clamp(-7, 7) * scale)
 
 
 def int4_of_8(rows: Tensor) -> Tensor:
@@ -88,31 +86,27 @@ def _of_8(rows: Tensor, block: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Form:
-    """How rows are stored. key, value: their rounding; bits: of a number of a key and of one of a value, scales of a
-    row of 64 included."""
+    """How rows are stored. bits: of a number of a key and of one of a value, scales of a row of 64 included. rounding:
+    of rows of a cache of the model's type. dtype: the cache's, as a recipe names it."""
 
-    key: Rounding
-    value: Rounding
     bits: tuple[float, float]
-
-
-def form(rounding: Rounding, bits: float) -> Form:
-    return Form(rounding, rounding, (bits, bits))
+    rounding: Rounding = as_it_is
+    dtype: str = "model"
 
 
 FORMS = {
-    "float16": form(as_it_is, 16.0),
-    "int8": form(int8, 8.5),
-    "int8 unrotated": form(int8_unrotated, 8.5),
-    "keys int8, values int4": Form(int8, int4, (8.5, 4.5)),
-    "keys int4, values int8": Form(int4, int8, (4.5, 8.5)),
-    "int4": form(int4, 4.5),
-    "int4 to -8": form(int4_of_8, 4.5),
-    "int4 unrotated": form(int4_unrotated, 4.5),
-    "q4_0": form(q4_0, 4.5),
-    "q4_0 rotated": form(q4_0_rotated, 4.5),
+    "float16": Form((16.0, 16.0)),
+    "int8": Form((8.5, 8.5), dtype="int8"),
+    "int8 unrotated": Form((8.5, 8.5), int8_unrotated),
+    "k8v4": Form((8.5, 4.5), dtype="k8v4"),
+    "int4": Form((4.5, 4.5), dtype="int4"),
+    "int4 unrotated": Form((4.5, 4.5), int4_unrotated),
+    "int4 to 7": Form((4.5, 4.5), int4_of_7),
+    "int4 to -8": Form((4.5, 4.5), int4_of_8),
+    "q4_0": Form((4.5, 4.5), q4_0),
+    "q4_0 rotated": Form((4.5, 4.5), q4_0_rotated),
 }
-MERGED = ("float16", "int8", "int4")
+MERGED = ("float16", "int8", "k8v4", "int4")
 
 
 def slots_of(stored: Form, size: int) -> int:
@@ -140,11 +134,13 @@ class Reader:
         layer: int = module.layer_idx
         output, *self.state[layer] = vote_attention(
             query,
-            self.form.key(key),
-            self.form.value(value),
+            self.form.rounding(key),
+            self.form.rounding(value),
             self.position,
             torch.tensor([[key.shape[2]]]),
-            *self.state[layer],  # type: ignore[arg-type]
+            *self.state[layer][:5],  # type: ignore[arg-type]
+            None,
+            *self.state[layer][5:],
             attributes=layer_attributes(self.method, self.shape.geometry[layer]),
         )
         return output
@@ -157,7 +153,8 @@ class Reader:
     def logits(self, ids: Sequence[int], method: str, slots: int, stored: Form) -> Tensor:
         """[tokens, vocabulary]"""
         sets = [f"cache.method={method}", f"cache.budget={slots}", f"export.prefill_chunk={CHUNK}"]
-        recipe = load_recipe(RECIPE, [*sets, f"limits.max_length={LENGTH}"]).recipe
+        sets += [f"limits.max_length={LENGTH}", f"cache.dtype={stored.dtype}"]
+        recipe = load_recipe(RECIPE, sets).recipe
         plan = plan_cache(recipe, self.shape.geometry)
         self.method, self.form = recipe.cache.build_method(), stored
         self.state = [
@@ -178,7 +175,8 @@ class Reader:
             for i, layer in enumerate(plan.layers):
                 if layer.merges and int((self.state[i][2] > 0).sum(-1).max()) > layer.budget:
                     key, value, *rest = merge_cache(*self.state[i], attributes=merge_attributes(layer, self.method))
-                    self.state[i] = [stored.key(key), stored.value(value), *rest]
+                    kept = (stored.rounding(x) if stored.dtype == "model" else x for x in (key, value))
+                    self.state[i] = [*kept, *rest]
         return torch.cat(rows)
 
 
@@ -205,13 +203,15 @@ def measured() -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", default="0,1,2,3,4,5,6,7", help="numbers of texts, spread over the manual")
+    parser.add_argument("--methods", default=",".join(("full", *METHODS)))
     asked = parser.parse_args()
     reader = Reader()
     ids = reader.tokenizer.encode(manual())
     for number in asked.texts.split(","):
         first = int(number) * (len(ids) - LENGTH) // 8
         text, done = ids[first : first + LENGTH], measured().get(number, {})
-        missing = [x for x in figures(reader.shape.geometry[0].key_size) if " | ".join(map(str, x)) not in done]
+        wanted = [x for x in figures(reader.shape.geometry[0].key_size) if x[0] in asked.methods.split(",")]
+        missing = [x for x in wanted if " | ".join(map(str, x)) not in done]
         full = reader.logits(text, "full", LENGTH, FORMS["float16"]) if missing else None
         for method, slots, name in missing:
             key = f"{method} | {slots} | {name}"

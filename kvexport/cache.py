@@ -9,13 +9,14 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvexport.errors import UsageError
 from kvexport.methods.slots import Rotary
 from kvexport.recipe.fields import MOST, Recipe
-from kvexport.schema.state import STATE, StateTensor, scales_of
+from kvexport.schema.state import PAIRS, STATE, StateTensor, scales_of, types_of
 
-CONTRACT_VERSION = 6
+CONTRACT_VERSION = 7
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,9 @@ class LayerGeometry:
 @dataclass(frozen=True)
 class LayerCache:
     """One layer's cache. A sequence's share of `key` is [kv_heads, capacity, key_size]; capacity - budget is the slack.
-    merges: False where the budget is the longest sequence, so that nothing is ever evicted. dtype: of keys and values.
-    extra: the state tensors beside the contract's five: the scales of a small cache, then those of the method."""
+    merges: False where the budget is the longest sequence, so that nothing is ever evicted. dtype: of the cache's keys
+    and values. extra: the state tensors beside the contract's five: the scales of a small cache, then those of the
+    method."""
 
     kv_heads: int
     key_size: int
@@ -69,16 +71,21 @@ class LayerCache:
             "D": self.key_size,
             "Dv": self.value_size,
         }
-        return {tensor.name: tensor.shape(sizes) for tensor in self.state}
+        return {tensor.name: tensor.held_shape(self.dtype, sizes) for tensor in self.state}
 
     def dtypes(self) -> dict[str, np.dtype[Any]]:
         """The type of each state tensor."""
-        return {x.name: np.dtype(self.dtype if x.dtype == "cache" else x.dtype) for x in self.state}
+        return {tensor.name: np.dtype(tensor.held_as(self.dtype)) for tensor in self.state}
 
     def bytes(self, batch: int = 1) -> int:
         """Bytes of all state tensors for `batch` sequences."""
         dtypes = self.dtypes()
         return sum(math.prod(shape) * dtypes[name].itemsize for name, shape in self.shapes(batch).items())
+
+    def slot_bytes(self) -> int:
+        """Bytes of the keys and values of one slot, of all heads."""
+        shapes, dtypes = self.shapes(1), self.dtypes()
+        return self.kv_heads * sum(shapes[name][-1] * dtypes[name].itemsize for name in ("key", "value"))
 
 
 @dataclass(frozen=True)
@@ -108,10 +115,20 @@ class CachePlan:
         return [asdict(layer) for layer in self.layers]
 
 
+def stored_rows(held: NDArray[Any], scale: NDArray[Any] | None) -> NDArray[np.float32]:
+    """Keys or values [..., D] in float32 that a state tensor holds; those of a small cache, whose scales [...] are
+    given, as they are stored, rotated."""
+    if scale is None:
+        return held.astype(np.float32)
+    if held.dtype == np.uint8:
+        held = np.array(PAIRS, np.int8)[held].reshape(*held.shape[:-1], -1)
+    return held.astype(np.float32) * scale[..., None].astype(np.float32)
+
+
 def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
     """Every layer's budget and capacity. Raises UsageError where a budget cannot hold sinks, recent and one slot
-    more, or a layer would have more slots than can be counted, for positions in the cache where layers would hold
-    different numbers of entries, and for speculation over a cache that merges."""
+    more, or a layer would have more slots than can be counted, for rows of an odd size in int4, for positions in the
+    cache where layers would hold different numbers of entries, and for speculation over a cache that merges."""
     method = recipe.cache.build_method()
     if recipe.cache.positions == "cache" and recipe.cache.allocation.whole:
         raise UsageError(
@@ -119,6 +136,7 @@ def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
             f"cache.allocation.whole lets layers {recipe.cache.allocation.whole} hold more entries than others",
             "--set cache.positions=absolute, or --set cache.allocation.whole=[]",
         )
+    _require_pairs(recipe, geometry)
     budgets = allocate(recipe, len(geometry))
     if recipe.cache.positions == "cache":
         _require_one_place(geometry, budgets)
@@ -187,6 +205,19 @@ def drafter_plan(recipe: Recipe, plan: CachePlan) -> CachePlan | None:
     slots = budget + speculate.rebuild + speculate.tokens
     layers = (replace(x, budget=budget, capacity=slots, recent=recent, merges=False) for x in plan.layers)
     return CachePlan(tuple(layers))
+
+
+def _require_pairs(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> None:
+    """A byte holds two numbers of int4."""
+    types = types_of(recipe.cache_dtype)
+    for i, layer in enumerate(geometry):
+        for name, size in (("key", layer.key_size), ("value", layer.value_size)):
+            if types[name] == "int4" and size % 2:
+                raise UsageError(
+                    f"cache.dtype is {recipe.cache.dtype}, which holds two numbers in a byte, and layer {i} has "
+                    f"{name}s of {size}, an odd number",
+                    "--set cache.dtype=int8",
+                )
 
 
 def _require_one_place(geometry: Sequence[LayerGeometry], budgets: Sequence[int]) -> None:

@@ -17,7 +17,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from kvexport.cache import CONTRACT_VERSION, CachePlan, LayerCache
 from kvexport.errors import ArtifactError
 from kvexport.recipe.fields import MOST, MOST_LANES, CacheSection, ModelSection, Recipe
-from kvexport.schema.state import scales_of
+from kvexport.schema.state import scales_of, types_of
 
 Count = Annotated[int, Field(ge=1, le=MOST)]
 T = TypeVar("T")
@@ -148,7 +148,10 @@ def _check_layer(root: Path, place: str, layer: LayerCache) -> None:
         raise unusable(root, f"{place}.dtype", f"should be a type that a recipe can name, found {_shown(layer.dtype)}")
     scales = scales_of(layer.dtype)
     if layer.extra[: len(scales)] != scales:
-        raise unusable(root, f"{place}.extra", f"should begin with the scales of an {layer.dtype} cache")
+        raise unusable(root, f"{place}.extra", f"should begin with the scales of a cache in {layer.dtype}")
+    for name, dtype in types_of(layer.dtype).items():
+        if dtype == "int4" and (size_of := getattr(layer, f"{name}_size")) % 2:
+            raise unusable(root, f"{place}.{name}_size", f"should be even, found {size_of}: a byte holds two numbers")
 
 
 def parse_fields(root: Path, kind: type[T], data: Any, above: str = "") -> T:

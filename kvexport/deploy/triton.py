@@ -29,7 +29,7 @@ from kvexport.deploy.triton_model import TritonPythonModel
 
 __all__ = ["TritonPythonModel"]
 '''
-TYPES = {"float32": "FP32", "float16": "FP16", "int8": "INT8", "int32": "INT32", "int64": "INT64"}
+TYPES = {"float32": "FP32", "float16": "FP16", "int8": "INT8", "uint8": "UINT8", "int32": "INT32", "int64": "INT64"}
 IDLE_MICROSECONDS = 600_000_000  # of a sequence that its client has left
 
 

@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from kvexport.cache import stored_rows
 from kvexport.errors import UsageError
 from kvexport.evaluate.reference import Logs, Reference, Writer, log_softmax
 from kvexport.evaluate.tasks import Sample
@@ -196,9 +197,9 @@ def _state_of(state: dict[str, NDArray[np.float32]]) -> tuple[float, bool]:
         used = votes > 0
         rows = []
         for kind in (".key", ".value"):
-            stored = state[name.replace(".votes", kind)][used].astype(np.float64)
             scale = state.get(name.replace(".votes", f"{kind}_scale"))  # of a small cache
-            rows.append(stored if scale is None else stored * scale[used][:, None])
+            held = state[name.replace(".votes", kind)][used]
+            rows.append(stored_rows(held, None if scale is None else scale[used]).astype(np.float64))
         keys, values = rows
         largest = max(largest, float(np.linalg.norm(keys, axis=-1).max(initial=0.0)))
         finite &= bool(np.isfinite(keys).all() and np.isfinite(values).all() and np.isfinite(votes).all())

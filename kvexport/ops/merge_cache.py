@@ -58,7 +58,8 @@ def merge_cache(
     Args:
         key, value: [B, H, C, D], [B, H, C, Dv]; votes: [B, H, C] float32, 0 = empty; score: [B, H, K, C] float32;
         position: [B, H, C] int32. Used slots are a prefix, in any order. extra: the scales of keys and values, [B, H,
-        C] float32 each, where these are int8; then the method's `extra_state`.
+        C] float32 each, where the cache is small, and its keys or values int8, or uint8 with half the last dimension;
+        then the method's `extra_state`.
         rows: three tensors whose lengths alone matter, given by the tracer, where they are symbolic: `budget` rows, the
         rows by which the fullest head is over it, one at least (see `rows_of`), and the rest of the capacity, `capacity
         - budget`.
@@ -132,7 +133,7 @@ def _merge_small(
     rows: tuple[Tensor, Tensor, Tensor] | None,
     recent: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """`merge_cache` of int8 keys and values, as float32. Methods see both rotated by the Hadamard matrix, which changes
+    """`merge_cache` of a small cache, as float32. Methods see both rotated by the Hadamard matrix, which changes
     no mean, product, cosine or distance; where keys are turned, or the method kept something of its own of queries and
     keys, they see keys as they are. A slot that is neither merged nor turned keeps its bits: `quantized` gives back
     what was dequantized."""
@@ -141,8 +142,8 @@ def _merge_small(
     turn = rotated_by_hadamard if as_is else torch.Tensor.float
     wide = (turn(dequantized(key, key_scale)), dequantized(value, value_scale))
     merged = merge_cache(*wide, votes, score, position, *extra, attributes=attributes, rows=rows, recent=recent)
-    key, key_scale = quantized(turn(merged[0]))
-    value, value_scale = quantized(merged[1])
+    key, key_scale = quantized(turn(merged[0]), key.dtype)
+    value, value_scale = quantized(merged[1], value.dtype)
     return (key, value, *merged[2:5], key_scale, value_scale, *merged[5:])
 
 

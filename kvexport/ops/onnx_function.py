@@ -126,7 +126,7 @@ def vote_attention_function(
     key_size, value_size = head_sizes
     extra = (*scales_of(cache_type), *(attributes.method.extra_state if attributes.method else ()))
     operator = VOTE_ATTENTION.with_state(extra)
-    stored = getattr(torch, cache_type) if cache_type else dtype
+    stored = cache_type or str(dtype).removeprefix("torch.")
     sizes = {"B": 2, "H": kv_heads, "C": 8, "K": len(attributes.statistics), "D": key_size, "Dv": value_size}
     b, t = sizes["B"], 3
     arguments = [
@@ -179,24 +179,24 @@ def _own_meaning(method: Method) -> dict[str, Any]:
 
 
 def merge_cache_function(
-    attributes: MergeCacheAttributes, *, kv_heads: int, head_sizes: tuple[int, int], statistics: int, dtype: torch.dtype
+    attributes: MergeCacheAttributes, *, kv_heads: int, head_sizes: tuple[int, int], statistics: int, cache_type: str
 ) -> onnx.FunctionProto:
-    """The function of MergeCache. Budget and recent are read from the node's attributes, so layers of different budgets
-    share it."""
+    """The function of MergeCache. cache_type: of keys and values. Budget and recent are read from the node's
+    attributes, so layers of different budgets share it."""
     shared = {name: x for name, x in _merge_cache_values(attributes).items() if name not in MERGE_CACHE_NODE}
     has_own = attributes.method.policy() is None or attributes.method.extra_state
     meaning = {
         "op": "MergeCache",
         "heads": kv_heads,
         "sizes": head_sizes,
-        "dtype": str(dtype),
+        "dtype": cache_type,
         **shared,
         **(_own_meaning(attributes.method) if has_own else {}),
     }
     key = type(attributes.method), overload_of(meaning)
     if key not in _merge_functions:
         of_any = replace(attributes, budget=0, recent=0)
-        _merge_functions[key] = _trace_merge_cache(key[1], of_any, kv_heads, head_sizes, statistics, dtype)
+        _merge_functions[key] = _trace_merge_cache(key[1], of_any, kv_heads, head_sizes, statistics, cache_type)
     return _merge_functions[key]
 
 
@@ -211,15 +211,15 @@ def _trace_merge_cache(
     kv_heads: int,
     head_sizes: tuple[int, int],
     statistics: int,
-    dtype: torch.dtype,
+    cache_type: str,
 ) -> onnx.FunctionProto:
-    extra = (*scales_of(str(dtype).removeprefix("torch.")), *attributes.method.extra_state)
+    extra = (*scales_of(cache_type), *attributes.method.extra_state)
     operator = MERGE_CACHE.with_state(extra)
     state = (*STATE, *extra)
     c, n, v = 8, 5, 2
     sizes = {"B": 2, "H": kv_heads, "C": c, "K": statistics, "D": head_sizes[0], "Dv": head_sizes[1]}
     given = [torch.zeros(n), torch.zeros(v), torch.zeros(c - n), torch.zeros(1, dtype=torch.int32)]
-    arguments = [*_state(state, sizes, dtype), *given]
+    arguments = [*_state(state, sizes, cache_type), *given]
     kept, evicted, freed = Dim("kept"), Dim("evicted"), Dim("freed")
     shapes = [*_state_dims(state, Dim("batch"), Dim("capacity", min=4)), {0: kept}, {0: evicted}, {0: freed}, {}]
 
@@ -235,9 +235,11 @@ def _trace_merge_cache(
     return function
 
 
-def _state(state: Sequence[StateTensor], sizes: Mapping[str, int], dtype: torch.dtype) -> list[Tensor]:
+def _state(state: Sequence[StateTensor], sizes: Mapping[str, int], cache_type: str) -> list[Tensor]:
     """Zeros of these sizes."""
-    return [torch.zeros(x.shape(sizes), dtype=dtype if x.dtype == "cache" else getattr(torch, x.dtype)) for x in state]
+    return [
+        torch.zeros(x.held_shape(cache_type, sizes), dtype=getattr(torch, x.held_as(cache_type))) for x in state
+    ]
 
 
 def _state_dims(state: Sequence[StateTensor], batch: Any, capacity: Any) -> list[dict[int, Any]]:

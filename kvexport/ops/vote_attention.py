@@ -60,8 +60,8 @@ def vote_attention(
         past_score: [B, H, K, C] float32; past_position: [B, H, C] int32. Used slots are a prefix, and
         used + query_length <= C (the caller merges first).
         sink_logits: [Hq] a learned logit per head that takes probability and has no value (gpt-oss), or None.
-        past_extra: the scales of keys and values, [B, H, C] float32 each, where these are int8; then the tensors of the
-        method's `extra_state`.
+        past_extra: the scales of keys and values, [B, H, C] float32 each, where the cache is small, and its keys or
+        values int8, or uint8 with half the last dimension; then the tensors of the method's `extra_state`.
 
     Returns:
         output [B, Hq, T, Dv] in the query's dtype, 0 in padding rows, and the present state tensors.
@@ -137,14 +137,14 @@ def vote_attention(
 def _appended(
     past: Tensor, rows: Tensor, index: tuple[Tensor, ...], is_new: Tensor, past_scale: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """Keys or values with new rows [B, H, T, D] at `index`: as they are stored, in float32, and of int8 ones the
+    """Keys or values with new rows [B, H, T, D] at `index`: as they are stored, in float32, and of a small cache the
     scales. is_new [B, 1, T, 1]."""
     if not is_small(past):
         present = past.index_put(index, torch.where(is_new, rows, past[index]))
         return present, present.float()
-    numbers, scale = quantized(rotated_by_hadamard(rows.float()))
+    numbers, scale = quantized(rotated_by_hadamard(rows.float()), past.dtype)
     # In float32, because ONNX Runtime has no Where of int8.
-    numbers = torch.where(is_new, numbers.float(), past[index].float()).to(torch.int8)
+    numbers = torch.where(is_new, numbers.float(), past[index].float()).to(past.dtype)
     present = past.index_put(index, numbers)
     present_scale = past_scale[0].index_put(index, torch.where(is_new[..., 0], scale, past_scale[0][index]))
     return present, dequantized(present, present_scale), present_scale

@@ -160,10 +160,11 @@ class CacheSection(RecipeSection):
     slack: int | None = Field(
         None, ge=1, le=MOST, description="Slots beyond the budget; null: max(prefill_chunk, merge_every)."
     )
-    dtype: Literal["model", "int8"] = Field(
+    dtype: Literal["model", "int8", "int4", "k8v4"] = Field(
         "model",
-        description="The type of the cache's keys and values: model.dtype; or int8, rotated and with a scale for every "
-        "slot, in about half the bytes of float16.",
+        description="The type of the cache's keys and values: model.dtype; or, rotated and with a scale for every "
+        "slot, int8, in about half the bytes of float16; int4, in a bit over a quarter; k8v4, keys in int8 and values "
+        "in int4.",
     )
     sinks: int = Field(4, ge=0, le=MOST, description="First positions, which are never evicted.")
     recent: SlotsOrShare = Field(
@@ -178,6 +179,16 @@ class CacheSection(RecipeSection):
     parameters: dict[str, Any] = Field(
         default_factory=dict, description="The method's own; `kvexport recipes methods` lists them."
     )
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _no_float8(cls, dtype: object) -> object:
+        if isinstance(dtype, str) and dtype.startswith(("fp8", "float8", "f8")):
+            raise ValueError(
+                f"there is no {dtype}: with a scale for every row int8 has 7 bits of precision in the same byte, of "
+                "which 8-bit floats have 3 or 2; write int8"
+            )
+        return dtype
 
     @field_validator("method")
     @classmethod

@@ -142,14 +142,7 @@ class CacheDrafter:
 
 def _bytes_read(plan: CachePlan, lengths: Sequence[int]) -> int:
     """Keys and values that a step of sequences of these lengths reads."""
-    return sum(
-        layer.kv_heads
-        * (layer.key_size + layer.value_size)
-        * np.dtype(layer.dtype).itemsize
-        * min(length, layer.budget)
-        for layer in plan.layers
-        for length in lengths
-    )
+    return sum(layer.slot_bytes() * min(length, layer.budget) for layer in plan.layers for length in lengths)
 
 
 def _copy_slots(

@@ -17,7 +17,7 @@ from kvexport.schema.attribute import Attribute
 from kvexport.schema.layout import MAX_STATISTICS, TYPES, Field, enumerations, scalars, structs
 from kvexport.schema.operators import LINEAR_ATTRIBUTES, MERGE_CACHE, VOTE_ATTENTION, schema_digest
 from kvexport.schema.policy import POLICY
-from kvexport.schema.state import SCALES, STATE, StateTensor
+from kvexport.schema.state import INT4, SCALES, STATE, StateTensor
 
 ROOT = Path(__file__).parent.parent.parent
 WIDTH = 120
@@ -33,9 +33,11 @@ def header() -> str:
         "// (../cuda/kvexport_cuda.h).",
         WRITTEN,
         '#pragma once\n\n#include <stddef.h>\n#include <stdint.h>\n\n#ifdef __cplusplus\nextern "C" {\n#endif\n',
-        "// Types of tensors; KV_BFLOAT16 on CUDA alone, KV_INT8 of caches on the CPU alone. Scores, votes and",
-        "// arithmetic are float32 in all.",
+        "// Types of tensors; KV_BFLOAT16 on CUDA alone. Those after it are of caches on the CPU alone: keys and",
+        "// values int8, both int4, and keys int8 with values int4. Scores, votes and arithmetic are float32 in all.",
         _enum("", TYPES),
+        "// The int8 numbers that the codes of int4 stand for.",
+        f"#define KV_INT4_NUMBERS {', '.join(map(str, INT4))}",
         *(_enum(prefix, words) for prefix, words in enumerations().items()),
         f"enum {{ KV_MAX_STATISTICS = {MAX_STATISTICS} }};",
     ]

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from kvexport.schema.attribute import Attribute
 from kvexport.schema.operators import MERGE_CACHE, STATISTIC_KINDS, VOTE_ATTENTION, Operand, Operator
 from kvexport.schema.policy import POLICY
-from kvexport.schema.state import DIMENSIONS, SCALES, STATE
+from kvexport.schema.state import DIMENSIONS, SCALES, SMALL, STATE
 
 MAX_STATISTICS = 8
-TYPES = ("float32", "float16", "bfloat16", "int8")  # of queries and caches, in the order of their numbers
+TYPES = ("float32", "float16", "bfloat16", *SMALL)  # of queries and caches, in the order of their numbers
 _C_TYPES = {"query": "void", "cache": "void", "float32": "float", "int32": "int32_t", "int64": "int64_t"}
 
 
@@ -88,7 +88,7 @@ _STATES = (
     Field("KvState", "present"),
 )
 _SCALES = (
-    Field("KvScales", "past_scales", "of keys and values that are int8, as the states"),
+    Field("KvScales", "past_scales", "of a small cache's keys and values, as the states"),
     Field("KvScales", "present_scales"),
 )
 

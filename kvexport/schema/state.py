@@ -52,6 +52,19 @@ class StateTensor:
         """Its shape where the letters stand for `sizes`."""
         return tuple(d if isinstance(d, int) else sizes[d] for d in self.dims)
 
+    def held_as(self, cache_type: str) -> str:
+        """The type of its elements in a cache of this type; two numbers of int4 lie in a byte, the first in its low
+        half."""
+        if self.dtype != "cache":
+            return self.dtype
+        dtype = types_of(cache_type)[self.name]
+        return "uint8" if dtype == "int4" else dtype
+
+    def held_shape(self, cache_type: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Its shape in a cache of this type, where the letters stand for `sizes`."""
+        *slots, size = self.shape(sizes)
+        return (*slots, size // 2 if self.held_as(cache_type) == "uint8" else size)
+
     def past(self, layer: int) -> str:
         """The graph's input of this tensor."""
         return f"past_key_values.{layer}.{self.name}"
@@ -83,17 +96,29 @@ STATE = (
     ),
     StateTensor("position", ("B", "H", "C"), "int32", "absolute position of the slot's latest token"),
 )
-# Of a cache whose keys and values are int8.
+# Of a small cache, whose keys and values are numbers of 8 or 4 bits.
 SCALES = (
     StateTensor("key_scale", ("B", "H", "C"), "float32", "what a key's numbers are multiples of"),
     StateTensor("value_scale", ("B", "H", "C"), "float32", "what a value's numbers are multiples of"),
 )
-SMALL = ("int8",)  # types of keys and values that go with scales
+# Types of a small cache: that of its keys, and that of its values.
+SMALL = {"int8": ("int8", "int8"), "int4": ("int4", "int4"), "k8v4": ("int8", "int4")}
+# The int8 number that each of int4's sixteen codes stands for. A row that is rotated has nearly normal numbers, of
+# which the largest is 127: these are the sixteen of the least mean square error (benchmarks/four_bits.py). Code 0 is 0,
+# so that zeros are zeros.
+INT4 = (0, 11, 22, 34, 46, 60, 77, 98, 127, -127, -94, -72, -54, -39, -25, -12)
+# Of every byte the numbers that its two codes stand for.
+PAIRS = tuple((INT4[byte & 15], INT4[byte >> 4]) for byte in range(256))
 
 
-def scales_of(dtype: str) -> tuple[StateTensor, ...]:
-    """The state tensors that a cache of this type of keys and values has beside the five."""
-    return SCALES if dtype in SMALL else ()
+def types_of(cache_type: str) -> dict[str, str]:
+    """The types of `key` and `value` in a cache of this type."""
+    return dict(zip(("key", "value"), SMALL.get(cache_type, (cache_type, cache_type)), strict=True))
+
+
+def scales_of(cache_type: str) -> tuple[StateTensor, ...]:
+    """The state tensors that a cache of this type has beside the five."""
+    return SCALES if cache_type in SMALL else ()
 
 
 STATE_NAMES = tuple(tensor.name for tensor in STATE)

@@ -100,7 +100,7 @@ def tokens_per_slot(engine: Engine, lanes: Lanes) -> float:
 
 def full_bytes_per_token(plan: CachePlan) -> int:
     """What every further token takes in a cache that keeps all keys and values."""
-    return sum(x.kv_heads * (x.key_size + x.value_size) * x.dtypes()["key"].itemsize for x in plan.layers)
+    return sum(layer.slot_bytes() for layer in plan.layers)
 
 
 async def slots(service: Service, request: Request) -> Response:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.cache import LayerCache
+from kvexport.cache import LayerCache, stored_rows
 from kvexport.methods.base import Method
 from kvexport.schema.state import SMALL
 
@@ -35,17 +35,22 @@ class Tolerance:
 # with text and with random tokens, in float32: hidden states 7e-7 in the median and 6e-6 at the most, keys and values
 # 1e-6, logarithms of scores 1.1e-5. A float16 model rounds between the operators of a layer, PyTorch's more often than
 # the engine: 1.2e-3 and 1.8e-2, 1.5e-3, 2.4e-2. A number of an int8 cache is one step higher or lower where rounding
-# decides between the two, and a step is 1/127 of the row's largest number.
+# decides between the two, and a step is 1/127 of the row's largest number; of an int4 cache one of 15 steps, of which
+# most are 1/12 of it and the outermost ones 1/4.
 LAYERS = {
     "float32": Tolerance(1e-5, 1e-5, 1e-4, 1e-4, 2.0**-22),
     "float16": Tolerance(3e-2, 1e-2, 1e-1, 1e-4, 2.0**-9),
     "int8": Tolerance(2e-2, 2e-2, 1e-1, 1e-4, 2.0**-9),
+    "int4": Tolerance(2e-1, 2e-1, 5e-1, 1e-4, 2.0**-9),
+    "k8v4": Tolerance(2e-1, 2e-1, 1e-1, 1e-4, 2.0**-9),
 }
 # Merges are float32 arithmetic whatever the type of the cache, and rounded to it once.
 MERGES = {
     "float32": Tolerance(1e-5, 1e-5, 1e-4, 1e-4, 2.0**-22),
     "float16": Tolerance(2e-3, 2e-3, 1e-4, 1e-4, 2.0**-9),
     "int8": Tolerance(2e-2, 2e-2, 1e-4, 1e-4, 2.0**-9),
+    "int4": Tolerance(2e-1, 2e-1, 1e-4, 1e-4, 2.0**-9),
+    "k8v4": Tolerance(2e-1, 2e-1, 1e-4, 1e-4, 2.0**-9),
 }
 
 # Of the decoder as a whole, where a backend has no graph to cut: the first layer is held as above, a later one to what
@@ -54,6 +59,8 @@ WHOLE = {
     "float32": Tolerance(1e-3, 1e-3, 1e-2, 1e-4, 2.0**-22),
     "float16": Tolerance(3e-1, 3e-1, 3e-1, 1e-4, 2.0**-9),
     "int8": Tolerance(3e-1, 3e-1, 3e-1, 1e-4, 2.0**-9),
+    "int4": Tolerance(1.0, 1.0, 1.0, 1e-4, 2.0**-9),
+    "k8v4": Tolerance(1.0, 1.0, 1.0, 1e-4, 2.0**-9),
 }
 
 
@@ -103,7 +110,7 @@ def named_state(layer: LayerCache, state: Sequence[Array]) -> dict[str, Array]:
     named = {tensor.name: x for tensor, x in zip(layer.state, state, strict=True)}
     if layer.dtype in SMALL:
         for name in ("key", "value"):
-            named[name] = named[name].astype(np.float32) * named.pop(f"{name}_scale")[..., None].astype(np.float32)
+            named[name] = stored_rows(named[name], named.pop(f"{name}_scale"))
     return named
 
 

@@ -10,7 +10,7 @@
 namespace kv {
 
 // What a library was compiled with, so that one of another version is refused before it reads a node.
-inline constexpr const char* kSchema = "70b8674443d2";
+inline constexpr const char* kSchema = "396290476592";
 
 inline constexpr AttributeName kVoteAttentionAttributes[] = {
     {"scale", kFloat},

@@ -12,9 +12,11 @@
 extern "C" {
 #endif
 
-// Types of tensors; KV_BFLOAT16 on CUDA alone, KV_INT8 of caches on the CPU alone. Scores, votes and
-// arithmetic are float32 in all.
-enum { KV_FLOAT32 = 0, KV_FLOAT16 = 1, KV_BFLOAT16 = 2, KV_INT8 = 3 };
+// Types of tensors; KV_BFLOAT16 on CUDA alone. Those after it are of caches on the CPU alone: keys and
+// values int8, both int4, and keys int8 with values int4. Scores, votes and arithmetic are float32 in all.
+enum { KV_FLOAT32 = 0, KV_FLOAT16 = 1, KV_BFLOAT16 = 2, KV_INT8 = 3, KV_INT4 = 4, KV_K8V4 = 5 };
+// The int8 numbers that the codes of int4 stand for.
+#define KV_INT4_NUMBERS 0, 11, 22, 34, 46, 60, 77, 98, 127, -127, -94, -72, -54, -39, -25, -12
 enum { KV_STATISTIC_NONE = 0, KV_STATISTIC_LOG_EMA = 1, KV_STATISTIC_PROBABILITY = 2 };
 enum { KV_SELECT_POSITION = 0, KV_SELECT_SCORE = 1, KV_SELECT_AVERAGE = 2, KV_SELECT_POOLED = 3, KV_SELECT_MEAN = 4 };
 enum { KV_ORDER_LOWEST = 0, KV_ORDER_NEAREST = 1, KV_ORDER_LEAST_ERROR = 2 };
@@ -97,7 +99,7 @@ typedef struct KvVoteAttention {
   KvState past;  // only read; a tensor may be the same buffer in `present`, and is then updated in place
   KvState present;
   void* output;  // [B,Hq,T,Dv]
-  KvScales past_scales;  // of keys and values that are int8, as the states
+  KvScales past_scales;  // of a small cache's keys and values, as the states
   KvScales present_scales;
 } KvVoteAttention;
 
@@ -123,7 +125,7 @@ typedef struct KvMergeCache {
   const float* inverse_frequencies;  // [rotary_planes]
   KvState past;  // only read; a tensor may be the same buffer in `present`, and is then updated in place
   KvState present;
-  KvScales past_scales;  // of keys and values that are int8, as the states
+  KvScales past_scales;  // of a small cache's keys and values, as the states
   KvScales present_scales;
 } KvMergeCache;
 

@@ -69,14 +69,18 @@ const Kernels& kernels() {
   return chosen;
 }
 
+bool is_small(int type) { return type == KV_INT8 || type == KV_INT4 || type == KV_K8V4; }
+
 template <class Call>
 const char* cache_problem(const Call& a) {
-  if (a.cache_type == KV_INT8)
-    return a.past_scales.key && a.past_scales.value && a.present_scales.key && a.present_scales.value
+  if (!is_small(a.cache_type))
+    return a.cache_type == KV_FLOAT32 || a.cache_type == KV_FLOAT16
                ? nullptr
-               : "the cache is int8 and has no scales";
-  if (a.cache_type != KV_FLOAT32 && a.cache_type != KV_FLOAT16)
-    return "the type of the cache is none of float32, float16 and int8";
+               : "the type of the cache is none of float32, float16, int8, int4 and k8v4";
+  if (!a.past_scales.key || !a.past_scales.value || !a.present_scales.key || !a.present_scales.value)
+    return "the cache is small and has no scales";
+  if ((a.cache_type == KV_INT4 && a.key_size % 2) || (a.cache_type != KV_INT8 && a.value_size % 2))
+    return "rows of int4 have an odd size";
   return nullptr;
 }
 
@@ -91,7 +95,7 @@ const char* kv_cpu_vote_attention(const KvVoteAttention* call, KvRunner runner) 
   if (const char* problem = cache_problem(a)) return problem;
   if (a.query_type != KV_FLOAT32 && a.query_type != KV_FLOAT16)
     return "the type of the query is neither float32 nor float16";
-  if (a.query_type != a.cache_type && a.cache_type != KV_INT8) return "the query is of another type than the cache";
+  if (a.query_type != a.cache_type && !is_small(a.cache_type)) return "the query is of another type than the cache";
   if (a.batch < 0 || a.heads < 1 || a.tokens < 0 || a.capacity < 1 || a.key_size < 1 || a.value_size < 1)
     return "a dimension is zero or negative";
   if (a.query_heads < 1 || a.query_heads % a.heads) return "the query heads are not a multiple of the KV heads";

@@ -88,7 +88,8 @@ struct MergeCase {
     for (int c = 1, used = past->used(row); c < used; ++c) {
       if (random.one_in(8))
         for (int i = 0; i < shape.key_size; ++i)
-          write_stored(shape, view.key, (row * shape.capacity + c) * shape.key_size + i, past->key(row, c - 1, i));
+          write_stored(shape, kKey, view.key, (row * shape.capacity + c) * shape.key_size + i,
+                       past->key(row, c - 1, i));
       for (int k = 0; k < shape.statistics; ++k) {
         float& score = view.score[(row * shape.statistics + k) * shape.capacity + c];
         if (random.one_in(8)) score = past->score(row, k, c - 1);
@@ -214,7 +215,8 @@ struct MergeCase {
         low = std::min(low, past->value(row, slot.second, i)), high = std::max(high, past->value(row, slot.second, i));
       for (int c = 0; c < kept; ++c) {
         const float x = present.value(row, c, i);
-        const float off = shape.small ? 1e-4f + 0.5f * present.scale(kValueScale, row, c) : 1e-4f;
+        const float steps = shape.is_int4(kValue) ? 17.0f : 0.5f;  // half of the largest one, and int8's rounding
+        const float off = shape.small ? 1e-4f + steps * present.scale(kValueScale, row, c) : 1e-4f;
         check(x >= low - off && x <= high + off, "a value that is no mean of values");
       }
     }
@@ -227,14 +229,10 @@ struct MergeCase {
              "MergeCache%s %s B %d H %d C %d D %d Dv %d K %d budget %d sinks %d recent %d window %d merge %d select %d "
              "measure %d threshold %g zip %d factor %g votes %g order %d exponent %g pool %d pooled %d residual %g "
              "weigh %d planes %d places %d",
-             hostile ? " hostile" : "",
-             shape.small  ? "int8"
-             : shape.type ? "fp16"
-                          : "fp32",
-             call.batch, call.heads, call.capacity, call.key_size, call.value_size, call.statistics, call.budget,
-             call.sinks, call.recent, call.sliding_window, p.merge, p.select, p.measure, p.threshold, p.zip,
-             p.key_factor_max, p.votes_max, p.order, p.error_exponent, p.eviction_pool, p.pooled, p.residual, p.weigh,
-             call.rotary_planes, call.cache_positions);
+             hostile ? " hostile" : "", shape.name(), call.batch, call.heads, call.capacity, call.key_size,
+             call.value_size, call.statistics, call.budget, call.sinks, call.recent, call.sliding_window, p.merge,
+             p.select, p.measure, p.threshold, p.zip, p.key_factor_max, p.votes_max, p.order, p.error_exponent,
+             p.eviction_pool, p.pooled, p.residual, p.weigh, call.rotary_planes, call.cache_positions);
     return text;
   }
 };

@@ -96,11 +96,23 @@ class Buffer {
   std::vector<unsigned char> bytes_;
 };
 
-// type: of queries, and of a cache that is not `small`, int8.
+// Scales are those of a small cache; others have none of them.
+enum Tensor { kKey, kValue, kVotes, kScore, kPosition, kKeyScale, kValueScale, kTensors };
+constexpr unsigned kAllInPlace = (1u << kTensors) - 1;
+
+// type: of queries, and of a cache that is not `small`, whose type is small_type.
 struct Shape {
   int type, batch, heads, capacity, key_size, value_size, statistics;
   bool small = false;
-  int cache_type() const { return small ? KV_INT8 : type; }
+  int small_type = KV_INT8;
+  int cache_type() const { return small ? small_type : type; }
+  bool is_int4(int tensor) const {
+    return small && (tensor == kKey ? small_type == KV_INT4 : tensor == kValue ? small_type != KV_INT8 : false);
+  }
+  const char* name() const {
+    if (!small) return type ? "fp16" : "fp32";
+    return small_type == KV_INT8 ? "int8" : small_type == KV_INT4 ? "int4" : "k8v4";
+  }
   size_t element() const { return type == KV_FLOAT16 ? 2 : 4; }
   size_t rows() const { return static_cast<size_t>(batch) * heads; }
 };
@@ -117,20 +129,23 @@ inline void write(const Shape& shape, void* data, size_t i, float x) {
     static_cast<float*>(data)[i] = x;
 }
 
+constexpr int kInt4[16] = {KV_INT4_NUMBERS};
+
 // An element of a cache's keys or values: of a small one the number, which a scale is still to be multiplied with.
-inline float read_stored(const Shape& shape, const void* data, size_t i) {
+inline float read_stored(const Shape& shape, int tensor, const void* data, size_t i) {
+  if (shape.is_int4(tensor)) return kInt4[static_cast<const uint8_t*>(data)[i / 2] >> 4 * (i % 2) & 15];
   return shape.small ? static_cast<const int8_t*>(data)[i] : read(shape, data, i);
 }
-inline void write_stored(const Shape& shape, void* data, size_t i, float x) {
-  if (shape.small)
+inline void write_stored(const Shape& shape, int tensor, void* data, size_t i, float x) {
+  if (shape.is_int4(tensor)) {
+    uint8_t& two = static_cast<uint8_t*>(data)[i / 2];
+    const int code = static_cast<int>(std::fabs(x) < 3.0f ? 2.5f * x : 8.0f) & 15;
+    two = static_cast<uint8_t>(i % 2 ? (two & 15) | code << 4 : (two & 240) | code);
+  } else if (shape.small)
     static_cast<int8_t*>(data)[i] = static_cast<int8_t>(std::fabs(x) < 3.0f ? 42.0f * x : 127.0f);
   else
     write(shape, data, i, x);
 }
-
-// Scales are those of a small cache; others have none of them.
-enum Tensor { kKey, kValue, kVotes, kScore, kPosition, kKeyScale, kValueScale, kTensors };
-constexpr unsigned kAllInPlace = (1u << kTensors) - 1;
 
 // A cache. Tensor i of head `row` starts at element row * width(i).
 struct Cache {
@@ -144,7 +159,11 @@ struct Cache {
   size_t width(int i) const {
     const size_t c = shape.capacity;
     if (i == kKeyScale || i == kValueScale) return shape.small ? c : 0;
-    return i == kKey ? c * shape.key_size : i == kValue ? c * shape.value_size : i == kScore ? c * shape.statistics : c;
+    const size_t size = i == kKey     ? shape.key_size
+                        : i == kValue ? shape.value_size
+                        : i == kScore ? shape.statistics
+                                      : 1;
+    return c * (shape.is_int4(i) ? size / 2 : size);
   }
   KvState view() {
     return {tensor[kKey].data<void>(), tensor[kValue].data<void>(), tensor[kVotes].data<float>(),
@@ -166,11 +185,11 @@ struct Cache {
   }
   float key(size_t row, int slot, int i) const {
     return scale(kKeyScale, row, slot) *
-           read_stored(shape, tensor[kKey].data<void>(), (row * shape.capacity + slot) * shape.key_size + i);
+           read_stored(shape, kKey, tensor[kKey].data<void>(), (row * shape.capacity + slot) * shape.key_size + i);
   }
   float value(size_t row, int slot, int i) const {
-    return scale(kValueScale, row, slot) *
-           read_stored(shape, tensor[kValue].data<void>(), (row * shape.capacity + slot) * shape.value_size + i);
+    return scale(kValueScale, row, slot) * read_stored(shape, kValue, tensor[kValue].data<void>(),
+                                                       (row * shape.capacity + slot) * shape.value_size + i);
   }
   int used(size_t row) const {
     int n = 0;
@@ -221,9 +240,9 @@ inline int fill_head(Random& random, Cache& cache, size_t row, int used, const s
     view.position[row * s.capacity + c] = is_used ? positions[c] : random.between(0, 1 << 30);
     if (!is_used) continue;
     for (int i = 0; i < s.key_size; ++i)
-      write_stored(s, view.key, (row * s.capacity + c) * s.key_size + i, random.normal());
+      write_stored(s, kKey, view.key, (row * s.capacity + c) * s.key_size + i, random.normal());
     for (int i = 0; i < s.value_size; ++i)
-      write_stored(s, view.value, (row * s.capacity + c) * s.value_size + i, random.normal());
+      write_stored(s, kValue, view.value, (row * s.capacity + c) * s.value_size + i, random.normal());
     if (s.small)
       for (float* scale : {cache.scales().key, cache.scales().value})
         scale[row * s.capacity + c] = random.one_in(20) ? 0.0f : random.uniform(0.01f, 0.03f);
@@ -275,6 +294,9 @@ inline Shape any_shape(Random& random, int at_least) {
   s.key_size = any_size(random);
   s.value_size = random.one_in(3) ? any_size(random) : s.key_size;
   s.small = random.one_in(3);
+  s.small_type = random.one_of({KV_INT8, KV_INT4, KV_K8V4});
+  if (s.is_int4(kKey)) s.key_size += s.key_size % 2;
+  if (s.is_int4(kValue)) s.value_size += s.value_size % 2;
   return s;
 }
 

@@ -152,17 +152,21 @@ struct AttentionCase {
       };
       const std::vector<double> key = is_new ? added(call.key, call.key_size) : std::vector<double>(),
                                 value = is_new ? added(call.value, call.value_size) : std::vector<double>();
-      // A new row of a small cache is as near as half a step, and float32's rounding of its sums.
-      const auto right = [&](double found, double wanted, int scale) {
-        return shape.small ? std::fabs(found - wanted) <= 0.5001 * present.scale(scale, row, c) + 1e-5
-                           : found == wanted;
+      // A new row of a small cache is as near as half a step, and float32's rounding of its sums; of int4 as near as
+      // any of the sixteen, and int8's rounding.
+      const auto right = [&](double found, double wanted, int tensor) {
+        const double step = present.scale(tensor == kKey ? kKeyScale : kValueScale, row, c);
+        if (!shape.small) return found == wanted;
+        if (!shape.is_int4(tensor)) return std::fabs(found - wanted) <= 0.5001 * step + 1e-5;
+        return std::all_of(std::begin(kInt4), std::end(kInt4), [&](int number) {
+          return std::fabs(found - wanted) <= std::fabs(number * step - wanted) + 1.0001 * step + 1e-5;
+        });
       };
       for (int i = 0; i < call.key_size; ++i)
-        check(
-            is_new ? right(present.key(row, c, i), key[i], kKeyScale) : present.key(row, c, i) == past->key(row, c, i),
-            "a key is wrong");
+        check(is_new ? right(present.key(row, c, i), key[i], kKey) : present.key(row, c, i) == past->key(row, c, i),
+              "a key is wrong");
       for (int i = 0; i < call.value_size; ++i)
-        check(is_new ? right(present.value(row, c, i), value[i], kValueScale)
+        check(is_new ? right(present.value(row, c, i), value[i], kValue)
                      : present.value(row, c, i) == past->value(row, c, i),
               "a value is wrong");
       check(present.votes(row, c) == (is_new ? 1.0f : past->votes(row, c)), "votes are wrong");
@@ -205,13 +209,9 @@ struct AttentionCase {
     snprintf(text, sizeof text,
              "VoteAttention%s %s B %d Hq %d H %d T %d C %d D %d Dv %d K %d scale %g alpha %g softcap %g window %d "
              "sinks %d lanes",
-             hostile ? " hostile" : "",
-             shape.small  ? "int8"
-             : shape.type ? "fp16"
-                          : "fp32",
-             call.batch, call.query_heads, call.heads, call.tokens, call.capacity, call.key_size, call.value_size,
-             call.statistics, call.scale, call.vote_exponent, call.softcap, call.sliding_window,
-             call.sink_logits != nullptr);
+             hostile ? " hostile" : "", shape.name(), call.batch, call.query_heads, call.heads, call.tokens,
+             call.capacity, call.key_size, call.value_size, call.statistics, call.scale, call.vote_exponent,
+             call.softcap, call.sliding_window, call.sink_logits != nullptr);
     std::string s = text;
     for (int b = 0; b < call.batch; ++b) s += " " + std::to_string(used[b]) + "+" + std::to_string(length[b]);
     for (int k = 0; k < call.statistics; ++k) {

@@ -39,15 +39,29 @@ SYMBOLIC = {
 }  # fmt: skip
 
 
+_SMALL = {("int8", "int8"): "int8", ("uint8", "uint8"): "int4", ("int8", "uint8"): "k8v4"}
+
+
+def cache_type_of(key: np.ndarray, value: np.ndarray) -> str:
+    """The type of a cache with such keys and values."""
+    return _SMALL.get((key.dtype.name, value.dtype.name), key.dtype.name)
+
+
 def state_names(key: np.ndarray, method: Method | None = None) -> tuple[str, ...]:
     """The state tensors of a cache with such keys, and of the method."""
     own = tuple(tensor.name for tensor in method.extra_state) if method else ()
-    return (*STATE, *(SCALES if key.dtype == np.int8 else ()), *own)
+    return (*STATE, *(SCALES if key.dtype in (np.int8, np.uint8) else ()), *own)
+
+
+def _sizes(key: np.ndarray, value: np.ndarray) -> tuple[int, int]:
+    """Of a key and of a value in a cache; two numbers lie in a byte of uint8."""
+    first, second = (x.shape[3] * (2 if x.dtype == np.uint8 else 1) for x in (key, value))
+    return first, second
 
 
 class Backend(Protocol):
     """One implementation of both operators, over numpy arrays named and shaped as in docs/contract.md, section 3. A
-    cache of int8 keys and values has its scales beside the five tensors, a method its own after them."""
+    small cache has its scales beside the five tensors, a method its own after them."""
 
     name: str
 
@@ -177,7 +191,7 @@ def _outputs(state: tuple[str, ...]) -> tuple[str, ...]:
 def _run_vote_attention(inputs: Arrays, attributes: VoteAttentionAttributes, native: Path | None = None) -> Arrays:
     heads = (inputs["query"].shape[1], inputs["key"].shape[1])
     sizes = (inputs["key"].shape[3], inputs["value"].shape[3])
-    types = (inputs["query"].dtype.name, inputs["past_key"].dtype.name)
+    types = (inputs["query"].dtype.name, cache_type_of(inputs["past_key"], inputs["past_value"]))
     session = _vote_attention_session(attributes, heads, sizes, types, "sink_logits" in inputs, native)
     names = _outputs(state_names(inputs["past_key"]))
     return _named(names, session.run(list(names), inputs))
@@ -185,8 +199,8 @@ def _run_vote_attention(inputs: Arrays, attributes: VoteAttentionAttributes, nat
 
 def _run_merge_cache(state: Arrays, attributes: MergeCacheAttributes, native: Path | None = None) -> Arrays:
     heads, statistics = state["score"].shape[1:3]
-    sizes = (state["key"].shape[3], state["value"].shape[3])
-    session = _merge_cache_session(attributes, heads, sizes, statistics, state["key"].dtype.name, native)
+    sizes, cache_type = _sizes(state["key"], state["value"]), cache_type_of(state["key"], state["value"])
+    session = _merge_cache_session(attributes, heads, sizes, statistics, cache_type, native)
     names = _outputs(state_names(state["key"], attributes.method))[1:]
     return _named(names, session.run(list(names), state))
 
@@ -250,14 +264,12 @@ def _vote_attention_session(
 
 @cache
 def _merge_cache_function(
-    attributes: MergeCacheAttributes, heads: int, sizes: tuple[int, int], statistics: int, dtype: str
+    attributes: MergeCacheAttributes, heads: int, sizes: tuple[int, int], statistics: int, cache_type: str
 ) -> Any:
-    import torch
-
     from kvexport.ops.onnx_function import merge_cache_function
 
     return merge_cache_function(
-        attributes, kv_heads=heads, head_sizes=sizes, statistics=statistics, dtype=getattr(torch, dtype)
+        attributes, kv_heads=heads, head_sizes=sizes, statistics=statistics, cache_type=cache_type
     )
 
 
@@ -267,16 +279,17 @@ def _merge_cache_session(
     heads: int,
     sizes: tuple[int, int],
     statistics: int,
-    dtype: str,
+    cache_type: str,
     native: Path | None,
 ) -> Any:
     from kvexport.ops.onnx_function import merge_cache_node_attributes
 
     # One function serves every budget: the node says which.
-    function = None if native else _merge_cache_function(replace(attributes, budget=0), heads, sizes, statistics, dtype)
-    types = _state_types(dtype)
+    any_budget = replace(attributes, budget=0)
+    function = None if native else _merge_cache_function(any_budget, heads, sizes, statistics, cache_type)
+    types = _state_types(cache_type)
     infos = {}
-    state = _state_shapes(heads, sizes, statistics, dtype)
+    state = _state_shapes(heads, sizes, statistics, cache_type)
     for tensor in attributes.method.extra_state:
         state[tensor.name] = tuple(tensor.shape({"B": 0, "H": heads, "C": 0, "D": sizes[0], "Dv": sizes[1]}))
         types[tensor.name] = np.dtype(tensor.dtype)
@@ -290,13 +303,14 @@ def _merge_cache_session(
     )
 
 
-def _state_shapes(heads: int, sizes: tuple[int, int], statistics: int, dtype: str) -> dict[str, tuple[int, ...]]:
+def _state_shapes(heads: int, sizes: tuple[int, int], statistics: int, cache_type: str) -> dict[str, tuple[int, ...]]:
     """Shapes of the state; 0 stands for batch and capacity."""
     slots = (0, heads, 0)
-    scales = dict.fromkeys(SCALES, slots) if dtype == "int8" else {}
+    scales = dict.fromkeys(SCALES, slots) if cache_type in _SMALL.values() else {}
+    types = _state_types(cache_type)
     return {
-        "key": (*slots, sizes[0]),
-        "value": (*slots, sizes[1]),
+        "key": (*slots, sizes[0] // (2 if types["key"] == np.uint8 else 1)),
+        "value": (*slots, sizes[1] // (2 if types["value"] == np.uint8 else 1)),
         "votes": slots,
         "score": (0, heads, statistics, 0),
         "position": slots,
@@ -304,11 +318,12 @@ def _state_shapes(heads: int, sizes: tuple[int, int], statistics: int, dtype: st
     }
 
 
-def _state_types(dtype: str) -> dict[str, np.dtype[Any]]:
+def _state_types(cache_type: str) -> dict[str, np.dtype[Any]]:
     f32 = np.dtype(np.float32)
+    held = next((types for types, name in _SMALL.items() if name == cache_type), (cache_type, cache_type))
     return {
-        "key": np.dtype(dtype),
-        "value": np.dtype(dtype),
+        "key": np.dtype(held[0]),
+        "value": np.dtype(held[1]),
         "votes": f32,
         "score": f32,
         "position": np.dtype(np.int32),

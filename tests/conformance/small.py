@@ -1,4 +1,4 @@
-"""An int8 cache once more, in float64 numpy, written from docs/contract.md ("A small cache") alone: what rows are
+"""A small cache once more, in float64 numpy, written from docs/contract.md ("A small cache") alone: what rows are
 stored as, and what the stored stand for."""
 
 from __future__ import annotations
@@ -6,6 +6,9 @@ from __future__ import annotations
 import numpy as np
 
 Arrays = dict[str, np.ndarray]
+# Of every type of cache: bits of a key's numbers, and of a value's.
+BITS = {"int8": (8, 8), "int4": (4, 4), "k8v4": (8, 4)}
+FOUR_BITS = np.array([0, 11, 22, 34, 46, 60, 77, 98, 127, -127, -94, -72, -54, -39, -25, -12])
 
 
 def hadamard(size: int) -> np.ndarray:
@@ -21,31 +24,56 @@ def bfloat16(x: np.ndarray) -> np.ndarray:
     return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
 
 
-def stored(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows [..., D] as int8 numbers and float32 scales [...]."""
+def stored(rows: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows [..., D] as int8 numbers, or codes of four bits, two in a byte [..., D / 2], and float32 scales [...]."""
     turned = rows.astype(np.float64) @ hadamard(rows.shape[-1])
     scale = bfloat16(np.abs(turned).max(-1) / 127)
-    numbers = np.rint(turned / np.where(scale > 0, scale, 1.0)[..., None])
-    return np.clip(numbers, -127, 127).astype(np.int8), scale
+    numbers = np.clip(np.rint(turned / np.where(scale > 0, scale, 1.0)[..., None]), -127, 127).astype(np.int8)
+    if bits == 8:
+        return numbers, scale
+    # Of two that are as near the one nearer to 0, which comes first.
+    order = np.argsort(np.abs(FOUR_BITS), kind="stable")
+    nearest = np.abs(numbers[..., None] - FOUR_BITS[order].astype(np.float64)).argmin(-1)
+    codes = order[nearest].astype(np.uint8)
+    return codes[..., 0::2] | codes[..., 1::2] << 4, scale
 
 
-def plain(numbers: np.ndarray, scale: np.ndarray) -> np.ndarray:
+def numbers_of(held: np.ndarray) -> np.ndarray:
+    """The numbers [..., D] that these stand for."""
+    if held.dtype == np.int8:
+        return held
+    return FOUR_BITS[np.stack([held & 15, held >> 4], axis=-1).reshape(*held.shape[:-1], -1)].astype(np.int8)
+
+
+def plain(held: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """The rows that they stand for, in float64."""
+    numbers = numbers_of(held)
     return (numbers.astype(np.float64) * scale[..., None]) @ hadamard(numbers.shape[-1])
 
 
-def unmistakable(rng: np.random.Generator, rows: np.ndarray) -> np.ndarray:
+def half_steps(held: np.ndarray) -> np.ndarray:
+    """Of every number [..., D] how far from it a number may lie that is stored as it, as a multiple of the scale."""
+    if held.dtype == np.int8:
+        return np.full(held.shape, 0.51)
+    ascending = np.sort(FOUR_BITS)
+    gaps = np.diff(ascending, prepend=-127, append=127)
+    farther = np.maximum(gaps[:-1], gaps[1:]) / 2
+    return farther[np.searchsorted(ascending, numbers_of(held))] + 0.51
+
+
+def unmistakable(rng: np.random.Generator, rows: np.ndarray, bits: int) -> np.ndarray:
     """Rows near `rows` that lie so far from where a rounding changes that float32 stores them as float64 does."""
-    numbers, scale = stored(rows)
-    off = rng.uniform(-0.3, 0.3, numbers.shape) * (np.abs(numbers) < 126)
+    held, scale = stored(rows, bits)
+    numbers, far = numbers_of(held), 0.3 if bits == 8 else 3.0
+    off = rng.uniform(-far, far, numbers.shape) * (np.abs(numbers) < 126)
     return ((numbers + off) * scale[..., None]) @ hadamard(rows.shape[-1])
 
 
-def small(state: Arrays, prefix: str = "") -> Arrays:
-    """A state with keys and values in int8, and their scales."""
+def small(state: Arrays, cache_type: str, prefix: str = "") -> Arrays:
+    """A state with keys and values as a cache of this type has them, and their scales."""
     result = dict(state)
-    for name in ("key", "value"):
-        result[f"{prefix}{name}"], result[f"{prefix}{name}_scale"] = stored(state[f"{prefix}{name}"])
+    for name, bits in zip(("key", "value"), BITS[cache_type], strict=True):
+        result[f"{prefix}{name}"], result[f"{prefix}{name}_scale"] = stored(state[f"{prefix}{name}"], bits)
     return result
 
 

@@ -76,15 +76,17 @@ def test_an_artifact_of_last_logits_cannot_tell_what_lies_inside_a_prompt(tiny_r
     assert 0 < step_seconds(engine, 40) < 1
 
 
-def test_norms_of_int8_keys_are_those_of_what_they_stand_for() -> None:
+def test_norms_of_small_keys_are_those_of_what_they_stand_for() -> None:
     state = {
         "past_key_values.0.votes": np.array([[[1.0, 2.0, 0.0]]], np.float32),
         "past_key_values.0.key": np.array([[[[3, 4], [0, 5], [100, 100]]]], np.int8),
-        "past_key_values.0.value": np.zeros((1, 1, 3, 2), np.int8),
+        "past_key_values.0.value": np.zeros((1, 1, 3, 1), np.uint8),
         "past_key_values.0.key_scale": np.array([[[2.0, 0.5, 9.0]]], np.float32),
         "past_key_values.0.value_scale": np.ones((1, 1, 3), np.float32),
     }
     assert _state_of(state) == (10.0, True)
+    codes = {"past_key_values.0.key": np.array([[[[0x84], [0x07], [0xFF]]]], np.uint8)}  # two numbers of 4 bits
+    assert _state_of(state | codes) == (pytest.approx(2 * math.hypot(46, 127)), True)
     state["past_key_values.0.value_scale"][0, 0, 1] = np.nan
     assert _state_of(state) == (10.0, False)
 

@@ -28,7 +28,13 @@ SMALL_RECIPES = tuple(f"small-{name}" for name in ("base", "full", "keepkv", "ba
 SMOLLM2 = tuple(f"smollm2-135m-{name}" for name in ("base", "full", "keepkv", "ballot", "h2o", "streaming", "snapkv"))
 # The recent share of the budget that a method wants; half otherwise.
 RECENT = {"tiny-ballot": 0.3, "tiny-kvslimmer": 0.25, "tiny-asymkv": 0.25}
-OTHERS = ("smollm2-135m-chat", "smollm2-135m-recall", "smollm2-135m-int8-cache", "keepkv-paper")
+OTHERS = (
+    "smollm2-135m-chat",
+    "smollm2-135m-recall",
+    "smollm2-135m-int8-cache",
+    "smollm2-135m-k8v4-cache",
+    "keepkv-paper",
+)
 LISTED = {"tiny": 2, "small": 6, "smollm2-135m": 30}  # layers
 HUB = {
     "llama2-7b-keepkv": ("meta-llama/Llama-2-7b-hf", 4096),

@@ -1,4 +1,4 @@
-"""Engines over an int8 cache: held to PyTorch step by step, in half the bytes, saved and restored, and refused by name
+"""Engines over small caches: held to PyTorch step by step, in half the bytes, saved and restored, and refused by name
 where there is none."""
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from kvexport.artifact.manifest import parse_manifest
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends.onnxruntime import operators as native
 from kvexport.backends.tensorrt.backend import BACKEND as TENSORRT
+from kvexport.cache import LayerGeometry, plan_cache
 from kvexport.errors import ArtifactError, SnapshotError, UsageError
 from kvexport.recipe.fields import Recipe
 from kvexport.runtime.cache_drafter import _copy_slots
@@ -92,6 +93,44 @@ def test_a_request_goes_on_from_a_snapshot_of_its_bytes(engine: Engine, tiny_art
         Snapshot.from_bytes(data, load_manifest(tiny_artifact))
 
 
+def test_keys_of_8_bits_go_with_values_of_4(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    artifact = build_shared(recipe_of(tiny_checkpoint, dtype="k8v4"), tmp_path / "artifact")
+    result = validate_artifact(artifact, length=70)
+    assert result.passed, result.problem
+    assert result.in_place_identical and result.head_merges
+    engine = load(artifact)
+    layer = engine.plan.layers[0]
+    assert layer.slot_bytes() == layer.kv_heads * (layer.key_size + layer.value_size // 2)
+    assert layer.bytes() == layer.capacity * (layer.slot_bytes() + layer.kv_heads * (2 * 4 + 3 * 4))
+    request = Request([3, 1, 4], engine.settings(max_new_tokens=8))
+    engine.add(request)
+    engine.step()
+    state = Snapshot.from_bytes(engine.preempt(request.id).to_bytes(), engine.manifest).state
+    assert state["past_key_values.1.key"].dtype == np.int8 and state["past_key_values.1.value"].dtype == np.uint8
+
+
+@pytest.mark.parametrize(
+    ("cache_type", "sizes", "said"),
+    [("int4", (15, 8), "keys of 15"), ("int4", (8, 15), "values of 15"), ("k8v4", (15, 7), "values of 7")],
+)
+def test_rows_of_an_odd_size_have_no_pairs(
+    tiny_checkpoint: Path, cache_type: str, sizes: tuple[int, int], said: str
+) -> None:
+    with pytest.raises(UsageError, match=f"{cache_type}, .* layer 0 has {said}, an odd number") as caught:
+        plan_cache(recipe_of(tiny_checkpoint, dtype=cache_type), [LayerGeometry(2, 2, *sizes)])
+    assert caught.value.fix == "--set cache.dtype=int8"
+
+
+def test_a_layer_of_4_bits_takes_half_of_8(tiny_checkpoint: Path) -> None:
+    eight, four = (
+        plan_cache(recipe_of(tiny_checkpoint, dtype=name), [LayerGeometry(4, 2, 64, 32)]).layers[0]
+        for name in ("int8", "int4")
+    )
+    assert four.slot_bytes() * 2 == eight.slot_bytes() == 2 * (64 + 32)
+    assert four.shapes(3)["key"] == (3, 2, four.capacity, 32) and four.dtypes()["value"] == np.uint8
+    assert four.extra == SCALES
+
+
 def test_backends_without_it_say_so(
     artifact: Path, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,13 +142,16 @@ def test_backends_without_it_say_so(
     monkeypatch.setattr(native, "library", lambda device="cpu": library)
     monkeypatch.setattr(native, "_has", lambda path, question: False)
     for how in native.implementations(load_manifest(artifact), "cuda").values():
-        assert str(how) == f"function: {library.name} has no kernel for an int8 cache: --set cache.dtype=model"
+        assert str(how) == f"function: {library.name} has no kernel for a cache in int8: --set cache.dtype=model"
 
 
 def test_a_manifest_without_the_scales_is_refused(artifact: Path) -> None:
     raw = json.loads((artifact / "manifest.json").read_text())
     raw["cache"][1]["extra"] = []
-    with pytest.raises(ArtifactError, match=r"cache\.1\.extra should begin with the scales of an int8 cache"):
+    with pytest.raises(ArtifactError, match=r"cache\.1\.extra should begin with the scales of a cache in int8"):
+        parse_manifest(Path("/artifact"), raw)
+    raw["cache"][0] |= {"dtype": "k8v4", "value_size": 7}
+    with pytest.raises(ArtifactError, match=r"cache\.0\.value_size should be even, found 7: a byte holds two numbers"):
         parse_manifest(Path("/artifact"), raw)
 
 
@@ -129,5 +171,7 @@ def test_what_drafts_are_made_with_has_its_scales() -> None:
 
 
 def test_a_type_that_is_none_is_a_mistake_of_the_recipe(tiny_checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match="'model' or 'int8'"):
+    with pytest.raises(ValueError, match="'model', 'int8', 'int4' or 'k8v4'"):
         recipe_of(tiny_checkpoint, dtype="int3")
+    with pytest.raises(ValueError, match="there is no fp8: with a scale for every row int8 has 7 bits of precision"):
+        recipe_of(tiny_checkpoint, dtype="fp8")

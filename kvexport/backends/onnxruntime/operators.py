@@ -82,7 +82,7 @@ def why_small_pages(path: Path) -> str:
 
 
 def has_small_cache(path: Path) -> bool:
-    """Whether the library has kernels for an int8 cache; CUDA's has none."""
+    """Whether the library has kernels for small caches; CUDA's has none."""
     return _has(path, "kvexport_small_cache")
 
 
@@ -120,7 +120,7 @@ def implementations(manifest: Manifest, device: str | None = None) -> dict[str, 
     method = recipe.cache.build_method()
     stored = manifest.cache.layers[0].dtype
     if path and stored in SMALL and not has_small_cache(path):
-        too_much: str | None = f"{path.name} has no kernel for an {stored} cache: --set cache.dtype=model"
+        too_much: str | None = f"{path.name} has no kernel for a cache in {stored}: --set cache.dtype=model"
     else:
         too_much = _why_no_layer(path, manifest.cache, manifest.model.query_heads) if path else None
     found = {}

@@ -119,7 +119,7 @@ def merge_model(plan: CachePlan, method: Method) -> onnx.ModelProto | None:
             kv_heads=layer.kv_heads,
             head_sizes=(layer.key_size, layer.value_size),
             statistics=layer.statistics,
-            dtype=getattr(torch, layer.dtype),
+            cache_type=layer.dtype,
         )
         functions[function.overload] = function
         names = [tensor.past(i) for tensor in layer.state]

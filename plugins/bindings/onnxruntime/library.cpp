@@ -64,17 +64,22 @@ struct LinearKernel : kv::LinearNode {
 
 extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(OrtSessionOptions* options,
                                                                                const OrtApiBase* base) {
+  constexpr auto f32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, f16 = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
+                 i8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, u8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
   return kv::register_operators<kv::VoteAttentionOp<VoteAttentionKernel>, kv::MergeCacheOp<MergeCacheKernel>,
-                                kv::LinearOp<LinearKernel>>(
-      options, base,
-      {{KV_FLOAT32, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT},
-       {KV_FLOAT16, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16},
-       {KV_INT8, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, KV_FLOAT32, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT},
-       {KV_INT8, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, KV_FLOAT16, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16}});
+                                kv::LinearOp<LinearKernel>>(options, base,
+                                                            {{KV_FLOAT32, f32},
+                                                             {KV_FLOAT16, f16},
+                                                             {KV_INT8, i8, i8, KV_FLOAT32, f32},
+                                                             {KV_INT8, i8, i8, KV_FLOAT16, f16},
+                                                             {KV_INT4, u8, u8, KV_FLOAT32, f32},
+                                                             {KV_INT4, u8, u8, KV_FLOAT16, f16},
+                                                             {KV_K8V4, i8, u8, KV_FLOAT32, f32},
+                                                             {KV_K8V4, i8, u8, KV_FLOAT16, f16}});
 }
 
 // What kvexport/backends/onnxruntime/operators.py asks: the operators that the library knows, the instruction set that
-// runs, why weights are not in huge pages ("" where they are), and whether there are kernels for an int8 cache, which
+// runs, why weights are not in huge pages ("" where they are), and whether there are kernels for small caches, which
 // there are where the question is.
 extern "C" __attribute__((visibility("default"))) const char* kvexport_schema() { return kv::kSchema; }
 extern "C" __attribute__((visibility("default"))) const char* kvexport_isa() { return kv_cpu_isa(); }

@@ -18,7 +18,7 @@ struct MergeCacheNode {
     const Shape key = declared_shape(info, 0), score = declared_shape(info, 3);
     node.require(key.size() == 4 && score.size() == 4,
                  "key " + text(key) + " and score " + text(score) + " have four dimensions each");
-    check_sizes(key[3], score[2]);
+    check_sizes(of_numbers(key, numbers_of_key(cache.type))[3], score[2]);
     const char* names[] = {"key", "value", "votes", "score", "position"};
     for (size_t i = 1; i < 5; ++i) {
       Shape expected(i == 1 || i == 3 ? 4 : 3, -1);
@@ -35,14 +35,14 @@ struct MergeCacheNode {
 
   // Tensors that do not fit are refused. The call points to the node's own inverse frequencies.
   KvMergeCache call(const Ort::KernelContext& context) const {
-    const Cache cache(context, 0);
+    const Cache cache(context, 0, attributes.cache_type);
     check_sizes(cache.key_size, cache.statistics);
     KvMergeCache call = attributes;
     cache.sizes(call);
     call.inverse_frequencies = inverse_frequencies.data();
     call.past = cache.inputs(context, 0);
     call.present = cache.outputs(context, 0);
-    if (attributes.cache_type == KV_INT8) cache.scales(context, 5, 5, call);
+    if (is_small(attributes.cache_type)) cache.scales(context, 5, 5, call);
     return call;
   }
 };

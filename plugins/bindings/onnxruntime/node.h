@@ -96,22 +96,33 @@ class Attributes {
   const char* op_;
 };
 
-// A type of cache and of the queries over it, as the kernels and as ONNX Runtime name them. They differ where the cache
-// is small.
+// A type of cache and of the queries over it, as the kernels and as ONNX Runtime name them: of keys, of values, of
+// queries. They differ where the cache is small.
 struct CacheType {
   int type;
-  ONNXTensorElementDataType element;
+  ONNXTensorElementDataType element, value_element;
   int query_type;
   ONNXTensorElementDataType query_element;
 
-  CacheType(int type, ONNXTensorElementDataType element) : CacheType(type, element, type, element) {}
-  CacheType(int type, ONNXTensorElementDataType element, int query_type, ONNXTensorElementDataType query_element)
-      : type(type), element(element), query_type(query_type), query_element(query_element) {}
+  CacheType(int type, ONNXTensorElementDataType element) : CacheType(type, element, element, type, element) {}
+  CacheType(int type, ONNXTensorElementDataType element, ONNXTensorElementDataType value_element, int query_type,
+            ONNXTensorElementDataType query_element)
+      : type(type),
+        element(element),
+        value_element(value_element),
+        query_type(query_type),
+        query_element(query_element) {}
 };
 
+inline bool is_small(int type) { return type == KV_INT8 || type == KV_INT4 || type == KV_K8V4; }
+
+// How many numbers of a key, and of a value, an element of their tensors holds: a byte has two of int4.
+inline int64_t numbers_of_key(int type) { return type == KV_INT4 ? 2 : 1; }
+inline int64_t numbers_of_value(int type) { return type == KV_INT4 || type == KV_K8V4 ? 2 : 1; }
+
 // Types of the state tensors key, value, votes, score, position.
-inline ONNXTensorElementDataType state_type(size_t i, ONNXTensorElementDataType cache) {
-  if (i < 2) return cache;
+inline ONNXTensorElementDataType state_type(size_t i, const CacheType& cache) {
+  if (i < 2) return i == 0 ? cache.element : cache.value_element;
   return i < 4 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT : ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
 }
 
@@ -124,6 +135,12 @@ inline Shape declared_shape(const Ort::ConstKernelInfo& info, size_t input) {
   } catch (const Ort::Exception&) {
     return {};  // an optional input that is left out has no type
   }
+}
+
+// The shape [..., D] of rows where the tensor's is [..., D / in_element].
+inline Shape of_numbers(Shape held, int64_t in_element) {
+  if (!held.empty() && held.back() > 0) held.back() *= in_element;
+  return held;
 }
 
 // Whether the node names a tensor there, instead of leaving it out.
@@ -166,18 +183,20 @@ inline void* output(const Ort::KernelContext& context, size_t i, const Shape& sh
 // The dimensions of a cache and the state tensors of a node, from input and output number `first`.
 struct Cache {
   int64_t batch, heads, capacity, key_size, value_size, statistics;
+  int type;
 
-  Cache(const Ort::KernelContext& context, size_t first) {
+  Cache(const Ort::KernelContext& context, size_t first, int type) : type(type) {
     const Shape key = context.GetInput(first).GetTensorTypeAndShapeInfo().GetShape();
     const Shape value = context.GetInput(first + 1).GetTensorTypeAndShapeInfo().GetShape();
     const Shape score = context.GetInput(first + 3).GetTensorTypeAndShapeInfo().GetShape();
     require(key.size() == 4 && value.size() == 4 && score.size() == 4, "key, value and score have four dimensions");
-    batch = key[0], heads = key[1], capacity = key[2], key_size = key[3], value_size = value[3], statistics = score[2];
+    batch = key[0], heads = key[1], capacity = key[2], statistics = score[2];
+    key_size = key[3] * numbers_of_key(type), value_size = value[3] * numbers_of_value(type);
   }
 
   Shape shape(size_t i) const {
-    if (i == 0) return {batch, heads, capacity, key_size};
-    if (i == 1) return {batch, heads, capacity, value_size};
+    if (i == 0) return {batch, heads, capacity, key_size / numbers_of_key(type)};
+    if (i == 1) return {batch, heads, capacity, value_size / numbers_of_value(type)};
     if (i == 3) return {batch, heads, statistics, capacity};
     return {batch, heads, capacity};
   }
@@ -216,11 +235,11 @@ struct Cache {
 
 // Scales are there where the cache is small, and only there.
 inline void check_scales(const Ort::ConstKernelInfo& info, const Attributes& node, int type, size_t in, size_t out) {
-  const bool small = type == KV_INT8;
+  const bool small = is_small(type);
   for (size_t i = 0; i < 2; ++i)
     node.require((in + i < info.GetInputCount() && has_input(info, in + i)) == small &&
                      (out + i < info.GetOutputCount() && has_output(info, out + i)) == small,
-                 small ? "an int8 cache has key_scale and value_scale" : "only an int8 cache has scales");
+                 small ? "a small cache has key_scale and value_scale" : "only a small cache has scales");
 }
 
 }  // namespace kv

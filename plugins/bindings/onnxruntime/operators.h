@@ -39,7 +39,7 @@ struct VoteAttentionOp : Operator<VoteAttentionOp<TKernel>, TKernel> {
   size_t GetOutputTypeCount() const { return 8; }
   ONNXTensorElementDataType GetOutputType(size_t i) const {
     if (i >= 6) return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
-    return i == 0 ? cache.query_element : state_type(i - 1, cache.element);
+    return i == 0 ? cache.query_element : state_type(i - 1, cache);
   }
   OrtCustomOpInputOutputCharacteristic GetOutputCharacteristic(size_t i) const {
     return i >= 6 ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
@@ -56,7 +56,7 @@ struct MergeCacheOp : Operator<MergeCacheOp<TKernel>, TKernel> {
   const char* GetName() const { return "MergeCache"; }
   size_t GetInputTypeCount() const { return 7; }
   ONNXTensorElementDataType GetInputType(size_t i) const {
-    return i < 5 ? state_type(i, cache.element) : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+    return i < 5 ? state_type(i, cache) : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
   }
   OrtCustomOpInputOutputCharacteristic GetInputCharacteristic(size_t i) const {
     return i < 5 ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;

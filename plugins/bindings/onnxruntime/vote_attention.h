@@ -9,7 +9,7 @@ namespace kv {
 inline ONNXTensorElementDataType vote_attention_input_type(size_t i, const CacheType& cache) {
   if (i < 3) return cache.query_element;
   if (i < 5) return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
-  return i < 10 ? state_type(i - 5, cache.element) : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+  return i < 10 ? state_type(i - 5, cache) : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
 }
 
 struct VoteAttentionNode {
@@ -20,17 +20,22 @@ struct VoteAttentionNode {
     attributes.query_type = cache.query_type, attributes.cache_type = cache.type;
     read_vote_attention(node, attributes);
     check_scales(info, node, cache.type, 11, 6);
-    check_shapes(declared_shape(info, 0), declared_shape(info, 5), declared_shape(info, 8));
+    check_shapes(declared_shape(info, 0), of_numbers(declared_shape(info, 5), numbers_of_key(cache.type)),
+                 declared_shape(info, 8));
     check_declared_shapes(info, node);
   }
 
   void check_declared_shapes(const Ort::ConstKernelInfo& info, const Attributes& node) const {
-    const Shape query = declared_shape(info, 0), key = declared_shape(info, 5), value = declared_shape(info, 6);
+    const int64_t in_key = numbers_of_key(attributes.cache_type), in_value = numbers_of_value(attributes.cache_type);
+    const Shape query = declared_shape(info, 0), key = of_numbers(declared_shape(info, 5), in_key),
+                value = of_numbers(declared_shape(info, 6), in_value);
     KvVoteAttention known = attributes;
     known.batch = known.tokens = known.capacity = -1;
     known.query_heads = static_cast<int>(query[1]), known.heads = static_cast<int>(key[1]);
     known.key_size = static_cast<int>(key[3]), known.value_size = value.size() == 4 ? static_cast<int>(value[3]) : -1;
-    const std::vector<Input> expected = inputs_of(known);
+    std::vector<Input> expected = inputs_of(known);
+    if (known.key_size > 0) expected[5].shape[3] = known.key_size / in_key;
+    if (known.value_size > 0) expected[6].shape[3] = known.value_size / in_value;
     for (size_t i = 0; i < expected.size(); ++i) check_declared(info, node, i, expected[i].name, expected[i].shape);
   }
 
@@ -56,9 +61,9 @@ struct VoteAttentionNode {
 
   // Tensors that do not fit are refused.
   KvVoteAttention call(const Ort::KernelContext& context) const {
-    const Cache cache(context, 5);
+    const Cache cache(context, 5, attributes.cache_type);
     const Shape query = context.GetInput(0).GetTensorTypeAndShapeInfo().GetShape();
-    check_shapes(query, cache.shape(0), cache.shape(3));
+    check_shapes(query, {cache.batch, cache.heads, cache.capacity, cache.key_size}, cache.shape(3));
     const int64_t heads = query[1], tokens = query[2];
     KvVoteAttention call = attributes;
     cache.sizes(call);
@@ -73,7 +78,7 @@ struct VoteAttentionNode {
     call.past = cache.inputs(context, 5);
     call.output = output(context, 0, {cache.batch, heads, tokens, cache.value_size});
     call.present = cache.outputs(context, 1);
-    if (attributes.cache_type == KV_INT8) cache.scales(context, 11, 6, call);
+    if (is_small(attributes.cache_type)) cache.scales(context, 11, 6, call);
     return call;
   }
 };

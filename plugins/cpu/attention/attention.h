@@ -21,11 +21,11 @@ struct Partials {
   float* of(size_t task) const { return data.get() + task * stride; }
 };
 
-// T: of the cache, and of the call's new keys and values. Those of a small cache come with `new_scales`, and its query
-// and output are float32 and rotated (small.h).
-template <class T>
+// K, V: of the keys and values of the cache, and of the call's new ones. Those of a small cache come with `new_scales`,
+// and its query and output are float32 and rotated (small.h).
+template <class K, class V>
 struct Attention {
-  using Query = Wide<T>;
+  using Query = Wide<K>;
   const KvVoteAttention& a;
   int group, splits;
   Partials partials;
@@ -41,8 +41,10 @@ struct Attention {
   // One KV head of one sequence.
   struct Head {
     int b, h, used, n;
-    const T *past_key, *past_value, *key, *value;
-    T *present_key, *present_value;
+    const K *past_key, *key;
+    const V *past_value, *value;
+    K* present_key;
+    V* present_value;
     const float *past_votes, *past_score;
     float *votes, *score;
     const int32_t* past_position;
@@ -64,16 +66,16 @@ struct Attention {
     x.past_votes = a.past.votes + index * c;
     x.past_position = a.past.position + index * c;
     x.past_score = a.past.score + index * k * c;
-    x.past_key = static_cast<const T*>(a.past.key) + index * c * d;
-    x.past_value = static_cast<const T*>(a.past.value) + index * c * dv;
+    x.past_key = at(static_cast<const K*>(a.past.key), index * c * d);
+    x.past_value = at(static_cast<const V*>(a.past.value), index * c * dv);
     x.votes = a.present.votes + index * c;
     x.position = a.present.position + index * c;
     x.score = a.present.score + index * k * c;
-    x.present_key = static_cast<T*>(a.present.key) + index * c * d;
-    x.present_value = static_cast<T*>(a.present.value) + index * c * dv;
-    x.key = static_cast<const T*>(a.key) + index * t * d;
-    x.value = static_cast<const T*>(a.value) + index * t * dv;
-    if constexpr (kSmall<T>) {
+    x.present_key = at(static_cast<K*>(a.present.key), index * c * d);
+    x.present_value = at(static_cast<V*>(a.present.value), index * c * dv);
+    x.key = at(static_cast<const K*>(a.key), index * t * d);
+    x.value = at(static_cast<const V*>(a.value), index * t * dv);
+    if constexpr (kSmall<K>) {
       x.key_scale = {a.past_scales.key + index * c, new_scales.key + index * t, a.present_scales.key + index * c};
       x.value_scale = {a.past_scales.value + index * c, new_scales.value + index * t,
                        a.present_scales.value + index * c};
@@ -99,24 +101,24 @@ struct Attention {
   // Appends the new tokens; copies the tensors that are not bound in place.
   void append(const Head& x) const {
     const size_t c = a.capacity, d = a.key_size, dv = a.value_size;
-    if (x.present_key != x.past_key) memcpy(x.present_key, x.past_key, x.used * d * sizeof(T));
-    if (x.present_value != x.past_value) memcpy(x.present_value, x.past_value, x.used * dv * sizeof(T));
+    if (x.present_key != x.past_key) memcpy(x.present_key, x.past_key, bytes_of<K>(x.used * d));
+    if (x.present_value != x.past_value) memcpy(x.present_value, x.past_value, bytes_of<V>(x.used * dv));
     if (x.votes != x.past_votes) memcpy(x.votes, x.past_votes, x.used * sizeof(float));
     if (x.position != x.past_position) memcpy(x.position, x.past_position, x.used * sizeof(int32_t));
-    memcpy(x.present_key + x.used * d, x.key, x.n * d * sizeof(T));
-    memcpy(x.present_value + x.used * dv, x.value, x.n * dv * sizeof(T));
+    memcpy(at(x.present_key, x.used * d), x.key, bytes_of<K>(x.n * d));
+    memcpy(at(x.present_value, x.used * dv), x.value, bytes_of<V>(x.n * dv));
     for (int i = 0; i < x.n; ++i) {
       x.votes[x.used + i] = 1.0f;
       x.position[x.used + i] = static_cast<int32_t>(x.first + i);
     }
     const size_t rest = c - x.end();
     if (x.present_key != x.past_key)
-      memcpy(x.present_key + x.end() * d, x.past_key + x.end() * d, rest * d * sizeof(T));
+      memcpy(at(x.present_key, x.end() * d), at(x.past_key, x.end() * d), bytes_of<K>(rest * d));
     if (x.present_value != x.past_value)
-      memcpy(x.present_value + x.end() * dv, x.past_value + x.end() * dv, rest * dv * sizeof(T));
+      memcpy(at(x.present_value, x.end() * dv), at(x.past_value, x.end() * dv), bytes_of<V>(rest * dv));
     if (x.votes != x.past_votes) memcpy(x.votes + x.end(), x.past_votes + x.end(), rest * sizeof(float));
     if (x.position != x.past_position) memcpy(x.position + x.end(), x.past_position + x.end(), rest * sizeof(int32_t));
-    if constexpr (kSmall<T>) {
+    if constexpr (kSmall<K>) {
       append_scales(x, x.key_scale);
       append_scales(x, x.value_scale);
     }
@@ -136,13 +138,13 @@ struct Attention {
     for (int c = from; c < to; ++c) out[c - from] = c < x.used ? scale.past[c] : scale.added[c - x.used];
   }
 
-  const T* key_row(const Head& x, int slot) const {
-    return slot < x.used ? x.past_key + static_cast<size_t>(slot) * a.key_size
-                         : x.key + static_cast<size_t>(slot - x.used) * a.key_size;
+  const K* key_row(const Head& x, int slot) const {
+    return slot < x.used ? at(x.past_key, static_cast<size_t>(slot) * a.key_size)
+                         : at(x.key, static_cast<size_t>(slot - x.used) * a.key_size);
   }
-  const T* value_row(const Head& x, int slot) const {
-    return slot < x.used ? x.past_value + static_cast<size_t>(slot) * a.value_size
-                         : x.value + static_cast<size_t>(slot - x.used) * a.value_size;
+  const V* value_row(const Head& x, int slot) const {
+    return slot < x.used ? at(x.past_value, static_cast<size_t>(slot) * a.value_size)
+                         : at(x.value, static_cast<size_t>(slot - x.used) * a.value_size);
   }
   int64_t slot_position(const Head& x, int slot) const {
     return slot < x.used ? x.past_position[slot] : x.first + (slot - x.used);

@@ -30,9 +30,9 @@ inline bool few_rows(const KvVoteAttention& a) {
   return a.tokens * (a.query_heads / a.heads) <= kFewRows;
 }
 
-template <class T>
-struct Decode : Attention<T> {
-  using Base = Attention<T>;
+template <class K, class V>
+struct Decode : Attention<K, V> {
+  using Base = Attention<K, V>;
   using Base::a, Base::group, Base::splits, Base::partials;
   using Base::head, Base::key_row, Base::value_row, Base::slot_position, Base::bias, Base::capped, Base::write_output;
   using typename Base::Head;
@@ -53,7 +53,7 @@ struct Decode : Attention<T> {
               float* product) const {
     const int d = a.key_size, dv = a.value_size, all = rows_of(x);
     static thread_local Scratch<float> scratch;
-    const size_t count = to - from, scaled = kSmall<T> ? static_cast<size_t>(all) * a.capacity + 2 * count : 0;
+    const size_t count = to - from, scaled = kSmall<K> ? static_cast<size_t>(all) * a.capacity + 2 * count : 0;
     float *query = scratch.reserve(static_cast<size_t>(all) * d + count + W + scaled), *slot_bias = query + all * d;
     float *key_scale = slot_bias + count + W, *value_scale = key_scale + count, *factors = value_scale + count;
     for (int g = 0; g < all; ++g) {
@@ -67,7 +67,7 @@ struct Decode : Attention<T> {
                                              g == 0);
       });
     });
-    if constexpr (kSmall<T>) {
+    if constexpr (kSmall<K>) {
       this->scales_of(x, x.key_scale, from, to, key_scale);
       this->scales_of(x, x.value_scale, from, to, value_scale);
       scale_rows(logits, key_scale, all, from, to, logits);
@@ -102,8 +102,8 @@ struct Decode : Attention<T> {
       row_sum[g] = sum(sum_v) + rest;
     }
     for (int i = 0; i < all * dv; ++i) product[i] = 0.0f;
-    if constexpr (kSmall<T>) scale_rows(weights, value_scale, all, from, to, factors);
-    const float* const of_values = kSmall<T> ? factors : weights;
+    if constexpr (kSmall<K>) scale_rows(weights, value_scale, all, from, to, factors);
+    const float* const of_values = kSmall<K> ? factors : weights;
     for_each_block(from, to, [&](int c, int end) {
       for_each_rows(all, [&](auto rows, int g) {
         decode_product<decltype(rows)::value>(x, c, end, of_values + static_cast<size_t>(g) * a.capacity,
@@ -148,9 +148,10 @@ struct Decode : Attention<T> {
   // What comes 12 KB after `count` elements from `row` on, into the second cache: the machine's own prefetching stops
   // at the end of a page, and reads and arithmetic would take turns (71 % of the bandwidth instead of 90 % on an EPYC
   // 9004).
+  template <class T>
   static void prefetch(const T* row, int count) {
     const char* ahead = reinterpret_cast<const char*>(row) + kAhead;
-    for (size_t i = 0; i < count * sizeof(T); i += 64) __builtin_prefetch(ahead + i, 0, 2);
+    for (size_t i = 0; i < bytes_of<T>(count); i += 64) __builtin_prefetch(ahead + i, 0, 2);
   }
 
   // Logits of R rows; S slots at a time, so that their R S sums over lanes are one reduction. first: no other rows have
@@ -161,13 +162,13 @@ struct Decode : Attention<T> {
     const int d = a.key_size, whole = d / W * W;
     int c = from;
     for (; c + S <= to; c += S) {
-      const T* row[S];
+      const K* row[S];
       for (int s = 0; s < S; ++s) row[s] = key_row(x, c + s);
       if (first) prefetch(row[0], S * d);
       vf dots[R * S] = {};
       for (int i = 0; i < whole; i += W) {
         vf key[S];
-        for (int s = 0; s < S; ++s) key[s] = load(row[s] + i);
+        for (int s = 0; s < S; ++s) key[s] = load(at(row[s], i));
         for (int r = 0; r < R; ++r) {
           const vf q = load(query + r * d + i);
           for (int s = 0; s < S; ++s) dots[r * S + s] += q * key[s];
@@ -178,7 +179,7 @@ struct Decode : Attention<T> {
       for (int r = 0; r < R; ++r)
         for (int s = 0; s < S; ++s) {
           float rest = 0.0f;
-          for (int i = whole; i < d; ++i) rest += static_cast<float>(row[s][i]) * query[r * d + i];
+          for (int i = whole; i < d; ++i) rest += element(row[s], i) * query[r * d + i];
           logits[static_cast<size_t>(r) * a.capacity + c + s] = out[r * S + s] + rest;
         }
     }
@@ -198,7 +199,7 @@ struct Decode : Attention<T> {
       for (int r = 0; r < R; ++r) {
         float dots = 0.0f;
         for (int c = from; c < to; ++c)
-          dots += weights[static_cast<size_t>(r) * a.capacity + c] * static_cast<float>(value_row(x, c)[i]);
+          dots += weights[static_cast<size_t>(r) * a.capacity + c] * element(value_row(x, c), i);
         out[r * dv + i] += dots;
       }
   }
@@ -207,10 +208,10 @@ struct Decode : Attention<T> {
   void decode_columns(const Head& x, int from, int to, const float* weights, float* out, int column, bool first) const {
     vf dots[R][N] = {};  // of this block alone: a running sum over all of them would gather rounding errors
     for (int c = from; c < to; ++c) {
-      const T* row = value_row(x, c) + column;
+      const V* row = at(value_row(x, c), column);
       if (first) prefetch(row, N * W);
       vf value[N];
-      for (int j = 0; j < N; ++j) value[j] = load(row + j * W);
+      for (int j = 0; j < N; ++j) value[j] = load(at(row, j * W));
       for (int r = 0; r < R; ++r) {
         const float weight = weights[static_cast<size_t>(r) * a.capacity + c];
         for (int j = 0; j < N; ++j) dots[r][j] += weight * value[j];

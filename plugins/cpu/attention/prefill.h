@@ -20,9 +20,9 @@ namespace {
 
 constexpr float kFar = 40.0f;  // weights above exp(-40) are far from the smallest number, and so are their sums
 
-template <class T>
-struct Prefill : PrefillScores<T> {
-  using Base = PrefillScores<T>;
+template <class K, class V>
+struct Prefill : PrefillScores<K, V> {
+  using Base = PrefillScores<K, V>;
   using Base::a, Base::group, Base::splits, Base::partials;
   using Base::head, Base::key_row, Base::value_row, Base::slot_position, Base::bias, Base::capped, Base::write_output,
       Base::combine_splits;
@@ -46,7 +46,7 @@ struct Prefill : PrefillScores<T> {
     const int d = a.key_size, dv = a.value_size, dvp = padded_value_size();
     static thread_local Scratch<float> scratch;
     float *rows = scratch.reserve(W * d + 2 * kBlock), *key_scale = rows + W * d, *value_scale = key_scale + kBlock;
-    if constexpr (kSmall<T>) {
+    if constexpr (kSmall<K>) {
       this->scales_of(x, x.key_scale, block.from, block.from + block.count, key_scale);
       this->scales_of(x, x.value_scale, block.from, block.from + block.count, value_scale);
       for (int c = block.count; c < kBlock; ++c) key_scale[c] = 0.0f;
@@ -59,13 +59,13 @@ struct Prefill : PrefillScores<T> {
         else
           memset(rows + j * d, 0, d * sizeof(float));
       }
-      pack_columns(rows, d, kSmall<T> ? load(key_scale + c) : splat(1.0f), block.key + c);
+      pack_columns(rows, d, kSmall<K> ? load(key_scale + c) : splat(1.0f), block.key + c);
     }
     for (int c = 0; c < kBlock; ++c) {
       const int slot = block.from + c;
       block.position[c] = INT32_MAX;  // later than any query
       if (c >= block.count) continue;
-      if constexpr (kSmall<T>)
+      if constexpr (kSmall<K>)
         dequantize(value_row(x, slot), value_scale[c], dv, block.value + c * dvp);
       else
         widen(value_row(x, slot), block.value + c * dvp, dv);

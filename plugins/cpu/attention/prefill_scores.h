@@ -14,9 +14,9 @@ namespace kv {
 namespace KV_ISA {
 namespace {
 
-template <class T>
-struct PrefillScores : Attention<T> {
-  using Base = Attention<T>;
+template <class K, class V>
+struct PrefillScores : Attention<K, V> {
+  using Base = Attention<K, V>;
   using Base::a, Base::splits, Base::slot_position;
   using Base::Base;
   using typename Base::Head;

@@ -1,4 +1,4 @@
-// VoteAttention over an int8 cache: what its kernels are given, and what becomes of their output.
+// VoteAttention over a small cache: what its kernels are given, and what becomes of their output.
 //
 //   prepare: query = hadamard(query); new keys and values = quantize(hadamard(row)), with their scales
 //   decode.h, prefill.h: rotated queries over rotated keys and values
@@ -13,7 +13,7 @@ namespace kv {
 namespace KV_ISA {
 namespace {
 
-template <class Q>
+template <class Q, class K, class V>
 struct SmallCall {
   const KvVoteAttention& a;
   KvVoteAttention inner;
@@ -22,18 +22,19 @@ struct SmallCall {
   // Memory of the calling thread.
   struct Rows {
     Scratch<float> query, output, scales;
-    Scratch<int8_t> numbers;
+    Scratch<char> numbers;
   };
 
   SmallCall(const KvVoteAttention& call, Rows& rows) : a(call), inner(call) {
     const size_t queries = static_cast<size_t>(a.batch) * a.query_heads * a.tokens,
                  tokens = static_cast<size_t>(a.batch) * a.heads * a.tokens;
-    int8_t* numbers = rows.numbers.reserve(tokens * (a.key_size + a.value_size));
+    const size_t keys = bytes_of<K>(tokens * a.key_size);
+    char* numbers = rows.numbers.reserve(keys + bytes_of<V>(tokens * a.value_size));
     float* scales = rows.scales.reserve(2 * tokens);
     new_scales = {scales, scales + tokens};
     inner.query = rows.query.reserve(queries * a.key_size);
     inner.output = rows.output.reserve(queries * a.value_size);
-    inner.key = numbers, inner.value = numbers + tokens * a.key_size;
+    inner.key = numbers, inner.value = numbers + keys;
   }
 
   void prepare(size_t index) const {
@@ -49,17 +50,18 @@ struct SmallCall {
       }
     for (int t = 0; t < n; ++t) {
       const size_t row = index * a.tokens + t;
-      append(a.key, inner.key, row, a.key_size, new_scales.key);
-      append(a.value, inner.value, row, a.value_size, new_scales.value);
+      append<K>(a.key, inner.key, row, a.key_size, new_scales.key);
+      append<V>(a.value, inner.value, row, a.value_size, new_scales.value);
     }
   }
 
+  template <class T>
   void append(const void* from, const void* to, size_t row, int size, float* scale) const {
     static thread_local Scratch<float> scratch;
     float* const wide = scratch.reserve(size);
     widen(static_cast<const Q*>(from) + row * size, wide, size);
     hadamard(wide, size);
-    scale[row] = quantize(wide, size, static_cast<int8_t*>(const_cast<void*>(to)) + row * size);
+    scale[row] = quantize(wide, size, at(static_cast<T*>(const_cast<void*>(to)), row * size));
   }
 
   void finish(size_t index) const {
@@ -83,15 +85,16 @@ struct SmallCall {
   }
 };
 
-template <template <class> class Call, class Q>
+template <template <class, class> class Call, class Q, class K, class V>
 void run_small(const KvVoteAttention& a, int splits, KvRunner runner) {
-  static thread_local typename SmallCall<Q>::Rows rows;
-  SmallCall<Q> small(a, rows);
-  small.template each<&SmallCall<Q>::prepare>(runner);
-  Call<int8_t> call(small.inner, splits);
+  using Small = SmallCall<Q, K, V>;
+  static thread_local typename Small::Rows rows;
+  Small small(a, rows);
+  small.template each<&Small::prepare>(runner);
+  Call<K, V> call(small.inner, splits);
   call.new_scales = small.new_scales;
   call.run(call, runner);
-  small.template each<&SmallCall<Q>::finish>(runner);
+  small.template each<&Small::finish>(runner);
 }
 
 }  // namespace

@@ -15,15 +15,27 @@ int splits_of(const KvVoteAttention& a, bool decode) {
   return max_of(1, min_of(wanted, worth));
 }
 
-template <template <class> class Call>
+template <template <class, class> class Call, class K, class V>
+void run_small(const KvVoteAttention& a, int splits, KvRunner runner) {
+  if (a.query_type == KV_FLOAT16)
+    run_small<Call, half, K, V>(a, splits, runner);
+  else
+    run_small<Call, float, K, V>(a, splits, runner);
+}
+
+template <template <class, class> class Call>
 void run(const KvVoteAttention& a, int splits, KvRunner runner) {
   if (a.cache_type == KV_INT8) {
-    a.query_type == KV_FLOAT16 ? run_small<Call, half>(a, splits, runner) : run_small<Call, float>(a, splits, runner);
+    run_small<Call, int8_t, int8_t>(a, splits, runner);
+  } else if (a.cache_type == KV_INT4) {
+    run_small<Call, int4, int4>(a, splits, runner);
+  } else if (a.cache_type == KV_K8V4) {
+    run_small<Call, int8_t, int4>(a, splits, runner);
   } else if (a.cache_type == KV_FLOAT16) {
-    Call<half> call(a, splits);
+    Call<half, half> call(a, splits);
     call.run(call, runner);
   } else {
-    Call<float> call(a, splits);
+    Call<float, float> call(a, splits);
     call.run(call, runner);
   }
 }

@@ -5,12 +5,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #if defined(__F16C__) || defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
+#include "../../abi/kvexport.h"
 #include "../../math/statistic.h"
 
 namespace kv {
@@ -25,6 +27,36 @@ using half = __fp16;  // GCC before 13 has no _Float16 there
 using half = _Float16;
 #endif
 typedef half vh __attribute__((vector_size(W * 2)));
+
+// Two numbers of an int4 cache, each a code that stands for an int8 number; the first in the low half.
+struct int4 {
+  uint8_t two;
+};
+alignas(16) constexpr int8_t kInt4[16] = {KV_INT4_NUMBERS};
+#if defined(__AVX512F__)
+alignas(64) constexpr float kInt4Floats[16] = {KV_INT4_NUMBERS};
+#endif
+
+// Where element `i` of a row lies, and how many bytes `count` elements take; both are even for int4.
+template <class T>
+static inline T* at(T* row, size_t i) {
+  return row + i;
+}
+static inline int4* at(int4* row, size_t i) { return row + i / 2; }
+static inline const int4* at(const int4* row, size_t i) { return row + i / 2; }
+template <class T>
+constexpr size_t bytes_of(size_t count) {
+  return std::is_same<T, int4>::value ? count / 2 : count * sizeof(T);
+}
+
+// One element of a row.
+template <class T>
+static inline float element(const T* row, size_t i) {
+  return static_cast<float>(row[i]);
+}
+static inline float element(const int4* row, size_t i) {
+  return kInt4[i % 2 ? row[i / 2].two >> 4 : row[i / 2].two & 15];
+}
 
 static inline vf splat(float x) { return x - vf{}; }
 static inline vi splat_i(int32_t x) { return x - vi{}; }
@@ -69,6 +101,30 @@ static inline vf load(const int8_t* p) {
   vb v;
   memcpy(&v, p, sizeof v);
   return __builtin_convertvector(v, vf);
+#endif
+}
+
+#if defined(__AVX2__)
+// The codes of the bytes in the low half, each in a byte of its own.
+static inline __m128i codes_of(__m128i bytes) {
+  const __m128i words = _mm_cvtepu8_epi16(bytes);
+  return _mm_and_si128(_mm_or_si128(words, _mm_slli_epi16(words, 4)), _mm_set1_epi8(15));
+}
+#endif
+
+static inline vf load(const int4* p) {
+#if defined(__AVX512F__)
+  const __m128i codes = codes_of(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  return (vf)_mm512_permutexvar_ps(_mm512_cvtepu8_epi32(codes), _mm512_load_ps(kInt4Floats));
+#elif defined(__AVX2__)
+  int32_t bytes;
+  memcpy(&bytes, p, sizeof bytes);
+  const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(kInt4));
+  return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_shuffle_epi8(table, codes_of(_mm_cvtsi32_si128(bytes)))));
+#else
+  vf v;
+  for (int i = 0; i < W; ++i) v[i] = element(p, i);
+  return v;
 #endif
 }
 
@@ -214,9 +270,9 @@ template <class T>
 static inline float dot(const T* a, const float* b, int size) {
   vf lanes{};
   int i = 0;
-  for (; i + W <= size; i += W) lanes += load(a + i) * load(b + i);
+  for (; i + W <= size; i += W) lanes += load(at(a, i)) * load(b + i);
   float rest = 0.0f;
-  for (; i < size; ++i) rest += static_cast<float>(a[i]) * b[i];
+  for (; i < size; ++i) rest += element(a, i) * b[i];
   return sum(lanes) + rest;
 }
 
@@ -224,8 +280,8 @@ static inline float dot(const T* a, const float* b, int size) {
 template <class T>
 static inline void widen(const T* from, float* to, int size) {
   int i = 0;
-  for (; i + W <= size; i += W) store(to + i, load(from + i));
-  for (; i < size; ++i) to[i] = static_cast<float>(from[i]);
+  for (; i + W <= size; i += W) store(to + i, load(at(from, i)));
+  for (; i < size; ++i) to[i] = element(from, i);
 }
 
 // A row of float32 in the cache's type.

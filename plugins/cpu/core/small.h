@@ -1,9 +1,10 @@
-// Rows of an int8 cache (docs/contract.md, "A small cache"); their meaning is kvexport/ops/small_cache.py, whose bits
+// Rows of a small cache (docs/contract.md, "A small cache"); their meaning is kvexport/ops/small_cache.py, whose bits
 // these are:
 //
 //   hadamard: for half = 1, 2, 4 .. of the largest power of two that divides the size: (a, b) = (b + a, a - b);
 //             then times 1 / sqrt of that power
-//   quantize: scale = bfloat16(max |x| / 127), 0 below 1e-30; number = round(x / scale)
+//   quantize: scale = bfloat16(max |x| / 127), 0 below 1e-30; number = round(x / scale); of int4 the code of the
+//             nearest of its sixteen
 #pragma once
 
 #include <cmath>
@@ -15,7 +16,7 @@ namespace kv {
 namespace KV_ISA {
 
 template <class T>
-constexpr bool kSmall = std::is_same<T, int8_t>::value;
+constexpr bool kSmall = std::is_same<T, int8_t>::value || std::is_same<T, int4>::value;
 // What a row of a cache of type T is computed with: a small cache's are float32 by then.
 template <class T>
 using Wide = typename std::conditional<kSmall<T>, float, T>::type;
@@ -34,8 +35,25 @@ static inline void hadamard(float* row, int size) {
   for (int i = 0; i < size; ++i) row[i] *= factor;
 }
 
-// Returns the scale; NaN where a number of the row is.
-static inline float quantize(const float* row, int size, int8_t* to) {
+// Of every int8 number from -128 the code of the nearest of int4's, of two as near of the one nearer to 0.
+struct Codes {
+  uint8_t of[256] = {};
+  constexpr Codes() {
+    for (int number = -128; number < 128; ++number)
+      for (int code = 1; code < 16; ++code) {
+        uint8_t& best = of[number + 128];
+        const int off = distance(kInt4[code], number), least = distance(kInt4[best], number);
+        if (off < least || (off == least && distance(kInt4[code], 0) < distance(kInt4[best], 0)))
+          best = static_cast<uint8_t>(code);
+      }
+  }
+  static constexpr int distance(int a, int b) { return a < b ? b - a : a - b; }
+};
+constexpr Codes kCodes;
+
+// Hands the row's numbers to put(i, number) in their order, and returns the scale; NaN where a number of the row is.
+template <class Put>
+static inline float quantize_into(const float* row, int size, Put put) {
   float largest = 0.0f;
   bool is_nan = false;
   for (int i = 0; i < size; ++i) {
@@ -54,15 +72,26 @@ static inline float quantize(const float* row, int size, int8_t* to) {
     float x = row[i] / divisor;
     x = x < 127.0f ? x : 127.0f;
     x = x > -127.0f ? x : -127.0f;
-    to[i] = static_cast<int8_t>(static_cast<int>(x + 12582912.0f - 12582912.0f));  // rounds ties to even
+    put(i, static_cast<int>(x + 12582912.0f - 12582912.0f));  // rounds ties to even
   }
   return is_nan ? NAN : scale;
 }
 
-static inline void dequantize(const int8_t* from, float scale, int size, float* to) {
+static inline float quantize(const float* row, int size, int8_t* to) {
+  return quantize_into(row, size, [to](int i, int number) { to[i] = static_cast<int8_t>(number); });
+}
+static inline float quantize(const float* row, int size, int4* to) {
+  return quantize_into(row, size, [to](int i, int number) {
+    const int code = kCodes.of[number + 128], low = to[i / 2].two & 15;
+    to[i / 2].two = static_cast<uint8_t>(i % 2 ? code << 4 | low : code);
+  });
+}
+
+template <class T>
+static inline void dequantize(const T* from, float scale, int size, float* to) {
   int i = 0;
-  for (; i + W <= size; i += W) store(to + i, load(from + i) * scale);
-  for (; i < size; ++i) to[i] = static_cast<float>(from[i]) * scale;
+  for (; i + W <= size; i += W) store(to + i, load(at(from, i)) * scale);
+  for (; i < size; ++i) to[i] = element(from, i) * scale;
 }
 
 }  // namespace KV_ISA

@@ -16,9 +16,9 @@ namespace kv {
 namespace KV_ISA {
 namespace {
 
-template <class T>
-struct Merge : Select<T> {
-  using Base = Select<T>;
+template <class K, class V>
+struct Merge : Select<K, V> {
+  using Base = Select<K, V>;
   using Base::a, Base::p;
   using Base::Base, Base::key_row, Base::value_row, Base::score_of, Base::is_older;
   using typename Base::Head;
@@ -30,7 +30,7 @@ struct Merge : Select<T> {
     this->collect(x, w);
     x.over = a.compresses ? max_of(x.used - a.budget, 0) : 0;
     if (x.over > 0) {
-      if constexpr (kSmall<T>)
+      if constexpr (kSmall<K>)
         if (p.merge != KV_MERGE_DROP) this->widen_all(x, w);
       this->weigh(x, w);
       this->choose(x, w);
@@ -72,7 +72,7 @@ struct Merge : Select<T> {
       int latest = 0;  // of the members, which are numbered in order of position
       for (int j = 0; j < count; ++j) latest = max_of(latest, members[j]);
       const float votes = merge_set(x, w, members, count, key, key + a.key_size);
-      if (kSmall<T> && a.rotary_planes) hadamard(key, a.key_size);
+      if (kSmall<K> && a.rotary_planes) hadamard(key, a.key_size);
       rest[0] = votes < p.votes_max ? votes : p.votes_max;
       memcpy(&rest[1], &latest, sizeof latest);
       for (int k = 0; k < a.statistics; ++k)
@@ -248,7 +248,7 @@ struct Merge : Select<T> {
     // In place, slots after the used ones are left alone.
     clear(x.out_key, x.key, d, kept, x.in_all);
     clear(x.out_value, x.value, dv, kept, x.in_all);
-    if constexpr (kSmall<T>) {
+    if constexpr (kSmall<K>) {
       clear(x.out_key_scale, x.key_scale, 1, kept, x.in_all);
       clear(x.out_value_scale, x.value_scale, 1, kept, x.in_all);
     }
@@ -270,28 +270,30 @@ struct Merge : Select<T> {
         cosine[f] = std::cos(angle), sine[f] = std::sin(angle);
       }
       steps = turned_by;
-      T* at = x.out_key + static_cast<size_t>(i) * d;
-      read_row(at, kSmall<T> ? x.out_key_scale[i] : 1.0f, d, row);
-      if (kSmall<T>) hadamard(row, d);
+      K* key = at(x.out_key, static_cast<size_t>(i) * d);
+      read_row(key, kSmall<K> ? x.out_key_scale[i] : 1.0f, d, row);
+      if (kSmall<K>) hadamard(row, d);
       for (int f = 0; f < planes; ++f) turn(cosine[f], sine[f], &row[first_of(f)], &row[second_of(f)]);
-      if (kSmall<T>) hadamard(row, d);
-      write_row(row, d, at, x.out_key_scale + i);
+      if (kSmall<K>) hadamard(row, d);
+      write_row(row, d, key, x.out_key_scale + i);
     }
   }
 
   template <class U>
   void clear(U* out, const U* in, size_t width, int from, int used) const {
     const int to = out == in ? used : a.capacity;
-    if (to > from) memset(static_cast<void*>(out + from * width), 0, (to - from) * width * sizeof(U));
+    if (to > from) memset(static_cast<void*>(at(out, from * width)), 0, bytes_of<U>((to - from) * width));
   }
 
   // A row in float32 and back; of a small cache with its scale.
+  template <class T>
   static void read_row(const T* from, float scale, int size, float* row) {
     if constexpr (kSmall<T>)
       dequantize(from, scale, size, row);
     else
       widen(from, row, size);
   }
+  template <class T>
   static void write_row(const float* row, int size, T* to, float* scale) {
     if constexpr (kSmall<T>)
       *scale = quantize(row, size, to);
@@ -306,6 +308,7 @@ struct Merge : Select<T> {
   };
 
   // out[i] = row order[rank[i]] of `in`, or the merged row.
+  template <class T>
   void move_rows(const T* in, T* out, Scales scales, size_t width, const int* order, const int* rank, const int* row_of,
                  const float* merged, size_t stride, int kept, Work& w) const {
     if constexpr (kSmall<T>) {
@@ -323,19 +326,20 @@ struct Merge : Select<T> {
         last = order[rank[i]];
       }
       if (!forward) {
-        T* copy = reinterpret_cast<T*>(w.wide.reserve((static_cast<size_t>(a.capacity) * width * sizeof(T) + 3) / 4));
-        memcpy(static_cast<void*>(copy), in, static_cast<size_t>(a.capacity) * width * sizeof(T));
+        const size_t all = bytes_of<T>(static_cast<size_t>(a.capacity) * width);
+        T* copy = reinterpret_cast<T*>(w.wide.reserve((all + 3) / 4));
+        memcpy(static_cast<void*>(copy), in, all);
         source = copy;
       }
     }
     for (int i = 0; i < kept; ++i) {
       const int row = row_of ? row_of[rank[i]] : -1;
-      const T* from = source + static_cast<size_t>(order[rank[i]]) * width;
-      T* to = out + static_cast<size_t>(i) * width;
+      const T* from = at(source, static_cast<size_t>(order[rank[i]]) * width);
+      T* to = at(out, static_cast<size_t>(i) * width);
       if (row >= 0)
         write_row(merged + static_cast<size_t>(row) * stride, static_cast<int>(width), to, scales.out + i);
       else if (from != to)
-        memcpy(static_cast<void*>(to), from, width * sizeof(T));
+        memcpy(static_cast<void*>(to), from, bytes_of<T>(width));
     }
   }
 
@@ -350,11 +354,15 @@ struct Merge : Select<T> {
 
 void merge_cache(const KvMergeCache& call, KvRunner runner) {
   if (call.cache_type == KV_INT8)
-    Merge<int8_t>(call).run(runner);
+    Merge<int8_t, int8_t>(call).run(runner);
+  else if (call.cache_type == KV_INT4)
+    Merge<int4, int4>(call).run(runner);
+  else if (call.cache_type == KV_K8V4)
+    Merge<int8_t, int4>(call).run(runner);
   else if (call.cache_type == KV_FLOAT16)
-    Merge<half>(call).run(runner);
+    Merge<half, half>(call).run(runner);
   else
-    Merge<float>(call).run(runner);
+    Merge<float, float>(call).run(runner);
 }
 
 }  // namespace KV_ISA

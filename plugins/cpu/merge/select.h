@@ -35,19 +35,21 @@ struct Work {
 };
 
 // Rows of a small cache are read as float32: before anything else, `widen_all` dequantizes those of a head that merges.
-template <class T>
+template <class K, class V>
 struct Select {
-  using Row = Wide<T>;
+  using Row = Wide<K>;
   const KvMergeCache& a;
   const KvMergePolicy& p;
 
   explicit Select(const KvMergeCache& call) : a(call), p(call.policy) {}
 
   struct Head {
-    const T *key, *value;
+    const K* key;
+    const V* value;
     const float *votes, *score;
     const int32_t* position;
-    T *out_key, *out_value;
+    K* out_key;
+    V* out_value;
     float *out_votes, *out_score;
     int32_t* out_position;
     const float *key_scale, *value_scale;
@@ -59,17 +61,17 @@ struct Select {
   Head head(size_t index) const {
     Head x;
     const size_t c = a.capacity, d = a.key_size, dv = a.value_size, k = a.statistics;
-    x.key = static_cast<const T*>(a.past.key) + index * c * d;
-    x.value = static_cast<const T*>(a.past.value) + index * c * dv;
+    x.key = at(static_cast<const K*>(a.past.key), index * c * d);
+    x.value = at(static_cast<const V*>(a.past.value), index * c * dv);
     x.votes = a.past.votes + index * c;
     x.score = a.past.score + index * k * c;
     x.position = a.past.position + index * c;
-    x.out_key = static_cast<T*>(a.present.key) + index * c * d;
-    x.out_value = static_cast<T*>(a.present.value) + index * c * dv;
+    x.out_key = at(static_cast<K*>(a.present.key), index * c * d);
+    x.out_value = at(static_cast<V*>(a.present.value), index * c * dv);
     x.out_votes = a.present.votes + index * c;
     x.out_score = a.present.score + index * k * c;
     x.out_position = a.present.position + index * c;
-    if constexpr (kSmall<T>) {
+    if constexpr (kSmall<K>) {
       x.key_scale = a.past_scales.key + index * c, x.value_scale = a.past_scales.value + index * c;
       x.out_key_scale = a.present_scales.key + index * c, x.out_value_scale = a.present_scales.value + index * c;
     }
@@ -78,13 +80,13 @@ struct Select {
   }
 
   const Row* key_row(const Head& x, const Work& w, int slot) const {
-    if constexpr (kSmall<T>)
+    if constexpr (kSmall<K>)
       return w.keys.get() + static_cast<size_t>(slot) * a.key_size;
     else
       return x.key + static_cast<size_t>(w.order.get()[slot]) * a.key_size;
   }
   const Row* value_row(const Head& x, const Work& w, int slot) const {
-    if constexpr (kSmall<T>)
+    if constexpr (kSmall<K>)
       return w.values.get() + static_cast<size_t>(slot) * a.value_size;
     else
       return x.value + static_cast<size_t>(w.order.get()[slot]) * a.value_size;
@@ -95,9 +97,9 @@ struct Select {
     float *keys = w.keys.reserve(x.used * d), *values = w.values.reserve(x.used * dv);
     for (int i = 0; i < x.used; ++i) {
       const size_t slot = w.order.get()[i];
-      dequantize(x.key + slot * d, x.key_scale[slot], a.key_size, keys + i * d);
+      dequantize(at(x.key, slot * d), x.key_scale[slot], a.key_size, keys + i * d);
       if (a.rotary_planes) hadamard(keys + i * d, a.key_size);
-      dequantize(x.value + slot * dv, x.value_scale[slot], a.value_size, values + i * dv);
+      dequantize(at(x.value, slot * dv), x.value_scale[slot], a.value_size, values + i * dv);
     }
   }
   float score_of(const Head& x, const Work& w, int k, int slot) const {

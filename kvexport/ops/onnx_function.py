@@ -237,9 +237,7 @@ def _trace_merge_cache(
 
 def _state(state: Sequence[StateTensor], sizes: Mapping[str, int], cache_type: str) -> list[Tensor]:
     """Zeros of these sizes."""
-    return [
-        torch.zeros(x.held_shape(cache_type, sizes), dtype=getattr(torch, x.held_as(cache_type))) for x in state
-    ]
+    return [torch.zeros(x.held_shape(cache_type, sizes), dtype=getattr(torch, x.held_as(cache_type))) for x in state]
 
 
 def _state_dims(state: Sequence[StateTensor], batch: Any, capacity: Any) -> list[dict[int, Any]]:

@@ -44,12 +44,13 @@ GROUPS: dict[str, list[str]] = {
             "attention_matching",
         ),
     ],
-    # Methods that fit the cache to reference queries: by which selector, and to how many, which take bytes of slots.
+    # Methods that fit the cache to reference queries, whose ring takes bytes of slots; 1e-9 is the ring without a fit.
     "fitting": [
-        *("h2o", "snapkv", "grkv", "attention_matching", "attention_matching:change_max=1"),
-        *("grkv:selector=h2o", "attention_matching:selector=h2o", "attention_matching:selector=h2o:steps=0"),
-        *(f"grkv:selector=h2o:queries={n}" for n in (8, 16, 64)),
-        *("ballot", "ballot_fitted", "ballot_fitted:queries=8"),
+        "h2o",
+        *(f"grkv:selector=h2o{setting}" for setting in (":change_max=1e-9", "", ":change_max=1", ":queries=8")),
+        *(f"attention_matching:selector=h2o{setting}" for setting in ("", ":steps=0")),
+        "ballot",
+        *(f"ballot_fitted{setting}" for setting in (":change_max=1e-9", "", ":change_max=1", ":queries=8")),
     ],
     "order": [
         f"keepkv:zip={zip_}:order={order}"

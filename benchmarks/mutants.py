@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 
 from common import save
 
+from kvexport.validate import merges
+
 ROOT = Path(__file__).parent.parent
 PLUGINS = ROOT / "plugins"
 SOURCES = ("cpu/attention/vote_attention.cpp", "cpu/merge/merge_cache.cpp", "cpu/linear/linear.cpp")
@@ -211,21 +213,22 @@ class Library:
         subprocess.run(["g++", "-shared", *objects, "-o", str(self.path)], check=True)
 
 
-def verdict(library: Path, artifact: Path) -> dict[str, Any]:
-    """What validate says of an artifact with this library. In a process of its own, which loads no other one: a copy of
-    one that has imported what validate needs."""
+def verdict(library: Path, artifact: Path, examined: int = merges.MOST_EXAMINED) -> dict[str, Any]:
+    """What validate says of an artifact with this library, float64 being asked about so many merges that differ. In a
+    process of its own, which loads no other library: a copy of one that has imported what validate needs."""
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["kvexport.validate.runner"])
+    processes.set_forkserver_preload(["kvexport.validate.merges", "transformers.models.llama.modeling_llama"])
     with ProcessPoolExecutor(1, processes) as pool:
         try:
-            return pool.submit(_verdict, library, artifact).result()
+            return pool.submit(_verdict, library, artifact, examined).result()
         except Exception as error:
             return {"passed": False, "crashed": [f"{type(error).__name__}: {error}"]}
 
 
-def _verdict(library: Path, artifact: Path) -> dict[str, Any]:
+def _verdict(library: Path, artifact: Path, examined: int) -> dict[str, Any]:
     from kvexport.validate.runner import validate_artifact
 
+    merges.MOST_EXAMINED = examined
     os.environ |= {"KVEXPORT_OPERATORS": str(library), "OMP_NUM_THREADS": "1"}
     found = validate_artifact(artifact, length=220)
     return {

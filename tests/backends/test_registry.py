@@ -97,7 +97,9 @@ import json, os, sys
 import kvexport.backends
 
 kvexport.backends.__path__.append({folder!r})
-import kvexport.validate.runner
+import kvexport.export.graph.graphs
+import kvexport.validate.merges
+import transformers.models.llama.modeling_llama
 from kvexport.commands.app import main
 
 for line in sys.stdin:

@@ -19,6 +19,7 @@ from kvexport.commands.app import app
 from kvexport.errors import UsageError
 from kvexport.report.page import render_html, render_text
 from kvexport.schema.state import STATE_NAMES
+from kvexport.validate import merges
 from kvexport.validate.runner import validate_artifact
 
 
@@ -113,7 +114,9 @@ def test_a_difference_in_attention_is_named(tiny_artifact: Path, tmp_path: Path)
 
 
 @pytest.mark.usefixtures("operators")
-def test_a_difference_in_merging_is_named(tiny_artifact: Path, tmp_path: Path) -> None:
+def test_a_difference_in_merging_is_named(tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merges, "MOST_EXAMINED", 3)  # each takes most of a second
+
     def other_threshold(model: onnx.ModelProto) -> None:
         scale_meaning(model, "MergeCache", "threshold", 0.1)
 

@@ -1,9 +1,10 @@
 """The kernel of packed weights alone: one row, and a prompt's rows, times matrices of a 7B layer that no cache holds.
 
-    python benchmarks/packed_kernel.py [--rounds 20] [--threads 2] [--rows 1,8,512] [--megabytes 640]
+    python benchmarks/packed_kernel.py [--rounds 20] [--threads 2] [--rows 1,8,512] [--megabytes 640] [--sides SIDE ...]
 
-Sides: Linear with int4, int8 (groups of 32, scales in float16) and float16 weights, and ONNX Runtime's MatMulNBits
-(int4, groups of 32, accuracy level 4), all in turn, in one process. `read_share` is the bytes of weights and scales
+Sides: Linear with int4, int8 (groups of 32, scales in float16) and float16 weights, the first two also with inputs that
+are not rounded (`weights.inputs: float`), and ONNX Runtime's MatMulNBits (int4, groups of 32, accuracy level 4), all in
+turn, in one process. `read_share` is the bytes of weights and scales
 over the time of one row and the machine's read bandwidth, which is probed before and after. Goals: 0.7 of int8 and 0.6
 of int4.
 """
@@ -20,6 +21,7 @@ import numpy as np
 from common import read_bandwidth, save
 
 OUTPUTS, INPUTS, GROUP = 11008, 4096, 32
+SIDES = ("int4", "int8", "int4, float inputs", "int8, float inputs", "float16", "MatMulNBits")
 GOALS = {"int8": 0.7, "int4": 0.6}
 
 
@@ -29,7 +31,7 @@ def weight_parts(side: str, name: str, rng: np.random.Generator) -> tuple[list[A
 
     from kvexport.ops.linear import Form
 
-    bits = {"int8": 8, "float16": 16}.get(side, 4)
+    bits = 16 if side == "float16" else 8 if side.startswith("int8") else 4
     numbers = rng.integers(0, 256, OUTPUTS * INPUTS * bits // 8, np.uint8)
     if side == "float16":
         values = (numbers.view(np.uint16) & 0x83FF | 0x2000).tobytes()  # of size 2^-7
@@ -48,7 +50,7 @@ def weight_parts(side: str, name: str, rng: np.random.Generator) -> tuple[list[A
         helper.make_tensor(name, kind, [OUTPUTS, INPUTS], numbers.tobytes(), raw=True),
         helper.make_tensor(f"{name}.scale", TensorProto.FLOAT16, [OUTPUTS, groups], scale.tobytes(), raw=True),
     ]
-    return made, Form(packed=(1,), group=(GROUP,)).attributes
+    return made, Form(packed=(1,), group=(GROUP,), float_input=int(side.endswith("float inputs"))).attributes
 
 
 def session(side: str, threads: int, megabytes: int) -> tuple[Any, int, int]:
@@ -91,14 +93,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rows", default="1,8,512")
     parser.add_argument("--megabytes", type=int, default=640)
+    parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=SIDES)
     chosen = parser.parse_args()
-    sides = ("int4", "int8", "float16", "MatMulNBits")
-    runs = {side: session(side, chosen.threads, chosen.megabytes) for side in sides}
+    runs = {side: session(side, chosen.threads, chosen.megabytes) for side in chosen.sides}
     bandwidth = [read_bandwidth(512, chosen.threads, 1.0)]
     results: dict[str, Any] = {}
     for rows in map(int, chosen.rows.split(",")):
         x = np.random.default_rng(1).standard_normal((rows, INPUTS)).astype(np.float32)
-        seconds: dict[str, list[float]] = {side: [] for side in sides}
+        seconds: dict[str, list[float]] = {side: [] for side in runs}
         for _ in range(max(3, chosen.rounds // (1 + rows // 64))):
             for side, (made, count, _) in runs.items():
                 feed = {"x": x.astype(np.float16) if side == "float16" else x}

@@ -5,8 +5,9 @@ weights in a real layout of shards, each build in a process of its own.
 
 `gptq`: a GPTQ checkpoint of 4 bits in groups of 128 (7B: 3.9 GB) whose weights are kept as they are, once with columns
 in their own order and once with act-order; `rounded`: a float16 checkpoint (7B: 13.5 GB), rounded to 4 bits in groups
-of 32 at build. Peak memory is the kernel's figure for the finished process (mapped files included). The checkpoints are
-removed unless --keep; rows of other shapes and cases in the result stay.
+of 32 at build; `importance`: the same, for which the float model reads 2,048 tokens first. Peak memory is the kernel's
+figure for the finished process (mapped files included). The checkpoints are removed unless --keep; rows of other shapes
+and cases in the result stay.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from export import measured
 
 GROUP = 128
 SHARD_BYTES = 1 << 30
-CASES = ("gptq", "gptq, act-order", "rounded")
+CASES = ("gptq", "gptq, act-order", "rounded", "importance")
+FLOATS = ("rounded", "importance")
 
 
 def make_gptq(shape: str, folder: Path, act_order: bool) -> None:
@@ -84,14 +86,19 @@ def make_gptq(shape: str, folder: Path, act_order: bool) -> None:
 
 def made(case: str, shape: str, folder: Path) -> str:
     """The checkpoint of a case, in a process of its own, so that this one stays small; returns its recipe."""
-    code = f"import sys, pathlib, quantized_memory as q; q.{'make_checkpoint' if case == 'rounded' else 'make_gptq'}"
-    last = "'float16'" if case == "rounded" else str("act-order" in case)
+    code = f"import sys, pathlib, quantized_memory as q; q.{'make_checkpoint' if case in FLOATS else 'make_gptq'}"
+    last = "'float16'" if case in FLOATS else str("act-order" in case)
     subprocess.run(
         [sys.executable, "-c", f"{code}(sys.argv[1], pathlib.Path(sys.argv[2]), {last})", shape, str(folder)],
         check=True,
         cwd=Path(__file__).parent,
     )
-    weights = "weights: {bits: 4, group: 32, head: 8}\n" if case == "rounded" else ""
+    method = "rtn"
+    if case == "importance":
+        text = folder.with_suffix(".txt")
+        text.write_text(" ".join(f"w{i}" for i in np.random.default_rng(0).integers(3, 20000, 4096)))
+        method = f"importance, calibration: {text}"
+    weights = f"weights: {{bits: 4, group: 32, head: 8, method: {method}}}\n" if case in FLOATS else ""
     return f"model: {{path: {folder}, dtype: float16}}\ncache: {{method: keepkv, budget: 512}}\n{weights}"
 
 

@@ -1,11 +1,13 @@
 """What packed weights do to a model's predictions: KL to the float32 model, of texts that it reads with a full cache.
 
-    python benchmarks/quantized_quality.py [--texts N] [--length TOKENS] [--sides SIDE ...] [--noise SHARE]
-                                           [--float-input] [--work DIR]
+    python benchmarks/quantized_quality.py [--texts N] [--length TOKENS] [--of library|manual] [--sides SIDE ...]
+                                           [--noise SHARE] [--float-input] [--work DIR]
 
-Sides: weights rounded at build (`weights.bits`), and llama.cpp's types: the same weights quantized by `gguf.quantize`
-and read by kvexport. All run on the same engine, which rounds the inputs of packed products to int8; `float input` is
-the same artifact without that. Rows of other sides in the result stay where texts and length are the same.
+Sides: weights rounded at build (`weights.bits`), by least errors of the weights or, `importance`, of the products on
+the package's text; and llama.cpp's types: the same weights quantized by `gguf.quantize` and read by kvexport. All run
+on the same engine, which rounds the inputs of packed products, but for `float inputs`; `float input` in a row is the
+same artifact without that. Texts are source of Python's library or prose of its manual; nothing is calibrated by
+either. Rows of other sides in the result stay where texts and length are the same.
 
 SmolLM2-135M-Instruct's weights had 4 bits before (Q4_1, groups of 32), which favours every type with a minimum or a
 zero point for such groups. With `--noise 0.1` normal noise of a tenth of each row's deviation takes that away.
@@ -26,6 +28,7 @@ import numpy as np
 from common import RESULTS, save
 
 import kvexport
+from kvexport.evaluate.corpus import manual
 from kvexport.evaluate.language import language_of
 from kvexport.evaluate.measure import run_samples
 from kvexport.evaluate.reference import References
@@ -35,13 +38,20 @@ from kvexport.recipe.fields import Recipe
 from kvexport.runtime.text import Tokenizer
 
 FOUR = {"bits": 4, "group": 32}
+IMPORTANCE = {"method": "importance"}
 SIDES: dict[str, tuple[str, dict[str, Any]]] = {
     "int8": ("rounded", {"bits": 8}),
     "int8, head float": ("rounded", {"bits": 8, "head": "float"}),
+    "int8, importance": ("rounded", {"bits": 8, **IMPORTANCE}),
+    "int8, float inputs": ("rounded", {"bits": 8, "inputs": "float"}),
     "int4, groups of 32, head of 8": ("rounded", FOUR),
     "int4, groups of 32, all": ("rounded", {**FOUR, "head": "same"}),
     "int4, groups of 32, zero points": ("rounded", {**FOUR, "symmetric": False}),
     "int4, groups of 64, head of 8": ("rounded", {**FOUR, "group": 64}),
+    "int4, groups of 32, head of 8, importance": ("rounded", {**FOUR, **IMPORTANCE}),
+    "int4, groups of 32, all, importance": ("rounded", {**FOUR, **IMPORTANCE, "head": "same"}),
+    "int4, groups of 32, zero points, importance": ("rounded", {**FOUR, **IMPORTANCE, "symmetric": False}),
+    "int4, groups of 64, head of 8, importance": ("rounded", {**FOUR, **IMPORTANCE, "group": 64}),
     "q8_0": ("gguf", {"rest": "Q8_0", "head": "Q8_0"}),
     "q4_0, head of q8_0": ("gguf", {"rest": "Q4_0", "head": "Q8_0"}),
     "q4_0, all": ("gguf", {"rest": "Q4_0", "head": "Q4_0"}),
@@ -159,6 +169,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=8)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--of", default="library", choices=("library", "manual"), help="what is read")
     parser.add_argument("--noise", type=float, default=0.0)
     parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=SIDES)
     parser.add_argument("--float-input", action="store_true", help="the same artifacts without rounded inputs as well")
@@ -171,12 +182,13 @@ def main() -> None:
         source = fetch(SMOLLM2)
         if options.noise:
             source = with_noise(source, work / f"noise-{options.noise}", options.noise)
-        language = language_of(Tokenizer.from_folder(source), None)
+        language = language_of(Tokenizer.from_folder(source), manual() if options.of == "manual" else None)
         samples = TASKS["text"].samples(language, options.texts, options.length, 0)
         counts = [len(sample.counted) for sample in samples]
         references = References(work, json.loads((source / "config.json").read_text())["vocab_size"])
-        key = f"{options.noise}-{options.texts}-{options.length}".replace(".", "_")
+        key = f"{options.noise}-{options.texts}-{options.length}-{options.of}".replace(".", "_")
         name = "quantized_quality" + (f"_noise_{options.noise}" if options.noise else "")
+        name += "_manual" if options.of == "manual" else ""
         file, said = RESULTS / f"{name}.json", {"texts": options.texts, "length": options.length}
         previous = json.loads(file.read_text()) if file.exists() else {}
         results: dict[str, Any] = previous.get("rows", {}) if said.items() <= previous.items() else {}

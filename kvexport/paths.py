@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent
+# The first chapter of Alice's Adventures in Wonderland (Lewis Carroll, 1865).
+TEXT = PACKAGE / "validate" / "text.txt"
 
 
 def native_folder() -> Path:

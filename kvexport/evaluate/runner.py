@@ -276,11 +276,14 @@ class Run:
     def _engine(self, name: str, recipe: Recipe) -> Engine:
         """Of weights that all engines share."""
         from kvexport.export.build import build, share_weights
+        from kvexport.export.importance import as_built
 
         model = recipe.model.model_dump_json()
         if model not in self._shared:
             self._shared[model] = share_weights(recipe, self.folder / "weights" / str(len(self._shared)))
-        return load(build(recipe, self.folder / _file_name(name), shared=self._shared[model]), verify=False)
+        shared = self._shared[model]
+        recipe = as_built(recipe, shared.folder)
+        return load(build(recipe, self.folder / _file_name(name), shared=shared), verify=False)
 
     def _measure(self, setting: Setting, budget: float | None, writers: Mapping[str, Writer]) -> Result:
         """Build a setting and give it every task. budget, writers: None for the full cache, and where its predictions
@@ -316,11 +319,13 @@ class Run:
         return result
 
     def _perturbations(self, engine: Engine, recipe: Recipe) -> list[Perturbation]:
+        from kvexport.export.importance import as_built
         from kvexport.validate.reference import TorchReference
         from kvexport.validate.watch import watch
 
         samples = self.samples.get("text") or next(iter(self.samples.values()))
         tokens = [np.array(sample.ids, dtype=np.int64) for sample in samples[: self.options.batch]]
+        recipe = as_built(recipe, engine.path)
         reference = TorchReference(self.source, engine.plan, self.geometry, recipe.cache.build_method(), recipe)
         return watch(reference, recipe, tokens)
 

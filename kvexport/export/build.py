@@ -96,6 +96,8 @@ def build(
         from kvexport.export.graph.graphs import attention_functions, finish_decoder, open_slots
         from kvexport.export.graph.top_logits import top_logits_model
         from kvexport.export.graph.tracer import trace_decoder
+        from kvexport.export.importance import save as save_importance
+        from kvexport.export.importance import weigh
         from kvexport.export.model.hf_model import length_notes
         from kvexport.export.passes import GRAPH_CHECKS
         from kvexport.export.specs import packed_formats, packings, weight_notes, weight_specs
@@ -108,6 +110,8 @@ def build(
                 shape = shape._replace(plan=plan)
             specs = weight_specs(shape.checkpoint, shape.model, recipe.weights)
             copy_texts(shape.checkpoint, folder, _vocabulary(shape))
+        specs = weigh(specs, shape.checkpoint, recipe, progress)
+        save_importance(specs, folder)
         notes = weight_notes(shape.checkpoint, shape.model, recipe.weights)
         for note in [*length_notes(shape.model.config, recipe.rotary_length), *notes]:
             with progress(f"note: {note}", None):
@@ -130,7 +134,16 @@ def build(
             written = writing.result()
         with progress("writing graphs", None):
             packed = packings(specs)
-            decoder = finish_decoder(traced, written.locations, folder, method, shape.geometry, functions, packed)
+            decoder = finish_decoder(
+                traced,
+                written.locations,
+                folder,
+                method,
+                shape.geometry,
+                functions,
+                packed,
+                float_input=recipe.weights.inputs == "float",
+            )
             if drafter_plan(recipe, shape.plan) is not None:
                 open_slots(decoder, shape.plan)
             top_logits = top_logits_model(_vocabulary(shape))
@@ -150,14 +163,17 @@ def build(
 def share_weights(recipe: Recipe, folder: Path) -> SharedWeights:
     """The weights of a recipe's checkpoint in `folder`, for several builds: hard links to the checkpoint's files where
     no tensor needs a cast. What was in the folder is gone. Raises what `build` raises."""
+    from kvexport.export.importance import save as save_importance
+    from kvexport.export.importance import weigh
     from kvexport.export.specs import weight_specs
     from kvexport.export.weights import SharedWeights
 
     shape = read_model(recipe)
-    specs = weight_specs(shape.checkpoint, shape.model, recipe.weights)
+    specs = weigh(weight_specs(shape.checkpoint, shape.model, recipe.weights), shape.checkpoint, recipe)
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
+    save_importance(specs, folder)
     return SharedWeights(folder, tuple(specs), _write_weights(specs, folder, "link", lambda _: None))
 
 

@@ -51,7 +51,9 @@ def weight_specs(checkpoint: Checkpoint, model: Any, section: WeightsSection) ->
         shape, tensor = tuple(parameter.shape), sources[name]
         if tensor in checkpoint.computed:
             source = checkpoint.computed[tensor]
-            if name in embeddings and not _rows_can_be_picked(source):
+            if (packing := rounded.get(name)) is not None:
+                source = Rounded(source, packing)
+            elif name in embeddings and not _rows_can_be_picked(source):
                 source = Dense(source)
             specs.append(ComputedSpec(initializer, source, dtype, shape))
             continue

@@ -20,6 +20,7 @@ from kvexport.recipe.parse import Entry, Findings, Leaf, Tree, plain, shown_key
 
 Key: TypeAlias = "tuple[str, ...]"
 PATH: Key = ("model", "path")
+CALIBRATION: Key = ("weights", "calibration")
 METHOD: Key = ("cache", "method")
 PARAMETERS: Key = ("cache", "parameters")
 
@@ -31,6 +32,9 @@ def check_recipe(tree: Tree, label: str, found: Findings) -> Recipe | None:
     path = get(tree, PATH)
     if isinstance(path, Leaf):
         data["model"]["path"] = _local(path)
+    file = get(tree, CALIBRATION)
+    if isinstance(file, Leaf) and isinstance(file.value, str) and file.value:
+        data["weights"]["calibration"] = os.path.normpath(file.origin.folder / file.value)
     cache = data.get("cache", {})
     method = None
     if isinstance(cache, dict) and isinstance(cache.get("parameters", {}), dict):
@@ -84,6 +88,7 @@ def _known_only(tree: Tree, model: type[BaseModel], above: Key, found: Findings)
         if name not in model.model_fields:
             same = [".".join(k) for k in _schema_keys(Recipe) if k[-1] == name or ".".join(k) == name]
             same += [".".join((*PARAMETERS, name)) for method in all_methods().values() if name in method.model_fields]
+            same.sort(key=lambda key: not key.startswith("cache."))  # of two sections, the one that is written most
             near = same or [".".join((*above, n)) for n in get_close_matches(name, model.model_fields)]
             nested = "; a dotted key is for --set, in a file keys are nested" if "." in name else ""
             found.problems.append(

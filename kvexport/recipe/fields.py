@@ -106,6 +106,29 @@ class WeightsSection(RecipeSection):
         8, description="The head and the embedding: rounded as the rest, to 8 bits, or not at all."
     )
     symmetric: bool = Field(True, description="Scales alone, or a zero point beside each.")
+    method: Literal["rtn", "importance"] = Field(
+        "rtn",
+        description="Which errors are least; rtn: those of the weights, each rounded to nearest; importance: those of "
+        "the products, where errors count by the mean square of their input over a text.",
+    )
+    calibration: str | None = Field(
+        None,
+        min_length=1,
+        description="That text, a file (relative to the recipe's file); or importance.safetensors of an artifact of "
+        "the same checkpoint, which is then rounded as that one was; null: a text of the package.",
+    )
+    inputs: Literal["int8", "float"] = Field(
+        "int8",
+        description="Of products with packed weights; int8: a kernel may round them, which is faster; float: they are "
+        "multiplied as they are.",
+    )
+
+    @property
+    def shown_method(self) -> str:
+        """For a person, with the calibration where there is one."""
+        if self.method == "rtn":
+            return self.method
+        return f"{self.method}, of {self.calibration or 'the text of the package'}"
 
     @field_validator("group")
     @classmethod
@@ -264,6 +287,14 @@ class Recipe(RecipeSection):
             raise ValueError(
                 f"cache.slack {self.cache.slack} is smaller than max(prefill_chunk, merge_every) = {needed}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _calibrated(self) -> Recipe:
+        if self.weights.method != "rtn" and self.weights.bits is None:
+            raise ValueError(f"weights.method is {self.weights.method}, and weights.bits is null: nothing is rounded")
+        if self.weights.method == "rtn" and self.weights.calibration is not None:
+            raise ValueError("weights.calibration is given, and weights.method is rtn, which reads no text")
         return self
 
     @model_validator(mode="after")

@@ -33,6 +33,7 @@ def first_layers(
     which lasts as long. Raises UsageError where the model has no such layers, or the weights are not the artifact's;
     else what `build` does.
     """
+    from kvexport.export.importance import as_built
     from kvexport.export.model.checkpoint import read_checkpoint, resolve_checkpoint
 
     manifest = load_manifest(path)
@@ -42,7 +43,7 @@ def first_layers(
             f"--layers {count}, but the model of {path} has {total} layers",
             f"--layers 1 to {total}; without it, all of them",
         )
-    recipe = manifest.recipe
+    recipe = as_built(manifest.recipe, path)
     source = read_checkpoint(resolve_checkpoint(checkpoint or recipe.model.path, recipe.model.revision))
     require_checkpoint(source, manifest, path)
     source.require_folder("--layers")

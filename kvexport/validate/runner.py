@@ -60,6 +60,7 @@ def validate_artifact(
     """
     require_packages()
     from kvexport.export.build import read_model
+    from kvexport.export.importance import as_built
     from kvexport.validate.compare import LAYERS, tolerance_of
     from kvexport.validate.comparison import Comparison
     from kvexport.validate.divergence import compared_positions, measure_divergence
@@ -78,6 +79,7 @@ def validate_artifact(
         )
     chosen = backends.get(backend or recipe.backend.name)
     where = device or chosen.device(recipe)
+    recipe = as_built(recipe, path)
     if checkpoint:
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": checkpoint})})
     with progress("loading PyTorch and the engine", None):

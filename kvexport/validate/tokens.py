@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,9 @@ from numpy.typing import NDArray
 from kvexport.artifact.manifest import Limits
 from kvexport.cache import CachePlan
 from kvexport.errors import UsageError
+from kvexport.paths import TEXT
 
 Ids = NDArray[np.int64]
-# The first chapter of Alice's Adventures in Wonderland (Lewis Carroll, 1865).
-TEXT = Path(__file__).parent / "text.txt"
 CHUNKS_PAST = 2  # of a prompt, after the largest cache is full
 MERGES = 2  # while decoding
 FEWEST_STEPS, MOST_STEPS = 8, 160  # of decoding

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from kvexport.export.casting import load_tensor
 from kvexport.export.computed import ComputedSpec
+from kvexport.export.importance import weigh
 from kvexport.export.model.checkpoint import Checkpoint
 from kvexport.export.model.config import load_config
 from kvexport.export.model.hf_model import buffers_as_parameters
@@ -31,7 +32,7 @@ def load_model(checkpoint: Checkpoint, recipe: Any, attention: str) -> Any:
     buffers_as_parameters(model)
     parameters = {f"model.{name}": p for name, p in model.named_parameters(remove_duplicate=False)}
     with torch.no_grad():
-        for spec in weight_specs(checkpoint, model, recipe.weights):
+        for spec in weigh(weight_specs(checkpoint, model, recipe.weights), checkpoint, recipe):
             if isinstance(spec, ComputedSpec):
                 values = dense_values(spec.source)
             else:

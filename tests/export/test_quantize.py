@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,13 @@ from safetensors.numpy import save_file
 import kvexport
 from kvexport.artifact.reading import load_manifest
 from kvexport.errors import UsageError
+from kvexport.export.build import read_model
+from kvexport.export.computed import ComputedSpec
 from kvexport.export.model.checkpoint import TensorEntry, read_checkpoint
+from kvexport.export.model.gguf import GgufWeight
 from kvexport.export.model.tensors import dense_values
 from kvexport.export.quantize import Rounded, fitting_group, round_groups
+from kvexport.export.specs import weight_specs
 from kvexport.ops.packed import PackedFormat
 from kvexport.planning import plan_memory
 from kvexport.recipe.fields import Recipe
@@ -94,3 +99,18 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     weight[5, 3] = np.nan
     with pytest.raises(UsageError, match="infinite or NaN, the first is number 323 of 512"):
         dense_values(Rounded(entry_of(tmp_path, weight), SYMMETRIC))
+
+
+def test_weights_that_are_computed_of_floats_are_rounded_as_tensors_are(tiny_checkpoint: Path) -> None:
+    """As a GGUF file's queries and keys, whose rows it has in another order, and 8-bit floats."""
+    recipe = Recipe.model_validate({**RECIPE, "model": {"path": str(tiny_checkpoint)}, "weights": {"bits": 4}})
+    shape = read_model(recipe)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    entry = shape.checkpoint.tensors[name]
+    tensors = {key: tensor for key, tensor in shape.checkpoint.tensors.items() if key != name}
+    checkpoint = replace(shape.checkpoint, tensors=tensors, computed={name: GgufWeight(entry)})
+    specs = {spec.name: spec for spec in weight_specs(checkpoint, shape.model, recipe.weights)}
+    found = specs[f"model.{name}"]
+    assert isinstance(found, ComputedSpec)
+    assert found.source.packing == SYMMETRIC
+    np.testing.assert_array_equal(dense_values(found.source), dense_values(Rounded(entry, SYMMETRIC)))

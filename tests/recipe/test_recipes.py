@@ -235,6 +235,10 @@ def test_model_path_is_relative_to_who_says_it(recipe_dir: Path) -> None:
     assert load_recipe("../other/d.yaml").recipe.model.path == str(recipe_dir / "weights")
     assert load_recipe("../other/e.yaml").recipe.model.path == str(other / "own")
     assert load_recipe("a", ["model.path=./weights"]).recipe.model.path == str(here / "weights")
+    rounded = "model: {path: m}\nweights: {bits: 4, method: importance, calibration: words.txt}\n"
+    write(recipe_dir, r=rounded)
+    assert load_recipe("r").recipe.weights.calibration == str(recipe_dir / "words.txt")
+    assert load_recipe("r", ["weights.calibration=my.txt"]).recipe.weights.calibration == str(here / "my.txt")
     assert load_recipe("a", ["model.path=local"]).recipe.model.path == str(here / "local")
     assert load_recipe("a", ["model.path=local/none"]).recipe.model.path == "local/none"
 

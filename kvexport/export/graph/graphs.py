@@ -14,7 +14,7 @@ from onnx import helper
 from kvexport.cache import CachePlan, LayerCache, LayerGeometry
 from kvexport.export.graph.tracer import layer_attributes
 from kvexport.export.passes import DECODER_PASSES
-from kvexport.export.passes.linear.forms import linear_functions
+from kvexport.export.passes.linear.forms import linear_functions, take_floats
 from kvexport.export.passes.packed import put_packed
 from kvexport.export.passes.report import run_passes
 from kvexport.export.weights import Location
@@ -60,9 +60,12 @@ def finish_decoder(
     geometry: list[LayerGeometry],
     functions: list[onnx.FunctionProto],
     packings: Mapping[str, PackedFormat],
+    *,
+    float_input: bool,
 ) -> onnx.ModelProto:
     """The traced decoder with its weights as external data in `folder` (initializer name -> location), those of
-    `packings` packed, and every VoteAttention node with its attributes and the function of its layer."""
+    `packings` packed, and every VoteAttention node with its attributes and the function of its layer. float_input:
+    whether packed weights are multiplied with inputs as they are."""
     renamed = put_packed(model, packings, lambda a, b: locations[a] == locations[b])
     for name, value in model.graph.initializers.items():
         if value.const_value is None:
@@ -78,6 +81,8 @@ def finish_decoder(
                 base_dir=folder,
             )
     run_passes(model, DECODER_PASSES)
+    if float_input:
+        take_floats(model.graph)
     proto = ir.to_proto(model)
     for node in proto.graph.node:
         if (node.domain, node.op_type) != (DOMAIN, "VoteAttention"):

@@ -29,9 +29,9 @@ def build_fake(config: Any, dtype: torch.dtype, max_length: int) -> tuple[Any, F
     Raises UsageError where transformers cannot make the model, or the model does not use its attention interface."""
     _refuse_own_attention(config)
     try:
-        model = _on_meta(config, dtype, max_length)
+        model = on_meta(config, dtype, max_length)
     except Exception as error:
-        blamed = blame(config.to_dict(), lambda rest: _on_meta(type(config).from_dict(rest), dtype, max_length))
+        blamed = blame(config.to_dict(), lambda rest: on_meta(type(config).from_dict(rest), dtype, max_length))
         raise UsageError(
             f"transformers cannot make a {config.model_type} of config.json: {said(error)}{blamed}",
             "download config.json again" if blamed else "",
@@ -52,11 +52,12 @@ def build_fake(config: Any, dtype: torch.dtype, max_length: int) -> tuple[Any, F
     return model.eval(), mode
 
 
-def _on_meta(config: Any, dtype: torch.dtype, max_length: int) -> Any:
-    """The model with parameters on the meta device and buffers that hold their values."""
+def on_meta(config: Any, dtype: torch.dtype, max_length: int, attention: str = IMPLEMENTATION) -> Any:
+    """The model with parameters on the meta device and buffers that hold their values. attention: transformers' name of
+    how it attends."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=dtype, attn_implementation=IMPLEMENTATION
+            config, dtype=dtype, attn_implementation=attention
         )
     for module in model.modules():
         if any(buffer is not None for buffer in module._buffers.values()):

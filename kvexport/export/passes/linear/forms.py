@@ -23,6 +23,15 @@ def linear_functions(graph: ir.Graph) -> list[onnx.FunctionProto]:
     return [linear_function(form) for form in sorted(forms, key=lambda form: form.overload)]
 
 
+def take_floats(graph: ir.Graph) -> None:
+    """Let every Linear of packed weights multiply them with its input as it is."""
+    for node in graph:
+        if is_linear(node) and (form := form_of(node)).packed:
+            form = replace(form, float_input=1)
+            node.attributes["float_input"] = ir.AttrInt64("float_input", form.float_input)
+            node.overload = form.overload
+
+
 def is_linear(node: ir.Node) -> bool:
     """Whether a node is a Linear."""
     return is_op(node, "Linear", DOMAIN)

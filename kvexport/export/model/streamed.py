@@ -1,0 +1,105 @@
+"""A Hugging Face model that is run without being held: each module reads its own weights as it is called, and lets go
+of them when it returns. So memory is that of the largest weight and of what lies between the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kvexport.errors import UsageError
+from kvexport.export.casting import load_tensor, read_rows
+from kvexport.export.model.checkpoint import Checkpoint
+from kvexport.export.model.config import load_config, said
+from kvexport.export.model.hf_model import buffers_as_parameters, on_meta, parameter_sources
+from kvexport.export.model.tensors import dense_values
+from kvexport.quiet import quiet_exporter
+from kvexport.recipe.fields import Recipe
+
+UNREAD = nn.UninitializedParameter(requires_grad=False)
+"""In the place of a weight. Whatever is computed with it is an error, where one on the meta device may give numbers."""
+
+
+@torch.no_grad()
+def run_streamed(checkpoint: Checkpoint, recipe: Recipe, ids: Tensor, seen: Callable[[str, Tensor], None]) -> None:
+    """Let the uncompressed model, but for its head, read `ids` [B, T] int64 in float32, with transformers' attention.
+
+    seen(tensor, x): is called with the input x [..., inputs] of every projection, the head too, and the name of its
+    weight's tensor or source. Raises UsageError for a model that takes weights other than by calling the module that
+    has them, and what reading weights raises.
+    """
+    with quiet_exporter():
+        model = _model(checkpoint, recipe)
+        sources = parameter_sources(model, [*checkpoint.tensors, *checkpoint.computed])
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        for prefix, module in model.named_modules():
+            above = f"{prefix}." if prefix else ""
+            names = {own: sources[above + own] for own, p in module._parameters.items() if p is not None}
+            if isinstance(module, nn.Linear):
+                tensor = names["weight"]
+                weight: Any = checkpoint.tensors.get(tensor) or checkpoint.computed[tensor]
+                module.register_forward_pre_hook(_look(weight.name, seen))
+            if module is head:
+                module.forward = lambda x: x
+            elif module is embedding:
+                module.register_forward_pre_hook(_pick_rows(checkpoint, names["weight"]))
+            elif names:
+                module.register_forward_pre_hook(_read(checkpoint, names))
+            module.register_forward_hook(_let_go(names))
+            module._parameters.update(dict.fromkeys(names, UNREAD))
+        try:
+            model(input_ids=ids, use_cache=False)
+        except UsageError:
+            raise
+        except Exception as error:
+            raise UsageError(
+                f"{model.config.model_type} cannot be run a layer at a time: {type(error).__name__}: {said(error)}",
+                "--set weights.method=rtn, which does not run the model",
+            ) from error
+
+
+def _model(checkpoint: Checkpoint, recipe: Recipe) -> Any:
+    config = load_config(str(checkpoint.path), recipe)
+    try:
+        model = on_meta(config, torch.float32, recipe.rotary_length, "sdpa")
+    except ValueError:  # it has sink logits, or another reason why transformers will not have it so
+        model = on_meta(config, torch.float32, recipe.rotary_length, "eager")
+    buffers_as_parameters(model)
+    return model.eval()
+
+
+def _look(tensor: str, seen: Callable[[str, Tensor], None]) -> Any:
+    return lambda _, args: seen(tensor, args[0])
+
+
+def _read(checkpoint: Checkpoint, names: Mapping[str, str]) -> Any:
+    def hook(module: nn.Module, _: Any) -> None:
+        for own, tensor in names.items():
+            source = checkpoint.computed.get(tensor)
+            values = load_tensor(checkpoint.tensors[tensor], "float32") if source is None else dense_values(source)
+            module._parameters[own] = nn.Parameter(torch.from_numpy(values), requires_grad=False)
+
+    return hook
+
+
+def _pick_rows(checkpoint: Checkpoint, tensor: str) -> Any:
+    """Of the embedding, which may be the largest weight, the rows of these tokens alone."""
+
+    def hook(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        used, places = torch.unique(args[0], return_inverse=True)
+        if tensor in checkpoint.tensors:
+            rows = np.concatenate([read_rows(checkpoint.tensors[tensor], range(i, i + 1)) for i in used.tolist()])
+        else:
+            rows = dense_values(checkpoint.computed[tensor])[used.numpy()]
+        module._parameters["weight"] = nn.Parameter(torch.from_numpy(rows), requires_grad=False)
+        module.padding_idx = None  # it is one of the rows that are left out
+        return (places, *args[1:])
+
+    return hook
+
+
+def _let_go(names: Mapping[str, str]) -> Any:
+    return lambda module, _, __: module._parameters.update(dict.fromkeys(names, UNREAD))

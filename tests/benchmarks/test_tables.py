@@ -16,7 +16,6 @@ FITTED = {"grkv", "attention_matching"}
 UNMEASURED = {
     "sweep-small-base": FITTED,
     "sweep-smollm2-135m-base": FITTED,
-    "stability-small-base": FITTED,
 }
 
 

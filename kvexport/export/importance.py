@@ -21,13 +21,14 @@ from kvexport.export.computed import ComputedSpec
 from kvexport.export.model.checkpoint import Checkpoint
 from kvexport.export.quantize import Rounded
 from kvexport.export.weights import Spec
-from kvexport.paths import TEXT
+from kvexport.paths import PACKAGE, TEXT
 from kvexport.recipe.fields import Recipe
 from kvexport.runtime.text import FILE_NAME, Tokenizer
 from kvexport.terminal import Progress, silent
 
 Importance: TypeAlias = "dict[str, NDArray[np.float32]]"
 FILE = "importance.safetensors"
+OWN_TEXT = (TEXT, PACKAGE / "runtime" / "top_logits.py")  # prose and code, about as much of each
 PIECES, LENGTH = 8, 256  # at most so many pieces of a text, of so many tokens each
 LEAST = np.float32(0.01)  # of the mean: an input that this text left alone may matter in another
 
@@ -123,7 +124,7 @@ def _pieces(checkpoint: Checkpoint, recipe: Recipe) -> list[list[int]]:
         )
     tokenizer = Tokenizer.from_folder(checkpoint.path)
     own = recipe.weights.calibration
-    text = _read_text(Path(own)) if own is not None else TEXT.read_text(encoding="utf-8")
+    text = "\n".join(_read_text(file) for file in ((Path(own),) if own is not None else OWN_TEXT))
     ids = tokenizer.encode(text, add_special_tokens=False)
     if own is None and tokenizer.decode(ids).split() != text.split():
         raise UsageError(

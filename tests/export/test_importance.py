@@ -5,12 +5,14 @@ from __future__ import annotations
 import shutil
 import string
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+import tokenizers
 import torch
 from safetensors.numpy import save_file
 from torch import nn
@@ -215,6 +217,22 @@ def test_a_calibration_that_cannot_be_is_refused(tmp_path: Path, changed: Change
     recipe = changed(calibration=None)
     with pytest.raises(UsageError, match=r"reads a text, and .*bare has no tokenizer\.json"):
         weighed(recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(bare)})}))
+
+
+def test_the_packages_text_is_prose_and_code(tmp_path: Path, changed: Change, tiny_checkpoint: Path) -> None:
+    """Cut into pieces by a tokenizer of bytes."""
+    inner = tokenizers.Tokenizer(
+        tokenizers.models.BPE({x: i for i, x in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}, [])
+    )
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    inner.save(str(tmp_path / "tokenizer.json"))
+    checkpoint = replace(read_checkpoint(tiny_checkpoint), path=tmp_path)
+    pieces = importance._pieces(checkpoint, changed(calibration=None))
+    assert [len(piece) for piece in pieces] == [256] * 8
+    said = [inner.decode(piece) for piece in pieces]
+    assert "Alice" in said[0]
+    assert "def " in "".join(said[4:])
 
 
 def test_a_weight_that_is_not_read_by_its_module_is_refused(changed: Change, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,7 @@ def test_random_disconnects_leave_nothing_running(server: Running) -> None:
 def test_a_lane_is_free_a_step_after_its_client_has_gone(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that begin after the server has heard of it."""
     steps: list[int] = []
+    told: list[Any] = []  # a client that has gone may be heard of twice, the second time in the next one's steps
     step, cancel = Engine.step, server.service.worker.cancel
 
     def counted(engine: Engine) -> Any:
@@ -46,7 +47,8 @@ def test_a_lane_is_free_a_step_after_its_client_has_gone(server: Running, monkey
         return step(engine)
 
     def heard(job: Any) -> None:
-        if job.open:
+        if job.open and all(job is not other for other in told):
+            told.append(job)
             steps.append(-1)
         cancel(job)
 

@@ -217,6 +217,21 @@ static inline float max(vf v) {
 #endif
 }
 
+template <int L, size_t... I>
+static inline vf exchanged(vf v, std::index_sequence<I...>) {
+  return __builtin_shufflevector(v, v, (I ^ L)...);
+}
+
+// Every lane becomes the largest of the N lanes, or all where there are fewer, that it is among; those of less than L
+// are so already.
+template <int L, int N>
+static inline vf max_of_neighbours(vf v) {
+  if constexpr (L < N && L < W)
+    return max_of_neighbours<2 * L, N>(vmax(v, exchanged<L>(v, std::make_index_sequence<W>())));
+  else
+    return v;
+}
+
 // exp, 0 below -87.3 (float32's smallest normal) and capped above 88.3; relative error 2e-7 (Cephes' polynomial).
 static inline vf exp(vf x) {
   vf clamped = vmin(vmax(x, splat(-87.3f)), splat(88.3f));

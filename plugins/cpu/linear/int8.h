@@ -4,9 +4,7 @@
 // whose 4 bits these hold. Rows are laid out to match, so nothing is interleaved: of 4 bits, first the inputs of all
 // low halves of a chunk, then those of all high ones.
 //
-//   of each row, once     by blocks of kBlockInputs: the largest |x| is 127; by lanes: the block's scale, the sum of
-//   its
-//                         integers
+//   of each row, once     by lanes: the largest |x| is 127; the scale, the sum of the integers
 //   for each column       sum over chunks of lanes' (dot products x the row's scale x the group's scale)
 //
 // The weights' integers are unsigned in these products. What signed ones have in excess is taken off each lane's sum
@@ -20,11 +18,11 @@
 namespace kv {
 namespace KV_ISA {
 
-constexpr int kBlockInputs = 32;
+constexpr int kBlockInputs = 32;  // that are rounded in one go
 // Bytes that are fetched beforehand: a column of 4-bit weights is so short a stream that the machine's own prefetching
 // has hardly begun when it ends; what follows is the next columns'.
 constexpr int64_t kWeightsAhead = 8192;
-constexpr float kLeastRounded = 1e-36f;  // blocks of smaller numbers count as zeros
+constexpr float kLeastRounded = 1e-36f;  // lanes of smaller numbers count as zeros
 
 typedef uint8_t vb __attribute__((vector_size(W * 4)));
 
@@ -61,7 +59,7 @@ struct Int8Rows {
     start = reinterpret_cast<int32_t*>(sum + lanes), values = reinterpret_cast<int8_t*>(start + lanes);
   }
 
-  // One row [inputs], rounded by blocks. A number that is not finite makes its block NaN.
+  // One row [inputs], rounded by lanes. A number that is not finite makes its lane NaN.
   void round(const float* x, int64_t inputs, int64_t row) const {
     int8_t* const to = values + row * row_bytes();
     const int64_t lanes = chunks * W, per = inputs_of_lane(bits);
@@ -75,13 +73,14 @@ struct Int8Rows {
         from = padded;
       }
       int8_t rounded[kBlockInputs];
-      const float factor = round_block(from, rounded);
+      float steps[kBlockInputs];
+      bits == 8 ? round_block<4>(from, rounded, steps) : round_block<8>(from, rounded, steps);
       for (int64_t i = 0; i < kBlockInputs && first + i < lanes * per; i += per) {
         const int64_t lane = (first + i) / per;
         uint64_t all = 0;
         memcpy(&all, rounded + i, static_cast<size_t>(per));
         const int total = sum_of_bytes(all);
-        scales[lane] = factor, sums[lane] = factor * static_cast<float>(total);
+        scales[lane] = steps[i], sums[lane] = steps[i] * static_cast<float>(total);
         starts[lane] = -total * (1 << (bits - 1));
         const uint32_t low = bits == 8 ? static_cast<uint32_t>(all) : even_bytes(all), high = even_bytes(all >> 8);
         int8_t* const place = to + (bits == 8 ? lane * 4 : lane / W * W * 8 + lane % W * 4);
@@ -103,26 +102,32 @@ struct Int8Rows {
     return static_cast<int>(pairs * 0x0001000100010001 >> 48) - 8 * 128;
   }
 
-  // A block over what is returned, to the nearest integer.
-  static float round_block(const float* x, int8_t* to) {
-    vf highest{}, unusable{};
-    for (int i = 0; i < kBlockInputs; i += W) {
-      const vf v = load(x + i);
-      highest = vmax(select(v < 0.0f, -v, v), highest), unusable += v - v;
+  // Each number over the step of its `kPer` neighbours, to the nearest integer.
+  template <int kPer>
+  static void round_block(const float* x, int8_t* to, float* steps) {
+    constexpr int kVectors = kPer < W ? 1 : kPer / W;
+    const vf infinite = splat(__builtin_inff());
+    for (int i = 0; i < kBlockInputs; i += kVectors * W) {
+      vf highest{};
+      for (int j = 0; j < kVectors; ++j) {
+        const vf v = load(x + i + j * W);
+        highest = vmax(select(v - v == 0.0f, select(v < 0.0f, -v, v), infinite), highest);
+      }
+      highest = max_of_neighbours<1, kPer>(highest);
+      const vi usable = (highest >= kLeastRounded) & (highest < infinite);
+      const vf factor = 127.0f / highest,
+               step = select(highest < infinite, highest / 127.0f, splat(__builtin_nanf("")));
+      for (int j = 0; j < kVectors; ++j) {
+        const int at = i + j * W;
+        const vf shifted = select(usable, load(x + at) * factor, vf{}) + 12582912.0f;  // the integer is in the low bits
+        vi whole;
+        memcpy(&whole, &shifted, sizeof whole);
+        typedef int8_t vs __attribute__((vector_size(W)));
+        const vs narrow = __builtin_convertvector(whole, vs);
+        memcpy(to + at, &narrow, sizeof narrow);
+        store(steps + at, select(highest < kLeastRounded, vf{}, step));
+      }
     }
-    const float largest = max(highest);
-    const bool usable = KV_ISA::sum(unusable) == 0.0f;
-    const float factor = usable && largest >= kLeastRounded ? 127.0f / largest : 0.0f;
-    for (int i = 0; i < kBlockInputs; i += W) {
-      const vf v = factor > 0.0f ? load(x + i) * factor : vf{};
-      const vf shifted = v + 12582912.0f;  // 1.5 * 2^23 leaves the integer in the low bits
-      vi whole;
-      memcpy(&whole, &shifted, sizeof whole);
-      typedef int8_t vs __attribute__((vector_size(W)));
-      const vs narrow = __builtin_convertvector(whole, vs);
-      memcpy(to + i, &narrow, sizeof narrow);
-    }
-    return !usable ? __builtin_nanf("") : factor > 0.0f ? largest / 127.0f : 0.0f;
   }
 };
 

@@ -74,7 +74,7 @@ def merge(caller: PtxCaller, method: str, *, in_order: bool = True) -> Arrays:
 CALLS: dict[str, Callable[[PtxCaller], Arrays]] = {
     "Decode<Half, 1>": lambda caller: decode(caller, 1),
     "DecodeMma<Half, 128>": lambda caller: decode(caller, 5),
-    "Nearest<Half, true>": lambda caller: merge(caller, "ballot"),
+    "NearestMma<Half, true>": lambda caller: merge(caller, "ballot"),
     "MergeRows<Half>": lambda caller: merge(caller, "ballot"),
     "Order": lambda caller: merge(caller, "ballot"),
     "Place": lambda caller: merge(caller, "ballot", in_order=False),

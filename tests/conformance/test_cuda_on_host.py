@@ -130,8 +130,8 @@ def test_decode_over_many_splits_for_every_group(caller: Caller, group: int) -> 
     hold_to_oracle(caller, inputs, VoteAttentionAttributes(0.3, 1.0, BOTH))
 
 
-# Of 419 slots, three splits: full but for one and without room, empty with a token and without, one block, one block
-# and the token in a split of its own, a split and one less.
+# Of 420 slots, in splits of one or two blocks: full but for one and without room, empty with a token and without, one
+# block, one block and the token in a split of its own, several blocks and one slot less.
 EDGES = [419, 0, 0, 420, 31, 32, 127, 128, 95]
 
 
@@ -149,7 +149,7 @@ def test_decode_of_16_bits_at_every_edge_of_a_split_for_every_group(
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float16", 2e-3)])
 @pytest.mark.parametrize(
-    ("batch", "used", "heads"), [(1, 16384, 1), (256, 0, 2)], ids=["as-many-splits-as-there-are", "batch-of-256"]
+    ("batch", "used", "heads"), [(1, 16383, 1), (256, 0, 2)], ids=["as-many-splits-as-there-are", "batch-of-256"]
 )
 def test_decode_of_the_largest_caches_and_batches(
     caller: Caller, dtype: str, tolerance: float, batch: int, used: int, heads: int
@@ -265,18 +265,23 @@ every_method = pytest.mark.parametrize(
 
 
 def merge_case(
-    method: str, parameters: dict[str, Any], *, in_order: bool = True, dtype: str = "float32"
+    method: str,
+    parameters: dict[str, Any],
+    *,
+    in_order: bool = True,
+    dtype: str = "float32",
+    sizes: tuple[int, int] = (32, 32),
 ) -> tuple[Arrays, Any]:
-    """Caches of hundreds of slots, of which a tenth has to leave."""
+    """Caches of hundreds of slots, of which a tenth has to leave. sizes: of a key and of a value."""
     rng = np.random.default_rng(3)
     name, _, by_place = method.partition(" by ")
     made = all_methods()[name](**parameters)
-    capacity, batch, heads, size, statistics = 420, 3, 2, 32, len(made.statistics)
+    capacity, batch, heads, statistics = 420, 3, 2, len(made.statistics)
     slots = (batch, heads, capacity)
-    centre = rng.normal(size=(8, size))
+    centre = rng.normal(size=(8, sizes[0]))
     x: Arrays = {
-        "key": centre[rng.integers(0, 8, slots)] + 0.4 * rng.normal(size=(*slots, size)),
-        "value": rng.normal(size=(*slots, size)),
+        "key": centre[rng.integers(0, 8, slots)] + 0.4 * rng.normal(size=(*slots, sizes[0])),
+        "value": rng.normal(size=(*slots, sizes[1])),
     }
     x = {name: bfloat16(a) if dtype == "bfloat16" else a.astype(dtype) for name, a in x.items()}
     x["votes"] = np.where(rng.random(slots) < 0.7, 1.0, rng.integers(2, 5, slots)).astype(np.float32)

@@ -35,7 +35,8 @@ LOG_EMA = (Statistic("log_ema", 0.9),)
 
 
 def measured(caller: PtxCaller) -> dict[str, float]:
-    """Of every figure its instructions of a warp: heads of 128 elements, one statistic; merges in float16."""
+    """Of every figure its instructions of a warp: heads of 128 elements, one statistic; merges in float16
+    where no other type is named."""
     found = {}
     for dtype, group, program in DECODE:
         found[f"decode, {dtype}, group {group}, per slot"] = _difference(
@@ -43,15 +44,18 @@ def measured(caller: PtxCaller) -> dict[str, float]:
         )
     evicted = 32
     pairs = evicted * (SLOTS[1] - SLOTS[0])
-    for name, method, program in (
-        ("nearest target by key, per pair", "zeromerge", "Nearest<kv::cuda::Half, false>"),
-        ("nearest target by error, per pair", "ballot", "Nearest<kv::cuda::Half, true>"),
-        ("order of slots, per slot", "h2o", "Rank"),
-        ("key and value moved, per slot", "h2o", "Place"),
+    for name, dtype, method, program in (
+        ("nearest target by key, per pair", "float16", "zeromerge", "NearestMma<kv::cuda::Half, false>"),
+        ("nearest target by error, per pair", "float16", "ballot", "NearestMma<kv::cuda::Half, true>"),
+        ("nearest target by key, float32, per pair", "float32", "zeromerge", "Nearest<float, false>"),
+        ("order of slots, per slot", "float16", "h2o", "Rank"),
+        ("key and value moved, per slot", "float16", "h2o", "Place"),
     ):
         pool = getattr(all_methods()[method](), "pool", 1) if "error" in name else 1
         over = pairs * pool if "pair" in name else SLOTS[1] - SLOTS[0]
-        found[name] = _difference(caller, program, lambda slots, m=method: _merge(caller, m, slots, evicted), over)
+        found[name] = _difference(
+            caller, program, lambda slots, m=method, d=dtype: _merge(caller, m, slots, evicted, d), over
+        )
     return {name: round(count, 2) for name, count in found.items()}
 
 
@@ -82,9 +86,9 @@ def _decode(caller: PtxCaller, dtype: str, group: int, slots: int) -> None:
     caller.vote_attention(inputs, VoteAttentionAttributes(SIZE**-0.5, 1.0, LOG_EMA))
 
 
-def _merge(caller: PtxCaller, method: str, slots: int, evicted: int) -> None:
+def _merge(caller: PtxCaller, method: str, slots: int, evicted: int, dtype: str) -> None:
     made = all_methods()[method]()
-    state = _state(slots, slots, len(made.statistics))
+    state = _state(slots, slots, len(made.statistics), dtype)
     caller.merge_cache(state, MergeCacheAttributes(made, slots - evicted, 4, 64))
 
 

@@ -90,7 +90,7 @@ struct Decode {
                         [&](int g, int slot) { return s.logit[g * kBlock + slot]; });
       });
     };
-    stream_slots(block, args, head, s.stages, used, split_range(split, args.splits, used + 1), use);
+    stream_slots(block, args, head, s.stages, used, share_of(split, args.splits, used + 1, kBlock), use);
     store_partial(block, args, head, s, split);
     if (block.is_last(args.counters + head.index, args.splits))
       combine_splits(block, args, head, reinterpret_cast<float*>(s.stages), used);

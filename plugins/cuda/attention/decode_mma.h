@@ -78,7 +78,7 @@ struct DecodeMma {
                         [&](int g, int slot) { return s.logit[g * kLogitStride + slot]; });
       });
     };
-    stream_slots(block, args, head, s.stages, used, split_range(split, args.splits, used + 1), use);
+    stream_slots(block, args, head, s.stages, used, share_of(split, args.splits, used + 1, kBlock), use);
     store_partial(block, args, head, split);
     if (block.is_last(args.counters + head.index, args.splits))
       combine_splits(block, args, head, reinterpret_cast<float*>(s.stages), used);

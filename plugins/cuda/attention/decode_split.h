@@ -10,15 +10,6 @@ namespace cuda {
 
 constexpr int kDecodeThreads = 128, kDecodeWarps = kDecodeThreads / kWarp;
 
-// Slots [from, to) of split `split` of the first `slots` slots, whole blocks.
-struct Range {
-  int from, to;
-};
-KV_DEVICE Range split_range(int split, int splits, int slots) {
-  const int each = ((slots + splits - 1) / splits + kBlock - 1) / kBlock * kBlock;
-  return {min_of(split * each, slots), min_of((split + 1) * each, slots)};
-}
-
 // A block of slots in shared memory.
 template <class T>
 struct Stage {

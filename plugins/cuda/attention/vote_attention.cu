@@ -10,7 +10,7 @@ namespace kv {
 namespace cuda {
 namespace {
 
-constexpr int kMaxSplits = 128, kLeastSlots = 4 * kBlock;  // of a head, of a split
+constexpr int kMostPlaces = 3;  // blocks of a decode step that a multiprocessor has room for
 
 const char* check(const KvVoteAttention& a) {
   if (const char* problem =
@@ -30,22 +30,17 @@ bool keeps(const KvVoteAttention& a, int kind) {
   return false;
 }
 
-// As many as fill the device, none below a size worth a block.
-int splits_of(const KvVoteAttention& a, int multiprocessors) {
-  const int heads = a.batch * a.heads, blocks = 3 * multiprocessors;
-  const int wanted = heads > 0 ? blocks / heads : 1, worth = a.capacity / kLeastSlots,
-            most = worth < kMaxSplits ? worth : kMaxSplits;
-  return wanted < 1 || most < 1 ? 1 : wanted < most ? wanted : most;
-}
+// Blocks of slots that a head may have; a split is some of those that it has.
+int slot_blocks(const KvVoteAttention& a) { return (a.capacity + kBlock - 1) / kBlock; }
 
-// The call's plan in this workspace; how many bytes it takes.
+// The call's plan in this workspace, with as many splits as there may be; how many bytes it takes.
 size_t plan(const KvVoteAttention& a, const Device& device, void* workspace, Attention* args) {
   const size_t heads = static_cast<size_t>(a.batch) * a.heads,
                query_heads = static_cast<size_t>(a.batch) * a.query_heads;
   Workspace parts(workspace);
   *args = {};
   args->call = a;
-  args->splits = splits_of(a, device.multiprocessors);
+  args->splits = most_shares(heads, slot_blocks(a), static_cast<size_t>(kMostPlaces) * device.multiprocessors);
   args->counters = parts.take<int>(KV_CUDA_COUNTER_BYTES / sizeof(int));
   args->used = parts.take<int>(2 * heads);
   const bool sums = keeps(a, KV_STATISTIC_PROBABILITY);
@@ -72,6 +67,8 @@ const char* decode(Attention& args, const Device& device, Stream stream) {
     if (shared + 16 <= device.shared_limit) break;
   }
   if (args.stages == 0) return kTooMuchShared;
+  static_assert(Program::kBlocksPerMultiprocessor <= kMostPlaces, "the workspace holds as many splits");
+  args.splits = shares_of(heads, slot_blocks(a), size_t{Program::kBlocksPerMultiprocessor} * device.multiprocessors);
   if (const char* problem = launch<Program>(args, heads * args.splits, shared, device, stream)) return problem;
   if (!args.logits) return nullptr;
   return launch<DecodeSums>(args, heads * DecodeSums::blocks_per_head(a.capacity), 0, device, stream);

@@ -213,6 +213,17 @@ KV_DEVICE int min_of(int a, int b) { return a < b ? a : b; }
 KV_DEVICE int max_of(int a, int b) { return a > b ? a : b; }
 KV_DEVICE float max_of(float a, float b) { return a > b ? a : b; }
 
+// Items [from, to) of so many, in whole units: share `share` where all shares have the same number of units, the first
+// of them one more.
+struct Range {
+  int from, to;
+};
+KV_DEVICE Range share_of(int share, int shares, int items, int unit) {
+  const int units = (max_of(items, 0) + unit - 1) / unit, each = units / shares, more = units % shares;
+  const auto begin = [&](int i) { return min_of((i * each + min_of(i, more)) * unit, max_of(items, 0)); };
+  return {begin(share), begin(share + 1)};
+}
+
 // How many slots are used: they are a prefix, so two rounds of reads by all threads find its end. Votes that are no
 // prefix have several ends, of which each round takes the first: all blocks that ask get one answer. found: two ints of
 // shared memory.

@@ -2,9 +2,11 @@
 #pragma once
 
 #include "block.h"
-#ifdef KV_PTX
+#ifndef __CUDACC__
+#include <string>
 #include <typeinfo>
-
+#endif
+#ifdef KV_PTX
 #include "../../tests/ptx/launch.h"
 #endif
 
@@ -87,11 +89,20 @@ inline const char* this_device(Device* device) {
 // Of the host's multiprocessors alone, so that a sanitizer sees the first byte beyond what is used.
 inline Device largest_device() { return {host().multiprocessors, host().shared_limit, false}; }
 
+// For tests: of every launch that was only checked a line, its program and number of blocks.
+inline std::string& checked() {
+  static thread_local std::string lines;
+  return lines;
+}
+
 template <class Program>
 const char* launch(const typename Program::Args& args, size_t blocks, size_t shared, const Device& device, Stream) {
   if (blocks >= kLaunchable) return kTooManyBlocks;
   if (shared + 16 > device.shared_limit) return kTooMuchShared;
-  if (!device.runs) return nullptr;
+  if (!device.runs) {
+    checked() += std::string(typeid(Program).name()) + " " + std::to_string(blocks) + "\n";
+    return nullptr;
+  }
 #ifdef KV_PTX
   return ptx::launch(typeid(Program).name(), &args, sizeof args, blocks, Program::kThreads, shared, host().order,
                      host().late_copies);
@@ -114,6 +125,32 @@ inline const char* copy_tensor(void* to, const void* from, size_t bytes, Stream)
 }
 
 #endif
+
+// ---- into how many shares, a block each, the work of a head is divided ----
+
+constexpr int kMostShares = 128;
+
+// The most that shares_of may say on a device that has room for so many blocks at a time (places); rises with them.
+inline int most_shares(size_t heads, int units, size_t places) {
+  const size_t filling = heads > 0 ? 8 * places / heads : 1, most = filling < kMostShares ? filling : kMostShares,
+               worth = units < 1 ? 1 : static_cast<size_t>(units);
+  const size_t shares = most < worth ? most : worth;
+  return shares < 1 ? 1 : static_cast<int>(shares);
+}
+
+// The number that takes the least time by this count: blocks come in waves of as many as there are places, a wave takes
+// as many units of work as the largest share has and half a unit for what a block does once, and to combine the shares
+// takes 1/32 unit for each. Of equals the fewest.
+inline int shares_of(size_t heads, int units, size_t places) {
+  int best = 1;
+  size_t least = SIZE_MAX;
+  for (int shares = 1, most = most_shares(heads, units, places); shares <= most; ++shares) {
+    const size_t waves = (heads * shares + places - 1) / places, largest = (units + shares - 1) / shares;
+    const size_t time = waves * (2 * largest + 1) * 16 + shares;
+    if (time < least) least = time, best = shares;
+  }
+  return best;
+}
 
 // Parts of a workspace, one after the other; counts bytes where there is none.
 class Workspace {

@@ -6,9 +6,11 @@
 //   Nearest over the evicted slots, unless they are dropped or merge in pairs
 //   FormSets, Attended where a Hessian weighs, MergeRows unless evicted slots are dropped
 //   Order, Place, and Turn where keys are rotated by their places
+#include <type_traits>
+
 #include "../../math/policy.h"
 #include "../core/launch.h"
-#include "nearest.h"
+#include "nearest_mma.h"
 #include "place.h"
 #include "select.h"
 #include "sets.h"
@@ -16,6 +18,8 @@
 namespace kv {
 namespace cuda {
 namespace {
+
+constexpr int kNearestPlaces = 3;  // blocks of Nearest that a multiprocessor has room for, at most
 
 const char* check(const KvMergeCache& a) {
   if (const char* problem =
@@ -28,6 +32,12 @@ const char* check(const KvMergeCache& a) {
     return "there are more rotary planes than the key has dimensions";
   if (a.cache_positions && a.sliding_window) return "positions in the cache with a sliding window";
   return nullptr;
+}
+
+// Rows that Nearest takes at a time: as many as lie beside targets in the shared memory of every device.
+int tile_of(const KvMergeCache& a) {
+  const int elements = a.key_size + (a.policy.order == KV_ORDER_LEAST_ERROR ? a.value_size : 0);
+  return a.cache_type != KV_FLOAT32 && elements <= 256 ? 64 : 32;
 }
 
 // Divides the workspace among the launches of a call; how many bytes it takes.
@@ -44,16 +54,18 @@ size_t lay_out(const KvMergeCache& a, const Device& device, void* workspace, Mer
                            : m.most_evicted;
   m.most_rows = pool < a.capacity ? static_cast<int>(pool) : a.capacity;
   const bool merges = p.merge != KV_MERGE_DROP && m.most_evicted > 0;
-  // Blocks that fill the device twice, or eight of a head: slots that leave are few, however large the slack is. A
-  // split is no less than four blocks of keys.
-  const auto within = [](int least, int x, int most) { return x < least ? least : x < most ? x : most; };
-  const int each = heads > 0 ? static_cast<int>(2 * device.multiprocessors / heads) : 1;
+  // Slots that leave are few, however large the slack is: blocks are planned for eight tiles of rows at most. A split
+  // is no less than 128 targets.
+  m.tile = tile_of(a);
   m.most_splits = a.capacity < 128 ? 1 : a.capacity / 128;
-  m.blocks = within(tiles_of(m.most_rows) < 8 ? tiles_of(m.most_rows) : 8, each, tiles_of(m.most_rows) * m.most_splits);
-  m.blocks = m.blocks < 1 ? 1 : m.blocks;
-  m.set_blocks = within(1, 2 * each < 32 ? 32 : 2 * each, m.most_evicted < 1 ? 1 : m.most_evicted);
-  const int64_t all = static_cast<int64_t>(m.most_rows) * m.most_splits, shared = int64_t{kTileRows} * m.blocks;
-  m.stride = static_cast<int>(all < shared ? all : shared < m.most_rows ? m.most_rows : shared);
+  const int tiles = tiles_of(m.most_rows, m.tile), units = m.most_splits * (tiles < 8 ? tiles : 8);
+  const size_t places = size_t{kNearestPlaces} * device.multiprocessors;
+  m.blocks = shares_of(heads, units, places);
+  const int sets = heads > 0 ? static_cast<int>(16 * static_cast<size_t>(device.multiprocessors) / heads) : 1;
+  m.set_blocks = sets < 1 ? 1 : sets < 32 ? sets : 32;
+  // The most rows times splits: of one tile there are as many splits as blocks, of many tiles one.
+  const int64_t rows = m.most_rows < m.tile ? m.most_rows : m.tile, most = rows * most_shares(heads, units, places);
+  m.stride = static_cast<int>(most < m.most_rows ? m.most_rows : most);
   parts.take<int>(KV_CUDA_COUNTER_BYTES / sizeof(int));
   m.heads = parts.take<HeadInfo>(heads);
   m.order = parts.take<int>(slots);
@@ -78,10 +90,12 @@ size_t lay_out(const KvMergeCache& a, const Device& device, void* workspace, Mer
 
 template <class T, bool ByError>
 const char* nearest(const MergeWork& m, bool higher, const Device& device, Stream stream) {
-  using Kernel = Nearest<T, ByError>;
+  using Kernel = std::conditional_t<sizeof(T) == 2, NearestMma<T, ByError>, Nearest<T, ByError>>;
+  static_assert(Kernel::kBlocksPerMultiprocessor <= kNearestPlaces, "blocks are planned for as many places");
   const size_t heads = static_cast<size_t>(m.call.batch) * m.call.heads;
-  return launch<Kernel>({m, higher}, heads * m.blocks, Kernel::size(m.call.key_size, m.call.value_size), device,
-                        stream);
+  NearestArgs args{m, higher, Kernel::kStages};
+  while (args.stages > 1 && Kernel::size(args) + 16 > device.shared_limit) --args.stages;
+  return launch<Kernel>(args, heads * m.blocks, Kernel::size(args), device, stream);
 }
 
 template <class T>
@@ -179,5 +193,12 @@ extern "C" const char* kv_cuda_target(void) {
 // For tests: how the host runs (../core/block.h). order: 0, 1, 2.
 extern "C" void kv_host_set(int order, int late_copies, int multiprocessors, size_t shared_limit) {
   kv::cuda::host() = {order, late_copies != 0, multiprocessors, shared_limit};
+  kv::cuda::checked().clear();
+}
+// ... the launches that were only checked since then, and how many items a share has (share_of).
+extern "C" const char* kv_host_checked(void) { return kv::cuda::checked().c_str(); }
+extern "C" int kv_host_share(int share, int shares, int items, int unit) {
+  const kv::cuda::Range found = kv::cuda::share_of(share, shares, items, unit);
+  return found.to - found.from;
 }
 #endif

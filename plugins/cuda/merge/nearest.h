@@ -1,5 +1,6 @@
 // MergeCache: the target nearest to each of many slots. Some blocks of 128 threads per head, which share out its work,
-// 32 rows (evicted slots, or those of the eviction pool) and a split of the targets at a time:
+// a tile of rows (evicted slots, or those of the eviction pool) and a split of the targets at a time. In float32, whose
+// products are made on CUDA cores (of 16 bits: nearest_mma.h), tiles of 32 rows:
 //
 //   load the rows' keys, and where policy.order is by the error their values; the squares of each
 //   for each 32 targets of the split
@@ -17,15 +18,56 @@
 namespace kv {
 namespace cuda {
 
+struct NearestArgs {
+  MergeWork work;
+  bool higher;  // rows are the eviction pool; targets are unprotected slots of higher importance
+  int stages;   // blocks of targets that are in shared memory or on their way there (nearest_mma.h)
+};
+
+// A tile of rows from `begin` on, and the targets of a split.
+struct Look {
+  int rows, begin, split, splits;
+  Range targets;
+};
+
+// Calls look(head, Look) for this block's share of its head's work.
+template <class Program, class F>
+KV_DEVICE void look_at_all(Block<Program>& block, const NearestArgs& args, F look) {
+  const MergeWork& work = args.work;
+  const MergeHead head(work, block.index() / work.blocks);
+  const HeadInfo x = head.info();
+  if (x.over == 0) return;
+  const int rows = args.higher ? x.pool : x.evicted, splits = splits_of(work, rows),
+            last = args.higher || !work.call.recent_receives ? x.unprotected + x.unprotected_count : x.used;
+  for (int i = block.index() % work.blocks; i < tiles_of(rows, work.tile) * splits; i += work.blocks) {
+    const Range share = share_of(i % splits, splits, last - x.unprotected, Program::kSlots);
+    look(
+        head,
+        Look{rows, i / splits * work.tile, i % splits, splits, {x.unprotected + share.from, x.unprotected + share.to}});
+  }
+}
+
+// By thread t: the nearest of so many candidates of row t, of equals the lowest slot. finish(row, near) of what they
+// were compared by: how near it is.
+template <class F>
+KV_DEVICE void store_nearest(const MergeHead& head, const Look& x, const float* bests, const int* places,
+                             int candidates, int t, F finish) {
+  if (t >= head.work.tile || x.begin + t >= x.rows) return;
+  float best = kNoTarget;
+  int place = -1;
+  for (int i = t * candidates; i < (t + 1) * candidates; ++i)
+    if (places[i] >= 0 && (place < 0 || bests[i] > best || (bests[i] == best && places[i] < place)))
+      best = bests[i], place = places[i];
+  head.work.nearness[head.split(x.begin + t, x.split, x.splits)] = place < 0 ? kNoTarget : finish(t, best);
+  head.work.nearest[head.split(x.begin + t, x.split, x.splits)] = place;
+}
+
 // The nearest target of every row, in one pass over the keys of one split of the slots. ByError: nearest is where the
 // product of the squared distances of keys and of values is smallest.
 template <class T, bool ByError>
 struct Nearest {
-  struct Args {
-    MergeWork work;
-    bool higher;  // rows are the eviction pool; targets are unprotected slots of higher importance
-  };
-  static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 2, kRows = kTileRows, kSlots = 32, kParts = 4;
+  using Args = NearestArgs;
+  static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 2, kStages = 1, kRows = 32, kSlots = 32, kParts = 4;
   struct Registers {
     float best[2];
     int place[2];
@@ -46,37 +88,28 @@ struct Nearest {
     }
   };
   // Tiles of keys and, by the error, of values; of the rows their importance; the best of every eighth slot.
-  static KV_HD constexpr size_t size(int key_size, int value_size) {
-    return Tile::bytes(key_size) + (ByError ? Tile::bytes(value_size) : 0) + (kRows + 16 * kRows) * sizeof(float);
+  static KV_HD size_t size(const NearestArgs& args) {
+    const KvMergeCache& a = args.work.call;
+    return Tile::bytes(a.key_size) + (ByError ? Tile::bytes(a.value_size) : 0) + (kRows + 16 * kRows) * sizeof(float);
   }
 
   static KV_DEVICE void run(Block<Nearest>& block, const Args& args) {
-    const MergeWork& work = args.work;
-    const MergeHead head(work, block.index() / work.blocks);
-    const HeadInfo x = head.info();
-    if (x.over == 0) return;
-    const int rows = args.higher ? x.pool : x.evicted, splits = splits_of(work, rows);
-    for (int i = block.index() % work.blocks; i < tiles_of(rows) * splits; i += work.blocks)
-      look(block, args, head, x, rows, i / splits * kRows, i % splits, splits);
+    look_at_all(block, args, [&](const MergeHead& head, const Look& x) { look(block, args, head, x); });
   }
 
-  // 32 rows from `begin` on against one split. Ends with a barrier.
-  static KV_DEVICE void look(Block<Nearest>& block, const Args& args, const MergeHead& head, const HeadInfo& x,
-                             int rows, int begin, int split, int splits) {
-    const MergeWork& work = args.work;
-    const KvMergeCache& a = work.call;
+  // Ends with a barrier.
+  static KV_DEVICE void look(Block<Nearest>& block, const Args& args, const MergeHead& head, const Look& x) {
+    const KvMergeCache& a = head.a;
     const Tile keys(block.shared, a.key_size), values(block.shared + Tile::bytes(a.key_size), a.value_size);
-    float* importance = reinterpret_cast<float*>(block.shared + size(a.key_size, a.value_size)) - 17 * kRows;
+    float* importance = reinterpret_cast<float*>(block.shared + size(args)) - 17 * kRows;
     float* bests = importance + kRows;
     int* places = reinterpret_cast<int*>(bests + 8 * kRows);
-    const int first = x.unprotected,
-              last = args.higher || !a.recent_receives ? x.unprotected + x.unprotected_count : x.used;
-    const int each = (last - first + splits - 1) / splits, from = first + split * each, to = min_of(from + each, last);
-    const auto row_at = [&](int i) { return begin + i < rows ? head.rows()[begin + i] : -1; };
+    const int to = x.targets.to;
+    const auto row_at = [&](int i) { return x.begin + i < x.rows ? head.rows()[x.begin + i] : -1; };
     block.each([&](int t, Registers& r) {
       r.best[0] = r.best[1] = kNoTarget, r.place[0] = r.place[1] = -1;
       for (int i = t; i < kRows; i += kThreads)
-        importance[i] = row_at(i) >= 0 ? head.of(work.importance)[row_at(i)] : 0.0f;
+        importance[i] = row_at(i) >= 0 ? head.of(head.work.importance)[row_at(i)] : 0.0f;
       load(keys.row, keys, t, [&](int i) { return row_at(i) >= 0 ? head.template key<T>(row_at(i)) : nullptr; });
       if (ByError)
         load(values.row, values, t,
@@ -86,7 +119,7 @@ struct Nearest {
       keys.row_square[t] = square(keys.row, keys, t);
       if (ByError) values.row_square[t] = square(values.row, values, t);
     });
-    for (int at = from; at < to; at += kSlots) {
+    for (int at = x.targets.from; at < to; at += kSlots) {
       block.each([&](int t, auto&) {
         load(keys.target, keys, t, [&](int i) { return at + i < to ? head.template key<T>(at + i) : nullptr; });
         if (ByError)
@@ -111,16 +144,8 @@ struct Nearest {
       for (int i = 0; i < 2; ++i)
         bests[(t / 8 * 2 + i) * 8 + t % 8] = r.best[i], places[(t / 8 * 2 + i) * 8 + t % 8] = r.place[i];
     });
-    block.each([&](int t, auto&) {
-      if (t >= kRows || begin + t >= rows) return;
-      float best = kNoTarget;
-      int place = -1;
-      for (int i = t * 8; i < t * 8 + 8; ++i)
-        if (places[i] >= 0 && (place < 0 || bests[i] > best || (bests[i] == best && places[i] < place)))
-          best = bests[i], place = places[i];
-      work.nearness[head.split(begin + t, split, splits)] = best;
-      work.nearest[head.split(begin + t, split, splits)] = place;
-    });
+    block.each(
+        [&](int t, auto&) { store_nearest(head, x, bests, places, 8, t, [](int, float near) { return near; }); });
   }
 
   template <class F>

@@ -1,7 +1,8 @@
 // What the launches of MergeCache share: the call, and a workspace that each of them fills further. In order:
 //
 //   Rank       slots in order of position, importance, which are evicted        select.h   a block per head
-//   Nearest    where policy.order asks for targets: those of the eviction pool  nearest.h  some blocks per head
+//   Nearest    where policy.order asks for targets: those of the eviction pool  nearest.h  some blocks per head; of 16
+//                                                                               bits nearest_mma.h
 //   Choose     ... and with them, which of the pool are evicted                 select.h   per head
 //   Nearest    the target nearest to every evicted slot, unless pairs merge     nearest.h  some blocks per head
 //   FormSets   merge sets: a target and the evicted slots that merge into it    sets.h     per head
@@ -43,6 +44,7 @@ struct MergeWork {
   bool in_place;
   int most_evicted;  // slots of a head: the stride of arrays with an entry for each evicted slot
   int most_rows;     // that Nearest looks for targets of: those, or the eviction pool
+  int tile;          // ... at a time
   int blocks;        // of a head in Nearest, and
   int set_blocks;    // in MergeRows: they share out what there is, which is often far less than what there may be
   int most_splits;   // of the targets in Nearest
@@ -104,13 +106,12 @@ struct MergeHead {
   }
 };
 
-constexpr int kTileRows = 32;  // that a block of Nearest looks for targets of at a time
-KV_HD int tiles_of(int rows) { return (rows + kTileRows - 1) / kTileRows; }
+KV_HD int tiles_of(int rows, int tile) { return (rows + tile - 1) / tile; }
 
 // Into how many splits Nearest divides the targets of so many rows: as many as its blocks can look at, since splits
 // change nothing of what is found.
 KV_HD int splits_of(const MergeWork& work, int rows) {
-  const int wanted = work.blocks / (rows > 0 ? tiles_of(rows) : 1);
+  const int wanted = work.blocks / (rows > 0 ? tiles_of(rows, work.tile) : 1);
   return wanted < 1 ? 1 : wanted < work.most_splits ? wanted : work.most_splits;
 }
 

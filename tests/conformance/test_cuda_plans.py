@@ -1,0 +1,106 @@
+"""How the CUDA kernels share out their work on GPUs that are not here, for the shapes of the shipped recipes: questions
+of the library for the host, which checks every launch and runs none."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvexport.cache import LayerCache, LayerGeometry, plan_cache
+from kvexport.methods.slots import Statistic
+from kvexport.ops.merge_cache import MergeCacheAttributes
+from kvexport.ops.vote_attention import VoteAttentionAttributes
+from kvexport.recipe.load import load_recipe
+from tests.conformance.cuda_library import Caller, merge_cache_call, vote_attention_call
+from tests.conformance.test_cuda_on_host import caller as caller  # the fixture
+from tests.conformance.test_cuda_on_host import set_host
+
+# Layers, query heads, KV heads, and elements of a head of the checkpoints.
+SHAPES = {
+    "llama2-7b-keepkv": (32, 32, 32, 128),
+    "llama2-13b-keepkv": (40, 40, 40, 128),
+    "llama3-8b-keepkv": (32, 32, 8, 128),
+    "mistral-7b-keepkv": (32, 32, 8, 128),
+    "qwen3-8b-keepkv": (36, 32, 8, 128),
+    "smollm2-135m-keepkv": (30, 9, 3, 64),
+    "smollm2-135m-ballot": (30, 9, 3, 64),
+}
+# Multiprocessors, and bytes of shared memory of a block.
+DEVICES = {"H100 or H200": (132, 232448), "Orin": (16, 166912)}
+SLOTS = 32  # of a block of slots, of which a split is made
+
+
+def blocks_of(library: ctypes.CDLL, device: str, operator: str, call: Any) -> dict[str, int]:
+    """The blocks of a call's launches on a device, by program."""
+    multiprocessors, shared = DEVICES[device]
+    set_host(library, multiprocessors=multiprocessors, shared_limit=shared)
+    ask = getattr(library, f"kv_cuda_{operator}_problem")
+    ask.restype = library.kv_host_checked.restype = ctypes.c_char_p
+    assert ask(ctypes.byref(call)) is None
+    lines = library.kv_host_checked().decode().splitlines()
+    set_host(library)
+    # A program's name follows its own length, as compilers write it.
+    named = [re.fullmatch(r"N2kv4cuda(\d+)(\w+) (\d+)", line) for line in lines]
+    return {found[2][: int(found[1])]: int(found[3]) for found in named if found}
+
+
+def layers_of(name: str) -> tuple[Any, int, list[LayerCache]]:
+    """A recipe, the query heads of its checkpoint, and layers of every budget: the largest, one between, the least."""
+    recipe = load_recipe(name, []).recipe
+    layers, query_heads, kv_heads, size = SHAPES[name]
+    plan = plan_cache(recipe, [LayerGeometry(query_heads, kv_heads, size, size)] * layers)
+    every = sorted({layer.budget: layer for layer in plan.layers if layer.merges}.values(), key=lambda x: x.budget)
+    return recipe, query_heads, [every[0], every[len(every) // 2], every[-1]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_decode_step_keeps_the_multiprocessors_busy(caller: Caller, name: str, device: str) -> None:
+    """At batch 1, 8 and 32, for a cache within its budget and one about to merge: nine tenths of the multiprocessors
+    have slots, and the fullest has less than twice the mean, to a block of slots, wherever there is one for each."""
+    recipe, query_heads, layers = layers_of(name)
+    method, many = recipe.cache.build_method(), DEVICES[device][0]
+    attributes = VoteAttentionAttributes(0.1, 1.0, method.statistics)
+    for layer in layers:
+        for batch in (1, 8, 32):
+            heads, size = batch * layer.kv_heads, layer.key_size
+            shape = (batch, layer.kv_heads, layer.capacity, size)
+            call = vote_attention_call(attributes, "float16", (batch, query_heads, 1, size), shape, size)
+            blocks = blocks_of(caller.library, device, "vote_attention", call)
+            count = blocks["Decode" if query_heads == layer.kv_heads else "DecodeMma"]
+            splits, rest = divmod(count, heads)
+            assert rest == 0 and count <= max(heads, 24 * many)
+            for slots in (layer.budget + 1, layer.budget + recipe.cache.merge_every):
+                share = [caller.library.kv_host_share(i, splits, slots, SLOTS) for i in range(splits)]
+                assert sum(share) == slots and sum(x % SLOTS != 0 for x in share) <= 1, "no whole blocks of slots"
+                # Blocks go to the multiprocessors in turn.
+                load = np.bincount(np.arange(count) % many, np.tile(share, heads), many)
+                if heads * -(-slots // SLOTS) >= many:
+                    assert (load > 0).mean() >= 0.9 and load.max() < 2 * load.mean() + SLOTS, (layer.budget, batch, slots)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_blocks_of_a_merge_fill_the_device_and_no_more(caller: Caller, name: str, device: str) -> None:
+    """However large the slack: places for what leaves after some decoded tokens, not for what a chunk could evict."""
+    recipe, _, layers = layers_of(name)
+    method, many = recipe.cache.build_method(), DEVICES[device][0]
+    for layer in layers:
+        for batch in (1, 8, 32):
+            heads = batch * layer.kv_heads
+            shape = (batch, layer.kv_heads, layer.capacity, layer.key_size)
+            attributes = MergeCacheAttributes(method, layer.budget, layer.sinks, layer.recent)
+            call = merge_cache_call(attributes, "float16", shape, layer.value_size, len(method.statistics))
+            blocks = blocks_of(caller.library, device, "merge_cache", call)
+            assert min(heads * (layer.capacity // 128), many) * 0.9 <= blocks["NearestMma"] <= max(heads, 24 * many)
+            assert min(32 * heads, many) * 0.9 <= blocks["MergeRows"] <= max(heads, 16 * many)
+
+
+def test_a_head_has_up_to_128_splits(caller: Caller) -> None:
+    shape = (1, 1, 16384, 16)
+    call = vote_attention_call(VoteAttentionAttributes(0.25, 1.0, (Statistic(),)), "float16", (1, 2, 1, 16), shape, 16)
+    assert blocks_of(caller.library, "H100 or H200", "vote_attention", call)["DecodeMma"] == 128

@@ -80,7 +80,11 @@ def test_a_decode_step_keeps_the_multiprocessors_busy(caller: Caller, name: str,
                 # Blocks go to the multiprocessors in turn.
                 load = np.bincount(np.arange(count) % many, np.tile(share, heads), many)
                 if heads * -(-slots // SLOTS) >= many:
-                    assert (load > 0).mean() >= 0.9 and load.max() < 2 * load.mean() + SLOTS, (layer.budget, batch, slots)
+                    assert (load > 0).mean() >= 0.9 and load.max() < 2 * load.mean() + SLOTS, (
+                        layer.budget,
+                        batch,
+                        slots,
+                    )
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -312,6 +312,16 @@ def packed_kernel() -> str:
     return table(("weights", *(f"{count} rows, ms" for count in rows), "of the bandwidth, 1 row"), *lines)
 
 
+def packed_quality() -> str:
+    """What rounding weights costs, by side."""
+    lines = []
+    for name, r in load("quantized_quality")["rows"].items():
+        if "kl" in r:
+            kl = f"{r['kl']:.2g} ({r['kl_standard_error']:.1g})"
+            lines.append((f"`{name}`", f"{r['weight_bytes'] / 1e6:.0f}", kl, f"{r['agreement']:.3f}"))
+    return table(("weights", "MB", "KL, nats (standard error)", "same likeliest token"), *lines)
+
+
 def tables() -> dict[str, str]:
     """Every table by its mark."""
     found = {"methods": methods(), "fields of a recipe": fields()}
@@ -319,6 +329,7 @@ def tables() -> dict[str, str]:
     for asked in ("unknown", "known"):
         found[f"recall {asked}"] = recall(2000, known=asked == "known")
     found |= {"listed": listed(), "packed speed": packed_speed(), "packed kernel": packed_kernel()}
+    found["packed quality"] = packed_quality()
     if load("recall-smollm2").get("text"):  # `recall_real.py text` was run
         found["recall text"] = recall_text()
     for recipe, figures in FIGURES.items():

@@ -144,7 +144,7 @@ class Worker:
     @property
     def alive(self) -> bool:
         """Whether it takes requests."""
-        return self._thread is not None and self._thread.is_alive() and not self.draining
+        return self._thread is not None and self._thread.is_alive() and not (self.draining or self.failed)
 
     def call(self, function: Callable[[], T]) -> asyncio.Future[T]:
         """What `function` returns in the engine's thread, between two steps. Raises ApiError where that has ended."""

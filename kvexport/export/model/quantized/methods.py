@@ -9,6 +9,7 @@ from typing import Any
 
 from kvexport.errors import UsageError
 from kvexport.export.model.quantized.columns import read_columns
+from kvexport.export.model.quantized.float4 import read_bitsandbytes, read_nvfp4
 from kvexport.export.model.quantized.reading import Read, Tensors, refused
 from kvexport.export.model.quantized.rows import read_compressed, read_float8
 
@@ -18,7 +19,9 @@ _READERS = {
     "awq": read_columns,
     "compressed-tensors": read_compressed,
     "fp8": read_float8,
-    "modelopt": read_float8,
+    "modelopt fp8": read_float8,
+    "modelopt nvfp4": read_nvfp4,
+    "bitsandbytes": read_bitsandbytes,
 }
 
 
@@ -39,8 +42,8 @@ def quantization_of(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any] 
     if not found:
         return None
     method = str(found.get("quant_method") or "unnamed").lower() if isinstance(found, Mapping) else str(found)
-    if method == "modelopt" and (algorithm := str(found.get("quant_algo")).upper()) != "FP8":
-        raise refused(f"modelopt {algorithm}")
+    if method == "modelopt":
+        method = f"modelopt {str(found.get('quant_algo')).lower()}"
     if method not in _READERS or not isinstance(found, Mapping):
         raise refused(method)
     return {**found, "quant_method": method}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,15 @@ def whole(entry: TensorEntry) -> Array:
     if entry.dtype not in _TYPES:
         raise wrong(entry, f"one of {', '.join(_TYPES)}")
     return np.frombuffer(data, _TYPES[entry.dtype]).reshape(entry.shape)
+
+
+@cache
+def float8_values() -> NDArray[np.float32]:
+    """What each byte is as a float of type E4M3 without infinities."""
+    import ml_dtypes
+
+    values: NDArray[np.float32] = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    return values
 
 
 def column_bytes(entry: TensorEntry, columns: range) -> NDArray[np.uint8]:

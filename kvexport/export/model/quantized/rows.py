@@ -1,16 +1,16 @@
 """compressed-tensors, and checkpoints in 8-bit floats: numbers over a matrix [outputs, inputs], as weights lie.
 
 `pack-quantized`: words of 32 bits along the inputs, from the lowest bits up, of numbers to which half their range was
-added; zero points likewise, along the outputs. `int-quantized`: int8. 8-bit floats (`float-quantized`, ModelOpt's FP8,
-transformers' fp8) are cast: value = float * scale, one scale for the tensor, a row, or a block. Sources:
-compressed-tensors' pack_to_int32, dequantize; transformers' finegrained_fp8; ModelOpt's hf_quant_config.
+added; zero points likewise, along the outputs. `int-quantized`: int8. 4-bit floats: float4.py. 8-bit floats (`float-
+quantized`, ModelOpt's FP8, transformers' fp8) are cast: value = float * scale, one scale for the tensor, a row, or a
+block. Sources: compressed-tensors' pack_to_int32, dequantize; transformers' finegrained_fp8; ModelOpt's
+hf_quant_config.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 
 from kvexport.errors import UsageError
 from kvexport.export.casting import BLOCK_BYTES, read_at, row_blocks
+from kvexport.export.model.quantized.float4 import float4
 from kvexport.export.model.quantized.reading import (
     Read,
     Tensors,
+    float8_values,
     groups_in_order,
     halves,
     refused,
@@ -121,19 +123,11 @@ class Float8:
             with self.weight.file.open("rb") as stream:
                 stored = np.frombuffer(read_at(self.weight, stream, rows), np.uint8).reshape(len(rows), k)
             own = scale[np.arange(rows.start, rows.stop) // tall]
-            yield {"weight": _float8()[stored] * np.repeat(own, wide, axis=1)[:, :k]}
+            yield {"weight": float8_values()[stored] * np.repeat(own, wide, axis=1)[:, :k]}
 
     def order(self) -> NDArray[np.int64]:
         """There is none."""
         raise NotImplementedError
-
-
-@cache
-def _float8() -> NDArray[np.float32]:
-    import ml_dtypes
-
-    values: NDArray[np.float32] = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    return values
 
 
 def read_compressed(config: Mapping[str, Any], tensors: Tensors) -> Read:
@@ -145,6 +139,7 @@ def read_compressed(config: Mapping[str, Any], tensors: Tensors) -> Read:
     )
     formats = {str(config.get("format")), *(str(scheme["format"]) for scheme in schemes if scheme.get("format"))}
     known = {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense"}
+    known |= {"nvfp4-pack-quantized", "mxfp4-pack-quantized"}
     if bad := formats - known:
         raise refused(f"compressed-tensors of format {min(bad)[:80]!r}")
     sparsity = config.get("sparsity_config")
@@ -157,14 +152,18 @@ def read_compressed(config: Mapping[str, Any], tensors: Tensors) -> Read:
     for name, entry in tensors.items():
         if name.endswith(".weight_packed"):
             prefix = name.removesuffix(".weight_packed")
-            found[f"{prefix}.weight"] = _in_words(prefix, entry, tensors, widths)
+            found[f"{prefix}.weight"] = (
+                float4(name, entry, tensors, prefix, "weight_global_scale", divides=True)
+                if entry.dtype == "U8"
+                else _in_words(prefix, entry, tensors, widths)
+            )
         elif name.endswith(".weight") and entry.dtype == "I8":
             prefix = name.removesuffix(".weight")
             found[name] = _in_bytes(prefix, entry, tensors)
         else:
             continue
         parts = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
-        used |= {f"{prefix}.{part}" for part in parts}
+        used |= {f"{prefix}.{part}" for part in (*parts, "weight_global_scale", "input_global_scale")}
     blocks = [given.get("block_structure") for given in arguments]
     floats, more, notes = read_float8({"weight_block_size": next(filter(None, blocks), None)}, tensors)
     if any(scheme.get("input_activations") for scheme in schemes) and found:

@@ -1,0 +1,209 @@
+"""Weights in 4-bit floats: NVFP4, MXFP4, and bitsandbytes' NF4 and FP4.
+
+E2M1 has the numbers 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, two in a byte, the first input in the low half.
+Twice each is a whole number, so these weights are kept, each number in 8 bits, with half the scale. A scale is an
+8-bit float for 16 inputs times one float for the tensor (NVFP4; compressed-tensors stores its reciprocal), or a power
+of two for 32 (MXFP4). bitsandbytes' sixteen numbers are a table of floats, and its blocks of 64 run over the
+flattened matrix, the first number of two in the high half: these weights are cast. Sources: compressed-tensors'
+NVFP4PackedCompressor, ModelOpt's NVFP4QTensor, bitsandbytes' QuantState and dequantize_4bit; OCP Microscaling Formats
+1.0.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvexport.errors import UsageError
+from kvexport.export.casting import BLOCK_BYTES, read_at, read_blocks, row_blocks
+from kvexport.export.model.quantized.reading import (
+    Read,
+    Tensors,
+    float8_values,
+    halves,
+    refused,
+    require,
+    require_scales,
+    require_shape,
+    whole,
+    wrong,
+)
+from kvexport.export.model.tensors import Source, TensorEntry
+from kvexport.ops.packed import PackedFormat
+
+_FP8 = "F8_E4M3"
+_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+
+
+@dataclass(frozen=True)
+class Float4:
+    """A weight of E2M1. total: the tensor's own scale, by which the others are multiplied, or divided (`divides`)."""
+
+    weight: TensorEntry
+    scale: TensorEntry
+    total: TensorEntry | None
+    divides: bool
+    packing: PackedFormat
+
+    @property
+    def name(self) -> str:
+        """Of the tensor."""
+        return self.weight.name
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[outputs, inputs]"""
+        n, half = self.weight.shape
+        return n, 2 * half
+
+    def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
+        """Its rows. Raises UsageError for scales that are 0, and where the file ends early."""
+        n, k = self.shape
+        scale = require_scales(self.scale.name, self._scales()) * np.float32(0.5)
+        for rows in row_blocks(n, k // 2, BLOCK_BYTES):
+            with self.weight.file.open("rb") as stream:
+                stored = np.frombuffer(read_at(self.weight, stream, rows), np.uint8).reshape(len(rows), -1)
+            yield {"weight": _DOUBLED[halves(stored)].view(np.uint8), "scale": scale[rows.start : rows.stop]}
+
+    def _scales(self) -> NDArray[np.float32]:
+        """[outputs, groups]"""
+        stored = np.frombuffer(b"".join(read_blocks(self.scale)), np.uint8).reshape(self.scale.shape)
+        if self.scale.dtype != _FP8:
+            powers = np.ldexp(np.float32(1), stored.astype(np.int32) - 127)
+            found: NDArray[np.float32] = np.where(stored == 255, np.float32(np.nan), powers)
+            return found
+        scale = float8_values()[stored]
+        if self.total is None:
+            return scale
+        total = np.float32(require_scales(self.total.name, whole(self.total)).reshape(-1)[0])
+        product: NDArray[np.float32] = scale / total if self.divides else scale * total
+        return product
+
+    def order(self) -> NDArray[np.int64]:
+        """There is none."""
+        raise NotImplementedError
+
+
+def float4(name: str, entry: TensorEntry, tensors: Tensors, prefix: str, total: str, *, divides: bool) -> Float4:
+    """The weight of a module whose numbers are `entry`: by MXFP4 where its scales are whole numbers, else by NVFP4 with
+    the tensor's own scale named `total`. Raises UsageError for tensors that do not fit each other."""
+    scale = require(tensors, f"{prefix}.weight_scale", name)
+    if entry.dtype != "U8" or len(entry.shape) != 2:
+        raise wrong(entry, "U8, a matrix")
+    n, k = entry.shape[0], 2 * entry.shape[1]
+    group = 32 if scale.dtype in ("U8", "F8_E8M0") else 16
+    packing = PackedFormat(8, True, group, "none", "float32")
+    if fault := packing.fault(k):
+        raise UsageError(f"tensor {entry.name!r} in {entry.file} cannot be read: {fault}", "")
+    require_shape(scale, (_FP8,) if group == 16 else ("U8", "F8_E8M0"), (n, k // group))
+    whole_scale = require(tensors, f"{prefix}.{total}", name) if group == 16 else None
+    if whole_scale is not None and (whole_scale.dtype != "F32" or int(np.prod(whole_scale.shape)) != 1):
+        raise wrong(whole_scale, "one F32")
+    return Float4(entry, scale, whole_scale, divides, packing)
+
+
+def read_nvfp4(_: Mapping[str, Any], tensors: Tensors) -> Read:
+    """The weights of a checkpoint by ModelOpt's NVFP4. Raises UsageError for tensors that do not fit each other."""
+    found: dict[str, Source] = {}
+    used: set[str] = set()
+    for name, entry in tensors.items():
+        prefix = name.removesuffix(".weight")
+        if prefix != name and entry.dtype == "U8":
+            found[name] = float4(name, entry, tensors, prefix, "weight_scale_2", divides=False)
+            used |= {f"{prefix}.{part}" for part in ("weight", "weight_scale", "weight_scale_2", "input_scale")}
+    return (
+        found,
+        used,
+        ["the checkpoint's scheme rounds activations too; the engine does so in its own way, or not at all"],
+    )
+
+
+@dataclass(frozen=True)
+class TableOf16:
+    """A weight of bitsandbytes' 4 bits [outputs, inputs], as floats."""
+
+    weight: TensorEntry
+    parts: Mapping[str, TensorEntry]  # absmax, quant_map, and where scales are quantized too nested_ ones
+    shape: tuple[int, int]
+    block: int
+    nested: tuple[int, float] | None  # the block of scales, what is added to them
+    packing: None = None
+
+    @property
+    def name(self) -> str:
+        """Of the tensor."""
+        return self.weight.name
+
+    @cached_property
+    def _scales(self) -> NDArray[np.float32]:
+        """Of all blocks."""
+        scale = whole(self.parts["absmax"]).reshape(-1)
+        if self.nested is not None:
+            block, offset = self.nested
+            own = np.repeat(whole(self.parts["nested_absmax"]), block)[: scale.size]
+            scale = whole(self.parts["nested_quant_map"])[scale] * own + np.float32(offset)
+        return scale.astype(np.float32)
+
+    def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
+        """Its rows. Raises UsageError where the file ends early."""
+        (n, k), table = self.shape, whole(self.parts["quant_map"]).astype(np.float32)
+        scale = self._scales
+        for rows in row_blocks(n, 4 * k, BLOCK_BYTES):
+            first, end = rows.start * k, rows.stop * k
+            with self.weight.file.open("rb") as stream:
+                stored = np.frombuffer(read_at(self.weight, stream, range(first // 2, end // 2)), np.uint8)
+            numbers = np.stack([stored >> 4, stored & 15], axis=-1).reshape(-1)
+            values = table[numbers] * scale[np.arange(first, end) // self.block]
+            yield {"weight": values.reshape(len(rows), k)}
+
+    def order(self) -> NDArray[np.int64]:
+        """There is none."""
+        raise NotImplementedError
+
+
+def read_bitsandbytes(config: Mapping[str, Any], tensors: Tensors) -> Read:
+    """The 4-bit weights of a checkpoint by bitsandbytes, which become floats. Raises UsageError for 8 bits, and tensors
+    that do not fit each other."""
+    if not config.get("load_in_4bit"):
+        raise refused("bitsandbytes of 8 bits")
+    found: dict[str, Source] = {}
+    used: set[str] = set()
+    for name in tensors:
+        kind = next(
+            (kind for kind in ("nf4", "fp4") if name.endswith(f".weight.quant_state.bitsandbytes__{kind}")), None
+        )
+        if kind is not None:
+            weight = name.removesuffix(f".quant_state.bitsandbytes__{kind}")
+            found[weight] = _table_of_16(tensors, weight, tensors[name])
+            used |= {other for other in tensors if other == weight or other.startswith(f"{weight}.")}
+    return found, used, [f"{len(found)} weights in bitsandbytes' 4 bits are cast to model.dtype"]
+
+
+def _table_of_16(tensors: Tensors, name: str, state: TensorEntry) -> TableOf16:
+    try:
+        told = json.loads(b"".join(read_blocks(state)))
+        n, k = (int(size) for size in told["shape"])
+        block = int(told["blocksize"])
+        nested = (int(told["nested_blocksize"]), float(told["nested_offset"])) if "nested_blocksize" in told else None
+    except (ValueError, KeyError, TypeError) as error:
+        raise wrong(state, f"what bitsandbytes writes of a weight ({type(error).__name__}: {error})") from error
+    weight = require(tensors, name, state.name)
+    if min(n, k, block, *(nested or (1,))[:1]) < 1 or k % 2:
+        raise wrong(state, "sizes above 0, an even number of inputs")
+    blocks = -(-n * k // block)
+    require_shape(weight, ("U8",), (n * k // 2, 1))
+    parts = {part: require(tensors, f"{name}.{part}", name) for part in ("absmax", "quant_map")}
+    require_shape(parts["quant_map"], ("F32",), (16,))
+    require_shape(parts["absmax"], ("F32",) if nested is None else ("U8",), (blocks,))
+    if nested is not None:
+        more = {part: require(tensors, f"{name}.{part}", name) for part in ("nested_absmax", "nested_quant_map")}
+        require_shape(more["nested_absmax"], ("F32",), (-(-blocks // nested[0]),))
+        require_shape(more["nested_quant_map"], ("F32",), (256,))
+        parts |= more
+    return TableOf16(weight, parts, (n, k), block, nested)

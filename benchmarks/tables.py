@@ -317,7 +317,7 @@ def packed_quality() -> str:
     lines = []
     for name, r in load("quantized_quality")["rows"].items():
         if "kl" in r:
-            kl = f"{r['kl']:.2g} ({r['kl_standard_error']:.1g})"
+            kl = f"{r['kl']:.3g} ({r['kl_standard_error']:.1g})"
             lines.append((f"`{name}`", f"{r['weight_bytes'] / 1e6:.0f}", kl, f"{r['agreement']:.3f}"))
     return table(("weights", "MB", "KL, nats (standard error)", "same likeliest token"), *lines)
 

@@ -39,6 +39,7 @@ from kvexport.runtime.text import Tokenizer
 
 NAME, RECIPE = "small-cache", "smollm2-135m-base"
 LENGTH, CHUNK, SLOTS = 1024, 64, 128
+KEY_SIZE = 64  # of a head of SmolLM2
 METHODS = ("h2o", "keepkv", "ballot")
 Rounding = Callable[[Tensor], Tensor]
 
@@ -210,17 +211,23 @@ def main() -> None:
     for number in asked.texts.split(","):
         first = int(number) * (len(ids) - LENGTH) // 8
         text, done = ids[first : first + LENGTH], measured().get(number, {})
-        wanted = [x for x in figures(reader.shape.geometry[0].key_size) if x[0] in asked.methods.split(",")]
+        wanted = [x for x in figures(KEY_SIZE) if x[0] in asked.methods.split(",")]
         missing = [x for x in wanted if " | ".join(map(str, x)) not in done]
         full = reader.logits(text, "full", LENGTH, FORMS["float16"]) if missing else None
         for method, slots, name in missing:
             key = f"{method} | {slots} | {name}"
             done[key] = kl(full, reader.logits(text, method, slots, FORMS[name]))
             print(number, key, f"{done[key]:.5f}", flush=True)
-            texts = measured() | {number: done}  # others may have been measured meanwhile
-            rows = {k: mean([x[k] for x in texts.values() if k in x]) for k in done}
-            summary = {k: [x.value, x.low, x.high, x.count] for k, x in rows.items()}
-            save(NAME, {"recipe": RECIPE, "length": LENGTH, "chunk": CHUNK, "kl": summary, "texts": texts})
+            write(measured() | {number: done})  # others may have been measured meanwhile
+    write(measured())
+
+
+def write(texts: dict[str, dict[str, float]]) -> None:
+    """All that was measured, and its means over the texts that have it."""
+    keys = [" | ".join(map(str, x)) for x in figures(KEY_SIZE)]
+    rows = {k: mean(each) for k in keys if (each := [x[k] for x in texts.values() if k in x])}
+    summary = {k: [x.value, x.low, x.high, x.count] for k, x in rows.items()}
+    save(NAME, {"recipe": RECIPE, "length": LENGTH, "chunk": CHUNK, "kl": summary, "texts": texts})
 
 
 if __name__ == "__main__":

@@ -322,6 +322,16 @@ def packed_quality() -> str:
     return table(("weights", "MB", "KL, nats (standard error)", "same likeliest token"), *lines)
 
 
+def small_cache() -> str:
+    """What few bits for keys and values cost, without merging and with it."""
+    lines = []
+    for what, (value, low, high, count) in load("small-cache")["kl"].items():
+        method, slots, form = what.split(" | ")
+        interval = f" [{low:.2g}, {high:.2g}]" if count > 2 else ""
+        lines.append((f"`{method}`", slots, form, f"{value:.3g}{interval}", str(count)))
+    return table(("method", "slots", "keys and values", "KL, nats", "texts"), *lines)
+
+
 def tables() -> dict[str, str]:
     """Every table by its mark."""
     found = {"methods": methods(), "fields of a recipe": fields()}
@@ -329,7 +339,7 @@ def tables() -> dict[str, str]:
     for asked in ("unknown", "known"):
         found[f"recall {asked}"] = recall(2000, known=asked == "known")
     found |= {"listed": listed(), "packed speed": packed_speed(), "packed kernel": packed_kernel()}
-    found["packed quality"] = packed_quality()
+    found |= {"packed quality": packed_quality(), "small cache": small_cache()}
     if load("recall-smollm2").get("text"):  # `recall_real.py text` was run
         found["recall text"] = recall_text()
     for recipe, figures in FIGURES.items():

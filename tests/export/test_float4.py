@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+import kvexport
 from kvexport.errors import UsageError
 from kvexport.export.model.tensors import dense_values
+from kvexport.recipe.fields import Recipe
+from kvexport.validate.runner import validate_artifact
 from tests.export.test_quantized import checkpoint_of
+from tests.support.tiny_model import RECIPE
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 N, K = 24, 128
@@ -45,12 +51,12 @@ def test_compressed_tensors_agree_with_their_library(tmp_path: Path, form: str) 
     assert not checkpoint.tensors
 
 
-def nvfp4() -> dict[str, torch.Tensor]:
+def nvfp4(n: int = N, k: int = K) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     return {
-        "w.weight": torch.randint(0, 256, (N, K // 2), dtype=torch.uint8),
-        "w.weight_scale": (torch.rand(N, K // 16) * 400 + 1).to(torch.float8_e4m3fn),
-        "w.weight_scale_2": torch.tensor(0.00137),
+        "w.weight": torch.randint(0, 256, (n, k // 2), dtype=torch.uint8),
+        "w.weight_scale": (torch.rand(n, k // 16) * 100 + 1).to(torch.float8_e4m3fn),
+        "w.weight_scale_2": torch.tensor(0.00037),
         "w.input_scale": torch.tensor(0.5),
     }
 
@@ -87,13 +93,13 @@ def test_bitsandbytes_looks_numbers_up_in_a_table(tmp_path: Path, kind: str, nes
 BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 
 
-def bitsandbytes(kind: str, nested: bool, **changes: Any) -> dict[str, torch.Tensor]:
+def bitsandbytes(kind: str, nested: bool, n: int = N, k: int = K, **changes: Any) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    blocks = N * K // 64
-    state = {"quant_type": kind, "blocksize": 64, "dtype": "bfloat16", "shape": [N, K]}
+    blocks = n * k // 64
+    state = {"quant_type": kind, "blocksize": 64, "dtype": "bfloat16", "shape": [n, k]}
     tensors = {
-        "w.weight": torch.randint(0, 256, (N * K // 2, 1), dtype=torch.uint8),
-        "w.weight.quant_map": torch.randn(16).sort().values,
+        "w.weight": torch.randint(0, 256, (n * k // 2, 1), dtype=torch.uint8),
+        "w.weight.quant_map": torch.linspace(-0.1, 0.1, 16),
         "w.weight.absmax": torch.randint(0, 256, (blocks,), dtype=torch.uint8) if nested else torch.rand(blocks) + 0.1,
     }
     if nested:
@@ -102,6 +108,29 @@ def bitsandbytes(kind: str, nested: bool, **changes: Any) -> dict[str, torch.Ten
         tensors["w.weight.nested_absmax"] = torch.rand(-(-blocks // 16)) + 0.1
     said = json.dumps(state | changes).encode()
     return tensors | {f"w.weight.quant_state.bitsandbytes__{kind}": torch.tensor(list(said), dtype=torch.uint8)}
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("nvfp4", None), ("nf4", None), ("nf4", 4)])
+def test_an_artifact_of_them_computes_with_what_they_stand_for(
+    tmp_path: Path, tiny_checkpoint: Path, kind: str, bits: int | None
+) -> None:
+    folder = tmp_path / "quantized"
+    shutil.copytree(tiny_checkpoint, folder)
+    found = load_file(folder / "model.safetensors")
+    for name in [name for name in found if name.endswith("_proj.weight")]:
+        n, k = found.pop(name).shape
+        own = nvfp4(n, k) if kind == "nvfp4" else bitsandbytes(kind, False, n, k)
+        found |= {part.replace("w.", name.removesuffix("weight"), 1): x for part, x in own.items()}
+    save_file(found, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = MODELOPT if kind == "nvfp4" else BITSANDBYTES
+    (folder / "config.json").write_text(json.dumps(config))
+    changes = {"model": {**RECIPE["model"], "path": str(folder)}, "weights": {"bits": bits}}
+    artifact = kvexport.build(Recipe.model_validate(RECIPE | changes), tmp_path / "artifact")
+    packed = kvexport.load(artifact).manifest.model.packed
+    expected = {"int4, groups of 32", "int8, groups of 32"} if bits else set()
+    assert set(packed) == ({"int8, groups of 16"} if kind == "nvfp4" else expected)
+    assert validate_artifact(artifact).passed
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from kvexport.errors import UsageError
 from kvexport.export.casting import BLOCK_BYTES, read_at, read_blocks, row_blocks
 from kvexport.export.model.quantized.reading import (
+    ACTIVATIONS,
     Read,
     Tensors,
     float8_values,
@@ -120,7 +121,7 @@ def read_nvfp4(_: Mapping[str, Any], tensors: Tensors) -> Read:
     return (
         found,
         used,
-        ["the checkpoint's scheme rounds activations too; the engine does so in its own way, or not at all"],
+        [ACTIVATIONS],
     )
 
 
@@ -129,10 +130,13 @@ class TableOf16:
     """A weight of bitsandbytes' 4 bits [outputs, inputs], as floats."""
 
     weight: TensorEntry
-    parts: Mapping[str, TensorEntry]  # absmax, quant_map, and where scales are quantized too nested_ ones
+    table: TensorEntry
+    scale: TensorEntry
+    nested: tuple[TensorEntry, TensorEntry] | None  # where scales are quantized too, their table and their scales
     shape: tuple[int, int]
     block: int
-    nested: tuple[int, float] | None  # the block of scales, what is added to them
+    nested_block: int
+    offset: float  # of nested scales
     packing: None = None
 
     @property
@@ -143,16 +147,15 @@ class TableOf16:
     @cached_property
     def _scales(self) -> NDArray[np.float32]:
         """Of all blocks."""
-        scale = whole(self.parts["absmax"]).reshape(-1)
+        scale = whole(self.scale).reshape(-1)
         if self.nested is not None:
-            block, offset = self.nested
-            own = np.repeat(whole(self.parts["nested_absmax"]), block)[: scale.size]
-            scale = whole(self.parts["nested_quant_map"])[scale] * own + np.float32(offset)
+            table, own = map(whole, self.nested)
+            scale = table[scale] * np.repeat(own, self.nested_block)[: scale.size] + np.float32(self.offset)
         return scale.astype(np.float32)
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
         """Its rows. Raises UsageError where the file ends early."""
-        (n, k), table = self.shape, whole(self.parts["quant_map"]).astype(np.float32)
+        (n, k), table = self.shape, whole(self.table).astype(np.float32)
         scale = self._scales
         for rows in row_blocks(n, 4 * k, BLOCK_BYTES):
             first, end = rows.start * k, rows.stop * k
@@ -182,28 +185,31 @@ def read_bitsandbytes(config: Mapping[str, Any], tensors: Tensors) -> Read:
             weight = name.removesuffix(f".quant_state.bitsandbytes__{kind}")
             found[weight] = _table_of_16(tensors, weight, tensors[name])
             used |= {other for other in tensors if other == weight or other.startswith(f"{weight}.")}
-    return found, used, [f"{len(found)} weights in bitsandbytes' 4 bits are cast to model.dtype"]
+    note = (
+        f"{len(found)} weights in bitsandbytes' 4 bits are cast to model.dtype, or rounded where weights.bits says so"
+    )
+    return found, used, [note]
 
 
 def _table_of_16(tensors: Tensors, name: str, state: TensorEntry) -> TableOf16:
     try:
         told = json.loads(b"".join(read_blocks(state)))
         n, k = (int(size) for size in told["shape"])
-        block = int(told["blocksize"])
-        nested = (int(told["nested_blocksize"]), float(told["nested_offset"])) if "nested_blocksize" in told else None
+        block, nested_block = int(told["blocksize"]), int(told.get("nested_blocksize", 0))
+        offset = float(told["nested_offset"]) if nested_block else 0.0
     except (ValueError, KeyError, TypeError) as error:
         raise wrong(state, f"what bitsandbytes writes of a weight ({type(error).__name__}: {error})") from error
     weight = require(tensors, name, state.name)
-    if min(n, k, block, *(nested or (1,))[:1]) < 1 or k % 2:
+    if min(n, k, block) < 1 or nested_block < 0 or k % 2:
         raise wrong(state, "sizes above 0, an even number of inputs")
     blocks = -(-n * k // block)
     require_shape(weight, ("U8",), (n * k // 2, 1))
-    parts = {part: require(tensors, f"{name}.{part}", name) for part in ("absmax", "quant_map")}
-    require_shape(parts["quant_map"], ("F32",), (16,))
-    require_shape(parts["absmax"], ("F32",) if nested is None else ("U8",), (blocks,))
-    if nested is not None:
-        more = {part: require(tensors, f"{name}.{part}", name) for part in ("nested_absmax", "nested_quant_map")}
-        require_shape(more["nested_absmax"], ("F32",), (-(-blocks // nested[0]),))
-        require_shape(more["nested_quant_map"], ("F32",), (256,))
-        parts |= more
-    return TableOf16(weight, parts, (n, k), block, nested)
+    table, scale = (require(tensors, f"{name}.{part}", name) for part in ("quant_map", "absmax"))
+    require_shape(table, ("F32",), (16,))
+    require_shape(scale, ("U8",) if nested_block else ("F32",), (blocks,))
+    nested = None
+    if nested_block:
+        nested = (require(tensors, f"{name}.nested_quant_map", name), require(tensors, f"{name}.nested_absmax", name))
+        require_shape(nested[0], ("F32",), (256,))
+        require_shape(nested[1], ("F32",), (-(-blocks // nested_block),))
+    return TableOf16(weight, table, scale, nested, (n, k), block, nested_block, offset)

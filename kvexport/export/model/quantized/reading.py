@@ -18,6 +18,7 @@ Tensors = Mapping[str, TensorEntry]
 Read = tuple[dict[str, Source], set[str], list[str]]
 """Computed weights by the names that they would have, the tensors that these are made of, notes."""
 
+ACTIVATIONS = "the checkpoint's scheme rounds activations too; the engine does so in its own way, or not at all"
 AGAIN = "set model.path to the checkpoint it was quantized from"
 _TYPES = {"I32": "<i4", "I64": "<i8", "I8": "i1", "U8": "u1", "F16": "<f2", "F32": "<f4"}
 

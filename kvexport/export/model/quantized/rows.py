@@ -20,6 +20,7 @@ from kvexport.errors import UsageError
 from kvexport.export.casting import BLOCK_BYTES, read_at, row_blocks
 from kvexport.export.model.quantized.float4 import float4
 from kvexport.export.model.quantized.reading import (
+    ACTIVATIONS,
     Read,
     Tensors,
     float8_values,
@@ -167,7 +168,7 @@ def read_compressed(config: Mapping[str, Any], tensors: Tensors) -> Read:
     blocks = [given.get("block_structure") for given in arguments]
     floats, more, notes = read_float8({"weight_block_size": next(filter(None, blocks), None)}, tensors)
     if any(scheme.get("input_activations") for scheme in schemes) and found:
-        notes.append("the checkpoint's scheme rounds activations too; the engine does so in its own way, or not at all")
+        notes.append(ACTIVATIONS)
     return {**found, **floats}, used | more, notes
 
 
@@ -237,5 +238,9 @@ def read_float8(config: Mapping[str, Any], tensors: Tensors) -> Read:
             raise wrong(scale, f"floats, one for the tensor, for each of {n} rows or each block of {tall} x {wide}")
         found[name] = Float8(entry, scale, (tall, wide))
         used |= {name, scale.name}
-    notes = [f"{len(found)} weights in 8-bit floats are cast to model.dtype"] if found else []
+    notes = (
+        [f"{len(found)} weights in 8-bit floats are cast to model.dtype, or rounded where weights.bits says so"]
+        if found
+        else []
+    )
     return found, used, notes

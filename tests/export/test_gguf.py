@@ -153,7 +153,7 @@ def test_other_architectures_are_those_of_transformers(tmp_path: Path, kind: str
     meant = tiny_gguf(tmp_path / "floats", tmp_path / "tiny.gguf")
     recipe = Recipe.model_validate({**RECIPE, "model": {"path": str(tmp_path / "tiny.gguf")}})
     shape = read_model(recipe)
-    specs = {spec.name: spec for spec in weight_specs(shape.checkpoint, shape.model, recipe.weights)}
+    specs = {spec.name: spec for spec in weight_specs(shape.checkpoint, shape.model, recipe)}
     assert {name.removeprefix("model.") for name in specs} == {n for n, _ in model.named_parameters()} == meant.keys()
     for name, spec in specs.items():
         computed = isinstance(spec, ComputedSpec)

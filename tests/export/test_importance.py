@@ -71,7 +71,7 @@ def changed(tiny_checkpoint: Path, text: Path) -> Change:
 def weighed(recipe: Recipe) -> dict[str, Rounded]:
     """By tensor."""
     shape = read_model(recipe)
-    specs = weigh(weight_specs(shape.checkpoint, shape.model, recipe.weights), shape.checkpoint, recipe)
+    specs = weigh(weight_specs(shape.checkpoint, shape.model, recipe), shape.checkpoint, recipe)
     sources = [spec.source for spec in specs if isinstance(spec, ComputedSpec)]
     return {source.name: source for source in sources if isinstance(source, Rounded)}
 

@@ -202,7 +202,7 @@ def test_embeddings_are_packed_where_single_rows_can_be_picked(
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     recipe = Recipe.model_validate({**RECIPE, "model": {"path": str(folder)}})
     shape = read_model(recipe)
-    specs = {spec.name: spec for spec in weight_specs(shape.checkpoint, shape.model, recipe.weights)}
+    specs = {spec.name: spec for spec in weight_specs(shape.checkpoint, shape.model, recipe)}
     spec = specs["model.model.embed_tokens.weight"]
     assert isinstance(spec, ComputedSpec)
     assert (spec.source.packing is not None) == kept

@@ -79,11 +79,11 @@ def make_recipe(
     )
 
 
-def build_shared(recipe: Recipe, out: Path) -> Path:
+def build_shared(recipe: Recipe, out: Path, **options: Any) -> Path:
     """`build`, but traces that an earlier build made of the same arguments are taken again: most of a build's time goes
     into them."""
     with _remembered_traces():
-        return build(recipe, out)
+        return build(recipe, out, **options)
 
 
 def hugging_face_logits(checkpoint: Path, sequences: Sequence[Ids]) -> list[Logits]:

@@ -26,6 +26,7 @@ class TensorRT(Backend):
         Package("cuda-bindings", "cuda.bindings", "12.6", "tensorrt", "CUDA calls around TensorRT engines"),
     )
     prepared = frozenset({"decoder.plan", "merge.plan", "top_logits.plan", "tensorrt.log"})
+    positive_scales = True
 
     def problems(self, recipe: Recipe) -> list[tuple[str, str]]:
         """See `Backend`."""
@@ -58,6 +59,13 @@ class TensorRT(Backend):
                 "--set cache.dtype=model",
             )
         return EngineBuilder(section.of(recipe).tensorrt).add_engines
+
+    def packing_problem(self, dtype: str, group: int, *, has_offset: bool, picked: bool) -> tuple[str, str] | None:
+        """See `Backend`."""
+        from kvexport.backends.tensorrt.weights import FIX, problem
+
+        why = problem(dtype, group, has_offset=has_offset, picked=picked)
+        return (why, FIX) if why else None
 
     def load(self, path: Path, manifest: Manifest, options: LoadOptions) -> Engines:
         """See `Backend`."""

@@ -27,6 +27,7 @@ from kvexport.backends.tensorrt.plugin import VERSION as PLUGIN_VERSION
 from kvexport.backends.tensorrt.plugin import library, refusal, register, why_no_library
 from kvexport.backends.tensorrt.record import NAME, EngineRecord
 from kvexport.backends.tensorrt.section import TensorRTSection
+from kvexport.backends.tensorrt.weights import require_taken
 from kvexport.cache import CachePlan
 from kvexport.errors import EnvironmentProblem, KvexportError
 from kvexport.terminal import Progress
@@ -81,7 +82,8 @@ class EngineBuilder:
     ) -> Manifest:
         """Build engines of the ONNX graphs in `folder`, a staged artifact, into it; the manifest that says so.
 
-        Raises EnvironmentProblem where plugins are required and do not take a node, KvexportError with TensorRT's own
+        Raises UsageError for packed weights that TensorRT does not take, EnvironmentProblem where plugins are required
+        and do not take a node, KvexportError with TensorRT's own
         words where it cannot build."""
         import onnx
 
@@ -96,6 +98,7 @@ class EngineBuilder:
             parsed = onnx.load(folder / graph, load_external_data=False)
             model, found = for_tensorrt(parsed, self._refusal, alias_state=self.options.alias_state)
             whys.update(found)
+            require_taken(model, folder)
             if self.options.plugin == "always" and any(found.values()):
                 raise EnvironmentProblem(
                     next(filter(None, found.values())), "--set backend.tensorrt.plugin=auto, or another cache.method"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from kvexport.backends.tensorrt.plugin import NAMESPACE, OPERATORS
+from kvexport.backends.tensorrt.weights import with_typed_weights
 from kvexport.errors import KvexportError
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def for_tensorrt(
         if node.domain == NAMESPACE and whys.get(node.op_type) == "":
             node.overload = ""
             node.attribute.append(onnx.helper.make_attribute(ALIAS_STATE, int(alias_state)))
-    return inliner.inline_local_functions(copy), whys
+    return with_typed_weights(inliner.inline_local_functions(copy)), whys
 
 
 def with_static_rows(function: onnx.FunctionProto) -> onnx.FunctionProto:

@@ -1,0 +1,143 @@
+"""Packed weights in the graphs that TensorRT's parser sees: blocks of int4 with scales above 0 and nothing else. What
+TensorRT makes of them was not seen."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, numpy_helper
+
+from kvexport.artifact.reading import load_manifest
+from kvexport.backends.tensorrt.graphs import for_tensorrt, plugin_refusal
+from kvexport.backends.tensorrt.weights import require_taken
+from kvexport.errors import UsageError
+from kvexport.export.build import read_model
+from kvexport.export.specs import packed_formats, weight_notes, weight_specs
+from kvexport.recipe.fields import Recipe
+from tests.export.test_quantized import AWQ
+from tests.support import models
+from tests.support.quantized_files import awq, quantized
+from tests.support.tensorrt_artifacts import engines
+from tests.support.tensorrt_walk import attribute, problems
+from tests.support.tiny_model import RECIPE
+
+ROUNDED = {"bits": 4, "group": 64, "inputs": "float"}
+
+
+def recipe_of(checkpoint: Path, weights: dict[str, Any], backend: str = "tensorrt") -> Recipe:
+    said = models.make_recipe(checkpoint, dtype="float16", limits={"max_length": 128}).model_dump()
+    return Recipe.model_validate({**said, "weights": weights, "backend": {"name": backend}})
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of 64 inputs, but for one projection of each layer, of 96."""
+    return models.save_checkpoint(tmp_path_factory.mktemp("weights") / "checkpoint", models.llama())
+
+
+@pytest.fixture(scope="module")
+def artifact(checkpoint: Path) -> Path:
+    """Its graphs for TensorRT."""
+    return models.build_shared(recipe_of(checkpoint, ROUNDED), checkpoint.parent / "artifact", graphs_only=True)
+
+
+def decoder_of(artifact: Path) -> onnx.ModelProto:
+    return onnx.load(artifact / load_manifest(artifact).graphs.decoder, load_external_data=False)
+
+
+@pytest.mark.parametrize("refusal", [lambda _: None, plugin_refusal("off")], ids=["plugins", "functions"])
+def test_weights_are_blocks_of_int4_that_products_read(artifact: Path, refusal: Any) -> None:
+    model, _ = for_tensorrt(decoder_of(artifact), refusal)
+    require_taken(model, artifact)
+    assert not list(problems(model))
+    held = {x.name: x for x in model.graph.initializer}
+    readers = {name: node for node in model.graph.node for name in node.input}
+    found = [node for node in model.graph.node if node.op_type == "DequantizeLinear"]
+    for node in found:
+        weight, scale = (held[name] for name in node.input)
+        assert (weight.data_type, scale.data_type) == (TensorProto.INT4, TensorProto.FLOAT16)
+        assert [attribute(node, x) for x in ("axis", "block_size", "output_dtype")] == [1, 64, TensorProto.FLOAT16]
+        assert list(scale.dims) == [weight.dims[0], weight.dims[1] // 64]
+        transposed = readers[node.output[0]]
+        assert transposed.op_type == "Transpose" and attribute(transposed, "perm") == [1, 0]
+        product = readers[transposed.output[0]]
+        assert product.op_type == "MatMul" and product.input[1] == transposed.output[0]
+    # Queries, keys, values, outputs, gate, up of two layers; 96 inputs have no such blocks, and the head no int4.
+    assert len(found) == len({node.input[0] for node in found}) == 12
+    assert {x.data_type for x in model.graph.initializer} & {TensorProto.UINT8, TensorProto.INT8} == set()
+    assert load_manifest(artifact).model.packed == {"int4, groups of 64": 12}
+
+
+def test_the_graph_computes_what_the_artifact_does(artifact: Path, tmp_path: Path) -> None:
+    model, _ = for_tensorrt(decoder_of(artifact), plugin_refusal("off"))
+    shutil.copytree(artifact, tmp_path / "seen")
+    original = tmp_path / "seen" / load_manifest(artifact).graphs.decoder
+    seen = original.with_name("seen.onnx")
+    onnx.save(model, seen)
+    feeds: dict[str, Any] = {"input_ids": np.arange(6)[None], "query_length": np.array([[6]])}
+    feeds["past_length"] = np.zeros((1, 1), np.int64)
+    for i, layer in enumerate(load_manifest(artifact).cache.layers):
+        for name, shape in layer.shapes(1).items():
+            feeds[f"past_key_values.{i}.{name}"] = np.zeros(shape, layer.dtypes()[name])
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL  # which leaves roundings out
+    logits = [ort.InferenceSession(str(path), options).run(["logits"], feeds)[0] for path in (original, seen)]
+    np.testing.assert_array_equal(*logits)
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ({"bits": 4, "group": 32}, "int4, groups of 32, and TensorRT takes groups of 64 and 128 alone"),
+        ({"bits": 8, "group": 64}, "int8, groups of 64, and TensorRT takes groups of int4 alone"),
+        ({"bits": 4, "group": 64, "symmetric": False}, "uint4, groups of 64, zero points, and TensorRT takes"),
+    ],
+)
+def test_a_rounding_that_tensorrt_does_not_take_is_refused(checkpoint: Path, weights: Any, said: str) -> None:
+    shape = read_model(recipe := recipe_of(checkpoint, weights))
+    with pytest.raises(UsageError, match=said) as caught:
+        weight_specs(shape.checkpoint, shape.model, recipe)
+    assert "--set weights.group=128" in caught.value.fix
+
+
+def test_what_stays_in_floats_is_said(checkpoint: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    shape = read_model(recipe := recipe_of(checkpoint, ROUNDED))
+    assert weight_notes(shape.checkpoint, shape.model, recipe)[:3] == [
+        "kept in floats, because TensorRT does not pick rows of packed weights: model.embed_tokens.weight [100, 64]",
+        "kept in floats, because TensorRT takes groups of 64 and 128 alone: model.layers.0.mlp.down_proj.weight "
+        "[64, 96] and 1 more",
+        "kept in floats, because TensorRT takes groups of int4 alone, without zero points and minima: lm_head.weight "
+        "[100, 64]",
+    ]
+    quantized(tiny_checkpoint, tmp_path / "q", AWQ, awq)
+    said = {**RECIPE, "model": {"path": str(tmp_path / "q")}, "backend": {"name": "tensorrt"}}
+    recipe = Recipe.model_validate(said)
+    shape = read_model(recipe)
+    assert packed_formats(weight_specs(shape.checkpoint, shape.model, recipe)) == {}
+    assert weight_notes(shape.checkpoint, shape.model, recipe) == [
+        "uint4, groups of 16, zero points, cast to float32, because TensorRT takes groups of int4 alone, without zero "
+        "points and minima: model.layers.0.self_attn.q_proj.weight and 13 more"
+    ]
+
+
+def test_an_artifact_for_another_backend_is_refused_by_the_weight(checkpoint: Path, tmp_path: Path, gpu: Any) -> None:
+    recipe = recipe_of(checkpoint, {**ROUNDED, "group": 32}, "onnxruntime")
+    made = models.build_shared(recipe, tmp_path / "artifact")
+    with pytest.raises(UsageError, match=r"q_proj\.weight is of int4 in groups of 32: TensorRT takes groups"):
+        engines(made, tmp_path / "engines")
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+def test_scales_that_are_not_above_0_are_refused(scale: float, tmp_path: Path) -> None:
+    weight = onnx.helper.make_tensor("w", TensorProto.INT4, [2, 64], [1] * 128)
+    scales = numpy_helper.from_array(np.array([[0.5], [scale]], np.float16), "s")
+    node = onnx.helper.make_node("DequantizeLinear", ["w", "s"], ["y"], axis=1, block_size=64)
+    graph = onnx.helper.make_graph([node], "g", [], [], [weight, scales])
+    with pytest.raises(UsageError, match="w is of int4 in groups of 64: TensorRT takes scales above 0 alone"):
+        require_taken(onnx.helper.make_model(graph), tmp_path)

@@ -1,14 +1,15 @@
-// VoteAttention for one token per sequence, or a few where no statistic is kept. A row g is one query head of one
-// token, token by token. One task per KV head and split of its slots; in a task, over blocks of 32 slots that stay in
-// the first cache, for all rows g:
+// VoteAttention for one token per sequence, or a few where no average of logits is kept. A row g is one query head of
+// one token, token by token. One task per KV head and split of its slots; in a task, over blocks of 32 slots that stay
+// in the first cache, for all rows g:
 //
 //   logit[g, slot] = scale query[g] . key[slot]                   four rows at a time, sums over lanes as one
 //   biased = capped(logit) + vote_exponent ln(votes), or hidden   whole rows, in vectors
 //   row_max[g], row_sum[g], weight[g, slot] = softmax of biased
 //   output[g] += weight[g, slot] value[slot]                      four rows, four vectors of columns at a time
 //
-// and then per head: combine_splits in their order, write output / row_sum, update the scores, append the token. Every
-// key and every value is read once, the next ones fetched 12 KB ahead.
+// and from kTileRows rows on the logits of 64 slots at a time from their keys packed (tile.h), which saves the sums
+// over lanes; and then per head: combine_splits in their order, write output / row_sum, update the scores, append the
+// token. Every key and every value is read once, the next ones fetched 12 KB ahead.
 #pragma once
 
 #include <type_traits>
@@ -23,10 +24,10 @@ namespace {
 constexpr int kAhead = 12288;  // bytes
 constexpr int kFewRows = 20;   // more of them are worth packing the cache for (prefill.h)
 
-// Whether a call of several tokens is one of few rows, and needs no scores.
+// Whether a call of several tokens is one of few rows, whose scores need no logits.
 inline bool few_rows(const KvVoteAttention& a) {
   for (int k = 0; k < a.statistics; ++k)
-    if (a.statistic[k].kind != KV_STATISTIC_NONE) return false;
+    if (a.statistic[k].kind == KV_STATISTIC_LOG_EMA) return false;
   return a.tokens * (a.query_heads / a.heads) <= kFewRows;
 }
 
@@ -61,7 +62,10 @@ struct Decode : Attention<K, V> {
       const Query* row = static_cast<const Query*>(a.query) + (head * a.tokens + g / group) * d;
       for (int i = 0; i < d; ++i) query[g * d + i] = static_cast<float>(row[i]) * a.scale;
     }
-    for_each_block(from, to, [&](int c, int end) {
+    int c = from;
+    if (all >= kTileRows)
+      for (; c + kBlock <= min_of(to, x.used); c += kBlock) packed_logits(x, c, query, logits);
+    for_each_block(c, to, [&](int c, int end) {
       for_each_rows(all, [&](auto rows, int g) {
         decode_logits<decltype(rows)::value>(x, c, end, query + g * d, logits + static_cast<size_t>(g) * a.capacity,
                                              g == 0);
@@ -105,7 +109,7 @@ struct Decode : Attention<K, V> {
     if constexpr (kSmall<K>) scale_rows(weights, value_scale, all, from, to, factors);
     const float* const of_values = kSmall<K> ? factors : weights;
     for_each_block(from, to, [&](int c, int end) {
-      for_each_rows(all, [&](auto rows, int g) {
+      for_each_tile(all, [&](auto rows, int g) {
         decode_product<decltype(rows)::value>(x, c, end, of_values + static_cast<size_t>(g) * a.capacity,
                                               product + g * dv, g == 0);
       });
@@ -143,6 +147,61 @@ struct Decode : Attention<K, V> {
     for (; g + 4 <= rows; g += 4) body(std::integral_constant<int, 4>(), g);
     for (; g + 2 <= rows; g += 2) body(std::integral_constant<int, 2>(), g);
     for (; g < rows; ++g) body(std::integral_constant<int, 1>(), g);
+  }
+
+  // Rows by tiles of up to kTileRows, as equal as can be: body(integral_constant, first).
+  template <class F>
+  static void for_each_tile(int rows, F body) {
+    for (int g = 0, left = (rows + kTileRows - 1) / kTileRows; left > 0; --left) {
+      const int count = (rows - g + left - 1) / left;
+      with_count<kTileRows>(count, g, body);
+      g += count;
+    }
+  }
+
+  template <int R, class F>
+  static void with_count(int count, int g, F& body) {
+    if (count == R)
+      body(std::integral_constant<int, R>(), g);
+    else if constexpr (R > 1)
+      with_count<R - 1>(count, g, body);
+  }
+
+  // Logits of all rows for the kBlock slots from `from` on, all of them in the cache.
+  void packed_logits(const Head& x, int from, const float* query, float* logits) const {
+    const int d = a.key_size, all = rows_of(x);
+    static thread_local Scratch<float> scratch;
+    float *keys = scratch.reserve(static_cast<size_t>(kBlock + W) * d), *wide = keys + kBlock * d;
+    for (int c = 0; c < kBlock; c += W) {
+      if constexpr (std::is_same_v<K, float>) {
+        pack_columns(key_row(x, from + c), d, splat(1.0f), keys + c);
+      } else {
+        for (int j = 0; j < W; ++j) widen_row(key_row(x, from + c + j), d, wide + j * d);
+        pack_columns(wide, d, splat(1.0f), keys + c);
+      }
+    }
+    // The next block arrives while this one is multiplied.
+    const size_t bytes = bytes_of<K>(kBlock * d), steps = tile_steps(d) * ((all + kTileRows - 1) / kTileRows);
+    const char* next = reinterpret_cast<const char*>(key_row(x, from)) + bytes;
+    const auto fetch = [&next, each = bytes / steps] {
+      for (size_t i = 0; i < each; i += 64) __builtin_prefetch(next + i, 0, 2);
+      next += each;
+    };
+    for_each_tile(all, [&](auto rows, int g) {
+      constexpr int R = decltype(rows)::value;
+      const float* row[R];
+      float tile[R * kBlock];
+      for (int r = 0; r < R; ++r) row[r] = query + (g + r) * d;
+      tile_products<false, R>(row, keys, d, tile, fetch);
+      for (int r = 0; r < R; ++r)
+        memcpy(logits + static_cast<size_t>(g + r) * a.capacity + from, tile + r * kBlock, kBlock * sizeof(float));
+    });
+  }
+
+  static void widen_row(const K* row, int d, float* out) {
+    int i = 0;
+    for (; i + W <= d; i += W) store(out + i, load(at(row, i)));
+    for (; i < d; ++i) out[i] = element(row, i);
   }
 
   // What comes 12 KB after `count` elements from `row` on, into the second cache: the machine's own prefetching stops
@@ -224,8 +283,7 @@ struct Decode : Attention<K, V> {
       }
   }
 
-  // Scores of a head after a call of one token, or those that stay. share[g]: times this, a split's weights are
-  // probabilities.
+  // Scores of a head. share[g]: times this, a split's weights are probabilities. Averages of logits: of one token.
   void decode_scores(const Head& x, int from, int to, const float* logits, const float* weights,
                      const float* share) const {
     static thread_local Scratch<float> scratch;
@@ -238,17 +296,23 @@ struct Decode : Attention<K, V> {
         continue;
       }
       if (s.kind == KV_STATISTIC_PROBABILITY) {
-        const float weight = s.recency_weight / static_cast<float>(group);
+        const Statistic rule{s.kind, s.decay, s.window, s.recency_weight};
+        const int all = rows_of(x), counted = counted_queries(rule, x.n), first = (x.n - counted) * group;
+        const float decay = std::pow(s.decay, static_cast<float>(counted));
+        float* factor = scratch.reserve(all);
+        for (int g = first; g < all; ++g)
+          factor[g] =
+              share[g] * std::exp(log_query_weight(rule, x.n - 1 - g / group, counted)) / static_cast<float>(group);
         int c = from;
         for (; c + W <= min_of(to, x.used); c += W) {
           vf seen{};
-          for (int g = 0; g < group; ++g) seen += load(weights + static_cast<size_t>(g) * a.capacity + c) * share[g];
-          store(out + c, load(past + c) * s.decay + weight * seen);
+          for (int g = first; g < all; ++g) seen += load(weights + static_cast<size_t>(g) * a.capacity + c) * factor[g];
+          store(out + c, load(past + c) * decay + seen);
         }
         for (; c < to; ++c) {
           float seen = 0.0f;
-          for (int g = 0; g < group; ++g) seen += weights[static_cast<size_t>(g) * a.capacity + c] * share[g];
-          out[c] = (c < x.used ? past[c] * s.decay : 0.0f) + weight * seen;
+          for (int g = first; g < all; ++g) seen += weights[static_cast<size_t>(g) * a.capacity + c] * factor[g];
+          out[c] = (c < x.used ? past[c] * decay : 0.0f) + seen;
         }
         continue;
       }

@@ -1,5 +1,5 @@
 // The product of a tile of rows with a block of keys, at the speed of the arithmetic: the keys packed, so that every
-// load is used six times.
+// load is used as often as there are rows, up to six times.
 #pragma once
 
 #include "simd.h"
@@ -19,21 +19,29 @@ constexpr int kTileVectors = 2;  // 16 registers
 // thousand and more inputs is twice as large, for the same time.
 constexpr int kRun = 128;
 
-// out [kTileRows, kBlock] = rows x keys, or += them: kTileRows rows [size], wherever they lie, and keys [size, kBlock].
-template <bool kAdd = false>
-static inline void tile_products(const float* const* rows, const float* keys, int size, float* out) {
+struct Nothing {
+  void operator()() const {}
+};
+
+// How often tile_products calls `each`: while it multiplies, what comes next can be fetched bit by bit.
+constexpr int tile_steps(int size) { return size * (kBlock / (kTileVectors * W)); }
+
+// out [R, kBlock] = rows x keys, or += them: R rows [size], wherever they lie, and keys [size, kBlock].
+template <bool kAdd = false, int R = kTileRows, class Each = Nothing>
+static inline void tile_products(const float* const* rows, const float* keys, int size, float* out, Each each = {}) {
   for (int first = 0; first < size; first += kRun) {
     const int last = size - first < kRun ? size : first + kRun;
     for (int column = 0; column < kBlock; column += kTileVectors * W) {
-      vf product[kTileRows][kTileVectors] = {};
+      vf product[R][kTileVectors] = {};
       const float* k = keys + static_cast<size_t>(first) * kBlock + column;
       for (int i = first; i < last; ++i, k += kBlock) {
+        each();
         vf key[kTileVectors];
         for (int j = 0; j < kTileVectors; ++j) key[j] = load(k + j * W);
-        for (int r = 0; r < kTileRows; ++r)
+        for (int r = 0; r < R; ++r)
           for (int j = 0; j < kTileVectors; ++j) product[r][j] += rows[r][i] * key[j];
       }
-      for (int r = 0; r < kTileRows; ++r)
+      for (int r = 0; r < R; ++r)
         for (int j = 0; j < kTileVectors; ++j) {
           float* const to = out + r * kBlock + column + j * W;
           store(to, kAdd || first > 0 ? load(to) + product[r][j] : product[r][j]);

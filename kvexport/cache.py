@@ -100,6 +100,10 @@ class CachePlan:
         entries."""
         return self.layers[0].rotary.cache_positions
 
+    def of_rank(self, ranks: int) -> CachePlan:
+        """That of one of so many ranks, which have equally many KV heads."""
+        return CachePlan(tuple(replace(layer, kv_heads=layer.kv_heads // ranks) for layer in self.layers))
+
     def bytes(self, batch: int = 1) -> int:
         """Bytes of the whole state for `batch` sequences, `past_length` included."""
         return sum(layer.bytes(batch) for layer in self.layers) + 8 * batch

@@ -21,9 +21,9 @@ NOT_COUNTED = "activations and the backend's own buffers are not counted"
 
 @dataclass(frozen=True)
 class Fit:
-    """What a given memory (bytes) holds beside the weights. sequences: how many of the recipe's. largest_budget: slots
-    of every layer (uniform) at which max_batch sequences fit; None where none does, or where the method keeps every
-    slot."""
+    """What a given memory (bytes), of every rank, holds beside the weights. sequences: how many of the recipe's.
+    largest_budget: slots of every layer (uniform) at which max_batch sequences fit; None where none does, or where the
+    method keeps every slot."""
 
     memory: int
     sequences: int
@@ -34,7 +34,8 @@ class Fit:
 class MemoryPlan:
     """A recipe's memory. parameters: of the model, tied ones once. weight_bytes: what they take, packed or in the
     recipe's dtype. full_bytes: keys and values of one sequence of max_length in a cache that keeps all of them (a
-    sliding-window layer its window), and nothing else; None where the length is unlimited."""
+    sliding-window layer its window), and nothing else; None where the length is unlimited. rank_weight_bytes: of one of
+    `backend.tensor_parallel` ranks; the same as all where there is one."""
 
     name: str
     recipe: Recipe
@@ -43,6 +44,7 @@ class MemoryPlan:
     parameters: int
     weight_bytes: int
     full_bytes: int | None
+    rank_weight_bytes: int
 
     @property
     def sequence_bytes(self) -> int:
@@ -67,8 +69,8 @@ class MemoryPlan:
 
     def fit(self, memory: int) -> Fit:
         """What `memory` bytes hold; see `Fit`."""
-        room = max(0, memory - self.weight_bytes)
-        return Fit(memory, room // self.sequence_bytes, self._largest_budget(room))
+        room = max(0, memory - self.rank_weight_bytes)
+        return Fit(memory, room // _rank_bytes(self.recipe, self.cache), self._largest_budget(room))
 
     def _largest_budget(self, room: int) -> int | None:
         if not self.recipe.cache.build_method().compresses:
@@ -86,7 +88,7 @@ class MemoryPlan:
     def _fits(self, budget: int, room: int) -> bool:
         """Whether max_batch sequences fit. A budget too small for sinks and recent slots counts as fitting."""
         cache = self._with_budget(budget)
-        return cache is None or _bytes(self.recipe, cache, self.recipe.limits.max_batch) <= room
+        return cache is None or _rank_bytes(self.recipe, cache, self.recipe.limits.max_batch) <= room
 
     def _with_budget(self, budget: int) -> CachePlan | None:
         section = self.recipe.cache
@@ -114,6 +116,9 @@ class MemoryPlan:
             "max_batch": limits.max_batch,
             "cache_bytes_per_sequence": self.sequence_bytes,
             "cache_bytes": self.batch_bytes,
+            "ranks": self.recipe.backend.tensor_parallel,
+            "rank_weight_bytes": self.rank_weight_bytes,
+            "rank_cache_bytes": _rank_bytes(self.recipe, self.cache, limits.max_batch),
             "full_cache_bytes_per_sequence": self.full_bytes,
             "ratio": self.ratio,
             "layers": [
@@ -135,6 +140,10 @@ class MemoryPlan:
             f"cache of {batch} sequences": format_bytes(self.batch_bytes),
             "weights and caches": f"{format_bytes(self.weight_bytes + self.batch_bytes)}; {NOT_COUNTED}",
         }
+        if (ranks := recipe.backend.tensor_parallel) > 1:
+            caches = format_bytes(_rank_bytes(recipe, self.cache, batch))
+            weights = format_bytes(self.rank_weight_bytes)
+            summary[f"each of {ranks} ranks"] = f"{weights} of weights, {caches} of {batch} sequences' caches"
         if self.full_bytes is None or self.ratio is None:
             summary["full cache of 1 sequence"] = "without bound: limits.max_length is unlimited"
         else:
@@ -150,8 +159,8 @@ class MemoryPlan:
 
     def _describe(self, fit: Fit) -> Section:
         batch = self.recipe.limits.max_batch
-        if fit.memory < self.weight_bytes:
-            sequences: str | int = f"none: not even the weights fit, {format_bytes(self.weight_bytes)}"
+        if fit.memory < self.rank_weight_bytes:
+            sequences: str | int = f"none: not even the weights fit, {format_bytes(self.rank_weight_bytes)}"
         else:
             sequences = fit.sequences
         budget = f"none is small enough for {batch} sequences; fewer of them: --set limits.max_batch=N"
@@ -160,8 +169,9 @@ class MemoryPlan:
             budget = f"{fit.largest_budget} slots: {settings}"
         elif not self.recipe.cache.build_method().compresses:
             budget = f"none to choose: {self.recipe.cache.method} keeps every slot"
+        where = " of each rank" if self.recipe.backend.tensor_parallel > 1 else ""
         return KeyValues(
-            f"In {format_bytes(fit.memory)}, {NOT_COUNTED}",
+            f"In {format_bytes(fit.memory)}{where}, {NOT_COUNTED}",
             {"sequences beside the weights": sequences, f"largest uniform budget for {batch} sequences": budget},
         )
 
@@ -178,6 +188,7 @@ def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:
     import numpy as np
 
     from kvexport.export.build import read_model
+    from kvexport.export.ranks import rank_weight_bytes
     from kvexport.export.specs import weight_bytes
 
     shape = read_model(recipe, weights=False)
@@ -187,12 +198,18 @@ def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:
     held = weight_bytes(shape.checkpoint, shape.model, recipe)
     length = recipe.limits.max_length
     full = None if length == MOST else sum(full_layer_bytes(layer, length, itemsize) for layer in shape.geometry)
-    return MemoryPlan(name, recipe, tuple(shape.geometry), shape.plan, parameters, held, full)
+    ranks = recipe.backend.tensor_parallel
+    of_rank = held if ranks == 1 else rank_weight_bytes(shape, recipe.weights, ranks)
+    return MemoryPlan(name, recipe, tuple(shape.geometry), shape.plan, parameters, held, full, of_rank)
 
 
 def _bytes(recipe: Recipe, cache: CachePlan, sequences: int = 1) -> int:
     drafter = drafter_plan(recipe, cache)
     return cache.bytes(sequences) + (drafter.bytes(sequences) if drafter is not None else 0)
+
+
+def _rank_bytes(recipe: Recipe, cache: CachePlan, sequences: int = 1) -> int:
+    return _bytes(recipe, cache.of_rank(recipe.backend.tensor_parallel), sequences)
 
 
 def full_layer_bytes(layer: LayerGeometry, length: int, itemsize: int) -> int:

@@ -30,6 +30,7 @@ ORDER = [
     "ops",
     "artifact",
     "backends",
+    "ranks",
     "runtime",
     "export",
     "planning",

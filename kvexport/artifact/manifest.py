@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
@@ -47,15 +47,22 @@ class ModelFacts:
 @dataclass(frozen=True)
 class Graphs:
     """Files of the ONNX graphs. merge: None where no layer merges. top_logits: artifacts that were built before there
-    was one have none."""
+    was one have none. ranks: the decoders of ranks 1 and on, where the model is split; `decoder` is that of rank 0."""
 
     decoder: str
     merge: str | None
     top_logits: str | None = None
+    ranks: tuple[str, ...] = ()
+
+    @property
+    def rank_count(self) -> int:
+        """Processes that run the model together."""
+        return 1 + len(self.ranks)
 
     def files(self) -> Iterator[tuple[str, str]]:
         """(name, file) of those that there are."""
-        return ((name, file) for name, file in asdict(self).items() if file is not None)
+        yield from ((name, file) for name in ("decoder", "merge", "top_logits") if (file := getattr(self, name)))
+        yield from ((f"ranks.{i}", file) for i, file in enumerate(self.ranks))
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,16 @@ class Manifest:
     engines: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     contract_version: int = CONTRACT_VERSION
+
+    def of_rank(self, rank: int) -> Manifest:
+        """What one rank runs: its decoder, over its KV heads."""
+        ranks, model = self.graphs.rank_count, self.model
+        return replace(
+            self,
+            graphs=replace(self.graphs, decoder=(self.graphs.decoder, *self.graphs.ranks)[rank]),
+            model=replace(model, query_heads=tuple(heads // ranks for heads in model.query_heads)),
+            cache=self.cache.of_rank(ranks),
+        )
 
     @property
     def bytes(self) -> int:
@@ -129,7 +146,18 @@ def parse_manifest(root: Path, raw: Mapping[str, Any]) -> Manifest:
     for name, count in (("cache", len(manifest.cache.layers)), ("model.query_heads", len(manifest.model.query_heads))):
         if count != manifest.model.layers:
             raise unusable(root, name, f"has {count} entries, model.layers is {manifest.model.layers}")
+    _check_ranks(root, manifest)
     return manifest
+
+
+def _check_ranks(root: Path, manifest: Manifest) -> None:
+    """Raises ArtifactError where there are not as many decoders as ranks, or heads that they cannot share."""
+    ranks = manifest.recipe.backend.tensor_parallel
+    if manifest.graphs.rank_count != ranks:
+        raise unusable(root, "graphs.ranks", f"should name {ranks - 1} files, found {len(manifest.graphs.ranks)}")
+    for i, layer in enumerate(manifest.cache.layers):
+        if layer.kv_heads % ranks or manifest.model.query_heads[i] % ranks:
+            raise unusable(root, f"cache.{i}.kv_heads", f"should be a multiple of {ranks}, found {layer.kv_heads}")
 
 
 def _check_layer(root: Path, place: str, layer: LayerCache) -> None:

@@ -10,7 +10,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from kvexport.errors import UsageError
+
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+    from mmap import mmap
     from pathlib import Path
 
     import numpy as np
@@ -73,6 +77,22 @@ class Runners:
     open_decoder: Callable[[bytes], Any] | None = None
 
 
+class Collectives(Protocol):
+    """How the processes that are ranks of one model add up what they made, over memory that they share."""
+
+    def bytes(self, ranks: int) -> int:
+        """Of the shared memory, which begins as zeros; 0 where there cannot be as many ranks."""
+        ...
+
+    def joined(self, memory: mmap, rank: int, ranks: int) -> AbstractContextManager[None]:
+        """Within this context the calling thread opens sessions of this rank."""
+        ...
+
+    def fail(self, memory: mmap) -> None:
+        """From now on every sum is an error, those that are waited for too."""
+        ...
+
+
 class Backend(ABC):
     """What runs ONNX graphs. A subclass in a folder's `backend.py` is all that kvexport knows of it.
 
@@ -99,6 +119,19 @@ class Backend(ABC):
     @abstractmethod
     def runners(self, sessions: Any, manifest: Manifest) -> Runners:
         """What `validate` compares; `sessions` is what `load` returned."""
+
+    def require_ranks(self, recipe: Recipe, device: str | None = None) -> None:
+        """Raises UsageError where the backend runs no model of several ranks. device: another than the recipe's."""
+        raise UsageError(
+            f"backend.tensor_parallel is {recipe.backend.tensor_parallel}, and {self.name} runs a model in one process",
+            "--set backend.tensor_parallel=1, or --backend onnxruntime",
+        )
+
+    def collectives(self, manifest: Manifest, options: LoadOptions) -> Collectives:
+        """How the ranks of an artifact add up here. Raises what `require_ranks` raises, and EnvironmentProblem for what
+        this machine lacks."""
+        self.require_ranks(manifest.recipe, options.device)
+        raise NotImplementedError
 
     def device(self, recipe: Recipe) -> str | None:
         """Where the recipe asks the graphs to run; None where there is no choice."""

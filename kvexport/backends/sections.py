@@ -26,7 +26,7 @@ def default() -> str:
 
 
 def backend_section() -> type[RecipeSection]:
-    """The section `backend:` of a recipe: `name`, and the keys of every backend."""
+    """The section `backend:` of a recipe: what all backends share, and the keys of every one."""
     from typing import Literal
 
     from pydantic import Field, create_model
@@ -35,9 +35,16 @@ def backend_section() -> type[RecipeSection]:
 
     class Named(RecipeSection):
         name: Literal[names()] = Field(default(), description="What runs the ONNX graphs.")  # type: ignore[valid-type]
+        tensor_parallel: int = Field(
+            1,
+            ge=1,
+            le=64,
+            description="Ranks: processes that compute one model together, each with its share of the KV heads "
+            "(docs/tensor-parallel.md).",
+        )
 
     sections: dict[str, type[RecipeSection]] = {name: _module(name).Section for name in names()}
-    owners: dict[str, str] = {"name": "every backend"}
+    owners: dict[str, str] = dict.fromkeys(Named.model_fields, "every backend")
     for name, section in sections.items():
         for key in section.model_fields:
             if key in owners:

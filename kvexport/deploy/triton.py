@@ -49,6 +49,12 @@ def write_repository(artifact: Path, out: Path, kind: str, name: str | None = No
     if Path(out).resolve().is_relative_to(Path(artifact).resolve()):
         raise UsageError(f"{out} lies in the artifact, which holds nothing but its own files", "choose another --out")
     manifest = load_manifest(artifact)
+    if kind == "state" and manifest.graphs.ranks:
+        raise UsageError(
+            f"the artifact is {manifest.graphs.rank_count} ranks (backend.tensor_parallel), and Triton calls one ONNX "
+            "graph in one process",
+            "--kind python, or kvexport build --recipe NAME --set backend.tensor_parallel=1",
+        )
     if kind == "state" and manifest.graphs.merge is not None and manifest.limits.merge_every != 1:
         raise UsageError(
             f"the artifact merges every {manifest.limits.merge_every} tokens, and Triton calls one ONNX graph, which "

@@ -91,6 +91,8 @@ def build(
     (disk full, missing package, what the backend needs to prepare). Whatever happens, `out` holds the old artifact, the
     new one, or nothing.
     """
+    if recipe.backend.tensor_parallel > 1:
+        backends.get(recipe.backend.name).require_ranks(recipe)
     prepare = None if graphs_only else backends.get(recipe.backend.name).preparation(recipe)
     with stage(out) as folder, _collector_paused():
         from kvexport.export.graph.graphs import attention_functions, finish_decoder, open_slots
@@ -100,6 +102,7 @@ def build(
         from kvexport.export.importance import weigh
         from kvexport.export.model.hf_model import length_notes
         from kvexport.export.passes import GRAPH_CHECKS
+        from kvexport.export.ranks import apart, rank_specs, split_model, together
         from kvexport.export.specs import packed_formats, packings, weight_notes, weight_specs
         from kvexport.export.texts import copy_texts
         from kvexport.export.weights import link_shared, total_bytes
@@ -116,39 +119,52 @@ def build(
         for note in [*length_notes(shape.model.config, recipe.rotary_length), *notes]:
             with progress(f"note: {note}", None):
                 pass
-        method = recipe.cache.build_method()
+        method, ranks = recipe.cache.build_method(), recipe.backend.tensor_parallel
+        part, specs_of, stored = shape, [specs], specs  # `part` is the model of a rank, the whole where there is one
+        if ranks > 1:
+            part, splits = split_model(shape, ranks)
+            specs_of = rank_specs(specs, splits, ranks)
+            stored = together(specs_of)
         with (
-            forked(partial(_merge_bytes, shape.plan, method)) as merge_bytes,  # before there are threads
-            progress("tracing the model, writing its weights", total_bytes(specs)) as bar,
+            forked(partial(_merge_bytes, part.plan, method)) as merge_bytes,  # before there are threads
+            progress("tracing the model, writing its weights", total_bytes(stored)) as bar,
             _in_background(
                 partial(link_shared, shared, folder)
-                if shared is not None and shared.specs == tuple(specs)
-                else partial(_write_weights, specs, folder, recipe.export.weights),
+                if shared is not None and shared.specs == tuple(stored)
+                else partial(_write_weights, stored, folder, recipe.export.weights),
                 bar.advance,
             ) as writing,
         ):
-            traced = trace_decoder(shape.model, shape.mode, shape.plan, last_logits=not recipe.all_logits)
-            functions = attention_functions(shape.plan, method, shape.geometry, recipe.model.dtype)
+            traced = trace_decoder(part.model, part.mode, part.plan, last_logits=not recipe.all_logits)
+            functions = attention_functions(part.plan, method, part.geometry, recipe.model.dtype)
             merge = _parse_merge(merge_bytes(), method)
             gc.collect()  # while the weights may still be under way
             written = writing.result()
         with progress("writing graphs", None):
-            packed = packings(specs)
-            decoder = finish_decoder(
-                traced,
-                written.locations,
-                folder,
-                method,
-                shape.geometry,
-                functions,
-                packed,
-                float_input=recipe.weights.inputs == "float",
-            )
-            if drafter_plan(recipe, shape.plan) is not None:
-                open_slots(decoder, shape.plan)
+            decoders = [
+                finish_decoder(
+                    traced.clone() if rank + 1 < ranks else traced,
+                    written.locations if ranks == 1 else apart(written.locations, rank),
+                    folder,
+                    method,
+                    part.geometry,
+                    functions,
+                    packings(own),
+                    float_input=recipe.weights.inputs == "float",
+                )
+                for rank, own in enumerate(specs_of)
+            ]
+            if drafter_plan(recipe, part.plan) is not None:
+                open_slots(decoders[0], part.plan)
             top_logits = top_logits_model(_vocabulary(shape))
-            graphs = Graphs("decoder.onnx", None if merge is None else "merge.onnx", "top_logits.onnx")
-            models = {"decoder": decoder, "merge": merge, "top_logits": top_logits}
+            others = {f"ranks.{i}": model for i, model in enumerate(decoders[1:])}
+            graphs = Graphs(
+                "decoder.onnx",
+                None if merge is None else "merge.onnx",
+                "top_logits.onnx",
+                tuple(f"decoder.rank{rank}.onnx" for rank in range(1, ranks)),
+            )
+            models = {"decoder": decoders[0], "merge": merge, "top_logits": top_logits, **others}
             for kind, file in graphs.files():
                 for check in GRAPH_CHECKS:
                     check(models[kind])

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         """What runs the ONNX graphs; the other keys are the backends' own."""
 
         name: str = ""
+        tensor_parallel: int = 1
 else:
     BackendSection = backend_section()
 
@@ -309,6 +310,20 @@ class Recipe(RecipeSection):
                 "speculate.draft is cache, where keys are copied into a smaller cache, and cache.positions is cache, "
                 "where they would have other places in it"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _ranked(self) -> Recipe:
+        if self.backend.tensor_parallel > 1:
+            policy = self.cache.build_method().policy()
+            if policy is None or policy.share_pairs:
+                joins = "joins choices over heads" if policy else "is no merge policy, so its heads may not be apart"
+                raise ValueError(f"backend.tensor_parallel splits KV heads, and the method {self.cache.method} {joins}")
+            if self.speculate.draft == "cache":
+                raise ValueError(
+                    "speculate.draft is cache, which copies entries, and with backend.tensor_parallel they lie in "
+                    "several processes"
+                )
         return self
 
     @model_validator(mode="after")

@@ -18,6 +18,7 @@ from kvexport.artifact.reading import load_manifest
 from kvexport.backends.base import LoadOptions, ModelState, Sessions
 from kvexport.backends.rows import HostRows, Rows
 from kvexport.errors import DeadlineError, KvexportError, QueueFullError, UsageError
+from kvexport.ranks import sessions as ranks
 from kvexport.runtime.calls import Completion, as_batch, tokens_of
 from kvexport.runtime.chat import ChatTemplate, Message, read_chat_template, read_json
 from kvexport.runtime.forks import Forks
@@ -439,5 +440,5 @@ def load(
     manifest = load_manifest(path, verify=verify)
     chosen = backends.get(manifest.recipe.backend.name if backend is None else backend)
     return Engine(
-        path, manifest, chosen.load(path, manifest, LoadOptions(threads, device, cuda_graph, float_input)), lanes
+        path, manifest, ranks.load(chosen, path, manifest, LoadOptions(threads, device, cuda_graph, float_input)), lanes
     )

@@ -19,6 +19,7 @@ import numpy as np
 from kvexport import backends
 from kvexport.artifact.reading import load_manifest
 from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.ranks.comparison import runners
 from kvexport.runtime.engine import load
 from kvexport.terminal import Progress, silent
 from kvexport.validate.layers import require_checkpoint
@@ -105,7 +106,7 @@ def validate_artifact(
     )
     watching = Telemetry(engine.plan, shape.geometry, method) if telemetry else None
     _quiet_polygraphy()
-    comparison = Comparison(engine, chosen.runners(engine.sessions, manifest), reference, result, watching)
+    comparison = Comparison(engine, runners(chosen, engine.sessions, manifest, path), reference, result, watching)
     calls = list(schedule(tokens, recipe.export.prefill_chunk, decode_steps(manifest.limits)))
     whole = _whole_calls([prefill for _, prefill in calls])
     about = _estimate(reference, calls, len(whole))

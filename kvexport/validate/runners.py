@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvexport import backends
-from kvexport.errors import ArtifactError, EnvironmentProblem
+from kvexport.errors import ArtifactError, EnvironmentProblem, UsageError
 from kvexport.runtime.engine import load
 
 
@@ -18,6 +18,6 @@ def backends_here(path: Path) -> tuple[list[tuple[str, str | None]], dict[str, s
             try:
                 load(path, backend=backend.name, device=device, verify=False)
                 here.append((backend.name, device))
-            except (EnvironmentProblem, ArtifactError) as error:
+            except (EnvironmentProblem, ArtifactError, UsageError) as error:
                 missing[f"{backend.name} {device or ''}".rstrip()] = error.problem
     return here, missing

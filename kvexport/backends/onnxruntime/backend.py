@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvexport.backends.base import Backend, Description, Diagnosis, LoadOptions, Runners
 from kvexport.backends.onnxruntime import devices
 from kvexport.backends.onnxruntime import operators as native
+from kvexport.backends.onnxruntime.collectives import NativeCollectives, threads_of_rank
 from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.packages import Package
 
@@ -61,6 +62,9 @@ class OnnxRuntime(Backend):
         from kvexport.backends.onnxruntime.sessions import Sessions
 
         graphs, chosen = manifest.graphs, section.of(manifest.recipe)
+        threads = chosen.threads if options.threads is None else options.threads
+        if graphs.ranks and not threads:
+            threads = threads_of_rank(graphs.rank_count)
         device = options.device or chosen.device
         if device not in devices.PROVIDERS:
             raise UsageError(f"there is no device {device}", " or ".join(devices.PROVIDERS))
@@ -72,7 +76,7 @@ class OnnxRuntime(Backend):
         sessions = Sessions(
             path / graphs.decoder,
             path / graphs.merge if graphs.merge else None,
-            threads=chosen.threads if options.threads is None else options.threads,
+            threads=threads,
             vocabulary=manifest.model.vocabulary,
             all_logits=manifest.recipe.all_logits,
             top_logits=(path / graphs.top_logits, manifest.top_logits) if graphs.top_logits else None,
@@ -85,6 +89,20 @@ class OnnxRuntime(Backend):
         if graphs.merge:
             require_interface(sessions.merge, path / graphs.merge, manifest.cache, ())
         return sessions
+
+    def require_ranks(self, recipe: Recipe, device: str | None = None) -> None:
+        """See `Backend`."""
+        if (device := device or self.device(recipe)) != "cpu":
+            raise UsageError(
+                f"backend.tensor_parallel is {recipe.backend.tensor_parallel}, and ranks add up on the CPU alone, not "
+                f"on {device} (docs/tensor-parallel.md)",
+                "--set backend.device=cpu, or backend.tensor_parallel=1",
+            )
+
+    def collectives(self, manifest: Manifest, options: LoadOptions) -> NativeCollectives:
+        """See `Backend`."""
+        self.require_ranks(manifest.recipe, options.device)
+        return NativeCollectives(manifest)
 
     def runners(self, sessions: Any, manifest: Manifest) -> Runners:
         """See `Backend`."""

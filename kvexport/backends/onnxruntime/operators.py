@@ -59,10 +59,11 @@ def why_no_library(device: str = "cpu") -> tuple[str, str]:
             f"switched off by {VARIABLE}" if asked == "off" else f"{VARIABLE}={asked} is no file",
             f"unset {VARIABLE}",
         )
-    return f"the native operators{' for CUDA' if device == 'cuda' else ''} are not built", _how_to_build(device)
+    return f"the native operators{' for CUDA' if device == 'cuda' else ''} are not built", how_to_build(device)
 
 
-def _how_to_build(device: str) -> str:
+def how_to_build(device: str) -> str:
+    """The line that builds the library."""
     if checkout():
         return "make native-cuda" if device == "cuda" else "make native"
     if device == "cuda":
@@ -86,13 +87,16 @@ def has_small_cache(path: Path) -> bool:
     return _has(path, "kvexport_small_cache")
 
 
+def has_ranks(path: Path) -> bool:
+    """Whether the library has AllReduce."""
+    return _has(path, "kvexport_ranks_join")
+
+
 def require_runnable(path: Path) -> None:
     """Raises EnvironmentProblem where the library cannot run on this machine's GPU."""
     problem = _ask(path, "kvexport_device_problem") if _has(path, "kvexport_device_problem") else ""
     if problem:
-        raise EnvironmentProblem(
-            f"{path.name} cannot be used: {problem}", f"{_how_to_build('cuda')}, or {VARIABLE}=off"
-        )
+        raise EnvironmentProblem(f"{path.name} cannot be used: {problem}", f"{how_to_build('cuda')}, or {VARIABLE}=off")
 
 
 def why_function(path: Path | None, op: str, method: Method, device: str = "cpu") -> str | None:
@@ -136,7 +140,7 @@ def _why_no_layer(path: Path, plan: CachePlan, query_heads: Sequence[int]) -> st
     """Why the library has no kernel for one of the layers. One without such limits does not export the question."""
     if not _has(path, "kvexport_layer_problem"):
         return None
-    ask = _load(path).kvexport_layer_problem
+    ask = loaded(path).kvexport_layer_problem
     ask.restype = ctypes.c_char_p
     for i, (layer, heads) in enumerate(zip(plan.layers, query_heads, strict=True)):
         sizes = (heads, layer.kv_heads, layer.capacity, layer.key_size, layer.value_size, layer.statistics)
@@ -146,7 +150,8 @@ def _why_no_layer(path: Path, plan: CachePlan, query_heads: Sequence[int]) -> st
 
 
 @cache
-def _load(path: Path) -> ctypes.CDLL:
+def loaded(path: Path) -> ctypes.CDLL:
+    """The library, checked to be of these operators."""
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
@@ -157,19 +162,19 @@ def _load(path: Path) -> ctypes.CDLL:
     if schema is None or schema().decode() != schema_digest():
         raise EnvironmentProblem(
             f"{path} was built for another version of kvexport's operators",
-            f"{_how_to_build('cuda' if path.name == NAMES['cuda'] else 'cpu')}, or {VARIABLE}=off",
+            f"{how_to_build('cuda' if path.name == NAMES['cuda'] else 'cpu')}, or {VARIABLE}=off",
         )
     return library
 
 
 def _has(path: Path, question: str) -> bool:
-    return hasattr(_load(path), question)
+    return hasattr(loaded(path), question)
 
 
 @cache
 def _ask(path: Path, question: str) -> str:
     try:
-        function = getattr(_load(path), question)
+        function = getattr(loaded(path), question)
     except AttributeError as error:
         raise _unusable(error) from error
     function.restype = ctypes.c_char_p

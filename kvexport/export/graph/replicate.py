@@ -112,11 +112,10 @@ def _do_the_same(first: _Layer, other: _Layer, prefix: str) -> bool:
     if first is other:
         return True
     pending = [(first.exit.inputs[0], other.exit.inputs[0])]
-    for layer in (first, other):
-        if sum(node.domain == DOMAIN for node in layer.nodes) != 1:
-            return False
-    attention = [next(node for node in layer.nodes if node.domain == DOMAIN) for layer in (first, other)]
-    pending += zip(attention[0].outputs, attention[1].outputs, strict=True)
+    attention = [[node for node in layer.nodes if node.op_type == "VoteAttention"] for layer in (first, other)]
+    if [len(nodes) for nodes in attention] != [1, 1]:
+        return False
+    pending += zip(attention[0][0].outputs, attention[1][0].outputs, strict=True)
     seen = set()
     while pending:
         pair = x, y = pending.pop()

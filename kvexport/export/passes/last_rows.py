@@ -105,6 +105,8 @@ def _row_inputs(node: ir.Node, rows: Dims) -> list[ir.Value]:
     first, others = inputs[0], inputs[1:]
     if is_op(node, "Linear", DOMAIN):
         return _linear_row_inputs(node, rows, first, others)
+    if is_op(node, "AllReduce", DOMAIN):
+        return [first] if _has_rows(first, rows) else []
     if node.domain:
         return []
     if node.op_type in ELEMENTWISE:

@@ -6,6 +6,7 @@
 #undef ORT_API_MANUAL_INIT
 
 #include "../../cpu/kvexport_cpu.h"
+#include "../../cpu/ranks/ranks.h"
 #include "operators.h"
 
 namespace {
@@ -60,6 +61,29 @@ struct LinearKernel : kv::LinearNode {
   }
 };
 
+// What kernels that this thread makes from now on are a rank of.
+thread_local KvRanks joined{};
+
+struct AllReduceKernel {
+  static constexpr const char* kProvider = nullptr;
+  int type;
+  KvRanks ranks = joined;
+
+  AllReduceKernel(const OrtKernelInfo*, const kv::CacheType& cache) : type(cache.type) {
+    kv::require(ranks.memory, "AllReduce: this process is no rank");
+  }
+
+  OrtStatusPtr ComputeV2(OrtKernelContext* raw) const {
+    return kv::status_of([&] {
+      const Ort::KernelContext context(raw);
+      const Ort::ConstValue part = context.GetInput(0);
+      const Ort::TensorTypeAndShapeInfo info = part.GetTensorTypeAndShapeInfo();
+      void* sum = kv::output(context, 0, info.GetShape());
+      kv::ran("AllReduce", kv_cpu_all_reduce(&ranks, type, part.GetTensorRawData(), sum, info.GetElementCount()));
+    });
+  }
+};
+
 }  // namespace
 
 extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(OrtSessionOptions* options,
@@ -67,15 +91,16 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(O
   constexpr auto f32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, f16 = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
                  i8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, u8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
   return kv::register_operators<kv::VoteAttentionOp<VoteAttentionKernel>, kv::MergeCacheOp<MergeCacheKernel>,
-                                kv::LinearOp<LinearKernel>>(options, base,
-                                                            {{KV_FLOAT32, f32},
-                                                             {KV_FLOAT16, f16},
-                                                             {KV_INT8, i8, i8, KV_FLOAT32, f32},
-                                                             {KV_INT8, i8, i8, KV_FLOAT16, f16},
-                                                             {KV_INT4, u8, u8, KV_FLOAT32, f32},
-                                                             {KV_INT4, u8, u8, KV_FLOAT16, f16},
-                                                             {KV_K8V4, i8, u8, KV_FLOAT32, f32},
-                                                             {KV_K8V4, i8, u8, KV_FLOAT16, f16}});
+                                kv::LinearOp<LinearKernel>, kv::AllReduceOp<AllReduceKernel>>(
+      options, base,
+      {{KV_FLOAT32, f32},
+       {KV_FLOAT16, f16},
+       {KV_INT8, i8, i8, KV_FLOAT32, f32},
+       {KV_INT8, i8, i8, KV_FLOAT16, f16},
+       {KV_INT4, u8, u8, KV_FLOAT32, f32},
+       {KV_INT4, u8, u8, KV_FLOAT16, f16},
+       {KV_K8V4, i8, u8, KV_FLOAT32, f32},
+       {KV_K8V4, i8, u8, KV_FLOAT16, f16}});
 }
 
 // What kvexport/backends/onnxruntime/operators.py asks: the operators that the library knows, the instruction set that
@@ -88,3 +113,13 @@ extern "C" __attribute__((visibility("default"))) const char* kvexport_huge_page
   const char* const why = kv::why_no_huge_pages();
   return why ? why : "";
 }
+
+// What kvexport/backends/onnxruntime/collectives.py calls. Sessions that the calling thread opens from now on belong to
+// this rank of `count`; null: to none.
+extern "C" __attribute__((visibility("default"))) void kvexport_ranks_join(void* memory, int rank, int count) {
+  joined = {memory, rank, count};
+}
+extern "C" __attribute__((visibility("default"))) size_t kvexport_ranks_bytes(int count) {
+  return kv_cpu_ranks_bytes(count);
+}
+extern "C" __attribute__((visibility("default"))) void kvexport_ranks_fail(void* memory) { kv_cpu_ranks_fail(memory); }

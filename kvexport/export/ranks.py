@@ -1,0 +1,266 @@
+"""One model as several ranks (docs/tensor-parallel.md): which dimension of which weight is split, the model of one
+rank, and its weights.
+
+What is split is what transformers says of the model, its `base_model_tp_plan`: projections by their outputs (queries,
+keys and values by heads, the MLP's first ones by features), and those that read what these made by their inputs, whose
+products the ranks add up. Everything else, embeddings and head among it, every rank has whole. All ranks have the same
+shapes, so one trace serves them all; their ONNX graphs differ in where the weights lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kvexport.cache import LayerGeometry
+from kvexport.errors import UsageError
+from kvexport.export.casting import read_rows, row_blocks
+from kvexport.export.computed import ComputedSpec
+from kvexport.export.graph.layers import layer_list
+from kvexport.export.graph.tracer import ALL_REDUCE
+from kvexport.export.model.hf_model import probe_geometry
+from kvexport.export.model.tensors import Source, TensorEntry
+from kvexport.export.specs import weight_bytes, weight_specs
+from kvexport.export.weights import Location, Spec, TensorSpec, total_bytes
+from kvexport.ops.packed import PackedFormat, Part, pack, unpack
+
+if TYPE_CHECKING:
+    from kvexport.export.build import ModelShape
+    from kvexport.recipe.fields import WeightsSection
+
+COLUMNS, ROWS = "colwise", "rowwise"
+WHOLE = "replicated_with_grad_allreduce"  # in training; here the same as not to be named
+SETTING = "backend.tensor_parallel"
+
+
+def split_model(shape: ModelShape, ranks: int) -> tuple[ModelShape, dict[str, int]]:
+    """The model of one rank, with its geometry and cache plan, and the dimension of every parameter that is split, by
+    its initializer. The model of `shape` becomes that of a rank. Raises UsageError where heads or features cannot be
+    shared equally, or where transformers does not say how the model is split."""
+    heads = {(layer.kv_heads, layer.query_heads) for layer in shape.geometry}
+    if uneven := sorted(kv for kv, queries in heads if kv % ranks or queries % ranks):
+        fitting = [n for n in range(2, min(uneven) + 1) if all(kv % n == 0 for kv, _ in heads)]
+        raise UsageError(
+            f"{SETTING} is {ranks}, and {uneven[0]} KV heads cannot be shared equally by as many ranks (a head of "
+            "which several ranks keep a copy is not built)",
+            f"--set {SETTING}={fitting[-1] if fitting else 1}",
+        )
+    splits = _splits(shape.model, ranks)
+    _shrink(shape.model, shape.mode, splits, ranks)
+    part = [
+        replace(layer, query_heads=layer.query_heads // ranks, kv_heads=layer.kv_heads // ranks)
+        for layer in shape.geometry
+    ]
+    _require_heads(shape, part)
+    return (
+        shape._replace(geometry=part, plan=shape.plan.of_rank(ranks)),
+        {f"model.{name}": dimension for name, dimension in splits.items()},
+    )
+
+
+def _splits(model: Any, ranks: int) -> dict[str, int]:
+    """{parameter: dimension}."""
+    kind, plan = model.config.model_type, getattr(model.config.get_text_config(), "base_model_tp_plan", None)
+    name, layers = layer_list(model)
+    if not plan or not layers:
+        raise UsageError(
+            f"{SETTING} is {ranks}, and transformers does not say how {kind} is split", f"--set {SETTING}=1"
+        )
+    splits: dict[str, int] = {}
+    for i, layer in enumerate(layers):
+        for inner, module in layer.named_modules():
+            how = plan.get(f"{name.rpartition('.')[2]}.*.{inner}", WHOLE)
+            if how == WHOLE:
+                continue
+            if how not in (COLUMNS, ROWS) or not isinstance(module, nn.Linear):
+                raise UsageError(
+                    f"{SETTING} is {ranks}, and transformers splits '{inner}' of {kind} by {how}, which mixes heads or "
+                    "features of several ranks; only plain projections are split",
+                    f"--set {SETTING}=1",
+                )
+            splits[f"{name}.{i}.{inner}.weight"] = 0 if how == COLUMNS else 1
+            if how == COLUMNS and module.bias is not None:
+                splits[f"{name}.{i}.{inner}.bias"] = 0
+    return splits
+
+
+def _shrink(model: Any, mode: FakeTensorMode, splits: Mapping[str, int], ranks: int) -> None:
+    """Give the model a rank's parameters, and let it add up where one of them is split by its inputs."""
+    for name, dimension in splits.items():
+        prefix, _, leaf = name.rpartition(".")
+        module = model.get_submodule(prefix)
+        shape = list(module._parameters[leaf].shape)
+        if shape[dimension] % ranks:
+            raise UsageError(
+                f"{SETTING} is {ranks}, which does not divide the {shape[dimension]} "
+                f"{'inputs' if dimension else 'outputs'} of '{prefix}'",
+                f"--set {SETTING}=1",
+            )
+        shape[dimension] //= ranks
+        with mode:
+            part = torch.empty(shape, dtype=module._parameters[leaf].dtype)
+        module._parameters[leaf] = nn.Parameter(part, requires_grad=False)
+        if dimension == 1:
+            module.forward = partial(_added_up, module)
+
+
+def _added_up(module: nn.Linear, data: Tensor) -> Tensor:
+    """The product of all ranks, and the bias, once."""
+    whole: Tensor = ALL_REDUCE(nn.functional.linear(data, module.weight))
+    return whole if module.bias is None else whole + module.bias
+
+
+def _require_heads(shape: ModelShape, wanted: Sequence[LayerGeometry]) -> None:
+    """The model of a rank runs, over the heads of a rank."""
+    found = probe_geometry(shape.model, shape.mode)
+    for i, (layer, expected) in enumerate(zip(found, wanted, strict=True)):
+        heads = (layer.query_heads, layer.kv_heads, layer.key_size, layer.value_size)
+        if heads != (expected.query_heads, expected.kv_heads, expected.key_size, expected.value_size):
+            raise UsageError(
+                f"{SETTING} does not split {shape.model.config.model_type}: layer {i} of a rank has "
+                f"{layer.query_heads} query heads and {layer.kv_heads} KV heads, expected {expected.query_heads} and "
+                f"{expected.kv_heads}",
+                f"--set {SETTING}=1",
+            )
+
+
+# ---- the weights of a rank ----
+
+
+def rank_specs(specs: Sequence[Spec], splits: Mapping[str, int], ranks: int) -> list[list[Spec]]:
+    """The specs of every rank. Raises UsageError where a group of a packed weight would be cut."""
+    return [
+        [spec if spec.name not in splits else _part(spec, splits[spec.name], rank, ranks) for spec in specs]
+        for rank in range(ranks)
+    ]
+
+
+def together(specs: Sequence[Sequence[Spec]]) -> list[Spec]:
+    """Of all ranks as one list, by names that are the rank's own (`apart`)."""
+    return [replace(spec, name=f"{rank}/{spec.name}") for rank, own in enumerate(specs) for spec in own]
+
+
+def apart(locations: Mapping[str, Location], rank: int) -> dict[str, Location]:
+    """Where a rank's weights lie, by initializer."""
+    start = f"{rank}/"
+    return {name.removeprefix(start): at for name, at in locations.items() if name.startswith(start)}
+
+
+def _part(spec: Spec, dimension: int, rank: int, ranks: int) -> Spec:
+    size = spec.shape[dimension] // ranks
+    shape = tuple(size if i == dimension else n for i, n in enumerate(spec.shape))
+    if isinstance(spec, TensorSpec) and dimension == 0:  # lies in one piece
+        entry, nbytes = spec.entry, spec.entry.nbytes // ranks
+        own = replace(entry, shape=shape, offset=entry.offset + rank * nbytes, nbytes=nbytes)
+        return replace(spec, entry=own, shape=shape)
+    if isinstance(spec, TensorSpec):
+        return ComputedSpec(spec.name, Columns(spec.entry, rank * size, (rank + 1) * size), spec.dtype, shape)
+    packing = spec.source.packing
+    if packing is not None and dimension == 1 and (packing.ordered or size % packing.group):
+        why = "columns in an order of its own" if packing.ordered else f"groups of {packing.group} inputs"
+        raise UsageError(
+            f"{SETTING} is {ranks}, and '{spec.name.removeprefix('model.')}' [{', '.join(map(str, spec.shape))}] has "
+            f"{why}, which the ranks' {size} inputs would cut",
+            f"--set {SETTING}=1, or a weights.group that divides {size}",
+        )
+    return replace(spec, source=Slice(spec.source, dimension, rank * size, (rank + 1) * size), shape=shape)
+
+
+def rank_weight_bytes(shape: ModelShape, section: WeightsSection, ranks: int) -> int:
+    """What the weights of one rank take (`kvexport.export.specs.weight_bytes`). The model of `shape` becomes that of a
+    rank. Raises what `split_model` and `rank_specs` raise."""
+    if shape.checkpoint is None:
+        return weight_bytes(None, split_model(shape, ranks)[0].model, section)
+    specs = weight_specs(shape.checkpoint, shape.model, section)
+    return total_bytes(rank_specs(specs, split_model(shape, ranks)[1], ranks)[0])
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Some columns of a tensor, as floats."""
+
+    entry: TensorEntry
+    begin: int
+    end: int
+    packing: None = None
+
+    @property
+    def name(self) -> str:
+        """Of the tensor."""
+        return self.entry.name
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[outputs, inputs]"""
+        return self.entry.shape[0], self.end - self.begin
+
+    def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
+        """Its rows."""
+        n, k = self.entry.shape
+        for rows in row_blocks(n, 4 * k):
+            yield {"weight": read_rows(self.entry, rows)[:, self.begin : self.end]}
+
+    def order(self) -> NDArray[np.int64]:
+        """There is none."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Rows (dimension 0) or columns (1) of a source; of a packed one whole groups."""
+
+    whole: Source
+    dimension: int
+    begin: int
+    end: int
+
+    @property
+    def name(self) -> str:
+        """Of the tensor."""
+        return self.whole.name
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[outputs, inputs]"""
+        n, k = self.whole.shape
+        size = self.end - self.begin
+        return (size, k) if self.dimension == 0 else (n, size)
+
+    @property
+    def packing(self) -> PackedFormat | None:
+        """As the whole."""
+        return self.whole.packing
+
+    def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
+        """Its rows."""
+        packing, (_, k) = self.packing, self.whole.shape
+        begin, end = (0, self.whole.shape[0]) if self.dimension else (self.begin, self.end)
+        start = 0
+        for block in self.whole.blocks():
+            n = len(block["weight" if packing is None else "scale"])
+            rows = slice(max(begin - start, 0), min(end - start, n))
+            start += n
+            if rows.start >= rows.stop:
+                continue
+            yield {name: self._cut(name, values, rows, (n, k)) for name, values in block.items()}
+
+    def _cut(self, name: str, values: NDArray[Any], rows: slice, shape: tuple[int, int]) -> NDArray[Any]:
+        packing = self.packing
+        if packing is not None and name == "weight":
+            numbers = unpack(values, Part(packing.dtype, shape))[rows]
+            return pack(numbers[:, self.begin : self.end] if self.dimension else numbers, packing.bits)
+        group = 1 if packing is None else packing.group
+        columns = slice(self.begin // group, self.end // group) if self.dimension else slice(None)
+        return values[rows, columns]
+
+    def order(self) -> NDArray[np.int64]:
+        """Of the whole, whose columns are not split."""
+        return self.whole.order()

@@ -1,0 +1,1 @@
+"""A model that several processes compute together, each with its share of the KV heads (docs/tensor-parallel.md)."""

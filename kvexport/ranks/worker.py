@@ -1,0 +1,115 @@
+"""A rank but the first: a process that holds its share of the model and of the cache, and does what rank 0 tells it, in
+that order. It ends when rank 0 does.
+
+    python -c PROGRAM SOCKET MEMORY PATH      see `kvexport.ranks.processes`; numbers of open files
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import cached_property
+from mmap import mmap
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from kvexport import backends
+from kvexport.artifact.manifest import Manifest
+from kvexport.artifact.reading import load_manifest
+from kvexport.backends.base import Backend, LoadOptions, ModelState, Sessions
+from kvexport.errors import KvexportError
+from kvexport.ranks.channel import Channel, Message
+from kvexport.ranks.comparison import OneRank
+from kvexport.ranks.heads import part_of
+
+
+def main() -> None:
+    """The program."""
+    end, memory = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    channel = Channel(end, on_end=lambda _: os._exit(0))  # whatever this process is waiting for
+    start = channel.receive()
+    assert start is not None
+    try:
+        _work(channel, start.values, memory)
+    except Exception as error:
+        known = error if isinstance(error, KvexportError) else KvexportError(f"{type(error).__name__}: {error}")
+        channel.send(Message("failed", {"problem": known.problem, "fix": known.fix}))
+        sys.exit(1)
+
+
+def _work(channel: Channel, start: Mapping[str, Any], file: int) -> None:
+    path, rank = Path(start["path"]), int(start["rank"])
+    manifest = load_manifest(path, verify=False).of_rank(rank)  # rank 0 has verified the files
+    backend, options = backends.get(start["backend"]), LoadOptions(**start["options"])
+    collectives, memory = backend.collectives(manifest, options), mmap(file, 0)
+
+    def joined() -> AbstractContextManager[None]:
+        return collectives.joined(memory, rank, manifest.graphs.rank_count)
+
+    with joined():
+        sessions = backend.load(path, manifest, options)
+    calls = Calls(backend, sessions, manifest, rank, joined)
+    channel.send(Message("ready"))
+    while (message := channel.receive()) is not None:
+        answer = calls(message)
+        if answer is not None:
+            channel.send(Message("answer", {}, answer))
+
+
+class Calls:
+    """Does what messages say, over states by the numbers that rank 0 gave them."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        sessions: Sessions,
+        manifest: Manifest,
+        rank: int,
+        joined: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._backend, self._sessions, self._manifest, self._joined = backend, sessions, manifest, joined
+        self._rank, self._ranks = rank, manifest.graphs.rank_count
+        self._states: dict[int, ModelState] = {}
+
+    @cached_property
+    def _compared(self) -> OneRank:
+        return OneRank(self._backend, self._sessions, self._manifest, self._rank)
+
+    def __call__(self, message: Message) -> dict[str, NDArray[Any]] | None:
+        """What the message asks for; None where it asks for nothing."""
+        given, arrays = message.values, message.arrays
+        for number in given["dropped"]:
+            del self._states[number]
+        if message.name == "infer":
+            return self._compared.infer(given["graph"], arrays)
+        if message.name == "open":
+            with self._joined():
+                self._compared.open(arrays[str(self._rank)].tobytes())
+            return None
+        if message.name == "new_state":
+            self._states[given["state"]] = self._sessions.new_state(self._manifest.cache, given["lanes"])
+            return None
+        state = self._states[given["state"]]
+        if message.name == "grown":
+            self._states[given["new"]] = state.grown(given["lanes"])
+        elif message.name == "decode":
+            state.decode(arrays["input_ids"], arrays["query_length"], given["first"])
+        elif message.name == "write":
+            state.write(given["lane"], part_of(arrays, self._rank, self._ranks, 0), given["past_length"])
+        elif message.name == "set_state":
+            whole = {name: x for name, x in arrays.items() if name != "past_length"}
+            state.set_state(part_of(whole, self._rank, self._ranks, 1), arrays["past_length"])
+        elif message.name == "read":
+            return state.read(given["lane"], given["names"])
+        elif message.name == "get_state":
+            return state.get_state()
+        elif message.name in ("merge", "clear", "rollback", "copy"):
+            getattr(state, message.name)(*given["arguments"], **given.get("named", {}))
+        else:
+            raise ValueError(f"rank 0 sent {message.name!r}")
+        return None

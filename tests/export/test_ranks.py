@@ -136,7 +136,7 @@ def test_features_that_ranks_cannot_share(tmp_path: Path) -> None:
 
 def test_what_transformers_does_not_split_into_plain_projections(tmp_path: Path) -> None:
     checkpoint = save_checkpoint(tmp_path, Phi3Config(**SIZES))
-    with pytest.raises(UsageError, match=r"splits 'self_attn.qkv_proj' of phi3 by colwise_gather_output"):
+    with pytest.raises(UsageError, match=r"splits 'self_attn.o_proj' of phi3 by rowwise_split_input"):
         split_model(read_model(recipe(checkpoint, 2)), 2)
 
 

@@ -61,7 +61,8 @@ class Graphs:
 
     def files(self) -> Iterator[tuple[str, str]]:
         """(name, file) of those that there are."""
-        yield from ((name, file) for name in ("decoder", "merge", "top_logits") if (file := getattr(self, name)))
+        named = ((name, getattr(self, name)) for name in ("decoder", "merge", "top_logits"))
+        yield from ((name, file) for name, file in named if file is not None)
         yield from ((f"ranks.{i}", file) for i, file in enumerate(self.ranks))
 
 

@@ -198,8 +198,7 @@ def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:
     held = weight_bytes(shape.checkpoint, shape.model, recipe)
     length = recipe.limits.max_length
     full = None if length == MOST else sum(full_layer_bytes(layer, length, itemsize) for layer in shape.geometry)
-    ranks = recipe.backend.tensor_parallel
-    of_rank = held if ranks == 1 else rank_weight_bytes(shape, recipe.weights, ranks)
+    of_rank = held if recipe.backend.tensor_parallel == 1 else rank_weight_bytes(shape, recipe)
     return MemoryPlan(name, recipe, tuple(shape.geometry), shape.plan, parameters, held, full, of_rank)
 
 

@@ -34,7 +34,7 @@ from kvexport.ops.packed import PackedFormat, Part, pack, unpack
 
 if TYPE_CHECKING:
     from kvexport.export.build import ModelShape
-    from kvexport.recipe.fields import WeightsSection
+    from kvexport.recipe.fields import Recipe
 
 COLUMNS, ROWS = "colwise", "rowwise"
 WHOLE = "replicated_with_grad_allreduce"  # in training; here the same as not to be named
@@ -174,12 +174,13 @@ def _part(spec: Spec, dimension: int, rank: int, ranks: int) -> Spec:
     return replace(spec, source=Slice(spec.source, dimension, rank * size, (rank + 1) * size), shape=shape)
 
 
-def rank_weight_bytes(shape: ModelShape, section: WeightsSection, ranks: int) -> int:
+def rank_weight_bytes(shape: ModelShape, recipe: Recipe) -> int:
     """What the weights of one rank take (`kvexport.export.specs.weight_bytes`). The model of `shape` becomes that of a
     rank. Raises what `split_model` and `rank_specs` raise."""
+    ranks = recipe.backend.tensor_parallel
     if shape.checkpoint is None:
-        return weight_bytes(None, split_model(shape, ranks)[0].model, section)
-    specs = weight_specs(shape.checkpoint, shape.model, section)
+        return weight_bytes(None, split_model(shape, ranks)[0].model, recipe)
+    specs = weight_specs(shape.checkpoint, shape.model, recipe)
     return total_bytes(rank_specs(specs, split_model(shape, ranks)[1], ranks)[0])
 
 

@@ -32,7 +32,7 @@ def recipe(checkpoint: Path, ranks: int, **changes: Any) -> Recipe:
 
 def test_the_ranks_have_all_of_every_weight_between_them(tiny_checkpoint: Path, tmp_path: Path) -> None:
     shape = read_model(recipe(tiny_checkpoint, 2))
-    specs = weight_specs(shape.checkpoint, shape.model, recipe(tiny_checkpoint, 2).weights)
+    specs = weight_specs(shape.checkpoint, shape.model, recipe(tiny_checkpoint, 2))
     _, splits = split_model(shape, 2)
     assert sum(name.endswith("weight") for name in splits) == 2 * 7
     parts = rank_specs(specs, splits, 2)

@@ -13,14 +13,15 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from kvexport import backends
 from kvexport.artifact.digests import write_manifest
 from kvexport.artifact.manifest import Graphs, Limits, Manifest, ModelFacts
 from kvexport.artifact.publish import stage
-from kvexport.cache import CachePlan, LayerGeometry, drafter_plan, plan_cache
+from kvexport.cache import CachePlan, drafter_plan, plan_cache
 from kvexport.export.forked import forked
+from kvexport.export.model.shape import ModelShape
 from kvexport.recipe.fields import Recipe
 from kvexport.terminal import Progress, silent
 from kvexport.version import __version__
@@ -31,16 +32,6 @@ if TYPE_CHECKING:
 SWITCH_SECONDS = 0.0005
 
 T = TypeVar("T")
-
-
-class ModelShape(NamedTuple):
-    """A checkpoint and what its model is, before anything is built."""
-
-    checkpoint: Any
-    model: Any
-    mode: Any
-    geometry: list[LayerGeometry]
-    plan: CachePlan
 
 
 def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:

@@ -27,13 +27,13 @@ from kvexport.export.computed import ComputedSpec
 from kvexport.export.graph.layers import layer_list
 from kvexport.export.graph.tracer import ALL_REDUCE
 from kvexport.export.model.hf_model import probe_geometry
+from kvexport.export.model.shape import ModelShape
 from kvexport.export.model.tensors import Source, TensorEntry
 from kvexport.export.specs import weight_bytes, weight_specs
 from kvexport.export.weights import Location, Spec, TensorSpec, total_bytes
 from kvexport.ops.packed import PackedFormat, Part, pack, unpack
 
 if TYPE_CHECKING:
-    from kvexport.export.build import ModelShape
     from kvexport.recipe.fields import Recipe
 
 COLUMNS, ROWS = "colwise", "rowwise"

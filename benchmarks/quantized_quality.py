@@ -4,7 +4,7 @@
                                            [--noise SHARE] [--float-input] [--work DIR]
 
 Sides: weights rounded at build (`weights.bits`), by least errors of the weights or, `importance`, of the products on
-the package's text; and llama.cpp's types: the same weights quantized by `gguf.quantize` and read by kvexport. All run
+the package's text, with AWQ's scales or without; and llama.cpp's types: the same weights quantized by `gguf.quantize` and read by kvexport. All run
 on the same engine, which rounds the inputs of packed products, but for `float inputs`; `float input` in a row is the
 same artifact without that. Texts are source of Python's library or prose of its manual; nothing is calibrated by
 either. Rows of other sides in the result stay where texts and length are the same.
@@ -38,7 +38,7 @@ from kvexport.recipe.fields import Recipe
 from kvexport.runtime.text import Tokenizer
 
 FOUR = {"bits": 4, "group": 32}
-IMPORTANCE = {"method": "importance"}
+IMPORTANCE, AWQ = {"method": "importance"}, {"method": "awq"}
 SIDES: dict[str, tuple[str, dict[str, Any]]] = {
     "int8": ("rounded", {"bits": 8}),
     "int8, head float": ("rounded", {"bits": 8, "head": "float"}),
@@ -52,6 +52,8 @@ SIDES: dict[str, tuple[str, dict[str, Any]]] = {
     "int4, groups of 32, all, importance": ("rounded", {**FOUR, **IMPORTANCE, "head": "same"}),
     "int4, groups of 32, zero points, importance": ("rounded", {**FOUR, **IMPORTANCE, "symmetric": False}),
     "int4, groups of 64, head of 8, importance": ("rounded", {**FOUR, **IMPORTANCE, "group": 64}),
+    "int4, groups of 32, head of 8, awq": ("rounded", {**FOUR, **AWQ}),
+    "int4, groups of 64, head of 8, awq": ("rounded", {**FOUR, **AWQ, "group": 64}),
     "q8_0": ("gguf", {"rest": "Q8_0", "head": "Q8_0"}),
     "q4_0, head of q8_0": ("gguf", {"rest": "Q4_0", "head": "Q8_0"}),
     "q4_0, all": ("gguf", {"rest": "Q4_0", "head": "Q4_0"}),

@@ -322,6 +322,16 @@ def packed_quality() -> str:
     return table(("weights", "MB", "KL, nats (standard error)", "same likeliest token"), *lines)
 
 
+def awq() -> str:
+    """What AWQ's scales bring beside importance."""
+    names = {"rtn": "`rtn`", "importance": "`importance`", "awq": "`rtn`, AWQ's scales everywhere"}
+    names |= {"awq, importance": "`importance`, AWQ's scales everywhere"}
+    names |= {"awq of norms, importance": "`importance`, AWQ's scales where inputs come of a norm (`awq`)"}
+    rows = load("awq")["rows"]
+    lines = [(names[x], f"{r['kl']:.3f}", ", ".join(f"{kl:.3f}" for kl in r["kl_of_texts"])) for x, r in rows.items()]
+    return table(("rounding", "KL, nats", "of each text"), *lines)
+
+
 def small_cache() -> str:
     """What few bits for keys and values cost, without merging and with it."""
     lines = []
@@ -339,7 +349,7 @@ def tables() -> dict[str, str]:
     for asked in ("unknown", "known"):
         found[f"recall {asked}"] = recall(2000, known=asked == "known")
     found |= {"listed": listed(), "packed speed": packed_speed(), "packed kernel": packed_kernel()}
-    found |= {"packed quality": packed_quality(), "small cache": small_cache()}
+    found |= {"packed quality": packed_quality(), "small cache": small_cache(), "awq": awq()}
     if load("recall-smollm2").get("text"):  # `recall_real.py text` was run
         found["recall text"] = recall_text()
     for recipe, figures in FIGURES.items():

@@ -17,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.errors import UsageError
+from kvexport.export.awq import SUFFIX, ScaledNorm, Search
 from kvexport.export.computed import ComputedSpec
 from kvexport.export.model.checkpoint import Checkpoint
 from kvexport.export.quantize import Rounded
-from kvexport.export.weights import Spec
+from kvexport.export.weights import Spec, TensorSpec
 from kvexport.paths import PACKAGE, TEXT
 from kvexport.recipe.fields import Recipe
 from kvexport.runtime.text import FILE_NAME, Tokenizer
@@ -42,30 +43,43 @@ def weigh(
     """`specs` whose rounded weights have the importance of their inputs where the recipe asks for it: read from the
     file that it names, or of what the model reads. Raises UsageError where there is no tokenizer, the text is too short
     or none, the file is not of this checkpoint, or the model cannot be run a layer at a time."""
-    rounded = _rounded(specs)
-    if recipe.weights.method == "rtn" or not rounded:
+    rounded, method = _rounded(specs), recipe.weights.method
+    if method == "rtn" or not rounded:
         return list(specs)
     given = recipe.weights.calibration
     if given is not None and given.endswith(Path(FILE).suffix):
-        found = _read(Path(given))
+        found = _read(Path(given), method)
     else:
         found = _measure(rounded, checkpoint, recipe, progress)
-    counted = {name: _checked(found, weight, given).tobytes() for name, weight in rounded.items()}
-    return [
-        replace(spec, source=replace(spec.source, importance=counted[spec.source.name]))
-        if isinstance(spec, ComputedSpec) and isinstance(spec.source, Rounded)
-        else spec
-        for spec in specs
-    ]
+
+    def weighed(spec: Spec) -> Spec:
+        if isinstance(spec, TensorSpec):
+            factors = _channels(found, spec.entry.name, (2, *spec.shape), given)
+            norm = ScaledNorm(spec.entry, factors)
+            return ComputedSpec(spec.name, norm, spec.dtype, spec.shape) if factors else spec
+        if not isinstance(spec.source, Rounded):
+            return spec
+        counted = _checked(found, spec.source, given).tobytes()
+        channels = _channels(found, spec.source.name, spec.source.shape[1:], given)
+        return replace(spec, source=replace(spec.source, importance=counted, channels=channels))
+
+    return [weighed(spec) for spec in specs]
 
 
 def save(specs: Sequence[Spec], folder: Path) -> None:
     """Into `folder`, of the specs that `weigh` returned; no file where no weight has any."""
     from safetensors.numpy import save_file
 
-    weighed = {name: weight.importance for name, weight in _rounded(specs).items() if weight.importance}
-    if weighed:
-        save_file({name: np.frombuffer(x, np.float32) for name, x in weighed.items()}, folder / FILE)
+    rounded = _rounded(specs)
+    held = {name: np.frombuffer(of.importance, np.float32) for name, of in rounded.items() if of.importance}
+    for name, of in rounded.items():
+        if of.channels:
+            held[f"{name}{SUFFIX}"] = np.frombuffer(of.channels, np.float32)
+    for spec in specs:
+        if isinstance(spec, ComputedSpec) and isinstance(spec.source, ScaledNorm):
+            held[f"{spec.source.name}{SUFFIX}"] = np.frombuffer(spec.source.factors, np.float32).reshape(2, -1)
+    if held:
+        save_file(held, folder / FILE)
 
 
 def as_built(recipe: Recipe, folder: Path) -> Recipe:
@@ -95,6 +109,7 @@ def _measure(
 
     ids = torch.tensor(_pieces(checkpoint, recipe))
     found = {name: np.ones(weight.shape[1], np.float32) for name, weight in rounded.items()}
+    search = Search(rounded) if recipe.weights.method == "awq" else None
     with progress(f"reading {ids.numel()} tokens with the float model", len(rounded)) as bar:
 
         def note(tensor: str, x: torch.Tensor) -> None:
@@ -111,7 +126,23 @@ def _measure(
                 found[tensor] = np.maximum(squares / mean, LEAST)
             bar.advance(1)
 
-        run_streamed(checkpoint, recipe, ids, note)
+        def of_norm(norm: str, tensor: str, x: torch.Tensor, weight: torch.Tensor | None) -> None:
+            assert search is not None
+            rows = x.reshape(-1, x.shape[-1]).numpy()
+            search.note(norm, tensor, rows, None if weight is None else weight.numpy(), found.get(tensor))
+
+        outputs = run_streamed(checkpoint, recipe, ids, note, of_norm if search else None)
+    if search:
+        scales = search.scales(outputs.offsets, outputs.others)
+        if not scales:
+            raise UsageError(
+                f"weights.method is awq, and no norm of {checkpoint.path} is read by rounded projections alone: its "
+                "scales have no place",
+                "--set weights.method=importance",
+            )
+        for name in found:
+            found[name] = found[name] / scales.get(f"{name}{SUFFIX}", np.float32(1)) ** 2
+        found |= scales
     return found
 
 
@@ -119,7 +150,7 @@ def _pieces(checkpoint: Checkpoint, recipe: Recipe) -> list[list[int]]:
     """Token ids of pieces of the text, all of one length, each with what the tokenizer puts before a text."""
     if not (checkpoint.path / FILE_NAME).is_file():
         raise UsageError(
-            f"weights.method is importance, which reads a text, and {checkpoint.path} has no {FILE_NAME}",
+            f"weights.method is {recipe.weights.method}, which reads a text, and {checkpoint.path} has no {FILE_NAME}",
             f"put its {FILE_NAME} there, or --set weights.method=rtn",
         )
     tokenizer = Tokenizer.from_folder(checkpoint.path)
@@ -152,17 +183,36 @@ def _read_text(file: Path) -> str:
         ) from error
 
 
-def _read(file: Path) -> Importance:
+def _read(file: Path, method: str) -> Importance:
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
     try:
-        return load_file(file)
+        found = load_file(file)
     except (OSError, SafetensorError) as error:
         raise UsageError(
             f"weights.calibration {str(file)!r} cannot be read: {error}",
             f"--set weights.calibration=ARTIFACT/{FILE}, or a text",
         ) from error
+    made_by = "awq" if any(name.endswith(SUFFIX) for name in found) else "importance"
+    if made_by != method:
+        raise UsageError(f"{file} is of weights.method {made_by}, not {method}", f"--set weights.method={made_by}")
+    return found
+
+
+def _channels(found: Importance, tensor: str, shape: tuple[int, ...], file: str | None) -> bytes:
+    """AWQ's of a tensor, or the factors of a norm's weight; empty where it has none."""
+    values = found.get(f"{tensor}{SUFFIX}")
+    if values is None:
+        return b""
+    fits = values.dtype == np.float32 and values.shape == shape
+    if not fits or not np.isfinite(values).all() or not (np.atleast_2d(values)[0] > 0).all():
+        raise UsageError(
+            f"{file} has {values.dtype} {list(values.shape)} for AWQ's scales of tensor {tensor!r}, expected float32 "
+            f"{list(shape)}, finite and above 0",
+            f"--set weights.calibration=ARTIFACT/{FILE} of an artifact of this checkpoint, or a text",
+        )
+    return values.tobytes()
 
 
 def _checked(found: Importance, weight: Rounded, file: str | None) -> NDArray[np.float32]:

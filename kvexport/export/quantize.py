@@ -38,12 +38,14 @@ _LEAST_SCALE = np.float32(2.0**-24)  # of float16, so that no group that holds a
 class Rounded:
     """The weight `entry` [outputs, inputs], a tensor or a source of floats, rounded to the numbers of `packing` as it
     is read. importance: the bytes of [inputs] float32, by which squared errors count, none below 0; empty: all
-    alike. positive: whether all scales are above 0."""
+    alike. positive: whether all scales are above 0. channels: the bytes of [inputs] float32, what inputs' weights are
+    multiplied with before (`kvexport.export.awq`); empty: nothing."""
 
     entry: TensorEntry | Source
     packing: PackedFormat
     importance: bytes = field(default=b"", repr=False)
     positive: bool = False
+    channels: bytes = field(default=b"", repr=False)
 
     @property
     def name(self) -> str:
@@ -60,6 +62,8 @@ class Rounded:
         """Its rows. Raises UsageError for values that are not finite, or that float32 cannot hold."""
         importance = np.frombuffer(self.importance, np.float32).reshape(-1, self.packing.group)
         for rows in self._rows():
+            if self.channels:
+                rows = rows * np.frombuffer(self.channels, np.float32)
             groups = rows.reshape(len(rows), -1, self.packing.group)
             counted = importance if self.importance else None
             numbers, offsets = round_groups(groups, self.packing, counted, positive=self.positive)
@@ -115,6 +119,18 @@ def round_groups(
         parts = {"scale": scale.astype(packing.scale_dtype)}
     stored = np.ascontiguousarray(numbers.astype(np.int8 if packing.signed else np.uint8).T)
     return stored.reshape(groups.shape), {name: part.reshape(groups.shape[:-1]) for name, part in parts.items()}
+
+
+def rounded_values(rows: Floats, packing: PackedFormat, importance: Floats, *, positive: bool) -> Floats:
+    """What rows [rows, inputs] become; importance: [inputs]."""
+    groups = rows.reshape(len(rows), -1, packing.group)
+    matter = importance.reshape(-1, packing.group)
+    numbers, parts = round_groups(groups, packing, matter, positive=positive)
+    centred = numbers.astype(np.float32)
+    if "zero" in parts:
+        centred -= parts["zero"][..., None].astype(np.float32)
+    values: Floats = (centred * parts["scale"][..., None].astype(np.float32)).reshape(rows.shape)
+    return values
 
 
 def _with_zero(columns: Floats, matter: Floats | None, high: int, bits: int) -> tuple[Floats, Floats, Floats]:

@@ -107,10 +107,11 @@ class WeightsSection(RecipeSection):
         8, description="The head and the embedding: rounded as the rest, to 8 bits, or not at all."
     )
     symmetric: bool = Field(True, description="Scales alone, or a zero point beside each.")
-    method: Literal["rtn", "importance"] = Field(
+    method: Literal["rtn", "importance", "awq"] = Field(
         "rtn",
         description="Which errors are least; rtn: those of the weights, each rounded to nearest; importance: those of "
-        "the products, where errors count by the mean square of their input over a text.",
+        "the products, where errors count by the mean square of their input over a text; awq: so, and channels that "
+        "matter are scaled up before, the norms that they come from down.",
     )
     calibration: str | None = Field(
         None,

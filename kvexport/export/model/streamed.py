@@ -4,6 +4,7 @@ of them when it returns. So memory is that of the largest weight and of what lie
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from kvexport.export.casting import load_tensor, read_rows
 from kvexport.export.model.checkpoint import Checkpoint
 from kvexport.export.model.config import load_config, said
 from kvexport.export.model.hf_model import buffers_as_parameters, on_meta, parameter_sources
+from kvexport.export.model.norm_outputs import NormOutputs, is_norm
 from kvexport.export.model.tensors import dense_values
 from kvexport.quiet import quiet_exporter
 from kvexport.recipe.fields import Recipe
@@ -24,13 +26,23 @@ UNREAD = nn.UninitializedParameter(requires_grad=False)
 
 
 @torch.no_grad()
-def run_streamed(checkpoint: Checkpoint, recipe: Recipe, ids: Tensor, seen: Callable[[str, Tensor], None]) -> None:
+def run_streamed(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    ids: Tensor,
+    seen: Callable[[str, Tensor], None],
+    of_norm: Callable[[str, str, Tensor, Tensor | None], None] | None = None,
+) -> NormOutputs:
     """Let the uncompressed model, but for its head, read `ids` [B, T] int64 in float32, with transformers' attention.
 
     seen(tensor, x): is called with the input x [..., inputs] of every projection, the head too, and the name of its
     weight's tensor or source. Raises UsageError for a model that takes weights other than by calling the module that
     has them, and what reading weights raises.
+
+    of_norm(norm, tensor, x, weight): is called as well where x is what a norm returned, `norm` the name of its weight's
+    tensor; weight [outputs, inputs] float32, None of the head. Returns what was seen of norms then.
     """
+    outputs = NormOutputs()
     with quiet_exporter():
         model = _model(checkpoint, recipe)
         sources = parameter_sources(model, [*checkpoint.tensors, *checkpoint.computed])
@@ -38,20 +50,23 @@ def run_streamed(checkpoint: Checkpoint, recipe: Recipe, ids: Tensor, seen: Call
         for prefix, module in model.named_modules():
             above = f"{prefix}." if prefix else ""
             names = {own: sources[above + own] for own, p in module._parameters.items() if p is not None}
-            if isinstance(module, nn.Linear):
-                tensor = names["weight"]
-                weight: Any = checkpoint.tensors.get(tensor) or checkpoint.computed[tensor]
-                module.register_forward_pre_hook(_look(weight.name, seen))
             if module is head:
                 module.forward = lambda x: x
             elif module is embedding:
                 module.register_forward_pre_hook(_pick_rows(checkpoint, names["weight"]))
             elif names:
                 module.register_forward_pre_hook(_read(checkpoint, names))
+            if isinstance(module, nn.Linear):
+                tensor = names["weight"]
+                weight: Any = checkpoint.tensors.get(tensor) or checkpoint.computed[tensor]
+                module.register_forward_pre_hook(_look(weight.name, outputs, seen, of_norm, is_head=module is head))
+            elif of_norm is not None and is_norm(module) and names["weight"] in checkpoint.tensors:
+                module.register_forward_hook(outputs.hook(names["weight"]))
             module.register_forward_hook(_let_go(names))
             module._parameters.update(dict.fromkeys(names, UNREAD))
         try:
-            model(input_ids=ids, use_cache=False)
+            with outputs if of_norm is not None else nullcontext():
+                model(input_ids=ids, use_cache=False)
         except UsageError:
             raise
         except Exception as error:
@@ -59,6 +74,7 @@ def run_streamed(checkpoint: Checkpoint, recipe: Recipe, ids: Tensor, seen: Call
                 f"{model.config.model_type} cannot be run a layer at a time: {type(error).__name__}: {said(error)}",
                 "--set weights.method=rtn, which does not run the model",
             ) from error
+    return outputs
 
 
 def _model(checkpoint: Checkpoint, recipe: Recipe) -> Any:
@@ -71,8 +87,15 @@ def _model(checkpoint: Checkpoint, recipe: Recipe) -> Any:
     return model.eval()
 
 
-def _look(tensor: str, seen: Callable[[str, Tensor], None]) -> Any:
-    return lambda _, args: seen(tensor, args[0])
+def _look(tensor: str, outputs: NormOutputs, seen: Any, of_norm: Any, *, is_head: bool) -> Any:
+    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        with outputs.aside():
+            seen(tensor, args[0])
+            if of_norm is not None and (norm := outputs.of(args[0])):
+                of_norm(norm, tensor, args[0], None if is_head else module.weight)
+        outputs.read_by(module.weight)
+
+    return hook
 
 
 def _read(checkpoint: Checkpoint, names: Mapping[str, str]) -> Any:

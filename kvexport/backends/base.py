@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 Preparation = Callable[["Path", "Manifest", Callable[[str, "int | None"], "Progress"]], "Manifest"]
 
 
+# So many bytes of zeros in the host's memory, as an array of uint8. Raises EnvironmentProblem where they are not there.
+Memory = Callable[[int], "NDArray[np.uint8]"]
+
+
 @dataclass(frozen=True)
 class LoadOptions:
     """What a call asks for in place of the recipe's; None: the recipe's. float_input: packed weights are multiplied
@@ -232,6 +236,6 @@ class Sessions(Protocol):
 
     all_logits: bool
 
-    def new_state(self, plan: CachePlan, lanes: int) -> ModelState:
-        """State for `lanes` sequences, all empty."""
+    def new_state(self, plan: CachePlan, lanes: int, memory: Memory | None = None) -> ModelState:
+        """State for `lanes` sequences, all empty. memory: where one in the host's memory lies, None: anywhere there."""
         ...

@@ -61,6 +61,12 @@ def write_repository(artifact: Path, out: Path, kind: str, name: str | None = No
             "can merge after every call alone: its tokens would not be the engine's",
             "kvexport build --recipe NAME --set cache.merge_every=1, or --kind python",
         )
+    if kind == "state" and manifest.recipe.cache.periodic.slots is not None:
+        raise UsageError(
+            "the artifact decodes over a part of its cache (cache.periodic.slots), and Triton calls one ONNX graph, "
+            "which reads all of it: its tokens would not be the engine's",
+            "--kind python",
+        )
     with replaced(out, "Triton model repository", is_repository) as work:
         folder = work / name / "1"
         folder.mkdir(parents=True)

@@ -19,7 +19,7 @@ from kvexport import backends
 from kvexport.artifact.digests import write_manifest
 from kvexport.artifact.manifest import Graphs, Limits, Manifest, ModelFacts
 from kvexport.artifact.publish import stage
-from kvexport.cache import CachePlan, drafter_plan, plan_cache
+from kvexport.cache import CachePlan, part_plan, plan_cache
 from kvexport.export.forked import forked
 from kvexport.export.model.shape import ModelShape
 from kvexport.recipe.fields import Recipe
@@ -145,7 +145,7 @@ def build(
                 )
                 for rank, own in enumerate(specs_of)
             ]
-            if drafter_plan(recipe, part.plan) is not None:
+            if part_plan(recipe, part.plan) is not None:
                 open_slots(decoders[0], part.plan)
             top_logits = top_logits_model(_vocabulary(shape))
             others = {f"ranks.{i}": model for i, model in enumerate(decoders[1:])}

@@ -1,9 +1,8 @@
 """Drafts by the model itself over a part of the cache: a step of it reads all weights, and a budget of the entries.
 
-Its cache is copied from the full one: sinks, the latest entries, and of the others those of the highest score where the
-cache's method keeps one. So its entries are what the model computed over the full cache, never what it computed over a
-part, and those of accepted tokens are taken from there as well. Nothing in it could be lost: whatever happens to a lane
-(another request, a snapshot, a move), the slots are chosen anew.
+Its entries are what the model computed over the full cache, never what it computed over a part: those of accepted
+tokens are taken from there as well. Nothing in it could be lost: whatever happens to a lane (another request, a
+snapshot, a move), the slots are chosen anew.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ from numpy.typing import NDArray
 from kvexport.artifact.manifest import Manifest
 from kvexport.backends.base import Sessions
 from kvexport.cache import CachePlan
-from kvexport.errors import KvexportError, UsageError
+from kvexport.errors import KvexportError
+from kvexport.runtime.cache_part import CachePart
 from kvexport.runtime.lanes import Lanes
 from kvexport.runtime.request import Request
-from kvexport.schema.state import SCALES
 
-Slots = NDArray[np.int64]  # [KV heads, n], ascending
 # Of what a step reads, what a step of the drafter may read: two drafted tokens, of which each is accepted with a chance
 # of 0.8, then still pay where the call that verifies them costs 1.2 steps.
 PAYS = 0.5
@@ -41,7 +39,7 @@ class _Copied:
 
 
 class CacheDrafter:
-    """Of one engine; `plan` is of its own caches (`kvexport.cache.drafter_plan`). Raises UsageError where state is not
+    """Of one engine; `plan` is of its own caches (`kvexport.cache.part_plan`). Raises UsageError where state is not
     in the host's memory."""
 
     def __init__(self, manifest: Manifest, sessions: Sessions, plan: CachePlan) -> None:
@@ -49,14 +47,14 @@ class CacheDrafter:
         self._max_length = manifest.limits.max_length
         files = manifest.files.items()  # copied weights, and linked ones
         self._weights = sum(x.bytes for name, x in files if name.endswith(".weights") or name.startswith("weights/"))
-        self._scored = manifest.recipe.cache.build_method().statistics[0].kind != "none"
-        self._state, self._lanes = sessions.new_state(plan, 1), 1
+        self._part = CachePart(
+            manifest,
+            sessions,
+            plan,
+            "speculate.draft is cache, which",
+            "--set speculate.draft=ngram, or backend.device=cpu",
+        )
         self._copied: dict[int, _Copied] = {}
-        if self._state.view(0) is None:
-            raise UsageError(
-                "speculate.draft is cache, which copies entries in the host's memory, and the cache is on a device",
-                "--set speculate.draft=ngram, or backend.device=cpu",
-            )
 
     def __call__(self, requests: Sequence[Request], lanes: Lanes) -> list[list[int]]:
         """A draft for each; empty where it would not pay (`speculate.after`), or where the full cache holds no more
@@ -65,7 +63,7 @@ class CacheDrafter:
         left = [self._most(request, lanes) for request in requests]
         if max(left) < 1 or (self._settings.after is None and not self._pays(requests, lanes)):
             return drafts
-        self._make(requests[-1].lane + 1)
+        self._part.make(requests[-1].lane + 1)
         for request, count in zip(requests, left, strict=True):
             if count:
                 self._copy(request, lanes)
@@ -75,7 +73,7 @@ class CacheDrafter:
         while any(left):
             for i, request in enumerate(requests):
                 ids[request.lane], counts[request.lane] = last[i], left[i] > 0
-            logits = self._state.decode(ids, counts)
+            logits = self._part.state.decode(ids, counts)
             for i in [i for i, count in enumerate(left) if count]:
                 try:
                     last[i] = samplers[i].next(logits[requests[i].lane, 0])
@@ -98,68 +96,31 @@ class CacheDrafter:
             self._weights + _bytes_read(self._full, lengths)
         )
 
-    def _make(self, lanes: int) -> None:
-        if lanes > self._lanes:
-            self._state, self._lanes = self._state.grown(lanes), lanes
-
     def _copy(self, request: Request, lanes: Lanes) -> None:
         """Bring the request's lane up to the full cache: by the entries since, or by all of them chosen anew."""
         lane, length = request.lane, lanes.length[request.lane]
-        full, own = lanes.view(lane), self._state.view(lane)
-        assert full is not None and own is not None
+        full, own = lanes.view(lane), self._part.view(lane)
+        assert full is not None
         held, layers = self._copied.get(lane), range(len(self._plan.layers))
         new = length - held.length if held is not None and held.request is request else -1
         if held is None or new < 0 or held.since + new > self._settings.rebuild:
             held, new = _Copied(request, length, [0] * len(layers)), 0
-            chosen = [self._chosen(i, full, self._used(i, full, length)) for i in layers]
+            scores = [full[f"past_key_values.{i}.score"][:, 0] if self._part.scored else None for i in layers]
+            chosen = [self._part.chosen(i, scores[i], self._used(i, full, length)) for i in layers]
         else:
             chosen = [np.arange(new)[None] + (self._used(i, full, length) - new) for i in layers]
         for i in layers:
-            _copy_slots(i, full, own, chosen[i], held.used[i])
+            self._part.copy(i, full, own, chosen[i], held.used[i])
             held.used[i] += chosen[i].shape[1]
         held.length, held.since = length, held.since + new
         self._copied[lane] = held
-        self._state.write(lane, {}, length)
+        self._part.state.write(lane, {}, length)
 
     def _used(self, i: int, full: Mapping[str, NDArray[Any]], length: int) -> int:
         """Slots of a layer that the full cache uses."""
-        return int(np.count_nonzero(full[_name(i, "votes")][0])) if self._full.layers[i].merges else length
-
-    def _chosen(self, i: int, full: Mapping[str, NDArray[Any]], used: int) -> Slots:
-        """The slots of a layer to draft with."""
-        layer = self._plan.layers[i]
-        if used <= layer.budget:
-            return np.arange(used)[None]
-        if not self._scored:
-            return np.concatenate([np.arange(layer.sinks), np.arange(used - layer.budget + layer.sinks, used)])[None]
-        between = full[_name(i, "score")][:, 0, layer.sinks : used - layer.recent]
-        count = layer.budget - layer.sinks - layer.recent
-        highest = np.sort(np.argpartition(between, -count, axis=1)[:, -count:], axis=1) + layer.sinks
-        first, latest = np.arange(layer.sinks), np.arange(used - layer.recent, used)
-        heads = len(highest)
-        return np.concatenate([np.tile(first, (heads, 1)), highest, np.tile(latest, (heads, 1))], axis=1)
+        return int(np.count_nonzero(full[f"past_key_values.{i}.votes"][0])) if self._full.layers[i].merges else length
 
 
 def _bytes_read(plan: CachePlan, lengths: Sequence[int]) -> int:
     """Keys and values that a step of sequences of these lengths reads."""
     return sum(layer.slot_bytes() * min(length, layer.budget) for layer in plan.layers for length in lengths)
-
-
-def _copy_slots(
-    i: int, full: Mapping[str, NDArray[Any]], own: Mapping[str, NDArray[Any]], chosen: Slots, start: int
-) -> None:
-    """Copy a layer's slots to those from `start` on, and empty the ones after them. chosen: of each head, or [1, n] of
-    all."""
-    end = start + chosen.shape[1]
-    scales = [tensor.name for tensor in SCALES if _name(i, tensor.name) in full]
-    for kind in ("key", "value", "position", *scales):
-        source, target = full[_name(i, kind)], own[_name(i, kind)]
-        for head in range(len(source)):
-            # By a mode that never raises, or numpy would copy by way of a buffer.
-            np.take(source[head], chosen[head % len(chosen)], axis=0, out=target[head, start:end], mode="clip")
-    votes = own[_name(i, "votes")]
-    votes[:, start:end], votes[:, end:] = 1, 0
-
-
-def _name(i: int, kind: str) -> str:
-    return f"past_key_values.{i}.{kind}"

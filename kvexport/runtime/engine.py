@@ -25,6 +25,7 @@ from kvexport.runtime.forks import Forks
 from kvexport.runtime.grammar import Grammars
 from kvexport.runtime.lane_pool import LanePool
 from kvexport.runtime.lanes import Lanes, Tokens
+from kvexport.runtime.periodic import new_periodic
 from kvexport.runtime.prefixes import Prefixes
 from kvexport.runtime.request import DECODING, FINISHED, Call, FinishReason, Prompt, Request, Timing, Token
 from kvexport.runtime.sampling import may_settle
@@ -73,11 +74,17 @@ class Engine:
         self.prefixes: Prefixes | None = None
         self.drafter = drafter_of(manifest, sessions)
         self._row_seconds = 0.0  # of a call of prompts, by the last ones
+        if self._periodic:  # what the machine lacks is said now; a file takes its room now, and no more later
+            self._pool.make(self.max_batch if manifest.recipe.cache.periodic.store else 1, others=False)
 
     @cached_property
     def origin(self) -> Origin:
         """What its snapshots belong to."""
         return Origin.of(self.manifest)
+
+    @property
+    def _periodic(self) -> bool:
+        return self.manifest.recipe.cache.periodic.slots is not None
 
     def new_state(self, lanes: int) -> ModelState:
         """State for `lanes` sequences, all empty, over the engine's sessions."""
@@ -88,7 +95,7 @@ class Engine:
         self._check_count(count)
         limits = self.manifest.limits
         return Lanes(
-            self.new_state(count),
+            new_periodic(self.manifest, self.sessions, count) if self._periodic else self.new_state(count),
             self.plan,
             count,
             prefill_chunk=limits.prefill_chunk,

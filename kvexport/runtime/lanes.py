@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from kvexport.backends.base import LaneState, ModelState
 from kvexport.cache import CachePlan
 from kvexport.recipe.fields import MOST
+from kvexport.runtime.periodic import PeriodicState
 
 T = TypeVar("T")
 Tokens = Sequence[int] | NDArray[np.int64]
@@ -140,7 +141,9 @@ class Lanes:
         chunk of a prompt at once, decoded tokens every `merge_every`. first: the lane of tokens[0], the next ones being
         those of its neighbours, while all other lanes take no part; None: there are tokens for each lane. Logits as
         `LaneState.decode` gives them."""
-        return self.append_by(self.backend.decode, tokens, first=first, prefill=prefill)
+        periodic = isinstance(self.backend, PeriodicState) and not prefill
+        decode = cast(PeriodicState, self.backend).advance if periodic else self.backend.decode
+        return self.append_by(decode, tokens, first=first, prefill=prefill)
 
     def append_by(
         self,

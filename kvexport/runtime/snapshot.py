@@ -25,6 +25,7 @@ from kvexport.backends.lane_state import slot_axes, used_slots
 from kvexport.cache import CachePlan
 from kvexport.errors import KvexportError, SnapshotError
 from kvexport.runtime.lanes import Counters, Saved
+from kvexport.runtime.periodic import NEXT, READ
 from kvexport.runtime.settings import GenerationSettings
 
 MAGIC = b"kvexsnap"
@@ -39,8 +40,8 @@ _AGAIN = "make the snapshot again, with this artifact"
 @dataclass(frozen=True)
 class Origin:
     """What a snapshot belongs to, by digests. model: the checkpoint and its weights. recipe: without what may differ
-    between machines (backend, largest batch, speculation). contract: its version, the cache plan, chunks and merge
-    intervals."""
+    between machines (backend, largest batch, speculation). contract: its version, the cache plan, chunks, merge
+    intervals, and what decode steps read of the cache."""
 
     model: str
     recipe: str
@@ -50,7 +51,7 @@ class Origin:
     def of(cls, manifest: Manifest) -> Origin:
         """Of what an artifact makes."""
         recipe = manifest.recipe.model_dump(
-            mode="json", exclude={"backend": True, "limits": {"max_batch"}, "speculate": True}
+            mode="json", exclude={"backend": True, "limits": {"max_batch"}, "speculate": True, "cache": {"periodic"}}
         )
         weights = {name: entry.sha256 for name, entry in manifest.files.items() if name.endswith(".weights")}
         limits = manifest.limits
@@ -61,6 +62,8 @@ class Origin:
             limits.merge_every,
             manifest.model.vocabulary,
         ]
+        if (periodic := manifest.recipe.cache.periodic).slots is not None:
+            contract.append([periodic.slots, periodic.every, periodic.delay])
         return cls(*(_digest_of(part) for part in ([manifest.model.fingerprint, weights], recipe, contract)))
 
     def check(self, found: Origin) -> None:
@@ -210,12 +213,32 @@ def _check(snapshot: Snapshot, manifest: Manifest) -> None:
     if not isinstance(generated, list) or generated != ids[len(ids) - len(generated) :].tolist():
         raise damaged("the tokens of its answer are not the last of its ids")
     expected = dict.fromkeys(name for name, *_ in plan.state_names())
+    expected |= _check_part(snapshot, manifest)
     if snapshot.state.keys() != expected.keys():
         wrong = sorted(snapshot.state.keys() ^ expected.keys())[0]
         raise damaged(f"the tensor {wrong[:80]!r} is missing, or of no layer")
     if len(counters.held) != len(plan.layers):
         raise damaged(f"counters of {len(counters.held)} layers, there are {len(plan.layers)}")
     _check_tensors(snapshot, plan)
+
+
+def _check_part(snapshot: Snapshot, manifest: Manifest) -> dict[str, None]:
+    """Hold the positions of what decode steps read to the recipe; their names."""
+    periodic, names = manifest.recipe.cache.periodic, dict[str, None]()
+    for kind, most in ((READ, periodic.slots or 0), (NEXT, periodic.chosen)):
+        of_kind = {f"past_key_values.{i}.{kind}": layer for i, layer in enumerate(manifest.cache.layers)}
+        if periodic.slots is None or not of_kind.keys() & snapshot.state.keys():
+            break
+        names |= dict.fromkeys(of_kind)
+        for name, layer in of_kind.items():
+            array = snapshot.state.get(name)
+            if array is None or array.dtype != np.int32 or array.ndim != 2 or len(array) != layer.kv_heads:
+                raise damaged(f"{name} is no int32 [{layer.kv_heads}, slots]")
+            count = array.shape[1]
+            ordered = count and (np.diff(array) > 0).all() and array.min() >= 0 and array.max() < snapshot.length
+            if count > most or not ordered:
+                raise damaged(f"{name} holds {count} numbers that are no positions of a part of at most {most} slots")
+    return names
 
 
 def _check_tensors(snapshot: Snapshot, plan: CachePlan) -> None:

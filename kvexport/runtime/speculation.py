@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvexport.artifact.manifest import Manifest
 from kvexport.backends.base import Sessions
-from kvexport.cache import drafter_plan
+from kvexport.cache import part_plan
 from kvexport.runtime.cache_drafter import CacheDrafter
 from kvexport.runtime.lanes import Lanes
 from kvexport.runtime.request import Request
@@ -31,10 +31,10 @@ LONGEST, SHORTEST = 4, 2  # of the n-grams that are looked for
 def drafter_of(manifest: Manifest, sessions: Sessions) -> Drafter | None:
     """What an artifact's recipe drafts with; None where it drafts nothing. Raises UsageError where it cannot draft
     here."""
-    plan = drafter_plan(manifest.recipe, manifest.cache)
-    if plan is not None:
-        return CacheDrafter(manifest, sessions, plan)
     speculate = manifest.recipe.speculate
+    plan = part_plan(manifest.recipe, manifest.cache)
+    if speculate.draft == "cache" and plan is not None:
+        return CacheDrafter(manifest, sessions, plan)
     if speculate.draft is None:
         return None
     return partial(draft_ngrams, tokens=speculate.tokens, max_length=manifest.limits.max_length)

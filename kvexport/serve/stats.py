@@ -11,7 +11,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvexport.cache import CachePlan
+from kvexport.cache import CachePlan, state_bytes
 from kvexport.runtime.engine import Engine
 from kvexport.runtime.lanes import Lanes
 from kvexport.schema.state import STATE
@@ -34,7 +34,7 @@ async def stats(service: Service, _: Request) -> Response:
             "generated_tokens": worker.generated,
             "merges": service.lanes.merges,
             "waiting": max(0, worker.pending - sum(lane["state"] != "idle" for lane in seen)),
-            "state_bytes": plan.bytes(service.lanes.count),
+            "state_bytes": state_bytes(service.engine.manifest.recipe, plan, service.lanes.count),
             "full_cache_bytes_per_token": full_bytes_per_token(plan),
             "lanes": seen,
         }
@@ -52,7 +52,8 @@ def measure(service: Service) -> None:
     metrics.gauge("vllm:num_requests_waiting", "Requests without one.", lambda: max(0, worker.pending - running()))
     metrics.gauge("vllm:kv_cache_usage_perc", "Share of the lanes that are held.", lambda: running() / lanes.count)
     metrics.gauge("kvexport:lanes", "Sequences that can run at once.", lambda: lanes.count)
-    metrics.gauge("kvexport:state_bytes", "Memory of the state of all lanes.", lambda: engine.plan.bytes(lanes.count))
+    taken = state_bytes(engine.manifest.recipe, engine.plan, lanes.count)
+    metrics.gauge("kvexport:state_bytes", "Memory of the state of all lanes.", lambda: taken)
     metrics.gauge(
         "kvexport:tokens_per_slot",
         "Tokens that a slot of a held lane stands for.",

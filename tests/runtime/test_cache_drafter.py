@@ -13,7 +13,7 @@ import pytest
 from transformers import MistralConfig
 
 from kvexport.backends.onnxruntime.device_array import DeviceArray
-from kvexport.cache import drafter_plan
+from kvexport.cache import part_plan
 from kvexport.errors import UsageError
 from kvexport.planning import plan_memory
 from kvexport.runtime.cache_drafter import CacheDrafter
@@ -83,7 +83,7 @@ class Watched:
     def check(self, request: Request, draft: list[int], lanes: Lanes) -> None:
         length = lanes.length[request.lane]
         for layer in range(2):
-            own = layer_state(self.drafter._state, layer, request.lane)
+            own = layer_state(self.drafter._part.state, layer, request.lane)
             full = layer_state(lanes.backend, layer, request.lane)
             for head in range(2):
                 used = int((own["votes"][head] > 0).sum())
@@ -200,8 +200,8 @@ def test_logits_that_cannot_be_drawn_from_draft_nothing(plain: Path, monkeypatch
     engine = load(plain)
     drafter: Any = engine.drafter
     expected = told(engine, prompts(2, 64), None, max_new_tokens=20)
-    drafter._state, drafter._lanes = drafter._state.grown(3), 3
-    monkeypatch.setattr(drafter._state, "decode", lambda ids, _: np.full((len(ids), 1, 64), np.nan, np.float32))
+    drafter._part.make(3)
+    monkeypatch.setattr(drafter._part.state, "decode", lambda ids, _: np.full((len(ids), 1, 64), np.nan, np.float32))
     found = told(engine, prompts(2, 64), drafter, max_new_tokens=20)
     assert [[t.id for t in answer] for answer in found] == [[t.id for t in answer] for answer in expected]
     assert engine.timing.drafted_tokens == 0
@@ -218,7 +218,7 @@ def test_slots_stay_fixed_where_no_cache_drafts(tiny_artifact: Path, plain: Path
 
 def test_the_plan_counts_its_memory(tiny_checkpoint: Path) -> None:
     with_drafter, without = (plan_memory(recipe_of(tiny_checkpoint, s, **KEPT)) for s in (CACHE, {}))
-    own = drafter_plan(with_drafter.recipe, with_drafter.cache)
+    own = part_plan(with_drafter.recipe, with_drafter.cache)
     assert own is not None and {layer.capacity for layer in own.layers} == {BUDGET + REBUILD + TOKENS}
     assert with_drafter.sequence_bytes == without.sequence_bytes + own.bytes(1)
 
@@ -245,7 +245,7 @@ def test_state_on_a_device_is_refused(plain: Path) -> None:
     engine = load(plain)
     sessions: Any = engine.sessions
     sessions.zeros = partial(DeviceArray, "cpu")
-    plan = drafter_plan(engine.manifest.recipe, engine.plan)
+    plan = part_plan(engine.manifest.recipe, engine.plan)
     assert plan is not None
     with pytest.raises(UsageError, match=r"copies entries in the host's memory"):
         CacheDrafter(engine.manifest, sessions, plan)

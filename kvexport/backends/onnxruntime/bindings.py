@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvexport.backends.base import Memory
 from kvexport.backends.onnxruntime.device_array import ALL, Array, DeviceArray, place
 from kvexport.backends.rows import TopLogits
 
@@ -45,11 +46,14 @@ def bind(binding: Any, name: str | None, present: str | None, array: Array, lane
         binding.bind_output(present, *where)
 
 
-def in_one_piece(tensors: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]) -> dict[str, NDArray[Any]]:
-    """Arrays of zeros that share one allocation: numpy asks for huge pages for a large one, which decoding reads faster
-    than many small ones in small pages."""
+def in_one_piece(
+    tensors: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]], memory: Memory | None = None
+) -> dict[str, NDArray[Any]]:
+    """Arrays of zeros that share one allocation, numpy's unless `memory` gives it: numpy asks for huge pages for a
+    large one, which decoding reads faster than many small ones in small pages."""
     sizes = [-(-math.prod(shape) * dtype.itemsize // CACHE_LINE) * CACHE_LINE for shape, dtype in tensors.values()]
-    piece = np.zeros(sum(sizes) + CACHE_LINE, np.uint8)
+    size = sum(sizes) + CACHE_LINE
+    piece = np.zeros(size, np.uint8) if memory is None else memory(size)
     begin = -piece.ctypes.data % CACHE_LINE
     arrays = {}
     for (name, (shape, dtype)), size in zip(tensors.items(), sizes, strict=True):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvexport.backends.base import Memory
 from kvexport.backends.lane_state import fill, read_used, slot_axes, votes_names, without_last
 from kvexport.backends.onnxruntime.bindings import DeviceRows, bind, in_one_piece
 from kvexport.backends.onnxruntime.device_array import Array, DeviceArray, copy, part, read, write
@@ -39,8 +40,8 @@ class OnnxRuntimeState:
     """State tensors of a fixed number of lanes and the sessions that advance them (see `ModelState`). On the CPU
     `state` and `past_length` are numpy arrays."""
 
-    def __init__(self, sessions: Sessions, plan: CachePlan, lanes: int) -> None:
-        self.lanes = lanes
+    def __init__(self, sessions: Sessions, plan: CachePlan, lanes: int, memory: Memory | None = None) -> None:
+        self.lanes, self._memory = lanes, memory
         self._sessions, self._plan = sessions, plan
         tensors = {
             name: (layer.shapes(lanes)[kind], layer.dtypes()[kind]) for name, _, layer, kind in plan.state_names()
@@ -48,7 +49,7 @@ class OnnxRuntimeState:
         self.state: dict[str, Any] = (
             {name: sessions.zeros(*tensor) for name, tensor in tensors.items()}
             if sessions.device != "cpu"
-            else in_one_piece(tensors)
+            else in_one_piece(tensors, memory)
         )
         self._votes = votes_names(plan)
         self._names = [(name, present) for name, present, *_ in plan.state_names()]
@@ -135,7 +136,7 @@ class OnnxRuntimeState:
 
     def grown(self, lanes: int) -> OnnxRuntimeState:
         """See `ModelState.grown`."""
-        more = OnnxRuntimeState(self._sessions, self._plan, lanes)
+        more = OnnxRuntimeState(self._sessions, self._plan, lanes, self._memory)
         for name, array in self.state.items():
             copy(array, more.state[name], given=slice(self.lanes))
         copy(self.past_length, more.past_length, given=slice(self.lanes))
@@ -311,9 +312,9 @@ class Sessions:
             open_session(merge, threads=threads if merging else 1, operators=merging, device=device) if merge else None
         )
 
-    def new_state(self, plan: CachePlan, lanes: int) -> OnnxRuntimeState:
-        """State for `lanes` sequences, all empty."""
-        return OnnxRuntimeState(self, plan, lanes)
+    def new_state(self, plan: CachePlan, lanes: int, memory: Memory | None = None) -> OnnxRuntimeState:
+        """State for `lanes` sequences, all empty. memory: see `kvexport.backends.base.Sessions`."""
+        return OnnxRuntimeState(self, plan, lanes, memory)
 
     @cached_property
     def finder(self) -> Any:

@@ -48,6 +48,12 @@ class TensorRT(Backend):
         from kvexport.backends.tensorrt import section
         from kvexport.backends.tensorrt.engines import EngineBuilder
 
+        if recipe.cache.periodic.slots is not None:
+            raise UsageError(
+                f"cache.periodic.slots is {recipe.cache.periodic.slots}, which are copied in the host's memory, and "
+                "TensorRT has the cache on the GPU",
+                "--set cache.periodic.slots=null",
+            )
         if recipe.speculate.draft == "cache":
             raise UsageError(
                 "speculate.draft is cache, which copies entries in the host's memory, and TensorRT has them on the GPU",

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from kvexport.artifact.digests import read_verified
 from kvexport.artifact.manifest import Manifest
+from kvexport.backends.base import Memory
 from kvexport.backends.lane_state import fill, read_used, slot_axes, votes_names, without_last
 from kvexport.backends.rows import Rows, TopLogits
 from kvexport.backends.tensorrt.cuda import ALIGNMENT, Arena, Cuda
@@ -68,8 +69,8 @@ class Engines:
         self.all_logits = manifest.recipe.all_logits
         self.prefill_chunk = manifest.limits.prefill_chunk
 
-    def new_state(self, plan: CachePlan, lanes: int) -> TensorRTState:
-        """State for `lanes` sequences, all empty."""
+    def new_state(self, plan: CachePlan, lanes: int, memory: Memory | None = None) -> TensorRTState:
+        """State for `lanes` sequences, all empty, on the GPU."""
         return TensorRTState(self, plan, lanes)
 
     def _open(self, path: Path, manifest: Manifest, name: str) -> Any:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.artifact.manifest import Manifest
-from kvexport.backends.base import Backend, LoadOptions, ModelState, Sessions
+from kvexport.backends.base import Backend, LoadOptions, Memory, ModelState, Sessions
 from kvexport.backends.lane_state import slot_axes
 from kvexport.backends.rows import Rows
 from kvexport.cache import CachePlan
@@ -45,8 +45,8 @@ class RankedSessions:
         self.dropped: deque[int] = deque()  # numbers of states that nobody holds any more
         self.numbers = itertools.count()
 
-    def new_state(self, plan: CachePlan, lanes: int) -> RankedState:
-        """See `Sessions`; the plan is the artifact's."""
+    def new_state(self, plan: CachePlan, lanes: int, memory: Memory | None = None) -> RankedState:
+        """See `Sessions`; the plan is the artifact's, and recipes that ask for a memory are refused with ranks."""
         assert plan == self.plan, "ranks hold the artifact's own caches alone"
         number = next(self.numbers)
         own = self.ranks.call(

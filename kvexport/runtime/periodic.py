@@ -25,7 +25,7 @@ from kvexport.artifact.manifest import Manifest
 from kvexport.backends.base import ModelState, Sessions
 from kvexport.backends.rows import Rows
 from kvexport.cache import part_plan
-from kvexport.recipe.fields import PeriodicSection
+from kvexport.recipe.periodic import PeriodicSection
 from kvexport.runtime.cache_part import ENTRY, CachePart, LaneTensors, Slots
 from kvexport.runtime.state_file import mapped
 

@@ -26,6 +26,7 @@ from kvexport.backends.onnxruntime.device_array import DeviceArray
 from kvexport.cache import part_plan
 from kvexport.errors import EnvironmentProblem, SnapshotError, UsageError
 from kvexport.planning import plan_memory
+from kvexport.recipe.fields import Recipe
 from kvexport.runtime import state_file
 from kvexport.runtime.engine import Engine
 from kvexport.runtime.lanes import Lanes
@@ -460,6 +461,12 @@ def test_settings_that_cannot_be_are_refused(tiny_checkpoint: Path, periodic: di
 def test_what_does_not_go_together_is_refused(tiny_checkpoint: Path, changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         make_recipe(tiny_checkpoint, **{"cache": {"method": "full", "periodic": {"slots": 99}}, **changes})
+
+
+def test_ranks_are_refused(tiny_checkpoint: Path) -> None:
+    recipe = recipe_of(tiny_checkpoint).model_dump()
+    with pytest.raises(ValueError, match="periodic.slots is given.*in several processes"):
+        Recipe.model_validate({**recipe, "backend": {"tensor_parallel": 2}})
 
 
 def test_caches_that_evict_are_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:

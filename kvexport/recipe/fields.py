@@ -327,7 +327,7 @@ class Recipe(RecipeSection):
             if self.speculate.draft == "cache":
                 raise ValueError(
                     "speculate.draft is cache, which copies entries, and with backend.tensor_parallel they lie in "
-                    "in several processes"
+                    "several processes"
                 )
             if self.cache.periodic.slots is not None:
                 raise ValueError(

@@ -465,7 +465,7 @@ def test_what_does_not_go_together_is_refused(tiny_checkpoint: Path, changes: di
 
 def test_ranks_are_refused(tiny_checkpoint: Path) -> None:
     recipe = recipe_of(tiny_checkpoint).model_dump()
-    with pytest.raises(ValueError, match="periodic.slots is given.*in several processes"):
+    with pytest.raises(ValueError, match=r"periodic\.slots is given.*in several processes"):
         Recipe.model_validate({**recipe, "backend": {"tensor_parallel": 2}})
 
 

@@ -8,7 +8,8 @@ Some minutes a text; what is there is kept. `full` is rounding alone.
 Texts of 1,024 tokens of Python's manual, in chunks of 64. The figure is KL(full float32 cache || this one) over the
 second half of a text, in nats. PyTorch computes it with the operators' own meaning, which `validate` holds engines to:
 int8, int4 and k8v4 are caches of these types. The other forms, among them llama.cpp's q4_0, stand here alone: a float32
-cache whose rows are rounded before they are appended and after merges. Writes benchmarks/results/small-cache.json.
+cache whose rows are rounded before they are appended and after merges. `recent exact`: the chunk that is read and the
+64 tokens before it are not rounded yet. Writes benchmarks/results/small-cache.json.
 """
 
 from __future__ import annotations
@@ -57,6 +58,11 @@ def int4_unrotated(rows: Tensor) -> Tensor:
     return dequantized(*quantized(rows, torch.uint8))
 
 
+def int4(rows: Tensor) -> Tensor:
+    """What a cache of int4 stores."""
+    return rotated_by_hadamard(dequantized(*quantized(rotated_by_hadamard(rows), torch.uint8)))
+
+
 def int4_of_7(rows: Tensor) -> Tensor:
     """-7 .. 7 in equal steps and a scale for each row, rotated."""
     turned = rotated_by_hadamard(rows)
@@ -88,11 +94,19 @@ def _of_8(rows: Tensor, block: int) -> Tensor:
 @dataclass(frozen=True)
 class Form:
     """How rows are stored. bits: of a number of a key and of one of a value, scales of a row of 64 included. rounding:
-    of rows of a cache of the model's type. dtype: the cache's, as a recipe names it."""
+    of rows of a cache of the model's type. dtype: the cache's, as a recipe names it. sinks, recent: the first tokens,
+    and the latest ones, whose rows are not rounded; of the latest, while they are."""
 
     bits: tuple[float, float]
     rounding: Rounding = as_it_is
     dtype: str = "model"
+    sinks: int = 0
+    recent: int = 0
+
+    def rounded(self, rows: Tensor, position: Tensor, last: int) -> Tensor:
+        """rows [B, H, n, D] of tokens at `position` [B, H or 1, n], the latest token being at `last`."""
+        exact = (position < self.sinks) | (position > last - self.recent)
+        return torch.where(exact[..., None], rows, self.rounding(rows))
 
 
 FORMS = {
@@ -102,6 +116,9 @@ FORMS = {
     "k8v4": Form((8.5, 4.5), dtype="k8v4"),
     "int4": Form((4.5, 4.5), dtype="int4"),
     "int4 unrotated": Form((4.5, 4.5), int4_unrotated),
+    "int4, 4 sinks exact": Form((4.5, 4.5), int4, sinks=4),
+    "int4, recent exact": Form((4.5, 4.5), int4, recent=CHUNK),
+    "int4, both exact": Form((4.5, 4.5), int4, sinks=4, recent=CHUNK),
     "int4 to 7": Form((4.5, 4.5), int4_of_7),
     "int4 to -8": Form((4.5, 4.5), int4_of_8),
     "q4_0": Form((4.5, 4.5), q4_0),
@@ -133,10 +150,11 @@ class Reader:
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, options: Any) -> Tensor:
         """Over the state of its layer; see `kvexport.export.model.attention_hook`."""
         layer: int = module.layer_idx
+        last = int(self.position[0, -1])
         output, *self.state[layer] = vote_attention(
             query,
-            self.form.rounding(key),
-            self.form.rounding(value),
+            self.form.rounded(key, self.position[:, None], last),
+            self.form.rounded(value, self.position[:, None], last),
             self.position,
             torch.tensor([[key.shape[2]]]),
             *self.state[layer][:5],  # type: ignore[arg-type]
@@ -174,10 +192,13 @@ class Reader:
                     ).logits[0]
                 )
             for i, layer in enumerate(plan.layers):
-                if layer.merges and int((self.state[i][2] > 0).sum(-1).max()) > layer.budget:
-                    key, value, *rest = merge_cache(*self.state[i], attributes=merge_attributes(layer, self.method))
-                    kept = (stored.rounding(x) if stored.dtype == "model" else x for x in (key, value))
-                    self.state[i] = [*kept, *rest]
+                merges = layer.merges and int((self.state[i][2] > 0).sum(-1).max()) > layer.budget
+                if merges:
+                    self.state[i] = list(merge_cache(*self.state[i], attributes=merge_attributes(layer, self.method)))
+                if stored.dtype == "model" and (merges or stored.recent):
+                    key, value, _, _, position = self.state[i]
+                    last = int(self.position[0, -1])
+                    self.state[i][:2] = (stored.rounded(x, position, last) for x in (key, value))
         return torch.cat(rows)
 
 

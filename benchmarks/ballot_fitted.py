@@ -3,15 +3,14 @@ its function."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import replace
+from typing import ClassVar
 
 from kvexport.methods import all_methods
 from kvexport.methods.ballot import Ballot
 from kvexport.methods.fitting import Fitting
-from kvexport.methods.slots import Evicted, Slots, Statistic
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from kvexport.methods.slots import Statistic
+from kvexport.schema.policy import MergePolicy
 
 
 class BallotFitted(Fitting):
@@ -33,13 +32,9 @@ class BallotFitted(Fitting):
         """Those of ballot."""
         return Ballot().own_statistics
 
-    def keep_score(self, slots: Slots, target: Tensor, count: int) -> Tensor:
-        """As of ballot."""
-        return Ballot().keep_score(slots, target, count)
-
-    def merge(self, slots: Slots, evicted: Evicted) -> Slots:
-        """The merge, then the values."""
-        return self.fitted(slots, Ballot().merge(slots, evicted), evicted)
+    def policy(self) -> MergePolicy:
+        """Ballot's, then the values."""
+        return replace(Ballot().policy(), fit=self.fit("values"))
 
 
 def register() -> None:

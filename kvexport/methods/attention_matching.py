@@ -3,17 +3,14 @@ recent queries."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 
-from kvexport.methods.fitting import Fitting, kept_slots
-from kvexport.methods.slots import Evicted, Slots, Statistic
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from kvexport.methods.fitting import Fitting
+from kvexport.methods.slots import Statistic
+from kvexport.schema.policy import MergePolicy
 
 
 class AttentionMatching(Fitting):
@@ -46,31 +43,7 @@ class AttentionMatching(Fitting):
         """None: the ring says what is attended to."""
         return (Statistic(),)
 
-    def importance(self, slots: Slots, target: Tensor) -> Tensor:
-        """By the reference queries, or by the selector's rule. Probabilities below 1e-6 count as none, so that what
-        underflows in one backend and not in another decides nothing."""
-        import torch
-
-        from kvexport.methods.primitives.fit import attention
-
-        if self.selector != "own":
-            return super().importance(slots, target)
-        query, seen = slots.extra
-        read = attention(slots, slots.votes > 0, query, seen, self.vote_exponent)
-        return torch.where(read > 1e-6, read * read, 0.0).sum(2)
-
-    def merge(self, slots: Slots, evicted: Evicted) -> Slots:
-        """Votes, then values, in float32 until they are stored."""
-        import torch
-
-        from kvexport.methods.primitives.fit import attention, fitted_mass
-
-        query, seen = slots.extra
-        free, kept = evicted.can_receive, kept_slots(slots, evicted)
-        read = attention(slots, slots.votes > 0, query, seen, self.vote_exponent)
-        votes = slots.votes * fitted_mass(read, kept, free, self.steps)
-        votes = votes.clamp(min=math.exp(-self.bias_max), max=math.exp(self.bias_max))
-        most = torch.where(kept & ~free, 0.0, slots.votes).sum(-1, keepdim=True)  # of the free ones and the evicted
-        votes = votes * (most / torch.where(free, votes, 0.0).sum(-1, keepdim=True).clamp(min=1e-30)).clamp(max=1.0)
-        votes = torch.where(free & evicted.occupied.any(-1, keepdim=True), votes, slots.votes)
-        return self.fitted(slots, replace(slots, votes=votes), evicted)
+    def policy(self) -> MergePolicy:
+        """The reference queries select, or the selector; evicted slots are dropped."""
+        fit = replace(self.fit("votes_and_values"), vote_steps=self.steps, bias_max=self.bias_max)
+        return self.selected(MergePolicy(select="attended", fit=fit))

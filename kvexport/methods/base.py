@@ -48,8 +48,14 @@ class Method(BaseModel):
     @property
     def extra_state(self) -> tuple[StateTensor, ...]:
         """State tensors that the method keeps beside the contract's five. Unless overridden, none. No native kernel
-        has them: such a method runs from its functions."""
+        has them, but for the ring of reference queries: such a method runs from its functions."""
         return ()
+
+    @property
+    def reference_queries(self) -> int:
+        """Rows of the ring of reference queries, where that is the state that the method keeps (`methods.fitting`),
+        else 0."""
+        return 0
 
     def update(self, extra: tuple[Tensor, ...], call: Call) -> tuple[Tensor, ...]:
         """The tensors of `extra_state` after one call of VoteAttention; those of slots come with zeros where a slot was

@@ -1,15 +1,15 @@
-"""What methods share that fit the cache to reference queries: the ring of recent queries that they keep beside the
-slots, and the fit of values after slots were evicted."""
+"""What methods share whose policy fits the cache to reference queries: the ring of recent queries that they keep beside
+the slots, and the settings of the fit of values."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from kvexport.methods.merging import Merging
-from kvexport.methods.slots import Call, Evicted, Slots, gather_rows
+from kvexport.methods.slots import Call, gather_rows
+from kvexport.schema.policy import Fit
 from kvexport.schema.state import StateTensor
 
 if TYPE_CHECKING:
@@ -37,6 +37,11 @@ class Fitting(Merging):
             StateTensor("query_seen", rows, "int32", "the tokens that each has seen, its own included; 0: no query"),
         )
 
+    @property
+    def reference_queries(self) -> int:
+        """The ring's rows."""
+        return self.queries
+
     def update(self, extra: tuple[Tensor, ...], call: Call) -> tuple[Tensor, ...]:
         """The ring with the call's queries at its end, token by token and head by head."""
         import torch
@@ -53,37 +58,6 @@ class Fitting(Merging):
         index = (first + torch.arange(rows, device=ring.device)).expand(batch, heads, rows)
         return gather_rows(query, index), gather_rows(now_seen, index)
 
-    def fitted(self, before: Slots, after: Slots, evicted: Evicted) -> Slots:
-        """`after`, with such values that the reference queries read from the slots that are kept what they read from
-        all of `before`. Sinks, recent slots and heads of which nothing is evicted keep their bits."""
-        import torch
-
-        from kvexport.methods.primitives.fit import attention, fitted_values
-
-        query, seen = before.extra
-        read = attention(before, before.votes > 0, query, seen, self.vote_exponent)
-        output = read @ before.value.float()
-        read = attention(after, kept_slots(before, evicted), query, seen, self.vote_exponent)
-        value = fitted_values(read, after.value, output, evicted.can_receive, self.ridge, self.change_max)
-        changes = evicted.can_receive & evicted.occupied.any(-1, keepdim=True)
-        value = torch.where(changes[..., None], value.to(after.value.dtype), after.value)
-        return replace(after, value=value, extra=(_turned(query, before, evicted), seen))
-
-
-def kept_slots(slots: Slots, evicted: Evicted) -> Tensor:
-    """The used slots that are not evicted; [B, H, C] bool."""
-    import torch
-
-    held = slots.votes > 0
-    return held & ~torch.zeros_like(held).scatter(-1, evicted.index, evicted.occupied)
-
-
-def _turned(query: Tensor, slots: Slots, evicted: Evicted) -> Tensor:
-    """Queries [B, H, W, D] as the merge leaves them. With positions in the cache the recent keys, and so the queries
-    among them, move by as many places as slots are evicted."""
-    from kvexport.methods.primitives.pairs import rotated
-
-    if not slots.rotary.cache_positions:
-        return query
-    steps = -evicted.occupied.sum(-1, keepdim=True)
-    return rotated(query, steps.expand(query.shape[:3]), slots.rotary)
+    def fit(self, what: Literal["values", "votes_and_values"]) -> Fit:
+        """The fit of the method's policy, which reads with its own votes' weight."""
+        return Fit(what, self.ridge, self.change_max, self.vote_exponent)

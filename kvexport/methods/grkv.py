@@ -3,14 +3,13 @@ ones."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import replace
+from typing import ClassVar
 
 from kvexport.methods.fitting import Fitting
-from kvexport.methods.slots import Evicted, Slots, Statistic
+from kvexport.methods.slots import Statistic
 from kvexport.methods.snapkv import SnapKV
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from kvexport.schema.policy import MergePolicy
 
 
 class GRKV(Fitting):
@@ -32,12 +31,6 @@ class GRKV(Fitting):
         """Those of snapkv."""
         return SnapKV().statistics
 
-    def importance(self, slots: Slots, target: Tensor) -> Tensor:
-        """By the selector's rule, which is snapkv's own where there is no other."""
-        from kvexport.methods.primitives.select import importance
-
-        return importance(self.selected(SnapKV().policy()), slots, target)
-
-    def merge(self, slots: Slots, evicted: Evicted) -> Slots:
-        """The values, in float32 until they are stored."""
-        return self.fitted(slots, slots, evicted)
+    def policy(self) -> MergePolicy:
+        """By the selector's rule, which is snapkv's own where there is no other; evicted slots are dropped."""
+        return self.selected(replace(SnapKV().policy(), fit=self.fit("values")))

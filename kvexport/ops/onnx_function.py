@@ -69,11 +69,13 @@ def vote_attention_node_attributes(attributes: VoteAttentionAttributes) -> dict[
     """The node's attributes as the contract names them: lists are of the statistics, under the names of their
     fields."""
     values: dict[str, Any] = {"statistics": [s.kind for s in attributes.statistics]}
-    for name in (a.name for a in VOTE_ATTENTION.attributes if a.name not in values):
+    for name in (a.name for a in VOTE_ATTENTION.attributes if a.name not in values and not a.optional):
         if hasattr(attributes, name):
             values[name] = getattr(attributes, name)
         else:
             values[name] = [getattr(s, name) for s in attributes.statistics]
+    if attributes.method and attributes.method.reference_queries:
+        values["reference_queries"] = attributes.method.reference_queries
     return VOTE_ATTENTION.node_attributes(values)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from kvexport.schema.attribute import Attribute
 from kvexport.schema.layout import MAX_STATISTICS, TYPES, Field, enumerations, scalars, structs
 from kvexport.schema.operators import LINEAR_ATTRIBUTES, MERGE_CACHE, VOTE_ATTENTION, schema_digest
-from kvexport.schema.policy import POLICY
+from kvexport.schema.policy import FIT, POLICY
 from kvexport.schema.state import INT4, SCALES, STATE, StateTensor
 
 ROOT = Path(__file__).parent.parent.parent
@@ -54,7 +54,8 @@ def header() -> str:
 
 def _enum(prefix: str, words: Iterable[str]) -> str:
     names = [f"KV_{prefix}_{word}".replace("__", "_").upper() for word in words]
-    return "enum { " + ", ".join(f"{name} = {i}" for i, name in enumerate(names)) + " };"
+    text = "enum { " + ", ".join(f"{name} = {i}" for i, name in enumerate(names)) + " };"
+    return textwrap.fill(text, WIDTH, subsequent_indent="  ")
 
 
 def _member(field: Field) -> list[str]:
@@ -83,6 +84,7 @@ def reader() -> str:
         ("KvVoteAttention", scalars(VOTE_ATTENTION)),
         ("KvMergeCache", scalars(MERGE_CACHE)),
         ("KvMergePolicy", POLICY),
+        ("KvFit", FIT),
     ):
         parts.append(f"template <class Node>\nvoid read_attributes(const Node& node, {name}& x) {{")
         parts += [line for a in given for line in _read(a)] + ["}\n"]
@@ -127,8 +129,9 @@ def tables() -> dict[str, str]:
         "state": _state(STATE),
         "scales": _state(SCALES),
         "VoteAttention": _attributes(VOTE_ATTENTION.attributes),
-        "MergeCache": _attributes(a for a in MERGE_CACHE.attributes if a.name not in {p.name for p in POLICY}),
+        "MergeCache": _attributes(a for a in MERGE_CACHE.attributes if a.name not in {p.name for p in (*POLICY, *FIT)}),
         "MergePolicy": _attributes(POLICY),
+        "Fit": _attributes(FIT),
         "Linear": _attributes(LINEAR_ATTRIBUTES),
     }
 

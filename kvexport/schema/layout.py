@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvexport.schema.attribute import Attribute
 from kvexport.schema.operators import MERGE_CACHE, STATISTIC_KINDS, VOTE_ATTENTION, Operand, Operator
-from kvexport.schema.policy import POLICY
+from kvexport.schema.policy import FIT, POLICY
 from kvexport.schema.state import DIMENSIONS, SCALES, SMALL, STATE
 
 MAX_STATISTICS = 8
@@ -26,7 +26,7 @@ class Field:
 
 def enumerations() -> dict[str, tuple[str, ...]]:
     """Every enumeration: its prefix and its words in the order of their numbers."""
-    words = {a.name: a.words for a in POLICY if a.kind == "word"}
+    words = {a.name: a.words for a in (*POLICY, *FIT) if a.kind == "word"}
     return {"statistic": STATISTIC_KINDS, **words}
 
 
@@ -50,6 +50,15 @@ def structs() -> dict[str, list[Field]]:
             Field("float", "recency_weight"),
         ],
         "KvMergePolicy": [Field(_type(a), a.name, a.meaning) for a in POLICY],
+        "KvFit": [Field(_type(a), a.name, a.meaning) for a in FIT],
+        # What follows has reference queries, on the CPU alone, beside its call: structs that CUDA kernels take as
+        # parameters stay as they are.
+        "KvReferenceQueries": [Field("float*", "query", "[B,H,W,D]"), Field("int32_t*", "seen", "[B,H,W]")],
+        "KvRing": [
+            Field("int", "rows", "W"),
+            Field("KvReferenceQueries", "past", "only read; may be the same buffers in `present`"),
+            Field("KvReferenceQueries", "present"),
+        ],
         "KvVoteAttention": [
             Field("int", "cache_type", "of the state's keys and values"),
             *_sizes(VOTE_ATTENTION),

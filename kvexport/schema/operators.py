@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from kvexport.schema.attribute import Attribute
-from kvexport.schema.policy import POLICY
+from kvexport.schema.policy import FIT, POLICY
 from kvexport.schema.state import INT4, SMALL, STATE, StateTensor
 
 Role = Literal["query", "cache", "float32", "int32", "int64"]
@@ -106,6 +106,13 @@ VOTE_ATTENTION = Operator(
             (1.0,),
             above=0.0,
         ),
+        Attribute(
+            "reference_queries",
+            "int",
+            "W: so many latest queries of every KV head are kept, in the state `query` and `query_seen`",
+            least=1,
+            optional=True,
+        ),
     ),
 )
 _past, _present = _past_and_present("MergeCache", STATE)
@@ -121,7 +128,7 @@ MERGE_CACHE = Operator(
         Attribute("compresses", "bool", "0: only slots that the sliding window has passed are evicted", True),
         Attribute("recent_receives", "bool", "whether evicted slots may merge into recent ones", False),
         _STATISTICS,
-        *(replace(attribute, optional=True) for attribute in POLICY),
+        *(replace(attribute, optional=True) for attribute in (*POLICY, *FIT)),
         Attribute(
             "inverse_frequencies", "floats", "of the layer's rotary embedding, where keys are rotated", optional=True
         ),

@@ -23,8 +23,8 @@ def _number(default: float, meaning: str, **bounds: float) -> Any:
     return field(default=default, metadata={"kind": "float", "meaning": meaning, **bounds})
 
 
-def _count(default: int, meaning: str) -> Any:
-    return field(default=default, metadata={"kind": "int", "meaning": meaning, "least": 1})
+def _count(default: int, meaning: str, least: int = 1) -> Any:
+    return field(default=default, metadata={"kind": "int", "meaning": meaning, "least": least})
 
 
 def _switch(meaning: str) -> Any:
@@ -32,15 +32,33 @@ def _switch(meaning: str) -> Any:
 
 
 @dataclass(frozen=True)
+class Fit:
+    """A least-squares fit of kept slots to reference queries, after the merge. It needs the ring of queries
+    (kvexport/methods/fitting.py)."""
+
+    fit: Literal["values", "votes_and_values"] = _word(
+        "values",
+        "what is fitted, of the slots that may receive: values, or votes and then values",
+        *("values", "votes_and_values"),
+    )
+    ridge: float = _number(0.05, "of the regression of values: the larger it is, the less they change", above=0.0)
+    change_max: float = _number(0.1, "a head's values change by at most this share of their norm", above=0.0)
+    read_exponent: float = _number(0.0, "alpha of the bias `alpha ln(votes)` that reference queries read with")
+    vote_steps: int = _count(8, "multiplicative updates of the votes", least=0)
+    bias_max: float = _number(3.0, "fitted votes stay within exp(+-this)", above=0.0)
+
+
+@dataclass(frozen=True)
 class MergePolicy:
     """Which slots are evicted, and what becomes of them; the fields say it one by one. Raises ValueError where a field
     is out of its range or two of them contradict each other."""
 
-    select: Literal["position", "score", "average", "pooled", "mean"] = _word(
+    select: Literal["position", "score", "average", "pooled", "mean", "attended"] = _word(
         "position",
         "the importance of a slot: its position, its first statistic, the bias-corrected average of that (kept as a "
-        "logarithm), its sum over neighbouring positions, or its mean per observation",
-        *("position", "score", "average", "pooled", "mean"),
+        "logarithm), its sum over neighbouring positions, its mean per observation, or the sum of the squares of the "
+        "reference queries' probabilities",
+        *("position", "score", "average", "pooled", "mean", "attended"),
     )
     select_decay: float = _number(0.9, "`a` of the average in `select = average`", above=0.0, below=1.0)
     pooled: int = _count(1, "neighbouring positions that `select = pooled` adds up, the slot's own in the middle")
@@ -87,6 +105,7 @@ class MergePolicy:
     )
     tau: float = _number(0.0, "where the Hessian's brackets are below this share, the statistic weighs", least=0.0)
     share_pairs: bool = _switch("whether all heads of a layer merge the same pairs")
+    fit: Fit | None = None  # what follows the merge
 
     def __post_init__(self) -> None:
         for attribute in POLICY:
@@ -98,15 +117,35 @@ class MergePolicy:
             raise ValueError(f"order is least_error, which needs the measure distance; it is {self.measure}")
         if self.merge == "pair" and self.merged_last:
             raise ValueError("merged_last says nothing of pairs")
+        if self.fit is None:
+            if self.select == "attended":
+                raise ValueError("select is attended, which needs the reference queries of a fit")
+            return
+        for attribute in FIT:
+            if problem := attribute.problem(getattr(self.fit, attribute.name)):
+                raise ValueError(problem)
+        if self.fit.fit == "votes_and_values" and self.merge != "drop":
+            raise ValueError(f"fit is votes_and_values, which needs merge to be drop; it is {self.merge}")
 
     @property
     def why_not_native(self) -> str:
         """Why no native kernel runs it; empty where they do."""
+        if self.fit and self.merge != "drop":
+            return f"a fit after merge = {self.merge} has no native kernel"
         return "share_pairs has no native kernel" if self.share_pairs else ""
 
     def node_attributes(self) -> dict[str, Any]:
-        """Every field by its name, as a node carries it."""
-        return {a.name: a.node_value(getattr(self, a.name)) for a in POLICY}
+        """Every field by its name, as a node carries it; those of the fit where there is one."""
+        return {
+            a.name: a.node_value(getattr(whose, a.name))
+            for whose, attributes in ((self, POLICY), (self.fit, FIT))
+            if whose is not None
+            for a in attributes
+        }
 
 
-POLICY = tuple(Attribute(name=f.name, default=f.default, **f.metadata) for f in fields(MergePolicy))
+def _attributes(kind: type) -> tuple[Attribute, ...]:
+    return tuple(Attribute(name=f.name, default=f.default, **f.metadata) for f in fields(kind) if f.metadata)
+
+
+POLICY, FIT = _attributes(MergePolicy), _attributes(Fit)

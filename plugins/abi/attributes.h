@@ -10,7 +10,7 @@
 namespace kv {
 
 // What a library was compiled with, so that one of another version is refused before it reads a node.
-inline constexpr const char* kSchema = "396290476592";
+inline constexpr const char* kSchema = "520d3ac043be";
 
 inline constexpr AttributeName kVoteAttentionAttributes[] = {
     {"scale", kFloat},
@@ -21,6 +21,7 @@ inline constexpr AttributeName kVoteAttentionAttributes[] = {
     {"decay", kFloats},
     {"window", kInts},
     {"recency_weight", kFloats},
+    {"reference_queries", kInt},
 };
 
 inline constexpr AttributeName kMergeCacheAttributes[] = {
@@ -50,6 +51,12 @@ inline constexpr AttributeName kMergeCacheAttributes[] = {
     {"weigh", kWord},
     {"tau", kFloat},
     {"share_pairs", kInt},
+    {"fit", kWord},
+    {"ridge", kFloat},
+    {"change_max", kFloat},
+    {"read_exponent", kFloat},
+    {"vote_steps", kInt},
+    {"bias_max", kFloat},
     {"inverse_frequencies", kFloats},
     {"rotary_interleaved", kInt},
     {"cache_positions", kInt},
@@ -83,7 +90,7 @@ void read_attributes(const Node& node, KvMergeCache& x) {
 
 template <class Node>
 void read_attributes(const Node& node, KvMergePolicy& x) {
-  x.select = read_word(node, "select", {"position", "score", "average", "pooled", "mean"});
+  x.select = read_word(node, "select", {"position", "score", "average", "pooled", "mean", "attended"});
   x.select_decay = node.number("select_decay");
   check(node, x.select_decay > 0.0f && x.select_decay < 1.0f, "select_decay", x.select_decay, "above 0 and below 1");
   x.pooled = node.integer("pooled");
@@ -112,6 +119,21 @@ void read_attributes(const Node& node, KvMergePolicy& x) {
   x.tau = node.number("tau");
   check(node, x.tau >= 0.0f, "tau", x.tau, "at least 0");
   x.share_pairs = read_switch(node, "share_pairs");
+}
+
+template <class Node>
+void read_attributes(const Node& node, KvFit& x) {
+  x.fit = read_word(node, "fit", {"values", "votes_and_values"});
+  x.ridge = node.number("ridge");
+  check(node, x.ridge > 0.0f, "ridge", x.ridge, "above 0");
+  x.change_max = node.number("change_max");
+  check(node, x.change_max > 0.0f, "change_max", x.change_max, "above 0");
+  x.read_exponent = node.number("read_exponent");
+  check(node, x.read_exponent == x.read_exponent, "read_exponent", x.read_exponent, "a number");
+  x.vote_steps = node.integer("vote_steps");
+  check(node, x.vote_steps >= 0, "vote_steps", x.vote_steps, "at least 0");
+  x.bias_max = node.number("bias_max");
+  check(node, x.bias_max > 0.0f, "bias_max", x.bias_max, "above 0");
 }
 
 }  // namespace kv

@@ -18,12 +18,14 @@ enum { KV_FLOAT32 = 0, KV_FLOAT16 = 1, KV_BFLOAT16 = 2, KV_INT8 = 3, KV_INT4 = 4
 // The int8 numbers that the codes of int4 stand for.
 #define KV_INT4_NUMBERS 0, 11, 22, 34, 46, 60, 77, 98, 127, -127, -94, -72, -54, -39, -25, -12
 enum { KV_STATISTIC_NONE = 0, KV_STATISTIC_LOG_EMA = 1, KV_STATISTIC_PROBABILITY = 2 };
-enum { KV_SELECT_POSITION = 0, KV_SELECT_SCORE = 1, KV_SELECT_AVERAGE = 2, KV_SELECT_POOLED = 3, KV_SELECT_MEAN = 4 };
+enum { KV_SELECT_POSITION = 0, KV_SELECT_SCORE = 1, KV_SELECT_AVERAGE = 2, KV_SELECT_POOLED = 3, KV_SELECT_MEAN = 4,
+  KV_SELECT_ATTENDED = 5 };
 enum { KV_ORDER_LOWEST = 0, KV_ORDER_NEAREST = 1, KV_ORDER_LEAST_ERROR = 2 };
 enum { KV_MERGE_DROP = 0, KV_MERGE_ZIP = 1, KV_MERGE_RUNNING_MEAN = 2, KV_MERGE_PAIR = 3 };
 enum { KV_MEASURE_COSINE = 0, KV_MEASURE_DOT = 1, KV_MEASURE_DISTANCE = 2 };
 enum { KV_ZIP_KEY = 0, KV_ZIP_VOTE = 1, KV_ZIP_MEAN = 2 };
 enum { KV_WEIGH_SCORE = 0, KV_WEIGH_HESSIAN = 1 };
+enum { KV_FIT_VALUES = 0, KV_FIT_VOTES_AND_VALUES = 1 };
 enum { KV_MAX_STATISTICS = 8 };
 
 typedef struct KvState {
@@ -48,7 +50,8 @@ typedef struct KvStatistic {
 
 typedef struct KvMergePolicy {
   // the importance of a slot: its position, its first statistic, the bias-corrected average of that (kept as a
-  // logarithm), its sum over neighbouring positions, or its mean per observation
+  // logarithm), its sum over neighbouring positions, its mean per observation, or the sum of the squares of the
+  // reference queries' probabilities
   int select;
   float select_decay;  // `a` of the average in `select = average`
   int pooled;  // neighbouring positions that `select = pooled` adds up, the slot's own in the middle
@@ -73,6 +76,26 @@ typedef struct KvMergePolicy {
   float tau;  // where the Hessian's brackets are below this share, the statistic weighs
   int share_pairs;  // whether all heads of a layer merge the same pairs
 } KvMergePolicy;
+
+typedef struct KvFit {
+  int fit;  // what is fitted, of the slots that may receive: values, or votes and then values
+  float ridge;  // of the regression of values: the larger it is, the less they change
+  float change_max;  // a head's values change by at most this share of their norm
+  float read_exponent;  // alpha of the bias `alpha ln(votes)` that reference queries read with
+  int vote_steps;  // multiplicative updates of the votes
+  float bias_max;  // fitted votes stay within exp(+-this)
+} KvFit;
+
+typedef struct KvReferenceQueries {
+  float* query;  // [B,H,W,D]
+  int32_t* seen;  // [B,H,W]
+} KvReferenceQueries;
+
+typedef struct KvRing {
+  int rows;  // W
+  KvReferenceQueries past;  // only read; may be the same buffers in `present`
+  KvReferenceQueries present;
+} KvRing;
 
 typedef struct KvVoteAttention {
   int cache_type;  // of the state's keys and values

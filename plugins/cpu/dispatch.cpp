@@ -20,12 +20,13 @@ namespace {
 struct Kernels {
   const char* name;
   void (*vote_attention)(const KvVoteAttention&, KvRunner);
-  void (*merge_cache)(const KvMergeCache&, KvRunner);
+  void (*keep_queries)(const KvVoteAttention&, const KvRing&);
+  void (*merge_cache)(const KvMergeCache&, const KvFit*, const KvRing*, KvRunner);
   void (*linear)(const KvLinear&, KvRunner);
 };
 
 #define KV_KERNELS(isa) \
-  Kernels { #isa, kv::isa::vote_attention, kv::isa::merge_cache, kv::isa::linear }
+  Kernels { #isa, kv::isa::vote_attention, kv::isa::keep_queries, kv::isa::merge_cache, kv::isa::linear }
 
 #if defined(__x86_64__)
 // Whether there are tiles of bfloat16 and the kernel saves them for this process, which has to ask for it.
@@ -51,7 +52,7 @@ Kernels choose() {
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512cd");
   const auto with_linear = [](const char* name, void (*linear)(const KvLinear&, KvRunner)) {
-    return Kernels{name, kv::avx512::vote_attention, kv::avx512::merge_cache, linear};
+    return Kernels{name, kv::avx512::vote_attention, kv::avx512::keep_queries, kv::avx512::merge_cache, linear};
   };
   const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
   if (vnni && wanted("amx") && may_use_tiles()) return with_linear("amx", kv::avx512vnni::linear_amx);
@@ -84,6 +85,23 @@ const char* cache_problem(const Call& a) {
   return nullptr;
 }
 
+const char* merge_problem(const KvMergeCache& a, bool has_queries) {
+  if (const char* problem = cache_problem(a)) return problem;
+  if (a.batch < 0 || a.heads < 1 || a.capacity < 1 || a.key_size < 1 || a.value_size < 1)
+    return "a dimension is zero or negative";
+  if (a.statistics < 1 || a.statistics > KV_MAX_STATISTICS) return "there are no statistics, or more than 8";
+  if (a.budget < 1 || a.sinks < 0 || a.recent < 0 || a.sliding_window < 0)
+    return "budget, sinks, recent or sliding_window is out of range";
+  return kv::policy_problem(a.policy, has_queries);
+}
+
+const char* ring_problem(const KvRing& ring) {
+  if (ring.rows < 1) return "the ring of reference queries has no rows";
+  if (!ring.past.query || !ring.past.seen || !ring.present.query || !ring.present.seen)
+    return "the ring of reference queries is missing";
+  return nullptr;
+}
+
 }  // namespace
 
 extern "C" {
@@ -107,15 +125,24 @@ const char* kv_cpu_vote_attention(const KvVoteAttention* call, KvRunner runner) 
 }
 
 const char* kv_cpu_merge_cache(const KvMergeCache* call, KvRunner runner) {
-  const KvMergeCache& a = *call;
-  if (const char* problem = cache_problem(a)) return problem;
-  if (a.batch < 0 || a.heads < 1 || a.capacity < 1 || a.key_size < 1 || a.value_size < 1)
-    return "a dimension is zero or negative";
-  if (a.statistics < 1 || a.statistics > KV_MAX_STATISTICS) return "there are no statistics, or more than 8";
-  if (a.budget < 1 || a.sinks < 0 || a.recent < 0 || a.sliding_window < 0)
-    return "budget, sinks, recent or sliding_window is out of range";
-  if (const char* problem = kv::policy_problem(a.policy)) return problem;
-  if (a.batch > 0) kernels().merge_cache(a, runner);
+  if (const char* problem = merge_problem(*call, false)) return problem;
+  if (call->batch > 0) kernels().merge_cache(*call, nullptr, nullptr, runner);
+  return nullptr;
+}
+
+const char* kv_cpu_merge_and_fit(const KvMergeCache* call, const KvFit* fit, const KvRing* ring, KvRunner runner) {
+  if (const char* problem = merge_problem(*call, true)) return problem;
+  if (const char* problem = ring_problem(*ring)) return problem;
+  if (call->policy.merge != KV_MERGE_DROP) return "a fit needs merge to be drop";
+  if (!(fit->ridge > 0.0f) || !(fit->change_max > 0.0f) || fit->vote_steps < 0 || !(fit->bias_max > 0.0f))
+    return "ridge, change_max, vote_steps or bias_max is out of range";
+  if (call->batch > 0) kernels().merge_cache(*call, fit, ring, runner);
+  return nullptr;
+}
+
+const char* kv_cpu_keep_queries(const KvVoteAttention* call, const KvRing* ring) {
+  if (const char* problem = ring_problem(*ring)) return problem;
+  kernels().keep_queries(*call, *ring);
   return nullptr;
 }
 

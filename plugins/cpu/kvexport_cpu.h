@@ -21,7 +21,11 @@ typedef struct KvRunner {
 } KvRunner;
 
 const char* kv_cpu_vote_attention(const KvVoteAttention* call, KvRunner runner);
+// Of a method that keeps reference queries: their ring after the call, which has been computed.
+const char* kv_cpu_keep_queries(const KvVoteAttention* call, const KvRing* ring);
 const char* kv_cpu_merge_cache(const KvMergeCache* call, KvRunner runner);
+// ... whose policy has a fit.
+const char* kv_cpu_merge_and_fit(const KvMergeCache* call, const KvFit* fit, const KvRing* ring, KvRunner runner);
 const char* kv_cpu_linear(const KvLinear* call, KvRunner runner);
 
 // The instruction set that runs: "amx", "avx512vnni", "avx512", "avx2", "neon" or "portable".

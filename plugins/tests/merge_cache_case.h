@@ -47,8 +47,55 @@ inline void any_policy(Random& random, int key_size, std::vector<float>& frequen
   call.rotary_interleaved = random.between(0, 1);
 }
 
+// A fit to reference queries after a policy that drops, or none.
+struct AnyFit {
+  KvFit fit{};
+  int rows = 0;  // of the ring; 0: none
+  std::vector<float> query;
+  std::vector<int32_t> seen;
+
+  void choose(Random& random, KvMergePolicy& policy) {
+    if (policy.merge != KV_MERGE_DROP || random.one_in(3)) return;
+    rows = random.one_of({1, 5, 32, 70});
+    fit.fit = random.one_of({KV_FIT_VALUES, KV_FIT_VOTES_AND_VALUES});
+    fit.ridge = random.one_of({1e-3f, 0.05f, 1.0f});
+    fit.change_max = random.one_of({0.1f, 10.0f});
+    fit.read_exponent = random.one_of({0.0f, 0.6f, 1.0f});
+    fit.vote_steps = random.between(0, 6);
+    fit.bias_max = random.one_of({0.5f, 3.0f});
+    if (random.one_in(2)) policy.select = KV_SELECT_ATTENDED;
+  }
+
+  void fill(Random& random, const Cache& past, bool hostile) {
+    const float size = random.one_of({0.1f, 1.0f, 30.0f});
+    for (size_t row = 0; row < past.shape.rows(); ++row)
+      for (int r = 0; r < rows; ++r) {
+        const int32_t position = past.position(row, random.between(0, past.shape.capacity - 1));
+        seen.push_back(random.one_in(6) ? 0 : position < INT32_MAX ? position + 1 : position);
+        for (int i = 0; i < past.shape.key_size; ++i)
+          query.push_back(hostile && random.one_in(50) ? random.one_of({NAN, INFINITY}) : random.uniform(-size, size));
+      }
+  }
+
+  const char* compute(const KvMergeCache* call, KvRunner runner, bool in_place) const {
+    if (!rows) return kv_cpu_merge_cache(call, runner);
+    std::vector<float> past_query(query), present_query(query.size(), -7.0f);
+    std::vector<int32_t> past_seen(seen), present_seen(seen.size(), -7);
+    if (in_place) present_query = query, present_seen = seen;
+    KvRing ring{rows, {past_query.data(), past_seen.data()}, {present_query.data(), present_seen.data()}};
+    if (in_place) ring.past = ring.present;
+    const char* problem = kv_cpu_merge_and_fit(call, &fit, &ring, runner);
+    check(present_seen == seen, "what reference queries have seen changed");
+    const bool turns = call->cache_positions && call->rotary_planes;
+    check(turns || memcmp(present_query.data(), query.data(), query.size() * sizeof(float)) == 0,
+          "reference queries changed");
+    return problem;
+  }
+};
+
 struct MergeCase {
   KvMergeCache call{};
+  AnyFit fit;
   Shape shape{};
   std::vector<float> frequencies;
   std::unique_ptr<Cache> past;
@@ -59,6 +106,7 @@ struct MergeCase {
       shape = any_shape(random, 1);
     } while (static_cast<double>(shape.rows()) * shape.capacity * std::min(shape.capacity, 200) * shape.key_size > 3e7);
     any_policy(random, shape.key_size, frequencies, call);
+    fit.choose(random, call.policy);
     shape.statistics = call.statistics;
     call.inverse_frequencies = frequencies.data();
     call.cache_type = shape.cache_type(), call.batch = shape.batch, call.heads = shape.heads,
@@ -110,11 +158,17 @@ struct MergeCase {
   }
 
   void check_all(Random& random) {
-    const Cache once = run(random, call, *past, 0, {forwards, nullptr}, kv_cpu_merge_cache);
+    fit.fill(random, *past, hostile);
+    bool ring_in_place = false;
+    const auto compute = [&](const KvMergeCache* one, KvRunner runner) {
+      ring_in_place = !ring_in_place;
+      return fit.compute(one, runner, ring_in_place);
+    };
+    const Cache once = run(random, call, *past, 0, {forwards, nullptr}, compute);
     for (unsigned in_place : {kAllInPlace, 0u, static_cast<unsigned>(random.between(1, kAllInPlace - 1))}) {
       int threads;
       const KvRunner runner = any_runner(random, &threads);
-      const Cache again = run(random, call, *past, in_place, runner, kv_cpu_merge_cache);
+      const Cache again = run(random, call, *past, in_place, runner, compute);
       for (size_t row = 0; row < shape.rows(); ++row) check_same(again, once, row, in_place);
     }
     if (hostile) return;
@@ -145,7 +199,7 @@ struct MergeCase {
         slots.push_back({past->position(row, c), c}), ++seen;
     std::sort(slots.begin(), slots.end());
     check(kept == (call.compresses ? std::min(seen, call.budget) : seen), "not as many slots stay as should");
-    const bool drops = call.policy.merge == KV_MERGE_DROP || seen <= call.budget;
+    const bool drops = (call.policy.merge == KV_MERGE_DROP && !fit.rows) || seen <= call.budget;
     const auto is_protected = [&](int32_t position) { return position < call.sinks || position > now - call.recent; };
     double votes_before = 0.0, votes_after = 0.0;
     int protected_before = 0, protected_after = 0;
@@ -170,7 +224,7 @@ struct MergeCase {
     check(protected_after == std::min(protected_before, kept), "a sink or a recent slot left before others");
     if (call.policy.zip == KV_ZIP_MEAN || call.policy.merge != KV_MERGE_ZIP)
       check(votes_after <= votes_before * 1.0001, "votes came from nowhere");
-    if (kept > 0) check_values(present, row, kept, slots);
+    if (kept > 0 && !fit.rows) check_values(present, row, kept, slots);
     for (int i = 0; i < kTensors; ++i)
       for (int k = 0; k < (i == kScore ? shape.statistics : 1); ++k) {
         const size_t width = i == kScore ? 4 : present.width(i) / shape.capacity * present.element(i);
@@ -203,6 +257,7 @@ struct MergeCase {
     const bool bounded = !(p.merge == KV_MERGE_ZIP && p.zip == KV_ZIP_KEY && p.key_factor_max > 4.0f);
     for (int i = 0; i < shape.key_size && bounded; ++i)
       check(std::isfinite(present.key(row, c, i)), "a key is not finite");
+    for (int i = 0; i < shape.value_size; ++i) check(std::isfinite(present.value(row, c, i)), "a value is not finite");
     for (int k = 0; k < shape.statistics; ++k) check(std::isfinite(present.score(row, k, c)), "a score is not finite");
   }
 
@@ -228,11 +283,12 @@ struct MergeCase {
     snprintf(text, sizeof text,
              "MergeCache%s %s B %d H %d C %d D %d Dv %d K %d budget %d sinks %d recent %d window %d merge %d select %d "
              "measure %d threshold %g zip %d factor %g votes %g order %d exponent %g pool %d pooled %d residual %g "
-             "weigh %d planes %d places %d",
+             "weigh %d planes %d places %d fit %d rows %d steps %d",
              hostile ? " hostile" : "", shape.name(), call.batch, call.heads, call.capacity, call.key_size,
              call.value_size, call.statistics, call.budget, call.sinks, call.recent, call.sliding_window, p.merge,
              p.select, p.measure, p.threshold, p.zip, p.key_factor_max, p.votes_max, p.order, p.error_exponent,
-             p.eviction_pool, p.pooled, p.residual, p.weigh, call.rotary_planes, call.cache_positions);
+             p.eviction_pool, p.pooled, p.residual, p.weigh, call.rotary_planes, call.cache_positions, fit.fit.fit,
+             fit.rows, fit.fit.vote_steps);
     return text;
   }
 };

@@ -307,9 +307,8 @@ inline KvRunner any_runner(Random& random, int* threads) {
 
 // Runs `call` of `past` into a new cache, or in place where bit i of `in_place` says so of tensor i; whatever is only
 // read stays as it is.
-template <class Call>
-Cache run(Random& random, Call call, const Cache& past, unsigned in_place, KvRunner runner,
-          const char* (*kernel)(const Call*, KvRunner)) {
+template <class Call, class Kernel>
+Cache run(Random& random, Call call, const Cache& past, unsigned in_place, KvRunner runner, Kernel kernel) {
   Cache read = past, present(random, past.shape);
   for (Buffer& buffer : present.tensor) memset(buffer.data<void>(), 0x7f, buffer.size());  // not the rubbish of `past`
   for (int i = 0; i < kTensors; ++i)

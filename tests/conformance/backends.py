@@ -134,6 +134,7 @@ class NativeCpu:
     have run."""
 
     name = "native-cpu"
+    device = "cpu"
 
     def path(self) -> Path | None:
         from kvexport.backends.onnxruntime.operators import library
@@ -149,7 +150,7 @@ class NativeCpu:
     def lacks(self, attributes: MergeCacheAttributes) -> str | None:
         from kvexport.backends.onnxruntime.operators import why_function
 
-        return why_function(self.path(), "MergeCache", attributes.method)
+        return why_function(self.path(), "MergeCache", attributes.method, self.device)
 
     def merge_cache(self, state: Arrays, attributes: MergeCacheAttributes) -> Arrays:
         return _run_merge_cache(state, attributes, self.path())
@@ -159,6 +160,7 @@ class CudaBindingOnHost(NativeCpu):
     """ONNX Runtime's binding of the CUDA kernels, all compiled for the host and registered with the CPU provider."""
 
     name = "onnxruntime-cuda-on-host"
+    device = "cuda"
 
     def path(self) -> Path | None:
         return make.host_output("onnxruntime-cuda-host")
@@ -193,7 +195,7 @@ def _run_vote_attention(inputs: Arrays, attributes: VoteAttentionAttributes, nat
     sizes = (inputs["key"].shape[3], inputs["value"].shape[3])
     types = (inputs["query"].dtype.name, cache_type_of(inputs["past_key"], inputs["past_value"]))
     session = _vote_attention_session(attributes, heads, sizes, types, "sink_logits" in inputs, native)
-    names = _outputs(state_names(inputs["past_key"]))
+    names = _outputs(state_names(inputs["past_key"], attributes.method))
     return _named(names, session.run(list(names), inputs))
 
 
@@ -251,12 +253,17 @@ def _vote_attention_session(
     of |= {"sink_logits": np.dtype(np.float32)} | {
         f"{p}_{n}": t for p in ("past", "present") for n, t in _state_types(cache_type).items()
     }
-    scales = [f"past_{name}" for name in state if name in SCALES]
-    inputs = [name if name != "sink_logits" or sinks else "" for name in INPUTS] + scales
+    for tensor in attributes.method.extra_state if attributes.method else ():
+        state[tensor.name] = tuple(tensor.shape({"B": 0, "H": kv_heads, "C": 0, "D": key_size, "Dv": value_size}))
+        shapes |= {f"{prefix}_{tensor.name}": state[tensor.name] for prefix in ("past", "present")}
+        of |= {f"{prefix}_{tensor.name}": np.dtype(tensor.dtype) for prefix in ("past", "present")}
+    beside = [f"past_{name}" for name in state if name not in STATE]
+    inputs = [name if name != "sink_logits" or sinks else "" for name in INPUTS] + beside
     while not inputs[-1]:
         inputs.pop()
     infos = {
-        name: (of[name], [SYMBOLIC[name].get(i, d) for i, d in enumerate(shape)]) for name, shape in shapes.items()
+        name: (of[name], [SYMBOLIC.get(name, {0: "B"}).get(i, d) for i, d in enumerate(shape)])
+        for name, shape in shapes.items()
     }
     node = vote_attention_node_attributes(attributes)
     return _session("VoteAttention", function or native, node, inputs, list(_outputs(tuple(state))), infos)

@@ -231,6 +231,8 @@ def lacks(method: Any) -> str | None:
     policy = method.policy()
     if policy is None:
         return f"the method {method.name} is no merge policy"
+    if method.extra_state:
+        return f"the method {method.name} keeps state of its own"
     return policy.why_not_native or None
 
 

@@ -45,9 +45,6 @@ WITHOUT_NATIVE_KERNEL = {
     "kvmerger": "the method kvmerger has no native kernel: it is no merge policy",
     "cam": "the method cam has no native kernel: it is no merge policy",
     "d2o": "the method d2o has no native kernel: it is no merge policy",
-    "grkv": "the method grkv keeps state of its own, query, query_seen, which no native kernel has",
-    "attention_matching": "the method attention_matching keeps state of its own, query, query_seen, which no native "
-    "kernel has",
     "random": "the method random has no native kernel: it is no merge policy",
     "asymkv": "share_pairs has no native kernel",
 }

@@ -20,7 +20,7 @@ from kvexport.methods.base import Method
 from kvexport.methods.slots import Statistic
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.onnx_function import merge_cache_node_attributes
-from kvexport.schema.policy import POLICY, MergePolicy
+from kvexport.schema.policy import POLICY, Fit, MergePolicy
 from plugins.building import make
 from tests.conformance.backends import Backend, CudaOnHost, NativeCpu, Torch, reached
 from tests.conformance.cases import (
@@ -39,18 +39,18 @@ from tests.support.tensorrt_harness import Harness, parsed, what_is_missing
 Arrays = dict[str, np.ndarray]
 # Why a method is code of its own, and no recombination of what the merge kernels do.
 OWN_CODE = {
-    "attention_matching": "votes and values are fitted to queries",
     "cam": "values are shared out to the next slots, which no merge into one target is",
     "d2o": "the gate is the mean of the call's own cosines",
-    "grkv": "values are fitted to queries",
     "kvmerger": "runs of neighbours merge around a pivot",
     "random": "the order is a hash of the position",
 }
 # What tells the policies apart that are; a method that is added stands in one of the two lists.
 POLICIES = {
     "asymkv": {"select": "score", "merge": "pair"},
+    "attention_matching": {"select": "attended", "fit": Fit("votes_and_values", 0.05, 0.1, 1.0, 8, 3.0)},
     "ballot": {"select": "mean", "order": "least_error", "merge": "zip", "measure": "distance", "mean_adds": True},
     "full": {},
+    "grkv": {"select": "pooled", "pooled": 5, "fit": Fit("values", 0.05, 0.1, 0.0)},
     "h2o": {"select": "score"},
     "keepkv": {"select": "average", "order": "nearest", "merge": "zip", "zip": "vote", "threshold": 0.8},
     "kvslimmer": {"select": "score", "merge": "pair", "weigh": "hessian"},
@@ -80,12 +80,15 @@ def test_every_method_is_a_policy_or_says_why_not() -> None:
     ("fields", "message"),
     [
         ({"votes_max": 0.5}, "votes_max is 0.5, and has to be at least 1"),
-        ({"select": "age"}, "select is 'age'; known: position, score, average, pooled, mean"),
+        ({"select": "age"}, "select is 'age'; known: position, score, average, pooled, mean, attended"),
         ({"weigh_decay": 1.0}, "weigh_decay is 1, and has to be above 0 and below 1"),
         ({"threshold": float("nan")}, "threshold is nan, and has to be a number"),
         ({"order": "nearest"}, "order is nearest, which needs a merge by nearness; merge is drop"),
         ({"order": "least_error", "merge": "zip"}, "order is least_error, which needs the measure distance"),
         ({"merge": "pair", "merged_last": True}, "merged_last says nothing of pairs"),
+        ({"select": "attended"}, "select is attended, which needs the reference queries of a fit"),
+        ({"fit": Fit(ridge=0.0)}, "ridge is 0, and has to be above 0"),
+        ({"fit": Fit("votes_and_values"), "merge": "zip"}, "fit is votes_and_values, which needs merge to be drop"),
     ],
 )
 def test_a_policy_that_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:

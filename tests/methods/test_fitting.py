@@ -17,20 +17,34 @@ from kvexport.methods.grkv import GRKV
 from kvexport.methods.primitives.fit import attention, fitted_values, inverse, newton_steps
 from kvexport.methods.slots import Rotary, Slots
 from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
-from kvexport.ops.vote_attention import VoteAttentionAttributes, vote_attention
+from kvexport.ops.vote_attention import VoteAttentionAttributes
 from kvexport.recipe.fields import CacheSection
 from kvexport.runtime.engine import load
 from kvexport.runtime.request import Request
 from kvexport.runtime.snapshot import Snapshot
-from kvexport.schema.state import STATE_NAMES
+from kvexport.schema.state import STATE, STATE_NAMES
 from kvexport.validate.runner import validate_artifact
+from tests.conformance.backends import Backend, NativeCpu, Torch
+from tests.conformance.cases import (
+    MergeProfile,
+    MergeScenario,
+    merge_cache_state,
+    single_precision,
+    stored_precision,
+)
+from tests.conformance.comparison import assert_same_cache, state_of
 from tests.support.models import build_shared, make_recipe
 from tests.support.tiny_model import RECIPE
 
 ROWS = 5
+NATIVE_CPU = NativeCpu()
+every_backend = pytest.mark.parametrize(
+    "backend", [b for b in (Torch(), NATIVE_CPU) if b.available() is None], ids=lambda backend: backend.name
+)
 
 
-def test_the_ring_holds_the_latest_queries_of_every_head_whatever_the_calls() -> None:
+@every_backend
+def test_the_ring_holds_the_latest_queries_of_every_head_whatever_the_calls(backend: Backend) -> None:
     """Three lanes of ragged calls, some of them idle in between; padding would be seen."""
     method, (batch, heads, group, size, capacity) = GRKV(queries=ROWS), (3, 2, 2, 4, 32)
     attributes = VoteAttentionAttributes(0.5, statistics=method.statistics, method=method)
@@ -46,25 +60,56 @@ def test_the_ring_holds_the_latest_queries_of_every_head_whatever_the_calls() ->
                 # Of a KV head one row for each query head of its group.
                 noted[b] += [(query[b, g::group, t] * 0.5, int(seen[b]) + t + 1) for g in range(group)]
             query[b, :, length:] = 99.0
-        key = torch.from_numpy(rng.normal(size=(batch, heads, tokens, size)).astype(np.float32))
-        position = torch.from_numpy(seen[:, None] + np.arange(tokens))
-        given = (torch.from_numpy(query), key, key, position, torch.tensor(lengths)[:, None])
+        key = rng.normal(size=(batch, heads, tokens, size)).astype(np.float32)
+        position = seen[:, None] + np.arange(tokens)
+        given = {"query": query, "key": key, "value": key, "position": position}
+        given |= {"query_length": np.array(lengths)[:, None]}
         before = state
-        _, *state = vote_attention(*given, *state[:5], None, *state[5:], attributes=attributes)
-        assert all(state[i][1].equal(before[i][1]) for i in (5, 6)) or lengths[1], "an idle lane changed"
+        state = state_of(backend.vote_attention(given | {f"past_{n}": x for n, x in state.items()}, attributes))
+        same = all((state[name][1] == before[name][1]).all() for name in ("query", "query_seen"))
+        assert same or lengths[1], "an idle lane changed"
         seen += lengths
     for b in range(batch):
         rows = [(np.zeros((heads, size)), 0)] * ROWS + noted[b]
         for i, (query, count) in enumerate(rows[-ROWS:]):
-            np.testing.assert_array_equal(state[5][b, :, i], query)
-            assert (state[6][b, :, i] == count).all()
+            np.testing.assert_array_equal(state["query"][b, :, i], query)
+            assert (state["query_seen"][b, :, i] == count).all()
 
 
-def empty_state(method: Method, batch: int, heads: int, capacity: int, size: int) -> list[Tensor]:
-    slots, sizes = (batch, heads, capacity), {"B": batch, "H": heads, "C": capacity, "D": size, "Dv": size}
-    own = [torch.zeros(x.shape(sizes), dtype=getattr(torch, x.dtype)) for x in method.extra_state]
-    floats = ((*slots, size), (*slots, size), slots, (batch, heads, len(method.statistics), capacity))
-    return [*(torch.zeros(shape) for shape in floats), torch.zeros(slots, dtype=torch.int32), *own]
+def empty_state(method: Method, batch: int, heads: int, capacity: int, size: int) -> dict[str, np.ndarray]:
+    sizes = {"B": batch, "H": heads, "C": capacity, "D": size, "Dv": size, "K": len(method.statistics)}
+    types = {"cache": "float32"}
+    return {x.name: np.zeros(x.shape(sizes), types.get(x.dtype, x.dtype)) for x in (*STATE, *method.extra_state)}
+
+
+NATIVE = [
+    # (queries, sizes of key and value, slots, type): more queries, and longer values, than a block of a kernel has.
+    (1, (16, 8), 40, "float32"),
+    (7, (16, 24), 130, "float16"),
+    (70, (24, 72), 200, "float32"),
+    (130, (8, 130), 150, "float32"),
+    (32, (64, 64), 160, "float32"),
+]
+
+
+@pytest.mark.skipif(NATIVE_CPU.available() is not None, reason="not reached: the native operators are not built")
+@pytest.mark.parametrize(("queries", "sizes", "capacity", "dtype"), NATIVE)
+@pytest.mark.parametrize("kind", [GRKV, AttentionMatching])
+@pytest.mark.parametrize("peak", [4.0, 200.0])
+def test_the_native_fit_is_pytorchs_for_any_sizes(
+    kind: type[Fitting], queries: int, sizes: tuple[int, int], capacity: int, dtype: str, peak: float
+) -> None:
+    """Newton's iteration and Cholesky's factors solve the same equations. Lanes that are full, not full, and empty."""
+    used = ((capacity, capacity - 3), (capacity // 2, 5), (0, 0))
+    profile = MergeProfile(f"native-{kind.name}", kind.name, {"queries": queries}, sizes=sizes, dtype=dtype)
+    state = merge_cache_state(profile, MergeScenario(f"{queries}", capacity, capacity // 3, used, peak=peak))
+    attributes = MergeCacheAttributes(kind(queries=queries), capacity // 3, 2, capacity // 6)
+    right, found = (state_of(b.merge_cache(state, attributes)) for b in (Torch(), NATIVE_CPU))
+    single, stored = 20 * single_precision(peak), max(20 * single_precision(peak), stored_precision(dtype, peak))
+    assert_same_cache(found, right, profile.statistics, single=single, stored=stored)
+    assert (found["query"] == state["query"]).all() and (found["query_seen"] == state["query_seen"]).all()
+    if peak < 100.0:
+        assert not np.isin(found["value"][0, 0, : capacity // 3], state["value"][0, 0]).all(), "nothing was fitted"
 
 
 @pytest.mark.parametrize(("rows", "ridge"), [(8, 1.0), (32, 0.05), (64, 1e-3)])

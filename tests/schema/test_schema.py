@@ -12,7 +12,7 @@ import pytest
 from kvexport.schema import generate
 from kvexport.schema.layout import enumerations, structs
 from kvexport.schema.operators import MERGE_CACHE, VOTE_ATTENTION
-from kvexport.schema.policy import POLICY
+from kvexport.schema.policy import FIT, POLICY
 from kvexport.schema.state import STATE_NAMES, StateTensor
 from tests.support.paths import ROOT
 
@@ -79,7 +79,7 @@ def test_a_node_takes_no_attribute_but_its_own() -> None:
 
 
 def test_every_word_has_a_number_and_every_field_a_meaning() -> None:
-    assert set(enumerations()) == {"statistic", *(a.name for a in POLICY if a.kind == "word")}
+    assert set(enumerations()) == {"statistic", *(a.name for a in (*POLICY, *FIT) if a.kind == "word")}
     for attribute in (*VOTE_ATTENTION.attributes, *MERGE_CACHE.attributes):
         assert attribute.meaning
         assert attribute.default is None or not attribute.problem(attribute.default), attribute.name

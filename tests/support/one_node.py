@@ -11,6 +11,7 @@ from onnx import TensorProto, helper
 
 from kvexport.backends.onnxruntime.operators import library
 from kvexport.methods.base import Method
+from kvexport.methods.grkv import GRKV
 from kvexport.methods.h2o import H2O
 from kvexport.methods.keepkv import KeepKV
 from kvexport.methods.kvslimmer import KVSlimmer
@@ -36,6 +37,8 @@ def merge_of(method: Method, **more: Any) -> dict[str, Any]:
 MERGE_CACHE = merge_of(H2O())
 KEEPKV = merge_of(KeepKV(pool=2))
 KVSLIMMER = merge_of(KVSlimmer(), inverse_frequencies=[1.0, 0.5], rotary_interleaved=0)
+GRKV_5 = merge_of(GRKV(queries=5))
+RING, RING_PREFIX = ("query", "query_seen"), {"VoteAttention": "past_", "MergeCache": ""}
 # Query and KV heads, tokens, slots, sizes of keys and values.
 HQ, H, T, C, D, DV = 4, 2, 3, 16, 8, 12
 Shape = Sequence[int | str] | None  # None: of unknown rank
@@ -44,6 +47,10 @@ Shape = Sequence[int | str] | None  # None: of unknown rank
 def state_shapes(prefix: str = "", statistics: int = 1) -> dict[str, Shape]:
     shapes = (["B", H, "C", D], ["B", H, "C", DV], ["B", H, "C"], ["B", H, statistics, "C"], ["B", H, "C"])
     return {prefix + name: shape for name, shape in zip(STATE, shapes, strict=True)}
+
+
+def ring_shapes(op: str, rows: int | str = "W") -> dict[str, Shape]:
+    return dict(zip((RING_PREFIX[op] + name for name in RING), (["B", H, rows, D], ["B", H, rows]), strict=True))
 
 
 def vote_attention_shapes(statistics: int = 1) -> dict[str, Shape]:
@@ -68,6 +75,7 @@ def model(
     outputs = [f"present_{name}" for name in STATE]
     if op == "VoteAttention":
         outputs.insert(0, "output")
+    outputs += [f"present_{name}" for name in RING if RING_PREFIX[op] + name in shapes]
 
     def info(name: str, shape: Shape) -> Any:
         return helper.make_tensor_value_info(name, type_of(op, name, element), shape)
@@ -90,8 +98,10 @@ def type_of(op: str, name: str, element: int) -> int:
     if op == "VoteAttention" and name in ("position", "query_length"):
         return int(TensorProto.INT64)
     kind = name.removeprefix("past_").removeprefix("present_")
-    if kind == "position":
+    if kind in ("position", "query_seen"):
         return int(TensorProto.INT32)
+    if kind == "query" and (op == "MergeCache" or name != kind):
+        return int(TensorProto.FLOAT)
     return int(element if kind in ("query", "output", "key", "value") else TensorProto.FLOAT)
 
 
@@ -120,6 +130,14 @@ def state(
         "score": rng.uniform(0.1, 3, (batch, H, statistics, capacity)).astype(np.float32),
         "position": np.broadcast_to(np.arange(capacity), (batch, H, capacity)).astype(np.int32),
     }
+
+
+def ring(rng: np.random.Generator, op: str, batch: int, rows: int, now: int) -> dict[str, Any]:
+    """Reference queries that have seen up to `now` tokens; the first is not there yet."""
+    seen = np.sort(rng.integers(1, now + 1, (batch, H, rows)).astype(np.int32), axis=-1)
+    seen[..., 0] = 0
+    query = rng.normal(size=(batch, H, rows, D)).astype(np.float32)
+    return {RING_PREFIX[op] + "query": query, RING_PREFIX[op] + "query_seen": seen}
 
 
 def vote_attention_inputs(

@@ -103,9 +103,10 @@ def why_function(path: Path | None, op: str, method: Method, device: str = "cpu"
     """Why a node of `op` would run from its function with this method, None where the native operator runs it."""
     if path is None:
         return why_no_library(device)[0]
-    if method.extra_state:
+    if method.extra_state and (device != "cpu" or not method.reference_queries):
         names = ", ".join(tensor.name for tensor in method.extra_state)
-        return f"the method {method.name} keeps state of its own, {names}, which no native kernel has"
+        which = "CUDA" if method.reference_queries else "native"
+        return f"the method {method.name} keeps state of its own, {names}, which no {which} kernel has"
     if op != "MergeCache":
         return None
     policy = method.policy()

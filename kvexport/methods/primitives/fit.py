@@ -1,20 +1,69 @@
 """Least squares of what reference queries read: the values, and the votes, with which the slots that are kept give the
 outputs, and hold the mass, that all slots together had.
 
-Everything is plain products of matrices, because standard ONNX operators have no factorization.
+Everything is plain products of matrices, because standard ONNX operators have no factorization; native kernels solve
+the same equations by Cholesky's.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvexport.methods.slots import Slots
+from kvexport.methods.primitives.pairs import rotated
+from kvexport.methods.slots import Evicted, Slots
+from kvexport.schema.policy import Fit
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 LOW = -1e30  # below every logit
+
+
+def fitted(fit: Fit, before: Slots, merged: Slots, evicted: Evicted) -> Slots:
+    """`merged` with such values, or votes and values, that the reference queries read from the slots that are kept what
+    they read from all of `before`. Slots that cannot receive and heads of which nothing is evicted keep their bits."""
+    import torch
+
+    query, seen = before.extra
+    kept = kept_slots(before, evicted)
+    read = attention(before, before.votes > 0, query, seen, fit.read_exponent)
+    output = read @ before.value.float()
+    if fit.fit == "votes_and_values":
+        merged = replace(merged, votes=fitted_votes(fit, before, read, kept, evicted))
+    read = attention(merged, kept, query, seen, fit.read_exponent)
+    value = fitted_values(read, merged.value, output, evicted.can_receive, fit.ridge, fit.change_max)
+    changes = evicted.can_receive & evicted.occupied.any(-1, keepdim=True)
+    value = torch.where(changes[..., None], value.to(merged.value.dtype), merged.value)
+    return replace(merged, value=value, extra=(_turned(query, before, evicted), seen))
+
+
+def kept_slots(slots: Slots, evicted: Evicted) -> Tensor:
+    """The used slots that are not evicted; [B, H, C] bool."""
+    import torch
+
+    held = slots.votes > 0
+    return held & ~torch.zeros_like(held).scatter(-1, evicted.index, evicted.occupied)
+
+
+def _turned(query: Tensor, slots: Slots, evicted: Evicted) -> Tensor:
+    """Queries [B, H, W, D] as the merge leaves them. With positions in the cache the recent keys, and so the queries
+    among them, move by as many places as slots are evicted."""
+    if not slots.rotary.cache_positions:
+        return query
+    steps = -evicted.occupied.sum(-1, keepdim=True)
+    return rotated(query, steps.expand(query.shape[:3]), slots.rotary)
+
+
+def attended(fit: Fit, slots: Slots) -> Tensor:
+    """[B, H, C] float32: the sum of the squares of the probabilities with which the reference queries attend to a slot.
+    Those below 1e-6 count as none, so that what underflows in one backend and not in another decides nothing."""
+    import torch
+
+    query, seen = slots.extra
+    read = attention(slots, slots.votes > 0, query, seen, fit.read_exponent)
+    return torch.where(read > 1e-6, read * read, 0.0).sum(2)
 
 
 def attention(slots: Slots, held: Tensor, query: Tensor, seen: Tensor, alpha: float) -> Tensor:
@@ -74,6 +123,20 @@ def newton_steps(size: int, ridge: float) -> int:
     it was squared so often."""
     condition = size / ridge + 1.0
     return math.ceil(math.log2(24.0 * math.log(2.0) / math.log((condition + 1.0) / (condition - 1.0))))
+
+
+def fitted_votes(fit: Fit, slots: Slots, read: Tensor, kept: Tensor, evicted: Evicted) -> Tensor:
+    """Votes [B, H, C] with which the slots `kept` [B, H, C] bool hold the mass that the queries, by `read` [B, H, W,
+    C], found in all: within ``exp(+-bias_max)``, and no more in sum than the free and the evicted ones had, as no slot
+    stands for tokens that there never were."""
+    import torch
+
+    free = evicted.can_receive
+    votes = slots.votes * fitted_mass(read, kept, free, fit.vote_steps)
+    votes = votes.clamp(min=math.exp(-fit.bias_max), max=math.exp(fit.bias_max))
+    most = torch.where(kept & ~free, 0.0, slots.votes).sum(-1, keepdim=True)
+    votes = votes * (most / torch.where(free, votes, 0.0).sum(-1, keepdim=True).clamp(min=1e-30)).clamp(max=1.0)
+    return torch.where(free & evicted.occupied.any(-1, keepdim=True), votes, slots.votes)
 
 
 def fitted_mass(read: Tensor, kept: Tensor, free: Tensor, steps: int) -> Tensor:

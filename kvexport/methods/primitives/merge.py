@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from kvexport.methods.primitives.fit import fitted
 from kvexport.methods.primitives.pairs import merge_pairs
 from kvexport.methods.primitives.select import importance, mean_per_observation
 from kvexport.methods.primitives.sets import MergeSets, merge_sets, nearest
@@ -18,7 +19,12 @@ if TYPE_CHECKING:
 
 
 def merge(policy: MergePolicy, statistics: tuple[Statistic, ...], slots: Slots, evicted: Evicted) -> Slots:
-    """`Method.merge` of a policy."""
+    """`Method.merge` of a policy: the merge, and the fit that follows it."""
+    merged = _merged(policy, statistics, slots, evicted)
+    return merged if policy.fit is None else fitted(policy.fit, slots, merged, evicted)
+
+
+def _merged(policy: MergePolicy, statistics: tuple[Statistic, ...], slots: Slots, evicted: Evicted) -> Slots:
     if policy.merge == "drop":
         return slots
     if policy.merge == "pair":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvexport.methods.primitives.fit import attended
 from kvexport.methods.primitives.pairs import pair_order
 from kvexport.methods.primitives.sets import squared_distances
 from kvexport.methods.slots import Slots, corrected_log_ema, gather_rows
@@ -27,6 +28,8 @@ def importance(policy: MergePolicy, slots: Slots, target: Tensor) -> Tensor:
         return pooled(slots, target, policy.pooled // 2)
     if policy.select == "mean":
         return mean_per_observation(slots)
+    if policy.select == "attended" and policy.fit is not None:
+        return attended(policy.fit, slots)
     return slots.score[:, :, 0]
 
 

@@ -47,32 +47,43 @@ void read_statistics(const Node& node, KvVoteAttention& call) {
   }
 }
 
-// All that the node's attributes say of a call.
+// All that the node's attributes say of a call. reference_queries: how many rows their ring has, 0 where there is none;
+// without a place for it a node that has one is refused.
 template <class Node>
-void read_vote_attention(const Node& node, KvVoteAttention& call) {
+void read_vote_attention(const Node& node, KvVoteAttention& call, int* reference_queries = nullptr) {
   read_attributes(node, call);
   read_statistics(node, call);
+  if (!node.has("reference_queries")) return;
+  node.require(reference_queries, "no kernel here keeps reference_queries");
+  *reference_queries = integer_at_least(1, node, "reference_queries");
 }
 
-// All that the node's attributes say of a call, which points to no inverse frequencies yet.
+// All that the node's attributes say of a call, which points to no inverse frequencies yet. Returns whether it has a
+// fit; without a place for it one that has is refused.
 template <class Node>
-void read_merge_cache(const Node& node, KvMergeCache& call, std::vector<float>& inverse_frequencies) {
+bool read_merge_cache(const Node& node, KvMergeCache& call, std::vector<float>& inverse_frequencies,
+                      KvFit* fit = nullptr) {
   read_attributes(node, call);
   const std::vector<int> kinds = read_statistic_kinds(node);
   call.statistics = static_cast<int>(kinds.size());
   for (size_t k = 0; k < kinds.size(); ++k) call.statistic_kind[k] = kinds[k];
   node.require(node.has("select"), "the node carries no merge policy: only the function of its method computes it");
   read_attributes(node, call.policy);
-  const char* problem = policy_problem(call.policy);
+  const bool fits = node.has("fit");
+  node.require(!fits || fit, "no kernel here fits slots to reference queries");
+  if (fits) read_attributes(node, *fit);
+  const char* problem = policy_problem(call.policy, fits);
+  if (!problem && fits && call.policy.merge != KV_MERGE_DROP) problem = "a fit needs merge to be drop";
   node.require(!problem, problem ? problem : "");
   call.cache_positions = node.has("cache_positions") ? read_switch(node, "cache_positions") : 0;
   node.require(!call.cache_positions || call.sliding_window == 0,
                "cache_positions is 1, and a sliding_window counts absolute positions");
-  if (!node.has("inverse_frequencies")) return;  // a layer without a rotary embedding has none
+  if (!node.has("inverse_frequencies")) return fits;  // a layer without a rotary embedding has none
   inverse_frequencies = node.numbers("inverse_frequencies");
   node.require(!inverse_frequencies.empty(), "inverse_frequencies holds no floats");
   call.rotary_planes = static_cast<int>(inverse_frequencies.size());
   call.rotary_interleaved = read_switch(node, "rotary_interleaved");
+  return fits;
 }
 
 // Why keys and scores of these sizes (-1: not known yet) cannot be those of a node; empty where they can.

@@ -15,7 +15,7 @@ struct VoteAttentionKernel : kv::VoteAttentionNode {
   kv::Streams streams;
 
   VoteAttentionKernel(const OrtKernelInfo* info, const kv::CacheType& cache)
-      : VoteAttentionNode(Ort::ConstKernelInfo(info), cache), streams(std::make_shared<kv::Memory>(info)) {}
+      : VoteAttentionNode(Ort::ConstKernelInfo(info), cache, false), streams(std::make_shared<kv::Memory>(info)) {}
 
   OrtStatusPtr ComputeV2(OrtKernelContext* raw) {
     return kv::status_of([&] {
@@ -38,7 +38,7 @@ struct MergeCacheKernel : kv::MergeCacheNode {
       : MergeCacheKernel(info, cache, std::make_shared<kv::Memory>(info)) {}
 
   MergeCacheKernel(const OrtKernelInfo* info, const kv::CacheType& cache, const std::shared_ptr<kv::Memory>& memory)
-      : MergeCacheNode(Ort::ConstKernelInfo(info), cache), streams(memory) {
+      : MergeCacheNode(Ort::ConstKernelInfo(info), cache, false), streams(memory) {
     if (inverse_frequencies.empty()) return;
     const size_t bytes = inverse_frequencies.size() * sizeof(float);
     frequencies.reset(static_cast<float*>(memory->take(bytes)), [memory](float* held) { memory->give_back(held); });

@@ -22,13 +22,16 @@ KvRunner runner(const Ort::KernelContext& context) {
 struct VoteAttentionKernel : kv::VoteAttentionNode {
   static constexpr const char* kProvider = nullptr;
   VoteAttentionKernel(const OrtKernelInfo* info, const kv::CacheType& cache)
-      : VoteAttentionNode(Ort::ConstKernelInfo(info), cache) {}
+      : VoteAttentionNode(Ort::ConstKernelInfo(info), cache, true) {}
 
   OrtStatusPtr ComputeV2(OrtKernelContext* raw) const {
     return kv::status_of([&] {
       const Ort::KernelContext context(raw);
       const KvVoteAttention call = this->call(context);
       kv::ran("VoteAttention", kv_cpu_vote_attention(&call, runner(context)));
+      if (!reference_queries) return;
+      const KvRing ring = this->ring(context);
+      kv::ran("VoteAttention", kv_cpu_keep_queries(&call, &ring));
     });
   }
 };
@@ -36,13 +39,15 @@ struct VoteAttentionKernel : kv::VoteAttentionNode {
 struct MergeCacheKernel : kv::MergeCacheNode {
   static constexpr const char* kProvider = nullptr;
   MergeCacheKernel(const OrtKernelInfo* info, const kv::CacheType& cache)
-      : MergeCacheNode(Ort::ConstKernelInfo(info), cache) {}
+      : MergeCacheNode(Ort::ConstKernelInfo(info), cache, true) {}
 
   OrtStatusPtr ComputeV2(OrtKernelContext* raw) const {
     return kv::status_of([&] {
       const Ort::KernelContext context(raw);
       const KvMergeCache call = this->call(context);
-      kv::ran("MergeCache", kv_cpu_merge_cache(&call, runner(context)));
+      if (!fits) return kv::ran("MergeCache", kv_cpu_merge_cache(&call, runner(context)));
+      const KvRing ring = this->ring(context);
+      kv::ran("MergeCache", kv_cpu_merge_and_fit(&call, &fit, &ring, runner(context)));
     });
   }
 };

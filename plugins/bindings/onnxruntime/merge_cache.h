@@ -9,12 +9,15 @@ namespace kv {
 struct MergeCacheNode {
   KvMergeCache attributes{};
   std::vector<float> inverse_frequencies;
+  KvFit fit{};
+  bool fits;
 
-  MergeCacheNode(const Ort::ConstKernelInfo& info, const CacheType& cache) {
+  // may_fit: whether the kernels do.
+  MergeCacheNode(const Ort::ConstKernelInfo& info, const CacheType& cache, bool may_fit) {
     const Attributes node(info, "MergeCache");
     attributes.cache_type = cache.type;
-    read_merge_cache(node, attributes, inverse_frequencies);
-    check_scales(info, node, cache.type, 5, 5);
+    fits = read_merge_cache(node, attributes, inverse_frequencies, may_fit ? &fit : nullptr);
+    check_extra(info, node, cache.type, fits, 5, 5);
     const Shape key = declared_shape(info, 0), score = declared_shape(info, 3);
     node.require(key.size() == 4 && score.size() == 4,
                  "key " + text(key) + " and score " + text(score) + " have four dimensions each");
@@ -44,6 +47,14 @@ struct MergeCacheNode {
     call.present = cache.outputs(context, 0);
     if (is_small(attributes.cache_type)) cache.scales(context, 5, 5, call);
     return call;
+  }
+
+  // Of a node that has one, as long as the tensor says.
+  KvRing ring(const Ort::KernelContext& context) const {
+    const Shape query =
+        context.GetInput(is_small(attributes.cache_type) ? 7 : 5).GetTensorTypeAndShapeInfo().GetShape();
+    require(query.size() == 4, [&] { return "MergeCache: query " + text(query) + " has four dimensions"; });
+    return Cache(context, 0, attributes.cache_type).ring(context, 5, 5, static_cast<int>(query[2]));
   }
 };
 

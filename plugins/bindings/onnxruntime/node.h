@@ -126,6 +126,13 @@ inline ONNXTensorElementDataType state_type(size_t i, const CacheType& cache) {
   return i < 4 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT : ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
 }
 
+// Types of the tensors after those: scales of a small cache, then a ring of reference queries.
+inline ONNXTensorElementDataType extra_type(size_t i, const CacheType& cache) {
+  return i == (is_small(cache.type) ? 3 : 1) ? ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32
+                                             : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+}
+constexpr size_t kMostExtra = 4;
+
 // The shape an input is declared with; -1 where it is not static, empty where nothing is known.
 inline Shape declared_shape(const Ort::ConstKernelInfo& info, size_t input) {
   if (input >= info.GetInputCount()) return {};
@@ -231,15 +238,35 @@ struct Cache {
     call.past_scales = {past(0, "key_scale"), past(1, "value_scale")};
     call.present_scales = {present(0), present(1)};
   }
+
+  // The ring of reference queries, after the scales where there are any.
+  KvRing ring(const Ort::KernelContext& context, size_t in, size_t out, int rows) const {
+    if (is_small(type)) in += 2, out += 2;
+    const Shape query{batch, heads, rows, key_size}, seen{batch, heads, rows};
+    KvRing ring{};
+    ring.rows = rows;
+    ring.past = {const_cast<float*>(input<float>(context, in, "query", query)),
+                 const_cast<int32_t*>(input<int32_t>(context, in + 1, "query_seen", seen))};
+    ring.present = {static_cast<float*>(output(context, out, query)),
+                    static_cast<int32_t*>(output(context, out + 1, seen))};
+    return ring;
+  }
 };
 
-// Scales are there where the cache is small, and only there.
-inline void check_scales(const Ort::ConstKernelInfo& info, const Attributes& node, int type, size_t in, size_t out) {
+// Scales are there where the cache is small, a ring of reference queries where the node has one, and only there.
+inline void check_extra(const Ort::ConstKernelInfo& info, const Attributes& node, int type, bool ring, size_t in,
+                        size_t out) {
   const bool small = is_small(type);
-  for (size_t i = 0; i < 2; ++i)
-    node.require((in + i < info.GetInputCount() && has_input(info, in + i)) == small &&
-                     (out + i < info.GetOutputCount() && has_output(info, out + i)) == small,
-                 small ? "a small cache has key_scale and value_scale" : "only a small cache has scales");
+  const size_t count = 2 * small + 2 * ring;
+  for (size_t i = 0; i < kMostExtra; ++i) {
+    const bool wanted = i < count;
+    const std::string problem = !wanted          ? "only a small cache has scales, and only a fit a ring of queries"
+                                : small && i < 2 ? "a small cache has key_scale and value_scale"
+                                                 : "a method that fits has query and query_seen";
+    node.require((in + i < info.GetInputCount() && has_input(info, in + i)) == wanted &&
+                     (out + i < info.GetOutputCount() && has_output(info, out + i)) == wanted,
+                 problem);
+  }
 }
 
 }  // namespace kv

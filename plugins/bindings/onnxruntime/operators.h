@@ -31,14 +31,14 @@ struct VoteAttentionOp : Operator<VoteAttentionOp<TKernel>, TKernel> {
   using Base::Base, Base::cache;
 
   const char* GetName() const { return "VoteAttention"; }
-  size_t GetInputTypeCount() const { return 13; }
+  size_t GetInputTypeCount() const { return 11 + kMostExtra; }
   ONNXTensorElementDataType GetInputType(size_t i) const { return vote_attention_input_type(i, cache); }
   OrtCustomOpInputOutputCharacteristic GetInputCharacteristic(size_t i) const {
     return i >= 10 ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
   }
-  size_t GetOutputTypeCount() const { return 8; }
+  size_t GetOutputTypeCount() const { return 6 + kMostExtra; }
   ONNXTensorElementDataType GetOutputType(size_t i) const {
-    if (i >= 6) return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+    if (i >= 6) return extra_type(i - 6, cache);
     return i == 0 ? cache.query_element : state_type(i - 1, cache);
   }
   OrtCustomOpInputOutputCharacteristic GetOutputCharacteristic(size_t i) const {
@@ -54,9 +54,9 @@ struct MergeCacheOp : Operator<MergeCacheOp<TKernel>, TKernel> {
   // It has no query: of the types of one cache, the first.
   static bool takes(const CacheType& x) { return x.type == x.query_type || x.query_type == KV_FLOAT32; }
   const char* GetName() const { return "MergeCache"; }
-  size_t GetInputTypeCount() const { return 7; }
+  size_t GetInputTypeCount() const { return 5 + kMostExtra; }
   ONNXTensorElementDataType GetInputType(size_t i) const {
-    return i < 5 ? state_type(i, cache) : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+    return i < 5 ? state_type(i, cache) : extra_type(i - 5, cache);
   }
   OrtCustomOpInputOutputCharacteristic GetInputCharacteristic(size_t i) const {
     return i < 5 ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;

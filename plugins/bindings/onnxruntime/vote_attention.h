@@ -9,17 +9,20 @@ namespace kv {
 inline ONNXTensorElementDataType vote_attention_input_type(size_t i, const CacheType& cache) {
   if (i < 3) return cache.query_element;
   if (i < 5) return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
-  return i < 10 ? state_type(i - 5, cache) : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+  if (i < 10) return state_type(i - 5, cache);
+  return i == 10 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT : extra_type(i - 11, cache);
 }
 
 struct VoteAttentionNode {
   KvVoteAttention attributes{};
+  int reference_queries = 0;
 
-  VoteAttentionNode(const Ort::ConstKernelInfo& info, const CacheType& cache) {
+  // keeps_queries: whether the kernels have a ring of them.
+  VoteAttentionNode(const Ort::ConstKernelInfo& info, const CacheType& cache, bool keeps_queries) {
     const Attributes node(info, "VoteAttention");
     attributes.query_type = cache.query_type, attributes.cache_type = cache.type;
-    read_vote_attention(node, attributes);
-    check_scales(info, node, cache.type, 11, 6);
+    read_vote_attention(node, attributes, keeps_queries ? &reference_queries : nullptr);
+    check_extra(info, node, cache.type, reference_queries > 0, 11, 6);
     check_shapes(declared_shape(info, 0), of_numbers(declared_shape(info, 5), numbers_of_key(cache.type)),
                  declared_shape(info, 8));
     check_declared_shapes(info, node);
@@ -80,6 +83,11 @@ struct VoteAttentionNode {
     call.present = cache.outputs(context, 1);
     if (is_small(attributes.cache_type)) cache.scales(context, 11, 6, call);
     return call;
+  }
+
+  // Of a node that has one.
+  KvRing ring(const Ort::KernelContext& context) const {
+    return Cache(context, 5, attributes.cache_type).ring(context, 11, 6, reference_queries);
   }
 };
 

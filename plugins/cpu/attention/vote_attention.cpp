@@ -1,6 +1,7 @@
 // VoteAttention for one instruction set. The meaning is kvexport/ops/vote_attention.py; the letters are the contract's.
 #include "decode.h"
 #include "prefill.h"
+#include "queries.h"
 #include "small.h"
 
 namespace kv {
@@ -41,6 +42,13 @@ void run(const KvVoteAttention& a, int splits, KvRunner runner) {
 }
 
 }  // namespace
+
+void keep_queries(const KvVoteAttention& call, const KvRing& ring) {
+  if (call.query_type == KV_FLOAT16)
+    keep_queries_of<half>(call, ring);
+  else
+    keep_queries_of<float>(call, ring);
+}
 
 void vote_attention(const KvVoteAttention& call, KvRunner runner) {
   const bool decode = call.tokens == 1 || few_rows(call);

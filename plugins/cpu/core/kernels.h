@@ -5,11 +5,12 @@
 
 namespace kv {
 
-#define KV_DECLARE(isa)                                  \
-  namespace isa {                                        \
-  void vote_attention(const KvVoteAttention&, KvRunner); \
-  void merge_cache(const KvMergeCache&, KvRunner);       \
-  void linear(const KvLinear&, KvRunner);                \
+#define KV_DECLARE(isa)                                                         \
+  namespace isa {                                                               \
+  void vote_attention(const KvVoteAttention&, KvRunner);                        \
+  void keep_queries(const KvVoteAttention&, const KvRing&);                     \
+  void merge_cache(const KvMergeCache&, const KvFit*, const KvRing*, KvRunner); \
+  void linear(const KvLinear&, KvRunner);                                       \
   }
 
 #if defined(__x86_64__)

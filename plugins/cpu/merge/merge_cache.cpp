@@ -6,37 +6,45 @@
 //     weigh, choose: which are evicted
 //     merge: receivers, nearest: the target of every evicted slot, or the younger neighbour; dropped without one
 //       for each merge set, a target and the evicted slots that merge into it: row = mean by weight, votes, statistics
+//     or fit the kept slots to reference queries                         fit.h
 //   place: kept slots and merged rows in order of position, zeros after them; in place, rows that change alone
 //   turn: where keys are rotated by their places, those whose place has changed
 //
 // Tasks share nothing and need no barrier: a task writes its own head, after it has read all of it that it merges.
-#include "select.h"
+#include "fit.h"
 
 namespace kv {
 namespace KV_ISA {
 namespace {
 
 template <class K, class V>
-struct Merge : Select<K, V> {
-  using Base = Select<K, V>;
-  using Base::a, Base::p;
-  using Base::Base, Base::key_row, Base::value_row, Base::score_of, Base::is_older;
+struct Merge : Fit<K, V> {
+  using Base = Fit<K, V>;
+  using Base::a, Base::p, Base::fit;
+  using Base::Base, Base::key_row, Base::value_row, Base::score_of, Base::is_older, Base::first_of, Base::second_of;
   using typename Base::Head;
   using typename Base::Row;
 
   void task(size_t index) {
     static thread_local Work w;
+    static thread_local FitWork f;
     Head x = this->head(index);
     this->collect(x, w);
     x.over = a.compresses ? max_of(x.used - a.budget, 0) : 0;
     if (x.over > 0) {
       if constexpr (kSmall<K>)
-        if (p.merge != KV_MERGE_DROP) this->widen_all(x, w);
+        if (p.merge != KV_MERGE_DROP || fit) this->widen_all(x, w);
+      if (fit) this->read(x, w, index, f);
       this->weigh(x, w);
+      if (p.select == KV_SELECT_ATTENDED) this->weigh_by_queries(x, w, f);
       this->choose(x, w);
-      if (p.merge != KV_MERGE_DROP) merge(x, w);
+      if (fit)
+        this->fit_slots(x, w, f);
+      else if (p.merge != KV_MERGE_DROP)
+        merge(x, w);
     }
     place(x, w);
+    if (fit) this->keep_ring(x, index);
   }
 
   // The merge sets and their rows: `members` holds a set's target, and then the evicted slots that merge into it;
@@ -167,10 +175,6 @@ struct Merge : Select<K, V> {
     }
     output[a.value_size] = mass;
   }
-
-  // The two dimensions of rotary plane f.
-  int first_of(int f) const { return a.rotary_interleaved ? 2 * f : f; }
-  int second_of(int f) const { return a.rotary_interleaved ? 2 * f + 1 : f + a.rotary_planes; }
 
   // The key of a pair: both in the rotary frame of the younger.
   void pair_key(const Head& x, const Work& w, int younger, int older, float* key) const {
@@ -352,17 +356,17 @@ struct Merge : Select<K, V> {
 
 }  // namespace
 
-void merge_cache(const KvMergeCache& call, KvRunner runner) {
+void merge_cache(const KvMergeCache& call, const KvFit* fit, const KvRing* ring, KvRunner runner) {
   if (call.cache_type == KV_INT8)
-    Merge<int8_t, int8_t>(call).run(runner);
+    Merge<int8_t, int8_t>(call, fit, ring).run(runner);
   else if (call.cache_type == KV_INT4)
-    Merge<int4, int4>(call).run(runner);
+    Merge<int4, int4>(call, fit, ring).run(runner);
   else if (call.cache_type == KV_K8V4)
-    Merge<int8_t, int4>(call).run(runner);
+    Merge<int8_t, int4>(call, fit, ring).run(runner);
   else if (call.cache_type == KV_FLOAT16)
-    Merge<half, half>(call).run(runner);
+    Merge<half, half>(call, fit, ring).run(runner);
   else
-    Merge<float, float>(call).run(runner);
+    Merge<float, float>(call, fit, ring).run(runner);
 }
 
 }  // namespace KV_ISA

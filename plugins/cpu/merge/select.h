@@ -91,6 +91,10 @@ struct Select {
     else
       return x.value + static_cast<size_t>(w.order.get()[slot]) * a.value_size;
   }
+  // The two dimensions of rotary plane f.
+  int first_of(int f) const { return a.rotary_interleaved ? 2 * f : f; }
+  int second_of(int f) const { return a.rotary_interleaved ? 2 * f + 1 : f + a.rotary_planes; }
+
   // Keys as they are where they will be turned, else as they are stored, rotated.
   void widen_all(const Head& x, Work& w) const {
     const size_t d = a.key_size, dv = a.value_size;

@@ -1,0 +1,112 @@
+"""What a fit to reference queries costs on SmolLM2: a merge of 32 entries beside keepkv's, and a step beside h2o's.
+
+    python benchmarks/fitted.py [--rounds 7] [--threads 2] [--work DIR]
+
+512 slots, a merge of all layers every 32 steps, after a prompt of 1,024 tokens. Every side runs in a process of its
+own, in turn, round by round, the bandwidth probed before and after; a ratio is the median over rounds. A step is the
+mean of 128, merges among them; a merge is the median of the four.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import interleave, ratio, read_bandwidth, save
+
+SIDES = ("h2o", "keepkv", "ballot", "grkv", "attention_matching")
+FITS = ("grkv", "attention_matching")
+STEPS, PROMPT = 128, 1024
+GOALS = {"merge, times keepkv's": 2.0, "speed of a step, of h2o's": 0.93}
+
+
+def artifact(work: Path, method: str, threads: int) -> Path:
+    """The artifact of a side, built if it is not there."""
+    from kvexport.export.build import build
+    from kvexport.recipe.load import load_recipe
+
+    path = work / f"{method}-{threads}"
+    if not path.exists():
+        chosen = [f"cache.method={method}", f"backend.threads={threads}", "limits.max_batch=1"]
+        build(load_recipe("smollm2-135m-base", chosen).recipe, path)
+    return path
+
+
+def measure(path: Path) -> dict[str, float]:
+    """Seconds of a step and of a merge."""
+    import kvexport
+
+    lanes = kvexport.load(path, verify=False).lanes(1)
+    state: Any = lanes.backend
+    merge, seconds = state.merge, []
+
+    def timed(first: int, last: int) -> None:
+        start = time.perf_counter()
+        merge(first, last)
+        seconds.append(time.perf_counter() - start)
+
+    state.merge = timed
+    ids = np.random.default_rng(0).integers(3, 40000, PROMPT)
+    lanes.prefill([ids])
+    for i in range(32):
+        lanes.append([ids[i : i + 1]])
+    seconds.clear()
+    start = time.perf_counter()
+    for i in range(STEPS):
+        lanes.append([ids[i : i + 1]])
+    return {"step": (time.perf_counter() - start) / STEPS, "merge": statistics.median(seconds)}
+
+
+def in_process(path: Path, threads: int, found: list[dict[str, float]]) -> float:
+    """Run one side in a fresh process; its seconds per step."""
+    command = [sys.executable, __file__, "--side", str(path), "--threads", str(threads)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found.append(json.loads(done.stdout.splitlines()[-1]))
+    return found[-1]["step"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--work", type=Path)
+    parser.add_argument("--side", type=Path, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.side:
+        print(json.dumps(measure(asked.side)))
+        return
+    work = asked.work or Path(tempfile.gettempdir()) / "kvexport-fitted"
+    work.mkdir(parents=True, exist_ok=True)
+    found: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+    paths = {side: artifact(work, side, asked.threads) for side in SIDES}
+    before = read_bandwidth(threads=asked.threads)
+    interleave({s: partial(in_process, paths[s], asked.threads, found[s]) for s in SIDES}, asked.rounds)
+    after = read_bandwidth(threads=asked.threads)
+    times = {side: {what: [x[what] for x in rows] for what in ("step", "merge")} for side, rows in found.items()}
+    results: dict[str, Any] = {
+        "threads": asked.threads,
+        "bandwidth_GBps": [before / 1e9, after / 1e9],
+        "milliseconds": {
+            side: {what: [round(1e3 * x, 3) for x in values] for what, values in both.items()}
+            for side, both in times.items()
+        },
+        "goals": GOALS,
+        "merge, times keepkv's": {s: ratio(times[s]["merge"], times["keepkv"]["merge"]) for s in FITS},
+        "speed of a step, of h2o's": {s: ratio(times["h2o"]["step"], times[s]["step"]) for s in FITS},
+    }
+    print(json.dumps(results, indent=1))
+    if asked.rounds > 1:
+        print(save("fitted", results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,348 @@
+// A policy's fit to reference queries, of one KV head (kvexport/methods/primitives/fit.py), between choosing which
+// slots are evicted and placing those that are kept:
+//
+//   read: logit[r, slot] = query . key, of R queries that have seen something
+//         before[r, slot] = softmax of logit + alpha ln(votes) over the slots that the query has seen
+//   weigh_by_queries: importance[slot] = sum of before^2, where the policy selects so
+//   fit_votes: votes times factors with which the kept slots hold the mass of all
+//   fit_values: after = as before, over the kept slots with their new votes; X = after of the free slots
+//         Z = (X X^T + ridge)^-1 (before - after) V, by Cholesky's factors, in float64
+//         V + X^T Z, the change no more than change_max of the norm
+//   write: every free slot, one that is kept and can receive, becomes a merge set of its own
+//
+// Arrays [R, slots] lie in blocks of kBlock slots, so that a block's rows go into tile_products as they are: element
+// (r, i) is at of(r, i). Rows are padded to whole tiles, slots to whole blocks, with zeros.
+#pragma once
+
+#include "select.h"
+
+namespace kv {
+namespace KV_ISA {
+namespace {
+
+constexpr float kHidden = -1e30f;  // the bias of a slot that is not held, below every logit
+
+// Of one thread.
+struct FitWork {
+  Scratch<float> query, logits, before, after, bias, free, wanted, factor, votes, packed, wide, columns, change, mass,
+      product, solution;
+  Scratch<int32_t> seen, position;
+  Scratch<double> gram, solved;
+  int rows = 0, padded = 0, blocks = 0;
+  size_t of(int r, int i) const { return (static_cast<size_t>(i / kBlock) * padded + r) * kBlock + i % kBlock; }
+  size_t size() const { return static_cast<size_t>(blocks) * padded * kBlock; }
+  int slots() const { return blocks * kBlock; }
+};
+
+static inline int blocks_of(int count) { return (count + kBlock - 1) / kBlock; }
+
+template <class K, class V>
+struct Fit : Select<K, V> {
+  using Base = Select<K, V>;
+  using Base::a, Base::p, Base::key_row, Base::value_row, Base::score_of;
+  using typename Base::Head;
+  const KvFit* fit;  // nullptr: there is none
+  const KvRing* ring;
+
+  Fit(const KvMergeCache& call, const KvFit* fit, const KvRing* ring) : Base(call), fit(fit), ring(ring) {}
+
+  // out[r, 64 columns] (+)= rows[r, 0 .. size) x columns[size, 64], of all padded rows.
+  template <class RowOf>
+  static void products(RowOf row_of, int padded, const float* columns, int size, float* out, bool add) {
+    for (int first = 0; first < padded; first += kTileRows) {
+      const float* rows[kTileRows];
+      for (int r = 0; r < kTileRows; ++r) rows[r] = row_of(first + r);
+      float* const to = out + static_cast<size_t>(first) * kBlock;
+      add ? tile_products<true>(rows, columns, size, to) : tile_products<false>(rows, columns, size, to);
+    }
+  }
+
+  void read(const Head& x, const Work& w, size_t index, FitWork& f) const {
+    const int d = a.key_size, n = x.used;
+    const size_t all = index * ring->rows;
+    f.rows = 0;
+    int32_t* seen = f.seen.reserve(ring->rows);
+    float* query = f.query.reserve(static_cast<size_t>(ring->rows + kTileRows) * d);
+    for (int r = 0; r < ring->rows; ++r) {
+      if (ring->past.seen[all + r] <= 0) continue;  // no query yet: it reads nothing
+      float* to = query + static_cast<size_t>(f.rows) * d;
+      memcpy(to, ring->past.query + (all + r) * d, d * sizeof(float));
+      if (kSmall<K> && !a.rotary_planes) hadamard(to, d);  // as the keys are
+      seen[f.rows++] = ring->past.seen[all + r];
+    }
+    f.padded = (f.rows + kTileRows - 1) / kTileRows * kTileRows;
+    f.blocks = blocks_of(n);
+    memset(query + static_cast<size_t>(f.rows) * d, 0, static_cast<size_t>(f.padded - f.rows) * d * sizeof(float));
+    int32_t* position = f.position.reserve(f.slots(), INT32_MAX);
+    memcpy(position, w.position.get(), n * sizeof(int32_t));
+    float *logits = f.logits.reserve(f.size()), *packed = f.packed.reserve(static_cast<size_t>(kBlock) * d);
+    for (int b = 0; b < f.blocks; ++b) {
+      for (int i = 0; i < kBlock; i += W) {
+        float* wide = f.wide.reserve(static_cast<size_t>(W) * d, 0.0f);
+        for (int j = 0; j < W && b * kBlock + i + j < n; ++j) widen(key_row(x, w, b * kBlock + i + j), wide + j * d, d);
+        pack_columns(wide, d, splat(1.0f), packed + i);
+      }
+      products([&](int r) { return query + static_cast<size_t>(r) * d; }, f.padded, packed, d,
+               logits + static_cast<size_t>(b) * f.padded * kBlock, false);
+    }
+    float* bias = f.bias.reserve(f.slots(), kHidden);
+    for (int i = 0; i < n; ++i) bias[i] = bias_of(w.votes.get()[i]);
+    softmax(f, bias, f.before.reserve(f.size()));
+  }
+
+  float bias_of(float votes) const { return fit->read_exponent != 0.0f ? fit->read_exponent * std::log(votes) : 0.0f; }
+
+  // Probabilities over the slots that a query has seen and whose bias is not kHidden; zeros where there are none.
+  void softmax(const FitWork& f, const float* bias, float* out) const {
+    constexpr float kNone = -3e38f;
+    for (int r = 0; r < f.padded; ++r) {
+      const int32_t seen = r < f.rows ? f.seen.get()[r] : 0;
+      vf highest = splat(kNone), sums{};
+      for (int i = 0; i < f.slots(); i += W) {
+        const vi visible = (load_i(f.position.get() + i) < seen) & (load(bias + i) > splat(kHidden));
+        const vf biased = select(visible, load(f.logits.get() + f.of(r, i)) + load(bias + i), splat(kNone));
+        store(out + f.of(r, i), biased);
+        highest = vmax(highest, biased);
+      }
+      const float top = max(highest);
+      for (int i = 0; i < f.slots(); i += W) {
+        const vf e = top > kNone ? exp(load(out + f.of(r, i)) - top) : vf{};
+        store(out + f.of(r, i), e);
+        sums += e;
+      }
+      const float sum_of = sum(sums), factor = sum_of > 0.0f ? 1.0f / sum_of : 0.0f;
+      for (int i = 0; i < f.slots(); i += W) store(out + f.of(r, i), load(out + f.of(r, i)) * factor);
+    }
+  }
+
+  // Probabilities below 1e-6 count as none, so that what underflows in one backend and not in another decides nothing.
+  void weigh_by_queries(const Head& x, Work& w, const FitWork& f) const {
+    float* importance = w.importance.get();
+    for (int i = 0; i < x.used; ++i) {
+      importance[i] = 0.0f;
+      for (int r = 0; r < f.rows; ++r) {
+        const float read = f.before.get()[f.of(r, i)];
+        if (read > 1e-6f) importance[i] += read * read;
+      }
+    }
+  }
+
+  // Fills w.rows and w.scores, of as many sets as there are free slots.
+  void fit_slots(Head& x, Work& w, FitWork& f) const {
+    float *free = f.free.reserve(f.slots(), 0.0f), *votes = f.votes.reserve(x.used);
+    for (int i = 0; i < x.used; ++i) {
+      const bool receives = a.recent_receives ? w.position.get()[i] >= a.sinks : w.is_unprotected.get()[i] != 0;
+      free[i] = receives && !w.is_evicted.get()[i] ? 1.0f : 0.0f;
+      votes[i] = w.votes.get()[i];
+    }
+    if (fit->fit == KV_FIT_VOTES_AND_VALUES) fit_votes(x, w, f, votes);
+    float* bias = f.bias.get();
+    for (int i = 0; i < x.used; ++i) bias[i] = w.is_evicted.get()[i] ? kHidden : bias_of(votes[i]);
+    softmax(f, bias, f.after.reserve(f.size()));
+    write(x, w, f, votes, fit_values(x, w, f));
+  }
+
+  // Multiplicative updates f = f (P^T 1) / (P^T P f) of the factors of the free slots' votes (Lee and Seung 2001).
+  void fit_votes(const Head& x, const Work& w, FitWork& f, float* votes) const {
+    const float *read = f.before.get(), *free = f.free.get(), least = std::exp(-fit->bias_max),
+                most = std::exp(fit->bias_max);
+    float *wanted = f.wanted.reserve(f.slots()), *factor = f.factor.reserve(2 * f.slots()), *held = factor + f.slots(),
+          *mass = f.mass.reserve(2 * f.rows + 1), *held_by = mass + f.rows;
+    for (int i = 0; i < f.slots(); ++i)  // for now 1 where a slot's mass is for the free ones to hold
+      held[i] = i < x.used && (free[i] != 0.0f || w.is_evicted.get()[i]) ? 1.0f : 0.0f, factor[i] = 1.0f;
+    over_slots(f, read, held, mass);
+    over_rows(f, read, mass, wanted);
+    for (int step = 0; step < fit->vote_steps; ++step) {
+      for (int i = 0; i < f.slots(); ++i) held[i] = factor[i] * free[i];
+      over_slots(f, read, held, held_by);
+      over_rows(f, read, held_by, held);
+      for (int i = 0; i < x.used; ++i)
+        if (free[i] != 0.0f && wanted[i] > 1e-20f && held[i] > 1e-20f) factor[i] *= wanted[i] / held[i];
+    }
+    float had = 0.0f, has = 0.0f;
+    for (int i = 0; i < x.used; ++i) {
+      if (free[i] != 0.0f || w.is_evicted.get()[i]) had += votes[i];
+      if (free[i] == 0.0f) continue;
+      votes[i] = std::min(std::max(votes[i] * factor[i], least), most);
+      has += votes[i];
+    }
+    const float share = std::min(had / max_of(has, 1e-30f), 1.0f);
+    for (int i = 0; i < x.used; ++i)
+      if (free[i] != 0.0f) votes[i] *= share;
+  }
+
+  // out[r] = sum over slots of read[r, slot] factor[slot].
+  static void over_slots(const FitWork& f, const float* read, const float* factor, float* out) {
+    for (int r = 0; r < f.rows; ++r) {
+      vf sums{};
+      for (int i = 0; i < f.slots(); i += W) sums += load(read + f.of(r, i)) * load(factor + i);
+      out[r] = sum(sums);
+    }
+  }
+  // out[slot] = sum over rows of read[r, slot] factor[r].
+  static void over_rows(const FitWork& f, const float* read, const float* factor, float* out) {
+    for (int i = 0; i < f.slots(); i += W) {
+      vf sums{};
+      for (int r = 0; r < f.rows; ++r) sums += load(read + f.of(r, i)) * factor[r];
+      store(out + i, sums);
+    }
+  }
+
+  // The change of values [slots, padded size] in f.change; returns what it is multiplied with.
+  float fit_values(const Head& x, const Work& w, FitWork& f) const {
+    const int dv = a.value_size, wide = blocks_of(dv), high = blocks_of(f.rows);
+    float *lost = f.before.get(), *design = f.after.get(), squares = 0.0f;
+    for (size_t i = 0; i < f.size(); ++i) lost[i] -= design[i];
+    for (int r = 0; r < f.padded; ++r)
+      for (int i = 0; i < f.slots(); i += W)
+        store(design + f.of(r, i), load(design + f.of(r, i)) * load(f.free.get() + i));
+    // Y - X V [wide][padded, kBlock], X X^T [high][padded, kBlock], and X^T [blocks][high][kBlock, kBlock].
+    const size_t tile = static_cast<size_t>(f.padded) * kBlock, block = static_cast<size_t>(kBlock) * kBlock;
+    float *missing = f.product.reserve((wide + high) * tile, 0.0f), *gram = missing + wide * tile;
+    float* columns = f.columns.reserve(f.blocks * high * block);
+    const float* const free = f.free.get();
+    for (int b = 0; b < f.blocks; ++b) {
+      const auto row_of = [&](const float* of) { return [=](int r) { return of + (b * tile + r * kBlock); }; };
+      float *values = f.packed.reserve(wide * block, 0.0f), *row = f.wide.reserve(dv);
+      for (int i = 0; i < kBlock && b * kBlock + i < x.used; ++i) {
+        widen(value_row(x, w, b * kBlock + i), row, dv);
+        if (free[b * kBlock + i] != 0.0f) squares += dot(row, row, dv);
+        for (int c = 0; c < wide; ++c)
+          memcpy(values + c * block + i * kBlock, row + c * kBlock, min_of(dv - c * kBlock, kBlock) * sizeof(float));
+      }
+      for (int c = 0; c < wide; ++c)
+        products(row_of(lost), f.padded, values + c * block, kBlock, missing + c * tile, true);
+      if (!has_free(f, b)) continue;
+      for (int c = 0; c < high; ++c) {
+        float* const to = columns + (b * high + c) * block;
+        pack_rows(f, design + b * tile, c * kBlock, to);
+        products(row_of(design), f.padded, to, kBlock, gram + c * tile, true);
+      }
+    }
+    solve(f, missing, gram, wide);
+    float* change = f.change.reserve(static_cast<size_t>(f.slots()) * wide * kBlock, 0.0f);
+    float norm = 0.0f;
+    for (int b = 0; b < f.blocks; ++b) {
+      if (!has_free(f, b)) continue;
+      for (int c = 0; c < wide; ++c)
+        for (int h = 0; h < high; ++h) {
+          const float *of_block = columns + (b * high + h) * block,
+                      *to_columns = f.solution.get() + (c * high + h) * block;
+          float* to = change + (static_cast<size_t>(b) * wide + c) * block;
+          const int count = min_of(f.rows - h * kBlock, kBlock);
+          // Where a block is no whole number of tiles, the last one repeats its last row.
+          for (int first = 0; first < kBlock; first += kTileRows) {
+            float part[kTileRows * kBlock];
+            const float* rows[kTileRows];
+            for (int r = 0; r < kTileRows; ++r) rows[r] = of_block + min_of(first + r, kBlock - 1) * kBlock;
+            tile_products(rows, to_columns, count, part);
+            const int live = min_of(kTileRows, kBlock - first) * kBlock;
+            for (int i = 0; i < live; i += W)
+              store(to + first * kBlock + i, load(to + first * kBlock + i) + load(part + i));
+          }
+        }
+      norm += dot(change + b * wide * block, change + b * wide * block, static_cast<int>(wide * block));
+    }
+    const float allowed = fit->change_max * std::sqrt(squares) / max_of(std::sqrt(norm), 1e-30f);
+    return allowed < 1.0f ? allowed : 1.0f;
+  }
+
+  static bool has_free(const FitWork& f, int b) {
+    vf any{};
+    for (int i = 0; i < kBlock; i += W) any += load(f.free.get() + b * kBlock + i);
+    return sum(any) > 0.0f;
+  }
+
+  // Rows [first, first + kBlock) of a block of X as columns; zeros beyond the last.
+  static void pack_rows(const FitWork& f, const float* rows, int first, float* out) {
+    for (int r = 0; r < kBlock; r += W) {
+      float wide[W * kBlock] = {};
+      const int live = min_of(f.padded - first - r, W);
+      if (live > 0) memcpy(wide, rows + static_cast<size_t>(first + r) * kBlock, live * kBlock * sizeof(float));
+      pack_columns(wide, kBlock, splat(1.0f), out + r);
+    }
+  }
+
+  // f.solution [wide][high][kBlock, kBlock] = (gram + ridge)^-1 missing, by U^T U = gram + ridge.
+  void solve(FitWork& f, const float* missing, const float* gram, int wide) const {
+    const int n = f.rows, high = blocks_of(n);
+    const size_t tile = static_cast<size_t>(f.padded) * kBlock, width = static_cast<size_t>(wide) * kBlock;
+    double *u = f.gram.reserve(static_cast<size_t>(n) * n + 1), *z = f.solved.reserve(n * width + 1);
+    for (int r = 0; r < n; ++r) {
+      for (int c = r; c < n; ++c) u[r * n + c] = gram[(c / kBlock) * tile + r * kBlock + c % kBlock];
+      u[r * n + r] += fit->ridge;
+      for (int c = 0; c < wide; ++c)
+        for (int j = 0; j < kBlock; ++j) z[r * width + c * kBlock + j] = missing[c * tile + r * kBlock + j];
+    }
+    const auto subtract = [](double* to, const double* from, double factor, size_t count) {
+      for (size_t j = 0; j < count; ++j) to[j] -= factor * from[j];
+    };
+    const auto scale = [](double* row, double factor, size_t count) {
+      for (size_t j = 0; j < count; ++j) row[j] *= factor;
+    };
+    for (int k = 0; k < n; ++k) {
+      const double over = 1.0 / std::sqrt(u[k * n + k]);
+      scale(u + k * n + k, over, n - k);
+      scale(z + k * width, over, width);
+      for (int r = k + 1; r < n; ++r) {
+        subtract(u + r * n + r, u + k * n + r, u[k * n + r], n - r);
+        subtract(z + r * width, z + k * width, u[k * n + r], width);
+      }
+    }
+    float* out = f.solution.reserve(static_cast<size_t>(wide) * high * kBlock * kBlock, 0.0f);
+    for (int k = n - 1; k >= 0; --k) {
+      scale(z + k * width, 1.0 / u[k * n + k], width);
+      for (int r = 0; r < k; ++r) subtract(z + r * width, z + k * width, u[r * n + k], width);
+      for (int c = 0; c < wide; ++c)
+        for (int j = 0; j < kBlock; ++j)
+          out[((static_cast<size_t>(c) * high + k / kBlock) * kBlock + k % kBlock) * kBlock + j] =
+              static_cast<float>(z[k * width + c * kBlock + j]);
+    }
+  }
+
+  void write(Head& x, Work& w, const FitWork& f, const float* votes, float share) const {
+    const int d = a.key_size, dv = a.value_size, each = a.statistics + 2, wide = blocks_of(dv);
+    const size_t block = static_cast<size_t>(kBlock) * kBlock;
+    int* row_of = w.row_of_target.reserve(x.used, -1);
+    float *rows = w.rows.reserve(static_cast<size_t>(x.used) * (d + dv)),
+          *scores = w.scores.reserve(static_cast<size_t>(x.used) * each);
+    for (int i = 0; i < x.used; ++i) {
+      if (f.free.get()[i] == 0.0f) continue;
+      float *key = rows + static_cast<size_t>(x.sets) * (d + dv), *value = key + d;
+      widen(key_row(x, w, i), key, d);
+      if (kSmall<K> && a.rotary_planes) hadamard(key, d);
+      widen(value_row(x, w, i), value, dv);
+      const float* change = f.change.get() + (i / kBlock) * wide * block + (i % kBlock) * kBlock;
+      for (int c = 0; c < wide; ++c)
+        for (int j = c * kBlock; j < min_of(dv, (c + 1) * kBlock); ++j)
+          value[j] += share * change[c * block + j - c * kBlock];
+      float* rest = scores + static_cast<size_t>(x.sets) * each;
+      rest[0] = votes[i];
+      memcpy(&rest[1], &i, sizeof i);
+      for (int k = 0; k < a.statistics; ++k) rest[2 + k] = score_of(x, w, k, i);
+      row_of[i] = x.sets++;
+    }
+  }
+
+  // The ring as the merge leaves it: where keys are rotated by places the queries move with the recent ones.
+  void keep_ring(const Head& x, size_t index) const {
+    const int d = a.key_size, planes = a.cache_positions ? a.rotary_planes : 0;
+    const size_t first = index * ring->rows, count = static_cast<size_t>(ring->rows) * d;
+    const float* from = ring->past.query + first * d;
+    float* to = ring->present.query + first * d;
+    if (to != from) memcpy(to, from, count * sizeof(float));
+    if (ring->present.seen != ring->past.seen)
+      memcpy(ring->present.seen + first, ring->past.seen + first, ring->rows * sizeof(int32_t));
+    for (int f = 0; f < planes && x.evicted; ++f) {
+      const float angle = static_cast<float>(-x.evicted) * a.inverse_frequencies[f], cosine = std::cos(angle),
+                  sine = std::sin(angle);
+      for (int r = 0; r < ring->rows; ++r)
+        turn(cosine, sine, &to[static_cast<size_t>(r) * d + this->first_of(f)],
+             &to[static_cast<size_t>(r) * d + this->second_of(f)]);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace KV_ISA
+}  // namespace kv

@@ -84,7 +84,7 @@ def empty_state(method: Method, batch: int, heads: int, capacity: int, size: int
 
 NATIVE = [
     # (queries, sizes of key and value, slots, type): more queries, and longer values, than a block of a kernel has.
-    (1, (16, 8), 40, "float32"),
+    (2, (16, 8), 40, "float32"),
     (7, (16, 24), 130, "float16"),
     (70, (24, 72), 200, "float32"),
     (130, (8, 130), 150, "float32"),

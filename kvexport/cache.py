@@ -17,7 +17,7 @@ from kvexport.methods.slots import Rotary
 from kvexport.recipe.fields import MOST, Recipe
 from kvexport.schema.state import PAIRS, STATE, StateTensor, scales_of, types_of
 
-CONTRACT_VERSION = 7
+CONTRACT_VERSION = 8
 
 
 @dataclass(frozen=True)

@@ -210,8 +210,9 @@ class AnyPolicy(Method):
 
 
 def any_policy(rng: random.Random) -> AnyPolicy:
-    """Words at random, numbers among a few each, statistics that the policy can read."""
-    fields: dict[str, Any] = {a.name: rng.choice(a.words) for a in POLICY if a.kind == "word"}
+    """Words at random, numbers among a few each, statistics that the policy can read. No fit, and what takes one."""
+    words = {a.name: [word for word in a.words if word != "attended"] for a in POLICY if a.kind == "word"}
+    fields: dict[str, Any] = {name: rng.choice(known) for name, known in words.items()}
     fields |= {"pooled": rng.choice([1, 3, 5]), "eviction_pool": rng.choice([1, 2, 4]), "tau": rng.choice([0.0, 0.3])}
     fields |= {"error_exponent": rng.choice([0.0, 0.5, 1.0]), "residual": rng.choice([0.2, 0.5, 1.0])}
     fields |= {"key_factor_max": rng.choice([2.0, np.inf]), "votes_max": rng.choice([2.5, np.inf])}

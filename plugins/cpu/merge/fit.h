@@ -116,15 +116,17 @@ struct Fit : Select<K, V> {
   }
 
   // Probabilities below 1e-6 count as none, so that what underflows in one backend and not in another decides nothing.
-  void weigh_by_queries(const Head& x, Work& w, const FitWork& f) const {
-    float* importance = w.importance.get();
-    for (int i = 0; i < x.used; ++i) {
-      importance[i] = 0.0f;
+  void weigh_by_queries(const Head& x, Work& w, FitWork& f) const {
+    float* squares = f.wanted.reserve(f.slots());
+    for (int i = 0; i < f.slots(); i += W) {
+      vf sums{};
       for (int r = 0; r < f.rows; ++r) {
-        const float read = f.before.get()[f.of(r, i)];
-        if (read > 1e-6f) importance[i] += read * read;
+        const vf read = load(f.before.get() + f.of(r, i));
+        sums += select(read > splat(1e-6f), read * read, vf{});
       }
+      store(squares + i, sums);
     }
+    memcpy(w.importance.get(), squares, x.used * sizeof(float));
   }
 
   // Fills w.rows and w.scores, of as many sets as there are free slots.
@@ -150,11 +152,11 @@ struct Fit : Select<K, V> {
           *mass = f.mass.reserve(2 * f.rows + 1), *held_by = mass + f.rows;
     for (int i = 0; i < f.slots(); ++i)  // for now 1 where a slot's mass is for the free ones to hold
       held[i] = i < x.used && (free[i] != 0.0f || w.is_evicted.get()[i]) ? 1.0f : 0.0f, factor[i] = 1.0f;
-    over_slots(f, read, held, mass);
+    over_slots(f, read, held, mass, false);
     over_rows(f, read, mass, wanted);
     for (int step = 0; step < fit->vote_steps; ++step) {
       for (int i = 0; i < f.slots(); ++i) held[i] = factor[i] * free[i];
-      over_slots(f, read, held, held_by);
+      over_slots(f, read, held, held_by, true);
       over_rows(f, read, held_by, held);
       for (int i = 0; i < x.used; ++i)
         if (free[i] != 0.0f && wanted[i] > 1e-20f && held[i] > 1e-20f) factor[i] *= wanted[i] / held[i];
@@ -171,20 +173,23 @@ struct Fit : Select<K, V> {
       if (free[i] != 0.0f) votes[i] *= share;
   }
 
-  // out[r] = sum over slots of read[r, slot] factor[slot].
-  static void over_slots(const FitWork& f, const float* read, const float* factor, float* out) {
-    for (int r = 0; r < f.rows; ++r) {
-      vf sums{};
-      for (int i = 0; i < f.slots(); i += W) sums += load(read + f.of(r, i)) * load(factor + i);
-      out[r] = sum(sums);
+  // out[r] = sum over slots of read[r, slot] factor[slot]; of blocks with free slots alone, or of all.
+  static void over_slots(const FitWork& f, const float* read, const float* factor, float* out, bool free_only) {
+    for (int r = 0; r < f.rows; ++r) out[r] = 0.0f;
+    for (int b = 0; b < f.blocks; ++b) {
+      if (free_only && !has_free(f, b)) continue;
+      for (int r = 0; r < f.rows; ++r) out[r] += dot(read + f.of(r, b * kBlock), factor + b * kBlock, kBlock);
     }
   }
-  // out[slot] = sum over rows of read[r, slot] factor[r].
+  // out[slot] = sum over rows of read[r, slot] factor[r], in blocks with free slots.
   static void over_rows(const FitWork& f, const float* read, const float* factor, float* out) {
-    for (int i = 0; i < f.slots(); i += W) {
-      vf sums{};
-      for (int r = 0; r < f.rows; ++r) sums += load(read + f.of(r, i)) * factor[r];
-      store(out + i, sums);
+    for (int b = 0; b < f.blocks; ++b) {
+      if (!has_free(f, b)) continue;
+      for (int i = b * kBlock; i < (b + 1) * kBlock; i += W) {
+        vf sums{};
+        for (int r = 0; r < f.rows; ++r) sums += load(read + f.of(r, i)) * factor[r];
+        store(out + i, sums);
+      }
     }
   }
 

@@ -320,9 +320,11 @@ class Recipe(RecipeSection):
     @model_validator(mode="after")
     def _ranked(self) -> Recipe:
         if self.backend.tensor_parallel > 1:
-            policy = self.cache.build_method().policy()
-            if policy is None or policy.share_pairs:
+            method = self.cache.build_method()
+            policy = method.policy()
+            if policy is None or policy.share_pairs or method.extra_state:
                 joins = "joins choices over heads" if policy else "is no merge policy, so its heads may not be apart"
+                joins = "keeps state of its own" if method.extra_state else joins
                 raise ValueError(f"backend.tensor_parallel splits KV heads, and the method {self.cache.method} {joins}")
             if self.speculate.draft == "cache":
                 raise ValueError(

@@ -150,7 +150,8 @@ def test_norms_of_heads_are_every_rank_s(tmp_path: Path) -> None:
 def test_methods_that_join_heads_and_drafts_over_copies_are_refused(tiny_checkpoint: Path) -> None:
     for cache, speculate, said in (
         ({"method": "asymkv", "parameters": {"share_pairs": True}}, {}, "the method asymkv joins choices over heads"),
-        ({"method": "grkv"}, {}, "the method grkv is no merge policy"),
+        ({"method": "cam"}, {}, "the method cam is no merge policy"),
+        ({"method": "grkv"}, {}, "the method grkv keeps state of its own"),
         ({"method": "full"}, {"draft": "cache"}, "speculate.draft is cache, which copies entries"),
     ):
         with pytest.raises(ValidationError, match=said):

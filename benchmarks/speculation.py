@@ -6,7 +6,7 @@ same cache without drafts.
     python speculation.py text   --length 16000 --yarn 2 --bits 4
     python speculation.py text   --recipe small-full --kinds code --length 1800 --slots 256   # in a minute
     python speculation.py given  [--contexts 16384,32768] [--new 128] [--threads 2] [--bits 4]
-    python speculation.py periodic [--length 7900] [--new 256] [--kinds prose,code] [--methods full,h2o]
+    python speculation.py periodic [--length 7900] [--new 256] [--kinds prose,code] [--methods h2o,keepkv]
 
 costs: M (a random Llama of 28M parameters), the decoder alone, over state of random numbers: a step of the full cache,
 calls of it that verify, and a step of the drafter, all in turn; and what follows from the medians for a chance of
@@ -14,9 +14,9 @@ acceptance. text: SmolLM2-135M-Instruct goes on with a text of so many tokens (P
 or answers a question that takes quotation; the prompt is read once, and every side goes on from its snapshot. given: M
 end to end, with a chance of acceptance that is given, since that of random weights says nothing: the drafter runs, and
 what it drafts is replaced by the answer without drafts, with so many mistakes. periodic: SmolLM2 goes on with a text by
-its small cache alone, which is chosen anew from the full one every so many tokens (KeepKV's periodic mode) and holds no
-more than the slots when the next choice is due; the figures are KL(full || small), in nats, and the milliseconds of a
-choice. --bits rounds weights, as a user on a CPU has them; --yarn stretches the rotary embedding of a model by a factor
+cache.periodic, each token given; KL is to the full cache, in nats. Every row is saved as it is there. --new tokens
+without a choice between (every: --new) show the part alone.
+--bits rounds weights, as a user on a CPU has them; --yarn stretches the rotary embedding of a model by a factor
 (arXiv 2309.00071), so that it reads texts of more than the 8,192 tokens that SmolLM2 was trained on.
 """
 
@@ -44,6 +44,7 @@ from kvexport.recipe.load import load_recipe
 from kvexport.runtime.cache_drafter import CacheDrafter
 from kvexport.runtime.engine import Engine
 from kvexport.runtime.lanes import Lanes
+from kvexport.runtime.periodic import new_periodic
 from kvexport.runtime.request import Request
 from kvexport.runtime.settings import GenerationSettings
 from kvexport.runtime.snapshot import Snapshot
@@ -52,7 +53,7 @@ from kvexport.runtime.speculation import draft_ngrams, drafter_of
 NAME = "speculation"
 BUDGET, REBUILD, MOST = 512, 64, 8
 ACCEPTED = (0.6, 0.7, 0.8, 0.9)
-PERIODS = (8, 64, 256)  # tokens between two choices
+DELAY = 4  # steps between a choice that a thread makes and the first one that reads it
 QUESTION = "Quote the first 25 lines of this text, word for word:\n\n"
 
 
@@ -63,6 +64,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         found: dict[str, Any] = {}
         figures[run_name(options)] = {**head(), "figures": found}
+        options.save = partial(save, NAME, figures)
         try:
             WHAT[options.what](options, Path(folder), found)
         finally:  # what an interrupted run has measured
@@ -115,7 +117,7 @@ def costs(options: argparse.Namespace, folder: Path, found: dict[str, Any]) -> N
     for context in options.contexts:
         engine = m_engine(folder, context + 64, options)
         assert isinstance(engine.drafter, CacheDrafter)
-        full, own = engine.new_state(1), engine.drafter._state
+        full, own = engine.new_state(1), engine.drafter._part.state
         fill(full, context, context)
         fill(own, BUDGET, context)
         sides: dict[str, Callable[[], float]] = {"drafter": partial(call, own, 1)}
@@ -213,44 +215,80 @@ def prompt(engine: Engine, kind: str, length: int) -> list[int]:
 
 
 def periodic(options: argparse.Namespace, folder: Path, found: dict[str, Any]) -> None:
-    """By method, kind of text, slots and tokens between two choices: KL to the full cache, and what a choice costs."""
+    """By method and kind of text: tokens per second of the full cache, and by slots, tokens between two choices and
+    delay KL to it, tokens per second, and what a choice costs."""
     for method in options.methods:
-        changes = [f"cache.method={method}", "cache.budget=1.0", "speculate.draft=cache", "speculate.after=0"]
-        loaded = load_recipe(options.recipe, [*changes, f"speculate.rebuild={options.new}"])
+        changes = [f"cache.method={method}", "cache.budget=1.0", f"cache.periodic.slots={2 * options.slots}"]
+        loaded = load_recipe(options.recipe, [*changes, f"limits.max_length={options.length + 8}"])
         engine = kvexport.load(kvexport.build(loaded.recipe, folder / method), threads=options.threads, verify=False)
         for kind in options.kinds:
             ids = prompt(engine, kind, options.length)
             start, last = read(engine, ids[: -options.new])
             given = [last, *ids[-options.new : -1]]
+            limits = engine.manifest.limits
+            over = partial(Lanes, plan=engine.plan, lanes=1, prefill_chunk=limits.prefill_chunk, merge_every=1)
+            full, speed = given_rows(over(engine.new_state(1)), start, given)
+            found[f"{method} {kind}, full cache"] = {"tokens_per_second": speed}
             for slots in (options.slots, 2 * options.slots):
-                for every in (period for period in PERIODS if period < slots):
-                    label = f"{method} {kind}, {slots} slots, every {every}"
-                    drafter = changed_drafter(engine, budget=slots - every, rebuild=options.new)
-                    found[label] = periods(engine, drafter, start, given, every)
+                for every, delay in ((8, 0), (64, 0), (64, DELAY), (options.new, 0)):
+                    if every + delay >= slots * 3 // 4:
+                        continue
+                    label = f"{method} {kind}, {slots} slots, every {every}, delay {delay}"
+                    settings = {"slots": slots, "every": every, "delay": delay}
+                    found[label] = periods(engine, over, start, given, full, settings)
                     print(label, json.dumps(found[label]), flush=True)
+                    options.save()
 
 
-def periods(engine: Engine, drafter: CacheDrafter, start: Snapshot, given: list[int], every: int) -> dict[str, Any]:
-    """Tokens after a snapshot, read by the full cache and by the drafter's, which is copied every so many."""
-    lanes, own = engine.lanes(1), drafter._state
+def periods(
+    engine: Engine, over: Any, start: Snapshot, given: list[int], full: Any, settings: dict[str, int]
+) -> dict[str, Any]:
+    """Tokens after a snapshot by cache.periodic: KL to the rows of the full cache, in nats; milliseconds of what a
+    choice takes, medians (choose: by the scores; prepare: in the thread, choosing and copying; place: copying into the
+    part)."""
+    recipe = engine.manifest.recipe
+    section = recipe.cache.periodic.model_copy(update=settings)
+    cache = recipe.cache.model_copy(update={"periodic": section})
+    manifest = dataclasses.replace(engine.manifest, recipe=recipe.model_copy(update={"cache": cache}))
+    state, spent = new_periodic(manifest, engine.sessions, 1), dict[str, list[float]]()
+    for name in ("_choose", "_prepare", "_place"):
+        setattr(state, name, timed(getattr(state, name), spent.setdefault(name[1:], [])))
+    small, speed = given_rows(over(state), start, given)
+    full, small = log_softmax(full), log_softmax(small)
+    divergence = np.sum(np.exp(full) * (full - small), axis=-1)
+    return {
+        "kl": round(float(divergence.mean()), 5),
+        "tokens_per_second": speed,
+        "milliseconds": {name: round(1000 * float(np.median(each)), 2) for name, each in spent.items() if each},
+        "choices": len(spent["place"]),
+    }
+
+
+def timed(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+    """The same, its seconds noted."""
+
+    def call(*given: Any, **named: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return function(*given, **named)
+        finally:
+            seconds.append(time.perf_counter() - start)
+
+    return call
+
+
+def given_rows(lanes: Lanes, start: Snapshot, given: list[int]) -> tuple[Any, float]:
+    """The logits after each of some tokens that follow a snapshot, and tokens per second."""
     lanes.restore(0, start.saved)
-    request, copying, divergence = Request(given), [], []
-    request.lane = 0
-    for i, token in enumerate(given):
-        if i % every == 0:
-            drafter._copied.clear()
-            begin = time.perf_counter()
-            drafter._copy(request, lanes)
-            copying.append(time.perf_counter() - begin)
-        full = log_softmax(lanes.append([[token]])[0, 0])
-        small = log_softmax(own.decode(np.array([[token]]), np.ones((1, 1), np.int64))[0, 0])
-        divergence.append(float(np.sum(np.exp(full) * (full - small))))
-    return {"kl": round(float(np.mean(divergence)), 5), "milliseconds": round(1000 * float(np.median(copying)), 2)}
+    rows, begin = [], time.perf_counter()
+    for token in given:
+        rows.append(lanes.append([[token]])[0, 0].copy())
+    return np.stack(rows), round(len(given) / (time.perf_counter() - begin), 2)
 
 
 def log_softmax(row: Any) -> Any:
-    shifted = np.asarray(row, np.float64) - np.max(row)
-    return shifted - np.log(np.sum(np.exp(shifted)))
+    shifted = np.asarray(row, np.float64) - np.max(row, axis=-1, keepdims=True)
+    return shifted - np.log(np.sum(np.exp(shifted), axis=-1, keepdims=True))
 
 
 def given(options: argparse.Namespace, folder: Path, found: dict[str, Any]) -> None:

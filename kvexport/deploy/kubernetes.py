@@ -11,6 +11,7 @@ import yaml
 
 from kvexport.artifact.manifest import Manifest
 from kvexport.artifact.reading import load_manifest
+from kvexport.cache import state_bytes
 from kvexport.errors import UsageError
 
 USER = 10001  # of docker/cpu.Dockerfile
@@ -40,7 +41,7 @@ class Server:
 def memory(manifest: Manifest, server: Server) -> int:
     """Bytes: twice the artifact's files (kernels may keep their weights in an order of their own), the state of all
     lanes, what prefixes and sessions may take, and the program."""
-    state = manifest.cache.bytes(server.lanes or manifest.limits.max_batch)
+    state = state_bytes(manifest.recipe, manifest.cache, server.lanes or manifest.limits.max_batch)
     return 2 * manifest.bytes + state + server.prefix_memory + server.session_memory + PROGRAM
 
 

@@ -13,6 +13,7 @@ import anyio.to_thread
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvexport.cache import state_bytes
 from kvexport.runtime.engine import Engine
 from kvexport.runtime.grammar import Grammar
 from kvexport.runtime.prefixes import Prefixes
@@ -294,4 +295,4 @@ class Service:
 
 def session_bytes(manifest: Manifest) -> int:
     """Of one session, at most."""
-    return manifest.cache.bytes(1) + 16 * manifest.limits.max_length + (1 << 20)
+    return state_bytes(manifest.recipe, manifest.cache) + 16 * manifest.limits.max_length + (1 << 20)

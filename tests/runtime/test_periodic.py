@@ -24,6 +24,7 @@ from kvexport.artifact.reading import load_manifest
 from kvexport.backends.base import LoadOptions
 from kvexport.backends.onnxruntime.device_array import DeviceArray
 from kvexport.cache import part_plan
+from kvexport.deploy.triton import write_repository
 from kvexport.errors import EnvironmentProblem, SnapshotError, UsageError
 from kvexport.planning import plan_memory
 from kvexport.recipe.fields import Recipe
@@ -461,6 +462,14 @@ def test_settings_that_cannot_be_are_refused(tiny_checkpoint: Path, periodic: di
 def test_what_does_not_go_together_is_refused(tiny_checkpoint: Path, changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         make_recipe(tiny_checkpoint, **{"cache": {"method": "full", "periodic": {"slots": 99}}, **changes})
+
+
+def test_one_onnx_graph_and_tensorrt_are_refused(waiting: Engine, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="Triton calls one ONNX graph, which reads all of it") as caught:
+        write_repository(waiting.path, tmp_path / "out", "state")
+    assert "--kind python" in caught.value.fix and not (tmp_path / "out").exists()
+    with pytest.raises(UsageError, match="TensorRT has the cache on the GPU"):
+        backends.get("tensorrt").preparation(waiting.manifest.recipe)
 
 
 def test_ranks_are_refused(tiny_checkpoint: Path) -> None:

@@ -1,4 +1,4 @@
-// The two operators of docs/contract.md on the device, behind a C ABI: the structs of ../abi/kvexport.h with
+// The operators of docs/contract.md on the device, behind a C ABI: the structs of ../abi/kvexport.h with
 // pointers to device memory, a stream, and a workspace.
 //
 // Calls only enqueue work and allocate nothing, so they can be captured in a CUDA graph. The same input gives the same
@@ -29,16 +29,21 @@ enum { KV_CUDA_COUNTER_BYTES = 1 << 18, KV_CUDA_MAX_HEADS = 1 << 16 };
 // sizes and attributes are read.
 const char* kv_cuda_vote_attention_workspace(const KvVoteAttention* call, size_t* bytes);
 const char* kv_cuda_merge_cache_workspace(const KvMergeCache* call, size_t* bytes);
+const char* kv_cuda_linear_workspace(const KvLinear* call, size_t* bytes);
 
 // Why this device, or the kernels, have no room for calls of these sizes, asked before any runs; nullptr where they
 // have, and where there is no device to ask. Of the call only sizes and attributes are read.
 const char* kv_cuda_vote_attention_problem(const KvVoteAttention* call);
 const char* kv_cuda_merge_cache_problem(const KvMergeCache* call);
+const char* kv_cuda_linear_problem(const KvLinear* call);
 
 // All pointers of a call are device pointers, `policy.inverse_frequencies` too. Rows of keys and values are whole
 // 16-byte vectors, at most 256 elements, and their tensors are aligned to 16 bytes; a group has at most 16 query heads.
 const char* kv_cuda_vote_attention(const KvVoteAttention* call, const KvCuda* where);
 const char* kv_cuda_merge_cache(const KvMergeCache* call, const KvCuda* where);
+
+// Tensors of a Linear may lie anywhere; those that are aligned to 16 bytes are read faster.
+const char* kv_cuda_linear(const KvLinear* call, const KvCuda* where);
 
 // "device", or "host" where the same kernels were compiled for the host to be tested (core/block.h).
 const char* kv_cuda_target(void);

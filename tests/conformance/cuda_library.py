@@ -46,6 +46,26 @@ State, Statistic = STRUCTURES["KvState"], STRUCTURES["KvStatistic"]
 VoteAttention, MergeCache = STRUCTURES["KvVoteAttention"], STRUCTURES["KvMergeCache"]
 
 
+def _structure(name: str, **fields: Any) -> Any:
+    return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
+
+
+# plugins/abi/linear.h
+POINTER, INT, INT64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+LinearWeight = _structure(
+    "KvWeight", data=POINTER, bits=INT, is_signed=INT, group=INT64, scale_type=INT, scale=POINTER, zero=POINTER,
+    minimum_type=INT, minimum=POINTER,
+)  # fmt: skip
+LinearProduct = _structure(
+    "KvProduct", outputs=INT64, heads=INT64, rotated=INT, weight=LinearWeight, bias=POINTER, output=POINTER
+)
+Linear = _structure(
+    "KvLinear", type=INT, float_input=INT, batch=INT64, tokens=INT64, inputs=INT64, input_heads=INT64, input=POINTER,
+    norm=POINTER, epsilon=ctypes.c_float, count=INT, products=LinearProduct * 3, gate=LinearWeight, residual=POINTER,
+    planes=INT64, cosine=POINTER, sine=POINTER,
+)  # fmt: skip
+
+
 class Where(ctypes.Structure):
     _fields_ = [
         ("stream", ctypes.c_void_p),
@@ -58,7 +78,7 @@ class Where(ctypes.Structure):
 @cache
 def load(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
-    for operator, call in (("vote_attention", VoteAttention), ("merge_cache", MergeCache)):
+    for operator, call in (("vote_attention", VoteAttention), ("merge_cache", MergeCache), ("linear", Linear)):
         function, workspace = getattr(library, f"kv_cuda_{operator}"), getattr(library, f"kv_cuda_{operator}_workspace")
         function.restype = workspace.restype = library.kv_cuda_target.restype = ctypes.c_char_p
         function.argtypes = [ctypes.POINTER(call), ctypes.POINTER(Where)]

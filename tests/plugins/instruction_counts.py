@@ -1,4 +1,5 @@
-"""How many instructions of a warp the CUDA kernels take per slot, or per pair of slots, by their PTX run on the host.
+"""How many instructions of a warp the CUDA kernels take per slot, per pair of slots, or per weight of each of its
+lanes, by their PTX run on the host.
 
     python -m tests.plugins.instruction_counts    writes plugins/cuda/instructions.json anew
 
@@ -17,10 +18,13 @@ import numpy as np
 
 from kvexport.methods import all_methods
 from kvexport.methods.slots import Statistic
+from kvexport.ops.linear import Form
 from kvexport.ops.merge_cache import MergeCacheAttributes
+from kvexport.ops.packed import PackedFormat
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from plugins.building import make, resources
 from tests.conformance.cuda_library import PtxCaller
+from tests.conformance.cuda_linear import case
 from tests.support.paths import ROOT
 
 RECORD = ROOT / "plugins" / "cuda" / "instructions.json"
@@ -32,6 +36,12 @@ DECODE = (
     ("float32", 8, "Decode<float, 8>"),
 )
 LOG_EMA = (Statistic("log_ema", 0.9),)
+COLUMNS, INPUTS = 320, (512, 1024)
+LINEAR = (
+    ("int4", "float16", PackedFormat(4, True, 32), 1, "LinearMma<kv::cuda::Half, 4, 1>"),
+    ("int4, groups of 128", "float16", PackedFormat(4, True, 128), 1, "LinearMma<kv::cuda::Half, 4, 1>"),
+    ("float32", "float32", None, 1, "LinearCores<float, 8>"),
+)
 
 
 def measured(caller: PtxCaller) -> dict[str, float]:
@@ -56,12 +66,20 @@ def measured(caller: PtxCaller) -> dict[str, float]:
         found[name] = _difference(
             caller, program, lambda slots, m=method, d=dtype: _merge(caller, m, slots, evicted, d), over
         )
+    for kind, dtype, packing, rows, program in LINEAR:
+        found[f"linear, {kind}, rows {rows}, per weight"] = _difference(
+            caller,
+            program,
+            lambda inputs, d=dtype, p=packing, r=rows: _linear(caller, d, p, r, inputs),
+            COLUMNS * (INPUTS[1] - INPUTS[0]) // WARP,
+            INPUTS,
+        )
     return {name: round(count, 2) for name, count in found.items()}
 
 
-def _difference(caller: PtxCaller, program: str, run: Any, over: int) -> float:
+def _difference(caller: PtxCaller, program: str, run: Any, over: int, sizes: tuple[int, int] = SLOTS) -> float:
     counts = []
-    for slots in SLOTS:
+    for slots in sizes:
         caller.instructions(f"kv::cuda::{program}")
         run(slots)
         counts.append(caller.instructions(f"kv::cuda::{program}"))
@@ -90,6 +108,11 @@ def _merge(caller: PtxCaller, method: str, slots: int, evicted: int, dtype: str)
     made = all_methods()[method]()
     state = _state(slots, slots, len(made.statistics), dtype)
     caller.merge_cache(state, MergeCacheAttributes(made, slots - evicted, 4, 64))
+
+
+def _linear(caller: PtxCaller, dtype: str, packing: PackedFormat | None, rows: int, inputs: int) -> None:
+    form = Form(packed=(1,), group=(packing.group,)) if packing else Form()
+    case(form, dtype, (1, rows), inputs, COLUMNS, (packing,) if packing else ()).run(caller)
 
 
 def record(library: Path) -> None:

@@ -23,7 +23,7 @@ def check(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("flags", [[], ["--stand-in"]], ids=["pydantic", "without-pydantic"])
 def test_every_part_runs_and_is_reported(tmp_path: Path, flags: list[str]) -> None:
     parts = (
-        "build,repeat,memcheck,bandwidth,decode,prefill,merge"
+        "build,repeat,memcheck,bandwidth,decode,linear,prefill,merge"
         if flags
         else "build,conformance,merge,model,transformers"
     )

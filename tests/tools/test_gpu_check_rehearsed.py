@@ -15,7 +15,7 @@ from plugins.building import make, resources
 from tests.conformance.cuda_library import HOST, Caller, DeviceMemory, load
 from tests.support.fake_gpu import Clock, fake_gpu
 from tools.gpu_check import __main__ as gpu_check
-from tools.gpu_check import goals, model, parts, prebuilt, proof
+from tools.gpu_check import goals, linear, model, parts, prebuilt, proof
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="not reached: g++ was not found")
 
@@ -42,6 +42,7 @@ def test_every_measurement_runs_to_its_goals(clock: Clock) -> None:
             "decode": parts.decode,
             "merge": parts.merge,
             "prefill": parts.prefill,
+            "linear": linear.linear,
             "model": model.model,
             "repeat": proof.repeat,
         }.items()

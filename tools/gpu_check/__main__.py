@@ -38,6 +38,7 @@ PARTS = {
     "decode": 100,
     "merge": 60,
     "model": 170,
+    "linear": 60,
     "prefill": 45,
     "conformance": 90,
     "ncu": 60,
@@ -210,9 +211,9 @@ def run_part(options: argparse.Namespace) -> None:
     """In a part's own process: its figures on a line after `FIGURES`, as far as they are after every row; the same
     lines go to the file of rows, which outlives the process that reads them."""
     until = time.monotonic() + options.seconds
-    from tools.gpu_check import model, onnxruntime, parts, proof, transformers
+    from tools.gpu_check import linear, model, onnxruntime, parts, proof, transformers
 
-    modules = (proof, parts, model, transformers, onnxruntime)
+    modules = (proof, parts, model, linear, transformers, onnxruntime)
     if options.on_host:
         import torch
 

@@ -12,6 +12,7 @@ def goals(parts: dict[str, Any]) -> list[Row]:
     figures = {name: part.get("figures", {}) for name, part in parts.items()}
     rows = [*_decode(figures.get("decode", {}).get("rows", [])), *_prefill(figures.get("prefill", {}).get("rows", []))]
     rows += _model(figures.get("model", {}), figures.get("transformers", {}))
+    rows += _linear(figures.get("linear", {}).get("rows", []))
     rows.append(_goal("Runs of the same bits", figures.get("repeat", {}).get("runs"), least=1000))
     proof = figures.get("conformance", {})
     for dtype, allowed in {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}.items():
@@ -63,6 +64,15 @@ def _prefill(rows: list[Row]) -> list[Row]:
     return [
         _goal("Prefill of 512 against 2048 slots with statistics: share of PyTorch's flash attention", share, least=0.7)
     ]
+
+
+def _linear(rows: list[Row]) -> list[Row]:
+    one = [row for row in rows if row["rows"] == 1]
+    found = []
+    for kind, least in {"int4": 0.6, "int8": 0.7, "float16": 0.7}.items():
+        share = _of([row for row in one if row["weights"] == kind], min, lambda row: row["share of bandwidth"])
+        found.append(_goal(f"Linear of one row, {kind}: share of the copy bandwidth", share, least=least))
+    return found
 
 
 def _model(model: Row, peer: Row) -> list[Row]:

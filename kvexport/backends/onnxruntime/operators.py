@@ -1,5 +1,5 @@
-"""The native operators: the libraries that register VoteAttention, MergeCache and, on the CPU, Linear with ONNX
-Runtime, where they were built: one for its CPU provider, one for its CUDA provider.
+"""The native operators: the libraries that register VoteAttention, MergeCache and Linear with ONNX Runtime, where they
+were built: one for its CPU provider, one for its CUDA provider.
 
 Without one, or for a method or a layer it does not know, a graph runs from the functions it carries.
 """

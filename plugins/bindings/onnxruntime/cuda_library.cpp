@@ -58,16 +58,36 @@ struct MergeCacheKernel : kv::MergeCacheNode {
   }
 };
 
+struct LinearKernel : kv::LinearNode {
+  static constexpr const char* kProvider = kv::kDeviceProvider;
+  kv::Streams streams;
+
+  LinearKernel(const OrtKernelInfo* info, const kv::CacheType& cache)
+      : LinearNode(Ort::ConstKernelInfo(info), cache.type, true), streams(std::make_shared<kv::Memory>(info)) {
+    kv::require(!gate || !turns(), "Linear: a product that has a gate is not rotated");
+  }
+
+  OrtStatusPtr ComputeV2(OrtKernelContext* raw) {
+    return kv::status_of([&] {
+      const Ort::KernelContext context(raw);
+      const KvLinear call = this->call(context);
+      size_t bytes = 0;
+      kv::ran("Linear", kv_cuda_linear_workspace(&call, &bytes));
+      streams.run(context, bytes, [&](const KvCuda& where) { kv::ran("Linear", kv_cuda_linear(&call, &where)); });
+    });
+  }
+};
+
 }  // namespace
 
 #define KV_EXPORT extern "C" __attribute__((visibility("default")))
 
 KV_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
-  return kv::register_operators<kv::VoteAttentionOp<VoteAttentionKernel>, kv::MergeCacheOp<MergeCacheKernel>>(
-      options, base,
-      {{KV_FLOAT32, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT},
-       {KV_FLOAT16, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16},
-       {KV_BFLOAT16, ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16}});
+  return kv::register_operators<kv::VoteAttentionOp<VoteAttentionKernel>, kv::MergeCacheOp<MergeCacheKernel>,
+                                kv::LinearOp<LinearKernel>>(options, base,
+                                                            {{KV_FLOAT32, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT},
+                                                             {KV_FLOAT16, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16},
+                                                             {KV_BFLOAT16, ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16}});
 }
 
 // What kvexport/backends/onnxruntime/operators.py asks: the operators that the library knows, what the kernels are

@@ -55,7 +55,7 @@ struct MergeCacheKernel : kv::MergeCacheNode {
 struct LinearKernel : kv::LinearNode {
   static constexpr const char* kProvider = nullptr;
   LinearKernel(const OrtKernelInfo* info, const kv::CacheType& cache)
-      : LinearNode(Ort::ConstKernelInfo(info), cache.type) {}
+      : LinearNode(Ort::ConstKernelInfo(info), cache.type, false) {}
 
   OrtStatusPtr ComputeV2(OrtKernelContext* raw) const {
     return kv::status_of([&] {

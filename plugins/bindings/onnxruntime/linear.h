@@ -17,7 +17,8 @@ struct LinearNode {
   std::vector<Weight> weights;
   Weight gate_weight;
 
-  LinearNode(const Ort::ConstKernelInfo& info, int type) : type(type) {
+  // on_device: tensors are not in the process's memory.
+  LinearNode(const Ort::ConstKernelInfo& info, int type, bool on_device) : type(type) {
     const Attributes node(info, "Linear");
     input_heads = integer_at_least(0, node, "input_heads"), output_heads = node.integers("output_heads");
     bias = node.integers("bias"), rotated = node.integers("rotated");
@@ -52,7 +53,7 @@ struct LinearNode {
     };
     const auto weight = [&](size_t next, size_t i) {
       if (!packed[i]) plain(next);
-      return Weight(info, next, node, packed[i], group[i]);
+      return Weight(info, next, node, packed[i], group[i], on_device);
     };
     if (norm) plain(1);
     size_t next = 1 + norm;
@@ -85,7 +86,9 @@ struct LinearNode {
   }
 
   ONNXTensorElementDataType element() const {
-    return type == KV_FLOAT16 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16 : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+    return type == KV_FLOAT32   ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT
+           : type == KV_FLOAT16 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16
+                                : ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16;
   }
 
   bool turns() const {

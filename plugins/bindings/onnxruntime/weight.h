@@ -24,8 +24,8 @@ inline size_t bytes_of(ONNXTensorElementDataType type, size_t count) {
   }
 }
 
-// A tensor that every step reads. One that does not change is taken as it is when the session is made, where it is read
-// fastest.
+// A tensor that every step reads. One that does not change, and lies in the process's memory, is taken as it is when
+// the session is made, where it is read fastest.
 struct Streamed {
   size_t input = 0;  // its number
   ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
@@ -33,7 +33,9 @@ struct Streamed {
   std::shared_ptr<const void> copy;
 
   Streamed() = default;
-  Streamed(const Ort::ConstKernelInfo& info, size_t input) : input(input), type(declared_type(info, input)) {
+  Streamed(const Ort::ConstKernelInfo& info, size_t input, bool on_device)
+      : input(input), type(declared_type(info, input)) {
+    if (on_device) return;
     int constant = 0;
     const Ort::ConstValue value = info.GetTensorConstantInput(input, &constant);
     if (!constant) return;
@@ -57,14 +59,14 @@ struct Weight {
   Streamed integers, scale, offset;
 
   Weight() = default;
-  Weight(const Ort::ConstKernelInfo& info, size_t input, const Attributes& node, int packed, int group)
-      : packed(packed), group(group), integers(info, input) {
+  Weight(const Ort::ConstKernelInfo& info, size_t input, const Attributes& node, int packed, int group, bool on_device)
+      : packed(packed), group(group), integers(info, input, on_device) {
     if (!packed) return;
     node.require(bits() != 0, "input " + std::to_string(input) + " is a packed weight, and of no type of 4 or 8 bits");
     node.require(bits() == 8 || group % 2 == 0, "a group of 4-bit weights is odd: " + std::to_string(group));
-    scale = Streamed(info, input + 1);
+    scale = Streamed(info, input + 1, on_device);
     require_float(node, scale);
-    if (packed != kScaled) offset = Streamed(info, input + 2);
+    if (packed != kScaled) offset = Streamed(info, input + 2, on_device);
     if (packed == kWithMinimum) require_float(node, offset);
     if (packed == kWithZero)
       node.require(offset.type == integers.type,

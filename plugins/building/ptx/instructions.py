@@ -219,6 +219,8 @@ def c_type(kind: str) -> str:
 @of("add", "sub")
 def _add(scope: Scope, parts: Parts, a: Operands) -> str:
     kind, sign = parts[-1], "+" if parts[0] == "add" else "-"
+    if parts == ["add", "f16x2"]:
+        return stored(scope, a[0], "u32", f"add_f16x2({', '.join(_inputs(scope, a, 'u32', 'u32'))})")
     if kind[0] != "f":
         x, y = _inputs(scope, a, _unsigned(kind), _unsigned(kind))
         return stored(scope, a[0], _unsigned(kind), f"{x} {sign} {y}")
@@ -229,6 +231,8 @@ def _add(scope: Scope, parts: Parts, a: Operands) -> str:
 @of("mul", "mad", "fma")
 def _multiply(scope: Scope, parts: Parts, a: Operands) -> str:
     kind, bits = parts[-1], BITS[parts[-1]]
+    if kind == "bf16x2":
+        return stored(scope, a[0], "u32", f"fma_bf16x2({', '.join(_inputs(scope, a, *['u32'] * 3))})")
     if kind[0] == "f":
         values = ", ".join(_inputs(scope, a, *[kind] * 3))
         if parts[0] == "mul":

@@ -82,6 +82,23 @@ def test_malformed_nodes_are_refused_as_on_the_cpu_and_in_place_has_the_same_bit
 
 
 @needs_binding
+def test_linear_computes_and_refuses_what_the_cpus_does(on_the_binding: None) -> None:
+    from tests.ops import test_linear as plain
+    from tests.ops import test_linear_packed as packed
+
+    for steps in packed.STEPS:
+        for dtype in ("float16", "float32"):
+            packed.test_packed_weights_take_every_step(steps, dtype, True, False)
+    plain.test_no_rows_give_no_rows()
+    plain.test_tensors_that_do_not_fit_are_refused_by_the_run()
+    plain.test_products_of_one_input_that_do_not_fit_are_refused_by_the_run()
+    packed.test_what_is_not_finite_stays_in_its_row()
+    turned = plain.Form(gate=1, output_heads=(2,), rotated=(1,))
+    with pytest.raises(Exception, match="a product that has a gate is not rotated"):
+        plain.session(plain.model_of(turned, "float32", ["B", "T", 8], [4, 8], False), True)
+
+
+@needs_binding
 def test_caches_of_bfloat16_have_the_bits_of_the_kernels_called_by_themselves(on_the_binding: None) -> None:
     from kvexport.methods.slots import Statistic
     from kvexport.ops.vote_attention import VoteAttentionAttributes

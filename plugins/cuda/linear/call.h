@@ -1,0 +1,158 @@
+// Shared by the programs of Linear: which outputs a block makes, which columns of which weight these are, and a row's
+// norm.
+//
+// Columns come in tiles of 16, of which the first 8 and the others are a pair, column by column: of a plain product
+// they are neighbours, of a rotated head what is rotated with one another, and where there is a gate a product's column
+// and its gate's. So whatever an output takes lies in one tile. A strip is the tiles of a block, all of one product.
+#pragma once
+
+#include "../core/types.h"
+
+namespace kv {
+namespace cuda {
+
+constexpr int kTileColumns = 16, kPair = 8;
+
+// A call, or some of its products, and its workspace. What a call does not use is null.
+struct LinearArgs {
+  KvLinear call;
+  int strips[KV_MAX_PRODUCTS];  // of each product
+  int panels;                   // of rows
+  int splits;                   // of the inputs
+  int* counters;                // [strips, panels]
+  float* partial;               // [strips, panels, splits, rows of a panel, columns of a strip]
+  float* factors;               // [rows]: one over a row's root mean square; nullptr: every block finds its own rows'
+
+  KV_HD int rows() const { return static_cast<int>(call.batch * call.tokens); }
+  KV_HD int inputs() const { return static_cast<int>(call.inputs); }
+};
+
+KV_HD bool is_gated(const KvLinear& a) { return a.gate.data != nullptr; }
+
+// Tiles of a rotated head.
+KV_HD int tiles_of_head(const KvLinear& a) { return static_cast<int>((a.planes + kPair - 1) / kPair); }
+
+KV_HD int64_t tiles_of(const KvLinear& a, const KvProduct& p) {
+  if (p.rotated) return p.heads * tiles_of_head(a);
+  const int columns = is_gated(a) ? kPair : kTileColumns;
+  return (p.outputs + columns - 1) / columns;
+}
+
+// A block's part of the work.
+struct Work {
+  int product, strip;  // of the product
+  int all_strip;       // of all products
+  int panel, split;
+
+  KV_DEVICE Work(const LinearArgs& args, int block)
+      : product(0), strip(0), all_strip(0), panel(0), split(block % args.splits) {
+    panel = block / args.splits % args.panels, all_strip = strip = block / args.splits / args.panels;
+    while (product < args.call.count - 1 && strip >= args.strips[product]) strip -= args.strips[product++];
+  }
+};
+
+// One half of a tile's pair: column `first + i` for i below `count`, at most 8.
+struct Half8 {
+  int first, count;
+};
+KV_DEVICE Half8 half_of(const KvLinear& a, const KvProduct& p, int tile, int half) {
+  const int outputs = static_cast<int>(p.outputs);
+  if (p.rotated) {
+    const int planes = static_cast<int>(a.planes), tiles = tiles_of_head(a);
+    const int head = tile / tiles, at = tile % tiles * kPair;
+    const int left = head < p.heads ? planes - at : 0;
+    return {head * 2 * planes + half * planes + at, min_of(left, kPair)};
+  }
+  const int first = is_gated(a) ? tile * kPair : tile * kTileColumns + half * kPair;
+  return {first, min_of(outputs - first, kPair)};
+}
+
+// The weight that a half of the tiles is of.
+KV_DEVICE const KvWeight& weight_of(const KvLinear& a, const KvProduct& p, int half) {
+  return half && is_gated(a) ? a.gate : p.weight;
+}
+
+// A column that there is, for lane i of a half.
+KV_DEVICE int column_in(const Half8& half, int i, int outputs) {
+  return min_of(half.first + (i < half.count ? i : 0), outputs - 1);
+}
+
+// ---- rows ----
+
+// Input k of a row, wherever its heads lie.
+KV_DEVICE size_t input_at(const KvLinear& a, int row, int k) {
+  if (a.input_heads == 1 || a.tokens == 1) return static_cast<size_t>(row) * a.inputs + k;
+  const int size = static_cast<int>(a.inputs / a.input_heads), tokens = static_cast<int>(a.tokens);
+  const int b = row / tokens, t = row % tokens, h = k / size;
+  return ((static_cast<size_t>(b) * a.input_heads + h) * tokens + t) * size + k - h * size;
+}
+
+// The factors of a panel's rows in factors[0 .. rows), shared memory: one warp a row, in one order. Ends with a
+// barrier.
+template <class T, class Program>
+KV_DEVICE void find_factors(Block<Program>& block, const LinearArgs& args, int first, int rows, float* factors) {
+  const KvLinear& a = args.call;
+  constexpr int kWarps = Program::kThreads / kWarp;
+  for (int from = 0; from < rows; from += kWarps) {
+    block.each_alone([&](int t, auto& r) {
+      r.squares = 0.0f;
+      const int row = from + t / kWarp;
+      if (row >= rows) return;
+      for (int k = t % kWarp; k < args.inputs(); k += kWarp) {
+        const float x = to_float(static_cast<const T*>(a.input)[input_at(a, first + row, k)]);
+        r.squares += x * x;
+      }
+    });
+    block.warp_sum([](auto& r) -> float& { return r.squares; });
+    block.each_alone([&](int t, auto& r) {
+      const int row = from + t / kWarp;
+      if (row < rows && t % kWarp == 0)
+        factors[row] = 1.0f / sqrtf(r.squares / static_cast<float>(args.inputs()) + a.epsilon);
+    });
+  }
+  block.each([&](int, auto&) {});
+}
+
+// The same of all rows, where panels have so many that every block would be busy with them.
+template <class T>
+struct LinearFactors {
+  using Args = LinearArgs;
+  static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 8, kRows = kThreads / kWarp;
+  struct Registers {
+    float squares;
+  };
+  static KV_DEVICE void run(Block<LinearFactors>& block, const LinearArgs& args) {
+    const int first = block.index() * kRows;
+    find_factors<T>(block, args, first, min_of(kRows, args.rows() - first), args.factors + first);
+  }
+};
+
+// ---- packed weights ----
+
+// Integers are read as unsigned ones, signed ones with their highest bit turned: they are then larger by this much.
+KV_DEVICE int excess_of(const KvWeight& w) { return w.is_signed ? 1 << (w.bits - 1) : 0; }
+
+KV_DEVICE int integer_at(const void* data, const KvWeight& w, size_t i) {
+  const uint8_t* const bytes = static_cast<const uint8_t*>(data);
+  const int read = w.bits == 4 ? bytes[i / 2] >> (i % 2 * 4) & 15 : bytes[i];
+  return read ^ excess_of(w);
+}
+KV_DEVICE float number_at(int type, const void* data, size_t i) {
+  return type == KV_FLOAT16 ? to_float(static_cast<const Half*>(data)[i]) : static_cast<const float*>(data)[i];
+}
+// The integer, read as an unsigned one, that stands for zero, or for the minimum.
+KV_DEVICE int zero_at(const KvWeight& w, size_t group) { return w.zero ? integer_at(w.zero, w, group) : excess_of(w); }
+
+// Why tensor cores cannot take a product: nullptr where they can. Their steps are of 16 inputs, which lie in one group,
+// and of both weights alike.
+inline bool fits_tensor_cores(const KvLinear& a, const KvProduct& p) {
+  const KvWeight &w = p.weight, &g = a.gate;
+  if (is_gated(a) && (g.bits != w.bits || g.group != w.group || !g.minimum != !w.minimum)) return false;
+  if (a.type == KV_FLOAT32 && (!w.bits || a.float_input)) return false;
+  const int64_t step = w.bits == 4 ? 32 : 16;
+  return (w.bits ? w.group : a.inputs) % step == 0 && a.inputs % step == 0 &&
+         (a.tokens == 1 || a.inputs / a.input_heads % 8 == 0);
+}
+
+}  // namespace cuda
+}  // namespace kv

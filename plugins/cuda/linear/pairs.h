@@ -1,0 +1,98 @@
+// Integers of packed weights as pairs of 16-bit elements, exactly, without a conversion: an integer in the lowest bits
+// of the significand of 1024 (of 128 in bfloat16) is 1024 + u, from which 1024 + zero is taken off.
+#pragma once
+
+#include "../core/mma.h"
+#include "call.h"
+
+namespace kv {
+namespace cuda {
+
+// The sums of two pairs; nothing is rounded here.
+template <class T>
+KV_DEVICE uint32_t add_pairs(uint32_t x, uint32_t y) {
+#ifdef __CUDACC__
+  uint32_t sum;
+  if constexpr (T::kBrain)
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(x), "r"(0x3f803f80u), "r"(y));
+  else
+    asm("add.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(x), "r"(y));
+  return sum;
+#else
+  const auto sum = [&](int shift) {
+    return to_float(T{static_cast<uint16_t>(x >> shift)}) + to_float(T{static_cast<uint16_t>(y >> shift)});
+  };
+  return packed<T>(sum(0), sum(16));
+#endif
+}
+
+// Bytes 2 pair and 2 pair + 1 of a word, each below the byte 0x64.
+KV_DEVICE uint32_t spread_bytes(uint32_t word, int pair) {
+#ifdef __CUDACC__
+  return __byte_perm(word, 0x64646464u, pair ? 0x4342 : 0x4140);
+#else
+  const uint32_t bytes = word >> 16 * pair;
+  return (bytes & 255) | (bytes & 0xff00) << 8 | 0x64006400u;
+#endif
+}
+
+// A unit is what a lane's registers of whole products of `mma` come of: of each row so many bytes, of which a lane has
+// a word of every 16.
+//
+//   bits  inputs  steps  a lane's inputs, c = lane % 4, in the order of elements 0, 1, 4, 5 of a
+//   4     32      2      8 c + (0, 4, 1, 5), 8 c + (2, 6, 3, 7)
+//   8     16      1      4 c + (0, 1, 2, 3)
+//   16    16      1      2 c, 2 c + 1, 2 c + 8, 2 c + 9
+template <class T, int kBits>
+struct Unit {
+  static constexpr int kBytes = kBits ? 16 : 32, kInputs = kBits == 4 ? 32 : 16, kSteps = kBits == 4 ? 2 : 1;
+  static constexpr int kWords = kBytes / 16;                  // of a lane
+  static constexpr bool kByFloats = T::kBrain && kBits == 8;  // eight bits and 128 have no room in a bfloat16
+
+  // What is taken off: minus what an integer `zero` becomes.
+  static KV_DEVICE uint32_t less(int zero) {
+    if (kByFloats) return bits_as<uint32_t>(-(8388608.0f + static_cast<float>(zero)));
+    return (T::kBrain ? 0xc300c300u : 0xe400e400u) | static_cast<uint32_t>(zero) * 0x00010001u;
+  }
+  // What turns the highest bits of signed integers, in the same operation that puts them in their place.
+  static KV_DEVICE uint32_t turned(bool is_signed) {
+    if (kBits == 8) return is_signed ? 0x80808080u : 0u;
+    return (T::kBrain ? 0x43004300u : 0x64006400u) ^ (is_signed ? 0x00080008u : 0u);
+  }
+  // Elements 0 and 1 (half 0) or 4 and 5 of a row of a, in a step.
+  static KV_DEVICE uint32_t pair(const uint32_t* word, int step, int half, uint32_t turned, uint32_t less) {
+    if (kBits == 0) return word[half];
+    if (kBits == 4) return add_pairs<T>((word[0] >> (8 * step + 4 * half) & 0x000f000fu) ^ turned, less);
+    const uint32_t bytes = word[0] ^ turned;
+    if (!kByFloats) return add_pairs<T>(spread_bytes(bytes, half), less);
+    const auto number = [&](int i) {
+      return bits_as<float>((bytes >> 8 * i & 255) | 0x4b000000u) + bits_as<float>(less);
+    };
+    return packed<T>(number(2 * half), number(2 * half + 1));
+  }
+
+  // Where a row's 8 inputs go, the v-th of a chunk, so that a lane's lie together in the order above.
+  static KV_DEVICE void store_inputs(char* row, int v, const float (&x)[8]) {
+    Vector all;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      all.word[i] = kBits == 4 ? packed<T>(x[i], x[i + 4]) : packed<T>(x[2 * i], x[2 * i + 1]);
+    if (kBits) return store_vector(row + v * 16, all);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) *reinterpret_cast<uint32_t*>(row + v / 2 * 32 + i * 8 + v % 2 * 4) = all.word[i];
+  }
+  // b of all steps of unit u.
+  static KV_DEVICE void load_inputs(const char* row, int u, int lane, uint32_t* b) {
+    if (kBits == 4) {
+      const Vector all = load_vector(row + u * 64 + lane % 4 * 16);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) b[i] = all.word[i];
+    } else {
+      const uint64_t both = *reinterpret_cast<const uint64_t*>(row + u * 32 + lane % 4 * 8);
+      b[0] = static_cast<uint32_t>(both), b[1] = static_cast<uint32_t>(both >> 32);
+    }
+  }
+};
+
+}  // namespace cuda
+}  // namespace kv

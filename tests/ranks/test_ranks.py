@@ -26,6 +26,7 @@ from kvexport.ranks import processes
 from kvexport.recipe.fields import Recipe
 from kvexport.runtime.engine import Engine
 from kvexport.runtime.request import Request
+from kvexport.validate.runner import validate_artifact
 from tests.support.artifacts import rewrite
 from tests.support.models import build_shared
 from tests.support.native_alone import native_alone
@@ -210,6 +211,12 @@ def test_the_artifact_says_its_ranks(artifact: Path) -> None:
     assert [layer.kv_heads for layer in manifest.cache.layers] == [2, 2]
     refused = CliRunner().invoke(app, ["deploy", "triton", str(artifact), "--out", "x", "--kind", "state"])
     assert refused.exit_code == 2
+
+
+def test_validate_holds_all_ranks_to_pytorch_as_one_model(artifact: Path) -> None:
+    result = validate_artifact(artifact, length=70, batch=2)
+    assert result.passed and result.in_place_identical
+    assert len(result.steps) > 12
 
 
 def test_a_manifest_that_names_too_few_decoders(artifact: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ namespace cuda {
 template <class T, int kMostRows>
 struct LinearCores {
   using Args = LinearArgs;
-  static constexpr int kThreads = 128, kBlocksPerMultiprocessor = kMostRows > 8 ? 2 : 5;
+  static constexpr int kThreads = 128, kBlocksPerMultiprocessor = kMostRows > 8 ? 2 : 4;
   static constexpr int kRows = kMostRows, kColumns = 64, kInputs = 64;
   static constexpr int kOwnColumns = kRows > 8 ? 4 : 1, kAcross = kColumns / kOwnColumns, kDown = kThreads / kAcross;
   static constexpr int kOwnRows = kRows / kDown, kStride = kInputs + 4;

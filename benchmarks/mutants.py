@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,20 +30,29 @@ from kvexport.validate import merges
 ROOT = Path(__file__).parent.parent
 PLUGINS = ROOT / "plugins"
 SOURCES = ("cpu/attention/vote_attention.cpp", "cpu/merge/merge_cache.cpp", "cpu/linear/linear.cpp")
-BINDING = ("cpu/dispatch.cpp", "bindings/onnxruntime/library.cpp")
-# One instruction set is enough: the sources are the same for all, and a third of them compiles in a third of the time.
-FLAGS = ("-std=gnu++17", "-O1", "-fPIC", "-march=x86-64-v3", "-ffp-contract=fast", "-fno-math-errno", "-w",
-         "-DKV_ISA=portable", "-DKV_WIDTH=8")  # fmt: skip
+DISPATCH = "cpu/dispatch.cpp"
+BINDING = "bindings/onnxruntime/library.cpp"
+FLAGS = ("-std=gnu++17", "-O1", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-w")
+# One instruction set is enough where the sources are the same for all.
+ISA = "avx2"
+ISA_FLAGS = {
+    "portable": ("-DKV_WIDTH=4",),
+    "avx2": ("-DKV_WIDTH=8", "-march=x86-64-v3"),
+    "avx512": ("-DKV_WIDTH=16", "-march=x86-64-v4"),
+    "avx512vnni": ("-DKV_WIDTH=16", "-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+}
 
 
 class Mutant(NamedTuple):
-    """A bug: `old` becomes `new` wherever it stands in the file. engine: of `ENGINES`, one that computes with it."""
+    """A bug: `old` becomes `new` wherever it stands in the file. engine: of `ENGINES`, one that computes with it. isa:
+    an instruction set that computes with it."""
 
     name: str
     file: str
     old: str
     new: str
-    engine: str
+    engine: str = ""
+    isa: str = ISA
 
 
 DECODE, PREFILL, PREFILL_SCORES, ATTENTION = (
@@ -161,19 +171,27 @@ def build_engines(names: Sequence[str], folder: Path) -> dict[str, Path]:
 
 
 class Library:
-    """A copy of the kernels that can be changed and compiled."""
+    """A copy of the kernels that can be changed and compiled: a library, or a program with that source. linears: the
+    instruction sets that it has Linear for, of which KVEXPORT_CPU_ISA chooses; all else is `ISA`'s."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, linears: Sequence[str] = (ISA,), program: str | None = None) -> None:
         self.folder = folder / "plugins"
         shutil.copytree(PLUGINS, self.folder)
-        for file in ("cpu/core/kernels.h", "cpu/dispatch.cpp"):
-            source = self.folder / file
-            source.write_text(source.read_text().replace("defined(__x86_64__)", "0"))
+        dispatch = self.folder / DISPATCH
+        text, found = re.subn(
+            r"^Kernels choose\(\) \{.*?^\}\n", _choice(linears), dispatch.read_text(), flags=re.DOTALL | re.MULTILINE
+        )
+        assert found == 1, "dispatch.cpp has no function that chooses"
+        dispatch.write_text(f"#include <string>\n{text}")
         headers = next((ROOT / "build-cache" / "headers").rglob("onnxruntime_cxx_api.h")).parent
         self.flags = [*FLAGS, f"-isystem{headers}"]
-        self.path = folder / "operators.so"
-        for source in (*SOURCES, *BINDING):
-            self._compile(source)
+        self.link = ["-pthread"] if program else ["-shared"]
+        self.path = folder / ("program" if program else "operators.so")
+        *others, linear = SOURCES
+        self.units = [*((source, ISA) for source in others), *((linear, isa) for isa in linears)]
+        self.units += [(source, ISA) for source in (DISPATCH, program or BINDING)]
+        for unit in self.units:
+            self._compile(*unit)
         self._link()
 
     def change(self, mutant: Mutant) -> None:
@@ -185,32 +203,47 @@ class Library:
         file.write_text(before.replace(mutant.old, mutant.new))
         try:
             kernels = {"cpu/attention": SOURCES[:1], "cpu/merge": SOURCES[1:2], "cpu/linear": SOURCES[2:]}
-            kernels["math/merge"] = kernels["cpu/merge"]
+            kernels |= {"math/merge": kernels["cpu/merge"], "cpu/core/small": SOURCES[:2]}
             parts = next((of for start, of in kernels.items() if mutant.file.startswith(start)), SOURCES)
-            self._parts = parts
-            for source in parts:
-                self._compile(source)
+            compiled = "avx512vnni" if mutant.isa == "amx" else mutant.isa
+            self._changed = [(source, isa) for source, isa in self.units if source in parts and isa == compiled]
+            for unit in self._changed:
+                self._compile(*unit)
             self._link()
         finally:
             file.write_text(before)
 
     def restore(self) -> None:
         """Compile what `change` changed as it is."""
-        for source in self._parts:
-            shutil.copy(self._object(source, kept=True), self._object(source))
+        for unit in self._changed:
+            shutil.copy(self._object(*unit, kept=True), self._object(*unit))
 
-    def _object(self, source: str, kept: bool = False) -> Path:
-        return self.folder / (source.replace("/", "_") + (".kept.o" if kept else ".o"))
+    def _object(self, source: str, isa: str, kept: bool = False) -> Path:
+        return self.folder / (f"{isa}_{source.replace('/', '_')}" + (".kept.o" if kept else ".o"))
 
-    def _compile(self, source: str) -> None:
-        command = ["g++", *self.flags, "-c", str(self.folder / source), "-o", str(self._object(source))]
-        subprocess.run(command, check=True)
-        if not self._object(source, kept=True).exists():
-            shutil.copy(self._object(source), self._object(source, kept=True))
+    def _compile(self, source: str, isa: str) -> None:
+        target = self._object(source, isa)
+        flags = [*self.flags, f"-DKV_ISA={isa}", *ISA_FLAGS[isa]]
+        subprocess.run(["g++", *flags, "-c", str(self.folder / source), "-o", str(target)], check=True)
+        kept = self._object(source, isa, kept=True)
+        if not kept.exists():
+            shutil.copy(target, kept)
 
     def _link(self) -> None:
-        objects = [str(self._object(source)) for source in (*SOURCES, *BINDING)]
-        subprocess.run(["g++", "-shared", *objects, "-o", str(self.path)], check=True)
+        objects = [str(self._object(*unit)) for unit in self.units]
+        subprocess.run(["g++", *self.link, *objects, "-o", str(self.path)], check=True)
+
+
+def _choice(linears: Sequence[str]) -> str:
+    """dispatch.cpp's function of the instruction sets that are compiled."""
+    others = f"kv::{ISA}::vote_attention, kv::{ISA}::merge_cache"
+    cases = [f'if (wanted == "{isa}") return {{"{isa}", {others}, kv::{isa}::linear}};' for isa in linears]
+    if "avx512vnni" in linears:
+        amx = f'{{"amx", {others}, kv::avx512vnni::linear_amx}}'
+        cases.append(f'if (wanted == "amx" && may_use_tiles()) return {amx};')
+    lines = ['const char* asked = getenv("KVEXPORT_CPU_ISA");', 'const std::string wanted = asked ? asked : "";']
+    body = "\n  ".join([*lines, *cases, f"return KV_KERNELS({ISA});"])
+    return f"Kernels choose() {{\n  {body}\n}}\n"
 
 
 def verdict(library: Path, artifact: Path, examined: int = merges.MOST_EXAMINED) -> dict[str, Any]:

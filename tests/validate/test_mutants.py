@@ -3,12 +3,15 @@ validation."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import kernel_mutants
 import pytest
-from mutants import MUTANTS, PLUGINS, ROOT, Library, build_engines, verdict
+from common import RESULTS
+from mutants import MUTANTS, PLUGINS, ROOT, Library, Mutant, build_engines, verdict
 
 EXAMINED = 3  # heads that merge otherwise, of a sound library as well; to ask float64 takes most of a second each
 PLANTED = ("lost vote", "wrong group of query heads", "stale score", "recent off by one", "epsilon")
@@ -23,10 +26,18 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Library,
     yield Library(folder), engines
 
 
-def test_every_mutant_changes_its_file() -> None:
-    for mutant in MUTANTS:
+@pytest.mark.parametrize("mutants", [MUTANTS, kernel_mutants.MUTANTS], ids=["validate", "kernels"])
+def test_every_mutant_changes_its_file(mutants: tuple[Mutant, ...]) -> None:
+    for mutant in mutants:
         assert mutant.old in (PLUGINS / mutant.file).read_text(), mutant.name
-    assert len({m.name for m in MUTANTS}) == len(MUTANTS) >= 20
+    assert len({m.name for m in mutants}) == len(mutants) >= 20
+
+
+def test_bugs_of_packed_weights_and_small_caches_were_all_found() -> None:
+    """By the random calls of tests/backends/onnxruntime/test_operators.py; compiling them takes minutes."""
+    run = json.loads((RESULTS / "kernel-mutants.json").read_text())
+    assert run["mutants"].keys() == {m.name for m in kernel_mutants.MUTANTS}
+    assert all(of["found"] for of in run["mutants"].values()) and not any(run["unchanged"].values())
 
 
 def test_the_kernels_as_they_are_pass_and_planted_bugs_do_not(planted: tuple[Library, dict[str, Path]]) -> None:

@@ -5,9 +5,9 @@ weights in a real layout of shards, each build in a process of its own.
 
 `gptq`: a GPTQ checkpoint of 4 bits in groups of 128 (7B: 3.9 GB) whose weights are kept as they are, once with columns
 in their own order and once with act-order; `rounded`: a float16 checkpoint (7B: 13.5 GB), rounded to 4 bits in groups
-of 32 at build; `importance`: the same, for which the float model reads 2,048 tokens first. Peak memory is the kernel's
-figure for the finished process (mapped files included). The checkpoints are removed unless --keep; rows of other shapes
-and cases in the result stay.
+of 32 at build; `importance`, `awq`: the same, for which the float model reads 2,048 tokens first. Peak memory is the
+kernel's figure for the finished process (mapped files included). The checkpoints are removed unless --keep; rows of
+other shapes and cases in the result stay.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from export import measured
 
 GROUP = 128
 SHARD_BYTES = 1 << 30
-CASES = ("gptq", "gptq, act-order", "rounded", "importance")
-FLOATS = ("rounded", "importance")
+CASES = ("gptq", "gptq, act-order", "rounded", "importance", "awq")
+FLOATS = ("rounded", "importance", "awq")
 
 
 def make_gptq(shape: str, folder: Path, act_order: bool) -> None:
@@ -94,10 +94,10 @@ def made(case: str, shape: str, folder: Path) -> str:
         cwd=Path(__file__).parent,
     )
     method = "rtn"
-    if case == "importance":
+    if case in ("importance", "awq"):
         text = folder.with_suffix(".txt")
         text.write_text(" ".join(f"w{i}" for i in np.random.default_rng(0).integers(3, 20000, 4096)))
-        method = f"importance, calibration: {text}"
+        method = f"{case}, calibration: {text}"
     weights = f"weights: {{bits: 4, group: 32, head: 8, method: {method}}}\n" if case in FLOATS else ""
     return f"model: {{path: {folder}, dtype: float16}}\ncache: {{method: keepkv, budget: 512}}\n{weights}"
 

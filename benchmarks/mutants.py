@@ -77,7 +77,7 @@ MUTANTS = (
         "a.query_heads + g % group * a.heads + x.h;",
         "keepkv",
     ),
-    Mutant("stale score", DECODE, "+ weight * seen)", "+ 0.0f * seen)", "h2o"),
+    Mutant("stale score", DECODE, "load(past + c) * decay + seen", "load(past + c) * decay", "h2o"),
     Mutant(
         "wrong position",
         ATTENTION,
@@ -236,13 +236,16 @@ class Library:
 
 def _choice(linears: Sequence[str]) -> str:
     """dispatch.cpp's function of the instruction sets that are compiled."""
-    others = f"kv::{ISA}::vote_attention, kv::{ISA}::merge_cache"
-    cases = [f'if (wanted == "{isa}") return {{"{isa}", {others}, kv::{isa}::linear}};' for isa in linears]
+    linear = {isa: f"kv::{isa}::linear" for isa in linears}
     if "avx512vnni" in linears:
-        amx = f'{{"amx", {others}, kv::avx512vnni::linear_amx}}'
-        cases.append(f'if (wanted == "amx" && may_use_tiles()) return {amx};')
-    lines = ['const char* asked = getenv("KVEXPORT_CPU_ISA");', 'const std::string wanted = asked ? asked : "";']
-    body = "\n  ".join([*lines, *cases, f"return KV_KERNELS({ISA});"])
+        linear["amx"] = "kv::avx512vnni::linear_amx"
+    cases = [f'if (wanted == "{isa}") chosen.name = "{isa}", chosen.linear = {name};' for isa, name in linear.items()]
+    lines = [
+        'const char* asked = getenv("KVEXPORT_CPU_ISA");',
+        f'const std::string wanted = asked && (strcmp(asked, "amx") || may_use_tiles()) ? asked : "{ISA}";',
+        f"Kernels chosen = KV_KERNELS({ISA});",
+    ]
+    body = "\n  ".join([*lines, *cases, "return chosen;"])
     return f"Kernels choose() {{\n  {body}\n}}\n"
 
 

@@ -32,6 +32,7 @@ PLUGINS = ROOT / "plugins"
 SOURCES = ("cpu/attention/vote_attention.cpp", "cpu/merge/merge_cache.cpp", "cpu/linear/linear.cpp")
 DISPATCH = "cpu/dispatch.cpp"
 BINDING = "bindings/onnxruntime/library.cpp"
+RANKS = "cpu/ranks/all_reduce.cpp"
 FLAGS = ("-std=gnu++17", "-O1", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-w")
 # One instruction set is enough where the sources are the same for all.
 ISA = "avx2"
@@ -189,7 +190,7 @@ class Library:
         self.path = folder / ("program" if program else "operators.so")
         *others, linear = SOURCES
         self.units = [*((source, ISA) for source in others), *((linear, isa) for isa in linears)]
-        self.units += [(source, ISA) for source in (DISPATCH, program or BINDING)]
+        self.units += [(source, ISA) for source in (DISPATCH, RANKS, program or BINDING)]
         for unit in self.units:
             self._compile(*unit)
         self._link()

@@ -17,8 +17,6 @@ from kvexport.methods.slots import Rotary
 from kvexport.recipe.fields import MOST, Recipe
 from kvexport.schema.state import PAIRS, STATE, StateTensor, scales_of, types_of
 
-CONTRACT_VERSION = 8
-
 
 @dataclass(frozen=True)
 class LayerGeometry:

@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kvexport.cache import CONTRACT_VERSION
 from kvexport.errors import ArtifactError, KvexportError
+from kvexport.schema.state import CONTRACT_VERSION
 
 FORMAT = "kvexport-artifact"
 MANIFEST = "manifest.json"

@@ -14,10 +14,10 @@ from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from kvexport.cache import CONTRACT_VERSION, CachePlan, LayerCache
+from kvexport.cache import CachePlan, LayerCache
 from kvexport.errors import ArtifactError
 from kvexport.recipe.fields import MOST, MOST_LANES, CacheSection, ModelSection, Recipe
-from kvexport.schema.state import scales_of, types_of
+from kvexport.schema.state import CONTRACT_VERSION, scales_of, types_of
 
 Count = Annotated[int, Field(ge=1, le=MOST)]
 T = TypeVar("T")

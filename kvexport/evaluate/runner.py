@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvexport.cache import CONTRACT_VERSION, plan_cache
+from kvexport.cache import plan_cache
 from kvexport.errors import UsageError
 from kvexport.evaluate.files import alone, digest_of
 from kvexport.evaluate.kept import read_result, write_result
@@ -41,6 +41,7 @@ from kvexport.evaluate.tasks import TASKS, Sample, long_text
 from kvexport.recipe.fields import Recipe
 from kvexport.runtime.engine import Engine, load
 from kvexport.runtime.text import FILE_NAME, Tokenizer
+from kvexport.schema.state import CONTRACT_VERSION
 from kvexport.terminal import Progress, silent
 from kvexport.units import format_seconds
 from kvexport.validate.perturbation import NO_TELEMETRY, Perturbation

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from kvexport.methods.merging import Merging
 from kvexport.methods.primitives.sets import merge_sets, unit
-from kvexport.methods.slots import Evicted, Slots, gather_rows
+from kvexport.methods.slots import Evicted, Slots, gather_rows, ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,7 +46,7 @@ class KVMerger(Merging):
         importance = self.importance(slots, target)
         pivot = self._pivots(slots, target, importance, count)
         place = torch.arange(target.shape[-1], device=target.device)
-        alone = _places(torch.where(target, importance, torch.inf)) + target.shape[-1]
+        alone = ranks(torch.where(target, importance, torch.inf)) + target.shape[-1]
         return torch.where(pivot != place, place, alone).float()
 
     def merge(self, slots: Slots, evicted: Evicted) -> Slots:
@@ -79,7 +79,7 @@ class KVMerger(Merging):
 
         capacity = free.shape[-1]
         place = torch.arange(capacity, device=free.device).expand_as(importance)
-        rank = _places(torch.where(free, -importance, torch.inf))  # 0: the most attended
+        rank = ranks(torch.where(free, -importance, torch.inf))  # 0: the most attended
         light = free & (rank >= (self.heavy * free.sum(-1, keepdim=True)).floor())
         before = torch.clamp(torch.arange(capacity, device=free.device) - 1, min=0)
         keys = unit(slots.key)
@@ -87,16 +87,8 @@ class KVMerger(Merging):
         similar = light & light.index_select(-1, before) & (place > 0) & (cosine > self.threshold)
         # Empty slots are evicted first; a head joins by its own need, whatever its neighbours in the batch need.
         own = count - (slots.votes == 0).sum(-1, keepdim=True)
-        joins = similar & (_places(torch.where(similar, -cosine, torch.inf)) < own)
+        joins = similar & (ranks(torch.where(similar, -cosine, torch.inf)) < own)
         run = place - joins.to(torch.int64).cumsum(-1)  # one number for a whole run: both grow by one along it
         best = torch.full_like(rank, capacity).scatter_reduce(-1, run, rank, "amin")
         order = torch.zeros_like(rank).scatter(-1, rank, place)
         return order.gather(-1, best.gather(-1, run))
-
-
-def _places(x: Tensor) -> Tensor:
-    """Where each element stands in ascending order, ties by the lowest index; int64."""
-    import torch
-
-    order = x.sort(dim=-1, stable=True).indices
-    return torch.zeros_like(order).scatter(-1, order, torch.arange(x.shape[-1], device=x.device).expand_as(order))

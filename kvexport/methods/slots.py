@@ -122,6 +122,14 @@ def along(index: Tensor, axis: int, dims: int) -> Tensor:
     return index.reshape(*index.shape[:2], *ones[: axis - 2], index.shape[2], *ones[axis - 2 :])
 
 
+def ranks(x: Tensor) -> Tensor:
+    """Where each element of x [B, H, N] stands in ascending order, of equals the first one first; int64."""
+    import torch
+
+    order = x.sort(dim=-1, stable=True).indices
+    return torch.zeros_like(order).scatter(-1, order, torch.arange(x.shape[-1], device=x.device).expand_as(order))
+
+
 def corrected_log_ema(slots: Slots, k: int, decay: float) -> Tensor:
     """ln(S / (1 - a^n)) of statistic k, n = now - position + 1 the queries that saw the slot, whether they counted or
     others of their call stood for them; [B, H, C]."""

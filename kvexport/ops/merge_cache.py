@@ -14,7 +14,7 @@ from torch import Tensor
 from kvexport.errors import UsageError
 from kvexport.methods.base import Method
 from kvexport.methods.primitives.pairs import rotated
-from kvexport.methods.slots import Evicted, Rotary, Slots, gather_slots
+from kvexport.methods.slots import Evicted, Rotary, Slots, gather_slots, ranks
 from kvexport.ops.small_cache import dequantized, is_small, quantized, rotated_by_hadamard
 
 LAST = torch.iinfo(torch.int32).max
@@ -53,7 +53,7 @@ def merge_cache(
     rows: tuple[Tensor, Tensor, Tensor] | None = None,
     recent: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """One layer's cache back within its budget; a cache within it keeps its slots, in order of position.
+    """One layer's cache back within its budget; a cache within it stays as it lies.
 
     Args:
         key, value: [B, H, C, D], [B, H, C, Dv]; votes: [B, H, C] float32, 0 = empty; score: [B, H, K, C] float32;
@@ -66,8 +66,10 @@ def merge_cache(
         recent: [1] int32, given by the tracer, in place of the attribute.
 
     Returns:
-        The state tensors in the same shapes and dtypes: at most `budget` used slots in order of position, zeros after
-        row `budget`.
+        The state tensors in the same shapes and dtypes: at most `budget` used slots, a prefix, zeros after row
+        `budget`. Of n slots that are kept, those below row n stay where they lie, a merged one where its target lay;
+        the lowest hole among the first n rows takes the last kept slot, the next lowest hole the last but one, and so
+        on.
 
     Raises UsageError where K is not the number of statistics that the method keeps.
     """
@@ -106,9 +108,12 @@ def merge_cache(
         evicted = Evicted(index, used.gather(-1, index), receives & stays, target)
         slots = attributes.method.merge(slots, evicted)
         kept = used & stays
-    order = torch.where(kept, slots.position, LAST).sort(dim=-1, stable=True).indices[:, :, : kept_rows.shape[0]]
-    result = gather_slots(slots, order, axes)
-    result_votes = torch.where(kept.gather(-1, order), result.votes, 0.0)
+    row = torch.arange(order.shape[-1], device=votes.device).expand_as(order)
+    lies = torch.zeros_like(kept).scatter(-1, order, kept)  # of every row of the cache: whether a kept slot lies there
+    number = torch.zeros_like(order).scatter(-1, order, row)  # ... and which of `slots` lies there
+    source = _without_holes(lies)[:, :, : kept_rows.shape[0]]
+    result = gather_slots(slots, number.gather(-1, source), axes)
+    result_votes = torch.where(row[:, :, : kept_rows.shape[0]] < kept.sum(-1, keepdim=True), result.votes, 0.0)
     if attributes.rotary.inverse_frequencies and attributes.rotary.cache_positions:
         result = replace(result, key=_turned(result, result_votes, held, attributes.rotary))
 
@@ -147,16 +152,25 @@ def _merge_small(
     return (key, value, *merged[2:5], key_scale, value_scale, *merged[5:])
 
 
+def _without_holes(lies: Tensor) -> Tensor:
+    """lies [B, H, W] bool: in which rows n kept slots lie. Of the first n rows the ones that their slots come from, of
+    the others themselves; [B, H, W] int64."""
+    row = torch.arange(lies.shape[-1], device=lies.device).expand_as(lies)
+    count = lies.to(torch.int64).cumsum(-1)
+    kept, before = count[:, :, -1:], count - lies.to(torch.int64)
+    holes = row - before  # below this row
+    listed = torch.zeros_like(row).scatter(-1, torch.where(lies, before, kept + holes), row)  # kept slots' rows first
+    return torch.where(lies | (row >= kept), row, listed.gather(-1, torch.clamp(kept - 1 - holes, min=0)))
+
+
 def _turned(result: Slots, votes: Tensor, held: Tensor, rotary: Rotary) -> Tensor:
     """Keys [B, H, N, D] turned from the places that they had among `held` [B, H, C] positions, in order and LAST where
-    empty, to those that they have now. A merged slot had the place of its latest member."""
+    empty, to those that they have now, in any order. A merged slot had the place of its latest member."""
     before = held.shape[-1]
-    both = torch.cat([held, torch.where(votes > 0, result.position, LAST)], dim=-1)
-    order = both.sort(dim=-1, stable=True).indices  # of equals the held one is first
-    count = torch.arange(both.shape[-1], device=held.device)
-    rank = torch.zeros_like(order).scatter(-1, order, count.expand_as(order))[:, :, before:]
-    place = count[: votes.shape[-1]]
-    old = rank - place - 1  # the rank counts those held up to the slot itself, and the results before it
+    position = torch.where(votes > 0, result.position, LAST)
+    place = ranks(position)
+    both = ranks(torch.cat([held, position], dim=-1))[:, :, before:]  # of equals the held one is first
+    old = both - place - 1  # that rank counts those held up to the slot itself, and the results before it
     steps = torch.where(votes > 0, place - old, 0)
     turned = rotated(result.key.float(), steps, rotary).to(result.key.dtype)
     return torch.where((steps != 0)[..., None], turned, result.key)

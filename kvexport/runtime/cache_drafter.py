@@ -18,7 +18,7 @@ from kvexport.artifact.manifest import Manifest
 from kvexport.backends.base import Sessions
 from kvexport.cache import CachePlan
 from kvexport.errors import KvexportError
-from kvexport.runtime.cache_part import CachePart
+from kvexport.runtime.cache_part import CachePart, LaneTensors, Slots
 from kvexport.runtime.lanes import Lanes
 from kvexport.runtime.request import Request
 
@@ -110,7 +110,7 @@ class CacheDrafter:
         else:
             chosen = [np.arange(new)[None] + (self._used(i, full, length) - new) for i in layers]
         for i in layers:
-            self._part.copy(i, full, own, chosen[i], held.used[i])
+            self._part.copy(i, full, own, self._slots(i, full, chosen[i]), held.used[i])
             held.used[i] += chosen[i].shape[1]
         held.length, held.since = length, held.since + new
         self._copied[lane] = held
@@ -119,6 +119,14 @@ class CacheDrafter:
     def _used(self, i: int, full: Mapping[str, NDArray[Any]], length: int) -> int:
         """Slots of a layer that the full cache uses."""
         return int(np.count_nonzero(full[f"past_key_values.{i}.votes"][0])) if self._full.layers[i].merges else length
+
+    def _slots(self, i: int, full: LaneTensors, entries: Slots) -> Slots:
+        """Where a layer's entries lie, which are numbered in order of position: there, unless a sliding window has
+        dropped some. Such a layer has no scores, and its heads are alike."""
+        if not self._full.layers[i].merges:
+            return entries
+        held = full[f"past_key_values.{i}.position"][:, : self._used(i, full, 0)]
+        return np.take(np.argsort(held, axis=1, kind="stable"), entries[0], axis=1, mode="clip")
 
 
 def _bytes_read(plan: CachePlan, lengths: Sequence[int]) -> int:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from kvexport.schema.attribute import Attribute
 from kvexport.schema.policy import FIT, POLICY
-from kvexport.schema.state import INT4, SMALL, STATE, StateTensor
+from kvexport.schema.state import CONTRACT_VERSION, INT4, SMALL, STATE, StateTensor
 
 Role = Literal["query", "cache", "float32", "int32", "int64"]
 
@@ -170,11 +170,11 @@ LINEAR_ATTRIBUTES = (
 
 
 def schema_digest() -> str:
-    """Of what a compiled kernel knows of the operators: attributes, their kinds and words, state tensors, and types of
-    caches. Libraries carry the digest that they were compiled with."""
+    """Of what a compiled kernel knows of the operators: the version of their contract, attributes, their kinds and
+    words, state tensors, and types of caches. Libraries carry the digest that they were compiled with."""
     known = [
         [(a.name, a.kind, a.words) for a in attributes]
         for attributes in (VOTE_ATTENTION.attributes, MERGE_CACHE.attributes, LINEAR_ATTRIBUTES)
     ]
     state = [(tensor.name, tensor.dims, tensor.dtype) for tensor in STATE]
-    return hashlib.sha256(repr((known, state, SMALL, INT4)).encode()).hexdigest()[:12]
+    return hashlib.sha256(repr((CONTRACT_VERSION, known, state, SMALL, INT4)).encode()).hexdigest()[:12]

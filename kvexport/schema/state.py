@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+CONTRACT_VERSION = 8  # of docs/contract.md
 T = TypeVar("T")
 DType = Literal["cache", "float32", "int32"]
 # Every dimension by its letter: its name in C, and what it counts.
@@ -26,7 +27,7 @@ class StateTensor:
     """One tensor of a layer's state; zeros are an empty cache.
 
     dims: letters of `DIMENSIONS`, or fixed sizes; the first is always B. A tensor that has a C, which then follows B
-        and H, holds something for every slot: it is sorted, zeroed and cut with the slots.
+        and H, holds something for every slot: it is moved, zeroed and cut with the slots.
     dtype: ``cache`` is the type of the cache's keys and values.
     """
 

@@ -1,6 +1,8 @@
 // One random call of MergeCache, and what must hold of it.
 #pragma once
 
+#include <set>
+
 #include "support.h"
 
 namespace fuzz {
@@ -203,20 +205,21 @@ struct MergeCase {
     const auto is_protected = [&](int32_t position) { return position < call.sinks || position > now - call.recent; };
     double votes_before = 0.0, votes_after = 0.0;
     int protected_before = 0, protected_after = 0;
+    const std::vector<int> places = places_of(present, row, kept);
+    if (drops) check_rows(present, row, kept, slots);
     for (const auto& slot : slots) {
       votes_before += past->votes(row, slot.second);
       protected_before += is_protected(slot.first);
     }
     for (int c = 0; c < kept; ++c) {
       const int32_t position = present.position(row, c);
-      check(c == 0 || position > present.position(row, c - 1), "slots are not in order of position");
       const auto at = std::lower_bound(slots.begin(), slots.end(), std::make_pair(position, -1));
       check(at != slots.end() && at->first == position, "a position that no slot had");
-      const bool turned = call.cache_positions && call.rotary_planes && at - slots.begin() != c;
+      const bool turned = call.cache_positions && call.rotary_planes && at - slots.begin() != places[c];
       if (!turned && (drops || position < call.sinks || (position > now - call.recent && !call.recent_receives)))
         check(present.same_slot(row, c, *past, at->second), "a slot that should not change did");
       if (turned && drops && !shape.small)
-        check_turned(present, row, c, at->second, static_cast<int>(at - slots.begin()));
+        check_turned(present, row, c, at->second, places[c] - static_cast<int>(at - slots.begin()));
       check_finite(present, row, c);
       votes_after += present.votes(row, c);
       protected_after += is_protected(position);
@@ -236,12 +239,44 @@ struct MergeCase {
       }
   }
 
-  // A key that was turned from place `was` to c, in double precision.
-  void check_turned(const Cache& present, size_t row, int c, int slot, int was) const {
+  // Of every slot how many have lower positions.
+  std::vector<int> places_of(const Cache& present, size_t row, int kept) const {
+    std::vector<int> order(kept), places(kept);
+    for (int c = 0; c < kept; ++c) order[c] = c;
+    std::sort(order.begin(), order.end(),
+              [&](int i, int j) { return present.position(row, i) < present.position(row, j); });
+    for (int i = 0; i < kept; ++i) {
+      check(i == 0 || present.position(row, order[i - 1]) < present.position(row, order[i]), "two of one position");
+      places[order[i]] = i;
+    }
+    return places;
+  }
+
+  // Where nothing merged: slots lie where they lay, and holes were filled from behind.
+  void check_rows(const Cache& present, size_t row, int kept, const std::vector<std::pair<int32_t, int>>& slots) const {
+    std::set<int32_t> stays;
+    for (int c = 0; c < kept; ++c) stays.insert(present.position(row, c));
+    std::vector<int> filling;
+    for (const auto& slot : slots)
+      if (stays.count(slot.first) && slot.second >= kept) filling.push_back(slot.second);
+    std::sort(filling.begin(), filling.end());
+    for (int c = 0; c < kept; ++c) {
+      int from = c;
+      if (!stays.count(past->position(row, c))) {
+        check(!filling.empty(), "more holes than slots to fill them");
+        from = filling.back();
+        filling.pop_back();
+      }
+      check(present.position(row, c) == past->position(row, from), "a slot lies in another row than it should");
+    }
+  }
+
+  // A key that was turned by so many places, in double precision.
+  void check_turned(const Cache& present, size_t row, int c, int slot, int steps) const {
     const int planes = call.rotary_planes;
     for (int f = 0; f < planes; ++f) {
       const int i = call.rotary_interleaved ? 2 * f : f, j = call.rotary_interleaved ? 2 * f + 1 : f + planes;
-      const double angle = static_cast<float>(c - was) * frequencies[f], x = past->key(row, slot, i),
+      const double angle = static_cast<float>(steps) * frequencies[f], x = past->key(row, slot, i),
                    y = past->key(row, slot, j);
       const double allowed = (shape.type ? 2e-3 : 1e-5) * (1.0 + std::fabs(x) + std::fabs(y));
       check(std::fabs(present.key(row, c, i) - (x * std::cos(angle) - y * std::sin(angle))) <= allowed &&

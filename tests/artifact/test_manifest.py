@@ -14,9 +14,9 @@ import pytest
 from kvexport.artifact import digests
 from kvexport.artifact.manifest import parse_manifest
 from kvexport.artifact.reading import load_manifest
-from kvexport.cache import CONTRACT_VERSION
 from kvexport.commands.inspect import inspect_artifact
 from kvexport.errors import ArtifactError
+from kvexport.schema.state import CONTRACT_VERSION
 from tests.support.artifacts import rewrite
 
 # Added by the writer, or without meaning to whoever runs the artifact: everything else is read.

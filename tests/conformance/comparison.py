@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from kvexport.methods.slots import Statistic
@@ -85,18 +87,34 @@ def assert_same_cache(
             assert_near(a["value"], e["value"], stored, f"{where} value")
 
 
+def assert_same_rows(actual: Arrays, expected: Arrays, what: str = "") -> None:
+    """Both caches hold their used slots in the same rows."""
+    for b, h in np.ndindex(*expected["votes"].shape[:2]):
+        used = int((expected["votes"][b, h] > 0).sum())
+        rows = [state["position"][b, h, :used].tolist() for state in (actual, expected)]
+        assert rows[0] == rows[1], f"{what} sequence {b}, head {h}: slots lie in other rows"
+
+
+def in_order(state: Arrays) -> Arrays:
+    """The same caches with the used slots of every head in order of position."""
+    return _reordered(state, lambda position: np.argsort(position, kind="stable"))
+
+
 def permuted(state: Arrays, seed: int) -> Arrays:
     """The same caches with the used slots of every head in another order."""
     rng = np.random.default_rng(seed)
+    return _reordered(state, lambda position: rng.permutation(len(position)))
+
+
+def _reordered(state: Arrays, order_of: Callable[[np.ndarray], np.ndarray]) -> Arrays:
+    """order_of: of the used slots of a head, by their positions."""
     result = {name: x.copy() for name, x in state.items()}
-    batch, heads, _ = state["votes"].shape
-    for b in range(batch):
-        for h in range(heads):
-            used = int((state["votes"][b, h] > 0).sum())
-            order = rng.permutation(used)
-            for name in STATE:
-                if name == "score":
-                    result[name][b, h, :, :used] = state[name][b, h][:, order]
-                else:
-                    result[name][b, h, :used] = state[name][b, h][order]
+    for b, h in np.ndindex(*state["votes"].shape[:2]):
+        used = int((state["votes"][b, h] > 0).sum())
+        order = order_of(state["position"][b, h, :used])
+        for name in STATE:
+            if name == "score":
+                result[name][b, h, :, :used] = state[name][b, h][:, order]
+            else:
+                result[name][b, h, :used] = state[name][b, h][order]
     return result

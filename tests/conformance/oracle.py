@@ -106,7 +106,7 @@ def _updated(
 
 
 def merge_cache(state: Arrays, attributes: MergeCacheAttributes) -> Arrays:
-    """The five tensors `present_*`, floats in float64: used slots in order of position, zeros after them."""
+    """The five tensors `present_*`, floats in float64: every slot in its row, zeros after them."""
     result = {
         name: np.zeros(state[name].shape, state[name].dtype if name == "position" else np.float64)
         for name in STATE_NAMES
@@ -115,13 +115,19 @@ def merge_cache(state: Arrays, attributes: MergeCacheAttributes) -> Arrays:
     for b in range(batch):
         queries = [_queries(state, b, h) for h in range(heads)]
         for h, kept in enumerate(_merge_sequence([_slots(state, b, h) for h in range(heads)], attributes, queries)):
-            for c, slot in enumerate(kept):
+            for c, slot in enumerate(_rows(kept)):
                 result["key"][b, h, c] = slot.key
                 result["value"][b, h, c] = slot.value
                 result["votes"][b, h, c] = slot.votes
                 result["score"][b, h, :, c] = slot.score
                 result["position"][b, h, c] = slot.position
     return {f"present_{name}": x for name, x in result.items()}
+
+
+def _rows(kept: list[Slot]) -> list[Slot]:
+    """What lies in the first rows: slots that lay there stay, and the lowest of the other rows takes the last slot."""
+    at = {slot.row: slot for slot in kept}
+    return [at[row] if row in at else at.pop(max(at)) for row in range(len(kept))]
 
 
 def _slots(state: Arrays, b: int, h: int) -> list[Slot]:
@@ -133,6 +139,7 @@ def _slots(state: Arrays, b: int, h: int) -> list[Slot]:
             float(state["votes"][b, h, c]),
             state["score"][b, h, :, c].astype(np.float64),
             int(state["position"][b, h, c]),
+            c,
         )
         for c in range(state["votes"].shape[2])
         if state["votes"][b, h, c] > 0

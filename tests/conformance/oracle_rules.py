@@ -25,6 +25,7 @@ class Slot:
     votes: float
     score: np.ndarray
     position: int
+    row: int  # of the cache, where it lies
 
 
 @dataclass

@@ -12,7 +12,7 @@ from kvexport.methods import all_methods
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from tests.conformance.backends import Backend, Torch, reached
 from tests.conformance.cases import MERGE_PROFILES, MergeProfile
-from tests.conformance.comparison import assert_finite, state_of
+from tests.conformance.comparison import STATE, assert_finite, by_position, in_order, state_of
 from tests.conformance.oracle import vote_attention
 
 Arrays = dict[str, np.ndarray]
@@ -66,9 +66,18 @@ def new_tokens(
     return inputs | {f"past_{name}": x for name, x in state.items()}
 
 
+def assert_same_slots(actual: Arrays, expected: Arrays) -> None:
+    """Both caches hold the same slots, bit by bit, whatever their rows."""
+    for b, h in np.ndindex(*expected["votes"].shape[:2]):
+        a, e = by_position(actual, b, h), by_position(expected, b, h)
+        for name in STATE:
+            assert a[name].tobytes() == e[name].tobytes(), f"{name} depends on the order of slots"
+
+
 @every_kernel
 def test_twenty_times_the_budget_stays_finite_and_bounded(backend: Backend, profile: MergeProfile) -> None:
-    """Attention is PyTorch's throughout; merges are the backend's. Logits reach 200 in every other call."""
+    """Attention is PyTorch's throughout; merges are the backend's. Logits reach 200 in every other call. A cache whose
+    slots lie as merges leave them merges into what it would if they lay in order of position."""
     budget, chunk, rng = 12, 8, np.random.default_rng(11)
     attention, attributes = attention_of(profile), profile.attributes(budget)
     capacity = 20 * budget if not attributes.method.compresses else budget + chunk
@@ -80,7 +89,10 @@ def test_twenty_times_the_budget_stays_finite_and_bounded(backend: Backend, prof
         assert_finite(result)
         state, seen = state_of(result), seen + chunk
         if attributes.method.compresses:
-            state = state_of(backend.merge_cache(state, attributes))
+            before = state
+            state = state_of(backend.merge_cache(before, attributes))
+            if seen % (4 * chunk) == 0:
+                assert_same_slots(state, state_of(backend.merge_cache(in_order(before), attributes)))
             assert_finite(state)
             assert ((state["votes"] > 0).sum(-1) == min(seen, budget)).all()
         norms = np.linalg.norm(state["key"].astype(np.float64), axis=-1)

@@ -28,6 +28,7 @@ from tests.conformance.comparison import (
     assert_finite,
     assert_near,
     assert_same_cache,
+    assert_same_rows,
     by_position,
     permuted,
     state_of,
@@ -74,13 +75,15 @@ def test_equals_the_oracle(backend: Backend, profile: MergeProfile, scenario: Me
     assert all((state[name] == before[name]).all() for name in STATE), "an input was written to"
     assert_finite(actual)
     assert all(actual[f"present_{name}"].dtype == state[name].dtype for name in STATE)
+    expected = right(state, attributes)
     assert_same_cache(
         state_of(actual),
-        right(state, attributes),
+        expected,
         profile.statistics,
         single=single_precision(scenario.peak),
         stored=stored_precision(profile.dtype, scenario.peak),
     )
+    assert_same_rows(state_of(actual), expected)
 
 
 @every_merge
@@ -120,6 +123,21 @@ def test_the_order_of_the_slots_changes_nothing(backend: Backend, profile: Merge
     first, second = (state_of(backend.merge_cache(x, attributes)) for x in (state, permuted(state, seed=2)))
     stored = stored_precision(profile.dtype, scenario.peak)
     assert_same_cache(second, first, profile.statistics, single=1e-5, stored=stored)
+
+
+@pytest.mark.parametrize("backend", reached(), ids=lambda backend: backend.name)
+def test_positions_are_of_any_size(backend: Backend) -> None:
+    profile = replace(next(p for p in MERGE_PROFILES if p.name == "h2o"), sliding_window=0)
+    scenario = next(s for s in MERGE_SCENARIOS if s.name == "ragged-over-the-budget")
+    attributes, state = attributes_of(profile, scenario), permuted(merge_cache_state(profile, scenario), seed=4)
+    spread = np.sort(np.random.default_rng(5).integers(SINKS, 2**31 - 2, scenario.capacity)).astype(np.int32)
+    assert len(set(spread.tolist())) == scenario.capacity
+    for b, h in np.ndindex(*state["votes"].shape[:2]):
+        held = state["position"][b, h, : int((state["votes"][b, h] > 0).sum())]
+        held[:] = np.where(held < SINKS, held, spread[np.argsort(np.argsort(held))])
+    actual, expected = state_of(backend.merge_cache(state, attributes)), right(state, attributes)
+    assert_same_cache(actual, expected, profile.statistics, single=1e-5, stored=0.0)
+    assert_same_rows(actual, expected)
 
 
 @every_merge
@@ -170,14 +188,9 @@ def test_a_long_ragged_run_equals_the_oracle_at_every_step(backend: Backend, att
         length = rng.integers(0, t + 1, size=(batch, 1))
         if ((state["votes"] > 0).sum(-1) + length[:, :1]).max() > capacity or rng.random() < 0.2:
             attributes = merge_profile.attributes(budget)
-            merged = state_of(backend.merge_cache(state, attributes))
-            assert_same_cache(
-                merged,
-                state_of(merge_cache(state, attributes)),
-                statistics,
-                **tolerances,
-                what=f"after {seen.ravel()}:",
-            )
+            merged, expected = (state_of(x(state, attributes)) for x in (backend.merge_cache, merge_cache))
+            assert_same_cache(merged, expected, statistics, **tolerances, what=f"after {seen.ravel()}:")
+            assert_same_rows(merged, expected, f"after {seen.ravel()}:")
             state = merged
         key = centre[rng.integers(0, 4, (batch, heads, t))] + 0.4 * rng.normal(size=(batch, heads, t, key_size))
         inputs: Arrays = {"query": rng.normal(size=(batch, query_heads, t, key_size)), "key": key}

@@ -126,7 +126,7 @@ def test_native_kernels_decline_it_by_name(pointed: str, artifact: Path) -> None
     assert "state of its own, calls" in str(refusal(None, merge.graph.node[0]))
 
 
-def test_a_merge_sorts_cuts_and_zeroes_what_belongs_to_slots(pointed: str) -> None:
+def test_a_merge_moves_cuts_and_zeroes_what_belongs_to_slots(pointed: str) -> None:
     method, rng = all_methods()[pointed](), np.random.default_rng(0)
     used, capacity, budget = 14, 16, 9
     position = torch.from_numpy(np.concatenate([rng.permutation(used), [0, 0]]).astype(np.int32))[None, None]
@@ -139,7 +139,7 @@ def test_a_merge_sorts_cuts_and_zeroes_what_belongs_to_slots(pointed: str) -> No
         key, key, votes, score, position, query, calls, attributes=attributes
     )
     held = present_position[0, 0, :budget]
-    assert held.tolist() == sorted(held.tolist()) and len(set(held.tolist())) == budget
+    assert len(set(held.tolist())) == budget
     assert present_calls[0, 0, :budget].tolist() == (held * 10 + 3).tolist()
     assert not present_calls[0, 0, budget:].any() and not present_votes[0, 0, budget:].any()
     assert (present_query == query).all()

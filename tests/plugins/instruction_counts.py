@@ -3,9 +3,9 @@ lanes, by their PTX run on the host.
 
     python -m tests.plugins.instruction_counts    writes plugins/cuda/instructions.json anew
 
-Two calls that differ in their slots alone, and the difference of their instructions over that of their slots: what a
-call takes once cancels out. PTX's instructions are more than the machine's, of which ptxas merges some; they rise and
-fall together.
+Two calls that differ in their slots alone, or in how many are evicted, and the difference of their instructions over
+that: what a call takes once cancels out. PTX's instructions are more than the machine's, of which ptxas merges some;
+they rise and fall together.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ def measured(caller: PtxCaller) -> dict[str, float]:
         ("nearest target by error, per pair", "float16", "ballot", "NearestMma<kv::cuda::Half, true>"),
         ("nearest target by key, float32, per pair", "float32", "zeromerge", "Nearest<float, false>"),
         ("order of slots, per slot", "float16", "h2o", "Rank"),
-        ("key and value moved, per slot", "float16", "h2o", "Place"),
     ):
         pool = getattr(all_methods()[method](), "pool", 1) if "error" in name else 1
         over = pairs * pool if "pair" in name else SLOTS[1] - SLOTS[0]
@@ -74,14 +73,17 @@ def measured(caller: PtxCaller) -> dict[str, float]:
             COLUMNS * (INPUTS[1] - INPUTS[0]) // WARP,
             INPUTS,
         )
+    found["key and value moved, per evicted slot"] = _difference(
+        caller, "Place", lambda count: _merge(caller, "h2o", SLOTS[0], count, "float16"), 32, (32, 64)
+    )
     return {name: round(count, 2) for name, count in found.items()}
 
 
 def _difference(caller: PtxCaller, program: str, run: Any, over: int, sizes: tuple[int, int] = SLOTS) -> float:
     counts = []
-    for slots in sizes:
+    for size in sizes:
         caller.instructions(f"kv::cuda::{program}")
-        run(slots)
+        run(size)
         counts.append(caller.instructions(f"kv::cuda::{program}"))
     return (counts[1] - counts[0]) / WARP / over
 
@@ -107,6 +109,8 @@ def _decode(caller: PtxCaller, dtype: str, group: int, slots: int) -> None:
 def _merge(caller: PtxCaller, method: str, slots: int, evicted: int, dtype: str) -> None:
     made = all_methods()[method]()
     state = _state(slots, slots, len(made.statistics), dtype)
+    # Any order: as merges leave slots. The highest one is known, so that positions have as many digits.
+    state["position"] = np.random.default_rng(3).permutation(slots).astype(np.int32)[None, None] * (4095 // slots)
     caller.merge_cache(state, MergeCacheAttributes(made, slots - evicted, 4, 64))
 
 

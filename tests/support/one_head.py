@@ -35,6 +35,7 @@ def merged(cache: Arrays, method: Method, budget: int, *, sinks: int = 0, recent
     attributes = MergeCacheAttributes(method, budget, sinks, recent)
     key, value, votes, score, position = merge_cache(*tensors_of(cache), attributes=attributes)
     used = int((votes > 0).sum())
+    order = torch.argsort(position[0, 0, :used])
     rows = {
         "key": key[0, 0],
         "value": value[0, 0],
@@ -42,7 +43,7 @@ def merged(cache: Arrays, method: Method, budget: int, *, sinks: int = 0, recent
         "score": score[0, 0, 0],
         "position": position[0, 0],
     }
-    return {name: x[:used].numpy().astype(np.int64 if name == "position" else np.float64) for name, x in rows.items()}
+    return {name: x[order].numpy().astype(np.int64 if name == "position" else np.float64) for name, x in rows.items()}
 
 
 def tensors_of(cache: Arrays, spare: int = 0) -> list[torch.Tensor]:

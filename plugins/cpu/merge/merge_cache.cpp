@@ -7,7 +7,7 @@
 //     merge: receivers, nearest: the target of every evicted slot, or the younger neighbour; dropped without one
 //       for each merge set, a target and the evicted slots that merge into it: row = mean by weight, votes, statistics
 //     or fit the kept slots to reference queries                         fit.h
-//   place: kept slots and merged rows in order of position, zeros after them; in place, rows that change alone
+//   place: a hole takes the last kept slot, a target its merged row, zeros after them; in place, rows that change alone
 //   turn: where keys are rotated by their places, those whose place has changed
 //
 // Tasks share nothing and need no barrier: a task writes its own head, after it has read all of it that it merges.
@@ -212,43 +212,35 @@ struct Merge : Fit<K, V> {
                     p.tau, younger_weight, older_weight);
   }
 
-  // Writes kept slots and merged rows in order of position, and zeros after them.
+  // Kept slots stay where they lie, merged rows where their targets lay; of the holes that remain among the first rows
+  // the lowest takes the last kept slot, the next one the last but one, and so on. Zeros after them.
   void place(const Head& x, Work& w) const {
     const size_t d = a.key_size, dv = a.value_size, c = a.capacity;
-    const char* is_evicted = w.is_evicted.get();
-    const int* row_of = x.sets ? w.row_of_target.get() : nullptr;
-    const float *rows = w.rows.get(), *scores = w.scores.get();
-    int kept = 0, *rank = w.rank.reserve(x.used + 1), *latest = w.latest.reserve(x.used + 1);
-    const int32_t* position = w.position.get();
-    for (int i = 0; i < x.used; ++i) {
-      if (is_evicted[i]) continue;
-      rank[kept++] = latest[i] = i;
-      if (row_of && row_of[i] >= 0) memcpy(&latest[i], &scores[row_of[i] * (a.statistics + 2) + 1], sizeof(int32_t));
-    }
-    if (x.sets) std::sort(rank, rank + kept, [latest](int i, int j) { return latest[i] < latest[j]; });
-    // Small rows first, by way of scratch; then keys and values, where a row moves only towards the front unless it was
-    // merged.
-    const int* order = w.order.get();
     const int each = a.statistics + 2;
-    float* small = w.moved.reserve(static_cast<size_t>(kept) * each + 1);
-    for (int i = 0; i < kept; ++i) {
-      const int slot = rank[i], row = row_of ? row_of[slot] : -1;
-      float* out = small + static_cast<size_t>(i) * each;
-      out[0] = row >= 0 ? scores[row * each] : w.votes.get()[slot];
-      memcpy(&out[1], &position[latest[slot]], sizeof(int32_t));
-      for (int k = 0; k < a.statistics; ++k)
-        out[2 + k] = row >= 0 ? scores[row * each + 2 + k] : score_of(x, w, k, slot);
+    const int *order = w.order.get(), *row_of = x.sets ? w.row_of_target.get() : nullptr;
+    const float *rows = w.rows.get(), *scores = w.scores.get();
+    int kept, *number = without_holes(x, w, &kept);
+    for (int to = 0; to < kept; ++to) {
+      const int i = number[to], from = order[i], row = row_of ? row_of[i] : -1;
+      if (row < 0) {
+        copy_row(x.key, x.out_key, from, to, d);
+        copy_row(x.value, x.out_value, from, to, dv);
+        if constexpr (kSmall<K>) {
+          copy_row(x.key_scale, x.out_key_scale, from, to, 1);
+          copy_row(x.value_scale, x.out_value_scale, from, to, 1);
+        }
+        copy_row(x.votes, x.out_votes, from, to, 1);
+        copy_row(x.position, x.out_position, from, to, 1);
+        for (int k = 0; k < a.statistics; ++k) copy_row(x.score + k * c, x.out_score + k * c, from, to, 1);
+        continue;
+      }
+      write_row(rows + row * (d + dv), a.key_size, at(x.out_key, to * d), x.out_key_scale + to);
+      write_row(rows + row * (d + dv) + d, a.value_size, at(x.out_value, to * dv), x.out_value_scale + to);
+      x.out_votes[to] = scores[row * each];
+      x.out_position[to] = w.position.get()[latest(w, row)];
+      for (int k = 0; k < a.statistics; ++k) x.out_score[k * c + to] = scores[row * each + 2 + k];
     }
-    move_rows(x.key, x.out_key, {x.key_scale, x.out_key_scale}, d, order, rank, row_of, rows, d + dv, kept, w);
-    move_rows(x.value, x.out_value, {x.value_scale, x.out_value_scale}, dv, order, rank, row_of, rows + d, d + dv, kept,
-              w);
-    if (a.cache_positions && a.rotary_planes && x.evicted) turn_rows(x, rank, latest, kept, w);
-    for (int i = 0; i < kept; ++i) {
-      const float* from = small + static_cast<size_t>(i) * each;
-      x.out_votes[i] = from[0];
-      memcpy(&x.out_position[i], &from[1], sizeof(int32_t));
-      for (int k = 0; k < a.statistics; ++k) x.out_score[k * c + i] = from[2 + k];
-    }
+    if (a.cache_positions && a.rotary_planes && x.evicted) turn_rows(x, number, kept, row_of, w);
     // In place, slots after the used ones are left alone.
     clear(x.out_key, x.key, d, kept, x.in_all);
     clear(x.out_value, x.value, dv, kept, x.in_all);
@@ -261,25 +253,52 @@ struct Merge : Fit<K, V> {
     for (int k = 0; k < a.statistics; ++k) clear(x.out_score + k * c, x.score + k * c, 1, kept, x.in_all);
   }
 
+  // Of each of the first `kept` rows the slot that lies there afterwards, by its number in order of position.
+  int* without_holes(const Head& x, Work& w, int* kept) const {
+    int *number = w.rank.reserve(x.in_all + 1, -1), count = 0;
+    for (int i = 0; i < x.used; ++i)
+      if (!w.is_evicted.get()[i]) number[w.order.get()[i]] = i, ++count;
+    // There are as many kept slots after the first rows as holes among them.
+    for (int hole = 0, last = x.in_all - 1; hole < count; ++hole) {
+      if (number[hole] >= 0) continue;
+      while (number[last] < 0) --last;
+      number[hole] = number[last--];
+    }
+    *kept = count;
+    return number;
+  }
+
+  // The latest member of a set, by its number in order of position.
+  int latest(const Work& w, int row) const {
+    int number;
+    memcpy(&number, &w.scores.get()[row * (a.statistics + 2) + 1], sizeof number);
+    return number;
+  }
+
   // Keys turned from the places that they had, those of the latest of their members, to those that they have. Slots
   // that were neighbours and still are turn by as many places, so that cosines are computed once for all of a run.
-  void turn_rows(const Head& x, const int* rank, const int* latest, int kept, Work& w) const {
+  void turn_rows(const Head& x, const int* number, int kept, const int* row_of, Work& w) const {
     const int planes = a.rotary_planes, d = a.key_size;
     float *cosine = w.wide.reserve(2 * static_cast<size_t>(planes) + d), *sine = cosine + planes, *row = sine + planes;
-    for (int i = 0, steps = 0; i < kept; ++i) {
-      const int turned_by = i - latest[rank[i]];
+    int* lies = w.latest.reserve(x.used, -1);  // of each place before the merge: the row that had it
+    for (int i = 0; i < kept; ++i)
+      lies[row_of && row_of[number[i]] >= 0 ? latest(w, row_of[number[i]]) : number[i]] = i;
+    for (int before = 0, place = 0, steps = 0; before < x.used; ++before) {
+      if (lies[before] < 0) continue;
+      const int turned_by = place++ - before;
       if (turned_by == 0) continue;
       for (int f = 0; f < planes && turned_by != steps; ++f) {
         const float angle = static_cast<float>(turned_by) * a.inverse_frequencies[f];
         cosine[f] = std::cos(angle), sine[f] = std::sin(angle);
       }
       steps = turned_by;
-      K* key = at(x.out_key, static_cast<size_t>(i) * d);
-      read_row(key, kSmall<K> ? x.out_key_scale[i] : 1.0f, d, row);
+      K* key = at(x.out_key, static_cast<size_t>(lies[before]) * d);
+      float* scale = x.out_key_scale + lies[before];
+      read_row(key, kSmall<K> ? *scale : 1.0f, d, row);
       if (kSmall<K>) hadamard(row, d);
       for (int f = 0; f < planes; ++f) turn(cosine[f], sine[f], &row[first_of(f)], &row[second_of(f)]);
       if (kSmall<K>) hadamard(row, d);
-      write_row(row, d, key, x.out_key_scale + i);
+      write_row(row, d, key, scale);
     }
   }
 
@@ -305,46 +324,11 @@ struct Merge : Fit<K, V> {
       narrow(row, to, size);
   }
 
-  // Of a small cache.
-  struct Scales {
-    const float* in;
-    float* out;
-  };
-
-  // out[i] = row order[rank[i]] of `in`, or the merged row.
+  // In place, a row that lies where it lay stays as it is; one that moves comes from behind all that are written.
   template <class T>
-  void move_rows(const T* in, T* out, Scales scales, size_t width, const int* order, const int* rank, const int* row_of,
-                 const float* merged, size_t stride, int kept, Work& w) const {
-    if constexpr (kSmall<T>) {
-      float* moved = w.best.reserve(kept + 1);
-      for (int i = 0; i < kept; ++i) moved[i] = scales.in[order[rank[i]]];
-      memcpy(scales.out, moved, kept * sizeof(float));
-    }
-    const T* source = in;
-    if (out == in) {
-      bool forward = true;  // every row that moves, moves towards the front
-      for (int i = 0; i < kept; ++i) forward &= (row_of && row_of[rank[i]] >= 0) || order[rank[i]] >= i;
-      for (int i = 1, last = -1; i < kept && forward; ++i) {
-        if (row_of && row_of[rank[i]] >= 0) continue;
-        forward = order[rank[i]] > last;
-        last = order[rank[i]];
-      }
-      if (!forward) {
-        const size_t all = bytes_of<T>(static_cast<size_t>(a.capacity) * width);
-        T* copy = reinterpret_cast<T*>(w.wide.reserve((all + 3) / 4));
-        memcpy(static_cast<void*>(copy), in, all);
-        source = copy;
-      }
-    }
-    for (int i = 0; i < kept; ++i) {
-      const int row = row_of ? row_of[rank[i]] : -1;
-      const T* from = at(source, static_cast<size_t>(order[rank[i]]) * width);
-      T* to = at(out, static_cast<size_t>(i) * width);
-      if (row >= 0)
-        write_row(merged + static_cast<size_t>(row) * stride, static_cast<int>(width), to, scales.out + i);
-      else if (from != to)
-        memcpy(static_cast<void*>(to), from, bytes_of<T>(width));
-    }
+  static void copy_row(const T* in, T* out, int from, int to, size_t width) {
+    if (at(in, from * width) != at(out, to * width))
+      memcpy(static_cast<void*>(at(out, to * width)), at(in, from * width), bytes_of<T>(width));
   }
 
   void run(KvRunner runner) {

@@ -4,7 +4,7 @@
 //   copy past to present, where they are not one buffer          the launches update present in place
 //   Rank, and where policy.order asks for targets: Nearest over the eviction pool, Choose
 //   Nearest over the evicted slots, unless they are dropped or merge in pairs
-//   FormSets, Attended where a Hessian weighs, MergeRows unless evicted slots are dropped
+//   unless they are dropped: FormSets, Attended where a Hessian weighs, MergeRows
 //   Order, Place, and Turn where keys are rotated by their places
 #include <type_traits>
 
@@ -73,14 +73,19 @@ size_t lay_out(const KvMergeCache& a, const Device& device, void* workspace, Mer
   m.keep_score = parts.take<float>(slots);
   m.mark = parts.take<uint8_t>(slots);
   m.rows = parts.take<int>(heads * m.most_rows);
-  m.set = parts.take<int>(slots);
-  m.result = parts.take<int>(slots);
+  m.changed = parts.take<int>(slots);
   m.source = parts.take<int>(slots);
-  if (a.cache_positions && a.rotary_planes > 0 && a.compresses) m.steps = parts.take<int>(slots);
+  if (a.cache_positions && a.rotary_planes > 0 && a.compresses) {
+    m.row = parts.take<int>(slots);
+    m.steps = parts.take<int>(slots);
+  }
   if (merges) {
     m.nearness = parts.take<float>(heads * m.stride);
     m.nearest = parts.take<int>(heads * m.stride);
     m.target = parts.take<int>(heads * m.most_evicted);
+    m.set = parts.take<int>(slots);
+    m.merged_position = parts.take<int>(heads * m.most_evicted);
+    m.latest = parts.take<int>(heads * m.most_evicted);
     m.merged = parts.take<char>(heads * m.most_evicted * (a.key_size + a.value_size) * element_size(a.cache_type));
     m.merged_small = parts.take<float>(heads * m.most_evicted * (1 + a.statistics));
     if (p.weigh == KV_WEIGH_HESSIAN) m.attended = parts.take<float>(heads * (a.value_size + 1));
@@ -112,8 +117,8 @@ const char* run(const MergeWork& m, const Device& device, Stream stream) {
   }
   if (merges && p.merge != KV_MERGE_PAIR)
     if (const char* problem = nearest<T, false>(m, false, device, stream)) return problem;
-  if (const char* problem = launch<FormSets>(m, heads, 0, device, stream)) return problem;
   if (merges) {
+    if (const char* problem = launch<FormSets>(m, heads, 0, device, stream)) return problem;
     if (p.merge == KV_MERGE_PAIR && p.weigh == KV_WEIGH_HESSIAN)
       if (const char* problem = launch<Attended<T>>(m, heads, Attended<T>::size(), device, stream)) return problem;
     if (const char* problem =
@@ -123,8 +128,7 @@ const char* run(const MergeWork& m, const Device& device, Stream stream) {
   if (const char* problem = launch<Order>(m, heads, Order::size(a.capacity), device, stream)) return problem;
   const int element = element_size(a.cache_type);
   const size_t each = Place::blocks_of(a.key_size * element) + Place::blocks_of(a.value_size * element);
-  if (const char* problem = launch<Place>({m, element}, heads * each, Place::size(a.capacity), device, stream))
-    return problem;
+  if (const char* problem = launch<Place>({m, element}, heads * each, 0, device, stream)) return problem;
   if (!m.steps) return nullptr;
   const int rows = a.budget < a.capacity ? a.budget : a.capacity;
   return launch<Turn<T>>(m, heads * Turn<T>::tiles_of(rows), 0, device, stream);

@@ -1,15 +1,17 @@
-// MergeCache: kept slots and merged rows in order of position, and zeros after them.
+// MergeCache: kept slots stay where they lie, merged rows lie where their targets lay; of the holes that remain among
+// the first rows the lowest takes the last kept slot, the next one the last but one, and so on. Zeros after them.
 //
 //   Order, a block per head
-//     source[i] = the slot, or the set's row, that comes i-th; a slot's place among those kept is a prefix sum
-//     gather positions, votes and each statistic into shared memory; a barrier; write them back in their new order
-//   Place, a block per head and 64 bytes of every key or value
-//     slots in order of position: move 256 rows towards the front at a time      registers; a barrier; store
-//     others: move all rows, 4 bytes of each at a time                           shared memory; a barrier; store
-//     then the merged rows from the workspace, and zeros
-//   Turn, a block per head and 32 rows, where keys are rotated by their places: every plane whose place has changed
+//     entry[row] = the kept slot that lies there; of each row how many lie before it, a prefix sum
+//     filler[hole] = the kept slots behind the first rows, the last one first; entry[hole] = its filler
+//     list the rows that change and their sources; another prefix sum
+//     positions, votes and statistics of these
+//     where keys are rotated by places: every place's row, and by how many places its slot has moved
+//   Place, a block per head and 64 bytes of every key or value: the rows that change
+//   Turn, a block per head and 32 places, where keys are rotated by them: every plane whose place has changed
 //
-// Each barrier stands between reading rows and writing over them. A head that is as it should be is left alone.
+// A barrier stands between entries, holes, the list and what reads them. Sources are slots behind all rows that are
+// written, or rows of the workspace, so that keys and values need none. A head that is as it should be is left alone.
 #pragma once
 
 #include "work.h"
@@ -19,10 +21,10 @@ namespace cuda {
 
 // Whether a head's cache is as it should be already.
 KV_DEVICE bool untouched(const MergeWork& work, const HeadInfo& x) {
-  return work.in_place && x.sorted && x.used == x.in_all && x.evicted == 0;
+  return work.in_place && x.used == x.in_all && x.evicted == 0;
 }
 
-// Where every row comes from, and all of a slot but its key and value.
+// Where every row that changes comes from, and all of it but its key and value.
 struct Order {
   using Args = MergeWork;
   static constexpr int kThreads = 256, kBlocksPerMultiprocessor = 1;
@@ -31,76 +33,157 @@ struct Order {
   };
   static KV_HD size_t size(int capacity) { return (kThreads + static_cast<size_t>(capacity)) * sizeof(int); }
 
+  // The merge set of a kept slot, kNone without one; and the slot's number, of a set the latest member's.
+  static KV_DEVICE int set_of(const MergeHead& head, int i) {
+    return head.work.latest ? head.of(head.work.set)[i] : kNone;
+  }
+  static KV_DEVICE int latest_of(const MergeHead& head, int i) {
+    const int set = set_of(head, i);
+    return set == kNone ? i : head.work.latest[static_cast<size_t>(head.index) * head.work.most_evicted + set];
+  }
+
   static KV_DEVICE void run(Block<Order>& block, const MergeWork& work) {
-    const KvMergeCache& a = work.call;
     const MergeHead head(work, block.index());
     const HeadInfo x = head.info();
     if (untouched(work, x)) return;
-    int *sums = reinterpret_cast<int*>(block.shared), *source = head.of(work.source);
-    const int* result = head.of(work.result);
-    const int each = (x.used + kThreads - 1) / kThreads;
+    int *sums = reinterpret_cast<int*>(block.shared), *entry = sums + kThreads;
+    const int kept = fill_holes(block, head, x, sums, entry);
+    const int changed = list_changes(block, head, kept, sums, entry);
+    block.each([&](int t, auto&) {
+      if (t == 0) head.info().kept = kept, head.info().changed = changed;
+    });
+    write_small(block, head, x, kept, changed);
+    if (work.steps && x.evicted > 0) list_places(block, head, x, kept, sums, entry);
+  }
+
+  // entry[row] of the first rows, which are as many as there are kept slots; how many.
+  static KV_DEVICE int fill_holes(Block<Order>& block, const MergeHead& head, const HeadInfo& x, int* sums,
+                                  int* entry) {
+    int* filler = head.of(head.work.source);
+    block.each([&](int t, auto&) {
+      for (int row = t; row < x.in_all; row += kThreads) entry[row] = kNone;
+    });
+    block.each([&](int t, auto&) {
+      for (int i = t; i < x.used; i += kThreads)
+        if (x.over == 0 || head.of(head.work.mark)[i] != kEvicted) entry[head.slot(i)] = i;
+    });
+    const int each = (x.in_all + kThreads - 1) / kThreads;
+    const auto rows = [&](int t, auto use) {
+      for (int row = t * each; row < min_of((t + 1) * each, x.in_all); ++row) use(row);
+    };
     block.each([&](int t, auto& r) {
       r.count = 0;
-      for (int i = t * each; i < min_of((t + 1) * each, x.used); ++i) r.count += result[i] != kNone;
+      rows(t, [&](int row) { r.count += entry[row] != kNone; });
     });
     const int kept = scan(block, sums, [](int, auto& r) { return r.count; });
-    // A row's position is that of the slot whose place it takes.
-    int32_t *column = reinterpret_cast<int32_t*>(sums + kThreads), *position = head.of(a.present.position);
     block.each([&](int t, auto& r) {
-      if (t == 0) head.info().kept = kept;
+      int before = r.scanned;
+      rows(t, [&](int row) {
+        if (entry[row] == kNone) return;
+        if (row >= kept) filler[kept - 1 - before] = entry[row];
+        ++before;
+      });
+    });
+    block.each([&](int t, auto& r) {
+      int before = r.scanned;
+      rows(t, [&](int row) {
+        if (entry[row] != kNone)
+          ++before;
+        else if (row < kept)
+          entry[row] = filler[row - before];
+      });
+    });
+    return kept;
+  }
+
+  // The rows that change, and what they take; how many.
+  static KV_DEVICE int list_changes(Block<Order>& block, const MergeHead& head, int kept, int* sums, const int* entry) {
+    int *changed = head.of(head.work.changed), *source = head.of(head.work.source);
+    const int each = (kept + kThreads - 1) / kThreads;
+    const auto changes = [&](int row) { return head.slot(entry[row]) != row || set_of(head, entry[row]) != kNone; };
+    block.each([&](int t, auto& r) {
+      r.count = 0;
+      for (int row = t * each; row < min_of((t + 1) * each, kept); ++row) r.count += changes(row);
+    });
+    const int count = scan(block, sums, [](int, auto& r) { return r.count; });
+    block.each([&](int t, auto& r) {
       int at = r.scanned;
-      for (int i = t * each; i < min_of((t + 1) * each, x.used); ++i) {
-        if (result[i] == kNone) continue;
-        column[at] = head.position(i);
-        if (work.steps) head.of(work.steps)[at] = at - i;
-        source[at++] = result[i] < 0 ? result[i] : head.slot(result[i]);
+      for (int row = t * each; row < min_of((t + 1) * each, kept); ++row) {
+        if (!changes(row)) continue;
+        const int set = set_of(head, entry[row]);
+        changed[at] = row;
+        source[at++] = set == kNone ? head.slot(entry[row]) : ~set;
+      }
+    });
+    return count;
+  }
+
+  // Positions, votes and statistics of the rows that change, and zeros behind the kept ones.
+  static KV_DEVICE void write_small(Block<Order>& block, const MergeHead& head, const HeadInfo& x, int kept,
+                                    int changed) {
+    const MergeWork& work = head.work;
+    const KvMergeCache& a = head.a;
+    const int *rows = head.of(work.changed), *source = head.of(work.source), stride = 1 + a.statistics;
+    const size_t first_set = static_cast<size_t>(head.index) * work.most_evicted;
+    int32_t* position = head.of(a.present.position);
+    const auto column = [&](int k) { return k < 0 ? head.of(a.present.votes) : head.scores(k); };
+    block.each([&](int t, auto&) {
+      for (int i = t; i < changed; i += kThreads) {
+        const int row = rows[i], from = source[i];
+        position[row] = from >= 0 ? position[from] : work.merged_position[first_set + ~from];
+        for (int k = -1; k < a.statistics; ++k)
+          column(k)[row] = from >= 0 ? column(k)[from] : work.merged_small[(first_set + ~from) * stride + 1 + k];
       }
     });
     const int end = work.in_place ? x.in_all : a.capacity;
     block.each([&](int t, auto&) {
-      for (int i = t; i < end; i += kThreads) position[i] = i < kept ? column[i] : 0;
+      for (int row = kept + t; row < end; row += kThreads) {
+        position[row] = 0;
+        for (int k = -1; k < a.statistics; ++k) column(k)[row] = 0.0f;
+      }
     });
-    for (int k = -1; k < a.statistics; ++k) {
-      float *from = k < 0 ? head.of(a.present.votes) : head.scores(k), *held = reinterpret_cast<float*>(column);
-      const float* merged =
-          work.merged_small + static_cast<size_t>(head.index) * work.most_evicted * (1 + a.statistics) + 1 + k;
-      block.each([&](int t, auto&) {
-        for (int i = t; i < kept; i += kThreads)
-          held[i] = source[i] >= 0 ? from[source[i]] : merged[static_cast<size_t>(~source[i]) * (1 + a.statistics)];
-      });
-      block.each([&](int t, auto&) {
-        for (int i = t; i < end; i += kThreads) from[i] = i < kept ? held[i] : 0.0f;
-      });
-    }
+  }
+
+  // Of every place the row of its slot, and by how many places that has moved.
+  static KV_DEVICE void list_places(Block<Order>& block, const MergeHead& head, const HeadInfo& x, int kept, int* sums,
+                                    int* entry) {
+    int *row_of = head.of(head.work.row), *steps = head.of(head.work.steps);
+    block.each([&](int t, auto&) {
+      for (int i = t; i < x.used; i += kThreads) row_of[i] = kNone;
+    });
+    block.each([&](int t, auto&) {
+      for (int row = t; row < kept; row += kThreads) row_of[latest_of(head, entry[row])] = row;
+    });
+    const int each = (x.used + kThreads - 1) / kThreads;
+    block.each([&](int t, auto& r) {
+      r.count = 0;
+      for (int i = t * each; i < min_of((t + 1) * each, x.used); ++i) r.count += row_of[i] != kNone;
+    });
+    scan(block, sums, [](int, auto& r) { return r.count; });
+    block.each([&](int t, auto& r) {
+      int place = r.scanned;
+      for (int i = t * each; i < min_of((t + 1) * each, x.used); ++i) {
+        if (row_of[i] == kNone) continue;
+        steps[place] = place - i;
+        entry[place++] = row_of[i];
+      }
+    });
+    block.each([&](int t, auto&) {
+      for (int place = t; place < kept; place += kThreads) row_of[place] = entry[place];
+    });
   }
 };
 
-// The rows of keys and values. A block is up to 64 bytes of every key or value of a head: no other block touches them.
-//
-// Slots that lay in order of position move towards the front, in the order of their places: what a step of rows reads,
-// no earlier step has written. Slots in any other order go through shared memory, four bytes of all rows at a time.
+// The rows of keys and values that change. A block is up to 64 bytes of every key or value of a head: no other block
+// touches them.
 struct Place {
   struct Args {
     MergeWork work;
     int element;  // bytes
   };
-  static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 1, kVectors = 4, kLanes = kThreads / kVectors,
-                       kSteps = 8;
-  struct Registers {
-    Vector row[kSteps];
-  };
-  static KV_HD size_t size(int capacity) { return static_cast<size_t>(capacity) * sizeof(uint32_t); }
+  static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 1, kVectors = 4, kLanes = kThreads / kVectors;
+  struct Registers {};
   static KV_HD int blocks_of(int bytes) { return (bytes / 16 + kVectors - 1) / kVectors; }
-
-  // Rows of one head as bytes: `width` of them from `offset` on are this block's.
-  struct Rows {
-    char* base;
-    const char* merged;
-    size_t stride, merged_stride;
-    int width;
-    KV_DEVICE char* row(int slot) const { return base + slot * stride; }
-    KV_DEVICE const char* merged_row(int set) const { return merged + set * merged_stride; }
-  };
 
   static KV_DEVICE void run(Block<Place>& block, const Args& args) {
     const MergeWork& work = args.work;
@@ -112,61 +195,28 @@ struct Place {
     const HeadInfo x = head.info();
     if (untouched(work, x)) return;
     const bool keys = number < key_blocks;
-    const int bytes = keys ? key_bytes : value_bytes, offset = (keys ? number : number - key_blocks) * kVectors * 16;
-    Rows rows;
-    rows.stride = bytes, rows.merged_stride = key_bytes + value_bytes;
-    rows.base = static_cast<char*>(keys ? a.present.key : a.present.value) + head.slots * bytes + offset;
-    rows.merged = static_cast<const char*>(work.merged) +
-                  static_cast<size_t>(head.index) * work.most_evicted * rows.merged_stride + (keys ? 0 : key_bytes) +
-                  offset;
-    rows.width = min_of(bytes - offset, kVectors * 16);
-    const int* source = head.of(work.source);
-    if (x.sorted)
-      move_forward(block, rows, source, x.kept);
-    else
-      move_any(block, rows, source, x.kept);
+    const int bytes = keys ? key_bytes : value_bytes, offset = (keys ? number : number - key_blocks) * kVectors * 16,
+              width = min_of(bytes - offset, kVectors * 16);
+    char* cache = static_cast<char*>(keys ? a.present.key : a.present.value) + head.slots * bytes + offset;
+    const size_t merged_bytes = key_bytes + value_bytes;
+    const char* merged = static_cast<const char*>(work.merged) +
+                         static_cast<size_t>(head.index) * work.most_evicted * merged_bytes + (keys ? 0 : key_bytes) +
+                         offset;
+    const int *rows = head.of(work.changed), *source = head.of(work.source);
     block.each([&](int t, auto&) {
       const int at = t % kVectors * 16;
-      for (int i = t / kVectors; at < rows.width && i < (work.in_place ? x.in_all : a.capacity); i += kLanes)
-        if (i >= x.kept)
-          store_vector(rows.row(i) + at, Vector{});
-        else if (source[i] < 0)
-          store_vector(rows.row(i) + at, load_vector(rows.merged_row(~source[i]) + at));
+      for (int i = t / kVectors; at < width && i < x.changed; i += kLanes) {
+        const int from = source[i];
+        const char* row = from >= 0 ? cache + static_cast<size_t>(from) * bytes : merged + ~from * merged_bytes;
+        store_vector(cache + static_cast<size_t>(rows[i]) * bytes + at, load_vector(row + at));
+      }
     });
-  }
-
-  static KV_DEVICE void move_forward(Block<Place>& block, const Rows& rows, const int* source, int kept) {
-    for (int from = 0; from < kept; from += kLanes * kSteps) {
-      const auto moves = [&](int i, int at) { return i < kept && at < rows.width && source[i] >= 0 && source[i] != i; };
-      block.each([&](int t, Registers& r) {
-#pragma unroll
-        for (int j = 0; j < kSteps; ++j) {
-          const int i = from + j * kLanes + t / kVectors, at = t % kVectors * 16;
-          if (moves(i, at)) r.row[j] = load_vector(rows.row(source[i]) + at);
-        }
-      });
-      block.each([&](int t, Registers& r) {
-#pragma unroll
-        for (int j = 0; j < kSteps; ++j) {
-          const int i = from + j * kLanes + t / kVectors, at = t % kVectors * 16;
-          if (moves(i, at)) store_vector(rows.row(i) + at, r.row[j]);
-        }
-      });
-    }
-  }
-
-  static KV_DEVICE void move_any(Block<Place>& block, const Rows& rows, const int* source, int kept) {
-    uint32_t* column = reinterpret_cast<uint32_t*>(block.shared);
-    for (int at = 0; at < rows.width; at += 4) {
-      block.each([&](int t, auto&) {
-        for (int i = t; i < kept; i += kThreads)
-          if (source[i] >= 0) column[i] = *reinterpret_cast<const uint32_t*>(rows.row(source[i]) + at);
-      });
-      block.each([&](int t, auto&) {
-        for (int i = t; i < kept; i += kThreads)
-          if (source[i] >= 0) *reinterpret_cast<uint32_t*>(rows.row(i) + at) = column[i];
-      });
-    }
+    const int end = work.in_place ? x.in_all : a.capacity;
+    block.each([&](int t, auto&) {
+      const int at = t % kVectors * 16;
+      for (int row = x.kept + t / kVectors; at < width && row < end; row += kLanes)
+        store_vector(cache + static_cast<size_t>(row) * bytes + at, Vector{});
+    });
   }
 };
 
@@ -186,14 +236,14 @@ struct Turn {
     const HeadInfo x = head.info();
     if (x.evicted == 0) return;
     const int first = block.index() % tiles * kRows, rows = min_of(kRows, x.kept - first);
-    const int* steps = head.of(work.steps);
+    const int *row_of = head.of(work.row) + first, *steps = head.of(work.steps) + first;
     T* keys = static_cast<T*>(a.present.key) + head.slots * a.key_size;
     block.each([&](int t, auto&) {
       for (int i = t; i < rows * planes; i += kThreads) {
-        const int row = first + i / planes, plane = i % planes;
-        if (steps[row] == 0) continue;
-        const float angle = static_cast<float>(steps[row]) * a.inverse_frequencies[plane];
-        T* key = keys + static_cast<size_t>(row) * a.key_size;
+        const int place = i / planes, plane = i % planes;
+        if (steps[place] == 0) continue;
+        const float angle = static_cast<float>(steps[place]) * a.inverse_frequencies[plane];
+        T* key = keys + static_cast<size_t>(row_of[place]) * a.key_size;
         T &x_of = key[a.rotary_interleaved ? 2 * plane : plane],
           &y_of = key[a.rotary_interleaved ? 2 * plane + 1 : plane + planes];
         float x_turned = to_float(x_of), y_turned = to_float(y_of);

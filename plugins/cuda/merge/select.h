@@ -1,7 +1,7 @@
 // MergeCache: which slots are evicted. One block of 256 threads per head, a thread every 256th slot:
 //
 //   Rank
-//     order slots by position: as they lie, or where they lie in no order, rank = number of earlier positions
+//     order slots by position: as they lie, or where they lie in no order, by their digits
 //     importance[slot] = policy.select; keep_score[slot] = importance, 1e38 where merged slots are evicted last
 //     order = lowest: choose; else the eviction pool = the lowest keep scores
 //   Choose, after Nearest has found the pool's targets
@@ -18,15 +18,23 @@
 namespace kv {
 namespace cuda {
 
-// Shared memory: a keep score per slot, 256 counts, 256 sums, and a mark per slot.
+// Shared memory: 256 counts, 256 sums, and a keep score and a mark per slot; in place of these, while slots are put in
+// order, counts of digits and the slots twice, of which no device's shared memory holds 65,536.
 struct Selection {
-  static constexpr int kThreads = 256;
+  static constexpr int kThreads = 256, kDigits = 16;
+  struct alignas(16) Digits {
+    uint16_t count[kDigits];
+  };
   float* keep_score;
   int *counts, *sums, *words;
   uint8_t* mark;  // kLater, kFirst, kChosen
+  Digits* digits;
+  uint16_t *slots, *more_slots;
 
   static KV_HD size_t size(int capacity) {
-    return (2 * kThreads + 4) * sizeof(int) + static_cast<size_t>(capacity) * (sizeof(float) + 1);
+    const size_t slots = capacity, scores = slots * (sizeof(float) + 1),
+                 order = kThreads * sizeof(Digits) + 2 * slots * sizeof(uint16_t);
+    return (2 * kThreads + 4) * sizeof(int) + (scores > order ? scores : order);
   }
   KV_DEVICE Selection(char* shared, int capacity) {
     counts = reinterpret_cast<int*>(shared);
@@ -34,6 +42,9 @@ struct Selection {
     words = sums + kThreads;
     keep_score = reinterpret_cast<float*>(words + 4);
     mark = reinterpret_cast<uint8_t*>(keep_score + capacity);
+    digits = reinterpret_cast<Digits*>(keep_score);
+    slots = reinterpret_cast<uint16_t*>(digits + kThreads);
+    more_slots = slots + capacity;
   }
 };
 
@@ -85,6 +96,53 @@ KV_DEVICE void choose_lowest(Block<Program>& block, const Selection& s, int from
       if (ordered(s.keep_score[i]) < prefix || equal++ < left) s.mark[i] = kChosen;
     }
   });
+}
+
+// Slots [0, count) in order of position, of equals the lower slot first: by the digits of what positions are above the
+// lowest, 4 bits at a time, the last ones first. A thread counts and moves neighbours; the counts of all threads, digit
+// by digit, add up to where each of them moves its own.
+template <class Program>
+KV_DEVICE const uint16_t* sorted_slots(Block<Program>& block, const Selection& s, const int32_t* position, int count,
+                                       int lowest, int highest) {
+  constexpr int kThreads = Program::kThreads, kDigits = Selection::kDigits, kBits = 4;
+  static_assert(kDigits == 1 << kBits, "a count for each digit");
+  const uint32_t from_lowest = static_cast<uint32_t>(lowest), range = static_cast<uint32_t>(highest) - from_lowest;
+  const int each = (count + kThreads - 1) / kThreads;
+  uint16_t *from = s.slots, *to = s.more_slots, *counts = s.digits->count;  // [digits, threads]
+  block.each([&](int t, auto&) {
+    for (int i = t; i < count; i += kThreads) from[i] = static_cast<uint16_t>(i);
+  });
+  for (int shift = 0; shift < 32 && range >> shift; shift += kBits) {
+    const auto count_of = [&](int slot, int t) -> uint16_t& {
+      return counts[((static_cast<uint32_t>(position[slot]) - from_lowest) >> shift & (kDigits - 1)) * kThreads + t];
+    };
+    block.each([&](int t, auto&) {
+      for (int digit = 0; digit < kDigits; ++digit) counts[digit * kThreads + t] = 0;
+      for (int i = t * each; i < min_of((t + 1) * each, count); ++i) ++count_of(from[i], t);
+    });
+    block.each([&](int t, auto& r) {
+      const Selection::Digits held = s.digits[t];
+      r.count = 0;
+      for (int i = 0; i < kDigits; ++i) r.count += held.count[i];
+    });
+    scan(block, s.sums, [](int, auto& r) { return r.count; });
+    block.each([&](int t, auto& r) {
+      Selection::Digits held = s.digits[t];
+      int before = r.scanned;
+      for (int i = 0; i < kDigits; ++i) {
+        const int own = held.count[i];
+        held.count[i] = static_cast<uint16_t>(before);
+        before += own;
+      }
+      s.digits[t] = held;
+    });
+    block.each([&](int t, auto&) {
+      for (int i = t * each; i < min_of((t + 1) * each, count); ++i) to[count_of(from[i], t)++] = from[i];
+    });
+    uint16_t* const moved = to;
+    to = from, from = moved;
+  }
+  return from;
 }
 
 // Writes the slots of [0, used) that are marked kChosen, in their order; returns how many.
@@ -189,12 +247,14 @@ struct Rank {
     const KvMergeCache& a = head.a;
     const int32_t* position = head.of(a.present.position);
     const int in_all = used_slots(block, head.of(a.present.votes), a.capacity, s.words);
-    block.each([&](int t, auto& r) {
-      r.count = -1;
-      for (int i = t; i < in_all; i += kThreads) r.count = max_of(r.count, position[i]);
-    });
-    const int now =
-        reduce(block, s.sums, [](int, auto& r) { return r.count; }, [](int i, int j) { return max_of(i, j); });
+    const auto extreme_of = [&](int none, auto of) {
+      block.each([&](int t, auto& r) {
+        r.count = none;
+        for (int i = t; i < in_all; i += kThreads) r.count = of(r.count, position[i]);
+      });
+      return reduce(block, s.sums, [](int, auto& r) { return r.count; }, of);
+    };
+    const int now = extreme_of(-1, [](int i, int j) { return max_of(i, j); });
     const int passed_at = a.sliding_window ? now - a.sliding_window : -1;
     const auto count_of = [&](auto counts) {
       block.each([&](int t, auto& r) {
@@ -204,24 +264,26 @@ struct Rank {
       return sum_of(block, s.sums, [](int, auto& r) { return r.count; });
     };
     const int passed = count_of([&](int i) { return position[i] <= passed_at; });
-    const bool sorted = count_of([&](int i) { return i > 0 && position[i - 1] > position[i]; }) == 0;
+    const bool in_order = count_of([&](int i) { return i > 0 && position[i - 1] > position[i]; }) == 0;
     const int sinks = count_of([&](int i) { return position[i] > passed_at && position[i] < a.sinks; });
     const int recent =
         count_of([&](int i) { return position[i] > max_of(passed_at, now - a.recent) && position[i] >= a.sinks; });
+    int* order = head.of(head.work.order);
+    if (in_order) {
+      block.each([&](int t, auto&) {
+        for (int i = passed + t; i < in_all; i += kThreads) order[i - passed] = i;
+      });
+    } else {
+      const int lowest = extreme_of(INT32_MAX, [](int i, int j) { return min_of(i, j); });
+      const uint16_t* sorted = sorted_slots(block, s, position, in_all, lowest, now);
+      block.each([&](int t, auto&) {
+        for (int i = passed + t; i < in_all; i += kThreads) order[i - passed] = sorted[i];
+      });
+    }
     block.each([&](int t, auto&) {
-      for (int i = t; i < in_all; i += kThreads) {
-        int rank = i - passed;
-        if (!sorted) {
-          rank = 0;
-          // No two slots of a cache share a position; of those that do, by their place, so that each has a rank.
-          for (int j = 0; j < in_all; ++j)
-            rank += position[j] > passed_at && (position[j] < position[i] || (position[j] == position[i] && j < i));
-        }
-        if (position[i] > passed_at) head.of(head.work.order)[rank] = i;
-      }
       if (t != 0) return;
       HeadInfo& x = head.info();
-      x.in_all = in_all, x.used = in_all - passed, x.now = now, x.sorted = sorted;
+      x.in_all = in_all, x.used = in_all - passed, x.now = now;
       x.unprotected = sinks, x.unprotected_count = x.used - sinks - recent;
       x.over = a.compresses ? max_of(x.used - a.budget, 0) : 0;
       x.pool = x.over == 0                                             ? 0

@@ -2,13 +2,13 @@
 //
 //   FormSets, a block per head
 //     target[evicted] = the younger neighbour, or the nearest slot where it is nearer than the threshold; -1: dropped
-//     set[target] = the first evicted slot of that target; the target's own row is not kept
+//     set[target] = the first evicted slot of that target
 //   Attended, a block per head: output = sum of value times share of the accumulated probabilities, for a Hessian
 //   MergeRows, some blocks per head, each for every so-manieth evicted slot that is the first of its set
 //     list the members, the target first, in the order of the evicted slots
 //     weight[member] = votes; times exp(logit) for a zip; of a pair the share of the younger key (all by one thread)
 //     key, value = mean by weight, for a pair in the rotary frame of the younger key    a thread an element
-//     result[latest member] = this set: the row's place in the order of positions
+//     latest[set] = the latest member; the row's position is its
 //
 // A barrier stands between the list, the weights and the means; rows are read from the cache and written to the
 // workspace, so that no set sees what another has merged.
@@ -19,7 +19,7 @@
 namespace kv {
 namespace cuda {
 
-// The target of every evicted slot, the sets that follow, and of all other slots that they are kept.
+// The target of every evicted slot, and the sets that follow.
 struct FormSets {
   using Args = MergeWork;
   static constexpr int kThreads = 256, kBlocksPerMultiprocessor = 1;
@@ -31,12 +31,9 @@ struct FormSets {
     const HeadInfo x = head.info();
     int* set = head.of(work.set);
     block.each([&](int t, auto&) {
-      for (int i = t; i < x.used; i += kThreads) {
-        set[i] = kNone;
-        head.of(work.result)[i] = x.over > 0 && head.of(work.mark)[i] == kEvicted ? kNone : i;
-      }
+      for (int i = t; i < x.used; i += kThreads) set[i] = kNone;
     });
-    if (x.over == 0 || p.merge == KV_MERGE_DROP) return;
+    if (x.over == 0) return;
     block.each([&](int t, auto&) {
       for (int i = t; i < x.evicted; i += kThreads) {
         int target = -1;
@@ -47,10 +44,7 @@ struct FormSets {
           target = -1;
         }
         head.targets()[i] = target;
-        if (target >= 0) {
-          block.lower(&set[target], i);
-          head.of(work.result)[target] = kNone;
-        }
+        if (target >= 0) block.lower(&set[target], i);
       }
     });
   }
@@ -174,8 +168,7 @@ struct MergeRows {
     return sum / *s.weight_sum;
   }
 
-  // By one thread, for a set has few members: weights of the mean, votes, statistics, and the slot whose place the
-  // set's row takes.
+  // By one thread, for a set has few members: weights of the mean, votes, statistics, and the latest member.
   static KV_DEVICE void weigh(const MergeHead& head, const HeadInfo& x, const Shared& s, int count, int set) {
     const KvMergeCache& a = head.a;
     const KvMergePolicy& p = a.policy;
@@ -189,11 +182,11 @@ struct MergeRows {
       *s.weight_sum = votes;
     }
     *s.factor = factor;
-    float* small =
-        head.work.merged_small + (static_cast<size_t>(head.index) * head.work.most_evicted + set) * (1 + a.statistics);
+    const size_t number = static_cast<size_t>(head.index) * head.work.most_evicted + set;
+    float* small = head.work.merged_small + number * (1 + a.statistics);
     small[0] = fminf(votes, p.votes_max);
     for (int k = 0; k < a.statistics; ++k) small[1 + k] = merged_score(head, x, s, count, k, latest);
-    head.of(head.work.result)[latest] = ~set;
+    head.work.latest[number] = latest, head.work.merged_position[number] = head.position(latest);
   }
 
   static KV_DEVICE void zip(const MergeHead& head, const HeadInfo& x, const Shared& s, int count, float* votes,

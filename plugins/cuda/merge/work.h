@@ -8,8 +8,8 @@
 //   FormSets   merge sets: a target and the evicted slots that merge into it    sets.h     per head
 //   Attended   KVSlimmer alone: the attention's output                          sets.h     per head
 //   MergeRows  every set's key, value, votes and statistics                     sets.h     some blocks per head
-//   Order      where kept slots and merged rows go; their votes and statistics  place.h    per head
-//   Place      keys and values go there                                         place.h    per head and 64 bytes
+//   Order      which rows change: holes that kept slots fill, targets; their votes and statistics    place.h    per
+//   head Place      keys and values of these                                         place.h    per head and 64 bytes
 //   Turn       keys that are rotated by their places, to their new ones         place.h    per head and 32 rows
 //
 // The cache is changed by the last three alone. A launch begins when the one before it has ended: between them there is
@@ -29,13 +29,13 @@ struct HeadInfo {
   int in_all;       // used slots
   int used;         // without those that the sliding window has passed
   int now;          // the latest position
-  int sorted;       // whether the slots lie in order of position
   int unprotected;  // the first slot that is neither a sink nor recent; all of these lie together
   int unprotected_count;
   int over;     // how many have to be evicted
   int pool;     // the size of the eviction pool, where policy.order asks for targets
   int evicted;  // how many are
   int kept;     // slots and merged rows in the end
+  int changed;  // of these the ones that are written
 };
 
 // The workspace. Slots are numbered in order of position; `capacity` of everything per head unless said otherwise.
@@ -52,19 +52,22 @@ struct MergeWork {
   HeadInfo* heads;
   int* order;  // the slot in the cache
   float* importance;
-  float* keep_score;    // the lowest are evicted first
-  uint8_t* mark;        // kEvicted, kCanReceive
-  int* rows;            // [most_rows] slots to find targets of: the eviction pool, then the evicted ones
-  float* nearness;      // [stride: rows, splits] of the nearest target
-  int* nearest;         // [stride: rows, splits] that target
-  int* target;          // [most_evicted] of every evicted slot, -1 without
-  int* set;             // of a target: its merge set, the number of its first evicted slot; kNone of other slots
-  int* result;          // of every slot the row that takes its place: its own number, ~set of a merged row, or kNone
-  float* attended;      // [Dv + 1] the attention's output, and the sum of its probabilities
-  void* merged;         // [most_evicted, D + Dv] of the cache's type, the row of every set
-  float* merged_small;  // [most_evicted, 1 + K]: its votes and statistics
-  int* source;          // of every row that is kept: its slot in the cache, or ~set
-  int* steps;           // ... and how many places it moves, where keys are rotated by these; else nullptr
+  float* keep_score;     // the lowest are evicted first
+  uint8_t* mark;         // kEvicted, kCanReceive
+  int* rows;             // [most_rows] slots to find targets of: the eviction pool, then the evicted ones
+  float* nearness;       // [stride: rows, splits] of the nearest target
+  int* nearest;          // [stride: rows, splits] that target
+  int* target;           // [most_evicted] of every evicted slot, -1 without
+  int* set;              // of a target: its merge set, the number of its first evicted slot; kNone of other slots
+  float* attended;       // [Dv + 1] the attention's output, and the sum of its probabilities
+  void* merged;          // [most_evicted, D + Dv] of the cache's type, the row of every set
+  float* merged_small;   // [most_evicted, 1 + K]: its votes and statistics
+  int* merged_position;  // [most_evicted]
+  int* latest;           // [most_evicted] of every set its latest member
+  int* changed;          // the rows that are written,
+  int* source;           // and of each of them the slot in the cache that it was, or ~set
+  int* row;              // of every place the row of its slot, where keys are rotated by places; else nullptr
+  int* steps;            // ... and how many places the slot has moved
 };
 
 enum { kEvicted = 1, kCanReceive = 2 };  // marks of a slot

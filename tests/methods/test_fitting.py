@@ -15,7 +15,7 @@ from kvexport.methods.base import Method
 from kvexport.methods.fitting import Fitting
 from kvexport.methods.grkv import GRKV
 from kvexport.methods.primitives.fit import attention, fitted_values, inverse, newton_steps
-from kvexport.methods.slots import Rotary, Slots
+from kvexport.methods.slots import Rotary, Slots, gather_rows
 from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from kvexport.recipe.fields import CacheSection
@@ -201,7 +201,10 @@ def test_queries_move_with_the_recent_keys_where_positions_are_places() -> None:
     _, state = one_head(method, 3)
     rotary = Rotary((1.0, 0.3, 0.1, 0.02), cache_positions=True)
     result = merge_cache(*state, attributes=MergeCacheAttributes(method, 24, 2, 8, rotary=rotary))
-    logits = [x[5] @ x[0][:, :, last - 8 : last].transpose(-1, -2) for x, last in ((state, 40), (result, 24))]
+    logits = []
+    for held, used in ((state, 40), (result, 24)):
+        recent = held[4][:, :, :used].argsort(dim=-1)[:, :, -8:]
+        logits.append(held[5] @ gather_rows(held[0], recent).transpose(-1, -2))
     torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
     assert (result[5] - state[5]).abs().max() > 0.1 and result[6].equal(state[6])
 

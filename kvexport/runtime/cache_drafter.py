@@ -126,7 +126,8 @@ class CacheDrafter:
         if not self._full.layers[i].merges:
             return entries
         held = full[f"past_key_values.{i}.position"][:, : self._used(i, full, 0)]
-        return np.take(np.argsort(held, axis=1, kind="stable"), entries[0], axis=1, mode="clip")
+        found: Slots = np.take(np.argsort(held, axis=1, kind="stable"), entries[0], axis=1, mode="clip")
+        return found
 
 
 def _bytes_read(plan: CachePlan, lengths: Sequence[int]) -> int:

@@ -8,8 +8,8 @@
 //   FormSets   merge sets: a target and the evicted slots that merge into it    sets.h     per head
 //   Attended   KVSlimmer alone: the attention's output                          sets.h     per head
 //   MergeRows  every set's key, value, votes and statistics                     sets.h     some blocks per head
-//   Order      which rows change: holes that kept slots fill, targets; their votes and statistics    place.h    per
-//   head Place      keys and values of these                                         place.h    per head and 64 bytes
+//   Order      rows that change (holes, targets), their votes and statistics    place.h    per head
+//   Place      keys and values of these                                         place.h    per head and 64 bytes
 //   Turn       keys that are rotated by their places, to their new ones         place.h    per head and 32 rows
 //
 // The cache is changed by the last three alone. A launch begins when the one before it has ended: between them there is

@@ -165,6 +165,9 @@ def test_the_library_needs_no_onnxruntime_and_exports_what_is_asked_of_it_alone(
         "kvexport_schema",
         "kvexport_huge_pages",
         "kvexport_small_cache",
+        "kvexport_ranks_bytes",
+        "kvexport_ranks_fail",
+        "kvexport_ranks_join",
     }
 
 

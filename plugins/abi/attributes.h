@@ -10,7 +10,7 @@
 namespace kv {
 
 // What a library was compiled with, so that one of another version is refused before it reads a node.
-inline constexpr const char* kSchema = "520d3ac043be";
+inline constexpr const char* kSchema = "d7471ab73146";
 
 inline constexpr AttributeName kVoteAttentionAttributes[] = {
     {"scale", kFloat},

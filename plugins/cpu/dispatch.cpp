@@ -95,8 +95,9 @@ const char* merge_problem(const KvMergeCache& a, bool has_queries) {
   return kv::policy_problem(a.policy, has_queries);
 }
 
-const char* ring_problem(const KvRing& ring) {
+const char* ring_problem(const KvRing& ring, int batch) {
   if (ring.rows < 1) return "the ring of reference queries has no rows";
+  if (batch == 0) return nullptr;
   if (!ring.past.query || !ring.past.seen || !ring.present.query || !ring.present.seen)
     return "the ring of reference queries is missing";
   return nullptr;
@@ -132,7 +133,7 @@ const char* kv_cpu_merge_cache(const KvMergeCache* call, KvRunner runner) {
 
 const char* kv_cpu_merge_and_fit(const KvMergeCache* call, const KvFit* fit, const KvRing* ring, KvRunner runner) {
   if (const char* problem = merge_problem(*call, true)) return problem;
-  if (const char* problem = ring_problem(*ring)) return problem;
+  if (const char* problem = ring_problem(*ring, call->batch)) return problem;
   if (call->policy.merge != KV_MERGE_DROP) return "a fit needs merge to be drop";
   if (!(fit->ridge > 0.0f) || !(fit->change_max > 0.0f) || fit->vote_steps < 0 || !(fit->bias_max > 0.0f))
     return "ridge, change_max, vote_steps or bias_max is out of range";
@@ -141,7 +142,7 @@ const char* kv_cpu_merge_and_fit(const KvMergeCache* call, const KvFit* fit, con
 }
 
 const char* kv_cpu_keep_queries(const KvVoteAttention* call, const KvRing* ring) {
-  if (const char* problem = ring_problem(*ring)) return problem;
+  if (const char* problem = ring_problem(*ring, call->batch)) return problem;
   kernels().keep_queries(*call, *ring);
   return nullptr;
 }

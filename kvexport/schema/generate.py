@@ -33,7 +33,7 @@ def header() -> str:
         "// (../cuda/kvexport_cuda.h).",
         WRITTEN,
         '#pragma once\n\n#include <stddef.h>\n#include <stdint.h>\n\n#ifdef __cplusplus\nextern "C" {\n#endif\n',
-        "// Types of tensors; KV_BFLOAT16 on CUDA alone. Those after it are of caches on the CPU alone: keys and",
+        "// Types of tensors; KV_BFLOAT16 on CUDA alone. Those after it are of small caches: keys and",
         "// values int8, both int4, and keys int8 with values int4. Scores, votes and arithmetic are float32 in all.",
         _enum("", TYPES),
         "// The int8 numbers that the codes of int4 stand for.",

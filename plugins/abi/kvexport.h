@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-// Types of tensors; KV_BFLOAT16 on CUDA alone. Those after it are of caches on the CPU alone: keys and
+// Types of tensors; KV_BFLOAT16 on CUDA alone. Those after it are of small caches: keys and
 // values int8, both int4, and keys int8 with values int4. Scores, votes and arithmetic are float32 in all.
 enum { KV_FLOAT32 = 0, KV_FLOAT16 = 1, KV_BFLOAT16 = 2, KV_INT8 = 3, KV_INT4 = 4, KV_K8V4 = 5 };
 // The int8 numbers that the codes of int4 stand for.

@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 CAPABILITIES = ("80", "86", "87", "89", "90", "100", "110", "120")  # that the kernels are compiled for, unless named
-KERNELS = ("cuda/attention/vote_attention.cu", "cuda/merge/merge_cache.cu", "cuda/linear/linear.cu")
+KERNELS = (
+    "cuda/attention/vote_attention.cu",
+    "cuda/attention/vote_attention_small.cu",
+    "cuda/merge/merge_cache.cu",
+    "cuda/linear/linear.cu",
+)
 # What the kernels, and each binding of them, read (patterns below plugins/).
 KERNEL_FILES = ("abi/*.h", "math/*.h", "cuda/**/*.h", "cuda/**/*.cu", "building/*.py")
 ONNXRUNTIME_FILES = (*KERNEL_FILES, "bindings/node/*", "bindings/onnxruntime/*")

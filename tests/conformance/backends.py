@@ -20,7 +20,7 @@ from kvexport.ops.vote_attention import VoteAttentionAttributes
 from kvexport.schema.state import SCALES as SCALE_TENSORS
 from kvexport.schema.state import STATE_NAMES as STATE
 from plugins.building import make
-from tests.conformance.cuda_library import Cuda, CudaOnHost, CudaPtx
+from tests.conformance.cuda_library import SMALL_TYPES, Cuda, CudaOnHost, CudaPtx, cache_type_of
 
 Arrays = dict[str, np.ndarray]
 INPUTS = (
@@ -37,14 +37,6 @@ SYMBOLIC = {
         for prefix in ("past", "present") for name in (*STATE, *SCALES)
     },
 }  # fmt: skip
-
-
-_SMALL = {("int8", "int8"): "int8", ("uint8", "uint8"): "int4", ("int8", "uint8"): "k8v4"}
-
-
-def cache_type_of(key: np.ndarray, value: np.ndarray) -> str:
-    """The type of a cache with such keys and values."""
-    return _SMALL.get((key.dtype.name, value.dtype.name), key.dtype.name)
 
 
 def state_names(key: np.ndarray, method: Method | None = None) -> tuple[str, ...]:
@@ -313,7 +305,7 @@ def _merge_cache_session(
 def _state_shapes(heads: int, sizes: tuple[int, int], statistics: int, cache_type: str) -> dict[str, tuple[int, ...]]:
     """Shapes of the state; 0 stands for batch and capacity."""
     slots = (0, heads, 0)
-    scales = dict.fromkeys(SCALES, slots) if cache_type in _SMALL.values() else {}
+    scales = dict.fromkeys(SCALES, slots) if cache_type in SMALL_TYPES.values() else {}
     types = _state_types(cache_type)
     return {
         "key": (*slots, sizes[0] // (2 if types["key"] == np.uint8 else 1)),
@@ -327,7 +319,7 @@ def _state_shapes(heads: int, sizes: tuple[int, int], statistics: int, cache_typ
 
 def _state_types(cache_type: str) -> dict[str, np.dtype[Any]]:
     f32 = np.dtype(np.float32)
-    held = next((types for types, name in _SMALL.items() if name == cache_type), (cache_type, cache_type))
+    held = next((types for types, name in SMALL_TYPES.items() if name == cache_type), (cache_type, cache_type))
     return {
         "key": np.dtype(held[0]),
         "value": np.dtype(held[1]),

@@ -19,6 +19,7 @@ import numpy as np
 from kvexport.schema.layout import number, scalars, structs
 from kvexport.schema.operators import VOTE_ATTENTION
 from kvexport.schema.policy import POLICY
+from kvexport.schema.state import SCALES
 from kvexport.schema.state import STATE_NAMES as STATE
 from plugins.building import make
 from plugins.building.targets import TARGETS
@@ -28,7 +29,9 @@ Arrays = dict[str, np.ndarray]
 HOST, DEVICE, PTX = (ROOT / TARGETS[name].output for name in ("cuda-host", "cuda", "cuda-ptx"))
 EVERY_PTX = "KVEXPORT_EVERY_PTX"  # all kernels and all cases of the backend cuda-ptx
 COUNTER_BYTES = 1 << 18
-TYPES = {"float32": 0, "float16": 1, "uint16": 2}  # numpy has no bfloat16: its bits stand as uint16
+# numpy has no bfloat16: its bits stand as uint16. The last three are types of small caches.
+TYPES = {"float32": 0, "float16": 1, "uint16": 2, "int8": 3, "int4": 4, "k8v4": 5}
+SMALL_TYPES = {("int8", "int8"): "int8", ("uint8", "uint8"): "int4", ("int8", "uint8"): "k8v4"}
 
 
 def _structures() -> dict[str, Any]:
@@ -43,6 +46,7 @@ def _structures() -> dict[str, Any]:
 
 STRUCTURES = _structures()
 State, Statistic = STRUCTURES["KvState"], STRUCTURES["KvStatistic"]
+Scales, SCALE_NAMES = STRUCTURES["KvScales"], tuple(tensor.name for tensor in SCALES)
 VoteAttention, MergeCache = STRUCTURES["KvVoteAttention"], STRUCTURES["KvMergeCache"]
 
 
@@ -73,6 +77,16 @@ class Where(ctypes.Structure):
         ("workspace_size", ctypes.c_size_t),
         ("counters", ctypes.c_void_p),
     ]
+
+
+def cache_type_of(key: np.ndarray, value: np.ndarray) -> str:
+    """The type of a cache with such keys and values."""
+    return SMALL_TYPES.get((key.dtype.name, value.dtype.name), key.dtype.name)
+
+
+def names_of(key: np.ndarray) -> tuple[str, ...]:
+    """The state tensors of a cache with such keys."""
+    return (*STATE, *SCALE_NAMES) if key.dtype in (np.int8, np.uint8) else STATE
 
 
 @cache
@@ -179,20 +193,32 @@ class Caller:
     def state(self, arrays: dict[str, Any]) -> Any:
         return State(*(self.memory.address(arrays[name]) for name in STATE))
 
+    def bind(self, call: Any, past: dict[str, Any], present: dict[str, Any]) -> None:
+        """The state of a call, and the scales where it has some."""
+        call.past, call.present = self.state(past), self.state(present)
+        if SCALE_NAMES[0] in past:
+            for where, held in (("past_scales", past), ("present_scales", present)):
+                setattr(call, where, Scales(*(self.memory.address(held[name]) for name in SCALE_NAMES)))
+
     def vote_attention(self, inputs: Arrays, attributes: Any, *, in_place: bool = True) -> Arrays:
         put = self.memory.put
         held = {name: put(x) for name, x in inputs.items()}
-        past = {name: held[f"past_{name}"] for name in STATE}
-        present = past if in_place else {name: put(np.full_like(inputs[f"past_{name}"], 77)) for name in STATE}
-        query, key = inputs["query"], inputs["past_key"]
-        output = put(np.full((*query.shape[:3], inputs["value"].shape[3]), 77, query.dtype))
-        call = vote_attention_call(attributes, query.dtype.name, query.shape, key.shape, inputs["value"].shape[3])
+        key, value = inputs["past_key"], inputs["past_value"]
+        names = names_of(key)
+        past = {name: held[f"past_{name}"] for name in names}
+        present = past if in_place else {name: put(np.full_like(inputs[f"past_{name}"], 77)) for name in names}
+        query, value_size = inputs["query"], inputs["value"].shape[3]
+        output = put(np.full((*query.shape[:3], value_size), 77, query.dtype))
+        shape = (*key.shape[:3], query.shape[3])
+        call = vote_attention_call(attributes, query.dtype.name, query.shape, shape, value_size)
+        call.cache_type = TYPES[cache_type_of(key, value)]
         for name in ("query", "key", "value", "position", "query_length", "sink_logits"):
             setattr(call, name, self.memory.address(held[name]) if name in held else None)
-        call.past, call.present, call.output = self.state(past), self.state(present), self.memory.address(output)
+        self.bind(call, past, present)
+        call.output = self.memory.address(output)
         self._run("vote_attention", call)
         return {"output": self.memory.get(output)} | {
-            f"present_{name}": self.memory.get(present[name]) for name in STATE
+            f"present_{name}": self.memory.get(present[name]) for name in names
         }
 
     def merge_cache(self, state: Arrays, attributes: Any, *, in_place: bool = True) -> Arrays:

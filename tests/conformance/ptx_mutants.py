@@ -16,6 +16,7 @@ from kvexport.ops.vote_attention import VoteAttentionAttributes
 from plugins.building import make
 from plugins.building.ptx import library
 from tests.conformance.cuda_library import PtxCaller
+from tests.conformance.small import small
 
 Arrays = dict[str, np.ndarray]
 KINDS = {
@@ -45,14 +46,15 @@ def without(kind: str, which: int | None = None, instead: str = "") -> Callable[
     return alter
 
 
-def decode(caller: PtxCaller, group: int) -> Arrays:
-    """A token against caches of several splits."""
+def decode(caller: PtxCaller, group: int, cache_type: str = "") -> Arrays:
+    """A token against caches of several splits. cache_type: of a small cache."""
     rng, heads, capacity, size = np.random.default_rng(3), 2, 400, 64
     shape = (2, heads, capacity)
     x = {"query": rng.normal(size=(2, group * heads, 1, size)).astype(np.float16)}
     x |= {name: rng.normal(size=(2, heads, 1, size)).astype(np.float16) for name in ("key", "value")}
     x |= {f"past_{name}": rng.normal(size=(*shape, size)).astype(np.float16) for name in ("key", "value")}
     used = np.array([[[390]], [[150]]])
+    x = small(x, cache_type, "past_") if cache_type else x
     x["past_votes"] = np.broadcast_to((np.arange(capacity) < used).astype(np.float32), shape).copy()
     x["past_score"] = rng.gamma(1.0, size=(2, heads, 2, capacity)).astype(np.float32)
     x["past_position"] = np.broadcast_to(np.arange(capacity, dtype=np.int32), shape).copy()
@@ -74,6 +76,7 @@ def merge(caller: PtxCaller, method: str, *, in_order: bool = True) -> Arrays:
 CALLS: dict[str, Callable[[PtxCaller], Arrays]] = {
     "Decode<Half, 1>": lambda caller: decode(caller, 1),
     "DecodeMma<Half, 128>": lambda caller: decode(caller, 5),
+    "DecodeSmall<8, 4, 128>": lambda caller: decode(caller, 2, "k8v4"),
     "NearestMma<Half, true>": lambda caller: merge(caller, "ballot"),
     "MergeRows<Half>": lambda caller: merge(caller, "ballot"),
     "Order": lambda caller: merge(caller, "ballot"),

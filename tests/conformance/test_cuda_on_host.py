@@ -419,7 +419,7 @@ def test_the_workspace_is_used_up_to_its_size_and_its_counters_come_back_to_zero
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"cache_type": 9}, "neither float32, float16 nor bfloat16"),
+        ({"cache_type": 9}, "none of float32, float16, bfloat16, int8, int4 and k8v4"),
         ({"query_type": 1}, "the query is of another type than the cache"),
         ({"query_heads": 5}, "not a multiple"),
         ({"query_heads": 64}, "more than 16 query heads"),
@@ -490,8 +490,8 @@ def test_nothing_is_read_or_written_outside_of_any_buffer() -> None:
     sample += " or (head_size and (80 or 136)) or stages"
     like_others = "h2o or streaming or snapkv or keepkv-key or least-attended or asymkv or alone"
     sample += f" or (garbage and not ({like_others}))"
-    garbage = str(Path(__file__).with_name("test_garbage.py"))
+    others = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("garbage", "cuda_small")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", sample]
-    command += [__file__, garbage]
+    command += [__file__, *others]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=ROOT)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

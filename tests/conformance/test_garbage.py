@@ -18,8 +18,8 @@ from kvexport.methods import all_methods
 from kvexport.methods.slots import Rotary
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes
-from kvexport.schema.state import STATE_NAMES
-from tests.conformance.cuda_library import COUNTER_BYTES, Caller
+from tests.conformance.cuda_library import COUNTER_BYTES, Caller, names_of
+from tests.conformance.small import BITS, small
 from tests.conformance.test_cuda_on_host import (
     BOTH,
     METHODS,
@@ -59,8 +59,9 @@ def holes(state: Arrays, rng: np.random.Generator) -> None:
 
 
 def no_numbers(state: Arrays, rng: np.random.Generator) -> None:
-    for name in ("key", "value", "score"):
-        state[name][...] = rng.choice(NUMBERS, state[name].shape).astype(state[name].dtype)
+    for name, x in state.items():  # every byte is a number of a small cache, whose scales may be none
+        if x.dtype.kind == "f" and name != "votes":
+            x[...] = rng.choice(NUMBERS, x.shape).astype(x.dtype)
 
 
 def bits(state: Arrays, rng: np.random.Generator) -> None:
@@ -110,7 +111,7 @@ def test_a_merge_of_garbage(
 @every_garbage
 @pytest.mark.parametrize("tokens", [1, 40])
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2)], ids=["alone", "group3"])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "int4"])
 def test_attention_over_garbage(
     caller: Caller,  # noqa: F811
     dtype: str,
@@ -119,8 +120,10 @@ def test_attention_over_garbage(
     spoil: Callable[[Arrays, np.random.Generator], None],
 ) -> None:
     rng = np.random.default_rng(12)
-    inputs = inputs_of(heads, (16, 16), 400, tokens, [390, 120], 2, dtype)
-    past = {name: inputs[f"past_{name}"] for name in STATE_NAMES}
+    inputs = inputs_of(heads, (16, 16), 400, tokens, [390, 120], 2, "float32" if dtype in BITS else dtype)
+    if dtype in BITS:
+        inputs = small(inputs, dtype, "past_")
+    past = {name: inputs[f"past_{name}"] for name in names_of(inputs["past_key"])}
     with np.errstate(all="ignore"):
         spoil(past, rng)
     inputs["position"][...] = rng.choice([-(2**63), -1, 0, 2**31, 2**63 - 1], inputs["position"].shape)

@@ -25,6 +25,7 @@ from kvexport.ops.vote_attention import VoteAttentionAttributes
 from plugins.building import make, resources
 from tests.conformance.cuda_library import PtxCaller
 from tests.conformance.cuda_linear import case
+from tests.conformance.small import BITS, small
 from tests.support.paths import ROOT
 
 RECORD = ROOT / "plugins" / "cuda" / "instructions.json"
@@ -34,6 +35,8 @@ DECODE = (
     *(("float16", group, "DecodeMma<kv::cuda::Half, 128>") for group in (4, 8, 16)),
     ("float32", 4, "Decode<float, 4>"),
     ("float32", 8, "Decode<float, 8>"),
+    *(("int8", group, "DecodeSmall<8, 8, 128>") for group in (1, 4, 8)),
+    *(("int4", group, "DecodeSmall<4, 4, 128>") for group in (4, 8)),
 )
 LOG_EMA = (Statistic("log_ema", 0.9),)
 COLUMNS, INPUTS = 320, (512, 1024)
@@ -90,7 +93,8 @@ def _difference(caller: PtxCaller, program: str, run: Any, over: int, sizes: tup
 
 def _state(slots: int, capacity: int, statistics: int, dtype: str = "float16") -> dict[str, np.ndarray]:
     rng, shape = np.random.default_rng(1), (1, 1, capacity)
-    state = {name: rng.normal(size=(*shape, SIZE)).astype(dtype) for name in ("key", "value")}
+    state = {name: rng.normal(size=(*shape, SIZE)) for name in ("key", "value")}
+    state = small(state, dtype) if dtype in BITS else {name: x.astype(dtype) for name, x in state.items()}
     state["votes"] = (np.arange(capacity) < slots).astype(np.float32).reshape(shape)
     state["score"] = rng.gamma(1.0, size=(1, 1, statistics, capacity)).astype(np.float32)
     return state | {"position": np.arange(capacity, dtype=np.int32).reshape(shape)}
@@ -99,6 +103,7 @@ def _state(slots: int, capacity: int, statistics: int, dtype: str = "float16") -
 def _decode(caller: PtxCaller, dtype: str, group: int, slots: int) -> None:
     rng, capacity = np.random.default_rng(2), SLOTS[1] + 32
     state = _state(slots, capacity, 1, dtype)
+    dtype = "float16" if dtype in BITS else dtype
     inputs = {"query": rng.normal(size=(1, group, 1, SIZE)).astype(dtype)}
     inputs |= {name: rng.normal(size=(1, 1, 1, SIZE)).astype(dtype) for name in ("key", "value")}
     inputs |= {"position": np.array([[slots]]), "query_length": np.array([[1]])}

@@ -23,6 +23,7 @@ from kvexport.runtime.request import Request
 from kvexport.runtime.snapshot import Snapshot
 from kvexport.schema.state import SCALES
 from kvexport.validate.runner import validate_artifact
+from plugins.building import make
 from tests.support.models import build_shared, make_recipe
 from tests.support.tiny_model import PROMPTS, RECIPE, generated
 
@@ -63,6 +64,18 @@ def test_every_step_is_pytorchs_and_in_place_the_same_bits(artifact: Path) -> No
     assert result.in_place_identical and result.head_merges
     with pytest.raises(UsageError, match="telemetry is taken of a cache of the model's type alone"):
         validate_artifact(artifact, telemetry=True)
+
+
+@pytest.mark.skipif(
+    not make.is_current("onnxruntime-cuda-host"), reason="not reached: CUDA's binding is not compiled for the host"
+)
+def test_on_the_kernels_of_cuda_it_says_the_same(
+    artifact: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(native.VARIABLE, str(make.host_output("onnxruntime-cuda-host")))
+    on_cuda = load(artifact)
+    assert native.implementations(on_cuda.manifest)["VoteAttention"].native
+    assert generated(on_cuda) == generated(engine)
 
 
 def test_lanes_are_independent(engine: Engine) -> None:

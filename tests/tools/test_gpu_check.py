@@ -49,7 +49,7 @@ def test_figures_are_held_to_the_goals_they_have() -> None:
 
     def decode(nbytes: int, us: float, torch_us: float) -> dict[str, object]:
         row = {"bytes": nbytes, "us": us, "goal us": 10.0, "share of copy": 8.0 / us, "statistic": "log_ema"}
-        return row | {"torch us": torch_us, "flashinfer us": None}
+        return row | {"cache": "float16", "torch us": torch_us, "flashinfer us": None}
 
     step = {"ms": 4.0, "over the floor": 1.2, "merging over without": 1.02, "tokens per second": 100.0}
     prefill = [{"statistic": "none", "share of torch": 0.6}, {"statistic": "log_ema", "share of torch": 0.75}]

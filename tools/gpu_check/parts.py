@@ -15,13 +15,17 @@ from tests.conformance.cuda_library import (
     DEVICE,
     HOST,
     STATE,
+    TYPES,
     Caller,
     DeviceMemory,
     HostMemory,
+    cache_type_of,
     load,
     merge_cache_call,
+    names_of,
     vote_attention_call,
 )
+from tests.conformance.small import BITS, stored
 from tools.gpu_check import prebuilt
 
 Figures = dict[str, Any]
@@ -45,6 +49,7 @@ DECODE = [
     (1, 32, 8, 16384),
 ]
 DECODE += [(16, 64, 8, 4096), (16, 64, 4, 4096)]
+SMALL_DECODE = [(1, 32, 8, 4096), (8, 32, 32, 1024), (32, 32, 8, 4096)]
 SIZE, CHUNK, MERGE_EVERY = 128, 512, 32
 SLACK = 512  # slots beyond the budget: as the recipes have it, max(prefill_chunk, merge_every)
 LARGE = 64 << 20  # bytes of a layer's cache from which a share of the bandwidth is the goal
@@ -189,8 +194,9 @@ def layer(
     batch: int, query_heads: int, heads: int, slots: int, tokens: int, kept: int, dtype: str, size: int = SIZE
 ) -> dict[str, np.ndarray]:
     """A layer's inputs: `slots` used, room for SLACK more, or for as many `tokens`. What large tensors hold repeats,
-    which nothing here depends on."""
-    rng = np.random.default_rng(0)
+    which nothing here depends on. dtype: of the cache, and of queries, over a small cache float16."""
+    rng, cache_type = np.random.default_rng(0), dtype
+    dtype = "float16" if cache_type in BITS else dtype
     capacity = slots + max(tokens, SLACK)
     shape = (batch, heads, capacity)
 
@@ -199,12 +205,15 @@ def layer(
         some = rng.normal(size=min(count, 1 << 20)).astype(dtype)
         return np.resize(some, count).reshape(dims)
 
-    def bundled(*dims: int) -> np.ndarray:
-        """Rows near 64 centres, so that there is what merges."""
-        rows = min(int(np.prod(dims[:-1])), 1 << 13)
-        some = rng.normal(size=(64, size))[rng.integers(0, 64, rows)] + 0.3 * rng.normal(size=(rows, size))
-        return np.resize(some.astype(dtype), dims)
-
+    rows = min(int(np.prod(shape)), 1 << 13)
+    # Keys near 64 centres, so that there is what merges.
+    past = {"key": rng.normal(size=(64, size))[rng.integers(0, 64, rows)] + 0.3 * rng.normal(size=(rows, size))}
+    past["value"] = rng.normal(size=(rows, size))
+    if cache_type in BITS:
+        for name, bits in zip(("key", "value"), BITS[cache_type], strict=True):
+            past[name], past[f"{name}_scale"] = stored(past[name], bits)
+    else:
+        past = {name: x.astype(dtype) for name, x in past.items()}
     votes = np.ones(shape, np.float32)
     votes[:, :, slots:] = 0
     return {
@@ -213,8 +222,7 @@ def layer(
         "value": normal(batch, heads, tokens, size),
         "position": np.broadcast_to(slots + np.arange(tokens), (batch, tokens)).copy(),
         "query_length": np.full((batch, 1), tokens),
-        "past_key": bundled(*shape, size),
-        "past_value": normal(*shape, size),
+        **{f"past_{name}": np.resize(x, (*shape, *x.shape[1:])) for name, x in past.items()},
         "past_votes": votes,
         "past_score": rng.gamma(1.0, size=(batch, heads, kept, capacity)).astype(np.float32),
         "past_position": np.broadcast_to(np.arange(capacity, dtype=np.int32), shape).copy(),
@@ -231,10 +239,13 @@ class Step:
         self.votes = memory.put(arrays["past_votes"])
         query, key = arrays["query"], arrays["past_key"]
         self.output = memory.put(np.zeros((*query.shape[:3], arrays["value"].shape[3]), query.dtype))
-        call = vote_attention_call(attributes, query.dtype.name, query.shape, key.shape, arrays["value"].shape[3])
+        shape = (*key.shape[:3], query.shape[3])
+        call = vote_attention_call(attributes, query.dtype.name, query.shape, shape, arrays["value"].shape[3])
+        call.cache_type = TYPES[cache_type_of(key, arrays["past_value"])]
         for name in INPUTS[:5]:
             setattr(call, name, memory.address(self.held[name]))
-        call.past = call.present = target.caller.state({name: self.held[f"past_{name}"] for name in STATE})
+        past = {name: self.held[f"past_{name}"] for name in names_of(key)}
+        target.caller.bind(call, past, past)
         call.output = memory.address(self.output)
         self.call = call
 
@@ -285,21 +296,24 @@ def decode(target: Target) -> Figures:
     the same cache."""
     figures: Figures = {"bytes per second": bandwidth(target)["bytes per second"], "peers not measured": {}}
 
-    def measure(case: tuple[int, ...]) -> list[Row]:
-        kinds = ("log_ema", "probability", "none")
-        return [decode_row(target, case, kind, figures) for kind in kinds]
+    def measure(case: tuple[str, tuple[int, ...]]) -> list[Row]:
+        kinds = ("log_ema", "probability", "none") if case[0] == "float16" else ("log_ema",)
+        return [decode_row(target, *case, kind, figures) for kind in kinds]
 
-    return target.rows(DECODE[: target.scaled(len(DECODE), 1)], figures, measure)
+    cases = [("float16", shape) for shape in DECODE[: target.scaled(len(DECODE), 1)]]
+    small = SMALL_DECODE[: target.scaled(len(SMALL_DECODE), 1)]
+    return target.rows([*cases, *((dtype, shape) for dtype in BITS for shape in small)], figures, measure)
 
 
-def decode_row(target: Target, case: tuple[int, ...], kind: str, figures: Figures) -> Row:
-    """Of one shape and statistic; PyTorch's attention and FlashInfer's beside the first."""
+def decode_row(target: Target, dtype: str, case: tuple[int, ...], kind: str, figures: Figures) -> Row:
+    """Of one type of cache, shape and statistic; of float16 PyTorch's attention and FlashInfer's beside the first."""
     batch, query_heads, heads, slots = case
     slots, batch = target.scaled(slots, 64), target.scaled(batch, 1)
-    nbytes = batch * heads * slots * (4 * SIZE + 8 + (8 if kind != "none" else 0))
+    row_bytes = 8 + sum(BITS[dtype]) * SIZE // 8 if dtype in BITS else 4 * SIZE
+    nbytes = batch * heads * slots * (row_bytes + 8 + (8 if kind != "none" else 0))
     # Caches enough that none is still in a cache of the device when its turn comes again.
     copies = 1 if nbytes > 3e8 else target.scaled(max(2, int(3e8 / nbytes)), 2)
-    arrays = layer(batch, query_heads, heads, slots, 1, 1, "float16")
+    arrays = layer(batch, query_heads, heads, slots, 1, 1, dtype)
     steps = [Step(target, arrays, attributes_of(kind)) for _ in range(copies)]
 
     def reset() -> None:
@@ -309,10 +323,17 @@ def decode_row(target: Target, case: tuple[int, ...], kind: str, figures: Figure
     ours = statistics.median(target.seconds(list(steps), reset))
     floor = nbytes / figures["bytes per second"]
     goal = floor / 0.8 if nbytes >= LARGE else floor / 0.85 + 5e-6
-    row: Row = {"batch": batch, "query heads": query_heads, "heads": heads, "slots": slots, "statistic": kind}
-    row |= {"bytes": nbytes, "us": ours * 1e6, "floor us": floor * 1e6, "goal us": goal * 1e6, "met": ours <= goal}
+    row: Row = {"cache": dtype, "batch": batch, "query heads": query_heads, "heads": heads, "slots": slots}
+    row |= {
+        "statistic": kind,
+        "bytes": nbytes,
+        "us": ours * 1e6,
+        "floor us": floor * 1e6,
+        "goal us": goal * 1e6,
+        "met": ours <= goal,
+    }
     row |= {"share of copy": floor / ours} | {f"{name} us": None for name in PEERS}
-    if kind != "log_ema" or target.on_host:
+    if kind != "log_ema" or dtype != "float16" or target.on_host:
         return row
     for name, peer in PEERS.items():
         try:

@@ -27,7 +27,8 @@ def page(report: dict[str, Any]) -> str:
             sections.append(_table(title, found))
     decode = parts.get("decode", {}).get("figures", {}).get("rows", [])
     if decode:
-        series = [_line(decode, kind) for kind in dict.fromkeys(row["statistic"] for row in decode)]
+        kinds = dict.fromkeys((row["cache"], row["statistic"]) for row in decode)
+        series = [_line(decode, *kind) for kind in kinds]
         note = "Bytes over what a copy of one gigabyte moves per second; "
         note += "the caches in turn are larger than the device's own."
         sections.append(
@@ -64,9 +65,10 @@ def _table(title: str, rows: list[dict[str, Any]]) -> Table:
     return Table(title, columns, [[row.get(name) for name in columns] for row in rows])
 
 
-def _line(rows: list[dict[str, Any]], kind: str) -> Series:
-    of_kind = sorted((row["bytes"], row["share of copy"]) for row in rows if row["statistic"] == kind)
-    return Series(kind, [x for x, _ in of_kind], [y for _, y in of_kind])
+def _line(rows: list[dict[str, Any]], cache: str, kind: str) -> Series:
+    chosen = [row for row in rows if row["cache"] == cache and row["statistic"] == kind]
+    of_kind = sorted((row["bytes"], row["share of copy"]) for row in chosen)
+    return Series(f"{cache}, {kind}", [x for x, _ in of_kind], [y for _, y in of_kind])
 
 
 def _steps(rows: list[dict[str, Any]], batch: int) -> Series:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 NAMES = {"cpu": "libkvexport_onnxruntime.so", "cuda": "libkvexport_onnxruntime_cuda.so"}
 VARIABLE = "KVEXPORT_OPERATORS"
-TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}  # as kvexport_cuda.h names them
+# As plugins/abi/kvexport.h names them.
+TYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3, "int4": 4, "k8v4": 5}
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ def why_small_pages(path: Path) -> str:
 
 
 def has_small_cache(path: Path) -> bool:
-    """Whether the library has kernels for small caches; CUDA's has none."""
-    return _has(path, "kvexport_small_cache")
+    """Whether the library has kernels for small caches, or says of each layer why not, as CUDA's does."""
+    return _has(path, "kvexport_small_cache") or _has(path, "kvexport_attention_problem")
 
 
 def has_ranks(path: Path) -> bool:
@@ -124,28 +125,32 @@ def implementations(manifest: Manifest, device: str | None = None) -> dict[str, 
     path = library(device)
     method = recipe.cache.build_method()
     stored = manifest.cache.layers[0].dtype
-    if path and stored in SMALL and not has_small_cache(path):
-        too_much: str | None = f"{path.name} has no kernel for a cache in {stored}: --set cache.dtype=model"
-    else:
-        too_much = _why_no_layer(path, manifest.cache, manifest.model.query_heads) if path else None
     found = {}
     for op in ("VoteAttention", "MergeCache"):
-        why = too_much or why_function(path, op, method, device)
+        if path and stored in SMALL and not has_small_cache(path):
+            why: str | None = f"{path.name} has no kernel for a cache in {stored}: --set cache.dtype=model"
+        else:
+            why = _why_no_layer(path, op, manifest.cache, manifest.model.query_heads) if path else None
+        why = why or why_function(path, op, method, device)
         found[op] = (
             Implementation(True, instruction_set(path)) if path and why is None else Implementation(False, str(why))
         )
     return found
 
 
-def _why_no_layer(path: Path, plan: CachePlan, query_heads: Sequence[int]) -> str | None:
-    """Why the library has no kernel for one of the layers. One without such limits does not export the question."""
-    if not _has(path, "kvexport_layer_problem"):
+def _why_no_layer(path: Path, op: str, plan: CachePlan, query_heads: Sequence[int]) -> str | None:
+    """Why the library has no kernel of `op` for one of the layers. One without such limits does not export the
+    question."""
+    if not _has(path, "kvexport_attention_problem"):
         return None
-    ask = loaded(path).kvexport_layer_problem
+    merges = op == "MergeCache"
+    ask = getattr(loaded(path), "kvexport_merge_problem" if merges else "kvexport_attention_problem")
     ask.restype = ctypes.c_char_p
     for i, (layer, heads) in enumerate(zip(plan.layers, query_heads, strict=True)):
-        sizes = (heads, layer.kv_heads, layer.capacity, layer.key_size, layer.value_size, layer.statistics)
-        if problem := ask(TYPES[layer.dtype], *sizes, layer.budget):
+        sizes = (layer.kv_heads, layer.capacity, layer.key_size, layer.value_size, layer.statistics)
+        if merges and layer.budget >= layer.capacity:
+            continue
+        if problem := ask(TYPES[layer.dtype], *((*sizes, layer.budget) if merges else (heads, *sizes))):
             return f"layer {i} has no native kernel: {problem.decode()}"
     return None
 

@@ -83,16 +83,28 @@ struct LinearKernel : kv::LinearNode {
 #define KV_EXPORT extern "C" __attribute__((visibility("default")))
 
 KV_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
+  constexpr auto f32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, f16 = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
+                 bf16 = ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16, i8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8,
+                 u8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
   return kv::register_operators<kv::VoteAttentionOp<VoteAttentionKernel>, kv::MergeCacheOp<MergeCacheKernel>,
                                 kv::LinearOp<LinearKernel>>(options, base,
-                                                            {{KV_FLOAT32, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT},
-                                                             {KV_FLOAT16, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16},
-                                                             {KV_BFLOAT16, ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16}});
+                                                            {{KV_FLOAT32, f32},
+                                                             {KV_FLOAT16, f16},
+                                                             {KV_BFLOAT16, bf16},
+                                                             {KV_INT8, i8, i8, KV_FLOAT32, f32},
+                                                             {KV_INT8, i8, i8, KV_FLOAT16, f16},
+                                                             {KV_INT8, i8, i8, KV_BFLOAT16, bf16},
+                                                             {KV_INT4, u8, u8, KV_FLOAT32, f32},
+                                                             {KV_INT4, u8, u8, KV_FLOAT16, f16},
+                                                             {KV_INT4, u8, u8, KV_BFLOAT16, bf16},
+                                                             {KV_K8V4, i8, u8, KV_FLOAT32, f32},
+                                                             {KV_K8V4, i8, u8, KV_FLOAT16, f16},
+                                                             {KV_K8V4, i8, u8, KV_BFLOAT16, bf16}});
 }
 
 // What kvexport/backends/onnxruntime/operators.py asks: the operators that the library knows, what the kernels are
-// compiled for, why they cannot run on this machine, and why a layer of these sizes has none ("" where they can, and
-// where it has).
+// compiled for, why they cannot run on this machine, and why VoteAttention or MergeCache of a layer of these sizes has
+// none ("" where they can, and where it has).
 KV_EXPORT const char* kvexport_schema() { return kv::kSchema; }
 KV_EXPORT const char* kvexport_isa() {
   static const std::string text = kv::compiled_for();
@@ -102,21 +114,25 @@ KV_EXPORT const char* kvexport_device_problem() {
   static const std::string problem = kv::device_problem();
   return problem.c_str();
 }
-KV_EXPORT const char* kvexport_layer_problem(int type, int query_heads, int heads, int capacity, int key_size,
-                                             int value_size, int statistics, int budget) {
-  KvVoteAttention attention{};
-  attention.query_type = attention.cache_type = type, attention.batch = 1;
-  attention.query_heads = query_heads, attention.heads = heads, attention.capacity = capacity;
-  attention.key_size = key_size, attention.value_size = value_size, attention.statistics = statistics;
-  for (attention.tokens = 1; attention.tokens <= (capacity > 1 ? 2 : 1); ++attention.tokens)
-    if (const char* problem = kv_cuda_vote_attention_problem(&attention)) return problem;
-  if (budget >= capacity) return "";
+KV_EXPORT const char* kvexport_attention_problem(int type, int query_heads, int heads, int capacity, int key_size,
+                                                 int value_size, int statistics) {
+  KvVoteAttention call{};
+  // Of the types of a query over a small cache any: they take the same memory.
+  call.query_type = kv::is_small(type) ? int{KV_FLOAT32} : type, call.cache_type = type, call.batch = 1;
+  call.query_heads = query_heads, call.heads = heads, call.capacity = capacity;
+  call.key_size = key_size, call.value_size = value_size, call.statistics = statistics;
+  for (call.tokens = 1; call.tokens <= (capacity > 1 ? 2 : 1); ++call.tokens)
+    if (const char* problem = kv_cuda_vote_attention_problem(&call)) return problem;
+  return "";
+}
+KV_EXPORT const char* kvexport_merge_problem(int type, int heads, int capacity, int key_size, int value_size,
+                                             int statistics, int budget) {
   // Of the policies the one whose kernels take the most shared memory.
-  KvMergeCache merge{};
-  merge.cache_type = type, merge.batch = 1, merge.heads = heads, merge.capacity = capacity, merge.budget = budget;
-  merge.key_size = key_size, merge.value_size = value_size, merge.statistics = statistics, merge.compresses = 1;
-  merge.policy.merge = KV_MERGE_ZIP, merge.policy.order = KV_ORDER_LEAST_ERROR;
-  merge.policy.measure = KV_MEASURE_DISTANCE, merge.policy.votes_max = 1.0f;
-  const char* problem = kv_cuda_merge_cache_problem(&merge);
+  KvMergeCache call{};
+  call.cache_type = type, call.batch = 1, call.heads = heads, call.capacity = capacity, call.budget = budget;
+  call.key_size = key_size, call.value_size = value_size, call.statistics = statistics, call.compresses = 1;
+  call.policy.merge = KV_MERGE_ZIP, call.policy.order = KV_ORDER_LEAST_ERROR;
+  call.policy.measure = KV_MEASURE_DISTANCE, call.policy.votes_max = 1.0f;
+  const char* problem = kv_cuda_merge_cache_problem(&call);
   return problem ? problem : "";
 }

@@ -219,8 +219,10 @@ def c_type(kind: str) -> str:
 @of("add", "sub")
 def _add(scope: Scope, parts: Parts, a: Operands) -> str:
     kind, sign = parts[-1], "+" if parts[0] == "add" else "-"
-    if parts == ["add", "f16x2"]:
-        return stored(scope, a[0], "u32", f"add_f16x2({', '.join(_inputs(scope, a, 'u32', 'u32'))})")
+    if kind == "f16x2":
+        x, y = _inputs(scope, a, "u32", "u32")
+        each = (f"from_f16((uint16_t)({x} >> {at})) {sign} from_f16((uint16_t)({y} >> {at}))" for at in (16, 0))
+        return stored(scope, a[0], "u32", f"packed_f16({', '.join(each)})")
     if kind[0] != "f":
         x, y = _inputs(scope, a, _unsigned(kind), _unsigned(kind))
         return stored(scope, a[0], _unsigned(kind), f"{x} {sign} {y}")

@@ -21,6 +21,7 @@ struct Attention {
   float* row_softmax;      // row_max and row_sum of every row of probabilities, [B Hq, T, 2]
   float* partial_output;   // decode: sum of weight * value of every split, [B H, splits, G, Dv]
   float* partial_softmax;  // and its row_max and row_sum, [B H, splits, 2, G]
+  float* rotated;          // the queries over a small cache, [B, Hq, T, D]
 
   KV_DEVICE int group() const { return call.query_heads / call.heads; }
 };
@@ -42,6 +43,9 @@ struct Head {
 
   KV_DEVICE T* key(int slot) const { return static_cast<T*>(a.present.key) + (slots + slot) * a.key_size; }
   KV_DEVICE T* value(int slot) const { return static_cast<T*>(a.present.value) + (slots + slot) * a.value_size; }
+  // Of rows from slot `from` on, as they lie one after another, the i-th vector of what kernels compute with.
+  KV_DEVICE Vector key_vector(int from, int i) const { return load_vector(key(from) + i * kLanes<T>); }
+  KV_DEVICE Vector value_vector(int from, int i) const { return load_vector(value(from) + i * kLanes<T>); }
   KV_DEVICE const T* new_key(int t) const {
     return static_cast<const T*>(a.key) + (static_cast<size_t>(index) * a.tokens + t) * a.key_size;
   }
@@ -60,6 +64,7 @@ struct Head {
   KV_DEVICE T* output(int g, int t) const {
     return static_cast<T*>(a.output) + (static_cast<size_t>(query_head(g)) * a.tokens + t) * a.value_size;
   }
+  KV_DEVICE void store(int g, int t, int column, float x) const { assign(output(g, t)[column], x); }
   // The first new token's position. Of a number that is none, as where a call is only timed, the nearest that leaves
   // room for the others.
   KV_DEVICE int first() const {

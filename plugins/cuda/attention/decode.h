@@ -80,7 +80,7 @@ struct Decode {
       multiply_keys(block, stage, s);
       softmax_slots(
           block, args, head, stage, G, used, from, count, [&](int g, int slot) { return logit_of(a, s, g, slot); },
-          [&](int g, int slot, float weight, float factor) {
+          [&](Registers&, int g, int slot, float weight, float factor) {
             s.weight[slot * G + g] = weight;
             if (slot == 0) s.factor[g] = factor;
           });

@@ -68,7 +68,7 @@ struct DecodeMma {
       softmax_slots(
           block, args, head, stage, group, used, from, count,
           [&](int g, int slot) { return s.logit[g * kLogitStride + slot]; },
-          [&](int g, int slot, float weight, float factor) {
+          [&](Registers&, int g, int slot, float weight, float factor) {
             assign(s.weight[g * kWeightStride + slot], weight);
             if (slot == 0) s.factor[g] = factor;
           });

@@ -27,25 +27,28 @@ struct Stage {
   KV_DEVICE float* votes() const { return reinterpret_cast<float*>(base + kBlock * (key_stride + value_stride)); }
   KV_DEVICE int* position() const { return reinterpret_cast<int*>(votes() + kBlock); }
   KV_DEVICE float* score(int k) const { return votes() + (2 + k) * kBlock; }
+  static KV_HD size_t size(const KvVoteAttention& a) {
+    return kBlock *
+           (shared_stride<T>(a.key_size) + shared_stride<T>(a.value_size) + (2 + a.statistics) * sizeof(float));
+  }
 };
 
-template <class T>
-KV_HD constexpr size_t stage_size(int key_size, int value_size, int statistics) {
-  return kBlock * (shared_stride<T>(key_size) + shared_stride<T>(value_size) + (2 + statistics) * sizeof(float));
-}
-
-// Thread t's share of `count` rows of `width` vectors, which lie one after another, into shared memory where a row
-// takes `stride` bytes: every kDecodeThreads-th vector. Addresses go on by steps, with one division and no product.
-template <class T, class Program>
-KV_DEVICE void copy_rows(Block<Program>& block, T* to, int stride, const T* from, int width, int count, int t) {
-  const int step = kDecodeThreads / width * stride + kDecodeThreads % width * 16, rest = kDecodeThreads % width;
+// Thread t's share of `count` rows of `width` units of so many bytes, which lie one after another, into shared memory
+// where a row takes `stride` bytes: every kDecodeThreads-th unit. Addresses go on by steps, with one division and no
+// product.
+template <int kUnit, class Program>
+KV_DEVICE void copy_rows(Block<Program>& block, void* to, int stride, const void* from, int width, int count, int t) {
+  const int step = kDecodeThreads / width * stride + kDecodeThreads % width * kUnit, rest = kDecodeThreads % width;
   int at = t % width;
-  char* target = reinterpret_cast<char*>(to) + t / width * stride + at * 16;
-  const T* source = from + t * kLanes<T>;
+  char* target = static_cast<char*>(to) + t / width * stride + at * kUnit;
+  const char* source = static_cast<const char*>(from) + t * kUnit;
   for (int i = t; i < count * width; i += kDecodeThreads) {
-    block.template copy<16>(target, source);
-    source += kDecodeThreads * kLanes<T>, target += step, at += rest;
-    if (at >= width) at -= width, target += stride - width * 16;
+    if constexpr (kUnit == 2)  // which no asynchronous copy takes
+      *reinterpret_cast<uint16_t*>(target) = *reinterpret_cast<const uint16_t*>(source);
+    else
+      block.template copy<kUnit>(target, source);
+    source += kDecodeThreads * kUnit, target += step, at += rest;
+    if (at >= width) at -= width, target += stride - width * kUnit;
   }
 }
 
@@ -55,11 +58,11 @@ KV_DEVICE void fetch_rows(Block<Program>& block, const Head<T>& head, const Stag
   const KvVoteAttention& a = head.a;
   const int key_width = a.key_size / kLanes<T>, value_width = a.value_size / kLanes<T>;
   const int held = min_of(count, used - from);  // the token that is new comes last
-  copy_rows(block, stage.key(0), stage.key_stride, head.key(from), key_width, held, t);
-  copy_rows(block, stage.value(0), stage.value_stride, head.value(from), value_width, held, t);
+  copy_rows<16>(block, stage.key(0), stage.key_stride, head.key(from), key_width, held, t);
+  copy_rows<16>(block, stage.value(0), stage.value_stride, head.value(from), value_width, held, t);
   if (count > 0 && held < count) {
-    copy_rows(block, stage.key(held), stage.key_stride, head.new_key(0), key_width, 1, t);
-    copy_rows(block, stage.value(held), stage.value_stride, head.new_value(0), value_width, 1, t);
+    copy_rows<16>(block, stage.key(held), stage.key_stride, head.new_key(0), key_width, 1, t);
+    copy_rows<16>(block, stage.value(held), stage.value_stride, head.new_value(0), value_width, 1, t);
   }
   const int slot = t % kWarp;
   if (from + slot >= used || slot >= count) return;
@@ -78,7 +81,7 @@ template <class T, class Program, class Use>
 KV_DEVICE void stream_slots(Block<Program>& block, const Attention& args, const Head<T>& head, char* stages, int used,
                             Range range, Use use) {
   const KvVoteAttention& a = args.call;
-  const size_t size = stage_size<T>(a.key_size, a.value_size, a.statistics);
+  const size_t size = Stage<T>::size(a);
   const auto fetch = [&](int ahead) {
     const int from = range.from + ahead * kBlock, count = min_of(kBlock, range.to - from);
     const Stage<T> stage(stages + ahead % args.stages * size, a);
@@ -95,8 +98,8 @@ KV_DEVICE void stream_slots(Block<Program>& block, const Attention& args, const 
 }
 
 // The running softmax of a block of slots. A lane is a slot, a warp every fourth of `heads` query heads. logit(g,
-// slot): without votes. Calls keep(g, slot, weight, factor), where the sums over earlier blocks take the factor. Ends
-// with a barrier.
+// slot): without votes. Calls keep(registers, g, slot, weight, factor), where the sums over earlier blocks take the
+// factor. Ends with a barrier.
 template <class T, class Program, class Logit, class Keep>
 KV_DEVICE void softmax_slots(Block<Program>& block, const Attention& args, const Head<T>& head, const Stage<T>& stage,
                              int heads, int used, int from, int count, Logit logit, Keep keep) {
@@ -137,7 +140,7 @@ KV_DEVICE void softmax_slots(Block<Program>& block, const Attention& args, const
       const float weight = slot < count ? expf(r.logit[i] - row_max) : 0.0f;
       r.row_sum[i] = r.row_sum[i] * factor + weight;
       r.row_max[i] = row_max;
-      keep(g, slot, weight, factor);
+      keep(r, g, slot, weight, factor);
     }
   });
 }
@@ -170,7 +173,7 @@ KV_DEVICE void store_idle(Block<Program>& block, const Attention& args, const He
   const int size = args.call.value_size, group = args.group();
   block.each([&](int t, auto&) {
     if (split != 0) return;
-    for (int i = t; i < group * size; i += kDecodeThreads) assign(head.output(i / size, 0)[i % size], 0.0f);
+    for (int i = t; i < group * size; i += kDecodeThreads) head.store(i / size, 0, i % size, 0.0f);
     if (t == 0) args.used[2 * head.index] = used, args.used[2 * head.index + 1] = 0;
   });
 }
@@ -191,14 +194,13 @@ KV_DEVICE void store_partial_softmax(const Attention& args, size_t split, int t,
 // Bytes of shared memory that combine_splits takes.
 KV_HD constexpr size_t combine_size(int splits, int group) { return (3 * splits + 2) * group * sizeof(float); }
 
-// By the last block of a head: combines its splits in their order, writes the output, appends the token.
+// By the last block of a head: of every split its share of the softmax, [splits, G] in shared memory, and the softmax
+// of the rows into the workspace. Ends with a barrier.
 template <class T, class Program>
-KV_DEVICE void combine_splits(Block<Program>& block, const Attention& args, const Head<T>& head, float* held,
-                              int used) {
+KV_DEVICE const float* combine_softmax(Block<Program>& block, const Attention& args, const Head<T>& head, float* held) {
   const KvVoteAttention& a = args.call;
-  const int group = args.group(), size = a.value_size, splits = args.splits;
-  const float *softmax = args.partial_softmax + 2 * static_cast<size_t>(head.index) * splits * group,
-              *output = args.partial_output + static_cast<size_t>(head.index) * splits * group * size;
+  const int group = args.group(), splits = args.splits;
+  const float* softmax = args.partial_softmax + 2 * static_cast<size_t>(head.index) * splits * group;
   float *share = held + 2 * splits * group, *row = share + splits * group;
   block.each([&](int t, auto&) {
     for (int i = t; i < 2 * splits * group; i += kDecodeThreads) held[i] = softmax[i];
@@ -217,6 +219,17 @@ KV_DEVICE void combine_splits(Block<Program>& block, const Attention& args, cons
     for (int i = t; i < splits * group; i += kDecodeThreads)
       share[i] = expf(held[2 * (i / group) * group + i % group] - row[2 * (i % group)]) / row[2 * (i % group) + 1];
   });
+  return share;
+}
+
+// By the last block of a head: combines its splits in their order, writes the output, appends the token.
+template <class T, class Program>
+KV_DEVICE void combine_splits(Block<Program>& block, const Attention& args, const Head<T>& head, float* held,
+                              int used) {
+  const KvVoteAttention& a = args.call;
+  const int group = args.group(), size = a.value_size, splits = args.splits;
+  const float *share = combine_softmax(block, args, head, held),
+              *output = args.partial_output + static_cast<size_t>(head.index) * splits * group * size;
   block.each([&](int t, auto&) {
     for (int i = t * 4; i < group * size; i += kDecodeThreads * 4) {
       float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};

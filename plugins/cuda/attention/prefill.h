@@ -13,11 +13,12 @@
 //       logit = query x key^T again, and with it the slot's sum of probabilities, or of exp(logit)
 //     write the slot's statistics
 //
-// Here are the first, and the other two for caches in float32; those of 16-bit elements run on tensor cores
-// (prefill_mma.h, prefill_mma_scores.h).
+// Here are the first, and the other two for caches in float32, and for small ones, whose rows are read as float32
+// (AppendSmall of small.h is their first); those of 16-bit elements run on tensor cores (prefill_mma.h,
+// prefill_mma_scores.h).
 #pragma once
 
-#include "attention.h"
+#include "small.h"
 
 namespace kv {
 namespace cuda {
@@ -50,24 +51,25 @@ struct Append {
   }
 };
 
-// 32 rows times 32 slots: what both passes do. Shared memory: queries and rows of the cache in their own type, logits
-// in float32.
+// 32 rows times 32 slots: what both passes do. Shared memory: queries and rows of the cache in the type that kernels
+// compute with, logits in float32.
 template <class T>
 struct Tile {
+  using E = Wide<T>;
   char *query, *rows;
   float *logit, *bias;
   int* position;
 
   static constexpr int kLogitStride = kBlock + 1;
   static KV_HD constexpr size_t size(int key_size, int value_size) {
-    const size_t key = kBlock * shared_stride<T>(key_size), value = kBlock * value_size * sizeof(T);
-    return kTile * shared_stride<T>(key_size) + (key > value ? key : value) +
+    const size_t key = kBlock * shared_stride<E>(key_size), value = kBlock * value_size * sizeof(E);
+    return kTile * shared_stride<E>(key_size) + (key > value ? key : value) +
            (kTile * kLogitStride + 2 * kBlock) * sizeof(float);
   }
   KV_DEVICE Tile(char* shared, int key_size, int value_size) {
-    const size_t key = kBlock * shared_stride<T>(key_size), value = kBlock * value_size * sizeof(T);
+    const size_t key = kBlock * shared_stride<E>(key_size), value = kBlock * value_size * sizeof(E);
     query = shared;
-    rows = query + kTile * shared_stride<T>(key_size);
+    rows = query + kTile * shared_stride<E>(key_size);
     logit = reinterpret_cast<float*>(rows + (key > value ? key : value));
     bias = logit + kTile * kLogitStride;
     position = reinterpret_cast<int*>(bias + kBlock);
@@ -75,11 +77,11 @@ struct Tile {
 
   // Within a phase of `threads` threads: rows [first, first + 32) of a head's queries, nothing of those from `end` on.
   KV_DEVICE void load_queries(const Head<T>& head, int group, int first, int end, int t, int threads) const {
-    const int vectors = head.a.key_size / kLanes<T>, stride = shared_stride<T>(head.a.key_size);
+    const int vectors = head.a.key_size / kLanes<E>, stride = shared_stride<E>(head.a.key_size);
     for (int i = t; i < kTile * vectors; i += threads) {
       const int row = first + i / vectors, at = i % vectors;
       Vector vector = {};
-      if (row < end) vector = load_vector(head.query(row % group, row / group) + at * kLanes<T>);
+      if (row < end) vector = load_vector(head.query(row % group, row / group) + at * kLanes<E>);
       store_vector(query + i / vectors * stride + at * 16, vector);
     }
   }
@@ -87,10 +89,10 @@ struct Tile {
   // last.
   KV_DEVICE void load_keys(const Head<T>& head, int used, int from, int count, int t, int threads) const {
     const KvVoteAttention& a = head.a;
-    const int vectors = a.key_size / kLanes<T>, stride = shared_stride<T>(a.key_size);
+    const int vectors = a.key_size / kLanes<E>, stride = shared_stride<E>(a.key_size);
     for (int i = t; i < kBlock * vectors; i += threads) {
       Vector vector = {};
-      if (i / vectors < count) vector = load_vector(head.key(from) + i * kLanes<T>);
+      if (i / vectors < count) vector = head.key_vector(from, i);
       store_vector(rows + i / vectors * stride + i % vectors * 16, vector);
     }
     if (t < kBlock) {
@@ -99,23 +101,23 @@ struct Tile {
     }
   }
   KV_DEVICE void load_values(const Head<T>& head, int from, int count, int t, int threads) const {
-    for (int i = t * kLanes<T>; i < count * head.a.value_size; i += threads * kLanes<T>)
-      store_vector(reinterpret_cast<T*>(rows) + i, load_vector(head.value(from) + i));
+    for (int i = t; i * kLanes<E> < count * head.a.value_size; i += threads)
+      store_vector(rows + i * 16, head.value_vector(from, i));
   }
   // Logits of all rows and slots, raw; 128 threads, two rows and four slots each.
   KV_DEVICE void multiply(const KvVoteAttention& a, int t) const {
-    const int stride = shared_stride<T>(a.key_size), row = t / 8 * 2, slot = t % 8;
+    const int stride = shared_stride<E>(a.key_size), row = t / 8 * 2, slot = t % 8;
     float sum[2][4] = {};
-    for (int i = 0; i < a.key_size / kLanes<T>; ++i) {
-      float q[2][kLanes<T>];
-      widen<T>(load_vector(query + row * stride + i * 16), q[0]);
-      widen<T>(load_vector(query + (row + 1) * stride + i * 16), q[1]);
+    for (int i = 0; i < a.key_size / kLanes<E>; ++i) {
+      float q[2][kLanes<E>];
+      widen<E>(load_vector(query + row * stride + i * 16), q[0]);
+      widen<E>(load_vector(query + (row + 1) * stride + i * 16), q[1]);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        float key[kLanes<T>];
-        widen<T>(load_vector(rows + (slot + 8 * j) * stride + i * 16), key);
+        float key[kLanes<E>];
+        widen<E>(load_vector(rows + (slot + 8 * j) * stride + i * 16), key);
 #pragma unroll
-        for (int e = 0; e < kLanes<T>; ++e) sum[0][j] += q[0][e] * key[e], sum[1][j] += q[1][e] * key[e];
+        for (int e = 0; e < kLanes<E>; ++e) sum[0][j] += q[0][e] * key[e], sum[1][j] += q[1][e] * key[e];
       }
     }
 #pragma unroll
@@ -179,6 +181,11 @@ struct Prefill {
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) block.warp_sum([&](Registers& r) -> float& { return r.row_sum[i]; });
+    if constexpr (kSmall<T>)
+#pragma unroll
+      for (int i = 0; i < kRows; ++i)
+        rotate_rows<4 * kChunks>(block, a.value_size,
+                                 [i](Registers& r, int j) -> float& { return r.product[j / 4][i][j % 4]; });
     block.each([&](int t, Registers& r) { finish(r, args, head, begin, end, t); });
   }
 
@@ -220,7 +227,7 @@ struct Prefill {
       if (column >= a.value_size) continue;
       for (int slot = 0; slot < count; ++slot) {
         float value[4];
-        load_four(reinterpret_cast<const T*>(tile.rows) + slot * a.value_size + column, value);
+        load_four(reinterpret_cast<const Wide<T>*>(tile.rows) + slot * a.value_size + column, value);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           const float weight = tile.logit[(t / kWarp * kRows + i) * Tile<T>::kLogitStride + slot];
@@ -248,7 +255,7 @@ struct Prefill {
       for (int c = 0; c < kChunks; ++c) {
         const int column = (c * kWarp + t % kWarp) * 4;
         for (int j = 0; j < 4 && column < a.value_size; ++j)
-          assign(head.output(row % group, row / group)[column + j], row < end ? r.product[c][i][j] * factor : 0.0f);
+          head.store(row % group, row / group, column + j, row < end ? r.product[c][i][j] * factor : 0.0f);
       }
     }
   }

@@ -1,37 +1,26 @@
 // VoteAttention's calls: what they take, how work is divided, which kernels run.
-#include "../core/launch.h"
 #include "decode.h"
 #include "decode_mma.h"
-#include "decode_sums.h"
-#include "prefill.h"
+#include "plan.h"
 #include "prefill_mma_scores.h"
 
 namespace kv {
 namespace cuda {
 namespace {
 
-constexpr int kMostPlaces = 3;  // blocks of a decode step that a multiprocessor has room for
-
 const char* check(const KvVoteAttention& a) {
   if (const char* problem =
           check_cache(a.cache_type, a.batch, a.heads, a.capacity, a.key_size, a.value_size, a.statistics))
     return problem;
-  if (a.query_type != a.cache_type) return "the query is of another type than the cache";
+  if (is_small(a.cache_type) ? a.query_type < KV_FLOAT32 || a.query_type > KV_BFLOAT16 : a.query_type != a.cache_type)
+    return is_small(a.cache_type) ? "the type of the query is neither float32, float16 nor bfloat16"
+                                  : "the query is of another type than the cache";
   if (a.tokens < 0) return "a dimension is zero or negative";
   if (a.query_heads < 1 || a.query_heads % a.heads) return "the query heads are not a multiple of the KV heads";
   if (a.query_heads / a.heads > kMaxGroup) return "a KV head has more than 16 query heads";
   if (a.tokens > a.capacity) return "the call brings more tokens than the cache has slots";
   return nullptr;
 }
-
-bool keeps(const KvVoteAttention& a, int kind) {
-  for (int k = 0; k < a.statistics; ++k)
-    if (a.statistic[k].kind == kind) return true;
-  return false;
-}
-
-// Blocks of slots that a head may have; a split is some of those that it has.
-int slot_blocks(const KvVoteAttention& a) { return (a.capacity + kBlock - 1) / kBlock; }
 
 // The call's plan in this workspace, with as many splits as there may be; how many bytes it takes.
 size_t plan(const KvVoteAttention& a, const Device& device, void* workspace, Attention* args) {
@@ -44,6 +33,7 @@ size_t plan(const KvVoteAttention& a, const Device& device, void* workspace, Att
   args->counters = parts.take<int>(KV_CUDA_COUNTER_BYTES / sizeof(int));
   args->used = parts.take<int>(2 * heads);
   const bool sums = keeps(a, KV_STATISTIC_PROBABILITY);
+  if (is_small(a.cache_type)) args->rotated = parts.take<float>(query_heads * a.tokens * a.key_size);
   if (a.tokens == 1) {
     args->row_softmax = parts.take<float>(2 * query_heads);
     if (sums) args->logits = parts.take<float>(query_heads * a.capacity);
@@ -53,43 +43,6 @@ size_t plan(const KvVoteAttention& a, const Device& device, void* workspace, Att
     args->row_softmax = parts.take<float>(2 * query_heads * a.tokens);
   }
   return parts.size();
-}
-
-template <class T, class Program>
-const char* decode(Attention& args, const Device& device, Stream stream) {
-  const KvVoteAttention& a = args.call;
-  const size_t heads = static_cast<size_t>(a.batch) * a.heads, fixed = Program::fixed(a.key_size);
-  const size_t closing = Program::closing(args.splits, a.query_heads / a.heads),
-               stage = stage_size<T>(a.key_size, a.value_size, a.statistics);
-  size_t shared = 0;
-  for (args.stages = 3; args.stages > 0; --args.stages) {
-    shared = fixed + (args.stages * stage > closing ? args.stages * stage : closing);
-    if (shared + 16 <= device.shared_limit) break;
-  }
-  if (args.stages == 0) return kTooMuchShared;
-  static_assert(Program::kBlocksPerMultiprocessor <= kMostPlaces, "the workspace holds as many splits");
-  args.splits = shares_of(heads, slot_blocks(a), size_t{Program::kBlocksPerMultiprocessor} * device.multiprocessors);
-  if (const char* problem = launch<Program>(args, heads * args.splits, shared, device, stream)) return problem;
-  if (!args.logits) return nullptr;
-  return launch<DecodeSums>(args, heads * DecodeSums::blocks_per_head(a.capacity), 0, device, stream);
-}
-
-bool keeps_any(const KvVoteAttention& a) {
-  return keeps(a, KV_STATISTIC_PROBABILITY) || keeps(a, KV_STATISTIC_LOG_EMA);
-}
-
-// In float32; on tensor cores, where elements have 16 bits.
-template <int kChunks>
-const char* prefill(const Attention& args, const Device& device, Stream stream) {
-  const KvVoteAttention& a = args.call;
-  const size_t heads = static_cast<size_t>(a.batch) * a.heads, tile = Tile<float>::size(a.key_size, a.value_size);
-  using Rows = Prefill<float, kChunks>;
-  using Scores = PrefillScores<float>;
-  if (const char* problem = launch<Rows>(args, heads * ((a.tokens * (a.query_heads / a.heads) + kTile - 1) / kTile),
-                                         tile, device, stream))
-    return problem;
-  if (!keeps_any(a)) return nullptr;
-  return launch<Scores>(args, heads * ((a.capacity + kBlock - 1) / kBlock), tile + Scores::fixed(), device, stream);
 }
 
 template <class T, int kSize>
@@ -113,7 +66,7 @@ const char* prefill_of(const Attention& args, const Device& device, Stream strea
   if (const char* problem = launch<Append<T>>(args, heads * Append<T>::blocks_per_head(a.tokens), 16, device, stream))
     return problem;
   if constexpr (sizeof(T) == 4)
-    return a.value_size <= 128 ? prefill<1>(args, device, stream) : prefill<2>(args, device, stream);
+    return prefill_in_float<T>(args, device, stream);
   else if (size <= 64)
     return prefill_mma<T, 64>(args, device, stream);
   else if (size <= 80)
@@ -142,6 +95,7 @@ const char* run(Attention& args, const Device& device, Stream stream) {
 
 const char* run(Attention& args, const Device& device, Stream stream) {
   const int type = args.call.cache_type;
+  if (is_small(type)) return run_small(args, device, stream);
   if (type == KV_FLOAT32) return run<float>(args, device, stream);
   return type == KV_FLOAT16 ? run<Half>(args, device, stream) : run<BFloat>(args, device, stream);
 }
@@ -180,13 +134,11 @@ extern "C" const char* kv_cuda_vote_attention(const KvVoteAttention* call, const
                               static_cast<const void*>(a.past.value), static_cast<const void*>(a.present.key),
                               static_cast<const void*>(a.present.value), static_cast<const void*>(a.output)})
     if (!is_aligned(pointer)) return "a tensor is not aligned to 16 bytes";
+  if (!has_scales(a)) return kNoScales;
   if (const char* problem = this_device(&device)) return problem;
   if (const char* problem = check_workspace(*where, plan(a, device, where->workspace, &args))) return problem;
   if (where->counters) args.counters = static_cast<int*>(where->counters);
   const Stream stream = static_cast<Stream>(where->stream);
-  const size_t slots = static_cast<size_t>(a.batch) * a.heads * a.capacity, element = element_size(a.cache_type);
-  if (const char* problem =
-          copy_state(a.past, a.present, slots, a.statistics, a.key_size * element, a.value_size * element, stream))
-    return problem;
+  if (const char* problem = copy_state(a, stream)) return problem;
   return a.tokens == 0 ? nullptr : run(args, device, stream);
 }

@@ -61,6 +61,13 @@ class Block {
     float& x = of(registers_);
     for (int step = kLanes / 2; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
   }
+  // op(x, that of the lane `apart` away, whether this is the upper of the two) in place of a register x of every lane.
+  template <class F, class Op>
+  KV_DEVICE void warp_pairs(int apart, F of, Op op) {
+    float& x = of(registers_);
+    const float other = __shfl_xor_sync(~0u, x, apart);
+    x = op(x, other, (threadIdx.x & apart) != 0);
+  }
   // For operations of whole warps (mma.h): a thread's own registers; on the host those of a warp's lanes, in order.
   KV_DEVICE Registers& registers() { return registers_; }
   // Within a phase: an asynchronous copy of N bytes (4 or 16) into shared memory, which are there after
@@ -158,6 +165,15 @@ class Block {
   template <int kLanes = kWarp, class F>
   void warp_sum(F of) {
     butterfly<kLanes>(of, [](float x, float y) { return x + y; });
+  }
+  template <class F, class Op>
+  void warp_pairs(int apart, F of, Op op) {
+    for (int warp = 0; warp < Program::kThreads; warp += kWarp) {
+      float old[kWarp];
+      for (int lane = 0; lane < kWarp; ++lane) old[lane] = of(registers_[warp + lane]);
+      for (int lane = 0; lane < kWarp; ++lane)
+        of(registers_[warp + lane]) = op(old[lane], old[lane ^ apart], (lane & apart) != 0);
+    }
   }
   Registers* lanes(int warp) { return registers_.data() + warp * kWarp; }
   template <int N>

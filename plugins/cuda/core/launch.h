@@ -1,7 +1,7 @@
 // Running a program over a grid: on the device as a kernel, on the host block after block.
 #pragma once
 
-#include "block.h"
+#include "small.h"
 #ifndef __CUDACC__
 #include <string>
 #include <typeinfo>
@@ -169,29 +169,41 @@ class Workspace {
   size_t size_ = 0;
 };
 
-// Whatever is not in place is copied first; then all is.
-inline const char* copy_state(const KvState& from, const KvState& to, size_t slots, size_t statistics, size_t key_bytes,
-                              size_t value_bytes, Stream stream) {
-  if (const char* problem = copy_tensor(to.key, from.key, slots * key_bytes, stream)) return problem;
-  if (const char* problem = copy_tensor(to.value, from.value, slots * value_bytes, stream)) return problem;
-  if (const char* problem = copy_tensor(to.votes, from.votes, slots * sizeof(float), stream)) return problem;
-  if (const char* problem = copy_tensor(to.score, from.score, slots * statistics * sizeof(float), stream))
-    return problem;
-  return copy_tensor(to.position, from.position, slots * sizeof(int32_t), stream);
+// Whatever of a call's state is not in place is copied first; then all is.
+template <class Call>
+const char* copy_state(const Call& a, Stream stream) {
+  const KvState &from = a.past, &to = a.present;
+  const size_t slots = static_cast<size_t>(a.batch) * a.heads * a.capacity, each = slots * sizeof(float);
+  const size_t keys = slots * a.key_size * key_bits(a.cache_type) / 8,
+               values = slots * a.value_size * value_bits(a.cache_type) / 8;
+  if (const char* problem = copy_tensor(to.key, from.key, keys, stream)) return problem;
+  if (const char* problem = copy_tensor(to.value, from.value, values, stream)) return problem;
+  if (const char* problem = copy_tensor(to.votes, from.votes, each, stream)) return problem;
+  if (const char* problem = copy_tensor(to.score, from.score, each * a.statistics, stream)) return problem;
+  if (const char* problem = copy_tensor(to.position, from.position, each, stream)) return problem;
+  if (!is_small(a.cache_type)) return nullptr;
+  if (const char* problem = copy_tensor(a.present_scales.key, a.past_scales.key, each, stream)) return problem;
+  return copy_tensor(a.present_scales.value, a.past_scales.value, each, stream);
+}
+
+constexpr const char* kNoScales = "a small cache has no scales";
+template <class Call>
+bool has_scales(const Call& a) {
+  return !is_small(a.cache_type) ||
+         (a.past_scales.key && a.past_scales.value && a.present_scales.key && a.present_scales.value);
 }
 
 inline bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
-inline int element_size(int type) { return type == KV_FLOAT32 ? 4 : 2; }
-
 inline const char* check_cache(int type, int batch, int heads, int capacity, int key_size, int value_size,
                                int statistics) {
-  if (type != KV_FLOAT32 && type != KV_FLOAT16 && type != KV_BFLOAT16)
-    return "the type of the cache is neither float32, float16 nor bfloat16";
+  if (type != KV_FLOAT32 && type != KV_FLOAT16 && type != KV_BFLOAT16 && !is_small(type))
+    return "the type of the cache is none of float32, float16, bfloat16, int8, int4 and k8v4";
   if (batch < 0 || heads < 1 || capacity < 1 || key_size < 1 || value_size < 1)
     return "a dimension is zero or negative";
   if (key_size > 256 || value_size > 256) return "a head size is above 256";
-  const int lanes = 16 / element_size(type);
+  if (is_small(type) && (key_size % 4 || value_size % 4)) return "a head size of a small cache is not a multiple of 4";
+  const int lanes = is_small(type) ? 4 : 128 / element_bits(type);
   if (key_size % lanes || value_size % lanes) return "a row of keys or values is not a whole number of 16-byte vectors";
   if (statistics < 1 || statistics > KV_MAX_STATISTICS) return "there are no statistics, or more than 8";
   if (static_cast<int64_t>(batch) * heads > KV_CUDA_MAX_HEADS) return "the batch has more than 65536 KV heads in all";

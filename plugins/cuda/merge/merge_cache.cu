@@ -25,6 +25,7 @@ const char* check(const KvMergeCache& a) {
   if (const char* problem =
           check_cache(a.cache_type, a.batch, a.heads, a.capacity, a.key_size, a.value_size, a.statistics))
     return problem;
+  if (is_small(a.cache_type)) return "there is no kernel that merges a small cache";
   if (a.budget < 1 || a.sinks < 0 || a.recent < 0 || a.sliding_window < 0)
     return "budget, sinks, recent or sliding_window is out of range";
   if (const char* problem = policy_problem(a.policy)) return problem;
@@ -86,7 +87,7 @@ size_t lay_out(const KvMergeCache& a, const Device& device, void* workspace, Mer
     m.set = parts.take<int>(slots);
     m.merged_position = parts.take<int>(heads * m.most_evicted);
     m.latest = parts.take<int>(heads * m.most_evicted);
-    m.merged = parts.take<char>(heads * m.most_evicted * (a.key_size + a.value_size) * element_size(a.cache_type));
+    m.merged = parts.take<char>(heads * m.most_evicted * (a.key_size + a.value_size) * element_bits(a.cache_type) / 8);
     m.merged_small = parts.take<float>(heads * m.most_evicted * (1 + a.statistics));
     if (p.weigh == KV_WEIGH_HESSIAN) m.attended = parts.take<float>(heads * (a.value_size + 1));
   }
@@ -126,7 +127,7 @@ const char* run(const MergeWork& m, const Device& device, Stream stream) {
       return problem;
   }
   if (const char* problem = launch<Order>(m, heads, Order::size(a.capacity), device, stream)) return problem;
-  const int element = element_size(a.cache_type);
+  const int element = element_bits(a.cache_type) / 8;
   const size_t each = Place::blocks_of(a.key_size * element) + Place::blocks_of(a.value_size * element);
   if (const char* problem = launch<Place>({m, element}, heads * each, 0, device, stream)) return problem;
   if (!m.steps) return nullptr;
@@ -178,10 +179,7 @@ extern "C" const char* kv_cuda_merge_cache(const KvMergeCache* call, const KvCud
   merge.in_place = past.key == present.key && past.value == present.value && past.votes == present.votes &&
                    past.score == present.score && past.position == present.position;
   const Stream stream = static_cast<Stream>(where->stream);
-  const size_t slots = static_cast<size_t>(a.batch) * a.heads * a.capacity, element = element_size(a.cache_type);
-  if (const char* problem =
-          copy_state(past, present, slots, a.statistics, a.key_size * element, a.value_size * element, stream))
-    return problem;
+  if (const char* problem = copy_state(a, stream)) return problem;
   return run(merge, device, stream);
 }
 

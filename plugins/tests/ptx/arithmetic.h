@@ -32,9 +32,6 @@ inline uint32_t packed_f16(float high, float low) { return static_cast<uint32_t>
 inline uint32_t packed_bf16(float high, float low) { return static_cast<uint32_t>(to_bf16(high)) << 16 | to_bf16(low); }
 
 // Of both halves; a product and a sum of such numbers are exact in float32.
-inline uint32_t add_f16x2(uint32_t x, uint32_t y) {
-  return packed_f16(from_f16(x >> 16) + from_f16(y >> 16), from_f16(x & 0xffff) + from_f16(y & 0xffff));
-}
 inline uint32_t fma_bf16x2(uint32_t x, uint32_t y, uint32_t z) {
   const auto of = [&](int at) {
     return __builtin_fmaf(from_bf16(x >> at & 0xffff), from_bf16(y >> at & 0xffff), from_bf16(z >> at & 0xffff));

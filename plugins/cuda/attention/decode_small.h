@@ -1,0 +1,389 @@
+// VoteAttention for one token per sequence over a small cache, on tensor cores, for groups of any size. The program is
+// that of decode_mma.h; rows arrive as the bytes that they are stored as, and become 16-bit floats in registers, on
+// their way into a product. Numbers of 8 bits are exact there, and so are the products' terms: the other factor, a
+// float32 number, comes as the sum of two of 16 bits, which keeps 22 of its 24 bits.
+//
+//   query = high + low, 16 bits each, of the query times a power of two
+//   for each block of 32 slots of the split            as in decode.h
+//     logit[16, 32] = key_scale (high + low)[16, D] x key[32, D]^T
+//     row_max, row_sum, weight = running softmax
+//     weight value_scale = high + low, of it over a power of two that no value_scale so far is above
+//     output[16, Dv] += (high + low)[16, 32] x value[32, Dv]
+//     log_ema[slot] = average of exp(logit[.., slot])
+//   store the split's output, row_max, row_sum; the last block of a head combines the splits, and rotates its output
+#pragma once
+
+#include "../core/mma.h"
+#include "decode_split.h"
+#include "small.h"
+
+namespace kv {
+namespace cuda {
+
+template <>
+struct Stage<Small> {
+  char* base;
+  int key_stride, value_stride;
+
+  // Of a row's bytes in shared memory: an odd number of vectors, as shared_stride.
+  static KV_HD int stride(int bytes) { return ((bytes + 15) / 16 | 1) * 16; }
+  static KV_HD int key_stride_of(const KvVoteAttention& a) { return stride(a.key_size * key_bits(a.cache_type) / 8); }
+  static KV_HD int value_stride_of(const KvVoteAttention& a) {
+    return stride(a.value_size * value_bits(a.cache_type) / 8);
+  }
+  static KV_HD size_t size(const KvVoteAttention& a) {
+    return kBlock * (key_stride_of(a) + value_stride_of(a) + (4 + a.statistics) * sizeof(float));
+  }
+  KV_DEVICE Stage(char* base, const KvVoteAttention& a)
+      : base(base), key_stride(key_stride_of(a)), value_stride(value_stride_of(a)) {}
+  KV_DEVICE char* key(int slot) const { return base + slot * key_stride; }
+  KV_DEVICE char* value(int slot) const { return base + kBlock * key_stride + slot * value_stride; }
+  KV_DEVICE float* votes() const { return reinterpret_cast<float*>(base + kBlock * (key_stride + value_stride)); }
+  KV_DEVICE int* position() const { return reinterpret_cast<int*>(votes() + kBlock); }
+  KV_DEVICE float* key_scale() const { return votes() + 2 * kBlock; }
+  KV_DEVICE float* value_scale() const { return votes() + 3 * kBlock; }
+  KV_DEVICE float* score(int k) const { return votes() + (4 + k) * kBlock; }
+};
+
+// Rows that lie one after another, in the largest units that their beginnings are multiples of.
+template <class Program>
+KV_DEVICE void copy_bytes(Block<Program>& block, char* to, int stride, const char* from, int bytes, int count, int t) {
+  if (bytes % 16 == 0)
+    copy_rows<16>(block, to, stride, from, bytes / 16, count, t);
+  else if (bytes % 4 == 0)
+    copy_rows<4>(block, to, stride, from, bytes / 4, count, t);
+  else
+    copy_rows<2>(block, to, stride, from, bytes / 2, count, t);
+}
+
+template <class Program>
+KV_DEVICE void fetch_rows(Block<Program>& block, const Head<Small>& head, const Stage<Small>& stage, int used, int from,
+                          int count, int t) {
+  copy_bytes(block, stage.key(0), stage.key_stride, head.key(from), head.bytes_of_key, count, t);
+  copy_bytes(block, stage.value(0), stage.value_stride, head.value(from), head.bytes_of_value, count, t);
+  const int slot = t % kWarp, statistics = head.a.statistics;
+  if (slot >= count) return;
+  const bool is_new = from + slot >= used;  // of which there are rows and scales alone
+  for (int k = t / kWarp; k < 4 + statistics; k += kDecodeWarps) {
+    if (k == 2)
+      block.template copy<4>(stage.key_scale() + slot, head.key_scale() + from + slot);
+    else if (k == 3)
+      block.template copy<4>(stage.value_scale() + slot, head.value_scale() + from + slot);
+    else if (is_new)
+      continue;
+    else if (k == 0)
+      block.template copy<4>(stage.votes() + slot, head.votes() + from + slot);
+    else if (k == 1)
+      block.template copy<4>(stage.position() + slot, head.position() + from + slot);
+    else
+      block.template copy<4>(stage.score(k - 4) + slot, head.score(k - 4) + from + slot);
+  }
+}
+
+// The lowest power of two that a positive number is not above.
+KV_DEVICE float power_above(float x) { return bits_as<float>((bits_as<uint32_t>(x) + 0x7fffff) & 0xff800000); }
+
+// Two floats as 16-bit ones and what these leave of them, likewise.
+KV_DEVICE void split_pair(float first, float second, uint32_t* high, uint32_t* low) {
+  *high = packed<Half>(first, second);
+  const Half of[2] = {{static_cast<uint16_t>(*high)}, {static_cast<uint16_t>(*high >> 16)}};
+  *low = packed<Half>(first - to_float(of[0]), second - to_float(of[1]));
+}
+
+// kKeyBits, kValueBits: of a number. kSize: elements of a row, the cache's or more.
+template <int kKeyBits, int kValueBits, int kSize>
+struct DecodeSmall {
+  using Args = Attention;
+  static constexpr int kThreads = kDecodeThreads, kWarps = kDecodeWarps, kBlocksPerMultiprocessor = kSize > 128 ? 2 : 3;
+  static constexpr int kRows = 16, kWarpHeads = kRows / kWarps, kSteps = kSize / 16;
+  // Columns of the 16 bytes that ldmatrix takes of a row; products in depth, or tiles of 8 columns, that they make; of
+  // those of values a warp has every fourth.
+  static constexpr int kKeyColumns = 128 / kKeyBits, kKeySteps = kKeyColumns / 16;
+  static constexpr int kValueColumns = 128 / kValueBits, kTiles = kValueColumns / 8,
+                       kChunks = (kSize / kValueColumns + kWarps - 1) / kWarps;
+  static_assert(kMaxGroup <= kRows && kBlock == 8 * kWarps, "a warp's product is 16 heads and 8 slots");
+  static constexpr int kLogitStride = kBlock + 8, kWeightStride = kBlock + 8;
+  static constexpr float kRoom = 16384.0f;  // the largest of what is split; half of what 16 bits hold would do
+
+  struct Registers {
+    uint32_t query[2][kSteps][4], bytes[4], weight[2][2][4], b[kTiles][4];
+    float score[2][4], product[kChunks][kTiles][4], logit[kWarpHeads], block_max[kWarpHeads], row_max[kWarpHeads],
+        row_sum[kWarpHeads];
+    float largest[2], factor[2];           // of the two queries whose elements a lane has
+    float scale_max, unit, raise, shrink;  // of values' scales: the block's largest; see look_at_scales
+    Row row;                               // of the output
+  };
+
+  struct Shared {
+    float *logit, *factor;  // [heads, slots], [heads]
+    Half* weight[2];        // [heads, slots]
+    int* found;
+    char* stages;
+  };
+  static KV_HD constexpr size_t fixed(int) {
+    return kRows * (kLogitStride * sizeof(float) + 2 * kWeightStride * sizeof(Half) + sizeof(float)) + 16;
+  }
+  static KV_HD constexpr size_t closing(int splits, int group) { return combine_size(splits, group); }
+
+  static KV_DEVICE Shared divide(char* shared) {
+    Shared s;
+    s.logit = reinterpret_cast<float*>(shared);
+    s.factor = s.logit + kRows * kLogitStride;
+    s.weight[0] = reinterpret_cast<Half*>(s.factor + kRows);
+    s.weight[1] = s.weight[0] + kRows * kWeightStride;
+    s.found = reinterpret_cast<int*>(s.weight[1] + kRows * kWeightStride);
+    s.stages = shared + fixed(0);
+    return s;
+  }
+
+  static KV_DEVICE void run(Block<DecodeSmall>& block, const Attention& args) {
+    const KvVoteAttention& a = args.call;
+    const Head<Small> head(a, block.index() / args.splits);
+    const int split = block.index() % args.splits, group = args.group();
+    const Shared s = divide(block.shared);
+    const int used = used_slots(block, head.votes(), a.capacity, s.found);
+    if (head.length(used) == 0) return store_idle(block, args, head, split, used);
+    start(block, head, group);
+    const auto use = [&](const Stage<Small>& stage, int from, int count) {
+      multiply_keys(block, a, stage, s);
+      look_at_scales(block, stage, count);
+      softmax_slots(
+          block, args, head, stage, group, used, from, count,
+          [&](int g, int slot) { return s.logit[g * kLogitStride + slot]; },
+          [&](Registers& r, int g, int slot, float weight, float factor) {
+            const float scaled = slot < count ? weight * stage.value_scale()[slot] * r.raise : 0.0f;
+            Half& high = s.weight[0][g * kWeightStride + slot];
+            assign(high, scaled);
+            assign(s.weight[1][g * kWeightStride + slot], scaled - to_float(high));
+            if (slot == 0) s.factor[g] = factor * r.shrink;
+          });
+      multiply_values(block, a, stage, s);
+      block.each([&](int t, Registers&) {
+        update_averages(args, head, stage, used, from, count, t,
+                        [&](int g, int slot) { return s.logit[g * kLogitStride + slot]; });
+      });
+    };
+    stream_slots(block, args, head, s.stages, used, share_of(split, args.splits, used + 1, kBlock), use);
+    store_partial(block, args, head, split);
+    if (block.is_last(args.counters + head.index, args.splits))
+      combine(block, args, head, reinterpret_cast<float*>(s.stages), used);
+  }
+
+  // Queries into registers, as the product's rows, in the order of columns in which keys come.
+  static KV_DEVICE void start(Block<DecodeSmall>& block, const Head<Small>& head, int group) {
+    const int size = head.a.key_size;
+    const auto element = [&](int t, int step, int i, int which) {
+      const int row = t % kWarp / 4 + i % 2 * 8, column = step / kKeySteps * kKeyColumns + t % 4 * 4 * kKeySteps +
+                                                          step % kKeySteps * 4 + i / 2 * 2 + which;
+      return row < group && column < size ? head.query(row, 0)[column] : 0.0f;
+    };
+    block.each_alone([&](int t, Registers& r) {
+      r.largest[0] = r.largest[1] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 8 * kSteps; ++i)
+        r.largest[i % 2] = fmaxf(r.largest[i % 2], fabsf(element(t, i / 8, i % 4, i / 4 % 2)));
+    });
+    block.template warp_max<4>([](Registers& r) -> float& { return r.largest[0]; });
+    block.template warp_max<4>([](Registers& r) -> float& { return r.largest[1]; });
+    block.each_alone([&](int t, Registers& r) {
+      float raise[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        // The largest becomes about kRoom. Of no number, and of numbers that have no such factor, 1.
+        const bool has_one = r.largest[i] > 1e-30f && r.largest[i] < 1e30f;
+        r.factor[i] = has_one ? power_above(r.largest[i]) * (1.0f / kRoom) : 1.0f;
+        raise[i] = 1.0f / r.factor[i];
+      }
+#pragma unroll
+      for (int i = 0; i < 4 * kSteps; ++i) {
+        const int step = i / 4, j = i % 4;
+        split_pair(element(t, step, j, 0) * raise[j % 2], element(t, step, j, 1) * raise[j % 2], &r.query[0][step][j],
+                   &r.query[1][step][j]);
+      }
+#pragma unroll
+      for (int i = 0; i < kChunks * kTiles * 4; ++i) r.product[i / 4 / kTiles][i / 4 % kTiles][i % 4] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kWarpHeads; ++i) r.row_max[i] = kLowest, r.row_sum[i] = 0.0f;
+      r.unit = 7.888609e-31f;  // 2^-100, below the smallest scale that is not 0
+    });
+  }
+
+  // A word of a row's bytes, four or eight columns of it, as the operands of as many products.
+  static KV_DEVICE void widen_keys(uint32_t word, uint32_t (&b)[4]) {
+    uint32_t numbers[2] = {word ^ kSigns, 0};
+    if constexpr (kKeyBits == 4) numbers_of(word, numbers);
+#pragma unroll
+    for (int step = 0; step < kKeySteps; ++step)
+      b[2 * step] = halves_of(numbers[step], kFirstTwo), b[2 * step + 1] = halves_of(numbers[step], kLastTwo);
+  }
+
+  // A warp is eight slots: their logits with all heads, raw.
+  static KV_DEVICE void multiply_keys(Block<DecodeSmall>& block, const KvVoteAttention& a, const Stage<Small>& stage,
+                                      const Shared& s) {
+    block.each_alone([&](int, Registers& r) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) r.score[0][i] = r.score[1][i] = 0.0f;
+    });
+#pragma unroll
+    for (int j = 0; j < kSize / (4 * kKeyColumns); ++j) {
+      if (4 * j * kKeyColumns >= a.key_size) continue;
+      load_matrices<false>(
+          block,
+          [&](int t) {
+            // What lies beyond a row is some number, and meets a zero of the query's.
+            const int chunk = 4 * j + t % kWarp / 8;
+            return stage.key(t / kWarp * 8 + t % 8) + (chunk * kKeyColumns < a.key_size ? chunk * 16 : 0);
+          },
+          [](Registers& r) { return r.bytes; });
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        block.each_alone([i](int, Registers& r) { widen_keys(r.bytes[i], r.b[0]); });
+#pragma unroll
+        for (int k = 0; k < 2 * kKeySteps; ++k) {
+          const int step = (4 * j + i) * kKeySteps + k / 2;
+          multiply<Half>(block, [k, step](Registers& r) {
+            return Product{r.score[k % 2], r.query[k % 2][step], r.b[0] + k / 2 * 2};
+          });
+        }
+      }
+    }
+    block.each([&](int t, Registers& r) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const Element at = element_of_sum(t % kWarp, i);
+        const int slot = t / kWarp * 8 + at.column;
+        const float product = (r.score[0][i] + r.score[1][i]) * (a.scale * r.factor[i / 2]);
+        s.logit[at.row * kLogitStride + slot] = capped(product * stage.key_scale()[slot], a.softcap);
+      }
+    });
+  }
+
+  // The power of two that no scale so far is above, what makes it the largest that is split, and by how much less what
+  // was added up before counts by it.
+  static KV_DEVICE void look_at_scales(Block<DecodeSmall>& block, const Stage<Small>& stage, int count) {
+    block.each_alone(
+        [&](int t, Registers& r) { r.scale_max = t % kWarp < count ? stage.value_scale()[t % kWarp] : 0.0f; });
+    block.warp_max([](Registers& r) -> float& { return r.scale_max; });
+    block.each_alone([&](int, Registers& r) {
+      const float before = r.unit;
+      r.unit = power_above(fmaxf(r.unit, r.scale_max));
+      r.raise = kRoom / r.unit, r.shrink = before / r.unit;
+    });
+  }
+
+  // Words that hold the same columns of two slots each, of 8 slots after one another, as the operands of every tile.
+  static KV_DEVICE void widen_values(const uint32_t (&word)[4], uint32_t (&b)[kTiles][4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (kValueBits == 8) {
+        b[0][i] = halves_of(word[i] ^ kSigns, kEven), b[1][i] = halves_of(word[i] ^ kSigns, kOdd);
+      } else {
+        uint32_t numbers[2];  // of two slots
+        numbers_of(word[i], numbers);
+#pragma unroll
+        for (int pair = 0; pair < 2; ++pair) {
+          const uint32_t both = bytes_of(numbers[0], numbers[1], pair ? 0x7362 : 0x5140);
+          b[2 * pair][i] = halves_of(both, kFirstTwo), b[2 * pair + 1][i] = halves_of(both, kLastTwo);
+        }
+      }
+    }
+  }
+  // A warp's column: of its chunk, tile and place in it.
+  static KV_DEVICE int column_of_sum(int t, int chunk, int tile, int place) {
+    return (chunk * kWarps + t / kWarp) * kValueColumns + place * kTiles + tile;
+  }
+
+  // A warp is every fourth of a row's 16 bytes; a product is 16 slots deep.
+  static KV_DEVICE void multiply_values(Block<DecodeSmall>& block, const KvVoteAttention& a, const Stage<Small>& stage,
+                                        const Shared& s) {
+    const int chunks = (a.value_size + kValueColumns - 1) / kValueColumns;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      load_a(
+          block, kWeightStride * sizeof(Half),
+          [&](int) { return reinterpret_cast<const char*>(s.weight[i % 2] + i / 2 * 16); },
+          [i](Registers& r) { return r.weight[i % 2][i / 2]; });
+    block.each_alone([&](int t, Registers& r) {
+      const float factor[2] = {s.factor[t % kWarp / 4], s.factor[t % kWarp / 4 + 8]};
+#pragma unroll
+      for (int i = 0; i < kChunks * kTiles * 4; ++i)
+        r.product[i / 4 / kTiles][i / 4 % kTiles][i % 4] *= factor[i / 2 % 2];
+    });
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      if (chunk * kWarps >= chunks) continue;
+      load_matrices<true>(
+          block, [&](int t) { return stage.value(t % kWarp) + min_of(chunk * kWarps + t / kWarp, chunks - 1) * 16; },
+          [](Registers& r) { return r.bytes; });
+      block.each_alone([](int, Registers& r) { widen_values(r.bytes, r.b); });
+#pragma unroll
+      for (int i = 0; i < 4 * kTiles; ++i) {
+        const int tile = i % kTiles, part = i / kTiles % 2, step = i / kTiles / 2;
+        multiply<Half>(block, [=](Registers& r) {
+          return Product{r.product[chunk][tile], r.weight[part][step], r.b[tile] + 2 * step};
+        });
+      }
+    }
+  }
+
+  // The split's partial output and softmax, into the workspace.
+  static KV_DEVICE void store_partial(Block<DecodeSmall>& block, const Attention& args, const Head<Small>& head,
+                                      int split) {
+    const int group = args.group(), size = args.call.value_size;
+    const size_t at = static_cast<size_t>(head.index) * args.splits + split;
+#pragma unroll
+    for (int i = 0; i < kWarpHeads; ++i)
+      if (i * kWarps < group) block.warp_sum([&](Registers& r) -> float& { return r.row_sum[i]; });
+    block.each([&](int t, Registers& r) {
+      store_partial_softmax<kWarpHeads>(args, at, t, r);
+#pragma unroll
+      for (int i = 0; i < kChunks * kTiles * 4; ++i) {
+        const Element of = element_of_sum(t % kWarp, i % 4);
+        const int chunk = i / 4 / kTiles, tile = i / 4 % kTiles, column = column_of_sum(t, chunk, tile, of.column);
+        if (of.row < group && column < size)
+          args.partial_output[(at * group + of.row) * size + column] =
+              r.product[chunk][tile][i % 4] * (r.unit * (1.0f / kRoom));
+      }
+    });
+  }
+
+  // By the last block of a head, as combine_splits; a warp a row of the output. The token has its slot already.
+  static KV_DEVICE void combine(Block<DecodeSmall>& block, const Attention& args, const Head<Small>& head, float* held,
+                                int used) {
+    const int group = args.group(), size = args.call.value_size, splits = args.splits;
+    const float *share = combine_softmax(block, args, head, held),
+                *output = args.partial_output + static_cast<size_t>(head.index) * splits * group * size;
+    for (int first = 0; first < group; first += kWarps) {
+      block.each_alone([&](int t, Registers& r) {
+        const int g = first + t / kWarp;
+#pragma unroll
+        for (int i = 0; i < 8; i += 4) {
+          const int column = column_of(t % kWarp, i);
+          float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 4
+          for (int split = 0; split < splits && g < group && column < size; ++split) {
+            float four[4];
+            load_four(output + (static_cast<size_t>(split) * group + g) * size + column, four);
+            for (int j = 0; j < 4; ++j) sum[j] += share[split * group + g] * four[j];
+          }
+          for (int j = 0; j < 4; ++j) r.row.element[i + j] = sum[j];
+        }
+      });
+      rotate_rows<8>(block, size, [](Registers& r, int i) -> float& { return r.row.element[i]; });
+      block.each_alone([&](int t, Registers& r) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const int g = first + t / kWarp, column = column_of(t % kWarp, i);
+          if (g < group && column < size) head.store(g, 0, column, r.row.element[i]);
+        }
+      });
+    }
+    // All blocks of the head have read the votes by now.
+    block.each([&](int t, auto&) {
+      if (t == 0) head.votes()[used] = 1.0f;
+    });
+  }
+};
+
+}  // namespace cuda
+}  // namespace kv

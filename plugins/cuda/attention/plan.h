@@ -1,0 +1,69 @@
+// How the work of a call of VoteAttention is divided, for all types of caches: the launches of a decode step, and those
+// of prefill in float32.
+#pragma once
+
+#include "../core/launch.h"
+#include "decode_split.h"
+#include "decode_sums.h"
+#include "prefill.h"
+
+namespace kv {
+namespace cuda {
+
+constexpr int kMostPlaces = 3;  // blocks of a decode step that a multiprocessor has room for
+
+inline bool keeps(const KvVoteAttention& a, int kind) {
+  for (int k = 0; k < a.statistics; ++k)
+    if (a.statistic[k].kind == kind) return true;
+  return false;
+}
+
+// Blocks of slots that a head may have; a split is some of those that it has.
+inline int slot_blocks(const KvVoteAttention& a) { return (a.capacity + kBlock - 1) / kBlock; }
+
+inline bool keeps_any(const KvVoteAttention& a) {
+  return keeps(a, KV_STATISTIC_PROBABILITY) || keeps(a, KV_STATISTIC_LOG_EMA);
+}
+
+template <class T, class Program>
+const char* decode(Attention& args, const Device& device, Stream stream) {
+  const KvVoteAttention& a = args.call;
+  const size_t heads = static_cast<size_t>(a.batch) * a.heads, fixed = Program::fixed(a.key_size);
+  const size_t closing = Program::closing(args.splits, a.query_heads / a.heads), stage = Stage<T>::size(a);
+  size_t shared = 0;
+  for (args.stages = 3; args.stages > 0; --args.stages) {
+    shared = fixed + (args.stages * stage > closing ? args.stages * stage : closing);
+    if (shared + 16 <= device.shared_limit) break;
+  }
+  if (args.stages == 0) return kTooMuchShared;
+  static_assert(Program::kBlocksPerMultiprocessor <= kMostPlaces, "the workspace holds as many splits");
+  args.splits = shares_of(heads, slot_blocks(a), size_t{Program::kBlocksPerMultiprocessor} * device.multiprocessors);
+  if (const char* problem = launch<Program>(args, heads * args.splits, shared, device, stream)) return problem;
+  if (!args.logits) return nullptr;
+  return launch<DecodeSums>(args, heads * DecodeSums::blocks_per_head(a.capacity), 0, device, stream);
+}
+
+template <class T, int kChunks>
+const char* prefill_in_float(const Attention& args, const Device& device, Stream stream) {
+  const KvVoteAttention& a = args.call;
+  const size_t heads = static_cast<size_t>(a.batch) * a.heads, tile = Tile<T>::size(a.key_size, a.value_size);
+  using Rows = Prefill<T, kChunks>;
+  using Scores = PrefillScores<T>;
+  if (const char* problem = launch<Rows>(args, heads * ((a.tokens * (a.query_heads / a.heads) + kTile - 1) / kTile),
+                                         tile, device, stream))
+    return problem;
+  if (!keeps_any(a)) return nullptr;
+  return launch<Scores>(args, heads * ((a.capacity + kBlock - 1) / kBlock), tile + Scores::fixed(), device, stream);
+}
+
+template <class T>
+const char* prefill_in_float(const Attention& args, const Device& device, Stream stream) {
+  return args.call.value_size <= 128 ? prefill_in_float<T, 1>(args, device, stream)
+                                     : prefill_in_float<T, 2>(args, device, stream);
+}
+
+// The launches over a small cache (vote_attention_small.cu).
+const char* run_small(Attention& args, const Device& device, Stream stream);
+
+}  // namespace cuda
+}  // namespace kv

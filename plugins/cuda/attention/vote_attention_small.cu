@@ -1,0 +1,32 @@
+// VoteAttention over a small cache: which kernels run. A source of its own, so that it compiles beside the others.
+#include "decode_small.h"
+#include "plan.h"
+
+namespace kv {
+namespace cuda {
+namespace {
+
+template <int kKeyBits, int kValueBits>
+const char* decode_of(Attention& args, const Device& device, Stream stream) {
+  const KvVoteAttention& a = args.call;
+  if (a.key_size <= 128 && a.value_size <= 128)
+    return decode<Small, DecodeSmall<kKeyBits, kValueBits, 128>>(args, device, stream);
+  return decode<Small, DecodeSmall<kKeyBits, kValueBits, 256>>(args, device, stream);
+}
+
+}  // namespace
+
+const char* run_small(Attention& args, const Device& device, Stream stream) {
+  const KvVoteAttention& a = args.call;
+  const size_t heads = static_cast<size_t>(a.batch) * a.heads;
+  if (const char* problem =
+          launch<AppendSmall>(args, heads * AppendSmall::blocks_per_head(a.tokens), 16, device, stream))
+    return problem;
+  args.call.query = args.rotated;
+  if (a.tokens > 1) return prefill_in_float<Small>(args, device, stream);
+  if (a.cache_type == KV_INT8) return decode_of<8, 8>(args, device, stream);
+  return a.cache_type == KV_INT4 ? decode_of<4, 4>(args, device, stream) : decode_of<8, 4>(args, device, stream);
+}
+
+}  // namespace cuda
+}  // namespace kv

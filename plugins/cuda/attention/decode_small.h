@@ -172,16 +172,18 @@ struct DecodeSmall {
   // Queries into registers, as the product's rows, in the order of columns in which keys come.
   static KV_DEVICE void start(Block<DecodeSmall>& block, const Head<Small>& head, int group) {
     const int size = head.a.key_size;
+    const float* queries = head.query(0, 0);  // of one token: row after row
     const auto element = [&](int t, int step, int i, int which) {
-      const int row = t % kWarp / 4 + i % 2 * 8, column = step / kKeySteps * kKeyColumns + t % 4 * 4 * kKeySteps +
-                                                          step % kKeySteps * 4 + i / 2 * 2 + which;
-      return row < group && column < size ? head.query(row, 0)[column] : 0.0f;
+      const int row = t % kWarp / 4 + i % 2 * 8, chunk = step / kKeySteps;
+      const int column = chunk * kKeyColumns + t % 4 * 4 * kKeySteps + step % kKeySteps * 4 + i / 2 * 2 + which;
+      return row < group && column < size ? queries[row * size + column] : 0.0f;
     };
     block.each_alone([&](int t, Registers& r) {
       r.largest[0] = r.largest[1] = 0.0f;
+#pragma unroll 1
+      for (int step = 0; step < kSteps; ++step)
 #pragma unroll
-      for (int i = 0; i < 8 * kSteps; ++i)
-        r.largest[i % 2] = fmaxf(r.largest[i % 2], fabsf(element(t, i / 8, i % 4, i / 4 % 2)));
+        for (int i = 0; i < 8; ++i) r.largest[i % 2] = fmaxf(r.largest[i % 2], fabsf(element(t, step, i % 4, i / 4)));
     });
     block.template warp_max<4>([](Registers& r) -> float& { return r.largest[0]; });
     block.template warp_max<4>([](Registers& r) -> float& { return r.largest[1]; });

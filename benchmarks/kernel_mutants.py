@@ -138,7 +138,7 @@ MUTANTS = (
         "this->scales_of(x, x.value_scale, from",
     ),
     Mutant("values have the keys' scales, prefill", PREFILL, "value_scale[c], dv,", "key_scale[c], dv,"),
-    Mutant("a slot that moves leaves its scale behind", MERGE, "scales.in[order[rank[i]]]", "scales.in[i]"),
+    Mutant("a slot that moves leaves its scale behind", MERGE, "x.out_key_scale, from, to", "x.out_key_scale, to, to"),
 )
 
 

@@ -120,7 +120,7 @@ MUTANTS = (
     ),
     Mutant("a product loses an input", "cpu/core/tile.h", "i < last; ++i", "i < last - 1; ++i", "keepkv"),
     Mutant("pooled neighbours", SELECT, "reach = p.pooled / 2", "reach = p.pooled / 2 + 1", "snapkv"),
-    Mutant("keys turned the wrong way", MERGE, "i - latest[rank[i]]", "latest[rank[i]] - i", "places"),
+    Mutant("keys turned the wrong way", MERGE, "place++ - before", "before - place++", "places"),
     Mutant("a few tokens see the next one", DECODE, "max_of(from, own + 1)", "max_of(from, own + 2)", "full"),
 )
 # Recipe's method, the kind of checkpoint (the trained tiny one, or a random one of that architecture), other settings.

@@ -3,7 +3,7 @@ same cache without drafts.
 
     python speculation.py costs  [--contexts 8192,16384,32768] [--rounds 30] [--threads 2] [--bits 4]
     python speculation.py text   [--length 7900] [--new 128] [--kinds prose,code,chat] [--methods full,h2o] [--bits 4]
-    python speculation.py text   --length 16000 --yarn 2 --bits 4
+    python speculation.py text   --length 16000 --yarn 2 --bits 4 --greedy
     python speculation.py text   --recipe small-full --kinds code --length 1800 --slots 256   # in a minute
     python speculation.py given  [--contexts 16384,32768] [--new 128] [--threads 2] [--bits 4]
     python speculation.py periodic [--length 7900] [--new 256] [--kinds prose,code] [--methods h2o,keepkv]
@@ -81,6 +81,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--slots", type=int, default=BUDGET, help="of the drafter in text; also twice as many")
     parser.add_argument("--length", type=int, default=7900)
     parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--greedy", action="store_true", help="of text: no drawn answers")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--bits", type=int, choices=(4, 8), help="of weights; float32 where it is left out")
@@ -171,7 +172,7 @@ def text(options: argparse.Namespace, folder: Path, found: dict[str, Any]) -> No
         engine = kvexport.load(kvexport.build(loaded.recipe, folder / method), threads=options.threads, verify=False)
         for kind in options.kinds:
             start, last = read(engine, prompt(engine, kind, options.length))
-            for sample in (False, True):
+            for sample in (False,) if options.greedy else (False, True):
                 label = f"{method} {kind} {'drawn' if sample else 'greedy'}"
                 settings = engine.settings(
                     max_new_tokens=options.new, do_sample=sample, top_k=0, temperature=1.0, seed=1, ignore_eos=True

@@ -128,7 +128,7 @@ class Backend(ABC):
         """Raises UsageError where the backend runs no model of several ranks. device: another than the recipe's."""
         raise UsageError(
             f"backend.tensor_parallel is {recipe.backend.tensor_parallel}, and {self.name} runs a model in one process",
-            "--set backend.tensor_parallel=1, or --backend onnxruntime",
+            "--set backend.tensor_parallel=1",
         )
 
     def collectives(self, manifest: Manifest, options: LoadOptions) -> Collectives:

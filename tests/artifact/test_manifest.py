@@ -21,7 +21,15 @@ from tests.support.artifacts import rewrite
 
 # Added by the writer, or without meaning to whoever runs the artifact: everything else is read.
 UNREAD = {"format", "manifest_sha256"}
-OPTIONAL = {"engines", "top_logits", "graphs.top_logits", "contract_version", "recipe.name", "cache.0.extra"}
+OPTIONAL = {
+    "engines",
+    "top_logits",
+    "graphs.top_logits",
+    "graphs.ranks",
+    "contract_version",
+    "recipe.name",
+    "cache.0.extra",
+}
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import onnx
@@ -17,11 +19,11 @@ from kvexport.backends.tensorrt.backend import BACKEND as TENSORRT
 from kvexport.cache import LayerGeometry, plan_cache
 from kvexport.errors import ArtifactError, SnapshotError, UsageError
 from kvexport.recipe.fields import Recipe
-from kvexport.runtime.cache_drafter import _copy_slots
+from kvexport.runtime.cache_part import CachePart
 from kvexport.runtime.engine import Engine, load
 from kvexport.runtime.request import Request
 from kvexport.runtime.snapshot import Snapshot
-from kvexport.schema.state import SCALES
+from kvexport.schema.state import SCALES, STATE
 from kvexport.validate.runner import validate_artifact
 from plugins.building import make
 from tests.support.models import build_shared, make_recipe
@@ -168,7 +170,7 @@ def test_a_manifest_without_the_scales_is_refused(artifact: Path) -> None:
         parse_manifest(Path("/artifact"), raw)
 
 
-def test_what_drafts_are_made_with_has_its_scales() -> None:
+def test_a_part_of_a_cache_has_its_scales() -> None:
     rng = np.random.default_rng(0)
     shapes: dict[str, tuple[int, ...]] = {"key": (2, 8, 4), "value": (2, 8, 4)}
     full = {
@@ -177,7 +179,9 @@ def test_what_drafts_are_made_with_has_its_scales() -> None:
     }
     own = {name: np.zeros_like(x) for name, x in full.items()}
     chosen = np.array([[1, 4], [0, 7]])
-    _copy_slots(0, full, own, chosen, 3)
+    part = object.__new__(CachePart)
+    part.plan = cast(Any, SimpleNamespace(layers=[SimpleNamespace(state=(*STATE, *SCALES))]))
+    part.copy(0, full, own, chosen, 3)
     for scale in SCALES:
         name = scale.past(0)
         assert own[name][:, 3:5].tolist() == np.take_along_axis(full[name], chosen, 1).tolist()

@@ -24,6 +24,7 @@ from kvexport.commands.app import app
 from kvexport.errors import KvexportError
 from kvexport.export.rebuild import rebuild
 from kvexport.schema.operators import MERGE_CACHE
+from kvexport.schema.policy import FIT
 from kvexport.validate.runner import validate_artifact
 from tests.support import fake_tensorrt, models
 from tests.support.tensorrt_artifacts import engines
@@ -136,7 +137,7 @@ def test_the_plugin_is_asked_with_the_fields_that_the_parser_would_give(
     fields = fake_tensorrt.IPluginCreatorV3One.fields  # of the merge's last layer
     assert fields.keys() == {
         attribute.name for attribute in MERGE_CACHE.attributes if "rotary" not in attribute.name
-    } - {"inverse_frequencies", "cache_positions"}
+    } - {"inverse_frequencies", "cache_positions", *(attribute.name for attribute in FIT)}
     assert fields["merge"] == ("CHAR", list(b"zip"))
     assert fields["budget"] == ("INT32", [32])
     assert fields["threshold"][0] == "FLOAT32"

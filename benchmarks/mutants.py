@@ -301,7 +301,8 @@ def main() -> None:
     missed = [name for name, found in figures["mutants"].items() if found["passed"]]
     failed = [name for name, found in figures["unchanged"].items() if not found["passed"]]
     figures["found"] = f"{len(chosen) - len(missed)} of {len(chosen)}"
-    save("mutants", figures)
+    if not asked.only:
+        save("mutants", figures)
     if missed or failed:
         sys.exit(f"missed: {missed}; unchanged and yet failed: {failed}")
 

@@ -15,7 +15,6 @@ RECIPES = ("tiny-base", "small-base")
 FITTED = {"grkv", "attention_matching"}
 UNMEASURED = {
     "sweep-small-base": FITTED,
-    "sweep-smollm2-135m-base": FITTED,
 }
 
 

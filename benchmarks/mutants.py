@@ -56,8 +56,8 @@ class Mutant(NamedTuple):
     isa: str = ISA
 
 
-DECODE, PREFILL, PREFILL_SCORES, ATTENTION = (
-    f"cpu/attention/{name}.h" for name in ("decode", "prefill", "prefill_scores", "attention")
+DECODE, DECODE_SCORES, PREFILL, PREFILL_SCORES, ATTENTION = (
+    f"cpu/attention/{name}.h" for name in ("decode", "decode_scores", "prefill", "prefill_scores", "attention")
 )
 SELECT, MERGE, MATH, LINEAR = "cpu/merge/select.h", "cpu/merge/merge_cache.cpp", "math/merge.h", "cpu/linear/linear.cpp"
 MUTANTS = (
@@ -78,7 +78,7 @@ MUTANTS = (
         "a.query_heads + g % group * a.heads + x.h;",
         "keepkv",
     ),
-    Mutant("stale score", DECODE, "load(past + c) * decay + seen", "load(past + c) * decay", "h2o"),
+    Mutant("stale score", DECODE_SCORES, "load(past + c) * decay + seen", "load(past + c) * decay", "h2o"),
     Mutant(
         "wrong position",
         ATTENTION,

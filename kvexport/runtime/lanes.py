@@ -141,8 +141,8 @@ class Lanes:
         chunk of a prompt at once, decoded tokens every `merge_every`. first: the lane of tokens[0], the next ones being
         those of its neighbours, while all other lanes take no part; None: there are tokens for each lane. Logits as
         `LaneState.decode` gives them."""
-        periodic = isinstance(self.backend, PeriodicState) and not prefill
-        decode = cast(PeriodicState, self.backend).advance if periodic else self.backend.decode
+        backend = self.backend
+        decode = backend.advance if isinstance(backend, PeriodicState) and not prefill else backend.decode
         return self.append_by(decode, tokens, first=first, prefill=prefill)
 
     def append_by(

@@ -158,11 +158,11 @@ def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
                 "recent and one more",
                 f"--set cache.budget={recipe.cache.sinks + recent + 1}, or fewer cache.sinks or cache.recent",
             )
-        capacity = budget + recipe.slack if merges else budget
+        capacity = recipe.capacity(budget) if merges else budget
         if capacity > MOST:
             raise UsageError(
-                f"layer {i} would have {capacity} slots, {budget} of its budget and {recipe.slack} beyond it for the "
-                f"tokens of a call; {MOST} is the most",
+                f"layer {i} would have {capacity} slots, {budget} of its budget and {capacity - budget} beyond it for "
+                f"the tokens of a call; {MOST} is the most",
                 "a smaller export.prefill_chunk, cache.merge_every or cache.slack",
             )
         layers.append(
@@ -211,6 +211,17 @@ def part_plan(recipe: Recipe, plan: CachePlan) -> CachePlan | None:
         )
     layers = (replace(x, budget=budget, capacity=slots, recent=recent, merges=False) for x in plan.layers)
     return CachePlan(tuple(layers))
+
+
+def settled_plan(recipe: Recipe, plan: CachePlan) -> CachePlan:
+    """The slots that a sequence uses at most once its prompt has been read: all of `plan`; where prompts merge at their
+    end, those of the budgets and of the tokens until the next merge, though the others stay allocated."""
+    if recipe.cache.merge_prompts == "chunks":
+        return plan
+    most = recipe.cache.merge_every
+    return CachePlan(
+        tuple(replace(x, capacity=min(x.capacity, x.budget + most)) if x.merges else x for x in plan.layers)
+    )
 
 
 def state_bytes(recipe: Recipe, plan: CachePlan, sequences: int = 1) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvexport.cache import CachePlan, LayerCache, LayerGeometry, plan_cache, state_bytes
+from kvexport.cache import CachePlan, LayerCache, LayerGeometry, plan_cache, settled_plan, state_bytes
 from kvexport.errors import UsageError
 from kvexport.recipe.fields import MOST, Recipe, shown_length
 from kvexport.report.page import KeyValues, Section, Table
@@ -52,6 +52,11 @@ class MemoryPlan:
         return state_bytes(self.recipe, self.cache)
 
     @property
+    def settled_bytes(self) -> int:
+        """Of these, what it uses once its prompt has been read and merged."""
+        return state_bytes(self.recipe, settled_plan(self.recipe, self.cache))
+
+    @property
     def batch_bytes(self) -> int:
         """The caches of limits.max_batch sequences."""
         return state_bytes(self.recipe, self.cache, self.recipe.limits.max_batch)
@@ -66,6 +71,13 @@ class MemoryPlan:
         """Bits of a parameter, with scales, where weights are packed."""
         bits = 8 * self.weight_bytes / self.parameters
         return f", {bits:.2f} bits each" if bits < 15.9 else ""
+
+    @property
+    def _after_prompt(self) -> str:
+        """What is used of a cache that reads whole prompts, once it was merged."""
+        if self.recipe.cache.merge_prompts == "chunks":
+            return ""
+        return f" while its prompt is read; {format_bytes(self.settled_bytes)} of it are used afterwards"
 
     def fit(self, memory: int) -> Fit:
         """What `memory` bytes hold; see `Fit`."""
@@ -115,6 +127,7 @@ class MemoryPlan:
             "max_length": shown_length(limits.max_length),
             "max_batch": limits.max_batch,
             "cache_bytes_per_sequence": self.sequence_bytes,
+            "cache_bytes_after_prompt": self.settled_bytes,
             "cache_bytes": self.batch_bytes,
             "ranks": self.recipe.backend.tensor_parallel,
             "rank_weight_bytes": self.rank_weight_bytes,
@@ -136,7 +149,7 @@ class MemoryPlan:
             "dtype": recipe.shown_dtype,
             "method": recipe.cache.method,
             "weights": f"{format_bytes(self.weight_bytes)}, {self.parameters:,} parameters{self._bits}",
-            "cache of 1 sequence": format_bytes(self.sequence_bytes),
+            "cache of 1 sequence": format_bytes(self.sequence_bytes) + self._after_prompt,
             f"cache of {batch} sequences": format_bytes(self.batch_bytes),
             "weights and caches": f"{format_bytes(self.weight_bytes + self.batch_bytes)}; {NOT_COUNTED}",
         }

@@ -82,6 +82,15 @@ def test_no_budget_is_named_that_cannot_hold_the_sinks(tiny_recipe: Path) -> Non
     assert plan.fit(plan.weight_bytes + cache_bytes(plan, 30)).largest_budget is None
 
 
+def test_a_cache_that_reads_whole_prompts_is_counted_while_it_does_and_afterwards(tiny_recipe: Path) -> None:
+    plan = plan_of(tiny_recipe, "cache.merge_prompts=end")
+    assert plan.sequence_bytes == plan_of(tiny_recipe, "cache.slack=480").sequence_bytes, "512 slots"
+    assert plan.settled_bytes == plan_of(tiny_recipe, "export.prefill_chunk=4").sequence_bytes, "merge_every is 4"
+    assert "of it are used afterwards" in str(plan.sections()[0])
+    chunks = plan_of(tiny_recipe)
+    assert chunks.settled_bytes == chunks.sequence_bytes and "afterwards" not in str(chunks.sections()[0])
+
+
 def test_layers_that_are_alike_share_a_line(tiny_recipe: Path) -> None:
     uniform, cosine = plan_of(tiny_recipe).cache, plan_of(tiny_recipe, "cache.allocation.kind=cosine").cache
     assert [(label, count) for label, _, count in layer_groups(uniform)] == [("0-1", 2)]

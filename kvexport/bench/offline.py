@@ -115,8 +115,8 @@ def _told(contexts: Sequence[int], what: str, show: Show | None) -> Iterator[int
 
 def _prefill(engine: Engine, prompt: list[int], chunk: int) -> float:
     """Seconds until the logits after a prompt are there."""
-    limits = engine.manifest.limits
-    lanes = Lanes(engine.new_state(1), engine.plan, 1, prefill_chunk=chunk, merge_every=limits.merge_every)
+    every, prompts = engine.manifest.limits.merge_every, engine.manifest.recipe.cache.merge_prompts
+    lanes = Lanes(engine.new_state(1), engine.plan, 1, prefill_chunk=chunk, merge_every=every, merge_prompts=prompts)
     start = time.perf_counter()
     lanes.prefill([np.array(prompt, np.int64)])
     return time.perf_counter() - start

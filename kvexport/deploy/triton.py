@@ -55,6 +55,12 @@ def write_repository(artifact: Path, out: Path, kind: str, name: str | None = No
             "graph in one process",
             "--kind python, or kvexport build --recipe NAME --set backend.tensor_parallel=1",
         )
+    if kind == "state" and manifest.graphs.merge is not None and manifest.recipe.cache.merge_prompts == "end":
+        raise UsageError(
+            "the artifact merges where a prompt ends (cache.merge_prompts), and Triton calls one ONNX graph, which "
+            "does not know where that is: its tokens would not be the engine's",
+            "kvexport build --recipe NAME --set cache.merge_prompts=chunks, or --kind python",
+        )
     if kind == "state" and manifest.graphs.merge is not None and manifest.limits.merge_every != 1:
         raise UsageError(
             f"the artifact merges every {manifest.limits.merge_every} tokens, and Triton calls one ONNX graph, which "

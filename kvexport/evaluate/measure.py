@@ -38,14 +38,20 @@ def counted_rows(engine: Engine, samples: Sequence[Sample]) -> Iterator[tuple[in
     counted position, and the rows.
 
     Raises UsageError where a counted position lies inside a prompt and the artifact gives the logits of a call's last
-    token alone.
+    token alone, or merges nothing before the prompt's end.
     """
     lanes = engine.lanes(len(samples))
     counted = [np.array(sample.counted, dtype=np.int64) for sample in samples]
     done = [0] * len(samples)
+    if engine.manifest.recipe.cache.merge_prompts == "end" and any(
+        min(s.counted, default=s.prompt) < s.prompt - 1 for s in samples
+    ):
+        problem = "cache.merge_prompts is end, and the task counts tokens inside a prompt, where nothing has merged yet"
+        raise UsageError(problem, "--tasks decoded, or another whose answers follow the prompt")
 
-    def append(parts: list[NDArray[np.int64]], prefill: bool) -> Iterator[tuple[int, int, Rows]]:
-        logits = lanes.append(parts, prefill=prefill)
+    def append(parts: list[NDArray[np.int64]], unread: list[int] | None) -> Iterator[tuple[int, int, Rows]]:
+        prefill = unread is not None
+        logits = lanes.append(parts, prefill=prefill, unread=unread or ())
         for lane, part in enumerate(parts):
             first, end = np.searchsorted(counted[lane], (done[lane], done[lane] + len(part)))
             offsets = counted[lane][first:end] - done[lane]
@@ -60,11 +66,11 @@ def counted_rows(engine: Engine, samples: Sequence[Sample]) -> Iterator[tuple[in
     chunk = lanes.prefill_chunk
     for start in range(0, max(sample.prompt for sample in samples), chunk):
         parts = [i[start : min(start + chunk, s.prompt)] for i, s in zip(ids, samples, strict=True)]
-        yield from append(parts, True)
+        yield from append(parts, [lane for lane, s in enumerate(samples) if s.prompt > start + chunk])
     # Nothing is asked after the last token.
     rest = [i[s.prompt : max(s.counted, default=-1) + 1] for i, s in zip(ids, samples, strict=True)]
     for step in range(max(map(len, rest))):
-        yield from append([r[step : step + 1] for r in rest], False)
+        yield from append([r[step : step + 1] for r in rest], None)
 
 
 def counted_logits(engine: Engine, samples: Sequence[Sample]) -> list[Rows]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvexport.cache import CachePlan, LayerGeometry, plan_cache
+from kvexport.cache import CachePlan, LayerGeometry, plan_cache, settled_plan
 from kvexport.errors import UsageError
 from kvexport.recipe.fields import MOST, Recipe
 from kvexport.recipe.load import load_recipe
@@ -75,26 +75,30 @@ def equal_bytes(
     common: Sequence[str],
 ) -> list[Setting]:
     """Every label at every budget. A budget's bytes are those of the leanest label with that many slots (votes, scores,
-    positions and slack counted); every label gets the most slots that fit them. Raises UsageError where a budget cannot
-    hold sinks and recent."""
+    positions and slack counted; of a cache that reads whole prompts what it uses afterwards); every label gets the most
+    slots that fit them. Raises UsageError where a budget cannot hold sinks and recent."""
     found = []
     for budget in budgets:
         slots = max(1, round(budget * length)) if budget <= 1 else int(budget)
         recipes = {label: load_setting(recipe, label, slots, common) for label in labels}
-        limit = min(plan_cache(r, geometry).bytes() for r in recipes.values())
+        limit = min(_settled(r, geometry).bytes() for r in recipes.values())
         for label, loaded in recipes.items():
             fitted, plan = _fit(loaded, slots, limit, geometry)
             found.append(Setting(label, float(budget), fitted.budget, plan.bytes(), fitted))
     return found
 
 
+def _settled(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
+    return settled_plan(recipe, plan_cache(recipe, geometry))
+
+
 def _fit(recipe: Recipe, slots: int, limit: int, geometry: Sequence[LayerGeometry]) -> tuple[Recipe, CachePlan]:
-    plan = plan_cache(recipe, geometry)
+    plan = _settled(recipe, geometry)
     while plan.bytes() > limit:
         # Bytes are linear in slots, but for rounding between layers.
         slots = min(slots - 1, slots * limit // plan.bytes())
         recipe = recipe.model_copy(update={"cache": recipe.cache.model_copy(update={"budget": slots})})
-        plan = plan_cache(recipe, geometry)
+        plan = _settled(recipe, geometry)
     return recipe, plan
 
 

@@ -184,7 +184,11 @@ class CacheSection(RecipeSection):
     )
     allocation: AllocationSection = Field(AllocationSection(), description="How the layers share the budget.")
     slack: int | None = Field(
-        None, ge=1, le=MOST, description="Slots beyond the budget; null: max(prefill_chunk, merge_every)."
+        None,
+        ge=1,
+        le=MOST,
+        description="Slots beyond the budget; null: max(prefill_chunk, merge_every), or with merge_prompts: end "
+        "what a prompt of limits.max_length needs.",
     )
     dtype: Literal["model", "int8", "int4", "k8v4"] = Field(
         "model",
@@ -202,6 +206,11 @@ class CacheSection(RecipeSection):
         "length; or places in the cache, so that no distance is longer than the cache and a session never ends.",
     )
     merge_every: int = Field(32, ge=1, le=MOST, description="Decoded tokens between merges.")
+    merge_prompts: Literal["chunks", "end"] = Field(
+        "chunks",
+        description="When the tokens of a prompt merge; chunks: after each chunk; end: once, when the full cache has "
+        "read all of it, if these are merge_every or more. docs/once.md.",
+    )
     periodic: PeriodicSection = Field(
         PeriodicSection(), description="Decoding over a part of a full cache that is chosen anew every so many tokens."
     )
@@ -293,6 +302,11 @@ class Recipe(RecipeSection):
             raise ValueError(
                 f"cache.slack {self.cache.slack} is smaller than max(prefill_chunk, merge_every) = {needed}"
             )
+        if self.cache.slack is None and self.cache.merge_prompts == "end" and self.limits.max_length == MOST:
+            raise ValueError(
+                f"cache.merge_prompts is end and limits.max_length is {UNLIMITED}: write cache.slack, which has room "
+                "for the tokens of the longest prompt"
+            )
         return self
 
     @model_validator(mode="after")
@@ -365,8 +379,16 @@ class Recipe(RecipeSection):
 
     @property
     def slack(self) -> int:
-        """Slots beyond the budget."""
-        return self.cache.slack or max(self.export.prefill_chunk, self.cache.merge_every)
+        """Slots beyond the budget; of uneven budgets the mean, where they make room for a whole prompt."""
+        return self.capacity(self.budget) - self.budget
+
+    def capacity(self, budget: int) -> int:
+        """Slots of a layer that evicts what is beyond so many."""
+        if self.cache.slack is not None:
+            return budget + self.cache.slack
+        if self.cache.merge_prompts == "end":
+            return self.limits.max_length  # no sequence is longer, merged or not
+        return budget + max(self.export.prefill_chunk, self.cache.merge_every)
 
     @property
     def all_logits(self) -> bool:

@@ -100,6 +100,7 @@ class Engine:
             count,
             prefill_chunk=limits.prefill_chunk,
             merge_every=limits.merge_every,
+            merge_prompts=self.manifest.recipe.cache.merge_prompts,
         )
 
     def reserve(self) -> Lanes:
@@ -253,7 +254,8 @@ class Engine:
         """Read the next chunk of each, lanes being neighbours; the requests whose prompt is read get their token."""
         start = time.perf_counter()
         parts = [request.ids[request.done :][: self._scheduler.chunk] for request in requests]
-        logits = self._pool.lanes.append(parts, first=requests[0].lane, prefill=True)
+        unread = [request.lane for request, part in zip(requests, parts, strict=True) if len(part) < request.unread]
+        logits = self._pool.lanes.append(parts, first=requests[0].lane, prefill=True, unread=unread)
         cost = (time.perf_counter() - start) / (len(parts) * max(map(len, parts)))
         self._row_seconds += (cost - self._row_seconds) * (0.2 if self._row_seconds else 1.0)
         last = [len(part) - 1 if logits.shape[1] > 1 else 0 for part in parts]

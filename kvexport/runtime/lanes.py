@@ -1,14 +1,14 @@
 """Lanes: how full the cache of each row of the batch is, and when it has to merge.
 
 A lane merges on its own account, never because a neighbour needs room: what a sequence generates does not depend on the
-batch it is in.
+batch it is in. Prompts merge chunk by chunk, or once, at their end (`cache.merge_prompts`).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,12 +42,20 @@ class Lanes:
     """Drives a backend so that no cache ever exceeds its capacity."""
 
     def __init__(
-        self, backend: LaneState, plan: CachePlan, lanes: int, *, prefill_chunk: int, merge_every: int
+        self,
+        backend: LaneState,
+        plan: CachePlan,
+        lanes: int,
+        *,
+        prefill_chunk: int,
+        merge_every: int,
+        merge_prompts: Literal["chunks", "end"] = "chunks",
     ) -> None:
         self.backend = backend
         self.count = lanes
         self.prefill_chunk = prefill_chunk
         self.merge_every = merge_every
+        self._every_chunk = merge_prompts == "chunks"
         self._capacity = np.array([layer.capacity for layer in plan.layers])
         self._budget = np.array([layer.budget for layer in plan.layers])
         self._merges = np.array([layer.merges for layer in plan.layers])
@@ -135,15 +143,21 @@ class Lanes:
         self._count(range(count - new, count))
 
     def append(
-        self, tokens: Sequence[Tokens], *, first: int | None = None, prefill: bool = False
+        self,
+        tokens: Sequence[Tokens],
+        *,
+        first: int | None = None,
+        prefill: bool = False,
+        unread: Collection[int] = (),
     ) -> NDArray[np.float32]:
         """Append at most `prefill_chunk` tokens per lane (none leaves a lane as it is) and merge where it is due: a
         chunk of a prompt at once, decoded tokens every `merge_every`. first: the lane of tokens[0], the next ones being
-        those of its neighbours, while all other lanes take no part; None: there are tokens for each lane. Logits as
+        those of its neighbours, while all other lanes take no part; None: there are tokens for each lane. unread: lanes
+        whose prompts go on after this chunk; where prompts merge at their end, theirs do not merge yet. Logits as
         `LaneState.decode` gives them."""
         backend = self.backend
         decode = backend.advance if isinstance(backend, PeriodicState) and not prefill else backend.decode
-        return self.append_by(decode, tokens, first=first, prefill=prefill)
+        return self.append_by(decode, tokens, first=first, prefill=prefill, unread=unread)
 
     def append_by(
         self,
@@ -152,11 +166,17 @@ class Lanes:
         *,
         first: int | None = None,
         prefill: bool = False,
+        unread: Collection[int] = (),
     ) -> T:
         """As `append`, by another call of the state than `decode`; what that gives."""
         given = self._append(decode, tokens, first or 0, every=first is None)
-        counts = [len(t) for t in tokens]
-        if due := [lane for lane, count in enumerate(counts, first or 0) if count > 0 and self._is_due(lane, prefill)]:
+        waits = () if self._every_chunk else unread
+        counts, at_once = [len(t) for t in tokens], prefill and self._every_chunk
+        if due := [
+            lane
+            for lane, count in enumerate(counts, first or 0)
+            if count > 0 and lane not in waits and self._is_due(lane, at_once)
+        ]:
             self._merge(due)
         return given
 
@@ -171,7 +191,7 @@ class Lanes:
             self._state().rollback(lane, rejected)
             self._added[lane] -= rejected
             self.length[lane] -= rejected
-        if self._is_due(lane, prefill=False):
+        if self._is_due(lane, at_once=False):
             self._merge([lane])
 
     def _append(
@@ -218,8 +238,8 @@ class Lanes:
     def _is_full(self, lane: int, count: int) -> bool:
         return self._added[lane] + count > self._room[lane]
 
-    def _is_due(self, lane: int, prefill: bool) -> bool:
-        return self._added[lane] > self._spare[lane] and (prefill or self._added[lane] >= self.merge_every)
+    def _is_due(self, lane: int, at_once: bool) -> bool:
+        return self._added[lane] > self._spare[lane] and (at_once or self._added[lane] >= self.merge_every)
 
     def prefill(
         self, prompts: Sequence[NDArray[np.int64]], on_chunk: Callable[[int, int], None] | None = None
@@ -230,7 +250,8 @@ class Lanes:
         longest = max(len(p) for p in prompts)
         for start in range(0, longest, self.prefill_chunk):
             parts = [p[start : start + self.prefill_chunk] for p in prompts]
-            logits = self.append(parts, prefill=True)
+            unread = [lane for lane, prompt in enumerate(prompts) if len(prompt) > start + self.prefill_chunk]
+            logits = self.append(parts, prefill=True, unread=unread)
             for lane, part in enumerate(parts):
                 if len(part):
                     row = logits[lane, len(part) - 1 if logits.shape[1] > 1 else 0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -57,7 +57,8 @@ class Comparison:
         decoder = engine.path / engine.manifest.graphs.decoder
         self.cut = CutDecoder(decoder, self.dtype, runners.open_decoder) if runners.open_decoder else None
         limits, batch = engine.manifest.limits, len(result.tokens)
-        shared = {"prefill_chunk": limits.prefill_chunk, "merge_every": limits.merge_every}
+        shared: dict[str, Any] = {"prefill_chunk": limits.prefill_chunk, "merge_every": limits.merge_every}
+        shared["merge_prompts"] = engine.manifest.recipe.cache.merge_prompts
         self.locked = LockedBackend(self, reference, engine.plan, batch, telemetry)
         # The reference decides when to merge by the same rule.
         self.reference_lanes = Lanes(self.locked, engine.plan, batch, **shared)
@@ -67,12 +68,12 @@ class Comparison:
         self.examined = 0
         self.errors: dict[tuple[str, str], list[tuple[NDArray[Any], NDArray[Any]]]] = defaultdict(list)
 
-    def step(self, parts: list[Ids], *, prefill: bool, whole: bool) -> None:
-        """One call of the decoder, and whatever merging it makes due. whole: hold the whole depth against float64, and
-        the run in place."""
+    def step(self, parts: list[Ids], *, prefill: bool, unread: Collection[int], whole: bool) -> None:
+        """One call of the decoder, and whatever merging it makes due. unread: see `Lanes.append`. whole: hold the whole
+        depth against float64, and the run in place."""
         self.locked.whole = whole
-        reference = self.reference_lanes.append(parts, prefill=prefill)
-        own = self.own.append(parts, prefill=prefill)
+        reference = self.reference_lanes.append(parts, prefill=prefill, unread=unread)
+        own = self.own.append(parts, prefill=prefill, unread=unread)
         for lane, part in enumerate(parts):
             if len(part):
                 row = len(part) - 1 if own.shape[1] > 1 else 0

@@ -25,7 +25,7 @@ from kvexport.terminal import Progress, silent
 from kvexport.validate.layers import require_checkpoint
 from kvexport.validate.perturbation import NO_TELEMETRY
 from kvexport.validate.result import ValidationResult
-from kvexport.validate.tokens import Ids, decode_steps, schedule, sequences
+from kvexport.validate.tokens import Ids, decode_steps, goes_on, schedule, sequences
 
 if TYPE_CHECKING:
     from kvexport.validate.reference import TorchReference
@@ -112,7 +112,7 @@ def validate_artifact(
     about = _estimate(reference, calls, len(whole))
     with progress(f"comparing {len(calls)} calls, {about}", len(calls)) as bar:
         for i, (parts, prefill) in enumerate(calls):
-            comparison.step(parts, prefill=prefill, whole=i in whole)
+            comparison.step(parts, prefill=prefill, unread=goes_on(calls[i + 1 :]), whole=i in whole)
             bar.advance(1)
     comparison.finish()
     if watching:

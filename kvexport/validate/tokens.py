@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.artifact.manifest import Limits
-from kvexport.cache import CachePlan
+from kvexport.cache import CachePlan, settled_plan
 from kvexport.errors import UsageError
 from kvexport.paths import TEXT
 
@@ -48,7 +48,8 @@ def sequences(engine: Any, length: int | None, batch: int | None, seed: int) -> 
         raise UsageError(
             f"a batch of {batch}, but the artifact was built for 1 to {limits.max_batch}", f"--batch {limits.max_batch}"
         )
-    longest = min(length or default_length(engine.plan, limits), limits.max_length)
+    settled = settled_plan(engine.manifest.recipe, engine.plan)
+    longest = min(length or default_length(settled, limits), limits.max_length)
     text = _text_ids(engine)
     rng = np.random.default_rng(seed)
     tokens, kinds = [], []
@@ -82,3 +83,10 @@ def schedule(tokens: list[Ids], chunk: int, steps: int | None = None) -> Iterato
         )
     for i in range(max(len(t) - s for t, s in zip(tokens, split, strict=True))):
         yield [t[s + i : s + i + 1] for t, s in zip(tokens, split, strict=True)], False
+
+
+def goes_on(later: Sequence[tuple[list[Ids], bool]]) -> list[int]:
+    """The sequences whose prompts go on in the next of the calls that follow."""
+    if not later or not later[0][1]:
+        return []
+    return [lane for lane, part in enumerate(later[0][0]) if len(part)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -11,7 +13,7 @@ from kvexport.validate.backend import ReferenceBackend
 from kvexport.validate.perturbation import Perturbation
 from kvexport.validate.reference import TorchReference
 from kvexport.validate.telemetry import Telemetry
-from kvexport.validate.tokens import schedule
+from kvexport.validate.tokens import goes_on, schedule
 
 
 def watch(reference: TorchReference, recipe: Recipe, tokens: list[NDArray[np.int64]]) -> list[Perturbation]:
@@ -19,7 +21,9 @@ def watch(reference: TorchReference, recipe: Recipe, tokens: list[NDArray[np.int
     plan, chunk = reference.plan, recipe.export.prefill_chunk
     telemetry = Telemetry(plan, reference.geometry, reference.method)
     backend = ReferenceBackend(reference, plan, len(tokens), telemetry)
-    lanes = Lanes(backend, plan, len(tokens), prefill_chunk=chunk, merge_every=recipe.cache.merge_every)
-    for parts, prefill in schedule(tokens, chunk):
-        lanes.append(parts, prefill=prefill)
+    cache, calls = recipe.cache, list(schedule(tokens, chunk))
+    shared: dict[str, Any] = {"merge_every": cache.merge_every, "merge_prompts": cache.merge_prompts}
+    lanes = Lanes(backend, plan, len(tokens), prefill_chunk=chunk, **shared)
+    for i, (parts, prefill) in enumerate(calls):
+        lanes.append(parts, prefill=prefill, unread=goes_on(calls[i + 1 :]))
     return telemetry.rows()

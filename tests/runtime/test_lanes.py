@@ -16,8 +16,8 @@ BUDGET, SLACK, CHUNK, EVERY = 8, 6, 4, 3
 class Recorder:
     """A backend that notes its calls and counts slots as a cache would."""
 
-    def __init__(self, lanes: int) -> None:
-        self.used = np.zeros(lanes, np.int64)
+    def __init__(self, lanes: int, capacity: int = BUDGET + SLACK) -> None:
+        self.used, self.capacity = np.zeros(lanes, np.int64), capacity
         self.calls: list[tuple[list[list[int]], list[int]]] = []
         self.firsts: list[int] = []  # lanes of the calls
         self.merges: list[tuple[int, int]] = []
@@ -30,7 +30,7 @@ class Recorder:
         self.firsts.append(first)
         assert 0 <= first <= first + len(counts) <= len(self.used)
         self.used[first : first + len(counts)] += query_length[:, 0]
-        assert self.used.max() <= BUDGET + SLACK
+        assert self.used.max() <= self.capacity
         return np.zeros((len(counts), 1, 2), np.float32)
 
     def merge(self, first: int, last: int) -> None:
@@ -47,6 +47,14 @@ def lanes_of(count: int) -> tuple[Lanes, Recorder]:
     return Lanes(recorder, CachePlan((layer,)), count, prefill_chunk=CHUNK, merge_every=EVERY), recorder
 
 
+def lanes_that_read_whole_prompts(count: int) -> tuple[Lanes, Recorder]:
+    capacity = 4 * CHUNK + BUDGET
+    layer = LayerCache(1, 4, 4, 1, BUDGET, capacity, 1, 1, 0, True, "float32")
+    recorder = Recorder(count, capacity)
+    shared = {"prefill_chunk": CHUNK, "merge_every": EVERY}
+    return Lanes(recorder, CachePlan((layer,)), count, **shared, merge_prompts="end"), recorder
+
+
 def ids(*tokens: int) -> NDArray[np.int64]:
     return np.array(tokens, np.int64)
 
@@ -61,6 +69,31 @@ def test_lanes_that_are_due_together_merge_in_runs_of_neighbours() -> None:
         assert recorder.merges == [(0, 1), (2, 4), (5, 6)] * (2 if step == EVERY else 1)
     assert lanes.length == [12, 6, 12, 12, 6, 12]
     assert recorder.used.tolist() == [8, 6, 8, 8, 6, 8]
+
+
+def test_a_whole_prompt_merges_once_at_its_end_whatever_its_neighbours_do() -> None:
+    lanes, recorder = lanes_that_read_whole_prompts(3)
+    lanes.prefill([np.arange(2 * CHUNK + 3), np.arange(5 * CHUNK), np.arange(BUDGET)])
+    assert recorder.merges == [(0, 1), (1, 2)] and recorder.used.tolist() == [BUDGET] * 3
+    assert len(recorder.calls) == 5, "the first ended in the third call, the second in the fifth"
+
+
+def test_a_whole_prompt_counts_as_so_many_decoded_tokens() -> None:
+    lanes, recorder = lanes_that_read_whole_prompts(1)
+    lanes.prefill([np.arange(5 * CHUNK)])
+    lanes.prefill([np.arange(EVERY - 1)])  # a question
+    assert recorder.merges == [(0, 1)] and recorder.used.tolist() == [BUDGET + EVERY - 1]
+    lanes.append([ids(1)])
+    assert recorder.merges == [(0, 1)] * 2 and recorder.used.tolist() == [BUDGET]
+    lanes.append([ids(2)])
+    lanes.prefill([np.arange(EVERY)])
+    assert recorder.merges == [(0, 1)] * 3
+
+
+def test_a_whole_prompt_for_which_there_is_no_room_merges_where_the_room_ends() -> None:
+    lanes, recorder = lanes_that_read_whole_prompts(1)
+    lanes.prefill([np.arange(8 * CHUNK)])  # room for six chunks
+    assert recorder.merges == [(0, 1)] * 2 and recorder.used.tolist() == [BUDGET]
 
 
 def test_a_step_says_what_is_new_and_nothing_of_the_step_before() -> None:

@@ -79,7 +79,9 @@ def _refuse_length(recipe: Recipe, kind: str, positions: int) -> NoReturn:
         raise UsageError(
             f"cache.positions is cache, and the cache has {recipe.rotary_length} places (budget and slack), but {kind} "
             f"has {positions} positions",
-            f"--set cache.budget={max(positions - recipe.slack, 1)}, or a smaller export.prefill_chunk",
+            "--set cache.merge_prompts=chunks, or a smaller limits.max_length"
+            if recipe.cache.merge_prompts == "end" and recipe.cache.slack is None
+            else f"--set cache.budget={max(positions - recipe.slack, 1)}, or a smaller export.prefill_chunk",
         )
     raise UsageError(
         f"limits.max_length is {shown_length(recipe.limits.max_length)}, but {kind} has {positions} positions",

@@ -62,6 +62,20 @@ def test_every_packed_weight_is_what_its_integers_stand_for(caller: Caller, pack
         check(one, one.run(caller))
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [96, 384, 768, 1536])
+@pytest.mark.parametrize("multiprocessors", [1, 150])
+def test_groups_may_end_anywhere_in_a_chunk_or_many_chunks_later(
+    caller: Caller, bits: int, group: int, multiprocessors: int
+) -> None:
+    packing = PackedFormat(bits, False, group, "zero")
+    set_host(caller.library, multiprocessors=multiprocessors)
+    for rows in (2, 9):
+        one = case(packed_form(packing), "float16", (1, rows), 1536, 70, (packing,))
+        check(one, one.run(caller))
+    set_host(caller.library)
+
+
 @pytest.mark.parametrize("steps", STEPS, ids=lambda form: form.overload)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("plain", [False, True], ids=["all packed", "one is not"])

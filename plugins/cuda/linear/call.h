@@ -132,10 +132,20 @@ struct LinearFactors {
 // Integers are read as unsigned ones, signed ones with their highest bit turned: they are then larger by this much.
 KV_DEVICE int excess_of(const KvWeight& w) { return w.is_signed ? 1 << (w.bits - 1) : 0; }
 
+// kBits: the weight's bits where they are known.
+template <int kBits = 0>
 KV_DEVICE int integer_at(const void* data, const KvWeight& w, size_t i) {
   const uint8_t* const bytes = static_cast<const uint8_t*>(data);
-  const int read = w.bits == 4 ? bytes[i / 2] >> (i % 2 * 4) & 15 : bytes[i];
+  const int bits = kBits ? kBits : w.bits, read = bits == 4 ? bytes[i / 2] >> (i % 2 * 4) & 15 : bytes[i];
   return read ^ excess_of(w);
+}
+// use(numbers), as numbers of their type.
+template <class Use>
+KV_DEVICE void with_numbers(int type, const void* data, Use use) {
+  if (type == KV_FLOAT16)
+    use(static_cast<const Half*>(data));
+  else
+    use(static_cast<const float*>(data));
 }
 KV_DEVICE float number_at(int type, const void* data, size_t i) {
   return type == KV_FLOAT16 ? to_float(static_cast<const Half*>(data)[i]) : static_cast<const float*>(data)[i];

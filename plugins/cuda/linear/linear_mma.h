@@ -45,6 +45,7 @@ struct LinearMma {
     int column[kOwn];
     float next_scale[kOwn];
     uint32_t next_less[kOwn];
+    int groups, whole_groups;  // of all inputs; of every chunk, 0 where its groups are not whole
     float squares;
   };
   struct alignas(8) Group {
@@ -83,18 +84,18 @@ struct LinearMma {
     const int first = w.panel * kRows, rows = min_of(kRows, args.rows() - first), inputs = args.inputs();
     const Range range = share_of(w.split, args.splits, (inputs + kInputs - 1) / kInputs, 1);
     block.each_alone([&](int t, Registers& r) { start(r, args, p, w.strip, t); });
-    const auto fetch = [&](int chunk) {
+    const auto fetch = [&](int chunk, int stage) {
       block.each_alone([&](int t, Registers& r) {
         const int at = t % kAcross * 16;
         if (chunk >= range.to || at >= inputs / U::kInputs * U::kBytes - chunk * kChunk) return;
 #pragma unroll
         for (int i = 0; i < kOwn; ++i)
-          block.template copy<16>(s.column((chunk - range.from) % kStages, i * kDown + t / kAcross) + at,
+          block.template copy<16>(s.column(stage, i * kDown + t / kAcross) + at,
                                   r.from[i] + static_cast<size_t>(chunk) * kChunk + at);
       });
       block.cp_async_commit();
     };
-    for (int i = 0; i < kStages - 1; ++i) fetch(range.from + i);
+    for (int i = 0; i < kStages - 1; ++i) fetch(range.from + i, i);
     factors(block, args, s, first, rows);
     block.each_alone([&](int t, Registers& r) {
       load_groups(r, args, p, range.from, t);
@@ -102,16 +103,26 @@ struct LinearMma {
       if (range.from + 1 < range.to) load_groups(r, args, p, range.from + 1, t);
       load_rows(args, s, first, rows, range.from, 0, t);
     });
+    const int group = kBits ? static_cast<int>(p.weight.group) / U::kInputs : kUnits;  // in units
+    const bool alike = kUnits % group == 0;  // whether groups end with the same units in every whole chunk
+    int left = group - range.from * kUnits % group, stage = 0;
+    uint32_t ends = alike ? ends_of(kUnits, group, left) : 0;
     for (int chunk = range.from, i = 0; chunk < range.to; ++chunk, ++i) {
       block.cp_async_wait(kStages - 2);  // and the chunk before is no longer needed
-      fetch(chunk + kStages - 1);
+      fetch(chunk + kStages - 1, stage ? stage - 1 : kStages - 1);
       block.each_alone([&](int t, Registers& r) {
         if (chunk + 1 >= range.to) return;
         keep_groups(r, s, (i + 1) % 2, t);
         if (chunk + 2 < range.to) load_groups(r, args, p, chunk + 2, t);
         load_rows(args, s, first, rows, chunk + 1, (i + 1) % 2, t);
       });
-      multiply_chunk(block, a, p, s, i, chunk, rows);
+      const int units = min_of(kUnits, inputs / U::kInputs - chunk * kUnits);
+      if (!alike || units < kUnits) ends = ends_of(units, group, left);
+      if (kTakesMinima && kBits && p.weight.minimum)
+        multiply_chunk<true>(block, a, p, s, stage, i % 2, ends, rows);
+      else
+        multiply_chunk<false>(block, a, p, s, stage, i % 2, ends, rows);
+      stage = stage + 1 == kStages ? 0 : stage + 1;
     }
     block.cp_async_wait(0);
     float* const sums = reinterpret_cast<float*>(s.columns);
@@ -139,6 +150,12 @@ struct LinearMma {
     const int half = own_half(t), at = t / kAcross;
     const char* const data = static_cast<const char*>(weight_of(args.call, p, half).data);
     const size_t bytes = static_cast<size_t>(args.inputs() / U::kInputs) * U::kBytes;
+    if (kBits) {
+      const int group = static_cast<int>(p.weight.group);
+      r.groups = args.inputs() / group, r.whole_groups = kInputs % group ? 0 : kInputs / group;
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) r.next_less[i] = U::less(excess_of(weight_of(args.call, p, half)));
+    }
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const int tile = strip * (kColumns / kTileColumns) + (i * kDown + at) / kTileColumns;
@@ -166,16 +183,21 @@ struct LinearMma {
   static KV_DEVICE void load_groups(Registers& r, const LinearArgs& args, const KvProduct& p, int chunk, int t) {
     if (kBits == 0) return;
     const KvWeight& weight = weight_of(args.call, p, own_half(t));
-    const int group = static_cast<int>(weight.group), groups = args.inputs() / group;
-    const int place = chunk * kInputs / group + t % kAcross;
+    const int group = static_cast<int>(weight.group), groups = r.groups;
+    const int place = (r.whole_groups ? chunk * r.whole_groups : chunk * kInputs / group) + t % kAcross;
     if (place >= groups || place * group >= (chunk + 1) * kInputs) return;
+    const auto of_columns = [&](auto take) {
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const size_t at = static_cast<size_t>(r.column[i]) * groups + place;
-      r.next_scale[i] = number_at(weight.scale_type, weight.scale, at);
-      r.next_less[i] = weight.minimum ? bits_as<uint32_t>(number_at(weight.minimum_type, weight.minimum, at))
-                                      : U::less(zero_at(weight, at));
-    }
+      for (int i = 0; i < kOwn; ++i) take(i, static_cast<size_t>(r.column[i]) * groups + place);
+    };
+    with_numbers(weight.scale_type, weight.scale,
+                 [&](auto* scale) { of_columns([&](int i, size_t at) { r.next_scale[i] = to_float(scale[at]); }); });
+    if (weight.minimum)
+      with_numbers(weight.minimum_type, weight.minimum, [&](auto* minimum) {
+        of_columns([&](int i, size_t at) { r.next_less[i] = bits_as<uint32_t>(to_float(minimum[at])); });
+      });
+    else if (weight.zero)
+      of_columns([&](int i, size_t at) { r.next_less[i] = U::less(integer_at<kBits>(weight.zero, weight, at)); });
   }
   static KV_DEVICE void keep_groups(const Registers& r, const Shared& s, int buffer, int t) {
     if (kBits == 0) return;
@@ -210,49 +232,65 @@ struct LinearMma {
     }
   }
 
-  // The i-th chunk of the split.
+  // With which units of a chunk a group ends, a bit each; the chunk's last one is among them. left: units of the group
+  // that the chunk begins in, afterwards of the one that the next chunk does.
+  static KV_DEVICE uint32_t ends_of(int units, int group, int& left) {
+    uint32_t ends = 1u << (units - 1);
+    if (left > units) {
+      left -= units;
+      return ends;
+    }
+    for (int u = 0; u < units; ++u)
+      if (--left == 0) ends |= 1u << u, left = group;
+    return ends;
+  }
+
+  template <bool kMinima>
   static KV_DEVICE void multiply_chunk(Block<LinearMma>& block, const KvLinear& a, const KvProduct& p, const Shared& s,
-                                       int i, int chunk, int rows) {
-    const int inputs = static_cast<int>(a.inputs), units = min_of(kUnits, inputs / U::kInputs - chunk * kUnits);
-    const int stage = i % kStages, buffer = i % 2;
+                                       int stage, int buffer, uint32_t ends, int rows) {
     const uint32_t turned[2] = {U::turned(p.weight.is_signed), U::turned(weight_of(a, p, 1).is_signed)};
-    if (kBits == 0) {
-#pragma unroll
-      for (int u = 0; u < kUnits; ++u)
-        if (u < units) multiply_unit<false>(block, s, stage, buffer, u, turned, rows);
-      return;
+    const Group* groups = &s.group(buffer, 0, 0);
+    begin_group<kMinima>(block, groups);
+    // Unrolled, a unit's place is a constant; panels of many rows have work enough for a loop.
+#pragma unroll(kTiles == 1 ? kUnits : 1)
+    for (int u = 0; u < kUnits; ++u) {
+      multiply_unit<kMinima>(block, s, stage, buffer, u, turned, rows);
+      if (!(ends >> u & 1)) continue;
+      end_group<kMinima>(block);
+      if (ends < 2u << u) break;
+      begin_group<kMinima>(block, groups += kGroupStride);
     }
-    const int group = static_cast<int>(p.weight.group) / U::kInputs;  // in units
-    const bool minima = kTakesMinima && p.weight.minimum != nullptr;
-    for (int u = 0, g = 0, left = group - chunk * kUnits % group; u < units; ++g, left = group) {
-      const int end = min_of(units, u + left);
-      block.each_alone([&](int t, Registers& r) {
+  }
+
+  // A group of a chunk, of all columns; one that goes on in the next chunk is added up in both.
+  template <bool kMinima>
+  static KV_DEVICE void begin_group(Block<LinearMma>& block, const Group* groups) {
+    if (kBits == 0) return;
+    block.each_alone([&](int t, Registers& r) {
 #pragma unroll
-        for (int m = 0; m < kHigh; ++m)
+      for (int i = 0; i < kHigh * 2; ++i) {
+        const Group& held = groups[tile_of(t, i / 2) * kTileColumns + i % 2 * kPair + t % kWarp / 4];
+        r.scale[i / 2][i % 2] = held.scale, r.less[i / 2][i % 2] = held.less;
+      }
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const Group& held = s.group(buffer, g, tile_of(t, m) * kTileColumns + half * kPair + t % kWarp / 4);
-            r.scale[m][half] = held.scale, r.less[m][half] = held.less;
-          }
+      for (int j = 0; j < kHigh * kTiles * 4; ++j) r.part[j / (kTiles * 4)][j / 4 % kTiles][j % 4] = 0.0f;
+      if (!kMinima) return;
 #pragma unroll
-        for (int j = 0; j < kHigh * kTiles * 4; ++j) r.part[j / (kTiles * 4)][j / 4 % kTiles][j % 4] = 0.0f;
+      for (int j = 0; j < kTiles * 4; ++j) r.inputs[j / 4][j % 4] = 0.0f;
+    });
+  }
+  template <bool kMinima>
+  static KV_DEVICE void end_group(Block<LinearMma>& block) {
+    if (kBits == 0) return;
+    block.each_alone([&](int, Registers& r) {
 #pragma unroll
-        for (int j = 0; j < kTiles * 4; ++j) r.inputs[j / 4][j % 4] = 0.0f;
-      });
-      if (minima)
-        for (; u < end; ++u) multiply_unit<true>(block, s, stage, buffer, u, turned, rows);
-      else
-        for (; u < end; ++u) multiply_unit<false>(block, s, stage, buffer, u, turned, rows);
-      block.each_alone([&](int, Registers& r) {
-#pragma unroll
-        for (int j = 0; j < kHigh * kTiles * 4; ++j) {
-          const int m = j / (kTiles * 4), n = j / 4 % kTiles, half = j / 2 % 2;
-          float& sum = r.sum[m][n][j % 4];
-          sum += r.part[m][n][j % 4] * r.scale[m][half];
-          if (minima) sum += r.inputs[n][j % 4] * bits_as<float>(r.less[m][half]);
-        }
-      });
-    }
+      for (int j = 0; j < kHigh * kTiles * 4; ++j) {
+        const int m = j / (kTiles * 4), n = j / 4 % kTiles, half = j / 2 % 2;
+        float& sum = r.sum[m][n][j % 4];
+        sum += r.part[m][n][j % 4] * r.scale[m][half];
+        if (kMinima) sum += r.inputs[n][j % 4] * bits_as<float>(r.less[m][half]);
+      }
+    });
   }
 
   template <bool kMinima>

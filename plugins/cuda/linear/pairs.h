@@ -81,6 +81,9 @@ struct Unit {
 #pragma unroll
     for (int i = 0; i < 4; ++i) *reinterpret_cast<uint32_t*>(row + v / 2 * 32 + i * 8 + v % 2 * 4) = all.word[i];
   }
+  struct alignas(8) Both {
+    uint32_t word[2];
+  };
   // b of all steps of unit u.
   static KV_DEVICE void load_inputs(const char* row, int u, int lane, uint32_t* b) {
     if (kBits == 4) {
@@ -88,8 +91,8 @@ struct Unit {
 #pragma unroll
       for (int i = 0; i < 4; ++i) b[i] = all.word[i];
     } else {
-      const uint64_t both = *reinterpret_cast<const uint64_t*>(row + u * 32 + lane % 4 * 8);
-      b[0] = static_cast<uint32_t>(both), b[1] = static_cast<uint32_t>(both >> 32);
+      const auto both = *reinterpret_cast<const Both*>(row + u * 32 + lane % 4 * 8);
+      b[0] = both.word[0], b[1] = both.word[1];
     }
   }
 };

@@ -144,8 +144,9 @@ def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
     budgets = allocate(recipe, len(geometry))
     if recipe.cache.positions == "cache":
         _require_one_place(geometry, budgets)
+    _require_heads(recipe, geometry)
     layers = []
-    for i, (layer, share) in enumerate(zip(geometry, budgets, strict=True)):
+    for i, (layer, share) in enumerate(zip(of_caches(geometry, len(budgets)), budgets, strict=True)):
         budget = min(share, recipe.limits.max_length)
         if layer.sliding_window:
             budget = min(budget, layer.sliding_window)
@@ -287,17 +288,64 @@ def _require_one_place(geometry: Sequence[LayerGeometry], budgets: Sequence[int]
         )
 
 
+def of_caches(geometry: Sequence[LayerGeometry], caches: int) -> list[LayerGeometry]:
+    """The part of each cache in its layer, where there are `caches` of them: the layer, or one of its KV heads with the
+    query heads of its group."""
+    if caches == len(geometry):
+        return list(geometry)
+    one = (replace(x, query_heads=x.query_heads // x.kv_heads, kv_heads=1) for x in geometry)
+    return [head for head, layer in zip(one, geometry, strict=True) for _ in range(layer.kv_heads)]
+
+
+def layer_caches(geometry: Sequence[LayerGeometry], caches: int) -> list[range]:
+    """The numbers of every layer's caches, where there are `caches` of them; see `of_caches`."""
+    ends = itertools.accumulate(1 if caches == len(geometry) else layer.kv_heads for layer in geometry)
+    return [range(first, end) for first, end in itertools.pairwise((0, *ends))]
+
+
+def head_shares(recipe: Recipe) -> list[list[float]]:
+    """`cache.allocation.shares` of KV heads, layer by layer; nothing where layers have one budget for all of them."""
+    allocation, method = recipe.cache.allocation, recipe.cache.build_method()
+    listed = method.compresses and (allocation.kind or method.allocation) == "listed"
+    return [row for row in allocation.shares if isinstance(row, list)] if listed else []
+
+
+def _require_heads(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> None:
+    """Budgets of heads are for the heads that there are, and for the caches of one process."""
+    shares, ranks = head_shares(recipe), recipe.backend.tensor_parallel
+    for i, (row, layer) in enumerate(zip(shares, geometry, strict=bool(shares))):
+        if len(row) != layer.kv_heads:
+            raise UsageError(
+                f"cache.allocation.shares has {len(row)} numbers for the KV heads of layer {i}, which has "
+                f"{layer.kv_heads}",
+                "one for each KV head, or one number for the layer, in all layers alike",
+            )
+    if shares and ranks > 1:
+        raise UsageError(
+            f"backend.tensor_parallel is {ranks}, which share the heads of every cache, but cache.allocation.shares "
+            "gives every KV head a cache of its own",
+            "--set backend.tensor_parallel=1, or shares of layers",
+        )
+
+
 def allocate(recipe: Recipe, layers: int) -> list[int]:
-    """Slots per layer, mean `recipe.budget`. cosine: ``m_l = (1-d)(cos(pi l / L) + 1)/2 + d`` (KeepKV); pyramid:
-    linear, ``m_l = 1 - (1-d) l / (L-1)`` (PyramidKV); both scaled; listed: see `_listed`. Whole layers have
-    `limits.max_length`, and the others share what these leave. Raises UsageError where that is nothing, the model
-    lacks such a layer, or shares are not those of its layers."""
+    """Slots of every cache, on average `recipe.budget`; a layer has one cache, or one for each KV head where their
+    shares are listed. cosine: ``m_l = (1-d)(cos(pi l / L) + 1)/2 + d`` (KeepKV); pyramid: linear, ``m_l = 1 - (1-d) l /
+    (L-1)`` (PyramidKV); both scaled; listed: see `_listed`. Whole layers have `limits.max_length`, and the others share
+    what these leave. Raises UsageError where that is nothing, the model lacks such a layer, or shares are not those of
+    its layers."""
     method = recipe.cache.build_method()
     allocation = recipe.cache.allocation
     if not method.compresses:
         return [recipe.budget] * layers
-    left = _left_by_whole_layers(recipe, layers)
     kind, d = allocation.kind or method.allocation, allocation.minimum
+    if kind == "listed" and len(allocation.shares) != layers:
+        raise UsageError(
+            f"cache.allocation.shares has {len(allocation.shares)} numbers, the model has {layers} layers",
+            "one for each layer, or --set cache.allocation.kind=uniform",
+        )
+    of_layer = [i for i, row in enumerate(head_shares(recipe)) for _ in row] or list(range(layers))
+    left = _left_by_whole_layers(recipe, of_layer)
     if kind == "uniform":
         raw = [1.0] * layers
     elif kind == "cosine":
@@ -305,29 +353,26 @@ def allocate(recipe: Recipe, layers: int) -> list[int]:
     elif kind == "pyramid":
         raw = [1 - (1 - d) * i / max(layers - 1, 1) for i in range(layers)]
     else:
-        raw = _listed(recipe, layers, left)
-    raw = [0.0 if i in allocation.whole else share for i, share in enumerate(raw)]
+        raw = _listed(recipe, of_layer, left)
+    whole = [layer in allocation.whole for layer in of_layer]
+    raw = [0.0 if all_of_it else share for all_of_it, share in zip(whole, raw, strict=True)]
     scale = left / sum(raw) if any(raw) else 0.0
     # Rounding the running sum keeps the total exact.
-    edges = [round(scale * sum(raw[:i])) for i in range(layers + 1)]
+    edges = [round(scale * sum(raw[:i])) for i in range(len(raw) + 1)]
     shares = [b - a for a, b in itertools.pairwise(edges)]
-    return [recipe.limits.max_length if i in allocation.whole else share for i, share in enumerate(shares)]
+    return [recipe.limits.max_length if all_of_it else share for all_of_it, share in zip(whole, shares, strict=True)]
 
 
-def _listed(recipe: Recipe, layers: int, left: int) -> list[float]:
-    """Slots by `cache.allocation.shares` of the layers that are not whole, `left` in all, each between what holds its
-    sinks, recent slots and two more, and `limits.max_length`."""
-    shares, whole, recent = recipe.cache.allocation.shares, recipe.cache.allocation.whole, recipe.cache.recent
-    if len(shares) != layers:
-        raise UsageError(
-            f"cache.allocation.shares has {len(shares)} numbers, the model has {layers} layers",
-            "one for each layer, or --set cache.allocation.kind=uniform",
-        )
-    others = [share for i, share in enumerate(shares) if i not in whole]
+def _listed(recipe: Recipe, of_layer: Sequence[int], left: int) -> list[float]:
+    """Slots by `cache.allocation.shares` of the caches whose layers are not whole, `left` in all, each between what
+    holds its sinks, recent slots and two more, and `limits.max_length`. of_layer: the layer of every cache."""
+    allocation, recent = recipe.cache.allocation, recipe.cache.recent
+    shares = [share for row in allocation.shares for share in (row if isinstance(row, list) else [row])]
+    others = [share for layer, share in zip(of_layer, shares, strict=True) if layer not in allocation.whole]
     most, protected = recipe.limits.max_length, recipe.cache.sinks + 2
     least = protected / (1 - recent) if isinstance(recent, float) and recent < 1 else protected + recent
     if not len(others) * least < left < len(others) * most:
-        return [left / max(len(others), 1)] * layers
+        return [left / max(len(others), 1)] * len(shares)
     low, high = 0.0, most / min(others)
     for _ in range(100):
         scale = (low + high) / 2
@@ -336,20 +381,20 @@ def _listed(recipe: Recipe, layers: int, left: int) -> list[float]:
     return [min(max(high * share, least), most) for share in shares]
 
 
-def _left_by_whole_layers(recipe: Recipe, layers: int) -> int:
-    """Slots of all layers together that are not those of whole layers."""
-    whole, length, slots = recipe.cache.allocation.whole, recipe.limits.max_length, recipe.budget * layers
+def _left_by_whole_layers(recipe: Recipe, of_layer: Sequence[int]) -> int:
+    """Slots of all caches together that are not those of whole layers. of_layer: the layer of every cache."""
+    whole, length, layers = recipe.cache.allocation.whole, recipe.limits.max_length, of_layer[-1] + 1
     if whole and whole[-1] >= layers:
         raise UsageError(
             f"cache.allocation.whole names layer {whole[-1]}, the model has 0 to {layers - 1}",
             f"--set cache.allocation.whole={[layer for layer in whole if layer < layers]}",
         )
-    others = layers - len(whole)
-    least = len(whole) * length + others * (recipe.cache.sinks + 1)
+    slots, kept = recipe.budget * len(of_layer), sum(layer in whole for layer in of_layer)
+    least = kept * length + (len(of_layer) - kept) * (recipe.cache.sinks + 1)
     if whole and slots < least:
         raise UsageError(
-            f"{len(whole)} whole layers of limits.max_length {length} slots take {len(whole) * length} of the "
+            f"{len(whole)} whole layers of limits.max_length {length} slots take {kept * length} of the "
             f"{slots} that {layers} layers have at a budget of {recipe.budget}, which leaves too few for the others",
-            f"--set cache.budget={-(-least // layers)}, or fewer layers in cache.allocation.whole",
+            f"--set cache.budget={-(-least // len(of_layer))}, or fewer layers in cache.allocation.whole",
         )
-    return slots - len(whole) * length
+    return slots - kept * length

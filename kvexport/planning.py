@@ -166,7 +166,7 @@ class MemoryPlan:
             summary["against the full cache"] = smaller
         return [
             KeyValues(f"Plan of {self.name or 'the recipe'}", summary),
-            layer_table(self.cache),
+            layer_table(self.cache, len(self.geometry)),
             *([self._describe(fit)] if fit else []),
         ]
 
@@ -236,9 +236,9 @@ def layer_groups(cache: CachePlan) -> list[tuple[str, LayerCache, int]]:
     return groups
 
 
-def layer_table(cache: CachePlan) -> Table:
-    """The caches layer by layer, neighbours that are alike in one line. Bytes are those of all layers of the line, one
-    sequence."""
+def layer_table(cache: CachePlan, layers: int) -> Table:
+    """The caches of a model of so many layers, neighbours that are alike in one line. Bytes are those of all of the
+    line, one sequence."""
     rows: list[Sequence[str | int]] = []
     for label, layer, count in layer_groups(cache):
         size = str(layer.key_size) if layer.key_size == layer.value_size else f"{layer.key_size}/{layer.value_size}"
@@ -255,5 +255,6 @@ def layer_table(cache: CachePlan) -> Table:
             format_bytes(count * layer.bytes()),
         )
         rows.append((label, *shared))
-    header = ("layers", "KV heads", "head size", "window", "budget", "capacity", "sinks", "recent", "bytes")
+    what = "layers" if len(cache.layers) == layers else "caches"
+    header = (what, "KV heads", "head size", "window", "budget", "capacity", "sinks", "recent", "bytes")
     return Table("Cache of one sequence", header, rows)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvexport.cache import LayerGeometry, allocate, plan_cache
+from kvexport.cache import CachePlan, LayerGeometry, allocate, layer_caches, of_caches, plan_cache
 from kvexport.errors import UsageError
 from kvexport.recipe.fields import MOST, Recipe
 from kvexport.recipe.load import load_recipe
@@ -64,6 +64,44 @@ def test_shares_of_another_number_of_layers_are_refused() -> None:
     assert "--set cache.allocation.kind=uniform" in caught.value.fix
     with pytest.raises(UsageError, match="shares has 0 numbers"):
         budgets(4, kind="listed")
+
+
+def test_listed_heads_have_caches_of_their_own_in_the_same_bytes() -> None:
+    shares = [[1, 3], [2, 2], [0.5, 3.5]]
+    assert budgets(3, kind="listed", shares=shares) == [50, 150, 100, 100, 25, 175]
+    geometry = [LayerGeometry(8, 2, 16, 16)] * 3
+    uniform, apart = (plan_of(geometry, kind=kind, shares=shares) for kind in ("uniform", "listed"))
+    assert [(x.kv_heads, x.budget, x.recent) for x in apart.layers[:2]] == [(1, 50, 25), (1, 150, 75)]
+    assert apart.bytes() == uniform.bytes()
+    assert layer_caches(geometry, 6) == [range(2), range(2, 4), range(4, 6)]
+    assert of_caches(geometry, 6) == [LayerGeometry(4, 1, 16, 16)] * 6
+    # Of a whole layer every head is; a method that evicts nothing has no use for shares.
+    cache = {"method": "h2o", "budget": 100, "allocation": {"kind": "listed", "shares": shares, "whole": [1]}}
+    recipe = Recipe.model_validate({"model": {"path": "-"}, "limits": {"max_length": 150}, "cache": cache})
+    assert allocate(recipe, 3) == [38, 112, 150, 150, 19, 131]
+    assert budgets(3, "full", kind="listed", shares=shares) == [4096] * 3
+
+
+def plan_of(geometry: list[LayerGeometry], **allocation: Any) -> CachePlan:
+    cache = {"method": "h2o", "budget": 100, "allocation": allocation}
+    return plan_cache(Recipe.model_validate({"model": {"path": "-"}, "cache": cache}), geometry)
+
+
+def test_shares_of_other_heads_or_for_several_ranks_are_refused() -> None:
+    geometry = [LayerGeometry(8, 2, 16, 16)] * 2
+    with pytest.raises(UsageError, match="has 3 numbers for the KV heads of layer 1, which has 2") as caught:
+        plan_of(geometry, kind="listed", shares=[[1, 3], [2, 2, 1]])
+    assert "one for each KV head" in caught.value.fix
+    recipe: dict[str, Any] = {"model": {"path": "-"}, "backend": {"tensor_parallel": 2}}
+    recipe["cache"] = {"method": "h2o", "budget": 100, "allocation": {"kind": "listed", "shares": [[1, 3], [2, 2]]}}
+    with pytest.raises(UsageError, match=r"tensor_parallel is 2, .* every KV head a cache of its own") as caught:
+        plan_cache(Recipe.model_validate(recipe), geometry)
+    assert "--set backend.tensor_parallel=1" in caught.value.fix
+    with pytest.raises(UsageError, match="layers have budgets of 50 to 150 slots"):
+        recipe["cache"]["positions"] = "cache"
+        plan_cache(Recipe.model_validate(recipe), geometry)
+    with pytest.raises(ValueError, match=r"shares"):
+        plan_of(geometry, kind="listed", shares=[[1, 3], 2])
 
 
 def test_whole_layers_hold_everything_and_the_others_share_what_they_leave() -> None:

@@ -144,9 +144,11 @@ def parse_manifest(root: Path, raw: Mapping[str, Any]) -> Manifest:
         require_file(root, manifest, f"graphs.{name}", file)
     for i, layer in enumerate(manifest.cache.layers):
         _check_layer(root, f"cache.{i}", layer)
-    for name, count in (("cache", len(manifest.cache.layers)), ("model.query_heads", len(manifest.model.query_heads))):
-        if count != manifest.model.layers:
-            raise unusable(root, name, f"has {count} entries, model.layers is {manifest.model.layers}")
+    layers, caches, of_heads = manifest.model.layers, len(manifest.cache.layers), len(manifest.model.query_heads)
+    if caches != layers and (caches < layers or any(x.kv_heads != 1 for x in manifest.cache.layers)):
+        raise unusable(root, "cache", f"has {caches} entries, model.layers is {layers}")
+    if of_heads != caches:
+        raise unusable(root, "model.query_heads", f"has {of_heads} entries, model.layers is {layers}")
     _check_ranks(root, manifest)
     return manifest
 

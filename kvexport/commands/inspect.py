@@ -94,7 +94,7 @@ class Inspection:
         files = sorted(self.manifest.files.items())
         return [
             self._summary(),
-            layer_table(self.manifest.cache),
+            layer_table(self.manifest.cache, self.manifest.model.layers),
             Table("Graphs", ("file", "nodes", "operators"), [_graph_row(graph) for graph in self.graphs]),
             *(section for description in self.described for section in description.sections),
             Table(

@@ -19,7 +19,7 @@ from kvexport import backends
 from kvexport.artifact.digests import write_manifest
 from kvexport.artifact.manifest import Graphs, Limits, Manifest, ModelFacts
 from kvexport.artifact.publish import stage
-from kvexport.cache import CachePlan, part_plan, plan_cache
+from kvexport.cache import CachePlan, layer_caches, of_caches, part_plan, plan_cache
 from kvexport.export.forked import forked
 from kvexport.export.model.shape import ModelShape
 from kvexport.recipe.fields import Recipe
@@ -126,8 +126,10 @@ def build(
                 bar.advance,
             ) as writing,
         ):
-            traced = trace_decoder(part.model, part.mode, part.plan, last_logits=not recipe.all_logits)
-            functions = attention_functions(part.plan, method, part.geometry, recipe.model.dtype)
+            count = len(part.plan.layers)
+            caches, geometry = layer_caches(part.geometry, count), of_caches(part.geometry, count)
+            traced = trace_decoder(part.model, part.mode, part.plan, last_logits=not recipe.all_logits, caches=caches)
+            functions = attention_functions(part.plan, method, geometry, recipe.model.dtype)
             merge = _parse_merge(merge_bytes(), method)
             gc.collect()  # while the weights may still be under way
             written = writing.result()
@@ -138,7 +140,7 @@ def build(
                     written.locations if ranks == 1 else apart(written.locations, rank),
                     folder,
                     method,
-                    part.geometry,
+                    geometry,
                     functions,
                     packings(own),
                     float_input=recipe.weights.inputs == "float",
@@ -270,7 +272,7 @@ def _manifest(recipe: Recipe, name: str, shape: ModelShape, graphs: Graphs, pack
             fingerprint=shape.checkpoint.fingerprint,
             vocabulary=_vocabulary(shape),
             layers=len(shape.geometry),
-            query_heads=tuple(layer.query_heads for layer in shape.geometry),
+            query_heads=tuple(x.query_heads for x in of_caches(shape.geometry, len(shape.plan.layers))),
             packed=packed,
         ),
         cache=shape.plan,

@@ -141,6 +141,10 @@ class WeightsSection(RecipeSection):
         return group
 
 
+Share = Annotated[float, Field(gt=0.0, le=MOST)]
+HeadShares = Annotated[list[Share], Field(min_length=1)]
+
+
 class AllocationSection(RecipeSection):
     """How the layers share the budget."""
 
@@ -152,10 +156,11 @@ class AllocationSection(RecipeSection):
     minimum: float = Field(
         0.5, gt=0.0, le=1.0, description="The last layer's share of the first layer's budget (KeepKV's d)."
     )
-    shares: list[Annotated[float, Field(gt=0.0, le=MOST)]] = Field(
+    shares: list[Share] | list[HeadShares] = Field(
         default_factory=list,
-        description="Of every layer, what it has beside the others where kind is listed: their budgets have these "
-        "ratios, as far as sinks and recent slots and limits.max_length allow.",
+        description="Of every layer, or in a list for each layer of every KV head, what it has beside the others where "
+        "kind is listed: their budgets have these ratios, as far as sinks and recent slots and limits.max_length "
+        "allow.",
     )
     whole: list[Annotated[int, Field(ge=0, le=MOST)]] = Field(
         default_factory=list,

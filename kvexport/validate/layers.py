@@ -16,6 +16,7 @@ from kvexport.artifact.reading import load_manifest
 from kvexport.cache import CachePlan
 from kvexport.errors import UsageError
 from kvexport.export.build import build
+from kvexport.recipe.fields import AllocationSection
 from kvexport.terminal import Progress, silent
 
 # Lists of a config that are as long as they are for reasons of their own.
@@ -54,9 +55,12 @@ def first_layers(
         export = recipe.export.model_copy(
             update={"weights": "copy"}
         )  # of whole files, links would be whole copies on another file system
-        plan = CachePlan(manifest.cache.layers[:count])
+        # The plan says the budgets; shares and whole layers are those of a model of all layers.
+        cache = recipe.cache.model_copy(update={"allocation": AllocationSection(kind="uniform")})
+        caches = len(manifest.cache.layers) // total  # of a layer: one, or one for each KV head
+        plan = CachePlan(manifest.cache.layers[: count * caches])
         yield build(
-            recipe.model_copy(update={"model": model, "export": export}),
+            recipe.model_copy(update={"model": model, "export": export, "cache": cache}),
             Path(folder) / "artifact",
             name=manifest.name,
             graphs_only=True,

@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from kvexport.cache import CachePlan, LayerGeometry
+from kvexport.cache import CachePlan, LayerGeometry, layer_caches, of_caches
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.export.graph.layers import layer_list
-from kvexport.export.graph.tracer import layer_attributes, used_slots
+from kvexport.export.graph.tracer import by_caches, layer_attributes, used_slots
 from kvexport.export.model.attention_hook import IMPLEMENTATION, PassThroughCache, TokenLogits, attending
 from kvexport.export.model.checkpoint import Checkpoint
 from kvexport.export.model.hf_model import fix_rotary_frequencies
@@ -48,22 +48,26 @@ class _Eager:
         past: Mapping[int, State],
         telemetry: Telemetry | None,
     ) -> None:
-        self.method, self.geometry, self.past = method, geometry, past
+        self.method, self.past = method, past
+        self.geometry, self.caches = of_caches(geometry, len(past)), layer_caches(geometry, len(past))
         self.position, self.query_length, self.telemetry = position, query_length, telemetry
         self.present: dict[int, tuple[Tensor, ...]] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         layer: int = module.layer_idx  # type: ignore[assignment]
+        return by_caches(self.caches[layer], self._attend, query, key, value, options.get("s_aux"))
+
+    def _attend(self, cache: int, query: Tensor, key: Tensor, value: Tensor, sink_logits: Tensor | None) -> Tensor:
         if self.telemetry:
-            self.telemetry.attended(layer, query, key, value, self.position, self.query_length, options.get("s_aux"))
-        past = self.past[layer]
+            self.telemetry.attended(cache, query, key, value, self.position, self.query_length, sink_logits)
+        past = self.past[cache]
         own, extra = past[: len(STATE)], past[len(STATE) :]
-        given = (query, key, value, self.position, self.query_length, *own, options.get("s_aux"), *extra)
+        given = (query, key, value, self.position, self.query_length, *own, sink_logits, *extra)
         result = vote_attention(
             *given,  # type: ignore[arg-type]
-            attributes=layer_attributes(self.method, self.geometry[layer]),
+            attributes=layer_attributes(self.method, self.geometry[cache]),
         )
-        self.present[layer] = result[1:]
+        self.present[cache] = result[1:]
         return result[0]
 
     def mask(self, mask_function: Any) -> Any:
@@ -103,7 +107,7 @@ class TorchReference:
     ) -> Arrays:
         """decoder.onnx: (input_ids, query_length, past_length, past_key_values.*) -> (logits, present_length,
         present.*). telemetry: sees what every layer attends with. hidden: takes up what every layer begins with, [B, T,
-        hidden]."""
+        hidden], by the number of its first cache."""
         ids, query_length, past_length = (
             torch.from_numpy(np.ascontiguousarray(feed[name])) for name in ("input_ids", "query_length", "past_length")
         )
@@ -151,7 +155,8 @@ class TorchReference:
     def _watched(self, hidden: dict[int, NDArray[Any]] | None) -> Iterator[None]:
         handles = []
         if hidden is not None:
-            for i, layer in enumerate(self._layers):
+            first = [caches[0] for caches in layer_caches(self.geometry, len(self.plan.layers))]
+            for i, layer in zip(first, self._layers, strict=True):
 
                 def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], i: int = i) -> None:
                     hidden[i] = (args[0] if args else kwargs["hidden_states"]).numpy()

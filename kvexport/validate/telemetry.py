@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvexport.cache import CachePlan, LayerGeometry
+from kvexport.cache import CachePlan, LayerGeometry, of_caches
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.export.graph.tracer import layer_attributes
 from kvexport.methods.base import Method
@@ -177,7 +177,7 @@ class Telemetry:
 
     def __init__(self, plan: CachePlan, geometry: list[LayerGeometry], method: Method) -> None:
         self.plan, self.method = plan, method
-        self.attributes = [layer_attributes(method, layer) for layer in geometry]
+        self.attributes = [layer_attributes(method, part) for part in of_caches(geometry, len(plan.layers))]
         # The theorem is about votes that count in full, and values weighed by the estimates.
         self.estimates = method.statistics[-1].kind == "log_ema" and method.vote_exponent == 1.0
         # All by (sequence, layer).

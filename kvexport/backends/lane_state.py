@@ -11,6 +11,13 @@ from numpy.typing import NDArray
 from kvexport.cache import CachePlan
 
 
+def is_captured(first: int, last: int) -> bool:
+    """Whether merging lanes first <= lane < last is worth a CUDA graph of its own: of one lane, as lanes that came one
+    by one are merged, and of the first ones, as a batch that came together is. Other neighbours that are due in the
+    same step are seldom so again, and there are many more of them."""
+    return first == 0 or last - first == 1
+
+
 def slot_axes(plan: CachePlan) -> dict[str, int | None]:
     """Of every state tensor, by its input name, the dimension of a lane's array that counts slots; None where there is
     none."""

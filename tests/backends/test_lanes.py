@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvexport
-from kvexport.backends.onnxruntime.device_array import DeviceArray
+from tests.support.on_device import onto_device
 from tests.support.tensorrt_artifacts import engines
 
 LANES = 4
@@ -26,10 +26,8 @@ def engine(request: pytest.FixtureRequest, tiny_artifact: Path, tmp_path: Path) 
     engine = kvexport.load(tiny_artifact)
     if request.param != "host":
         sessions: Any = engine.sessions
-        assert sessions.finder  # loaded before the device has a name that ONNX Runtime does not know
         sessions.device = "a device"  # the state is the device's as well
-        sessions.zeros = lambda shape, dtype: DeviceArray("cpu", shape, dtype)
-        sessions.graphs = "graphs" in request.param
+        onto_device(engine, graphs="graphs" in request.param)
     return engine
 
 

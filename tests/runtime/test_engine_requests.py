@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,10 @@ import numpy as np
 import pytest
 
 import kvexport
-from kvexport.backends.onnxruntime.device_array import DeviceArray
 from kvexport.errors import DeadlineError, KvexportError, QueueFullError, UsageError
 from kvexport.runtime.engine import Engine, load
 from kvexport.runtime.request import Request, State
+from tests.support.on_device import onto_device
 from tests.support.tensorrt_artifacts import engines
 
 CHUNK, LANES, VOCABULARY = 16, 4, 64  # of the tiny artifact
@@ -62,10 +61,7 @@ def test_whatever_joins_and_leaves_the_others_are_answered_as_alone(
 
 
 def test_the_same_on_a_device_with_graphs(tiny_artifact: Path, solo: Callable[..., list[int]]) -> None:
-    engine = load(tiny_artifact)
-    sessions: Any = engine.sessions
-    sessions.zeros, sessions.graphs = partial(DeviceArray, "cpu"), True
-    check_random_schedule(engine, solo, 100)
+    check_random_schedule(onto_device(load(tiny_artifact), graphs=True), solo, 100)
 
 
 def test_the_same_on_engines_of_tensorrt(

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvexport.backends.onnxruntime.device_array import DeviceArray
 from kvexport.runtime.engine import load
+from tests.support.on_device import onto_device
 from tests.support.schedules import Alone, Schedule
 from tests.support.tensorrt_artifacts import engines as tensorrt_engines
 
@@ -32,8 +30,7 @@ def test_whatever_happens_to_requests_they_are_answered_as_alone(tiny_artifact: 
 def test_the_same_on_a_device_with_graphs(tiny_artifact: Path, tmp_path: Path) -> None:
     *engines, other = (load(tiny_artifact) for _ in range(3))
     for engine in engines:
-        sessions: Any = engine.sessions
-        sessions.zeros, sessions.graphs = partial(DeviceArray, "cpu"), True
+        onto_device(engine, graphs=True)
     for seed in range(4):
         Schedule(engines, Alone(other), tmp_path / str(seed), 100 + seed).run(STEPS)
 

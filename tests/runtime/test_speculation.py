@@ -20,6 +20,7 @@ from kvexport.runtime.lanes import Lanes
 from kvexport.runtime.request import Request
 from kvexport.runtime.speculation import LONGEST, SHORTEST, follow
 from tests.support.models import SIZES, build_shared, make_recipe, random_ids, save_checkpoint
+from tests.support.on_device import onto_device
 from tests.support.schedules import Alone, Schedule
 from tests.support.speculation import SETTINGS, prompts, recipe_of, told
 from tests.support.tensorrt_artifacts import engines as tensorrt_engines
@@ -190,8 +191,7 @@ def test_schedules_that_speculate_on_a_device(artifact: Path, tmp_path: Path) ->
     speculating, plain, other = (load(artifact) for _ in range(3))
     plain.drafter = other.drafter = None
     for engine in (speculating, plain):
-        sessions: Any = engine.sessions
-        sessions.zeros, sessions.graphs = partial(DeviceArray, "cpu"), True
+        onto_device(engine, graphs=True)
     Schedule([speculating, plain], Alone(other), tmp_path / "sessions", 310).run(15)
 
 

@@ -20,7 +20,7 @@ class Section(RecipeSection):
     device: Literal["cpu", "cuda"] = Field("cpu", description="Where ONNX Runtime runs the graphs.")
     threads: int = Field(0, ge=0, le=1024, description="Threads of ONNX Runtime on the CPU; 0 lets it choose.")
     cuda_graph: bool = Field(
-        True, description="On cuda, replay decode steps as a CUDA graph where ONNX Runtime can capture one."
+        True, description="On cuda, replay decode steps and merges as CUDA graphs where ONNX Runtime can capture them."
     )
 
 

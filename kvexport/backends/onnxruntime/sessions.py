@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Collection, Mapping
-from functools import cached_property, partial
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,26 +15,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.backends.base import Memory
-from kvexport.backends.lane_state import fill, read_used, slot_axes, votes_names, without_last
-from kvexport.backends.onnxruntime.bindings import DeviceRows, bind, in_one_piece
+from kvexport.backends.lane_state import fill, is_captured, read_used, slot_axes, votes_names, without_last
+from kvexport.backends.onnxruntime.bindings import DeviceRows, Travelling, bind, in_one_piece
 from kvexport.backends.onnxruntime.device_array import Array, DeviceArray, copy, part, read, write
 from kvexport.backends.onnxruntime.session import first_line, open_session
 from kvexport.backends.rows import Rows
 from kvexport.cache import CachePlan
 from kvexport.errors import EnvironmentProblem
 
+# The sessions, by the ONNX graph that each runs.
+DECODER, MERGE, TOP_LOGITS = "decoder", "merge", "top_logits"
 NO_GRAPH = -1  # the id of a run that neither captures a CUDA graph nor replays one
 
 
-class _Decoder(NamedTuple):
-    """The decoder bound for calls of some lanes with so many tokens. graph: the id of its CUDA graph, or NO_GRAPH; None
-    where there are no CUDA graphs."""
+class _Call(NamedTuple):
+    """What a session is bound to for calls of some lanes. graph: the id of its CUDA graph, or NO_GRAPH; None where the
+    session captures none. inputs, outputs: what the host writes, and what it reads, of a call. logits: where they
+    are."""
 
-    lanes: slice
-    tokens: int
+    session: Any
     binding: Any
-    arrays: dict[str, Array]
     graph: int | None
+    inputs: Travelling | None = None
+    outputs: Travelling | None = None
+    logits: Array | None = None
 
 
 class OnnxRuntimeState:
@@ -60,15 +65,10 @@ class OnnxRuntimeState:
             if tensor.name == "votes" or tensor.slot_axis is None
         }
         self.past_length: Any = sessions.zeros((lanes, 1), np.dtype(np.int64))
-        # Decoder bindings that stay: of one token of each of the first n lanes, by n, and the last other one. Merge
-        # bindings stay per run of lanes.
-        self._decoders: dict[int, _Decoder] = {}
-        self._other: _Decoder | None = None
+        # By session. Of the decoder those of one token of each of the first n lanes stay, and the last other one.
+        self._calls: dict[str, dict[Hashable, _Call]] = defaultdict(dict)
+        self._other: Hashable = None
         self._step_logits: Any = None  # [lanes, 1, vocabulary], shared by all calls of one token
-        self._mergers: dict[tuple[int, int], Any] = {}
-        self._finder: tuple[Array, Any, dict[str, Array]] | None = (
-            None  # of the largest of these logits: its binding, its outputs
-        )
         self.top_logits = None if sessions.zeros is np.zeros else sessions.top_count
         self._thread = threading.local()  # graphs: those captured; ONNX Runtime captures them for each thread anew
 
@@ -92,47 +92,28 @@ class OnnxRuntimeState:
         return read(self._run_decoder(input_ids, query_length, first))
 
     def _run_decoder(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int) -> Array:
-        decoder = self._decoder(first, *input_ids.shape)
-        write(decoder.arrays["input_ids"], input_ids)
-        write(decoder.arrays["query_length"], query_length)
-        self._sessions.run(self._sessions.decoder, decoder.binding, decoder.graph)
-        return decoder.arrays["logits"]
+        call = self._decoder(first, *input_ids.shape)
+        assert call.inputs is not None and call.logits is not None
+        call.inputs.arrays["input_ids"][...] = input_ids
+        call.inputs.arrays["query_length"][...] = query_length
+        call.inputs.send()
+        self._sessions.run(DECODER, call.binding, call.graph)
+        return call.logits
 
     def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Rows:
         """See `ModelState.step`."""
         logits = self._run_decoder(input_ids, query_length, first)
         assert isinstance(logits, DeviceArray)
-        if self._finder is None or self._finder[0] is not logits:
-            self._finder = (logits, *self._bind_finder(logits))
-        _, binding, found = self._finder
-        self._sessions.run(self._sessions.finder, binding, None)
-        return DeviceRows(logits, {name: read(array) for name, array in found.items()})
-
-    def _bind_finder(self, logits: Array) -> tuple[Any, dict[str, Array]]:
-        zeros, count, lanes = self._sessions.zeros, self._sessions.top_count, logits.shape[0]
-        found: dict[str, Array] = {
-            "values": zeros((lanes, 1, count), np.dtype(np.float32)),
-            "ids": zeros((lanes, 1, count), np.dtype(np.int32)),
-            "mass": zeros((lanes, 1, 1), np.dtype(np.float32)),
-        }
-        binding = self._sessions.finder.io_binding()
-        bind(binding, "logits", None, logits)
-        for name, array in found.items():
-            bind(binding, None, name, array)
-        return binding, found
+        # Of any lanes, they begin at the same address.
+        call = self._ready(TOP_LOGITS, len(input_ids), partial(self._bind_finder, logits))
+        assert call.outputs is not None
+        self._sessions.run(TOP_LOGITS, call.binding, call.graph)
+        return DeviceRows(logits, call.outputs.fetch())
 
     def merge(self, first: int, last: int) -> None:
         """See `ModelState.merge`."""
-        session = self._sessions.merge
-        assert session is not None
-        if (first, last) not in self._mergers:
-            binding = session.io_binding()
-            wanted = {i.name for i in session.get_inputs()}
-            for name, present in self._names:
-                if name in wanted:
-                    bind(binding, name, present, self.state[name], slice(first, last))
-            self._mergers[(first, last)] = binding
-        self._sessions.run(session, self._mergers[(first, last)], None)
+        call = self._ready(MERGE, (first, last), partial(self._bind_merge, first, last))
+        self._sessions.run(MERGE, call.binding, call.graph)
 
     def grown(self, lanes: int) -> OnnxRuntimeState:
         """See `ModelState.grown`."""
@@ -194,61 +175,82 @@ class OnnxRuntimeState:
             write(self._part(self.state[name], 0, len(array)), array)
         write(self._part(self.past_length, 0, len(past_length)), past_length)
 
-    def _decoder(self, first: int, count: int, tokens: int) -> _Decoder:
-        """The decoder bound to the state of some lanes, its CUDA graph captured where it has one."""
-        known = self._decoders.get(count) if tokens == 1 and first == 0 else self._other
-        if known is None or known.tokens != tokens or known.lanes != slice(first, first + count):
-            known = self._keep(self._bind_decoder(slice(first, first + count), tokens))
-        if known.graph is None:
-            return known
+    def _decoder(self, first: int, count: int, tokens: int) -> _Call:
+        """The decoder bound to the state of some lanes."""
+        key, stays = (first, count, tokens), tokens == 1 and first == 0
+        if not stays and key != self._other:
+            self._calls[DECODER].pop(self._other, None)
+            self._other = key
+        return self._ready(DECODER, key, partial(self._bind_decoder, slice(first, first + count), tokens, stays))
+
+    def _ready(self, name: str, key: Hashable, bind: Callable[[], _Call]) -> _Call:
+        """A call of a session, by `bind` unless it is known, its CUDA graph captured where it has one."""
+        kept = self._calls[name]
+        call = kept.get(key)
+        if call is None or call.session is not self._sessions.session(name):
+            call = kept[key] = bind()
+        if call.graph is None:
+            return call
         captured: set[int] = self._thread.__dict__.setdefault("graphs", {NO_GRAPH})
-        if known.graph in captured:
-            return known
-        captured.add(known.graph)
-        problem = self._capture(known)
-        if not problem:
-            return known
-        # The old session goes before the new one comes.
-        known = self._other = None
-        self._decoders.clear()
-        self._sessions.without_graphs(problem)
-        return self._keep(self._bind_decoder(slice(first, first + count), tokens))
+        if call.graph in captured:
+            return call
+        captured.add(call.graph)
+        problem = self._capture(name, call)
+        if problem:
+            call = None  # the old session goes before the new one comes
+            kept.clear()
+            self._sessions.without_graphs(name, problem)
+            call = kept[key] = bind()
+        return call
 
-    def _keep(self, decoder: _Decoder) -> _Decoder:
-        if decoder.tokens == 1 and decoder.lanes.start == 0:
-            self._decoders[decoder.lanes.stop] = decoder
-        else:
-            self._other = decoder
-        return decoder
-
-    def _capture(self, decoder: _Decoder) -> str:
-        """Let ONNX Runtime capture the decoder's graph; why it cannot. It runs the graph more than once to do so, in
-        place: the calls bring no token, which leaves every lane as it is."""
-        write(decoder.arrays["query_length"], 0)
+    def _capture(self, name: str, call: _Call) -> str:
+        """Let ONNX Runtime capture a call's CUDA graph; why it cannot. It runs the ONNX graph several times to do so,
+        in place: the decoder's calls bring no token, which leaves every lane as it is, and a cache that has merged is
+        left as it is by a second merge."""
+        if call.inputs is not None:
+            call.inputs.arrays["query_length"][...] = 0
+            call.inputs.send()
         try:
-            self._sessions.run(self._sessions.decoder, decoder.binding, decoder.graph)
+            self._sessions.run(name, call.binding, call.graph)
         except Exception as error:
             return first_line(error)
         return ""
 
-    def _bind_decoder(self, lanes: slice, tokens: int) -> _Decoder:
-        sessions, zeros = self._sessions, self._sessions.zeros
-        count = lanes.stop - lanes.start
-        arrays: dict[str, Array] = {
-            "input_ids": zeros((count, tokens), np.dtype(np.int64)),
-            "query_length": zeros((count, 1), np.dtype(np.int64)),
-            "logits": self._logits(count, tokens),
-        }
-        binding = sessions.decoder.io_binding()
-        bind(binding, "input_ids", None, arrays["input_ids"])
-        bind(binding, "query_length", None, arrays["query_length"])
-        bind(binding, None, "logits", arrays["logits"])
+    def _bind_decoder(self, lanes: slice, tokens: int, stays: bool) -> _Call:
+        session, count = self._sessions.decoder, lanes.stop - lanes.start
+        shapes = {"input_ids": (count, tokens), "query_length": (count, 1)}
+        inputs = Travelling(self._sessions.zeros, {name: (shape, np.dtype(np.int64)) for name, shape in shapes.items()})
+        logits = self._logits(count, tokens)
+        binding = session.io_binding()
+        inputs.bind(binding, output=False)
+        bind(binding, None, "logits", logits)
         bind(binding, "past_length", "present_length", self.past_length, lanes)
         for name, present in self._names:
             bind(binding, name, present, self.state[name], lanes)
-        stays = tokens == 1 and lanes.start == 0
-        graph = (sessions.new_graph() if stays else NO_GRAPH) if sessions.graphs else None
-        return _Decoder(lanes, tokens, binding, arrays, graph)
+        return _Call(session, binding, self._sessions.new_graph(DECODER, stays), inputs, logits=logits)
+
+    def _bind_merge(self, first: int, last: int) -> _Call:
+        session = self._sessions.merge
+        assert session is not None
+        binding = session.io_binding()
+        wanted = {i.name for i in session.get_inputs()}
+        for name, present in self._names:
+            if name in wanted:
+                bind(binding, name, present, self.state[name], slice(first, last))
+        return _Call(session, binding, self._sessions.new_graph(MERGE, is_captured(first, last)))
+
+    def _bind_finder(self, logits: Array) -> _Call:
+        session, count, lanes = self._sessions.finder, self._sessions.top_count, logits.shape[0]
+        found = {
+            "values": ((lanes, 1, count), np.dtype(np.float32)),
+            "ids": ((lanes, 1, count), np.dtype(np.int32)),
+            "mass": ((lanes, 1, 1), np.dtype(np.float32)),
+        }
+        outputs = Travelling(self._sessions.zeros, found)
+        binding = session.io_binding()
+        bind(binding, "logits", None, logits)
+        outputs.bind(binding, output=True)
+        return _Call(session, binding, self._sessions.new_graph(TOP_LOGITS, True), outputs=outputs)
 
     def _logits(self, count: int, tokens: int) -> Array:
         """[count, 1 or tokens, vocabulary], which the next call may overwrite."""
@@ -266,9 +268,9 @@ class Sessions:
     """The sessions of one artifact; they hold the weights once, however many states use them.
 
     operators: the library to register for each operator, None where its function runs. top_logits: the graph that finds
-    the largest logits, and how many; not used on the CPU. float_input: see `LoadOptions`. graphs: whether decode steps
-    are CUDA graphs, and graph_problem why they are not though it was asked. Raises EnvironmentProblem where ONNX
-    Runtime cannot use the device.
+    the largest logits, and how many; not used on the CPU. float_input: see `LoadOptions`. graphs: of which sessions
+    calls are replayed as CUDA graphs, and graph_problem why they are not though it was asked. Raises EnvironmentProblem
+    where ONNX Runtime cannot use the device.
     """
 
     def __init__(
@@ -289,42 +291,64 @@ class Sessions:
         self.all_logits = all_logits
         self.device = device
         self.zeros: Any = np.zeros if device == "cpu" else partial(DeviceArray, device)
-        self.graphs, self.graph_problem = graphs, ""
         self._new_graphs = itertools.count(1)
-        self._top_logits: Path | None = None
+        attention, merging = operators["VoteAttention"], operators["MergeCache"]
+        self._open: dict[str, Callable[..., Any]] = {
+            DECODER: partial(
+                open_session, decoder, threads=threads, operators=attention, device=device, float_input=float_input
+            )
+        }
+        if merge:
+            # A function is one long chain of small nodes, which is fastest on one thread.
+            self._open[MERGE] = partial(
+                open_session, merge, threads=threads if merging else 1, operators=merging, device=device
+            )
         self.top_count = 0
         if top_logits is not None:
-            self._top_logits, self.top_count = top_logits
-        attention, merging = operators["VoteAttention"], operators["MergeCache"]
-        self._new_decoder = partial(
-            open_session, decoder, threads=threads, operators=attention, device=device, float_input=float_input
-        )
-        self.decoder: Any = None
-        if graphs:
-            try:
-                self.decoder = self._new_decoder(graphs=True)
-            except EnvironmentProblem as error:
-                self.graphs, self.graph_problem = False, error.problem
-        if self.decoder is None:
-            self.decoder = self._new_decoder(graphs=False)
-        # A function is one long chain of small nodes, which is fastest on one thread.
-        self.merge = (
-            open_session(merge, threads=threads if merging else 1, operators=merging, device=device) if merge else None
-        )
+            path, self.top_count = top_logits
+            self._open[TOP_LOGITS] = partial(open_session, path, threads=1, operators=None, device=device)
+        self.graphs, self.graph_problem = set(self._open) if graphs else set[str](), ""
+        if merging is None:
+            self.graphs.discard(MERGE)  # the shapes in its function depend on the votes
+        self._opened: dict[str, Any] = {}
+        for name in self._open:
+            if name != TOP_LOGITS or device != "cpu":
+                self.session(name)
 
     def new_state(self, plan: CachePlan, lanes: int, memory: Memory | None = None) -> OnnxRuntimeState:
         """State for `lanes` sequences, all empty. memory: see `kvexport.backends.base.Sessions`."""
         return OnnxRuntimeState(self, plan, lanes, memory)
 
-    @cached_property
-    def finder(self) -> Any:
-        """The session of the graph that finds the largest logits."""
-        assert self._top_logits is not None
-        return open_session(self._top_logits, threads=1, operators=None, device=self.device)
+    def session(self, name: str) -> Any:
+        """One of them, opened when it is first asked for."""
+        if name not in self._opened:
+            try:
+                self._opened[name] = self._open[name](graphs=name in self.graphs)
+            except EnvironmentProblem as error:
+                if name not in self.graphs:
+                    raise
+                self.without_graphs(name, error.problem)
+        return self._opened[name]
 
-    def run(self, session: Any, binding: Any, graph: int | None) -> None:
-        """One run; with `graph` as the replay of that CUDA graph, or as its capture where it is new. None: there are no
-        graphs."""
+    @property
+    def decoder(self) -> Any:
+        """The decoder's session."""
+        return self.session(DECODER)
+
+    @property
+    def merge(self) -> Any | None:
+        """The merge's session; None where no layer merges."""
+        return self.session(MERGE) if MERGE in self._open else None
+
+    @property
+    def finder(self) -> Any:
+        """The session of the ONNX graph that finds the largest logits."""
+        return self.session(TOP_LOGITS)
+
+    def run(self, name: str, binding: Any, graph: int | None) -> None:
+        """One run of a session; with `graph` as the replay of that CUDA graph, or as its capture where it is new. None:
+        there are no CUDA graphs."""
+        session = self.session(name)
         if graph is None:
             session.run_with_iobinding(binding)
         else:
@@ -338,14 +362,18 @@ class Sessions:
 
     def open_decoder(self, model: bytes) -> Any:
         """A session of another decoder over the same weights."""
-        return self._new_decoder(graphs=False, model=model)
+        return self._open[DECODER](graphs=False, model=model)
 
-    def new_graph(self) -> int:
-        """An id that no graph has had."""
-        return next(self._new_graphs)
+    def new_graph(self, name: str, stays: bool) -> int | None:
+        """An id that no CUDA graph has had, NO_GRAPH for calls that are not to become one, None where the session
+        captures none."""
+        if name not in self.graphs:
+            return None
+        return next(self._new_graphs) if stays else NO_GRAPH
 
-    def without_graphs(self, why: str) -> None:
-        """A new decoder without CUDA graphs, in the place of one that cannot capture them."""
-        self.graphs, self.graph_problem = False, why
-        self.decoder = None
-        self.decoder = self._new_decoder(graphs=False)
+    def without_graphs(self, name: str, why: str) -> None:
+        """A new session in the place of one that cannot capture CUDA graphs, or that cannot be opened with them."""
+        self.graphs.discard(name)
+        self.graph_problem += f"{'; ' if self.graph_problem else ''}{name}: {why}"
+        self._opened.pop(name, None)  # before the new one comes
+        self._opened[name] = self._open[name](graphs=False)

@@ -12,8 +12,8 @@ import os
 import subprocess
 import sys
 import threading
+from collections import Counter
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,12 +24,13 @@ import pytest
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends.onnxruntime import device_array
 from kvexport.backends.onnxruntime import operators as native
-from kvexport.backends.onnxruntime import sessions as onnxruntime_sessions
 from kvexport.backends.onnxruntime.device_array import DeviceArray
+from kvexport.backends.onnxruntime.sessions import DECODER, MERGE, NO_GRAPH, TOP_LOGITS
 from kvexport.cache import CachePlan
 from kvexport.errors import EnvironmentProblem
 from kvexport.runtime.engine import Engine, load
 from plugins.building import make
+from tests.support.on_device import onto_device
 from tests.support.one_node import VOTE_ATTENTION, model, session, vote_attention_inputs, vote_attention_shapes
 from tests.support.paths import ROOT
 from tests.support.tiny_model import PROMPTS, generated
@@ -199,24 +200,29 @@ class Changed:
 # The runtime's device path, over memory of the CPU that ONNX Runtime holds.
 
 
-def on_device(path: Path, *, graphs: bool = False) -> Engine:
-    engine = load(path)
-    sessions: Any = engine.sessions
-    sessions.zeros, sessions.graphs = partial(DeviceArray, "cpu"), graphs
-    return engine
+def on_device(path: Path, *, graphs: bool = False) -> Any:
+    return onto_device(load(path), graphs=graphs)
 
 
-def runs_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
-    """The graph of every run from now on."""
-    seen: list[int | None] = []
-    run = engine.sessions.run  # type: ignore[attr-defined]
+Run = tuple[str, int | None]  # a session, and the id of the CUDA graph
 
-    def watched(session: Any, binding: Any, graph: int | None) -> None:
-        seen.append(graph)
-        run(session, binding, graph)
+
+def runs_of(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[Run]:
+    """Every run from now on."""
+    seen: list[Run] = []
+    run = engine.sessions.run
+
+    def watched(name: str, binding: Any, graph: int | None) -> None:
+        seen.append((name, graph))
+        run(name, binding, graph)
 
     monkeypatch.setattr(engine.sessions, "run", watched)
     return seen
+
+
+def replayed(seen: list[Run], name: str) -> list[int]:
+    """How often each of a session's CUDA graphs ran, in the order of their first runs; its capture is one."""
+    return list(Counter(graph for run, graph in seen if run == name and graph != NO_GRAPH).values())
 
 
 def test_state_on_a_device_gives_what_state_on_the_host_gives(tiny_artifact: Path) -> None:
@@ -250,45 +256,107 @@ def test_decode_steps_are_graphs_and_a_capture_appends_nothing(
     engine = on_device(tiny_artifact, graphs=True)
     seen = runs_of(engine, monkeypatch)
     assert generated(engine) == generated(load(tiny_artifact))
-    assert seen.count(1) == 1 + 39, "one capture, and every step after the prompts"
-    assert set(seen) == {1, onnxruntime_sessions.NO_GRAPH, None}, (
-        "prompts are no graphs, and merges have a session of their own"
-    )
-    before = len(seen)
+    assert replayed(seen, DECODER) == [1 + 39], "one capture, and every step after the prompts"
+    assert seen.count((DECODER, NO_GRAPH)) == 3, "chunks of prompts are no graphs"
+    # Tokens come from the largest logits, which a CUDA graph behind the decoder's finds.
+    assert replayed(seen, TOP_LOGITS) == [1 + 39]
+    decode = next(graph for name, graph in seen if name == DECODER and graph != NO_GRAPH)
+    steps = [i for i, run in enumerate(seen) if run == (DECODER, decode)][1:]
+    assert {seen[i + 1][0] for i in steps} == {TOP_LOGITS}
+    seen.clear()
     assert generated(engine, 4) == generated(load(tiny_artifact), 4)
-    assert seen[before:].count(1) == 3, "the graph was there"
+    assert replayed(seen, DECODER) == replayed(seen, TOP_LOGITS) == [3], "the graphs were there"
+    seen.clear()
     assert engine.generate(PROMPTS[:2], max_new_tokens=4)[0].token_ids == generated(load(tiny_artifact), 4)[0]
-    assert seen.count(2) == 1 + 3, "other lanes, another graph"
+    assert replayed(seen, DECODER) == replayed(seen, TOP_LOGITS) == [1 + 3], "other lanes, other graphs"
+    assert len({graph for _, graph in seen}) == len(set(seen)), "no two sessions have an id in common"
 
 
-def test_every_thread_captures_its_own_graph(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merges_of_one_lane_and_of_the_first_ones_are_graphs(
+    tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a cache holds when they are captured; and the others are what they were."""
     engine = on_device(tiny_artifact, graphs=True)
     seen = runs_of(engine, monkeypatch)
-    tokens = [generated(engine, 3)]
-    thread = threading.Thread(target=lambda: tokens.append(generated(engine, 3)))
+    states = [engine.new_state(4), load(tiny_artifact).new_state(4)]
+    rng, slices = np.random.default_rng(0), [(0, 4), (1, 2), (1, 3), (0, 4), (1, 3), (2, 4), (1, 2), (0, 1), (3, 4)]
+    for first, last in slices * 3:
+        ids, lengths = rng.integers(0, 64, (4, 16)), rng.integers(0, 17, (4, 1))
+        for state in states:
+            state.merge(0, 4)
+            state.decode(ids, lengths)
+            state.merge(first, last)
+    found, expected = (state.get_state() for state in states)
+    assert {name: x.tobytes() for name, x in found.items()} == {name: x.tobytes() for name, x in expected.items()}
+    # Its capture, its runs, and of the first one those between.
+    assert replayed(seen, MERGE) == [1 + 2 * 3 + 27, 1 + 2 * 3, 1 + 3, 1 + 3]
+    assert seen.count((MERGE, NO_GRAPH)) == 3 * 3
+
+
+def test_every_thread_captures_its_own_graphs(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = on_device(tiny_artifact, graphs=True)
+    seen = runs_of(engine, monkeypatch)
+    tokens = [generated(engine, 9)]
+    alone = {name: replayed(seen, name) for name in (DECODER, MERGE, TOP_LOGITS)}
+    thread = threading.Thread(target=lambda: tokens.append(generated(engine, 9)))
     thread.start()
     thread.join()
     assert tokens[0] == tokens[1]
-    assert seen.count(1) == 2 * (1 + 2)
+    assert alone[DECODER] == alone[TOP_LOGITS] == [1 + 8] and alone[MERGE]
+    assert {name: replayed(seen, name) for name in alone} == {
+        name: [2 * n for n in runs] for name, runs in alone.items()
+    }
 
 
-def test_where_no_graph_can_be_captured_the_decoder_is_loaded_without(
-    tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", [DECODER, MERGE, TOP_LOGITS])
+def test_where_no_graph_can_be_captured_a_session_is_opened_without(
+    tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     engine = on_device(tiny_artifact, graphs=True)
     sessions: Any = engine.sessions
-    run, old = sessions.run, sessions.decoder
+    run, old = sessions.run, {each: sessions.session(each) for each in (DECODER, MERGE, TOP_LOGITS)}
+    other = engine.new_state(3)  # bound to the old sessions
 
-    def refuses(session: Any, binding: Any, graph: int | None) -> None:
-        if graph is not None and graph > 0:
+    def refuses(session: str, binding: Any, graph: int | None) -> None:
+        run(session, binding, graph)  # ONNX Runtime runs it before it captures
+        if session == name and graph is not None and graph > 0:
             raise RuntimeError("operation not permitted when stream is capturing\nmore")
-        run(session, binding, graph)
 
-    monkeypatch.setattr(sessions, "run", refuses)
-    assert generated(engine) == generated(load(tiny_artifact))
-    assert not sessions.graphs
-    assert sessions.graph_problem == "operation not permitted when stream is capturing"
-    assert sessions.decoder is not old
+    ids, lengths = np.full((3, 16), 5), np.array([[16], [9], [3]])
+    for call in range(3):
+        other.decode(ids, lengths)
+        other.merge(0, 3)
+        if call == 1:
+            monkeypatch.setattr(sessions, "run", refuses)
+            assert generated(engine) == generated(load(tiny_artifact))
+    assert sessions.graphs == {DECODER, MERGE, TOP_LOGITS} - {name}
+    assert sessions.graph_problem == f"{name}: operation not permitted when stream is capturing"
+    assert {each for each, session in old.items() if sessions.session(each) is not session} == {name}
+    expected = load(tiny_artifact).new_state(3)
+    for _ in range(3):
+        expected.decode(ids, lengths)
+        expected.merge(0, 3)
+    assert all(x.tobytes() == other.get_state()[tensor].tobytes() for tensor, x in expected.get_state().items())
+
+
+def test_what_travels_at_a_step_travels_in_one_copy_each_way(
+    tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = on_device(tiny_artifact, graphs=True)
+    generated(engine, 2)
+    lanes = engine._pool.lanes
+    copies: list[str] = []
+    for kind in ("write", "read"):
+        whole = getattr(DeviceArray, kind)
+
+        def watched(array: DeviceArray, *given: Any, kind: str = kind, whole: Any = whole) -> Any:
+            copies.append(kind)
+            return whole(array, *given)
+
+        monkeypatch.setattr(DeviceArray, kind, watched)
+    rows = lanes.append_by(lanes.backend.step, [[4], [5], [6]])
+    assert copies == ["write", "read"]
+    assert rows.top_logits(2).values.shape == (64,)
 
 
 def test_no_torch_is_imported_to_run_on_a_device(tiny_artifact: Path) -> None:

@@ -19,6 +19,7 @@ from kvexport.backends.onnxruntime import devices
 from kvexport.backends.onnxruntime import operators as native
 from kvexport.backends.onnxruntime import sessions as onnxruntime_sessions
 from kvexport.backends.onnxruntime.device_array import DeviceArray
+from kvexport.backends.onnxruntime.sessions import DECODER, MERGE, TOP_LOGITS, Sessions
 from kvexport.commands.app import app
 from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.runtime.engine import load
@@ -155,10 +156,10 @@ def test_without_native_operators_for_cuda_the_functions_run_there(
     options = {"device_id": "0", "use_tf32": "0"}
     assert asked == [
         (name, [("CUDAExecutionProvider", {**options, "enable_cuda_graph": graph}), "CPUExecutionProvider"])
-        for name, graph in (("decoder.onnx", "1"), ("merge.onnx", "0"))
+        for name, graph in (("decoder.onnx", "1"), ("merge.onnx", "0"), ("top_logits.onnx", "1"))
     ]
     tokens = generated(engine, 3)
-    assert engine.sessions.graphs  # type: ignore[attr-defined]
+    assert engine.sessions.graphs == {DECODER, TOP_LOGITS}  # type: ignore[attr-defined]
     assert not load(cuda_artifact, cuda_graph=False).sessions.graphs  # type: ignore[attr-defined]
     monkeypatch.setenv(native.VARIABLE, "off")
     assert tokens == generated(load(cuda_artifact, device="cpu"), 3)
@@ -179,10 +180,30 @@ def test_where_the_provider_takes_no_graph_the_decoder_is_loaded_without(
     monkeypatch.setattr(onnxruntime, "InferenceSession", refuses)
     sessions: Any = load(cuda_artifact).sessions
     assert not sessions.graphs
-    assert sessions.graph_problem.endswith(
-        "cannot load decoder.onnx on cuda: This session cannot use the graph capture feature"
-    )
-    assert [name for name, _ in asked] == ["decoder.onnx", "merge.onnx"]
+    why = "ONNX Runtime cannot load {0}.onnx on cuda: This session cannot use the graph capture feature"
+    assert sessions.graph_problem == "; ".join(f"{name}: {why.format(name)}" for name in (DECODER, TOP_LOGITS))
+    assert [name for name, _ in asked] == ["decoder.onnx", "merge.onnx", "top_logits.onnx"]
+
+
+def test_merges_are_graphs_where_kernels_run_them(cuda_artifact: Path, gpu: Callable[[list[str]], list[Any]]) -> None:
+    """The shapes in a function of MergeCache depend on the votes, which a CUDA graph would keep as they were."""
+    kernels = native.library("cpu")
+    asked = gpu([*devices.PROVIDERS.values()])
+    for merging in {kernels, None}:
+        asked.clear()
+        sessions = Sessions(
+            cuda_artifact / "decoder.onnx",
+            cuda_artifact / "merge.onnx",
+            threads=1,
+            vocabulary=64,
+            all_logits=False,
+            operators={"VoteAttention": kernels, "MergeCache": merging},
+            device="cuda",
+            graphs=True,
+        )
+        captures = {name: providers[0][1]["enable_cuda_graph"] for name, providers in asked}
+        assert captures == {"decoder.onnx": "1", "merge.onnx": "0" if merging is None else "1"}
+        assert (MERGE in sessions.graphs) == (merging is not None)
 
 
 def test_a_driver_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

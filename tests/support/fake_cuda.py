@@ -58,6 +58,7 @@ class FakeCuda:
         self.errors: dict[str, cudaError_t] = {}
         self.log: list[tuple[Any, ...]] = []
         self.memory: dict[int, Any] = {}
+        self.destroyed: list[Any] = []
         self.streams: dict[int, Stream] = {}
 
     def __getattribute__(self, name: str) -> Any:
@@ -123,9 +124,16 @@ class FakeCuda:
         return graph
 
     def cudaGraphInstantiate(self, graph: list[Callable[[], None]], flags: int) -> list[Callable[[], None]]:
-        return graph
+        return list(graph)
+
+    def cudaGraphDestroy(self, graph: list[Callable[[], None]]) -> None:
+        pass
+
+    def cudaGraphExecDestroy(self, graphExec: list[Callable[[], None]]) -> None:
+        self.destroyed.append(graphExec)
 
     def cudaGraphLaunch(self, graphExec: list[Callable[[], None]], stream: Stream) -> None:
+        assert not any(graph is graphExec for graph in self.destroyed)
         for work in graphExec:
             stream.add(work)
 

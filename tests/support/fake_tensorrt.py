@@ -50,7 +50,9 @@ from tests.support.fake_tensorrt_plugins import (  # noqa: F401
     get_plugin_registry,
 )
 
-ExecutionContextAllocationStrategy = IntEnum("ExecutionContextAllocationStrategy", "STATIC ON_PROFILE_CHANGE")
+ExecutionContextAllocationStrategy = IntEnum(
+    "ExecutionContextAllocationStrategy", "STATIC ON_PROFILE_CHANGE USER_MANAGED"
+)
 
 
 class Runtime:
@@ -72,6 +74,7 @@ class Runtime:
 class ICudaEngine:
     __slots__ = ("_inputs", "_outputs", "_profiles", "_session", "weight_streaming_budget_v2")
     streamable_weights_size = 1000
+    device_memory_size_v2 = 300
 
     def __init__(self, plan: bytes) -> None:
         import onnxruntime as ort
@@ -98,14 +101,15 @@ class ICudaEngine:
         return [*self._inputs, *self._outputs][index]
 
     def create_execution_context(self, strategy: Any = ExecutionContextAllocationStrategy.STATIC) -> IExecutionContext:
-        return IExecutionContext(self)
+        return IExecutionContext(self, strategy != ExecutionContextAllocationStrategy.USER_MANAGED)
 
 
 class IExecutionContext:
-    __slots__ = ("_addresses", "_engine", "_profile", "_shapes")
+    __slots__ = ("_addresses", "_engine", "_memory", "_profile", "_shapes")
 
-    def __init__(self, engine: ICudaEngine) -> None:
+    def __init__(self, engine: ICudaEngine, has_memory: bool) -> None:
         self._engine, self._profile = engine, engine._profiles[0]
+        self._memory = has_memory
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
 
@@ -124,15 +128,25 @@ class IExecutionContext:
         self._addresses[name] = memory
         return memory % 256 == 0
 
-    def execute_async_v3(self, stream_handle: int) -> bool:
-        current().streams[stream_handle].add(self._work(dict(self._shapes), dict(self._addresses)))
-        return True
+    def set_device_memory(self, memory: int, size: int) -> None:
+        assert memory % 256 == 0 and size == self._engine.device_memory_size_v2
+        ctypes.memset(memory, 0xCD, size)
+        self._memory = True
 
-    def _work(self, shapes: dict[str, tuple[int, ...]], addresses: dict[str, int]) -> Callable[[], None]:
+    def execute_async_v3(self, stream_handle: int) -> bool:
+        stream = current().streams[stream_handle]
+        stream.add(self._work(dict(self._shapes), dict(self._addresses), stream.graph is not None))
+        return self._memory
+
+    def _work(
+        self, shapes: dict[str, tuple[int, ...]], addresses: dict[str, int], captured: bool
+    ) -> Callable[[], None]:
         session = self._engine._session
         dtypes = {i.name: _dtype(i.type) for i in session.get_inputs()}
 
         def run() -> None:
+            if captured:
+                assert (self._shapes, self._addresses) == (shapes, addresses), "a CUDA graph of what its context was"
             feed = {name: _read(addresses[name], shapes[name], dtype) for name, dtype in dtypes.items()}
             for name, array in zip(self._engine._outputs, session.run(self._engine._outputs, feed), strict=True):
                 array = np.ascontiguousarray(array)

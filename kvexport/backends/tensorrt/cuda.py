@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvexport.backends.sections import default
 from kvexport.backends.tensorrt.environment import INSTALL, Gpu
-from kvexport.errors import EnvironmentProblem
+from kvexport.errors import EnvironmentProblem, KvexportError
 
 ALIGNMENT = 256  # bytes, of every address that TensorRT is given
 # CUDA's own words for these leave out what mends them.
@@ -90,11 +90,38 @@ class Cuda:
             enqueue()
         finally:
             graph = self.call("cudaStreamEndCapture", stream)
-        return self.call("cudaGraphInstantiate", graph, 0)
+        try:
+            return self.call("cudaGraphInstantiate", graph, 0)
+        finally:
+            self.call("cudaGraphDestroy", graph)
 
     def launch(self, graph: Any, stream: Any) -> None:
         """Enqueue a captured graph."""
         self.call("cudaGraphLaunch", graph, stream)
+
+
+class Replay:
+    """Work for a stream: the first time it is enqueued as it is, which does what no CUDA graph may hold, from the
+    second on it is one. warn: is told why it is not, where it cannot be captured."""
+
+    def __init__(self, cuda: Cuda, stream: Any, warn: Callable[[str], None]) -> None:
+        self._cuda, self._stream, self._warn = cuda, stream, warn
+        self._graph: Any = None
+        self._calls = 0
+
+    def __call__(self, enqueue: Callable[[], None]) -> None:
+        """Enqueue it; `enqueue` puts the same into the stream whenever it is called."""
+        if self._calls == 1:
+            try:
+                self._graph = self._cuda.capture(enqueue, self._stream)
+                weakref.finalize(self, self._cuda.api.cudaGraphExecDestroy, self._graph).atexit = False
+            except KvexportError as error:
+                self._warn(error.problem)
+        self._calls += 1
+        if self._graph is not None:
+            self._cuda.launch(self._graph, self._stream)
+        else:
+            enqueue()
 
 
 class Arena:

@@ -7,85 +7,28 @@ the nodes of a function as it likes, so there present has an address of its own 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.artifact.digests import read_verified
-from kvexport.artifact.manifest import Manifest
 from kvexport.backends.base import Memory
-from kvexport.backends.lane_state import fill, read_used, slot_axes, votes_names, without_last
+from kvexport.backends.lane_state import fill, is_captured, read_used, slot_axes, votes_names, without_last
 from kvexport.backends.rows import Rows, TopLogits
-from kvexport.backends.tensorrt.cuda import ALIGNMENT, Arena, Cuda
+from kvexport.backends.tensorrt.cuda import ALIGNMENT, Arena
 from kvexport.backends.tensorrt.engines import DECODE, PREFILL, input_shape
-from kvexport.backends.tensorrt.environment import REBUILD, import_runtime, require_gpu
-from kvexport.backends.tensorrt.log import make_log
-from kvexport.backends.tensorrt.plugin import register
-from kvexport.backends.tensorrt.record import check_plan, engine_record
+from kvexport.backends.tensorrt.plans import Plans, bind, names
 from kvexport.cache import CachePlan
-from kvexport.errors import ArtifactError, EnvironmentProblem, KvexportError
+
+Copy = tuple[int, int, int]  # to, from, bytes
 
 
-class Engines:
-    """The engines of one artifact; they hold the weights once, however many states use them.
-
-    Raises EnvironmentProblem: no driver, GPU, TensorRT or plugin; a plan of another TensorRT, GPU or plugin version.
-    ArtifactError: the artifact has no engines, or a plan is not what its digest says (it is then not opened: a plan is
-    native code).
-    """
-
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        engines = engine_record(path, manifest)
-        if engines is None:
-            raise ArtifactError(
-                f"{path} has graphs and no engines yet",
-                f"kvexport build --from {path}, on the machine that is to run it",
-            )
-        self.cuda = Cuda()
-        gpu = require_gpu(self.cuda)
-        options = engines.options
-        self.trt = import_runtime(version_compatible=options.version_compatible)
-        check_plan(engines, self.trt.__version__, gpu)
-        self.streams_weights = options.weight_streaming is not None
-        self.in_place = {kind: manifest.operators.get(op) != "function" for kind, op in _OPERATOR.items()}
-        self.log = make_log(self.trt)
-        if engines.plugin_version is not None and not options.embed_plugin:
-            register(self.trt)
-        self._runtime = self.trt.Runtime(self.log)
-        # What is version-compatible carries a runtime of its own, and perhaps the plugins: host code, whose digest is
-        # checked below.
-        self._runtime.engine_host_code_allowed = options.version_compatible
-        self.decoder = self._open(path, manifest, engines.decoder)
-        self.merge = self._open(path, manifest, engines.merge) if engines.merge else None
-        self.top_logits = self._open(path, manifest, engines.top_logits) if engines.top_logits else None
-        self.top_count = manifest.top_logits if self.top_logits is not None else 0
-        if options.weight_streaming is not None:
-            self.decoder.weight_streaming_budget_v2 = min(
-                options.weight_streaming, self.decoder.streamable_weights_size
-            )
-        self.vocabulary = manifest.model.vocabulary
-        self.all_logits = manifest.recipe.all_logits
-        self.prefill_chunk = manifest.limits.prefill_chunk
+class Engines(Plans):
+    """The engines of one artifact, however many states use them (see `kvexport.backends.base.Sessions`)."""
 
     def new_state(self, plan: CachePlan, lanes: int, memory: Memory | None = None) -> TensorRTState:
         """State for `lanes` sequences, all empty, on the GPU."""
         return TensorRTState(self, plan, lanes)
-
-    def _open(self, path: Path, manifest: Manifest, name: str) -> Any:
-        plan = read_verified(path, name, manifest.files[name].sha256)
-        engine = self._runtime.deserialize_cuda_engine(plan)
-        if engine is None:
-            reason = "; ".join(self.log.errors[-3:]) or "no reason given"
-            raise EnvironmentProblem(
-                f"TensorRT {self.trt.__version__} does not open {name} of {path}: {reason}", REBUILD
-            )
-        return engine
-
-
-Copy = tuple[int, int, int]  # to, from, bytes
-_OPERATOR = {"decoder": "VoteAttention", "merge": "MergeCache"}
 
 
 class TensorRTState:
@@ -106,9 +49,11 @@ class TensorRTState:
         self.top_logits: int | None = engines.top_count
         self._tensors = tensors
         self._phases: dict[bool, _Phase] = {}
-        merged = set(_names(engines.merge)) if engines.merge else set()
-        self._merged = [pair for pair in self.names if pair[0] in merged]
-        self._merger = _context(engines, engines.merge, 0, self.stream) if engines.merge else None
+        self._merges: dict[tuple[int, int] | None, _Merge] = {}
+        # Merges follow one another in the stream, so their contexts work in one piece of memory.
+        self.merge_memory = (
+            Arena(self.cuda, {"memory": ((engines.merge.device_memory_size_v2,), np.uint8)}) if engines.merge else None
+        )
         # Where present goes that may not be written over past, and lanes whose own address TensorRT would not take.
         self.spare = None if all(engines.in_place.values()) else Arena(self.cuda, tensors)
         unaligned = any(self.state.size(name) // lanes % ALIGNMENT for name, _ in self.names)
@@ -149,8 +94,8 @@ class TensorRTState:
                 result = self.spare.pointer(name)
             if result != place:
                 after.append((place, result, size))
-            _bind(context, name, past, input_shape(self.plan, name, count, width))
-            _bind(context, present, result)
+            bind(context, name, past, input_shape(self.plan, name, count, width))
+            bind(context, present, result)
         return before, after
 
     def enqueue(self, copies: list[Copy]) -> None:
@@ -182,12 +127,10 @@ class TensorRTState:
 
     def merge(self, first: int, last: int) -> None:
         """See `ModelState.merge`."""
-        before, after = self.bind_lanes(
-            self._merger, self._merged, first, last - first, width=1, in_place=self.engines.in_place["merge"]
-        )
-        self.enqueue(before)
-        _enqueue(self._merger, self.stream, self.engines)
-        self.enqueue(after)
+        key = (first, last) if is_captured(first, last) else None
+        if key not in self._merges:
+            self._merges[key] = _Merge(self)
+        self._merges[key].run(first, last)
 
     def grown(self, lanes: int) -> TensorRTState:
         """See `ModelState.grown`."""
@@ -275,24 +218,23 @@ class _Phase:
         )
         self.outputs = Arena(self.cuda, {"logits": ((lanes, rows, engines.vocabulary), np.float32)}, pinned=True)
         self.length = Arena(self.cuda, {"present_length": one})  # known here too, and read by nobody
-        self.context = _context(engines, engines.decoder, DECODE if tokens == 1 else PREFILL, self.stream)
+        self.context = engines.context(engines.decoder, DECODE if tokens == 1 else PREFILL, self.stream)
         self.found: Arena | None = None
         if tokens == 1 and engines.top_logits is not None:
             self._find_top_logits(engines, lanes)
         self._bound = (0, 0, 0)  # tokens, first lane, lanes
         self._before: list[Copy] = []
         self._after: list[Copy] = []
-        self._graph: Any = None
-        self._calls = 0
+        self._replay = engines.replay(self.stream, "decode")
 
     def _find_top_logits(self, engines: Engines, lanes: int) -> None:
         """Put the engine that finds them after the decoder, over the same logits."""
         shape = (lanes, 1, engines.top_count)
         found = {"values": (shape, np.float32), "ids": (shape, np.int32), "mass": ((lanes, 1, 1), np.float32)}
         self.found = Arena(self.cuda, found, pinned=True)
-        self.finder = _context(engines, engines.top_logits, 0, self.stream)
+        self.finder = engines.context(engines.top_logits, 0, self.stream)
         for name in found:
-            _bind(self.finder, name, self.found.pointer(name))
+            bind(self.finder, name, self.found.pointer(name))
 
     def top_logits(self, lane: int) -> TopLogits | None:
         """See `Rows.top_logits`."""
@@ -329,28 +271,21 @@ class _Phase:
             self._bind(width, first, count)
         for name, array in (("input_ids", input_ids), ("query_length", query_length), ("past_length", past_length)):
             self.inputs.array(name, array.shape)[...] = array
-        # A first call after a change of shapes does what no graph may hold; weights that travel are copied outside of
-        # the stream.
-        if self.tokens == 1 and self._calls == 1 and not self.backend.engines.streams_weights:
-            try:
-                self._graph = self.cuda.capture(self._enqueue, self.stream)
-            except KvexportError as error:
-                self.backend.engines.log.lines.append(f"[WARNING] decode runs without a CUDA graph: {error.problem}")
-        self._calls += 1
-        if self._graph is not None:
-            self.cuda.launch(self._graph, self.stream)
-        else:
+        # Prompts change their shapes; weights that travel are copied outside of the stream.
+        if self.tokens > 1 or self.backend.engines.streams_weights:
             self._enqueue()
+        else:
+            self._replay(self._enqueue)
 
     def _bind(self, width: int, first: int, count: int) -> None:
         """Bind everything for calls of these lanes; a CUDA graph of other ones is of no more use."""
         backend = self.backend
         for name in ("input_ids", "query_length", "past_length"):
-            _bind(self.context, name, self.inputs.pointer(name), input_shape(backend.plan, name, count, width))
-        _bind(self.context, "logits", self.outputs.pointer("logits"))
+            bind(self.context, name, self.inputs.pointer(name), input_shape(backend.plan, name, count, width))
+        bind(self.context, "logits", self.outputs.pointer("logits"))
         if self.found is not None:
-            _bind(self.finder, "logits", self.outputs.pointer("logits"), (count, 1, backend.engines.vocabulary))
-        _bind(self.context, "present_length", self.length.pointer("present_length"))
+            bind(self.finder, "logits", self.outputs.pointer("logits"), (count, 1, backend.engines.vocabulary))
+        bind(self.context, "present_length", self.length.pointer("present_length"))
         in_place = backend.engines.in_place["decoder"]
         self._before, self._after = backend.bind_lanes(
             self.context, backend.names, first, count, width=width, in_place=in_place
@@ -358,44 +293,45 @@ class _Phase:
         if backend.spare is not None and not in_place and count == backend.lanes:
             self._after = [(backend.state.device, backend.spare.device, backend.state.nbytes)]
         self._bound = (width, first, count)
-        self._graph, self._calls = None, 0
+        self._replay = backend.engines.replay(self.stream, "decode")
 
     def _enqueue(self) -> None:
         self.inputs.upload(self.stream)
         self.backend.enqueue(self._before)
-        _enqueue(self.context, self.stream, self.backend.engines)
+        self.backend.engines.enqueue(self.context, self.stream)
         self.backend.enqueue(self._after)
         if self.found is not None:
-            _enqueue(self.finder, self.stream, self.backend.engines)
+            self.backend.engines.enqueue(self.finder, self.stream)
             self.found.download(self.stream)
 
 
-def _context(engines: Engines, engine: Any, profile: int, stream: Any) -> Any:
-    """A context of an engine, with memory for this profile alone."""
-    context = engine.create_execution_context(engines.trt.ExecutionContextAllocationStrategy.ON_PROFILE_CHANGE)
-    if context is None or not context.set_optimization_profile_async(profile, int(stream)):
-        raise EnvironmentProblem(
-            f"TensorRT makes no context of an engine: {'; '.join(engines.log.errors[-3:])}",
-            "smaller limits.max_batch or cache.budget",
-        )
-    engines.cuda.synchronize(stream)
-    return context
+class _Merge:
+    """The merge of some lanes: a context of its own, because a CUDA graph is of the shapes that its context had, and
+    the CUDA graph of its copies and its run, for as long as they are the same lanes."""
 
+    def __init__(self, backend: TensorRTState) -> None:
+        self.backend, engines = backend, backend.engines
+        assert backend.merge_memory is not None
+        self.context = engines.context(engines.merge, 0, backend.stream, backend.merge_memory.device)
+        merged = set(names(engines.merge))
+        self._names = [pair for pair in backend.names if pair[0] in merged]
+        self._bound = (0, 0)
+        self._before: list[Copy] = []
+        self._after: list[Copy] = []
+        self._replay = engines.replay(backend.stream, "merging")
 
-def _names(engine: Any) -> list[str]:
-    return [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
+    def run(self, first: int, last: int) -> None:
+        """Enqueue it."""
+        if (first, last) != self._bound:
+            backend = self.backend
+            self._before, self._after = backend.bind_lanes(
+                self.context, self._names, first, last - first, width=1, in_place=backend.engines.in_place["merge"]
+            )
+            self._bound = (first, last)
+            self._replay = backend.engines.replay(backend.stream, "merging")
+        self._replay(self._enqueue)
 
-
-def _bind(context: Any, name: str, address: int, shape: tuple[int, ...] | None = None) -> None:
-    """A tensor's address and, of an input, its shape."""
-    if shape is not None and not context.set_input_shape(name, shape):
-        raise KvexportError(f"the engine does not take {name} of shape {shape}")
-    if not context.set_tensor_address(name, address):
-        raise KvexportError(f"the engine does not take an address for {name}")
-
-
-def _enqueue(context: Any, stream: Any, engines: Engines) -> None:
-    if not context.execute_async_v3(int(stream)):
-        raise KvexportError(
-            f"TensorRT did not run an engine: {'; '.join(engines.log.errors[-3:]) or 'no reason given'}"
-        )
+    def _enqueue(self) -> None:
+        self.backend.enqueue(self._before)
+        self.backend.engines.enqueue(self.context, self.backend.stream)
+        self.backend.enqueue(self._after)

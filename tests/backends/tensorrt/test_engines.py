@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -80,16 +82,55 @@ def test_state_is_read_and_written(tiny_artifact: Path, tmp_path: Path, plugins:
     assert not any(array.any() for array in ours.get_state().values())
 
 
+DECODE, MERGE = 2, 1  # the decoder and the engine of the largest logits behind it; the merge
+
+
+def graphs(gpu: Any, call: str) -> Counter[int]:
+    """How often it was called with a CUDA graph that runs so many engines."""
+    found = [entry[1] for entry in gpu.log if entry[0] == call]
+    return Counter(sum("IExecutionContext" in work.__qualname__ for work in graph) for graph in found)
+
+
 def test_decode_is_one_graph_and_prefill_is_none(tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any) -> None:
     engine = kvexport.load(engines(tiny_artifact, tmp_path / "a"))
     engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False)
     assert engine.timing.steps == NEW - 1
     # The first step does what no graph may hold; the second is captured and, as all others, launched.
-    assert gpu.called("cudaGraphLaunch") == NEW - 2
-    assert gpu.called("cudaStreamBeginCapture") == gpu.called("cudaGraphInstantiate") == 1
+    assert graphs(gpu, "cudaGraphLaunch")[DECODE] == NEW - 2
+    assert graphs(gpu, "cudaGraphInstantiate")[DECODE] == 1
     allocated = gpu.called("cudaMalloc")
     engine.generate(PROMPTS, max_new_tokens=4, do_sample=False)
     assert gpu.called("cudaMalloc") == allocated
+
+
+def test_merges_of_one_lane_and_of_the_first_ones_are_graphs_from_their_second_on(
+    tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any
+) -> None:
+    states = [kvexport.load(path).new_state(4) for path in (engines(tiny_artifact, tmp_path / "a"), tiny_artifact)]
+    rng = np.random.default_rng(0)
+    stay, others = [(0, 4), (1, 2), (0, 2), (3, 4)], [(1, 3), (2, 4)]
+    for first, last in [*stay, *others] * 3:
+        ids, lengths = rng.integers(0, 64, (4, 16)), rng.integers(0, 17, (4, 1))
+        for state in states:
+            state.merge(0, 4)
+            state.decode(ids, lengths)
+            state.merge(first, last)
+    found, expected = (state.get_state() for state in states)
+    for name, array in expected.items():
+        np.testing.assert_allclose(found[name], array, atol=1e-5, err_msg=name)
+    assert graphs(gpu, "cudaGraphInstantiate") == {MERGE: len(stay)}
+    merges = 18 + 3 * len(stay)  # (0, 4) every time, and what the list says
+    assert graphs(gpu, "cudaGraphLaunch") == {MERGE: merges - len(stay)}
+
+
+def test_a_graph_of_other_lanes_is_given_back(tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any) -> None:
+    engine = kvexport.load(engines(tiny_artifact, tmp_path / "a"))
+    for count in (3, 2, 3, 1):
+        engine.generate(PROMPTS[:count], max_new_tokens=4, do_sample=False)
+    made = gpu.called("cudaGraphInstantiate")
+    del engine
+    gc.collect()
+    assert made == gpu.called("cudaGraphDestroy") == gpu.called("cudaGraphExecDestroy") >= 4
 
 
 @pytest.mark.parametrize(
@@ -146,8 +187,12 @@ def test_where_a_graph_cannot_be_captured_decode_goes_on_without(
 ) -> None:
     artifact = engines(tiny_artifact, tmp_path / "a")
     gpu.errors["cudaGraphInstantiate"] = fake_cuda.cudaError_t.cudaErrorStreamCaptureUnsupported
-    assert generated(artifact) == generated(tiny_artifact)
+    engine = kvexport.load(artifact)
+    answers = engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False)
+    assert [answer.token_ids for answer in answers] == generated(tiny_artifact)
     assert gpu.called("cudaGraphLaunch") == 0
+    said = {line.partition(":")[0] for line in engine.sessions.log.lines if "CUDA graph" in line}  # type: ignore[attr-defined]
+    assert said == {f"[WARNING] {what} runs without a CUDA graph" for what in ("decode", "merging")}
 
 
 def test_weights_that_travel_have_a_budget_and_no_graph(
@@ -159,7 +204,7 @@ def test_weights_that_travel_have_a_budget_and_no_graph(
     assert [c.token_ids for c in engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False)] == generated(
         tiny_artifact
     )
-    assert gpu.called("cudaGraphLaunch") == 0
+    assert set(graphs(gpu, "cudaGraphLaunch")) == {MERGE}, "merges have no weights"
 
 
 def test_version_compatible_plans_run_on_the_lean_runtime(

@@ -1,0 +1,114 @@
+"""An artifact's TensorRT engines, opened from their plans, and contexts of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kvexport.artifact.digests import read_verified
+from kvexport.artifact.manifest import Manifest
+from kvexport.backends.tensorrt.cuda import Cuda, Replay
+from kvexport.backends.tensorrt.environment import REBUILD, import_runtime, require_gpu
+from kvexport.backends.tensorrt.log import make_log
+from kvexport.backends.tensorrt.plugin import register
+from kvexport.backends.tensorrt.record import check_plan, engine_record
+from kvexport.errors import ArtifactError, EnvironmentProblem, KvexportError
+
+_OPERATOR = {"decoder": "VoteAttention", "merge": "MergeCache"}
+
+
+class Plans:
+    """The engines of one artifact, opened; they hold the weights once.
+
+    Raises EnvironmentProblem: no driver, GPU, TensorRT or plugin; a plan of another TensorRT, GPU or plugin version.
+    ArtifactError: the artifact has no engines, or a plan is not what its digest says (it is then not opened: a plan is
+    native code).
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        engines = engine_record(path, manifest)
+        if engines is None:
+            raise ArtifactError(
+                f"{path} has graphs and no engines yet",
+                f"kvexport build --from {path}, on the machine that is to run it",
+            )
+        self.cuda = Cuda()
+        gpu = require_gpu(self.cuda)
+        options = engines.options
+        self.trt = import_runtime(version_compatible=options.version_compatible)
+        check_plan(engines, self.trt.__version__, gpu)
+        self.streams_weights = options.weight_streaming is not None
+        self.in_place = {kind: manifest.operators.get(op) != "function" for kind, op in _OPERATOR.items()}
+        self.log = make_log(self.trt)
+        if engines.plugin_version is not None and not options.embed_plugin:
+            register(self.trt)
+        self._runtime = self.trt.Runtime(self.log)
+        # What is version-compatible carries a runtime of its own, and perhaps the plugins: host code, whose digest is
+        # checked below.
+        self._runtime.engine_host_code_allowed = options.version_compatible
+        self.decoder = self._open(path, manifest, engines.decoder)
+        self.merge = self._open(path, manifest, engines.merge) if engines.merge else None
+        self.top_logits = self._open(path, manifest, engines.top_logits) if engines.top_logits else None
+        self.top_count = manifest.top_logits if self.top_logits is not None else 0
+        if options.weight_streaming is not None:
+            self.decoder.weight_streaming_budget_v2 = min(
+                options.weight_streaming, self.decoder.streamable_weights_size
+            )
+        self.vocabulary = manifest.model.vocabulary
+        self.all_logits = manifest.recipe.all_logits
+        self.prefill_chunk = manifest.limits.prefill_chunk
+
+    def context(self, engine: Any, profile: int, stream: Any, memory: int | None = None) -> Any:
+        """A context of one of them, with memory of its own for this profile; or over `memory`, an address of
+        `device_memory_size_v2` bytes, for contexts that run one after another."""
+        allocated = self.trt.ExecutionContextAllocationStrategy
+        context = engine.create_execution_context(
+            allocated.ON_PROFILE_CHANGE if memory is None else allocated.USER_MANAGED
+        )
+        if context is not None and memory is not None:
+            context.set_device_memory(memory, engine.device_memory_size_v2)
+        if context is None or not context.set_optimization_profile_async(profile, int(stream)):
+            raise EnvironmentProblem(
+                f"TensorRT makes no context of an engine: {self._last_errors()}",
+                "smaller limits.max_batch or cache.budget",
+            )
+        self.cuda.synchronize(stream)
+        return context
+
+    def enqueue(self, context: Any, stream: Any) -> None:
+        """Enqueue a run of a context."""
+        if not context.execute_async_v3(int(stream)):
+            raise KvexportError(f"TensorRT did not run an engine: {self._last_errors()}")
+
+    def replay(self, stream: Any, what: str) -> Replay:
+        """Work for a stream that becomes a CUDA graph; where it cannot, the log says so of `what`."""
+
+        def warn(why: str) -> None:
+            self.log.lines.append(f"[WARNING] {what} runs without a CUDA graph: {why}")
+
+        return Replay(self.cuda, stream, warn)
+
+    def _last_errors(self) -> str:
+        return "; ".join(self.log.errors[-3:]) or "no reason given"
+
+    def _open(self, path: Path, manifest: Manifest, name: str) -> Any:
+        plan = read_verified(path, name, manifest.files[name].sha256)
+        engine = self._runtime.deserialize_cuda_engine(plan)
+        if engine is None:
+            raise EnvironmentProblem(
+                f"TensorRT {self.trt.__version__} does not open {name} of {path}: {self._last_errors()}", REBUILD
+            )
+        return engine
+
+
+def names(engine: Any) -> list[str]:
+    """Of an engine's inputs and outputs."""
+    return [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
+
+
+def bind(context: Any, name: str, address: int, shape: tuple[int, ...] | None = None) -> None:
+    """A tensor's address and, of an input, its shape."""
+    if shape is not None and not context.set_input_shape(name, shape):
+        raise KvexportError(f"the engine does not take {name} of shape {shape}")
+    if not context.set_tensor_address(name, address):
+        raise KvexportError(f"the engine does not take an address for {name}")

@@ -5,10 +5,11 @@
 //         before[r, slot] = softmax of logit + alpha ln(votes) over the slots that the query has seen
 //   weigh_by_queries: importance[slot] = sum of before^2, where the policy selects so
 //   fit_votes: votes times factors with which the kept slots hold the mass of all
-//   fit_values: after = as before, over the kept slots with their new votes; X = after of the free slots
+//   read_again: after = as before, over the kept slots with their new votes; X = after of the free slots
+//   fit_values:
 //         Z = (X X^T + ridge)^-1 (before - after) V, by Cholesky's factors, in float64
 //         V + X^T Z, the change no more than change_max of the norm
-//   write: every free slot, one that is kept and can receive, becomes a merge set of its own
+//   write: every free slot, one that is kept and can receive, becomes a merge set of its own, with the key that it has
 //
 // Arrays [R, slots] lie in blocks of kBlock slots, so that a block's rows go into tile_products as they are: element
 // (r, i) is at of(r, i). Rows are padded to whole tiles, slots to whole blocks, with zeros.
@@ -27,6 +28,7 @@ struct FitWork {
   Scratch<float> query, logits, before, after, bias, free, wanted, factor, votes, packed, wide, columns, change, mass,
       product, solution;
   Scratch<int32_t> seen, position;
+  Scratch<char> has_free;  // of each block of slots
   Scratch<double> gram, solved;
   int rows = 0, padded = 0, blocks = 0;
   size_t of(int r, int i) const { return (static_cast<size_t>(i / kBlock) * padded + r) * kBlock + i % kBlock; }
@@ -41,20 +43,30 @@ struct Fit : Select<K, V> {
   using Base = Select<K, V>;
   using Base::a, Base::p, Base::key_row, Base::value_row, Base::score_of;
   using typename Base::Head;
+  using typename Base::Row;
   const KvFit* fit;  // nullptr: there is none
   const KvRing* ring;
 
   Fit(const KvMergeCache& call, const KvFit* fit, const KvRing* ring) : Base(call), fit(fit), ring(ring) {}
 
-  // out[r, 64 columns] (+)= rows[r, 0 .. size) x columns[size, 64], of all padded rows.
+  // out[r, 64 columns] (+)= rows[r, 0 .. size) x columns[size, 64], of `count` rows.
   template <class RowOf>
-  static void products(RowOf row_of, int padded, const float* columns, int size, float* out, bool add) {
-    for (int first = 0; first < padded; first += kTileRows) {
+  static void products(RowOf row_of, int count, const float* columns, int size, float* out, bool add) {
+    for (int first = 0; first < count; first += kTileRows) {
       const float* rows[kTileRows];
-      for (int r = 0; r < kTileRows; ++r) rows[r] = row_of(first + r);
+      const int height = min_of(kTileRows, count - first);
+      for (int r = 0; r < kTileRows; ++r) rows[r] = row_of(first + min_of(r, height - 1));
       float* const to = out + static_cast<size_t>(first) * kBlock;
-      add ? tile_products<true>(rows, columns, size, to) : tile_products<false>(rows, columns, size, to);
+      if (height <= 2)  // as much as 32 rows leave behind five tiles
+        add ? tile_products<true, 2>(rows, columns, size, to) : tile_products<false, 2>(rows, columns, size, to);
+      else
+        add ? tile_products<true>(rows, columns, size, to) : tile_products<false>(rows, columns, size, to);
     }
+  }
+
+  // Slots lie in any order, so that the processor cannot tell which row comes next.
+  static void fetch(const Row* row, int size) {
+    for (int i = 0; i < size; i += static_cast<int>(64 / sizeof(Row))) __builtin_prefetch(row + i);
   }
 
   void read(const Head& x, const Work& w, size_t index, FitWork& f) const {
@@ -78,41 +90,48 @@ struct Fit : Select<K, V> {
     float *logits = f.logits.reserve(f.size()), *packed = f.packed.reserve(static_cast<size_t>(kBlock) * d);
     for (int b = 0; b < f.blocks; ++b) {
       for (int i = 0; i < kBlock; i += W) {
-        float* wide = f.wide.reserve(static_cast<size_t>(W) * d, 0.0f);
-        for (int j = 0; j < W && b * kBlock + i + j < n; ++j) widen(key_row(x, w, b * kBlock + i + j), wide + j * d, d);
+        const int held = max_of(min_of(n - b * kBlock - i, W), 0);
+        float* wide = f.wide.reserve(static_cast<size_t>(W) * d);
+        for (int j = 0; j < held; ++j) {
+          const int slot = b * kBlock + i + j;
+          if (slot + W < n) fetch(key_row(x, w, slot + W), d);
+          widen(key_row(x, w, slot), wide + j * d, d);
+        }
+        memset(wide + held * d, 0, static_cast<size_t>(W - held) * d * sizeof(float));
         pack_columns(wide, d, splat(1.0f), packed + i);
       }
-      products([&](int r) { return query + static_cast<size_t>(r) * d; }, f.padded, packed, d,
+      products([&](int r) { return query + static_cast<size_t>(r) * d; }, f.rows, packed, d,
                logits + static_cast<size_t>(b) * f.padded * kBlock, false);
     }
-    float* bias = f.bias.reserve(f.slots(), kHidden);
-    for (int i = 0; i < n; ++i) bias[i] = bias_of(w.votes.get()[i]);
-    softmax(f, bias, f.before.reserve(f.size()));
+    float *bias = f.bias.reserve(f.slots(), kHidden), *before = f.before.reserve(f.size());
+    for (int i = 0; i < n; i += W) {
+      const vf of_votes = fit->read_exponent != 0.0f ? fit->read_exponent * log(load(w.votes.get() + i)) : vf{};
+      store(bias + i, select(lane_numbers() + i < n, of_votes, splat(kHidden)));
+    }
+    for (int r = 0; r < f.padded; ++r) softmax(f, r, bias, before);
   }
 
   float bias_of(float votes) const { return fit->read_exponent != 0.0f ? fit->read_exponent * std::log(votes) : 0.0f; }
 
-  // Probabilities over the slots that a query has seen and whose bias is not kHidden; zeros where there are none.
-  void softmax(const FitWork& f, const float* bias, float* out) const {
+  // A query's probabilities over the slots that it has seen and whose bias is not kHidden; zeros where there are none.
+  void softmax(const FitWork& f, int r, const float* bias, float* out) const {
     constexpr float kNone = -3e38f;
-    for (int r = 0; r < f.padded; ++r) {
-      const int32_t seen = r < f.rows ? f.seen.get()[r] : 0;
-      vf highest = splat(kNone), sums{};
-      for (int i = 0; i < f.slots(); i += W) {
-        const vi visible = (load_i(f.position.get() + i) < seen) & (load(bias + i) > splat(kHidden));
-        const vf biased = select(visible, load(f.logits.get() + f.of(r, i)) + load(bias + i), splat(kNone));
-        store(out + f.of(r, i), biased);
-        highest = vmax(highest, biased);
-      }
-      const float top = max(highest);
-      for (int i = 0; i < f.slots(); i += W) {
-        const vf e = top > kNone ? exp(load(out + f.of(r, i)) - top) : vf{};
-        store(out + f.of(r, i), e);
-        sums += e;
-      }
-      const float sum_of = sum(sums), factor = sum_of > 0.0f ? 1.0f / sum_of : 0.0f;
-      for (int i = 0; i < f.slots(); i += W) store(out + f.of(r, i), load(out + f.of(r, i)) * factor);
+    const int32_t seen = r < f.rows ? f.seen.get()[r] : 0;
+    vf highest = splat(kNone), sums{};
+    for (int i = 0; i < f.slots(); i += W) {
+      const vi visible = (load_i(f.position.get() + i) < seen) & (load(bias + i) > splat(kHidden));
+      const vf biased = select(visible, load(f.logits.get() + f.of(r, i)) + load(bias + i), splat(kNone));
+      store(out + f.of(r, i), biased);
+      highest = vmax(highest, biased);
     }
+    const float top = max(highest);
+    for (int i = 0; i < f.slots(); i += W) {
+      const vf e = top > kNone ? exp(load(out + f.of(r, i)) - top) : vf{};
+      store(out + f.of(r, i), e);
+      sums += e;
+    }
+    const float sum_of = sum(sums), factor = sum_of > 0.0f ? 1.0f / sum_of : 0.0f;
+    for (int i = 0; i < f.slots(); i += W) store(out + f.of(r, i), load(out + f.of(r, i)) * factor);
   }
 
   // Probabilities below 1e-6 count as none, so that what underflows in one backend and not in another decides nothing.
@@ -132,16 +151,48 @@ struct Fit : Select<K, V> {
   // Fills w.rows and w.scores, of as many sets as there are free slots.
   void fit_slots(Head& x, Work& w, FitWork& f) const {
     float *free = f.free.reserve(f.slots(), 0.0f), *votes = f.votes.reserve(x.used);
+    char* has_free = f.has_free.reserve(f.blocks, 0);
     for (int i = 0; i < x.used; ++i) {
       const bool receives = a.recent_receives ? w.position.get()[i] >= a.sinks : w.is_unprotected.get()[i] != 0;
-      free[i] = receives && !w.is_evicted.get()[i] ? 1.0f : 0.0f;
+      if (receives && !w.is_evicted.get()[i]) free[i] = 1.0f, has_free[i / kBlock] = 1;
       votes[i] = w.votes.get()[i];
     }
     if (fit->fit == KV_FIT_VOTES_AND_VALUES) fit_votes(x, w, f, votes);
+    read_again(x, w, f, votes);
+    write(x, w, f, votes, fit_values(x, w, f));
+  }
+
+  // f.after = X, the probabilities over the kept slots, of the free ones alone; f.before becomes what is lost of all.
+  // A slot's probability changes as its votes do; where next to nothing of a query's is left it is computed anew.
+  void read_again(const Head& x, const Work& w, FitWork& f, const float* votes) const {
+    float *lost = f.before.get(), *after = f.after.reserve(f.size()), *ratio = f.factor.reserve(f.slots(), 0.0f);
+    const float *free = f.free.get(), *past_votes = w.votes.get();
+    for (int i = 0; i < x.used; ++i)
+      if (!w.is_evicted.get()[i])
+        ratio[i] = fit->read_exponent == 1.0f ? votes[i] / past_votes[i]
+                                              : std::pow(votes[i] / past_votes[i], fit->read_exponent);
+    for (int r = 0; r < f.padded; ++r) {
+      vf sums{};
+      for (int i = 0; i < f.slots(); i += W) {
+        const vf read = load(lost + f.of(r, i)) * load(ratio + i);
+        store(after + f.of(r, i), read);
+        sums += read;
+      }
+      const float left = sum(sums);
+      float factor = 1.0f / left;
+      if (!(left > 1e-6f)) softmax(f, r, bias_after(x, w, f, votes), after), factor = 1.0f;
+      for (int i = 0; i < f.slots(); i += W) {
+        const vf read = load(after + f.of(r, i)) * factor;
+        store(lost + f.of(r, i), load(lost + f.of(r, i)) - read);
+        store(after + f.of(r, i), read * load(free + i));
+      }
+    }
+  }
+
+  const float* bias_after(const Head& x, const Work& w, const FitWork& f, const float* votes) const {
     float* bias = f.bias.get();
     for (int i = 0; i < x.used; ++i) bias[i] = w.is_evicted.get()[i] ? kHidden : bias_of(votes[i]);
-    softmax(f, bias, f.after.reserve(f.size()));
-    write(x, w, f, votes, fit_values(x, w, f));
+    return bias;
   }
 
   // Multiplicative updates f = f (P^T 1) / (P^T P f) of the factors of the free slots' votes (Lee and Seung 2001).
@@ -155,11 +206,14 @@ struct Fit : Select<K, V> {
     over_slots(f, read, held, mass, false);
     over_rows(f, read, mass, wanted);
     for (int step = 0; step < fit->vote_steps; ++step) {
-      for (int i = 0; i < f.slots(); ++i) held[i] = factor[i] * free[i];
+      for (int i = 0; i < f.slots(); i += W) store(held + i, load(factor + i) * load(free + i));
       over_slots(f, read, held, held_by, true);
       over_rows(f, read, held_by, held);
-      for (int i = 0; i < x.used; ++i)
-        if (free[i] != 0.0f && wanted[i] > 1e-20f && held[i] > 1e-20f) factor[i] *= wanted[i] / held[i];
+      for (int i = 0; i < f.slots(); i += W) {
+        const vf goal = load(wanted + i), has = load(held + i), old = load(factor + i);
+        const vi counts = (load(free + i) > vf{}) & (goal > splat(1e-20f)) & (has > splat(1e-20f));
+        store(factor + i, select(counts, old * goal / select(counts, has, splat(1.0f)), old));
+      }
     }
     float had = 0.0f, has = 0.0f;
     for (int i = 0; i < x.used; ++i) {
@@ -175,32 +229,33 @@ struct Fit : Select<K, V> {
 
   // out[r] = sum over slots of read[r, slot] factor[slot]; of blocks with free slots alone, or of all.
   static void over_slots(const FitWork& f, const float* read, const float* factor, float* out, bool free_only) {
-    for (int r = 0; r < f.rows; ++r) out[r] = 0.0f;
-    for (int b = 0; b < f.blocks; ++b) {
-      if (free_only && !has_free(f, b)) continue;
-      for (int r = 0; r < f.rows; ++r) out[r] += dot(read + f.of(r, b * kBlock), factor + b * kBlock, kBlock);
+    for (int r = 0; r < f.rows; ++r) {
+      vf sums[kBlock / W] = {};
+      for (int b = 0; b < f.blocks; ++b) {
+        if (free_only && !f.has_free.get()[b]) continue;
+        const float *row = read + f.of(r, b * kBlock), *of_block = factor + b * kBlock;
+        for (int j = 0; j < kBlock / W; ++j) sums[j] += load(row + j * W) * load(of_block + j * W);
+      }
+      for (int j = 1; j < kBlock / W; ++j) sums[0] += sums[j];
+      out[r] = sum(sums[0]);
     }
   }
-  // out[slot] = sum over rows of read[r, slot] factor[r], in blocks with free slots.
+  // out[slot] = sum over rows of read[r, slot] factor[r]; zeros in blocks without free slots.
   static void over_rows(const FitWork& f, const float* read, const float* factor, float* out) {
     for (int b = 0; b < f.blocks; ++b) {
-      if (!has_free(f, b)) continue;
-      for (int i = b * kBlock; i < (b + 1) * kBlock; i += W) {
-        vf sums{};
-        for (int r = 0; r < f.rows; ++r) sums += load(read + f.of(r, i)) * factor[r];
-        store(out + i, sums);
-      }
+      vf sums[kBlock / W] = {};
+      if (f.has_free.get()[b])
+        for (int r = 0; r < f.rows; ++r)
+          for (int j = 0; j < kBlock / W; ++j) sums[j] += load(read + f.of(r, b * kBlock) + j * W) * factor[r];
+      for (int j = 0; j < kBlock / W; ++j) store(out + b * kBlock + j * W, sums[j]);
     }
   }
 
   // The change of values [slots, padded size] in f.change; returns what it is multiplied with.
   float fit_values(const Head& x, const Work& w, FitWork& f) const {
     const int dv = a.value_size, wide = blocks_of(dv), high = blocks_of(f.rows);
-    float *lost = f.before.get(), *design = f.after.get(), squares = 0.0f;
-    for (size_t i = 0; i < f.size(); ++i) lost[i] -= design[i];
-    for (int r = 0; r < f.padded; ++r)
-      for (int i = 0; i < f.slots(); i += W)
-        store(design + f.of(r, i), load(design + f.of(r, i)) * load(f.free.get() + i));
+    const float *lost = f.before.get(), *design = f.after.get();
+    float squares = 0.0f;
     // Y - X V [wide][padded, kBlock], X X^T [high][padded, kBlock], and X^T [blocks][high][kBlock, kBlock].
     const size_t tile = static_cast<size_t>(f.padded) * kBlock, block = static_cast<size_t>(kBlock) * kBlock;
     float *missing = f.product.reserve((wide + high) * tile, 0.0f), *gram = missing + wide * tile;
@@ -210,25 +265,26 @@ struct Fit : Select<K, V> {
       const auto row_of = [&](const float* of) { return [=](int r) { return of + (b * tile + r * kBlock); }; };
       float *values = f.packed.reserve(wide * block, 0.0f), *row = f.wide.reserve(dv);
       for (int i = 0; i < kBlock && b * kBlock + i < x.used; ++i) {
+        if (b * kBlock + i + W < x.used) fetch(value_row(x, w, b * kBlock + i + W), dv);
         widen(value_row(x, w, b * kBlock + i), row, dv);
         if (free[b * kBlock + i] != 0.0f) squares += dot(row, row, dv);
         for (int c = 0; c < wide; ++c)
           memcpy(values + c * block + i * kBlock, row + c * kBlock, min_of(dv - c * kBlock, kBlock) * sizeof(float));
       }
       for (int c = 0; c < wide; ++c)
-        products(row_of(lost), f.padded, values + c * block, kBlock, missing + c * tile, true);
-      if (!has_free(f, b)) continue;
+        products(row_of(lost), f.rows, values + c * block, kBlock, missing + c * tile, true);
+      if (!f.has_free.get()[b]) continue;
       for (int c = 0; c < high; ++c) {
         float* const to = columns + (b * high + c) * block;
         pack_rows(f, design + b * tile, c * kBlock, to);
-        products(row_of(design), f.padded, to, kBlock, gram + c * tile, true);
+        products(row_of(design), f.rows, to, kBlock, gram + c * tile, true);
       }
     }
     solve(f, missing, gram, wide);
-    float* change = f.change.reserve(static_cast<size_t>(f.slots()) * wide * kBlock, 0.0f);
+    float* change = f.change.reserve(static_cast<size_t>(f.slots()) * wide * kBlock);
     float norm = 0.0f;
     for (int b = 0; b < f.blocks; ++b) {
-      if (!has_free(f, b)) continue;
+      if (!f.has_free.get()[b]) continue;
       for (int c = 0; c < wide; ++c)
         for (int h = 0; h < high; ++h) {
           const float *of_block = columns + (b * high + h) * block,
@@ -243,19 +299,13 @@ struct Fit : Select<K, V> {
             tile_products(rows, to_columns, count, part);
             const int live = min_of(kTileRows, kBlock - first) * kBlock;
             for (int i = 0; i < live; i += W)
-              store(to + first * kBlock + i, load(to + first * kBlock + i) + load(part + i));
+              store(to + first * kBlock + i, h > 0 ? load(to + first * kBlock + i) + load(part + i) : load(part + i));
           }
         }
       norm += dot(change + b * wide * block, change + b * wide * block, static_cast<int>(wide * block));
     }
     const float allowed = fit->change_max * std::sqrt(squares) / max_of(std::sqrt(norm), 1e-30f);
     return allowed < 1.0f ? allowed : 1.0f;
-  }
-
-  static bool has_free(const FitWork& f, int b) {
-    vf any{};
-    for (int i = 0; i < kBlock; i += W) any += load(f.free.get() + b * kBlock + i);
-    return sum(any) > 0.0f;
   }
 
   // Rows [first, first + kBlock) of a block of X as columns; zeros beyond the last.
@@ -313,9 +363,7 @@ struct Fit : Select<K, V> {
           *scores = w.scores.reserve(static_cast<size_t>(x.used) * each);
     for (int i = 0; i < x.used; ++i) {
       if (f.free.get()[i] == 0.0f) continue;
-      float *key = rows + static_cast<size_t>(x.sets) * (d + dv), *value = key + d;
-      widen(key_row(x, w, i), key, d);
-      if (kSmall<K> && a.rotary_planes) hadamard(key, d);
+      float* value = rows + static_cast<size_t>(x.sets) * (d + dv) + d;
       widen(value_row(x, w, i), value, dv);
       const float* change = f.change.get() + (i / kBlock) * wide * block + (i % kBlock) * kBlock;
       for (int c = 0; c < wide; ++c)

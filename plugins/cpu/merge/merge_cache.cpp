@@ -222,19 +222,20 @@ struct Merge : Fit<K, V> {
     int kept, *number = without_holes(x, w, &kept);
     for (int to = 0; to < kept; ++to) {
       const int i = number[to], from = order[i], row = row_of ? row_of[i] : -1;
-      if (row < 0) {
+      if (row < 0 || fit) {  // a fit changes no key
         copy_row(x.key, x.out_key, from, to, d);
+        if constexpr (kSmall<K>) copy_row(x.key_scale, x.out_key_scale, from, to, 1);
+      } else {
+        write_row(rows + row * (d + dv), a.key_size, at(x.out_key, to * d), x.out_key_scale + to);
+      }
+      if (row < 0) {
         copy_row(x.value, x.out_value, from, to, dv);
-        if constexpr (kSmall<K>) {
-          copy_row(x.key_scale, x.out_key_scale, from, to, 1);
-          copy_row(x.value_scale, x.out_value_scale, from, to, 1);
-        }
+        if constexpr (kSmall<K>) copy_row(x.value_scale, x.out_value_scale, from, to, 1);
         copy_row(x.votes, x.out_votes, from, to, 1);
         copy_row(x.position, x.out_position, from, to, 1);
         for (int k = 0; k < a.statistics; ++k) copy_row(x.score + k * c, x.out_score + k * c, from, to, 1);
         continue;
       }
-      write_row(rows + row * (d + dv), a.key_size, at(x.out_key, to * d), x.out_key_scale + to);
       write_row(rows + row * (d + dv) + d, a.value_size, at(x.out_value, to * dv), x.out_value_scale + to);
       x.out_votes[to] = scores[row * each];
       x.out_position[to] = w.position.get()[latest(w, row)];

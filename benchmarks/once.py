@@ -15,8 +15,8 @@ A method is NAME, NAME:queries=192 (a parameter), or with +listed (measured laye
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -74,60 +74,80 @@ def engine_of(work: Path, method: str, part: int, threads: int) -> kvexport.Engi
     return kvexport.load(where, threads=threads, verify=False)
 
 
-def compressed(engine: kvexport.Engine, ids: list[int]) -> Saved:
-    """A lane that has read a context, which was merged at its end."""
-    lanes = engine.lanes(1)
-    lanes.prefill([np.array(ids, np.int64)])
-    saved = lanes.save(0)
-    if lanes.merges:
-        budgets = tuple(layer.budget for layer in engine.plan.layers)
-        assert saved.counters == Counters(budgets, 0, len(ids)), saved.counters
-    return saved
+def read(engine: kvexport.Engine, ids: list[int]) -> Saved:
+    """A lane that has read a context, before it merges."""
+    lanes, context = engine.lanes(1), np.array(ids, np.int64)
+    for start in range(0, len(ids), CHUNK):
+        lanes.append([context[start : start + CHUNK]], prefill=True, unread=[0])
+    assert lanes.merges == 0
+    return lanes.save(0)
 
 
-def following(engine: kvexport.Engine, ids: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Log-probabilities [FOLLOWING, vocabulary] of what follows the context."""
+def compressed(engine: kvexport.Engine, saved: Saved) -> Saved:
+    """That lane as it is when the prompt has ended."""
+    lanes, layers = engine.lanes(1), engine.plan.layers
+    if not any(layer.merges for layer in layers):
+        return saved
+    lanes.restore(0, saved)
+    lanes.backend.merge(0, 1)
+    held = tuple(min(layer.budget, saved.counters.length) for layer in layers)
+    return Saved(lanes.read(0), Counters(held, 0, saved.counters.length))
+
+
+def following(engine: kvexport.Engine, saved: Saved, ids: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Log-probabilities [tokens, vocabulary] of what follows the context."""
     lanes = engine.lanes(1)
-    lanes.restore(0, compressed(engine, ids[:LENGTH].tolist()))
-    logits = lanes.append([ids[LENGTH:]], prefill=True)[0]
+    lanes.restore(0, saved)
+    logits = lanes.append([ids], prefill=True)[0]
     assert lanes.merges == 0
     return log_softmax(logits)
 
 
-def asked(engine: kvexport.Engine, given: recall.Passage) -> list[list[float]]:
+def asked(engine: kvexport.Engine, saved: Saved, given: recall.Passage) -> list[list[float]]:
     """Of every question: exact, digits, nll."""
-    lanes, saved = engine.lanes(len(given.questions)), compressed(engine, given.ids)
+    lanes = engine.lanes(len(given.questions))
     for lane in range(lanes.count):
         lanes.restore(lane, saved)
     found = recall.continued(lanes, given.questions)
+    assert lanes.merges == 0
     return [[int(a.exact), round(a.digits, 4), round(a.nll, 4)] for a in found]
 
 
-class Contexts:
-    """What is read, and what the full cache makes of it, once each."""
+class Measure:
+    """One text, or one passage and its questions: read once for all methods that keep the same statistics."""
 
-    def __init__(self, work: Path, threads: int) -> None:
-        self.full = engine_of(work, "h2o", 1, threads)
-        assert self.full.tokenizer is not None and not any(layer.merges for layer in self.full.plan.layers)
-        language, rng = Text(self.full.tokenizer, manual()), np.random.default_rng(1000)
-        self._texts = [np.array(language.text(rng, LENGTH + FOLLOWING)[0], np.int64) for _ in range(16)]
-        self.text = cache(lambda i: (self._texts[i], following(self.full, self._texts[i])))
-        self.codes = cache(lambda i: passages(self.full, "codes", i + 1, LENGTH)[i])
+    def __init__(self, task: str, number: int, full: kvexport.Engine) -> None:
+        assert full.tokenizer is not None and not any(layer.merges for layer in full.plan.layers)
+        self.task, self._read = task, dict[str, Saved]()
+        if task == "codes":
+            self._passage = passages(full, task, number + 1, LENGTH)[number]
+            self._context = self._passage.ids
+            return
+        ids = Text(full.tokenizer, manual()).text(np.random.default_rng([1000, number]), LENGTH + FOLLOWING)[0]
+        self._context, self._following = ids[:LENGTH], np.array(ids[LENGTH:], np.int64)
+        self._right = following(full, self._saved(full), self._following)
 
+    def _saved(self, engine: kvexport.Engine) -> Saved:
+        method = engine.manifest.recipe.cache.build_method()
+        kept = str((method.statistics, method.extra_state, method.vote_exponent))
+        if kept not in self._read:
+            self._read[kept] = read(engine, self._context)
+        return self._read[kept]
 
-def measured(contexts: Contexts, engine: kvexport.Engine, task: str, i: int) -> Any:
-    """KL of a text in nats per token, or the answers to a passage."""
-    if task == "codes":
-        return asked(engine, contexts.codes(i))
-    ids, right = contexts.text(i)
-    return round(float((np.exp(right) * (right - following(engine, ids))).sum(-1).mean()), 6)
+    def of(self, engine: kvexport.Engine) -> Any:
+        """KL in nats per token, or the answers."""
+        saved = compressed(engine, self._saved(engine))
+        if self.task == "codes":
+            return asked(engine, saved, self._passage)
+        found = following(engine, saved, self._following)
+        return round(float((np.exp(self._right) * (self._right - found)).sum(-1).mean()), 6)
 
 
 def figures(task: str, each: list[Any]) -> dict[str, Any]:
     """With 95 % intervals over texts; of answers over passages, whose questions share a cache."""
     if task == "text":
         return {"kl": vars(mean(each))}
-    exact, digits, nll = (([float(np.mean([q[k] for q in answers])) for answers in each]) for k in range(3))
+    exact, digits, nll = ([float(np.mean([q[k] for q in answers])) for answers in each] for k in range(3))
     return {"exact": vars(mean(exact)), "digits": vars(mean(digits)), "nll": vars(mean(nll))}
 
 
@@ -142,26 +162,23 @@ def main() -> None:
     options = parser.parse_args()
     path = RESULTS / f"{NAME}.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
-    contexts = Contexts(options.work, options.threads)
-    labels = [("full", 1), *((m, int(part)) for part in options.parts.split(",") for m in options.methods.split(","))]
-    for method, part in labels:
-        engine = None
-        for task in options.tasks.split(","):
-            if (method, task) == ("full", "text"):
-                continue
+    labels = [("full", 1), *((m, int(part)) for m in options.methods.split(",") for part in options.parts.split(","))]
+    full = engine_of(options.work, "h2o", 1, options.threads)
+    for task, number in itertools.product(options.tasks.split(","), range(options.texts)):
+        measure = None
+        for method, part in labels:
             label = {"method": method, "part": part, "task": task}
-            row = next((r for r in rows if all(r[key] == value for key, value in label.items())), None)
+            row = next((r for r in rows if label.items() <= r.items()), None)
             if row is None:
                 rows.append(row := {**label, "each": []})
-            for i in range(len(row["each"]), options.texts):
-                engine = engine or (
-                    contexts.full if method == "full" else engine_of(options.work, method, part, options.threads)
-                )
-                row["each"].append(measured(contexts, engine, task, i))
-                row |= figures(task, row["each"])
-                save(NAME, {"length": LENGTH, "following": FOLLOWING, "rows": rows})
-            shown = {key: f"{x['value']:.3f}" for key, x in row.items() if isinstance(x, dict)}
-            print(f"{task:6} 1/{part:<3} {method:34} {len(row['each'])} {shown}", flush=True)
+            if len(row["each"]) > number or (method, task) == ("full", "text"):
+                continue
+            measure = measure or Measure(task, number, full)
+            engine = full if method == "full" else engine_of(options.work, method, part, options.threads)
+            row["each"].append(found := measure.of(engine))
+            row |= figures(task, row["each"])
+            save(NAME, {"length": LENGTH, "following": FOLLOWING, "rows": [r for r in rows if r["each"]]})
+            print(f"{task} {number} 1/{part} {method}: {found}", flush=True)
 
 
 if __name__ == "__main__":

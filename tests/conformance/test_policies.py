@@ -255,3 +255,26 @@ def test_any_policy_means_to_native_kernels_what_it_means_in_pytorch(backend: Ba
             assert_same_cache(found, right, method.statistics, single=2e-5, stored=2e-5)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {method.given}") from error
+
+
+@pytest.mark.parametrize("backend", [b for b in reached() if isinstance(b, NativeCpu)], ids=lambda b: b.name)
+@pytest.mark.parametrize("name", ["grkv", "attention_matching"])
+def test_queries_that_read_nothing_but_evicted_slots_read_anew_what_is_left(backend: Backend, name: str) -> None:
+    """Where an evicted slot has e^190 times the mass of all others, float32 holds nothing of theirs beside it."""
+    method = all_methods()[name](queries=4, selector="h2o", change_max=10.0)
+    profile = MergeProfile("lost", name, {"queries": 4, "selector": "h2o", "change_max": 10.0})
+    state = merge_cache_state(profile, MergeScenario("lost", 24, 14, ((24, 24),)), method.statistics)
+    evicted = int(state["position"][0, 0].argsort()[SINKS + 4])
+    state["score"][0, :, 0, evicted] = -1.0
+    state["votes"][:] = np.where(state["votes"] > 0, 1.0, 0.0)
+    for h in range(2):
+        query = state["query"][0, h]
+        query[:] = query[1] / np.linalg.norm(query[1])
+        state["key"][0, h, evicted] = 200.0 * query[1]
+    state["query_seen"][:] = state["position"].max() + 1
+    attributes = MergeCacheAttributes(method, 14, SINKS, RECENT)
+    right = state_of(Torch().merge_cache(state, attributes))
+    assert not (right["position"] == state["position"][0, 0, evicted]).any(), "it is evicted"
+    assert not np.isin(right["value"][0, :, :14], state["value"]).all(), "and others' values take its place"
+    found = state_of(backend.merge_cache(state, attributes))
+    assert_same_cache(found, right, method.statistics, single=2e-5, stored=2e-5)

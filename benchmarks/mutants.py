@@ -33,7 +33,7 @@ SOURCES = ("cpu/attention/vote_attention.cpp", "cpu/merge/merge_cache.cpp", "cpu
 DISPATCH = "cpu/dispatch.cpp"
 BINDING = "bindings/onnxruntime/library.cpp"
 RANKS = "cpu/ranks/all_reduce.cpp"
-FLAGS = ("-std=gnu++17", "-O1", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-w")
+FLAGS = ("-std=gnu++17", "-Og", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-w")
 # One instruction set is enough where the sources are the same for all.
 ISA = "avx2"
 ISA_FLAGS = {

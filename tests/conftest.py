@@ -87,14 +87,16 @@ def forks() -> Iterator[Forks]:
     forks.close()
 
 
-@pytest.fixture
-def no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here loses power; on a busy disk syncs would be most of the time of these tests."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
+@pytest.fixture(scope="session", autouse=True)
+def no_sync() -> Iterator[None]:
+    """Nothing here loses power; on a busy disk syncs would be much of the time of these tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_sync: None) -> FakeCuda:
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCuda:
     """A GPU and TensorRT, neither real, without plugins."""
     from tests.support import fake_cuda, fake_tensorrt
 

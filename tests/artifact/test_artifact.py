@@ -20,8 +20,6 @@ from kvexport.artifact.reading import load_checked
 from kvexport.errors import ArtifactError, KvexportError, UsageError
 from tests.support.artifacts import Forks, assert_whole, beside, build
 
-pytestmark = pytest.mark.usefixtures("no_sync")
-
 # Publishing.
 
 

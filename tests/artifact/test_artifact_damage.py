@@ -17,8 +17,6 @@ from kvexport.artifact.reading import load_checked
 from kvexport.errors import ArtifactError, KvexportError, UsageError
 from tests.support.artifacts import assert_whole, beside, build, rewrite
 
-pytestmark = pytest.mark.usefixtures("no_sync")
-
 # Damage.
 
 

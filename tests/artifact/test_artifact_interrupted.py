@@ -21,8 +21,6 @@ from kvexport.artifact.publish import stage
 from kvexport.errors import EnvironmentProblem, UsageError
 from tests.support.artifacts import NAMESPACE, PYTHON_PATH, Forks, assert_whole, beside, build
 
-pytestmark = pytest.mark.usefixtures("no_sync")
-
 # Interruptions.
 
 

@@ -160,7 +160,6 @@ def test_a_twin_of_a_sampler_draws_what_it_will_draw() -> None:
         assert one.generated == other.generated == twin.generated and one.logprobs == other.logprobs
 
 
-@pytest.mark.usefixtures("no_sync")
 def test_schedules_with_a_cache_drafter_answer_as_alone_without(scored: Path, tmp_path: Path) -> None:
     speculating, other = load(scored), load(scored)
     another, other.drafter = load(scored), None

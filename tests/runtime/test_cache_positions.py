@@ -157,7 +157,6 @@ def test_a_thousand_million_tokens_later_it_is_the_same(merging: Path, by: int) 
         np.testing.assert_array_equal(late, early)
 
 
-@pytest.mark.usefixtures("no_sync")
 def test_whatever_happens_to_requests_they_are_answered_as_alone(merging: Path, tmp_path: Path) -> None:
     """Forks, snapshots, sessions, preemption: a lane's state is all that a place depends on."""
     *engines, other = (load(merging) for _ in range(3))

@@ -280,7 +280,6 @@ def test_answers_of_a_batch_are_those_alone(delayed: Engine) -> None:
     assert answers(delayed, batch, 120) == alone
 
 
-@pytest.mark.usefixtures("no_sync")
 @pytest.mark.parametrize("name", ["waiting", "delayed"])
 def test_schedules_answer_as_alone(name: str, opened: Any, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Joining, leaving, forks, snapshots as bytes, sessions, preemption and prefixes, between two engines."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-import pytest
-
 from kvexport.runtime.engine import load
 from tests.support.on_device import onto_device
 from tests.support.schedules import Alone, Schedule
@@ -15,7 +13,6 @@ from tests.support.tensorrt_artifacts import engines as tensorrt_engines
 SCHEDULES, STEPS = 40, 20
 
 
-@pytest.mark.usefixtures("no_sync")
 def test_whatever_happens_to_requests_they_are_answered_as_alone(tiny_artifact: Path, tmp_path: Path) -> None:
     # One has so few lanes that requests wait, and take them from one another.
     *engines, other = (load(tiny_artifact, lanes=lanes) for lanes in (None, 2, None))
@@ -26,7 +23,6 @@ def test_whatever_happens_to_requests_they_are_answered_as_alone(tiny_artifact: 
     assert min(happened[kind] for kind in kinds) > 10
 
 
-@pytest.mark.usefixtures("no_sync")
 def test_the_same_on_a_device_with_graphs(tiny_artifact: Path, tmp_path: Path) -> None:
     *engines, other = (load(tiny_artifact) for _ in range(3))
     for engine in engines:

@@ -46,7 +46,6 @@ def store(engine: Engine, folder: Path | None, memory: int, disk: int = 1 << 30)
     return SessionStore(engine.manifest, memory=memory, folder=folder, disk=disk)
 
 
-@pytest.mark.usefixtures("no_sync")
 def test_sessions_go_from_memory_to_the_folder_and_come_back(
     engine: Engine, snapshots: list[Snapshot], tmp_path: Path
 ) -> None:
@@ -77,7 +76,6 @@ def test_sessions_go_from_memory_to_the_folder_and_come_back(
     assert not (folder / f"s2{SUFFIX}").exists()
 
 
-@pytest.mark.usefixtures("no_sync")
 def test_both_places_are_bounded_and_what_was_not_used_for_longest_goes(
     engine: Engine, snapshots: list[Snapshot], tmp_path: Path
 ) -> None:
@@ -95,7 +93,6 @@ def test_both_places_are_bounded_and_what_was_not_used_for_longest_goes(
     assert in_memory.names() == ["s4", "s5"]
 
 
-@pytest.mark.usefixtures("no_sync")
 @pytest.mark.parametrize("fails", ["write", "fsync", "replace"])
 def test_a_full_disk_is_an_error_and_no_session_is_lost(
     engine: Engine, snapshots: list[Snapshot], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
@@ -127,7 +124,6 @@ def test_a_full_disk_is_an_error_and_no_session_is_lost(
     assert set(kept.names()) == {"s0", "s1", "s2", "new"}
 
 
-@pytest.mark.usefixtures("no_sync")
 def test_a_damaged_file_is_an_error_of_its_session_alone(
     engine: Engine, snapshots: list[Snapshot], tmp_path: Path
 ) -> None:

@@ -18,8 +18,6 @@ from kvexport.runtime.session_files import SUFFIX
 from kvexport.runtime.shared_sessions import SharedSessions
 from kvexport.runtime.snapshot import Snapshot
 
-pytestmark = pytest.mark.usefixtures("no_sync")
-
 
 @pytest.fixture(scope="module")
 def engine(tiny_artifact: Path) -> Engine:

@@ -176,7 +176,6 @@ def test_rows_of_one_call_are_those_of_single_calls_but_for_rounding(engine: Eng
     assert 0 <= largest < ROUNDING
 
 
-@pytest.mark.usefixtures("no_sync")
 def test_schedules_that_speculate_answer_as_alone_without(artifact: Path, tmp_path: Path) -> None:
     """Joining, leaving, forks, snapshots, preemption and prefixes; one of the engines drafts, and state goes between
     them."""
@@ -186,7 +185,6 @@ def test_schedules_that_speculate_answer_as_alone_without(artifact: Path, tmp_pa
         Schedule([speculating, plain], Alone(other), tmp_path / str(seed), 300 + seed).run(15)
 
 
-@pytest.mark.usefixtures("no_sync")
 def test_schedules_that_speculate_on_a_device(artifact: Path, tmp_path: Path) -> None:
     speculating, plain, other = (load(artifact) for _ in range(3))
     plain.drafter = other.drafter = None

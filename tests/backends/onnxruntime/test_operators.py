@@ -102,7 +102,7 @@ def test_random_calls_on_arm(isa: str) -> None:
         *options,
         "-DCMAKE_EXE_LINKER_FLAGS=-static",
         "-DCMAKE_BUILD_TYPE=Cross",
-        "-DCMAKE_CXX_FLAGS_CROSS=-O1",
+        "-DCMAKE_CXX_FLAGS_CROSS=-Og",
     )
     calls_hold([tool("qemu-aarch64-static", "qemu-aarch64"), str(program)], 40_000, 30, isa)
 

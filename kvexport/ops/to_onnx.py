@@ -43,6 +43,7 @@ def to_onnx(
                 strict=False,
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
+        _pass_detached(exported)
         if not _changes_in_place(exported):
             # To decompose the program is to trace it a second time. Mostly every operator has a translation as it is.
             exported.run_decompositions = lambda *_: exported
@@ -51,6 +52,14 @@ def to_onnx(
             except torch.onnx.OnnxExporterError:
                 del exported.run_decompositions
         return _translate(exported, translations, names)
+
+
+def _pass_detached(exported: ExportedProgram) -> None:
+    """Constants are detached in place, which changes nothing where nothing has a gradient."""
+    for module in exported.graph_module.modules():
+        for node in [node for node in module.graph.nodes if node.target is torch.ops.aten.detach_.default]:
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
 
 
 def _changes_in_place(exported: ExportedProgram) -> bool:

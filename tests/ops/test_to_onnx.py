@@ -29,6 +29,20 @@ def graph() -> bytes:
     return ir.to_proto(model).graph.SerializeToString(deterministic=True)
 
 
+class HoldsNumbers(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.tensor([1.0, 0.5, 0.25])
+
+
+def test_a_module_with_numbers_of_its_own_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are detached in place, for which a program would be decomposed, a second trace."""
+    monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", lambda *_: pytest.fail("decomposed"))
+    model = to_onnx.to_onnx(HoldsNumbers(), (torch.zeros(2, 3),), ({0: Dim("batch")},), {})
+    (numbers,) = (x for x in model.graph.initializers.values() if x.shape == (3,))
+    assert numbers.const_value.numpy().tolist() == [1.0, 0.5, 0.25]
+    assert "Mul" in [node.op_type for node in model.graph]
+
+
 @contextlib.contextmanager
 def nothing_saved() -> Iterator[None]:
     yield

@@ -19,7 +19,7 @@ from kvexport import backends
 from kvexport.artifact.digests import write_manifest
 from kvexport.artifact.manifest import Graphs, Limits, Manifest, ModelFacts
 from kvexport.artifact.publish import stage
-from kvexport.cache import CachePlan, layer_caches, of_caches, part_plan, plan_cache
+from kvexport.cache import CachePlan, of_caches, part_plan, plan_cache
 from kvexport.export.forked import forked
 from kvexport.export.model.shape import ModelShape
 from kvexport.recipe.fields import Recipe
@@ -87,6 +87,7 @@ def build(
     prepare = None if graphs_only else backends.get(recipe.backend.name).preparation(recipe)
     with stage(out) as folder, _collector_paused():
         from kvexport.export.graph.graphs import attention_functions, finish_decoder, open_slots
+        from kvexport.export.graph.heads import layers_plan
         from kvexport.export.graph.top_logits import top_logits_model
         from kvexport.export.graph.tracer import trace_decoder
         from kvexport.export.importance import save as save_importance
@@ -126,10 +127,9 @@ def build(
                 bar.advance,
             ) as writing,
         ):
-            count = len(part.plan.layers)
-            caches, geometry = layer_caches(part.geometry, count), of_caches(part.geometry, count)
-            traced = trace_decoder(part.model, part.mode, part.plan, last_logits=not recipe.all_logits, caches=caches)
-            functions = attention_functions(part.plan, method, geometry, recipe.model.dtype)
+            whole = layers_plan(part.plan, part.geometry)
+            traced = trace_decoder(part.model, part.mode, whole, last_logits=not recipe.all_logits)
+            functions = attention_functions(part.plan, method, part.geometry, recipe.model.dtype)
             merge = _parse_merge(merge_bytes(), method)
             gc.collect()  # while the weights may still be under way
             written = writing.result()
@@ -140,7 +140,8 @@ def build(
                     written.locations if ranks == 1 else apart(written.locations, rank),
                     folder,
                     method,
-                    geometry,
+                    part.geometry,
+                    part.plan,
                     functions,
                     packings(own),
                     float_input=recipe.weights.inputs == "float",

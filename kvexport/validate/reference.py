@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from kvexport.cache import CachePlan, LayerGeometry, layer_caches, of_caches
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.export.graph.layers import layer_list
-from kvexport.export.graph.tracer import by_caches, layer_attributes, used_slots
+from kvexport.export.graph.tracer import layer_attributes, used_slots
 from kvexport.export.model.attention_hook import IMPLEMENTATION, PassThroughCache, TokenLogits, attending
 from kvexport.export.model.checkpoint import Checkpoint
 from kvexport.export.model.hf_model import fix_rotary_frequencies
@@ -55,7 +55,11 @@ class _Eager:
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         layer: int = module.layer_idx  # type: ignore[assignment]
-        return by_caches(self.caches[layer], self._attend, query, key, value, options.get("s_aux"))
+        caches, sink_logits = self.caches[layer], options.get("s_aux")
+        count = len(caches)
+        heads = [x.chunk(count, 1) for x in (query, key, value)]
+        logits = [None] * count if sink_logits is None else sink_logits.chunk(count)
+        return torch.cat([self._attend(*given) for given in zip(caches, *heads, logits, strict=True)], 1)
 
     def _attend(self, cache: int, query: Tensor, key: Tensor, value: Tensor, sink_logits: Tensor | None) -> Tensor:
         if self.telemetry:

@@ -6,17 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
+import onnx_ir as ir
+from onnx import TensorProto, helper
 
 from kvexport.artifact.reading import load_manifest
-from kvexport.cache import plan_cache
+from kvexport.cache import LayerGeometry, plan_cache
 from kvexport.export.build import build, read_model
-from kvexport.export.graph.tracer import by_caches
-from kvexport.methods.ballot import Ballot
-from kvexport.ops.vote_attention import VoteAttentionAttributes, vote_attention
+from kvexport.export.graph.heads import split_heads
 from kvexport.recipe.load import load_recipe
 from kvexport.runtime.lanes import Lanes
+from kvexport.schema.state import STATE
 from kvexport.validate.backend import ReferenceBackend
 from kvexport.validate.reference import TorchReference
 from kvexport.validate.runner import validate_artifact
@@ -28,27 +27,6 @@ UNEQUAL = "[[0.6, 1.4], [1.2, 0.8]]"
 def recipe_of(shares: str | None = None) -> Any:
     listed = [] if shares is None else ["cache.allocation.kind=listed", f"cache.allocation.shares={shares}"]
     return load_recipe("tiny-ballot", [*SETTINGS, *listed]).recipe
-
-
-def test_every_head_attends_with_its_group_and_its_sink_logits() -> None:
-    torch.manual_seed(0)
-    batch, heads, group, tokens, size = 2, 3, 2, 5, 8
-    query = torch.randn(batch, heads * group, tokens, size)
-    key, value = (torch.randn(batch, heads, tokens, size) for _ in range(2))
-    logits, position = torch.randn(heads * group), torch.arange(tokens).expand(batch, tokens)
-    attributes = VoteAttentionAttributes(scale=0.3, vote_exponent=1.0, statistics=Ballot().statistics)
-
-    def attend(cache: int, *given: Tensor | None) -> Tensor:
-        query, key, value, logits = given
-        held = key.shape[1]  # type: ignore[union-attr]
-        past = [torch.zeros(batch, held, 16, size), torch.zeros(batch, held, 16, size), torch.zeros(batch, held, 16)]
-        past += [torch.zeros(batch, held, 2, 16), torch.zeros(batch, held, 16, dtype=torch.int32)]
-        asked: Any = (query, key, value, position, torch.full((batch, 1), tokens), *past, logits)
-        return vote_attention(*asked, attributes=attributes)[0]
-
-    together = by_caches(range(1), attend, query, key, value, logits)
-    apart = by_caches(range(4, 7), attend, query, key, value, logits)
-    torch.testing.assert_close(apart, together, rtol=1e-5, atol=1e-6)
 
 
 def test_equal_shares_of_heads_give_what_layers_with_that_budget_give() -> None:
@@ -75,3 +53,32 @@ def test_an_engine_whose_heads_have_budgets_of_their_own_is_pytorchs(tmp_path: P
     assert [layer.budget for layer in manifest.cache.layers] == [14, 34, 29, 19]
     result = validate_artifact(path, length=48)
     assert result.passed and result.in_place_identical and result.head_merges > 10
+
+
+def test_sink_logits_go_to_the_cache_of_their_heads() -> None:
+    geometry = [LayerGeometry(4, 2, 8, 8, sink_logits=True)]
+    whole, plan = (plan_cache(recipe_of(shares), geometry) for shares in (None, "[[1, 3]]"))
+    inputs = ["query", "key", "value", "position", "query_length", *(x.past(0) for x in STATE), "sinks"]
+    outputs = ["read", *(x.present(0) for x in STATE)]
+    node = helper.make_node("VoteAttention", inputs, ["output", *outputs[1:]], domain="kvexport", layer=0)
+    read = helper.make_node("Identity", ["output"], ["read"])
+    named = {x.past(0): x for x in STATE} | {x.present(0): x for x in STATE}
+    shapes = {name: ["batch", *whole.layers[0].shapes(1)[x.name][1:]] for name, x in named.items()}
+    given, made = (
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shapes.get(name)) for name in names]
+        for names in (inputs, outputs)
+    )
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid("kvexport", 1)]
+    model = ir.from_proto(
+        helper.make_model(helper.make_graph([node, read], "layer", given, made), opset_imports=opsets)
+    )
+    split_heads(model.graph, geometry, plan)
+    splits = {value.name: node for node in model.graph if node.op_type == "Split" for value in node.outputs}
+    attention = [node for node in model.graph if node.op_type == "VoteAttention"]
+    for cache, node in enumerate(attention):
+        sinks = splits[node.inputs[-1].name]
+        assert (sinks.inputs[0].name, sinks.attributes["axis"].as_int()) == ("sinks", 0)
+        assert list(sinks.outputs).index(node.inputs[-1]) == cache
+        assert [x.name for x in node.inputs[5:10]] == [x.past(cache) for x in STATE]
+    assert [x.shape[2] for x in model.graph.inputs if x.name.endswith(".key")] == [x.capacity for x in plan.layers]
+    assert [x.name for x in model.graph.outputs][:2] == ["read", "present.0.key"]

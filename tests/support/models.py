@@ -135,10 +135,10 @@ _real_trace_decoder = tracer.trace_decoder
 _traces: dict[str, Any] = {}
 
 
-def _trace_decoder(model: Any, mode: Any, plan: Any, *, last_logits: bool, caches: Any = None) -> Any:
+def _trace_decoder(model: Any, mode: Any, plan: Any, *, last_logits: bool) -> Any:
     shapes = [(layer.shapes(1), layer.dtype) for layer in plan.layers]
     key = repr((model.config.to_json_string(), model.dtype, shapes, plan.cache_positions, last_logits))
     if key not in _traces:
-        _traces[key] = _real_trace_decoder(model, mode, plan, last_logits=last_logits, caches=caches)
+        _traces[key] = _real_trace_decoder(model, mode, plan, last_logits=last_logits)
     # Finishing a decoder changes its graph.
     return _traces[key].clone()

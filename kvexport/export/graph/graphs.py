@@ -11,7 +11,8 @@ import onnx_ir as ir
 import torch
 from onnx import helper
 
-from kvexport.cache import CachePlan, LayerCache, LayerGeometry
+from kvexport.cache import CachePlan, LayerCache, LayerGeometry, of_caches
+from kvexport.export.graph.heads import split_heads
 from kvexport.export.graph.tracer import layer_attributes
 from kvexport.export.passes import DECODER_PASSES
 from kvexport.export.passes.linear.forms import linear_functions, take_floats
@@ -38,7 +39,7 @@ PLUGIN = {"plugin_version": "1", "plugin_namespace": DOMAIN}
 def attention_functions(
     plan: CachePlan, method: Method, geometry: list[LayerGeometry], dtype: str
 ) -> list[onnx.FunctionProto]:
-    """The function of every layer's VoteAttention; layers for which it means the same share one. dtype: of queries."""
+    """The function of every cache's VoteAttention; caches for which it means the same share one. dtype: of queries."""
     return [
         vote_attention_function(
             layer_attributes(method, layer),
@@ -48,7 +49,7 @@ def attention_functions(
             cache_type="" if cache.dtype == dtype else cache.dtype,
             sinks=layer.sink_logits,
         )
-        for cache, layer in zip(plan.layers, geometry, strict=True)
+        for cache, layer in zip(plan.layers, of_caches(geometry, len(plan.layers)), strict=True)
     ]
 
 
@@ -58,14 +59,15 @@ def finish_decoder(
     folder: Path,
     method: Method,
     geometry: list[LayerGeometry],
+    plan: CachePlan,
     functions: list[onnx.FunctionProto],
     packings: Mapping[str, PackedFormat],
     *,
     float_input: bool,
 ) -> onnx.ModelProto:
     """The traced decoder with its weights as external data in `folder` (initializer name -> location), those of
-    `packings` packed, and every VoteAttention node with its attributes and the function of its layer. float_input:
-    whether packed weights are multiplied with inputs as they are."""
+    `packings` packed, the caches of `plan`, and every VoteAttention node with its attributes and the function of its
+    cache. float_input: whether packed weights are multiplied with inputs as they are."""
     renamed = put_packed(model, packings, lambda a, b: locations[a] == locations[b])
     for name, value in model.graph.initializers.items():
         if value.const_value is None:
@@ -81,18 +83,17 @@ def finish_decoder(
                 base_dir=folder,
             )
     run_passes(model, DECODER_PASSES)
+    split_heads(model.graph, geometry, plan)
     if float_input:
         take_floats(model.graph)
-    proto = ir.to_proto(model)
+    proto, parts = ir.to_proto(model), of_caches(geometry, len(plan.layers))
     for node in proto.graph.node:
         if (node.domain, node.op_type) != (DOMAIN, "VoteAttention"):
             continue
         i = next(a.i for a in node.attribute if a.name == "layer")
         while node.input and not node.input[-1]:
             node.input.pop()
-        _set_attributes(
-            node, functions[i].overload, vote_attention_node_attributes(layer_attributes(method, geometry[i]))
-        )
+        _set_attributes(node, functions[i].overload, vote_attention_node_attributes(layer_attributes(method, parts[i])))
     used = list({function.overload: function for function in functions}.values())
     return _finish(proto, [*used, *linear_functions(model.graph)])
 

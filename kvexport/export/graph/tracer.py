@@ -4,7 +4,7 @@ nodes."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -80,37 +80,28 @@ def _attention_placeholder(operator: Operator) -> Any:
 
 
 class _Tracing:
-    """Puts one VoteAttention placeholder per cache into the trace and collects its present state. caches: of every
-    layer."""
+    """Puts one VoteAttention placeholder per layer into the trace and collects its present state."""
 
     def __init__(
-        self,
-        operator: Operator,
-        position: Tensor,
-        query_length: Tensor,
-        past: dict[int, dict[str, Tensor]],
-        caches: Sequence[range],
+        self, operator: Operator, position: Tensor, query_length: Tensor, past: dict[int, dict[str, Tensor]]
     ) -> None:
         self.operator, self.placeholder = operator, _attention_placeholder(operator)
-        self.position, self.query_length, self.past, self.caches = position, query_length, past, caches
+        self.position, self.query_length, self.past = position, query_length, past
         self.present: dict[int, tuple[Tensor, ...]] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         layer: int = module.layer_idx  # type: ignore[assignment]
-        return by_caches(self.caches[layer], self._attend, query, key, value, options.get("s_aux"))
-
-    def _attend(self, cache: int, query: Tensor, key: Tensor, value: Tensor, sink_logits: Tensor | None) -> Tensor:
         given = {
             "query": query,
             "key": key,
             "value": value,
             "position": self.position,
             "query_length": self.query_length,
-            "sink_logits": sink_logits,
-            **self.past[cache],
+            "sink_logits": options.get("s_aux"),
+            **self.past[layer],
         }
-        result = self.placeholder(*(given[name] for name in self.operator.input_names), layer=cache)
-        self.present[cache] = result[1:]
+        result = self.placeholder(*(given[name] for name in self.operator.input_names), layer=layer)
+        self.present[layer] = result[1:]
         output: Tensor = result[0]
         return output
 
@@ -120,19 +111,14 @@ class _Tracing:
 
 class _Decoder(nn.Module):
     """(input_ids, query_length, past_length, past state...) -> (logits, present_length, present state...), the state
-    that of `layers`. caches: of every layer."""
+    that of `layers`."""
 
-    def __init__(self, model: Any, plan: CachePlan, caches: Sequence[range], last_logits: bool) -> None:
+    def __init__(self, model: Any, plan: CachePlan, last_logits: bool) -> None:
         super().__init__()
-        self.model, self.plan, self.caches, self.last_logits = model, plan, caches, last_logits
+        self.model, self.plan, self.last_logits = model, plan, last_logits
         self.operator = VOTE_ATTENTION.with_state(plan.layers[0].extra)
-        self.layers: Sequence[int] = range(len(caches))
+        self.layers: Sequence[int] = ()
         self.token_logits = TokenLogits(model)
-
-    @property
-    def held(self) -> list[int]:
-        """The caches of `layers`."""
-        return [cache for layer in self.layers for cache in self.caches[layer]]
 
     def forward(
         self, input_ids: Tensor, query_length: Tensor, past_length: Tensor, *past: Tensor
@@ -140,21 +126,21 @@ class _Decoder(nn.Module):
         step = torch.arange(input_ids.shape[1], device=input_ids.device)
         position = rotated_by = past_length + step
         given = iter(past)
-        state = {i: {f"past_{x.name}": next(given) for x in self.plan.layers[i].state} for i in self.held}
+        state = {i: {f"past_{x.name}": next(given) for x in self.plan.layers[i].state} for i in self.layers}
         fitting = query_length
         if self.plan.cache_positions:
-            used = used_slots(state[self.held[0]]["past_votes"])
+            used = used_slots(state[self.layers[0]]["past_votes"])
             rotated_by = used + step
             # No caller brings more than there is room for. That it depends on the votes is what counts: none of them is
             # written over before they are read here.
             fitting = torch.minimum(query_length, self.plan.layers[0].capacity - used)
-        tracing = _Tracing(self.operator, position, fitting, state, self.caches)
+        tracing = _Tracing(self.operator, position, fitting, state)
         self.token_logits.query_length = query_length if self.last_logits else None
         with attending(tracing):
             logits = self.model(
                 input_ids=input_ids, position_ids=rotated_by, past_key_values=PassThroughCache(), use_cache=True
             ).logits
-        present = [x for i in self.held for x in tracing.present[i]]
+        present = [x for i in self.layers for x in tracing.present[i]]
         # Computed from `position`: both lengths may be bound to one buffer, which must be read before it is written.
         return (logits.float(), position[:, :1] + query_length, *present)
 
@@ -164,40 +150,18 @@ def initializer_names(model: Any) -> dict[str, str]:
     return {name: f"model.{name}" for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
-def by_caches(
-    caches: range,
-    attend: Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sink_logits: Tensor | None,
-) -> Tensor:
-    """The attention output [B, Hq, T, Dv] of a layer, cache by cache: `attend` is given a cache's number and its heads
-    of query [B, Hq, T, D], key and value [B, H, T, D / Dv] and sink_logits [Hq]."""
-    count = len(caches)
-    if count == 1:
-        return attend(caches[0], query, key, value, sink_logits)
-    heads = [x.chunk(count, 1) for x in (query, key, value)]
-    logits = [None] * count if sink_logits is None else sink_logits.chunk(count)
-    return torch.cat([attend(*given) for given in zip(caches, *heads, logits, strict=True)], 1)
-
-
-def trace_decoder(
-    model: Any, mode: FakeTensorMode, plan: CachePlan, *, last_logits: bool, caches: Sequence[range] | None = None
-) -> ir.Model:
-    """`decoder.onnx` as an optimized ONNX IR model with one VoteAttention node per cache, carrying only its cache's
-    number. caches: of every layer; None: one for each. Initializers without data are those of `initializer_names`.
-    Layers that do the same are traced once, and once more to be sure, but for those of several caches. Raises
-    UsageError where the model cannot be traced."""
-    caches = caches or [range(i, i + 1) for i in range(len(plan.layers))]
-    decoder = _Decoder(model, plan, caches, last_logits).eval()
-    layers = find_layers(model, mode) if len(caches) == len(plan.layers) else None
+def trace_decoder(model: Any, mode: FakeTensorMode, plan: CachePlan, *, last_logits: bool) -> ir.Model:
+    """`decoder.onnx` as an optimized ONNX IR model with one VoteAttention node per layer, carrying only its layer's
+    number. Initializers without data are those of `initializer_names`. Layers that do the same are traced once, and
+    once more to be sure. Raises UsageError where the model cannot be traced."""
+    decoder = _Decoder(model, plan, last_logits).eval()
+    layers = find_layers(model, mode)
     if layers and len(layers.traced()) < len(plan.layers):
         with contextlib.suppress(UsageError):  # what cannot be traced at all, the trace of the whole says
             traced = _trace_some(decoder, mode, plan, layers)
             if replicate_layers(traced, layers, plan):
                 return traced
-    return _trace(decoder, mode, plan, range(len(caches)))
+    return _trace(decoder, mode, plan, range(len(plan.layers)))
 
 
 def _trace_some(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, layers: Layers) -> ir.Model:
@@ -222,7 +186,7 @@ def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, wanted: Seq
         query_length, past_length = (torch.zeros(2, 1, dtype=torch.int64) for _ in range(2))
         state = [
             torch.zeros(shape, dtype=getattr(torch, plan.layers[i].dtypes()[kind].name))
-            for i in decoder.held
+            for i in wanted
             for kind, shape in plan.layers[i].shapes(2).items()
         ]
     inputs = (ids, query_length, past_length, *state)
@@ -237,7 +201,7 @@ def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, wanted: Seq
         ALL_REDUCE: _operator("AllReduce", ["part"], ["sum"], []),
         torch.ops.kvexport.layer_border.default: _operator(BORDER, ["hidden"], ["same"], ["layer", "end"]),
     }
-    tensors = [(i, x) for i in decoder.held for x in plan.layers[i].state]
+    tensors = [(i, x) for i in wanted for x in plan.layers[i].state]
     try:
         with mode:
             graph = to_onnx(

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 from kvexport.artifact.reading import load_manifest
@@ -337,6 +338,23 @@ def test_where_no_graph_can_be_captured_a_session_is_opened_without(
         expected.decode(ids, lengths)
         expected.merge(0, 3)
     assert all(x.tobytes() == other.get_state()[tensor].tobytes() for tensor, x in expected.get_state().items())
+
+
+def test_a_layer_is_five_nodes_and_those_beside_are_what_the_documents_count(tiny_artifact: Path) -> None:
+    nodes = onnx.load(tiny_artifact / "decoder.onnx", load_external_data=False).graph.node
+    found = Counter(node.op_type for node in nodes)
+    layers = len(load_manifest(tiny_artifact).cache.layers)
+    assert (found.pop("Linear"), found.pop("VoteAttention")) == (4 * layers + 1, layers)
+    # In float16 three casts more: of cosines, of sines, and of the logits.
+    launched = {"Range": 1, "Add": 2, "Cast": 1, "Mul": 1, "Cos": 1, "Sin": 1, "Slice": 1}
+    launched |= {"Gather": 2, "GatherND": 2, "Sub": 1, "Clip": 1}
+    assert found == launched | {"Shape": 1, "Squeeze": 1, "Unsqueeze": 2}
+
+
+def test_gpu_check_times_steps_that_merge_and_others(tiny_artifact: Path) -> None:
+    times = gpu_check().step_times(on_device(tiny_artifact, graphs=True))
+    assert set(times) == {"ms of a step", "ms of a step that merges"}
+    assert all(0 < value < 1000 for value in times.values())
 
 
 def test_what_travels_at_a_step_travels_in_one_copy_each_way(

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from kvexport.errors import UsageError
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
     from mmap import mmap
     from pathlib import Path
 
@@ -81,19 +80,31 @@ class Runners:
     open_decoder: Callable[[bytes], Any] | None = None
 
 
+A_RANK_FAILED = "a rank has failed"  # as a sum says that could not be made, because of another error
+
+
 class Collectives(Protocol):
-    """How the processes that are ranks of one model add up what they made, over memory that they share."""
+    """How the processes that are ranks of one model add up what they made, over memory of the host that they share."""
 
     def bytes(self, ranks: int) -> int:
         """Of the shared memory, which begins as zeros; 0 where there cannot be as many ranks."""
         ...
 
-    def joined(self, memory: mmap, rank: int, ranks: int) -> AbstractContextManager[None]:
-        """Within this context the calling thread opens sessions of this rank."""
+    def environment(self, rank: int) -> Mapping[str, str]:
+        """Variables of the process of a rank but the first, beside this one's."""
+        ...
+
+    def join(self, memory: mmap, rank: int, ranks: int) -> None:
+        """From now on the calling thread opens sessions of this rank. Ends when all ranks have joined, or raises what
+        keeps them from it."""
         ...
 
     def fail(self, memory: mmap) -> None:
         """From now on every sum is an error, those that are waited for too."""
+        ...
+
+    def problem(self, memory: mmap) -> str:
+        """Why the sums of the calls that have ended are none, where the calls did not say so; "" where they are."""
         ...
 
 

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,6 @@ from kvexport.ranks.channel import Message
 from kvexport.ranks.heads import Arrays, joined, part_of
 from kvexport.ranks.processes import Ranks
 from kvexport.ranks.sessions import RankedSessions
-
-if TYPE_CHECKING:
-    from kvexport.backends.base import Collectives
 
 PAST, PRESENT = "past_key_values.", "present."
 
@@ -100,13 +97,8 @@ def _open(ranks: Ranks, own: OneRank, path: Path, manifest: Manifest, model: byt
     """A decoder made of rank 0's, on every rank over its own weights."""
     files = (manifest.graphs.decoder, *manifest.graphs.ranks)
     models = {str(rank): np.frombuffer(_over(model, path / file), np.uint8) for rank, file in enumerate(files) if rank}
-    ranks.call(partial(_joined_open, ranks.collectives, ranks, own, model), Message("open", {"dropped": []}, models))
+    ranks.call(partial(own.open, model), Message("open", {"dropped": []}, models))
     return AllRanks(ranks, own, "cut")
-
-
-def _joined_open(collectives: Collectives, ranks: Ranks, own: OneRank, model: bytes) -> None:
-    with collectives.joined(ranks.memory, 0, ranks.count):
-        own.open(model)
 
 
 def _over(model: bytes, decoder: Path) -> bytes:

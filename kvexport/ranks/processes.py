@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from numpy.typing import NDArray
 
 from kvexport.artifact.manifest import Manifest
-from kvexport.backends.base import Backend, Collectives, LoadOptions
+from kvexport.backends.base import A_RANK_FAILED, Backend, Collectives, LoadOptions
 from kvexport.errors import EnvironmentProblem, KvexportError, UsageError
 from kvexport.ranks.channel import Channel, Message
 from kvexport.units import format_bytes
@@ -30,10 +30,19 @@ from kvexport.units import format_bytes
 T = TypeVar("T")
 # It finds what this process finds, whatever lies in the current directory.
 PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[3]); from kvexport.ranks.worker import main; main()"
-FAILED = "a rank has failed"  # as a sum says that could not be made
 AGAIN = "load the artifact again"
 SECONDS_TO_END = 10.0
 SECONDS_TO_SAY = 2.0
+
+
+class NoSum(Exception):
+    """Ranks have not added up; the message says why."""
+
+
+def require_sums(collectives: Collectives, memory: mmap) -> None:
+    """Raises NoSum where sums of calls that have ended are none."""
+    if said := collectives.problem(memory):
+        raise NoSum(said)
 
 
 class Ranks:
@@ -72,8 +81,8 @@ class Ranks:
             os.close(file)
 
     def _load(self, backend: Backend, path: Path, options: LoadOptions) -> Any:
-        with self.collectives.joined(self.memory, 0, self.count):
-            return backend.load(path, self.manifest, options)
+        self.collectives.join(self.memory, 0, self.count)  # the thread of all calls
+        return backend.load(path, self.manifest, options)
 
     def _start(self, rank: int, file: int) -> None:
         ours, theirs = socket.socketpair()
@@ -85,6 +94,7 @@ class Ranks:
                     command,
                     stdin=subprocess.DEVNULL,
                     pass_fds=files,
+                    env={**os.environ, **self.collectives.environment(rank)},
                     start_new_session=True,  # an interrupt of the terminal is for rank 0
                 )
             except OSError as error:
@@ -104,9 +114,10 @@ class Ranks:
             raise
         except Exception as error:
             # Nobody knows where the others are now. Where another rank failed first, it says so soon.
-            echo = isinstance(error, OSError) or FAILED in str(error)
+            echo = isinstance(error, OSError) or A_RANK_FAILED in str(error)
             if not (echo and self._known.wait(SECONDS_TO_SAY)):
-                _note(self._failed, self._known, f"rank 0 failed: {type(error).__name__}: {error}")
+                said = error if isinstance(error, NoSum) else f"rank 0 failed: {type(error).__name__}: {error}"
+                _note(self._failed, self._known, str(said))
             self.collectives.fail(self.memory)
             raise self._failed[0] from error
         except BaseException:
@@ -119,7 +130,9 @@ class Ranks:
         if message is not None:
             for channel in self._channels:
                 channel.send(message)
-        return work()
+        result = work()
+        require_sums(self.collectives, self.memory)
+        return result
 
     def ask(self, work: Callable[[], T], message: Message) -> list[Any]:
         """What `work` gives, and the answers of the other ranks, rank by rank."""

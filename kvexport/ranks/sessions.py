@@ -64,11 +64,10 @@ class RankedSessions:
 class RankedState:
     """See `ModelState`."""
 
-    top_logits: int | None = None
-
     def __init__(self, sessions: RankedSessions, number: int, own: ModelState) -> None:
         self._sessions, self._number, self._own = sessions, number, own
         self._slots = slot_axes(sessions.plan)
+        self.top_logits = own.top_logits
         weakref.finalize(self, sessions.dropped.append, number).atexit = False
 
     def _call(self, work: Callable[[], T], name: str, arrays: Arrays | None = None, **values: Any) -> T:
@@ -90,8 +89,9 @@ class RankedState:
         return self._call(partial(self._own.decode, input_ids, query_length, first), "decode", given, first=first)
 
     def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Rows:
-        """Logits are in the host's memory."""
-        raise NotImplementedError
+        """See `ModelState`; the rows are rank 0's."""
+        given = {"input_ids": input_ids, "query_length": query_length}
+        return self._call(partial(self._own.step, input_ids, query_length, first), "decode", given, first=first)
 
     def merge(self, first: int, last: int) -> None:
         """See `ModelState`."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from functools import cached_property
 from mmap import mmap
 from pathlib import Path
@@ -26,6 +25,7 @@ from kvexport.errors import KvexportError
 from kvexport.ranks.channel import Channel, Message
 from kvexport.ranks.comparison import OneRank
 from kvexport.ranks.heads import part_of
+from kvexport.ranks.processes import NoSum, require_sums
 
 
 def main() -> None:
@@ -37,7 +37,8 @@ def main() -> None:
     try:
         _work(channel, start.values, memory)
     except Exception as error:
-        known = error if isinstance(error, KvexportError) else KvexportError(f"{type(error).__name__}: {error}")
+        said = str(error) if isinstance(error, NoSum) else f"{type(error).__name__}: {error}"
+        known = error if isinstance(error, KvexportError) else KvexportError(said)
         channel.send(Message("failed", {"problem": known.problem, "fix": known.fix}))
         sys.exit(1)
 
@@ -48,15 +49,13 @@ def _work(channel: Channel, start: Mapping[str, Any], file: int) -> None:
     backend, options = backends.get(start["backend"]), LoadOptions(**start["options"])
     collectives, memory = backend.collectives(manifest, options), mmap(file, 0)
 
-    def joined() -> AbstractContextManager[None]:
-        return collectives.joined(memory, rank, manifest.graphs.rank_count)
-
-    with joined():
-        sessions = backend.load(path, manifest, options)
-    calls = Calls(backend, sessions, manifest, rank, joined)
+    collectives.join(memory, rank, manifest.graphs.rank_count)
+    sessions = backend.load(path, manifest, options)
+    calls = Calls(backend, sessions, manifest, rank)
     channel.send(Message("ready"))
     while (message := channel.receive()) is not None:
         answer = calls(message)
+        require_sums(collectives, memory)
         if answer is not None:
             channel.send(Message("answer", {}, answer))
 
@@ -64,15 +63,8 @@ def _work(channel: Channel, start: Mapping[str, Any], file: int) -> None:
 class Calls:
     """Does what messages say, over states by the numbers that rank 0 gave them."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        sessions: Sessions,
-        manifest: Manifest,
-        rank: int,
-        joined: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._backend, self._sessions, self._manifest, self._joined = backend, sessions, manifest, joined
+    def __init__(self, backend: Backend, sessions: Sessions, manifest: Manifest, rank: int) -> None:
+        self._backend, self._sessions, self._manifest = backend, sessions, manifest
         self._rank, self._ranks = rank, manifest.graphs.rank_count
         self._states: dict[int, ModelState] = {}
 
@@ -88,8 +80,7 @@ class Calls:
         if message.name == "infer":
             return self._compared.infer(given["graph"], arrays)
         if message.name == "open":
-            with self._joined():
-                self._compared.open(arrays[str(self._rank)].tobytes())
+            self._compared.open(arrays[str(self._rank)].tobytes())
             return None
         if message.name == "new_state":
             self._states[given["state"]] = self._sessions.new_state(self._manifest.cache, given["lanes"])

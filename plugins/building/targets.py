@@ -10,6 +10,7 @@ KERNELS = (
     "cuda/attention/vote_attention_small.cu",
     "cuda/merge/merge_cache.cu",
     "cuda/linear/linear.cu",
+    "cuda/ranks/all_reduce.cu",
 )
 # What the kernels, and each binding of them, read (patterns below plugins/).
 KERNEL_FILES = ("abi/*.h", "math/*.h", "cuda/**/*.h", "cuda/**/*.cu", "building/*.py")

@@ -6,10 +6,11 @@ import importlib
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvexport.backends.base import Backend, Description, Diagnosis, LoadOptions, Runners
+from kvexport.backends.base import Backend, Collectives, Description, Diagnosis, LoadOptions, Runners
 from kvexport.backends.onnxruntime import devices
 from kvexport.backends.onnxruntime import operators as native
 from kvexport.backends.onnxruntime.collectives import NativeCollectives, threads_of_rank
+from kvexport.backends.onnxruntime.mailboxes import MOST, Mailboxes
 from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.packages import Package
 
@@ -53,7 +54,9 @@ class OnnxRuntime(Backend):
 
     def problems(self, recipe: Recipe) -> list[tuple[str, str]]:
         """See `Backend`."""
-        return devices.problems(self.device(recipe))
+        device, ranks = self.device(recipe), recipe.backend.tensor_parallel
+        found = devices.problems(device)
+        return found or (devices.rank_problems(ranks) if device == "cuda" and ranks > 1 else [])
 
     def load(self, path: Path, manifest: Manifest, options: LoadOptions) -> Sessions:
         """See `Backend`."""
@@ -67,7 +70,7 @@ class OnnxRuntime(Backend):
             threads = threads_of_rank(graphs.rank_count)
         device = options.device or chosen.device
         if device not in devices.PROVIDERS:
-            raise UsageError(f"there is no device {device}", " or ".join(devices.PROVIDERS))
+            raise _no_device(device)
         devices.require_device(device)
         library = native.library(device)
         if library and device == "cuda":
@@ -91,18 +94,14 @@ class OnnxRuntime(Backend):
         return sessions
 
     def require_ranks(self, recipe: Recipe, device: str | None = None) -> None:
-        """See `Backend`."""
-        if (device := device or self.device(recipe)) != "cpu":
-            raise UsageError(
-                f"backend.tensor_parallel is {recipe.backend.tensor_parallel}, and ranks add up on the CPU alone, not "
-                f"on {device} (docs/tensor-parallel.md)",
-                "--set backend.device=cpu, or backend.tensor_parallel=1",
-            )
+        """See `Backend`: it runs them on every device."""
 
-    def collectives(self, manifest: Manifest, options: LoadOptions) -> NativeCollectives:
+    def collectives(self, manifest: Manifest, options: LoadOptions) -> Collectives:
         """See `Backend`."""
-        self.require_ranks(manifest.recipe, options.device)
-        return NativeCollectives(manifest)
+        device = options.device or self.device(manifest.recipe)
+        if device not in devices.PROVIDERS:
+            raise _no_device(device)
+        return Mailboxes(manifest) if device == "cuda" else NativeCollectives(manifest)
 
     def runners(self, sessions: Any, manifest: Manifest) -> Runners:
         """See `Backend`."""
@@ -126,6 +125,7 @@ class OnnxRuntime(Backend):
                 "native operators": _row(cpu),
                 "weights in huge pages": _pages_row(cpu),
                 "native operators for CUDA": _row(cuda),
+                "ranks on GPUs": _ranks_row(),
             },
             data={"providers": providers, "native": asdict(cpu), "native_cuda": asdict(cuda)},
             broken={"onnxruntime": problem} if problem else {},
@@ -142,7 +142,7 @@ class OnnxRuntime(Backend):
         here = {op: found.get(op) if needed else None for op, needed in manifest.operators.items()}
         runs = {op: str(how) if how else "not needed by this artifact" for op, how in here.items()}
         device = self.device(manifest.recipe)
-        lacks = "; ".join(problem for problem, _ in devices.problems(device)) if device != "cpu" else ""
+        lacks = "; ".join(problem for problem, _ in self.problems(manifest.recipe)) if device != "cpu" else ""
         where = f"{device}, where nothing runs here: {lacks}" if lacks else device
         return Description(
             sections=(KeyValues("Operators on this machine", {"device": where, **runs}),),
@@ -151,6 +151,10 @@ class OnnxRuntime(Backend):
 
 
 BACKEND = OnnxRuntime()
+
+
+def _no_device(device: str) -> UsageError:
+    return UsageError(f"there is no device {device}", " or ".join(devices.PROVIDERS))
 
 
 def _providers() -> tuple[list[str], str]:
@@ -181,6 +185,14 @@ def _native(device: str) -> Native:
 
 def _row(library: Native) -> str:
     return library.instruction_set or f"none: {library.problem}. To mend it: {library.fix}"
+
+
+def _ranks_row() -> str:
+    """How many of the first GPUs can be the ranks of one model."""
+    if devices.driver_problem() or (count := devices.gpu_count()) < 2:
+        return "no: they take two GPUs"
+    most = next((n for n in range(min(count, MOST), 1, -1) if not devices.rank_problems(n)), 1)
+    return f"up to {most}" if most > 1 else f"no: {devices.rank_problems(2)[0][0]}"
 
 
 def _pages_row(library: Native) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import ctypes
 from copy import copy as shallow
-from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvexport.errors import EnvironmentProblem
+from kvexport.backends.onnxruntime import devices
 
 # As `IOBinding.bind_input` takes it: device, its number, type, shape, address.
 Place = tuple[str, int, Any, tuple[int, ...], int]
@@ -90,19 +89,9 @@ def copy(source: Array, target: Array, taken: slice = ALL, given: slice = ALL) -
 def _copy_on_cuda(source: int, target: int, count: int) -> None:
     """By the driver, which is there where ONNX Runtime's provider runs. Runs of ONNX Runtime have ended before: their
     outputs are waited for."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    code = driver.cuCtxSetCurrent(_primary_context())
-    code = code or driver.cuMemcpyDtoD_v2(ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(count))
-    if code := code or driver.cuCtxSynchronize():
-        raise EnvironmentProblem(f"the NVIDIA driver copied no state: error {code}", "kvexport doctor")
-
-
-@cache
-def _primary_context() -> Any:
-    """Of device 0, which is ONNX Runtime's as well."""
-    context = ctypes.c_void_p()
-    ctypes.CDLL("libcuda.so.1").cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
-    return context
+    devices.use_first_gpu()
+    devices.drive("cuMemcpyDtoD_v2", ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(count))
+    devices.drive("cuCtxSynchronize")
 
 
 def part(array: Array, lanes: slice, session: Any) -> Array:

@@ -6,7 +6,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import io
+import os
 from functools import cache
+from itertools import permutations
 from typing import Any
 
 from kvexport.errors import EnvironmentProblem
@@ -15,6 +17,8 @@ PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 # Both packages give the same module; the one installed last is the one that is there.
 INSTALL_GPU = "pip install 'kvexport[gpu]' && pip install --force-reinstall --no-deps onnxruntime-gpu"
 INSTALL_CUDA = "pip install 'onnxruntime-gpu[cuda,cudnn]'"
+DRIVER = "libcuda.so.1"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def require_device(device: str) -> None:
@@ -72,16 +76,74 @@ def load_cuda_libraries(onnxruntime: Any) -> None:
 def driver_problem() -> str:
     """Why CUDA's driver shows no GPU; "" where it shows one."""
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
+        ctypes.CDLL(DRIVER)
     except OSError:
-        return "there is no NVIDIA driver (libcuda.so.1 cannot be loaded)"
+        return f"there is no NVIDIA driver ({DRIVER} cannot be loaded)"
+    try:
+        return "" if gpu_count() else "the NVIDIA driver shows no GPU"
+    except EnvironmentProblem as error:
+        return error.problem
+
+
+def drive(name: str, *arguments: Any) -> None:
+    """Call a function of CUDA's driver. Raises EnvironmentProblem with what it answers."""
+    driver = ctypes.CDLL(DRIVER)
+    if code := getattr(driver, name)(*arguments):
+        text = ctypes.c_char_p()
+        driver.cuGetErrorName(code, ctypes.byref(text))
+        answer = (text.value or b"error %d" % code).decode()
+        what = "" if name in ("cuInit", "cuDeviceGetCount") else f" for {name.removesuffix('_v2')}"
+        raise EnvironmentProblem(f"the NVIDIA driver cannot be used{what}: {answer}", "kvexport doctor")
+
+
+def gpu_count() -> int:
+    """How many GPUs the driver shows to this process."""
     count = ctypes.c_int()
-    code = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
-    if code:
-        name = ctypes.c_char_p()
-        driver.cuGetErrorName(code, ctypes.byref(name))
-        return f"the NVIDIA driver cannot be used: {(name.value or b'error %d' % code).decode()}"
-    return "" if count.value else "the NVIDIA driver shows no GPU"
+    drive("cuInit", 0)
+    drive("cuDeviceGetCount", ctypes.byref(count))
+    return count.value
+
+
+def use_first_gpu() -> None:
+    """The driver's calls of this thread are of the first GPU from now on, in the context that ONNX Runtime uses."""
+    drive("cuCtxSetCurrent", _first_context())
+
+
+@cache
+def _first_context() -> Any:
+    context = ctypes.c_void_p()
+    drive("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+    return context
+
+
+def rank_problems(ranks: int) -> list[tuple[str, str]]:
+    """Why the first GPUs cannot be as many ranks, and what mends it; empty where they can."""
+    if (count := gpu_count()) < ranks:
+        return [
+            (
+                f"{ranks} ranks take {ranks} GPUs, and the driver shows {count}",
+                f"--set backend.tensor_parallel={count}, or more GPUs in {VISIBLE} (in a container: --gpus all)",
+            )
+        ]
+    for one, other in permutations(range(ranks), 2):
+        reached = ctypes.c_int()
+        drive("cuDeviceCanAccessPeer", ctypes.byref(reached), one, other)
+        if not reached.value:
+            return [
+                (
+                    f"GPU {one} does not reach the memory of GPU {other}, neither by NVLink nor over PCIe",
+                    f"choose GPUs that do by {VISIBLE}: nvidia-smi topo -p2p r shows them",
+                )
+            ]
+    return []
+
+
+def visible_from(first: int) -> str:
+    """CUDA_VISIBLE_DEVICES of a process that has this one's GPU number `first` as its own first one, and then the
+    others."""
+    shown = [name.strip() for name in os.environ.get(VISIBLE, "").split(",")]
+    names = (shown if VISIBLE in os.environ else [str(i) for i in range(gpu_count())])[: gpu_count()]
+    return ",".join([names[first], *(name for i, name in enumerate(names) if i != first)])
 
 
 def _build_info(onnxruntime: Any) -> str:

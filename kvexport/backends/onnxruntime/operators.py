@@ -88,9 +88,16 @@ def has_small_cache(path: Path) -> bool:
     return _has(path, "kvexport_small_cache") or _has(path, "kvexport_attention_problem")
 
 
-def has_ranks(path: Path) -> bool:
-    """Whether the library has AllReduce."""
-    return _has(path, "kvexport_ranks_join")
+def library_of_ranks(manifest: Manifest, device: str) -> ctypes.CDLL:
+    """The library whose AllReduce adds up an artifact's ranks on `device`. Raises EnvironmentProblem where the artifact
+    would not run by the native operators, of which AllReduce is one."""
+    path, attention = library(device), implementations(manifest, device)["VoteAttention"]
+    if path is None or not attention.native:
+        why = why_no_library(device) if path is None else (attention.detail, "")
+        raise EnvironmentProblem(f"ranks add up by the native operators, and {why[0]}", why[1])
+    if not _has(path, {"cpu": "kvexport_ranks_join", "cuda": "kvexport_mailboxes_join"}[device]):
+        raise EnvironmentProblem(f"{path} is of a kvexport without ranks on {device}", how_to_build(device))
+    return loaded(path)
 
 
 def require_runnable(path: Path) -> None:

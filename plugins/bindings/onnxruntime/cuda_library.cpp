@@ -5,6 +5,7 @@
 #include <onnxruntime_cxx_api.h>
 #undef ORT_API_MANUAL_INIT
 
+#include "../../cuda/ranks/ranks.h"
 #include "operators.h"
 #include "workspace.h"
 
@@ -78,6 +79,30 @@ struct LinearKernel : kv::LinearNode {
   }
 };
 
+// What kernels that this thread makes from now on are a rank of.
+thread_local KvCudaRanks joined{};
+
+struct AllReduceKernel {
+  static constexpr const char* kProvider = kv::kDeviceProvider;
+  int type;
+  KvCudaRanks ranks = joined;
+
+  AllReduceKernel(const OrtKernelInfo*, const kv::CacheType& cache) : type(cache.type) {
+    kv::require(ranks.count > 0, "AllReduce: this process is no rank");
+  }
+
+  OrtStatusPtr ComputeV2(OrtKernelContext* raw) const {
+    return kv::status_of([&] {
+      const Ort::KernelContext context(raw);
+      const Ort::ConstValue part = context.GetInput(0);
+      const Ort::TensorTypeAndShapeInfo info = part.GetTensorTypeAndShapeInfo();
+      void* sum = kv::output(context, 0, info.GetShape());
+      kv::ran("AllReduce", kv_cuda_all_reduce(&ranks, type, part.GetTensorRawData(), sum, info.GetElementCount(),
+                                              context.GetGPUComputeStream()));
+    });
+  }
+};
+
 }  // namespace
 
 #define KV_EXPORT extern "C" __attribute__((visibility("default")))
@@ -87,19 +112,20 @@ KV_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiB
                  bf16 = ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16, i8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8,
                  u8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
   return kv::register_operators<kv::VoteAttentionOp<VoteAttentionKernel>, kv::MergeCacheOp<MergeCacheKernel>,
-                                kv::LinearOp<LinearKernel>>(options, base,
-                                                            {{KV_FLOAT32, f32},
-                                                             {KV_FLOAT16, f16},
-                                                             {KV_BFLOAT16, bf16},
-                                                             {KV_INT8, i8, i8, KV_FLOAT32, f32},
-                                                             {KV_INT8, i8, i8, KV_FLOAT16, f16},
-                                                             {KV_INT8, i8, i8, KV_BFLOAT16, bf16},
-                                                             {KV_INT4, u8, u8, KV_FLOAT32, f32},
-                                                             {KV_INT4, u8, u8, KV_FLOAT16, f16},
-                                                             {KV_INT4, u8, u8, KV_BFLOAT16, bf16},
-                                                             {KV_K8V4, i8, u8, KV_FLOAT32, f32},
-                                                             {KV_K8V4, i8, u8, KV_FLOAT16, f16},
-                                                             {KV_K8V4, i8, u8, KV_BFLOAT16, bf16}});
+                                kv::LinearOp<LinearKernel>, kv::AllReduceOp<AllReduceKernel>>(
+      options, base,
+      {{KV_FLOAT32, f32},
+       {KV_FLOAT16, f16},
+       {KV_BFLOAT16, bf16},
+       {KV_INT8, i8, i8, KV_FLOAT32, f32},
+       {KV_INT8, i8, i8, KV_FLOAT16, f16},
+       {KV_INT8, i8, i8, KV_BFLOAT16, bf16},
+       {KV_INT4, u8, u8, KV_FLOAT32, f32},
+       {KV_INT4, u8, u8, KV_FLOAT16, f16},
+       {KV_INT4, u8, u8, KV_BFLOAT16, bf16},
+       {KV_K8V4, i8, u8, KV_FLOAT32, f32},
+       {KV_K8V4, i8, u8, KV_FLOAT16, f16},
+       {KV_K8V4, i8, u8, KV_BFLOAT16, bf16}});
 }
 
 // What kvexport/backends/onnxruntime/operators.py asks: the operators that the library knows, what the kernels are
@@ -135,4 +161,13 @@ KV_EXPORT const char* kvexport_merge_problem(int type, int heads, int capacity, 
   call.policy.measure = KV_MEASURE_DISTANCE, call.policy.votes_max = 1.0f;
   const char* problem = kv_cuda_merge_cache_problem(&call);
   return problem ? problem : "";
+}
+
+// What kvexport/backends/onnxruntime/mailboxes.py calls: how large a mailbox is, and which rank sessions that the
+// calling thread opens from now on belong to; count 0: to none. The rest as in KvCudaRanks.
+KV_EXPORT size_t kvexport_mailbox_bytes() { return kv_cuda_mailbox_bytes(); }
+KV_EXPORT void kvexport_mailboxes_join(int rank, int count, uint64_t patience, uint32_t* problem,
+                                       void* const* mailboxes) {
+  joined = {rank, count, patience, problem, {}};
+  for (int i = 0; i < count && i < KV_CUDA_MOST_RANKS; ++i) joined.mailbox[i] = mailboxes[i];
 }

@@ -1,0 +1,111 @@
+"""The sum over ranks of the CUDA kernels, compiled for the host, where ranks are threads: bits, sizes, turns of the two
+halves, and ranks that do not come. What runs on GPUs is docs/tensor-parallel.md's."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conformance.cuda_library import HOST, CudaOnHost
+from tests.support.cuda_ranks import FAILED, LATE, OUT_OF_STEP, Ranks, in_order, random_part
+
+pytestmark = pytest.mark.skipif(
+    CudaOnHost().available() is not None, reason=f"not reached: {CudaOnHost().available()}"
+)
+TYPES = ["float32", "float16", "uint16"]  # the last: bits of bfloat16
+
+
+@pytest.fixture
+def ranks() -> Iterator[Callable[..., Ranks]]:
+    made: list[Ranks] = []
+
+    def make(count: int, **rest: Any) -> Ranks:
+        made.append(Ranks(ctypes.CDLL(str(HOST)), count, **rest))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.word[:] = FAILED  # nobody waits any more
+        one.pool.shutdown()
+
+
+def agree(made: Ranks, parts: list[list[np.ndarray]]) -> None:
+    got = made.run(parts)
+    assert made.word[0] == 0
+    for i, of_all in enumerate(zip(*parts, strict=True)):
+        expected = in_order(of_all).tobytes()
+        assert [sums[i].tobytes() == expected for sums in got] == [True] * len(parts), (i, of_all[0].size)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("count", [2, 4])
+def test_all_ranks_have_the_bits_of_the_sum_in_their_order(ranks: Any, dtype: str, count: int) -> None:
+    """Sizes that fill no vector, no block, several blocks; hundreds of rounds of the two halves."""
+    rng = np.random.default_rng(count)
+    sizes = [1, 7, 576, 4096, 4099, 70_001, *rng.integers(1, 9000, 300)]
+    agree(ranks(count), [[random_part(rng, size, dtype) for size in sizes] for _ in range(count)])
+
+
+def test_more_than_a_mailbox_holds_goes_in_pieces_in_one_shot_and_in_two(ranks: Any) -> None:
+    rng = np.random.default_rng(0)
+    for count in (2, 3):
+        agree(ranks(count), [[random_part(rng, 1_300_003, "float16"), random_part(rng, 5, "float16")] * 2] * count)
+
+
+def test_tensors_that_lie_anywhere_and_sums_in_place(ranks: Any) -> None:
+    rng = np.random.default_rng(0)
+    whole = [random_part(rng, 1001, "float32") for _ in range(2)]
+    agree(ranks(2), [[part[1:]] for part in whole])
+    made, parts = ranks(2), [part.copy() for part in whole]
+
+    def in_place(rank: int) -> str:
+        address = parts[rank].ctypes.data
+        return str(made.sum(made.views[rank], "float32", address, address, 1001, 0))
+
+    assert list(made.pool.map(in_place, range(2))) == ["", ""]
+    assert all(part.tobytes() == in_order(whole).tobytes() for part in parts)
+
+
+def test_a_rank_that_does_not_come_is_named_and_nobody_waits_for_ever(ranks: Any) -> None:
+    made = ranks(3, patience=20_000_000)
+    made.run([[np.zeros(9, np.float32)]] * 2)
+    word = int(made.word[0])
+    assert word & 255 == LATE and word >> 8 & 255 in (0, 1) and word >> 16 == 2
+    made.run([[np.zeros(9, np.float32)]] * 2)  # and ends
+
+
+def test_who_waits_is_released_by_the_word(ranks: Any) -> None:
+    made = ranks(2)
+    with ThreadPoolExecutor(1) as other:
+        alone = other.submit(made.run, [[np.zeros(9, np.float32)]])
+        made.word[0] = FAILED
+        alone.result()
+    assert made.word[0] == FAILED
+
+
+@pytest.mark.parametrize("sizes", [(4, 5), (4, 40_000), (100_000, 90_000)])
+def test_ranks_that_sum_different_tensors_are_told_so(ranks: Any, sizes: tuple[int, int]) -> None:
+    made = ranks(2)
+    made.run([[np.zeros(size, np.float32)] for size in sizes])
+    assert made.word[0] & 255 == OUT_OF_STEP
+
+
+def test_what_cannot_be_called_is_refused(ranks: Any) -> None:
+    made = ranks(2)
+    view, x = made.views[0], np.zeros(2 << 20, np.float32)
+    at = x.ctypes.data
+    assert made.sum(view, "int8", at, at, 4, 0) == "only float32, float16 and bfloat16 are added up"
+    assert made.sum(view, "float32", at, at, 0, 0) == ""
+    ctypes.CDLL(str(HOST)).kv_host_set(0, 0, 8, ctypes.c_size_t(101376))
+    assert "more blocks, which wait for those of other devices" in made.sum(view, "float32", at, at, x.size, 0)
+    view.mailbox[1] = None
+    assert made.sum(view, "float32", at, at, 4, 0) == "a rank has no mailbox"
+    view.rank = 2
+    assert made.sum(view, "float32", at, at, 4, 0) == "the rank is none of the ranks"
+    view.count = 17
+    assert made.sum(view, "float32", at, at, 4, 0) == "there are no ranks, or more than 16"

@@ -1,0 +1,96 @@
+"""Ranks that call the sum of plugins/cuda/ranks/ranks.h by themselves: threads of one process over the kernels compiled
+for the host, or processes of their own."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from tests.conformance.cuda_library import TYPES, bfloat16, float32_of
+
+MOST = 16
+FAILED, LATE, OUT_OF_STEP = 1, 2, 3
+LONG = 1 << 62  # nanoseconds
+
+
+class View(ctypes.Structure):
+    """KvCudaRanks."""
+
+    _fields_ = (
+        ("rank", ctypes.c_int),
+        ("count", ctypes.c_int),
+        ("patience", ctypes.c_uint64),
+        ("problem", ctypes.c_void_p),
+        ("mailbox", ctypes.c_void_p * MOST),
+    )
+
+
+def sum_of(library: Any) -> Callable[[View, str, int, int, int, int], str]:
+    """kv_cuda_all_reduce over addresses: the view, the type, the part, the sum, elements, the stream; why not, or
+    ""."""
+    function = library.kv_cuda_all_reduce
+    function.restype = ctypes.c_char_p
+    pointer, number = ctypes.c_void_p, ctypes.c_size_t
+    function.argtypes = [ctypes.POINTER(View), ctypes.c_int, pointer, pointer, number, pointer]
+
+    def call(view: View, dtype: str, part: int, to: int, count: int, stream: int = 0) -> str:
+        said = function(view, TYPES[dtype], part, to, count, stream)
+        return said.decode() if said else ""
+
+    return call
+
+
+def mailbox_bytes(library: Any) -> int:
+    library.kv_cuda_mailbox_bytes.restype = ctypes.c_size_t
+    return int(library.kv_cuda_mailbox_bytes())
+
+
+def in_order(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """The sum of the parts in their order, in float32, rounded once. uint16: bits of bfloat16."""
+    brain = parts[0].dtype == np.uint16
+    total = None
+    for part in parts:
+        wide = float32_of(part) if brain else part.astype(np.float32)
+        total = wide if total is None else total + wide
+    assert total is not None
+    return bfloat16(total) if brain else total.astype(parts[0].dtype)
+
+
+def random_part(rng: np.random.Generator, count: int, dtype: str) -> np.ndarray:
+    x = rng.standard_normal(count, np.float32)
+    return bfloat16(x) if dtype == "uint16" else x.astype(dtype)
+
+
+class Ranks:
+    """Threads. word: why there are no sums any more."""
+
+    def __init__(self, library: Any, count: int, patience: int = LONG) -> None:
+        library.kv_host_set(0, 0, 16, ctypes.c_size_t(101376))  # 16 multiprocessors: all blocks of the largest sum
+        self.sum, size = sum_of(library), mailbox_bytes(library)
+        self.word = np.zeros(1, np.uint32)
+        self.boxes = [_aligned(size) for _ in range(count)]
+        self.pool = ThreadPoolExecutor(count)
+        self.views = [View(rank, count, patience, self.word.ctypes.data) for rank in range(count)]
+        for view in self.views:
+            view.mailbox[:count] = [box.ctypes.data for box in self.boxes]
+
+    def run(self, parts: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
+        """Of every rank what it sums in turn, to what it gets; fewer ranks than there are: the others do not come."""
+        return list(self.pool.map(self._one, range(len(parts)), parts))
+
+    def _one(self, rank: int, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+        sums = [np.full_like(part, 77) for part in parts]
+        for part, to in zip(parts, sums, strict=True):
+            said = self.sum(self.views[rank], part.dtype.name, part.ctypes.data, to.ctypes.data, part.size, 0)
+            assert not said, said
+        return sums
+
+
+def _aligned(size: int) -> np.ndarray:
+    raw = np.zeros(size + 256, np.uint8)
+    start = -raw.ctypes.data % 256
+    return raw[start : start + size]

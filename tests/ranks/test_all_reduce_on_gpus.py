@@ -3,7 +3,6 @@ halves, and ranks that do not come. What runs on GPUs is docs/tensor-parallel.md
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,12 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.conformance.cuda_library import HOST, CudaOnHost
-from tests.support.cuda_ranks import FAILED, LATE, OUT_OF_STEP, Ranks, in_order, random_part
+from tests.conformance.cuda_library import HOST, CudaOnHost, load
+from tests.support.cuda_ranks import FAILED, LATE, OUT_OF_STEP, Ranks, in_order, multiprocessors, random_part
 
-pytestmark = pytest.mark.skipif(
-    CudaOnHost().available() is not None, reason=f"not reached: {CudaOnHost().available()}"
-)
+pytestmark = pytest.mark.skipif(CudaOnHost().available() is not None, reason=f"not reached: {CudaOnHost().available()}")
 TYPES = ["float32", "float16", "uint16"]  # the last: bits of bfloat16
 
 
@@ -25,10 +22,11 @@ def ranks() -> Iterator[Callable[..., Ranks]]:
     made: list[Ranks] = []
 
     def make(count: int, **rest: Any) -> Ranks:
-        made.append(Ranks(ctypes.CDLL(str(HOST)), count, **rest))
+        made.append(Ranks(load(HOST), count, **rest))
         return made[-1]
 
-    yield make
+    with multiprocessors():
+        yield make
     for one in made:
         one.word[:] = FAILED  # nobody waits any more
         one.pool.shutdown()
@@ -101,8 +99,8 @@ def test_what_cannot_be_called_is_refused(ranks: Any) -> None:
     at = x.ctypes.data
     assert made.sum(view, "int8", at, at, 4, 0) == "only float32, float16 and bfloat16 are added up"
     assert made.sum(view, "float32", at, at, 0, 0) == ""
-    ctypes.CDLL(str(HOST)).kv_host_set(0, 0, 8, ctypes.c_size_t(101376))
-    assert "more blocks, which wait for those of other devices" in made.sum(view, "float32", at, at, x.size, 0)
+    with multiprocessors(8):
+        assert "more blocks, which wait for those of other devices" in made.sum(view, "float32", at, at, x.size, 0)
     view.mailbox[1] = None
     assert made.sum(view, "float32", at, at, 4, 0) == "a rank has no mailbox"
     view.rank = 2

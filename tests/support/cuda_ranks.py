@@ -3,14 +3,15 @@ for the host, or processes of their own."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
-from tests.conformance.cuda_library import TYPES, bfloat16, float32_of
+from tests.conformance.cuda_library import HOST, TYPES, bfloat16, float32_of, load
 
 MOST = 16
 FAILED, LATE, OUT_OF_STEP = 1, 2, 3
@@ -27,6 +28,17 @@ class View(ctypes.Structure):
         ("problem", ctypes.c_void_p),
         ("mailbox", ctypes.c_void_p * MOST),
     )
+
+
+@contextlib.contextmanager
+def multiprocessors(count: int = 16) -> Iterator[None]:
+    """Of the kernels on the host within this context: as many as all blocks of the largest sum take at a time."""
+    library, limit = load(HOST), ctypes.c_size_t(101376)
+    library.kv_host_set(0, 0, count, limit)
+    try:
+        yield
+    finally:
+        library.kv_host_set(0, 0, 4, limit)
 
 
 def sum_of(library: Any) -> Callable[[View, str, int, int, int, int], str]:
@@ -69,7 +81,6 @@ class Ranks:
     """Threads. word: why there are no sums any more."""
 
     def __init__(self, library: Any, count: int, patience: int = LONG) -> None:
-        library.kv_host_set(0, 0, 16, ctypes.c_size_t(101376))  # 16 multiprocessors: all blocks of the largest sum
         self.sum, size = sum_of(library), mailbox_bytes(library)
         self.word = np.zeros(1, np.uint32)
         self.boxes = [_aligned(size) for _ in range(count)]

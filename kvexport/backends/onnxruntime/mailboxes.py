@@ -11,6 +11,7 @@ import ctypes
 import time
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from hashlib import sha256
 from mmap import mmap
 from typing import TYPE_CHECKING, Any
@@ -91,9 +92,7 @@ class Mailboxes:
         shared, length = ctypes.addressof(ctypes.c_char.from_buffer(memory)), ctypes.c_size_t(len(memory))
         problem, own, handle = ctypes.c_uint64(), ctypes.c_uint64(), _Handle()
         devices.use_first_gpu()
-        devices.drive(
-            "cuMemHostRegister_v2", ctypes.c_void_p(shared), length, PORTABLE_AND_MAPPED
-        )
+        devices.drive("cuMemHostRegister_v2", ctypes.c_void_p(shared), length, PORTABLE_AND_MAPPED)
         undo.append(("cuMemHostUnregister", ctypes.c_void_p(shared)))
         devices.drive("cuMemHostGetDevicePointer_v2", ctypes.byref(problem), ctypes.c_void_p(shared), 0)
         devices.drive("cuMemAlloc_v2", ctypes.byref(own), ctypes.c_size_t(size))
@@ -106,22 +105,23 @@ class Mailboxes:
         for other in range(ranks):
             there = own
             if other != rank:
-                handle, there = _Handle.from_buffer_copy(self._handle_of(memory, other)), ctypes.c_uint64()
+                handle, there = _Handle.from_buffer_copy(_awaited(memory, other)), ctypes.c_uint64()
                 devices.drive("cuIpcOpenMemHandle_v2", ctypes.byref(there), handle, LAZY_PEER_ACCESS)
                 undo.append(("cuIpcCloseMemHandle", there))
             mailboxes.append(there.value)
         return problem.value, mailboxes
 
-    def _handle_of(self, memory: mmap, other: int) -> bytes:
-        """What another rank left, as soon as it has."""
-        until = time.monotonic() + SECONDS_TO_JOIN
-        while (handle := _left(memory, other)) is None:
-            if said := self.problem(memory):
-                raise RuntimeError(said)
-            if time.monotonic() > until:
-                raise KvexportError(f"rank {other} has made no mailbox in {SECONDS_TO_JOIN:g} s", "load it again")
-            time.sleep(0.001)
-        return handle
+
+def _awaited(memory: mmap, rank: int) -> bytes:
+    """The handle that another rank leaves, as soon as it has."""
+    until = time.monotonic() + SECONDS_TO_JOIN
+    while (handle := _left(memory, rank)) is None:
+        if _word(memory):
+            raise RuntimeError(A_RANK_FAILED)
+        if time.monotonic() > until:
+            raise KvexportError(f"rank {rank} has made no mailbox in {SECONDS_TO_JOIN:g} s", "load it again")
+        time.sleep(0.001)
+    return handle
 
 
 def _word(memory: mmap) -> int:
@@ -140,7 +140,9 @@ def _left(memory: mmap, rank: int) -> bytes | None:
 
 
 def _give_back(undo: list[tuple[str, Any]], _: mmap) -> None:
-    """What a rank took of the driver; the memory of the host stays until then."""
-    devices.use_first_gpu()
-    for name, what in reversed(undo):
-        devices.drive(name, what)
+    """What a rank took of the driver; the memory of the host stays until then. A device that no longer works has
+    nothing to give back."""
+    with suppress(EnvironmentProblem):
+        devices.use_first_gpu()
+        for name, what in reversed(undo):
+            devices.drive(name, what)

@@ -13,6 +13,8 @@ namespace cuda {
 
 #ifdef __CUDACC__
 
+constexpr uint32_t kLooks = 256;  // at a flag, before the clock is looked at
+
 // What the block wrote, and read, before its last barrier comes before the flag, for every device.
 KV_DEVICE void publish(uint64_t* flag, uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
@@ -40,6 +42,8 @@ KV_DEVICE uint64_t nanoseconds() {
 KV_DEVICE void let_others_run() {}
 
 #else
+
+constexpr uint32_t kLooks = 16;
 
 inline void publish(uint64_t* flag, uint64_t value) { __atomic_store_n(flag, value, __ATOMIC_RELEASE); }
 inline uint64_t look(const uint64_t* flag) { return __atomic_load_n(flag, __ATOMIC_ACQUIRE); }

@@ -23,7 +23,7 @@ import onnx
 import pytest
 
 from kvexport.artifact.reading import load_manifest
-from kvexport.backends.onnxruntime import device_array
+from kvexport.backends.onnxruntime import device_array, devices
 from kvexport.backends.onnxruntime import operators as native
 from kvexport.backends.onnxruntime.device_array import DeviceArray
 from kvexport.backends.onnxruntime.sessions import DECODER, MERGE, NO_GRAPH, TOP_LOGITS
@@ -400,7 +400,7 @@ def test_lanes_on_a_gpu_are_copied_by_its_driver(monkeypatch: pytest.MonkeyPatch
             return call
 
     monkeypatch.setattr(device_array.ctypes, "CDLL", lambda name: {"libcuda.so.1": Driver()}[name])
-    device_array._primary_context.cache_clear()
+    devices._first_context.cache_clear()
     array = DeviceArray("cpu", (4, 3), np.dtype(np.float32))
     array.device = "cuda"
     start = array.place()[4]
@@ -413,6 +413,6 @@ def test_lanes_on_a_gpu_are_copied_by_its_driver(monkeypatch: pytest.MonkeyPatch
     ]
     assert calls[2][1] == [start + 24, start, 12]
     codes["cuMemcpyDtoD_v2"] = 700
-    with pytest.raises(EnvironmentProblem, match="error 700"):
+    with pytest.raises(EnvironmentProblem, match="cannot be used for cuMemcpyDtoD: error 700"):
         device_array.copy(array, array, slice(0, 1), slice(2, 3))
-    device_array._primary_context.cache_clear()
+    devices._first_context.cache_clear()

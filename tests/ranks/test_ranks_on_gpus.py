@@ -1,0 +1,139 @@
+"""Engines whose ranks have a GPU each, over a driver of the host and the CUDA kernels compiled for it: the tokens of
+one process, the ends of ranks, and what is said where GPUs are missing."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvexport
+from kvexport.backends.onnxruntime import devices, mailboxes
+from kvexport.backends.onnxruntime import operators as native
+from kvexport.errors import EnvironmentProblem, KvexportError
+from kvexport.ranks import processes
+from plugins.building import headers, make
+from tests.ranks.test_ranks import made, recipe
+from tests.support import fake_gpus
+from tests.support.fake_gpus import Driver
+from tests.support.tiny_model import PROMPTS, generated
+
+needs_binding = pytest.mark.skipif(
+    not make.is_current("onnxruntime-cuda-host"),
+    reason="not reached: the binding is not compiled for the host (make cuda-host)",
+)
+
+
+@pytest.fixture(scope="module")
+def artifact(tiny_checkpoint: Path, tmp_path_factory: Any) -> Path:
+    return made(recipe(tiny_checkpoint, 2), tmp_path_factory.mktemp("ranks") / "two")
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    """Two, of this process and of the workers that it starts."""
+    monkeypatch.setenv(native.VARIABLE, str(fake_gpus.ON_HOST))
+    monkeypatch.setattr(processes, "PROGRAM", fake_gpus.PROGRAM)
+    yield fake_gpus.install(monkeypatch.setattr, Driver())
+    gc.collect()  # engines give their memory back to this driver
+
+
+@needs_binding
+def test_ranks_on_gpus_say_what_one_process_says_and_give_all_back(
+    artifact: Path, tiny_artifact: Path, gpus: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = kvexport.load(artifact, device="cuda")
+    found = generated(engine)
+    state: Any = engine.new_state(2)
+    assert state.top_logits, "rows stay on the device"
+    assert {"cuMemAlloc_v2", "cuIpcOpenMemHandle_v2"} <= set(gpus.log)
+    del engine, state
+    gc.collect()
+    assert not gpus.held
+    assert gpus.log[-3:] == ["cuIpcCloseMemHandle", "cuMemFree_v2", "cuMemHostUnregister"]
+    monkeypatch.undo()
+    assert found == generated(kvexport.load(tiny_artifact))
+
+
+@needs_binding
+def test_a_killed_rank_is_named_while_kernels_wait_for_it(artifact: Path, gpus: Driver) -> None:
+    engine = kvexport.load(artifact, device="cuda")
+    ranks: Any = engine.sessions
+    process = ranks.ranks._processes[0]
+    stream = engine.stream(PROMPTS[0], max_new_tokens=400)
+    next(stream)
+    process.send_signal(signal.SIGKILL)
+    with pytest.raises(KvexportError, match=rf"rank 1, the process {process.pid}, was ended by SIGKILL"):
+        list(stream)
+    with pytest.raises(KvexportError, match="was ended by SIGKILL"):
+        engine.generate([1, 2], max_new_tokens=2)
+
+
+@needs_binding
+def test_a_rank_that_hangs_is_named(artifact: Path, gpus: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailboxes, "SECONDS_TO_WAIT", 0.5)
+    engine = kvexport.load(artifact, device="cuda")
+    ranks: Any = engine.sessions
+    process = ranks.ranks._processes[0]
+    process.send_signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(KvexportError, match=r"^rank 0 waited 0.5 s for the part of rank 1"):
+            engine.generate([1, 2], max_new_tokens=2)
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
+@needs_binding
+def test_a_rank_that_gets_no_memory_is_told(artifact: Path, gpus: Driver) -> None:
+    gpus.answers["cuMemAlloc_v2"] = 2
+    with pytest.raises(EnvironmentProblem, match="cannot be used for cuMemAlloc: CUDA_ERROR_2"):
+        kvexport.load(artifact, device="cuda")
+
+
+def test_gpus_that_are_missing_or_apart_are_named(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch, gpus: Driver
+) -> None:
+    gpus.apart = {(1, 0)}
+    with pytest.raises(EnvironmentProblem, match="GPU 1 does not reach the memory of GPU 0") as apart:
+        kvexport.load(artifact, device="cuda")
+    assert "CUDA_VISIBLE_DEVICES" in apart.value.fix
+    gpus.gpus = 1
+    with pytest.raises(EnvironmentProblem, match="2 ranks take 2 GPUs, and the driver shows 1") as few:
+        kvexport.load(artifact, device="cuda")
+    assert few.value.fix.startswith("--set backend.tensor_parallel=1")
+
+
+def test_every_rank_has_another_gpu_first(gpus: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus.gpus = 3
+    monkeypatch.delenv(devices.VISIBLE, raising=False)
+    assert [devices.visible_from(rank) for rank in range(3)] == ["0,1,2", "1,0,2", "2,0,1"]
+    monkeypatch.setenv(devices.VISIBLE, "GPU-a, GPU-b,GPU-c,GPU-not-there")
+    assert devices.visible_from(2) == "GPU-c,GPU-a,GPU-b"
+
+
+def test_the_driver_of_the_tests_has_names_of_the_real_one() -> None:
+    try:
+        header = headers.find("cuda") / "cuda.h"
+    except Exception as error:
+        pytest.skip(f"not reached: {error}")
+    names = {name for name in vars(Driver) if re.match("cu[A-Z]", name)}
+    assert len(names) > 15 and names <= fake_gpus.names_of_cuda_h(header)
+
+
+def test_what_a_word_says() -> None:
+    one = object.__new__(mailboxes.Mailboxes)
+    said = {word: one.problem(word.to_bytes(4, "little")) for word in (0, 1, 2 | 3 << 8 | 1 << 16, 3 | 1 << 8)}  # type: ignore[arg-type]
+    assert list(said.values()) == [
+        "",
+        "a rank has failed",
+        "rank 3 waited 30 s for the part of rank 1",
+        "the ranks are out of step: rank 1 and rank 0 add up different tensors",
+    ]
+    assert one.bytes(16) and not one.bytes(17) and not one.bytes(0)
+    assert os.sysconf("SC_PAGESIZE") <= mailboxes.HANDLES

@@ -1,0 +1,156 @@
+"""Several GPUs on the host: CUDA's driver, whose memory is files that other processes map by a handle, and an ONNX
+Runtime whose CUDA provider is that of the CPU.
+
+Only the functions that kvexport calls are there, under the real names (`test_mailboxes.py` holds them to cuda.h).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from mmap import mmap
+from pathlib import Path
+from typing import Any
+
+from kvexport.backends.onnxruntime import devices, sessions
+from kvexport.backends.onnxruntime.device_array import DeviceArray
+from plugins.building import make
+
+ON_HOST = make.host_output("onnxruntime-cuda-host")
+# A worker of `kvexport.ranks.processes` that has GPUs too.
+PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); from tests.support import fake_gpus; "
+    "fake_gpus.install(setattr, fake_gpus.Driver()); from kvexport.ranks.worker import main; main()"
+)
+
+
+class Driver:
+    """log: what was called. answers: of functions that fail, by name. apart: pairs of GPUs that do not reach one
+    another."""
+
+    def __init__(self, gpus: int = 2) -> None:
+        self.gpus = gpus
+        self.log: list[str] = []
+        self.answers: dict[str, int] = {}
+        self.apart: set[tuple[int, int]] = set()
+        self.held: dict[int, tuple[Any, int]] = {}  # memory by its address, with its file
+
+    def __getattribute__(self, name: str) -> Any:
+        value = object.__getattribute__(self, name)
+        if not name.startswith("cu"):
+            return value
+
+        def call(*arguments: Any) -> int:
+            self.log.append(name)
+            if code := self.answers.get(name, 0):
+                return code
+            value(*arguments)
+            return 0
+
+        return call
+
+    def cuInit(self, flags: int) -> None:
+        assert flags == 0
+
+    def cuGetErrorName(self, code: int, text: Any) -> None:
+        text._obj.value = b"CUDA_ERROR_%d" % code
+
+    def cuDeviceGetCount(self, count: Any) -> None:
+        count._obj.value = self.gpus
+
+    def cuDeviceCanAccessPeer(self, reached: Any, one: int, other: int) -> None:
+        reached._obj.value = (one, other) not in self.apart
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: int) -> None:
+        assert device == 0
+        context._obj.value = 1
+
+    def cuCtxSetCurrent(self, context: Any) -> None:
+        assert context.value == 1
+
+    def cuCtxSynchronize(self) -> None:
+        pass
+
+    def cuMemHostRegister_v2(self, memory: Any, size: Any, flags: int) -> None:
+        assert memory.value % 4096 == 0 and size.value and flags == 3
+
+    def cuMemHostGetDevicePointer_v2(self, there: Any, memory: Any, flags: int) -> None:
+        assert flags == 0
+        there._obj.value = memory.value
+
+    def cuMemHostUnregister(self, memory: Any) -> None:
+        assert memory.value
+
+    def cuMemAlloc_v2(self, memory: Any, size: Any) -> None:
+        file = os.memfd_create("gpu")
+        os.write(file, b"\xab" * size.value)  # what was there before
+        memory._obj.value = self._mapped(file)
+
+    def cuMemsetD8_v2(self, memory: Any, value: Any, size: Any) -> None:
+        ctypes.memset(memory.value, value.value, size.value)
+
+    def cuIpcGetMemHandle(self, handle: Any, memory: Any) -> None:
+        name = f"/proc/{os.getpid()}/fd/{self.held[memory.value][1]}".encode()
+        ctypes.memmove(ctypes.addressof(handle._obj), name, len(name))
+
+    def cuIpcOpenMemHandle_v2(self, memory: Any, handle: Any, flags: int) -> None:
+        assert flags == 1
+        memory._obj.value = self._mapped(os.open(bytes(handle).rstrip(b"\0"), os.O_RDWR))
+
+    def cuIpcCloseMemHandle(self, memory: Any) -> None:
+        self._let_go(memory.value)
+
+    def cuMemFree_v2(self, memory: Any) -> None:
+        self._let_go(memory.value)
+
+    def cuMemcpyDtoD_v2(self, to: Any, source: Any, size: Any) -> None:
+        ctypes.memmove(to.value, source.value, size.value)
+
+    def _mapped(self, file: int) -> int:
+        block = ctypes.c_char.from_buffer(mmap(file, 0))
+        self.held[ctypes.addressof(block)] = (block, file)
+        return ctypes.addressof(block)
+
+    def _let_go(self, address: int) -> None:
+        _, file = self.held.pop(address)
+        os.close(file)
+
+
+def names_of_cuda_h(header: Path) -> set[str]:
+    """The driver's functions by the names that its library exports."""
+    import re
+
+    text = header.read_text(encoding="utf-8", errors="replace")
+    plain = set(re.findall(r"^CUresult CUDAAPI (cu\w+)\(", text, re.MULTILINE))
+    later = dict(re.findall(r"#define (cu\w+)\s+(?:\w+\()?(cu\w+_v\d)", text))
+    return {later.get(name, name) for name in plain}
+
+
+class OnCpu(DeviceArray):
+    """A device's tensor in memory of the CPU."""
+
+    def __init__(self, device: str, shape: tuple[int, ...], dtype: Any) -> None:
+        assert device == "cuda"
+        super().__init__("cpu", shape, dtype)
+
+
+def load_driver(driver: Driver) -> Callable[..., Any]:
+    """ctypes.CDLL with this driver in the place of CUDA's."""
+    real = ctypes.CDLL
+    return lambda name, *rest, **named: driver if name == devices.DRIVER else real(name, *rest, **named)
+
+
+def install(put: Callable[[Any, str, Any], None], driver: Driver) -> Driver:
+    """This process has the driver's GPUs, and ONNX Runtime computes on them. put: setattr, or monkeypatch's."""
+    real = sessions.open_session
+
+    def open_session(path: Path, *, device: str, graphs: bool = False, **rest: Any) -> Any:
+        return real(path, device="cpu", **rest)
+
+    put(ctypes, "CDLL", load_driver(driver))
+    put(devices, "problems", lambda device: [])
+    put(sessions, "open_session", open_session)
+    put(sessions, "DeviceArray", OnCpu)
+    devices._first_context.cache_clear()
+    return driver

@@ -4,7 +4,6 @@ a rank is missing or does something else; of the CPU, and of GPUs on the host (t
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from mmap import mmap
@@ -48,7 +47,6 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         fake_gpus.install(monkeypatch.setattr, fake_gpus.Driver(3))
     with multiprocessors() if request.param == "cuda" else contextlib.nullcontext():
         yield str(request.param)
-        gc.collect()  # ranks give their memory back to the driver of this test
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from mmap import mmap
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from kvexport.backends.onnxruntime import devices, sessions
 from kvexport.backends.onnxruntime.device_array import DeviceArray
@@ -27,14 +27,15 @@ PROGRAM = (
 
 class Driver:
     """log: what was called. answers: of functions that fail, by name. apart: pairs of GPUs that do not reach one
-    another."""
+    another. held: memory by its address, with its file, of all drivers of this process."""
+
+    held: ClassVar[dict[int, tuple[Any, int]]] = {}
 
     def __init__(self, gpus: int = 2) -> None:
         self.gpus = gpus
         self.log: list[str] = []
         self.answers: dict[str, int] = {}
         self.apart: set[tuple[int, int]] = set()
-        self.held: dict[int, tuple[Any, int]] = {}  # memory by its address, with its file
 
     def __getattribute__(self, name: str) -> Any:
         value = object.__getattribute__(self, name)

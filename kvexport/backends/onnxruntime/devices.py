@@ -17,6 +17,7 @@ PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 # Both packages give the same module; the one installed last is the one that is there.
 INSTALL_GPU = "pip install 'kvexport[gpu]' && pip install --force-reinstall --no-deps onnxruntime-gpu"
 INSTALL_CUDA = "pip install 'onnxruntime-gpu[cuda,cudnn]'"
+A_GPU = "a machine with an NVIDIA GPU and its driver (in a container: docker run --gpus all)"
 DRIVER = "libcuda.so.1"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -51,7 +52,7 @@ def problems(device: str) -> list[tuple[str, str]]:
             (f"onnxruntime {onnxruntime.__version__} has no CUDA provider, only {', '.join(available)}", INSTALL_GPU)
         )
     if driver:
-        found.append((driver, "a machine with an NVIDIA GPU and its driver (in a container: docker run --gpus all)"))
+        found.append((driver, A_GPU))
     return found
 
 
@@ -76,18 +77,17 @@ def load_cuda_libraries(onnxruntime: Any) -> None:
 def driver_problem() -> str:
     """Why CUDA's driver shows no GPU; "" where it shows one."""
     try:
-        ctypes.CDLL(DRIVER)
-    except OSError:
-        return f"there is no NVIDIA driver ({DRIVER} cannot be loaded)"
-    try:
         return "" if gpu_count() else "the NVIDIA driver shows no GPU"
     except EnvironmentProblem as error:
         return error.problem
 
 
 def drive(name: str, *arguments: Any) -> None:
-    """Call a function of CUDA's driver. Raises EnvironmentProblem with what it answers."""
-    driver = ctypes.CDLL(DRIVER)
+    """Call a function of CUDA's driver. Raises EnvironmentProblem with what it answers, and where there is none."""
+    try:
+        driver = ctypes.CDLL(DRIVER)
+    except OSError as error:
+        raise EnvironmentProblem(f"there is no NVIDIA driver ({DRIVER} cannot be loaded)", A_GPU) from error
     if code := getattr(driver, name)(*arguments):
         text = ctypes.c_char_p()
         driver.cuGetErrorName(code, ctypes.byref(text))

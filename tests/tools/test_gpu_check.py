@@ -119,3 +119,11 @@ def test_without_a_gpu_nothing_is_claimed() -> None:
     done = check()
     assert done.returncode == 3
     assert "nothing was checked" in done.stderr
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="not reached: g++ was not found")
+def test_ranks_are_processes_that_open_one_anothers_mailboxes(tmp_path: Path) -> None:
+    done = check("--on-host", "--parts", "ranks", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = json.loads((tmp_path / "check.json").read_text())["parts"]["ranks"]["figures"]["rows"]
+    assert row["ranks"] == 2 and row["bytes"] == 8192 and row["us"] > 0

@@ -3,19 +3,23 @@ for the first time, not on a machine that is lent for minutes."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from plugins.building import make, resources
 from tests.conformance.cuda_library import HOST, Caller, DeviceMemory, load
+from tests.support.cuda_ranks import View
 from tests.support.fake_gpu import Clock, fake_gpu
+from tests.support.fake_gpus import Driver, load_driver
 from tools.gpu_check import __main__ as gpu_check
-from tools.gpu_check import goals, linear, model, parts, prebuilt, proof
+from tools.gpu_check import goals, linear, model, parts, prebuilt, proof, ranks
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="not reached: g++ was not found")
 
@@ -58,6 +62,27 @@ def test_every_measurement_runs_to_its_goals(clock: Clock) -> None:
     assert found["merge"]["figures"]["rows"][0]["slack"] == 512, "the recipes' slack"
     assert found["model"]["figures"]["harness"] == "torch.compile"
     assert len(kept) > 15, "rows are kept as they are measured"
+
+
+def test_the_sum_of_ranks_is_captured_and_held_to_its_bits(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, box = target([]), np.zeros((8 << 20) + 256, np.uint8)
+    word = np.zeros(1, np.uint32)
+    view = View(0, 1, ranks.PATIENCE, word.ctypes.data)
+    view.mailbox[0] = box.ctypes.data + -box.ctypes.data % 256
+    calls = ranks.Sums(made.caller, view)
+    row = ranks.measured(made, calls, "a token", 4096)
+    assert clock.captured == 1 and row["us"] > 0 and list(ranks.timed(made)) == ["a token"]
+    ranks.hold(calls, (1, 4099), rounds=1)
+    monkeypatch.setattr(ranks, "in_order", lambda parts: parts[0] + 1)
+    with pytest.raises(RuntimeError, match="round 0: another sum of 1 numbers in float32"):
+        ranks.hold(calls, (1,), rounds=1)
+    driver = Driver(1)
+    monkeypatch.setattr(ctypes, "CDLL", load_driver(driver))
+    with pytest.raises(parts.Skipped, match="it takes two GPUs"):
+        ranks.ranks(made)
+    driver.gpus, driver.apart = 2, {(0, 1)}
+    with pytest.raises(parts.Skipped, match="GPU 0 does not reach the memory of GPU 1"):
+        ranks.ranks(made)
 
 
 def test_rows_without_time_are_named_and_those_before_are_kept(clock: Clock) -> None:

@@ -41,6 +41,7 @@ PARTS = {
     "linear": 60,
     "prefill": 45,
     "conformance": 90,
+    "ranks": 90,
     "ncu": 60,
     "memcheck": 60,
     "racecheck": 90,
@@ -211,9 +212,9 @@ def run_part(options: argparse.Namespace) -> None:
     """In a part's own process: its figures on a line after `FIGURES`, as far as they are after every row; the same
     lines go to the file of rows, which outlives the process that reads them."""
     until = time.monotonic() + options.seconds
-    from tools.gpu_check import linear, model, onnxruntime, parts, proof, transformers
+    from tools.gpu_check import linear, model, onnxruntime, parts, proof, ranks, transformers
 
-    modules = (proof, parts, model, linear, transformers, onnxruntime)
+    modules = (proof, parts, model, linear, ranks, transformers, onnxruntime)
     if options.on_host:
         import torch
 

@@ -50,7 +50,7 @@ class Mailboxes:
 
     def bytes(self, ranks: int) -> int:
         """See `Collectives`."""
-        return HANDLES + ranks * (HANDLE + DIGEST) if 1 <= ranks <= MOST else 0
+        return shared_bytes(ranks) if 1 <= ranks <= MOST else 0
 
     def environment(self, rank: int) -> Mapping[str, str]:
         """See `Collectives`: the process of a rank has that GPU as its first."""
@@ -59,7 +59,9 @@ class Mailboxes:
     def join(self, memory: mmap, rank: int, ranks: int) -> None:
         """See `Collectives`. Waits for the other ranks."""
         if self._joined is None:
-            self._joined = self._exchanged(memory, rank, ranks)
+            undo: list[tuple[str, Any]] = []
+            weakref.finalize(self, _give_back, undo, memory).atexit = False
+            self._joined = exchanged(memory, rank, ranks, self._library.kvexport_mailbox_bytes(), undo)
         problem, mailboxes = self._joined
         self._library.kvexport_mailboxes_join(
             rank,
@@ -84,32 +86,37 @@ class Mailboxes:
             return f"the ranks are out of step: rank {rank} and rank {other} add up different tensors"
         return A_RANK_FAILED if word else ""
 
-    def _exchanged(self, memory: mmap, rank: int, ranks: int) -> tuple[int, list[int]]:
-        """Where this rank's device reaches the word, and the mailbox of every rank."""
-        size = -(-self._library.kvexport_mailbox_bytes() // UNIT) * UNIT
-        undo: list[tuple[str, Any]] = []  # the driver's calls that give back what was taken, last first
-        weakref.finalize(self, _give_back, undo, memory).atexit = False
-        shared, length = ctypes.addressof(ctypes.c_char.from_buffer(memory)), ctypes.c_size_t(len(memory))
-        problem, own, handle = ctypes.c_uint64(), ctypes.c_uint64(), _Handle()
-        devices.use_first_gpu()
-        devices.drive("cuMemHostRegister_v2", ctypes.c_void_p(shared), length, PORTABLE_AND_MAPPED)
-        undo.append(("cuMemHostUnregister", ctypes.c_void_p(shared)))
-        devices.drive("cuMemHostGetDevicePointer_v2", ctypes.byref(problem), ctypes.c_void_p(shared), 0)
-        devices.drive("cuMemAlloc_v2", ctypes.byref(own), ctypes.c_size_t(size))
-        undo.append(("cuMemFree_v2", own))
-        devices.drive("cuMemsetD8_v2", own, ctypes.c_ubyte(0), ctypes.c_size_t(size))
-        devices.drive("cuCtxSynchronize")
-        devices.drive("cuIpcGetMemHandle", ctypes.byref(handle), own)
-        _leave(memory, rank, bytes(handle))
-        mailboxes = []
-        for other in range(ranks):
-            there = own
-            if other != rank:
-                handle, there = _Handle.from_buffer_copy(_awaited(memory, other)), ctypes.c_uint64()
-                devices.drive("cuIpcOpenMemHandle_v2", ctypes.byref(there), handle, LAZY_PEER_ACCESS)
-                undo.append(("cuIpcCloseMemHandle", there))
-            mailboxes.append(there.value)
-        return problem.value, mailboxes
+
+def shared_bytes(ranks: int) -> int:
+    """Of the memory of the host that so many ranks share."""
+    return HANDLES + ranks * (HANDLE + DIGEST)
+
+
+def exchanged(memory: mmap, rank: int, ranks: int, size: int, undo: list[tuple[str, Any]]) -> tuple[int, list[int]]:
+    """Where this rank's device reaches the word, and the mailbox of every rank, of `size` bytes each; this one's is
+    made. Waits for the others. undo: gets the driver's calls that give back what was taken, to be made last first."""
+    shared, length = ctypes.addressof(ctypes.c_char.from_buffer(memory)), ctypes.c_size_t(len(memory))
+    whole = ctypes.c_size_t(-(-size // UNIT) * UNIT)
+    problem, own, handle = ctypes.c_uint64(), ctypes.c_uint64(), _Handle()
+    devices.use_first_gpu()
+    devices.drive("cuMemHostRegister_v2", ctypes.c_void_p(shared), length, PORTABLE_AND_MAPPED)
+    undo.append(("cuMemHostUnregister", ctypes.c_void_p(shared)))
+    devices.drive("cuMemHostGetDevicePointer_v2", ctypes.byref(problem), ctypes.c_void_p(shared), 0)
+    devices.drive("cuMemAlloc_v2", ctypes.byref(own), whole)
+    undo.append(("cuMemFree_v2", own))
+    devices.drive("cuMemsetD8_v2", own, ctypes.c_ubyte(0), whole)
+    devices.drive("cuCtxSynchronize")
+    devices.drive("cuIpcGetMemHandle", ctypes.byref(handle), own)
+    _leave(memory, rank, bytes(handle))
+    mailboxes = []
+    for other in range(ranks):
+        there = own
+        if other != rank:
+            handle, there = _Handle.from_buffer_copy(_awaited(memory, other)), ctypes.c_uint64()
+            devices.drive("cuIpcOpenMemHandle_v2", ctypes.byref(there), handle, LAZY_PEER_ACCESS)
+            undo.append(("cuIpcCloseMemHandle", there))
+        mailboxes.append(there.value)
+    return problem.value, mailboxes
 
 
 def _awaited(memory: mmap, rank: int) -> bytes:

@@ -35,7 +35,7 @@ SAMPLE = re.compile(
     r"|Nearest<float, \w+>|NearestMma<Half, \w+>|Decode<(float|Half), [148]>|DecodeMma<Half, 128>|Prefill<float, 1>"
     r"|PrefillMma(Scores)?<Half, 64>|LinearCores<float, 8>"
     r"|LinearMma<(Half, 4|BFloat, 8), 1>"
-    r"|AppendSmall|DecodeSmall<\d, \d, 128>|Prefill<Small, 1>|PrefillScores<Small>"
+    r"|AllReduce<float>|AppendSmall|DecodeSmall<\d, \d, 128>|Prefill<Small, 1>|PrefillScores<Small>"
 )
 
 

@@ -9,7 +9,7 @@ from .instructions import Unknown, c_type, literal, split, written
 from .read import BITS, VARIABLE, Kernel, Module, statements
 
 SPECIAL = {"%tid.x": "thread().number", "%ctaid.x": "launched().block", "%ntid.x": "launched().threads"}
-SPECIAL |= {"%laneid": "(thread().number & 31)"}
+SPECIAL |= {"%laneid": "(thread().number & 31)", "%globaltimer": "__builtin_ia32_rdtsc()"}  # a clock, of some rate
 LINE_BITS = 16  # of a site's number; the rest is the file's
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from plugins.building import make, resources
-from plugins.building.ptx import instructions, read, translate
+from plugins.building.ptx import instructions, library, read, translate
 from tests.conformance.cuda_library import CudaPtx, PtxCaller
 from tests.conformance.ptx_mutants import CALLS, found, without
 from tests.plugins import instruction_counts
@@ -73,10 +73,12 @@ def test_the_kernels_as_they_are_give_one_result_in_every_order(program: str) ->
 
 
 @needs_library
-def test_ranks_that_are_processes_add_up_in_their_order() -> None:
-    library = make.build("cuda-ptx")
+def test_ranks_that_are_processes_add_up_in_their_order_and_not_without_barriers(tmp_path: Path) -> None:
+    base = make.build("cuda-ptx")
     for count in (2, 3):
-        assert rank_on_host.sums_of_processes(library, count) == [rank_on_host.digest(count)] * count
+        assert rank_on_host.sums_of_processes(base, count) == [rank_on_host.digest(count)] * count
+    mutant = library.mutant(base, "AllReduce<float>", without("barrier"), tmp_path / "mutant.so")
+    assert all("in the same phase" in said for said in rank_on_host.sums_of_processes(mutant, 2))
 
 
 @needs_library

@@ -9,7 +9,8 @@ with `cache.merge_prompts: end`, and all methods of a part have the same slots: 
 no need once it is compressed, are not counted. Nothing that follows the context merges. Results are added to
 benchmarks/results/once.json text by text; what is there is not measured again.
 
-A method is NAME, NAME:queries=192 (a parameter), or with +listed (measured layer budgets) and +18 (a whole layer).
+A method is NAME, NAME:queries=192 (a parameter), or with +listed (measured layer budgets) and +18 (a whole layer);
+`fitted` is the method of the recipe smollm2-135m-once.
 """
 
 from __future__ import annotations
@@ -43,11 +44,19 @@ METHODS = (
     "h2o",
     "snapkv",
     "keepkv",
-    "grkv:queries=192",
-    "attention_matching:queries=192",
+    "grkv",
+    "attention_matching",
     "ballot",
     "ballot+listed",
+    "fitted",
+    "fitted+listed",
 )
+# Methods that fit have the last 32 tokens' queries, of three query heads each.
+SETTINGS = {
+    "grkv": "grkv:queries=96",
+    "attention_matching": "attention_matching:queries=96",
+    "fitted": "attention_matching:after=ballot:queries=96:change_max=10:bias_max=6",
+}
 
 
 def engine_of(work: Path, method: str, part: int, threads: int) -> kvexport.Engine:
@@ -55,7 +64,7 @@ def engine_of(work: Path, method: str, part: int, threads: int) -> kvexport.Engi
     of a full cache."""
     named, *more = method.split("+")
     settings = [
-        *overrides_of(named),
+        *overrides_of(SETTINGS.get(named, named)),
         f"cache.budget={LENGTH // part if part > 1 else LENGTH + 2 * CHUNK}",
         "cache.merge_prompts=end",
         f"cache.merge_every={2 * CHUNK}",

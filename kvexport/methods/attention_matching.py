@@ -4,10 +4,11 @@ recent queries."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from kvexport.methods.ballot import Ballot
 from kvexport.methods.fitting import Fitting
 from kvexport.methods.slots import Statistic
 from kvexport.schema.policy import MergePolicy
@@ -21,6 +22,8 @@ class AttentionMatching(Fitting):
 
     steps: multiplicative updates of the fit of votes. bias_max: votes stay within ``exp(+-bias_max)``; nor do they
     become more in sum than they were, as no slot stands for tokens that there never were.
+    after: what the fit follows; ``drop`` as above; ``ballot``, which is ours: slots are evicted and merge as `ballot`
+        does it, with its defaults, and recent ones are fitted as well.
 
     The paper compresses a prompt once, by queries that the model makes up about it, in budgets of each head's own. Here
     the queries are the latest, budgets are equal, and what was fitted is fitted again.
@@ -32,6 +35,12 @@ class AttentionMatching(Fitting):
 
     steps: int = Field(8, ge=0, le=64)
     bias_max: float = Field(3.0, gt=0.0)
+    after: Literal["drop", "ballot"] = "drop"
+
+    @property
+    def recent_receives(self) -> bool:
+        """Where ballot's do."""
+        return self.after == "ballot"
 
     @property
     def vote_exponent(self) -> float:
@@ -40,10 +49,11 @@ class AttentionMatching(Fitting):
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """None: the ring says what is attended to."""
-        return (Statistic(),)
+        """Ballot's, or none: the ring says what is attended to."""
+        return Ballot().own_statistics if self.after == "ballot" else (Statistic(),)
 
     def policy(self) -> MergePolicy:
-        """The reference queries select, or the selector; evicted slots are dropped."""
+        """The reference queries select, and evicted slots are dropped; or ballot's. The selector may be another."""
         fit = replace(self.fit("votes_and_values"), vote_steps=self.steps, bias_max=self.bias_max)
-        return self.selected(MergePolicy(select="attended", fit=fit))
+        merge = Ballot().policy() if self.after == "ballot" else MergePolicy(select="attended", fit=fit)
+        return self.selected(replace(merge, fit=fit))

@@ -33,7 +33,6 @@ class Ballot(Merging):
     name: ClassVar[str] = "ballot"
     summary: ClassVar[str] = "slots that another one stands for best are evicted into the nearest key; no threshold"
     source: ClassVar[str] = "this project"
-    recent_receives: ClassVar[bool] = True
 
     order: Literal["least-error", "least-attended"] = "least-error"
     attention: float = Field(0.5, ge=0.0)
@@ -41,6 +40,11 @@ class Ballot(Merging):
     zip: Literal["vote", "count"] = "count"
     votes_max: float = Field(32.0, ge=1.0)
     decay: float = Field(0.95, gt=0.0, lt=1.0)
+
+    @property
+    def recent_receives(self) -> bool:
+        """They do."""
+        return True
 
     @property
     def vote_exponent(self) -> float:

@@ -32,13 +32,17 @@ class Method(BaseModel):
     allocation: ClassVar[Literal["uniform", "cosine", "pyramid"]] = (
         "uniform"  # how layers share the budget unless the recipe says
     )
-    recent_receives: ClassVar[bool] = False  # True: recent slots, which are never evicted, may be merged into
     rotary: ClassVar[bool] = False  # True: `Slots.rotary` is needed
 
     @property
     def vote_exponent(self) -> float:
         """alpha of the read bias ``alpha * ln(votes)``."""
         return 0.0
+
+    @property
+    def recent_receives(self) -> bool:
+        """Whether recent slots, which are never evicted, may be merged into."""
+        return False
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:

@@ -23,9 +23,13 @@ class CaM(Merging):
     name: ClassVar[str] = "cam"
     summary: ClassVar[str] = "an evicted value is shared out to the next slots; its key is dropped"
     source: ClassVar[str] = "Zhang et al., ICML 2024"
-    recent_receives: ClassVar[bool] = True
 
     receivers: int = Field(32, ge=1)
+
+    @property
+    def recent_receives(self) -> bool:
+        """They do."""
+        return True
 
     def merge(self, slots: Slots, evicted: Evicted) -> Slots:
         """The values, in float32 until they are stored."""

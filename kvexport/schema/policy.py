@@ -124,8 +124,6 @@ class MergePolicy:
         for attribute in FIT:
             if problem := attribute.problem(getattr(self.fit, attribute.name)):
                 raise ValueError(problem)
-        if self.fit.fit == "votes_and_values" and self.merge != "drop":
-            raise ValueError(f"fit is votes_and_values, which needs merge to be drop; it is {self.merge}")
 
     @property
     def why_not_native(self) -> str:

@@ -220,6 +220,9 @@ MERGE_PROFILES = [
         dtype="float16",
         sliding_window=30,
     ),
+    MergeProfile(
+        "attention-matching-after-ballot", "attention_matching", {"queries": 6, "ridge": 0.2, "after": "ballot"}
+    ),
     MergeProfile("d2o", "d2o", {"selector": "h2o"}, sizes=(8, 12)),
     MergeProfile(
         "asymkv-interleaved-shared", "asymkv", {"share_pairs": True, "selector": "pyramidinfer"}, rotary=INTERLEAVED

@@ -8,11 +8,12 @@ all that is read.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from kvexport.methods.ballot import Ballot as BallotMethod
 from tests.conformance.oracle_vectors import attention, cosine, mean, ridge_regression, turned
 
 
@@ -401,12 +402,19 @@ class GRKV(SnapKV):
 
     def read(self, head: Head, slots: list[Slot]) -> np.ndarray:
         """The probabilities [W, slots] of the reference queries."""
-        visible = np.array([[s.position < seen for s in slots] for _, seen in head.queries])
-        logits = np.array([[query @ s.key for s in slots] for query, _ in head.queries])
+        logits, visible = self.logits(head, slots)
         return attention(logits, visible, np.array([s.votes for s in slots]) ** head.method.vote_exponent)
 
+    def logits(self, head: Head, slots: list[Slot]) -> tuple[np.ndarray, np.ndarray]:
+        """[W, slots], and which a query has seen."""
+        visible = np.array([[s.position < seen for s in slots] for _, seen in head.queries])
+        return np.array([[query @ s.key for s in slots] for query, _ in head.queries]), visible
+
+    def receives(self, head: Head, slot: Slot) -> bool:
+        return any(slot is other for other in head.free)
+
     def fit(self, head: Head, stays: list[Slot], output: np.ndarray) -> None:
-        free = [i for i, slot in enumerate(stays) if any(slot is other for other in head.free)]
+        free = [i for i, slot in enumerate(stays) if self.receives(head, slot)]
         read, value = self.read(head, stays), np.array([slot.value for slot in stays])
         change = ridge_regression(read[:, free], output - read @ value, head.method.ridge)
         most = head.method.change_max * np.linalg.norm(value[free])
@@ -416,26 +424,50 @@ class GRKV(SnapKV):
 
 
 class AttentionMatching(GRKV):
+    """after: ballot is its rule, whose merge the fit follows."""
+
     def importance(self, head: Head, slot: Slot) -> float:
         read = self.read(head, head.slots)[:, index_of(head.slots, slot)]
         return float((np.where(read > 1e-6, read, 0.0) ** 2).sum())
 
+    def masses(self, head: Head, slots: list[Slot], top: np.ndarray) -> np.ndarray:
+        """votes exp(logit - top) [W, slots], 0 where a query has not seen the slot."""
+        logits, visible = self.logits(head, slots)
+        return np.where(visible, np.array([s.votes for s in slots]) * np.exp(np.where(visible, logits - top, 0.0)), 0.0)
+
+    def ballots(self, head: Head) -> Head:
+        return replace(head, method=BallotMethod(selector=head.method.selector))
+
+    def leaving(self, head: Head, heads: list[Head]) -> list[Slot]:
+        if head.method.after == "ballot":
+            return Ballot().leaving(self.ballots(head), heads)
+        return super().leaving(head, heads)
+
+    def receives(self, head: Head, slot: Slot) -> bool:
+        return slot.position >= head.sinks if head.method.after == "ballot" else super().receives(head, slot)
+
     def merge(self, head: Head, leaving: list[Slot], stays: list[Slot]) -> None:
         if not leaving:
             return
-        read = self.read(head, head.slots)
+        read, (logits, visible) = self.read(head, head.slots), self.logits(head, head.slots)
+        top = np.where(visible, logits, -1e30).max(1, keepdims=True)
+        whole = self.masses(head, head.slots, top).sum(1, keepdims=True)
         output = read @ np.array([s.value for s in head.slots])
-        free = [i for i, s in enumerate(head.slots) if any(s is o for o in head.free) and any(s is o for o in stays)]
-        fixed = [i for i, s in enumerate(head.slots) if not any(s is o for o in head.free)]
-        factor, wanted = np.ones(len(free)), np.delete(read, fixed, axis=1).sum(1) @ read[:, free]
-        for _ in range(head.method.steps):
-            held = read[:, free].T @ (read[:, free] @ factor)
-            factor = np.where((wanted > 1e-20) & (held > 1e-20), factor * wanted / np.maximum(held, 1e-300), factor)
+        free = [s for s in stays if self.receives(head, s)]
+        fixed = [i for i, s in enumerate(head.slots) if any(s is o for o in stays) and not any(s is o for o in free)]
+        mass = np.delete(read, fixed, axis=1).sum(1)
         before = sum(s.votes for s in head.slots) - sum(head.slots[i].votes for i in fixed)
+        if head.method.after == "ballot":
+            Ballot().merge(self.ballots(head), leaving, stays)
+        share = self.masses(head, free, top) / np.maximum(whole, 1e-300)
+        factor, wanted = np.ones(len(free)), mass @ share
+        for _ in range(head.method.steps):
+            held = share.T @ (share @ factor)
+            factor = np.where((wanted > 1e-20) & (held > 1e-20), factor * wanted / np.maximum(held, 1e-300), factor)
         bound = math.exp(head.method.bias_max)
-        votes = np.clip([head.slots[i].votes * f for i, f in zip(free, factor, strict=True)], 1 / bound, bound)
-        for i, v in zip(free, votes * min(1.0, before / max(votes.sum(), 1e-30)), strict=True):
-            head.slots[i].votes = float(v)
+        votes = np.clip([s.votes * f for s, f in zip(free, factor, strict=True)], 1 / bound, bound)
+        for slot, v in zip(free, votes * min(1.0, before / max(votes.sum(), 1e-30)), strict=True):
+            slot.votes = float(v)
         self.fit(head, stays, output)
 
 

@@ -88,7 +88,6 @@ def test_every_method_is_a_policy_or_says_why_not() -> None:
         ({"merge": "pair", "merged_last": True}, "merged_last says nothing of pairs"),
         ({"select": "attended"}, "select is attended, which needs the reference queries of a fit"),
         ({"fit": Fit(ridge=0.0)}, "ridge is 0, and has to be above 0"),
-        ({"fit": Fit("votes_and_values"), "merge": "zip"}, "fit is votes_and_values, which needs merge to be drop"),
     ],
 )
 def test_a_policy_that_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:

@@ -31,6 +31,7 @@ RECENT = {"tiny-ballot": 0.3, "tiny-kvslimmer": 0.25, "tiny-asymkv": 0.25}
 OTHERS = (
     "smollm2-135m-chat",
     "smollm2-135m-recall",
+    "smollm2-135m-once",
     "smollm2-135m-int8-cache",
     "smollm2-135m-k8v4-cache",
     "keepkv-paper",

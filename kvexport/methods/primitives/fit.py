@@ -28,10 +28,14 @@ def fitted(fit: Fit, before: Slots, merged: Slots, evicted: Evicted) -> Slots:
 
     query, seen = before.extra
     kept = kept_slots(before, evicted)
-    read = attention(before, before.votes > 0, query, seen, fit.read_exponent)
+    all_logits = logits(before, before.votes > 0, query, seen, fit.read_exponent)
+    read = probabilities(all_logits)
     output = read @ before.value.float()
     if fit.fit == "votes_and_values":
-        merged = replace(merged, votes=fitted_votes(fit, before, read, kept, evicted))
+        shares = read
+        if merged is not before:
+            shares = shares_of(logits(merged, kept, query, seen, fit.read_exponent), all_logits)
+        merged = replace(merged, votes=fitted_votes(fit, before, merged, read, shares, kept, evicted))
     read = attention(merged, kept, query, seen, fit.read_exponent)
     value = fitted_values(read, merged.value, output, evicted.can_receive, fit.ridge, fit.change_max)
     changes = evicted.can_receive & evicted.occupied.any(-1, keepdim=True)
@@ -67,17 +71,41 @@ def attended(fit: Fit, slots: Slots) -> Tensor:
 
 
 def attention(slots: Slots, held: Tensor, query: Tensor, seen: Tensor, alpha: float) -> Tensor:
-    """[B, H, W, C] float32: the probabilities with which queries [B, H, W, D] attend to the slots `held` [B, H, C]
-    bool, whose votes count to the power alpha. seen [B, H, W] int32: the tokens that a query has seen, its own
-    included; it attends to no later ones. All of a query that attends to nothing are 0."""
+    """[B, H, W, C] float32: the probabilities with which queries attend to the slots `held`; arguments as of `logits`.
+    All of a query that attends to nothing are 0."""
+    return probabilities(logits(slots, held, query, seen, alpha))
+
+
+def logits(slots: Slots, held: Tensor, query: Tensor, seen: Tensor, alpha: float) -> Tensor:
+    """[B, H, W, C] float32: what queries [B, H, W, D] find of the slots `held` [B, H, C] bool, whose votes count to the
+    power alpha; LOW where a query attends to none. seen [B, H, W] int32: the tokens that a query has seen, its own
+    included; it attends to no later ones."""
     import torch
 
     visible = held[:, :, None] & (slots.position[:, :, None] < seen[..., None])
     bias = torch.where(held, alpha * torch.log(torch.where(held, slots.votes, 1.0)), 0.0)
-    logits = query @ slots.key.float().transpose(-1, -2) + bias[:, :, None]
-    top = torch.where(visible, logits, LOW).amax(-1, keepdim=True)
-    mass = torch.where(visible, torch.exp(torch.where(visible, logits - top, 0.0)), 0.0)
+    return torch.where(visible, query @ slots.key.float().transpose(-1, -2) + bias[:, :, None], LOW)
+
+
+def probabilities(found: Tensor) -> Tensor:
+    """The softmax of logits [..., C], of which those at LOW count for nothing."""
+    mass = _masses(found, found.amax(-1, keepdim=True))
     return mass / mass.sum(-1, keepdim=True).clamp(min=1e-30)
+
+
+def shares_of(found: Tensor, whole: Tensor) -> Tensor:
+    """The masses of logits [..., C] as shares of the mass of all of `whole` [..., C']."""
+    import torch
+
+    top = torch.maximum(found.amax(-1, keepdim=True), whole.amax(-1, keepdim=True))
+    return _masses(found, top) / _masses(whole, top).sum(-1, keepdim=True).clamp(min=1e-30)
+
+
+def _masses(found: Tensor, top: Tensor) -> Tensor:
+    import torch
+
+    visible = found > LOW
+    return torch.where(visible, torch.exp(torch.where(visible, found - top, 0.0)), 0.0)
 
 
 def fitted_values(read: Tensor, value: Tensor, output: Tensor, free: Tensor, ridge: float, change_max: float) -> Tensor:
@@ -125,28 +153,31 @@ def newton_steps(size: int, ridge: float) -> int:
     return math.ceil(math.log2(24.0 * math.log(2.0) / math.log((condition + 1.0) / (condition - 1.0))))
 
 
-def fitted_votes(fit: Fit, slots: Slots, read: Tensor, kept: Tensor, evicted: Evicted) -> Tensor:
-    """Votes [B, H, C] with which the slots `kept` [B, H, C] bool hold the mass that the queries, by `read` [B, H, W,
-    C], found in all: within ``exp(+-bias_max)``, and no more in sum than the free and the evicted ones had, as no slot
-    stands for tokens that there never were."""
+def fitted_votes(
+    fit: Fit, slots: Slots, merged: Slots, read: Tensor, shares: Tensor, kept: Tensor, evicted: Evicted
+) -> Tensor:
+    """Votes [B, H, C] with which the slots `kept` [B, H, C] bool, as the merge left them, hold the mass that the
+    queries, by `read` [B, H, W, C], found in all: within ``exp(+-bias_max)``, and no more in sum than the free and the
+    evicted ones had, as no slot stands for tokens that there never were. shares [B, H, W, C]: of that mass, what the
+    kept slots hold now."""
     import torch
 
     free = evicted.can_receive
-    votes = slots.votes * fitted_mass(read, kept, free, fit.vote_steps)
+    votes = merged.votes * fitted_mass(read, shares, kept, free, fit.vote_steps)
     votes = votes.clamp(min=math.exp(-fit.bias_max), max=math.exp(fit.bias_max))
     most = torch.where(kept & ~free, 0.0, slots.votes).sum(-1, keepdim=True)
     votes = votes * (most / torch.where(free, votes, 0.0).sum(-1, keepdim=True).clamp(min=1e-30)).clamp(max=1.0)
-    return torch.where(free & evicted.occupied.any(-1, keepdim=True), votes, slots.votes)
+    return torch.where(free & evicted.occupied.any(-1, keepdim=True), votes, merged.votes)
 
 
-def fitted_mass(read: Tensor, kept: Tensor, free: Tensor, steps: int) -> Tensor:
+def fitted_mass(read: Tensor, shares: Tensor, kept: Tensor, free: Tensor, steps: int) -> Tensor:
     """[B, H, C] float32: factors of the votes of the slots `free`, 1 elsewhere, with which the slots `kept` (both [B,
-    H, C] bool) hold the mass of all. read [B, H, W, C]: the probabilities over all slots. A non-negative least-squares
-    fit, ``min |sum_j f_j P_ij - 1|`` over the queries i, by `steps` multiplicative updates (Lee and Seung 2001), which
-    start from 1 and need no bound to stay positive."""
+    H, C] bool) hold the mass of all. read, shares [B, H, W, C]: the probabilities over all slots, and of their mass
+    what the kept ones hold. A non-negative least-squares fit, ``min |sum_j f_j P_ij - 1|`` over the queries i, by
+    `steps` multiplicative updates (Lee and Seung 2001), which start from 1 and need no bound to stay positive."""
     import torch
 
-    design = torch.where(free[:, :, None], read, 0.0)
+    design = torch.where(free[:, :, None], shares, 0.0)
     mass = torch.where((kept & ~free)[:, :, None], 0.0, read).sum(-1)  # of all but the fixed ones, for the free to hold
     wanted = (mass[:, :, None] @ design)[:, :, 0]
     factor = torch.ones_like(wanted)

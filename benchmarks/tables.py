@@ -12,8 +12,10 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
+
+from budget_tables import head_budgets, listed, small_listed
+from table_parts import BUDGETS, ROOT, load, name_of, shown, table
 
 from kvexport.evaluate.statistics import mean
 from kvexport.methods import all_methods
@@ -22,10 +24,8 @@ from kvexport.methods.slots import Statistic
 from kvexport.recipe.describe import describe_fields
 from kvexport.recipe.fields import Recipe
 
-ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 KINDS = {"log_ema": "ln of the average exp(logit)", "probability": "sum of probabilities", "none": "none"}
-BUDGETS = {0.05: "1/20", 0.125: "1/8", 0.25: "1/4", 0.5: "1/2"}
 # What a model was asked: task, figure, and whether less is better.
 FIGURES = {
     "tiny-base": (("text", "kl"), ("multikey", "kl"), ("multikey", "accuracy")),
@@ -38,25 +38,12 @@ FIGURES = {
     ),
     "smollm2-135m-base": (("text", "kl"),),
 }
-# Models with a recipe of measured layer budgets.
-LISTED = ("tiny", "small", "smollm2-135m")
 # Methods whose samples' own figures are kept, beside one of them.
 PAIRED = {"smollm2-135m-base": "keepkv"}
 # Models of which engines of packed weights were measured beside their peers.
 PACKED_MODELS = {"smollm2": "SmolLM2-135M", "M": "28M Llama", "1b": "1.1B Llama", "7b": "7B Llama"}
 # What README.md shows of a table.
 SHORT = {"smollm2-135m-base": ("streaming", "snapkv", "h2o", "keepkv", "ballot")}
-
-
-def load(name: str) -> Any:
-    """What is in benchmarks/results/NAME.json."""
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
-
-
-def table(*rows: tuple[str, ...]) -> str:
-    """Markdown; the first row is the header."""
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
 
 def methods() -> str:
@@ -85,22 +72,6 @@ def _score(statistic: Statistic) -> str:
     words += [f"last {statistic.window} queries"] if statistic.window else []
     words += [f"newest times {statistic.recency_weight:g}"] if statistic.recency_weight != 1.0 else []
     return ", ".join(words)
-
-
-def name_of(label: str) -> str:
-    """ "keepkv:cache.recent=0.1" as "`keepkv`, recent 0.1"."""
-    method, *settings = label.split(":")
-    return ", ".join(
-        [
-            f"`{method}`",
-            *(setting.removeprefix("cache.").removeprefix("export.").replace("=", " ") for setting in settings),
-        ]
-    )
-
-
-def shown(estimate: dict[str, float]) -> str:
-    """A figure and its interval."""
-    return f"{estimate['value']:.3g} [{estimate['low']:.2g}, {estimate['high']:.2g}]"
 
 
 def compared(recipe: str, task: str, figure: str, only: tuple[str, ...] = ()) -> str:
@@ -135,28 +106,6 @@ def _by_budget(rows: list[Any], found: dict[tuple[str, float], Any], figure: str
         cells = ["" if e is None else f"**{shown(e)}**" if e["value"] == top else shown(e) for e, top in estimates]
         lines.append((name_of(label), *cells))
     return table(("method", *(BUDGETS[b] for b in budgets)), *lines)
-
-
-def listed() -> str:
-    """`ballot` in measured layer budgets (recipes *-listed) beside the best of all methods in their own, by KL."""
-    lines = []
-    for model in LISTED:
-        if not (ROOT / "benchmarks" / "results" / f"sweep-{model}-listed.json").exists():
-            continue  # not measured yet
-        others = load(f"sweep-{model}-base")["groups"]["methods"]["rows"]
-        for row in load(f"sweep-{model}-listed")["groups"]["listed"]["rows"]:
-            if row["label"] != "ballot":
-                continue
-            for task, score in row["scores"].items():
-                beside = {r["label"]: r["scores"][task] for r in others if r["budget"] == row["budget"]}
-                best = min(beside, key=lambda label: beside[label]["kl"]["value"])
-                less = score["kl"]["value"] / beside[best]["kl"]["value"] - 1
-                cells = [name_of(best), shown(beside[best]["kl"]), shown(score["kl"]), f"{less:+.0%}"]
-                right = [x["accuracy"] for x in (beside[best], score)]
-                cells += ["" if x is None else f"{x['value']:.2f}" for x in right]
-                lines.append((model, task, BUDGETS[row["budget"]], *cells))
-    header = ("model", "task", "budget", "best other", "its KL", "listed", "change", "its recall", "listed's")
-    return table(header, *lines)
 
 
 def settings(recipe: str) -> str:
@@ -350,6 +299,7 @@ def tables() -> dict[str, str]:
         found[f"recall {asked}"] = recall(2000, known=asked == "known")
     found |= {"listed": listed(), "packed speed": packed_speed(), "packed kernel": packed_kernel()}
     found |= {"packed quality": packed_quality(), "small cache": small_cache(), "awq": awq()}
+    found |= {"small listed": small_listed(), "head budgets": head_budgets()}
     if load("recall-smollm2").get("text"):  # `recall_real.py text` was run
         found["recall text"] = recall_text()
     for recipe, figures in FIGURES.items():

@@ -36,7 +36,7 @@ OTHERS = (
     "smollm2-135m-k8v4-cache",
     "keepkv-paper",
 )
-LISTED = {"tiny": 2, "small": 6, "smollm2-135m": 30}  # layers
+LISTED = {"tiny-listed": 2, "small-listed": 6, "smollm2-135m-listed": 30, "smollm2-135m-heads": 30}  # layers
 HUB = {
     "llama2-7b-keepkv": ("meta-llama/Llama-2-7b-hf", 4096),
     "llama2-13b-keepkv": ("meta-llama/Llama-2-13b-hf", 4096),
@@ -48,7 +48,7 @@ HUB = {
 
 def test_every_shipped_recipe_loads_and_the_base_says_that_it_is_one() -> None:
     listed = {info.name: info for info in list_recipes()}
-    assert set(listed) == {*TINY, *SMALL_RECIPES, *SMOLLM2, *HUB, *OTHERS, *(f"{m}-listed" for m in LISTED)}
+    assert set(listed) == {*TINY, *SMALL_RECIPES, *SMOLLM2, *HUB, *OTHERS, *LISTED}
     for name, info in listed.items():
         assert not info.problem
         assert info.description
@@ -61,13 +61,15 @@ def test_every_shipped_recipe_loads_and_the_base_says_that_it_is_one() -> None:
     assert listed["keepkv-paper"].model is None
 
 
-@pytest.mark.parametrize("model", LISTED)
-def test_a_recipe_of_measured_budgets_is_ballots_in_the_same_slots(model: str) -> None:
-    listed, ballot = (load_recipe(f"{model}-{name}").recipe for name in ("listed", "ballot"))
+@pytest.mark.parametrize("name", LISTED)
+def test_a_recipe_of_measured_budgets_is_ballots_in_the_same_slots(name: str) -> None:
+    model, _, of = name.rpartition("-")
+    listed, ballot = (load_recipe(x).recipe for x in (name, f"{model}-ballot"))
     uniform = listed.model_copy(update={"cache": ballot.cache, "description": ballot.description})
     assert uniform == ballot
-    slots = allocate(listed, LISTED[model])
-    assert sum(slots) == ballot.budget * LISTED[model] and max(slots) > 1.5 * ballot.budget
+    slots, heads = allocate(listed, LISTED[name]), 3 if of == "heads" else 1
+    assert len(slots) == heads * LISTED[name] and sum(slots) == ballot.budget * len(slots)
+    assert max(slots) > 1.5 * ballot.budget
 
 
 @pytest.mark.parametrize("name", TINY)

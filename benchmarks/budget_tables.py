@@ -1,0 +1,76 @@
+"""Tables of measured budgets, of layers and of KV heads, and of small caches that have them."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import asdict
+
+from table_parts import BUDGETS, ROOT, load, name_of, shown, table
+
+from kvexport.evaluate.statistics import mean
+
+# Recipes of measured budgets, of layers (MODEL-listed) or of KV heads (MODEL-heads).
+LISTED = ("tiny-listed", "small-listed", "smollm2-135m-listed", "smollm2-135m-heads")
+
+
+def listed() -> str:
+    """`ballot` in measured budgets (recipes *-listed, *-heads) beside the best of all methods in their own, by KL."""
+    lines = []
+    for recipe in LISTED:
+        model, _, of = recipe.rpartition("-")
+        if not (ROOT / "benchmarks" / "results" / f"sweep-{recipe}.json").exists():
+            continue  # not measured yet
+        others = load(f"sweep-{model}-base")["groups"]["methods"]["rows"]
+        for row in load(f"sweep-{recipe}")["groups"]["listed"]["rows"]:
+            if row["label"] != "ballot":
+                continue
+            for task, score in row["scores"].items():
+                beside = {r["label"]: r["scores"][task] for r in others if r["budget"] == row["budget"]}
+                best = min(beside, key=lambda label: beside[label]["kl"]["value"])
+                less = score["kl"]["value"] / beside[best]["kl"]["value"] - 1
+                cells = [name_of(best), shown(beside[best]["kl"]), shown(score["kl"]), f"{less:+.0%}"]
+                right = [x["accuracy"] for x in (beside[best], score)]
+                cells += ["" if x is None else f"{x['value']:.2f}" for x in right]
+                of_what = "heads" if of == "heads" else "layers"
+                lines.append((model, task, BUDGETS[row["budget"]], of_what, *cells))
+    header = ("model", "task", "budget", "of", "best other", "its KL", "listed", "change", "its recall", "listed's")
+    return table(header, *lines)
+
+
+def small_listed() -> str:
+    """Methods in small caches of float16's bytes, beside float16, over the texts that all of a line have."""
+    found = {(r["budget"], r["dtype"], r["method"]): r for r in load("small-listed")["rows"].values()}
+    for name, recipe, group, label in (
+        ("keepkv", "smollm2-135m-base", "methods", "keepkv"),
+        ("ballot", "smollm2-135m-base", "methods", "ballot"),
+        ("listed", "smollm2-135m-listed", "listed", "ballot"),
+        ("heads", "smollm2-135m-heads", "listed", "ballot"),
+    ):
+        if not (ROOT / "benchmarks" / "results" / f"sweep-{recipe}.json").exists():
+            continue  # not measured yet
+        for row in load(f"sweep-{recipe}")["groups"][group]["rows"]:
+            if row["label"] == label:
+                kl = row["scores"]["text"]["samples"]["kl"]
+                found[row["budget"], "float16", name] = {"slots": row["slots"], "kl": kl}
+    lines = []
+    for budget, dtype in itertools.product((0.05, 0.125, 0.25), ("float16", "int8", "k8v4")):
+        cells = [found.get((budget, dtype, name)) for name in ("keepkv", "ballot", "listed", "heads")]
+        given = [cell for cell in cells if cell]
+        count = min((len(cell["kl"]) for cell in given), default=0)
+        kl = [shown(asdict(mean(cell["kl"][:count]))) if cell else "" for cell in cells]
+        if given:
+            lines.append((BUDGETS[budget], dtype, str(given[-1]["slots"]), *kl, str(count)))
+    return table(
+        ("budget", "keys and values", "slots", "`keepkv`", "`ballot`", "... of layers", "... of heads", "texts"), *lines
+    )
+
+
+def head_budgets() -> str:
+    """KL in simulated budgets of layers and of heads."""
+    found = load("head-budgets")["kl"]["other"]
+    variants = list(dict.fromkeys(key.partition(", ")[2] for key in found))
+    slots = sorted({int(key.partition(" ")[0]) for key in found})
+    texts = {key: mean(list(row.values())) for key, row in found.items()}
+    shown = {v: [texts.get(f"{n} slots, {v}") for n in slots] for v in variants}
+    lines = [(v, *("" if x is None else f"{x.value:.3g}" for x in row)) for v, row in shown.items()]
+    return table(("budgets", *(f"{n} slots" for n in slots)), *lines)

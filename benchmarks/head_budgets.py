@@ -1,0 +1,385 @@
+"""Budgets of layers and of single KV heads on SmolLM2-135M-Instruct, simulated in PyTorch: what evictions of every head
+cost a text, and the KL to the full cache in budgets that follow from it, at equal slots in all.
+
+    python benchmarks/head_budgets.py costs [--texts 0,1,2,3]
+    python benchmarks/head_budgets.py shares [--slots 51]     # as a recipe's cache.allocation.shares
+    python benchmarks/head_budgets.py compare [--slots 51,128,256] [--variants uniform,shipped,layers,heads,prompt]
+        [--texts 0,1] [--judged]
+
+`costs`: texts are read with the full cache. Beside it every layer has caches of GRID slots, read by the same queries,
+and an evicting head's output differs by d from what the full cache gives. To second order its part of the KL is half
+the sum of the squares of g d, g being the gradient of the logits' random projection whose mean square is the Fisher
+information. That is one pass forward and PROBES back for all heads and budgets; that one token's d is weighed with
+another's is left out.
+
+`compare`: budgets with the least sum of costs for heads, or for layers, whose heads are alike; with the ratios of those
+for other slots after an @. KIND/SHARE is of so many recent slots. `shipped`: those of the recipe. `prompt`: a layer's
+slots go to the entries of the largest mean probability in all its heads at every merge (AdaKV, arXiv 2407.11550).
+Texts of 1,024 tokens in chunks of 32, merged after each; KL in nats over the second half. Choices are made on pieces of
+Python's manual and library that nothing is judged on; --judged reads the texts of docs/methods.md. Rows are added to
+those of earlier runs in benchmarks/results/head-budgets.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from common import RESULTS, save
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvexport.cache import LayerGeometry, allocate
+from kvexport.evaluate.corpus import library_sources, manual
+from kvexport.evaluate.language import Ids, Text
+from kvexport.evaluate.tasks import TASKS
+from kvexport.export.build import read_model
+from kvexport.export.graph.tracer import layer_attributes
+from kvexport.export.model.attention_hook import IMPLEMENTATION, PassThroughCache, attending
+from kvexport.methods.base import Method
+from kvexport.methods.primitives.select import mean_per_observation
+from kvexport.methods.slots import Slots, gather_slots
+from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
+from kvexport.ops.vote_attention import vote_attention
+from kvexport.recipe.load import load_recipe
+from kvexport.runtime.text import Tokenizer
+from kvexport.validate.weights import load_model
+
+NAME, RECIPE, LISTED = "head-budgets", "smollm2-135m-ballot", "smollm2-135m-listed"
+LENGTH, CHUNK, SINKS = 1024, 32, 4
+GRID = (24, 48, 96, 192, 384)
+PROBES = 2
+RECENT = 0.5
+LEAST = 12  # slots of a head
+FLOOR = 0.2  # of a uniform share, which `prompt` leaves every head
+NOTHING = 1e-30  # votes of a slot that no query sees
+
+State = tuple[Tensor, ...]
+
+
+class Heads:
+    """Layer by layer, caches whose heads have budgets of their own.
+
+    A head is filled up to its layer's largest budget with slots that count nothing: their votes are NOTHING, and their
+    position -1 makes them sinks, which are neither evicted nor merged into. So the operators are those of the engine.
+    """
+
+    def __init__(self, geometry: Sequence[LayerGeometry], method: Method, lanes: int) -> None:
+        self.geometry, self.method, self.lanes = geometry, method, lanes
+        self.state: list[State] = []
+        self.most: list[int] = []
+        self.recent: list[Tensor] = []
+
+    def begin(self, budgets: NDArray[np.int64], recent: Sequence[float], room: float = 1.0) -> None:
+        """Empty caches for budgets [lanes, layers, heads], of which `recent` [lanes] are the latest positions. room: of
+        the largest budget, what a head may come to have."""
+        self.state, self.most, self.recent = [], [], []
+        self.budgets = torch.from_numpy(budgets)
+        share = torch.tensor(recent, dtype=torch.float64)[:, None]
+        for i, layer in enumerate(self.geometry):
+            given = self.budgets[:, i]
+            most = int(given.max() * room)
+            state = empty(self.lanes, layer, most + CHUNK, len(self.method.statistics))
+            self.state.append(filled(state, most - given))
+            self.most.append(most)
+            self.recent.append((share * given).to(torch.int32)[..., None])
+
+    def append(self, i: int, query: Tensor, key: Tensor, value: Tensor, position: Tensor) -> Tensor:
+        """The attention output [B, Hq, T, D] of layer i; the tokens are in its cache then."""
+        lengths = torch.full((len(query), 1), query.shape[2])
+        output, *state = vote_attention(
+            *(query, key, value, position, lengths),
+            *self.state[i],  # type: ignore[arg-type]
+            attributes=layer_attributes(self.method, self.geometry[i]),
+        )
+        self.state[i] = tuple(state)
+        return output
+
+    def merge(self, i: int, by_prompt: Sequence[bool] = ()) -> None:
+        """Bring layer i within its budgets; those of the lanes `by_prompt` are chosen first."""
+        attributes = MergeCacheAttributes(self.method, self.most[i], SINKS)
+        state, capacity = self.state[i], self.state[i][2].shape[-1]
+        if int((state[2] > 0).sum(-1).max()) <= self.most[i]:
+            return
+        if any(by_prompt):
+            given = self._chosen(i)
+            given = torch.where(torch.tensor(by_prompt)[:, None], given, self.budgets[:, i])
+            wider = [torch.nn.functional.pad(x, (0, 0, 0, self.most[i])) for x in state[:2]]
+            rest = [torch.nn.functional.pad(x, (0, self.most[i])) for x in state[2:]]
+            state = filled((*wider, *rest), self.most[i] - given)
+        merged = merge_cache(*state, attributes=attributes, recent=self.recent[i])
+        self.state[i] = tuple(x.narrow(axis, 0, capacity) for x, axis in zip(merged, (2, 2, 2, 3, 2), strict=True))
+
+    def _chosen(self, i: int) -> Tensor:
+        """Budgets [B, H] of layer i by the entries of its heads."""
+        key, value, votes, score, position = self.state[i]
+        real = (votes > 0) & (position >= 0)
+        now = position.amax(-1, keepdim=True)
+        protected = real & ((position < SINKS) | (position > now - self.recent[i]))
+        given = self.budgets[:, i]
+        mean = mean_per_observation(Slots(key, value, votes, score, position, now))
+        mean = torch.where(real & ~protected, mean, -torch.inf)
+        least = (FLOOR * given.float().mean(-1)).to(torch.int64)[:, None, None]
+        rank = mean.argsort(-1, descending=True).argsort(-1)
+        mean = torch.where((rank < least) & torch.isfinite(mean), torch.inf, mean)
+        free = given.sum(-1) - protected.sum((-1, -2))
+        order = mean.flatten(1).argsort(-1, descending=True).argsort(-1)
+        taken = (order < free[:, None]).reshape(mean.shape) & (mean > -torch.inf)
+        return torch.minimum((taken | protected).sum(-1), torch.tensor(self.most[i]))
+
+
+def empty(batch: int, layer: LayerGeometry, slots: int, statistics: int) -> State:
+    """An empty cache."""
+    head = (batch, layer.kv_heads)
+    return (
+        torch.zeros(*head, slots, layer.key_size),
+        torch.zeros(*head, slots, layer.value_size),
+        torch.zeros(*head, slots),
+        torch.zeros(*head, statistics, slots),
+        torch.zeros(*head, slots, dtype=torch.int32),
+    )
+
+
+def filled(state: State, fill: Tensor) -> State:
+    """`state` whose heads have so many slots [B, H] that count nothing, behind all others."""
+    real = (state[2] > 0) & (state[4] >= 0)
+    order = (~real).to(torch.int8).sort(dim=-1, stable=True).indices
+    slots = gather_slots(Slots(*state, state[4][..., :1]), order)
+    row, count = torch.arange(real.shape[-1]), real.sum(-1, keepdim=True)
+    held, fills = row < count, (row >= count) & (row < count + fill[..., None])
+    return (
+        torch.where(held[..., None], slots.key, 0.0),
+        torch.where(held[..., None], slots.value, 0.0),
+        torch.where(held, slots.votes, torch.where(fills, NOTHING, 0.0)),
+        torch.where(held[:, :, None], slots.score, 0.0),
+        torch.where(held, slots.position, torch.where(fills, -1, 0)).to(torch.int32),
+    )
+
+
+class Model:
+    """SmolLM2 in PyTorch; `attend` is what its layers call."""
+
+    def __init__(self) -> None:
+        recipe = load_recipe(RECIPE).recipe
+        shape = read_model(recipe)
+        self.recipe, self.geometry = recipe, shape.geometry
+        self.method = recipe.cache.build_method()
+        self.tokenizer = Tokenizer.from_folder(shape.checkpoint.path)
+        self.model = load_model(shape.checkpoint, recipe, IMPLEMENTATION).requires_grad_(False)
+        self.heads: Heads | None = None  # None: every token sees all before it, and calls are noted
+        self.calls: list[tuple[Tensor, ...]] = []
+
+    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, options: Any) -> Tensor:
+        """See `kvexport.export.model.attention_hook`."""
+        i: int = module.layer_idx
+        if self.heads is not None:
+            return self.heads.append(i, query, key, value, self.position)
+        scale = self.geometry[i].scale
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=True
+        )
+        if torch.is_grad_enabled():
+            output.requires_grad_(True)
+            self.calls.append((query.detach(), key.detach(), value.detach(), output))
+        return output
+
+    def mask(self, mask_function: Any) -> Any:
+        """None: the attention knows who sees what."""
+        return None
+
+    def hidden(self, ids: Tensor, first: int = 0) -> Tensor:
+        """[B, T, hidden] of tokens at positions from `first` on."""
+        self.position = torch.arange(first, first + ids.shape[1]).expand(ids.shape)
+        with attending(self):
+            return self.model.model(  # type: ignore[no-any-return]
+                input_ids=ids, position_ids=self.position, past_key_values=PassThroughCache(), use_cache=True
+            ).last_hidden_state
+
+    def logs(self, hidden: Tensor) -> Tensor:
+        """Log-probabilities [B, T, vocabulary]."""
+        return torch.log_softmax(self.model.lm_head(hidden).float(), -1)
+
+
+def judged_texts(tokenizer: Tokenizer) -> list[Ids]:
+    """Those of docs/methods.md."""
+    return [x.ids for x in TASKS["text"].samples(Text(tokenizer, manual()), 8, LENGTH, 0)]
+
+
+def other_texts(tokenizer: Tokenizer, numbers: Iterable[int]) -> list[Ids]:
+    """Texts to choose by: those of even numbers from the manual without all lines of `judged_texts`, the others from
+    the library's source that nothing is evaluated on."""
+    judged = {line for ids in judged_texts(tokenizer) for line in tokenizer.decode(ids).splitlines() if line.strip()}
+    prose = Text(tokenizer, "\n".join(line for line in manual().splitlines() if line not in judged))
+    source = Text(tokenizer, "\n".join(library_sources(held_out=False).values()))
+    return [(source if n % 2 else prose).text(np.random.default_rng([17, n]), LENGTH)[0] for n in numbers]
+
+
+def costs(model: Model, ids: Ids) -> NDArray[np.float64]:
+    """[layers, heads, GRID]: nats of a text's second half, summed over its tokens and divided by their number."""
+    model.heads, model.calls = None, []
+    half = LENGTH // 2
+    with torch.enable_grad():
+        inputs = torch.tensor([ids])
+        hidden = model.hidden(inputs)[:, half:]
+        logits = model.model.lm_head(hidden).float()
+    outputs = [call[3] for call in model.calls]
+    probability = torch.softmax(logits.detach(), -1)
+    rng = torch.Generator().manual_seed(0)
+    gradients = []
+    for probe in range(PROBES):
+        sign = torch.randint(0, 2, probability.shape, generator=rng).float() * 2 - 1
+        drawn = probability.sqrt() * sign
+        along = drawn - probability * (probability.sqrt() * drawn).sum(-1, keepdim=True)
+        gradients.append(torch.autograd.grad((logits * along).sum(), outputs, retain_graph=probe + 1 < PROBES))
+    calls, model.calls = model.calls, []
+    found = np.zeros((len(calls), model.geometry[0].kv_heads, len(GRID)))
+    with torch.no_grad():
+        for g, slots in enumerate(GRID):
+            heads = Heads(model.geometry, model.method, 1)
+            budgets = np.full((1, len(calls), found.shape[1]), slots, np.int64)
+            heads.begin(budgets, [RECENT])
+            for i, (query, key, value, output) in enumerate(calls):
+                d = shadowed(heads, i, query, key, value) - output.detach()
+                for gradient in gradients:
+                    moved = (gradient[i] * d).unflatten(1, (found.shape[1], -1)).sum((2, 4))  # [1, H, T]
+                    found[i, :, g] += 0.5 * moved.square().sum((0, 2)).double().numpy() / PROBES / half
+    return found
+
+
+def shadowed(heads: Heads, i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The attention output of layer i in its small cache, for queries, keys and values of the full one."""
+    parts = []
+    for first in range(0, query.shape[2], CHUNK):
+        q, k, v = (x[:, :, first : first + CHUNK] for x in (query, key, value))
+        parts.append(heads.append(i, q, k, v, torch.arange(first, first + q.shape[2])[None]))
+        heads.merge(i)
+    return torch.cat(parts, 2)
+
+
+def cheapest(cost: NDArray[np.float64], total: int) -> NDArray[np.int64]:
+    """Budgets [n], `total` in all, with the least sum of costs [n, GRID], which between the budgets of GRID are
+    straight lines of logarithms, and beyond them go on."""
+    slots = np.arange(LEAST, LENGTH + 1)
+    x, y = np.log(GRID), np.log(np.maximum(np.minimum.accumulate(cost, -1), 1e-12))
+    at = np.log(slots)
+    piece = np.clip(np.searchsorted(x, at) - 1, 0, len(GRID) - 2)
+    slope = (y[:, 1:] - y[:, :-1]) / (x[1:] - x[:-1])
+    curve = np.exp(y[:, piece] + slope[:, piece] * (at - x[piece]))
+    curve[:, -1] = 0.0
+    low, high = -40.0, 10.0
+    for _ in range(100):
+        price = (low + high) / 2
+        chosen = slots[(curve + np.exp(price) * slots).argmin(-1)]
+        low, high = (low, price) if chosen.sum() < total else (price, high)
+    chosen = slots[(curve + np.exp(high) * slots).argmin(-1)].astype(np.int64)
+    rest = total - int(chosen.sum())  # where a head's best budget jumps
+    for n in range(abs(rest)):
+        chosen[n % len(chosen)] += np.sign(rest)
+    return chosen
+
+
+def shares_of(kind: str, slots: int, cost: NDArray[np.float64]) -> list[Any]:
+    """`cache.allocation.shares` of layers, or of heads, that are best at so many slots: relative to their mean."""
+    each = cost.mean(1) if kind == "layers" else cost.reshape(-1, len(GRID))
+    shares = (cheapest(each, slots * len(each)) / slots).round(2)
+    return shares.tolist() if kind == "layers" else shares.reshape(cost.shape[:2]).tolist()
+
+
+def budgets_of(variant: str, slots: int, cost: NDArray[np.float64]) -> NDArray[np.int64]:
+    """[layers, heads]"""
+    layers, heads = cost.shape[:2]
+    kind, _, at = variant.partition("/")[0].partition("@")
+    sets = [f"cache.budget={slots}"]
+    if kind in ("layers", "heads"):
+        sets += ["cache.allocation.kind=listed", f"cache.allocation.shares={shares_of(kind, int(at or slots), cost)}"]
+    recipe = load_recipe(LISTED if kind in ("shipped", "prompt") else RECIPE, sets).recipe
+    each = np.array(allocate(recipe, layers), np.int64).reshape(layers, -1)
+    return np.broadcast_to(each, (layers, heads)).copy()
+
+
+@torch.no_grad()
+def compare(model: Model, texts: Sequence[Ids], slots: int, variants: Sequence[str]) -> dict[str, list[float]]:
+    """KL of every variant, text by text. A variant is its kind, and the share of recent slots after a slash."""
+    cost = mean_cost()
+    model.heads = None
+    right = model.logs(model.hidden(torch.tensor(texts))[:, LENGTH // 2 :]).split(CHUNK, 1)
+    count = len(texts)
+    budgets = np.repeat(np.stack([budgets_of(v, slots, cost) for v in variants]), count, 0)
+    recent = np.repeat([float(v.partition("/")[2] or RECENT) for v in variants], count).tolist()
+    by_prompt = np.repeat([v.startswith("prompt") for v in variants], count).tolist()
+    heads = Heads(model.geometry, model.method, len(budgets))
+    heads.begin(budgets, recent, 2.5 if any(by_prompt) else 1.0)
+    lanes = torch.tensor([*texts] * len(variants))
+    total = torch.zeros(len(variants), count, dtype=torch.float64)
+    model.heads = heads
+    for n, first in enumerate(range(0, LENGTH, CHUNK)):
+        hidden = model.hidden(lanes[:, first : first + CHUNK], first)
+        for i in range(len(heads.geometry)):
+            heads.merge(i, by_prompt)
+        if first < LENGTH // 2:
+            continue
+        full = right[n - LENGTH // 2 // CHUNK]
+        for v in range(len(variants)):
+            logs = model.logs(hidden[v * count : (v + 1) * count])
+            total[v] += (full.exp() * (full - logs)).sum((1, 2)).double()
+    return {v: (total[n] / (LENGTH // 2)).tolist() for n, v in enumerate(variants)}
+
+
+def stored() -> dict[str, Any]:
+    """What earlier runs found."""
+    path = RESULTS / f"{NAME}.json"
+    empty: dict[str, Any] = {"costs": {}, "kl": {}}
+    return empty | (json.loads(path.read_text()) if path.exists() else {})
+
+
+def mean_cost() -> NDArray[np.float64]:
+    """[layers, heads, GRID] of all texts."""
+    return np.mean([np.array(x) for x in stored()["costs"].values()], 0)
+
+
+def keep(found: dict[str, Any]) -> None:
+    """Write it, without what says how it was run."""
+    save(NAME, {"recipe": RECIPE, "length": LENGTH, "grid": GRID, "costs": found["costs"], "kl": found["kl"]})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("costs", "shares", "compare"))
+    parser.add_argument("--texts", default="0,1,2,3", help="numbers of texts")
+    parser.add_argument("--judged", action="store_true", help="compare on the texts of docs/methods.md")
+    parser.add_argument("--slots", default="51,128,256")
+    parser.add_argument("--variants", default="uniform,shipped,layers,heads", help="see above")
+    asked = parser.parse_args()
+    if asked.what == "shares":
+        cost = mean_cost()
+        for slots in map(int, asked.slots.split(",")):
+            print(*(json.dumps({kind: shares_of(kind, slots, cost)}) for kind in ("layers", "heads")), sep="\n")
+        return
+    model = Model()
+    numbers = [int(n) for n in asked.texts.split(",")]
+    if asked.what == "costs":
+        for n, ids in zip(numbers, other_texts(model.tokenizer, numbers), strict=True):
+            cost = costs(model, ids)
+            print(n, np.array2string(cost.sum((0, 1)), precision=4), flush=True)
+            found = stored()
+            found["costs"][str(n)] = cost.round(7).tolist()
+            keep(found)
+        return
+    judged = judged_texts(model.tokenizer) if asked.judged else []
+    texts = [judged[n] for n in numbers] if judged else other_texts(model.tokenizer, numbers)
+    for slots in map(int, asked.slots.split(",")):
+        for variant, kl in compare(model, texts, slots, asked.variants.split(",")).items():
+            found = stored()
+            rows = found["kl"].setdefault("judged" if asked.judged else "other", {})
+            row = rows.setdefault(f"{slots} slots, {variant}", {})
+            row |= {str(n): round(x, 5) for n, x in zip(numbers, kl, strict=True)}
+            keep(found)
+            print(slots, variant, f"{np.mean(kl):.4f}", [f"{x:.4f}" for x in kl], flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Small caches in the bytes of float16's, with and without measured budgets of layers or heads, on
+SmolLM2-135M-Instruct: KL to the full cache on the deployed engine.
+
+    python benchmarks/small_listed.py [--budgets 1/20,1/8,1/4] [--samples 8] [--only keepkv,ballot,listed,heads]
+        [--dtypes int8,k8v4]
+
+The texts and the settings are those of docs/methods.md (sweep.py, recipes smollm2-135m-base, -listed and -heads), whose
+figures are the rows of float16: a float32 cache stands for it. A small cache gets the most slots whose bytes, with
+scales, votes, scores, positions and slack, do not exceed those of keepkv's cache of float16 at that budget. Rows that
+are there already, in benchmarks/results/small-listed.json, are not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from bisect import bisect_right
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, save
+
+from kvexport.cache import plan_cache
+from kvexport.evaluate.corpus import manual
+from kvexport.evaluate.files import alone
+from kvexport.evaluate.result import KL, Options
+from kvexport.evaluate.runner import Run
+from kvexport.evaluate.settings import Setting, load_setting, parse_budgets
+from kvexport.recipe.load import load_recipe
+from kvexport.terminal import silent
+
+NAME, RECIPE, MEASURED = "small-listed", "smollm2-135m-base", ("listed", "heads")
+LENGTH = 1024
+SETTINGS = ["backend.threads=1", "export.prefill_chunk=32", "cache.merge_every=8"]  # of docs/methods.md
+
+
+def label_of(name: str, dtype: str) -> str:
+    """A method's settings, as `kvexport eval` takes them."""
+    label = "ballot" if name in MEASURED else name
+    if name in MEASURED:
+        shares = load_recipe(f"smollm2-135m-{name}").recipe.cache.allocation.shares
+        label += f":cache.allocation.kind=listed:cache.allocation.shares={shares}"
+    return f"{label}:cache.dtype={dtype}"
+
+
+def setting_of(run: Run, name: str, dtype: str, budget: float) -> Setting:
+    """With the most slots that fit."""
+    slots = round(budget * LENGTH)
+    float16 = load_setting(RECIPE, "keepkv:model.dtype=float16", slots, run.common)
+    limit = plan_cache(float16, run.geometry).bytes()
+
+    def bytes_of(n: int) -> int:
+        return plan_cache(load_setting(RECIPE, label_of(name, dtype), n, run.common), run.geometry).bytes()
+
+    counts = range(slots // 2, 4 * slots)
+    fits = counts[bisect_right(counts, limit, key=bytes_of) - 1]
+    recipe = load_setting(RECIPE, label_of(name, dtype), fits, run.common)
+    return Setting(f"{name}:{dtype}", budget, fits, plan_cache(recipe, run.geometry).bytes(), recipe)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budgets", default="1/20,1/8,1/4")
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--only", default="keepkv,ballot,listed,heads")
+    parser.add_argument("--dtypes", default="int8,k8v4")
+    parser.add_argument("--work", type=Path, metavar="DIR", help="keep the full cache's predictions there")
+    asked = parser.parse_args()
+    options = Options((), (), ("text",), asked.samples, LENGTH, batch=2, source=manual(), timed=False)
+    path = RESULTS / f"{NAME}.json"
+    rows: dict[str, Any] = json.loads(path.read_text())["rows"] if path.exists() else {}
+    with ExitStack() as stack:
+        folder = asked.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(alone(folder))
+        run = Run(RECIPE, SETTINGS, options, folder, silent)
+        run.full()
+        for budget in parse_budgets(asked.budgets):
+            for method in asked.only.split(","):
+                for dtype in asked.dtypes.split(","):
+                    key = f"{method} {dtype} {budget:g}"
+                    if len(rows.get(key, {"kl": ()})["kl"]) >= asked.samples:
+                        continue
+                    setting = setting_of(run, method, dtype, budget)
+                    kl = run.measure(setting).scores["text"].samples[KL]
+                    found = {"method": method, "dtype": dtype, "budget": budget, "slots": setting.slots}
+                    rows[key] = found | {
+                        "bytes": setting.bytes,
+                        "kl": [float(f"{x:.6g}") for x in kl],
+                    }
+                    print(f"{budget:g} {method} {dtype} {setting.slots} slots: {sum(kl) / len(kl):.4f}", flush=True)
+                    save(NAME, {"length": LENGTH, "settings": SETTINGS, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

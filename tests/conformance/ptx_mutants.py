@@ -46,13 +46,13 @@ def without(kind: str, which: int | None = None, instead: str = "") -> Callable[
     return alter
 
 
-def decode(caller: PtxCaller, group: int, cache_type: str = "") -> Arrays:
+def decode(caller: PtxCaller, group: int, cache_type: str = "", dtype: type = np.float16) -> Arrays:
     """A token against caches of several splits. cache_type: of a small cache."""
     rng, heads, capacity, size = np.random.default_rng(3), 2, 400, 64
     shape = (2, heads, capacity)
-    x = {"query": rng.normal(size=(2, group * heads, 1, size)).astype(np.float16)}
-    x |= {name: rng.normal(size=(2, heads, 1, size)).astype(np.float16) for name in ("key", "value")}
-    x |= {f"past_{name}": rng.normal(size=(*shape, size)).astype(np.float16) for name in ("key", "value")}
+    x = {"query": rng.normal(size=(2, group * heads, 1, size)).astype(dtype)}
+    x |= {name: rng.normal(size=(2, heads, 1, size)).astype(dtype) for name in ("key", "value")}
+    x |= {f"past_{name}": rng.normal(size=(*shape, size)).astype(dtype) for name in ("key", "value")}
     used = np.array([[[390]], [[150]]])
     x = small(x, cache_type, "past_") if cache_type else x
     x["past_votes"] = np.broadcast_to((np.arange(capacity) < used).astype(np.float32), shape).copy()
@@ -74,7 +74,7 @@ def merge(caller: PtxCaller, method: str, *, in_order: bool = True) -> Arrays:
 
 
 CALLS: dict[str, Callable[[PtxCaller], Arrays]] = {
-    "Decode<Half, 1>": lambda caller: decode(caller, 1),
+    "Decode<float, 4>": lambda caller: decode(caller, 3, dtype=np.float32),
     "DecodeMma<Half, 128>": lambda caller: decode(caller, 5),
     "DecodeSmall<8, 4, 128>": lambda caller: decode(caller, 2, "k8v4"),
     "NearestMma<Half, true>": lambda caller: merge(caller, "ballot"),

@@ -31,8 +31,7 @@ from tests.support.paths import ROOT
 RECORD = ROOT / "plugins" / "cuda" / "instructions.json"
 WARP, SIZE, SLOTS = 32, 128, (256, 512)
 DECODE = (
-    ("float16", 1, "Decode<kv::cuda::Half, 1>"),
-    *(("float16", group, "DecodeMma<kv::cuda::Half, 128>") for group in (4, 8, 16)),
+    *(("float16", group, "DecodeMma<kv::cuda::Half, 128>") for group in (1, 4, 8, 16)),
     ("float32", 4, "Decode<float, 4>"),
     ("float32", 8, "Decode<float, 8>"),
     *(("int8", group, "DecodeSmall<8, 8, 128>") for group in (1, 4, 8)),

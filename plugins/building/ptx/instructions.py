@@ -393,6 +393,14 @@ def _shuffle(scope: Scope, parts: Parts, a: Operands) -> str:
     return f"{{ {result} {stored(scope, to, 'u32', 'found.value')} {second} }}"
 
 
+@of("redux")
+def _reduce(scope: Scope, parts: Parts, a: Operands) -> str:
+    if parts[1:] != ["sync", "max", "s32"]:
+        raise KeyError("form")
+    x, mask = _inputs(scope, a, "s32", "u32")
+    return stored(scope, a[0], "s32", f"warp_max({x}, {mask}, {scope.site()})")
+
+
 @of("ldmatrix")
 def _load_matrices(scope: Scope, parts: Parts, a: Operands) -> str:
     if "x4" not in parts:

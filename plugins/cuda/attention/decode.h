@@ -1,5 +1,5 @@
-// VoteAttention for one token per sequence, on CUDA cores: float32 caches, and groups of a single query head (groups
-// over caches of 16 bits: decode_mma.h). One block of 128 threads per KV head and split of its slots:
+// VoteAttention for one token per sequence over float32 caches, on CUDA cores (of 16 bits: decode_mma.h). One block of
+// 128 threads per KV head and split of its slots:
 //
 //   for each block of 32 slots of the split          keys and values arrive by asynchronous copies, up to 3 blocks
 //   ahead
@@ -28,12 +28,14 @@ struct Decode {
 
   struct Registers {
     float product[G][4], logit[kWarpHeads], block_max[kWarpHeads], row_max[kWarpHeads], row_sum[kWarpHeads];
+    Averages averages;
+    Fetch fetch;
   };
 
   // Shared memory that does not depend on the number of stages, in floats: queries [G, D], parts of logits [warps, G,
-  // kBlock], logits [G, kBlock], weights [kBlock, G], factors [G], and two ints.
+  // kBlock], logits [G, kBlock], weights [kBlock, G], bias [kBlock], factors [G], and two ints.
   static KV_HD constexpr size_t fixed(int key_size) {
-    return (G * key_size + (kWarps + 2) * G * kBlock + (G + 5) / 4 * 4) * sizeof(float);
+    return (G * key_size + (kWarps + 2) * G * kBlock + kBlock + (G + 5) / 4 * 4) * sizeof(float);
   }
   // Bytes that take the place of the stages at the end: partial sums of the output, or what combine_splits reads.
   static KV_HD constexpr size_t closing(int splits, int group) {
@@ -42,7 +44,7 @@ struct Decode {
   }
 
   struct Shared {
-    float *query, *part, *logit, *weight, *factor;
+    float *query, *part, *logit, *weight, *bias, *factor;
     int* found;
     char* stages;
   };
@@ -54,7 +56,8 @@ struct Decode {
     s.part = s.query + G * key_size;
     s.logit = s.part + kWarps * G * kBlock;
     s.weight = s.logit + G * kBlock;
-    s.factor = s.weight + G * kBlock;
+    s.bias = s.weight + G * kBlock;
+    s.factor = s.bias + kBlock;
     s.found = reinterpret_cast<int*>(s.factor + G);
     return s;
   }
@@ -62,7 +65,7 @@ struct Decode {
   static KV_DEVICE void run(Block<Decode>& block, const Attention& args) {
     const KvVoteAttention& a = args.call;
     const Head<T> head(a, block.index() / args.splits);
-    const int split = block.index() % args.splits, group = args.group();
+    const int split = block.index() % args.splits, group = args.group(), now = head.first();
     const Shared s = divide(block.shared, a.key_size);
     const int used = used_slots(block, head.votes(), a.capacity, s.found);
     if (head.length(used) == 0) return store_idle(block, args, head, split, used);
@@ -75,18 +78,22 @@ struct Decode {
       for (int g = 0; g < G; ++g)
 #pragma unroll
         for (int j = 0; j < 4; ++j) r.product[g][j] = 0.0f;
+      start_averages(r.averages, args, t);
     });
     const auto use = [&](const Stage<T>& stage, int from, int count) {
-      multiply_keys(block, stage, s);
-      softmax_slots(
-          block, args, head, stage, G, used, from, count, [&](int g, int slot) { return logit_of(a, s, g, slot); },
+      block.each([&](int t, Registers&) {
+        multiply_keys(stage, s, t);
+        store_bias(a, stage, s.bias, used, now, from, count, t);
+      });
+      softmax_slots<T>(
+          block, args, head, s.bias, G, from, count, [&](int g, int slot) { return logit_of(a, s, g, slot); },
           [&](Registers&, int g, int slot, float weight, float factor) {
             s.weight[slot * G + g] = weight;
             if (slot == 0) s.factor[g] = factor;
           });
       block.each([&](int t, Registers& r) {
         multiply_values(r, stage, s, count, t);
-        update_averages(args, head, stage, used, from, count, t,
+        update_averages(r.averages, args, head, stage, s.bias, used, from, count, t,
                         [&](int g, int slot) { return s.logit[g * kBlock + slot]; });
       });
     };
@@ -96,32 +103,30 @@ struct Decode {
       combine_splits(block, args, head, reinterpret_cast<float*>(s.stages), used);
   }
 
-  // A lane is a slot, a warp a part of the head size.
-  static KV_DEVICE void multiply_keys(Block<Decode>& block, const Stage<T>& stage, const Shared& s) {
-    block.each([&](int t, Registers&) {
-      const int slot = t % kWarp, warp = t / kWarp, vectors = stage.key_size / kLanes<T>,
-                each = (vectors + kWarps - 1) / kWarps;
-      float sum[G];
+  // Within a phase: a lane is a slot, a warp a part of the head size.
+  static KV_DEVICE void multiply_keys(const Stage<T>& stage, const Shared& s, int t) {
+    const int slot = t % kWarp, warp = t / kWarp, vectors = stage.key_size / kLanes<T>,
+              each = (vectors + kWarps - 1) / kWarps;
+    float sum[G];
 #pragma unroll
-      for (int g = 0; g < G; ++g) sum[g] = 0.0f;
-      for (int i = warp * each; i < min_of((warp + 1) * each, vectors); ++i) {
-        float key[kLanes<T>];
-        widen<T>(load_vector(stage.key(slot) + i * kLanes<T>), key);
+    for (int g = 0; g < G; ++g) sum[g] = 0.0f;
+    for (int i = warp * each; i < min_of((warp + 1) * each, vectors); ++i) {
+      float key[kLanes<T>];
+      widen<T>(load_vector(stage.key(slot) + i * kLanes<T>), key);
 #pragma unroll
-        for (int g = 0; g < G; ++g) {
-          const float* query = s.query + g * stage.key_size + i * kLanes<T>;
+      for (int g = 0; g < G; ++g) {
+        const float* query = s.query + g * stage.key_size + i * kLanes<T>;
 #pragma unroll
-          for (int j = 0; j < kLanes<T>; j += 4) {
-            float four[4];
-            load_four(query + j, four);
+        for (int j = 0; j < kLanes<T>; j += 4) {
+          float four[4];
+          load_four(query + j, four);
 #pragma unroll
-            for (int e = 0; e < 4; ++e) sum[g] += key[j + e] * four[e];
-          }
+          for (int e = 0; e < 4; ++e) sum[g] += key[j + e] * four[e];
         }
       }
+    }
 #pragma unroll
-      for (int g = 0; g < G; ++g) s.part[(warp * G + g) * kBlock + slot] = sum[g];
-    });
+    for (int g = 0; g < G; ++g) s.part[(warp * G + g) * kBlock + slot] = sum[g];
   }
 
   // The sum of a logit's parts, kept for the averages.

@@ -1,4 +1,4 @@
-// VoteAttention for one token per sequence on tensor cores: groups of query heads over caches of 16 bits. The program
+// VoteAttention for one token per sequence over caches of 16 bits, on tensor cores. The program
 // is that of decode.h, a block of 128 threads per KV head and split; what differs are the two products:
 //
 //   for each block of 32 slots of the split           as in decode.h
@@ -30,17 +30,20 @@ struct DecodeMma {
     uint32_t query[kSteps][4], key[4], weight[2][4], value[4];
     float score[2][4], product[kTiles][4], logit[kWarpHeads], block_max[kWarpHeads], row_max[kWarpHeads],
         row_sum[kWarpHeads];
+    Averages averages;
+    Fetch fetch;
   };
 
   struct Shared {
-    float *logit, *factor;  // [heads, slots], [heads]
-    T* weight;              // [heads, slots]
+    float *logit, *factor, *bias;  // [heads, slots], [heads], [slots]
+    T* weight;                     // [heads, slots]
     int* found;
     char* stages;
   };
   // Shared memory that does not depend on the number of stages.
   static KV_HD constexpr size_t fixed(int) {
-    return kRows * (kLogitStride * sizeof(float) + kWeightStride * sizeof(T) + sizeof(float)) + 16;
+    return kRows * (kLogitStride * sizeof(float) + kWeightStride * sizeof(T) + sizeof(float)) + kBlock * sizeof(float) +
+           16;
   }
   // Bytes that take the place of the stages at the end.
   static KV_HD constexpr size_t closing(int splits, int group) { return combine_size(splits, group); }
@@ -49,7 +52,8 @@ struct DecodeMma {
     Shared s;
     s.logit = reinterpret_cast<float*>(shared);
     s.factor = s.logit + kRows * kLogitStride;
-    s.weight = reinterpret_cast<T*>(s.factor + kRows);
+    s.bias = s.factor + kRows;
+    s.weight = reinterpret_cast<T*>(s.bias + kBlock);
     s.found = reinterpret_cast<int*>(s.weight + kRows * kWeightStride);
     s.stages = shared + fixed(0);
     return s;
@@ -58,23 +62,31 @@ struct DecodeMma {
   static KV_DEVICE void run(Block<DecodeMma>& block, const Attention& args) {
     const KvVoteAttention& a = args.call;
     const Head<T> head(a, block.index() / args.splits);
-    const int split = block.index() % args.splits, group = args.group();
+    const int split = block.index() % args.splits, group = args.group(), now = head.first();
     const Shared s = divide(block.shared);
     const int used = used_slots(block, head.votes(), a.capacity, s.found);
     if (head.length(used) == 0) return store_idle(block, args, head, split, used);
-    block.each_alone([&](int t, Registers& r) { start(r, head, group, t); });
+    block.each_alone([&](int t, Registers& r) {
+      start(r, head, group, t);
+      start_averages(r.averages, args, t);
+    });
     const auto use = [&](const Stage<T>& stage, int from, int count) {
-      multiply_keys(block, a, stage, s, count);
-      softmax_slots(
-          block, args, head, stage, group, used, from, count,
+      multiply_keys(block, a, stage);
+      block.each([&](int t, Registers& r) {
+        store_logits(r, a, s, group, t);
+        store_bias(a, stage, s.bias, used, now, from, count, t);
+        if (count < kBlock) clear_values(a, stage, count, t);
+      });
+      softmax_slots<T>(
+          block, args, head, s.bias, group, from, count,
           [&](int g, int slot) { return s.logit[g * kLogitStride + slot]; },
           [&](Registers&, int g, int slot, float weight, float factor) {
             assign(s.weight[g * kWeightStride + slot], weight);
             if (slot == 0) s.factor[g] = factor;
           });
-      multiply_values(block, stage, s);
-      block.each([&](int t, Registers&) {
-        update_averages(args, head, stage, used, from, count, t,
+      multiply_values(block, stage, s, group);
+      block.each([&](int t, Registers& r) {
+        update_averages(r.averages, args, head, stage, s.bias, used, from, count, t,
                         [&](int g, int slot) { return s.logit[g * kLogitStride + slot]; });
       });
     };
@@ -105,67 +117,101 @@ struct DecodeMma {
     for (int i = 0; i < kWarpHeads; ++i) r.row_max[i] = kLowest, r.row_sum[i] = 0.0f;
   }
 
-  // A warp is eight slots: their logits with all heads, raw.
-  static KV_DEVICE void multiply_keys(Block<DecodeMma>& block, const KvVoteAttention& a, const Stage<T>& stage,
-                                      const Shared& s, int count) {
+  // A warp is eight slots: their products with all heads.
+  static KV_DEVICE void multiply_keys(Block<DecodeMma>& block, const KvVoteAttention& a, const Stage<T>& stage) {
     block.each_alone([&](int, Registers& r) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) r.score[0][i] = r.score[1][i] = 0.0f;
     });
+    if (a.key_size == kSize)
+      multiply_keys<true>(block, a.key_size, stage);
+    else
+      multiply_keys<false>(block, a.key_size, stage);
+  }
+  // kWhole: rows have kSize elements.
+  template <bool kWhole>
+  static KV_DEVICE void multiply_keys(Block<DecodeMma>& block, int size, const Stage<T>& stage) {
 #pragma unroll
     for (int j = 0; j < kSteps / 2; ++j) {
-      if (32 * j >= a.key_size) continue;
+      if (!kWhole && 32 * j >= size) continue;
       load_matrices<false>(
           block,
           [&](int t) {
             const int column = j * 32 + t % kWarp / 8 * 8;
-            return stage.key(t / kWarp * 8 + t % 8) + (column < a.key_size ? column : 0);
+            return stage.key(t / kWarp * 8 + t % 8) + (kWhole || column < size ? column : 0);
           },
           [](Registers& r) { return r.key; });
-      if (32 * (j + 1) > a.key_size)  // what lies beyond a row is anything, and must not meet a zero of the query's
+      if (!kWhole)  // what lies beyond a row is anything, and must not meet a zero of the query's
         block.each_alone([&](int, Registers& r) {
 #pragma unroll
           for (int i = 1; i < 4; ++i)
-            if (j * 32 + i * 8 >= a.key_size) r.key[i] = 0;
+            if (j * 32 + i * 8 >= size) r.key[i] = 0;
         });
       // Two sums, so that no product waits for the one before it.
       multiply<T>(block, [j](Registers& r) { return Product{r.score[0], r.query[2 * j], r.key}; });
       multiply<T>(block, [j](Registers& r) { return Product{r.score[1], r.query[2 * j + 1], r.key + 2}; });
     }
-    block.each([&](int t, Registers& r) {
+  }
+
+  // Within a phase: the logits of a warp's slots, raw. Of a product's rows up to eight heads are the first half, which
+  // are a lane's first two sums.
+  static KV_DEVICE void store_logits(Registers& r, const KvVoteAttention& a, const Shared& s, int group, int t) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const Element at = element_of_sum(t % kWarp, i);
-        s.logit[at.row * kLogitStride + t / kWarp * 8 + at.column] =
-            capped((r.score[0][i] + r.score[1][i]) * a.scale, a.softcap);
-      }
-      // Values of slots that are not there have a weight of zero, and must be numbers.
-      const int vectors = a.value_size / kLanes<T>;
-      for (int i = t; i < (kBlock - count) * vectors; i += kThreads)
-        store_vector(stage.value(count + i / vectors) + i % vectors * kLanes<T>, Vector{});
-    });
+    for (int i = 0; i < 4; i += 2) {
+      if (i == 2 && group <= kRows / 2) continue;
+      const Element at = element_of_sum(t % kWarp, i);
+      float logit[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) logit[j] = (r.score[0][i + j] + r.score[1][i + j]) * a.scale;
+      if (a.softcap != 0.0f) logit[0] = capped(logit[0], a.softcap), logit[1] = capped(logit[1], a.softcap);
+      store_two(s.logit + at.row * kLogitStride + t / kWarp * 8 + at.column, logit);
+    }
+  }
+
+  // Within a phase: values of slots that are not there, whose weight is zero, become numbers.
+  static KV_DEVICE void clear_values(const KvVoteAttention& a, const Stage<T>& stage, int count, int t) {
+    const int vectors = a.value_size / kLanes<T>;
+#pragma unroll 1
+    for (int i = t; i < (kBlock - count) * vectors; i += kThreads)
+      store_vector(stage.value(count + i / vectors) + i % vectors * kLanes<T>, Vector{});
   }
 
   // A warp is every fourth tile of eight columns; a product is 16 slots deep.
-  static KV_DEVICE void multiply_values(Block<DecodeMma>& block, const Stage<T>& stage, const Shared& s) {
-    const int tiles = stage.value_size / 8;
+  static KV_DEVICE void multiply_values(Block<DecodeMma>& block, const Stage<T>& stage, const Shared& s, int group) {
 #pragma unroll
     for (int step = 0; step < 2; ++step)
       load_a(
           block, kWeightStride * sizeof(T), [&](int) { return reinterpret_cast<const char*>(s.weight + step * 16); },
           [step](Registers& r) { return r.weight[step]; });
     block.each_alone([&](int t, Registers& r) {
-      const float factor[2] = {s.factor[t % kWarp / 4], s.factor[t % kWarp / 4 + 8]};
 #pragma unroll
-      for (int i = 0; i < kTiles; ++i)
+      for (int half = 0; half < 2; ++half) {
+        if (half == 1 && group <= kRows / 2) continue;
+        const float factor = s.factor[t % kWarp / 4 + 8 * half];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) r.product[i][j] *= factor[j / 2];
+        for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+          for (int j = 0; j < 2; ++j) r.product[i][2 * half + j] *= factor;
+      }
     });
+    if (stage.value_size == kSize)
+      multiply_tiles<true>(block, stage);
+    else
+      multiply_tiles<false>(block, stage);
+  }
+  // kWhole: rows have kSize elements.
+  template <bool kWhole>
+  static KV_DEVICE void multiply_tiles(Block<DecodeMma>& block, const Stage<T>& stage) {
+    const int tiles = stage.value_size / 8;
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
-      if (i * kWarps >= tiles) continue;
+      if (!kWhole && i * kWarps >= tiles) continue;
       load_matrices<true>(
-          block, [&](int t) { return stage.value(t % kWarp) + min_of(i * kWarps + t / kWarp, tiles - 1) * 8; },
+          block,
+          [&](int t) {
+            const int tile = i * kWarps + t / kWarp;
+            return stage.value(t % kWarp) + (kWhole ? tile : min_of(tile, tiles - 1)) * 8;
+          },
           [](Registers& r) { return r.value; });
 #pragma unroll
       for (int step = 0; step < 2; ++step)

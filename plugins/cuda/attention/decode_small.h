@@ -22,62 +22,65 @@ namespace cuda {
 
 template <>
 struct Stage<Small> {
-  char* base;
-  int key_stride, value_stride;
+  char* stages;
+  int at, key_stride, value_stride, statistics;
 
   // Of a row's bytes in shared memory: an odd number of vectors, as shared_stride.
-  static KV_HD int stride(int bytes) { return ((bytes + 15) / 16 | 1) * 16; }
+  static KV_HD int stride(int bytes) { return vector_stride((bytes + 15) / 16); }
   static KV_HD int key_stride_of(const KvVoteAttention& a) { return stride(a.key_size * key_bits(a.cache_type) / 8); }
   static KV_HD int value_stride_of(const KvVoteAttention& a) {
     return stride(a.value_size * value_bits(a.cache_type) / 8);
   }
+  static KV_HD int kinds(const KvVoteAttention& a) { return 4 + a.statistics; }
   static KV_HD size_t size(const KvVoteAttention& a) {
-    return kBlock * (key_stride_of(a) + value_stride_of(a) + (4 + a.statistics) * sizeof(float));
+    return kBlock * (key_stride_of(a) + value_stride_of(a) + kinds(a) * sizeof(float));
   }
-  KV_DEVICE Stage(char* base, const KvVoteAttention& a)
-      : base(base), key_stride(key_stride_of(a)), value_stride(value_stride_of(a)) {}
-  KV_DEVICE char* key(int slot) const { return base + slot * key_stride; }
-  KV_DEVICE char* value(int slot) const { return base + kBlock * key_stride + slot * value_stride; }
-  KV_DEVICE float* votes() const { return reinterpret_cast<float*>(base + kBlock * (key_stride + value_stride)); }
-  KV_DEVICE int* position() const { return reinterpret_cast<int*>(votes() + kBlock); }
-  KV_DEVICE float* key_scale() const { return votes() + 2 * kBlock; }
-  KV_DEVICE float* value_scale() const { return votes() + 3 * kBlock; }
-  KV_DEVICE float* score(int k) const { return votes() + (4 + k) * kBlock; }
+  KV_DEVICE Stage(char* stages, int at, const KvVoteAttention& a)
+      : stages(stages),
+        at(at),
+        key_stride(key_stride_of(a)),
+        value_stride(value_stride_of(a)),
+        statistics(a.statistics) {}
+  KV_DEVICE char* key(int slot) const { return stages + (at + slot * key_stride); }
+  KV_DEVICE char* value(int slot) const { return stages + (at + kBlock * key_stride + slot * value_stride); }
+  // [kinds, slots]: votes, positions, scores, scales of keys and of values.
+  KV_DEVICE float* numbers() const {
+    return reinterpret_cast<float*>(stages + (at + kBlock * (key_stride + value_stride)));
+  }
+  KV_DEVICE float* votes() const { return numbers(); }
+  KV_DEVICE int* position() const { return reinterpret_cast<int*>(numbers() + kBlock); }
+  KV_DEVICE float* score(int k) const { return numbers() + (2 + k) * kBlock; }
+  KV_DEVICE float* key_scale() const { return score(statistics); }
+  KV_DEVICE float* value_scale() const { return score(statistics + 1); }
 };
 
-// Rows that lie one after another, in the largest units that their beginnings are multiples of.
-template <class Program>
-KV_DEVICE void copy_bytes(Block<Program>& block, char* to, int stride, const char* from, int bytes, int count, int t) {
-  if (bytes % 16 == 0)
-    copy_rows<16>(block, to, stride, from, bytes / 16, count, t);
-  else if (bytes % 4 == 0)
-    copy_rows<4>(block, to, stride, from, bytes / 4, count, t);
-  else
-    copy_rows<2>(block, to, stride, from, bytes / 2, count, t);
+KV_DEVICE const float* first_number(const Head<Small>& head, int kind) {
+  const int scale = kind - 2 - head.a.statistics;
+  if (scale >= 0) return scale == 0 ? head.key_scale() : head.value_scale();
+  return first_number(static_cast<const Head<float>&>(head), kind);
 }
 
+// Rows that lie one after another, in the largest units that their beginnings are multiples of. to, from: of thread t's
+// first vector.
 template <class Program>
-KV_DEVICE void fetch_rows(Block<Program>& block, const Head<Small>& head, const Stage<Small>& stage, int used, int from,
+KV_DEVICE void copy_bytes(Block<Program>& block, char* to, int place, int stride, const char* from, int bytes,
                           int count, int t) {
-  copy_bytes(block, stage.key(0), stage.key_stride, head.key(from), head.bytes_of_key, count, t);
-  copy_bytes(block, stage.value(0), stage.value_stride, head.value(from), head.bytes_of_value, count, t);
-  const int slot = t % kWarp, statistics = head.a.statistics;
-  if (slot >= count) return;
-  const bool is_new = from + slot >= used;  // of which there are rows and scales alone
-  for (int k = t / kWarp; k < 4 + statistics; k += kDecodeWarps) {
-    if (k == 2)
-      block.template copy<4>(stage.key_scale() + slot, head.key_scale() + from + slot);
-    else if (k == 3)
-      block.template copy<4>(stage.value_scale() + slot, head.value_scale() + from + slot);
-    else if (is_new)
-      continue;
-    else if (k == 0)
-      block.template copy<4>(stage.votes() + slot, head.votes() + from + slot);
-    else if (k == 1)
-      block.template copy<4>(stage.position() + slot, head.position() + from + slot);
-    else
-      block.template copy<4>(stage.score(k - 4) + slot, head.score(k - 4) + from + slot);
-  }
+  if (bytes % 16 == 0)
+    copy_most<kBlock, 8, 4>(block, to + place, from, bytes / 16, count, t);
+  else if (bytes % 4 == 0)
+    copy_units<4>(block, to, stride, from - t * 16, bytes / 4, count, t);
+  else
+    copy_units<2>(block, to, stride, from - t * 16, bytes / 2, count, t);
+}
+
+// The new token's rows have their slots already.
+template <class Program>
+KV_DEVICE void fetch_rows(Block<Program>& block, const Head<Small>& head, const Stage<Small>& stage, const Fetch& fetch,
+                          int, int, int count, int t) {
+  const int values = kBlock * stage.key_stride;
+  copy_bytes(block, stage.key(0), fetch.key_to, stage.key_stride, fetch.key, head.key_bytes(), count, t);
+  copy_bytes(block, stage.value(0), fetch.value_to - values, stage.value_stride, fetch.value, head.value_bytes(), count,
+             t);
 }
 
 // The lowest power of two that a positive number is not above.
@@ -111,17 +114,20 @@ struct DecodeSmall {
         row_sum[kWarpHeads];
     float largest[2], factor[2];           // of the two queries whose elements a lane has
     float scale_max, unit, raise, shrink;  // of values' scales: the block's largest; see look_at_scales
-    Row row;                               // of the output
+    Averages averages;
+    Fetch fetch;
+    Row row;  // of the output
   };
 
   struct Shared {
-    float *logit, *factor;  // [heads, slots], [heads]
-    Half* weight[2];        // [heads, slots]
+    float *logit, *factor, *bias;  // [heads, slots], [heads], [slots]
+    Half* weight[2];               // [heads, slots]
     int* found;
     char* stages;
   };
   static KV_HD constexpr size_t fixed(int) {
-    return kRows * (kLogitStride * sizeof(float) + 2 * kWeightStride * sizeof(Half) + sizeof(float)) + 16;
+    return kRows * (kLogitStride * sizeof(float) + 2 * kWeightStride * sizeof(Half) + sizeof(float)) +
+           kBlock * sizeof(float) + 16;
   }
   static KV_HD constexpr size_t closing(int splits, int group) { return combine_size(splits, group); }
 
@@ -129,7 +135,8 @@ struct DecodeSmall {
     Shared s;
     s.logit = reinterpret_cast<float*>(shared);
     s.factor = s.logit + kRows * kLogitStride;
-    s.weight[0] = reinterpret_cast<Half*>(s.factor + kRows);
+    s.bias = s.factor + kRows;
+    s.weight[0] = reinterpret_cast<Half*>(s.bias + kBlock);
     s.weight[1] = s.weight[0] + kRows * kWeightStride;
     s.found = reinterpret_cast<int*>(s.weight[1] + kRows * kWeightStride);
     s.stages = shared + fixed(0);
@@ -139,16 +146,21 @@ struct DecodeSmall {
   static KV_DEVICE void run(Block<DecodeSmall>& block, const Attention& args) {
     const KvVoteAttention& a = args.call;
     const Head<Small> head(a, block.index() / args.splits);
-    const int split = block.index() % args.splits, group = args.group();
+    const int split = block.index() % args.splits, group = args.group(), now = head.first();
     const Shared s = divide(block.shared);
     const int used = used_slots(block, head.votes(), a.capacity, s.found);
     if (head.length(used) == 0) return store_idle(block, args, head, split, used);
     start(block, head, group);
+    block.each_alone([&](int t, Registers& r) { start_averages(r.averages, args, t); });
     const auto use = [&](const Stage<Small>& stage, int from, int count) {
-      multiply_keys(block, a, stage, s);
+      multiply_keys(block, a, stage);
+      block.each([&](int t, Registers& r) {
+        store_logits(r, a, stage, s, t);
+        store_bias(a, stage, s.bias, used, now, from, count, t);
+      });
       look_at_scales(block, stage, count);
-      softmax_slots(
-          block, args, head, stage, group, used, from, count,
+      softmax_slots<Small>(
+          block, args, head, s.bias, group, from, count,
           [&](int g, int slot) { return s.logit[g * kLogitStride + slot]; },
           [&](Registers& r, int g, int slot, float weight, float factor) {
             const float scaled = slot < count ? weight * stage.value_scale()[slot] * r.raise : 0.0f;
@@ -158,8 +170,8 @@ struct DecodeSmall {
             if (slot == 0) s.factor[g] = factor * r.shrink;
           });
       multiply_values(block, a, stage, s);
-      block.each([&](int t, Registers&) {
-        update_averages(args, head, stage, used, from, count, t,
+      block.each([&](int t, Registers& r) {
+        update_averages(r.averages, args, head, stage, s.bias, used, from, count, t,
                         [&](int g, int slot) { return s.logit[g * kLogitStride + slot]; });
       });
     };
@@ -219,9 +231,8 @@ struct DecodeSmall {
       b[2 * step] = halves_of(numbers[step], kFirstTwo), b[2 * step + 1] = halves_of(numbers[step], kLastTwo);
   }
 
-  // A warp is eight slots: their logits with all heads, raw.
-  static KV_DEVICE void multiply_keys(Block<DecodeSmall>& block, const KvVoteAttention& a, const Stage<Small>& stage,
-                                      const Shared& s) {
+  // A warp is eight slots: their products with all heads.
+  static KV_DEVICE void multiply_keys(Block<DecodeSmall>& block, const KvVoteAttention& a, const Stage<Small>& stage) {
     block.each_alone([&](int, Registers& r) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) r.score[0][i] = r.score[1][i] = 0.0f;
@@ -249,15 +260,18 @@ struct DecodeSmall {
         }
       }
     }
-    block.each([&](int t, Registers& r) {
+  }
+
+  // Within a phase: the logits of a warp's slots, raw.
+  static KV_DEVICE void store_logits(Registers& r, const KvVoteAttention& a, const Stage<Small>& stage, const Shared& s,
+                                     int t) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const Element at = element_of_sum(t % kWarp, i);
-        const int slot = t / kWarp * 8 + at.column;
-        const float product = (r.score[0][i] + r.score[1][i]) * (a.scale * r.factor[i / 2]);
-        s.logit[at.row * kLogitStride + slot] = capped(product * stage.key_scale()[slot], a.softcap);
-      }
-    });
+    for (int i = 0; i < 4; ++i) {
+      const Element at = element_of_sum(t % kWarp, i);
+      const int slot = t / kWarp * 8 + at.column;
+      const float product = (r.score[0][i] + r.score[1][i]) * (a.scale * r.factor[i / 2]);
+      s.logit[at.row * kLogitStride + slot] = capped(product * stage.key_scale()[slot], a.softcap);
+    }
   }
 
   // The power of two that no scale so far is above, what makes it the largest that is split, and by how much less what

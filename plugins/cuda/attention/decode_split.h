@@ -3,6 +3,7 @@
 // the token.
 #pragma once
 
+#include "../core/copy.h"
 #include "attention.h"
 
 namespace kv {
@@ -10,70 +11,93 @@ namespace cuda {
 
 constexpr int kDecodeThreads = 128, kDecodeWarps = kDecodeThreads / kWarp;
 
-// A block of slots in shared memory.
+// A block of slots in shared memory, `at` bytes from where the first one begins: rows of keys and of values, and
+// numbers of every slot.
 template <class T>
 struct Stage {
-  char* base;
-  int key_stride, value_stride, key_size, value_size;
+  char* stages;
+  int at, key_stride, value_stride, key_size, value_size;
 
-  KV_DEVICE Stage(char* base, const KvVoteAttention& a)
-      : base(base),
+  KV_DEVICE Stage(char* stages, int at, const KvVoteAttention& a)
+      : stages(stages),
+        at(at),
         key_stride(shared_stride<T>(a.key_size)),
         value_stride(shared_stride<T>(a.value_size)),
         key_size(a.key_size),
         value_size(a.value_size) {}
-  KV_DEVICE T* key(int slot) const { return reinterpret_cast<T*>(base + slot * key_stride); }
-  KV_DEVICE T* value(int slot) const { return reinterpret_cast<T*>(base + kBlock * key_stride + slot * value_stride); }
-  KV_DEVICE float* votes() const { return reinterpret_cast<float*>(base + kBlock * (key_stride + value_stride)); }
-  KV_DEVICE int* position() const { return reinterpret_cast<int*>(votes() + kBlock); }
-  KV_DEVICE float* score(int k) const { return votes() + (2 + k) * kBlock; }
+  KV_DEVICE T* key(int slot) const { return reinterpret_cast<T*>(stages + (at + slot * key_stride)); }
+  KV_DEVICE T* value(int slot) const {
+    return reinterpret_cast<T*>(stages + (at + kBlock * key_stride + slot * value_stride));
+  }
+  // [kinds, slots]: votes, positions, scores.
+  KV_DEVICE float* numbers() const {
+    return reinterpret_cast<float*>(stages + (at + kBlock * (key_stride + value_stride)));
+  }
+  KV_DEVICE float* votes() const { return numbers(); }
+  KV_DEVICE int* position() const { return reinterpret_cast<int*>(numbers() + kBlock); }
+  KV_DEVICE float* score(int k) const { return numbers() + (2 + k) * kBlock; }
+  static KV_HD int kinds(const KvVoteAttention& a) { return 2 + a.statistics; }
   static KV_HD size_t size(const KvVoteAttention& a) {
-    return kBlock *
-           (shared_stride<T>(a.key_size) + shared_stride<T>(a.value_size) + (2 + a.statistics) * sizeof(float));
+    return kBlock * (shared_stride<T>(a.key_size) + shared_stride<T>(a.value_size) + kinds(a) * sizeof(float));
   }
 };
 
-// Thread t's share of `count` rows of `width` units of so many bytes, which lie one after another, into shared memory
-// where a row takes `stride` bytes: every kDecodeThreads-th unit. Addresses go on by steps, with one division and no
-// product.
-template <int kUnit, class Program>
-KV_DEVICE void copy_rows(Block<Program>& block, void* to, int stride, const void* from, int width, int count, int t) {
-  const int step = kDecodeThreads / width * stride + kDecodeThreads % width * kUnit, rest = kDecodeThreads % width;
-  int at = t % width;
-  char* target = static_cast<char*>(to) + t / width * stride + at * kUnit;
-  const char* source = static_cast<const char*>(from) + t * kUnit;
-  for (int i = t; i < count * width; i += kDecodeThreads) {
-    if constexpr (kUnit == 2)  // which no asynchronous copy takes
-      *reinterpret_cast<uint16_t*>(target) = *reinterpret_cast<const uint16_t*>(source);
-    else
-      block.template copy<kUnit>(target, source);
-    source += kDecodeThreads * kUnit, target += step, at += rest;
-    if (at >= width) at -= width, target += stride - width * kUnit;
-  }
+// Where the numbers of that kind lie in the cache.
+template <class T>
+KV_DEVICE const float* first_number(const Head<T>& head, int kind) {
+  if (kind == 0) return head.votes();
+  return kind == 1 ? reinterpret_cast<const float*>(head.position()) : head.score(kind - 2);
 }
 
+// A thread's part in the copies of the next block of slots: where in the cache its first vectors and its first number
+// begin, and where they go in a stage.
+struct Fetch {
+  const char *key, *value;
+  const float* number;
+  int key_to, value_to, number_to;
+};
+
+template <class T>
+KV_DEVICE void start_fetch(Fetch& fetch, const Head<T>& head, const Stage<T>& first, int from, int t) {
+  const int kind = t / kWarp, slot = t % kWarp;
+  fetch.key = reinterpret_cast<const char*>(head.key(from)) + t * 16;
+  fetch.value = reinterpret_cast<const char*>(head.value(from)) + t * 16;
+  fetch.number = first_number(head, min_of(kind, Stage<T>::kinds(head.a) - 1)) + from + slot;
+  fetch.key_to = once(place_of(max_of(head.key_bytes() / 16, 1), t));
+  fetch.value_to = once(kBlock * first.key_stride + place_of(max_of(head.value_bytes() / 16, 1), t));
+  fetch.number_to = once(kBlock * (first.key_stride + first.value_stride) + (kind * kBlock + slot) * 4);
+}
+
+// Rows of a block of slots, of which the token that is new comes last, with rows in the call.
 template <class T, class Program>
-KV_DEVICE void fetch_rows(Block<Program>& block, const Head<T>& head, const Stage<T>& stage, int used, int from,
-                          int count, int t) {
-  const KvVoteAttention& a = head.a;
-  const int key_width = a.key_size / kLanes<T>, value_width = a.value_size / kLanes<T>;
-  const int held = min_of(count, used - from);  // the token that is new comes last
-  copy_rows<16>(block, stage.key(0), stage.key_stride, head.key(from), key_width, held, t);
-  copy_rows<16>(block, stage.value(0), stage.value_stride, head.value(from), value_width, held, t);
-  if (count > 0 && held < count) {
-    copy_rows<16>(block, stage.key(held), stage.key_stride, head.new_key(0), key_width, 1, t);
-    copy_rows<16>(block, stage.value(held), stage.value_stride, head.new_value(0), value_width, 1, t);
-  }
-  const int slot = t % kWarp;
-  if (from + slot >= used || slot >= count) return;
-  for (int k = t / kWarp; k < 2 + a.statistics; k += kDecodeWarps) {
-    if (k == 0)
-      block.template copy<4>(stage.votes() + slot, head.votes() + from + slot);
-    else if (k == 1)
-      block.template copy<4>(stage.position() + slot, head.position() + from + slot);
-    else
-      block.template copy<4>(stage.score(k - 2) + slot, head.score(k - 2) + from + slot);
-  }
+KV_DEVICE void fetch_rows(Block<Program>& block, const Head<T>& head, const Stage<T>& stage, const Fetch& fetch,
+                          int used, int from, int count, int t) {
+  constexpr int kWidth = 128 / kLanes<T>;
+  const int key_width = head.a.key_size / kLanes<T>, value_width = head.a.value_size / kLanes<T>;
+  const int held = min_of(count, used - from);
+  char *key = stage.stages + (stage.at + fetch.key_to), *value = stage.stages + (stage.at + fetch.value_to);
+  copy_most<kBlock, kWidth, kWidth / 2>(block, key, fetch.key, key_width, held, t);
+  copy_most<kBlock, kWidth, kWidth / 2>(block, value, fetch.value, value_width, held, t);
+  if (held == count) return;
+  if (t < key_width) block.template copy<16>(stage.key(held) + t * kLanes<T>, head.new_key(0) + t * kLanes<T>);
+  if (t < value_width) block.template copy<16>(stage.value(held) + t * kLanes<T>, head.new_value(0) + t * kLanes<T>);
+}
+
+// A block of slots, and on to the next one.
+template <class T, class Program>
+KV_DEVICE void fetch_slots(Block<Program>& block, const Head<T>& head, const Stage<T>& stage, Fetch& fetch, int used,
+                           int from, int count, int t) {
+  if (count <= 0) return;
+  fetch_rows(block, head, stage, fetch, used, from, count, t);
+  // A warp the numbers of every fourth kind. The new token's are anything.
+  const int kinds = Stage<T>::kinds(head.a), slot = t % kWarp;
+  if (t / kWarp < kinds && slot < count)
+    block.template copy<4>(stage.stages + (stage.at + fetch.number_to), fetch.number);
+#pragma unroll 1
+  for (int kind = t / kWarp + kDecodeWarps; kind < kinds; kind += kDecodeWarps)
+    if (slot < count)
+      block.template copy<4>(stage.numbers() + kind * kBlock + slot, first_number(head, kind) + from + slot);
+  fetch.key += kBlock * head.key_bytes(), fetch.value += kBlock * head.value_bytes(), fetch.number += kBlock;
 }
 
 // Calls use(stage, from, count) for every block of slots of `range`, in turn, while the next ones are copied.
@@ -81,63 +105,78 @@ template <class T, class Program, class Use>
 KV_DEVICE void stream_slots(Block<Program>& block, const Attention& args, const Head<T>& head, char* stages, int used,
                             Range range, Use use) {
   const KvVoteAttention& a = args.call;
-  const size_t size = Stage<T>::size(a);
-  const auto fetch = [&](int ahead) {
-    const int from = range.from + ahead * kBlock, count = min_of(kBlock, range.to - from);
-    const Stage<T> stage(stages + ahead % args.stages * size, a);
-    block.each_alone([&](int t, auto&) { fetch_rows(block, head, stage, used, from, count, t); });
+  const int size = once(static_cast<int>(Stage<T>::size(a))), end = once(args.stages * size);
+  const auto after = [&](int stage) { return stage + size < end ? stage + size : 0; };
+  int next = range.from, to = 0, at = 0;  // the slots that are copied next, and to where; the stage in use
+  block.each_alone([&](int t, auto& r) { start_fetch(r.fetch, head, Stage<T>(stages, 0, a), next, t); });
+#pragma unroll 1
+  for (int from = range.from - (args.stages - 1) * kBlock; from < range.to; from += kBlock) {
+    const int count = min_of(kBlock, range.to - next);
+    block.each_alone(
+        [&](int t, auto& r) { fetch_slots(block, head, Stage<T>(stages, to, a), r.fetch, used, next, count, t); });
     block.cp_async_commit();
-  };
-  for (int i = 0; i < args.stages - 1; ++i) fetch(i);
-  for (int i = 0, from = range.from; from < range.to; ++i, from += kBlock) {
-    fetch(i + args.stages - 1);
+    next += kBlock, to = after(to);
+    if (from < range.from) continue;
     block.cp_async_wait(args.stages - 1);
-    use(Stage<T>(stages + i % args.stages * size, a), from, min_of(kBlock, range.to - from));
+    use(Stage<T>(stages, at, a), from, min_of(kBlock, range.to - from));
+    at = after(at);
   }
   block.cp_async_wait(0);
 }
 
+// Within a phase, by one warp: what the logits of a block's slots take on, in shared memory. The votes' bias; kLogZero
+// where the query at position `now` does not see the slot; kLowest where there is none.
+template <class T>
+KV_DEVICE void store_bias(const KvVoteAttention& a, const Stage<T>& stage, float* bias, int used, int now, int from,
+                          int count, int t) {
+  const int slot = t % kWarp;
+  if (t / kWarp != kDecodeWarps - 1) return;  // the first ones have statistics
+  float x = kLowest;
+  if (slot < count) {
+    x = 0.0f;  // of the new token
+    if (from + slot != used)
+      x = visible(stage.position()[slot], now, a.sliding_window) ? vote_bias(stage.votes()[slot], a) : kLogZero;
+  }
+  bias[slot] = x;
+}
+
 // The running softmax of a block of slots. A lane is a slot, a warp every fourth of `heads` query heads. logit(g,
-// slot): without votes. Calls keep(registers, g, slot, weight, factor), where the sums over earlier blocks take the
-// factor. Ends with a barrier.
+// slot): without votes; bias: as store_bias left it. Calls keep(registers, g, slot, weight, factor), where the sums
+// over earlier blocks take the factor. Ends with a barrier.
 template <class T, class Program, class Logit, class Keep>
-KV_DEVICE void softmax_slots(Block<Program>& block, const Attention& args, const Head<T>& head, const Stage<T>& stage,
-                             int heads, int used, int from, int count, Logit logit, Keep keep) {
-  const KvVoteAttention& a = args.call;
+KV_DEVICE void softmax_slots(Block<Program>& block, const Attention& args, const Head<T>& head, const float* bias,
+                             int heads, int from, int count, Logit logit, Keep keep) {
   constexpr int kWarpHeads = Program::kWarpHeads;
-  const int group = args.group(), now = head.first();
   block.each_alone([&](int t, auto& r) {
     const int slot = t % kWarp;
-    float bias = kLowest;
-    if (slot < count) {
-      const bool is_new = from + slot == used;
-      bias = is_new ? 0.0f : vote_bias(stage.votes()[slot], a);
-      if (!is_new && !visible(stage.position()[slot], now, a.sliding_window)) bias = kLogZero;
-    }
+    const float added = bias[slot];
 #pragma unroll
     for (int i = 0; i < kWarpHeads; ++i) {
+      if (i * kDecodeWarps >= heads) break;
       const int g = t / kWarp + i * kDecodeWarps;
       r.logit[i] = kLowest;
-      if (g < heads && slot < count) {
-        const float raw = logit(g, slot);
-        r.logit[i] = bias == kLogZero ? kLogZero : raw + bias;
-        if (args.logits && g < group)
-          args.logits[static_cast<size_t>(head.query_head(g)) * a.capacity + from + slot] = r.logit[i];
+      if (g < heads) {
+        const float sum = logit(g, slot) + added;
+        r.logit[i] = added <= kLogZero ? added : sum;  // of a slot that is not there the logit may be anything
+        if (args.logits && g < args.group() && slot < count)
+          args.logits[static_cast<size_t>(head.query_head(g)) * head.a.capacity + from + slot] = r.logit[i];
       }
       r.block_max[i] = r.logit[i];
     }
   });
 #pragma unroll
-  for (int i = 0; i < kWarpHeads; ++i)
-    if (i * kDecodeWarps < heads) block.warp_max([&](auto& r) -> float& { return r.block_max[i]; });
+  for (int i = 0; i < kWarpHeads; ++i) {
+    if (i * kDecodeWarps >= heads) break;
+    block.warp_max([&](auto& r) -> float& { return r.block_max[i]; });
+  }
   block.each([&](int t, auto& r) {
     const int slot = t % kWarp;
 #pragma unroll
     for (int i = 0; i < kWarpHeads; ++i) {
       const int g = t / kWarp + i * kDecodeWarps;
-      if (g >= heads) continue;
-      const float row_max = max_of(r.row_max[i], r.block_max[i]), factor = expf(r.row_max[i] - row_max);
-      const float weight = slot < count ? expf(r.logit[i] - row_max) : 0.0f;
+      if (g >= heads) break;
+      const float row_max = max_of(r.row_max[i], r.block_max[i]), factor = exp_of<T>(r.row_max[i] - row_max);
+      const float weight = exp_of<T>(r.logit[i] - row_max);  // 0 of a slot that is not there
       r.row_sum[i] = r.row_sum[i] * factor + weight;
       r.row_max[i] = row_max;
       keep(r, g, slot, weight, factor);
@@ -145,25 +184,46 @@ KV_DEVICE void softmax_slots(Block<Program>& block, const Attention& args, const
   });
 }
 
-// Within a phase: the averages of logits of a block of slots, a warp a statistic. logit(g, slot): raw.
+// What the averages of logits take of their statistics, a warp every fourth of them: the logarithms of a logit's share
+// and of how much is left of the past.
+struct Averages {
+  float share[KV_MAX_STATISTICS / kDecodeWarps], left[KV_MAX_STATISTICS / kDecodeWarps];
+};
+
+KV_DEVICE void start_averages(Averages& averages, const Attention& args, int t) {
+#pragma unroll
+  for (int i = 0; i < KV_MAX_STATISTICS / kDecodeWarps; ++i) {
+    const int k = t / kWarp + i * kDecodeWarps;
+    averages.share[i] = averages.left[i] = 0.0f;
+    if (k >= args.call.statistics || args.call.statistic[k].kind != KV_STATISTIC_LOG_EMA) continue;
+    const float decay = args.call.statistic[k].decay;
+    averages.share[i] = log1pf(-decay) - logf(static_cast<float>(args.group()));
+    averages.left[i] = logf(decay);
+  }
+}
+
+// Within a phase: the averages of logits of a block of slots, a warp a statistic. logit(g, slot): raw; bias: as
+// store_bias left it.
 template <class T, class Logit>
-KV_DEVICE void update_averages(const Attention& args, const Head<T>& head, const Stage<T>& stage, int used, int from,
-                               int count, int t, Logit logit) {
+KV_DEVICE void update_averages(const Averages& averages, const Attention& args, const Head<T>& head,
+                               const Stage<T>& stage, const float* bias, int used, int from, int count, int t,
+                               Logit logit) {
   const KvVoteAttention& a = args.call;
   const int slot = t % kWarp, group = args.group();
-  for (int k = t / kWarp; k < a.statistics && slot < count; k += kDecodeWarps) {
-    if (a.statistic[k].kind != KV_STATISTIC_LOG_EMA) continue;
-    const float decay = a.statistic[k].decay, share = log1pf(-decay) - logf(static_cast<float>(group));
-    const bool is_new = from + slot == used;
-    const float start = is_new ? kLogZero : stage.score(k)[slot] + logf(decay);
+#pragma unroll
+  for (int i = 0; i < KV_MAX_STATISTICS / kDecodeWarps; ++i) {
+    const int k = t / kWarp + i * kDecodeWarps;
+    if (k >= a.statistics || slot >= count || a.statistic[k].kind != KV_STATISTIC_LOG_EMA) continue;
+    const float share = averages.share[i];
+    const float start = from + slot == used ? kLogZero : stage.score(k)[slot] + averages.left[i];
     float highest = start, sum = 0.0f;
-    if (is_new || visible(stage.position()[slot], head.first(), a.sliding_window)) {
+    if (bias[slot] != kLogZero) {
 #pragma unroll 4
       for (int g = 0; g < group; ++g) highest = max_of(highest, logit(g, slot) + share);
 #pragma unroll 4
-      for (int g = 0; g < group; ++g) sum += expf(logit(g, slot) + share - highest);
+      for (int g = 0; g < group; ++g) sum += exp_of<T>(logit(g, slot) + share - highest);
     }
-    head.score(k)[from + slot] = highest + logf(sum + expf(start - highest));
+    head.score(k)[from + slot] = highest + logf(sum + exp_of<T>(start - highest));
   }
 }
 

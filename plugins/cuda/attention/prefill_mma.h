@@ -17,18 +17,6 @@
 namespace kv {
 namespace cuda {
 
-constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
-
-KV_DEVICE float exp2_of(float x) {
-#ifdef __CUDACC__
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-#else
-  return exp2f(x);
-#endif
-}
-
 // Logits, base 2, out of raw products and the slots' biases, which come with them. The softcap apart: few models have
 // one, and it would be tested at every logit.
 struct Logits {

@@ -22,6 +22,8 @@ struct Head<Small> : Head<float> {
       : Head<float>(call, index),
         bytes_of_key(call.key_size * key_bits(call.cache_type) / 8),
         bytes_of_value(call.value_size * value_bits(call.cache_type) / 8) {}
+  KV_DEVICE int key_bytes() const { return bytes_of_key; }
+  KV_DEVICE int value_bytes() const { return bytes_of_value; }
 
   KV_DEVICE char* key(int slot) const { return static_cast<char*>(a.present.key) + (slots + slot) * bytes_of_key; }
   KV_DEVICE char* value(int slot) const {

@@ -82,11 +82,11 @@ const char* run(Attention& args, const Device& device, Stream stream) {
   const KvVoteAttention& a = args.call;
   const int group = a.query_heads / a.heads;
   if (a.tokens > 1) return prefill_of<T>(args, device, stream);
-  if (group == 1) return decode<T, Decode<T, 1>>(args, device, stream);
   if constexpr (sizeof(T) == 2) {
     if (a.key_size <= 128 && a.value_size <= 128) return decode<T, DecodeMma<T, 128>>(args, device, stream);
     return decode<T, DecodeMma<T, 256>>(args, device, stream);
   } else {
+    if (group == 1) return decode<T, Decode<T, 1>>(args, device, stream);
     if (group <= 4) return decode<T, Decode<T, 4>>(args, device, stream);
     if (group <= 8) return decode<T, Decode<T, 8>>(args, device, stream);
     return decode<T, Decode<T, 16>>(args, device, stream);

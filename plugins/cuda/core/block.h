@@ -54,7 +54,12 @@ class Block {
   template <int kLanes = kWarp, class F>
   KV_DEVICE void warp_max(F of) {
     float& x = of(registers_);
-    for (int step = kLanes / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+    if constexpr (kLanes == kWarp) {  // in one instruction, as integers of the same order
+      const auto turned = [](int bits) { return bits ^ (bits >> 31 & 0x7fffffff); };
+      x = __int_as_float(turned(__reduce_max_sync(~0u, turned(__float_as_int(x)))));
+    } else {
+      for (int step = kLanes / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+    }
   }
   template <int kLanes = kWarp, class F>
   KV_DEVICE void warp_sum(F of) {
@@ -71,14 +76,16 @@ class Block {
   // For operations of whole warps (mma.h): a thread's own registers; on the host those of a warp's lanes, in order.
   KV_DEVICE Registers& registers() { return registers_; }
   // Within a phase: an asynchronous copy of N bytes (4 or 16) into shared memory, which are there after
-  // `cp_async_wait`.
-  template <int N>
+  // `cp_async_wait`. kTo, kFrom: bytes beyond the addresses, at no cost.
+  template <int N, int kTo = 0, int kFrom = 0>
   KV_DEVICE void copy(void* to, const void* from) {
     const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
     if (N == 16)
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+      asm volatile("cp.async.cg.shared.global [%0 + %2], [%1 + %3], 16;" ::"r"(address), "l"(from), "n"(kTo), "n"(kFrom)
+                   : "memory");
     else
-      asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address), "l"(from) : "memory");
+      asm volatile("cp.async.ca.shared.global [%0 + %2], [%1 + %3], 4;" ::"r"(address), "l"(from), "n"(kTo), "n"(kFrom)
+                   : "memory");
   }
   // Between phases: the copies since the last commit are one batch; waits until all but the newest `pending` batches
   // are there, for all threads.
@@ -176,12 +183,13 @@ class Block {
     }
   }
   Registers* lanes(int warp) { return registers_.data() + warp * kWarp; }
-  template <int N>
+  template <int N, int kTo = 0, int kFrom = 0>
   void copy(void* to, const void* from) {
+    const Copy one{static_cast<char*>(to) + kTo, static_cast<const char*>(from) + kFrom, N};
     if (host().late_copies)
-      pending_.push_back({to, from, N});
+      pending_.push_back(one);
     else
-      memcpy(to, from, N);
+      memcpy(one.to, one.from, N);
   }
   void cp_async_commit() { committed_.push_back(pending_.size()); }
   void cp_async_wait(int pending) {
@@ -224,6 +232,14 @@ class Block {
 #endif
 
 // ---- what programs share ----
+
+// The same number, which the compiler computes here and keeps, and not in every round of a loop that takes it.
+KV_DEVICE int once(int x) {
+#ifdef __CUDACC__
+  asm volatile("" : "+r"(x));
+#endif
+  return x;
+}
 
 KV_DEVICE int min_of(int a, int b) { return a < b ? a : b; }
 KV_DEVICE int max_of(int a, int b) { return a > b ? a : b; }

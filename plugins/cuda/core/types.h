@@ -79,11 +79,20 @@ KV_DEVICE void load_four(const T* from, float (&out)[4]) {
   for (int i = 0; i < 4; ++i) out[i] = to_float(four.element[i]);
 }
 
+// Two neighbouring numbers, aligned to both.
+KV_DEVICE void store_two(float* to, const float (&x)[2]) {
+  struct alignas(8) Two {
+    float element[2];
+  };
+  *reinterpret_cast<Two*>(to) = Two{{x[0], x[1]}};
+}
+
 // A row in shared memory takes an odd number of vectors, so that lanes which read the same vector of neighbouring rows
 // meet no conflict.
+KV_HD constexpr int vector_stride(int vectors) { return (vectors | 1) * 16; }
 template <class T>
 KV_HD constexpr int shared_stride(int size) {
-  return (size / kLanes<T> | 1) * 16;
+  return vector_stride(size / kLanes<T>);
 }
 
 }  // namespace cuda

@@ -89,6 +89,7 @@ struct Shuffled {
   bool inside;
 };
 Shuffled shuffle(uint32_t x, uint32_t by, uint32_t segment, uint32_t mask, int site);
+int32_t warp_max(int32_t x, uint32_t mask, int site);
 void load_matrices(uint64_t from, bool transposed, uint32_t (&rows)[4], int site);
 struct Matrices {
   bool brain;

@@ -1,11 +1,14 @@
-// What the 32 lanes of a warp do together: shuffles, ldmatrix, mma.m16n8k16, by the PTX ISA's layout of registers.
+// What the 32 lanes of a warp do together: shuffles, redux, ldmatrix, mma.m16n8k16, by the PTX ISA's layout of
+// registers.
+#include <algorithm>
+
 #include "run.h"
 
 namespace kv {
 namespace ptx {
 namespace {
 
-enum { kShuffle, kLoad, kMultiply };
+enum { kShuffle, kReduce, kLoad, kMultiply };
 
 struct Shuffling {
   uint32_t x, by, segment;
@@ -25,6 +28,13 @@ void perform_shuffle(Thread* lanes) {
     if (!inside) other = lane;
     *static_cast<Shuffled*>(lanes[lane].takes) = {static_cast<const Shuffling*>(lanes[other].gives)->x, inside};
   }
+}
+
+// redux.sync.max.s32.
+void perform_reduce(Thread* lanes) {
+  int32_t most = INT32_MIN;
+  for (int lane = 0; lane < kWarp; ++lane) most = std::max(most, *static_cast<const int32_t*>(lanes[lane].gives));
+  for (int lane = 0; lane < kWarp; ++lane) *static_cast<int32_t*>(lanes[lane].takes) = most;
 }
 
 // Eight lanes name the rows of one of four matrices of 8 by 8; lane i holds elements 2i, 2i + 1 of each.
@@ -72,6 +82,7 @@ void perform_multiply(Thread* lanes) {
 
 void perform(Thread* lanes) {
   if (lanes[0].kind == kShuffle) return perform_shuffle(lanes);
+  if (lanes[0].kind == kReduce) return perform_reduce(lanes);
   if (lanes[0].kind == kLoad) return perform_load(lanes);
   perform_multiply(lanes);
 }
@@ -81,6 +92,13 @@ Shuffled shuffle(uint32_t x, uint32_t by, uint32_t segment, uint32_t mask, int s
   const Shuffling in{x, by, segment};
   Shuffled out{};
   meet(kShuffle, site, &in, &out);
+  return out;
+}
+
+int32_t warp_max(int32_t x, uint32_t mask, int site) {
+  if (mask != ~0u) report(site, "a reduction with the mask %x", mask);
+  int32_t out = 0;
+  meet(kReduce, site, &x, &out);
   return out;
 }
 

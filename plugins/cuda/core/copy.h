@@ -1,0 +1,65 @@
+// Rows of 16-byte vectors on their way into shared memory, where they lie `vector_stride` apart.
+#pragma once
+
+#include <utility>
+
+#include "types.h"
+
+namespace kv {
+namespace cuda {
+
+// Where thread t's first vector of rows of `width` vectors goes, bytes from the first row.
+KV_DEVICE int place_of(int width, int t) { return t / width * vector_stride(width) + t % width * 16; }
+
+template <int kWidth, class Program, int... kPass>
+KV_DEVICE void copy_passes(Block<Program>& block, char* to, const char* from, std::integer_sequence<int, kPass...>) {
+  constexpr int kVectors = Program::kThreads, kTo = kVectors / kWidth * vector_stride(kWidth), kFrom = kVectors * 16;
+  (block.template copy<16, kPass * kTo, kPass * kFrom>(to, from), ...);
+}
+
+// Within a phase: a thread's share of kRows rows of kWidth vectors, which lie one after another, copied asynchronously:
+// every kThreads-th vector, an instruction each. to, from: of its first, which is vector t.
+template <int kWidth, int kRows, class Program>
+KV_DEVICE void copy_rows(Block<Program>& block, char* to, const char* from) {
+  constexpr int kThreads = Program::kThreads;
+  static_assert(kThreads % kWidth == 0 && kRows * kWidth % kThreads == 0, "every thread has as many vectors");
+  copy_passes<kWidth>(block, to, from, std::make_integer_sequence<int, kRows * kWidth / kThreads>());
+}
+
+// Within a phase: thread t's share of `count` rows of `width` units of so many bytes (2, 4 or 16), in shared memory
+// `stride` bytes apart; to, from: of the first row.
+// Addresses go on by steps, with one division and no product.
+template <int kUnit, class Program>
+KV_DEVICE void copy_units(Block<Program>& block, void* to, int stride, const void* from, int width, int count, int t) {
+  constexpr int kThreads = Program::kThreads;
+  const int step = kThreads / width * stride + kThreads % width * kUnit, rest = kThreads % width;
+  int at = t % width;
+  char* target = static_cast<char*>(to) + t / width * stride + at * kUnit;
+  const char* source = static_cast<const char*>(from) + t * kUnit;
+#pragma unroll 1
+  for (int i = t; i < count * width; i += kThreads) {
+    if constexpr (kUnit == 2)  // which no asynchronous copy takes
+      *reinterpret_cast<uint16_t*>(target) = *reinterpret_cast<const uint16_t*>(source);
+    else
+      block.template copy<kUnit>(target, source);
+    source += kThreads * kUnit, target += step, at += rest;
+    if (at >= width) at -= width, target += stride - width * kUnit;
+  }
+}
+
+// `count` rows, at most kRows, of `width` vectors, to and from as copy_rows: by it where there are as many and the
+// width is named.
+template <int kRows, int... kWidths, class Program>
+KV_DEVICE void copy_most(Block<Program>& block, char* to, const char* from, int width, int count, int t) {
+  const auto whole = [&](auto named) {
+    constexpr int kWidth = decltype(named)::value;
+    if (width != kWidth) return false;
+    copy_rows<kWidth, kRows>(block, to, from);
+    return true;
+  };
+  if (count < kRows || !(whole(std::integral_constant<int, kWidths>()) || ...))
+    copy_units<16>(block, to - place_of(width, t), vector_stride(width), from - t * 16, width, count, t);
+}
+
+}  // namespace cuda
+}  // namespace kv

@@ -1,8 +1,7 @@
 // VoteAttention for one token per sequence over float32 caches, on CUDA cores (of 16 bits: decode_mma.h). One block of
 // 128 threads per KV head and split of its slots:
 //
-//   for each block of 32 slots of the split          keys and values arrive by asynchronous copies, up to 3 blocks
-//   ahead
+//   for each block of 32 slots of the split          keys and values arrive by asynchronous copies, blocks ahead
 //     logit[g, slot] = query[g] . key[slot]           a lane a slot, a warp a quarter of the head size
 //     row_max, row_sum, weight = running softmax      of logit + vote_exponent ln(votes)
 //     output[g] += weight[g, slot] value[slot]        a thread four columns of every few slots
@@ -110,6 +109,7 @@ struct Decode {
     float sum[G];
 #pragma unroll
     for (int g = 0; g < G; ++g) sum[g] = 0.0f;
+#pragma unroll 2
     for (int i = warp * each; i < min_of((warp + 1) * each, vectors); ++i) {
       float key[kLanes<T>];
       widen<T>(load_vector(stage.key(slot) + i * kLanes<T>), key);

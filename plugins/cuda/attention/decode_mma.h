@@ -1,5 +1,5 @@
-// VoteAttention for one token per sequence over caches of 16 bits, on tensor cores. The program
-// is that of decode.h, a block of 128 threads per KV head and split; what differs are the two products:
+// VoteAttention for one token per sequence over caches of 16 bits, on tensor cores. The program is that of decode.h, a
+// block of 128 threads per KV head and split; what differs are the two products:
 //
 //   for each block of 32 slots of the split           as in decode.h
 //     logit[16, 32] = query[16, D] x key[32, D]^T     rows: the group's heads, padded with zeros; a warp 8 slots

@@ -21,9 +21,8 @@ namespace kv {
 namespace cuda {
 
 template <>
-struct Stage<Small> {
-  char* stages;
-  int at, key_stride, value_stride, statistics;
+struct Stage<Small> : Slots {
+  int statistics;
 
   // Of a row's bytes in shared memory: an odd number of vectors, as shared_stride.
   static KV_HD int stride(int bytes) { return vector_stride((bytes + 15) / 16); }
@@ -36,20 +35,9 @@ struct Stage<Small> {
     return kBlock * (key_stride_of(a) + value_stride_of(a) + kinds(a) * sizeof(float));
   }
   KV_DEVICE Stage(char* stages, int at, const KvVoteAttention& a)
-      : stages(stages),
-        at(at),
-        key_stride(key_stride_of(a)),
-        value_stride(value_stride_of(a)),
-        statistics(a.statistics) {}
-  KV_DEVICE char* key(int slot) const { return stages + (at + slot * key_stride); }
-  KV_DEVICE char* value(int slot) const { return stages + (at + kBlock * key_stride + slot * value_stride); }
-  // [kinds, slots]: votes, positions, scores, scales of keys and of values.
-  KV_DEVICE float* numbers() const {
-    return reinterpret_cast<float*>(stages + (at + kBlock * (key_stride + value_stride)));
-  }
-  KV_DEVICE float* votes() const { return numbers(); }
-  KV_DEVICE int* position() const { return reinterpret_cast<int*>(numbers() + kBlock); }
-  KV_DEVICE float* score(int k) const { return numbers() + (2 + k) * kBlock; }
+      : Slots{stages, at, key_stride_of(a), value_stride_of(a)}, statistics(a.statistics) {}
+  KV_DEVICE char* key(int slot) const { return key_row(slot); }
+  KV_DEVICE char* value(int slot) const { return value_row(slot); }
   KV_DEVICE float* key_scale() const { return score(statistics); }
   KV_DEVICE float* value_scale() const { return score(statistics + 1); }
 };

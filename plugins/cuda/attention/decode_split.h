@@ -11,31 +11,32 @@ namespace cuda {
 
 constexpr int kDecodeThreads = 128, kDecodeWarps = kDecodeThreads / kWarp;
 
-// A block of slots in shared memory, `at` bytes from where the first one begins: rows of keys and of values, and
-// numbers of every slot.
-template <class T>
-struct Stage {
+// A block of slots in shared memory, `at` bytes from where the first one begins: rows of keys, rows of values, and
+// numbers of every slot, [kinds, slots].
+struct Slots {
   char* stages;
-  int at, key_stride, value_stride, key_size, value_size;
+  int at, key_stride, value_stride;
+
+  KV_DEVICE char* key_row(int slot) const { return stages + (at + slot * key_stride); }
+  KV_DEVICE char* value_row(int slot) const { return stages + (at + kBlock * key_stride + slot * value_stride); }
+  KV_DEVICE float* numbers(int kind) const {
+    return reinterpret_cast<float*>(stages + (at + kBlock * (key_stride + value_stride + 4 * kind)));
+  }
+  KV_DEVICE float* votes() const { return numbers(0); }
+  KV_DEVICE int* position() const { return reinterpret_cast<int*>(numbers(1)); }
+  KV_DEVICE float* score(int k) const { return numbers(2 + k); }
+};
+
+template <class T>
+struct Stage : Slots {
+  int key_size, value_size;
 
   KV_DEVICE Stage(char* stages, int at, const KvVoteAttention& a)
-      : stages(stages),
-        at(at),
-        key_stride(shared_stride<T>(a.key_size)),
-        value_stride(shared_stride<T>(a.value_size)),
+      : Slots{stages, at, shared_stride<T>(a.key_size), shared_stride<T>(a.value_size)},
         key_size(a.key_size),
         value_size(a.value_size) {}
-  KV_DEVICE T* key(int slot) const { return reinterpret_cast<T*>(stages + (at + slot * key_stride)); }
-  KV_DEVICE T* value(int slot) const {
-    return reinterpret_cast<T*>(stages + (at + kBlock * key_stride + slot * value_stride));
-  }
-  // [kinds, slots]: votes, positions, scores.
-  KV_DEVICE float* numbers() const {
-    return reinterpret_cast<float*>(stages + (at + kBlock * (key_stride + value_stride)));
-  }
-  KV_DEVICE float* votes() const { return numbers(); }
-  KV_DEVICE int* position() const { return reinterpret_cast<int*>(numbers() + kBlock); }
-  KV_DEVICE float* score(int k) const { return numbers() + (2 + k) * kBlock; }
+  KV_DEVICE T* key(int slot) const { return reinterpret_cast<T*>(key_row(slot)); }
+  KV_DEVICE T* value(int slot) const { return reinterpret_cast<T*>(value_row(slot)); }
   static KV_HD int kinds(const KvVoteAttention& a) { return 2 + a.statistics; }
   static KV_HD size_t size(const KvVoteAttention& a) {
     return kBlock * (shared_stride<T>(a.key_size) + shared_stride<T>(a.value_size) + kinds(a) * sizeof(float));
@@ -95,8 +96,7 @@ KV_DEVICE void fetch_slots(Block<Program>& block, const Head<T>& head, const Sta
     block.template copy<4>(stage.stages + (stage.at + fetch.number_to), fetch.number);
 #pragma unroll 1
   for (int kind = t / kWarp + kDecodeWarps; kind < kinds; kind += kDecodeWarps)
-    if (slot < count)
-      block.template copy<4>(stage.numbers() + kind * kBlock + slot, first_number(head, kind) + from + slot);
+    if (slot < count) block.template copy<4>(stage.numbers(kind) + slot, first_number(head, kind) + from + slot);
   fetch.key += kBlock * head.key_bytes(), fetch.value += kBlock * head.value_bytes(), fetch.number += kBlock;
 }
 

@@ -50,7 +50,8 @@ class Block {
   KV_DEVICE void each_alone(F phase) {
     phase(static_cast<int>(threadIdx.x), registers_);
   }
-  // The maximum or the sum of a register over every warp, or every kLanes neighbouring lanes, in all of them.
+  // The maximum or the sum of a register over every warp, or every kLanes neighbouring lanes, in all of them. The
+  // maximum of a NaN is any number or a NaN.
   template <int kLanes = kWarp, class F>
   KV_DEVICE void warp_max(F of) {
     float& x = of(registers_);

@@ -27,8 +27,7 @@ KV_DEVICE void copy_rows(Block<Program>& block, char* to, const char* from) {
 }
 
 // Within a phase: thread t's share of `count` rows of `width` units of so many bytes (2, 4 or 16), in shared memory
-// `stride` bytes apart; to, from: of the first row.
-// Addresses go on by steps, with one division and no product.
+// `stride` bytes apart; to, from: of the first row. Addresses go on by steps, with one division and no product.
 template <int kUnit, class Program>
 KV_DEVICE void copy_units(Block<Program>& block, void* to, int stride, const void* from, int width, int count, int t) {
   constexpr int kThreads = Program::kThreads;

@@ -46,26 +46,26 @@ def without(kind: str, which: int | None = None, instead: str = "") -> Callable[
     return alter
 
 
-def decode(caller: PtxCaller, group: int, cache_type: str = "", dtype: type = np.float16) -> Arrays:
-    """A token against caches of several splits. cache_type: of a small cache."""
+def attend(caller: PtxCaller, group: int, cache_type: str = "", tokens: int = 1, dtype: str = "float16") -> Arrays:
+    """Tokens against caches of several splits. cache_type: of a small cache."""
     rng, heads, capacity, size = np.random.default_rng(3), 2, 400, 64
     shape = (2, heads, capacity)
-    x = {"query": rng.normal(size=(2, group * heads, 1, size)).astype(dtype)}
-    x |= {name: rng.normal(size=(2, heads, 1, size)).astype(dtype) for name in ("key", "value")}
+    x = {"query": rng.normal(size=(2, group * heads, tokens, size)).astype(dtype)}
+    x |= {name: rng.normal(size=(2, heads, tokens, size)).astype(dtype) for name in ("key", "value")}
     x |= {f"past_{name}": rng.normal(size=(*shape, size)).astype(dtype) for name in ("key", "value")}
-    used = np.array([[[390]], [[150]]])
+    used = np.array([[[capacity - tokens - 9]], [[150]]])
     x = small(x, cache_type, "past_") if cache_type else x
     x["past_votes"] = np.broadcast_to((np.arange(capacity) < used).astype(np.float32), shape).copy()
     x["past_score"] = rng.gamma(1.0, size=(2, heads, 2, capacity)).astype(np.float32)
     x["past_position"] = np.broadcast_to(np.arange(capacity, dtype=np.int32), shape).copy()
-    x |= {"position": used[:, :, 0].astype(np.int64), "query_length": np.ones((2, 1), np.int64)}
+    x |= {"position": used[:, :, 0] + np.arange(tokens), "query_length": np.full((2, 1), tokens)}
     return caller.vote_attention(x, VoteAttentionAttributes(0.1, 1.0, BOTH))
 
 
-def merge(caller: PtxCaller, method: str, *, in_order: bool = True) -> Arrays:
+def merge(caller: PtxCaller, method: str, *, in_order: bool = True, dtype: str = "float16") -> Arrays:
     """Two heads of which 40 slots have to leave."""
     made, rng, shape, size = all_methods()[method](), np.random.default_rng(4), (1, 2, 200), 32
-    x = {name: rng.normal(size=(*shape, size)).astype(np.float16) for name in ("key", "value")}
+    x = {name: rng.normal(size=(*shape, size)).astype(dtype) for name in ("key", "value")}
     x["votes"] = np.ones(shape, np.float32)
     x["score"] = rng.gamma(1.0, size=(1, 2, len(made.statistics), 200)).astype(np.float32)
     x["position"] = np.broadcast_to(np.arange(200, dtype=np.int32)[:: 1 if in_order else -1], shape).copy()
@@ -74,10 +74,13 @@ def merge(caller: PtxCaller, method: str, *, in_order: bool = True) -> Arrays:
 
 
 CALLS: dict[str, Callable[[PtxCaller], Arrays]] = {
-    "Decode<float, 4>": lambda caller: decode(caller, 3, dtype=np.float32),
-    "DecodeMma<Half, 128>": lambda caller: decode(caller, 5),
-    "DecodeSmall<8, 4, 128>": lambda caller: decode(caller, 2, "k8v4"),
+    "Decode<float, 4>": lambda caller: attend(caller, 3, dtype="float32"),
+    "DecodeMma<Half, 128>": lambda caller: attend(caller, 5),
+    "DecodeSmall<8, 4, 128>": lambda caller: attend(caller, 2, "k8v4"),
+    "PrefillMma<Half, 64>": lambda caller: attend(caller, 2, tokens=70),
+    "Prefill<float, 1>": lambda caller: attend(caller, 1, tokens=40, dtype="float32"),
     "NearestMma<Half, true>": lambda caller: merge(caller, "ballot"),
+    "Nearest<float, false>": lambda caller: merge(caller, "keepkv", dtype="float32"),
     "MergeRows<Half>": lambda caller: merge(caller, "ballot"),
     "Order": lambda caller: merge(caller, "ballot"),
     "Place": lambda caller: merge(caller, "ballot", in_order=False),
@@ -86,12 +89,18 @@ CALLS: dict[str, Callable[[PtxCaller], Arrays]] = {
 
 
 def found(program: str, alter: Callable[[str], str], path: Path, right: Arrays | None = None) -> str:
-    """What gives a mutant away, by a report or by other bits than `right`; "" where nothing does."""
-    caller = PtxCaller(library.mutant(make.build("cuda-ptx"), program, alter, path))
+    """What gives a mutant of one program's PTX away; "" where nothing does."""
+    return faults(library.mutant(make.build("cuda-ptx"), program, alter, path), program, right)
+
+
+def faults(path: Path, call: str, right: Arrays | None = None) -> str:
+    """What gives a library of mutants away in one of CALLS, by a report or by other bits than `right`; "" where nothing
+    does."""
+    caller = PtxCaller(path)
     for order, late in ((2, True), (0, False), (1, True)):
         caller.set_order(order, late=late, multiprocessors=9)
         try:
-            actual = CALLS[program](caller)
+            actual = CALLS[call](caller)
         except (AssertionError, RuntimeError) as fault:
             return str(fault).splitlines()[0]
         if right is not None and any(actual[name].tobytes() != right[name].tobytes() for name in right):

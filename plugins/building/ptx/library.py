@@ -25,7 +25,7 @@ from .instructions import Unknown
 
 KEPT = CACHE / "ptx"
 RUNTIME = "tests/ptx"
-ARCHITECTURE = "compute_90"
+CAPABILITY = "90"
 # Translated code has variables that nothing reads, and labels that nothing jumps to.
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-mfma", "-mf16c", "-ffp-contract=off", "-fno-strict-aliasing", "-w"]
 DAY = 86400.0
@@ -59,9 +59,8 @@ def build(library: Path, *, everything: bool = False) -> Path:
         raise Missing(lacking)
     if is_current(library, everything=everything):
         return library
-    KEPT.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(2) as pool:
-        modules = [read.module(path.read_text()) for path in pool.map(_compiled, KERNELS)]
+        modules = [read.module(path.read_text()) for path in pool.map(ptx_of, KERNELS)]
         texts = {
             program: _translated(module, program, kernel)
             for module in modules
@@ -80,14 +79,26 @@ def build(library: Path, *, everything: bool = False) -> Path:
 
 def mutant(base: Path, program: str, alter: Callable[[str], str], library: Path) -> Path:
     """`base`, a library of `build`, with another PTX of one program (named without namespaces)."""
-    objects = {name: KEPT / path for name, path in json.loads(base.with_suffix(".json").read_text()).items()}
+    objects = _objects_of(base)
     for unit in KERNELS:
-        module = read.module(_compiled(unit).read_text())
+        module = read.module(ptx_of(unit).read_text())
         for name, kernel in _programs(module).items():
             if _short(name) == program:
                 altered = kernel._replace(body=alter(kernel.body))
                 return _linked((objects | {name: _object(_translated(module, name, altered))}).values(), library)
     raise KeyError(program)
+
+
+def of_source(base: Path, unit: str, plugins: Path, library: Path) -> Path:
+    """`base`, a library of `build`, with the kernels of one source as they are in another copy of plugins/."""
+    objects, module = _objects_of(base), read.module(ptx_of(unit, plugins).read_text())
+    kernels = {name: kernel for name, kernel in _programs(module).items() if name in objects}
+    objects |= {name: _object(_translated(module, name, kernel)) for name, kernel in kernels.items()}
+    return _linked(objects.values(), library)
+
+
+def _objects_of(library: Path) -> dict[str, Path]:
+    return {name: KEPT / path for name, path in json.loads(library.with_suffix(".json").read_text()).items()}
 
 
 def _linked(objects: Iterable[Path], library: Path) -> Path:
@@ -112,7 +123,7 @@ def compiled() -> dict[str, str]:
     """PTX of every program of SAMPLE."""
     found = {}
     for unit in KERNELS:
-        for program, kernel in _programs(read.module(_compiled(unit).read_text())).items():
+        for program, kernel in _programs(read.module(ptx_of(unit).read_text())).items():
             if SAMPLE.fullmatch(_short(program)):
                 found[_short(program)] = kernel.body
     return found
@@ -125,10 +136,10 @@ def _key(everything: bool) -> str:
     return _digest(*versions, str(everything), *(path.read_bytes() for path in (*_sources(), *ours)))
 
 
-def _sources() -> list[Path]:
+def _sources(plugins: Path = PLUGINS) -> list[Path]:
     """What nvcc reads."""
     patterns = [pattern for pattern in KERNEL_FILES if not pattern.endswith(".py")]
-    return sorted(path for pattern in patterns for path in PLUGINS.glob(pattern))
+    return sorted(path for pattern in patterns for path in plugins.glob(pattern))
 
 
 def _digest(*parts: str | bytes) -> str:
@@ -149,17 +160,18 @@ def _kept(path: Path, command: Sequence[str], what: str) -> Path:
     if path.is_file():
         path.touch()
         return path
+    path.parent.mkdir(parents=True, exist_ok=True)
     made = path.with_name(f"{os.getpid()}-{path.name}")
     run([*command, "-o", str(made)], what)
     return publish(made, path)
 
 
-def _compiled(unit: str) -> Path:
-    """A source's PTX."""
+def ptx_of(unit: str, plugins: Path = PLUGINS) -> Path:
+    """The PTX of a source of the kernels, for CAPABILITY."""
     nvcc = tool("nvcc")
-    texts = [part for path in _sources() for part in (str(path.relative_to(PLUGINS)), path.read_bytes())]
-    name = f"{Path(unit).stem}-{_digest(_version(nvcc), unit, ARCHITECTURE, *texts)}.ptx"
-    command = [nvcc, "-std=c++17", "-O3", f"-arch={ARCHITECTURE}", "-lineinfo", "-ptx", str(PLUGINS / unit)]
+    texts = [part for path in _sources(plugins) for part in (str(path.relative_to(plugins)), path.read_bytes())]
+    name = f"{Path(unit).stem}-{_digest(_version(nvcc), unit, CAPABILITY, *texts)}.ptx"
+    command = [nvcc, "-std=c++17", "-O3", f"-arch=compute_{CAPABILITY}", "-lineinfo", "-ptx", str(plugins / unit)]
     return _kept(KEPT / name, command, "compiler")
 
 

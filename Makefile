@@ -5,18 +5,19 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvexport-installed
 DEMO ?= demo
 
-.PHONY: demo test lint setup native native-cuda cross-tools tensorrt-bindings smollm2 cuda-host cuda-ptx gpu-check lock clean
+.PHONY: demo test lint setup native native-cuda cross-tools tensorrt-bindings smollm2 cuda-host cuda-ptx kernels gpu-check lock clean
 
 setup: $(STAMP)
 
 # Digests are checked of all packages but torch, of which every kind of machine has a wheel of its own. Where no wheel of
 # a pin is locked (other systems than Linux and macOS, Pythons that tools/lock.py does not name): make setup LOCK=off
+# A quarter of what is installed is ever imported, and is compiled then.
 LOCK ?= requirements-lock.txt
 $(STAMP): pyproject.toml constraints.txt requirements-lock.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-deps $(if $(filter off,$(LOCK)),\
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps $(if $(filter off,$(LOCK)),\
 	  $$(grep -v -e '^#' -e '^torch==' constraints.txt),--require-hashes --only-binary :all: --requirement $(LOCK))
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --no-build-isolation --editable ".[dev]"
 	touch $(STAMP)
 
 lock: setup
@@ -76,14 +77,18 @@ lint: setup
 	find plugins -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null \
 	  | xargs -r $(BIN)/clang-format --dry-run -Werror
 
-# Side by side, but for what asks apt-get.
+# The kernels for the host alone, which take nothing that setup installs.
+kernels:
+	$(PYTHON) plugins/build.py cuda-host $(shell $(PYTHON) plugins/build.py --check cuda-ptx 2>/dev/null && echo cuda-ptx)
+
+# Side by side, but for what asks apt-get: the kernels while setup, which is one process, leaves a core idle.
 ifneq ($(filter test,$(MAKECMDGOALS)),)
 MAKEFLAGS += --jobs=3
 native: | $(if $(filter true,$(CI)),cross-tools)
-cuda-host: | native
+cuda-host: | native kernels
 endif
 
-test: lint native cuda-host $(if $(filter true,$(CI)),cross-tools tensorrt-bindings smollm2)
+test: kernels lint native cuda-host $(if $(filter true,$(CI)),cross-tools tensorrt-bindings smollm2)
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 clean:

@@ -50,20 +50,20 @@ def test_without_the_real_model_the_tiny_one_is_shown_and_that_is_said(
 def test_the_real_model_reads_answers_and_is_plotted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A short text in small caches: the figures are those of the caches, and both answer."""
     smollm2.checkpoint()
-    monkeypatch.setattr(demo_real, "TOKENS", 500)
-    monkeypatch.setattr(demo_real, "POINTS", 4)
-    monkeypatch.setattr(demo_real, "ANSWER", 24)
+    monkeypatch.setattr(demo_real, "TOKENS", 400)
+    monkeypatch.setattr(demo_real, "POINTS", 3)
+    monkeypatch.setattr(demo_real, "ANSWER", 12)
     engines = {}
     for label, name in demo_real.ENGINES.items():
         settings = ["limits.max_length=800", "limits.max_batch=1", "export.prefill_chunk=64"]
         settings += ["cache.budget=128"] if label == "KeepKV" else []
         engines[label] = load(build(load_recipe(name, settings).recipe, tmp_path / name))
     ids = demo_real.conversation(engines["KeepKV"])
-    assert abs(len(ids) - 500) < 8
+    assert abs(len(ids) - 400) < 8
     readings = demo_real.compare(engines)
     small, full = readings["KeepKV"], readings["full cache"]
-    assert small.lengths == full.lengths == [len(ids) * i // 5 for i in range(1, 5)]
-    assert small.guesses == full.guesses == 4 * demo_real.ONE_BY_ONE
+    assert small.lengths == full.lengths == [len(ids) * i // 4 for i in range(1, 4)]
+    assert small.guesses == full.guesses == 3 * demo_real.ONE_BY_ONE
     assert full.right > full.guesses // 4 and small.right > full.right * 0.7
     assert full.cached[1] == pytest.approx(2 * full.cached[0], rel=0.01)
     assert small.cached[0] == pytest.approx(full.cached[0], rel=0.01)

@@ -60,11 +60,10 @@ def build(library: Path, *, everything: bool = False) -> Path:
     if is_current(library, everything=everything):
         return library
     with ThreadPoolExecutor(2) as pool:
-        modules = [read.module(path.read_text()) for path in pool.map(ptx_of, KERNELS)]
         texts = {
             program: _translated(module, program, kernel)
-            for module in modules
-            for program, kernel in _programs(module).items()
+            for ptx in pool.map(ptx_of, KERNELS)
+            for program, (module, kernel) in _programs(ptx).items()
             if everything or SAMPLE.fullmatch(_short(program))
         }
         sources = [f"{RUNTIME}/{name}.cpp" for name in ("run", "memory", "warp")] + list(KERNELS)
@@ -81,8 +80,7 @@ def mutant(base: Path, program: str, alter: Callable[[str], str], library: Path)
     """`base`, a library of `build`, with another PTX of one program (named without namespaces)."""
     objects = _objects_of(base)
     for unit in KERNELS:
-        module = read.module(ptx_of(unit).read_text())
-        for name, kernel in _programs(module).items():
+        for name, (module, kernel) in _programs(ptx_of(unit)).items():
             if _short(name) == program:
                 altered = kernel._replace(body=alter(kernel.body))
                 return _linked((objects | {name: _object(_translated(module, name, altered))}).values(), library)
@@ -91,9 +89,10 @@ def mutant(base: Path, program: str, alter: Callable[[str], str], library: Path)
 
 def of_source(base: Path, unit: str, plugins: Path, library: Path) -> Path:
     """`base`, a library of `build`, with the kernels of one source as they are in another copy of plugins/."""
-    objects, module = _objects_of(base), read.module(ptx_of(unit, plugins).read_text())
-    kernels = {name: kernel for name, kernel in _programs(module).items() if name in objects}
-    objects |= {name: _object(_translated(module, name, kernel)) for name, kernel in kernels.items()}
+    objects = _objects_of(base)
+    for name, (module, kernel) in _programs(ptx_of(unit, plugins)).items():
+        if name in objects:
+            objects[name] = _object(_translated(module, name, kernel))
     return _linked(objects.values(), library)
 
 
@@ -123,7 +122,7 @@ def compiled() -> dict[str, str]:
     """PTX of every program of SAMPLE."""
     found = {}
     for unit in KERNELS:
-        for program, kernel in _programs(read.module(ptx_of(unit).read_text())).items():
+        for program, (_, kernel) in _programs(ptx_of(unit)).items():
             if SAMPLE.fullmatch(_short(program)):
                 found[_short(program)] = kernel.body
     return found
@@ -175,8 +174,10 @@ def ptx_of(unit: str, plugins: Path = PLUGINS) -> Path:
     return _kept(KEPT / name, command, "compiler")
 
 
-def _programs(module: read.Module) -> dict[str, read.Kernel]:
-    """The kernels by their programs' names in C++."""
+@cache
+def _programs(ptx: Path) -> dict[str, tuple[read.Module, read.Kernel]]:
+    """The kernels of a source's PTX by their programs' names in C++, each with what it is part of."""
+    module = read.module(ptx.read_text())
     listed = "\n".join(kernel.name for kernel in module.kernels)
     names = subprocess.run([tool("c++filt")], input=listed, capture_output=True, text=True, check=True).stdout
     found = {}
@@ -184,7 +185,7 @@ def _programs(module: read.Module) -> dict[str, read.Kernel]:
         program = re.search(r"run_program<(.*)>\(", name)
         if program is None:
             raise Missing(f"a kernel is named otherwise than expected: {name}")
-        found[program[1].strip()] = kernel
+        found[program[1].strip()] = module, kernel
     return found
 
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from plugins.building import make
 from plugins.building.ptx import library
 from tests.conformance.cuda_library import PtxCaller
-from tests.conformance.ptx_mutants import CALLS, KINDS, found, places, without
+from tests.conformance.ptx_mutants import CALLS, KINDS, MULTIPROCESSORS, found, places, without
 
 ENDED = "the process ended"
 NEVER = "the calls do not come by"
@@ -73,7 +73,7 @@ def row(program: str, kind: str, which: int, source: str) -> dict[str, Any]:
 def judged(program: str, kind: str, which: int, path: str) -> str:
     """What gives the removal away; NEVER where the calls do not come by."""
     caller = PtxCaller(make.build("cuda-ptx"))
-    caller.set_order(0, late=False, multiprocessors=9)
+    caller.set_order(0, late=False, multiprocessors=MULTIPROCESSORS)
     by = found(program, without(kind, which), Path(path), CALLS[program](caller))
     return by or ("" if found(program, without(kind, which, "trap;"), Path(path + ".trap")) else NEVER)
 

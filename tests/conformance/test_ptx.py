@@ -11,7 +11,7 @@ import pytest
 from plugins.building import make, resources
 from plugins.building.ptx import instructions, library, read, translate
 from tests.conformance.cuda_library import CudaPtx, PtxCaller
-from tests.conformance.ptx_mutants import CALLS, found, without
+from tests.conformance.ptx_mutants import CALLS, MULTIPROCESSORS, found, without
 from tests.plugins import instruction_counts
 from tests.support import rank_on_host
 
@@ -66,7 +66,7 @@ def test_a_merge_without_barriers_is_found(tmp_path: Path) -> None:
 def test_the_kernels_as_they_are_give_one_result_in_every_order(program: str) -> None:
     caller, results = PtxCaller(make.build("cuda-ptx")), []
     for order, late in ((0, False), (2, True)):
-        caller.set_order(order, late=late, multiprocessors=9)
+        caller.set_order(order, late=late, multiprocessors=MULTIPROCESSORS)
         results.append({name: x.tobytes() for name, x in CALLS[program](caller).items()})
     caller.set_order(2, late=True)
     assert results[0] == results[1]

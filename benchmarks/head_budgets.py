@@ -6,11 +6,7 @@ cost a text, and the KL to the full cache in budgets that follow from it, at equ
     python benchmarks/head_budgets.py compare [--slots 51,128,256] [--variants uniform,shipped,layers,heads,prompt]
         [--texts 0,1] [--judged]
 
-`costs`: texts are read with the full cache. Beside it every layer has caches of GRID slots, read by the same queries,
-and an evicting head's output differs by d from what the full cache gives. To second order its part of the KL is half
-the sum of the squares of g d, g being the gradient of the logits' random projection whose mean square is the Fisher
-information. That is one pass forward and PROBES back for all heads and budgets; that one token's d is weighed with
-another's is left out.
+`costs`: what `kvexport calibrate --of heads` measures, on other texts and in caches of GRID slots.
 
 `compare`: budgets with the least sum of costs for heads, or for layers, whose heads are alike; with the ratios of those
 for other slots after an @. KIND/SHARE is of so many recent slots. `shipped`: those of the recipe. `prompt`: a layer's
@@ -33,8 +29,9 @@ from common import RESULTS, save
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvexport.cache import LayerGeometry, allocate
+from kvexport.cache import LayerGeometry, allocate, plan_cache
 from kvexport.evaluate.corpus import library_sources, manual
+from kvexport.evaluate.head_shares import head_costs, head_shares_of
 from kvexport.evaluate.language import Ids, Text
 from kvexport.evaluate.tasks import TASKS
 from kvexport.export.build import read_model
@@ -52,7 +49,6 @@ from kvexport.validate.weights import load_model
 NAME, RECIPE, LISTED = "head-budgets", "smollm2-135m-ballot", "smollm2-135m-listed"
 LENGTH, CHUNK, SINKS = 1024, 32, 4
 GRID = (24, 48, 96, 192, 384)
-PROBES = 2
 RECENT = 0.5
 LEAST = 12  # slots of a head
 FLOOR = 0.2  # of a uniform share, which `prompt` leaves every head
@@ -170,8 +166,7 @@ class Model:
         self.method = recipe.cache.build_method()
         self.tokenizer = Tokenizer.from_folder(shape.checkpoint.path)
         self.model = load_model(shape.checkpoint, recipe, IMPLEMENTATION).requires_grad_(False)
-        self.heads: Heads | None = None  # None: every token sees all before it, and calls are noted
-        self.calls: list[tuple[Tensor, ...]] = []
+        self.heads: Heads | None = None  # None: every token sees all before it
 
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, options: Any) -> Tensor:
         """See `kvexport.export.model.attention_hook`."""
@@ -179,13 +174,9 @@ class Model:
         if self.heads is not None:
             return self.heads.append(i, query, key, value, self.position)
         scale = self.geometry[i].scale
-        output = torch.nn.functional.scaled_dot_product_attention(
+        return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=True
         )
-        if torch.is_grad_enabled():
-            output.requires_grad_(True)
-            self.calls.append((query.detach(), key.detach(), value.detach(), output))
-        return output
 
     def mask(self, mask_function: Any) -> Any:
         """None: the attention knows who sees what."""
@@ -219,74 +210,17 @@ def other_texts(tokenizer: Tokenizer, numbers: Iterable[int]) -> list[Ids]:
 
 
 def costs(model: Model, ids: Ids) -> NDArray[np.float64]:
-    """[layers, heads, GRID]: nats of a text's second half, summed over its tokens and divided by their number."""
-    model.heads, model.calls = None, []
-    half = LENGTH // 2
-    with torch.enable_grad():
-        inputs = torch.tensor([ids])
-        hidden = model.hidden(inputs)[:, half:]
-        logits = model.model.lm_head(hidden).float()
-    outputs = [call[3] for call in model.calls]
-    probability = torch.softmax(logits.detach(), -1)
-    rng = torch.Generator().manual_seed(0)
-    gradients = []
-    for probe in range(PROBES):
-        sign = torch.randint(0, 2, probability.shape, generator=rng).float() * 2 - 1
-        drawn = probability.sqrt() * sign
-        along = drawn - probability * (probability.sqrt() * drawn).sum(-1, keepdim=True)
-        gradients.append(torch.autograd.grad((logits * along).sum(), outputs, retain_graph=probe + 1 < PROBES))
-    calls, model.calls = model.calls, []
-    found = np.zeros((len(calls), model.geometry[0].kv_heads, len(GRID)))
-    with torch.no_grad():
-        for g, slots in enumerate(GRID):
-            heads = Heads(model.geometry, model.method, 1)
-            budgets = np.full((1, len(calls), found.shape[1]), slots, np.int64)
-            heads.begin(budgets, [RECENT])
-            for i, (query, key, value, output) in enumerate(calls):
-                d = shadowed(heads, i, query, key, value) - output.detach()
-                for gradient in gradients:
-                    moved = (gradient[i] * d).unflatten(1, (found.shape[1], -1)).sum((2, 4))  # [1, H, T]
-                    found[i, :, g] += 0.5 * moved.square().sum((0, 2)).double().numpy() / PROBES / half
-    return found
-
-
-def shadowed(heads: Heads, i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The attention output of layer i in its small cache, for queries, keys and values of the full one."""
-    parts = []
-    for first in range(0, query.shape[2], CHUNK):
-        q, k, v = (x[:, :, first : first + CHUNK] for x in (query, key, value))
-        parts.append(heads.append(i, q, k, v, torch.arange(first, first + q.shape[2])[None]))
-        heads.merge(i)
-    return torch.cat(parts, 2)
-
-
-def cheapest(cost: NDArray[np.float64], total: int) -> NDArray[np.int64]:
-    """Budgets [n], `total` in all, with the least sum of costs [n, GRID], which between the budgets of GRID are
-    straight lines of logarithms, and beyond them go on."""
-    slots = np.arange(LEAST, LENGTH + 1)
-    x, y = np.log(GRID), np.log(np.maximum(np.minimum.accumulate(cost, -1), 1e-12))
-    at = np.log(slots)
-    piece = np.clip(np.searchsorted(x, at) - 1, 0, len(GRID) - 2)
-    slope = (y[:, 1:] - y[:, :-1]) / (x[1:] - x[:-1])
-    curve = np.exp(y[:, piece] + slope[:, piece] * (at - x[piece]))
-    curve[:, -1] = 0.0
-    low, high = -40.0, 10.0
-    for _ in range(100):
-        price = (low + high) / 2
-        chosen = slots[(curve + np.exp(price) * slots).argmin(-1)]
-        low, high = (low, price) if chosen.sum() < total else (price, high)
-    chosen = slots[(curve + np.exp(high) * slots).argmin(-1)].astype(np.int64)
-    rest = total - int(chosen.sum())  # where a head's best budget jumps
-    for n in range(abs(rest)):
-        chosen[n % len(chosen)] += np.sign(rest)
-    return chosen
+    """[layers, heads, GRID]: `kvexport.evaluate.head_shares.head_costs` of a text's second half."""
+    sets = [f"limits.max_length={LENGTH}", f"export.prefill_chunk={CHUNK}"]
+    plans = [plan_cache(load_recipe(RECIPE, [*sets, f"cache.budget={n}"]).recipe, model.geometry) for n in GRID]
+    return head_costs(model.model, model.geometry, model.method, plans, ids, range(LENGTH // 2, LENGTH), CHUNK)
 
 
 def shares_of(kind: str, slots: int, cost: NDArray[np.float64]) -> list[Any]:
     """`cache.allocation.shares` of layers, or of heads, that are best at so many slots: relative to their mean."""
-    each = cost.mean(1) if kind == "layers" else cost.reshape(-1, len(GRID))
-    shares = (cheapest(each, slots * len(each)) / slots).round(2)
-    return shares.tolist() if kind == "layers" else shares.reshape(cost.shape[:2]).tolist()
+    if kind == "heads":
+        return head_shares_of(cost, GRID, slots, LEAST, LENGTH)
+    return [share for (share,) in head_shares_of(cost.mean(1, keepdims=True), GRID, slots, LEAST, LENGTH)]
 
 
 def budgets_of(variant: str, slots: int, cost: NDArray[np.float64]) -> NDArray[np.int64]:

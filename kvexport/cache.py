@@ -366,11 +366,10 @@ def allocate(recipe: Recipe, layers: int) -> list[int]:
 def _listed(recipe: Recipe, of_layer: Sequence[int], left: int) -> list[float]:
     """Slots by `cache.allocation.shares` of the caches whose layers are not whole, `left` in all, each between what
     holds its sinks, recent slots and two more, and `limits.max_length`. of_layer: the layer of every cache."""
-    allocation, recent = recipe.cache.allocation, recipe.cache.recent
+    allocation = recipe.cache.allocation
     shares = [share for row in allocation.shares for share in (row if isinstance(row, list) else [row])]
     others = [share for layer, share in zip(of_layer, shares, strict=True) if layer not in allocation.whole]
-    most, protected = recipe.limits.max_length, recipe.cache.sinks + 2
-    least = protected / (1 - recent) if isinstance(recent, float) and recent < 1 else protected + recent
+    most, least = recipe.limits.max_length, least_slots(recipe)
     if not len(others) * least < left < len(others) * most:
         return [left / max(len(others), 1)] * len(shares)
     low, high = 0.0, most / min(others)
@@ -379,6 +378,12 @@ def _listed(recipe: Recipe, of_layer: Sequence[int], left: int) -> list[float]:
         enough = sum(min(max(scale * share, least), most) for share in others) >= left
         low, high = (low, scale) if enough else (scale, high)
     return [min(max(high * share, least), most) for share in shares]
+
+
+def least_slots(recipe: Recipe) -> float:
+    """What holds the sinks, the recent slots and two more."""
+    protected, recent = recipe.cache.sinks + 2, recipe.cache.recent
+    return protected / (1 - recent) if isinstance(recent, float) and recent < 1 else protected + recent
 
 
 def _left_by_whole_layers(recipe: Recipe, of_layer: Sequence[int]) -> int:

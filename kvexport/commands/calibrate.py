@@ -1,5 +1,5 @@
 """`kvexport calibrate`: the layers that recall hangs on, and the recipe's line that keeps them whole; or what
-each layer needs of the budget for a text."""
+each layer, or each KV head, needs of the budget for a text."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ def calibrate(
     recipe: RecipeOption,
     overrides: SetOption = None,
     of: Annotated[
-        Literal["recall", "text"],
-        typer.Option(help="What is to be kept: answers about a text (whole layers), or how it goes on (shares)."),
+        Literal["recall", "text", "heads"],
+        typer.Option(
+            help="What is to be kept: answers about a text (whole layers), or how it goes on (text: shares of layers; "
+            "heads: of KV heads)."
+        ),
     ] = "recall",
     length: Annotated[
         int | None, typer.Option(min=128, max=2**31 - 1, help="Tokens of a text; default 1000, or what has room.")
@@ -27,20 +30,27 @@ def calibrate(
     seed: Annotated[int, typer.Option(min=0, help="Of the facts and their places.")] = 0,
     text: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Of this text, not of Python's manual (recall) or library (text)."),
+        typer.Option(metavar="FILE", help="Of this text, not of Python's manual (recall) or library (text, heads)."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure which layers find facts in a text again, and which of them the recipe's budget can keep whole; or how the
-    layers should share it."""
+    layers, or their KV heads, should share it."""
     from kvexport.packages import require
 
     require("calibrate")
     from kvexport.evaluate.calibrate import Calibration, calibrate
+    from kvexport.evaluate.head_shares import HeadShares, calibrate_heads
     from kvexport.evaluate.shares import Shares, calibrate_text
     from kvexport.terminal import show
 
     source = None if text is None else read_text(text)
-    measure: Callable[..., Calibration | Shares] = calibrate if of == "recall" else calibrate_text
-    found = measure(recipe, overrides or (), length=length, passages=passages, seed=seed, text=source, progress=show)
+    measures: dict[str, Callable[..., Calibration | Shares | HeadShares]] = {
+        "recall": calibrate,
+        "text": calibrate_text,
+        "heads": calibrate_heads,
+    }
+    found = measures[of](
+        recipe, overrides or (), length=length, passages=passages, seed=seed, text=source, progress=show
+    )
     print_result(as_json, found.to_json, found.sections)

@@ -94,29 +94,34 @@ def calibrate_text(
     from kvexport.export.build import build, read_model
 
     own = load_recipe(recipe, overrides)
-    if not own.recipe.cache.build_method().compresses:
-        problem = f"this recipe's cache evicts nothing (method {own.recipe.cache.method}), in no layer"
-        raise UsageError(problem, "--set cache.method=ballot, or what you want to build")
-    if own.recipe.cache.positions == "cache":
-        problem = "cache.positions is cache, where all layers hold the same number of entries"
-        raise UsageError(problem, "--set cache.positions=absolute")
+    require_budgets(own.recipe)
     with progress("reading the checkpoint", None):
         shape = read_model(own.recipe)
     length = length or min(LENGTH, own.recipe.limits.max_length)
     slots = max(1, length // KEPT)
     try:
-        layers = plan_cache(_sized(own.resolved, length, slots), shape.geometry).layers
+        layers = plan_cache(sized(own.resolved, length, slots), shape.geometry).layers
     except UsageError as error:
         problem = f"an eighth of {length} tokens is too little for a layer alone: {error.problem}"
         raise UsageError(problem, "--length with more tokens, or fewer cache.sinks or cache.recent") from error
-    language = _language(shape.checkpoint.path, text)
+    language = text_language(shape.checkpoint.path, text)
     texts = [language.text(np.random.default_rng([seed, i]), length) for i in range(passages)]
     with tempfile.TemporaryDirectory(prefix="kvexport-calibrate-") as folder:
-        made = build(_sized(own.resolved, length, length), Path(folder) / "whole", progress=progress)
+        made = build(sized(own.resolved, length, length), Path(folder) / "whole", progress=progress)
         engine = load(made, verify=False)
         with progress("compressing one layer after another", passages * len(layers)) as bar:
             losses = np.stack([text_losses(engine, ids, at, layers, bar.advance) for ids, at in texts])
     return Shares(own.name, length, slots, [mean(loss) for loss in losses.T], shares_of(losses.mean(0)))
+
+
+def require_budgets(recipe: Recipe) -> None:
+    """Raises UsageError for a recipe whose layers cannot have different budgets."""
+    if not recipe.cache.build_method().compresses:
+        problem = f"this recipe's cache evicts nothing (method {recipe.cache.method}), in no layer"
+        raise UsageError(problem, "--set cache.method=ballot, or what you want to build")
+    if recipe.cache.positions == "cache":
+        problem = "cache.positions is cache, where all layers hold the same number of entries"
+        raise UsageError(problem, "--set cache.positions=absolute")
 
 
 def shares_of(losses: NDArray[np.float64]) -> list[float]:
@@ -174,7 +179,7 @@ def _merge(lanes: Lanes, lane: int, i: int, layer: LayerCache, method: Method) -
     lanes.write(lane, kept)
 
 
-def _sized(recipe: dict[str, Any], length: int, slots: int) -> Recipe:
+def sized(recipe: dict[str, Any], length: int, slots: int) -> Recipe:
     """The recipe, as plain data, for texts of `length` in uniform budgets."""
     cache = {**recipe["cache"], "budget": slots, "slack": None, "allocation": {"kind": "uniform"}}
     limits = {**recipe["limits"], "max_length": length, "max_batch": LANES}
@@ -183,7 +188,9 @@ def _sized(recipe: dict[str, Any], length: int, slots: int) -> Recipe:
     return Recipe.model_validate({**recipe, "cache": cache, "limits": limits, "export": export})
 
 
-def _language(checkpoint: Path, text: str | None) -> Language:
+def text_language(checkpoint: Path, text: str | None) -> Language:
+    """What texts are cut from: `text`, or the library's source that nothing is evaluated on. Raises UsageError for a
+    checkpoint without a tokenizer."""
     if not (checkpoint / FILE_NAME).exists():
         raise UsageError(f"{checkpoint} has no {FILE_NAME}, without which no text can be read", "put it there")
     tokenizer = Tokenizer.from_folder(checkpoint)

@@ -38,11 +38,3 @@ def test_heads_filled_with_slots_that_count_nothing_are_caches_of_those_budgets(
                 budget = int(budgets[lane, 0, head])
                 attributes = MergeCacheAttributes(Ballot(), budget, head_budgets.SINKS, int(recent * budget))
                 state[lane][head] = merge_cache(*held, attributes=attributes)
-
-
-def test_budgets_of_least_cost_are_as_many_slots_and_more_where_evictions_cost_more() -> None:
-    grid = np.array(head_budgets.GRID, float)
-    cost = np.stack([1 / grid, 4 / grid, 16 / grid])
-    slots = head_budgets.cheapest(cost, 300)
-    assert slots.sum() == 300
-    np.testing.assert_allclose(slots, [300 / 7, 600 / 7, 1200 / 7], atol=2)  # as the square roots of the costs

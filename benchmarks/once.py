@@ -84,10 +84,14 @@ def engine_of(work: Path, method: str, part: int, threads: int) -> kvexport.Engi
 
 
 def read(engine: kvexport.Engine, ids: list[int]) -> Saved:
-    """A lane that has read a context, before it merges."""
+    """A lane that has read a context, before it merges. Where a method observes the last queries of a call, the
+    context's last alone are counted."""
     lanes, context = engine.lanes(1), np.array(ids, np.int64)
-    for start in range(0, len(ids), CHUNK):
-        lanes.append([context[start : start + CHUNK]], prefill=True, unread=[0])
+    starts = [*range(0, len(ids) - recall.TAIL, CHUNK), len(ids) - recall.TAIL]
+    for start, end in itertools.pairwise([*starts, len(ids)]):
+        if start == starts[-1] and any(s.window for s in engine.manifest.recipe.cache.build_method().statistics):
+            lanes.write(0, {name: x * 0 for name, x in lanes.read(0).items() if name.endswith(".score")})
+        lanes.append([context[start:end]], prefill=True, unread=[0])
     assert lanes.merges == 0
     return lanes.save(0)
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvexport import backends
 from kvexport.cache import CachePlan, LayerCache, LayerGeometry, plan_cache, settled_plan, state_bytes
 from kvexport.errors import UsageError
 from kvexport.recipe.fields import MOST, Recipe, shown_length
@@ -156,7 +157,8 @@ class MemoryPlan:
         if (ranks := recipe.backend.tensor_parallel) > 1:
             caches = format_bytes(_rank_bytes(recipe, self.cache, batch))
             weights = format_bytes(self.rank_weight_bytes)
-            summary[f"each of {ranks} ranks"] = f"{weights} of weights, {caches} of {batch} sequences' caches"
+            where = ", on a GPU of its own" if backends.get(recipe.backend.name).device(recipe) == "cuda" else ""
+            summary[f"each of {ranks} ranks"] = f"{weights} of weights, {caches} of {batch} sequences' caches{where}"
         if self.full_bytes is None or self.ratio is None:
             summary["full cache of 1 sequence"] = "without bound: limits.max_length is unlimited"
         else:

@@ -170,5 +170,7 @@ def test_the_plan_counts_what_a_rank_holds(tiny_checkpoint: Path) -> None:
     assert two.fit(memory).sequences == 3
     assert two.to_json()["ranks"] == 2
     said = " ".join(str(value) for section in two.sections(two.fit(memory)) for value in vars(section).values())
-    assert "each of 2 ranks" in said and "of each rank" in said
+    assert "each of 2 ranks" in said and "of each rank" in said and "GPU" not in said
+    gpus = plan_memory(recipe(tiny_checkpoint, 2, backend={"tensor_parallel": 2, "device": "cuda"}))
+    assert "sequences' caches, on a GPU of its own" in str(gpus.sections())
     assert total_bytes([]) == 0

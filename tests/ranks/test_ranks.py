@@ -56,11 +56,6 @@ def pair(request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_factory
     yield tuple(kvexport.load(made(recipe(tiny_checkpoint, n, request.param), folder / str(n))) for n in (1, 2))
 
 
-@pytest.fixture(scope="module")
-def artifact(tiny_checkpoint: Path, tmp_path_factory: Any) -> Path:
-    return made(recipe(tiny_checkpoint, 2), tmp_path_factory.mktemp("ranks") / "two")
-
-
 def test_tokens_are_those_of_one_process(pair: tuple[Engine, Engine]) -> None:
     one, two = map(generated, pair)
     assert two == one

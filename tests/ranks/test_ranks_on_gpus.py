@@ -3,6 +3,7 @@ one process, the ends of ranks, and what is said where GPUs are missing."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import re
@@ -16,10 +17,10 @@ import pytest
 import kvexport
 from kvexport.backends.onnxruntime import devices, mailboxes
 from kvexport.backends.onnxruntime import operators as native
+from kvexport.backends.onnxruntime.backend import BACKEND
 from kvexport.errors import EnvironmentProblem, KvexportError
 from kvexport.ranks import processes
 from plugins.building import headers, make
-from tests.ranks.test_ranks import made, recipe
 from tests.support import fake_gpus
 from tests.support.fake_gpus import Driver
 from tests.support.tiny_model import PROMPTS, generated
@@ -28,11 +29,6 @@ needs_binding = pytest.mark.skipif(
     not make.is_current("onnxruntime-cuda-host"),
     reason="not reached: the binding is not compiled for the host (make cuda-host)",
 )
-
-
-@pytest.fixture(scope="module")
-def artifact(tiny_checkpoint: Path, tmp_path_factory: Any) -> Path:
-    return made(recipe(tiny_checkpoint, 2), tmp_path_factory.mktemp("ranks") / "two")
 
 
 @pytest.fixture
@@ -110,6 +106,22 @@ def test_gpus_that_are_missing_or_apart_are_named(
     with pytest.raises(EnvironmentProblem, match="2 ranks take 2 GPUs, and the driver shows 1") as few:
         kvexport.load(artifact, device="cuda")
     assert few.value.fix.startswith("--set backend.tensor_parallel=1")
+
+
+def test_the_doctor_says_how_many_gpus_can_be_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(4)
+    monkeypatch.setattr(ctypes, "CDLL", fake_gpus.load_driver(driver))
+    assert devices.most_ranks(16) == (4, "") and devices.most_ranks(3) == (3, "")
+    driver.apart = {(3, 1)}
+    assert devices.most_ranks(16) == (3, "")
+    found = BACKEND.diagnose()
+    assert found.rows["ranks on GPUs"] == "up to 3" and found.data["cuda_ranks"] == 3
+    driver.apart = {(1, 0)}
+    assert devices.most_ranks(16) == (1, "GPU 1 does not reach the memory of GPU 0, neither by NVLink nor over PCIe")
+    driver.gpus = 1
+    assert BACKEND.diagnose().rows["ranks on GPUs"] == "no: 2 ranks take 2 GPUs, and the driver shows 1"
+    driver.answers["cuInit"] = 100
+    assert devices.most_ranks(16) == (1, "the NVIDIA driver cannot be used: CUDA_ERROR_100")
 
 
 def test_every_rank_has_another_gpu_first(gpus: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

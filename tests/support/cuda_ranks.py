@@ -82,6 +82,7 @@ class Ranks:
 
     def __init__(self, library: Any, count: int, patience: int = LONG) -> None:
         self.sum, size = sum_of(library), mailbox_bytes(library)
+        self.pause: Callable[[int], None] = lambda rank: None  # before each sum of a rank
         self.word = np.zeros(1, np.uint32)
         self.boxes = [_aligned(size) for _ in range(count)]
         self.pool = ThreadPoolExecutor(count)
@@ -96,6 +97,7 @@ class Ranks:
     def _one(self, rank: int, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
         sums = [np.full_like(part, 77) for part in parts]
         for part, to in zip(parts, sums, strict=True):
+            self.pause(rank)
             said = self.sum(self.views[rank], part.dtype.name, part.ctypes.data, to.ctypes.data, part.size, 0)
             assert not said, said
         return sums

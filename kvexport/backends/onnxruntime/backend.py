@@ -119,15 +119,16 @@ class OnnxRuntime(Backend):
         """See `Backend`."""
         providers, problem = _providers()
         cpu, cuda = _native("cpu"), _native("cuda")
+        ranks, alone = devices.most_ranks(MOST)
         return Diagnosis(
             rows={
                 "ONNX Runtime providers": ", ".join(providers) or "none: onnxruntime cannot be imported",
                 "native operators": _row(cpu),
                 "weights in huge pages": _pages_row(cpu),
                 "native operators for CUDA": _row(cuda),
-                "ranks on GPUs": _ranks_row(),
+                "ranks on GPUs": f"up to {ranks}" if ranks > 1 else f"no: {alone}",
             },
-            data={"providers": providers, "native": asdict(cpu), "native_cuda": asdict(cuda)},
+            data={"providers": providers, "native": asdict(cpu), "native_cuda": asdict(cuda), "cuda_ranks": ranks},
             broken={"onnxruntime": problem} if problem else {},
             # onnxruntime-gpu gives the same module as onnxruntime.
             provided=frozenset({"onnxruntime"}) if providers else frozenset(),
@@ -185,14 +186,6 @@ def _native(device: str) -> Native:
 
 def _row(library: Native) -> str:
     return library.instruction_set or f"none: {library.problem}. To mend it: {library.fix}"
-
-
-def _ranks_row() -> str:
-    """How many of the first GPUs can be the ranks of one model."""
-    if devices.driver_problem() or (count := devices.gpu_count()) < 2:
-        return "no: they take two GPUs"
-    most = next((n for n in range(min(count, MOST), 1, -1) if not devices.rank_problems(n)), 1)
-    return f"up to {most}" if most > 1 else f"no: {devices.rank_problems(2)[0][0]}"
 
 
 def _pages_row(library: Native) -> str:

@@ -138,6 +138,17 @@ def rank_problems(ranks: int) -> list[tuple[str, str]]:
     return []
 
 
+def most_ranks(limit: int) -> tuple[int, str]:
+    """How many of the first GPUs, `limit` at the most, can be the ranks of one model; and why no more than one."""
+    try:
+        most = min(limit, gpu_count())
+        while most > 1 and rank_problems(most):
+            most -= 1
+        return (most, "") if most > 1 else (1, rank_problems(2)[0][0])
+    except EnvironmentProblem as error:
+        return 1, error.problem
+
+
 def visible_from(first: int) -> str:
     """CUDA_VISIBLE_DEVICES of a process that has this one's GPU number `first` as its own first one, and then the
     others."""

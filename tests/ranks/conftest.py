@@ -1,0 +1,15 @@
+"""The artifact of two ranks that tests of both devices load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def artifact(tiny_checkpoint: Path, tmp_path_factory: Any) -> Path:
+    from tests.ranks.test_ranks import made, recipe
+
+    return made(recipe(tiny_checkpoint, 2), tmp_path_factory.mktemp("ranks") / "two")

@@ -45,7 +45,7 @@ class Bug(NamedTuple):
 
 SOUND = Bug("always two shots", [ALWAYS_TWO])
 BUGS = (
-    Bug("halves do not take turns", [(KERNEL, "half[turn % 2]", "half[0]"), (KERNEL, "flag[turn % 2]", "flag[0]")]),
+    Bug("halves do not take turns", [(KERNEL, "half[turn % 2]", "half[0]")]),
     Bug("nobody waits", [(KERNEL, "if (seen == said) return true;", "return true;")]),
     Bug("meetings are not counted from call to call", [(KERNEL, "own.turn[number] = turn;", "own.turn[number] = 0;")]),
     Bug(
@@ -99,7 +99,7 @@ def compiled(bug: Bug, folder: Path) -> Path:
         text = text.replace(old, new)
         (ranks / name).write_text(text.replace("struct Mailbox {", ROUNDED + "struct Mailbox {"))
     library = folder / f"{bug.name}.so".replace(" ", "-").replace(":", "")
-    run([host_compiler(), *HOST_FLAGS, "-shared", "-x", "c++", str(ranks / CALL), "-o", str(library)], "compiler")
+    run([host_compiler(), *HOST_FLAGS, "-w", "-shared", "-x", "c++", str(ranks / CALL), "-o", str(library)], "compiler")
     return library
 
 

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from common import save
 
-from plugins.building import make
 from plugins.building.targets import HOST_FLAGS
 from plugins.building.tools import PLUGINS, host_compiler, run
 from tests.support.cuda_ranks import Ranks, in_order, random_part
@@ -75,10 +74,11 @@ def main() -> None:
     parser.add_argument("--sums", type=int, default=6000)
     options = parser.parse_args()
     began, found = time.monotonic(), {}
-    for count in (2, 3, 4):
-        said = given_away(make.build("cuda-host"), count, options.sums // 3, spread=True)
-        assert not said, f"the kernel as it is: {said}"
     with tempfile.TemporaryDirectory() as folder:
+        sound = compiled(Bug("as it is", []), Path(folder))
+        for count in (2, 3, 4):
+            said = given_away(sound, count, options.sums // 3, spread=True)
+            assert not said, f"the kernel as it is: {said}"
         for bug in (SOUND, *BUGS):
             library = compiled(bug, Path(folder))
             found[bug.name] = given_away(library, 3, FEW)

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import threading
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +89,28 @@ def test_a_rank_that_hangs_is_named(artifact: Path, gpus: Driver, monkeypatch: p
         process.send_signal(signal.SIGCONT)
 
 
-@needs_binding
-def test_a_rank_that_gets_no_memory_is_told(artifact: Path, gpus: Driver) -> None:
+def test_what_keeps_a_rank_from_joining_is_told_and_what_it_took_given_back(
+    monkeypatch: pytest.MonkeyPatch, gpus: Driver
+) -> None:
+    undo: list[tuple[str, Any]] = []
+    memory = mmap(-1, mailboxes.shared_bytes(2))
+
+    def join() -> None:
+        mailboxes.exchanged(memory, 0, 2, 1000, undo)
+
     gpus.answers["cuMemAlloc_v2"] = 2
     with pytest.raises(EnvironmentProblem, match="cannot be used for cuMemAlloc: CUDA_ERROR_2"):
-        kvexport.load(artifact, device="cuda")
+        join()
+    assert [name for name, _ in undo] == ["cuMemHostUnregister"]
+    gpus.answers.clear()
+    monkeypatch.setattr(mailboxes, "SECONDS_TO_JOIN", 0.0)
+    with pytest.raises(KvexportError, match="rank 1 has made no mailbox in 0 s"):
+        join()
+    memory[:4] = mailboxes.FAILED.to_bytes(4, "little")
+    with pytest.raises(RuntimeError, match="a rank has failed"):
+        join()
+    mailboxes._give_back(undo, memory)
+    assert gpus.log.count("cuMemFree_v2") == 2
 
 
 def test_gpus_that_are_missing_or_apart_are_named(

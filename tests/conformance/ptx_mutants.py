@@ -80,7 +80,7 @@ CALLS: dict[str, Callable[[PtxCaller], Arrays]] = {
     "DecodeSmall<8, 4, 128>": lambda caller: attend(caller, 2, "k8v4"),
     "PrefillMma<Half, 64>": lambda caller: attend(caller, 2, tokens=70),
     "Prefill<float, 1>": lambda caller: attend(caller, 1, tokens=40, dtype="float32"),
-    "NearestMma<Half, true>": lambda caller: merge(caller, "ballot"),
+    "NearestMma<Half, true, 2>": lambda caller: merge(caller, "ballot"),
     "Nearest<float, false>": lambda caller: merge(caller, "keepkv", dtype="float32"),
     "MergeRows<Half>": lambda caller: merge(caller, "ballot"),
     "Order": lambda caller: merge(caller, "ballot"),

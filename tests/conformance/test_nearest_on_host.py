@@ -53,16 +53,16 @@ def hold_to_oracle(caller: Caller, state: Arrays, attributes: Any, dtype: str) -
 def test_targets_are_those_of_the_meaning(
     caller: Caller, method: str, parameters: dict[str, Any], sizes: tuple[int, int], dtype: str
 ) -> None:
-    """Rows that fill products and that do not, tiles of 64 and of 32 rows, several splits; slots in any order."""
+    """Rows that fill 64 elements and that do not, tiles of 128 and of 64 rows, several splits; slots in any order."""
     set_host(caller.library, multiprocessors=9)
     state, attributes = one_head(method, parameters, 16, in_order=sizes[0] != 40, dtype=dtype, sizes=sizes)
     hold_to_oracle(caller, state, attributes, dtype)
 
 
-@pytest.mark.parametrize(("which", "evicted"), [(0, 1), (2, 33), (0, 150), (1, 1), (1, 17)])
+@pytest.mark.parametrize(("which", "evicted"), [(0, 1), (2, 33), (2, 65), (0, 150), (1, 1), (1, 17), (1, 33)])
 def test_so_many_rows(caller: Caller, which: int, evicted: int) -> None:
-    """One, one more than a warp's product takes at a time, and more than two tiles; an eviction pool of four rows and
-    of four more than a tile."""
+    """One, one more than the warps of a block have when all have the same or two have, and more than a tile; an
+    eviction pool of four rows, of 68 and of four more than a tile."""
     set_host(caller.library)
     hold_to_oracle(caller, *one_head(*METHODS[which], evicted, dtype="float16"), "float16")
 
@@ -78,7 +78,7 @@ def test_a_key_is_at_no_distance_from_its_equal(caller: Caller) -> None:
 
 
 @pytest.mark.parametrize("method", ["keepkv", "ballot"])
-def test_no_bit_depends_on_how_many_stages_fit(caller: Caller, method: str) -> None:
+def test_no_bit_depends_on_how_much_shared_memory_there_is(caller: Caller, method: str) -> None:
     state, attributes = one_head(method, {}, 16, dtype="float16", sizes=(256, 256))
     results = []
     for limit in (75000, 232448):

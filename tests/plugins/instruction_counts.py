@@ -57,8 +57,8 @@ def measured(caller: PtxCaller) -> dict[str, float]:
     evicted = 32
     pairs = evicted * (SLOTS[1] - SLOTS[0])
     for name, dtype, method, program in (
-        ("nearest target by key, per pair", "float16", "zeromerge", "NearestMma<kv::cuda::Half, false>"),
-        ("nearest target by error, per pair", "float16", "ballot", "NearestMma<kv::cuda::Half, true>"),
+        ("nearest target by key, per pair", "float16", "zeromerge", "NearestMma<kv::cuda::Half, false, 2>"),
+        ("nearest target by error, per pair", "float16", "ballot", "NearestMma<kv::cuda::Half, true, 2>"),
         ("nearest target by key, float32, per pair", "float32", "zeromerge", "Nearest<float, false>"),
         ("order of slots, per slot", "float16", "h2o", "Rank"),
     ):

@@ -32,7 +32,7 @@ DAY = 86400.0
 # The kernels that the tests' cases reach; all of them take minutes.
 SAMPLE = re.compile(
     r"Rank|Choose|FormSets|Order|Place|DecodeSums|(Append|Attended|MergeRows|PrefillScores|Turn)<(float|Half)>"
-    r"|Nearest<float, \w+>|NearestMma<Half, \w+>|Decode<float, [148]>|DecodeMma<Half, 128>|Prefill<float, 1>"
+    r"|Nearest<float, \w+>|NearestMma<Half, \w+, \d>|Decode<float, [148]>|DecodeMma<Half, 128>|Prefill<float, 1>"
     r"|PrefillMma(Scores)?<Half, 64>|LinearCores<float, 8>"
     r"|LinearMma<(Half, 4|BFloat, 8), 1>"
     r"|AllReduce<float>|AppendSmall|DecodeSmall<\d, \d, 128>|Prefill<Small, 1>|PrefillScores<Small>"

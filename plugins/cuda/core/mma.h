@@ -122,19 +122,21 @@ KV_DEVICE void load_matrices(Block<Program>& block, Row row, To to) {
 }
 
 // The operands out of 16 x 16 elements in shared memory whose rows lie `stride` bytes apart; corner(thread) is their
-// first, the same for all threads of a warp. Four registers each.
+// first, the same for all threads of a warp. Four registers each. Where several are loaded that lie a constant apart,
+// `load_matrices` from offset_of_.. on adds it last, so that addresses are computed once.
 //
 // As a, row by row.
+KV_DEVICE int offset_of_a(int t, int stride) { return t % 16 * stride + t % kWarp / 16 * 16; }
 template <class Program, class Corner, class To>
 KV_DEVICE void load_a(Block<Program>& block, int stride, Corner corner, To to) {
-  load_matrices<false>(block, [&](int t) { return corner(t) + t % 16 * stride + t % kWarp / 16 * 16; }, to);
+  load_matrices<false>(block, [&](int t) { return corner(t) + offset_of_a(t, stride); }, to);
 }
 // As two b, where a row of memory is a column of b (keys): that of the first 8 rows in registers 0 and 1, that of the
 // others in 2 and 3.
+KV_DEVICE int offset_of_b(int t, int stride) { return (t % kWarp / 16 * 8 + t % 8) * stride + t / 8 % 2 * 16; }
 template <class Program, class Corner, class To>
 KV_DEVICE void load_b(Block<Program>& block, int stride, Corner corner, To to) {
-  load_matrices<false>(
-      block, [&](int t) { return corner(t) + (t % kWarp / 16 * 8 + t % 8) * stride + t / 8 % 2 * 16; }, to);
+  load_matrices<false>(block, [&](int t) { return corner(t) + offset_of_b(t, stride); }, to);
 }
 // As two b, where a row of memory is a row of b (values): that of the first 8 columns in registers 0 and 1, that of the
 // others in 2 and 3.

@@ -6,8 +6,6 @@
 //   Nearest over the evicted slots, unless they are dropped or merge in pairs
 //   unless they are dropped: FormSets, Attended where a Hessian weighs, MergeRows
 //   Order, Place, and Turn where keys are rotated by their places
-#include <type_traits>
-
 #include "../../math/policy.h"
 #include "../core/launch.h"
 #include "nearest_mma.h"
@@ -19,7 +17,7 @@ namespace kv {
 namespace cuda {
 namespace {
 
-constexpr int kNearestPlaces = 3;  // blocks of Nearest that a multiprocessor has room for, at most
+constexpr int kNearestPlaces = 2;  // blocks of Nearest that a multiprocessor has room for, at most
 
 const char* check(const KvMergeCache& a) {
   if (const char* problem =
@@ -35,11 +33,13 @@ const char* check(const KvMergeCache& a) {
   return nullptr;
 }
 
-// Rows that Nearest takes at a time: as many as lie beside targets in the shared memory of every device.
-int tile_of(const KvMergeCache& a) {
-  const int elements = a.key_size + (a.policy.order == KV_ORDER_LEAST_ERROR ? a.value_size : 0);
-  return a.cache_type != KV_FLOAT32 && elements <= 256 ? 64 : 32;
+// Whether keys and values are compared, of which some have more than 128 elements.
+bool are_wide(const KvMergeCache& a) {
+  return a.policy.order == KV_ORDER_LEAST_ERROR && (a.key_size > 128 || a.value_size > 128);
 }
+
+// Rows that Nearest takes at a time.
+int tile_of(const KvMergeCache& a) { return a.cache_type == KV_FLOAT32 ? 32 : are_wide(a) ? 64 : 128; }
 
 // Divides the workspace among the launches of a call; how many bytes it takes.
 size_t lay_out(const KvMergeCache& a, const Device& device, void* workspace, MergeWork* merge) {
@@ -94,14 +94,23 @@ size_t lay_out(const KvMergeCache& a, const Device& device, void* workspace, Mer
   return parts.size();
 }
 
+template <class Kernel>
+const char* launch_nearest(const NearestArgs& args, const Device& device, Stream stream) {
+  static_assert(Kernel::kBlocksPerMultiprocessor <= kNearestPlaces, "blocks are planned for as many places");
+  const size_t heads = static_cast<size_t>(args.work.call.batch) * args.work.call.heads;
+  return launch<Kernel>(args, heads * args.work.blocks, Kernel::size(args), device, stream);
+}
+
 template <class T, bool ByError>
 const char* nearest(const MergeWork& m, bool higher, const Device& device, Stream stream) {
-  using Kernel = std::conditional_t<sizeof(T) == 2, NearestMma<T, ByError>, Nearest<T, ByError>>;
-  static_assert(Kernel::kBlocksPerMultiprocessor <= kNearestPlaces, "blocks are planned for as many places");
-  const size_t heads = static_cast<size_t>(m.call.batch) * m.call.heads;
-  NearestArgs args{m, higher, Kernel::kStages};
-  while (args.stages > 1 && Kernel::size(args) + 16 > device.shared_limit) --args.stages;
-  return launch<Kernel>(args, heads * m.blocks, Kernel::size(args), device, stream);
+  const NearestArgs args{m, higher};
+  if constexpr (sizeof(T) == 4) {
+    return launch_nearest<Nearest<T, ByError>>(args, device, stream);
+  } else {
+    if constexpr (ByError)
+      if (are_wide(m.call)) return launch_nearest<NearestMma<T, true, 1>>(args, device, stream);
+    return launch_nearest<NearestMma<T, ByError, 2>>(args, device, stream);
+  }
 }
 
 template <class T>

@@ -21,7 +21,6 @@ namespace cuda {
 struct NearestArgs {
   MergeWork work;
   bool higher;  // rows are the eviction pool; targets are unprotected slots of higher importance
-  int stages;   // blocks of targets that are in shared memory or on their way there (nearest_mma.h)
 };
 
 // A tile of rows from `begin` on, and the targets of a split.
@@ -67,7 +66,7 @@ KV_DEVICE void store_nearest(const MergeHead& head, const Look& x, const float* 
 template <class T, bool ByError>
 struct Nearest {
   using Args = NearestArgs;
-  static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 2, kStages = 1, kRows = 32, kSlots = 32, kParts = 4;
+  static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 2, kRows = 32, kSlots = 32, kParts = 4;
   struct Registers {
     float best[2];
     int place[2];

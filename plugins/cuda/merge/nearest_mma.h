@@ -1,14 +1,19 @@
 // MergeCache: the target nearest to each of many slots, of caches of 16 bits, on tensor cores. The work is shared out
-// as in nearest.h; a tile is 64 rows (32 where rows are large), and targets are looked at 64 at a time, a warp 16 of
-// them:
+// as in nearest.h. A tile is up to 128 rows (64 where heads are above 128 elements and the nearest is by the error),
+// and targets are looked at some at a time, a stage, 64 of 128 elements:
 //
-//   copy the rows' keys, and where policy.order is by the error their values; their squares
-//   for each 64 targets of the split, their keys and, by the error, then their values     the next ones on their way
-//     square = diagonal of [16, D] x [16, D]^T            a warp its own 16 targets
-//     product[32, 16] = row[32, D] x target[16, D]^T      a warp all rows, 32 at a time, with its own targets
+//   copy the rows' keys, and where policy.order is by the error their values, into the stages; a warp takes those of 32
+//   rows into its registers, and their squares                    the warps of a tile of up to 32 rows all the same
+//   ones for each stage of the split's targets, their keys and, by the error, values           the next three on their
+//   way
+//     square = diagonal of [16, D] x [16, D]^T            a warp every fourth 16 targets, of keys or of values
+//     product[32, 16] = row[32, D] x target[16, D]^T      a warp its rows with all targets that no other looks at
 //     nearness = factor[target] product + offset[target]  by the error: both distances, and their product
 //     keep the nearest of the targets whose importance is above the row's
-//   combine the sixteen threads of a row, of equals the lowest slot; write the split's nearest
+//   combine the threads of a row, of equals the lowest slot; write the split's nearest
+//
+// A barrier stands between a stage, its squares and its products. The slots of a stage are looked up before the one
+// before it is asked for, so that no copy waits for its address.
 //
 // The products of 16-bit numbers are exact in float32, in which they are added up; the tensor cores' order and rounding
 // of these sums are their own. Squares are made by the same operation as products, so that a key is at no distance from
@@ -21,75 +26,99 @@
 namespace kv {
 namespace cuda {
 
-template <class T, bool ByError>
+// Makes nvcc compute an address here, and keep it, where it would compute it again at every use.
+KV_DEVICE void pin(const char*& address) {
+#ifdef __CUDACC__
+  asm volatile("" : "+l"(address));
+#else
+  (void)address;
+#endif
+}
+
+// kHigh: how many times 16 rows a warp has. Their keys and values take 128 of a thread's registers, whatever their
+// size.
+template <class T, bool ByError, int kHigh>
 struct NearestMma {
   using Args = NearestArgs;
-  static constexpr int kThreads = 128, kBlocksPerMultiprocessor = ByError ? 2 : 3, kStages = 2;
-  static constexpr int kSlots = 64, kRows = 64, kParts = ByError ? 2 : 1;  // keys, and values
-  static constexpr int kCandidates = 16;                                   // of a row: four lanes of four warps
-  static_assert(kSlots == kThreads / kWarp * 16, "a warp's products are of 16 targets");
+  static constexpr int kThreads = 128, kWarps = kThreads / kWarp, kBlocksPerMultiprocessor = 2, kStages = 4;
+  static constexpr int kParts = ByError ? 2 : 1;     // keys, and values
+  static constexpr int kFours = 8 / kHigh / kParts;  // of 64 elements each, at most
+  static constexpr int kWarpRows = 16 * kHigh, kRows = kWarps * kWarpRows, kSlots = ByError ? 32 : 64;
+  static constexpr int kMostStage = 18432;  // bytes of a stage's keys and values
 
   struct Registers {
-    uint32_t row[2][4], target[4];
-    float square[2][4], product[2][2][4];  // [tile of 16 rows, of 8 targets]
-    float apart[kRows / 32][2][2][4];      // by the error: the keys' distances, until the values are there
-    float best[kRows / 32][2][2];          // [.., tile of 16 rows, row and row + 8]
-    int place[kRows / 32][2][2];
+    uint32_t row[kParts][kHigh][4 * kFours][4], target[kParts][4], squared[4];
+    float product[kParts][kHigh][2][4];                            // [.., tile of 16 rows, of 8 targets]
+    float row_square[kParts][kHigh][2], row_importance[kHigh][2];  // [.., row and row + 8]
+    float best[kHigh][2];
+    int place[kHigh][2];
+    const char* from[kParts];           // the head's keys and values, at the vector that the thread copies
+    int slot[kSlots / (kThreads / 8)];  // in the cache, of the rows of a stage that it copies
+    float importance;                   // of the stage's target of this thread
   };
 
-  // Keys or values in shared memory. A row is filled up with zeros to whole products, and rows lie an odd number of
-  // vectors apart, so that `ldmatrix` meets no bank twice.
-  struct Rows {
-    char* base;
-    int vectors;
-
-    static KV_HD int whole(int size) { return (size / kLanes<T> + 1) / 2 * 2; }
-    static KV_HD size_t bytes(int size, int rows) { return static_cast<size_t>(rows) * (whole(size) + 1) * 16; }
-    KV_DEVICE Rows(char* base, int size) : base(base), vectors(size / kLanes<T>) {}
-    KV_DEVICE int steps() const { return (vectors + 1) / 2; }  // products' depth, of 16 elements
-    KV_DEVICE int stride() const { return (2 * steps() + 1) * 16; }
-    KV_DEVICE char* corner(int row, int step) const { return base + row * stride() + step * 32; }
+  // Of a target its importance, and factor and offset, or by the error the squares of its key and value.
+  struct alignas(16) Target {
+    float importance, of[2];
   };
 
-  // Keys and values of the rows, stages of targets, and numbers of each row and target.
+  // Shared memory: stages, each of `slots` rows of keys, as many of values and what is known of each target; the rows'
+  // squares. Rows are filled up with zeros to whole 64 elements, and lie an odd number of vectors apart, so that
+  // `ldmatrix` meets no bank twice.
   struct Shared {
     const Args& args;
     char* base;
-    float *importance, *factor, *offset;  // of a block of targets
-    float *row_importance, *row_square;   // of the rows; [parts, kRows]
-    float* bests;                         // [kRows, kCandidates], in place of the stages
-    int* places;
+    int fours, stride, slots;
+    float* row_square;  // [parts, kRows]
 
-    KV_DEVICE Shared(char* shared, const Args& args) : args(args), base(shared) {
-      importance = reinterpret_cast<float*>(shared + rows_bytes(args) + stages_bytes(args));
-      factor = importance + kSlots, offset = factor + kSlots, row_importance = offset + kSlots;
-      row_square = row_importance + kRows;
-      bests = reinterpret_cast<float*>(shared + rows_bytes(args));
-      places = reinterpret_cast<int*>(bests + kRows * kCandidates);
+    static KV_HD int fours_of(const KvMergeCache& a) {
+      const int most = ByError && a.value_size > a.key_size ? a.value_size : a.key_size;
+      return (most + 63) / 64;
+    }
+    static KV_HD int slots_of(int stride) {
+      int slots = kSlots;
+      while (slots > 16 && slots * kParts * stride > kMostStage) slots /= 2;
+      return slots;
+    }
+    static KV_HD int stride_of(const KvMergeCache& a) { return fours_of(a) * 128 + 16; }
+    static KV_HD int stage_bytes(int slots, int stride) {
+      return slots * (kParts * stride + static_cast<int>(sizeof(Target)));
+    }
+    KV_DEVICE Shared(char* shared, const Args& args)
+        : args(args),
+          base(shared),
+          fours(fours_of(args.work.call)),
+          stride(stride_of(args.work.call)),
+          slots(slots_of(stride)) {
+      row_square = reinterpret_cast<float*>(stage(kStages));
+    }
+    KV_DEVICE char* stage(int number) const { return base + number * stage_bytes(slots, stride); }
+    // Key i; its value lies slots * stride behind it. The keys of a stage are followed by those of the next one.
+    KV_DEVICE char* key(int i) const { return stage(i / slots) + i % slots * stride; }
+    KV_DEVICE Target& target(int number, int i) const {
+      return reinterpret_cast<Target*>(stage(number) + kParts * slots * stride)[i];
     }
     KV_DEVICE int size(int part) const { return part ? args.work.call.value_size : args.work.call.key_size; }
-    KV_DEVICE Rows rows(int part) const {
-      return {base + (part ? Rows::bytes(args.work.call.key_size, args.work.tile) : 0), size(part)};
-    }
-    KV_DEVICE Rows stage(int number, int part) const {
-      return {base + rows_bytes(args) + number * stage_bytes(args), size(part)};
-    }
   };
-  static KV_HD size_t rows_bytes(const Args& args) {
-    const KvMergeCache& a = args.work.call;
-    return Rows::bytes(a.key_size, args.work.tile) + (ByError ? Rows::bytes(a.value_size, args.work.tile) : 0);
-  }
-  static KV_HD size_t stage_bytes(const Args& args) {
-    const KvMergeCache& a = args.work.call;
-    return Rows::bytes(ByError && a.value_size > a.key_size ? a.value_size : a.key_size, kSlots);
-  }
-  static KV_HD size_t stages_bytes(const Args& args) {
-    const size_t stages = args.stages * stage_bytes(args), bests = kRows * kCandidates * (sizeof(float) + sizeof(int));
-    return stages > bests ? stages : bests;
-  }
   static KV_HD size_t size(const Args& args) {
-    return rows_bytes(args) + stages_bytes(args) + (3 * kSlots + (1 + kParts) * kRows) * sizeof(float);
+    const int stride = Shared::stride_of(args.work.call);
+    return kStages * Shared::stage_bytes(Shared::slots_of(stride), stride) + kParts * kRows * sizeof(float);
   }
+
+  // A warp's share of a tile: its rows, and which 16 targets of a stage it looks at.
+  struct Share {
+    int log;  // of 1, 2 or 4 groups of rows, among which the warps are divided
+
+    KV_DEVICE explicit Share(int rows) : log(rows <= kWarpRows ? 0 : rows <= 2 * kWarpRows ? 1 : 2) {}
+    KV_DEVICE int group(int t) const { return t / kWarp & ((1 << log) - 1); }
+    KV_DEVICE int first_row(int t) const { return group(t) * kWarpRows; }
+    KV_DEVICE int row(int t, int m, int low) const { return first_row(t) + m * 16 + low * 8 + t % kWarp / 4; }
+    KV_DEVICE int rounds(int slots) const { return ((slots / 16 << log) + kWarps - 1) / kWarps; }
+    KV_DEVICE int column(int t, int round) const { return ((round * kWarps + t / kWarp) >> log) * 16; }
+    // Of the threads that have candidates for a row.
+    KV_DEVICE int candidates() const { return 4 * kWarps >> log; }
+    KV_DEVICE int candidate(int t) const { return (t / kWarp >> log) * 4 + t % 4; }
+  };
 
   static KV_DEVICE void run(Block<NearestMma>& block, const Args& args) {
     const Shared s(block.shared, args);
@@ -98,37 +127,36 @@ struct NearestMma {
 
   // Ends with a barrier.
   static KV_DEVICE void look(Block<NearestMma>& block, const Shared& s, const MergeHead& head, const Look& x) {
-    start(block, s, head, x);
-    const int stages = s.args.stages, blocks = (x.targets.to - x.targets.from + kSlots - 1) / kSlots * kParts;
-    const auto fetch = [&](int i) {
-      const int part = i % kParts, at = x.targets.from + i / kParts * kSlots;
-      const Rows stage = s.stage(i % stages, part);
-      block.each_alone([&](int t, auto&) {
-        copy(block, head, stage, kSlots, part, x.targets.to - at, t, [&](int j) { return at + j; });
-      });
-      block.cp_async_commit();
-    };
-    for (int i = 0; i < stages - 1; ++i) fetch(i);
-    for (int i = 0; i < blocks; ++i) {
-      fetch(i + stages - 1);
-      block.cp_async_wait(stages - 1);
-      const int at = x.targets.from + i / kParts * kSlots;
-      if (i % kParts == 0)
-        use<0>(block, s, head, x, s.stage(i % stages, 0), at);
-      else
-        use<kParts - 1>(block, s, head, x, s.stage(i % stages, 1), at);
+    const Share share(min_of(x.rows - x.begin, head.work.tile));
+    start(block, s, head, x, share);
+    const int stages = (x.targets.to - x.targets.from + s.slots - 1) / s.slots;
+    look_up(block, s, head, x, 0);
+    for (int i = 0; i < kStages - 1; ++i) fetch(block, s, head, x, i);
+    for (int i = 0; i < stages; ++i) {
+      block.cp_async_wait(kStages - 2);
+      fetch(block, s, head, x, i + kStages - 1);
+      squares(block, s, head.a.policy.measure, i % kStages);
+      for (int round = 0; round < share.rounds(s.slots); ++round) {
+        products(block, s, share, i % kStages, round);
+        block.each_alone([&](int t, Registers& r) {
+          const int column = share.column(t, round);
+          if (column < s.slots) update(r, s, i % kStages, column + t % 4 * 2, x.targets.from + i * s.slots);
+        });
+      }
     }
     block.cp_async_wait(0);
+    float* bests = reinterpret_cast<float*>(s.base);  // [kRows, candidates], in place of the stages
+    int* places = reinterpret_cast<int*>(bests + kThreads * kHigh * 2);
     block.each([&](int t, Registers& r) {
 #pragma unroll
-      for (int i = 0; i < kRows / 8; ++i) {
-        const int at = (i * 8 + t % kWarp / 4) * kCandidates + t / kWarp * 4 + t % 4;
-        s.bests[at] = r.best[i / 4][i / 2 % 2][i % 2], s.places[at] = r.place[i / 4][i / 2 % 2][i % 2];
+      for (int i = 0; i < kHigh * 2; ++i) {
+        const int at = share.row(t, i / 2, i % 2) * share.candidates() + share.candidate(t);
+        bests[at] = r.best[i / 2][i % 2], places[at] = r.place[i / 2][i % 2];
       }
     });
     const int measure = head.a.policy.measure;
     block.each([&](int t, auto&) {
-      store_nearest(head, x, s.bests, s.places, kCandidates, t, [&](int row, float near) {
+      store_nearest(head, x, bests, places, share.candidates(), t, [&](int row, float near) {
         if (!ByError && measure == KV_MEASURE_COSINE) return near / norm(s.row_square[row]);
         return !ByError && measure == KV_MEASURE_DISTANCE ? near - s.row_square[row] : near;
       });
@@ -138,129 +166,218 @@ struct NearestMma {
   static KV_DEVICE float norm(float square) { return fmaxf(sqrtf(square), 1e-12f); }
 
   // The rows, their squares and importance. Ends with a barrier.
-  static KV_DEVICE void start(Block<NearestMma>& block, const Shared& s, const MergeHead& head, const Look& x) {
-    const int tile = head.work.tile, count = min_of(x.rows - x.begin, tile);
-    const auto row_at = [&](int i) { return head.rows()[x.begin + i]; };
+  static KV_DEVICE void start(Block<NearestMma>& block, const Shared& s, const MergeHead& head, const Look& x,
+                              const Share& share) {
+    const int count = min_of(x.rows - x.begin, head.work.tile);
+    const int* rows = head.rows() + x.begin;
     block.each_alone([&](int t, Registers& r) {
+      for (int part = 0; part < kParts; ++part) {
+        r.from[part] = static_cast<const char*>(part ? head.a.present.value : head.a.present.key) +
+                       head.slots * s.size(part) * sizeof(T) + t % 8 * 16;
+        pin(r.from[part]);
+      }
+      for (int i = t / 8; i < kStages * s.slots; i += kThreads / 8) {
+        fill_up(s, i, t % 8);
+        if (i < count) copy(block, s, r, s.key(i), head.slot(rows[i]), t % 8);
+      }
 #pragma unroll
-      for (int i = 0; i < kRows / 8; ++i)
-        r.best[i / 4][i / 2 % 2][i % 2] = kNoTarget, r.place[i / 4][i / 2 % 2][i % 2] = -1;
-      for (int part = 0; part < kParts; ++part) copy(block, head, s.rows(part), tile, part, count, t, row_at);
-      // Where targets only have to be able to receive, those that can have an importance of 1.
-      if (t < count) s.row_importance[t] = s.args.higher ? head.of(head.work.importance)[row_at(t)] : 0.0f;
+      for (int i = 0; i < kHigh * 2; ++i) {
+        const int row = share.row(t, i / 2, i % 2);
+        // Where targets only have to be able to receive, those that can have an importance of 1.
+        r.row_importance[i / 2][i % 2] = s.args.higher && row < count ? head.of(head.work.importance)[rows[row]] : 0.0f;
+        r.best[i / 2][i % 2] = kNoTarget, r.place[i / 2][i % 2] = -1;
+      }
     });
     block.cp_async_commit();
     block.cp_async_wait(0);
+#pragma unroll
+    for (int i = 0; i < kParts * kHigh; ++i) {
+      const int part = i / kHigh, m = i % kHigh;
+      block.each_alone([](int, Registers& r) { clear(r); });
+#pragma unroll
+      for (int step = 0; step < 4 * kFours; ++step) {
+        if (step / 4 >= s.fours) continue;
+        const auto corner = [&](int t) {
+          return s.key(share.first_row(t) + m * 16) + part * s.slots * s.stride + step * 32;
+        };
+        load_a(block, s.stride, corner, [=](Registers& r) { return r.row[part][m][step]; });
+        load_b(block, s.stride, corner, [](Registers& r) { return r.target[0]; });
+        square(block, [=](Registers& r) { return r.row[part][m][step]; });
+      }
+      block.each([&](int t, Registers& r) {
+        if (share.group(t) != t / kWarp) return;  // other warps have the same rows
+        keep_square(r, t,
+                    [&](int row, float x) { s.row_square[part * kRows + share.first_row(t) + m * 16 + row] = x; });
+      });
+    }
+    block.each_alone([&](int t, Registers& r) {
+#pragma unroll
+      for (int i = 0; i < kParts * kHigh * 2; ++i)
+        r.row_square[i / 2 / kHigh][i / 2 % kHigh][i % 2] =
+            s.row_square[i / 2 / kHigh * kRows + share.row(t, i / 2 % kHigh, i % 2)];
+    });
+  }
+
+  // Within a phase: the zeros that fill a row's key and value up, by eight threads.
+  static KV_DEVICE void fill_up(const Shared& s, int i, int lane) {
     for (int part = 0; part < kParts; ++part)
-      squares(block, s.rows(part), tile, [&](int row, float square) { s.row_square[part * kRows + row] = square; });
+      for (int j = s.size(part) / kLanes<T> + lane; j < s.fours * 8; j += 8)
+        store_vector(s.key(i) + part * s.slots * s.stride + j * 16, Vector{});
   }
 
-  // Within a phase: asks for the keys or the values of slots from(0), from(1), ..., as many as there are and at most
-  // `room`, eight threads a row; and the zeros that fill rows up.
-  template <class F>
-  static KV_DEVICE void copy(Block<NearestMma>& block, const MergeHead& head, const Rows& to, int room, int part,
-                             int count, int t, F from) {
-    const int end = min_of(count, room), vectors = to.vectors, stride = to.stride();
-#pragma unroll 4
-    for (int i = t / 8; i < end; i += kThreads / 8) {
-      const T* row = part ? head.template value<T>(from(i)) : head.template key<T>(from(i));
-      char* at = to.base + i * stride;
-      for (int j = t % 8; j < vectors; j += 8) block.template copy<16>(at + j * 16, row + j * kLanes<T>);
+  // Within a phase: asks for the key and the value of a slot of the cache, by eight threads.
+  static KV_DEVICE void copy(Block<NearestMma>& block, const Shared& s, const Registers& r, char* key, int slot,
+                             int lane) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const int vectors = s.size(part) / kLanes<T>;
+      // A head's rows are less than 4 GB.
+      const char* from = r.from[part] + static_cast<uint32_t>(slot) * static_cast<uint32_t>(vectors * 16);
+      pin(from);
+      char* to = key + part * s.slots * s.stride + lane * 16;
+#pragma unroll
+      for (int j = 0; j < kFours; ++j)
+        if (lane + j * 8 < vectors) block.template copy<16>(to + j * 128, from + j * 128);
     }
-    if (vectors % 2 && t < room) store_vector(to.base + t * stride + vectors * 16, Vector{});
   }
 
-  // keep(row, square) of so many rows, a warp 16. Ends with a barrier.
+  // Where the rows of stage i are in the cache, and the importance of its targets; used by the next `fetch`.
+  static KV_DEVICE void look_up(Block<NearestMma>& block, const Shared& s, const MergeHead& head, const Look& x,
+                                int i) {
+    const int at = x.targets.from + i * s.slots, count = min_of(x.targets.to - at, s.slots);
+    block.each_alone([&](int t, Registers& r) {
+#pragma unroll
+      for (int j = 0; j < kSlots / 16; ++j)
+        if (j * 16 + t / 8 < count) r.slot[j] = head.slot(at + j * 16 + t / 8);
+      r.importance = -INFINITY;
+      if (t >= count) return;
+      if (s.args.higher)
+        r.importance = head.of(head.work.importance)[at + t];
+      else if (head.of(head.work.mark)[at + t] == kCanReceive)
+        r.importance = 1.0f;
+    });
+  }
+
+  // Asks for stage i, and looks the next one up.
+  static KV_DEVICE void fetch(Block<NearestMma>& block, const Shared& s, const MergeHead& head, const Look& x, int i) {
+    const int count = min_of(x.targets.to - (x.targets.from + i * s.slots), s.slots), stage = i % kStages;
+    block.each_alone([&](int t, Registers& r) {
+#pragma unroll
+      for (int j = 0; j < kSlots / 16; ++j)
+        if (j * 16 + t / 8 < count)
+          copy(block, s, r, s.stage(stage) + t / 8 * s.stride + j * 16 * s.stride, r.slot[j], t % 8);
+      if (t < s.slots) s.target(stage, t).importance = r.importance;
+    });
+    block.cp_async_commit();
+    look_up(block, s, head, x, i + 1);
+  }
+
+  static KV_DEVICE void clear(Registers& r) {
+#pragma unroll
+    for (int i = 0; i < kParts * kHigh * 8; ++i) r.product[i / 8 / kHigh][i / 8 % kHigh][i / 4 % 2][i % 4] = 0.0f;
+  }
+
+  // Adds up the products of 16 rows or targets with themselves, as a and as two b; a lane has elements of the diagonal
+  // or none.
+  template <class A>
+  static KV_DEVICE void square(Block<NearestMma>& block, A a) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+      multiply<T>(block, [=](Registers& r) { return Product{r.product[0][0][n], a(r), r.target[0] + 2 * n}; });
+  }
   template <class Keep>
-  static KV_DEVICE void squares(Block<NearestMma>& block, const Rows& rows, int count, Keep keep) {
-    block.each_alone([&](int, Registers& r) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) r.square[i / 4][i % 4] = 0.0f;
-    });
-    const int stride = rows.stride(), steps = rows.steps();
-    for (int step = 0; step < steps; ++step) {
-      const auto corner = [&](int t) { return rows.corner(min_of(t / kWarp * 16, count - 16), step); };
-      load_a(block, stride, corner, [](Registers& r) { return r.row[0]; });
-      load_b(block, stride, corner, [](Registers& r) { return r.target; });
-      multiply<T>(block, [](Registers& r) { return Product{r.square[0], r.row[0], r.target}; });
-      multiply<T>(block, [](Registers& r) { return Product{r.square[1], r.row[0], r.target + 2}; });
-    }
-    block.each([&](int t, Registers& r) {
-      // Of the diagonals a lane has the elements of row lane / 4 of the first eight, and of the others; or none.
-      const int i = t % kWarp / 4, row = t / kWarp * 16 + i;
-      if (t % 4 != i / 2 || row >= count) return;
-      keep(row, i % 2 ? r.square[0][1] : r.square[0][0]);
-      keep(row + 8, i % 2 ? r.square[1][3] : r.square[1][2]);
-    });
+  static KV_DEVICE void keep_square(const Registers& r, int t, Keep keep) {
+    const int row = t % kWarp / 4;
+    if (t % 4 != row / 2) return;
+    keep(row, row % 2 ? r.product[0][0][0][1] : r.product[0][0][0][0]);
+    keep(row + 8, row % 2 ? r.product[0][0][1][3] : r.product[0][0][1][2]);
   }
 
-  // A block of targets' keys (Part 0) or values. Ends with a barrier.
-  template <int Part>
-  static KV_DEVICE void use(Block<NearestMma>& block, const Shared& s, const MergeHead& head, const Look& x,
-                            const Rows& stage, int at) {
-    const int measure = ByError ? int{KV_MEASURE_DISTANCE} : head.a.policy.measure;
-    if (Part == 0)
-      block.each_alone([&](int t, auto&) {
-        if (t >= kSlots) return;
-        const int slot = at + t;
-        const bool is_one = slot < x.targets.to && (s.args.higher || head.of(head.work.mark)[slot] == kCanReceive);
-        s.importance[t] = !is_one ? -INFINITY : s.args.higher ? head.of(head.work.importance)[slot] : 1.0f;
-      });
-    squares(block, stage, kSlots, [&](int i, float square) {
-      s.factor[i] = measure == KV_MEASURE_COSINE ? 1.0f / norm(square) : measure == KV_MEASURE_DISTANCE ? 2.0f : 1.0f;
-      s.offset[i] = measure == KV_MEASURE_DISTANCE ? -square : 0.0f;
-    });
-    const Rows rows = s.rows(Part);
-    const int stride = rows.stride(), steps = rows.steps(), count = min_of(x.rows - x.begin, head.work.tile);
+  // The squares of a stage's targets, and by the key what they mean for the nearness. Ends with a barrier.
+  static KV_DEVICE void squares(Block<NearestMma>& block, const Shared& s, int measure, int stage) {
+    const int all = kParts * s.slots / 16;
+    for (int i = 0; i < all; i += kWarps) {
+      const auto number = [&](int t) { return min_of(i + t / kWarp, all - 1); };
+      block.each_alone([](int, Registers& r) { clear(r); });
+#pragma unroll 1
+      for (int four = 0; four < s.fours; ++four) {
+        const auto from = [&](int t) { return s.stage(stage) + number(t) * 16 * s.stride + four * 128; };
 #pragma unroll
-    for (int pair = 0; pair < kRows / 32; ++pair) {
-      if (pair * 32 >= count) continue;
-      block.each_alone([&](int, Registers& r) {
-#pragma unroll
-        for (int i = 0; i < 16; ++i) r.product[i / 8][i / 4 % 2][i % 4] = 0.0f;
-      });
-      for (int step = 0; step < steps; ++step) {
-        load_b(
-            block, stride, [&](int t) { return stage.corner(t / kWarp * 16, step); },
-            [](Registers& r) { return r.target; });
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          load_a(
-              block, stride, [&](int) { return rows.corner(pair * 32 + m * 16, step); },
-              [m](Registers& r) { return r.row[m]; });
-#pragma unroll
-          for (int n = 0; n < 2; ++n)
-            multiply<T>(block, [m, n](Registers& r) { return Product{r.product[m][n], r.row[m], r.target + 2 * n}; });
+        for (int step = 0; step < 4; ++step) {
+          load_matrices<false>(
+              block, [&](int t) { return from(t) + offset_of_a(t, s.stride) + step * 32; },
+              [](Registers& r) { return r.squared; });
+          load_matrices<false>(
+              block, [&](int t) { return from(t) + offset_of_b(t, s.stride) + step * 32; },
+              [](Registers& r) { return r.target[0]; });
+          square(block, [](Registers& r) { return r.squared; });
         }
       }
-      block.each_alone([&](int t, Registers& r) { update<Part>(r, s, pair, at, t); });
+      block.each_alone([&](int t, Registers& r) {
+        if (i + t / kWarp >= all) return;
+        keep_square(r, t, [&](int row, float x) {
+          const int target = number(t) * 16 + row;
+          if (ByError) {
+            (i + t / kWarp < s.slots / 16 ? s.target(stage, target).of[0] : s.target(stage, target - s.slots).of[1]) =
+                x;
+            return;
+          }
+          const bool distance = measure == KV_MEASURE_DISTANCE;
+          s.target(stage, target).of[0] = measure == KV_MEASURE_COSINE ? 1.0f / norm(x) : distance ? 2.0f : 1.0f;
+          s.target(stage, target).of[1] = distance ? -x : 0.0f;
+        });
+      });
     }
-    block.each([](int, auto&) {});  // the stage may be overwritten
+    block.each([](int, auto&) {});
   }
 
-  // Of 32 rows and a lane's four targets, in their order: the nearest so far.
-  template <int Part>
-  static KV_DEVICE void update(Registers& r, const Shared& s, int pair, int at, int t) {
-    const int first = t / kWarp * 16;
+  // Of a warp's rows and 16 targets of a stage.
+  static KV_DEVICE void products(Block<NearestMma>& block, const Shared& s, const Share& share, int stage, int round) {
+    block.each_alone([](int, Registers& r) { clear(r); });
+    const auto from = [&](int t) {
+      return s.stage(stage) + min_of(share.column(t, round), s.slots - 16) * s.stride + offset_of_b(t, s.stride);
+    };
 #pragma unroll
-    for (int of = 0; of < 4; ++of) {
-      const int n = of / 2, column = first + n * 8 + element_of_sum(t % kWarp, of % 2).column;
-      const float factor = s.factor[column], offset = s.offset[column], importance = s.importance[column];
+    for (int four = 0; four < kFours; ++four) {
+      if (four > 0 && four >= s.fours) continue;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int m = j / 2, low = j % 2, i = 2 * low + of % 2,
-                  row = pair * 32 + m * 16 + element_of_sum(t % kWarp, i).row;
-        float near = factor * r.product[m][n][i] + offset;
+      for (int i = 0; i < 4 * kParts; ++i) {
+        const int step = four * 4 + i / kParts, part = i % kParts;
+        load_matrices<false>(
+            block, [&](int t) { return from(t) + part * s.slots * s.stride + step * 32; },
+            [=](Registers& r) { return r.target[part]; });
+#pragma unroll
+        for (int j = 0; j < kHigh * 2; ++j)
+          multiply<T>(block, [=](Registers& r) {
+            return Product{r.product[part][j / 2][j % 2], r.row[part][j / 2][step], r.target[part] + j % 2 * 2};
+          });
+      }
+    }
+  }
+
+  // Of a warp's rows and a thread's four targets, in their order: the nearest so far. column: the first of them; at:
+  // the stage's first target.
+  static KV_DEVICE void update(Registers& r, const Shared& s, int stage, int column, int at) {
+    const Target* targets = &s.target(stage, column);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int n = j / 2, of = j % 2, place = n * 8 + of;
+      const Target target = targets[place];
+#pragma unroll
+      for (int i = 0; i < 2 * kHigh; ++i) {
+        const int m = i / 2, low = i % 2;
+        const auto product = [&](int part) { return r.product[part][m][n][2 * low + of]; };
+        float near;
         if constexpr (ByError) {
-          near -= s.row_square[Part * kRows + row];
-          if (Part == 0) {
-            r.apart[pair][m][n][i] = near;
-            continue;
-          }
-          near = fminf(r.apart[pair][m][n][i], 0.0f) * fmaxf(-near, 0.0f);
+          const auto apart = [&](int part) {
+            return fmaf(-2.0f, product(part), target.of[part]) + r.row_square[part][m][low];
+          };
+          near = -fabsf(apart(0) * apart(1));
+        } else {
+          near = target.of[0] * product(0) + target.of[1];
         }
-        if (importance > s.row_importance[row] && near > r.best[pair][m][low])
-          r.best[pair][m][low] = near, r.place[pair][m][low] = at + column;
+        if (target.importance > r.row_importance[m][low] && near > r.best[m][low])
+          r.best[m][low] = near, r.place[m][low] = at + column + place;
       }
     }
   }

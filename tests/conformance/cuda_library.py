@@ -327,6 +327,7 @@ class PtxCaller(Caller):
         super().__init__(load(path), HostMemory())
         self.library.kv_ptx_reports.restype = ctypes.c_char_p
         self.library.kv_ptx_instructions.restype = ctypes.c_uint64
+        self.library.kv_ptx_instructions.argtypes = [ctypes.c_char_p, ctypes.c_int]
         self.library.kv_host_set.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_size_t]
         self.set_order(2, late=True)
 
@@ -334,9 +335,10 @@ class PtxCaller(Caller):
         """Of threads and blocks: 0 forwards, 1 backwards, 2 random; late: copies happen when they are waited for."""
         self.library.kv_host_set(order, late, multiprocessors, 101376)
 
-    def instructions(self, program: str) -> int:
-        """Of all threads of a program since the last question."""
-        return int(self.library.kv_ptx_instructions(program.encode()))
+    def instructions(self, program: str, of: int = 0) -> int:
+        """Of a program since the last question: of all threads, 1: of all warps (of each its longest thread), or 2:
+        of the longest thread."""
+        return int(self.library.kv_ptx_instructions(program.encode(), of))
 
     def _run(self, operator: str, call: Any) -> None:
         try:

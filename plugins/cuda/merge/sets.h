@@ -6,7 +6,8 @@
 //   Attended, a block per head: output = sum of value times share of the accumulated probabilities, for a Hessian
 //   MergeRows, some blocks per head, each for every so-manieth evicted slot that is the first of its set
 //     list the members, the target first, in the order of the evicted slots
-//     weight[member] = votes; times exp(logit) for a zip; of a pair the share of the younger key (all by one thread)
+//     weight[member] = votes; times exp(logit) for a zip; of a pair the share of the younger key (but for the logits
+//     all by one thread)
 //     key, value = mean by weight, for a pair in the rotary frame of the younger key    a thread an element
 //     latest[set] = the latest member; the row's position is its
 //
@@ -127,6 +128,12 @@ struct MergeRows {
     const KvMergeCache& a = head.a;
     const int count = list_members(block, head, s, set, x.evicted, target);
     if (a.policy.merge == KV_MERGE_PAIR) weigh_pair(block, head, x, s);
+    if (a.policy.merge == KV_MERGE_ZIP)
+      block.each([&](int t, auto&) {
+        for (int j = t; j < count; j += kThreads)
+          s.weight[j] = corrected_average(head.score(a.statistics - 1, s.member[j]), a.policy.weigh_decay, x.now,
+                                          head.position(s.member[j]));
+      });
     block.each([&](int t, auto&) {
       if (t == 0) weigh(head, x, s, count, set);
     });
@@ -176,7 +183,7 @@ struct MergeRows {
     for (int j = 1; j < count; ++j) latest = max_of(latest, s.member[j]);
     float votes = 0.0f, factor = 1.0f;
     if (p.merge == KV_MERGE_ZIP) {
-      zip(head, x, s, count, &votes, &factor);
+      zip(head, s, count, &votes, &factor);
     } else {
       for (int j = 0; j < count; ++j) votes += s.weight[j] = head.votes(s.member[j]);
       *s.weight_sum = votes;
@@ -189,17 +196,13 @@ struct MergeRows {
     head.work.latest[number] = latest, head.work.merged_position[number] = head.position(latest);
   }
 
-  static KV_DEVICE void zip(const MergeHead& head, const HeadInfo& x, const Shared& s, int count, float* votes,
-                            float* factor) {
+  // Weights are the members' logits before.
+  static KV_DEVICE void zip(const MergeHead& head, const Shared& s, int count, float* votes, float* factor) {
     const KvMergePolicy& p = head.a.policy;
-    const auto logit = [&](int j) {
-      return corrected_average(head.score(head.a.statistics - 1, s.member[j]), p.weigh_decay, x.now,
-                               head.position(s.member[j]));
-    };
     ZipSums sums;
-    sums.max_logit = logit(0);
-    for (int j = 1; j < count; ++j) sums.max_logit = max_of(sums.max_logit, logit(j));
-    for (int j = 0; j < count; ++j) s.weight[j] = sums.add(head.votes(s.member[j]), logit(j));
+    sums.max_logit = s.weight[0];
+    for (int j = 1; j < count; ++j) sums.max_logit = max_of(sums.max_logit, s.weight[j]);
+    for (int j = 0; j < count; ++j) s.weight[j] = sums.add(head.votes(s.member[j]), s.weight[j]);
     *s.weight_sum = sums.weight;
     *votes = p.zip == KV_ZIP_MEAN ? sums.votes : sums.fractional_votes();
     if (p.zip != KV_ZIP_KEY) return;

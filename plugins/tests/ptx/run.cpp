@@ -44,7 +44,10 @@ constexpr size_t kStack = 256 << 10, kMostThreads = 512, kSharedBytes = 1 << 20,
 
 struct Runner {
   std::map<std::string, const Known*> programs;
-  std::map<std::string, uint64_t> instructions;
+  struct Counts {
+    uint64_t all = 0, warps = 0, longest = 0;  // of all threads; of a warp's longest thread each; of the longest
+  };
+  std::map<std::string, Counts> instructions;
   const Known* running = nullptr;
   Launched launched{};
   std::vector<Thread> threads;
@@ -174,7 +177,16 @@ bool run_block(int order) {
     for (uint32_t i = 0; i < r.launched.threads; ++i)
       if (r.threads[i].state == Thread::kAtBarrier) r.threads[i].state = Thread::kReady, ready.push_back(i);
   }
-  for (uint32_t i = 0; i < r.launched.threads; ++i) r.instructions[r.running->program] += r.threads[i].instructions;
+  Runner::Counts& counts = r.instructions[r.running->program];
+  for (uint32_t i = 0; i < r.launched.threads; i += 32) {
+    uint64_t longest = 0;
+    for (uint32_t j = i; j < i + 32 && j < r.launched.threads; ++j) {
+      counts.all += r.threads[j].instructions;
+      longest = std::max(longest, r.threads[j].instructions);
+    }
+    counts.warps += longest;
+    counts.longest = std::max(counts.longest, longest);
+  }
   return true;
 }
 
@@ -257,8 +269,8 @@ const char* launch(const char* type, const void* arguments, size_t size, size_t 
 }  // namespace ptx
 }  // namespace kv
 
-// For tests: what was found since the last call, a line each; and the instructions of all threads of a program since
-// then.
+// For tests: what was found since the last call, a line each; and the instructions of a program since then: of all
+// threads, or, 1, of all warps (of each its longest thread), 2, of the longest thread.
 extern "C" const char* kv_ptx_reports() {
   static std::string text;
   kv::ptx::Runner& r = kv::ptx::runner();
@@ -266,6 +278,8 @@ extern "C" const char* kv_ptx_reports() {
   r.text.clear();
   return text.c_str();
 }
-extern "C" uint64_t kv_ptx_instructions(const char* program) {
-  return std::exchange(kv::ptx::runner().instructions[program], 0);
+extern "C" uint64_t kv_ptx_instructions(const char* program, int of) {
+  auto& counts = kv::ptx::runner().instructions[program];
+  uint64_t& count = of == 0 ? counts.all : of == 1 ? counts.warps : counts.longest;
+  return std::exchange(count, 0);
 }

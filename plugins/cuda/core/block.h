@@ -234,10 +234,17 @@ class Block {
 
 // ---- what programs share ----
 
-// The same number, which the compiler computes here and keeps, and not in every round of a loop that takes it.
+// The same number or address, which the compiler computes here and keeps, and not in every round of a loop that takes
+// it.
 KV_DEVICE int once(int x) {
 #ifdef __CUDACC__
   asm volatile("" : "+r"(x));
+#endif
+  return x;
+}
+KV_DEVICE const char* once(const char* x) {
+#ifdef __CUDACC__
+  asm volatile("" : "+l"(x));
 #endif
   return x;
 }

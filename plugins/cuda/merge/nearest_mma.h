@@ -26,15 +26,6 @@
 namespace kv {
 namespace cuda {
 
-// Makes nvcc compute an address here, and keep it, where it would compute it again at every use.
-KV_DEVICE void pin(const char*& address) {
-#ifdef __CUDACC__
-  asm volatile("" : "+l"(address));
-#else
-  (void)address;
-#endif
-}
-
 // kHigh: how many times 16 rows a warp has. Their keys and values take 128 of a thread's registers, whatever their
 // size.
 template <class T, bool ByError, int kHigh>
@@ -172,9 +163,8 @@ struct NearestMma {
     const int* rows = head.rows() + x.begin;
     block.each_alone([&](int t, Registers& r) {
       for (int part = 0; part < kParts; ++part) {
-        r.from[part] = static_cast<const char*>(part ? head.a.present.value : head.a.present.key) +
-                       head.slots * s.size(part) * sizeof(T) + t % 8 * 16;
-        pin(r.from[part]);
+        r.from[part] = once(static_cast<const char*>(part ? head.a.present.value : head.a.present.key) +
+                            head.slots * s.size(part) * sizeof(T) + t % 8 * 16);
       }
       for (int i = t / 8; i < kStages * s.slots; i += kThreads / 8) {
         fill_up(s, i, t % 8);
@@ -232,8 +222,7 @@ struct NearestMma {
     for (int part = 0; part < kParts; ++part) {
       const int vectors = s.size(part) / kLanes<T>;
       // A head's rows are less than 4 GB.
-      const char* from = r.from[part] + static_cast<uint32_t>(slot) * static_cast<uint32_t>(vectors * 16);
-      pin(from);
+      const char* from = once(r.from[part] + static_cast<uint32_t>(slot) * static_cast<uint32_t>(vectors * 16));
       char* to = key + part * s.slots * s.stride + lane * 16;
 #pragma unroll
       for (int j = 0; j < kFours; ++j)

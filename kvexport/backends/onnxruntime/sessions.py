@@ -7,7 +7,7 @@ import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -194,13 +194,14 @@ class OnnxRuntimeState:
         captured: set[int] = self._thread.__dict__.setdefault("graphs", {NO_GRAPH})
         if call.graph in captured:
             return call
-        captured.add(call.graph)
         problem = self._capture(name, call)
-        if problem:
-            call = None  # the old session goes before the new one comes
-            kept.clear()
-            self._sessions.without_graphs(name, problem)
-            call = kept[key] = bind()
+        if not problem:
+            captured.add(call.graph)
+            return call
+        call = None  # the old session goes before the new one comes
+        kept.clear()
+        self._sessions.without_graphs(name, problem)
+        call = kept[key] = bind()
         return call
 
     def _capture(self, name: str, call: _Call) -> str:
@@ -262,6 +263,15 @@ class OnnxRuntimeState:
         if self._step_logits is None:
             self._step_logits = sessions.zeros((self.lanes, 1, sessions.vocabulary), single)
         return self._part(self._step_logits, 0, count)
+
+
+@cache
+def _run_options(graph: int) -> Any:
+    from onnxruntime import RunOptions
+
+    options = RunOptions()
+    options.add_run_config_entry("gpu_graph_id", str(graph))
+    return options
 
 
 class Sessions:
@@ -352,11 +362,7 @@ class Sessions:
         if graph is None:
             session.run_with_iobinding(binding)
         else:
-            from onnxruntime import RunOptions
-
-            options = RunOptions()
-            options.add_run_config_entry("gpu_graph_id", str(graph))
-            session.run_with_iobinding(binding, options)
+            session.run_with_iobinding(binding, _run_options(graph))
         if self.zeros is not np.zeros:
             binding.synchronize_outputs()
 

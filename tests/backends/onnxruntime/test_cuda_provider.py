@@ -340,6 +340,22 @@ def test_where_no_graph_can_be_captured_a_session_is_opened_without(
     assert all(x.tobytes() == other.get_state()[tensor].tobytes() for tensor, x in expected.get_state().items())
 
 
+def test_a_capture_that_was_interrupted_is_begun_anew(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else ONNX Runtime would capture, and run several times, a call that brings a token."""
+    engine = on_device(tiny_artifact, graphs=True)
+    state, ids, one = engine.new_state(1), np.array([[7]]), np.array([[1]])
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine.sessions, "run", interrupted)
+        state.decode(ids, one)
+    seen = runs_of(engine, monkeypatch)
+    state.decode(ids, one)
+    assert replayed(seen, DECODER) == [2], "its capture, and the step"
+
+
 def test_a_layer_is_five_nodes_and_those_beside_are_what_the_documents_count(tiny_artifact: Path) -> None:
     nodes = onnx.load(tiny_artifact / "decoder.onnx", load_external_data=False).graph.node
     found = Counter(node.op_type for node in nodes)

@@ -63,15 +63,15 @@ def attend(caller: PtxCaller, group: int, cache_type: str = "", tokens: int = 1,
     return caller.vote_attention(x, VoteAttentionAttributes(0.1, 1.0, BOTH))
 
 
-def merge(caller: PtxCaller, method: str, *, in_order: bool = True, dtype: str = "float16") -> Arrays:
+def merge(caller: PtxCaller, method: str, *, slots: int = 200, in_order: bool = True, dtype: str = "float16") -> Arrays:
     """Two heads of which 40 slots have to leave."""
-    made, rng, shape, size = all_methods()[method](), np.random.default_rng(4), (1, 2, 200), 32
+    made, rng, shape, size = all_methods()[method](), np.random.default_rng(4), (1, 2, slots), 32
     x = {name: rng.normal(size=(*shape, size)).astype(dtype) for name in ("key", "value")}
     x["votes"] = np.ones(shape, np.float32)
-    x["score"] = rng.gamma(1.0, size=(1, 2, len(made.statistics), 200)).astype(np.float32)
-    x["position"] = np.broadcast_to(np.arange(200, dtype=np.int32)[:: 1 if in_order else -1], shape).copy()
+    x["score"] = rng.gamma(1.0, size=(1, 2, len(made.statistics), slots)).astype(np.float32)
+    x["position"] = np.broadcast_to(np.arange(slots, dtype=np.int32)[:: 1 if in_order else -1], shape).copy()
     rotary = Rotary(tuple(float(2.0**-i) for i in range(8))) if made.rotary else Rotary()
-    return caller.merge_cache(x, MergeCacheAttributes(made, 160, 4, 60, 0, rotary))
+    return caller.merge_cache(x, MergeCacheAttributes(made, slots - 40, 4, 60, 0, rotary))
 
 
 CALLS: dict[str, Callable[[PtxCaller], Arrays]] = {
@@ -84,7 +84,7 @@ CALLS: dict[str, Callable[[PtxCaller], Arrays]] = {
     "Nearest<float, false>": lambda caller: merge(caller, "keepkv", dtype="float32"),
     "MergeRows<Half>": lambda caller: merge(caller, "ballot"),
     "Order": lambda caller: merge(caller, "ballot"),
-    "Place": lambda caller: merge(caller, "ballot", in_order=False),
+    "Place": lambda caller: merge(caller, "ballot", slots=300, in_order=False),
     "Rank": lambda caller: merge(caller, "h2o"),
 }
 

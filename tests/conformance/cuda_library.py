@@ -27,6 +27,7 @@ from tests.support.paths import ROOT
 
 Arrays = dict[str, np.ndarray]
 HOST, DEVICE, PTX = (ROOT / TARGETS[name].output for name in ("cuda-host", "cuda", "cuda-ptx"))
+OTHER_LIBRARY = "KVEXPORT_CUDA_HOST"  # names one to test instead of HOST
 EVERY_PTX = "KVEXPORT_EVERY_PTX"  # all kernels and all cases of the backend cuda-ptx
 COUNTER_BYTES = 1 << 18
 # numpy has no bfloat16: its bits stand as uint16. The last three are types of small caches.
@@ -367,7 +368,7 @@ class Cuda(CudaOnHost):
 
 @cache
 def _host_caller() -> Caller:
-    return Caller(load(HOST), HostMemory())
+    return Caller(load(Path(os.environ.get(OTHER_LIBRARY) or HOST)), HostMemory())
 
 
 @cache

@@ -98,6 +98,13 @@ def test_windows_softcaps_and_sinks(caller: Caller, dtype: str, statistics: tupl
 
 
 @every_type
+def test_a_window_that_some_rows_of_a_tile_have_left(caller: Caller, dtype: str) -> None:
+    """A block of slots that the first row of a tile sees whole, and the last one in part."""
+    inputs = inputs_of((1, 1), (64, 64), 460, 140, [300], 1, dtype)
+    hold_to_pytorch(caller, inputs, VoteAttentionAttributes(0.125, 1.0, EMA, sliding_window=300), dtype)
+
+
+@every_type
 @pytest.mark.parametrize("scenario", [x for x in SCENARIOS if x.tokens > 1], ids=lambda x: x.name)
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda x: x.name)
 def test_the_suite_in_both_types(caller: Caller, dtype: str, profile: Profile, scenario: Scenario) -> None:

@@ -84,6 +84,7 @@ size_t lay_out(const KvMergeCache& a, const Device& device, void* workspace, Mer
     m.nearness = parts.take<float>(heads * m.stride);
     m.nearest = parts.take<int>(heads * m.stride);
     m.target = parts.take<int>(heads * m.most_evicted);
+    m.before = parts.take<int>(heads * m.most_evicted);
     m.set = parts.take<int>(slots);
     m.merged_position = parts.take<int>(heads * m.most_evicted);
     m.latest = parts.take<int>(heads * m.most_evicted);

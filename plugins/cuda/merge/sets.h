@@ -2,7 +2,7 @@
 //
 //   FormSets, a block per head
 //     target[evicted] = the younger neighbour, or the nearest slot where it is nearer than the threshold; -1: dropped
-//     set[target] = the first evicted slot of that target
+//     set[target] = the first evicted slot of that target; of every evicted slot how many of its set are before it
 //   Attended, a block per head: output = sum of value times share of the accumulated probabilities, for a Hessian
 //   MergeRows, some blocks per head, each for every so-manieth evicted slot that is the first of its set
 //     list the members, the target first, in the order of the evicted slots
@@ -46,6 +46,14 @@ struct FormSets {
         }
         head.targets()[i] = target;
         if (target >= 0) block.lower(&set[target], i);
+      }
+    });
+    block.each([&](int t, auto&) {
+      for (int i = t; i < x.evicted; i += kThreads) {
+        const int target = head.targets()[i];
+        int before = 0;
+        for (int j = target >= 0 ? set[target] : i; j < i; ++j) before += head.targets()[j] == target;
+        head.before()[i] = before;
       }
     });
   }
@@ -93,16 +101,14 @@ template <class T>
 struct MergeRows {
   using Args = MergeWork;
   static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 1;
-  struct Registers {
-    int count, scanned;
-  };
+  struct Registers {};
   // Sums over the threads, results of one thread, and the members and their weights.
   static KV_HD constexpr size_t size(int most) {
     return (kThreads + 4 + 2 * (static_cast<size_t>(most) + 1)) * sizeof(float);
   }
   struct Shared {
-    int *sums, *member;
-    float *weight, *weight_sum, *factor, *share, *votes;
+    int *count, *member;
+    float *sums, *weight, *weight_sum, *factor, *share;
   };
 
   static KV_DEVICE void run(Block<MergeRows>& block, const MergeWork& work) {
@@ -110,9 +116,9 @@ struct MergeRows {
     const HeadInfo x = head.info();
     if (x.over == 0) return;
     Shared s;
-    s.sums = reinterpret_cast<int*>(block.shared);
-    s.weight_sum = reinterpret_cast<float*>(s.sums + kThreads);
-    s.factor = s.weight_sum + 1, s.share = s.weight_sum + 2, s.votes = s.weight_sum + 3;
+    s.sums = reinterpret_cast<float*>(block.shared);
+    s.weight_sum = s.sums + kThreads;
+    s.factor = s.weight_sum + 1, s.share = s.weight_sum + 2, s.count = reinterpret_cast<int*>(s.weight_sum + 3);
     s.weight = s.weight_sum + 4;
     s.member = reinterpret_cast<int*>(s.weight + work.most_evicted + 1);
     for (int set = block.index() % work.set_blocks; set < x.evicted; set += work.set_blocks) {
@@ -152,20 +158,17 @@ struct MergeRows {
   // The target, and then the evicted slots that merge into it; how many there are.
   static KV_DEVICE int list_members(Block<MergeRows>& block, const MergeHead& head, const Shared& s, int set,
                                     int evicted, int target) {
-    const int each = (evicted - set + kThreads - 1) / kThreads;
-    const auto last = [&](int t) { return min_of(set + (t + 1) * each, evicted); };
-    block.each([&](int t, auto& r) {
-      r.count = 0;
-      for (int i = set + t * each; i < last(t); ++i) r.count += head.targets()[i] == target;
+    block.each([&](int t, auto&) {
+      if (t == 0) *s.count = 1, s.member[0] = target;
     });
-    const int merging = scan(block, s.sums, [](int, auto& r) { return r.count; });
-    block.each([&](int t, auto& r) {
-      if (t == 0) s.member[0] = target;
-      int at = r.scanned + 1;
-      for (int i = set + t * each; i < last(t); ++i)
-        if (head.targets()[i] == target) s.member[at++] = head.rows()[i];
+    block.each([&](int t, auto&) {
+      for (int i = set + t; i < evicted; i += kThreads) {
+        if (head.targets()[i] != target) continue;
+        s.member[1 + head.before()[i]] = head.rows()[i];
+        block.add(s.count, 1);
+      }
     });
-    return merging + 1;
+    return *s.count;
   }
 
   template <class F>
@@ -240,7 +243,7 @@ struct MergeRows {
     if (p.weigh == KV_WEIGH_HESSIAN) {
       const float* output = head.work.attended + static_cast<size_t>(head.index) * (size + 1);
       const auto norm = [&](float a, float b) {
-        return sqrtf(sum_of(block, reinterpret_cast<float*>(s.sums), [&](int t, auto&) {
+        return sqrtf(sum_of(block, s.sums, [&](int t, auto&) {
           float sum = 0.0f;
           for (int i = t; i < size; i += kThreads) {
             const float x = a * (to_float(head.template value<T>(younger)[i]) - output[i]) +

@@ -58,6 +58,7 @@ struct MergeWork {
   float* nearness;       // [stride: rows, splits] of the nearest target
   int* nearest;          // [stride: rows, splits] that target
   int* target;           // [most_evicted] of every evicted slot, -1 without
+  int* before;           // [most_evicted] ... and how many evicted slots before it have the same
   int* set;              // of a target: its merge set, the number of its first evicted slot; kNone of other slots
   float* attended;       // [Dv + 1] the attention's output, and the sum of its probabilities
   void* merged;          // [most_evicted, D + Dv] of the cache's type, the row of every set
@@ -88,6 +89,7 @@ struct MergeHead {
   }
   KV_DEVICE int* rows() const { return work.rows + static_cast<size_t>(index) * work.most_rows; }
   KV_DEVICE int* targets() const { return work.target + static_cast<size_t>(index) * work.most_evicted; }
+  KV_DEVICE int* before() const { return work.before + static_cast<size_t>(index) * work.most_evicted; }
   KV_DEVICE int slot(int i) const { return of(work.order)[i]; }
   KV_DEVICE int position(int i) const { return of(a.present.position)[slot(i)]; }
   KV_DEVICE float votes(int i) const { return of(a.present.votes)[slot(i)]; }

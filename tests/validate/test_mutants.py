@@ -7,11 +7,13 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import cuda_mutants
 import kernel_mutants
 import pytest
 from common import RESULTS
-from mutants import MUTANTS, PLUGINS, ROOT, Library, Mutant, build_engines, verdict
+from mutants import MUTANTS, PLUGINS, ROOT, Library, build_engines, verdict
 
 EXAMINED = 3  # heads that merge otherwise, of a sound library as well; to ask float64 takes most of a second each
 PLANTED = ("lost vote", "wrong group of query heads", "stale score", "recent off by one", "epsilon")
@@ -26,8 +28,10 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Library,
     yield Library(folder), engines
 
 
-@pytest.mark.parametrize("mutants", [MUTANTS, kernel_mutants.MUTANTS], ids=["validate", "kernels"])
-def test_every_mutant_changes_its_file(mutants: tuple[Mutant, ...]) -> None:
+@pytest.mark.parametrize(
+    "mutants", [MUTANTS, kernel_mutants.MUTANTS, cuda_mutants.MUTANTS], ids=["validate", "kernels", "cuda"]
+)
+def test_every_mutant_changes_its_file(mutants: tuple[Any, ...]) -> None:
     for mutant in mutants:
         assert mutant.old in (PLUGINS / mutant.file).read_text(), mutant.name
     assert len({m.name for m in mutants}) == len(mutants) >= 20
@@ -38,6 +42,14 @@ def test_bugs_of_packed_weights_and_small_caches_were_all_found() -> None:
     run = json.loads((RESULTS / "kernel-mutants.json").read_text())
     assert run["mutants"].keys() == {m.name for m in kernel_mutants.MUTANTS}
     assert all(of["found"] for of in run["mutants"].values()) and not any(run["unchanged"].values())
+
+
+def test_bugs_of_the_cuda_kernels_were_all_found() -> None:
+    """By their tests on the host and under the PTX's runner; compiling them takes minutes. Three kinds are planted in
+    PTX anew in every run (tests/conformance/test_ptx.py)."""
+    run = json.loads((RESULTS / "cuda-mutants.json").read_text())
+    assert run["mutants"].keys() == {m.name for m in cuda_mutants.MUTANTS}
+    assert all(of["found by"] for of in run["mutants"].values())
 
 
 def test_the_kernels_as_they_are_pass_and_planted_bugs_do_not(planted: tuple[Library, dict[str, Path]]) -> None:

@@ -1,0 +1,373 @@
+"""Do the tests find a wrong CUDA kernel? Bugs are planted in a copy of the kernels' sources, one at a time; each has to
+fail, and the kernels as they are have to pass.
+
+    python benchmarks/cuda_mutants.py [--only NAME ...]
+
+What is wrong on a GPU alone (a barrier, a fence, a wait that is missing) is compiled by nvcc and its PTX run on the
+host (plugins/tests/ptx), by calls of tests/conformance/ptx_mutants.py; everything else is compiled for the host, and
+the tests of the kernels there are run until one fails. Takes nvcc, g++ and some fifteen minutes. Writes
+benchmarks/results/cuda-mutants.json: of every mutant what gave it away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common import RESULTS, save
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from plugins.building import make
+from plugins.building.ptx import library
+from plugins.building.targets import HOST_FLAGS, KERNELS
+from plugins.building.tools import PLUGINS, ROOT, host_compiler, run
+from tests.conformance.cuda_library import OTHER_LIBRARY, PtxCaller
+from tests.conformance.ptx_mutants import CALLS, faults
+
+RESULT = RESULTS / "cuda-mutants.json"
+ATTENTION, SMALL, MERGE, *_ = KERNELS
+# Of every source its tests, the suite's among them; but the one that compiles a library of its own.
+TESTS = {
+    ATTENTION: ("test_cuda_on_host.py", "test_prefill_on_host.py", "-k", "not outside_of_any_buffer"),
+    SMALL: ("test_cuda_small.py",),
+    MERGE: (
+        "test_cuda_on_host.py",
+        "test_nearest_on_host.py",
+        "test_merge_cache.py",
+        "-k",
+        "merge or leave or nearest",
+    ),
+}
+
+
+class Mutant(NamedTuple):
+    """A bug: `old` becomes `new` wherever it stands in the file, on as many lines. unit: the source that is compiled.
+    call: of CALLS, one that runs its PTX; the tests on the host where it is empty."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    unit: str
+    call: str = ""
+
+
+BLOCK, SPLIT, DECODE, SUMS, FLOAT, MMA, SCORES, FEW = (
+    f"cuda/{name}.h"
+    for name in (
+        "core/block",
+        "attention/decode_split",
+        "attention/decode",
+        "attention/decode_sums",
+        "attention/prefill",
+        "attention/prefill_mma",
+        "attention/prefill_mma_scores",
+        "attention/decode_small",
+    )
+)
+SELECT, NEAREST, NEAREST_MMA, SETS, PLACE, WORK = (
+    f"cuda/merge/{name}.h" for name in ("select", "nearest", "nearest_mma", "sets", "place", "work")
+)
+# Wrong on a GPU alone.
+ORDERING = (
+    Mutant(
+        "splits are published without a fence",
+        BLOCK,
+        "__threadfence();\n    __syncthreads();\n    if (threadIdx.x == 0) before",
+        "\n    __syncthreads();\n    if (threadIdx.x == 0) before",
+        ATTENTION,
+        "Decode<float, 4>",
+    ),
+    Mutant(
+        "a ticket is read before it is drawn",
+        BLOCK,
+        "__syncthreads();\n    if (before != count - 1)",
+        "\n    if (before != count - 1)",
+        ATTENTION,
+        "DecodeMma<Half, 128>",
+    ),
+    Mutant(
+        "the last block reads splits without a fence",
+        BLOCK,
+        "*counter = 0;\n    __threadfence();",
+        "*counter = 0;\n",
+        ATTENTION,
+        "DecodeMma<Half, 128>",
+    ),
+    Mutant(
+        "tickets are drawn by no atomic operation",
+        BLOCK,
+        "before = atomicAdd(counter, 1);",
+        "before = (*counter)++;",
+        SMALL,
+        "DecodeSmall<8, 4, 128>",
+    ),
+    Mutant(
+        "copies are waited for by their own thread alone",
+        BLOCK,
+        'asm volatile("cp.async.wait_group 2;" ::: "memory");\n    __syncthreads();',
+        'asm volatile("cp.async.wait_group 2;" ::: "memory");\n',
+        ATTENTION,
+        "Decode<float, 4>",
+    ),
+    Mutant(
+        "the end of the used slots is looked for before it is unknown",
+        BLOCK,
+        "block.each([&](int t, auto&) {\n    if (t < 2) found[t] = capacity;",
+        "block.each_alone([&](int t, auto&) {\n    if (t < 2) found[t] = capacity;",
+        MERGE,
+        "Rank",
+    ),
+    Mutant(
+        "prefill multiplies values that are on their way",
+        MMA,
+        "block.cp_async_wait(0);  // values;",
+        "block.each([](int, auto&) {});  // values;",
+        ATTENTION,
+        "PrefillMma<Half, 64>",
+    ),
+    Mutant(
+        "the statistics' rows are not waited for",
+        SCORES,
+        "block.cp_async_wait(0);  // these rows;",
+        "block.each([](int, auto&) {});  // these rows;",
+        ATTENTION,
+        "PrefillMma<Half, 64>",
+    ),
+    Mutant(
+        "prefill multiplies keys that are being loaded",
+        FLOAT,
+        "block.each([&](int t, auto&) { tile.load_keys(head, used, from, count, t, kThreads); });",
+        "block.each_alone([&](int t, auto&) { tile.load_keys(head, used, from, count, t, kThreads); });",
+        ATTENTION,
+        "Prefill<float, 1>",
+    ),
+    Mutant(
+        "counts of the radix select are added to before they are zero",
+        SELECT,
+        "block.each([&](int t, auto&) { s.counts[t] = 0; });",
+        "block.each_alone([&](int t, auto&) { s.counts[t] = 0; });",
+        MERGE,
+        "Rank",
+    ),
+    Mutant(
+        "slots are sorted while they are listed",
+        SELECT,
+        "block.each([&](int t, auto&) {\n    for (int i = t; i < count; i += kThreads) from[i]",
+        "block.each_alone([&](int t, auto&) {\n    for (int i = t; i < count; i += kThreads) from[i]",
+        MERGE,
+        "Place",
+    ),
+    Mutant(
+        "a stage of targets is not waited for",
+        NEAREST_MMA,
+        "block.cp_async_wait(kStages - 2);",
+        "block.each([](int, auto&) {});",
+        MERGE,
+        "NearestMma<Half, true, 2>",
+    ),
+    Mutant(
+        "targets' squares are used before they are there",
+        NEAREST_MMA,
+        "block.each([](int, auto&) {});\n  }\n\n  // Of a warp's rows and 16 targets",
+        "block.each_alone([](int, auto&) {});\n  }\n\n  // Of a warp's rows and 16 targets",
+        MERGE,
+        "NearestMma<Half, true, 2>",
+    ),
+    Mutant(
+        "targets' squares are read before they are whole, float32",
+        NEAREST,
+        "block.each([&](int t, auto&) {\n        keys.target_square[t]",
+        "block.each_alone([&](int t, auto&) {\n        keys.target_square[t]",
+        MERGE,
+        "Nearest<float, false>",
+    ),
+    Mutant(
+        "means are taken before the weights are there",
+        SETS,
+        "block.each([&](int t, auto&) {\n      if (t == 0) weigh(",
+        "block.each_alone([&](int t, auto&) {\n      if (t == 0) weigh(",
+        MERGE,
+        "MergeRows<Half>",
+    ),
+    Mutant(
+        "holes are filled while entries are written",
+        PLACE,
+        "block.each([&](int t, auto&) {\n      for (int row = t; row < x.in_all; row += kThreads) entry[row] = kNone;",
+        "block.each_alone([&](int t, auto&) {\n      for (int row = t; row < x.in_all; row += kThreads) entry[row] "
+        "= kNone;",
+        MERGE,
+        "Place",
+    ),
+)
+# Wrong anywhere.
+MEANING = (
+    Mutant(
+        "a split ends a block early",
+        BLOCK,
+        "(max_of(items, 0) + unit - 1) / unit,",
+        "max_of(items, 0) / unit,",
+        ATTENTION,
+    ),
+    Mutant(
+        "a window is one slot longer",
+        "cuda/attention/attention.h",
+        "held > now - window",
+        "held >= now - window",
+        ATTENTION,
+    ),
+    Mutant("sums of probabilities do not decay", SUMS, "[slot] * statistic.decay", "[slot]", ATTENTION),
+    Mutant(
+        "averages count a group as one head", SPLIT, "- logf(static_cast<float>(args.group()));", "- 0.0f;", ATTENTION
+    ),
+    Mutant("what an idle lane leaves is stale", SPLIT, "args.used[2 * head.index + 1] = 0;", "(void)0;", ATTENTION),
+    Mutant(
+        "a sink is left out of the sum",
+        SPLIT,
+        "if (a.sink_logits) row_sum = ",
+        "if (a.sink_logits && false) row_sum = ",
+        ATTENTION,
+    ),
+    Mutant(
+        "the last split is not combined", SPLIT, "split < splits; ++split", "split < splits - 1; ++split", ATTENTION
+    ),
+    Mutant("every lane counts the sink", MMA, "sinks && t % 4 == 0 ? 1.0f", "sinks ? 1.0f", ATTENTION),
+    Mutant(
+        "a block whose last row sees less is not masked",
+        MMA,
+        "!visible(r.position, w.first + w.tokens(w.end - 1), window)",
+        "false",
+        ATTENTION,
+    ),
+    Mutant("of equals the last are evicted", SELECT, "equal++ < left", "equal++ >= r.count + r.scanned - left", MERGE),
+    Mutant("recent slots are one fewer", SELECT, "now - a.recent)", "now - a.recent + 1)", MERGE),
+    Mutant("pooling reaches one position less", SELECT, "p.pooled / 2", "(p.pooled - 1) / 2 - 1", MERGE),
+    Mutant("of equal targets of a split the last", NEAREST, "places[i] < place", "places[i] > place", MERGE),
+    Mutant(
+        "of equal targets of two splits the last",
+        WORK,
+        "head.work.nearness[at] > best",
+        "head.work.nearness[at] >= best",
+        MERGE,
+    ),
+    Mutant("distances forget the target's square", NEAREST_MMA, "= distance ? -x : 0.0f;", "= 0.0f;", MERGE),
+    Mutant(
+        "a merged entry is as old as its target", SETS, "head.position(latest);", "head.position(s.member[0]);", MERGE
+    ),
+    Mutant("votes have no bound", SETS, "fminf(votes, p.votes_max)", "votes", MERGE),
+    Mutant("rows behind the budget stay", PLACE, "row < end; row += kThreads", "row < end - 1; row += kThreads", MERGE),
+    Mutant(
+        "an entry that moves keeps its votes behind",
+        PLACE,
+        "for (int k = -1; k < a.statistics; ++k)\n          column",
+        "for (int k = 0; k < a.statistics; ++k)\n          column",
+        MERGE,
+    ),
+)
+MUTANTS = (*ORDERING, *MEANING)
+
+
+def planted(mutant: Mutant, folder: Path) -> Path:
+    """A copy of plugins/ with the bug."""
+    copy = folder / "plugins"
+    shutil.copytree(PLUGINS, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    file = copy / mutant.file
+    text = file.read_text()
+    if mutant.old not in text:
+        raise ValueError(f"{mutant.name}: {mutant.file} has no {mutant.old!r}")
+    file.write_text(text.replace(mutant.old, mutant.new))
+    return copy
+
+
+def on_host(mutant: Mutant, folder: Path) -> str:
+    """The first test that fails; empty where none does. The other sources are those of the library as it is."""
+    source, path = planted(mutant, folder) / mutant.unit, folder / "libkvexport_cuda_host.so"
+    flags = [*HOST_FLAGS, "-O1", "-Wno-error", "-shared", "-Wl,--no-as-needed", "-x", "c++", str(source), "-x", "none"]
+    run([host_compiler(), *flags, str(make.build("cuda-host")), "-o", str(path)], "compiler")
+    return failing(path, TESTS[mutant.unit])
+
+
+def failing(path: Path, tests: tuple[str, ...]) -> str:
+    """Of the tests of a library for the host the first that fails, or what ended them; empty where none does."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", "--tb=line"]
+    command += ["-rf", *(f"tests/conformance/{name}" if name.endswith(".py") else name for name in tests)]
+    environment = {**os.environ, OTHER_LIBRARY: str(path), "KVEXPORT_BACKENDS": "cuda-on-host"}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment, timeout=300
+        )
+    except subprocess.TimeoutExpired:
+        return "a test does not end"
+    if done.returncode <= 0:
+        return f"ended by signal {-done.returncode}" if done.returncode else ""
+    found = re.search(r"^FAILED \S+?::(\S+)", done.stdout, re.MULTILINE)
+    if not found:  # which says nothing of the kernels
+        raise RuntimeError((done.stdout + done.stderr)[-2000:])
+    return found[1]
+
+
+def on_ptx(mutant: Mutant, folder: Path) -> str:
+    """What the PTX's runner says, in a process of its own, which a wrong kernel may end."""
+    base = make.build("cuda-ptx")
+    path = library.of_source(base, mutant.unit, planted(mutant, folder), folder / "mutant.so")
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        try:
+            return pool.apply_async(judged, (path, base, mutant.call)).get(timeout=120)
+        except multiprocessing.TimeoutError:
+            return "the process ended"
+
+
+def judged(path: Path, base: Path, call: str) -> str:
+    """What gives a library away, against the results of another one."""
+    caller = PtxCaller(base)
+    caller.set_order(0, late=False, multiprocessors=9)
+    return faults(path, call, CALLS[call](caller))
+
+
+def as_they_are() -> dict[str, str]:
+    """What is found wrong with the kernels as they are."""
+    host, ptx = make.build("cuda-host"), make.build("cuda-ptx")
+    found = {unit: failing(host, names) for unit, names in TESTS.items()}
+    found |= {call: judged(ptx, ptx, call) for call in CALLS}
+    print("unchanged", found, flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--only", nargs="*", metavar="NAME", help="mutants whose names begin so; results of others stay"
+    )
+    asked = parser.parse_args()
+    chosen = [m for m in MUTANTS if not asked.only or any(m.name.startswith(name) for name in asked.only)]
+    rows: dict[str, Any] = {}
+    unchanged = {} if asked.only else as_they_are()
+    with tempfile.TemporaryDirectory() as temporary:
+        for i, mutant in enumerate(chosen):
+            folder = Path(temporary, str(i))
+            by = on_ptx(mutant, folder) if mutant.call else on_host(mutant, folder)
+            rows[mutant.name] = {"file": mutant.file, "run as": "PTX" if mutant.call else "host", "found by": by}
+            print(mutant.name, "|", by or "MISSED", flush=True)
+            shutil.rmtree(folder)
+    missed = [name for name, row in rows.items() if not row["found by"]]
+    if RESULT.exists() and asked.only:
+        held = json.loads(RESULT.read_text())["mutants"]
+        rows = {m.name: rows.get(m.name) or held[m.name] for m in MUTANTS if m.name in {*rows, *held}}
+    count = sum(bool(row["found by"]) for row in rows.values())
+    save("cuda-mutants", {"found": f"{count} of {len(rows)}", "mutants": rows})
+    if missed or any(unchanged.values()):
+        sys.exit(f"missed: {missed}; unchanged and yet found: {unchanged}")
+
+
+if __name__ == "__main__":
+    main()

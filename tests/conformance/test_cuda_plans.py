@@ -71,7 +71,7 @@ def test_a_decode_step_keeps_the_multiprocessors_busy(caller: Caller, name: str,
             shape = (batch, layer.kv_heads, layer.capacity, size)
             call = vote_attention_call(attributes, "float16", (batch, query_heads, 1, size), shape, size)
             blocks = blocks_of(caller.library, device, "vote_attention", call)
-            count = blocks["Decode" if query_heads == layer.kv_heads else "DecodeMma"]
+            count = blocks["DecodeMma"]
             splits, rest = divmod(count, heads)
             assert rest == 0 and count <= max(heads, 24 * many)
             for slots in (layer.budget + 1, layer.budget + recipe.cache.merge_every):

@@ -173,6 +173,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{NAME}.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
     labels = [("full", 1), *((m, int(part)) for m in options.methods.split(",") for part in options.parts.split(","))]

@@ -259,17 +259,18 @@ class Decoder:
     def seconds(self, *, merging: bool = False) -> float:
         """Of a step, over MERGE_EVERY of them, with the merge that follows them or without."""
         target, step = self.model.target, self.replayed
+        steps = target.scaled(MERGE_EVERY, 4)
         if merging:
             self.reset()
             merge = target.captured(self.attention.merge)
 
         def run() -> None:
-            for _ in range(MERGE_EVERY):
+            for _ in range(steps):
                 step()
             if merging:
                 merge()
 
-        return statistics.median(target.spans(run, self.reset, rounds=3, warm=1)) / MERGE_EVERY
+        return statistics.median(target.spans(run, self.reset, rounds=3, warm=1)) / steps
 
 
 def model(target: Target) -> Figures:

@@ -1,4 +1,5 @@
-"""Tables of measured budgets, of layers and of KV heads, and of small caches that have them."""
+"""Tables of measured budgets, of layers and of KV heads, of small caches that have them, and of contexts that are
+compressed once."""
 
 from __future__ import annotations
 
@@ -74,3 +75,18 @@ def head_budgets() -> str:
     shown = {v: [texts.get(f"{n} slots, {v}") for n in slots] for v in variants}
     lines = [(v, *("" if x is None else f"{x.value:.3g}" for x in row)) for v, row in shown.items()]
     return table(("budgets", *(f"{n} slots" for n in slots)), *lines)
+
+
+def once(task: str) -> str:
+    """Of contexts that are compressed once: KL of what follows, or right answers and digits, over texts or passages."""
+    rows = [r for r in load("once")["rows"] if r["task"] == task]
+    figures = ("kl",) if task == "text" else ("exact", "digits")
+    cells = {(r["method"], r["part"]): [*(shown(r[x]) for x in figures), str(len(r["each"]))] for r in rows}
+    parts = sorted({r["part"] for r in rows if r["part"] > 1})
+    blank, lines = [""] * (len(figures) + 1), []
+    for method in dict.fromkeys(r["method"] for r in rows):
+        whole = cells.get((method, 1))
+        given = [whole or cells.get((method, part), blank) for part in parts]
+        lines.append((f"`{method}`", *(cell for part in given for cell in part)))
+    counted = "texts" if task == "text" else "passages"
+    return table(("method", *(f"1/{part}, {x}" for part in parts for x in (*figures, counted))), *lines)

@@ -9,8 +9,8 @@ with `cache.merge_prompts: end`, and all methods of a part have the same slots: 
 no need once it is compressed, are not counted. Nothing that follows the context merges. Results are added to
 benchmarks/results/once.json text by text; what is there is not measured again.
 
-A method is NAME, NAME:queries=192 (a parameter), or with +listed (measured layer budgets) and +18 (a whole layer);
-`fitted` is the method of the recipe smollm2-135m-once.
+A method is NAME, NAME:queries=192 (a parameter), or with +listed (measured budgets of layers), +heads (of heads) and
++18 (a whole layer); `fitted` is the method of the recipe smollm2-135m-once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ METHODS = (
     "ballot+listed",
     "fitted",
     "fitted+listed",
+    "ballot+heads",
+    "fitted+heads",
 )
+SHARES = {"listed": "smollm2-135m-listed", "heads": "smollm2-135m-heads"}
 # Methods that fit have the last 32 tokens' queries, of three query heads each.
 SETTINGS = {
     "grkv": "grkv:queries=96",
@@ -68,14 +71,14 @@ def engine_of(work: Path, method: str, part: int, threads: int) -> kvexport.Engi
         f"cache.budget={LENGTH // part if part > 1 else LENGTH + 2 * CHUNK}",
         "cache.merge_prompts=end",
         f"cache.merge_every={2 * CHUNK}",
-        f"cache.allocation.whole={[int(layer) for layer in more if layer != 'listed']}",
+        f"cache.allocation.whole={[int(layer) for layer in more if layer not in SHARES]}",
         f"limits.max_length={LENGTH + 2 * CHUNK}",
         f"limits.max_batch={QUESTIONS}",
         f"export.prefill_chunk={CHUNK}",
         "export.logits=all",
     ]
-    if "listed" in more:
-        shares = load_recipe("smollm2-135m-listed", []).recipe.cache.allocation.shares
+    for recipe in [SHARES[x] for x in more if x in SHARES]:
+        shares = load_recipe(recipe, []).recipe.cache.allocation.shares
         settings += ["cache.allocation.kind=listed", f"cache.allocation.shares={shares}"]
     where = work / digest_of(settings)[:16]
     if not where.exists():

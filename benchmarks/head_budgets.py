@@ -29,7 +29,8 @@ from common import RESULTS, save
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvexport.cache import LayerGeometry, allocate, plan_cache
+from kvexport.allocation import allocate
+from kvexport.cache import LayerGeometry, plan_cache
 from kvexport.evaluate.corpus import library_sources, manual
 from kvexport.evaluate.head_shares import head_costs, head_shares_of
 from kvexport.evaluate.language import Ids, Text

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvexport.allocation import allocate, head_shares
 from kvexport.errors import UsageError
 from kvexport.methods.base import Method
 from kvexport.methods.slots import Rotary
@@ -145,48 +146,54 @@ def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
     if recipe.cache.positions == "cache":
         _require_one_place(geometry, budgets)
     _require_heads(recipe, geometry)
-    layers = []
-    for i, (layer, share) in enumerate(zip(of_caches(geometry, len(budgets)), budgets, strict=True)):
-        budget = min(share, recipe.limits.max_length)
-        if layer.sliding_window:
-            budget = min(budget, layer.sliding_window)
-        recent_setting = recipe.cache.recent
-        recent = int(recent_setting * budget) if isinstance(recent_setting, float) else recent_setting
-        merges = budget < recipe.limits.max_length
-        if method.compresses and merges and budget < recipe.cache.sinks + recent + 1:
-            raise UsageError(
-                f"layer {i} has a budget of {budget} slots, which cannot hold {recipe.cache.sinks} sinks, {recent} "
-                "recent and one more",
-                f"--set cache.budget={recipe.cache.sinks + recent + 1}, or fewer cache.sinks or cache.recent",
-            )
-        capacity = recipe.capacity(budget) if merges else budget
-        if capacity > MOST:
-            raise UsageError(
-                f"layer {i} would have {capacity} slots, {budget} of its budget and {capacity - budget} beyond it for "
-                f"the tokens of a call; {MOST} is the most",
-                "a smaller export.prefill_chunk, cache.merge_every or cache.slack",
-            )
-        layers.append(
-            LayerCache(
-                kv_heads=layer.kv_heads,
-                key_size=layer.key_size,
-                value_size=layer.value_size,
-                statistics=len(method.statistics),
-                budget=budget,
-                capacity=capacity,
-                sinks=recipe.cache.sinks,
-                recent=recent,
-                sliding_window=layer.sliding_window,
-                merges=merges,
-                dtype=recipe.cache_dtype,
-                rotary=layer.rotary,
-                extra=(*scales_of(recipe.cache_dtype), *method.extra_state),
-            )
-        )
-    _require_no_merges(recipe, layers, method)
+    names, parts = _names(geometry, len(budgets)), of_caches(geometry, len(budgets))
+    layers = [_planned(recipe, method, *one) for one in zip(names, parts, budgets, strict=True)]
+    _require_no_merges(recipe, names, layers, method)
     plan = CachePlan(tuple(layers))
     part_plan(recipe, plan)  # which it has to have room for
     return plan
+
+
+def _planned(recipe: Recipe, method: Method, name: str, layer: LayerGeometry, share: int) -> LayerCache:
+    """The cache that messages call `name`, of a layer or of a KV head, which has `share` slots of the budget."""
+    budget = min(share, recipe.limits.max_length)
+    if layer.sliding_window:
+        budget = min(budget, layer.sliding_window)
+    sinks, recent = recipe.cache.sinks, _recent(recipe, budget)
+    merges = budget < recipe.limits.max_length
+    if method.compresses and merges and budget < sinks + recent + 1:
+        raise UsageError(
+            f"{name} has a budget of {budget} slots, which cannot hold {sinks} sinks, {recent} recent and one more",
+            f"--set cache.budget={sinks + recent + 1}, or fewer cache.sinks or cache.recent",
+        )
+    capacity = recipe.capacity(budget) if merges else budget
+    if capacity > MOST:
+        raise UsageError(
+            f"{name} would have {capacity} slots, {budget} of its budget and {capacity - budget} beyond it for "
+            f"the tokens of a call; {MOST} is the most",
+            "a smaller export.prefill_chunk, cache.merge_every or cache.slack",
+        )
+    return LayerCache(
+        kv_heads=layer.kv_heads,
+        key_size=layer.key_size,
+        value_size=layer.value_size,
+        statistics=len(method.statistics),
+        budget=budget,
+        capacity=capacity,
+        sinks=sinks,
+        recent=recent,
+        sliding_window=layer.sliding_window,
+        merges=merges,
+        dtype=recipe.cache_dtype,
+        rotary=layer.rotary,
+        extra=(*scales_of(recipe.cache_dtype), *method.extra_state),
+    )
+
+
+def _recent(recipe: Recipe, budget: int) -> int:
+    """`cache.recent` in slots."""
+    recent = recipe.cache.recent
+    return int(recent * budget) if isinstance(recent, float) else recent
 
 
 def part_plan(recipe: Recipe, plan: CachePlan) -> CachePlan | None:
@@ -202,8 +209,7 @@ def part_plan(recipe: Recipe, plan: CachePlan) -> CachePlan | None:
         named, key = f"speculate.budget {budget}", "speculate.budget"
     else:
         return None
-    sinks, share = recipe.cache.sinks, recipe.cache.recent
-    recent = int(share * budget) if isinstance(share, float) else share
+    sinks, recent = recipe.cache.sinks, _recent(recipe, budget)
     if budget < sinks + recent + 1:
         least = sinks + recent + 1 + (slots - budget if periodic.slots is not None else 0)
         raise UsageError(
@@ -233,9 +239,9 @@ def state_bytes(recipe: Recipe, plan: CachePlan, sequences: int = 1) -> int:
     return plan.bytes(sequences) + (copies * part.bytes(sequences) if part is not None else 0)
 
 
-def _require_no_merges(recipe: Recipe, layers: Sequence[LayerCache], method: Method) -> None:
+def _require_no_merges(recipe: Recipe, names: Sequence[str], layers: Sequence[LayerCache], method: Method) -> None:
     """Speculation and periodic choices need layers that evict nothing; those with a sliding window may drop what it has
-    passed where tokens are drafted."""
+    passed where tokens are drafted. names: of every cache, for messages."""
     merging = [i for i, layer in enumerate(layers) if layer.merges]
     if not merging or (recipe.speculate.draft is None and recipe.cache.periodic.slots is None):
         return
@@ -247,13 +253,13 @@ def _require_no_merges(recipe: Recipe, layers: Sequence[LayerCache], method: Met
             why = f"{layers[i].budget} slots, from which {method.name} evicts"
         raise UsageError(
             f"cache.periodic.slots is {recipe.cache.periodic.slots}, which are chosen from a cache that evicts "
-            f"nothing, and layer {i} has {why}",
+            f"nothing, and {names[i]} has {why}",
             fix,
         )
     if method.compresses:
         raise UsageError(
             f"speculate.draft is {recipe.speculate.draft}: rejected tokens are taken out of the cache again, and "
-            f"{method.name} merges what they did to layer {i}, which has {layers[i].budget} slots",
+            f"{method.name} merges what they did to {names[i]}, which has {layers[i].budget} slots",
             fix,
         )
 
@@ -303,11 +309,11 @@ def layer_caches(geometry: Sequence[LayerGeometry], caches: int) -> list[range]:
     return [range(first, end) for first, end in itertools.pairwise((0, *ends))]
 
 
-def head_shares(recipe: Recipe) -> list[list[float]]:
-    """`cache.allocation.shares` of KV heads, layer by layer; nothing where layers have one budget for all of them."""
-    allocation, method = recipe.cache.allocation, recipe.cache.build_method()
-    listed = method.compresses and (allocation.kind or method.allocation) == "listed"
-    return [row for row in allocation.shares if isinstance(row, list)] if listed else []
+def _names(geometry: Sequence[LayerGeometry], caches: int) -> list[str]:
+    """What messages call every cache; see `of_caches`."""
+    if caches == len(geometry):
+        return [f"layer {i}" for i in range(caches)]
+    return [f"KV head {head} of layer {i}" for i, layer in enumerate(geometry) for head in range(layer.kv_heads)]
 
 
 def _require_heads(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> None:
@@ -326,80 +332,3 @@ def _require_heads(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> None:
             "gives every KV head a cache of its own",
             "--set backend.tensor_parallel=1, or shares of layers",
         )
-
-
-def allocate(recipe: Recipe, layers: int) -> list[int]:
-    """Slots of every cache, on average `recipe.budget`; a layer has one cache, or one for each KV head where their
-    shares are listed. cosine: ``m_l = (1-d)(cos(pi l / L) + 1)/2 + d`` (KeepKV); pyramid: linear, ``m_l = 1 - (1-d) l /
-    (L-1)`` (PyramidKV); both scaled; listed: see `_listed`. Whole layers have `limits.max_length`, and the others share
-    what these leave. Raises UsageError where that is nothing, the model lacks such a layer, or shares are not those of
-    its layers."""
-    method = recipe.cache.build_method()
-    allocation = recipe.cache.allocation
-    if not method.compresses:
-        return [recipe.budget] * layers
-    kind, d = allocation.kind or method.allocation, allocation.minimum
-    if kind == "listed" and len(allocation.shares) != layers:
-        raise UsageError(
-            f"cache.allocation.shares has {len(allocation.shares)} numbers, the model has {layers} layers",
-            "one for each layer, or --set cache.allocation.kind=uniform",
-        )
-    of_layer = [i for i, row in enumerate(head_shares(recipe)) for _ in row] or list(range(layers))
-    left = _left_by_whole_layers(recipe, of_layer)
-    if kind == "uniform":
-        raw = [1.0] * layers
-    elif kind == "cosine":
-        raw = [(1 - d) * (math.cos(math.pi * i / layers) + 1) / 2 + d for i in range(layers)]
-    elif kind == "pyramid":
-        raw = [1 - (1 - d) * i / max(layers - 1, 1) for i in range(layers)]
-    else:
-        raw = _listed(recipe, of_layer, left)
-    whole = [layer in allocation.whole for layer in of_layer]
-    raw = [0.0 if all_of_it else share for all_of_it, share in zip(whole, raw, strict=True)]
-    scale = left / sum(raw) if any(raw) else 0.0
-    # Rounding the running sum keeps the total exact.
-    edges = [round(scale * sum(raw[:i])) for i in range(len(raw) + 1)]
-    shares = [b - a for a, b in itertools.pairwise(edges)]
-    return [recipe.limits.max_length if all_of_it else share for all_of_it, share in zip(whole, shares, strict=True)]
-
-
-def _listed(recipe: Recipe, of_layer: Sequence[int], left: int) -> list[float]:
-    """Slots by `cache.allocation.shares` of the caches whose layers are not whole, `left` in all, each between what
-    holds its sinks, recent slots and two more, and `limits.max_length`. of_layer: the layer of every cache."""
-    allocation = recipe.cache.allocation
-    shares = [share for row in allocation.shares for share in (row if isinstance(row, list) else [row])]
-    others = [share for layer, share in zip(of_layer, shares, strict=True) if layer not in allocation.whole]
-    most, least = recipe.limits.max_length, least_slots(recipe)
-    if not len(others) * least < left < len(others) * most:
-        return [left / max(len(others), 1)] * len(shares)
-    low, high = 0.0, most / min(others)
-    for _ in range(100):
-        scale = (low + high) / 2
-        enough = sum(min(max(scale * share, least), most) for share in others) >= left
-        low, high = (low, scale) if enough else (scale, high)
-    return [min(max(high * share, least), most) for share in shares]
-
-
-def least_slots(recipe: Recipe) -> float:
-    """What holds the sinks, the recent slots and two more."""
-    protected, recent = recipe.cache.sinks + 2, recipe.cache.recent
-    return protected / (1 - recent) if isinstance(recent, float) and recent < 1 else protected + recent
-
-
-def _left_by_whole_layers(recipe: Recipe, of_layer: Sequence[int]) -> int:
-    """Slots of all caches together that are not those of whole layers. of_layer: the layer of every cache."""
-    whole, length, layers = recipe.cache.allocation.whole, recipe.limits.max_length, of_layer[-1] + 1
-    if whole and whole[-1] >= layers:
-        raise UsageError(
-            f"cache.allocation.whole names layer {whole[-1]}, the model has 0 to {layers - 1}",
-            f"--set cache.allocation.whole={[layer for layer in whole if layer < layers]}",
-        )
-    slots, kept = recipe.budget * len(of_layer), sum(layer in whole for layer in of_layer)
-    least = kept * length + (len(of_layer) - kept) * (recipe.cache.sinks + 1)
-    if whole and slots < least:
-        raise UsageError(
-            f"{len(whole)} whole layers of limits.max_length {length} slots take {kept * length} of the "
-            f"{slots} that {layers} layers have at a budget of {recipe.budget}, which leaves too few for the others",
-            f"--set cache.budget={-(-least // len(of_layer))}, or fewer layers in cache.allocation.whole",
-        )
-    return slots - kept * length

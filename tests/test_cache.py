@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvexport.cache import CachePlan, LayerGeometry, allocate, layer_caches, of_caches, plan_cache
+from kvexport.allocation import allocate
+from kvexport.cache import CachePlan, LayerGeometry, layer_caches, of_caches, plan_cache
 from kvexport.errors import UsageError
 from kvexport.recipe.fields import MOST, Recipe
 from kvexport.recipe.load import load_recipe
@@ -153,6 +154,27 @@ def test_slots_that_cannot_be_counted_are_refused(section: tuple[str, str]) -> N
     with pytest.raises(UsageError, match=f"layer 0 would have {MOST + 8} slots") as caught:
         plan_cache(Recipe.model_validate(recipe), [LayerGeometry(4, 2, 8, 8)])
     assert section[1] in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"cache": {"recent": 100}}, "has a budget of 88 slots"),
+        ({"cache": {"slack": MOST}}, "would have"),
+        ({"speculate": {"draft": "ngram"}}, "merges what they did to"),
+        ({"cache": {"periodic": {"slots": 200}}}, "evicts nothing, and"),
+    ],
+)
+def test_refusals_name_the_layer_or_the_head_that_has_the_cache(settings: dict[str, Any], problem: str) -> None:
+    geometry = [LayerGeometry(8, 2, 16, 16)] * 2
+    for shares, name in (([1, 1], "layer 1"), ([[1, 1], [1, 1]], "KV head 0 of layer 1")):
+        allocation = {"kind": "listed", "shares": shares, "whole": [0]}
+        cache = {"method": "h2o", "budget": 300, "allocation": allocation, **settings.get("cache", {})}
+        recipe = {"model": {"path": "-"}, "limits": {"max_length": 512}, **settings, "cache": cache}
+        with pytest.raises(UsageError) as caught:
+            plan_cache(Recipe.model_validate(recipe), geometry)
+        text = str(caught.value)
+        assert f"{name} {problem}" in text or f"{problem} {name}" in text
 
 
 @pytest.mark.parametrize("text", ["limits.max_batch=65537", "backend.threads=1025", f"export.prefill_chunk={10**30}"])

@@ -23,6 +23,7 @@ ORDER = [
     "methods",
     "sections",  # of the backends: what a recipe may say of them
     "recipe",
+    "allocation",
     "cache",
     "terminal",
     "quiet",

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.cache import CachePlan, LayerGeometry, least_slots, plan_cache
+from kvexport.allocation import least_slots
+from kvexport.cache import CachePlan, LayerGeometry, plan_cache
 from kvexport.errors import UsageError
 from kvexport.evaluate.language import Ids
 from kvexport.evaluate.shares import LENGTH, require_budgets, sized, text_language

@@ -260,7 +260,7 @@ def _check_tensors(snapshot: Snapshot, plan: CachePlan) -> None:
             raise damaged(f"past_key_values.{i}.votes holds numbers that are no votes")
         if not used_slots(votes) <= held + counters.added <= layer.capacity:
             raise damaged(
-                f"layer {i} uses {used_slots(votes)} slots of {layer.capacity}, its counters say "
+                f"past_key_values.{i} uses {used_slots(votes)} slots of {layer.capacity}, its counters say "
                 f"{held} and {counters.added} more"
             )
 

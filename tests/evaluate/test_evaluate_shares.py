@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from kvexport.cache import allocate
+from kvexport.allocation import allocate
 from kvexport.commands.app import app
 from kvexport.errors import UsageError
 from kvexport.evaluate.language import Words

@@ -12,7 +12,7 @@ import pytest
 from safetensors import safe_open
 
 from kvexport import paths
-from kvexport.cache import allocate
+from kvexport.allocation import allocate
 from kvexport.errors import UsageError
 from kvexport.export.model import wheel
 from kvexport.methods import all_methods

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,7 +20,6 @@ from kvexport.schema.state import SMALL
 
 if TYPE_CHECKING:
     from kvexport.artifact.manifest import Manifest
-    from kvexport.cache import CachePlan
     from kvexport.methods.base import Method
 
 NAMES = {"cpu": "libkvexport_onnxruntime.so", "cuda": "libkvexport_onnxruntime_cuda.so"}
@@ -137,7 +135,7 @@ def implementations(manifest: Manifest, device: str | None = None) -> dict[str, 
         if path and stored in SMALL and not has_small_cache(path):
             why: str | None = f"{path.name} has no kernel for a cache in {stored}: --set cache.dtype=model"
         else:
-            why = _why_no_layer(path, op, manifest.cache, manifest.model.query_heads) if path else None
+            why = _why_no_layer(path, op, manifest) if path else None
         why = why or why_function(path, op, method, device)
         found[op] = (
             Implementation(True, instruction_set(path)) if path and why is None else Implementation(False, str(why))
@@ -145,20 +143,22 @@ def implementations(manifest: Manifest, device: str | None = None) -> dict[str, 
     return found
 
 
-def _why_no_layer(path: Path, op: str, plan: CachePlan, query_heads: Sequence[int]) -> str | None:
-    """Why the library has no kernel of `op` for one of the layers. One without such limits does not export the
-    question."""
+def _why_no_layer(path: Path, op: str, manifest: Manifest) -> str | None:
+    """Why the library has no kernel of `op` for one of the layers, or of the caches of their KV heads. One without such
+    limits does not export the question."""
     if not _has(path, "kvexport_attention_problem"):
         return None
     merges = op == "MergeCache"
     ask = getattr(loaded(path), "kvexport_merge_problem" if merges else "kvexport_attention_problem")
     ask.restype = ctypes.c_char_p
-    for i, (layer, heads) in enumerate(zip(plan.layers, query_heads, strict=True)):
+    caches = manifest.cache.layers
+    for i, (layer, heads) in enumerate(zip(caches, manifest.model.query_heads, strict=True)):
         sizes = (layer.kv_heads, layer.capacity, layer.key_size, layer.value_size, layer.statistics)
         if merges and layer.budget >= layer.capacity:
             continue
         if problem := ask(TYPES[layer.dtype], *((*sizes, layer.budget) if merges else (heads, *sizes))):
-            return f"layer {i} has no native kernel: {problem.decode()}"
+            what = "layer" if len(caches) == manifest.model.layers else "cache"
+            return f"{what} {i} has no native kernel: {problem.decode()}"
     return None
 
 

@@ -91,6 +91,7 @@ def test_figures_are_held_to_the_goals_they_have() -> None:
         "Throughput: keepkv over h2o",
     ]
     assert next(row["found"] for row in goals if "over flash" in row["figure"]) == 4.0
+    assert next(row["goal"] for row in goals if "time of its bytes" in row["figure"]) == "at most 1.2"
     html = gpu_report.page({"gpu": {"name": "a GPU"}, "date": "", "commit": "", "goals": goals, "parts": parts})
     assert "not fit into this GPU" in html
 

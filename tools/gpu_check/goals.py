@@ -91,7 +91,7 @@ def _model(model: Row, peer: Row) -> list[Row]:
         _goal(
             "Llama-2-7B's shape: a step over the time of its bytes",
             _of(rows, max, lambda row: row["over the floor"]),
-            most=1.25,
+            most=1.2,
         ),
         _goal("A step with merging every 32 over one without", merging, most=1.03),
     ]

@@ -257,7 +257,7 @@ class Decoder:
         return self.model.target.captured(self.step)
 
     def seconds(self, *, merging: bool = False) -> float:
-        """Of a step, over MERGE_EVERY of them, with the merge that follows them or without."""
+        """Of a step, over MERGE_EVERY of them (on the host 4), with the merge that follows them or without."""
         target, step = self.model.target, self.replayed
         steps = target.scaled(MERGE_EVERY, 4)
         if merging:

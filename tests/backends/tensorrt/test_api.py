@@ -30,7 +30,7 @@ TEST_ONLY = {
 def real() -> dict[str, Any]:
     place = tensorrt_bindings.folder()
     if place is None:
-        pytest.skip(f"TensorRT's Python bindings are not here; to fetch them: {tensorrt_bindings.GET}")
+        pytest.skip(f"not reached: TensorRT's Python bindings; to fetch them: {tensorrt_bindings.GET}")
     return tensorrt_bindings.api(place)
 
 
@@ -93,7 +93,7 @@ def test_tensorrt_makes_these_of_the_same_arguments(real: dict[str, Any], name: 
 
 def test_cuda_has_what_is_used(real: dict[str, Any]) -> None:
     if not real["cuda"]:
-        pytest.skip(f"cuda-bindings cannot be imported: {real['cuda_problem']}; to fetch them: {tensorrt_bindings.GET}")
+        pytest.skip(f"not reached: cuda-bindings: {real['cuda_problem']}; to fetch them: {tensorrt_bindings.GET}")
     used = [name for name in dir(fake_cuda.FakeCuda) if name.startswith("cuda")]
     assert len(used) > 15
     assert not [name for name in used if name not in real["cuda"]]

@@ -32,7 +32,7 @@ def library() -> Path:
 def test_the_library_exports_two_names_and_links_no_tensorrt(library: Path) -> None:
     for tool in ("nm", "readelf"):
         if not shutil.which(tool):
-            pytest.skip(f"{tool} was not found (apt-get install binutils)")
+            pytest.skip(f"not reached: {tool} was not found (apt-get install binutils)")
     symbols = subprocess.run(
         ["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True
     ).stdout

@@ -1,0 +1,234 @@
+"""The weights of a checkpoint as files: which safetensors shards it has, and their headers, of which everything is
+checked and no weight is read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from kvexport.errors import UsageError
+from kvexport.export.model.tensors import TensorEntry
+
+HEADER_LIMIT = 100_000_000
+"""Most bytes of a safetensors header, the limit of the safetensors library itself."""
+
+DTYPE_BITS = {
+    "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "C64": 64, "F64": 64, "I64": 64, "U64": 64,
+}  # fmt: skip
+"""Bits of one element of each safetensors dtype (safetensors 0.8)."""
+
+INDEX = "model.safetensors.index.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_LARGEST_COUNT = 1 << 62
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file: its header and size as they lie there, and its tensors by name."""
+
+    header: bytes
+    size: int
+    tensors: dict[str, TensorEntry]
+
+
+def list_shards(path: Path) -> dict[str, frozenset[str] | None]:
+    """Shard's file name -> the tensors the index takes from it; None: all of them. Raises UsageError where there are
+    none."""
+    for name in ("model.safetensors", INDEX):
+        if is_present(path / name):
+            return {name: None} if name != INDEX else _read_index(path / name)
+    raise _no_weights(path)
+
+
+def _no_weights(path: Path) -> UsageError:
+    here = sorted(file.name for file in path.iterdir() if file.is_file())
+    pickles = sorted({file.name for pattern in _PICKLES for file in path.glob(pattern)})
+    if "adapter_config.json" in here:
+        return UsageError(
+            f"{path} is an adapter, not a model",
+            "merge it: PeftModel.from_pretrained(...).merge_and_unload().save_pretrained(DIRECTORY)",
+        )
+    # The hub's cache holds models--org--name/snapshots/COMMIT; pickles are never downloaded there, so the id is what
+    # can be converted.
+    cached = path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--")
+    source = path.parent.parent.name.removeprefix("models--").replace("--", "/") if cached else str(path)
+    if pickles or cached or not any(name.endswith(".safetensors") for name in here):
+        script = (
+            "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
+            f"M.from_pretrained({source!r}).save_pretrained('converted', safe_serialization=True); "
+            f"T.from_pretrained({source!r}).save_pretrained('converted')"
+        )
+        found = (
+            f"only pickled weights ({some_names(pickles)}), which can run code when read"
+            if pickles
+            else f"no weights ({some_names(here)})"
+        )
+        return UsageError(
+            f"{path} holds {found}; expected model.safetensors or {INDEX}", f'convert it: python -c "{script}"'
+        )
+    return UsageError(
+        f"{path} holds {some_names(here)}, but neither model.safetensors nor {INDEX}", f"download {INDEX} again"
+    )
+
+
+def _read_index(file: Path) -> dict[str, frozenset[str] | None]:
+    weight_map = parse_object(file, read_file(file)).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UsageError(
+            f"{file} has no weight_map from tensor to shard, found {str(weight_map)[:80]!r}",
+            f"download {file.name} again",
+        )
+    shards: dict[str, set[str]] = {}
+    for tensor, shard in weight_map.items():
+        if not isinstance(shard, str) or not shard.isprintable() or not re.fullmatch(r"[^/\\]+\.safetensors", shard):
+            raise UsageError(
+                f"{file} puts tensor {tensor!r} into {str(shard)[:200]!r}, expected the name of a .safetensors file "
+                "beside it",
+                f"download {file.name} again",
+            )
+        shards.setdefault(shard, set()).add(tensor)
+    return {shard: frozenset(names) for shard, names in shards.items()}
+
+
+def read_shard(file: Path) -> Shard:
+    """The header of one safetensors file, checked as safetensors checks it, and stricter: no name twice, dtypes it
+    knows. Raises UsageError for any other file."""
+    again = f"download {file.name} again"
+    if not file.is_file():
+        raise UsageError(f"shard {file} is missing", again)
+    try:
+        with file.open("rb") as stream:
+            size = file.stat().st_size
+            prefix = stream.read(8)
+            if prefix == b"version ":
+                raise UsageError(
+                    f"{file} is a Git LFS pointer of {size} bytes, not the weights",
+                    f"in its repository: git lfs pull --include {file.name}",
+                )
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) == 8 and length > HEADER_LIMIT:
+                raise UsageError(
+                    f"{file} is not a safetensors file: it promises a header of {length} bytes, expected at most "
+                    f"{HEADER_LIMIT}",
+                    again,
+                )
+            if 8 + length > size or len(prefix) < 8:
+                raise UsageError(f"{file} is truncated: expected at least {8 + length} bytes, found {size}", again)
+            header = stream.read(length)
+    except OSError as error:
+        raise UsageError(f"cannot read {file}: {error.strerror}", f"make {file} readable") from error
+    tensors, end = _read_header(file, header)
+    expected = 8 + length + end
+    if size != expected:
+        fault = "is truncated" if size < expected else "has bytes after its last tensor"
+        raise UsageError(f"{file} {fault}: expected {expected} bytes, found {size}", again)
+    return Shard(header, size, tensors)
+
+
+def _read_header(file: Path, header: bytes) -> tuple[dict[str, TensorEntry], int]:
+    """The tensors of a header and the end of the last one, in bytes after the header."""
+    again = f"download {file.name} again"
+    table = parse_object(file, header, unique=True)
+    metadata = table.pop("__metadata__", None)
+    if metadata is not None and not (
+        isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    ):
+        raise UsageError(f"{file} has a __metadata__ that does not map text to text", again)
+    parsed = {name: _parse_info(file, name, info) for name, info in table.items()}
+    real, start = file.resolve(), 8 + len(header)
+    tensors, end = {}, 0
+    for name, (dtype, shape, begin, stop) in sorted(parsed.items(), key=lambda item: item[1][2:]):
+        if begin != end:
+            fault = "overlaps the one before it" if begin < end else "leaves a hole before it"
+            raise UsageError(f"tensor {name!r} in {file} {fault}: expected offset {end}, found {begin}", again)
+        tensors[name] = TensorEntry(name, real, dtype, shape, start + begin, stop - begin)
+        end = stop
+    return tensors, end
+
+
+def _parse_info(file: Path, name: str, info: object) -> tuple[str, tuple[int, ...], int, int]:
+    """(dtype, shape, begin, end) of one entry of a header; begin and end count from the end of the header."""
+    where, again = f"tensor {name!r} in {file}", f"download {file.name} again"
+    if not isinstance(info, dict):
+        raise UsageError(
+            f"{where} is described by {type(info).__name__}, expected dtype, shape and data_offsets", again
+        )
+    dtype, shape, offsets = info.get("dtype"), info.get("shape"), info.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise UsageError(f"{where} has dtype {str(dtype)[:80]!r}, expected one of {', '.join(DTYPE_BITS)}", again)
+    if not _is_sizes(shape):
+        raise UsageError(f"{where} has shape {str(shape)[:80]}, expected a list of sizes", again)
+    if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise UsageError(
+            f"{where} has data_offsets {str(offsets)[:80]}, expected [begin, end] with begin <= end", again
+        )
+    count = 1
+    for size in shape:
+        count *= size
+        if count > _LARGEST_COUNT:
+            raise UsageError(f"{where} has shape {str(shape)[:80]}, more elements than any file holds", again)
+    bits = count * DTYPE_BITS[dtype]
+    if bits != 8 * (offsets[1] - offsets[0]):
+        raise UsageError(
+            f"{where}, {dtype} of shape {shape}, needs {bits / 8:g} bytes, found {offsets[1] - offsets[0]}", again
+        )
+    return dtype, tuple(shape), offsets[0], offsets[1]
+
+
+def _is_sizes(value: object) -> TypeGuard[list[int]]:
+    # bool is an int to Python, not to JSON.
+    return isinstance(value, list) and all(type(item) is int and 0 <= item <= _LARGEST_COUNT for item in value)
+
+
+def is_present(file: Path) -> bool:
+    """Whether there is a file, or a dangling link: a broken download, not an absent file."""
+    return file.exists() or file.is_symlink()
+
+
+def read_file(file: Path) -> bytes:
+    """All of it. Raises UsageError where it is missing or cannot be read."""
+    if not file.is_file():
+        raise UsageError(
+            f"{file} is missing", f"download {file.name} again, or set model.path to the directory that holds it"
+        )
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise UsageError(f"cannot read {file}: {error.strerror}", f"make {file} readable") from error
+
+
+def parse_object(file: Path, data: bytes, unique: bool = False) -> dict[str, Any]:
+    """The JSON object that `data`, config or index, holds. unique: it is a safetensors header, where no key may come
+    twice. Raises UsageError where there is none."""
+    where, again = f"the header of {file}" if unique else str(file), f"download {file.name} again"
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique_pairs if unique else None)
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{where} is not UTF-8 JSON: byte {data[error.start]:#04x} at {error.start}", again) from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where} is not valid JSON: {error}", again) from error
+    if not isinstance(value, dict):
+        raise UsageError(f"{where} holds a JSON {type(value).__name__}, expected an object", again)
+    return value
+
+
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        seen: set[str] = set()
+        double = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {double!r} comes twice")
+    return table
+
+
+def some_names(names: Iterable[str]) -> str:
+    """The first three and how many more, for a message: escaped, since names of a downloaded file could drive a
+    terminal."""
+    shown = [repr(name) for name in sorted(names)]
+    return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "") or "nothing"

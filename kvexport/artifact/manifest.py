@@ -16,7 +16,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from kvexport.cache import CachePlan, LayerCache
 from kvexport.errors import ArtifactError
-from kvexport.recipe.fields import MOST, MOST_LANES, CacheSection, ModelSection, Recipe
+from kvexport.recipe.cache import CacheSection
+from kvexport.recipe.fields import MOST, MOST_LANES, ModelSection, Recipe
 from kvexport.schema.state import CONTRACT_VERSION, scales_of, types_of
 
 Count = Annotated[int, Field(ge=1, le=MOST)]

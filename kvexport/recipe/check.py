@@ -14,8 +14,9 @@ from pydantic import BaseModel, ValidationError
 
 from kvexport.methods import all_methods
 from kvexport.methods.base import Method
+from kvexport.recipe.cache import CacheSection
 from kvexport.recipe.describe import meanings, section_of
-from kvexport.recipe.fields import CacheSection, Recipe
+from kvexport.recipe.fields import Recipe
 from kvexport.recipe.parse import Entry, Findings, Leaf, Tree, plain, shown_key
 
 Key: TypeAlias = "tuple[str, ...]"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from kvexport import paths
 from kvexport.methods import all_methods
+from kvexport.recipe.cache import CacheSection
 from kvexport.recipe.check import METHOD, PARAMETERS, did_you_mean, get, scalar_at, shown
-from kvexport.recipe.fields import CacheSection
 from kvexport.recipe.parse import Findings, Leaf, Tree, merge, plain, read_file
 
 

@@ -16,7 +16,7 @@ from kvexport.artifact.reading import load_manifest
 from kvexport.cache import CachePlan
 from kvexport.errors import UsageError
 from kvexport.export.build import build
-from kvexport.recipe.fields import AllocationSection
+from kvexport.recipe.cache import AllocationSection
 from kvexport.terminal import Progress, silent
 
 # Lists of a config that are as long as they are for reasons of their own.

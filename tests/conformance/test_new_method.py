@@ -15,7 +15,7 @@ import tables
 import kvexport.methods
 from kvexport.evaluate.settings import load_setting
 from kvexport.methods import all_methods
-from kvexport.recipe.fields import CacheSection
+from kvexport.recipe.cache import CacheSection
 from tests.conformance.backends import Torch, reached
 from tests.conformance.cases import RECENT, SINKS, MergeProfile, MergeScenario, merge_cache_state
 from tests.conformance.comparison import STATE, assert_same_cache, by_position, state_of

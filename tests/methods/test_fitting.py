@@ -18,7 +18,7 @@ from kvexport.methods.primitives.fit import attention, fitted_values, inverse, n
 from kvexport.methods.slots import Rotary, Slots, gather_rows
 from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
 from kvexport.ops.vote_attention import VoteAttentionAttributes
-from kvexport.recipe.fields import CacheSection
+from kvexport.recipe.cache import CacheSection
 from kvexport.runtime.engine import load
 from kvexport.runtime.request import Request
 from kvexport.runtime.snapshot import Snapshot

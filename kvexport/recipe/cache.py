@@ -1,0 +1,139 @@
+"""What a recipe may say of the KV cache: its method, its size, and how layers share it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, WithJsonSchema, field_validator
+
+from kvexport.methods import all_methods
+from kvexport.methods.base import Method
+from kvexport.recipe.periodic import PeriodicSection
+from kvexport.recipe.section import MOST, RecipeSection
+
+
+def _slots_or_share(value: int | float) -> int | float:
+    if isinstance(value, float) and not 0.0 < value <= 1.0:
+        raise ValueError(f"a share lies in (0, 1], this is {value}; slots are written as an integer")
+    if isinstance(value, int) and value < 0:
+        raise ValueError(f"slots cannot be negative, this is {value}")
+    if value > MOST:
+        raise ValueError(f"should be less than or equal to {MOST}")
+    return value
+
+
+SlotsOrShare = Annotated[
+    int | float,
+    AfterValidator(_slots_or_share),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 0, "maximum": MOST},
+                {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+            ]
+        }
+    ),
+]
+
+Share = Annotated[float, Field(gt=0.0, le=MOST)]
+HeadShares = Annotated[list[Share], Field(min_length=1)]
+
+
+class AllocationSection(RecipeSection):
+    """How the layers share the budget."""
+
+    kind: Literal["uniform", "cosine", "pyramid", "listed"] | None = Field(
+        None,
+        description="uniform: the same for every layer; cosine, pyramid (linear): falling from the first layer to the "
+        "last, the same in all; listed: by shares; null: as the method does, which is uniform for most.",
+    )
+    minimum: float = Field(
+        0.5, gt=0.0, le=1.0, description="The last layer's share of the first layer's budget (KeepKV's d)."
+    )
+    shares: list[Share] | list[HeadShares] = Field(
+        default_factory=list,
+        description="Of every layer, or in a list for each layer of every KV head, what it has beside the others where "
+        "kind is listed: their budgets have these ratios, as far as sinks and recent slots and limits.max_length "
+        "allow.",
+    )
+    whole: list[Annotated[int, Field(ge=0, le=MOST)]] = Field(
+        default_factory=list,
+        description="Layers, counted from 0, that evict nothing and have limits.max_length slots; the others share the "
+        "rest of the budget.",
+    )
+
+    @field_validator("whole")
+    @classmethod
+    def _once(cls, layers: list[int]) -> list[int]:
+        if twice := [layer for i, layer in enumerate(layers) if layer in layers[:i]]:
+            raise ValueError(f"names layer {twice[0]} twice")
+        return sorted(layers)
+
+
+class CacheSection(RecipeSection):
+    """The KV cache: its method and its size."""
+
+    method: str = Field(
+        "keepkv",
+        description="How entries are evicted and merged; `kvexport recipes methods` lists the methods.",
+        json_schema_extra=lambda schema: schema.update(enum=list(all_methods())),
+    )
+    budget: SlotsOrShare = Field(
+        512, description="Slots of a layer, on average: an integer, or a share of limits.max_length in (0, 1]."
+    )
+    allocation: AllocationSection = Field(AllocationSection(), description="How the layers share the budget.")
+    slack: int | None = Field(
+        None,
+        ge=1,
+        le=MOST,
+        description="Slots beyond the budget; null: max(prefill_chunk, merge_every), or with merge_prompts: end "
+        "what a prompt of limits.max_length needs.",
+    )
+    dtype: Literal["model", "int8", "int4", "k8v4"] = Field(
+        "model",
+        description="The type of the cache's keys and values: model.dtype; or, rotated and with a scale for every "
+        "slot, int8, in about half the bytes of float16; int4, in a bit over a quarter; k8v4, keys in int8 and values "
+        "in int4.",
+    )
+    sinks: int = Field(4, ge=0, le=MOST, description="First positions, which are never evicted.")
+    recent: SlotsOrShare = Field(
+        0.5, description="Latest positions, which are never evicted: an integer, or a share of the layer's budget."
+    )
+    positions: Literal["absolute", "cache"] = Field(
+        "absolute",
+        description="What keys and queries are rotated by: absolute positions, which end at the model's trained "
+        "length; or places in the cache, so that no distance is longer than the cache and a session never ends.",
+    )
+    merge_every: int = Field(32, ge=1, le=MOST, description="Decoded tokens between merges.")
+    merge_prompts: Literal["chunks", "end"] = Field(
+        "chunks",
+        description="When the tokens of a prompt merge; chunks: after each chunk; end: once, when the full cache has "
+        "read all of it, if these are merge_every or more. docs/once.md.",
+    )
+    periodic: PeriodicSection = Field(
+        PeriodicSection(), description="Decoding over a part of a full cache that is chosen anew every so many tokens."
+    )
+    parameters: dict[str, Any] = Field(
+        default_factory=dict, description="The method's own; `kvexport recipes methods` lists them."
+    )
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _no_float8(cls, dtype: object) -> object:
+        if isinstance(dtype, str) and dtype.startswith(("fp8", "float8", "f8")):
+            raise ValueError(
+                f"there is no {dtype}: with a scale for every row int8 has 7 bits of precision in the same byte, of "
+                "which 8-bit floats have 3 or 2; write int8"
+            )
+        return dtype
+
+    @field_validator("method")
+    @classmethod
+    def _known_method(cls, name: str) -> str:
+        if name not in all_methods():
+            raise ValueError(f"unknown method '{name}'; known: {', '.join(all_methods())}")
+        return name
+
+    def build_method(self) -> Method:
+        """The method with its parameters; raises pydantic.ValidationError on an unknown or impossible one."""
+        return all_methods()[self.method](**self.parameters)

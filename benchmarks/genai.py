@@ -272,7 +272,8 @@ def memory(work: Path, genai: str) -> dict[str, Any]:
 
 def write_page(results: dict[str, Any]) -> None:
     """The figures as a page with a plot of the ratios."""
-    from kvexport.report.page import Plot, Series, Table, render_html
+    from kvexport.report.page import render_html
+    from kvexport.report.sections import Plot, Series, Table
 
     rows = [(name, row["ratio"], row["goal"]) for name, row in results.items() if isinstance(row, dict)]
     against = [p for p in PAIRS if p.kind == "decode" and p.batch == 1 and p.b == "genai" and p.name in results]

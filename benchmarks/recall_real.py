@@ -35,7 +35,7 @@ from kvexport.evaluate.result import Options
 from kvexport.evaluate.runner import evaluate
 from kvexport.evaluate.statistics import mean, share
 from kvexport.recipe.load import load_recipe
-from kvexport.report.page import render_text
+from kvexport.report.text import render_text
 from kvexport.terminal import show
 
 NAME = "recall-smollm2"

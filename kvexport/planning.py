@@ -14,7 +14,7 @@ from kvexport import backends
 from kvexport.cache import CachePlan, LayerCache, LayerGeometry, plan_cache, settled_plan, state_bytes
 from kvexport.errors import UsageError
 from kvexport.recipe.fields import MOST, Recipe, shown_length
-from kvexport.report.page import KeyValues, Section, Table
+from kvexport.report.sections import KeyValues, Section, Table
 from kvexport.units import format_bytes
 
 NOT_COUNTED = "activations and the backend's own buffers are not counted"

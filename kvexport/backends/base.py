@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvexport.cache import CachePlan
     from kvexport.packages import Package
     from kvexport.recipe.fields import Recipe
-    from kvexport.report.page import Section
+    from kvexport.report.sections import Section
     from kvexport.terminal import Progress
 
 # Adds to a staged artifact what a backend needs beside the ONNX graphs, and returns the manifest that says so.

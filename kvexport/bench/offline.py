@@ -17,7 +17,7 @@ import numpy as np
 
 from kvexport.bench.figures import COLUMNS, cells, percentiles
 from kvexport.errors import UsageError
-from kvexport.report.page import KeyValues, Plot, Section, Series, Table
+from kvexport.report.sections import KeyValues, Plot, Section, Series, Table
 from kvexport.runtime.engine import Engine
 from kvexport.runtime.lanes import Lanes
 from kvexport.runtime.request import DECODING, Call, Request

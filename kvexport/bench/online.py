@@ -10,7 +10,7 @@ from typing import Any
 from kvexport.bench.figures import COLUMNS, cells, cumulated, percentiles
 from kvexport.bench.load import Answer
 from kvexport.bench.workload import Workload
-from kvexport.report.page import KeyValues, Paragraph, Plot, Section, Series, Table
+from kvexport.report.sections import KeyValues, Paragraph, Plot, Section, Series, Table
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.cache import CachePlan
-from kvexport.report.page import Paragraph, Plot, Section, Series, Table
+from kvexport.report.sections import Paragraph, Plot, Section, Series, Table
 from kvexport.runtime.engine import Engine
 from kvexport.runtime.lanes import Lanes
 from kvexport.terminal import show

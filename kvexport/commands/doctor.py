@@ -24,7 +24,7 @@ from kvexport.version import __version__
 
 if TYPE_CHECKING:
     from kvexport.backends.base import Diagnosis as BackendDiagnosis
-    from kvexport.report.page import Section
+    from kvexport.report.sections import Section
 
 FLAGS = (
     "avx2",
@@ -88,7 +88,7 @@ class Diagnosis:
 
     def sections(self) -> list[Section]:
         """For a person."""
-        from kvexport.report.page import KeyValues, Paragraph, Table
+        from kvexport.report.sections import KeyValues, Paragraph, Table
 
         system = self.system
         machine = {

@@ -16,7 +16,7 @@ from kvexport.units import format_bytes
 if TYPE_CHECKING:
     from kvexport.artifact.manifest import Manifest
     from kvexport.backends.base import Description
-    from kvexport.report.page import KeyValues, Section
+    from kvexport.report.sections import KeyValues, Section
 
 
 def inspect(
@@ -89,7 +89,7 @@ class Inspection:
     def sections(self) -> list[Section]:
         """For a person."""
         from kvexport.planning import layer_table
-        from kvexport.report.page import KeyValues, Table
+        from kvexport.report.sections import KeyValues, Table
 
         files = sorted(self.manifest.files.items())
         return [
@@ -107,7 +107,7 @@ class Inspection:
 
     def _summary(self) -> KeyValues:
         from kvexport.recipe.fields import shown_length
-        from kvexport.report.page import KeyValues
+        from kvexport.report.sections import KeyValues
 
         manifest = self.manifest
         recipe, model, batch = manifest.recipe, manifest.model, manifest.limits.max_batch

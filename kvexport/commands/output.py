@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvexport.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvexport.report.page import Section
+    from kvexport.report.sections import Section
 
 
 def print_result(as_json: bool, data: Callable[[], Any], sections: Callable[[], Sequence[Section]]) -> None:
@@ -19,7 +19,7 @@ def print_result(as_json: bool, data: Callable[[], Any], sections: Callable[[], 
     if as_json:
         print_json(data())
         return
-    from kvexport.report.page import render_text
+    from kvexport.report.text import render_text
 
     print(render_text(sections()).rstrip("\n"))
 

@@ -21,7 +21,7 @@ from kvexport.evaluate.recall import Passage, passage, retrieval_layers
 from kvexport.evaluate.statistics import Estimate, mean, share
 from kvexport.recipe.fields import Recipe
 from kvexport.recipe.load import load_recipe
-from kvexport.report.page import KeyValues, Section, Table
+from kvexport.report.sections import KeyValues, Section, Table
 from kvexport.runtime.engine import load
 from kvexport.runtime.text import FILE_NAME, Tokenizer
 from kvexport.terminal import Progress, silent
@@ -69,7 +69,7 @@ class Calibration:
         return {**asdict(self), "setting": self.setting}
 
     def sections(self) -> list[Section]:
-        """For `kvexport.report.page`: the dearest layers first."""
+        """For `kvexport.report`: the dearest layers first."""
         asked = f"{self.exact.count} in texts of {self.length} tokens, the full cache answers {self.exact.value:.0%}"
         said: dict[str, str] = {"recipe": self.recipe, "questions": asked}
         if self.whole:

@@ -22,11 +22,11 @@ from kvexport.allocation import least_slots
 from kvexport.cache import CachePlan, LayerGeometry, plan_cache
 from kvexport.errors import UsageError
 from kvexport.evaluate.language import Ids
-from kvexport.evaluate.shares import LENGTH, require_budgets, sized, text_language
+from kvexport.evaluate.shares import LENGTH, require_budgets, said_of, setting_of, sized, text_language
 from kvexport.methods.base import Method
 from kvexport.recipe.fields import Recipe
 from kvexport.recipe.load import load_recipe
-from kvexport.report.page import KeyValues, Section, Table
+from kvexport.report.sections import Section, Table
 from kvexport.terminal import Progress, silent
 
 if TYPE_CHECKING:
@@ -48,23 +48,12 @@ class HeadShares:
     costs: list[list[list[float]]]
     shares: list[list[float]]
 
-    @property
-    def setting(self) -> str:
-        """As `--set` takes it."""
-        return f"cache.allocation.shares={self.shares}"
-
     def to_json(self) -> dict[str, Any]:
         """Everything."""
-        return {**asdict(self), "setting": self.setting}
+        return {**asdict(self), "setting": setting_of(self.shares)}
 
     def sections(self) -> list[Section]:
-        """For `kvexport.report.page`."""
-        said: dict[str, str] = {
-            "recipe": self.recipe,
-            "texts": f"{self.texts} of {self.length} tokens",
-            "write": f"cache: {{allocation: {{kind: listed, shares: {self.shares}}}}}",
-            "or": f"--set cache.allocation.kind=listed --set {self.setting}",
-        }
+        """For `kvexport.report`."""
         rows: list[Sequence[str | int | float]] = [
             (layer, head, *(f"{x:.3g}" for x in cost), share)
             for layer, (costs, shares) in enumerate(zip(self.costs, self.shares, strict=True))
@@ -72,7 +61,8 @@ class HeadShares:
         ]
         heads = ("layer", "KV head", *(f"{n} slots" for n in self.budgets), "share")
         note = "Nats by which the text is told worse where that head alone has so many slots, to second order."
-        return [KeyValues("Calibration", said), Table("What a text loses", heads, rows, note)]
+        said = said_of(self.recipe, self.texts, self.length, self.shares)
+        return [said, Table("What a text loses", heads, rows, note)]
 
 
 def calibrate_heads(

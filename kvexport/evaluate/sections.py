@@ -1,4 +1,4 @@
-"""An evaluation as tables and drawings for `kvexport.report.page`."""
+"""An evaluation as tables and drawings for `kvexport.report`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvexport.evaluate.result import KL, Evaluation, Result, named
 from kvexport.evaluate.runner import TIMES
 from kvexport.evaluate.statistics import Estimate
 from kvexport.evaluate.tasks import TASKS
-from kvexport.report.page import Cell, HeatMap, KeyValues, Paragraph, Plot, Section, Series, Table
+from kvexport.report.sections import Cell, HeatMap, KeyValues, Paragraph, Plot, Section, Series, Table
 from kvexport.units import format_bytes
 from kvexport.validate.perturbation import drawings, tables
 

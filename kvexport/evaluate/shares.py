@@ -20,7 +20,7 @@ from kvexport.evaluate.statistics import Estimate, mean
 from kvexport.methods.base import Method
 from kvexport.recipe.fields import Recipe
 from kvexport.recipe.load import load_recipe
-from kvexport.report.page import KeyValues, Section, Table
+from kvexport.report.sections import KeyValues, Section, Table
 from kvexport.runtime.engine import Engine, load
 from kvexport.runtime.lanes import Lanes
 from kvexport.runtime.text import FILE_NAME, Tokenizer
@@ -44,33 +44,36 @@ class Shares:
     layers: list[Estimate]
     shares: list[float]
 
-    @property
-    def setting(self) -> str:
-        """As `--set` takes it."""
-        return f"cache.allocation.shares={self.shares}"
-
     def to_json(self) -> dict[str, Any]:
         """Everything."""
-        return {**asdict(self), "setting": self.setting}
+        return {**asdict(self), "setting": setting_of(self.shares)}
 
     def sections(self) -> list[Section]:
-        """For `kvexport.report.page`."""
-        said: dict[str, str] = {
-            "recipe": self.recipe,
-            "texts": f"{self.layers[0].count} of {self.length} tokens",
-            "write": f"cache: {{allocation: {{kind: listed, shares: {self.shares}}}}}",
-            "or": f"--set cache.allocation.kind=listed --set {self.setting}",
-        }
+        """For `kvexport.report`."""
         rows = [
             (i, e.value, f"{e.low:.3g} to {e.high:.3g}", share)
             for i, (e, share) in enumerate(zip(self.layers, self.shares, strict=True))
         ]
         note = f"KL to the full cache where that layer alone is compressed, to {self.slots} slots."
         heads = ("layer", "nats", "95 %", "share")
-        return [
-            KeyValues("Calibration", said),
-            Table("What a text loses", heads, rows, note),
-        ]
+        said = said_of(self.recipe, self.layers[0].count, self.length, self.shares)
+        return [said, Table("What a text loses", heads, rows, note)]
+
+
+def setting_of(shares: Sequence[float] | Sequence[Sequence[float]]) -> str:
+    """Shares, of layers or of their KV heads, as `--set` takes them."""
+    return f"cache.allocation.shares={shares}"
+
+
+def said_of(recipe: str, texts: int, length: int, shares: Sequence[float] | Sequence[Sequence[float]]) -> KeyValues:
+    """What was read, so many texts of so many tokens, and what to write into the recipe."""
+    said: dict[str, str] = {
+        "recipe": recipe,
+        "texts": f"{texts} of {length} tokens",
+        "write": f"cache: {{allocation: {{kind: listed, shares: {shares}}}}}",
+        "or": f"--set cache.allocation.kind=listed --set {setting_of(shares)}",
+    }
+    return KeyValues("Calibration", said)
 
 
 def calibrate_text(

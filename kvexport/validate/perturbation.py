@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvexport.report.page import Cell, HeatMap, Paragraph, Plot, Section, Series, Table
+from kvexport.report.sections import Cell, HeatMap, Paragraph, Plot, Section, Series, Table
 
 QUERIES = ("current", "next")
 STRETCHES = 12  # columns of a heat map

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.report.page import KeyValues, Paragraph, Plot, Section, Series, Table
+from kvexport.report.sections import KeyValues, Paragraph, Plot, Section, Series, Table
 from kvexport.validate.perturbation import Perturbation, layer_sections
 
 FLIPS_ALLOWED = 0.01  # of head-merges; on SmolLM2 one in a thousand is a tie that rounding decides
@@ -221,7 +221,7 @@ class ValidationResult:
         }
 
     def sections(self) -> list[Section]:
-        """For `kvexport.report.page`: what was compared, the differences, and the distance to the uncompressed
+        """For `kvexport.report`: what was compared, the differences, and the distance to the uncompressed
         model."""
         sections: list[Section] = [KeyValues("Validation", self._summary()), self._largest()]
         if self.mismatches:

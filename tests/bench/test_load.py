@@ -18,7 +18,8 @@ from kvexport.bench.load import Answer, Server, drive
 from kvexport.bench.online import Objective, Result, sections
 from kvexport.bench.workload import Workload, conversations
 from kvexport.errors import UsageError
-from kvexport.report.page import render_html, render_text
+from kvexport.report.page import render_html
+from kvexport.report.text import render_text
 from tests.support import command_line
 from tests.support.http_server import Running, engine_of, running
 

@@ -17,7 +17,7 @@ import yaml
 
 import kvexport
 from kvexport.errors import KvexportError
-from kvexport.report.page import Paragraph, Section
+from kvexport.report.sections import Paragraph, Section
 from tests.support.command_line import ENVIRONMENT, ROOT, failure, ok, process, run
 
 IDS = "7,3,40,2,9"

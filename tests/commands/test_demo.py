@@ -11,7 +11,8 @@ from kvexport.commands import demo, demo_real
 from kvexport.export.build import build
 from kvexport.recipe.inherit import recipe_folder
 from kvexport.recipe.load import load_recipe
-from kvexport.report.page import render_html, render_text
+from kvexport.report.page import render_html
+from kvexport.report.text import render_text
 from kvexport.runtime.engine import load
 from kvexport.runtime.text import Tokenizer
 from tests.support import smollm2

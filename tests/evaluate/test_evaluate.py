@@ -25,7 +25,8 @@ from kvexport.evaluate.sections import sections
 from kvexport.evaluate.settings import Setting
 from kvexport.evaluate.statistics import mean
 from kvexport.evaluate.tasks import TASKS
-from kvexport.report.page import render_html, render_text
+from kvexport.report.page import render_html
+from kvexport.report.text import render_text
 from kvexport.terminal import silent
 
 LENGTH = 192

@@ -17,7 +17,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvexport.report.axes import format_number
-from kvexport.report.page import HeatMap, KeyValues, Paragraph, Plot, Section, Series, Table, render_html, render_text
+from kvexport.report.page import render_html
+from kvexport.report.sections import HeatMap, KeyValues, Paragraph, Plot, Section, Series, Table
+from kvexport.report.text import render_text
 
 HOSTILE = (
     "</title></style>\"'><script>alert(1)</script>&amp;<img src=x onerror=a> \x00\x1b[31m \x9b \ud800 \uffff --> ]]>"
@@ -115,7 +117,9 @@ def test_any_text_can_be_shown(text: str) -> None:
 
 def test_same_input_same_page_in_every_process() -> None:
     code = (
-        "from kvexport.report.page import *\n"
+        "from kvexport.report.page import render_html\n"
+        "from kvexport.report.sections import Plot, Series, Table\n"
+        "from kvexport.report.text import render_text\n"
         "flags = {(0, 0), (1, 1), (0, 1), (1, 0)}\n"
         "plot = Plot('p', 'x', 'y', [Series('s', [1, 2], [0, None])], y_log=True)\n"
         "data = [Table('t', ['a', 'b'], [[1, 2], [3, 4]], highlight=flags), plot]\n"

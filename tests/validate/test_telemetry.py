@@ -18,7 +18,8 @@ from kvexport.methods import all_methods
 from kvexport.methods.slots import Statistic
 from kvexport.ops.merge_cache import merge_cache
 from kvexport.ops.vote_attention import VoteAttentionAttributes, vote_attention
-from kvexport.report.page import render_html, render_text
+from kvexport.report.page import render_html
+from kvexport.report.text import render_text
 from kvexport.schema.state import STATE_NAMES as STATE
 from kvexport.validate.perturbation import Bound, Perturbation, layer_sections, theorem_5
 from kvexport.validate.reference import TorchReference

@@ -17,7 +17,8 @@ from kvexport.artifact.digests import write_manifest
 from kvexport.artifact.reading import load_manifest
 from kvexport.commands.app import app
 from kvexport.errors import UsageError
-from kvexport.report.page import render_html, render_text
+from kvexport.report.page import render_html
+from kvexport.report.text import render_text
 from kvexport.schema.state import STATE_NAMES
 from kvexport.validate import merges
 from kvexport.validate.runner import validate_artifact

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvexport.report.page import KeyValues, Plot, Section, Series, Table, render_html
+from kvexport.report.page import render_html
+from kvexport.report.sections import KeyValues, Plot, Section, Series, Table
 
 
 def page(report: dict[str, Any]) -> str:

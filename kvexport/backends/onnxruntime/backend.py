@@ -137,7 +137,7 @@ class OnnxRuntime(Backend):
 
     def describe(self, path: Path, manifest: Manifest) -> Description:
         """See `Backend`."""
-        from kvexport.report.page import KeyValues
+        from kvexport.report.sections import KeyValues
 
         found = native.implementations(manifest)
         here = {op: found.get(op) if needed else None for op, needed in manifest.operators.items()}

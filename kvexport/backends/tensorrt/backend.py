@@ -106,7 +106,7 @@ class TensorRT(Backend):
         """See `Backend`."""
         from kvexport.backends.tensorrt.environment import dotted
         from kvexport.backends.tensorrt.record import engine_record
-        from kvexport.report.page import KeyValues
+        from kvexport.report.sections import KeyValues
 
         engines = engine_record(path, manifest)
         if engines is None:

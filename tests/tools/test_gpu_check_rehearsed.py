@@ -20,6 +20,7 @@ from tests.support.fake_gpu import Clock, fake_gpu
 from tests.support.fake_gpus import Driver, load_driver
 from tools.gpu_check import __main__ as gpu_check
 from tools.gpu_check import goals, linear, model, parts, prebuilt, proof, ranks
+from tools.gpu_check.target import Skipped, Target
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="not reached: g++ was not found")
 
@@ -31,9 +32,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
         yield clock
 
 
-def target(kept: list[Any], **more: Any) -> parts.Target:
+def target(kept: list[Any], **more: Any) -> Target:
     """On the device as far as PyTorch knows, with the host's library and sizes."""
-    made = parts.Target(on_host=False, small=True, keep=lambda x: kept.append(json.loads(json.dumps(x))), **more)
+    made = Target(on_host=False, small=True, keep=lambda x: kept.append(json.loads(json.dumps(x))), **more)
     made._caller = Caller(load(HOST), DeviceMemory())
     return made
 
@@ -78,10 +79,10 @@ def test_the_sum_of_ranks_is_captured_and_held_to_its_bits(clock: Clock, monkeyp
         ranks.hold(calls, (1,), rounds=1)
     driver = Driver(1)
     monkeypatch.setattr(ctypes, "CDLL", load_driver(driver))
-    with pytest.raises(parts.Skipped, match="it takes two GPUs"):
+    with pytest.raises(Skipped, match="it takes two GPUs"):
         ranks.ranks(made)
     driver.gpus, driver.apart = 2, {(0, 1)}
-    with pytest.raises(parts.Skipped, match="GPU 0 does not reach the memory of GPU 1"):
+    with pytest.raises(Skipped, match="GPU 0 does not reach the memory of GPU 1"):
         ranks.ranks(made)
 
 

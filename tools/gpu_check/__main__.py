@@ -213,6 +213,7 @@ def run_part(options: argparse.Namespace) -> None:
     lines go to the file of rows, which outlives the process that reads them."""
     until = time.monotonic() + options.seconds
     from tools.gpu_check import linear, model, onnxruntime, parts, proof, ranks, transformers
+    from tools.gpu_check.target import Skipped, Target
 
     modules = (proof, parts, model, linear, ranks, transformers, onnxruntime)
     if options.on_host:
@@ -227,10 +228,10 @@ def run_part(options: argparse.Namespace) -> None:
             with options.out.open("a") as file:
                 file.write(json.dumps({"part": options.part, "figures": figures}) + "\n")
 
-    target = parts.Target(on_host=options.on_host, small=options.small, keep=keep, until=until)
+    target = Target(on_host=options.on_host, small=options.small, keep=keep, until=until)
     try:
         figures = known[options.part](target)
-    except parts.Skipped as lack:
+    except Skipped as lack:
         figures = {"skipped": str(lack)}
     except Exception:
         traceback.print_exc()

@@ -12,7 +12,8 @@ import numpy as np
 from kvexport.ops.linear import Form
 from kvexport.ops.packed import PackedFormat
 from tests.conformance.cuda_linear import Case, Weight
-from tools.gpu_check.parts import Figures, Row, Target, bandwidth
+from tools.gpu_check.parts import bandwidth
+from tools.gpu_check.target import Figures, Row, Target
 
 # Outputs of each product, inputs, and the form: queries, keys and values; the output; gate and up; down.
 MATRICES: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {

@@ -11,7 +11,8 @@ from functools import cached_property
 from typing import Any
 
 from tests.conformance.cuda_library import State, merge_cache_call, vote_attention_call
-from tools.gpu_check.parts import MERGE_EVERY, SLACK, Figures, Row, Target, bandwidth, flash
+from tools.gpu_check.parts import MERGE_EVERY, SLACK, bandwidth, flash
+from tools.gpu_check.target import Figures, Row, Target
 
 BUDGETS, BATCHES, METHODS = (512, 1024, 2048, 4096), (1, 8, 32), ("h2o", "keepkv", "ballot")
 LARGEST_BATCH = 256

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from plugins.building import headers, make
-from tools.gpu_check.parts import Figures, Skipped, Target
+from tools.gpu_check.target import Figures, Skipped, Target
 
 NEEDED = ("onnxruntime", "tokenizers", "yaml", "torch", "transformers", "onnx", "onnxscript", "onnx_ir", "safetensors")
 # Of the largest logit: room for sums in another order.

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import numpy as np
 
 from tests.conformance.cuda_library import COUNTER_BYTES, bfloat16, float32_of, lacks
-from tools.gpu_check.parts import INPUTS, Figures, Step, Target, attributes_of, layer, merge_state
+from tools.gpu_check.parts import INPUTS, Step, attributes_of, layer, merge_state
+from tools.gpu_check.target import Figures, Target
 
 Arrays = dict[str, np.ndarray]
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}

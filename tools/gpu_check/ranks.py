@@ -19,7 +19,7 @@ import numpy as np
 from kvexport.backends.onnxruntime import devices, mailboxes
 from tests.conformance.cuda_library import DEVICE, HOST, load
 from tests.support.cuda_ranks import View, in_order, mailbox_bytes, random_part, sum_of
-from tools.gpu_check.parts import Figures, Row, Skipped, Target
+from tools.gpu_check.target import Figures, Row, Skipped, Target
 
 TYPES = ("float32", "float16", "uint16")  # the last: bits of bfloat16
 SIZES = (1, 7, 4096, 4099, 131_072, 2_097_152)  # a token of Llama-3-8B, 32 of them, a chunk of 512

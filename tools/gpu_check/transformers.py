@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tools.gpu_check.model import ON_HOST, Shape
-from tools.gpu_check.parts import Figures, Skipped, Target
+from tools.gpu_check.target import Figures, Skipped, Target
 
 STEPS = 24
 # After which no other length is begun: what compiles for a minute must leave its figures in time.

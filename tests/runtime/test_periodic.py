@@ -17,45 +17,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import MistralConfig
 
 from kvexport import backends
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends.base import LoadOptions
 from kvexport.backends.onnxruntime.device_array import DeviceArray
-from kvexport.cache import part_plan
 from kvexport.deploy.triton import write_repository
 from kvexport.errors import EnvironmentProblem, SnapshotError, UsageError
-from kvexport.planning import plan_memory
-from kvexport.recipe.fields import Recipe
 from kvexport.runtime import state_file
 from kvexport.runtime.engine import Engine
 from kvexport.runtime.lanes import Lanes
 from kvexport.runtime.periodic import NEXT, READ, PeriodicState
 from kvexport.runtime.request import Request
 from kvexport.runtime.snapshot import Snapshot
-from tests.support.models import SIZES, build_shared, make_recipe, random_ids, save_checkpoint
+from tests.support.models import build_shared, random_ids
+from tests.support.periodic import DELAY, EVERY, RECENT, SINKS, SLOTS, recipe_of
 from tests.support.schedules import Alone, Schedule
-
-SLOTS, EVERY, DELAY, SINKS, RECENT = 36, 8, 3, 2, 6
-
-
-def recipe_of(checkpoint: Path, *, method: str = "h2o", parameters: Any = None, **periodic: Any) -> Any:
-    """`periodic` over the defaults of these tests; slots=None: the full cache alone."""
-    settings = {"slots": SLOTS, "every": EVERY, **periodic}
-    return make_recipe(
-        checkpoint,
-        cache={
-            "method": method,
-            "budget": 1.0,
-            "sinks": SINKS,
-            "recent": RECENT,
-            "parameters": parameters or {},
-            "periodic": settings if settings["slots"] else {},
-        },
-        export={"prefill_chunk": 16},
-        limits={"max_length": 256, "max_batch": 4},
-    )
 
 
 @pytest.fixture(scope="module")
@@ -426,76 +403,12 @@ def test_no_thread_is_there_where_steps_wait(opened: Any) -> None:
     assert engine._pool.state._thread is None
 
 
-def test_the_plan_counts_both_caches(tiny_checkpoint: Path) -> None:
-    plans = [plan_memory(recipe_of(tiny_checkpoint, **s)) for s in ({"slots": None}, {}, {"delay": DELAY})]
-    own = part_plan(plans[1].recipe, plans[1].cache)
-    assert own is not None and {layer.capacity for layer in own.layers} == {SLOTS}
-    assert {layer.budget for layer in own.layers} == {SLOTS - EVERY}
-    assert plans[1].sequence_bytes == plans[0].sequence_bytes + own.bytes(1)
-    # A thread copies what the next steps read.
-    assert plans[2].sequence_bytes == plans[0].sequence_bytes + 2 * own.bytes(1)
-
-
-@pytest.mark.parametrize(
-    ("periodic", "problem"),
-    [
-        ({"slots": 8}, "slots 8 leaves no slot to choose: cache.periodic.every 8 and delay 0"),
-        ({"delay": 7}, "delay 7 is too long for cache.periodic.every 8"),
-        ({"store": "here"}, "should be an absolute path"),
-        ({"limit": 5}, "limit bounds a file"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(tiny_checkpoint: Path, periodic: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        recipe_of(tiny_checkpoint, **periodic)
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"speculate": {"draft": "ngram"}}, "verifies by the full cache"),
-        ({"cache": {"method": "h2o", "positions": "cache", "periodic": {"slots": 99}}}, "other places in it"),
-        ({"cache": {"method": "full", "periodic": {"store": "/tmp"}}}, "need cache.periodic.slots"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(tiny_checkpoint: Path, changes: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        make_recipe(tiny_checkpoint, **{"cache": {"method": "full", "periodic": {"slots": 99}}, **changes})
-
-
 def test_one_onnx_graph_and_tensorrt_are_refused(waiting: Engine, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="Triton calls one ONNX graph, which reads all of it") as caught:
         write_repository(waiting.path, tmp_path / "out", "state")
     assert "--kind python" in caught.value.fix and not (tmp_path / "out").exists()
     with pytest.raises(UsageError, match="TensorRT has the cache on the GPU"):
         backends.get("tensorrt").preparation(waiting.manifest.recipe)
-
-
-def test_ranks_are_refused(tiny_checkpoint: Path) -> None:
-    recipe = recipe_of(tiny_checkpoint).model_dump()
-    with pytest.raises(ValueError, match=r"periodic\.slots is given.*in several processes"):
-        Recipe.model_validate({**recipe, "backend": {"tensor_parallel": 2}})
-
-
-def test_caches_that_evict_are_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    recipe = make_recipe(
-        tiny_checkpoint, cache={"method": "h2o", "budget": 80, "periodic": {"slots": 99}}, limits={"max_length": 256}
-    )
-    with pytest.raises(UsageError, match=r"layer 0 has 80 slots, from which h2o evicts") as caught:
-        plan_memory(recipe)
-    assert "cache.budget=1.0" in caught.value.fix
-    save_checkpoint(tmp_path / "windowed", MistralConfig(**SIZES, sliding_window=24))
-    recipe = make_recipe(
-        tmp_path / "windowed", cache={"method": "full", "periodic": {"slots": 99}}, limits={"max_length": 256}
-    )
-    with pytest.raises(UsageError, match="layer 0 has a sliding window of 24 tokens"):
-        plan_memory(recipe)
-
-
-def test_slots_without_room_are_refused(tiny_checkpoint: Path) -> None:
-    with pytest.raises(UsageError, match=r"slots 16, of which 8 are chosen, cannot hold 2 sinks, 6 recent") as caught:
-        plan_memory(recipe_of(tiny_checkpoint, slots=16))
-    assert "cache.periodic.slots=17" in caught.value.fix
 
 
 def test_state_on_a_device_is_refused(waiting: Engine) -> None:

@@ -1,0 +1,28 @@
+"""Recipes of periodic choices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.support.models import make_recipe
+
+SLOTS, EVERY, DELAY, SINKS, RECENT = 36, 8, 3, 2, 6
+
+
+def recipe_of(checkpoint: Path, *, method: str = "h2o", parameters: Any = None, **periodic: Any) -> Any:
+    """`periodic` over the defaults of these tests; slots=None: the full cache alone."""
+    settings = {"slots": SLOTS, "every": EVERY, **periodic}
+    return make_recipe(
+        checkpoint,
+        cache={
+            "method": method,
+            "budget": 1.0,
+            "sinks": SINKS,
+            "recent": RECENT,
+            "parameters": parameters or {},
+            "periodic": settings if settings["slots"] else {},
+        },
+        export={"prefill_chunk": 16},
+        limits={"max_length": 256, "max_batch": 4},
+    )

@@ -14,20 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from plugins.building import make
-from tests.backends.tensorrt.test_plugins import hold_attention, hold_merges
-from tests.support.tensorrt_harness import ATTENTION, MERGE, Caller, Harness, what_is_missing
-
-# After tensorrt_harness, which puts the conformance suite on the path.
-from tests.conformance.cases import PROFILES, Profile  # isort: skip
-
-# Isort: skip
-from tests.conformance.cuda_library import DEVICE, Cuda, DeviceMemory, HostMemory, load, vote_attention_call
-
-from tests.conformance.cuda_library import Caller as DirectCaller  # isort: skip
-
 from kvexport.methods.slots import Statistic
 from kvexport.ops.vote_attention import VoteAttentionAttributes
+from plugins.building import make
+from tests.backends.tensorrt.test_plugins import hold_attention, hold_merges
+from tests.conformance.cases import PROFILES, Profile
+from tests.conformance.cuda_library import DEVICE, Cuda, DeviceMemory, HostMemory, load, vote_attention_call
+from tests.conformance.cuda_library import Caller as DirectCaller
+from tests.support.tensorrt_harness import ATTENTION, MERGE, Caller, Harness, what_is_missing
 
 QUERY_HEADS, HEADS, SIZE = 32, 8, 128
 CALLS, ROUNDS = 20, 30

@@ -12,9 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-# After tensorrt_harness, which puts the conformance suite on the path.
-# Isort: skip
-# Isort: skip
+from kvexport.methods import all_methods
+from kvexport.methods.slots import Statistic
+from kvexport.ops.merge_cache import MergeCacheAttributes
+from kvexport.ops.onnx_function import merge_cache_node_attributes, vote_attention_node_attributes
+from kvexport.ops.vote_attention import VoteAttentionAttributes
+from kvexport.schema.state import STATE_NAMES
 from plugins.building import make
 from tests.conformance.cases import (
     MERGE_PROFILES,
@@ -28,6 +31,10 @@ from tests.conformance.cases import (
     stored_precision,
     vote_attention_inputs,
 )
+from tests.conformance.comparison import assert_near, assert_same_cache, state_of
+from tests.conformance.cuda_library import Caller as DirectCaller
+from tests.conformance.cuda_library import HostMemory, bfloat16, float32_of, lacks, load, vote_attention_call
+from tests.conformance.oracle import merge_cache, vote_attention
 from tests.support.tensorrt_harness import (
     ATTENTION,
     BF16,
@@ -48,21 +55,6 @@ from tests.support.tensorrt_harness import (
     parsed,
     what_is_missing,
 )
-
-from tests.conformance.comparison import assert_near, assert_same_cache, state_of  # isort: skip
-from tests.conformance.cuda_library import Caller as DirectCaller  # isort: skip
-
-# Isort: skip
-from tests.conformance.cuda_library import HostMemory, bfloat16, float32_of, lacks, load, vote_attention_call
-
-from tests.conformance.oracle import merge_cache, vote_attention  # isort: skip
-
-from kvexport.methods import all_methods
-from kvexport.methods.slots import Statistic
-from kvexport.ops.merge_cache import MergeCacheAttributes
-from kvexport.ops.onnx_function import merge_cache_node_attributes, vote_attention_node_attributes
-from kvexport.ops.vote_attention import VoteAttentionAttributes
-from kvexport.schema.state import STATE_NAMES
 
 Arrays = dict[str, np.ndarray]
 

@@ -4,7 +4,7 @@ nor transformers."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from kvexport import backends
 from kvexport.artifact.manifest import Manifest
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends.base import LoadOptions, ModelState, Sessions
-from kvexport.backends.rows import HostRows, Rows
 from kvexport.errors import DeadlineError, KvexportError, QueueFullError, UsageError
 from kvexport.ranks import sessions as ranks
 from kvexport.runtime.calls import Completion, as_batch, tokens_of
@@ -24,11 +23,11 @@ from kvexport.runtime.chat import ChatTemplate, Message, read_chat_template, rea
 from kvexport.runtime.forks import Forks
 from kvexport.runtime.grammar import Grammars
 from kvexport.runtime.lane_pool import LanePool
-from kvexport.runtime.lanes import Lanes, Tokens
+from kvexport.runtime.lanes import Lanes
+from kvexport.runtime.model_calls import ModelCalls
 from kvexport.runtime.periodic import new_periodic
 from kvexport.runtime.prefixes import Prefixes
-from kvexport.runtime.request import DECODING, FINISHED, Call, FinishReason, Prompt, Request, Timing, Token
-from kvexport.runtime.sampling import may_settle
+from kvexport.runtime.request import FINISHED, Call, FinishReason, Prompt, Request, Timing, Token
 from kvexport.runtime.scheduler import Scheduler
 from kvexport.runtime.settings import GenerationSettings
 from kvexport.runtime.snapshot import Origin, Snapshot
@@ -67,13 +66,14 @@ class Engine:
         self._requests: dict[int, Request] = {}  # those that have not finished
         self._pool = LanePool(self.lanes, self.max_batch)
         self._forks = Forks(self._scheduler, self._pool)
+        chunk = manifest.limits.prefill_chunk
+        self._calls = ModelCalls(self._pool, self._forks, chunk, self.vocabulary, self.max_length)
         self.max_waiting: int | None = None
         self.latency_budget: float | None = None
         self.preempts = False  # whether a request takes the lane of one of a worse priority, which goes on later
         self.parked = 0  # how often that was
         self.prefixes: Prefixes | None = None
         self.drafter = drafter_of(manifest, sessions)
-        self._row_seconds = 0.0  # of a call of prompts, by the last ones
         if self._periodic:  # what the machine lacks is said now; a file takes its room now, and no more later
             self._pool.make(self.max_batch if manifest.recipe.cache.periodic.store else 1, others=False)
 
@@ -185,8 +185,8 @@ class Engine:
                 self._pool.copy(work.source, request.lane)
             for act, requests in (
                 (self._give_lanes, work.admitted),
-                (self._prefill, work.prefill),
-                (self._decode, work.decode),
+                (lambda given: self._calls.prefill(given, self.prefixes), work.prefill),
+                (lambda given: self._calls.decode(given, self.drafter), work.decode),
             ):
                 if requests:
                     advanced += act(requests)
@@ -227,7 +227,8 @@ class Engine:
         """How many rows a call of prompts may have within the latency budget."""
         if self.latency_budget is None:
             return None
-        return int(self.latency_budget / self._row_seconds) if self._row_seconds else 0
+        seconds = self._calls.row_seconds
+        return int(self.latency_budget / seconds) if seconds else 0
 
     def _give_lanes(self, admitted: Sequence[Request]) -> list[Request]:
         """Make sure that the lanes of new requests are there, and each as its request starts; forks get their first
@@ -243,97 +244,12 @@ class Engine:
                 request.parked = None
             elif request.fork_of is not None:
                 rows = self._forks.begin(request, request.fork_of)
-                advanced.append(self._choose(request, rows, 0))
+                advanced.append(self._calls.choose(request, rows, 0))
             elif request.start is not None and request.start.length:
                 self._pool.begin(request.lane, request.start.saved)
             else:
                 self._pool.begin(request.lane, self.prefixes.begin(request) if self.prefixes is not None else None)
         return advanced
-
-    def _prefill(self, requests: Sequence[Request]) -> list[Request]:
-        """Read the next chunk of each, lanes being neighbours; the requests whose prompt is read get their token."""
-        start = time.perf_counter()
-        parts = [request.ids[request.done :][: self._scheduler.chunk] for request in requests]
-        unread = [request.lane for request, part in zip(requests, parts, strict=True) if len(part) < request.unread]
-        logits = self._pool.lanes.append(parts, first=requests[0].lane, prefill=True, unread=unread)
-        cost = (time.perf_counter() - start) / (len(parts) * max(map(len, parts)))
-        self._row_seconds += (cost - self._row_seconds) * (0.2 if self._row_seconds else 1.0)
-        last = [len(part) - 1 if logits.shape[1] > 1 else 0 for part in parts]
-        rows = HostRows(logits[np.arange(len(parts)), last])
-        for timing in _timings(requests):
-            timing.prefill_seconds += time.perf_counter() - start
-        for request, part in zip(requests, parts, strict=True):
-            request.read(len(part))
-        if self.prefixes is not None:
-            self.prefixes.save(requests, rows, self._pool.lanes)
-        read = [(i, request) for i, request in enumerate(requests) if request.state is DECODING]
-        for i, request in read:
-            self._forks.read(request, rows, i)
-        return [self._choose(request, rows, i) for i, request in read]
-
-    def _decode(self, requests: Sequence[Request]) -> list[Request]:
-        """The next token of each. The call is one of all lanes up to the last of theirs, others bringing no token."""
-        start = time.perf_counter()
-        if self.drafter is not None and any(drafts := self.drafter(requests, self._pool.lanes)):
-            return self._verify(requests, drafts, start)
-        lanes, state = self._pool.lanes, self._pool.state
-        tokens: list[Tokens] = [()] * (requests[-1].lane + 1)
-        for request in requests:
-            tokens[request.lane] = (request.last_token,)
-        rows: Rows
-        count = state.top_logits
-        if count and any(may_settle(request.sampler.settings, count, self.vocabulary) for request in requests):
-            rows = lanes.append_by(state.step, tokens, first=0)
-        else:
-            rows = HostRows(lanes.append(tokens, first=0)[:, 0])
-        for timing in _timings(requests):
-            timing.decode_seconds += time.perf_counter() - start
-            timing.steps += 1
-        return [self._choose(request, rows, request.lane) for request in requests]
-
-    def _verify(self, requests: Sequence[Request], drafts: Sequence[Tokens], start: float) -> list[Request]:
-        """The next tokens of each, by one call for its last token and its draft: every row of logits gives a token, up
-        to the first that is not the drafted one. What follows that in the draft is rolled back. start: when the step
-        began."""
-        lanes = self._pool.lanes
-        tokens: list[Tokens] = [()] * (requests[-1].lane + 1)
-        for request, draft in zip(requests, drafts, strict=True):
-            tokens[request.lane] = (request.last_token, *draft)
-        logits = lanes.draft(tokens, first=0)
-        for request, draft in zip(requests, drafts, strict=True):
-            rows, accepted = HostRows(logits[request.lane]), 0
-            self._choose(request, rows, 0)
-            while accepted < len(draft) and request.goes_on_with(draft[accepted]):
-                accepted += 1
-                self._choose(request, rows, accepted)
-            lanes.settle(request.lane, len(draft) - accepted)
-            request.timing.drafted_tokens += len(draft)
-            request.timing.accepted_tokens += accepted
-        for timing in _timings(requests):
-            timing.decode_seconds += time.perf_counter() - start
-            timing.steps += 1
-        return list(requests)
-
-    def _choose(self, request: Request, rows: Rows, index: int) -> Request:
-        """Give it the token after a row of logits."""
-        timing = request.timing
-        try:
-            top = rows.top_logits(index)
-            token = None if top is None else request.sampler.next_of(top)
-            if token is None:
-                start = time.perf_counter()
-                row = rows.row(index)
-                if timing.whole_rows is not None and request.tokens:
-                    timing.whole_rows += 1
-                    timing.decode_seconds += time.perf_counter() - start
-                token = request.sampler.next(row)
-        except KvexportError as error:
-            self._pool.poisoned(request.lane)
-            request.finish("error", error)
-        else:
-            timing.generated_tokens += 1
-            request.take(token, self.max_length)
-        return request
 
     def _fail(self, requests: Sequence[Request], error: BaseException) -> None:
         why = error if isinstance(error, Exception) else KvexportError("a step of the engine was interrupted")
@@ -416,11 +332,6 @@ class Engine:
         """The answer to a conversation: `messages` are mappings with "role" and "content", the last one the user's.
         Settings and errors as `generate` and `encode_chat`."""
         return self.generate([self.encode_chat(messages).tolist()], settings, **overrides)[0]
-
-
-def _timings(requests: Sequence[Request]) -> Iterable[Timing]:
-    """Each once: requests of one call share theirs."""
-    return {id(request.timing): request.timing for request in requests}.values()
 
 
 def load(

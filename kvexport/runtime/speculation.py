@@ -1,4 +1,4 @@
-"""Speculative decoding: which tokens are drafted. The engine verifies them (`Engine._verify`).
+"""Speculative decoding: which tokens are drafted. The engine verifies them (`kvexport.runtime.model_calls`).
 
 A draft is a guess that one call of the decoder checks, all of its tokens at once. The row of logits after each drafted
 token goes through the sequence's own sampler, as it would without a draft, and the first token that comes out otherwise

@@ -128,7 +128,7 @@ class MergePolicy:
     @property
     def why_not_native(self) -> str:
         """Why no native kernel runs it; empty where they do."""
-        if self.fit and self.merge != "drop":
+        if self.fit and self.merge not in ("drop", "zip"):
             return f"a fit after merge = {self.merge} has no native kernel"
         return "share_pairs has no native kernel" if self.share_pairs else ""
 

@@ -134,7 +134,8 @@ const char* kv_cpu_merge_cache(const KvMergeCache* call, KvRunner runner) {
 const char* kv_cpu_merge_and_fit(const KvMergeCache* call, const KvFit* fit, const KvRing* ring, KvRunner runner) {
   if (const char* problem = merge_problem(*call, true)) return problem;
   if (const char* problem = ring_problem(*ring, call->batch)) return problem;
-  if (call->policy.merge != KV_MERGE_DROP) return "a fit needs merge to be drop";
+  if (call->policy.merge != KV_MERGE_DROP && call->policy.merge != KV_MERGE_ZIP)
+    return "a fit needs merge to be drop or zip";
   if (!(fit->ridge > 0.0f) || !(fit->change_max > 0.0f) || fit->vote_steps < 0 || !(fit->bias_max > 0.0f))
     return "ridge, change_max, vote_steps or bias_max is out of range";
   if (call->batch > 0) kernels().merge_cache(*call, fit, ring, runner);

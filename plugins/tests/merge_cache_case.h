@@ -49,7 +49,7 @@ inline void any_policy(Random& random, int key_size, std::vector<float>& frequen
   call.rotary_interleaved = random.between(0, 1);
 }
 
-// A fit to reference queries after a policy that drops, or none.
+// A fit to reference queries after a policy that drops or zips, or none.
 struct AnyFit {
   KvFit fit{};
   int rows = 0;  // of the ring; 0: none
@@ -57,7 +57,9 @@ struct AnyFit {
   std::vector<int32_t> seen;
 
   void choose(Random& random, KvMergePolicy& policy) {
-    if (policy.merge != KV_MERGE_DROP || random.one_in(3)) return;
+    if ((policy.merge != KV_MERGE_DROP && policy.merge != KV_MERGE_ZIP) || random.one_in(3)) return;
+    if (policy.merge == KV_MERGE_ZIP && policy.zip == KV_ZIP_KEY && policy.key_factor_max > 4.0f)
+      return;  // whose keys may be infinite
     rows = random.one_of({1, 5, 32, 70});
     fit.fit = random.one_of({KV_FIT_VALUES, KV_FIT_VOTES_AND_VALUES});
     fit.ridge = random.one_of({1e-3f, 0.05f, 1.0f});

@@ -47,7 +47,6 @@ WITHOUT_NATIVE_KERNEL = {
     "d2o": "the method d2o has no native kernel: it is no merge policy",
     "random": "the method random has no native kernel: it is no merge policy",
     "asymkv": "share_pairs has no native kernel",
-    "attention_matching": "a fit after merge = zip has no native kernel",
 }
 
 

@@ -24,6 +24,7 @@ from kvexport.schema.policy import POLICY, Fit, MergePolicy
 from plugins.building import make
 from tests.conformance.backends import Backend, CudaOnHost, NativeCpu, Torch, reached
 from tests.conformance.cases import (
+    MERGE_PROFILES,
     MERGE_SCENARIOS,
     PARTLY,
     RECENT,
@@ -32,6 +33,7 @@ from tests.conformance.cases import (
     MergeScenario,
     merge_cache_state,
     single_precision,
+    stored_precision,
 )
 from tests.conformance.comparison import assert_same_cache, state_of
 from tests.support.tensorrt_harness import Harness, parsed, what_is_missing
@@ -277,3 +279,19 @@ def test_queries_that_read_nothing_but_evicted_slots_read_anew_what_is_left(back
     assert not np.isin(right["value"][0, :, :14], state["value"]).all(), "and others' values take its place"
     found = state_of(backend.merge_cache(state, attributes))
     assert_same_cache(found, right, method.statistics, single=2e-5, stored=2e-5)
+
+
+@pytest.mark.parametrize("backend", [b for b in reached() if b.name.startswith("native")], ids=lambda b: b.name)
+@pytest.mark.parametrize(
+    "profile", [p for p in MERGE_PROFILES if p.method == "attention_matching"], ids=lambda p: p.name
+)
+def test_heads_without_a_query_keep_their_values_whatever_another_left_in_memory(
+    backend: Backend, profile: MergeProfile
+) -> None:
+    scenario = next(s for s in MERGE_SCENARIOS if s.name == "ragged-over-the-budget")
+    attributes, state = profile.attributes(scenario.budget), merge_cache_state(profile, scenario)
+    backend.merge_cache(state, attributes)
+    state["query"][:, 1], state["query_seen"][:, 1] = 0.0, 0
+    found, right = (state_of(b.merge_cache(state, attributes)) for b in (backend, Torch()))
+    single, stored = single_precision(scenario.peak), stored_precision(profile.dtype, scenario.peak)
+    assert_same_cache(found, right, profile.statistics, single=single, stored=stored)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOW = -1e30  # below every logit
+MOST_SHARE = 34.5  # the logarithm of the most that a slot holds of the mass of all: products of two stay finite
 
 
 def fitted(fit: Fit, before: Slots, merged: Slots, evicted: Evicted) -> Slots:
@@ -94,11 +95,13 @@ def probabilities(found: Tensor) -> Tensor:
 
 
 def shares_of(found: Tensor, whole: Tensor) -> Tensor:
-    """The masses of logits [..., C] as shares of the mass of all of `whole` [..., C']."""
+    """The masses of logits [..., C] as shares of the mass of all of `whole` [..., C']; no logarithm is
+    above MOST_SHARE."""
     import torch
 
-    top = torch.maximum(found.amax(-1, keepdim=True), whole.amax(-1, keepdim=True))
-    return _masses(found, top) / _masses(whole, top).sum(-1, keepdim=True).clamp(min=1e-30)
+    top = whole.amax(-1, keepdim=True)
+    log_mass = top + torch.log(_masses(whole, top).sum(-1, keepdim=True).clamp(min=1e-30))
+    return torch.where(found > LOW, torch.exp((found - log_mass).clamp(max=MOST_SHARE)), 0.0)
 
 
 def _masses(found: Tensor, top: Tensor) -> Tensor:

@@ -73,7 +73,8 @@ bool read_merge_cache(const Node& node, KvMergeCache& call, std::vector<float>& 
   node.require(!fits || fit, "no kernel here fits slots to reference queries");
   if (fits) read_attributes(node, *fit);
   const char* problem = policy_problem(call.policy, fits);
-  if (!problem && fits && call.policy.merge != KV_MERGE_DROP) problem = "a fit needs merge to be drop";
+  if (!problem && fits && call.policy.merge != KV_MERGE_DROP && call.policy.merge != KV_MERGE_ZIP)
+    problem = "a fit needs merge to be drop or zip";
   node.require(!problem, problem ? problem : "");
   call.cache_positions = node.has("cache_positions") ? read_switch(node, "cache_positions") : 0;
   node.require(!call.cache_positions || call.sliding_window == 0,

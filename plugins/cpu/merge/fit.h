@@ -21,12 +21,13 @@ namespace kv {
 namespace KV_ISA {
 namespace {
 
-constexpr float kHidden = -1e30f;  // the bias of a slot that is not held, below every logit
+constexpr float kHidden = -1e30f;    // the bias of a slot that is not held, below every logit
+constexpr float kMostShare = 34.5f;  // the logarithm of the most that a slot holds of the mass of all, as in fit.py
 
 // Of one thread.
 struct FitWork {
-  Scratch<float> query, logits, before, after, bias, free, wanted, factor, votes, packed, wide, columns, change, mass,
-      product, solution;
+  Scratch<float> query, logits, before, shares, after, bias, free, wanted, factor, votes, packed, wide, columns, change,
+      mass, whole, product, solution;
   Scratch<int32_t> seen, position;
   Scratch<char> has_free;  // of each block of slots
   Scratch<double> gram, solved;
@@ -108,13 +109,15 @@ struct Fit : Select<K, V> {
       const vf of_votes = fit->read_exponent != 0.0f ? fit->read_exponent * log(load(w.votes.get() + i)) : vf{};
       store(bias + i, select(lane_numbers() + i < n, of_votes, splat(kHidden)));
     }
-    for (int r = 0; r < f.padded; ++r) softmax(f, r, bias, before);
+    float* whole = f.whole.reserve(f.padded);
+    for (int r = 0; r < f.padded; ++r) whole[r] = softmax(f, r, bias, before);
   }
 
   float bias_of(float votes) const { return fit->read_exponent != 0.0f ? fit->read_exponent * std::log(votes) : 0.0f; }
 
   // A query's probabilities over the slots that it has seen and whose bias is not kHidden; zeros where there are none.
-  void softmax(const FitWork& f, int r, const float* bias, float* out) const {
+  // Returns the logarithm of their mass.
+  float softmax(const FitWork& f, int r, const float* bias, float* out) const {
     constexpr float kNone = -3e38f;
     const int32_t seen = r < f.rows ? f.seen.get()[r] : 0;
     vf highest = splat(kNone), sums{};
@@ -132,6 +135,7 @@ struct Fit : Select<K, V> {
     }
     const float sum_of = sum(sums), factor = sum_of > 0.0f ? 1.0f / sum_of : 0.0f;
     for (int i = 0; i < f.slots(); i += W) store(out + f.of(r, i), load(out + f.of(r, i)) * factor);
+    return sum_of > 0.0f ? top + std::log(sum_of) : 0.0f;
   }
 
   // Probabilities below 1e-6 count as none, so that what underflows in one backend and not in another decides nothing.
@@ -148,39 +152,75 @@ struct Fit : Select<K, V> {
     memcpy(w.importance.get(), squares, x.used * sizeof(float));
   }
 
-  // Fills w.rows and w.scores, of as many sets as there are free slots.
+  // Fills w.rows and w.scores, of as many sets as there are free slots; those of a merge, if there was one, are there.
   void fit_slots(Head& x, Work& w, FitWork& f) const {
-    float *free = f.free.reserve(f.slots(), 0.0f), *votes = f.votes.reserve(x.used);
+    float *free = f.free.reserve(f.slots(), 0.0f), *votes = f.votes.reserve(2 * x.used);
     char* has_free = f.has_free.reserve(f.blocks, 0);
+    if (p.merge == KV_MERGE_DROP) w.row_of_target.reserve(x.used, -1);
     for (int i = 0; i < x.used; ++i) {
       const bool receives = a.recent_receives ? w.position.get()[i] >= a.sinks : w.is_unprotected.get()[i] != 0;
       if (receives && !w.is_evicted.get()[i]) free[i] = 1.0f, has_free[i / kBlock] = 1;
       votes[i] = w.votes.get()[i];
     }
-    if (fit->fit == KV_FIT_VOTES_AND_VALUES) fit_votes(x, w, f, votes);
-    read_again(x, w, f, votes);
+    const float* shares = x.merged ? share_merged(x, w, f, votes) : f.before.get();
+    const float* unfitted = votes + x.used;
+    memcpy(votes + x.used, votes, x.used * sizeof(float));
+    if (fit->fit == KV_FIT_VOTES_AND_VALUES) fit_votes(x, w, f, shares, votes);
+    read_again(x, w, f, shares, unfitted, votes);
     write(x, w, f, votes, fit_values(x, w, f));
   }
 
+  // Of the mass that a query found in all slots what kept ones hold after the merge: f.before, but for the targets,
+  // whose logits, positions and votes are new.
+  const float* share_merged(const Head& x, const Work& w, FitWork& f, float* votes) const {
+    static thread_local Scratch<float> scratch;
+    const int d = a.key_size, each = a.statistics + 2;
+    float *shares = f.shares.reserve(f.size()), *key = scratch.reserve(d);
+    std::copy_n(f.before.get(), f.size(), shares);
+    for (int i = 0; i < x.used; ++i) {
+      const int row = w.row_of_target.get()[i];
+      if (row < 0) continue;
+      const float* rest = w.scores.get() + static_cast<size_t>(row) * each;
+      int latest;
+      memcpy(&latest, &rest[1], sizeof latest);
+      votes[i] = rest[0];
+      f.position.get()[i] = w.position.get()[latest];
+      memcpy(key, w.rows.get() + static_cast<size_t>(row) * (d + a.value_size), d * sizeof(float));
+      if (kSmall<K> && a.rotary_planes) hadamard(key, d);  // back
+      const float bias = bias_of(votes[i]);
+      for (int r = 0; r < f.rows; ++r) {
+        const float logit = dot(key, f.query.get() + static_cast<size_t>(r) * d, d);
+        const float of_whole = logit + bias - f.whole.get()[r];
+        const bool visible = f.position.get()[i] < f.seen.get()[r];
+        f.logits.get()[f.of(r, i)] = logit;
+        shares[f.of(r, i)] = visible ? std::exp(of_whole < kMostShare ? of_whole : kMostShare) : 0.0f;
+      }
+    }
+    return shares;
+  }
+
   // f.after = X, the probabilities over the kept slots, of the free ones alone; f.before becomes what is lost of all.
-  // A slot's probability changes as its votes do; where next to nothing of a query's is left it is computed anew.
-  void read_again(const Head& x, const Work& w, FitWork& f, const float* votes) const {
+  // A slot's probability changes as its votes do; where next to nothing of a query's is left, or many times as much, it
+  // is computed anew.
+  // shares, unfitted: of kept slots what they hold, with these votes, and these.
+  void read_again(const Head& x, const Work& w, FitWork& f, const float* shares, const float* unfitted,
+                  const float* votes) const {
     float *lost = f.before.get(), *after = f.after.reserve(f.size()), *ratio = f.factor.reserve(f.slots(), 0.0f);
-    const float *free = f.free.get(), *past_votes = w.votes.get();
+    const float* free = f.free.get();
     for (int i = 0; i < x.used; ++i)
       if (!w.is_evicted.get()[i])
-        ratio[i] = fit->read_exponent == 1.0f ? votes[i] / past_votes[i]
-                                              : std::pow(votes[i] / past_votes[i], fit->read_exponent);
+        ratio[i] =
+            fit->read_exponent == 1.0f ? votes[i] / unfitted[i] : std::pow(votes[i] / unfitted[i], fit->read_exponent);
     for (int r = 0; r < f.padded; ++r) {
       vf sums{};
       for (int i = 0; i < f.slots(); i += W) {
-        const vf read = load(lost + f.of(r, i)) * load(ratio + i);
+        const vf read = load(shares + f.of(r, i)) * load(ratio + i);
         store(after + f.of(r, i), read);
         sums += read;
       }
       const float left = sum(sums);
       float factor = 1.0f / left;
-      if (!(left > 1e-6f)) softmax(f, r, bias_after(x, w, f, votes), after), factor = 1.0f;
+      if (!(left > 1e-6f && left < 1e6f)) softmax(f, r, bias_after(x, w, f, votes), after), factor = 1.0f;
       for (int i = 0; i < f.slots(); i += W) {
         const vf read = load(after + f.of(r, i)) * factor;
         store(lost + f.of(r, i), load(lost + f.of(r, i)) - read);
@@ -196,7 +236,8 @@ struct Fit : Select<K, V> {
   }
 
   // Multiplicative updates f = f (P^T 1) / (P^T P f) of the factors of the free slots' votes (Lee and Seung 2001).
-  void fit_votes(const Head& x, const Work& w, FitWork& f, float* votes) const {
+  // Of all slots' mass, P holds `shares`.
+  void fit_votes(const Head& x, const Work& w, FitWork& f, const float* shares, float* votes) const {
     const float *read = f.before.get(), *free = f.free.get(), least = std::exp(-fit->bias_max),
                 most = std::exp(fit->bias_max);
     float *wanted = f.wanted.reserve(f.slots()), *factor = f.factor.reserve(2 * f.slots()), *held = factor + f.slots(),
@@ -204,11 +245,11 @@ struct Fit : Select<K, V> {
     for (int i = 0; i < f.slots(); ++i)  // for now 1 where a slot's mass is for the free ones to hold
       held[i] = i < x.used && (free[i] != 0.0f || w.is_evicted.get()[i]) ? 1.0f : 0.0f, factor[i] = 1.0f;
     over_slots(f, read, held, mass, false);
-    over_rows(f, read, mass, wanted);
+    over_rows(f, shares, mass, wanted);
     for (int step = 0; step < fit->vote_steps; ++step) {
       for (int i = 0; i < f.slots(); i += W) store(held + i, load(factor + i) * load(free + i));
-      over_slots(f, read, held, held_by, true);
-      over_rows(f, read, held_by, held);
+      over_slots(f, shares, held, held_by, true);
+      over_rows(f, shares, held_by, held);
       for (int i = 0; i < f.slots(); i += W) {
         const vf goal = load(wanted + i), has = load(held + i), old = load(factor + i);
         const vi counts = (load(free + i) > vf{}) & (goal > splat(1e-20f)) & (has > splat(1e-20f));
@@ -217,7 +258,7 @@ struct Fit : Select<K, V> {
     }
     float had = 0.0f, has = 0.0f;
     for (int i = 0; i < x.used; ++i) {
-      if (free[i] != 0.0f || w.is_evicted.get()[i]) had += votes[i];
+      if (free[i] != 0.0f || w.is_evicted.get()[i]) had += w.votes.get()[i];
       if (free[i] == 0.0f) continue;
       votes[i] = std::min(std::max(votes[i] * factor[i], least), most);
       has += votes[i];
@@ -263,16 +304,29 @@ struct Fit : Select<K, V> {
     const float* const free = f.free.get();
     for (int b = 0; b < f.blocks; ++b) {
       const auto row_of = [&](const float* of) { return [=](int r) { return of + (b * tile + r * kBlock); }; };
-      float *values = f.packed.reserve(wide * block, 0.0f), *row = f.wide.reserve(dv);
+      // The values as they were, and of targets what is gone of them: Y - X V = lost V + X (V - V merged).
+      float *values = f.packed.reserve(2 * wide * block, 0.0f), *gone = values + wide * block,
+            *row = f.wide.reserve(dv);
+      bool is_merged = false;
       for (int i = 0; i < kBlock && b * kBlock + i < x.used; ++i) {
         if (b * kBlock + i + W < x.used) fetch(value_row(x, w, b * kBlock + i + W), dv);
         widen(value_row(x, w, b * kBlock + i), row, dv);
-        if (free[b * kBlock + i] != 0.0f) squares += dot(row, row, dv);
-        for (int c = 0; c < wide; ++c)
-          memcpy(values + c * block + i * kBlock, row + c * kBlock, min_of(dv - c * kBlock, kBlock) * sizeof(float));
+        const int set = x.merged ? w.row_of_target.get()[b * kBlock + i] : -1;
+        const float* merged = w.rows.get() + static_cast<size_t>(max_of(set, 0)) * (a.key_size + dv) + a.key_size;
+        const float* now = set < 0 ? row : merged;
+        if (free[b * kBlock + i] != 0.0f) squares += dot(now, now, dv);
+        is_merged |= set >= 0;
+        for (int c = 0; c < wide; ++c) {
+          const int size = min_of(dv - c * kBlock, kBlock);
+          float *to = values + c * block + i * kBlock, *rest = gone + c * block + i * kBlock;
+          memcpy(to, row + c * kBlock, size * sizeof(float));
+          for (int j = 0; j < size && set >= 0; ++j) rest[j] = to[j] - merged[c * kBlock + j];
+        }
       }
       for (int c = 0; c < wide; ++c)
         products(row_of(lost), f.rows, values + c * block, kBlock, missing + c * tile, true);
+      for (int c = 0; c < wide && is_merged; ++c)
+        products(row_of(design), f.rows, gone + c * block, kBlock, missing + c * tile, true);
       if (!f.has_free.get()[b]) continue;
       for (int c = 0; c < high; ++c) {
         float* const to = columns + (b * high + c) * block;
@@ -281,7 +335,7 @@ struct Fit : Select<K, V> {
       }
     }
     solve(f, missing, gram, wide);
-    float* change = f.change.reserve(static_cast<size_t>(f.slots()) * wide * kBlock);
+    float* change = f.change.reserve(static_cast<size_t>(f.slots()) * wide * kBlock, 0.0f);  // as no query changes it
     float norm = 0.0f;
     for (int b = 0; b < f.blocks; ++b) {
       if (!f.has_free.get()[b]) continue;
@@ -358,22 +412,25 @@ struct Fit : Select<K, V> {
   void write(Head& x, Work& w, const FitWork& f, const float* votes, float share) const {
     const int d = a.key_size, dv = a.value_size, each = a.statistics + 2, wide = blocks_of(dv);
     const size_t block = static_cast<size_t>(kBlock) * kBlock;
-    int* row_of = w.row_of_target.reserve(x.used, -1);
+    int* row_of = w.row_of_target.get();
     float *rows = w.rows.reserve(static_cast<size_t>(x.used) * (d + dv)),
           *scores = w.scores.reserve(static_cast<size_t>(x.used) * each);
     for (int i = 0; i < x.used; ++i) {
       if (f.free.get()[i] == 0.0f) continue;
-      float* value = rows + static_cast<size_t>(x.sets) * (d + dv) + d;
-      widen(value_row(x, w, i), value, dv);
+      const bool is_new = row_of[i] < 0;
+      if (is_new) row_of[i] = x.sets++;
+      float *value = rows + static_cast<size_t>(row_of[i]) * (d + dv) + d,
+            *rest = scores + static_cast<size_t>(row_of[i]) * each;
+      rest[0] = votes[i];
+      if (is_new) {
+        widen(value_row(x, w, i), value, dv);
+        memcpy(&rest[1], &i, sizeof i);
+        for (int k = 0; k < a.statistics; ++k) rest[2 + k] = score_of(x, w, k, i);
+      }
       const float* change = f.change.get() + (i / kBlock) * wide * block + (i % kBlock) * kBlock;
       for (int c = 0; c < wide; ++c)
         for (int j = c * kBlock; j < min_of(dv, (c + 1) * kBlock); ++j)
           value[j] += share * change[c * block + j - c * kBlock];
-      float* rest = scores + static_cast<size_t>(x.sets) * each;
-      rest[0] = votes[i];
-      memcpy(&rest[1], &i, sizeof i);
-      for (int k = 0; k < a.statistics; ++k) rest[2 + k] = score_of(x, w, k, i);
-      row_of[i] = x.sets++;
     }
   }
 

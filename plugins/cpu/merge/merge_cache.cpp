@@ -6,7 +6,7 @@
 //     weigh, choose: which are evicted
 //     merge: receivers, nearest: the target of every evicted slot, or the younger neighbour; dropped without one
 //       for each merge set, a target and the evicted slots that merge into it: row = mean by weight, votes, statistics
-//     or fit the kept slots to reference queries                         fit.h
+//     fit the kept slots to reference queries                            fit.h
 //   place: a hole takes the last kept slot, a target its merged row, zeros after them; in place, rows that change alone
 //   turn: where keys are rotated by their places, those whose place has changed
 //
@@ -38,10 +38,9 @@ struct Merge : Fit<K, V> {
       this->weigh(x, w);
       if (p.select == KV_SELECT_ATTENDED) this->weigh_by_queries(x, w, f);
       this->choose(x, w);
-      if (fit)
-        this->fit_slots(x, w, f);
-      else if (p.merge != KV_MERGE_DROP)
-        merge(x, w);
+      if (p.merge != KV_MERGE_DROP) merge(x, w);
+      x.merged = x.sets;
+      if (fit) this->fit_slots(x, w, f);
     }
     place(x, w);
     if (fit) this->keep_ring(x, index);
@@ -66,8 +65,9 @@ struct Merge : Fit<K, V> {
     }
     const int *target = w.target.get(), *slots = w.evicted.get();
     int* members = w.members.reserve(3 * static_cast<size_t>(evicted) + 1);
-    float* rows = w.rows.reserve(static_cast<size_t>(evicted) * (a.key_size + a.value_size));
-    float* scores = w.scores.reserve(static_cast<size_t>(evicted) * (a.statistics + 2));
+    const size_t sets = fit ? x.used : evicted;  // a fit adds its own
+    float* rows = w.rows.reserve(sets * (a.key_size + a.value_size));
+    float* scores = w.scores.reserve(sets * (a.statistics + 2));
     if (p.merge == KV_MERGE_PAIR && p.weigh == KV_WEIGH_HESSIAN) attended(x, w);
     for (int i = 0; i < evicted; ++i) {
       if (target[i] < 0 || row_of[target[i]] >= 0) continue;
@@ -222,7 +222,7 @@ struct Merge : Fit<K, V> {
     int kept, *number = without_holes(x, w, &kept);
     for (int to = 0; to < kept; ++to) {
       const int i = number[to], from = order[i], row = row_of ? row_of[i] : -1;
-      if (row < 0 || fit) {  // a fit changes no key
+      if (row < 0 || row >= x.merged) {  // a fit changes no key
         copy_row(x.key, x.out_key, from, to, d);
         if constexpr (kSmall<K>) copy_row(x.key_scale, x.out_key_scale, from, to, 1);
       } else {

@@ -56,6 +56,7 @@ struct Select {
     float *out_key_scale, *out_value_scale;
     int in_all;  // used slots before the sliding window
     int used, now, over, evicted, sets, target_count;
+    int merged;  // sets that a merge has made, whose keys are new; those of a fit follow
   };
 
   Head head(size_t index) const {
@@ -75,7 +76,7 @@ struct Select {
       x.key_scale = a.past_scales.key + index * c, x.value_scale = a.past_scales.value + index * c;
       x.out_key_scale = a.present_scales.key + index * c, x.out_value_scale = a.present_scales.value + index * c;
     }
-    x.sets = x.evicted = 0;
+    x.sets = x.evicted = x.merged = 0;
     return x;
   }
 

@@ -12,7 +12,7 @@ from kvexport.backends.onnxruntime.operators import library
 from kvexport.methods.attention_matching import AttentionMatching
 from tests.support.one_node import (
     GRKV_5,
-    KEEPKV,
+    KVSLIMMER,
     RING,
     RING_PREFIX,
     VOTE_ATTENTION,
@@ -66,7 +66,7 @@ def feed_of(op: str, rng: np.random.Generator, half: bool = False) -> dict[str, 
         ("MergeCache", {"vote_steps": -1}, "vote_steps is -1, and has to be at least 0"),
         ("MergeCache", {"bias_max": float("nan")}, "bias_max is -?nan, and has to be above 0"),
         ("MergeCache", {"ridge": None}, "the attribute ridge should be a float"),
-        ("MergeCache", {**KEEPKV, "fit": "values"}, "a fit needs merge to be drop"),
+        ("MergeCache", {**KVSLIMMER, "fit": "values"}, "a fit needs merge to be drop or zip"),
     ],
 )
 def test_a_node_that_cannot_be(op: str, changes: dict[str, Any], message: str) -> None:

@@ -35,7 +35,7 @@ from tests.conformance.cuda_library import OTHER_LIBRARY, PtxCaller
 from tests.conformance.ptx_mutants import CALLS, faults
 
 RESULT = RESULTS / "cuda-mutants.json"
-ATTENTION, SMALL, MERGE, *_ = KERNELS
+ATTENTION, SMALL, MERGE, LINEAR, _ = KERNELS
 # Of every source its tests, the suite's among them; but the one that compiles a library of its own.
 TESTS = {
     ATTENTION: ("test_cuda_on_host.py", "test_prefill_on_host.py", "-k", "not outside_of_any_buffer"),
@@ -78,6 +78,8 @@ BLOCK, SPLIT, DECODE, SUMS, FLOAT, MMA, SCORES, FEW = (
 SELECT, NEAREST, NEAREST_MMA, SETS, PLACE, WORK = (
     f"cuda/merge/{name}.h" for name in ("select", "nearest", "nearest_mma", "sets", "place", "work")
 )
+LINEAR_MMA = "cuda/linear/linear_mma.h"
+FIRST_GROUPS = "load_groups(r, args, part.p, part.range.from, t); });\n"  # the last of what Linear does early
 # Wrong on a GPU alone.
 ORDERING = (
     Mutant(
@@ -208,6 +210,38 @@ ORDERING = (
         "= kNone;",
         MERGE,
         "Place",
+    ),
+    Mutant(
+        "kernels do not wait for earlier launches",
+        BLOCK,
+        "block.wait_for_earlier();\n  Program::run",
+        "Program::run",
+        LINEAR,
+        "LinearMma<Half, 4, 1>",
+    ),
+    Mutant(
+        "weights that may change are read before earlier launches have ended",
+        LINEAR_MMA,
+        "if (!args.weights_stay) block.wait_for_earlier();",
+        "",
+        LINEAR,
+        "LinearMma<Half, 4, 1>",
+    ),
+    Mutant(
+        "a norm reads its rows before earlier launches have ended",
+        LINEAR_MMA,
+        FIRST_GROUPS,
+        FIRST_GROUPS + "factors(block, args, part.s, 0, 1);\n",
+        LINEAR,
+        "LinearMma<Half, 4, 1>",
+    ),
+    Mutant(
+        "partial sums are cleared before earlier launches have ended",
+        LINEAR_MMA,
+        FIRST_GROUPS,
+        FIRST_GROUPS + "block.each_alone([&](int t, Registers&) { if (t == 0) args.partial[0] = 0.0f; });\n",
+        LINEAR,
+        "LinearMma<Half, 4, 1>",
     ),
 )
 # Wrong anywhere.

@@ -21,7 +21,14 @@ typedef struct KvCuda {
   void* workspace;
   size_t workspace_size;
   void* counters;  // KV_CUDA_COUNTER_BYTES, or nullptr: those of the workspace
+  int begin;       // when launches begin, as below
 } KvCuda;
+
+// KV_CUDA_EARLY: while the launch before them on the stream ends; they wait for its end before they read or write
+// memory. KV_CUDA_EARLY_WEIGHTS: likewise, but a Linear reads its weights, with their scales, zero points and minima,
+// before that: for weights that no work on the device writes. Where the device (below compute capability 9.0), the
+// driver (before CUDA 12.3) or the environment (KVEXPORT_CUDA_EARLY=0) says otherwise, all begin in order.
+enum { KV_CUDA_IN_ORDER, KV_CUDA_EARLY, KV_CUDA_EARLY_WEIGHTS };
 
 enum { KV_CUDA_COUNTER_BYTES = 1 << 18, KV_CUDA_MAX_HEADS = 1 << 16 };
 

@@ -77,7 +77,11 @@ class Where(ctypes.Structure):
         ("workspace", ctypes.c_void_p),
         ("workspace_size", ctypes.c_size_t),
         ("counters", ctypes.c_void_p),
+        ("begin", ctypes.c_int),
     ]
+
+
+IN_ORDER, EARLY, EARLY_WEIGHTS = range(3)  # of plugins/cuda/kvexport_cuda.h: when launches begin
 
 
 def cache_type_of(key: np.ndarray, value: np.ndarray) -> str:
@@ -164,7 +168,9 @@ class DeviceMemory:
 
 
 class Caller:
-    """One library with one kind of memory, and a workspace that grows."""
+    """One library with one kind of memory, and a workspace that grows. begin: when launches do."""
+
+    begin = IN_ORDER
 
     def __init__(self, library: ctypes.CDLL, memory: Any) -> None:
         self.library, self.memory = library, memory
@@ -177,7 +183,7 @@ class Caller:
         self._check(getattr(self.library, f"kv_cuda_{operator}_workspace")(call, needed))
         if needed.value > self.size:
             self.workspace, self.size = self.memory.bytes(needed.value, COUNTER_BYTES), needed.value
-        where = Where(self.memory.stream, self.memory.address(self.workspace), self.size)
+        where = Where(self.memory.stream, self.memory.address(self.workspace), self.size, None, self.begin)
         function = getattr(self.library, f"kv_cuda_{operator}")
         return lambda: self._check(function(call, where))
 
@@ -321,11 +327,33 @@ class CudaPtx(CudaOnHost):
         return _ptx_caller()
 
 
+def weight_bytes(call: Any) -> list[tuple[int, int]]:
+    """Where the weights of a Linear lie, with their scales, zero points and minima, and in how many bytes."""
+    found, plain = [], 16 if call.type else 32
+    weights = [(call.products[i].outputs, call.products[i].weight) for i in range(call.count)]
+    for outputs, weight in (*weights, (call.products[0].outputs, call.gate)):
+        count = outputs * call.inputs
+        found.append((weight.data, count * (weight.bits or plain) // 8))
+        if weight.bits:
+            groups = count // weight.group
+            found += [
+                (weight.scale, groups * (2 if weight.scale_type else 4)),
+                (weight.zero, groups * weight.bits // 8),
+            ]
+            found.append((weight.minimum, groups * (2 if weight.minimum_type else 4)))
+    return [(begin, size) for begin, size in found if begin]
+
+
 class PtxCaller(Caller):
-    """Holds every call to no fault of the kernels: races, missing fences, copies that nobody waited for."""
+    """Holds every call to no fault of the kernels: races, missing fences, copies that nobody waited for, what is read
+    or written before earlier launches have ended."""
+
+    begin = EARLY_WEIGHTS
 
     def __init__(self, path: Path) -> None:
         super().__init__(load(path), HostMemory())
+        self.library.kv_ptx_constant.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        self.library.kv_ptx_constant.restype = None
         self.library.kv_ptx_reports.restype = ctypes.c_char_p
         self.library.kv_ptx_instructions.restype = ctypes.c_uint64
         self.library.kv_ptx_instructions.argtypes = [ctypes.c_char_p, ctypes.c_int]
@@ -342,6 +370,9 @@ class PtxCaller(Caller):
         return int(self.library.kv_ptx_instructions(program.encode(), of))
 
     def _run(self, operator: str, call: Any) -> None:
+        self.library.kv_ptx_constant(None, 0)
+        for begin, size in weight_bytes(call) if operator == "linear" and self.begin == EARLY_WEIGHTS else ():
+            self.library.kv_ptx_constant(begin, size)
         try:
             super()._run(operator, call)
         except RuntimeError as error:

@@ -11,11 +11,14 @@ import numpy as np
 
 from kvexport.methods import all_methods
 from kvexport.methods.slots import Rotary, Statistic
+from kvexport.ops.linear import Form
 from kvexport.ops.merge_cache import MergeCacheAttributes
+from kvexport.ops.packed import PackedFormat
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from plugins.building import make
 from plugins.building.ptx import library
-from tests.conformance.cuda_library import PtxCaller
+from tests.conformance.cuda_library import EARLY, EARLY_WEIGHTS, PtxCaller
+from tests.conformance.cuda_linear import case
 from tests.conformance.small import small
 
 Arrays = dict[str, np.ndarray]
@@ -24,6 +27,7 @@ KINDS = {
     "fence": r"membar\.gl;",
     "wait": r"cp\.async\.wait_group\s+\d;",
     "commit": r"cp\.async\.commit_group;",
+    "earlier": r"griddepcontrol\.wait;",
 }
 BOTH = (Statistic("probability", 0.98), Statistic("log_ema", 0.95))
 MULTIPROCESSORS = 3  # so few that a split of `decode` has more blocks of slots than there are stages for
@@ -45,6 +49,14 @@ def without(kind: str, which: int | None = None, instead: str = "") -> Callable[
         return body
 
     return alter
+
+
+def writes_early(body: str) -> str:
+    """PTX that stores to the first address that it is given before it waits for earlier launches."""
+    address = re.search(r"ld\.param\.u64\s+%\w+,\s*(\[[^\]]+\]);", body)
+    assert address, "there is no address"
+    store = f"{{ .reg .b64 %first; ld.param.u64 %first, {address[1]}; st.global.u32 [%first], 0; }}\n"
+    return without("earlier", 0, f"{store}griddepcontrol.wait;")(body)
 
 
 def attend(caller: PtxCaller, group: int, cache_type: str = "", tokens: int = 1, dtype: str = "float16") -> Arrays:
@@ -74,6 +86,19 @@ def merge(caller: PtxCaller, method: str, *, slots: int = 200, in_order: bool = 
     return caller.merge_cache(x, MergeCacheAttributes(made, slots - 40, 4, 60, 0, rotary))
 
 
+def linear(caller: PtxCaller) -> Arrays:
+    """Rows behind a norm times int4 weights of three chunks: weights that may be written by earlier launches, and such
+    that stay."""
+    packing, held, made = PackedFormat(4, True, 32), caller.begin, {}
+    one = case(Form(norm=1, packed=(1,), group=(32,)), "float16", (1, 3), 768, 64, (packing,))
+    try:
+        for name, caller.begin in (("changing", EARLY), ("staying", EARLY_WEIGHTS)):
+            (made[name],) = one.run(caller)
+    finally:
+        caller.begin = held
+    return made
+
+
 CALLS: dict[str, Callable[[PtxCaller], Arrays]] = {
     "Decode<float, 4>": lambda caller: attend(caller, 3, dtype="float32"),
     "DecodeMma<Half, 128>": lambda caller: attend(caller, 5),
@@ -86,6 +111,7 @@ CALLS: dict[str, Callable[[PtxCaller], Arrays]] = {
     "Order": lambda caller: merge(caller, "ballot"),
     "Place": lambda caller: merge(caller, "ballot", slots=300, in_order=False),
     "Rank": lambda caller: merge(caller, "h2o"),
+    "LinearMma<Half, 4, 1>": linear,
 }
 
 

@@ -4,14 +4,16 @@ more instructions than plugins/cuda/instructions.json records."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from plugins.building import make, resources
 from plugins.building.ptx import instructions, library, read, translate
+from tests.conformance import cuda_library
 from tests.conformance.cuda_library import CudaPtx, PtxCaller
-from tests.conformance.ptx_mutants import CALLS, MULTIPROCESSORS, found, without
+from tests.conformance.ptx_mutants import CALLS, MULTIPROCESSORS, found, linear, without, writes_early
 from tests.plugins import instruction_counts
 from tests.support import rank_on_host
 
@@ -59,6 +61,33 @@ def test_mutants_of_a_decode_step_are_found(kind: str, tmp_path: Path) -> None:
 @needs_library
 def test_a_merge_without_barriers_is_found(tmp_path: Path) -> None:
     assert "in the same phase" in found("Order", without("barrier"), tmp_path / "mutant.so")
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("alter", "said"),
+    [
+        (without("earlier"), "reads global bytes before it has waited for earlier launches"),
+        (writes_early, "writes global bytes before it has waited for earlier launches"),
+    ],
+    ids=["no wait", "a write before"],
+)
+def test_kernels_that_begin_before_earlier_ones_have_ended_are_found(
+    alter: Callable[[str], str], said: str, tmp_path: Path
+) -> None:
+    assert said in found("Order", alter, tmp_path / "mutant.so")
+
+
+@needs_library
+def test_linear_reads_weights_before_earlier_launches_have_ended_where_they_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caller = PtxCaller(make.build("cuda-ptx"))
+    made = linear(caller)
+    assert made["changing"].tobytes() == made["staying"].tobytes()
+    monkeypatch.setattr(cuda_library, "weight_bytes", lambda _: [])
+    with pytest.raises(AssertionError, match="reads global bytes before it has waited"):
+        linear(caller)
 
 
 @needs_library

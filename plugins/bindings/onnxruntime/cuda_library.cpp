@@ -74,7 +74,10 @@ struct LinearKernel : kv::LinearNode {
       const KvLinear call = this->call(context);
       size_t bytes = 0;
       kv::ran("Linear", kv_cuda_linear_workspace(&call, &bytes));
-      streams.run(context, bytes, [&](const KvCuda& where) { kv::ran("Linear", kv_cuda_linear(&call, &where)); });
+      streams.run(context, bytes, [&](KvCuda where) {
+        if (weights_stay()) where.begin = KV_CUDA_EARLY_WEIGHTS;
+        kv::ran("Linear", kv_cuda_linear(&call, &where));
+      });
     });
   }
 };

@@ -91,6 +91,13 @@ struct LinearNode {
                                 : ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16;
   }
 
+  // Whether no run changes a weight.
+  bool weights_stay() const {
+    for (const Weight& one : weights)
+      if (!one.stays()) return false;
+    return !gate || gate_weight.stays();
+  }
+
   bool turns() const {
     for (const int one : rotated)
       if (one) return true;

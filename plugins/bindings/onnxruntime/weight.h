@@ -31,14 +31,15 @@ struct Streamed {
   ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
   Shape shape;  // empty where it is known only when it is run
   std::shared_ptr<const void> copy;
+  bool stays = false;  // an initializer, which no run changes
 
   Streamed() = default;
   Streamed(const Ort::ConstKernelInfo& info, size_t input, bool on_device)
       : input(input), type(declared_type(info, input)) {
-    if (on_device) return;
     int constant = 0;
     const Ort::ConstValue value = info.GetTensorConstantInput(input, &constant);
-    if (!constant) return;
+    stays = constant != 0;
+    if (!stays || on_device) return;
     const Ort::TensorTypeAndShapeInfo found = value.GetTensorTypeAndShapeInfo();
     shape = found.GetShape();
     copy = in_huge_pages(value.GetTensorRawData(), bytes_of(type, found.GetElementCount()));
@@ -76,6 +77,9 @@ struct Weight {
       if (!weight.empty() && !part.empty()) require_parts(weight, part);
   }
 
+  bool stays() const {
+    return integers.stays && (packed == kNot || scale.stays) && (packed <= kScaled || offset.stays);
+  }
   size_t count() const { return packed == kNot ? 1 : packed == kScaled ? 2 : 3; }
   int bits() const {
     switch (integers.type) {

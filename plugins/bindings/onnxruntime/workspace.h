@@ -75,7 +75,7 @@ class Workspace {
   std::shared_ptr<Memory> memory_;
   std::mutex mutex_;
   std::vector<void*> blocks_;
-  KvCuda where_{};
+  KvCuda where_{nullptr, nullptr, 0, nullptr, KV_CUDA_EARLY};
 };
 
 // The one workspace of a stream, for as long as anyone holds it.

@@ -161,7 +161,7 @@ class Plugin final : public nvinfer1::IPluginV3,
     return guarded(-1, [&] {
       if (inputs_ == 0) refuse("it was run before it learned its shapes");
       void* aligned = reinterpret_cast<void*>(round_up(reinterpret_cast<size_t>(workspace)));
-      const KvCuda where{stream, aligned, workspace_size_, nullptr};
+      const KvCuda where{stream, aligned, workspace_size_, nullptr, KV_CUDA_EARLY};
       if (const char* problem = Operator::run(call_, where, kept_, inputs, inputs_, outputs)) refuse(problem);
       return 0;
     });

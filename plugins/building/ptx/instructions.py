@@ -121,6 +121,11 @@ def _fence(_: Scope, parts: Parts, __: Operands) -> str:
     return "fence();" if parts[-1] != "cta" else ""
 
 
+@of("griddepcontrol")
+def _between_launches(scope: Scope, parts: Parts, _: Operands) -> str:
+    return {"wait": f"wait_for_earlier({scope.site()});", "launch_dependents": ""}[parts[1]]
+
+
 @of("pragma")
 def _nothing(_: Scope, __: Parts, ___: Operands) -> str:
     return ""

@@ -135,7 +135,7 @@ extern "C" const char* kv_cuda_vote_attention(const KvVoteAttention* call, const
                               static_cast<const void*>(a.present.value), static_cast<const void*>(a.output)})
     if (!is_aligned(pointer)) return "a tensor is not aligned to 16 bytes";
   if (!has_scales(a)) return kNoScales;
-  if (const char* problem = this_device(&device)) return problem;
+  if (const char* problem = this_device(&device, where->begin)) return problem;
   if (const char* problem = check_workspace(*where, plan(a, device, where->workspace, &args))) return problem;
   if (where->counters) args.counters = static_cast<int*>(where->counters);
   const Stream stream = static_cast<Stream>(where->stream);

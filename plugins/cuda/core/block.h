@@ -11,6 +11,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include <type_traits>
+
 #include "../../math/merge.h"
 #include "../kvexport_cuda.h"
 
@@ -39,6 +41,18 @@ class Block {
   __device__ explicit Block(char* shared) : shared(shared) {}
   __device__ int index() const { return blockIdx.x; }
 
+  // Between phases: the next launch may begin, once all blocks of this one have said so or ended.
+  KV_DEVICE void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+  }
+  // Between phases: until all earlier launches have ended; what they wrote is then visible.
+  KV_DEVICE void wait_for_earlier() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+  }
   // A phase, and a barrier.
   template <class F>
   KV_DEVICE void each(F phase) {
@@ -131,6 +145,7 @@ struct Host {
   bool late_copies = false;
   int multiprocessors = 4;
   size_t shared_limit = 101376;  // of compute capability 8.6, 8.9 and 12.0, the smallest
+  int began = 0;                 // when the last call's launches would begin (KvCuda.begin)
   int place(int i, int count) const {
     if (order == kBackward) return count - 1 - i;
     if (order == kScattered)
@@ -154,6 +169,8 @@ class Block {
     memset(static_cast<void*>(registers_.data()), 0xff, registers_.size() * sizeof(Registers));
   }
   int index() const { return index_; }
+  void let_next_begin() {}
+  void wait_for_earlier() {}
 
   template <class F>
   void each(F phase) {
@@ -231,6 +248,25 @@ class Block {
 };
 
 #endif
+
+// ---- a block's program ----
+
+template <class Program, class = void>
+struct HasBefore : std::false_type {};
+template <class Program>
+struct HasBefore<Program, std::void_t<decltype(&Program::before)>> : std::true_type {};
+
+// What a block does. That the next launch may begin is said at once: it takes all blocks of this one, so that no block
+// that still has to start loses its place to the next launch. A program's `before`, where it has one, reads what no
+// launch writes; `run` comes after the end of all earlier launches. Every thread waits, so that a launch ends after
+// those before it, and whatever waits for it has waited for them.
+template <class Program>
+KV_DEVICE void run_block(Block<Program>& block, const typename Program::Args& args) {
+  block.let_next_begin();
+  if constexpr (HasBefore<Program>::value) Program::before(block, args);
+  block.wait_for_earlier();
+  Program::run(block, args);
+}
 
 // ---- what programs share ----
 

@@ -2,7 +2,9 @@
 #pragma once
 
 #include "small.h"
-#ifndef __CUDACC__
+#ifdef __CUDACC__
+#include <cstdlib>
+#else
 #include <string>
 #include <typeinfo>
 #endif
@@ -17,6 +19,7 @@ struct Device {
   int multiprocessors;
   size_t shared_limit;  // of a block
   bool runs;            // false: launches are only checked
+  bool early = false;   // launches begin while the one before ends
 };
 
 constexpr const char* kTooManyBlocks = "the call is too large for one launch";
@@ -29,7 +32,29 @@ using Stream = cudaStream_t;
 
 inline const char* text_of(cudaError_t error) { return error == cudaSuccess ? nullptr : cudaGetErrorString(error); }
 
-inline const char* this_device(Device* device) {
+// Whether kernels wait for earlier launches: those that were compiled for less than 9.0 do not, and on a later device
+// run those of the latest capability (plugins/building/make.py keeps PTX of that one alone).
+constexpr bool compiled_to_wait() {
+  bool waits = false;
+  for (const int capability : {__CUDA_ARCH_LIST__}) waits = waits || capability >= 900;
+  return waits;
+}
+
+// Whether launches may begin early: programmatic dependent launch, which CUDA graphs keep since CUDA 12.3.
+inline bool begins_early(int number) {
+  static const bool wanted = [] {
+    const char* said = getenv("KVEXPORT_CUDA_EARLY");
+    int driver = 0;
+    return CUDART_VERSION >= 12030 && compiled_to_wait() && !(said && !strcmp(said, "0")) &&
+           cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12030;
+  }();
+  int major = 0;
+  return wanted && cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, number) == cudaSuccess &&
+         major >= 9;
+}
+
+// begin: as in KvCuda.
+inline const char* this_device(Device* device, int begin = KV_CUDA_IN_ORDER) {
   int number = 0, shared = 0;
   if (const char* problem = text_of(cudaGetDevice(&number))) return problem;
   if (const char* problem =
@@ -39,6 +64,7 @@ inline const char* this_device(Device* device) {
     return problem;
   device->shared_limit = shared;
   device->runs = true;
+  device->early = begin != KV_CUDA_IN_ORDER && begins_early(number);
   return nullptr;
 }
 
@@ -50,7 +76,7 @@ __global__ void __launch_bounds__(Program::kThreads, Program::kBlocksPerMultipro
     run_program(const __grid_constant__ typename Program::Args args) {
   extern __shared__ __align__(16) char shared[];
   Block<Program> block(shared);
-  Program::run(block, args);
+  run_block(block, args);
 }
 
 template <class Program>
@@ -69,7 +95,18 @@ const char* launch(const typename Program::Args& args, size_t blocks, size_t sha
       cudaGetLastError();  // reported here, not by the next call that checks
       return problem;
     }
-  run_program<Program><<<static_cast<unsigned>(blocks), Program::kThreads, shared, stream>>>(args);
+  const unsigned count = static_cast<unsigned>(blocks);
+#if CUDART_VERSION >= 12030
+  if (device.early) {
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    const cudaLaunchConfig_t config{dim3(count), dim3(Program::kThreads), shared, stream, &early, 1};
+    cudaLaunchKernelEx(&config, run_program<Program>, args);
+    return text_of(cudaGetLastError());
+  }
+#endif
+  run_program<Program><<<count, Program::kThreads, shared, stream>>>(args);
   return text_of(cudaGetLastError());
 }
 
@@ -81,7 +118,8 @@ inline const char* copy_tensor(void* to, const void* from, size_t bytes, Stream 
 
 using Stream = void*;
 
-inline const char* this_device(Device* device) {
+inline const char* this_device(Device* device, int begin = KV_CUDA_IN_ORDER) {
+  host().began = begin;
   *device = {host().multiprocessors, host().shared_limit, true};
   return nullptr;
 }
@@ -113,7 +151,7 @@ const char* launch(const typename Program::Args& args, size_t blocks, size_t sha
     if (posix_memalign(&memory, 16, shared > 0 ? shared : 1) != 0) return "out of memory";
     memset(memory, 0xff, shared);
     Block<Program> block(static_cast<char*>(memory), host().place(static_cast<int>(i), static_cast<int>(blocks)));
-    Program::run(block, args);
+    run_block(block, args);
     free(memory);
   }
   return nullptr;

@@ -22,6 +22,7 @@ struct LinearArgs {
   int* counters;                // [strips, panels]
   float* partial;               // [strips, panels, splits, rows of a panel, columns of a strip]
   float* factors;               // [rows]: one over a row's root mean square; nullptr: every block finds its own rows'
+  bool weights_stay;            // no launch writes the weights: they may be read before earlier ones have ended
 
   KV_HD int rows() const { return static_cast<int>(call.batch * call.tokens); }
   KV_HD int inputs() const { return static_cast<int>(call.inputs); }

@@ -196,8 +196,9 @@ extern "C" const char* kv_cuda_linear(const KvLinear* call, const KvCuda* where)
   LinearArgs args;
   if (const char* problem = check(a)) return problem;
   if (a.batch * a.tokens == 0) return nullptr;
-  if (const char* problem = this_device(&device)) return problem;
+  if (const char* problem = this_device(&device, where->begin)) return problem;
   if (const char* problem = check_workspace(*where, plan(a, device, where->workspace, &args))) return problem;
+  args.weights_stay = where->begin == KV_CUDA_EARLY_WEIGHTS;
   if (where->counters) args.counters = static_cast<int*>(where->counters);
   return run(a, args, device, static_cast<Stream>(where->stream));
 }

@@ -76,29 +76,41 @@ struct LinearMma {
   }
   static int chunks(const KvLinear& a) { return static_cast<int>((a.inputs + kInputs - 1) / kInputs); }
 
+  // What a block makes.
+  struct Part {
+    const Work w;
+    const KvProduct& p;
+    const Shared s;
+    const int inputs;
+    const Range range;  // chunks
+
+    KV_DEVICE Part(const LinearArgs& args, const Block<LinearMma>& block)
+        : w(args, block.index()),
+          p(args.call.products[w.product]),
+          s(divide(block.shared)),
+          inputs(args.inputs()),
+          range(share_of(w.split, args.splits, (inputs + kInputs - 1) / kInputs, 1)) {}
+  };
+
+  // The first chunks of columns, and the scales of the first.
+  static KV_DEVICE void before(Block<LinearMma>& block, const LinearArgs& args) {
+    if (!args.weights_stay) block.wait_for_earlier();
+    const Part part(args, block);
+    block.each_alone([&](int t, Registers& r) { start(r, args, part.p, part.w.strip, t); });
+    for (int i = 0; i < kStages - 1; ++i) fetch(block, part, part.range.from + i, i);
+    block.each_alone([&](int t, Registers& r) { load_groups(r, args, part.p, part.range.from, t); });
+  }
+
   static KV_DEVICE void run(Block<LinearMma>& block, const LinearArgs& args) {
     const KvLinear& a = args.call;
-    const Work w(args, block.index());
-    const KvProduct& p = a.products[w.product];
-    const Shared s = divide(block.shared);
-    const int first = w.panel * kRows, rows = min_of(kRows, args.rows() - first), inputs = args.inputs();
-    const Range range = share_of(w.split, args.splits, (inputs + kInputs - 1) / kInputs, 1);
-    block.each_alone([&](int t, Registers& r) { start(r, args, p, w.strip, t); });
-    const auto fetch = [&](int chunk, int stage) {
-      block.each_alone([&](int t, Registers& r) {
-        const int at = t % kAcross * 16;
-        if (chunk >= range.to || at >= inputs / U::kInputs * U::kBytes - chunk * kChunk) return;
-#pragma unroll
-        for (int i = 0; i < kOwn; ++i)
-          block.template copy<16>(s.column(stage, i * kDown + t / kAcross) + at,
-                                  r.from[i] + static_cast<size_t>(chunk) * kChunk + at);
-      });
-      block.cp_async_commit();
-    };
-    for (int i = 0; i < kStages - 1; ++i) fetch(range.from + i, i);
+    const Part part(args, block);
+    const Work& w = part.w;
+    const KvProduct& p = part.p;
+    const Shared& s = part.s;
+    const Range range = part.range;
+    const int first = w.panel * kRows, rows = min_of(kRows, args.rows() - first), inputs = part.inputs;
     factors(block, args, s, first, rows);
     block.each_alone([&](int t, Registers& r) {
-      load_groups(r, args, p, range.from, t);
       keep_groups(r, s, 0, t);
       if (range.from + 1 < range.to) load_groups(r, args, p, range.from + 1, t);
       load_rows(args, s, first, rows, range.from, 0, t);
@@ -109,7 +121,7 @@ struct LinearMma {
     uint32_t ends = alike ? ends_of(kUnits, group, left) : 0;
     for (int chunk = range.from, i = 0; chunk < range.to; ++chunk, ++i) {
       block.cp_async_wait(kStages - 2);  // and the chunk before is no longer needed
-      fetch(chunk + kStages - 1, stage ? stage - 1 : kStages - 1);
+      fetch(block, part, chunk + kStages - 1, stage ? stage - 1 : kStages - 1);
       block.each_alone([&](int t, Registers& r) {
         if (chunk + 1 >= range.to) return;
         keep_groups(r, s, (i + 1) % 2, t);
@@ -140,6 +152,19 @@ struct LinearMma {
       finish<float>(block, args, w, sums);
     else
       finish<T>(block, args, w, sums);
+  }
+
+  // Between phases: the columns of a chunk, where the split has it, are on their way into a stage.
+  static KV_DEVICE void fetch(Block<LinearMma>& block, const Part& part, int chunk, int stage) {
+    block.each_alone([&](int t, Registers& r) {
+      const int at = t % kAcross * 16;
+      if (chunk >= part.range.to || at >= part.inputs / U::kInputs * U::kBytes - chunk * kChunk) return;
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i)
+        block.template copy<16>(part.s.column(stage, i * kDown + t / kAcross) + at,
+                                r.from[i] + static_cast<size_t>(chunk) * kChunk + at);
+    });
+    block.cp_async_commit();
   }
 
   static KV_DEVICE int tile_of(int t, int m) { return t / kWarp * kHigh + m; }

@@ -183,7 +183,7 @@ extern "C" const char* kv_cuda_merge_cache(const KvMergeCache* call, const KvCud
   if (a.batch == 0) return nullptr;
   for (const void* pointer : {a.past.key, a.past.value, a.present.key, a.present.value})
     if (!is_aligned(pointer)) return "a tensor is not aligned to 16 bytes";
-  if (const char* problem = this_device(&device)) return problem;
+  if (const char* problem = this_device(&device, where->begin)) return problem;
   if (const char* problem = check_workspace(*where, lay_out(a, device, where->workspace, &merge))) return problem;
   const KvState &past = a.past, &present = a.present;
   merge.in_place = past.key == present.key && past.value == present.value && past.votes == present.votes &&
@@ -204,10 +204,12 @@ extern "C" const char* kv_cuda_target(void) {
 #ifndef __CUDACC__
 // For tests: how the host runs (../core/block.h). order: 0, 1, 2.
 extern "C" void kv_host_set(int order, int late_copies, int multiprocessors, size_t shared_limit) {
-  kv::cuda::host() = {order, late_copies != 0, multiprocessors, shared_limit};
+  kv::cuda::host() = {order, late_copies != 0, multiprocessors, shared_limit, 0};
   kv::cuda::checked().clear();
 }
-// ... the launches that were only checked since then, and how many items a share has (share_of).
+// ... when the launches of the last call were to begin; the launches that were only checked since then, and how many
+// items a share has (share_of).
+extern "C" int kv_host_began(void) { return kv::cuda::host().began; }
 extern "C" const char* kv_host_checked(void) { return kv::cuda::checked().c_str(); }
 extern "C" int kv_host_share(int share, int shares, int items, int unit) {
   const kv::cuda::Range found = kv::cuda::share_of(share, shares, items, unit);

@@ -39,7 +39,7 @@ extern "C" const char* kv_cuda_all_reduce(const KvCudaRanks* ranks, int type, co
     if (!ranks->mailbox[rank]) return "a rank has no mailbox";
   if (count == 0) return nullptr;
   Device device;
-  if (const char* problem = this_device(&device)) return problem;
+  if (const char* problem = this_device(&device, KV_CUDA_EARLY)) return problem;
   Sum args{};
   args.ranks = *ranks, args.part = part, args.sum = sum, args.count = static_cast<int64_t>(count);
   args.aligned = is_aligned(part) && is_aligned(sum);

@@ -5,7 +5,8 @@
 //   Between blocks       an atomic operation after a barrier and a fence says that a block's earlier phases are over
 //                        (a release); a block whose atomic operation at that address comes later learns it, and what a
 //                        thread of it reads is ordered after a fence and a barrier (an acquire).
-//   Between launches     everything is ordered.
+//   Between launches     a thread writes global memory, and reads of it what is not constant, once it has waited for
+//                        the end of earlier launches; all threads do. With that everything is ordered.
 //   Asynchronous copies  until its thread has waited for them, nobody touches the bytes that they fill.
 //
 // Blocks run one after another, so a fault shows in the order in which it could happen, not in luck: what is looked at
@@ -49,6 +50,7 @@ struct Memory {
   uint64_t recent_page[64];
   Cell* recent[64] = {};
   Range shared, own;
+  std::vector<Range> constant;  // what no launch writes
   bool late_copies = false;
   uint32_t phase = 0, block_began = 0, launch_began = 0;
   size_t acquired = 0;  // how many lessons hold for the whole block
@@ -84,6 +86,20 @@ const char* space(uint64_t at) { return is_shared(at) ? "shared" : "global"; }
 
 void aligned(uint64_t at, int bytes, int site) {
   if (at % bytes) report(site, "%d bytes at an address that is no multiple of that", bytes);
+}
+
+bool is_constant(uint64_t at, int bytes) {
+  for (const Range& range : memory().constant)
+    if (range.holds(at) && range.holds(at + bytes - 1)) return true;
+  return false;
+}
+
+// Of an access to global memory: whether what earlier launches do to it is over.
+enum Access { kReads, kWrites };
+void after_earlier(uint64_t at, int bytes, int site, Access access) {
+  if (thread().waited || is_shared(at) || memory().own.holds(at)) return;
+  if (access == kReads && is_constant(at, bytes)) return;
+  report(site, "%s global bytes before it has waited for earlier launches", access == kReads ? "reads" : "writes");
 }
 
 // Of these bytes the first fault alone.
@@ -172,10 +188,14 @@ void end_thread() {
   size_t left = thread().open.size();
   for (const auto& batch : thread().committed) left += batch.size();
   if (left > 0) report(thread().site, "the thread ended with asynchronous copies on their way");
+  if (!thread().waited) report(thread().site, "the thread ended and had not waited for earlier launches");
 }
+
+void wait_for_earlier(int site) { thread().waited = true, thread().site = site; }
 
 void read(uint64_t at, int bytes, int site) {
   aligned(at, bytes, site);
+  after_earlier(at, bytes, site, kReads);
   if (memory().own.holds(at)) return;
   each_cell(at, bytes, [&](Cell& cell) { return check_read(cell, at, site); });
   each_cell(at, bytes, [&](Cell& cell) { return note_read(cell, site), false; });
@@ -183,6 +203,7 @@ void read(uint64_t at, int bytes, int site) {
 
 void write(uint64_t at, const void* row, int bytes, int site) {
   aligned(at, bytes, site);
+  after_earlier(at, bytes, site, kWrites);
   if (!memory().own.holds(at)) {
     const bool same = memcmp(reinterpret_cast<const void*>(at), row, bytes) == 0;
     each_cell(at, bytes, [&](Cell& cell) { return check_write(cell, at, site, false, same); });
@@ -197,6 +218,7 @@ void write(uint64_t at, const void* row, int bytes, int site) {
 void note_atomic(uint64_t at, int bytes, int site) {
   Memory& m = memory();
   aligned(at, bytes, site);
+  after_earlier(at, bytes, site, kWrites);
   each_cell(at, bytes, [&](Cell& cell) { return check_write(cell, at, site, true, false); });
   each_cell(at, bytes, [&](Cell& cell) { return note_write(cell, site, true), false; });
   if (is_shared(at)) return;
@@ -223,6 +245,7 @@ void fence() {
 
 void copy_async(uint64_t to, uint64_t from, int bytes, int site) {
   aligned(to | from, bytes, site);
+  after_earlier(from, bytes, site, kReads);
   each_cell(from, bytes, [&](Cell& cell) { return check_read(cell, from, site); });
   each_cell(from, bytes, [&](Cell& cell) { return note_read(cell, site), false; });
   each_cell(to, bytes, [&](Cell& cell) {
@@ -260,3 +283,11 @@ void copy_wait(int pending) {
 
 }  // namespace ptx
 }  // namespace kv
+
+// For tests: bytes that no launch writes, beside those named before; of 0 bytes, none.
+extern "C" void kv_ptx_constant(const void* begin, size_t bytes) {
+  std::vector<kv::ptx::Range>& known = kv::ptx::memory().constant;
+  const uint64_t at = reinterpret_cast<uint64_t>(begin);
+  if (bytes == 0) return known.clear();
+  known.push_back({at, at + bytes});
+}

@@ -27,6 +27,7 @@ struct Thread {
   State state = kReady;
   void* stack_pointer = nullptr;
   uint64_t instructions = 0;
+  bool waited = false;  // for the end of earlier launches
   // At a barrier or in an operation of its warp: where, which one, what it gives and takes.
   int site = 0, kind = 0;
   const void* gives = nullptr;
@@ -49,6 +50,7 @@ const Launched& launched();
 
 void barrier(int site);
 void fence();
+void wait_for_earlier(int site);
 void read(uint64_t at, int bytes, int site);
 void write(uint64_t at, const void* row, int bytes, int site);
 inline void keep(uint64_t at, const void* row, int bytes) { memcpy(reinterpret_cast<void*>(at), row, bytes); }

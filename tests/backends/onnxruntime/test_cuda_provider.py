@@ -101,6 +101,33 @@ def test_linear_computes_and_refuses_what_the_cpus_does(on_the_binding: None) ->
 
 
 @needs_binding
+def test_launches_begin_early_and_read_weights_that_stay_first(on_the_binding: None) -> None:
+    """Weights that are initializers stay; what a run gives may be what another launch has just written."""
+    from tests.conformance.cuda_library import EARLY, EARLY_WEIGHTS, HOST
+    from tests.conformance.cuda_library import load as library
+    from tests.ops import test_linear as plain
+    from tests.ops import test_linear_packed as packed
+
+    def began(made: onnx.ModelProto, **feed: np.ndarray[Any, Any]) -> int:
+        plain.session(made, True).run(None, feed)
+        return int(library(HOST).kv_host_began())
+
+    x, weight = np.ones((1, 2, 32), np.float16), np.ones((8, 32), np.float16)
+    made = plain.model_of(plain.Form(), "float16", ["B", "T", 32], [8, 32], False)
+    assert began(made, input=x, weight0=weight) == EARLY
+    made.graph.initializer.append(onnx.numpy_helper.from_array(weight, "weight0"))
+    del made.graph.input[1]
+    assert began(made, input=x) == EARLY_WEIGHTS
+    packing = packed.FORMATS[0]
+    tensors, _ = packed.packed_weight(np.random.default_rng(0), packing, "weight0", 8, 32)
+    made = packed.model_of(packed.form_of(packing), "float16", {"input": ["B", "T", 32]}, tensors)
+    assert began(made, input=x) == EARLY_WEIGHTS
+    scale = made.graph.initializer.pop()
+    made.graph.input.append(onnx.helper.make_tensor_value_info(scale.name, scale.data_type, scale.dims))
+    assert began(made, input=x, **{scale.name: onnx.numpy_helper.to_array(scale)}) == EARLY
+
+
+@needs_binding
 def test_caches_of_bfloat16_have_the_bits_of_the_kernels_called_by_themselves(on_the_binding: None) -> None:
     from kvexport.methods.slots import Statistic
     from kvexport.ops.vote_attention import VoteAttentionAttributes

@@ -19,7 +19,7 @@ from tests.support.cuda_ranks import View
 from tests.support.fake_gpu import Clock, fake_gpu
 from tests.support.fake_gpus import Driver, load_driver
 from tools.gpu_check import __main__ as gpu_check
-from tools.gpu_check import goals, linear, model, parts, prebuilt, proof, ranks
+from tools.gpu_check import goals, launches, linear, model, parts, prebuilt, proof, ranks
 from tools.gpu_check.target import Skipped, Target
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="not reached: g++ was not found")
@@ -48,6 +48,7 @@ def test_every_measurement_runs_to_its_goals(clock: Clock) -> None:
             "merge": parts.merge,
             "prefill": parts.prefill,
             "linear": linear.linear,
+            "launches": launches.launches,
             "model": model.model,
             "repeat": proof.repeat,
         }.items()
@@ -63,6 +64,13 @@ def test_every_measurement_runs_to_its_goals(clock: Clock) -> None:
     assert found["merge"]["figures"]["rows"][0]["slack"] == 512, "the recipes' slack"
     assert found["model"]["figures"]["harness"] == "torch.compile"
     assert len(kept) > 15, "rows are kept as they are measured"
+
+
+def test_launches_that_make_other_bits_than_those_in_order_fail(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, bits = target([]), iter([b"a", b"b"])
+    monkeypatch.setattr(launches.Layers, "outcome", lambda *_: next(bits))
+    with pytest.raises(RuntimeError, match="launches that begin early make other bits than those in order"):
+        launches.launches(made)
 
 
 def test_the_sum_of_ranks_is_captured_and_held_to_its_bits(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,7 @@ PARTS = {
     "merge": 60,
     "model": 170,
     "linear": 60,
+    "launches": 45,
     "prefill": 45,
     "conformance": 90,
     "ranks": 90,
@@ -212,10 +213,10 @@ def run_part(options: argparse.Namespace) -> None:
     """In a part's own process: its figures on a line after `FIGURES`, as far as they are after every row; the same
     lines go to the file of rows, which outlives the process that reads them."""
     until = time.monotonic() + options.seconds
-    from tools.gpu_check import linear, model, onnxruntime, parts, proof, ranks, transformers
+    from tools.gpu_check import launches, linear, model, onnxruntime, parts, proof, ranks, transformers
     from tools.gpu_check.target import Skipped, Target
 
-    modules = (proof, parts, model, linear, ranks, transformers, onnxruntime)
+    modules = (proof, parts, model, linear, launches, ranks, transformers, onnxruntime)
     if options.on_host:
         import torch
 

@@ -13,6 +13,7 @@ def goals(parts: dict[str, Any]) -> list[Row]:
     rows = [*_decode(figures.get("decode", {}).get("rows", [])), *_prefill(figures.get("prefill", {}).get("rows", []))]
     rows += _model(figures.get("model", {}), figures.get("transformers", {}))
     rows += _linear(figures.get("linear", {}).get("rows", []))
+    rows += _launches(figures.get("launches", {}).get("rows", []))
     rows.append(_goal("Runs of the same bits", figures.get("repeat", {}).get("runs"), least=1000))
     proof = figures.get("conformance", {})
     for dtype, allowed in {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}.items():
@@ -78,6 +79,18 @@ def _linear(rows: list[Row]) -> list[Row]:
     for kind, least in {"int4": 0.6, "int8": 0.7, "float16": 0.7}.items():
         share = _of([row for row in one if row["weights"] == kind], min, lambda row: row["share of bandwidth"])
         found.append(_goal(f"Linear of one row, {kind}: share of the copy bandwidth", share, least=least))
+    return found
+
+
+def _launches(rows: list[Row]) -> list[Row]:
+    found = []
+    for model, weights in {"SmolLM2-135M": "float16", "Llama-2-7B": "int4"}.items():
+        early = [row for row in rows if row["model"] == model and row["begin"] == "early, weights first"]
+        floor = _of(early, max, lambda row: row["over the floor"])
+        order = _of(early, max, lambda row: row["over in order"])
+        what = f"The layers of a step, {model} in {weights}"
+        found.append(_goal(f"{what}: over the time of their bytes", floor, most=1.2))
+        found.append(_goal(f"{what}: early launches over those in order", order, most=1))
     return found
 
 

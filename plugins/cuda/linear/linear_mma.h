@@ -275,6 +275,10 @@ struct LinearMma {
                                        int stage, int buffer, uint32_t ends, int rows) {
     const uint32_t turned[2] = {U::turned(p.weight.is_signed), U::turned(weight_of(a, p, 1).is_signed)};
     const Group* groups = &s.group(buffer, 0, 0);
+    if constexpr (kTiles == 1 && kBits == 4 && !kMinima) {  // groups of 32 or 128 that fill the chunk
+      if (ends == 0xff) return multiply_groups<1>(block, s, stage, buffer, turned, rows);
+      if (ends == 0x88) return multiply_groups<4>(block, s, stage, buffer, turned, rows);
+    }
     begin_group<kMinima>(block, groups);
     // Unrolled, a unit's place is a constant; panels of many rows have work enough for a loop.
 #pragma unroll(kTiles == 1 ? kUnits : 1)
@@ -284,6 +288,18 @@ struct LinearMma {
       end_group<kMinima>(block);
       if (ends < 2u << u) break;
       begin_group<kMinima>(block, groups += kGroupStride);
+    }
+  }
+
+  // The same of a chunk of 8 units whose groups are kUnitsEach: they lie at constant places, and nothing is asked.
+  template <int kUnitsEach>
+  static KV_DEVICE void multiply_groups(Block<LinearMma>& block, const Shared& s, int stage, int buffer,
+                                        const uint32_t (&turned)[2], int rows) {
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      if (u % kUnitsEach == 0) begin_group<false>(block, &s.group(buffer, u / kUnitsEach, 0));
+      multiply_unit<false>(block, s, stage, buffer, u, turned, rows);
+      if (u % kUnitsEach == kUnitsEach - 1) end_group<false>(block);
     }
   }
 
@@ -343,7 +359,7 @@ struct LinearMma {
     });
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
-      if (n * 8 >= rows) break;
+      if (kTiles > 1 && n * 8 >= rows) break;
       block.each_alone(
           [&](int t, Registers& r) { U::load_inputs(s.row(buffer, n * 8 + t % kWarp / 4), u, t % kWarp, r.b); });
 #pragma unroll

@@ -26,6 +26,17 @@ KV_DEVICE uint32_t add_pairs(uint32_t x, uint32_t y) {
 #endif
 }
 
+// Some bits of a word, some of them turned, in one instruction.
+KV_DEVICE uint32_t chosen_bits(uint32_t word, uint32_t mask, uint32_t turned) {
+#ifdef __CUDACC__
+  uint32_t bits;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(bits) : "r"(word), "r"(mask), "r"(turned));  // (a & b) ^ c
+  return bits;
+#else
+  return (word & mask) ^ turned;
+#endif
+}
+
 // Bytes 2 pair and 2 pair + 1 of a word, each below the byte 0x64.
 KV_DEVICE uint32_t spread_bytes(uint32_t word, int pair) {
 #ifdef __CUDACC__
@@ -62,7 +73,7 @@ struct Unit {
   // Elements 0 and 1 (half 0) or 4 and 5 of a row of a, in a step.
   static KV_DEVICE uint32_t pair(const uint32_t* word, int step, int half, uint32_t turned, uint32_t less) {
     if (kBits == 0) return word[half];
-    if (kBits == 4) return add_pairs<T>((word[0] >> (8 * step + 4 * half) & 0x000f000fu) ^ turned, less);
+    if (kBits == 4) return add_pairs<T>(chosen_bits(word[0] >> (8 * step + 4 * half), 0x000f000fu, turned), less);
     const uint32_t bytes = word[0] ^ turned;
     if (!kByFloats) return add_pairs<T>(spread_bytes(bytes, half), less);
     const auto number = [&](int i) {

@@ -93,19 +93,20 @@ def tables(named: Sequence[tuple[str, Sequence[Perturbation]]], what: str) -> li
     return out
 
 
-def layer_sections(rows: Sequence[Perturbation]) -> list[Section]:
-    """A run's tables, layer by layer, and its drawings."""
+def layer_sections(rows: Sequence[Perturbation], of: str = "layer") -> list[Section]:
+    """A run's tables, layer by layer, and its drawings. of: what the numbers are of, a "layer" or a "cache"."""
     if not rows:
         return [Paragraph("No perturbation by merging: no entry had to be evicted.")]
-    named = [(f"layer {i}", [r for r in rows if r.layer == i]) for i in sorted({r.layer for r in rows})]
+    named = [(f"{of} {i}", [r for r in rows if r.layer == i]) for i in sorted({r.layer for r in rows})]
     worst = max(rows, key=lambda r: r.largest)
-    text = f"The largest error of a head, {worst.largest:.3g}, is layer {worst.layer}'s "
+    text = f"The largest error of a head, {worst.largest:.3g}, is {of} {worst.layer}'s "
     text += f"after {worst.tokens} tokens ({worst.query} query)."
-    return [*tables([*named, ("all", rows)], "layer"), Paragraph(text), *drawings(rows, "")]
+    return [*tables([*named, ("all", rows)], of), Paragraph(text), *drawings(rows, "", of)]
 
 
-def drawings(rows: Sequence[Perturbation], name: str) -> list[Section]:
-    """Errors and bound merge by merge, and a map of layers and merges. name: ends the titles; "" for none."""
+def drawings(rows: Sequence[Perturbation], name: str, of: str = "layer") -> list[Section]:
+    """Errors and bound merge by merge, and a map of layers (or caches, `of`) and merges. name: ends the titles; "" for
+    none."""
     current, following = ([r for r in rows if r.query == query] for query in QUERIES)
     if not following:
         return []
@@ -115,7 +116,7 @@ def drawings(rows: Sequence[Perturbation], name: str) -> list[Section]:
         _line("next query, to full", following, lambda rows: _mean(rows, "to_full")),
     ]
     ending = f": {name}" if name else ""
-    layers = _map(following, f"Perturbation by layer{ending}")
+    layers = _map(following, f"Perturbation by {of}{ending}", of)
     if following[0].theorem is None:
         return [_plot(f"Perturbation, merge by merge{ending}", "mean over heads", lines), layers]
     lines.append(_line("next query, bound by slot", following, lambda rows: _mean(rows, "by_slot")))
@@ -165,7 +166,7 @@ def _line(name: str, rows: Sequence[Perturbation], figure: Callable[[Sequence[Pe
     return Series(name, [float(step) for step, _ in merges], [figure(of_step) for _, of_step in merges])
 
 
-def _map(rows: Sequence[Perturbation], title: str) -> HeatMap:
+def _map(rows: Sequence[Perturbation], title: str, of: str) -> HeatMap:
     """Layers against stretches of merges."""
     steps, layers = sorted({r.step for r in rows}), sorted({r.layer for r in rows})
     stretches = [s.tolist() for s in np.array_split(steps, min(STRETCHES, len(steps)))]
@@ -177,7 +178,7 @@ def _map(rows: Sequence[Perturbation], title: str) -> HeatMap:
     return HeatMap(
         title,
         "merges",
-        "layer",
+        of,
         ticks,
         layers,
         values,

@@ -25,8 +25,8 @@ KINDS = {"hidden": "hidden state", "key": "keys", "value": "values", "logits": "
 @dataclass(frozen=True)
 class Mismatch:
     """Where an engine differs from its reference by more than is allowed. step: number of the call; phase: prefill,
-    decode or merge; layer: None for logits; largest: the difference; slot: of the cache, or of the call's tokens where
-    the tensor is the hidden state or logits; head: None for these."""
+    decode or merge; layer: the number of the cache, None for logits; largest: the difference; slot: of the cache, or of
+    the call's tokens where the tensor is the hidden state or logits; head: None for these."""
 
     step: int
     phase: str
@@ -38,8 +38,9 @@ class Mismatch:
     head: int | None = None
     slot: int | None = None
 
-    def __str__(self) -> str:
-        where = "" if self.layer is None else f"layer {self.layer}, "
+    def said(self, of: str) -> str:
+        """In a line; of: what has a cache, a "layer", or each of a layer's KV heads a "cache"."""
+        where = "" if self.layer is None else f"{of} {self.layer}, "
         named = {"lane": self.lane, "head": self.head, "slot" if self.head is not None else "token": self.slot}
         at = "".join(f", {name} {number}" for name, number in named.items() if number is not None)
         return (
@@ -109,7 +110,8 @@ class ValidationResult:
     kl, agrees: per sequence KL(full cache || engine) in nats and whether the top token agrees, at `positions`.
     top_logits_hold: whether what a device chooses tokens from is a row's largest logits, None where it is the row.
     telemetry: what merges did to the reference's attention, None where nobody asked. layers: how many of the model's
-    were held, and how many it has; None = all. seconds: what it took.
+    were held, and how many it has; None = all. caches_of: "layer" where each has one, "cache" where KV heads have
+    their own, which are numbered through. seconds: what it took.
     """
 
     artifact: str
@@ -135,6 +137,7 @@ class ValidationResult:
     positions: list[list[int]] = field(default_factory=list)
     telemetry: list[Perturbation] | None = None
     layers: tuple[int, int] | None = None
+    caches_of: str = "layer"
     seconds: float = 0.0
 
     def note(self, mismatch: Mismatch) -> None:
@@ -164,7 +167,7 @@ class ValidationResult:
         found = []
         if self.mismatch:
             more = f" (the first of {self.mismatched})" if self.mismatched > 1 else ""
-            found.append(f"the engine differs from PyTorch: {self.mismatch}{more}")
+            found.append(f"the engine differs from PyTorch: {self.mismatch.said(self.caches_of)}{more}")
         if len(self.flips) > max(FEW_FLIPS, FLIPS_ALLOWED * self.head_merges):
             found.append(
                 f"{len(self.flips)} of {self.head_merges} heads merge otherwise than in PyTorch, each as rounding may "
@@ -229,7 +232,17 @@ class ValidationResult:
                 (m.layer, m.step, m.phase, m.tensor, m.lane, m.head, m.slot, m.largest, m.allowed)
                 for m in self.mismatches
             ]
-            heads = ("layer", "call", "phase", "tensor", "lane", "head", "slot or token", "difference", "allowed")
+            heads = (
+                self.caches_of,
+                "call",
+                "phase",
+                "tensor",
+                "lane",
+                "head",
+                "slot or token",
+                "difference",
+                "allowed",
+            )
             sections.append(Table(f"Differences, the first {len(rows)} of {self.mismatched}", heads, rows))
         if self.flips:
             names = ("layer", "step", "lane", "head", "slot", "tensor", "difference", "roundings")
@@ -238,15 +251,15 @@ class ValidationResult:
             )
             note += "float64, with which it makes the engine's choice; 0 where float64 makes it exactly."
             flips = [tuple(flip[name] for name in names) for flip in self.flips]
-            sections.append(Table("Ties that rounding decides", names, flips, note))
+            sections.append(Table("Ties that rounding decides", (self.caches_of, *names[1:]), flips, note))
         if self.rounding:
             sections.append(self._rounding())
         sections += self._plots()
-        return sections if self.telemetry is None else [*sections, *layer_sections(self.telemetry)]
+        return sections if self.telemetry is None else [*sections, *layer_sections(self.telemetry, self.caches_of)]
 
     def _summary(self) -> dict[str, Any]:
         calls = ", ".join(f"{n} {phase}" for phase, n in Counter(s["phase"] for s in self.steps).items())
-        budgets = sorted(set(self.budgets))
+        budgets, of = sorted(set(self.budgets)), self.caches_of
         distances = {
             f"KL(full cache || engine), {kind}": f"{self.mean_kl(kind):.4g} nats, top token the same at "
             f"{self.agreement(kind):.1%}"
@@ -261,7 +274,7 @@ class ValidationResult:
             **self.operators,
             "reference": "PyTorch, on the same state at every step",
             "tokens per sequence": ", ".join(f"{n} ({kind})" for n, kind in zip(self.tokens, self.texts, strict=True)),
-            "budget, slots per layer": budgets[0] if len(budgets) == 1 else f"{budgets[0]} to {budgets[-1]}",
+            f"budget, slots per {of}": budgets[0] if len(budgets) == 1 else f"{budgets[0]} to {budgets[-1]}",
             "calls compared": f"{len(self.steps)} ({calls})",
             "head-merges that differ from PyTorch's by a tie": f"{len(self.flips)} of {self.head_merges}",
             "bound in place": "bit-identical" if self.in_place_identical else "DIFFERS",

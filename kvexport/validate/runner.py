@@ -103,6 +103,7 @@ def validate_artifact(
         tolerance=tolerance,
         operators=chosen.operators(manifest, device),
         own_kl_allowed=OWN_KL[recipe.model.dtype],
+        caches_of="layer" if len(engine.plan.layers) == manifest.model.layers else "cache",
     )
     watching = Telemetry(engine.plan, shape.geometry, method) if telemetry else None
     _quiet_polygraphy()

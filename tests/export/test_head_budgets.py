@@ -14,10 +14,12 @@ from kvexport.cache import LayerGeometry, plan_cache
 from kvexport.export.build import build, read_model
 from kvexport.export.graph.heads import split_heads
 from kvexport.recipe.load import load_recipe
+from kvexport.report.text import render_text
 from kvexport.runtime.lanes import Lanes
 from kvexport.schema.state import STATE
 from kvexport.validate.backend import ReferenceBackend
 from kvexport.validate.reference import TorchReference
+from kvexport.validate.result import Mismatch
 from kvexport.validate.runner import validate_artifact
 
 SETTINGS = ["cache.budget=24", "export.prefill_chunk=16", "limits.max_length=128", "limits.max_batch=2"]
@@ -53,6 +55,9 @@ def test_an_engine_whose_heads_have_budgets_of_their_own_is_pytorchs(tmp_path: P
     assert [layer.budget for layer in manifest.cache.layers] == [14, 34, 29, 19]
     result = validate_artifact(path, length=48)
     assert result.passed and result.in_place_identical and result.head_merges > 10
+    assert "budget, slots per cache" in render_text(result.sections())
+    result.note(Mismatch(0, "merge", 3, "key", 1.0))
+    assert "differs from PyTorch: cache 3, step 0 (merge), tensor key" in result.problem
 
 
 def test_sink_logits_go_to_the_cache_of_their_heads() -> None:

@@ -34,28 +34,29 @@ inline bool few_rows(const KvVoteAttention& a) {
 template <class K, class V>
 struct Decode : DecodeScores<K, V> {
   using Base = DecodeScores<K, V>;
-  using Base::a, Base::group, Base::splits, Base::partials;
+  using Base::a, Base::group, Base::splits, Base::width, Base::partials, Base::width_of;
   using Base::head, Base::key_row, Base::value_row, Base::slot_position, Base::bias, Base::capped, Base::write_output,
       Base::rows_of, Base::decode_scores;
   using typename Base::Head;
   using typename Base::Query;
 
-  static size_t part_size(const KvVoteAttention& a) {
+  static size_t part_size(const KvVoteAttention& a, int splits) {
     const size_t rows = static_cast<size_t>(a.tokens) * (a.query_heads / a.heads);
-    return rows * ((a.tokens == 1 ? 2 : 1) * static_cast<size_t>(a.capacity) + a.value_size + 2);
+    return rows * ((a.tokens == 1 ? 2 : 1) * static_cast<size_t>(width_of(a, splits)) + a.value_size + 2);
   }
 
-  Decode(const KvVoteAttention& call, int splits) : Base(call, splits, part_size(call)) {}
+  Decode(const KvVoteAttention& call, int splits) : Base(call, splits, part_size(call, splits)) {}
 
-  // Of slots [from, to) of a head: logits and weights exp(biased - row_max) [rows, capacity], per row row_max and
-  // row_sum, and the sum of weight * value in `product`. Of several tokens weights may take the place of logits.
+  // Of slots [from, to) of a head: logits and weights exp(biased - row_max) [rows, width], of slot c at g * width + c,
+  // per row row_max and row_sum, and the sum of weight * value in `product`. Of several tokens weights may take the
+  // place of logits.
   void decode(const Head& x, int from, int to, float* logits, float* weights, float* row_max, float* row_sum,
               float* product) const {
     const int d = a.key_size, dv = a.value_size, all = rows_of(x);
     static thread_local Scratch<float> scratch;
-    const size_t count = to - from, scaled = kSmall<K> ? static_cast<size_t>(all) * a.capacity + 2 * count : 0;
+    const size_t count = to - from, scaled = kSmall<K> ? static_cast<size_t>(all) * width + 2 * count : 0;
     float *query = scratch.reserve(static_cast<size_t>(all) * d + count + W + scaled), *slot_bias = query + all * d;
-    float *key_scale = slot_bias + count + W, *value_scale = key_scale + count, *factors = value_scale + count;
+    float *key_scale = slot_bias + count + W, *value_scale = key_scale + count, *factors = value_scale + count - from;
     for (int g = 0; g < all; ++g) {
       const size_t head = static_cast<size_t>(x.b) * a.query_heads + x.h * group + g % group;
       const Query* row = static_cast<const Query*>(a.query) + (head * a.tokens + g / group) * d;
@@ -66,8 +67,7 @@ struct Decode : DecodeScores<K, V> {
       for (; c + kBlock <= min_of(to, x.used); c += kBlock) packed_logits(x, c, query, logits);
     for_each_block(c, to, [&](int c, int end) {
       for_each_rows(all, [&](auto rows, int g) {
-        decode_logits<decltype(rows)::value>(x, c, end, query + g * d, logits + static_cast<size_t>(g) * a.capacity,
-                                             g == 0);
+        decode_logits<decltype(rows)::value>(x, c, end, query + g * d, logits + static_cast<size_t>(g) * width, g == 0);
       });
     });
     if constexpr (kSmall<K>) {
@@ -77,7 +77,7 @@ struct Decode : DecodeScores<K, V> {
     }
     for (int g = 0; g < all; ++g) {
       if (g % group == 0) token_bias(x, from, to, g / group, slot_bias);
-      float *l = logits + static_cast<size_t>(g) * a.capacity, *w = weights + static_cast<size_t>(g) * a.capacity;
+      float *l = logits + static_cast<size_t>(g) * width, *w = weights + static_cast<size_t>(g) * width;
       float best = kLowest;
       int c = from;
       vf best_v = splat(kLowest);
@@ -109,16 +109,16 @@ struct Decode : DecodeScores<K, V> {
     const float* const of_values = kSmall<K> ? factors : weights;
     for_each_block(from, to, [&](int c, int end) {
       for_each_tile(all, [&](auto rows, int g) {
-        decode_product<decltype(rows)::value>(x, c, end, of_values + static_cast<size_t>(g) * a.capacity,
-                                              product + g * dv, g == 0);
+        decode_product<decltype(rows)::value>(x, c, end, of_values + static_cast<size_t>(g) * width, product + g * dv,
+                                              g == 0);
       });
     });
   }
 
-  // out [rows, capacity] = in [rows, capacity] times the scales of the slots [from, to).
+  // out [rows, width] = in [rows, width] times the scales of the slots [from, to).
   void scale_rows(const float* in, const float* scale, int rows, int from, int to, float* out) const {
     for (int g = 0; g < rows; ++g) {
-      const size_t row = static_cast<size_t>(g) * a.capacity;
+      const size_t row = static_cast<size_t>(g) * width;
       for (int c = from; c < to; ++c) out[row + c] = in[row + c] * scale[c - from];
     }
   }
@@ -193,7 +193,7 @@ struct Decode : DecodeScores<K, V> {
       for (int r = 0; r < R; ++r) row[r] = query + (g + r) * d;
       tile_products<false, R>(row, keys, d, tile, fetch);
       for (int r = 0; r < R; ++r)
-        memcpy(logits + static_cast<size_t>(g + r) * a.capacity + from, tile + r * kBlock, kBlock * sizeof(float));
+        memcpy(logits + static_cast<size_t>(g + r) * width + from, tile + r * kBlock, kBlock * sizeof(float));
     });
   }
 
@@ -238,12 +238,11 @@ struct Decode : DecodeScores<K, V> {
         for (int s = 0; s < S; ++s) {
           float rest = 0.0f;
           for (int i = whole; i < d; ++i) rest += element(row[s], i) * query[r * d + i];
-          logits[static_cast<size_t>(r) * a.capacity + c + s] = out[r * S + s] + rest;
+          logits[static_cast<size_t>(r) * width + c + s] = out[r * S + s] + rest;
         }
     }
     for (; c < to; ++c)
-      for (int r = 0; r < R; ++r)
-        logits[static_cast<size_t>(r) * a.capacity + c] = dot(key_row(x, c), query + r * d, d);
+      for (int r = 0; r < R; ++r) logits[static_cast<size_t>(r) * width + c] = dot(key_row(x, c), query + r * d, d);
   }
 
   template <int R>
@@ -257,7 +256,7 @@ struct Decode : DecodeScores<K, V> {
       for (int r = 0; r < R; ++r) {
         float dots = 0.0f;
         for (int c = from; c < to; ++c)
-          dots += weights[static_cast<size_t>(r) * a.capacity + c] * element(value_row(x, c), i);
+          dots += weights[static_cast<size_t>(r) * width + c] * element(value_row(x, c), i);
         out[r * dv + i] += dots;
       }
   }
@@ -271,7 +270,7 @@ struct Decode : DecodeScores<K, V> {
       vf value[N];
       for (int j = 0; j < N; ++j) value[j] = load(at(row, j * W));
       for (int r = 0; r < R; ++r) {
-        const float weight = weights[static_cast<size_t>(r) * a.capacity + c];
+        const float weight = weights[static_cast<size_t>(r) * width + c];
         for (int j = 0; j < N; ++j) dots[r][j] += weight * value[j];
       }
     }
@@ -292,13 +291,14 @@ struct Decode : DecodeScores<K, V> {
     return {min_of(s * each, slots), min_of((s + 1) * each, slots)};
   }
 
-  // A split's partial result: logits and weights [rows, capacity], product [rows, Dv], row_max and row_sum [rows].
+  // A split's partial result: logits and weights [rows, width] of the slots that begin with `from`, which slots index
+  // as they do elsewhere; product [rows, Dv], row_max and row_sum [rows].
   struct DecodePart {
     float *logits, *weights, *product, *row_max, *row_sum;
-    DecodePart(float* p, const KvVoteAttention& a) : logits(p) {
-      const size_t rows = static_cast<size_t>(a.tokens) * (a.query_heads / a.heads), all = rows * a.capacity;
-      weights = a.tokens == 1 ? p + all : p;
-      product = weights + all;
+    DecodePart(float* p, const KvVoteAttention& a, int width, int from) : logits(p - from) {
+      const size_t rows = static_cast<size_t>(a.tokens) * (a.query_heads / a.heads), all = rows * width;
+      weights = a.tokens == 1 ? logits + all : logits;
+      product = weights + all + from;
       row_max = product + rows * a.value_size;
       row_sum = row_max + rows;
     }
@@ -309,8 +309,8 @@ struct Decode : DecodeScores<K, V> {
     const int s = static_cast<int>(task % splits);
     if (x.n == 0) return;
     static thread_local Scratch<float> alone;
-    const DecodePart part(splits == 1 ? alone.reserve(part_size(a)) : partials.of(task), a);
     const auto [from, to] = slots_of(s, x.end());
+    const DecodePart part(splits == 1 ? alone.reserve(part_size(a, 1)) : partials.of(task), a, width, from);
     decode(x, from, to, part.logits, part.weights, part.row_max, part.row_sum, part.product);
     if (splits == 1) combine_splits(x, part);
   }
@@ -321,7 +321,9 @@ struct Decode : DecodeScores<K, V> {
     const int all = rows_of(x);
     float *shares = scratch.reserve(static_cast<size_t>(splits) * all + a.value_size), *row = shares + splits * all;
     const size_t first_task = (static_cast<size_t>(x.b) * a.heads + x.h) * splits;
-    auto part_of = [&](int s) { return splits == 1 ? whole : DecodePart(partials.of(first_task + s), a); };
+    auto part_of = [&](int s) {
+      return splits == 1 ? whole : DecodePart(partials.of(first_task + s), a, width, slots_of(s, x.end()).from);
+    };
     for (int g = 0; g < all; ++g) {
       const float* sink = a.sink_logits ? a.sink_logits + x.h * group + g % group : nullptr;
       float row_max = sink ? *sink : kLowest, row_sum = 0.0f;
@@ -345,7 +347,7 @@ struct Decode : DecodeScores<K, V> {
     }
   }
 
-  void finish(const Head& x, size_t index) { combine_splits(x, DecodePart(partials.of(index * splits), a)); }
+  void finish(const Head& x, size_t index) { combine_splits(x, DecodePart(partials.of(index * splits), a, width, 0)); }
 };
 
 }  // namespace

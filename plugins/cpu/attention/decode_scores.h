@@ -12,8 +12,16 @@ template <class K, class V>
 struct DecodeScores : Attention<K, V> {
   using Base = Attention<K, V>;
   using Base::a, Base::group, Base::bias;
-  using Base::Base;
   using typename Base::Head;
+
+  const int width;  // slots of a split at the most: the columns of its logits and weights
+
+  static int width_of(const KvVoteAttention& a, int splits) {
+    return ((a.capacity + splits - 1) / splits + W - 1) / W * W;
+  }
+
+  DecodeScores(const KvVoteAttention& call, int splits, size_t part)
+      : Base(call, splits, part), width(width_of(call, splits)) {}
 
   int rows_of(const Head& x) const { return x.n * group; }
 
@@ -40,12 +48,12 @@ struct DecodeScores : Attention<K, V> {
         int c = from;
         for (; c + W <= min_of(to, x.used); c += W) {
           vf seen{};
-          for (int g = first; g < all; ++g) seen += load(weights + static_cast<size_t>(g) * a.capacity + c) * factor[g];
+          for (int g = first; g < all; ++g) seen += load(weights + static_cast<size_t>(g) * width + c) * factor[g];
           store(out + c, load(past + c) * decay + seen);
         }
         for (; c < to; ++c) {
           float seen = 0.0f;
-          for (int g = first; g < all; ++g) seen += weights[static_cast<size_t>(g) * a.capacity + c] * factor[g];
+          for (int g = first; g < all; ++g) seen += weights[static_cast<size_t>(g) * width + c] * factor[g];
           out[c] = (c < x.used ? past[c] * decay : 0.0f) + seen;
         }
         continue;
@@ -65,20 +73,19 @@ struct DecodeScores : Attention<K, V> {
             if (c + i >= x.used) start[i] = kLogZero;
         vf highest = start;
         for (int g = 0; g < group; ++g)
-          highest = vmax(highest, load(logits + static_cast<size_t>(g) * a.capacity + c) + term);
+          highest = vmax(highest, load(logits + static_cast<size_t>(g) * width + c) + term);
         vf seen_sum = exp(start - highest);
         for (int g = 0; g < group; ++g)
-          seen_sum += exp(load(logits + static_cast<size_t>(g) * a.capacity + c) + term - highest);
+          seen_sum += exp(load(logits + static_cast<size_t>(g) * width + c) + term - highest);
         store(out + c, highest + log(seen_sum));
       }
       for (; c < to; ++c) {
         const float term = seen[c - from] == kLogZero ? kLogZero : log_share;
         const float start = c < x.used ? past[c] + log_decay : kLogZero;
         float highest = start, seen_sum = 0.0f;
+        for (int g = 0; g < group; ++g) highest = max_of(highest, logits[static_cast<size_t>(g) * width + c] + term);
         for (int g = 0; g < group; ++g)
-          highest = max_of(highest, logits[static_cast<size_t>(g) * a.capacity + c] + term);
-        for (int g = 0; g < group; ++g)
-          seen_sum += std::exp(logits[static_cast<size_t>(g) * a.capacity + c] + term - highest);
+          seen_sum += std::exp(logits[static_cast<size_t>(g) * width + c] + term - highest);
         out[c] = highest + std::log(seen_sum + std::exp(start - highest));
       }
     }

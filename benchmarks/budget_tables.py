@@ -11,7 +11,7 @@ from table_parts import BUDGETS, ROOT, load, name_of, shown, table
 from kvexport.evaluate.statistics import mean
 
 # Recipes of measured budgets, of layers (MODEL-listed) or of KV heads (MODEL-heads).
-LISTED = ("tiny-listed", "small-listed", "smollm2-135m-listed", "smollm2-135m-heads")
+LISTED = tuple(f"{model}-{of}" for model in ("tiny", "small", "smollm2-135m") for of in ("listed", "heads"))
 
 
 def listed() -> str:

@@ -36,7 +36,7 @@ OTHERS = (
     "smollm2-135m-k8v4-cache",
     "keepkv-paper",
 )
-LISTED = {"tiny-listed": 2, "small-listed": 6, "smollm2-135m-listed": 30, "smollm2-135m-heads": 30}  # layers
+LISTED = {"tiny-listed": 2, "tiny-heads": 2, "small-listed": 6, "small-heads": 6, "smollm2-135m-listed": 30, "smollm2-135m-heads": 30}  # layers
 HUB = {
     "llama2-7b-keepkv": ("meta-llama/Llama-2-7b-hf", 4096),
     "llama2-13b-keepkv": ("meta-llama/Llama-2-13b-hf", 4096),

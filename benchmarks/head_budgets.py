@@ -6,7 +6,9 @@ cost a text, and the KL to the full cache in budgets that follow from it, at equ
     python benchmarks/head_budgets.py compare [--slots 51,128,256] [--variants uniform,shipped,layers,heads,prompt]
         [--texts 0,1] [--judged]
 
-`costs`: what `kvexport calibrate --of heads` measures, on other texts and in caches of GRID slots.
+`costs`: what `kvexport calibrate --of heads` measures, on other texts and in caches of GRID slots; with --recall of the
+answers to six questions about a text. `shares`: `heads` of texts, `facts` of both, each by its share of what caches of
+GRID[1] slots lose.
 
 `compare`: budgets with the least sum of costs for heads, or for layers, whose heads are alike; with the ratios of those
 for other slots after an @. KIND/SHARE is of so many recent slots. `shipped`: those of the recipe. `prompt`: a layer's
@@ -21,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,10 +34,11 @@ from torch import Tensor
 
 from kvexport.allocation import allocate
 from kvexport.cache import LayerGeometry, plan_cache
+from kvexport.evaluate.calibrate import fact_passages
 from kvexport.evaluate.corpus import library_sources, manual
-from kvexport.evaluate.head_shares import head_costs, head_shares_of
+from kvexport.evaluate.head_shares import asked_and_answered, head_costs, head_shares_of
 from kvexport.evaluate.language import Ids, Text
-from kvexport.evaluate.tasks import TASKS
+from kvexport.evaluate.tasks import TASKS, Sample
 from kvexport.export.build import read_model
 from kvexport.export.graph.tracer import layer_attributes
 from kvexport.export.model.attention_hook import IMPLEMENTATION, PassThroughCache, attending
@@ -49,6 +53,7 @@ from kvexport.validate.weights import load_model
 
 NAME, RECIPE, LISTED = "head-budgets", "smollm2-135m-ballot", "smollm2-135m-listed"
 LENGTH, CHUNK, SINKS = 1024, 32, 4
+FACTS_LENGTH = 900  # tokens of a passage; questions and answers come behind it
 GRID = (24, 48, 96, 192, 384)
 RECENT = 0.5
 LEAST = 12  # slots of a head
@@ -202,19 +207,36 @@ def judged_texts(tokenizer: Tokenizer) -> list[Ids]:
 
 
 def other_texts(tokenizer: Tokenizer, numbers: Iterable[int]) -> list[Ids]:
-    """Texts to choose by: those of even numbers from the manual without all lines of `judged_texts`, the others from
-    the library's source that nothing is evaluated on."""
-    judged = {line for ids in judged_texts(tokenizer) for line in tokenizer.decode(ids).splitlines() if line.strip()}
-    prose = Text(tokenizer, "\n".join(line for line in manual().splitlines() if line not in judged))
+    """Texts to choose by: those of even numbers from `unjudged`, the others from the library's source that nothing is
+    evaluated on."""
+    prose = Text(tokenizer, unjudged())
     source = Text(tokenizer, "\n".join(library_sources(held_out=False).values()))
     return [(source if n % 2 else prose).text(np.random.default_rng([17, n]), LENGTH)[0] for n in numbers]
 
 
-def costs(model: Model, ids: Ids) -> NDArray[np.float64]:
-    """[layers, heads, GRID]: `kvexport.evaluate.head_shares.head_costs` of a text's second half."""
+def unjudged() -> str:
+    """Python's manual without all lines of `judged_texts`."""
+    tokenizer = Tokenizer.from_folder(checkpoint())
+    judged = {line for ids in judged_texts(tokenizer) for line in tokenizer.decode(ids).splitlines() if line.strip()}
+    return "\n".join(line for line in manual().splitlines() if line not in judged)
+
+
+def checkpoint() -> Path:
+    """SmolLM2's folder."""
+    return read_model(load_recipe(RECIPE).recipe).checkpoint.path
+
+
+def recall_texts(numbers: Sequence[int]) -> list[Sample]:
+    """Passages of `unjudged` with six facts, each asked for and answered behind it."""
+    given = fact_passages(checkpoint(), unjudged(), FACTS_LENGTH, max(numbers) + 1, 17)
+    return [asked_and_answered(given[n]) for n in numbers]
+
+
+def costs(model: Model, ids: Ids, counted: Sequence[int] = range(LENGTH // 2, LENGTH)) -> NDArray[np.float64]:
+    """[layers, heads, GRID]: `kvexport.evaluate.head_shares.head_costs`, by default of a text's second half."""
     sets = [f"limits.max_length={LENGTH}", f"export.prefill_chunk={CHUNK}"]
     plans = [plan_cache(load_recipe(RECIPE, [*sets, f"cache.budget={n}"]).recipe, model.geometry) for n in GRID]
-    return head_costs(model.model, model.geometry, model.method, plans, ids, range(LENGTH // 2, LENGTH), CHUNK)
+    return head_costs(model.model, model.geometry, model.method, plans, ids, counted, CHUNK)
 
 
 def shares_of(kind: str, slots: int, cost: NDArray[np.float64]) -> list[Any]:
@@ -267,24 +289,31 @@ def compare(model: Model, texts: Sequence[Ids], slots: int, variants: Sequence[s
 def stored() -> dict[str, Any]:
     """What earlier runs found."""
     path = RESULTS / f"{NAME}.json"
-    empty: dict[str, Any] = {"costs": {}, "kl": {}}
+    empty: dict[str, Any] = {"costs": {}, "recall": {}, "kl": {}}
     return empty | (json.loads(path.read_text()) if path.exists() else {})
 
 
-def mean_cost() -> NDArray[np.float64]:
-    """[layers, heads, GRID] of all texts."""
-    return np.mean([np.array(x) for x in stored()["costs"].values()], 0)
+def mean_cost(of: str = "costs") -> NDArray[np.float64]:
+    """[layers, heads, GRID] of all texts, nats; of: costs, or recall."""
+    return np.mean([np.array(x) for x in stored()[of].values()], 0)
+
+
+def both_costs() -> NDArray[np.float64]:
+    """[layers, heads, GRID] of texts and of recall, each by its share of what caches of GRID[1] slots lose."""
+    return np.sum([x / x[..., 1].sum() for x in (mean_cost(), mean_cost("recall"))], 0)
 
 
 def keep(found: dict[str, Any]) -> None:
     """Write it, without what says how it was run."""
-    save(NAME, {"recipe": RECIPE, "length": LENGTH, "grid": GRID, "costs": found["costs"], "kl": found["kl"]})
+    kept = {key: found[key] for key in ("costs", "recall", "kl")}
+    save(NAME, {"recipe": RECIPE, "length": LENGTH, "grid": GRID, **kept})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("costs", "shares", "compare"))
     parser.add_argument("--texts", default="0,1,2,3", help="numbers of texts")
+    parser.add_argument("--recall", action="store_true", help="costs of answers")
     parser.add_argument("--judged", action="store_true", help="compare on the texts of docs/methods.md")
     parser.add_argument("--slots", default="51,128,256")
     parser.add_argument("--variants", default="uniform,shipped,layers,heads", help="see above")
@@ -293,15 +322,18 @@ def main() -> None:
         cost = mean_cost()
         for slots in map(int, asked.slots.split(",")):
             print(*(json.dumps({kind: shares_of(kind, slots, cost)}) for kind in ("layers", "heads")), sep="\n")
+            print(json.dumps({"facts": shares_of("heads", slots, both_costs())}))
         return
     model = Model()
     numbers = [int(n) for n in asked.texts.split(",")]
     if asked.what == "costs":
-        for n, ids in zip(numbers, other_texts(model.tokenizer, numbers), strict=True):
-            cost = costs(model, ids)
+        texts = [(ids, range(LENGTH // 2, LENGTH)) for ids in other_texts(model.tokenizer, numbers)]
+        answers = [(x.ids, x.counted) for x in recall_texts(numbers)] if asked.recall else []
+        for n, (ids, counted) in zip(numbers, answers or texts, strict=True):
+            cost = costs(model, ids, counted)
             print(n, np.array2string(cost.sum((0, 1)), precision=4), flush=True)
             found = stored()
-            found["costs"][str(n)] = cost.round(7).tolist()
+            found["recall" if asked.recall else "costs"][str(n)] = cost.round(7).tolist()
             keep(found)
         return
     judged = judged_texts(model.tokenizer) if asked.judged else []

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from kvexport.commands.options import JsonOption, RecipeOption, SetOption
 from kvexport.commands.output import print_result, read_text
+from kvexport.errors import UsageError
 
 
 def calibrate(
@@ -32,6 +33,10 @@ def calibrate(
         Path | None,
         typer.Option(metavar="FILE", help="Of this text, not of Python's manual (recall) or library (text, heads)."),
     ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="Of heads: recall, or tasks of kvexport eval; all count alike. Default text."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure which layers find facts in a text again, and which of them the recipe's budget can keep whole; or how the
@@ -45,12 +50,14 @@ def calibrate(
     from kvexport.terminal import show
 
     source = None if text is None else read_text(text)
+    named: dict[str, Any] = {} if tasks is None else {"tasks": [word.strip() for word in tasks.split(",")]}
+    if named and of != "heads":
+        raise UsageError(f"--tasks is of --of heads, and this is --of {of}", "--of heads, or without --tasks")
     measures: dict[str, Callable[..., Calibration | Shares | HeadShares]] = {
         "recall": calibrate,
         "text": calibrate_text,
         "heads": calibrate_heads,
     }
-    found = measures[of](
-        recipe, overrides or (), length=length, passages=passages, seed=seed, text=source, progress=show
-    )
+    given = {"length": length, "passages": passages, "seed": seed, "text": source, **named}
+    found = measures[of](recipe, overrides or (), progress=show, **given)
     print_result(as_json, found.to_json, found.sections)

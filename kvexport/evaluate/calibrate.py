@@ -117,7 +117,7 @@ def calibrate(
         shape = read_model(own.recipe)
     _require_a_whole_layer(own.recipe, shape.geometry)
     length = length or min(LENGTH, own.recipe.limits.max_length - ROOM)
-    given = _passages(shape.checkpoint.path, text, length, passages, seed)
+    given = fact_passages(shape.checkpoint.path, text, length, passages, seed)
     with tempfile.TemporaryDirectory(prefix="kvexport-calibrate-") as folder:
         made = build(_full(own.resolved, length), Path(folder) / "full", progress=progress)
         engine = load(made, verify=False)
@@ -175,7 +175,7 @@ def _require_a_whole_layer(recipe: Recipe, geometry: Sequence[LayerGeometry]) ->
         raise UsageError(f"no layer of this recipe can be whole: {error.problem}", error.fix) from error
 
 
-def _passages(checkpoint: Path, text: str | None, length: int, count: int, seed: int) -> list[Passage]:
+def fact_passages(checkpoint: Path, text: str | None, length: int, count: int, seed: int) -> list[Passage]:
     """Texts of about `length` tokens with FACTS facts each. Raises UsageError where the text is too short, or the
     checkpoint has no tokenizer."""
     if not (checkpoint / FILE_NAME).exists():

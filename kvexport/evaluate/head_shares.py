@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,8 +22,11 @@ from numpy.typing import NDArray
 from kvexport.allocation import least_slots
 from kvexport.cache import CachePlan, LayerGeometry, plan_cache
 from kvexport.errors import UsageError
+from kvexport.evaluate.calibrate import fact_passages
 from kvexport.evaluate.language import Ids
+from kvexport.evaluate.recall import Passage
 from kvexport.evaluate.shares import LENGTH, require_budgets, said_of, setting_of, sized, text_language
+from kvexport.evaluate.tasks import TASKS, Sample
 from kvexport.methods.base import Method
 from kvexport.recipe.fields import Recipe
 from kvexport.recipe.load import load_recipe
@@ -34,18 +38,20 @@ if TYPE_CHECKING:
 
 TIMES = (0.5, 1.0, 2.0, 4.0, 8.0)  # the recipe's share of the text: budgets that are measured
 PROBES = 2  # random projections of the logits
+RECALL = "recall"  # `kvexport calibrate --of recall`: questions about facts in a text
 
 
 @dataclass(frozen=True)
 class HeadShares:
-    """length: tokens of a text. budgets: slots of a head that were measured. costs: of every layer's every KV head in
-    each of them, nats, the mean over texts. shares: of the budget, relative to their mean."""
+    """length: tokens of a text. texts: of each task. budgets: slots of a head that were measured. costs: by task, of
+    every layer's every KV head in each of them, nats, the mean over texts. shares: of the budget, relative to their
+    mean."""
 
     recipe: str
     length: int
     texts: int
     budgets: list[int]
-    costs: list[list[list[float]]]
+    costs: dict[str, list[list[list[float]]]]
     shares: list[list[float]]
 
     def to_json(self) -> dict[str, Any]:
@@ -54,14 +60,15 @@ class HeadShares:
 
     def sections(self) -> list[Section]:
         """For `kvexport.report`."""
+        cost = np.concatenate([np.array(costs) for costs in self.costs.values()], -1)
         rows: list[Sequence[str | int | float]] = [
-            (layer, head, *(f"{x:.3g}" for x in cost), share)
-            for layer, (costs, shares) in enumerate(zip(self.costs, self.shares, strict=True))
-            for head, (cost, share) in enumerate(zip(costs, shares, strict=True))
+            (layer, head, *(f"{x:.3g}" for x in cost[layer, head]), share)
+            for layer, shares in enumerate(self.shares)
+            for head, share in enumerate(shares)
         ]
-        heads = ("layer", "KV head", *(f"{n} slots" for n in self.budgets), "share")
-        note = "Nats by which the text is told worse where that head alone has so many slots, to second order."
-        said = said_of(self.recipe, self.texts, self.length, self.shares)
+        heads = ("layer", "KV head", *(f"{task}, {n} slots" for task in self.costs for n in self.budgets), "share")
+        note = "Nats by which a text is told worse where that head alone has so many slots, to second order."
+        said = said_of(self.recipe, self.texts * len(self.costs), self.length, self.shares)
         return [said, Table("What a text loses", heads, rows, note)]
 
 
@@ -73,15 +80,18 @@ def calibrate_heads(
     passages: int = 4,
     seed: int = 0,
     text: str | None = None,
+    tasks: Sequence[str] = ("text",),
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> HeadShares:
-    """Read `passages` texts with the recipe's model in PyTorch, and share out the budget by what the evictions of the
-    recipe's method cost in every KV head.
+    """Read `passages` texts of each task with the recipe's model in PyTorch, and share out the budget by what the
+    evictions of the recipe's method cost in every KV head.
 
     length: tokens of a text, default 1,024 or the recipe's longest sequence. text: what they are cut from, default the
-    library's source that nothing is evaluated on. Raises UsageError for a recipe whose heads cannot have different
-    budgets, whose budget cannot hold sinks and recent slots, for layers that do not see every position alike (sliding
-    windows, caps, sink logits), and for a checkpoint without a tokenizer.
+    library's source that nothing is evaluated on, and for RECALL Python's manual. tasks: RECALL, or those of
+    `kvexport.evaluate.tasks`; all count alike, each by its share of what it loses where every head has the recipe's
+    share of the budget. Raises UsageError for a recipe whose heads cannot have different budgets, whose budget cannot
+    hold sinks and recent slots, for layers that do not see every position alike (sliding windows, caps, sink logits),
+    a checkpoint without a tokenizer, and a task that there is not.
     """
     from kvexport.export.build import read_model
     from kvexport.export.model.attention_hook import IMPLEMENTATION
@@ -100,18 +110,43 @@ def calibrate_heads(
     budgets = measured_budgets(own.recipe, length)
     plans = [plan_cache(sized(own.resolved, length, slots), shape.geometry) for slots in budgets]
     chunk = sized(own.resolved, length, length).export.prefill_chunk
-    language = text_language(shape.checkpoint.path, text)
+    given = {task: _samples(task, shape.checkpoint.path, text, length, passages, seed) for task in tasks}
     model = load_model(shape.checkpoint, own.recipe, IMPLEMENTATION).float().requires_grad_(False)
     fix_rotary_frequencies(model, own.recipe.rotary_length)
-    found = []
-    with progress("reading texts", passages) as bar:
-        for i in range(passages):
-            ids, counted = language.text(np.random.default_rng([seed, i]), length)
-            found.append(head_costs(model, shape.geometry, own.recipe.cache.build_method(), plans, ids, counted, chunk))
-            bar.advance(1)
-    cost = np.mean(found, 0)
-    shares = head_shares_of(cost, budgets, budgets[1], least_slots(own.recipe), length)
-    return HeadShares(own.name, length, passages, budgets, cost.round(7).tolist(), shares)
+    method, costs = own.recipe.cache.build_method(), dict[str, NDArray[np.float64]]()
+    with progress("reading texts", passages * len(tasks)) as bar:
+        for task, samples in given.items():
+            found = []
+            for sample in samples:
+                found.append(head_costs(model, shape.geometry, method, plans, sample.ids, sample.counted, chunk))
+                bar.advance(1)
+            costs[task] = np.mean(found, 0)
+    cost = sum(each / max(each[..., 1].sum(), 1e-12) for each in costs.values())
+    shares = head_shares_of(np.asarray(cost), budgets, budgets[1], least_slots(own.recipe), length)
+    nats = {task: each.round(7).tolist() for task, each in costs.items()}
+    return HeadShares(own.name, length, passages, budgets, nats, shares)
+
+
+def _samples(task: str, checkpoint: Path, text: str | None, length: int, count: int, seed: int) -> list[Sample]:
+    """Texts of a task. Of RECALL passages, with room for six questions and their answers."""
+    if task == RECALL:
+        return [asked_and_answered(each) for each in fact_passages(checkpoint, text, length * 7 // 8, count, seed)]
+    language = text_language(checkpoint, text)
+    known = [RECALL, *(name for name in TASKS if name not in language.lacks)]
+    if task not in known:
+        raise UsageError(f"there is no task {task!r} for this model", f"--tasks with some of {', '.join(known)}")
+    make, depths = TASKS[task].make, TASKS[task].depths
+    return [make(language, np.random.default_rng([seed, i]), length, depths[i % len(depths)]) for i in range(count)]
+
+
+def asked_and_answered(given: Passage) -> Sample:
+    """A passage, and after it every question and its answer, which counts."""
+    ids, counted = list(given.ids), list[int]()
+    for question in given.questions:
+        ids += question.ids
+        counted += range(len(ids) - 1, len(ids) - 1 + len(question.answer))
+        ids += question.answer
+    return Sample(ids, len(given.ids), counted)
 
 
 def measured_budgets(recipe: Recipe, length: int) -> list[int]:

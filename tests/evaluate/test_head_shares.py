@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from kvexport.allocation import allocate
 from kvexport.commands.app import app
 from kvexport.errors import UsageError
-from kvexport.evaluate.head_shares import calibrate_heads, cheapest, measured_budgets
+from kvexport.evaluate.head_shares import asked_and_answered, calibrate_heads, cheapest, measured_budgets
+from kvexport.evaluate.recall import Passage, Question
 from kvexport.recipe.load import load_recipe
 
 SIZES = ["cache.budget=32", "limits.max_length=256"]
@@ -23,13 +24,39 @@ def test_the_verb_gives_the_heads_that_a_text_needs_their_shares() -> None:
     assert ran.exit_code == 0, ran.output
     found = json.loads(ran.stdout)
     assert (found["length"], found["budgets"]) == (256, [16, 32, 64, 128, 144])
-    costs = np.array(found["costs"])
+    costs = np.array(found["costs"]["text"])
     assert costs.shape == (2, 2, 5) and (costs >= 0).all()
     # Facts are found by the second layer alone, the less often the fewer slots it has.
     assert costs[1, :, 0].sum() > 5 * costs[0, :, 0].sum() and costs[1, :, 0].sum() > 1.2 * costs[1, :, -1].sum()
     settings = [*SIZES, "cache.allocation.kind=listed", found["setting"]]
     slots = allocate(load_recipe("tiny-ballot", settings).recipe, 2)
     assert sum(slots) == 4 * 32 and min(slots[2:]) > max(slots[:2])
+
+
+def test_answers_count_beside_texts() -> None:
+    """Of the tiny model the answers to facts hang on the second layer, its text on both."""
+    settings = [*SIZES, "export.prefill_chunk=32"]
+    found = calibrate_heads("tiny-ballot", settings, passages=1, tasks=("text", "recall", "needle"))
+    assert (
+        list(found.costs) == ["text", "recall", "needle"]
+        and found.shares != calibrate_heads("tiny-ballot", settings, passages=1).shares
+    )
+    for task in ("recall", "needle"):
+        cost = np.array(found.costs[task])
+        assert cost[1].sum() > 0 and cost.shape == (2, 2, 5)
+
+
+def test_an_answer_is_judged_where_the_token_before_it_stands() -> None:
+    given = Passage([1, 2, 3], [Question([4, 5], [6, 7], 2), Question([8], [9], 1)])
+    sample = asked_and_answered(given)
+    assert [sample.ids[p + 1] for p in sample.counted] == [6, 7, 9] and sample.ids[:3] == given.ids
+
+
+@pytest.mark.parametrize("of", ["heads", "text"])
+def test_a_task_that_there_is_not_is_refused_by_name(of: str) -> None:
+    ran = CliRunner().invoke(app, ["calibrate", "--of", of, "--recipe", "tiny-ballot", "--tasks", "sums"])
+    assert ran.exit_code == 2
+    assert ("there is no task 'sums'" if of == "heads" else "--tasks is of --of heads") in ran.stderr
 
 
 def test_budgets_of_least_cost_are_as_many_slots_and_more_where_evictions_cost_more() -> None:

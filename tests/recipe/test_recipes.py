@@ -36,7 +36,14 @@ OTHERS = (
     "smollm2-135m-k8v4-cache",
     "keepkv-paper",
 )
-LISTED = {"tiny-listed": 2, "tiny-heads": 2, "small-listed": 6, "small-heads": 6, "smollm2-135m-listed": 30, "smollm2-135m-heads": 30}  # layers
+LISTED = {
+    "tiny-listed": 2,
+    "tiny-heads": 2,
+    "small-listed": 6,
+    "small-heads": 6,
+    "smollm2-135m-listed": 30,
+    "smollm2-135m-heads": 30,
+}  # layers
 HUB = {
     "llama2-7b-keepkv": ("meta-llama/Llama-2-7b-hf", 4096),
     "llama2-13b-keepkv": ("meta-llama/Llama-2-13b-hf", 4096),
@@ -63,12 +70,13 @@ def test_every_shipped_recipe_loads_and_the_base_says_that_it_is_one() -> None:
 
 @pytest.mark.parametrize("name", LISTED)
 def test_a_recipe_of_measured_budgets_is_ballots_in_the_same_slots(name: str) -> None:
-    model, _, of = name.rpartition("-")
-    listed, ballot = (load_recipe(x).recipe for x in (name, f"{model}-ballot"))
+    listed, ballot = (load_recipe(x).recipe for x in (name, f"{name.rpartition('-')[0]}-ballot"))
     uniform = listed.model_copy(update={"cache": ballot.cache, "description": ballot.description})
     assert uniform == ballot
-    slots, heads = allocate(listed, LISTED[name]), 3 if of == "heads" else 1
-    assert len(slots) == heads * LISTED[name] and sum(slots) == ballot.budget * len(slots)
+    slots, shares = allocate(listed, LISTED[name]), listed.cache.allocation.shares
+    each = [share for row in shares for share in (row if isinstance(row, list) else [row])]
+    assert len(shares) == LISTED[name] and len(slots) == len(each)
+    assert sum(slots) == ballot.budget * len(slots)
     assert max(slots) > 1.5 * ballot.budget
 
 

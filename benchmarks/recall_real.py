@@ -1,5 +1,5 @@
 """Recall of a real model: facts told in a long text and asked for at its end, at budgets of 1/8, 1/4 and 1/3 of it,
-method by method; whole layers beside uniform budgets of the same slots.
+method by method; whole layers and measured budgets of KV heads beside uniform budgets of the same slots.
 
     python benchmarks/recall_real.py layers --length 1000       # which layers recall hangs on, on another text
     python benchmarks/recall_real.py text --passages 8          # KL of text with whole layers and without
@@ -45,6 +45,7 @@ QUESTIONS = 6
 WHOLE = (7, 8, 17, 18, 23)
 PUBLISHED = ("streaming", "h2o", "snapkv", "keepkv", "keydiff")
 ALL = ("full", *PUBLISHED, "ballot", "streaming+whole", "h2o+whole", "snapkv+whole", "keepkv+whole", "ballot+whole")
+HEADS = "smollm2-135m-heads"  # whose budgets of KV heads a method with +heads has
 CITIES = [
     "Paris",
     "London",
@@ -123,8 +124,8 @@ def passages(engine: kvexport.Engine, task: str, count: int, length: int) -> lis
 
 
 def whole_layers(method: str) -> list[int]:
-    """Of "h2o" none, of "h2o+whole" those that were measured to matter, of "h2o+8+18" these two."""
-    named = method.split("+")[1:]
+    """Of "h2o" and "h2o+heads" none, of "h2o+whole" those that were measured to matter, of "h2o+8+18" these two."""
+    named = [name for name in method.split("+")[1:] if name != "heads"]
     return list(WHOLE) if named == ["whole"] else [int(layer) for layer in named]
 
 
@@ -141,6 +142,9 @@ def engine_of(folder: Path, label: dict[str, Any], threads: int) -> kvexport.Eng
         f"export.prefill_chunk={length + 128 if label['known'] else 256}",
         *label["set"],
     ]
+    if method.endswith("+heads"):
+        shares = load_recipe(HEADS).recipe.cache.allocation.shares
+        settings += ["cache.allocation.kind=listed", f"cache.allocation.shares={shares}"]
     where = folder / digest_of(settings)[:16]
     if not where.exists():
         kvexport.build(load_recipe("smollm2-135m-base", settings).recipe, where)

@@ -123,7 +123,7 @@ def calibrate_heads(
             costs[task] = np.mean(found, 0)
     cost = sum(each / max(each[..., 1].sum(), 1e-12) for each in costs.values())
     shares = head_shares_of(np.asarray(cost), budgets, budgets[1], least_slots(own.recipe), length)
-    nats = {task: each.round(7).tolist() for task, each in costs.items()}
+    nats = {task: np.vectorize(lambda x: float(f"{x:.4g}"))(each).tolist() for task, each in costs.items()}
     return HeadShares(own.name, length, passages, budgets, nats, shares)
 
 

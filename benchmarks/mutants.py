@@ -173,10 +173,13 @@ def build_engines(names: Sequence[str], folder: Path) -> dict[str, Path]:
 
 class Library:
     """A copy of the kernels that can be changed and compiled: a library, or a program with that source. linears: the
-    instruction sets that it has Linear for, of which KVEXPORT_CPU_ISA chooses; all else is `ISA`'s."""
+    instruction sets that it has Linear for, of which KVEXPORT_CPU_ISA chooses; all else is `ISA`'s. made: where CMake
+    may have compiled the operators, whose object files are taken where no source is newer."""
 
-    def __init__(self, folder: Path, linears: Sequence[str] = (ISA,), program: str | None = None) -> None:
-        self.folder = folder / "plugins"
+    def __init__(
+        self, folder: Path, linears: Sequence[str] = (ISA,), program: str | None = None, made: Path | None = None
+    ) -> None:
+        self.folder, self.made = folder / "plugins", made
         shutil.copytree(PLUGINS, self.folder)
         dispatch = self.folder / DISPATCH
         text, found = re.subn(
@@ -223,12 +226,23 @@ class Library:
         return self.folder / (f"{isa}_{source.replace('/', '_')}" + (".kept.o" if kept else ".o"))
 
     def _compile(self, source: str, isa: str) -> None:
-        target = self._object(source, isa)
+        target, kept = self._object(source, isa), self._object(source, isa, kept=True)
+        if not kept.exists() and source != DISPATCH and (there := self._made(source, isa)):
+            shutil.copy(there, kept), shutil.copy(there, target)
+            return
         flags = [*self.flags, f"-DKV_ISA={isa}", *ISA_FLAGS[isa]]
         subprocess.run(["g++", *flags, "-c", str(self.folder / source), "-o", str(target)], check=True)
-        kept = self._object(source, isa, kept=True)
         if not kept.exists():
             shutil.copy(target, kept)
+
+    def _made(self, source: str, isa: str) -> Path | None:
+        """CMake's object file, where it is of what is there now."""
+        if self.made is None:
+            return None
+        part = {BINDING: "kvexport_onnxruntime", RANKS: "kvexport_cpu"}.get(source, f"kv_{isa}")
+        there = self.made / "CMakeFiles" / f"{part}.dir" / f"{source}.o"
+        newest = max(path.stat().st_mtime for path in PLUGINS.rglob("*") if path.suffix in (".h", ".cpp", ".txt"))
+        return there if there.is_file() and there.stat().st_mtime > newest else None
 
     def _link(self) -> None:
         objects = [str(self._object(*unit)) for unit in self.units]

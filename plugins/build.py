@@ -47,7 +47,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--fetch-headers", dest="fetch", action="store_true", help="take ONNX Runtime's from Debian's package"
     )
-    parser.add_argument("--sanitize", default="", help="onnxruntime, cuda-host: address,undefined or thread")
+    parser.add_argument("--sanitize", default="", help="onnxruntime: address,undefined or thread")
     parser.add_argument("--out", type=Path, help="the folder of the library, of what nvcc and cmake make")
     parser.add_argument(
         "--capabilities", nargs="+", default=[], metavar="N", help="what nvcc compiles for, as 90: this machine's GPUs"

@@ -3,6 +3,7 @@ processes to kill."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,16 +33,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: next((i for i, start in enumerate(FIRST) if item.nodeid.startswith(start)), len(FIRST)))
 
 
+def pytest_collection_finish() -> None:
+    """What is imported stays: no collection need look at it again. To trace makes few cycles of many objects."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+
+
 @pytest.fixture(scope="session", autouse=True)
-def traces(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Workers that run side by side share what they trace."""
+def traces(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of traces, which workers that run side by side share, and processes that tests start."""
+    own = tmp_path_factory.getbasetemp()
     if not hasattr(pytestconfig, "workerinput"):
-        yield
+        yield own / "traces"
         return
     from tests.support.shared_traces import shared_traces
 
-    with shared_traces(tmp_path_factory.getbasetemp().parent / "traces"):
-        yield
+    with shared_traces(own.parent / "traces") as folder:
+        yield folder
 
 
 @pytest.fixture(scope="session")

@@ -139,6 +139,7 @@ def _translate(exported: ExportedProgram, translations: Mapping[Any, Any], names
         aten.rsub.Scalar: _from_scalar,
         aten.__and__.Tensor: _and,
         aten.__or__.Tensor: _or,
+        aten.min.other: _least,
     }
     program = torch.onnx.export(
         exported,
@@ -190,3 +191,9 @@ def _or(x: Any, y: Any) -> Any:
     from onnxscript import opset23 as op
 
     return op.Or(x, y) if x.dtype == y.dtype == ir.DataType.BOOL else op.BitwiseOr(x, y)
+
+
+def _least(x: Any, y: Any) -> Any:
+    from onnxscript import opset23 as op
+
+    return op.Min(x, y)

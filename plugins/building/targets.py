@@ -76,6 +76,15 @@ TARGETS = {
         KERNELS,
         reads=KERNEL_FILES,
     ),
+    "cuda-sanitized": Target(
+        "those of attention and merging under sanitizers, the others as they are, for tests",
+        "build-cache/cuda/libkvexport_cuda_sanitized.so",
+        "host",
+        KERNELS[:3],
+        reads=KERNEL_FILES,
+        link=("-shared", "-Wl,--no-as-needed"),
+        sanitize="address,undefined",
+    ),
     "cuda-ptx": Target(
         "the CUDA kernels' PTX run on the host, every access to memory checked, for tests; takes nvcc",
         "build-cache/cuda/libkvexport_cuda_ptx.so",

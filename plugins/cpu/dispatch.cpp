@@ -58,11 +58,17 @@ Kernels choose() {
   if (vnni && wanted("amx") && may_use_tiles()) return with_linear("amx", kv::avx512vnni::linear_amx);
   if (vnni && wanted("avx512vnni")) return with_linear("avx512vnni", kv::avx512vnni::linear);
   if (avx512 && wanted("avx512")) return KV_KERNELS(avx512);
+#ifndef KV_AVX512_ALONE
   if (avx2 && wanted("avx2")) return KV_KERNELS(avx2);
+#endif
 #elif defined(__aarch64__)
   if (wanted("neon")) return KV_KERNELS(neon);
 #endif
+#ifdef KV_AVX512_ALONE
+  return KV_KERNELS(avx512);
+#else
   return KV_KERNELS(portable);
+#endif
 }
 
 const Kernels& kernels() {

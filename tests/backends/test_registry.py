@@ -93,6 +93,7 @@ BACKEND = EchoBackend()
 # is one command, which a copy of this process runs: to import torch anew for each would take most of their time.
 MAIN = """
 import json, os, sys
+from pathlib import Path
 
 import kvexport.backends
 
@@ -101,6 +102,7 @@ import kvexport.export.graph.graphs
 import kvexport.validate.merges
 import transformers.models.llama.modeling_llama
 from kvexport.commands.app import main
+from tests.support.shared_traces import shared_traces
 
 for line in sys.stdin:
     arguments, *streams = json.loads(line)
@@ -108,7 +110,8 @@ for line in sys.stdin:
         for number, path in enumerate(streams, 1):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         sys.argv[1:] = arguments
-        sys.exit(main())
+        with shared_traces(Path({traces!r})):
+            sys.exit(main())
     print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
 
@@ -120,14 +123,16 @@ def alternatives() -> str:
 
 
 @pytest.fixture(scope="module")
-def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+def echo(
+    tmp_path_factory: pytest.TempPathFactory, traces: Path
+) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     """kvexport's command line, with the made-up backend there."""
     path = tmp_path_factory.mktemp("third") / "echo"
     path.mkdir()
     (path / "__init__.py").write_text('"""A made-up backend."""\n')
     (path / "section.py").write_text(SECTION)
     (path / "backend.py").write_text(BACKEND)
-    command = [sys.executable, "-c", MAIN.format(folder=str(path.parent))]
+    command = [sys.executable, "-c", MAIN.format(folder=str(path.parent), traces=str(traces))]
     environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
     streams = [path.parent / name for name in ("stdout", "stderr")]
 

@@ -476,7 +476,7 @@ def test_nothing_is_read_or_written_outside_of_any_buffer() -> None:
     """A sample of the above, and of `test_garbage.py`, under the address and undefined-behaviour sanitizers; shared
     memory ends where the launch says."""
     try:
-        library = make.build("cuda-host", sanitize="address,undefined")
+        library = make.build("cuda-sanitized")
     except make.Missing as error:
         pytest.skip(f"not reached: {error}")
     runtimes = [

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
+from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -41,6 +43,17 @@ def test_a_module_with_numbers_of_its_own_is_traced_once(monkeypatch: pytest.Mon
     (numbers,) = (x for x in model.graph.initializers.values() if x.shape == (3,))
     assert numbers.const_value.numpy().tolist() == [1.0, 0.5, 0.25]
     assert "Mul" in [node.op_type for node in model.graph]
+
+
+def test_the_activation_of_apertus_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.activations import XIELUActivation
+
+    monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", lambda *_: pytest.fail("decomposed"))
+    activation = XIELUActivation(dtype=torch.float32)
+    ir_model = to_onnx.to_onnx(activation, (torch.zeros(2, 3),), ({0: Dim("batch")},), {})
+    x = np.linspace(-3, 3, 6, dtype=np.float32).reshape(2, 3)
+    (found,) = ReferenceEvaluator(ir.to_proto(ir_model)).run(None, {ir_model.graph.inputs[0].name: x})
+    np.testing.assert_allclose(found, activation(torch.from_numpy(x)).detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
 @contextlib.contextmanager

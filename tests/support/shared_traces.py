@@ -18,7 +18,7 @@ import onnx
 
 
 @contextmanager
-def shared_traces(folder: Path) -> Iterator[None]:
+def shared_traces(folder: Path) -> Iterator[Path]:
     """Until the end of the block, what is traced is kept in `folder`, and what is there is not traced."""
     from kvexport.export.graph import graphs
     from kvexport.ops import onnx_function
@@ -31,7 +31,7 @@ def shared_traces(folder: Path) -> Iterator[None]:
         mock.patch.object(graphs, "vote_attention_function", attention),
         mock.patch.object(onnx_function, "_trace_merge_cache", merge),
     ):
-        yield
+        yield folder
 
 
 def _shared(folder: Path, trace: Callable[..., onnx.FunctionProto]) -> Callable[..., onnx.FunctionProto]:

@@ -13,9 +13,9 @@ import pytest
 from tests.support.paths import ROOT
 
 
-def check(*arguments: str) -> subprocess.CompletedProcess[str]:
+def check(*arguments: str, program: str = "tools.gpu_check") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "tools.gpu_check", *arguments], capture_output=True, text=True, check=False, cwd=ROOT
+        [sys.executable, "-m", program, *arguments], capture_output=True, text=True, check=False, cwd=ROOT
     )
 
 
@@ -27,7 +27,8 @@ def test_every_part_runs_and_is_reported(tmp_path: Path, flags: list[str]) -> No
         if flags
         else "build,conformance,merge,model,transformers"
     )
-    done = check("--on-host", "--parts", parts, "--out", str(tmp_path), *flags)
+    asked = ("--on-host", "--parts", parts, "--out", str(tmp_path))
+    done = check(*asked, *flags, program="tests.support.forked_parts")
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "check.json").read_text())
     outcomes = {name: part["status"] for name, part in report["parts"].items()}

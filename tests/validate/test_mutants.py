@@ -25,7 +25,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Library,
         pytest.skip("not reached: g++ or ONNX Runtime's headers are missing (make native)")
     folder = tmp_path_factory.mktemp("mutants")
     engines = build_engines(sorted({m.engine for m in MUTANTS if m.name in PLANTED}), folder)
-    yield Library(folder), engines
+    yield Library(folder, made=ROOT / "build-cache" / "native"), engines
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
+from onnx import helper, numpy_helper
 
 from kvexport.backends.onnxruntime.operators import library, why_small_pages
+from kvexport.ops.linear import Form
 from tests.support.paths import ROOT
 
 PLUGINS = ROOT / "plugins"
@@ -18,19 +22,10 @@ GIB = 1 << 30
 # then asks for.
 PROGRAM = """
 import re, sys
-import numpy as np, onnx
-from onnx import helper, numpy_helper
+import numpy as np
 import onnxruntime as ort
 from kvexport.backends.onnxruntime.operators import library
-from kvexport.ops.linear import Form
 
-node = helper.make_node("Linear", ["x", "w"], ["y"], domain="kvexport", **Form().attributes)
-value = helper.make_tensor_value_info
-x, y = (value(name, onnx.TensorProto.FLOAT, ["B", 1024]) for name in "xy")
-weight = numpy_helper.from_array(np.ones((1024, 1024), np.float32), "w")
-graph = helper.make_graph([node], "g", [x], [y], [weight])
-opsets = [helper.make_opsetid("", 23), helper.make_opsetid("kvexport", 1)]
-model = helper.make_model(graph, opset_imports=opsets, ir_version=11)
 options = ort.SessionOptions()
 options.register_custom_ops_library(str(library()))
 
@@ -40,7 +35,7 @@ def advised():
     return sum(size for size, flags in zip(sizes, maps[1:]) if " hg" in flags.splitlines()[0]) // 1024
 
 before = advised()
-session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+session = ort.InferenceSession(sys.argv[1], options, providers=["CPUExecutionProvider"])
 (found,) = session.run(None, {"x": np.ones((2, 1024), np.float32)})
 assert (found == 1024).all()
 held = advised() - before
@@ -49,23 +44,40 @@ print(held, advised() - before)
 """
 
 
-def megabytes(environment: dict[str, str]) -> list[int]:
+@pytest.fixture(scope="module")
+def one_linear(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model that PROGRAM makes a session of."""
+    node = helper.make_node("Linear", ["x", "w"], ["y"], domain="kvexport", **Form().attributes)
+    x, y = (helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["B", 1024]) for name in "xy")
+    weight = numpy_helper.from_array(np.ones((1024, 1024), np.float32), "w")
+    graph = helper.make_graph([node], "g", [x], [y], [weight])
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid("kvexport", 1)]
+    path = tmp_path_factory.mktemp("model") / "linear.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=11), path)
+    return path
+
+
+def megabytes(model: Path, environment: dict[str, str]) -> list[int]:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env={**os.environ, **environment}, check=True
+        [sys.executable, "-c", PROGRAM, model],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        check=True,
     )
     return [int(x) for x in done.stdout.split()]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="not reached: huge pages are Linux's")
-def test_a_weight_lies_in_huge_pages_as_long_as_its_session_lives() -> None:
+def test_a_weight_lies_in_huge_pages_as_long_as_its_session_lives(one_linear: Path) -> None:
     path = library()
     if path is None:
         pytest.skip("not reached: the native operators are not built (make native)")
     if why := why_small_pages(path):
         pytest.skip(f"not reached: weights in huge pages: {why}")
-    held, left = megabytes({})
+    held, left = megabytes(one_linear, {})
     assert held >= 4 and left == 0
-    assert megabytes({"KVEXPORT_HUGE_PAGES": "off"}) == [0, 0]
+    assert megabytes(one_linear, {"KVEXPORT_HUGE_PAGES": "off"}) == [0, 0]
 
 
 @pytest.fixture(scope="module")

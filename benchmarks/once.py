@@ -145,7 +145,7 @@ class Measure:
 
     def _saved(self, engine: kvexport.Engine) -> Saved:
         method = engine.manifest.recipe.cache.build_method()
-        kept = str((method.statistics, method.extra_state, method.vote_exponent))
+        kept = str((method.statistics, method.extra_state, method.vote_exponent, len(engine.plan.layers)))
         if kept not in self._read:
             self._read[kept] = read(engine, self._context)
         return self._read[kept]

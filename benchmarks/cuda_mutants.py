@@ -75,8 +75,8 @@ BLOCK, SPLIT, DECODE, SUMS, FLOAT, MMA, SCORES, FEW = (
         "attention/decode_small",
     )
 )
-SELECT, NEAREST, NEAREST_MMA, SETS, PLACE, WORK = (
-    f"cuda/merge/{name}.h" for name in ("select", "nearest", "nearest_mma", "sets", "place", "work")
+SELECT, POSITIONS, NEAREST, NEAREST_MMA, SETS, PLACE, WORK = (
+    f"cuda/merge/{name}.h" for name in ("select", "positions", "nearest", "nearest_mma", "sets", "place", "work")
 )
 LINEAR_MMA = "cuda/linear/linear_mma.h"
 FIRST_GROUPS = "load_groups(r, args, part.p, part.range.from, t); });\n"  # the last of what Linear does early
@@ -163,10 +163,10 @@ ORDERING = (
         "Rank",
     ),
     Mutant(
-        "slots are sorted while they are listed",
-        SELECT,
-        "block.each([&](int t, auto&) {\n    for (int i = t; i < count; i += kThreads) from[i]",
-        "block.each_alone([&](int t, auto&) {\n    for (int i = t; i < count; i += kThreads) from[i]",
+        "bits of positions are set before all are zero",
+        POSITIONS,
+        "block.each([&](int t, auto&) {\n      for (int i = t; i < kWords; i += kThreads) s.bits[i]",
+        "block.each_alone([&](int t, auto&) {\n      for (int i = t; i < kWords; i += kThreads) s.bits[i]",
         MERGE,
         "Place",
     ),
@@ -286,7 +286,19 @@ MEANING = (
     Mutant("of equals the last are evicted", SELECT, "equal++ < left", "equal++ >= r.count + r.scanned - left", MERGE),
     Mutant("recent slots are one fewer", SELECT, "now - a.recent)", "now - a.recent + 1)", MERGE),
     Mutant("pooling reaches one position less", SELECT, "p.pooled / 2", "(p.pooled - 1) / 2 - 1", MERGE),
-    Mutant("of equal targets of a split the last", NEAREST, "places[i] < place", "places[i] > place", MERGE),
+    Mutant("a position's own bit counts", POSITIONS, "(1u << at % 32) - 1", "(2u << at % 32) - 1", MERGE),
+    Mutant("of equal targets of a split the last", NEAREST, "found.place[i] < place", "found.place[i] > place", MERGE),
+    Mutant("of equal targets an upper one", SETS, "upper_near == near && upper < target", "upper_near == near", MERGE),
+    Mutant("the rest of the targets is forgotten", NEAREST, "slots = 0, rest = x.rest;", "slots = 0;", MERGE),
+    Mutant("upper slots are no targets", SETS, "upper_near > near ||", "", MERGE),
+    Mutant("a slot as important as one of the pool is an upper one", SELECT, "[i] > highest", "[i] >= highest", MERGE),
+    Mutant(
+        "of the rest of the pool all are of higher importance",
+        NEAREST_MMA,
+        "if (target.importance > s.row_importance",
+        "if (true || target.importance > s.row_importance",
+        MERGE,
+    ),
     Mutant(
         "of equal targets of two splits the last",
         WORK,
@@ -294,7 +306,13 @@ MEANING = (
         "head.work.nearness[at] >= best",
         MERGE,
     ),
-    Mutant("distances forget the target's square", NEAREST_MMA, "= distance ? -x : 0.0f;", "= 0.0f;", MERGE),
+    Mutant(
+        "distances forget the target's square",
+        NEAREST_MMA,
+        "-INFINITY : distance ? -x : 0.0f;",
+        "-INFINITY : 0.0f;",
+        MERGE,
+    ),
     Mutant(
         "a merged entry is as old as its target", SETS, "head.position(latest);", "head.position(s.member[0]);", MERGE
     ),

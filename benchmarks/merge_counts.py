@@ -51,21 +51,22 @@ class Launch(NamedTuple):
     flop: float = 0.0
 
 
-def nearest(rows: int, *, by_error: bool) -> Launch:
+def nearest(rows: int, targets: int, *, by_error: bool) -> Launch:
     """Rows are those that targets are looked for; squares are products of 16 more."""
     size = 2 * SIZE if by_error else SIZE
     name = f"NearestMma<kv::cuda::Half, {str(by_error).lower()}, 2>"
-    return Launch(name, 2, 9, 2 * size * (USED + rows), 2 * (rows + 16) * USED * size)
+    return Launch(name, 2, 0, 2 * size * (targets + rows) + 9 * targets, 2 * (rows + 16) * targets * size)
 
 
 def launches_of(method: str) -> list[Launch]:
     """What `run` of plugins/cuda/merge/merge_cache.cu launches."""
     pool = EVICTED * getattr(all_methods()[method](), "pool", 1)
     moved = EVICTED * 2 * ROW
+    rest = pool + (RECENT if method == "ballot" else 0)  # recent slots are not looked at for the eviction pool
     pairs = [
-        nearest(pool, by_error=method == "ballot"),
+        nearest(pool, USED, by_error=method == "ballot"),
         Launch("Choose", 6, 16),
-        nearest(EVICTED, by_error=False),
+        nearest(EVICTED, rest, by_error=False),
         Launch("FormSets", 8, 4),
         Launch("MergeRows<kv::cuda::Half>", 8, 0, 3 * moved),
     ]

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvexport.methods import all_methods
+from kvexport.ops.merge_cache import MergeCacheAttributes
 from tests.conformance.comparison import assert_same_cache, state_of
 from tests.conformance.cuda_library import STATE, Caller, float32_of
 from tests.conformance.oracle import merge_cache
 from tests.conformance.test_cuda_on_host import Arrays, assert_same_bits, merge_case, set_host
 from tests.conformance.test_cuda_on_host import caller as caller  # the fixture
 
-STORED = {"float16": 2e-3, "bfloat16": 1e-2}  # of a mean that is rounded to the cache's type
+STORED = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}  # of a mean that is rounded to the cache's type
 # By the cosine, among targets of higher importance and then all; by the error and then the distance; in two passes of
 # which recent slots receive.
 METHODS: list[tuple[str, dict[str, Any]]] = [
@@ -76,6 +78,43 @@ def test_a_key_is_at_no_distance_from_its_equal(caller: Caller, of: np.ndarray) 
     for name in ("key", "value"):
         state[name] = state[name][:, :, of].copy()
     hold_to_oracle(caller, state, attributes, "float16")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize(("method", "parameters"), [("keepkv", {"threshold": 0.2}), ("ballot", {"attention": 0.0})])
+def test_of_equals_the_first_wherever_it_is(
+    caller: Caller, method: str, parameters: dict[str, Any], dtype: str
+) -> None:
+    """Few different keys of one length and values, exact in every type, and few different importances: equals are
+    evicted, kept in the eviction pool, as important as some of it, more important, and recent. Budgets down to one that
+    leaves nothing unprotected."""
+    made = all_methods()[method](**parameters)
+    for seed in range(24):
+        rng = np.random.default_rng(seed)
+        slots = int(rng.integers(20, 90))
+        set_host(caller.library, multiprocessors=int(rng.integers(1, 9)))
+        shape, now = (1, 1, slots), slots - 1
+        state: Arrays = {name: np.zeros((*shape, 16), dtype) for name in ("key", "value")}
+        for name in state:  # four elements of 1 or -1
+            rows = [rng.permutation(np.repeat([1, -1, 0], [2, 2, 12])) for _ in range(int(rng.integers(3, 30)))]
+            state[name][0, 0] = np.array(rows)[rng.integers(len(rows), size=slots)]
+        state["votes"] = np.ones(shape, np.float32)
+        state["position"] = rng.permutation(slots).astype(np.int32)[None, None]
+        state["score"] = rng.integers(1, 6, (1, 1, len(made.statistics), slots)).astype(np.float32)
+        if method == "ballot":  # whose mean per observation selects
+            state["score"][:, :, 0] *= now - state["position"] + 1
+        budget, sinks = slots - int(rng.integers(1, slots // 2)), int(rng.integers(0, 5))
+        recent = min(int(rng.integers(0, slots)), budget - sinks)
+        attributes = MergeCacheAttributes(made, budget, sinks, recent)
+        hold_to_oracle(caller, state, attributes, dtype)
+
+
+@pytest.mark.parametrize("apart", [437, 1_000_000], ids=["in-two-windows", "each-in-one"])
+def test_positions_are_as_far_apart_as_they_may_be(caller: Caller, apart: int) -> None:
+    """Slots are put in order by a bit for each position, a window of 131,072 at a time."""
+    state, attributes = one_head("ballot", {}, 16, in_order=False, dtype="float16")
+    state["position"] = state["position"] // 2 * apart + state["position"] % 2
+    hold_to_oracle(caller, state, replace(attributes, recent=40 * apart), "float16")
 
 
 @pytest.mark.parametrize("method", ["keepkv", "ballot"])

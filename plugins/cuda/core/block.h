@@ -286,8 +286,18 @@ KV_DEVICE const char* once(const char* x) {
 }
 
 KV_DEVICE int min_of(int a, int b) { return a < b ? a : b; }
+KV_DEVICE uint32_t min_of(uint32_t a, uint32_t b) { return a < b ? a : b; }
 KV_DEVICE int max_of(int a, int b) { return a > b ? a : b; }
 KV_DEVICE float max_of(float a, float b) { return a > b ? a : b; }
+
+// How many bits of a number are 1.
+KV_DEVICE int ones(int bits) {
+#ifdef __CUDACC__
+  return __popc(bits);
+#else
+  return __builtin_popcount(static_cast<unsigned>(bits));
+#endif
+}
 
 // Items [from, to) of so many, in whole units: share `share` where all shares have the same number of units, the first
 // of them one more.

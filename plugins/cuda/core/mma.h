@@ -53,15 +53,17 @@ KV_DEVICE void multiply(Block<Program>& block, F of) {
   if constexpr (T::kBrain)
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(x.sum[0]), "+f"(x.sum[1]), "+f"(x.sum[2]), "+f"(x.sum[3])
-        : "r"(x.a[0]), "r"(x.a[1]), "r"(x.a[2]), "r"(x.a[3]), "r"(x.b[0]), "r"(x.b[1]));
+        "{%10, %11, %12, %13};"
+        : "=f"(x.sum[0]), "=f"(x.sum[1]), "=f"(x.sum[2]), "=f"(x.sum[3])
+        : "r"(x.a[0]), "r"(x.a[1]), "r"(x.a[2]), "r"(x.a[3]), "r"(x.b[0]), "r"(x.b[1]), "f"(x.sum[0]), "f"(x.sum[1]),
+          "f"(x.sum[2]), "f"(x.sum[3]));
   else
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(x.sum[0]), "+f"(x.sum[1]), "+f"(x.sum[2]), "+f"(x.sum[3])
-        : "r"(x.a[0]), "r"(x.a[1]), "r"(x.a[2]), "r"(x.a[3]), "r"(x.b[0]), "r"(x.b[1]));
+        "{%10, %11, %12, %13};"
+        : "=f"(x.sum[0]), "=f"(x.sum[1]), "=f"(x.sum[2]), "=f"(x.sum[3])
+        : "r"(x.a[0]), "r"(x.a[1]), "r"(x.a[2]), "r"(x.a[3]), "r"(x.b[0]), "r"(x.b[1]), "f"(x.sum[0]), "f"(x.sum[1]),
+          "f"(x.sum[2]), "f"(x.sum[3]));
 #else
   for (int warp = 0; warp < Program::kThreads / kWarp; ++warp) {
     float a[16][16], b[16][8];

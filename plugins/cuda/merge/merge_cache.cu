@@ -3,7 +3,8 @@
 //   check the call; if the workspace is too small: refuse
 //   copy past to present, where they are not one buffer          the launches update present in place
 //   Rank, and where policy.order asks for targets: Nearest over the eviction pool, Choose
-//   Nearest over the evicted slots, unless they are dropped or merge in pairs
+//   Nearest over the evicted slots, unless they are dropped or merge in pairs: of all targets, or of those that the
+//   first search left
 //   unless they are dropped: FormSets, Attended where a Hessian weighs, MergeRows
 //   Order, Place, and Turn where keys are rotated by their places
 #include "../../math/policy.h"
@@ -83,6 +84,15 @@ size_t lay_out(const KvMergeCache& a, const Device& device, void* workspace, Mer
   if (merges) {
     m.nearness = parts.take<float>(heads * m.stride);
     m.nearest = parts.take<int>(heads * m.stride);
+    if (p.order != KV_ORDER_LOWEST) {
+      m.ease = parts.take<float>(heads * m.stride);
+      m.rest = parts.take<int>(slots);
+      // A running mean's targets are chosen after what is evicted.
+      if (p.merge == KV_MERGE_ZIP) {
+        m.upper = parts.take<int>(slots);
+        m.upper_nearness = parts.take<float>(slots);
+      }
+    }
     m.target = parts.take<int>(heads * m.most_evicted);
     m.before = parts.take<int>(heads * m.most_evicted);
     m.set = parts.take<int>(slots);
@@ -103,8 +113,8 @@ const char* launch_nearest(const NearestArgs& args, const Device& device, Stream
 }
 
 template <class T, bool ByError>
-const char* nearest(const MergeWork& m, bool higher, const Device& device, Stream stream) {
-  const NearestArgs args{m, higher};
+const char* nearest(const MergeWork& m, Search search, const Device& device, Stream stream) {
+  const NearestArgs args{m, search};
   if constexpr (sizeof(T) == 4) {
     return launch_nearest<Nearest<T, ByError>>(args, device, stream);
   } else {
@@ -123,11 +133,11 @@ const char* run(const MergeWork& m, const Device& device, Stream stream) {
   if (const char* problem = launch<Rank>(m, heads, Selection::size(a.capacity), device, stream)) return problem;
   if (merges && p.order != KV_ORDER_LOWEST) {
     const auto find = p.order == KV_ORDER_LEAST_ERROR ? nearest<T, true> : nearest<T, false>;
-    if (const char* problem = find(m, true, device, stream)) return problem;
+    if (const char* problem = find(m, kOfPool, device, stream)) return problem;
     if (const char* problem = launch<Choose>(m, heads, Selection::size(a.capacity), device, stream)) return problem;
   }
   if (merges && p.merge != KV_MERGE_PAIR)
-    if (const char* problem = nearest<T, false>(m, false, device, stream)) return problem;
+    if (const char* problem = nearest<T, false>(m, m.upper ? kOfRest : kOfAll, device, stream)) return problem;
   if (merges) {
     if (const char* problem = launch<FormSets>(m, heads, 0, device, stream)) return problem;
     if (p.merge == KV_MERGE_PAIR && p.weigh == KV_WEIGH_HESSIAN)

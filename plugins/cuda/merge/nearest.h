@@ -7,8 +7,11 @@
 //     load theirs                                      a barrier: they are complete before anything is multiplied
 //     nearness[row, target] = row . target             a thread two rows and every eighth target
 //     ... over both norms (cosine), or as a distance   by the error: the product of keys' and values' distances
-//     keep the nearest target that can receive, or in the pool that has a higher importance
+//     keep the nearest target
 //   combine the eight threads of a row, of equals the lowest slot; write the split's nearest
+//
+// Targets are those slots that can receive. Of the eviction pool the upper ones; then those of the rest that have a
+// higher importance than the row, of which nothing is kept but how near they are by policy.order.
 //
 // Splits are combined in their order by `nearest_of`.
 #pragma once
@@ -18,16 +21,22 @@
 namespace kv {
 namespace cuda {
 
+// Rows are the eviction pool, or the evicted slots, whose targets are all that can receive, or those of the rest.
+enum Search { kOfPool, kOfAll, kOfRest };
+
 struct NearestArgs {
   MergeWork work;
-  bool higher;  // rows are the eviction pool; targets are unprotected slots of higher importance
+  Search search;
 };
 
-// A tile of rows from `begin` on, and the targets of a split.
+// A tile of rows from `begin` on, and the targets of a split: slots, and places in the list of the rest.
 struct Look {
   int rows, begin, split, splits;
-  Range targets;
+  Range targets, rest;
 };
+
+// A slot that may be a target: the n-th of these, or of the rest.
+KV_DEVICE int target_at(const MergeHead& head, bool of_rest, int n) { return of_rest ? head.of(head.work.rest)[n] : n; }
 
 // Calls look(head, Look) for this block's share of its head's work.
 template <class Program, class F>
@@ -36,29 +45,58 @@ KV_DEVICE void look_at_all(Block<Program>& block, const NearestArgs& args, F loo
   const MergeHead head(work, block.index() / work.blocks);
   const HeadInfo x = head.info();
   if (x.over == 0) return;
-  const int rows = args.higher ? x.pool : x.evicted, splits = splits_of(work, rows),
-            last = args.higher || !work.call.recent_receives ? x.unprotected + x.unprotected_count : x.used;
+  const bool of_pool = args.search == kOfPool;
+  const int rows = of_pool ? x.pool : x.evicted, splits = splits_of(work, rows),
+            last = of_pool || !work.call.recent_receives ? x.unprotected + x.unprotected_count : x.used;
+  int slots = last - x.unprotected, rest = 0;
+  if (of_pool) rest = x.rest_unprotected;
+  if (args.search == kOfRest) slots = 0, rest = x.rest;
   for (int i = block.index() % work.blocks; i < tiles_of(rows, work.tile) * splits; i += work.blocks) {
-    const Range share = share_of(i % splits, splits, last - x.unprotected, Program::kSlots);
+    const int split = i % splits;
+    const Range share = share_of(split, splits, slots, Program::kSlots);
+    // Of the pool the splits that have one block of slots less than others are the first to look at the rest.
+    const Range more = share_of(of_pool ? splits - 1 - split : split, splits, rest, Program::kSlots);
     look(
         head,
-        Look{rows, i / splits * work.tile, i % splits, splits, {x.unprotected + share.from, x.unprotected + share.to}});
+        Look{
+            rows, i / splits * work.tile, split, splits, {x.unprotected + share.from, x.unprotected + share.to}, more});
   }
 }
 
-// By thread t: the nearest of so many candidates of row t, of equals the lowest slot. finish(row, near) of what they
-// were compared by: how near it is.
-template <class F>
-KV_DEVICE void store_nearest(const MergeHead& head, const Look& x, const float* bests, const int* places,
-                             int candidates, int t, F finish) {
+// What threads have found, each of some of a row's targets; a row has `each`. place: where the nearest is, -1 without;
+// ease: of the eviction pool, the best by policy.order, kNoTarget without.
+struct Candidates {
+  float *best, *ease;
+  int *place, each;
+
+  KV_DEVICE Candidates(char* shared, int count, int each)
+      : best(reinterpret_cast<float*>(shared)),
+        ease(best + count),
+        place(reinterpret_cast<int*>(ease + count)),
+        each(each) {}
+  static KV_HD constexpr size_t bytes(int count) { return count * (2 * sizeof(float) + sizeof(int)); }
+};
+
+// By thread t: the nearest of the candidates of row t, of equals the lowest slot. finish(row, near) of what they were
+// compared by: how near it is, by the error of targets' keys alone.
+template <bool ByError, class F>
+KV_DEVICE void store_nearest(const MergeHead& head, const Look& x, const NearestArgs& args, const Candidates& found,
+                             int t, F finish) {
   if (t >= head.work.tile || x.begin + t >= x.rows) return;
-  float best = kNoTarget;
+  float best = kNoTarget, ease = kNoTarget;
   int place = -1;
-  for (int i = t * candidates; i < (t + 1) * candidates; ++i)
-    if (places[i] >= 0 && (place < 0 || bests[i] > best || (bests[i] == best && places[i] < place)))
-      best = bests[i], place = places[i];
-  head.work.nearness[head.split(x.begin + t, x.split, x.splits)] = place < 0 ? kNoTarget : finish(t, best);
-  head.work.nearest[head.split(x.begin + t, x.split, x.splits)] = place;
+  for (int i = t * found.each; i < (t + 1) * found.each; ++i) {
+    ease = fmaxf(ease, found.ease[i]);
+    if (found.place[i] < 0) continue;
+    if (place < 0 || found.best[i] > best || (found.best[i] == best && found.place[i] < place))
+      best = found.best[i], place = found.place[i];
+  }
+  const size_t at = head.split(x.begin + t, x.split, x.splits);
+  head.work.nearness[at] = place < 0 ? kNoTarget : finish(t, best);
+  head.work.nearest[at] = place < 0 ? -1 : target_at(head, args.search == kOfRest, place);
+  if (args.search != kOfPool) return;
+  if (!ByError) ease = fmaxf(ease, best);
+  head.work.ease[at] = ByError || ease == kNoTarget ? ease : finish(t, ease);
 }
 
 // The nearest target of every row, in one pass over the keys of one split of the slots. ByError: nearest is where the
@@ -68,7 +106,7 @@ struct Nearest {
   using Args = NearestArgs;
   static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 2, kRows = 32, kSlots = 32, kParts = 4;
   struct Registers {
-    float best[2];
+    float best[2], ease[2];
     int place[2];
   };
   // Of the rows and of a block of targets the keys (or the values), in their own type, and the parts of their squares.
@@ -86,10 +124,12 @@ struct Nearest {
       target_square = row_square + kRows * kParts;
     }
   };
-  // Tiles of keys and, by the error, of values; of the rows their importance; the best of every eighth slot.
+  // Tiles of keys and, by the error, of values; of the rows their importance; the candidates of every eighth slot.
+  static KV_HD size_t tiles(const KvMergeCache& a) {
+    return Tile::bytes(a.key_size) + (ByError ? Tile::bytes(a.value_size) : 0);
+  }
   static KV_HD size_t size(const NearestArgs& args) {
-    const KvMergeCache& a = args.work.call;
-    return Tile::bytes(a.key_size) + (ByError ? Tile::bytes(a.value_size) : 0) + (kRows + 16 * kRows) * sizeof(float);
+    return tiles(args.work.call) + kRows * sizeof(float) + Candidates::bytes(8 * kRows);
   }
 
   static KV_DEVICE void run(Block<Nearest>& block, const Args& args) {
@@ -100,13 +140,11 @@ struct Nearest {
   static KV_DEVICE void look(Block<Nearest>& block, const Args& args, const MergeHead& head, const Look& x) {
     const KvMergeCache& a = head.a;
     const Tile keys(block.shared, a.key_size), values(block.shared + Tile::bytes(a.key_size), a.value_size);
-    float* importance = reinterpret_cast<float*>(block.shared + size(args)) - 17 * kRows;
-    float* bests = importance + kRows;
-    int* places = reinterpret_cast<int*>(bests + 8 * kRows);
-    const int to = x.targets.to;
+    float* importance = reinterpret_cast<float*>(block.shared + tiles(a));
+    const Candidates found(reinterpret_cast<char*>(importance + kRows), 8 * kRows, 8);
     const auto row_at = [&](int i) { return x.begin + i < x.rows ? head.rows()[x.begin + i] : -1; };
     block.each([&](int t, Registers& r) {
-      r.best[0] = r.best[1] = kNoTarget, r.place[0] = r.place[1] = -1;
+      r.best[0] = r.best[1] = r.ease[0] = r.ease[1] = kNoTarget, r.place[0] = r.place[1] = -1;
       for (int i = t; i < kRows; i += kThreads)
         importance[i] = row_at(i) >= 0 ? head.of(head.work.importance)[row_at(i)] : 0.0f;
       load(keys.row, keys, t, [&](int i) { return row_at(i) >= 0 ? head.template key<T>(row_at(i)) : nullptr; });
@@ -118,11 +156,30 @@ struct Nearest {
       keys.row_square[t] = square(keys.row, keys, t);
       if (ByError) values.row_square[t] = square(values.row, values, t);
     });
-    for (int at = x.targets.from; at < to; at += kSlots) {
+    look_at(block, args, head, keys, values, importance, x.targets, false);
+    look_at(block, args, head, keys, values, importance, x.rest, true);
+    block.each([&](int t, Registers& r) {
+      for (int i = 0; i < 2; ++i) {
+        const int at = (t / 8 * 2 + i) * 8 + t % 8;
+        found.best[at] = r.best[i], found.ease[at] = r.ease[i], found.place[at] = r.place[i];
+      }
+    });
+    block.each(
+        [&](int t, auto&) { store_nearest<ByError>(head, x, args, found, t, [](int, float near) { return near; }); });
+  }
+
+  // Targets one block of slots after another. Ends with a barrier.
+  static KV_DEVICE void look_at(Block<Nearest>& block, const Args& args, const MergeHead& head, const Tile& keys,
+                                const Tile& values, const float* importance, Range targets, bool of_rest) {
+    const KvMergeCache& a = head.a;
+    const int to = targets.to;
+    for (int at = targets.from; at < to; at += kSlots) {
       block.each([&](int t, auto&) {
-        load(keys.target, keys, t, [&](int i) { return at + i < to ? head.template key<T>(at + i) : nullptr; });
+        load(keys.target, keys, t,
+             [&](int i) { return at + i < to ? head.template key<T>(target_at(head, of_rest, at + i)) : nullptr; });
         if (ByError)
-          load(values.target, values, t, [&](int i) { return at + i < to ? head.template value<T>(at + i) : nullptr; });
+          load(values.target, values, t,
+               [&](int i) { return at + i < to ? head.template value<T>(target_at(head, of_rest, at + i)) : nullptr; });
       });
       block.each([&](int t, auto&) {
         keys.target_square[t] = square(keys.target, keys, t);
@@ -131,20 +188,10 @@ struct Nearest {
       block.each([&](int t, Registers& r) {
         float near[2][4], apart[2][4];
         measure(near, keys, a.policy.measure, t);
-        if (ByError) {
-          measure(apart, values, KV_MEASURE_DISTANCE, t);
-          for (int i = 0; i < 2; ++i)
-            for (int j = 0; j < 4; ++j) near[i][j] = fminf(near[i][j], 0.0f) * fmaxf(-apart[i][j], 0.0f);
-        }
-        update_best(r, near, head, args, importance, at, to, t);
+        if (ByError) measure(apart, values, KV_MEASURE_DISTANCE, t);
+        update(r, near, apart, head, args, importance, at, to, of_rest, t);
       });
     }
-    block.each([&](int t, Registers& r) {
-      for (int i = 0; i < 2; ++i)
-        bests[(t / 8 * 2 + i) * 8 + t % 8] = r.best[i], places[(t / 8 * 2 + i) * 8 + t % 8] = r.place[i];
-    });
-    block.each(
-        [&](int t, auto&) { store_nearest(head, x, bests, places, 8, t, [](int, float near) { return near; }); });
   }
 
   template <class F>
@@ -203,18 +250,23 @@ struct Nearest {
     }
   }
 
-  // The nearest so far of those that can receive.
-  static KV_DEVICE void update_best(Registers& r, const float (&near)[2][4], const MergeHead& head, const Args& args,
-                                    const float* row_importance, int at, int to, int t) {
+  // The nearest so far, and of the eviction pool the best by policy.order.
+  static KV_DEVICE void update(Registers& r, const float (&near)[2][4], const float (&apart)[2][4],
+                               const MergeHead& head, const Args& args, const float* row_importance, int at, int to,
+                               bool of_rest, int t) {
+    const bool of_pool = args.search == kOfPool;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const int slot = at + t % 8 + 8 * j;
-      if (slot >= to || (!args.higher && head.of(args.work.mark)[slot] != kCanReceive)) continue;
+      const int place = at + t % 8 + 8 * j;
+      if (place >= to) continue;
+      const int slot = target_at(head, of_rest, place);
       const float importance = head.of(args.work.importance)[slot];
+      if (!(of_pool && of_rest) && head.of(args.work.mark)[slot] != (of_pool ? kUpper : kCanReceive)) continue;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if (args.higher && !(importance > row_importance[t / 8 * 2 + i])) continue;
-        if (near[i][j] > r.best[i]) r.best[i] = near[i][j], r.place[i] = slot;
+        if (of_pool && (!of_rest || importance > row_importance[t / 8 * 2 + i]))
+          r.ease[i] = fmaxf(r.ease[i], ByError ? fminf(near[i][j], 0.0f) * fmaxf(-apart[i][j], 0.0f) : near[i][j]);
+        if (!(of_pool && of_rest) && near[i][j] > r.best[i]) r.best[i] = near[i][j], r.place[i] = place;
       }
     }
   }

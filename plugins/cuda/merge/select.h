@@ -1,9 +1,10 @@
 // MergeCache: which slots are evicted. One block of 256 threads per head, a thread every 256th slot:
 //
 //   Rank
-//     order slots by position: as they lie, or where they lie in no order, by their digits
+//     order slots by position: as they lie, or where they lie in no order, by bits of positions and counts of these
 //     importance[slot] = policy.select; keep_score[slot] = importance, 1e38 where merged slots are evicted last
 //     order = lowest: choose; else the eviction pool = the lowest keep scores
+//     ... and the upper slots = those of a higher importance than all of the pool
 //   Choose, after Nearest has found the pool's targets
 //     mark slots that have a near enough target, as evicted before the others; choose
 //   choose: the `over` lowest keep scores of marked slots, and where they are fewer, of the others
@@ -13,28 +14,23 @@
 // A barrier stands between counting, the prefix sum of the counts, and what reads it.
 #pragma once
 
+#include "positions.h"
 #include "work.h"
 
 namespace kv {
 namespace cuda {
 
 // Shared memory: 256 counts, 256 sums, and a keep score and a mark per slot; in place of these, while slots are put in
-// order, counts of digits and the slots twice, of which no device's shared memory holds 65,536.
+// order, bits of positions.
 struct Selection {
-  static constexpr int kThreads = 256, kDigits = 16;
-  struct alignas(16) Digits {
-    uint16_t count[kDigits];
-  };
+  static constexpr int kThreads = 256;
   float* keep_score;
   int *counts, *sums, *words;
   uint8_t* mark;  // kLater, kFirst, kChosen
-  Digits* digits;
-  uint16_t *slots, *more_slots;
 
   static KV_HD size_t size(int capacity) {
-    const size_t slots = capacity, scores = slots * (sizeof(float) + 1),
-                 order = kThreads * sizeof(Digits) + 2 * slots * sizeof(uint16_t);
-    return (2 * kThreads + 4) * sizeof(int) + (scores > order ? scores : order);
+    const size_t scores = static_cast<size_t>(capacity) * (sizeof(float) + 1);
+    return (2 * kThreads + 4) * sizeof(int) + (scores > PositionBits::kBytes ? scores : PositionBits::kBytes);
   }
   KV_DEVICE Selection(char* shared, int capacity) {
     counts = reinterpret_cast<int*>(shared);
@@ -42,9 +38,6 @@ struct Selection {
     words = sums + kThreads;
     keep_score = reinterpret_cast<float*>(words + 4);
     mark = reinterpret_cast<uint8_t*>(keep_score + capacity);
-    digits = reinterpret_cast<Digits*>(keep_score);
-    slots = reinterpret_cast<uint16_t*>(digits + kThreads);
-    more_slots = slots + capacity;
   }
 };
 
@@ -96,53 +89,6 @@ KV_DEVICE void choose_lowest(Block<Program>& block, const Selection& s, int from
       if (ordered(s.keep_score[i]) < prefix || equal++ < left) s.mark[i] = kChosen;
     }
   });
-}
-
-// Slots [0, count) in order of position, of equals the lower slot first: by the digits of what positions are above the
-// lowest, 4 bits at a time, the last ones first. A thread counts and moves neighbours; the counts of all threads, digit
-// by digit, add up to where each of them moves its own.
-template <class Program>
-KV_DEVICE const uint16_t* sorted_slots(Block<Program>& block, const Selection& s, const int32_t* position, int count,
-                                       int lowest, int highest) {
-  constexpr int kThreads = Program::kThreads, kDigits = Selection::kDigits, kBits = 4;
-  static_assert(kDigits == 1 << kBits, "a count for each digit");
-  const uint32_t from_lowest = static_cast<uint32_t>(lowest), range = static_cast<uint32_t>(highest) - from_lowest;
-  const int each = (count + kThreads - 1) / kThreads;
-  uint16_t *from = s.slots, *to = s.more_slots, *counts = s.digits->count;  // [digits, threads]
-  block.each([&](int t, auto&) {
-    for (int i = t; i < count; i += kThreads) from[i] = static_cast<uint16_t>(i);
-  });
-  for (int shift = 0; shift < 32 && range >> shift; shift += kBits) {
-    const auto count_of = [&](int slot, int t) -> uint16_t& {
-      return counts[((static_cast<uint32_t>(position[slot]) - from_lowest) >> shift & (kDigits - 1)) * kThreads + t];
-    };
-    block.each([&](int t, auto&) {
-      for (int digit = 0; digit < kDigits; ++digit) counts[digit * kThreads + t] = 0;
-      for (int i = t * each; i < min_of((t + 1) * each, count); ++i) ++count_of(from[i], t);
-    });
-    block.each([&](int t, auto& r) {
-      const Selection::Digits held = s.digits[t];
-      r.count = 0;
-      for (int i = 0; i < kDigits; ++i) r.count += held.count[i];
-    });
-    scan(block, s.sums, [](int, auto& r) { return r.count; });
-    block.each([&](int t, auto& r) {
-      Selection::Digits held = s.digits[t];
-      int before = r.scanned;
-      for (int i = 0; i < kDigits; ++i) {
-        const int own = held.count[i];
-        held.count[i] = static_cast<uint16_t>(before);
-        before += own;
-      }
-      s.digits[t] = held;
-    });
-    block.each([&](int t, auto&) {
-      for (int i = t * each; i < min_of((t + 1) * each, count); ++i) to[count_of(from[i], t)++] = from[i];
-    });
-    uint16_t* const moved = to;
-    to = from, from = moved;
-  }
-  return from;
 }
 
 // Writes the slots of [0, used) that are marked kChosen, in their order; returns how many.
@@ -241,6 +187,32 @@ struct Rank {
     }
     choose_lowest(block, s, x.unprotected, x.unprotected + x.unprotected_count, kLater, x.pool);
     list_chosen(block, s, x.used, head.rows());
+    find_upper(block, head, s, x);
+  }
+
+  // Marks the upper slots, and lists the rest of those that may be targets.
+  static KV_DEVICE void find_upper(Block<Rank>& block, const MergeHead& head, const Selection& s, const HeadInfo& x) {
+    const float* importance = head.of(head.work.importance);
+    const float highest = reduce(
+        block, reinterpret_cast<float*>(s.sums),
+        [&](int t, auto&) {
+          float most = -INFINITY;
+          for (int i = t; i < x.pool; i += kThreads) most = fmaxf(most, importance[head.rows()[i]]);
+          return most;
+        },
+        [](float a, float b) { return fmaxf(a, b); });
+    const int begin = x.unprotected, end = begin + x.unprotected_count, last = head.a.recent_receives ? x.used : end;
+    block.each([&](int t, auto&) {
+      for (int i = t; i < last; i += kThreads) {
+        const bool upper = i >= begin && i < end && importance[i] > highest;
+        head.of(head.work.mark)[i] = upper ? kUpper : 0;
+        s.mark[i] = i >= begin && !upper ? kChosen : kLater;
+      }
+    });
+    const int rest = list_chosen(block, s, last, head.of(head.work.rest));
+    block.each([&](int t, auto&) {
+      if (t == 0) head.info().rest = rest, head.info().rest_unprotected = rest - (last - end);
+    });
   }
 
   static KV_DEVICE void order_slots(Block<Rank>& block, const MergeHead& head, const Selection& s) {
@@ -275,10 +247,7 @@ struct Rank {
       });
     } else {
       const int lowest = extreme_of(INT32_MAX, [](int i, int j) { return min_of(i, j); });
-      const uint16_t* sorted = sorted_slots(block, s, position, in_all, lowest, now);
-      block.each([&](int t, auto&) {
-        for (int i = passed + t; i < in_all; i += kThreads) order[i - passed] = sorted[i];
-      });
+      write_order(block, {s.sums, s.keep_score}, position, in_all, passed, lowest, now, order);
     }
     block.each([&](int t, auto&) {
       if (t != 0) return;
@@ -360,9 +329,9 @@ struct Choose {
     });
     block.each([&](int t, auto&) {
       for (int i = t; i < x.pool; i += kThreads) {
-        int target;
         const int slot = head.rows()[i];
-        const float near = nearest_of(head, i, x.pool, &target);
+        const float near = ease_of(head, i, x.pool);
+        if (work.upper) head.of(work.upper_nearness)[slot] = nearest_of(head, i, x.pool, &head.of(work.upper)[slot]);
         if (near > (p.order == KV_ORDER_LEAST_ERROR ? -kTooFar : p.threshold)) s.mark[slot] = kFirst;
         if (p.order == KV_ORDER_LEAST_ERROR && near > -kTooFar)
           s.keep_score[slot] = merge_error(head.of(work.importance)[slot], p.error_exponent, -near);

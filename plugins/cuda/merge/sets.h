@@ -2,6 +2,7 @@
 //
 //   FormSets, a block per head
 //     target[evicted] = the younger neighbour, or the nearest slot where it is nearer than the threshold; -1: dropped
+//     ... of the upper slots and the rest, of equals the first
 //     set[target] = the first evicted slot of that target; of every evicted slot how many of its set are before it
 //   Attended, a block per head: output = sum of value times share of the accumulated probabilities, for a Hessian
 //   MergeRows, some blocks per head, each for every so-manieth evicted slot that is the first of its set
@@ -41,8 +42,15 @@ struct FormSets {
         const int slot = head.rows()[i];
         if (p.merge == KV_MERGE_PAIR) {
           if (is_older(x, slot) && head.of(work.mark)[slot + 1] != kEvicted) target = slot + 1;
-        } else if (!(nearest_of(head, i, x.evicted, &target) > p.threshold)) {
-          target = -1;
+        } else {
+          float near = nearest_of(head, i, x.evicted, &target);
+          // Where protected slots are evicted, which the first search did not look at, there are no upper ones.
+          if (work.upper && x.over <= x.unprotected_count) {
+            const int upper = head.of(work.upper)[slot];
+            const float upper_near = head.of(work.upper_nearness)[slot];
+            if (upper_near > near || (upper_near == near && upper < target)) near = upper_near, target = upper;
+          }
+          if (!(near > p.threshold)) target = -1;
         }
         head.targets()[i] = target;
         if (target >= 0) block.lower(&set[target], i);

@@ -5,6 +5,11 @@
 //                                                                               bits nearest_mma.h
 //   Choose     ... and with them, which of the pool are evicted                 select.h   per head
 //   Nearest    the target nearest to every evicted slot, unless pairs merge     nearest.h  some blocks per head
+//
+//   ... of which a zip after an order by targets leaves the second `Nearest` little. Slots that are more important than
+//   the whole eviction pool, the upper ones, are targets of every slot of the pool in both searches, since none of them
+//   is evicted: the first one keeps the nearest of them as well, so that the second looks at the rest alone.
+//
 //   FormSets   merge sets: a target and the evicted slots that merge into it    sets.h     per head
 //   Attended   KVSlimmer alone: the attention's output                          sets.h     per head
 //   MergeRows  every set's key, value, votes and statistics                     sets.h     some blocks per head
@@ -31,8 +36,10 @@ struct HeadInfo {
   int now;          // the latest position
   int unprotected;  // the first slot that is neither a sink nor recent; all of these lie together
   int unprotected_count;
-  int over;     // how many have to be evicted
-  int pool;     // the size of the eviction pool, where policy.order asks for targets
+  int over;  // how many have to be evicted
+  int pool;  // the size of the eviction pool, where policy.order asks for targets, and
+  int rest;  // how many slots from the first unprotected one on are not upper ones, and may be targets; of these
+  int rest_unprotected;
   int evicted;  // how many are
   int kept;     // slots and merged rows in the end
   int changed;  // of these the ones that are written
@@ -52,11 +59,15 @@ struct MergeWork {
   HeadInfo* heads;
   int* order;  // the slot in the cache
   float* importance;
-  float* keep_score;     // the lowest are evicted first
-  uint8_t* mark;         // kEvicted, kCanReceive
-  int* rows;             // [most_rows] slots to find targets of: the eviction pool, then the evicted ones
-  float* nearness;       // [stride: rows, splits] of the nearest target
-  int* nearest;          // [stride: rows, splits] that target
+  float* keep_score;  // the lowest are evicted first
+  uint8_t* mark;      // kEvicted, kCanReceive
+  int* rows;          // [most_rows] slots to find targets of: the eviction pool, then the evicted ones
+  float* nearness;    // [stride: rows, splits] of the nearest target
+  int* nearest;       // [stride: rows, splits] that target
+  float* ease;        // [stride: rows, splits] of the pool: how near the best target by policy.order is
+  int* rest;          // the slots that are not upper ones
+  int* upper;         // of a slot of the pool the nearest upper one, -1 without; nullptr where it is not asked for
+  float* upper_nearness;
   int* target;           // [most_evicted] of every evicted slot, -1 without
   int* before;           // [most_evicted] ... and how many evicted slots before it have the same
   int* set;              // of a target: its merge set, the number of its first evicted slot; kNone of other slots
@@ -71,7 +82,7 @@ struct MergeWork {
   int* steps;            // ... and how many places the slot has moved
 };
 
-enum { kEvicted = 1, kCanReceive = 2 };  // marks of a slot
+enum { kEvicted = 1, kCanReceive = 2, kUpper = 3 };  // marks of a slot
 
 // A head's part of the workspace and of the cache, which is updated in place.
 struct MergeHead {
@@ -131,6 +142,14 @@ KV_DEVICE float nearest_of(const MergeHead& head, int row, int rows, int* target
     if (head.work.nearest[at] >= 0 && head.work.nearness[at] > best)
       best = head.work.nearness[at], *target = head.work.nearest[at];
   }
+  return best;
+}
+
+// How near the best target of a row of the eviction pool is by policy.order; kNoTarget where there is none.
+KV_DEVICE float ease_of(const MergeHead& head, int row, int rows) {
+  const int splits = splits_of(head.work, rows);
+  float best = kNoTarget;
+  for (int i = 0; i < splits; ++i) best = fmaxf(best, head.work.ease[head.split(row, i, splits)]);
   return best;
 }
 

@@ -45,25 +45,28 @@ KV_DEVICE uint32_t packed(float low, float high) {
 #endif
 }
 
-// of(registers): the Product.
-template <class T, class Program, class F>
+// of(registers): the Product. kFirst: nothing is added to, whatever the sum held.
+template <class T, bool kFirst = false, class Program, class F>
 KV_DEVICE void multiply(Block<Program>& block, F of) {
 #ifdef __CUDACC__
   const Product x = of(block.registers());
+  float from[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) from[i] = kFirst ? 0.0f : x.sum[i];
   if constexpr (T::kBrain)
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%10, %11, %12, %13};"
         : "=f"(x.sum[0]), "=f"(x.sum[1]), "=f"(x.sum[2]), "=f"(x.sum[3])
-        : "r"(x.a[0]), "r"(x.a[1]), "r"(x.a[2]), "r"(x.a[3]), "r"(x.b[0]), "r"(x.b[1]), "f"(x.sum[0]), "f"(x.sum[1]),
-          "f"(x.sum[2]), "f"(x.sum[3]));
+        : "r"(x.a[0]), "r"(x.a[1]), "r"(x.a[2]), "r"(x.a[3]), "r"(x.b[0]), "r"(x.b[1]), "f"(from[0]), "f"(from[1]),
+          "f"(from[2]), "f"(from[3]));
   else
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%10, %11, %12, %13};"
         : "=f"(x.sum[0]), "=f"(x.sum[1]), "=f"(x.sum[2]), "=f"(x.sum[3])
-        : "r"(x.a[0]), "r"(x.a[1]), "r"(x.a[2]), "r"(x.a[3]), "r"(x.b[0]), "r"(x.b[1]), "f"(x.sum[0]), "f"(x.sum[1]),
-          "f"(x.sum[2]), "f"(x.sum[3]));
+        : "r"(x.a[0]), "r"(x.a[1]), "r"(x.a[2]), "r"(x.a[3]), "r"(x.b[0]), "r"(x.b[1]), "f"(from[0]), "f"(from[1]),
+          "f"(from[2]), "f"(from[3]));
 #else
   for (int warp = 0; warp < Program::kThreads / kWarp; ++warp) {
     float a[16][16], b[16][8];
@@ -79,6 +82,7 @@ KV_DEVICE void multiply(Block<Program>& block, F of) {
       float* sum = of(block.lanes(warp)[lane]).sum;
       for (int i = 0; i < 4; ++i) {
         const Element at = element_of_sum(lane, i);
+        if (kFirst) sum[i] = 0.0f;
         for (int k = 0; k < 16; ++k) sum[i] += a[at.row][k] * b[k][at.column];
       }
     }

@@ -241,15 +241,20 @@ struct LinearMma {
   static KV_DEVICE void load_rows(const LinearArgs& args, const Shared& s, int first, int rows, int chunk, int buffer,
                                   int t) {
     const KvLinear& a = args.call;
-    constexpr int kVectors = kInputs / 8;
-    for (int i = t; i < rows * kVectors; i += kThreads) {
-      const int row = i / kVectors, v = i % kVectors, k = chunk * kInputs + v * 8;
-      if (k >= args.inputs()) continue;
+    constexpr int kVectors = kInputs / 8, kApart = kThreads / kVectors;
+    static_assert(kThreads % kVectors == 0, "of every row that a thread takes it takes the same vector");
+    int row = t / kVectors;
+    if (row >= rows) return;
+    const int v = t % kVectors, k = chunk * kInputs + v * 8;
+    if (k >= args.inputs()) return;
+    // Of few rows the norm's weights are read for each, and take no registers beyond it.
+    float norm[8];
+    if (a.norm && kTiles > 1) load_eight(a, a.norm, k, norm);
+    for (; row < rows; row += kApart) {
       float x[8];
       load_eight(a, a.input, input_at(a, first + row, k), x);
       if (a.norm) {
-        float norm[8];
-        load_eight(a, a.norm, k, norm);
+        if (kTiles == 1) load_eight(a, a.norm, k, norm);
 #pragma unroll
         for (int j = 0; j < 8; ++j) x[j] = x[j] * s.factors[row] * norm[j];
       }
@@ -275,9 +280,9 @@ struct LinearMma {
                                        int stage, int buffer, uint32_t ends, int rows) {
     const uint32_t turned[2] = {U::turned(p.weight.is_signed), U::turned(weight_of(a, p, 1).is_signed)};
     const Group* groups = &s.group(buffer, 0, 0);
-    if constexpr (kTiles == 1 && kBits == 4 && !kMinima) {  // groups of 32 or 128 that fill the chunk
+    if constexpr (kTiles <= 4 && kBits == 4 && !kMinima) {  // groups of 32, or 128, that fill the chunk
       if (ends == 0xff) return multiply_groups<1>(block, s, stage, buffer, turned, rows);
-      if (ends == 0x88) return multiply_groups<4>(block, s, stage, buffer, turned, rows);
+      if (kTiles > 1 && ends == 0x88) return multiply_groups<4>(block, s, stage, buffer, turned, rows);
     }
     begin_group<kMinima>(block, groups);
     // Unrolled, a unit's place is a constant; panels of many rows have work enough for a loop.
@@ -291,20 +296,24 @@ struct LinearMma {
     }
   }
 
-  // The same of a chunk of 8 units whose groups are kUnitsEach: they lie at constant places, and nothing is asked.
-  template <int kUnitsEach>
+  // The same of a chunk of 8 units whose groups are kEach of them: nothing is asked. All 8 in a row, groups of one unit
+  // would take more registers than there are.
+  template <int kEach>
   static KV_DEVICE void multiply_groups(Block<LinearMma>& block, const Shared& s, int stage, int buffer,
                                         const uint32_t (&turned)[2], int rows) {
+#pragma unroll(kTiles == 1 ? 4 : 1)
+    for (int u = 0; u < kUnits; u += kEach) {
+      begin_group<false, true>(block, &s.group(buffer, u / kEach, 0));
+      multiply_unit<false, true>(block, s, stage, buffer, u, turned, rows);
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      if (u % kUnitsEach == 0) begin_group<false>(block, &s.group(buffer, u / kUnitsEach, 0));
-      multiply_unit<false>(block, s, stage, buffer, u, turned, rows);
-      if (u % kUnitsEach == kUnitsEach - 1) end_group<false>(block);
+      for (int i = 1; i < kEach; ++i) multiply_unit<false>(block, s, stage, buffer, u + i, turned, rows);
+      end_group<false>(block);
     }
   }
 
-  // A group of a chunk, of all columns; one that goes on in the next chunk is added up in both.
-  template <bool kMinima>
+  // A group of a chunk, of all columns; one that goes on in the next chunk is added up in both. kFirst: its first unit
+  // adds to nothing, likewise below.
+  template <bool kMinima, bool kFirst = false>
   static KV_DEVICE void begin_group(Block<LinearMma>& block, const Group* groups) {
     if (kBits == 0) return;
     block.each_alone([&](int t, Registers& r) {
@@ -313,6 +322,7 @@ struct LinearMma {
         const Group& held = groups[tile_of(t, i / 2) * kTileColumns + i % 2 * kPair + t % kWarp / 4];
         r.scale[i / 2][i % 2] = held.scale, r.less[i / 2][i % 2] = held.less;
       }
+      if (kFirst) return;
 #pragma unroll
       for (int j = 0; j < kHigh * kTiles * 4; ++j) r.part[j / (kTiles * 4)][j / 4 % kTiles][j % 4] = 0.0f;
       if (!kMinima) return;
@@ -334,7 +344,7 @@ struct LinearMma {
     });
   }
 
-  template <bool kMinima>
+  template <bool kMinima, bool kFirst = false>
   static KV_DEVICE void multiply_unit(Block<LinearMma>& block, const Shared& s, int stage, int buffer, int u,
                                       const uint32_t (&turned)[2], int rows) {
     block.each_alone([&](int t, Registers& r) {
@@ -365,10 +375,15 @@ struct LinearMma {
 #pragma unroll
       for (int step = 0; step < U::kSteps; ++step) {
 #pragma unroll
-        for (int m = 0; m < kHigh; ++m)
-          multiply<T>(block, [&](Registers& r) {
+        for (int m = 0; m < kHigh; ++m) {
+          const auto product = [&](Registers& r) {
             return Product{kBits ? r.part[m][n] : r.sum[m][n], r.a[m][step], r.b + 2 * step};
-          });
+          };
+          if (kFirst && step == 0)
+            multiply<T, true>(block, product);
+          else
+            multiply<T>(block, product);
+        }
         if (kMinima) {
           constexpr uint32_t kOne = T::kBrain ? 0x3f803f80u : 0x3c003c00u;
           const uint32_t ones[4] = {kOne, kOne, kOne, kOne};

@@ -1,4 +1,5 @@
-"""What a fit to reference queries costs on SmolLM2: a merge of 32 entries beside keepkv's, and a step beside h2o's.
+"""What a fit to reference queries costs on SmolLM2: a merge of 32 entries beside keepkv's, and a step beside h2o's; and
+a step in measured budgets of KV heads beside one in uniform budgets, of `ballot`.
 
     python benchmarks/fitted.py [--rounds 7] [--threads 2] [--work DIR]
 
@@ -23,7 +24,8 @@ from typing import Any
 import numpy as np
 from common import interleave, ratio, read_bandwidth, save
 
-SIDES = ("h2o", "keepkv", "ballot", "grkv", "attention_matching")
+SIDES = ("h2o", "keepkv", "ballot", "ballot+heads", "grkv", "attention_matching")
+HEADS = "smollm2-135m-heads"  # whose budgets of KV heads a side with +heads has
 FITS = ("grkv", "attention_matching")
 STEPS, PROMPT = 128, 1024
 GOALS = {"merge, times keepkv's": 2.0, "speed of a step, of h2o's": 0.93}
@@ -36,7 +38,10 @@ def artifact(work: Path, method: str, threads: int) -> Path:
 
     path = work / f"{method}-{threads}"
     if not path.exists():
-        chosen = [f"cache.method={method}", f"backend.threads={threads}", "limits.max_batch=1"]
+        chosen = [f"cache.method={method.removesuffix('+heads')}", f"backend.threads={threads}", "limits.max_batch=1"]
+        if method.endswith("+heads"):
+            shares = load_recipe(HEADS).recipe.cache.allocation.shares
+            chosen += ["cache.allocation.kind=listed", f"cache.allocation.shares={shares}"]
         build(load_recipe("smollm2-135m-base", chosen).recipe, path)
     return path
 
@@ -102,6 +107,9 @@ def main() -> None:
         "goals": GOALS,
         "merge, times keepkv's": {s: ratio(times[s]["merge"], times["keepkv"]["merge"]) for s in FITS},
         "speed of a step, of h2o's": {s: ratio(times["h2o"]["step"], times[s]["step"]) for s in FITS},
+        "speed of a step in budgets of heads, of ballot's": ratio(
+            times["ballot"]["step"], times["ballot+heads"]["step"]
+        ),
     }
     print(json.dumps(results, indent=1))
     if asked.rounds > 1:

@@ -283,6 +283,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, metavar="DIR", help="keep engines there, for a run that goes on")
     parser.add_argument("--name", default=NAME, help="of the file of results")
     options = parser.parse_args()
+    if options.work:
+        options.work.mkdir(parents=True, exist_ok=True)
     keydiff.register()
     with tempfile.TemporaryDirectory() as folder:
         modes = {"ask": ask, "layers": measure_layers, "text": measure_text}

@@ -90,3 +90,11 @@ def once(task: str) -> str:
         lines.append((f"`{method}`", *(cell for part in given for cell in part)))
     counted = "texts" if task == "text" else "passages"
     return table(("method", *(f"1/{part}, {x}" for part in parts for x in (*figures, counted))), *lines)
+
+
+def once_queries() -> str:
+    """The KL of one text by the queries that a merge is fitted to, below that of methods without a fit."""
+    text = {(r["method"], r["part"]): r["each"][0] for r in load("once")["rows"] if r["task"] == "text"}
+    plain = [(f"`{method}`", text[method, 10]) for method in ("streaming", "h2o", "snapkv", "keepkv")]
+    rows = [*plain, *((r["said"], r["kl"]) for r in load("once-queries")["rows"])]
+    return table(("kept, of a tenth of the slots", "KL"), *((said, f"{kl:.3f}") for said, kl in rows))

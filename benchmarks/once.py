@@ -36,6 +36,7 @@ from kvexport.evaluate.settings import overrides_of
 from kvexport.evaluate.statistics import mean
 from kvexport.recipe.load import load_recipe
 from kvexport.runtime.lanes import Counters, Saved
+from kvexport.runtime.text import Tokenizer
 
 NAME = "once"
 LENGTH, FOLLOWING, CHUNK, QUESTIONS = 2000, 256, 256, 6
@@ -129,6 +130,11 @@ def asked(engine: kvexport.Engine, saved: Saved, given: recall.Passage) -> list[
     return [[int(a.exact), round(a.digits, 4), round(a.nll, 4)] for a in found]
 
 
+def text_of(tokenizer: Tokenizer, number: int) -> list[int]:
+    """A context and what follows it, of Python's manual."""
+    return Text(tokenizer, manual()).text(np.random.default_rng([1000, number]), LENGTH + FOLLOWING)[0]
+
+
 class Measure:
     """One text, or one passage and its questions: read once for all methods that keep the same statistics."""
 
@@ -139,7 +145,7 @@ class Measure:
             self._passage = passages(full, task, number + 1, LENGTH)[number]
             self._context = self._passage.ids
             return
-        ids = Text(full.tokenizer, manual()).text(np.random.default_rng([1000, number]), LENGTH + FOLLOWING)[0]
+        ids = text_of(full.tokenizer, number)
         self._context, self._following = ids[:LENGTH], np.array(ids[LENGTH:], np.int64)
         self._right = following(full, self._saved(full), self._following)
 

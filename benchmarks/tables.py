@@ -14,7 +14,7 @@ import re
 from dataclasses import asdict
 from typing import Any
 
-from budget_tables import head_budgets, listed, once, small_listed
+from budget_tables import head_budgets, listed, once, once_queries, small_listed
 from table_parts import BUDGETS, ROOT, load, name_of, shown, table
 
 from kvexport.evaluate.statistics import mean
@@ -300,7 +300,7 @@ def tables() -> dict[str, str]:
     found |= {"listed": listed(), "packed speed": packed_speed(), "packed kernel": packed_kernel()}
     found |= {"packed quality": packed_quality(), "small cache": small_cache(), "awq": awq()}
     found |= {"small listed": small_listed(), "head budgets": head_budgets()}
-    found |= {f"once {task}": once(task) for task in ("text", "codes")}
+    found |= {f"once {task}": once(task) for task in ("text", "codes")} | {"once queries": once_queries()}
     if load("recall-smollm2").get("text"):  # `recall_real.py text` was run
         found["recall text"] = recall_text()
     for recipe, figures in FIGURES.items():

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvexport import backends
-from kvexport.cache import CachePlan, LayerCache, LayerGeometry, plan_cache, settled_plan, state_bytes
+from kvexport.cache import CachePlan, LayerCache, LayerGeometry, of_caches, plan_cache, settled_plan, state_bytes
 from kvexport.errors import UsageError
 from kvexport.recipe.fields import MOST, Recipe, shown_length
 from kvexport.report.sections import KeyValues, Section, Table
+from kvexport.schema.state import RING, StateTensor
 from kvexport.units import format_bytes
 
 NOT_COUNTED = "activations and the backend's own buffers are not counted"
@@ -58,6 +59,21 @@ class MemoryPlan:
         return state_bytes(self.recipe, settled_plan(self.recipe, self.cache))
 
     @property
+    def snapshot_bytes(self) -> int:
+        """What a snapshot takes right after that merge: the slots of the budgets, and of reference queries those that
+        are not replaced before the next merge (`Lanes.before_merge`)."""
+        recipe, caches = self.recipe, self.cache.layers
+        room = min((x.capacity - x.budget for x in caches if x.merges), default=0)
+        most = recipe.cache.merge_every if recipe.cache.merge_prompts == "end" else 1
+        tokens = max(min(most, room - recipe.export.prefill_chunk + 1), 0)
+        layers = []
+        for layer, shape in zip(caches, of_caches(self.geometry, len(caches)), strict=True):
+            replaced = tokens * shape.query_heads // shape.kv_heads
+            extra = tuple(_with_fewer_rows(x, replaced) if x.name in RING else x for x in layer.extra)
+            layers.append(replace(layer, capacity=layer.budget, extra=extra))
+        return CachePlan(tuple(layers)).bytes()
+
+    @property
     def batch_bytes(self) -> int:
         """The caches of limits.max_batch sequences."""
         return state_bytes(self.recipe, self.cache, self.recipe.limits.max_batch)
@@ -78,7 +94,8 @@ class MemoryPlan:
         """What is used of a cache that reads whole prompts, once it was merged."""
         if self.recipe.cache.merge_prompts == "chunks":
             return ""
-        return f" while its prompt is read; {format_bytes(self.settled_bytes)} of it are used afterwards"
+        used, saved = format_bytes(self.settled_bytes), format_bytes(self.snapshot_bytes)
+        return f" while its prompt is read; {used} of it are used afterwards, {saved} are in a snapshot taken at once"
 
     def fit(self, memory: int) -> Fit:
         """What `memory` bytes hold; see `Fit`."""
@@ -129,6 +146,7 @@ class MemoryPlan:
             "max_batch": limits.max_batch,
             "cache_bytes_per_sequence": self.sequence_bytes,
             "cache_bytes_after_prompt": self.settled_bytes,
+            "snapshot_bytes_after_prompt": self.snapshot_bytes,
             "cache_bytes": self.batch_bytes,
             "ranks": self.recipe.backend.tensor_parallel,
             "rank_weight_bytes": self.rank_weight_bytes,
@@ -219,6 +237,11 @@ def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:
 
 def _rank_bytes(recipe: Recipe, cache: CachePlan, sequences: int = 1) -> int:
     return state_bytes(recipe, cache.of_rank(recipe.backend.tensor_parallel), sequences)
+
+
+def _with_fewer_rows(ring: StateTensor, count: int) -> StateTensor:
+    *outer, rows = ring.dims[:3]
+    return replace(ring, dims=(*outer, max(int(rows) - count, 0), *ring.dims[3:]))
 
 
 def full_layer_bytes(layer: LayerGeometry, length: int, itemsize: int) -> int:

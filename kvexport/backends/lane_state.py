@@ -1,4 +1,5 @@
-"""The state of one lane in the host's memory: of tensors of slots the used ones alone, which are a prefix."""
+"""The state of one lane in the host's memory: of tensors of slots the used ones alone, which are a prefix; of rings of
+reference queries, where they are saved, those that are still read."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.cache import CachePlan
+from kvexport.schema.state import RING
 
 
 def is_captured(first: int, last: int) -> bool:
@@ -72,3 +74,28 @@ def fill(target: NDArray[Any], values: NDArray[Any], axis: int | None) -> None:
     slots, used = np.moveaxis(target, axis, 0), values.shape[axis]
     slots[:used] = np.moveaxis(values, axis, 0)
     slots[used:] = 0
+
+
+def without_replaced(plan: CachePlan, state: Mapping[str, NDArray[Any]], tokens: int) -> dict[str, NDArray[Any]]:
+    """A lane's tensors, of rings without the queries that so many more tokens replace."""
+    found = dict(state)
+    for i, layer in enumerate(plan.layers):
+        rings = [tensor.past(i) for tensor in layer.state if tensor.name in RING]
+        for name in rings:
+            seen = state[rings[-1]][0]  # as in all heads: the queries of one token have seen as many
+            kept = max(len(seen) - tokens * np.count_nonzero(seen == seen[-1]), 0)
+            found[name] = state[name][:, len(seen) - kept :].copy()
+    return found
+
+
+def with_whole_rings(plan: CachePlan, state: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """A lane's tensors, with rows that hold no query where a ring has fewer than the plan says."""
+    found = dict(state)
+    for i, layer in enumerate(plan.layers):
+        shapes = layer.shapes(1)
+        for tensor in layer.state:
+            if tensor.name in RING:
+                array = state[tensor.past(i)]
+                missing = shapes[tensor.name][2] - array.shape[1]
+                found[tensor.past(i)] = np.pad(array, [(0, 0), (missing, 0), *[(0, 0)] * (array.ndim - 2)])
+    return found

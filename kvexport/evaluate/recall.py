@@ -84,8 +84,8 @@ def answers(engine: Engine, given: Passage, *, known: bool = False) -> list[Answ
     reader, asked = engine.lanes(1), engine.lanes(len(given.questions))
     if known:
         _read_unmerged(reader, given.ids[:-TAIL])
-        saved = reader.save(0)
-        saved = saved._replace(counters=saved.counters._replace(length=len(given.ids) - TAIL))
+        # All of it: what the lanes count says nothing of the merge to come.
+        saved = Saved(reader.read(0), reader.counters(0)._replace(length=len(given.ids) - TAIL))
     else:
         reader.prefill([np.array(given.ids, dtype=np.int64)])
         saved = reader.save(0)

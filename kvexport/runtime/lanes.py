@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.backends.base import LaneState, ModelState
+from kvexport.backends.lane_state import with_whole_rings, without_replaced
 from kvexport.cache import CachePlan
 from kvexport.recipe.fields import MOST
 from kvexport.runtime.periodic import PeriodicState
@@ -52,6 +53,7 @@ class Lanes:
         merge_prompts: Literal["chunks", "end"] = "chunks",
     ) -> None:
         self.backend = backend
+        self._plan = plan
         self.count = lanes
         self.prefill_chunk = prefill_chunk
         self.merge_every = merge_every
@@ -98,13 +100,21 @@ class Lanes:
         self._state().write(lane, state)
 
     def save(self, lane: int) -> Saved:
-        """All of a lane, for `restore`."""
-        return Saved(self.read(lane), self.counters(lane))
+        """A lane, for `restore`: all that is read of it later. A merge alone reads reference queries, so those are left
+        out that will be replaced by then."""
+        state = without_replaced(self._plan, self.read(lane), self.before_merge(lane))
+        return Saved(state, self.counters(lane))
 
     def restore(self, lane: int, saved: Saved) -> None:
-        """Make a lane what another was, of whatever lanes of the same plan."""
-        self._state().write(lane, saved.state, saved.counters.length)
+        """Make a lane what another was, of whatever lanes of the same plan that merge as often."""
+        self._state().write(lane, with_whole_rings(self._plan, saved.state), saved.counters.length)
         self._set(lane, saved.counters)
+
+    def before_merge(self, lane: int) -> int:
+        """So many tokens, at the least, come to a lane before it merges next."""
+        due = max(self._spare[lane] + 1, 1 if self._every_chunk else self.merge_every)
+        full = self._room[lane] - self.prefill_chunk + 1  # then a chunk may find no room
+        return max(min(due, full) - self._added[lane], 0)
 
     def copy(self, source: int, target: int) -> None:
         """Make a lane the same as another."""

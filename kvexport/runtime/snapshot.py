@@ -27,9 +27,10 @@ from kvexport.errors import KvexportError, SnapshotError
 from kvexport.runtime.lanes import Counters, Saved
 from kvexport.runtime.periodic import NEXT, READ
 from kvexport.runtime.settings import GenerationSettings
+from kvexport.schema.state import RING
 
 MAGIC = b"kvexsnap"
-VERSION = 1
+VERSIONS = (1, 2)  # the second has reference queries, which may be fewer than the rows of their ring
 _FIXED = struct.Struct("<8sII32s")
 MARK = _FIXED.size  # bytes at the beginning that tell it from every other: they hold the header's digest
 _HEADER_LIMIT = 64 << 20
@@ -126,7 +127,8 @@ class Snapshot:
         }
         text = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
         text += b" " * (-(_FIXED.size + len(text)) % _ALIGNMENT)
-        fixed = _FIXED.pack(MAGIC, VERSION, len(text), hashlib.sha256(text).digest())
+        version = VERSIONS[1 if any(name.rpartition(".")[2] in RING for name in self.state) else 0]
+        fixed = _FIXED.pack(MAGIC, version, len(text), hashlib.sha256(text).digest())
         return b"".join([fixed, text, *(_raw(x) for x in parts.values())])
 
     @classmethod
@@ -165,8 +167,9 @@ def _read_header(data: memoryview) -> tuple[dict[str, Any], memoryview]:
     magic, version, size, digest = _FIXED.unpack_from(data)
     if magic != MAGIC:
         raise damaged("it does not begin as one")
-    if version != VERSION:
-        raise SnapshotError(f"the snapshot has the format {version}, this kvexport reads {VERSION}", _AGAIN)
+    if version not in VERSIONS:
+        known = " and ".join(map(str, VERSIONS))
+        raise SnapshotError(f"the snapshot has the format {version}, this kvexport reads {known}", _AGAIN)
     text = data[_FIXED.size : _FIXED.size + size]
     if size > _HEADER_LIMIT or len(text) != size:
         raise damaged(f"its header should have {size} bytes, {len(text)} are there")
@@ -245,13 +248,15 @@ def _check_tensors(snapshot: Snapshot, plan: CachePlan) -> None:
     axes, counters = slot_axes(plan), snapshot.counters
     for i, (layer, held) in enumerate(zip(plan.layers, counters.held, strict=True)):
         votes = snapshot.state[f"past_key_values.{i}.votes"]
-        slots = votes.shape[-1] if votes.ndim else -1
+        slots, rows = _extent(votes), _extent(snapshot.state.get(f"past_key_values.{i}.{RING[1]}", votes))
         shapes, dtypes = layer.shapes(1), layer.dtypes()
         for tensor in layer.state:
             name = tensor.past(i)
             array, shape = snapshot.state[name], list(shapes[tensor.name][1:])
             if (axis := axes[name]) is not None:
                 shape[axis] = slots
+            elif tensor.name in RING:
+                shape[1] = min(shape[1], rows)
             if array.dtype != dtypes[tensor.name] or list(array.shape) != shape:
                 raise damaged(
                     f"{name} is {array.dtype} {list(array.shape)}, the artifact has {dtypes[tensor.name]} {shape}"
@@ -263,6 +268,10 @@ def _check_tensors(snapshot: Snapshot, plan: CachePlan) -> None:
                 f"past_key_values.{i} uses {used_slots(votes)} slots of {layer.capacity}, its counters say "
                 f"{held} and {counters.added} more"
             )
+
+
+def _extent(array: NDArray[Any]) -> int:
+    return array.shape[-1] if array.ndim else -1
 
 
 def _count(value: Any) -> int:

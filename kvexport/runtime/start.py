@@ -18,6 +18,7 @@ from kvexport.runtime.sampling import Sampler
 from kvexport.runtime.settings import GenerationSettings
 from kvexport.runtime.snapshot import Origin, Snapshot
 from kvexport.runtime.text import CONTEXT, TextStream, Tokenizer
+from kvexport.schema.state import RING
 
 if TYPE_CHECKING:
     Ids = NDArray[np.int64]
@@ -106,7 +107,7 @@ def nothing_saved(plan: CachePlan) -> Saved:
     state = {}
     for name, _, layer, kind in plan.state_names():
         shape = list(layer.shapes(1)[kind][1:])
-        if (axis := axes[name]) is not None:
+        if (axis := 1 if kind in RING else axes[name]) is not None:
             shape[axis] = 0
         state[name] = np.zeros(shape, layer.dtypes()[kind])
     return Saved(state, Counters((0,) * len(plan.layers), 0, 0))

@@ -123,3 +123,6 @@ def scales_of(cache_type: str) -> tuple[StateTensor, ...]:
 
 
 STATE_NAMES = tuple(tensor.name for tensor in STATE)
+# The two of a method that keeps reference queries (`Fitting`), [B, H, rows, ...]: of each row a query, the latest last,
+# and the tokens that it has seen, 0 where there is none yet.
+RING = ("query", "query_seen")

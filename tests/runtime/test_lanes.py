@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -94,6 +96,33 @@ def test_a_whole_prompt_for_which_there_is_no_room_merges_where_the_room_ends() 
     lanes, recorder = lanes_that_read_whole_prompts(1)
     lanes.prefill([np.arange(8 * CHUNK)])  # room for six chunks
     assert recorder.merges == [(0, 1)] * 2 and recorder.used.tolist() == [BUDGET]
+
+
+@pytest.mark.parametrize("kind", [lanes_of, lanes_that_read_whole_prompts])
+def test_no_lane_merges_before_the_tokens_that_it_says_have_come(
+    kind: Callable[[int], tuple[Lanes, Recorder]],
+) -> None:
+    """Prompts and single tokens at random; of many moments it is known to the token."""
+    lanes, recorder = kind(1)
+    rng, said, exact = np.random.default_rng(1), list[int](), 0
+    for _ in range(400):
+        whole, decoded = rng.random() < 0.1, rng.random() < 0.8
+        parts = [1] if decoded else [CHUNK] * int(rng.integers(0, 4)) + [int(rng.integers(1, CHUNK + 1))]
+        for i, count in enumerate(parts):
+            before = lanes.length[0]
+            said.append(before + lanes.before_merge(0))
+            merges = len(recorder.merges)
+            lanes.append([np.arange(count)], prefill=not decoded, unread=[0] if i + 1 < len(parts) else [])
+            if len(recorder.merges) > merges:
+                # Before the call's tokens came, where there was no room for them, or after them.
+                at = before if recorder.used[0] == BUDGET + count else lanes.length[0]
+                assert max(said) <= at, (said, at)
+                exact += max(said) == at
+                said.clear()
+        if whole:
+            lanes.clear()
+            said.clear()
+    assert len(recorder.merges) > 20 and exact > 5
 
 
 def test_a_step_says_what_is_new_and_nothing_of_the_step_before() -> None:

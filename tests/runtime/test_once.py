@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from kvexport.backends.lane_state import with_whole_rings
 from kvexport.deploy import triton
-from kvexport.errors import UsageError
+from kvexport.errors import SnapshotError, UsageError
 from kvexport.evaluate.measure import counted_logits
 from kvexport.evaluate.tasks import Sample
+from kvexport.planning import plan_memory
 from kvexport.recipe.fields import Recipe
 from kvexport.runtime.engine import Engine, load
 from kvexport.runtime.prefixes import Prefixes
 from kvexport.runtime.request import Request
+from kvexport.runtime.snapshot import Snapshot
 from kvexport.validate.tokens import goes_on, schedule
 from tests.support import models
 
 BUDGET, CHUNK, EVERY, LENGTH = 16, 8, 12, 128
 PROMPT = 61
+FITTED = {"method": "attention_matching", "parameters": {"after": "ballot", "queries": 6}}  # of three tokens
 
 
 def recipe_of(checkpoint: Path, **cache: Any) -> Recipe:
     return models.make_recipe(
         checkpoint,
-        cache={"method": "h2o", "budget": BUDGET, "sinks": 2, "recent": 4, "merge_every": EVERY} | cache,
+        cache={**FITTED, "budget": BUDGET, "sinks": 2, "recent": 4, "merge_every": EVERY} | cache,
         export={"prefill_chunk": CHUNK, "logits": "all"},
         limits={"max_length": LENGTH, "max_batch": 3},
     )
@@ -79,6 +85,67 @@ def test_questions_follow_a_context_that_was_compressed_once(engine: Engine) -> 
     finish(engine, alone)
     assert [t.id for t in alone.tokens] == [t.id for t in asked[0].tokens]
     assert first.snapshot.length == PROMPT + 3
+
+
+def answered(engine: Engine, request: Request) -> tuple[list[int], Snapshot]:
+    finish(engine, request)
+    assert request.snapshot is not None
+    return [t.id for t in request.tokens], request.snapshot
+
+
+# Of tokens since the prompt's end, of which the cache has not seen the last: the rows that the next merge, 12 tokens
+# after the last one, will read.
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 0), (10, 0), (11, 2), (12, 4), (13, 0), (23, 2)])
+def test_a_snapshot_holds_the_reference_queries_that_a_merge_will_read_and_no_others(
+    engine: Engine, tokens: int, rows: int
+) -> None:
+    context = models.random_ids(9, PROMPT)[0].tolist()
+    settings = engine.settings(max_new_tokens=30, do_sample=False, ignore_eos=True)
+    whole, last = answered(engine, Request(context, settings, keep=True))
+    request = Request(context, settings)
+    engine.add(request)
+    while len(request.tokens) < tokens:
+        engine.step()
+    snapshot = engine.preempt(request.id)
+    rings = [x.shape[1] for name, x in snapshot.state.items() if name.endswith((".query", ".query_seen"))]
+    assert rings == [rows] * 2 * len(engine.plan.layers)
+    data = snapshot.to_bytes()
+    # As it was written before: all rows, in the format's first version.
+    old = dataclasses.replace(snapshot, state=with_whole_rings(engine.plan, snapshot.state)).to_bytes()
+    for blob in (data, old[:8] + (1).to_bytes(4, "little") + old[12:]):
+        given = Snapshot.from_bytes(blob, engine.manifest)
+        rest, at_last = answered(engine, Request((), start=given, keep=True))
+        assert whole == whole[:tokens] + rest
+        assert all((at_last.state[name] == x).all() for name, x in last.state.items()), "to the bit"
+
+
+def test_a_snapshot_right_after_a_prompt_has_the_bytes_that_the_plan_says(engine: Engine) -> None:
+    one = engine.settings(max_new_tokens=1)
+    _, snapshot = answered(engine, Request(models.random_ids(9, PROMPT)[0].tolist(), one, keep=True))
+    plan = plan_memory(engine.manifest.recipe)
+    assert snapshot.nbytes - snapshot.ids.nbytes == plan.snapshot_bytes - 8, "but for the tokens, and their count"
+    ballots = plan_memory(
+        recipe_of(Path(engine.manifest.recipe.model.path), merge_prompts="end", method="ballot", parameters={})
+    )
+    assert plan.snapshot_bytes == ballots.snapshot_bytes, "a fit takes no bytes"
+    assert plan.to_json()["snapshot_bytes_after_prompt"] == plan.snapshot_bytes < plan.settled_bytes
+
+
+@pytest.mark.parametrize(("seen", "rows", "found"), [(0, 5, "[2, 5, 16]"), (7, 7, "[2, 7, 16]"), (2, 0, "[2, 0, 16]")])
+def test_a_snapshot_with_other_queries_than_a_ring_can_have_is_damaged(
+    engine: Engine, seen: int, rows: int, found: str
+) -> None:
+    one = engine.settings(max_new_tokens=1)
+    _, snapshot = answered(engine, Request(models.random_ids(9, 20)[0].tolist(), one, keep=True))
+    layer = "past_key_values.1"
+    rings = {
+        f"{layer}.query": np.zeros((2, rows, 16), np.float32),
+        f"{layer}.query_seen": np.zeros((2, seen), np.int32),
+    }
+    changed = dataclasses.replace(snapshot, state={**snapshot.state, **rings})
+    with pytest.raises(SnapshotError, match="damaged") as caught:
+        Snapshot.from_bytes(changed.to_bytes(), engine.manifest)
+    assert f"{layer}.query is float32 {found}" in caught.value.problem
 
 
 def test_what_prompts_begin_with_is_kept_uncompressed_and_changes_no_answer(engine: Engine) -> None:

@@ -102,9 +102,9 @@ def _least_error_first(policy: MergePolicy, slots: Slots, pool: EvictionPool, ow
 
 @dataclass(frozen=True)
 class EvictionPool:
-    """The slots among which evicted ones are chosen. index [B, H, P] int64: those of lowest importance, lowest first
-    (the last one repeats where there are fewer); occupied [B, H, P] bool: within what their own head has to look at;
-    rank [B, H, C] int64: every slot's place by importance."""
+    """The slots among which evicted ones are chosen. index [B, H, P] int64: those of lowest importance, lowest first;
+    all slots where these are fewer; occupied [B, H, P] bool: within what their own head has to look at; rank [B, H, C]
+    int64: every slot's place by importance."""
 
     index: Tensor
     occupied: Tensor
@@ -116,7 +116,8 @@ def eviction_pool(slots: Slots, scores: Tensor, target: Tensor, times: int, coun
     import torch
 
     ascending = torch.where(target, scores, torch.inf).sort(dim=-1, stable=True).indices
-    places = torch.clamp(torch.arange(times * count, device=scores.device), max=scores.shape[-1] - 1)
+    size = torch.sym_min(times * count, scores.shape[-1])  # type: ignore[no-untyped-call]
+    places = torch.arange(size, device=scores.device)
     # Empty slots are evicted first; a head's pool follows its own need, whatever its neighbours in the batch need.
     needed = count - (slots.votes == 0).sum(-1, keepdim=True)
     in_order = torch.arange(scores.shape[-1], device=scores.device).expand(ascending.shape)

@@ -1,7 +1,7 @@
 """Whether the runner of the CUDA kernels' PTX finds what is wrong with them: every kernel of the list without one
 barrier, fence, wait or commit of a copy, each removed alone.
 
-    python benchmarks/ptx_faults.py [--each 4] [--only PROGRAM]
+    python benchmarks/ptx_faults.py [--each 4] [--only PROGRAM ...]
 
 Writes benchmarks/results/ptx_faults.json: of every removal where it stood and what gave it away, a report or other
 bits, or that the calls do not come by, which a trap in its place shows. What runs and is not found is listed as well: a
@@ -12,6 +12,7 @@ those that there are, and everything else.
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import re
 import sys
@@ -19,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import save
+from common import RESULTS, save
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -28,6 +29,7 @@ from plugins.building.ptx import library
 from tests.conformance.cuda_library import PtxCaller
 from tests.conformance.ptx_mutants import CALLS, KINDS, MULTIPROCESSORS, found, places, without
 
+RESULT = RESULTS / "ptx_faults.json"
 ENDED = "the process ended"
 NEVER = "the calls do not come by"
 
@@ -35,22 +37,24 @@ NEVER = "the calls do not come by"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--each", type=int, default=4)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", nargs="*", metavar="PROGRAM", help="of CALLS; results of others stay")
     options = parser.parse_args()
     make.build("cuda-ptx")
     bodies, rows = library.compiled(), []
-    for program in [options.only] if options.only else CALLS:
+    for program in options.only or CALLS:
         for kind in KINDS:
             there = places(bodies[program], kind)
             count = min(options.each, len(there)) if kind == "barrier" else len(there)
             for which in [(2 * i + 1) * len(there) // (2 * count) for i in range(count)]:
                 rows.append(row(program, kind, which, line(bodies[program], there[which][0])))
                 print(rows[-1], flush=True)
+    if options.only and RESULT.exists():
+        rows += [one for one in json.loads(RESULT.read_text())["rows"] if one["program"] not in options.only]
+        rows = sorted((one for one in rows if one["program"] in CALLS), key=lambda one: [*CALLS].index(one["program"]))
     run = [one for one in rows if one["runs"]]
     left = [one for one in run if not one["found by"]]
     summary = {"removed": len(rows), "that run": len(run), "found": len(run) - len(left), "not found": left}
-    if not options.only:
-        save("ptx_faults", {**summary, "rows": rows})
+    save("ptx_faults", {**summary, "rows": rows})
 
 
 def line(body: str, at: int) -> str:

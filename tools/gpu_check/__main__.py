@@ -12,6 +12,7 @@ for the host, to test this script: its figures mean nothing.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -50,6 +51,7 @@ PARTS = {
     "transformers": 120,
     "onnxruntime": 120,
 }
+MODULES = ("parts", "proof", "model", "ranks", "transformers", "onnxruntime", "launches", "linear")
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 MISMATCH = 4
 FIGURES = "figures: "
@@ -213,15 +215,13 @@ def run_part(options: argparse.Namespace) -> None:
     """In a part's own process: its figures on a line after `FIGURES`, as far as they are after every row; the same
     lines go to the file of rows, which outlives the process that reads them."""
     until = time.monotonic() + options.seconds
-    from tools.gpu_check import launches, linear, model, onnxruntime, parts, proof, ranks, transformers
+    if options.on_host:
+        os.environ["OMP_NUM_THREADS"] = "1"  # what is small enough for the host is too small for more
     from tools.gpu_check.target import Skipped, Target
 
-    modules = (proof, parts, model, linear, launches, ranks, transformers, onnxruntime)
-    if options.on_host:
-        import torch
-
-        torch.set_num_threads(1)  # what is small enough for the host is too small for more
-    known: dict[str, Any] = {name: function for module in modules for name, function in module.PARTS.items()}
+    # One after another: not every part takes PyTorch, which is seconds to import.
+    known: Any = (importlib.import_module(f"tools.gpu_check.{name}").PARTS for name in MODULES)
+    measure = next(there[options.part] for there in known if options.part in there)
 
     def keep(figures: Any) -> None:
         print(FIGURES + json.dumps(figures), flush=True)
@@ -231,7 +231,7 @@ def run_part(options: argparse.Namespace) -> None:
 
     target = Target(on_host=options.on_host, small=options.small, keep=keep, until=until)
     try:
-        figures = known[options.part](target)
+        figures = measure(target)
     except Skipped as lack:
         figures = {"skipped": str(lack)}
     except Exception:
@@ -244,7 +244,6 @@ def stand_in_for_pydantic(*, always: bool = False) -> None:
     """Methods are pydantic models. Where there is no pydantic, their parameters' defaults and names are all that is
     needed here."""
     import importlib.machinery
-    import importlib.util
     import types
 
     if not always and importlib.util.find_spec("pydantic"):

@@ -220,7 +220,9 @@ class Block {
     *counter = 0;
     return true;
   }
-  static void add(int* to, int value) { *to += value; }
+  static void add(int* to, int value) {  // which wraps, as on the device
+    *to = static_cast<int>(static_cast<unsigned>(*to) + static_cast<unsigned>(value));
+  }
   static void lower(int* to, int value) {
     if (value < *to) *to = value;
   }

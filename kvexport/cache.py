@@ -280,9 +280,10 @@ def _require_pairs(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> None:
 def _require_one_place(geometry: Sequence[LayerGeometry], budgets: Sequence[int]) -> None:
     """A new token has one place in the cache, the same in every layer."""
     if len(set(budgets)) > 1:
+        which = "layers" if len(budgets) == len(geometry) else "KV heads"
         raise UsageError(
-            f"cache.positions is cache, but layers have budgets of {min(budgets)} to {max(budgets)} slots: a new token "
-            "would have another place in each",
+            f"cache.positions is cache, but {which} have budgets of {min(budgets)} to {max(budgets)} slots: a new "
+            "token would have another place in each",
             "--set cache.allocation.kind=uniform",
         )
     windows = [i for i, layer in enumerate(geometry) if layer.sliding_window]

@@ -98,7 +98,7 @@ def test_shares_of_other_heads_or_for_several_ranks_are_refused() -> None:
     with pytest.raises(UsageError, match=r"tensor_parallel is 2, .* every KV head a cache of its own") as caught:
         plan_cache(Recipe.model_validate(recipe), geometry)
     assert "--set backend.tensor_parallel=1" in caught.value.fix
-    with pytest.raises(UsageError, match="layers have budgets of 50 to 150 slots"):
+    with pytest.raises(UsageError, match="KV heads have budgets of 50 to 150 slots: a new token"):
         recipe["cache"]["positions"] = "cache"
         plan_cache(Recipe.model_validate(recipe), geometry)
     with pytest.raises(ValueError, match=r"shares"):

@@ -157,14 +157,12 @@ struct DecodeMma {
   // are a lane's first two sums.
   static KV_DEVICE void store_logits(Registers& r, const KvVoteAttention& a, const Shared& s, int group, int t) {
 #pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-      if (i == 2 && group <= kRows / 2) continue;
-      const Element at = element_of_sum(t % kWarp, i);
-      float logit[2];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) logit[j] = (r.score[0][i + j] + r.score[1][i + j]) * a.scale;
-      if (a.softcap != 0.0f) logit[0] = capped(logit[0], a.softcap), logit[1] = capped(logit[1], a.softcap);
-      store_two(s.logit + at.row * kLogitStride + t / kWarp * 8 + at.column, logit);
+    for (int half = 0; half < 2; ++half) {
+      if (half == 1 && group <= kRows / 2) continue;
+      const Element at = element_of_sum(t % kWarp, 2 * half);
+      const float *x = r.score[0] + 2 * half, *y = r.score[1] + 2 * half;
+      store_pair(s.logit + at.row * kLogitStride + t / kWarp * 8 + at.column, (x[0] + y[0]) * a.scale,
+                 (x[1] + y[1]) * a.scale, a.softcap);
     }
   }
 

@@ -143,7 +143,7 @@ struct DecodeSmall {
     const auto use = [&](const Stage<Small>& stage, int from, int count) {
       multiply_keys(block, a, stage);
       block.each([&](int t, Registers& r) {
-        store_logits(r, a, stage, s, t);
+        store_logits(r, a, stage, s, group, t);
         store_bias(a, stage, s.bias, used, now, from, count, t);
       });
       look_at_scales(block, stage, count);
@@ -157,7 +157,7 @@ struct DecodeSmall {
             assign(s.weight[1][g * kWeightStride + slot], scaled - to_float(high));
             if (slot == 0) s.factor[g] = factor * r.shrink;
           });
-      multiply_values(block, a, stage, s);
+      multiply_values(block, a, stage, s, group);
       block.each([&](int t, Registers& r) {
         update_averages(r.averages, args, head, stage, s.bias, used, from, count, t,
                         [&](int g, int slot) { return s.logit[g * kLogitStride + slot]; });
@@ -250,15 +250,17 @@ struct DecodeSmall {
     }
   }
 
-  // Within a phase: the logits of a warp's slots, raw.
+  // Within a phase: the logits of a warp's slots, raw; up to eight heads are a lane's first two sums.
   static KV_DEVICE void store_logits(Registers& r, const KvVoteAttention& a, const Stage<Small>& stage, const Shared& s,
-                                     int t) {
+                                     int group, int t) {
+    const int slot = t / kWarp * 8 + element_of_sum(t % kWarp, 0).column;
+    const float first = stage.key_scale()[slot], second = stage.key_scale()[slot + 1];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const Element at = element_of_sum(t % kWarp, i);
-      const int slot = t / kWarp * 8 + at.column;
-      const float product = (r.score[0][i] + r.score[1][i]) * (a.scale * r.factor[i / 2]);
-      s.logit[at.row * kLogitStride + slot] = capped(product * stage.key_scale()[slot], a.softcap);
+    for (int half = 0; half < 2; ++half) {
+      if (half == 1 && group <= kRows / 2) continue;
+      const float scale = a.scale * r.factor[half], *x = r.score[0] + 2 * half, *y = r.score[1] + 2 * half;
+      store_pair(s.logit + element_of_sum(t % kWarp, 2 * half).row * kLogitStride + slot, (x[0] + y[0]) * scale * first,
+                 (x[1] + y[1]) * scale * second, a.softcap);
     }
   }
 
@@ -299,7 +301,7 @@ struct DecodeSmall {
 
   // A warp is every fourth of a row's 16 bytes; a product is 16 slots deep.
   static KV_DEVICE void multiply_values(Block<DecodeSmall>& block, const KvVoteAttention& a, const Stage<Small>& stage,
-                                        const Shared& s) {
+                                        const Shared& s, int group) {
     const int chunks = (a.value_size + kValueColumns - 1) / kValueColumns;
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -308,10 +310,14 @@ struct DecodeSmall {
           [&](int) { return reinterpret_cast<const char*>(s.weight[i % 2] + i / 2 * 16); },
           [i](Registers& r) { return r.weight[i % 2][i / 2]; });
     block.each_alone([&](int t, Registers& r) {
-      const float factor[2] = {s.factor[t % kWarp / 4], s.factor[t % kWarp / 4 + 8]};
 #pragma unroll
-      for (int i = 0; i < kChunks * kTiles * 4; ++i)
-        r.product[i / 4 / kTiles][i / 4 % kTiles][i % 4] *= factor[i / 2 % 2];
+      for (int half = 0; half < 2; ++half) {
+        if (half == 1 && group <= kRows / 2) continue;
+        const float factor = s.factor[t % kWarp / 4 + 8 * half];
+#pragma unroll
+        for (int i = 0; i < kChunks * kTiles * 2; ++i)
+          r.product[i / 2 / kTiles][i / 2 % kTiles][2 * half + i % 2] *= factor;
+      }
     });
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {

@@ -124,6 +124,12 @@ KV_DEVICE void stream_slots(Block<Program>& block, const Attention& args, const 
   block.cp_async_wait(0);
 }
 
+// Two neighbouring logits, raw, into shared memory.
+KV_DEVICE void store_pair(float* to, float first, float second, float softcap) {
+  if (softcap != 0.0f) first = capped(first, softcap), second = capped(second, softcap);
+  store_two(to, {first, second});
+}
+
 // Within a phase, by one warp: what the logits of a block's slots take on, in shared memory. The votes' bias; kLogZero
 // where the query at position `now` does not see the slot; kLowest where there is none.
 template <class T>

@@ -97,7 +97,7 @@ def read(engine: kvexport.Engine, ids: list[int]) -> Saved:
             lanes.write(0, {name: x * 0 for name, x in lanes.read(0).items() if name.endswith(".score")})
         lanes.append([context[start:end]], prefill=True, unread=[0])
     assert lanes.merges == 0
-    return lanes.save(0)
+    return Saved(lanes.read(0), lanes.counters(0))
 
 
 def compressed(engine: kvexport.Engine, saved: Saved) -> Saved:

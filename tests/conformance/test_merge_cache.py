@@ -12,6 +12,7 @@ from kvexport.methods import all_methods
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from tests.conformance.backends import Backend, Torch, reached
 from tests.conformance.cases import (
+    BY_PLACE,
     MERGE_PROFILES,
     MERGE_SCENARIOS,
     PROFILES,
@@ -84,6 +85,17 @@ def test_equals_the_oracle(backend: Backend, profile: MergeProfile, scenario: Me
         stored=stored_precision(profile.dtype, scenario.peak),
     )
     assert_same_rows(state_of(actual), expected)
+
+
+@pytest.mark.parametrize("backend", [b for b in reached() if b.name == "native-cpu"], ids=lambda backend: backend.name)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@every_scenario
+def test_a_fit_after_a_merge_whose_keys_are_turned_equals_the_oracle(
+    backend: Backend, dtype: str, scenario: MergeScenario
+) -> None:
+    """Beside the functions' profile: of those, each takes seconds to trace."""
+    profile = next(p for p in MERGE_PROFILES if p.name == "attention-matching-after-ballot")
+    test_equals_the_oracle(backend, replace(profile, dtype=dtype, rotary=BY_PLACE), scenario)
 
 
 @every_merge

@@ -203,6 +203,14 @@ def test_a_merge_equals_the_oracle(
                     assert step <= allowed, f"{where}: {name} {i} is {step:.3g} steps off"
 
 
+@pytest.mark.parametrize("backend", [b for b in reached() if b.name == "native-cpu"], ids=lambda backend: backend.name)
+@pytest.mark.parametrize("cache_type", BITS)
+def test_a_fit_after_a_merge_equals_the_oracle_over_every_type(backend: Backend, cache_type: str) -> None:
+    profile = next(p for p in MERGE_PROFILES if p.name == "attention-matching-after-ballot")
+    for scenario in MERGE_SCENARIOS:
+        test_a_merge_equals_the_oracle(backend, profile, cache_type, scenario)
+
+
 @every_backend
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_zeros_are_stored_as_zeros_and_attended_to(backend: Backend, cache_type: str, tokens: int) -> None:

@@ -79,6 +79,7 @@ SELECT, POSITIONS, NEAREST, NEAREST_MMA, SETS, PLACE, WORK = (
     f"cuda/merge/{name}.h" for name in ("select", "positions", "nearest", "nearest_mma", "sets", "place", "work")
 )
 LINEAR_MMA = "cuda/linear/linear_mma.h"
+FIRST_WAIT = "if (!args.weights_stay) block.wait_for_earlier();"
 FIRST_GROUPS = "load_groups(r, args, part.p, part.range.from, t); });\n"  # the last of what Linear does early
 # Wrong on a GPU alone.
 ORDERING = (
@@ -222,7 +223,7 @@ ORDERING = (
     Mutant(
         "weights that may change are read before earlier launches have ended",
         LINEAR_MMA,
-        "if (!args.weights_stay) block.wait_for_earlier();",
+        FIRST_WAIT,
         "",
         LINEAR,
         "LinearMma<Half, 4, 1>",
@@ -236,10 +237,11 @@ ORDERING = (
         "LinearMma<Half, 4, 1>",
     ),
     Mutant(
-        "partial sums are cleared before earlier launches have ended",
+        "a partial sum is cleared before earlier launches have ended",
         LINEAR_MMA,
-        FIRST_GROUPS,
-        FIRST_GROUPS + "block.each_alone([&](int t, Registers&) { if (t == 0) args.partial[0] = 0.0f; });\n",
+        FIRST_WAIT,
+        "block.each_alone([&](int t, Registers&) { if (t + block.index() == 0) args.partial[0] = 0.0f; });\n"
+        + FIRST_WAIT,
         LINEAR,
         "LinearMma<Half, 4, 1>",
     ),

@@ -65,13 +65,13 @@ def launches_of(method: str) -> list[Launch]:
     rest = pool + (RECENT if method == "ballot" else 0)  # recent slots are not looked at for the eviction pool
     pairs = [
         nearest(pool, USED, by_error=method == "ballot"),
-        Launch("Choose", 6, 16),
+        Launch("Choose", 5, 16),
         nearest(EVICTED, rest, by_error=False),
-        Launch("FormSets", 8, 4),
+        Launch("FormSets", 5, 4),
         Launch("MergeRows<kv::cuda::Half>", 8, 0, 3 * moved),
     ]
-    ends = [Launch("Order", 8, 16), Launch("Place", 16, 0, 3 * moved)]
-    return [Launch("Rank", 6, 32), *(pairs if method != "h2o" else []), *ends]
+    ends = [Launch("Order", 6, 16), Launch("Place", 16, 0, 3 * moved)]
+    return [Launch("Rank", 4, 32), *(pairs if method != "h2o" else []), *ends]
 
 
 def counted(caller: PtxCaller, method: str, batch: int) -> list[tuple[float, float]]:

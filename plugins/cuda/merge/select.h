@@ -1,7 +1,7 @@
 // MergeCache: which slots are evicted. One block of 256 threads per head, a thread every 256th slot:
 //
 //   Rank
-//     order slots by position: as they lie, or where they lie in no order, by bits of positions and counts of these
+//     order slots by position: by bits of positions, and counts of these
 //     importance[slot] = policy.select; keep_score[slot] = importance, 1e38 where merged slots are evicted last
 //     order = lowest: choose; else the eviction pool = the lowest keep scores
 //     ... and the upper slots = those of a higher importance than all of the pool
@@ -169,7 +169,7 @@ KV_DEVICE void residual_targets(Block<Program>& block, const MergeHead& head, co
 // targets: the eviction pool).
 struct Rank {
   using Args = MergeWork;
-  static constexpr int kThreads = Selection::kThreads, kBlocksPerMultiprocessor = 1;
+  static constexpr int kThreads = Selection::kThreads, kBlocksPerMultiprocessor = 4;
   struct Registers {
     int count, scanned;
   };
@@ -215,45 +215,48 @@ struct Rank {
     });
   }
 
+  // Of all positions the lowest and the highest; how many of them there are of each kind.
+  struct Span {
+    int low, high;
+  };
+  struct Counts {
+    int passed, sinks, recent;
+  };
+
   static KV_DEVICE void order_slots(Block<Rank>& block, const MergeHead& head, const Selection& s) {
     const KvMergeCache& a = head.a;
     const int32_t* position = head.of(a.present.position);
     const int in_all = used_slots(block, head.of(a.present.votes), a.capacity, s.words);
-    const auto extreme_of = [&](int none, auto of) {
-      block.each([&](int t, auto& r) {
-        r.count = none;
-        for (int i = t; i < in_all; i += kThreads) r.count = of(r.count, position[i]);
-      });
-      return reduce(block, s.sums, [](int, auto& r) { return r.count; }, of);
+    const auto sum_up = [&](auto x, auto add, auto op) {
+      return reduce(
+          block, reinterpret_cast<decltype(x)*>(s.keep_score),
+          [&](int t, auto&) {
+            auto own = x;
+            for (int i = t; i < in_all; i += kThreads) add(own, position[i]);
+            return own;
+          },
+          op);
     };
-    const int now = extreme_of(-1, [](int i, int j) { return max_of(i, j); });
-    const int passed_at = a.sliding_window ? now - a.sliding_window : -1;
-    const auto count_of = [&](auto counts) {
-      block.each([&](int t, auto& r) {
-        r.count = 0;
-        for (int i = t; i < in_all; i += kThreads) r.count += counts(i);
-      });
-      return sum_of(block, s.sums, [](int, auto& r) { return r.count; });
-    };
-    const int passed = count_of([&](int i) { return position[i] <= passed_at; });
-    const bool in_order = count_of([&](int i) { return i > 0 && position[i - 1] > position[i]; }) == 0;
-    const int sinks = count_of([&](int i) { return position[i] > passed_at && position[i] < a.sinks; });
-    const int recent =
-        count_of([&](int i) { return position[i] > max_of(passed_at, now - a.recent) && position[i] >= a.sinks; });
-    int* order = head.of(head.work.order);
-    if (in_order) {
-      block.each([&](int t, auto&) {
-        for (int i = passed + t; i < in_all; i += kThreads) order[i - passed] = i;
-      });
-    } else {
-      const int lowest = extreme_of(INT32_MAX, [](int i, int j) { return min_of(i, j); });
-      write_order(block, {s.sums, s.keep_score}, position, in_all, passed, lowest, now, order);
-    }
+    const Span span = sum_up(
+        Span{INT32_MAX, -1}, [](Span& x, int p) { x = {min_of(x.low, p), max_of(x.high, p)}; },
+        [](Span a, Span b) { return Span{min_of(a.low, b.low), max_of(a.high, b.high)}; });
+    const int now = span.high, passed_at = a.sliding_window ? now - a.sliding_window : -1,
+              before_recent = max_of(passed_at, now - a.recent);
+    const Counts counts = sum_up(
+        Counts{},
+        [&](Counts& x, int p) {
+          x.passed += p <= passed_at;
+          x.sinks += p > passed_at && p < a.sinks;
+          x.recent += p > before_recent && p >= a.sinks;
+        },
+        [](Counts a, Counts b) { return Counts{a.passed + b.passed, a.sinks + b.sinks, a.recent + b.recent}; });
+    write_order(block, {s.sums, s.keep_score}, position, in_all, counts.passed, span.low, now,
+                head.of(head.work.order));
     block.each([&](int t, auto&) {
       if (t != 0) return;
       HeadInfo& x = head.info();
-      x.in_all = in_all, x.used = in_all - passed, x.now = now;
-      x.unprotected = sinks, x.unprotected_count = x.used - sinks - recent;
+      x.in_all = in_all, x.used = in_all - counts.passed, x.now = now;
+      x.unprotected = counts.sinks, x.unprotected_count = x.used - counts.sinks - counts.recent;
       x.over = a.compresses ? max_of(x.used - a.budget, 0) : 0;
       x.pool = x.over == 0                                             ? 0
                : a.policy.eviction_pool > x.unprotected_count / x.over ? x.unprotected_count

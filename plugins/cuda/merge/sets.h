@@ -108,7 +108,7 @@ struct Attended {
 template <class T>
 struct MergeRows {
   using Args = MergeWork;
-  static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 1;
+  static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 8;
   struct Registers {};
   // Sums over the threads, results of one thread, and the members and their weights.
   static KV_HD constexpr size_t size(int most) {

@@ -59,7 +59,8 @@ class Mutant(NamedTuple):
 DECODE, DECODE_SCORES, PREFILL, PREFILL_SCORES, ATTENTION = (
     f"cpu/attention/{name}.h" for name in ("decode", "decode_scores", "prefill", "prefill_scores", "attention")
 )
-SELECT, MERGE, MATH, LINEAR = "cpu/merge/select.h", "cpu/merge/merge_cache.cpp", "math/merge.h", "cpu/linear/linear.cpp"
+SELECT, MERGE, FIT = (f"cpu/merge/{name}" for name in ("select.h", "merge_cache.cpp", "fit.h"))
+MATH, LINEAR = "math/merge.h", "cpu/linear/linear.cpp"
 MUTANTS = (
     Mutant("window off by one, decode", ATTENTION, "<= now - a.sliding_window", "< now - a.sliding_window", "window"),
     Mutant(
@@ -121,6 +122,20 @@ MUTANTS = (
     Mutant("a product loses an input", "cpu/core/tile.h", "i < last; ++i", "i < last - 1; ++i", "keepkv"),
     Mutant("pooled neighbours", SELECT, "reach = p.pooled / 2", "reach = p.pooled / 2 + 1", "snapkv"),
     Mutant("keys turned the wrong way", MERGE, "place++ - before", "before - place++", "places"),
+    Mutant(
+        "a fit reads targets with the votes before their merge",
+        FIT,
+        "bias_of(votes[i]);\n      for",
+        "bias_of(w.votes.get()[i]);\n      for",
+        "fitted",
+    ),
+    Mutant(
+        "a fit does not know targets' merged values",
+        FIT,
+        "rest[j] = to[j] - merged[c * kBlock + j]",
+        "rest[j] = 0.0f * merged[c * kBlock + j]",
+        "fitted",
+    ),
     Mutant("a few tokens see the next one", DECODE, "max_of(from, own + 1)", "max_of(from, own + 2)", "full"),
 )
 # Recipe's method, the kind of checkpoint (the trained tiny one, or a random one of that architecture), other settings.
@@ -132,6 +147,7 @@ ENGINES: dict[str, tuple[str, ...]] = {
     "window": ("keepkv", "mistral"),
     "bias": ("keepkv", "qwen2"),
     "places": ("ballot", "tiny", "cache.positions=cache"),
+    "fitted": ("attention_matching", "tiny", "cache.parameters={after: ballot, queries: 24, change_max: 10.0}"),
     "full": ("full", "tiny", "export.prefill_chunk=8"),
 }
 SHAPE = dict(vocab_size=64, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,

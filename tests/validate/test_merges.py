@@ -13,7 +13,7 @@ from kvexport.ops.merge_cache import merge_cache
 from kvexport.schema.state import STATE
 from kvexport.validate.compare import MERGES
 from kvexport.validate.float64 import in_float64
-from kvexport.validate.merges import compare_merge
+from kvexport.validate.merges import _among, compare_merge
 
 SLOTS, BUDGET, SIZE = 24, 20, 16
 KEEPKV = all_methods()["keepkv"]()
@@ -118,3 +118,36 @@ def test_float64_computes_in_float64_and_roundings_are_of_float32() -> None:
         assert 1e-3 < abs(float(x @ y) - 1.0) < 30.0
         assert float(torch.where(x > 0, x, 0.0).max()) == 1.0
     assert torch.get_default_dtype() == torch.float32
+
+
+def drop(state: list[np.ndarray], slots: list[int]) -> dict[str, np.ndarray]:
+    """A head without these slots, the others moved up; rows as they are."""
+    kept = [i for i in range(SLOTS) if i not in slots]
+    key, value, votes, _, position = (x[0, 0] for x in state)
+    return {
+        "key": key[kept][None, None],
+        "value": value[kept][None, None],
+        "votes": votes[kept][None, None],
+        "position": position[kept][None, None],
+    }
+
+
+def test_where_many_slots_cost_the_same_a_choice_may_be_any_of_them() -> None:
+    state = cache(0)
+    draws = [drop(state, slots) for slots in ([3, 5], [5, 7], [7, 9], [3, 9])]
+    assert _among(drop(state, [3, 7]), draws)
+    assert _among(drop(state, [5, 11]), draws)  # one of two, as between draws
+    assert not _among(drop(state, [11, 12, 13, 14, 15]), draws)
+    assert not _among(drop(state, [3, 7]), draws[:1] * 4)  # draws that agree
+
+
+@pytest.mark.parametrize("name", ["key", "value", "votes"])
+def test_a_choice_among_others_has_their_rows(name: str) -> None:
+    state = cache(0)
+    draws = [drop(state, slots) for slots in ([3, 5], [5, 7], [7, 9], [3, 9])]
+    engine = drop(state, [3, 7])
+    engine[name] = engine[name].copy()
+    engine[name][0, 0, 10:14] *= 1.001
+    assert _among(engine, draws)  # as many as another choice may change
+    engine[name][0, 0, 10:18] *= 1.001
+    assert not _among(engine, draws)

@@ -11,6 +11,7 @@ import pytest
 from kvexport.commands import chat as command
 from kvexport.errors import KvexportError, SnapshotError, UsageError
 from kvexport.runtime.engine import Engine
+from kvexport.runtime.model_calls import ModelCalls
 from tests.support.command_line import failure, ok
 from tests.support.http_server import engine_of, prompt
 
@@ -59,12 +60,12 @@ def test_a_conversation_is_saved_loaded_and_goes_on_the_same(talk: command.Chat,
         assert talk.messages == before
 
 
-@pytest.mark.parametrize("where", ["step", "_decode"])
+@pytest.mark.parametrize(("of", "where"), [(Engine, "step"), (ModelCalls, "decode")])
 def test_an_interrupted_answer_is_part_of_the_conversation(
-    engine: Engine, talk: command.Chat, monkeypatch: pytest.MonkeyPatch, where: str
+    engine: Engine, talk: command.Chat, monkeypatch: pytest.MonkeyPatch, of: type, where: str
 ) -> None:
     """Between two steps its state stays, within one it does not; the conversation goes on either way."""
-    real, count = getattr(Engine, where), [0]
+    real, count = getattr(of, where), [0]
 
     def interrupted(*arguments: Any) -> Any:
         count[0] += 1
@@ -72,10 +73,10 @@ def test_an_interrupted_answer_is_part_of_the_conversation(
             raise KeyboardInterrupt
         return real(*arguments)
 
-    monkeypatch.setattr(Engine, where, interrupted)
+    monkeypatch.setattr(of, where, interrupted)
     talk.answer("anna lamp")
     assert 0 < len(talk.messages[-1]["content"]) < 12 and not engine.busy
-    assert (talk.snapshot is None) == (where == "_decode")
+    assert (talk.snapshot is None) == (where == "decode")
     talk.answer("who")
     assert talk.last is not None and len(talk.last.tokens) == 12 and len(talk.messages) == 5
     assert len(talk.last.ids) == len(prompt(talk.messages[:4]))

@@ -445,7 +445,7 @@ def test_a_workspace_that_is_too_small_is_refused(caller: Caller) -> None:
     assert b"workspace is smaller" in caller.library.kv_cuda_merge_cache(call, where)
 
 
-@pytest.mark.parametrize(("method", "first", "limit"), [("h2o", 2340, 20000), ("ballot", 12500, 65000)])
+@pytest.mark.parametrize(("method", "first", "limit"), [("h2o", 7500, 40000), ("ballot", 12500, 65000)])
 def test_what_shared_memory_does_not_hold_is_known_before_anything_runs(
     caller: Caller, method: str, first: int, limit: int
 ) -> None:

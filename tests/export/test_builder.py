@@ -16,7 +16,9 @@ from kvexport.errors import UsageError
 from kvexport.export import build as builder
 from kvexport.export import forked
 from kvexport.export.graph import tracer
+from kvexport.methods import all_methods
 from kvexport.ops import onnx_function
+from kvexport.schema.operators import VOTE_ATTENTION
 from tests.support import models
 
 
@@ -149,3 +151,11 @@ def test_a_merge_traced_in_another_process_is_not_traced_again(
     monkeypatch.setattr(onnx_function, "_trace_merge_cache", traces)
     second = models.build_shared(recipe, tmp_path / "second")
     assert (first / "merge.onnx").read_bytes() == (second / "merge.onnx").read_bytes()
+
+
+def test_rings_of_two_sizes_are_traced_in_one_process() -> None:
+    fits = [all_methods()["attention_matching"](queries=n) for n in (4, 6)]
+    operators = [VOTE_ATTENTION.with_state(fit.extra_state) for fit in fits]
+    assert operators[0] != operators[1]
+    first, second = map(tracer._attention_placeholder, operators)  # PyTorch refuses a name that it knows
+    assert first is second

@@ -59,21 +59,26 @@ torch.library.register_fake("kvexport::all_reduce", torch.empty_like)
 ALL_REDUCE: Any = torch.ops.kvexport.all_reduce.default
 
 
-@cache
 def _attention_placeholder(operator: Operator) -> Any:
     """VoteAttention as PyTorch knows it: `operator`'s inputs in their order, and the layer's number."""
+    inputs = tuple((x.name, x.optional) for x in operator.inputs)
+    return _placeholder(inputs, tuple(x.name for x in operator.outputs))
+
+
+@cache
+def _placeholder(inputs: tuple[tuple[str, bool], ...], outputs: tuple[str, ...]) -> Any:
+    """The same by names alone, since sizes (a ring's, of reference queries) are not part of it."""
     # PyTorch knows one operator of a name: inputs that are not everybody's are part of it.
-    name = "_".join(["kvexport::vote_attention", *operator.input_names[len(VOTE_ATTENTION.inputs) :]])
-    declared = [f"Tensor{'?' if x.optional else ''} {x.name}" for x in operator.inputs]
-    torch.library.define(
-        name, f"({', '.join(declared)}, *, int layer) -> ({', '.join('Tensor' for _ in operator.outputs)})"
-    )
+    names = [name for name, _ in inputs]
+    name = "_".join(["kvexport::vote_attention", *names[len(VOTE_ATTENTION.inputs) :]])
+    declared = [f"Tensor{'?' if optional else ''} {each}" for each, optional in inputs]
+    torch.library.define(name, f"({', '.join(declared)}, *, int layer) -> ({', '.join('Tensor' for _ in outputs)})")
 
     def attended(*tensors: Tensor, layer: int) -> tuple[Tensor, ...]:
-        given = dict(zip(operator.input_names, tensors, strict=True))
+        given = dict(zip(names, tensors, strict=True))
         output = given["query"].new_empty(*given["query"].shape[:3], given["value"].shape[3])
-        state = (x.name.replace("present_", "past_") for x in operator.outputs[1:])
-        return (output, *(torch.empty_like(given[name]) for name in state))
+        state = (each.replace("present_", "past_") for each in outputs[1:])
+        return (output, *(torch.empty_like(given[each]) for each in state))
 
     torch.library.register_fake(name, attended)
     return getattr(torch.ops.kvexport, name.partition("::")[2]).default

@@ -60,7 +60,8 @@ def test_a_lane_is_free_a_step_after_its_client_has_gone(server: Running, monkey
         client.read_until(b"data:")
         client.close()
         wait_until(lambda: server.service.worker.pending == 0)
-        assert -1 in steps and len(steps) - steps.index(-1) - 1 <= 1
+        # The last that was heard of is this client: one of an earlier test may be heard of before it.
+        assert -1 in steps and steps[::-1].index(-1) <= 1
 
 
 def test_overload_is_refused_and_what_is_accepted_is_answered(engine: Engine) -> None:

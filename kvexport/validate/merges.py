@@ -4,9 +4,9 @@ A merge chooses: what is evicted, and what it is merged into. Where two choices 
 another order takes the other, and everything about that head then differs though nothing is wrong. So a head whose
 merge differs from PyTorch's is merged again in float64, once exactly and then with random errors of float32's rounding
 in every operation. The engine's result has to be one of these. Where many slots cost the same but for rounding (a head
-that evicts next to nothing, of a layer in which equal tokens have equal values), nearly every draw chooses other ones,
-and no number of them finds the engine's. Then its choice has to lie among the draws: no further from the nearest than
-they are from one another, with the same rows but for those that another choice changes.
+that evicts next to nothing, of a layer in which equal tokens have equal values), no two draws choose alike, and no
+number of them finds the engine's. Then its choice has to lie among the draws: no further from the nearest than they are
+from one another, with the same rows but for those that another choice changes.
 """
 
 from __future__ import annotations
@@ -133,12 +133,15 @@ def _explained(
 
 
 def _among(engine: Arrays, draws: Sequence[Arrays]) -> bool:
-    """Whether a head's merge [1, 1, ...] lies among draws that choose differently, by the positions that one of two
-    holds and the other does not. Of the rows whose positions all hold no more may be apart than there are of these."""
+    """Whether a head's merge [1, 1, ...] lies among draws of which no two choose alike, by the positions that one of
+    two holds and the other does not. Of the rows whose positions all hold no more may be apart than there are of
+    these."""
     rows = [{int(p): i for i, p in enumerate(x["position"][0, 0]) if x["votes"][0, 0, i] > 0} for x in (engine, *draws)]
     own, *others = rows
+    if len(others) == 1 or len({frozenset(x) for x in others}) < len(others):
+        return False  # draws that agree say what is right
     spread = max(len(a.keys() ^ b.keys()) for a in others for b in others)
-    if not spread or min(len(own.keys() ^ other.keys()) for other in others) > spread:
+    if min(len(own.keys() ^ other.keys()) for other in others) > spread:
         return False
     common = sorted(set(own).intersection(*others))
     apart = np.zeros(len(common), bool)

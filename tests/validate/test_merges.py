@@ -139,6 +139,7 @@ def test_where_many_slots_cost_the_same_a_choice_may_be_any_of_them() -> None:
     assert _among(drop(state, [5, 11]), draws)  # one of two, as between draws
     assert not _among(drop(state, [11, 12, 13, 14, 15]), draws)
     assert not _among(drop(state, [3, 7]), draws[:1] * 4)  # draws that agree
+    assert not _among(drop(state, [3, 7]), [*draws, draws[0]])  # two of them
 
 
 @pytest.mark.parametrize("name", ["key", "value", "votes"])

@@ -20,10 +20,10 @@ from common import save
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from kvexport.engine.engine import Engine, load
+from kvexport.engine.request import Request
 from kvexport.errors import KvexportError, SnapshotError
-from kvexport.runtime.engine import Engine, load
-from kvexport.runtime.request import Request
-from kvexport.runtime.snapshot import Snapshot
+from kvexport.state.snapshot import Snapshot
 from tests.support.blobs import mutated
 from tests.support.tiny_model import make_artifact
 

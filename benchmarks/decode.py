@@ -111,7 +111,7 @@ def in_process(side: str, context: int, work: Path) -> float:
 def long_context(work: Path) -> dict[str, Any]:
     """Step time at a true context of 65536 against 2048, in blocks of 32 steps in turn, over the same sessions."""
     import kvexport
-    from kvexport.runtime.lanes import Lanes
+    from kvexport.engine.lanes import Lanes
 
     engine = kvexport.load(engine_path(work, "keepkv", 0), verify=False)
     limits = engine.manifest.limits

@@ -16,10 +16,10 @@ import jsonschema
 import numpy as np
 from common import save
 
-from kvexport.runtime.grammar import Constraint, Grammar, Grammars
-from kvexport.runtime.sampling import Sampler
-from kvexport.runtime.settings import GenerationSettings
-from kvexport.runtime.text import Tokenizer
+from kvexport.language.grammar import Constraint, Grammar, Grammars
+from kvexport.language.sampling import Sampler
+from kvexport.language.settings import GenerationSettings
+from kvexport.language.text import Tokenizer
 
 SMALL = Path(__file__).parent.parent / "recipes" / "checkpoints" / "small"
 MOST_TOKENS = 1500

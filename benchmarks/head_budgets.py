@@ -34,21 +34,21 @@ from torch import Tensor
 
 from kvexport.allocation import allocate
 from kvexport.cache import LayerGeometry, plan_cache
-from kvexport.evaluate.calibrate import fact_passages
+from kvexport.calibrate.head_shares import asked_and_answered, head_costs, head_shares_of
+from kvexport.calibrate.recall_layers import fact_passages
 from kvexport.evaluate.corpus import library_sources, manual
-from kvexport.evaluate.head_shares import asked_and_answered, head_costs, head_shares_of
 from kvexport.evaluate.language import Ids, Text
 from kvexport.evaluate.tasks import TASKS, Sample
 from kvexport.export.build import read_model
 from kvexport.export.graph.tracer import layer_attributes
-from kvexport.export.model.attention_hook import IMPLEMENTATION, PassThroughCache, attending
+from kvexport.export.hooks.attention import IMPLEMENTATION, PassThroughCache, attending
+from kvexport.language.text import Tokenizer
 from kvexport.methods.base import Method
 from kvexport.methods.primitives.select import mean_per_observation
 from kvexport.methods.slots import Slots, gather_slots
 from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
 from kvexport.ops.vote_attention import vote_attention
 from kvexport.recipe.load import load_recipe
-from kvexport.runtime.text import Tokenizer
 from kvexport.validate.weights import load_model
 
 NAME, RECIPE, LISTED = "head-budgets", "smollm2-135m-ballot", "smollm2-135m-listed"
@@ -175,7 +175,7 @@ class Model:
         self.heads: Heads | None = None  # None: every token sees all before it
 
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, options: Any) -> Tensor:
-        """See `kvexport.export.model.attention_hook`."""
+        """See `kvexport.export.hooks.attention`."""
         i: int = module.layer_idx
         if self.heads is not None:
             return self.heads.append(i, query, key, value, self.position)
@@ -233,7 +233,7 @@ def recall_texts(numbers: Sequence[int]) -> list[Sample]:
 
 
 def costs(model: Model, ids: Ids, counted: Sequence[int] = range(LENGTH // 2, LENGTH)) -> NDArray[np.float64]:
-    """[layers, heads, GRID]: `kvexport.evaluate.head_shares.head_costs`, by default of a text's second half."""
+    """[layers, heads, GRID]: `kvexport.calibrate.head_shares.head_costs`, by default of a text's second half."""
     sets = [f"limits.max_length={LENGTH}", f"export.prefill_chunk={CHUNK}"]
     plans = [plan_cache(load_recipe(RECIPE, [*sets, f"cache.budget={n}"]).recipe, model.geometry) for n in GRID]
     return head_costs(model.model, model.geometry, model.method, plans, ids, counted, CHUNK)

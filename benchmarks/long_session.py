@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 from common import RESULTS, save
 
+from kvexport.engine.engine import Engine, load
 from kvexport.evaluate.settings import longer_checkpoint
 from kvexport.export.build import build
 from kvexport.export.model.checkpoint import resolve_checkpoint
 from kvexport.recipe.load import load_recipe
-from kvexport.runtime.engine import Engine, load
 
 NAME = "long-session"
 RECIPE = "smollm2-135m-base"

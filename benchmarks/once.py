@@ -34,9 +34,9 @@ from kvexport.evaluate.language import Text
 from kvexport.evaluate.reference import log_softmax
 from kvexport.evaluate.settings import overrides_of
 from kvexport.evaluate.statistics import mean
+from kvexport.language.text import Tokenizer
 from kvexport.recipe.load import load_recipe
-from kvexport.runtime.lanes import Counters, Saved
-from kvexport.runtime.text import Tokenizer
+from kvexport.state.lane import Counters, Saved
 
 NAME = "once"
 LENGTH, FOLLOWING, CHUNK, QUESTIONS = 2000, 256, 256, 6

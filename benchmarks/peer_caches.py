@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvexport.export.model.attention_hook import PassThroughCache, attending
+from kvexport.export.hooks.attention import PassThroughCache, attending
 from kvexport.methods.base import Method
 from kvexport.methods.slots import Rotary
 from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache

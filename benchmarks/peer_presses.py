@@ -21,12 +21,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvexport.cache import CachePlan
+from kvexport.engine.lanes import Lanes
 from kvexport.export.build import read_model
 from kvexport.methods.primitives.select import mean_per_observation
 from kvexport.methods.slots import Slots
 from kvexport.recipe.fields import Recipe
 from kvexport.recipe.load import load_recipe
-from kvexport.runtime.lanes import Lanes
 from kvexport.schema.state import STATE_NAMES as STATE
 from kvexport.validate.reference import TorchReference
 

@@ -27,9 +27,9 @@ from kvexport.evaluate.language import language_of
 from kvexport.evaluate.statistics import Estimate, mean
 from kvexport.evaluate.tasks import TASKS
 from kvexport.export.build import read_model
-from kvexport.export.model.attention_hook import IMPLEMENTATION, PassThroughCache, attending
+from kvexport.export.hooks.attention import IMPLEMENTATION, PassThroughCache, attending
+from kvexport.language.text import Tokenizer
 from kvexport.recipe.load import load_recipe
-from kvexport.runtime.text import Tokenizer
 
 STEP = 32
 EMA, WINDOW = (0.8, 0.9, 0.95, 0.98), (1, 8, 32, 64)

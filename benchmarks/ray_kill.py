@@ -31,9 +31,9 @@ import psutil
 from common import save
 
 import kvexport
-from kvexport.runtime.engine import Engine
-from kvexport.runtime.request import Request
-from kvexport.runtime.snapshot import Snapshot
+from kvexport.engine.engine import Engine
+from kvexport.engine.request import Request
+from kvexport.state.snapshot import Snapshot
 
 TITLE = "ray::ServeReplica:kvexport:replica"
 TURNS, PROMPT, ANSWER = 6, 8, 16

@@ -27,8 +27,8 @@ import numpy as np
 from common import RESULTS, head, save
 
 import kvexport
+from kvexport.calibrate.recall_layers import calibrate
 from kvexport.evaluate import recall
-from kvexport.evaluate.calibrate import calibrate
 from kvexport.evaluate.corpus import library_sources, manual
 from kvexport.evaluate.files import digest_of
 from kvexport.evaluate.result import Options

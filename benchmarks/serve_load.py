@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from kvexport.runtime.engine import load
+from kvexport.engine.engine import load
 from tests.support.http_server import Running, running
 from tests.support.streams import RawClient
 

@@ -135,8 +135,8 @@ def serve(peer: Genai | Transformers, tokenizer_folder: Path) -> None:
     from starlette.responses import JSONResponse, StreamingResponse
     from starlette.routing import Route
 
-    from kvexport.runtime.chat import read_chat_template
-    from kvexport.runtime.text import TextStream, Tokenizer
+    from kvexport.language.chat import read_chat_template
+    from kvexport.language.text import TextStream, Tokenizer
 
     tokenizer, template = Tokenizer.from_folder(tokenizer_folder), read_chat_template(tokenizer_folder)
     assert template is not None

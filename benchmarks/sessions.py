@@ -22,10 +22,10 @@ from common import interleave, ratio, save
 from decode import engine_path
 
 import kvexport
-from kvexport.runtime.engine import Engine
-from kvexport.runtime.prefixes import Prefixes
-from kvexport.runtime.request import Request
-from kvexport.runtime.snapshot import Snapshot
+from kvexport.engine.engine import Engine
+from kvexport.engine.prefixes import Prefixes
+from kvexport.engine.request import Request
+from kvexport.state.snapshot import Snapshot
 
 LANES, VOCABULARY = 8, 4096
 RANDOM = np.random.default_rng(0)
@@ -134,7 +134,7 @@ def turns(engine: Engine, rounds: int) -> dict[str, Any]:
 def scheduling(engine: Engine, rounds: int) -> dict[str, Any]:
     """The share of a step of eight lanes that decode that is spent in the scheduler, and in all but the ONNX graphs:
     sampling and text as well."""
-    sessions: Any = engine.sessions
+    model: Any = engine.model
     spent = {"scheduler": 0.0, "graphs": 0.0}
 
     def timed(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,7 +147,7 @@ def scheduling(engine: Engine, rounds: int) -> dict[str, Any]:
         return call
 
     places = [(engine._scheduler, name, "scheduler") for name in ("next", "update", "expired")]
-    places.append((sessions, "run", "graphs"))
+    places.append((model, "run", "graphs"))
     for place, name, kind in places:
         setattr(place, name, timed(kind, getattr(place, name)))
     shares: dict[str, list[float]] = {"scheduler": [], "outside_of_graphs": []}

@@ -31,12 +31,12 @@ from kvexport.evaluate.statistics import mean
 from kvexport.export.build import read_model
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.export.graph.tracer import layer_attributes
-from kvexport.export.model.attention_hook import IMPLEMENTATION, PassThroughCache, attending
+from kvexport.export.hooks.attention import IMPLEMENTATION, PassThroughCache, attending
+from kvexport.language.text import Tokenizer
 from kvexport.ops.merge_cache import merge_cache
 from kvexport.ops.small_cache import dequantized, quantized, rotated_by_hadamard
 from kvexport.ops.vote_attention import vote_attention
 from kvexport.recipe.load import load_recipe
-from kvexport.runtime.text import Tokenizer
 
 NAME, RECIPE = "small-cache", "smollm2-135m-base"
 LENGTH, CHUNK, SLOTS = 1024, 64, 128
@@ -148,7 +148,7 @@ class Reader:
         self.tokenizer = Tokenizer.from_folder(path)
 
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, options: Any) -> Tensor:
-        """Over the state of its layer; see `kvexport.export.model.attention_hook`."""
+        """Over the state of its layer; see `kvexport.export.hooks.attention`."""
         layer: int = module.layer_idx
         last = int(self.position[0, -1])
         output, *self.state[layer] = vote_attention(

@@ -37,19 +37,19 @@ import numpy as np
 from common import RESULTS, head, interleave, make_checkpoint, save
 
 import kvexport
+from kvexport.engine.cache_drafter import CacheDrafter
+from kvexport.engine.engine import Engine
+from kvexport.engine.lanes import Lanes
+from kvexport.engine.request import Request
+from kvexport.engine.speculation import draft_ngrams, drafter_of
 from kvexport.evaluate.corpus import library_sources, manual
 from kvexport.evaluate.settings import longer_checkpoint
 from kvexport.export.model.checkpoint import resolve_checkpoint
+from kvexport.language.settings import GenerationSettings
 from kvexport.recipe.fields import Recipe
 from kvexport.recipe.load import load_recipe
-from kvexport.runtime.cache_drafter import CacheDrafter
-from kvexport.runtime.engine import Engine
-from kvexport.runtime.lanes import Lanes
-from kvexport.runtime.periodic import new_periodic
-from kvexport.runtime.request import Request
-from kvexport.runtime.settings import GenerationSettings
-from kvexport.runtime.snapshot import Snapshot
-from kvexport.runtime.speculation import draft_ngrams, drafter_of
+from kvexport.state.periodic import new_periodic
+from kvexport.state.snapshot import Snapshot
 
 NAME = "speculation"
 BUDGET, REBUILD, MOST = 512, 64, 8
@@ -252,7 +252,7 @@ def periods(
     section = recipe.cache.periodic.model_copy(update=settings)
     cache = recipe.cache.model_copy(update={"periodic": section})
     manifest = dataclasses.replace(engine.manifest, recipe=recipe.model_copy(update={"cache": cache}))
-    state, spent = new_periodic(manifest, engine.sessions, 1), dict[str, list[float]]()
+    state, spent = new_periodic(manifest, engine.model, 1), dict[str, list[float]]()
     for name in ("_choose", "_prepare", "_place"):
         setattr(state, name, timed(getattr(state, name), spent.setdefault(name[1:], [])))
     small, speed = given_rows(over(state), start, given)
@@ -327,7 +327,7 @@ class Mistaken:
         self.rng = np.random.default_rng(0)
 
     def __call__(self, requests: Sequence[Request], lanes: Lanes) -> list[list[int]]:
-        """See `kvexport.runtime.speculation.Drafter`."""
+        """See `kvexport.engine.speculation.Drafter`."""
         (draft,), done = self.drafter(requests, lanes), len(requests[0].tokens)
         right = self.answer[done : done + len(draft)]
         return [[token if self.rng.random() < self.rate else (token + 1) % self.vocabulary for token in right]]
@@ -349,7 +349,7 @@ def changed_drafter(engine: Engine, **changes: int) -> Any:
     recipe = engine.manifest.recipe
     speculate = recipe.speculate.model_copy(update=changes)
     manifest = dataclasses.replace(engine.manifest, recipe=recipe.model_copy(update={"speculate": speculate}))
-    return drafter_of(manifest, engine.sessions)
+    return drafter_of(manifest, engine.model)
 
 
 def answered(

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 from kvexport.version import __version__
 
 if TYPE_CHECKING:
+    from kvexport.engine.completion import Completion
+    from kvexport.engine.engine import Engine, load
+    from kvexport.engine.request import Request
     from kvexport.errors import KvexportError
+    from kvexport.language.settings import GenerationSettings
+    from kvexport.language.token import Token
     from kvexport.recipe.fields import Recipe
-    from kvexport.runtime.calls import Completion
-    from kvexport.runtime.engine import Engine, load
-    from kvexport.runtime.request import Request, Token
-    from kvexport.runtime.settings import GenerationSettings
 
 __all__ = [
     "Completion",
@@ -37,13 +38,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Completion": "kvexport.runtime.calls",
-    "Engine": "kvexport.runtime.engine",
-    "GenerationSettings": "kvexport.runtime.settings",
+    "Completion": "kvexport.engine.completion",
+    "Engine": "kvexport.engine.engine",
+    "GenerationSettings": "kvexport.language.settings",
     "KvexportError": "kvexport.errors",
-    "Request": "kvexport.runtime.request",
-    "Token": "kvexport.runtime.request",
-    "load": "kvexport.runtime.engine",
+    "Request": "kvexport.engine.request",
+    "Token": "kvexport.language.token",
+    "load": "kvexport.engine.engine",
 }
 
 

@@ -222,7 +222,7 @@ def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:
 
     from kvexport.export.build import read_model
     from kvexport.export.ranks import rank_weight_bytes
-    from kvexport.export.specs import weight_bytes
+    from kvexport.export.weights.specs import weight_bytes
 
     shape = read_model(recipe, weights=False)
     # parameters() gives a tied parameter once.

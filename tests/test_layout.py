@@ -11,7 +11,7 @@ import pytest
 from kvexport.backends.sections import names
 
 PACKAGE = Path(__file__).parent.parent / "kvexport"
-# Lower may import higher up, never the other way round. `ops` and `methods` know nothing of models; `runtime` knows
+# Lower may import higher up, never the other way round. `ops` and `methods` know nothing of models; `engine` knows
 # nothing of torch.
 ORDER = [
     "version",
@@ -32,11 +32,14 @@ ORDER = [
     "artifact",
     "backends",
     "ranks",
-    "runtime",
+    "language",
+    "state",
+    "engine",
     "export",
     "planning",
     "validate",
     "evaluate",
+    "calibrate",
     "serve",
     "bench",
     "deploy",
@@ -141,7 +144,7 @@ def test_heavy_packages_are_imported_where_they_are_needed(path: Path) -> None:
 @pytest.mark.parametrize(
     "root",
     [
-        "kvexport.runtime.engine",
+        "kvexport.engine.engine",
         "kvexport.serve.run",
         "kvexport.serve.app",
         "kvexport.deploy.triton_model",

@@ -127,12 +127,12 @@ class Backend(ABC):
         """Why the recipe's artifact cannot run here, each with the line that mends it; empty where it can."""
 
     @abstractmethod
-    def load(self, path: Path, manifest: Manifest, options: LoadOptions) -> Sessions:
+    def load(self, path: Path, manifest: Manifest, options: LoadOptions) -> LoadedModel:
         """The artifact, ready to run. Raises EnvironmentProblem for what this machine lacks, ArtifactError where the
         artifact lacks what `preparation` adds, UsageError for options that cannot be."""
 
     @abstractmethod
-    def runners(self, sessions: Any, manifest: Manifest) -> Runners:
+    def runners(self, model: Any, manifest: Manifest) -> Runners:
         """What `validate` compares; `sessions` is what `load` returned."""
 
     def require_ranks(self, recipe: Recipe, device: str | None = None) -> None:
@@ -241,7 +241,7 @@ class ModelState(LaneState, Protocol):
         ...
 
 
-class Sessions(Protocol):
+class LoadedModel(Protocol):
     """What runs the graphs of one artifact, holding the weights once, however many states use it. all_logits: of every
     token of a call, or of the last."""
 

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from kvexport.bench.figures import COLUMNS, cells, percentiles
+from kvexport.engine.engine import Engine
+from kvexport.engine.lanes import Lanes
+from kvexport.engine.request import DECODING, Call, Request
 from kvexport.errors import UsageError
 from kvexport.report.sections import KeyValues, Plot, Section, Series, Table
-from kvexport.runtime.engine import Engine
-from kvexport.runtime.lanes import Lanes
-from kvexport.runtime.request import DECODING, Call, Request
 
 Show = Callable[[str], AbstractContextManager[Any]]  # of what is being done
 WARM_UP = 2  # steps of decoding that are not counted

@@ -66,7 +66,7 @@ def bench(
             raise UsageError(f"no request was answered: {answers[0].error}", "see the errors above")
         return
     from kvexport.bench.offline import Plan, measure, sections
-    from kvexport.runtime.engine import load
+    from kvexport.engine.engine import load
     from kvexport.terminal import show
 
     assert artifact is not None

@@ -44,9 +44,9 @@ def calibrate(
     from kvexport.packages import require
 
     require("calibrate")
-    from kvexport.evaluate.calibrate import Calibration, calibrate
-    from kvexport.evaluate.head_shares import HeadShares, calibrate_heads
-    from kvexport.evaluate.shares import Shares, calibrate_text
+    from kvexport.calibrate.head_shares import HeadShares, calibrate_heads
+    from kvexport.calibrate.layer_shares import Shares, calibrate_text
+    from kvexport.calibrate.recall_layers import Calibration, calibrate
     from kvexport.terminal import show
 
     source = None if text is None else read_text(text)

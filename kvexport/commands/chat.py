@@ -16,10 +16,10 @@ from kvexport.errors import KvexportError, UsageError
 from kvexport.units import format_bytes
 
 if TYPE_CHECKING:
-    from kvexport.runtime.engine import Engine
-    from kvexport.runtime.request import Request
-    from kvexport.runtime.settings import GenerationSettings
-    from kvexport.runtime.snapshot import Snapshot
+    from kvexport.engine.engine import Engine
+    from kvexport.engine.request import Request
+    from kvexport.language.settings import GenerationSettings
+    from kvexport.state.snapshot import Snapshot
 
 HELP = """/save FILE   keep the conversation in a file
 /load FILE   go on with one
@@ -78,8 +78,8 @@ class Chat:
         self.snapshot, self.last = request.snapshot, request
 
     def _request(self) -> Request:
-        from kvexport.runtime.request import Request
-        from kvexport.runtime.session import next_turn
+        from kvexport.engine.request import Request
+        from kvexport.state.sessions import next_turn
 
         ids = None
         if self.snapshot is not None:
@@ -124,7 +124,7 @@ class Chat:
         print(f"{format_bytes(path.stat().st_size)} in {path}")
 
     def _load(self, path: Path) -> None:
-        from kvexport.runtime.snapshot import Snapshot
+        from kvexport.state.snapshot import Snapshot
 
         said, _, state = path.read_bytes().partition(b"\n")
         try:
@@ -166,7 +166,7 @@ def chat(
     The state of the conversation stays: every turn reads what is new alone, however long it gets. Lines from a pipe are
     messages too. /help shows the commands.
     """
-    from kvexport.runtime.engine import load
+    from kvexport.engine.engine import load
     from kvexport.terminal import show
 
     with show(f"loading {artifact}"):

@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 
 from kvexport import backends
+from kvexport.engine.engine import Engine
 from kvexport.errors import EnvironmentProblem, KvexportError, MismatchError
 from kvexport.report.page import render_html
 from kvexport.report.sections import Paragraph, Section, Table
 from kvexport.report.text import render_text
-from kvexport.runtime.engine import Engine
 from kvexport.terminal import show
 from kvexport.units import format_bytes
 

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.cache import CachePlan
+from kvexport.engine.engine import Engine
+from kvexport.engine.lanes import Lanes
 from kvexport.report.sections import Paragraph, Plot, Section, Series, Table
-from kvexport.runtime.engine import Engine
-from kvexport.runtime.lanes import Lanes
 from kvexport.terminal import show
 from kvexport.units import format_bytes
 

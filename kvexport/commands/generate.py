@@ -14,9 +14,9 @@ from kvexport.commands.output import print_json
 from kvexport.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvexport.runtime.calls import Completion
-    from kvexport.runtime.engine import Engine
-    from kvexport.runtime.settings import GenerationSettings
+    from kvexport.engine.completion import Completion
+    from kvexport.engine.engine import Engine
+    from kvexport.language.settings import GenerationSettings
 
 
 def generate(
@@ -67,7 +67,7 @@ def generate(
     if sample is None and any(value is not None for value in drawing.values()):
         sample = True
     others = {"max_new_tokens": max_new_tokens, "repetition_penalty": repetition_penalty, "stop_strings": stop or None}
-    from kvexport.runtime.engine import load
+    from kvexport.engine.engine import load
     from kvexport.terminal import show
 
     with show(f"loading {artifact}"):
@@ -134,7 +134,7 @@ def _encode(
 
 def print_stream(engine: Engine, ids: Sequence[int], settings: GenerationSettings, *, quiet: bool) -> Completion:
     """Generate, printing every piece as soon as it is final unless `quiet`."""
-    from kvexport.runtime.calls import Completion
+    from kvexport.engine.completion import Completion
     from kvexport.terminal import show
 
     completion = Completion(len(ids))

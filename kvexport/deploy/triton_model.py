@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from kvexport.engine.engine import Engine, load
+from kvexport.engine.request import FINISHED, Request
 from kvexport.errors import KvexportError, UsageError
-from kvexport.runtime.engine import Engine, load
-from kvexport.runtime.request import FINISHED, Request, Token
+from kvexport.language.token import Token
 
 
 class TritonPythonModel:

@@ -19,8 +19,8 @@ import numpy as np
 
 from kvexport.errors import UsageError
 from kvexport.evaluate.corpus import library_sources
+from kvexport.language.text import Tokenizer
 from kvexport.recipe.inherit import recipe_folder
-from kvexport.runtime.text import Tokenizer
 
 Ids = list[int]
 

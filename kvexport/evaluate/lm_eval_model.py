@@ -18,11 +18,11 @@ from typing import Any
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
+from kvexport.engine.engine import load
 from kvexport.errors import UsageError
 from kvexport.evaluate.measure import counted_logits
 from kvexport.evaluate.reference import log_softmax
 from kvexport.evaluate.tasks import Sample
-from kvexport.runtime.engine import load
 
 NEW_TOKENS = 256  # where a task does not say how many, as the harness's own models
 
@@ -60,7 +60,7 @@ class KvexportLM(LM):  # type: ignore[misc]
         for request in requests:
             ids = self._encode(request.args[0], add_special_tokens=False)
             pieces = [self._start[:1] + ids[i : i + room] for i in range(0, len(ids), room)]
-            prompts = [len(piece) if self.engine.sessions.all_logits else 1 for piece in pieces]
+            prompts = [len(piece) if self.engine.model.all_logits else 1 for piece in pieces]
             samples = [
                 Sample(piece, prompt, list(range(len(piece) - 1)))
                 for piece, prompt in zip(pieces, prompts, strict=True)

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.cache import stored_rows
+from kvexport.engine.engine import Engine
 from kvexport.errors import UsageError
 from kvexport.evaluate.reference import Logs, Reference, Writer, log_softmax
 from kvexport.evaluate.tasks import Sample
-from kvexport.runtime.engine import Engine
 
 Rows = NDArray[np.float32]  # [counted, vocabulary]
 BLOCK = 16  # rows that are judged at once: of a vocabulary of 50,000 they are 6 MB in float64

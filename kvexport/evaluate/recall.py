@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.cache import CachePlan
-from kvexport.runtime.engine import Engine
-from kvexport.runtime.lanes import Lanes, Saved
+from kvexport.engine.engine import Engine
+from kvexport.engine.lanes import Lanes
+from kvexport.state.lane import Saved
 
 Ids = list[int]
 TAIL = 64  # tokens; no method's window of last queries is longer

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvexport.cache import plan_cache
+from kvexport.engine.engine import Engine, load
 from kvexport.errors import UsageError
 from kvexport.evaluate.files import alone, digest_of
 from kvexport.evaluate.kept import read_result, write_result
@@ -38,9 +39,8 @@ from kvexport.evaluate.settings import FULL, Setting, equal_bytes, load_setting,
 from kvexport.evaluate.statistics import mean, share
 from kvexport.evaluate.suites import run_items
 from kvexport.evaluate.tasks import TASKS, Sample, long_text
+from kvexport.language.text import FILE_NAME, Tokenizer
 from kvexport.recipe.fields import Recipe
-from kvexport.runtime.engine import Engine, load
-from kvexport.runtime.text import FILE_NAME, Tokenizer
 from kvexport.schema.state import CONTRACT_VERSION
 from kvexport.terminal import Progress, silent
 from kvexport.units import format_seconds
@@ -48,7 +48,7 @@ from kvexport.validate.perturbation import NO_TELEMETRY, Perturbation
 from kvexport.version import __version__
 
 if TYPE_CHECKING:
-    from kvexport.export.weights import SharedWeights
+    from kvexport.export.weights.write import SharedWeights
 
 TIMES = 20  # training lengths that `stability` runs
 TIMED = 96  # room for the decode steps that are timed
@@ -277,7 +277,7 @@ class Run:
     def _engine(self, name: str, recipe: Recipe) -> Engine:
         """Of weights that all engines share."""
         from kvexport.export.build import build, share_weights
-        from kvexport.export.importance import as_built
+        from kvexport.export.weights.importance import as_built
 
         model = recipe.model.model_dump_json()
         if model not in self._shared:
@@ -320,7 +320,7 @@ class Run:
         return result
 
     def _perturbations(self, engine: Engine, recipe: Recipe) -> list[Perturbation]:
-        from kvexport.export.importance import as_built
+        from kvexport.export.weights.importance import as_built
         from kvexport.validate.reference import TorchReference
         from kvexport.validate.watch import watch
 

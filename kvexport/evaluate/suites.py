@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvexport.engine.engine import Engine
 from kvexport.errors import UsageError
-from kvexport.runtime.engine import Engine
 
 Metric = Callable[[str, Sequence[str], Sequence[str]], float]
 

@@ -27,7 +27,7 @@ from kvexport.terminal import Progress, silent
 from kvexport.version import __version__
 
 if TYPE_CHECKING:
-    from kvexport.export.weights import SharedWeights
+    from kvexport.export.weights.write import SharedWeights
 
 SWITCH_SECONDS = 0.0005
 
@@ -90,14 +90,14 @@ def build(
         from kvexport.export.graph.heads import layers_plan
         from kvexport.export.graph.top_logits import top_logits_model
         from kvexport.export.graph.tracer import trace_decoder
-        from kvexport.export.importance import save as save_importance
-        from kvexport.export.importance import weigh
         from kvexport.export.model.hf_model import length_notes
         from kvexport.export.passes import GRAPH_CHECKS
         from kvexport.export.ranks import apart, rank_specs, split_model, together
-        from kvexport.export.specs import packed_formats, packings, weight_notes, weight_specs
         from kvexport.export.texts import copy_texts
-        from kvexport.export.weights import link_shared, total_bytes
+        from kvexport.export.weights.importance import save as save_importance
+        from kvexport.export.weights.importance import weigh
+        from kvexport.export.weights.specs import packed_formats, packings, weight_notes, weight_specs
+        from kvexport.export.weights.write import link_shared, total_bytes
 
         with progress("reading the checkpoint", None):
             shape = read_model(recipe)
@@ -173,10 +173,10 @@ def build(
 def share_weights(recipe: Recipe, folder: Path) -> SharedWeights:
     """The weights of a recipe's checkpoint in `folder`, for several builds: hard links to the checkpoint's files where
     no tensor needs a cast. What was in the folder is gone. Raises what `build` raises."""
-    from kvexport.export.importance import save as save_importance
-    from kvexport.export.importance import weigh
-    from kvexport.export.specs import weight_specs
-    from kvexport.export.weights import SharedWeights
+    from kvexport.export.weights.importance import save as save_importance
+    from kvexport.export.weights.importance import weigh
+    from kvexport.export.weights.specs import weight_specs
+    from kvexport.export.weights.write import SharedWeights
 
     shape = read_model(recipe)
     specs = weigh(weight_specs(shape.checkpoint, shape.model, recipe), shape.checkpoint, recipe)
@@ -251,7 +251,7 @@ def _write_weights(
     specs: list[Any], folder: Path, mode: Literal["copy", "link"], advance: Callable[[int], None]
 ) -> Any:
     """`write_weights`, and the digests of linked files too."""
-    from kvexport.export.weights import linked_digests, write_weights
+    from kvexport.export.weights.write import linked_digests, write_weights
 
     written = write_weights(specs, folder, mode, advance)
     for name, digest in linked_digests(specs, folder, written):

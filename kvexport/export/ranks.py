@@ -22,15 +22,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvexport.cache import LayerGeometry
 from kvexport.errors import UsageError
-from kvexport.export.casting import read_rows, row_blocks
-from kvexport.export.computed import ComputedSpec
 from kvexport.export.graph.layers import layer_list
 from kvexport.export.graph.tracer import ALL_REDUCE
 from kvexport.export.model.hf_model import probe_geometry
 from kvexport.export.model.shape import ModelShape
 from kvexport.export.model.tensors import Source, TensorEntry
-from kvexport.export.specs import weight_bytes, weight_specs
-from kvexport.export.weights import Location, Spec, TensorSpec, total_bytes
+from kvexport.export.weights.casting import read_rows, row_blocks
+from kvexport.export.weights.computed import ComputedSpec
+from kvexport.export.weights.specs import weight_bytes, weight_specs
+from kvexport.export.weights.write import Location, Spec, TensorSpec, total_bytes
 from kvexport.ops.packed import PackedFormat, Part, pack, unpack
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def _part(spec: Spec, dimension: int, rank: int, ranks: int) -> Spec:
 
 
 def rank_weight_bytes(shape: ModelShape, recipe: Recipe) -> int:
-    """What the weights of one rank take (`kvexport.export.specs.weight_bytes`). The model of `shape` becomes that of a
+    """Return the bytes of one rank's weights (see `weight_bytes`). The model of `shape` becomes that of a
     rank. Raises what `split_model` and `rank_specs` raise."""
     ranks = recipe.backend.tensor_parallel
     if shape.checkpoint is None:

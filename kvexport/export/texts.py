@@ -36,7 +36,7 @@ def copy_texts(checkpoint: Checkpoint, folder: Path, vocabulary: int) -> None:
 
 
 def _check_generation(file: Path, config: dict[str, Any], vocabulary: int) -> None:
-    from kvexport.runtime.settings import GenerationSettings
+    from kvexport.language.settings import GenerationSettings
 
     mend = f"correct {file}, or remove it: without it the settings are those of kvexport generate --help"
     try:
@@ -53,8 +53,8 @@ def _check_generation(file: Path, config: dict[str, Any], vocabulary: int) -> No
 
 
 def _check_tokenizer(checkpoint: Path, folder: Path) -> None:
-    from kvexport.runtime.chat import read_chat_template
-    from kvexport.runtime.text import FILE_NAME, Tokenizer
+    from kvexport.language.chat import read_chat_template
+    from kvexport.language.text import FILE_NAME, Tokenizer
 
     try:
         if (folder / FILE_NAME).exists():

@@ -17,32 +17,32 @@ from kvexport.artifact.manifest import Manifest
 from kvexport.backends.base import Backend, Runners
 from kvexport.ranks.channel import Message
 from kvexport.ranks.heads import Arrays, joined, part_of
+from kvexport.ranks.model import RankedModel
 from kvexport.ranks.processes import Ranks
-from kvexport.ranks.sessions import RankedSessions
 
 PAST, PRESENT = "past_key_values.", "present."
 
 
-def runners(backend: Backend, sessions: Any, manifest: Manifest, path: Path) -> Runners:
+def runners(backend: Backend, model: Any, manifest: Manifest, path: Path) -> Runners:
     """`Backend.runners`, of all ranks where there are several. path: of the artifact."""
-    if not isinstance(sessions, RankedSessions):
-        return backend.runners(sessions, manifest)
-    own = sessions.ranks.call(partial(OneRank, backend, sessions.ranks.sessions, sessions.ranks.manifest, 0))
+    if not isinstance(model, RankedModel):
+        return backend.runners(model, manifest)
+    own = model.ranks.call(partial(OneRank, backend, model.ranks.model, model.ranks.manifest, 0))
     there = own.runners
     return Runners(
-        AllRanks(sessions.ranks, own, "decode"),
-        AllRanks(sessions.ranks, own, "prefill"),
-        AllRanks(sessions.ranks, own, "merge") if there.merge else None,
-        partial(_open, sessions.ranks, own, path, manifest) if there.open_decoder else None,
+        AllRanks(model.ranks, own, "decode"),
+        AllRanks(model.ranks, own, "prefill"),
+        AllRanks(model.ranks, own, "merge") if there.merge else None,
+        partial(_open, model.ranks, own, path, manifest) if there.open_decoder else None,
     )
 
 
 class OneRank:
     """The graphs of one rank, in its process."""
 
-    def __init__(self, backend: Backend, sessions: Any, manifest: Manifest, rank: int) -> None:
+    def __init__(self, backend: Backend, model: Any, manifest: Manifest, rank: int) -> None:
         self.rank, self.ranks = rank, manifest.graphs.rank_count
-        self.runners = backend.runners(sessions, manifest)
+        self.runners = backend.runners(model, manifest)
         self.cut: Any = None  # a session of another decoder
 
     def infer(self, graph: str, feed: Arrays) -> dict[str, NDArray[Any]]:

@@ -71,7 +71,7 @@ class Ranks:
             for rank in range(1, self.count):
                 self._start(rank, file)
                 self._channels[-1].send(Message("start", {**start, "rank": rank}))
-            self.sessions: Any = self.call(partial(self._load, backend, path, options))
+            self.model: Any = self.call(partial(self._load, backend, path, options))
             for rank in range(1, self.count):
                 self.answer(rank)
         except BaseException:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvexport import backends
 from kvexport.artifact.manifest import Manifest
 from kvexport.artifact.reading import load_manifest
-from kvexport.backends.base import Backend, LoadOptions, ModelState, Sessions
+from kvexport.backends.base import Backend, LoadedModel, LoadOptions, ModelState
 from kvexport.errors import KvexportError
 from kvexport.ranks.channel import Channel, Message
 from kvexport.ranks.comparison import OneRank
@@ -50,8 +50,8 @@ def _work(channel: Channel, start: Mapping[str, Any], file: int) -> None:
     collectives, memory = backend.collectives(manifest, options), mmap(file, 0)
 
     collectives.join(memory, rank, manifest.graphs.rank_count)
-    sessions = backend.load(path, manifest, options)
-    calls = Calls(backend, sessions, manifest, rank)
+    model = backend.load(path, manifest, options)
+    calls = Calls(backend, model, manifest, rank)
     channel.send(Message("ready"))
     while (message := channel.receive()) is not None:
         answer = calls(message)
@@ -63,14 +63,14 @@ def _work(channel: Channel, start: Mapping[str, Any], file: int) -> None:
 class Calls:
     """Does what messages say, over states by the numbers that rank 0 gave them."""
 
-    def __init__(self, backend: Backend, sessions: Sessions, manifest: Manifest, rank: int) -> None:
-        self._backend, self._sessions, self._manifest = backend, sessions, manifest
+    def __init__(self, backend: Backend, model: LoadedModel, manifest: Manifest, rank: int) -> None:
+        self._backend, self._model, self._manifest = backend, model, manifest
         self._rank, self._ranks = rank, manifest.graphs.rank_count
         self._states: dict[int, ModelState] = {}
 
     @cached_property
     def _compared(self) -> OneRank:
-        return OneRank(self._backend, self._sessions, self._manifest, self._rank)
+        return OneRank(self._backend, self._model, self._manifest, self._rank)
 
     def __call__(self, message: Message) -> dict[str, NDArray[Any]] | None:
         """What the message asks for; None where it asks for nothing."""
@@ -83,7 +83,7 @@ class Calls:
             self._compared.open(arrays[str(self._rank)].tobytes())
             return None
         if message.name == "new_state":
-            self._states[given["state"]] = self._sessions.new_state(self._manifest.cache, given["lanes"])
+            self._states[given["state"]] = self._model.new_state(self._manifest.cache, given["lanes"])
             return None
         state = self._states[given["state"]]
         if message.name == "grown":

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvexport.runtime.request import Request, Token
+from kvexport.engine.request import Request
+from kvexport.language.token import Token
 
 if TYPE_CHECKING:
-    from kvexport.runtime.text import Tokenizer
+    from kvexport.language.text import Tokenizer
 
 # JSON has no infinity; vLLM and OpenAI give this for a token that cannot come.
 _NEVER = -9999.0

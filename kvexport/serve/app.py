@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kvexport.runtime.engine import Engine
+from kvexport.engine.engine import Engine
 from kvexport.serve.chat import chat_completions
 from kvexport.serve.completions import completions
 from kvexport.serve.errors import ApiError, api_error

@@ -10,7 +10,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvexport.runtime.request import Request as EngineRequest
+from kvexport.engine.request import Request as EngineRequest
 from kvexport.serve.answers import TokenTexts
 from kvexport.serve.conversation import Conversation, Prepared, template_messages, template_variables
 from kvexport.serve.errors import ApiError

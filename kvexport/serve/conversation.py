@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvexport.runtime.grammar import Grammar
-from kvexport.runtime.reasoning import Reader, ReasoningReader, reasoning_tokens
-from kvexport.runtime.request import Request
-from kvexport.runtime.tools import CallForm, Tool
+from kvexport.engine.request import Request
+from kvexport.language.grammar import Grammar
+from kvexport.language.reasoning import Reader, ReasoningReader, reasoning_tokens
+from kvexport.language.tools import CallForm, Tool
 from kvexport.serve.answers import text_of as text_of_tokens
 from kvexport.serve.answers import usage_of
 from kvexport.serve.errors import ApiError

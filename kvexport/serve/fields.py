@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from kvexport.runtime.grammar import Grammar
+from kvexport.language.grammar import Grammar
 from kvexport.serve.errors import ApiError
 from kvexport.serve.forms import response_form, structured_form
 
 if TYPE_CHECKING:
-    from kvexport.runtime.engine import Engine
-    from kvexport.runtime.settings import GenerationSettings
+    from kvexport.engine.engine import Engine
+    from kvexport.language.settings import GenerationSettings
 
 TokenIds = list[Annotated[int, Field(ge=0)]]
 _SEEDS = 1 << 64

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from kvexport.runtime.grammar import Grammar
+from kvexport.language.grammar import Grammar
 from kvexport.serve.errors import ApiError
 
 _STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")

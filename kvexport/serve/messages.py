@@ -11,7 +11,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvexport.runtime.request import Request as EngineRequest
+from kvexport.engine.request import Request as EngineRequest
 from kvexport.serve.answers import stop_string
 from kvexport.serve.conversation import Conversation, Prepared, text_of
 from kvexport.serve.errors import ApiError

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from kvexport.runtime.reasoning import Reader
-from kvexport.runtime.request import FinishReason
-from kvexport.runtime.tool_calls import Piece
+from kvexport.engine.request import FinishReason
+from kvexport.language.reasoning import Reader
+from kvexport.language.tool_calls import Piece
 from kvexport.serve.answers import text_of
 from kvexport.serve.worker import Update
 

@@ -14,14 +14,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvexport.cache import state_bytes
-from kvexport.runtime.engine import Engine
-from kvexport.runtime.grammar import Grammar
-from kvexport.runtime.prefixes import Prefixes
-from kvexport.runtime.reasoning import is_open, shown_ids, thinks
-from kvexport.runtime.request import Request as EngineRequest
-from kvexport.runtime.session import next_turn
-from kvexport.runtime.snapshot import Snapshot
-from kvexport.runtime.tools import calls_grammar, check_tools, choose, form_of
+from kvexport.engine.engine import Engine
+from kvexport.engine.prefixes import Prefixes
+from kvexport.engine.request import Request as EngineRequest
+from kvexport.language.grammar import Grammar
+from kvexport.language.reasoning import is_open, shown_ids, thinks
+from kvexport.language.tools import calls_grammar, check_tools, choose, form_of
 from kvexport.serve import tracing
 from kvexport.serve.bodies import read_bytes
 from kvexport.serve.conversation import Conversation, Prepared
@@ -33,12 +31,14 @@ from kvexport.serve.sessions import Sessions
 from kvexport.serve.settings import ServeSettings
 from kvexport.serve.streams import KEEP_ALIVE, EventStream, unless_gone
 from kvexport.serve.worker import Job, Update, Worker
+from kvexport.state.sessions import next_turn
+from kvexport.state.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvexport.artifact.manifest import Manifest
-    from kvexport.runtime.settings import GenerationSettings
+    from kvexport.language.settings import GenerationSettings
 
 T = TypeVar("T")
 log = logging.getLogger("kvexport.serve")

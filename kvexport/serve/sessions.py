@@ -12,12 +12,12 @@ import anyio.to_thread
 from starlette.requests import Request
 
 from kvexport.errors import EnvironmentProblem, KvexportError, SnapshotError, UsageError
-from kvexport.runtime.session import SessionStore
-from kvexport.runtime.session_files import NAME
-from kvexport.runtime.shared_sessions import SharedSessions
-from kvexport.runtime.snapshot import Snapshot
 from kvexport.serve.errors import ApiError
 from kvexport.serve.settings import ServeSettings
+from kvexport.state.session_files import NAME
+from kvexport.state.sessions import SessionStore
+from kvexport.state.shared_sessions import SharedSessions
+from kvexport.state.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from kvexport.artifact.manifest import Manifest

@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvexport.cache import CachePlan, state_bytes
-from kvexport.runtime.engine import Engine
-from kvexport.runtime.lanes import Lanes
+from kvexport.engine.engine import Engine
+from kvexport.engine.lanes import Lanes
 from kvexport.schema.state import STATE
 from kvexport.serve.errors import ApiError
 from kvexport.serve.service import Service

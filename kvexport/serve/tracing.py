@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+from kvexport.engine.request import Request
 from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.packages import is_there
-from kvexport.runtime.request import Request
 from kvexport.version import __version__
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")

@@ -14,8 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from kvexport.runtime.engine import Engine
-from kvexport.runtime.request import FINISHED, FinishReason, Request, Token
+from kvexport.engine.engine import Engine
+from kvexport.engine.request import FINISHED, FinishReason, Request
+from kvexport.language.token import Token
 from kvexport.serve.errors import ApiError, overloaded
 from kvexport.serve.metrics import Metrics
 from kvexport.serve.tracing import Times, Tracing

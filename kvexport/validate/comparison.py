@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from kvexport.backends.base import Runners
 from kvexport.backends.rows import MASS_ERROR, TopLogits
-from kvexport.runtime.engine import Engine
-from kvexport.runtime.lanes import Lanes
+from kvexport.engine.engine import Engine
+from kvexport.engine.lanes import Lanes
 from kvexport.validate.backend import ReferenceBackend
 from kvexport.validate.compare import (
     LAYERS,

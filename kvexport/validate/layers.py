@@ -34,8 +34,8 @@ def first_layers(
     which lasts as long. Raises UsageError where the model has no such layers, or the weights are not the artifact's;
     else what `build` does.
     """
-    from kvexport.export.importance import as_built
     from kvexport.export.model.checkpoint import read_checkpoint, resolve_checkpoint
+    from kvexport.export.weights.importance import as_built
 
     manifest = load_manifest(path)
     total = manifest.model.layers

@@ -17,7 +17,7 @@ from kvexport.cache import CachePlan, LayerGeometry, layer_caches, of_caches
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.export.graph.layers import layer_list
 from kvexport.export.graph.tracer import layer_attributes, used_slots
-from kvexport.export.model.attention_hook import IMPLEMENTATION, PassThroughCache, TokenLogits, attending
+from kvexport.export.hooks.attention import IMPLEMENTATION, PassThroughCache, TokenLogits, attending
 from kvexport.export.model.checkpoint import Checkpoint
 from kvexport.export.model.hf_model import fix_rotary_frequencies
 from kvexport.methods.base import Method

@@ -18,9 +18,9 @@ import numpy as np
 
 from kvexport import backends
 from kvexport.artifact.reading import load_manifest
+from kvexport.engine.engine import load
 from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.ranks.comparison import runners
-from kvexport.runtime.engine import load
 from kvexport.terminal import Progress, silent
 from kvexport.validate.layers import require_checkpoint
 from kvexport.validate.perturbation import NO_TELEMETRY
@@ -61,7 +61,7 @@ def validate_artifact(
     """
     require_packages()
     from kvexport.export.build import read_model
-    from kvexport.export.importance import as_built
+    from kvexport.export.weights.importance import as_built
     from kvexport.validate.compare import LAYERS, tolerance_of
     from kvexport.validate.comparison import Comparison
     from kvexport.validate.divergence import compared_positions, measure_divergence
@@ -107,7 +107,7 @@ def validate_artifact(
     )
     watching = Telemetry(engine.plan, shape.geometry, method) if telemetry else None
     _quiet_polygraphy()
-    comparison = Comparison(engine, runners(chosen, engine.sessions, manifest, path), reference, result, watching)
+    comparison = Comparison(engine, runners(chosen, engine.model, manifest, path), reference, result, watching)
     calls = list(schedule(tokens, recipe.export.prefill_chunk, decode_steps(manifest.limits)))
     whole = _whole_calls([prefill for _, prefill in calls])
     about = _estimate(reference, calls, len(whole))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvexport import backends
+from kvexport.engine.engine import load
 from kvexport.errors import ArtifactError, EnvironmentProblem, UsageError
-from kvexport.runtime.engine import load
 
 
 def backends_here(path: Path) -> tuple[list[tuple[str, str | None]], dict[str, str]]:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvexport.engine.lanes import Lanes
 from kvexport.recipe.fields import Recipe
-from kvexport.runtime.lanes import Lanes
 from kvexport.validate.backend import ReferenceBackend
 from kvexport.validate.perturbation import Perturbation
 from kvexport.validate.reference import TorchReference

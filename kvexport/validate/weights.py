@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvexport.export.casting import load_tensor
-from kvexport.export.computed import ComputedSpec
-from kvexport.export.importance import weigh
 from kvexport.export.model.checkpoint import Checkpoint
 from kvexport.export.model.config import load_config
 from kvexport.export.model.hf_model import buffers_as_parameters
 from kvexport.export.model.tensors import dense_values
-from kvexport.export.specs import weight_specs
+from kvexport.export.weights.casting import load_tensor
+from kvexport.export.weights.computed import ComputedSpec
+from kvexport.export.weights.importance import weigh
+from kvexport.export.weights.specs import weight_specs
 
 
 def load_model(checkpoint: Checkpoint, recipe: Any, attention: str) -> Any:

@@ -25,8 +25,8 @@ def engine(request: pytest.FixtureRequest, tiny_artifact: Path, tmp_path: Path) 
         return kvexport.load(engines(tiny_artifact, tmp_path / "engines"))
     engine = kvexport.load(tiny_artifact)
     if request.param != "host":
-        sessions: Any = engine.sessions
-        sessions.device = "a device"  # the state is the device's as well
+        model: Any = engine.model
+        model.device = "a device"  # the state is the device's as well
         onto_device(engine, graphs="graphs" in request.param)
     return engine
 

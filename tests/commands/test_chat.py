@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from kvexport.commands import chat as command
+from kvexport.engine.calls import ModelCalls
+from kvexport.engine.engine import Engine
 from kvexport.errors import KvexportError, SnapshotError, UsageError
-from kvexport.runtime.engine import Engine
-from kvexport.runtime.model_calls import ModelCalls
 from tests.support.command_line import failure, ok
 from tests.support.http_server import engine_of, prompt
 
@@ -98,7 +98,7 @@ def test_a_message_that_does_not_fit_leaves_the_conversation_as_it_was(talk: com
 
 
 def test_it_works_without_a_terminal(tiny_artifact: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvexport.runtime.engine.load", lambda *_, **__: engine)
+    monkeypatch.setattr("kvexport.engine.engine.load", lambda *_, **__: engine)
     said = ok(
         "chat", tiny_artifact, "--max-new-tokens", 5, "--temperature", 0, input="anna\n\n/stats\nbob\n/exit\nno\n"
     )

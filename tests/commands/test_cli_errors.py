@@ -109,7 +109,7 @@ def test_ctrl_c_ends_the_program_cleanly(tiny_artifact: Path) -> None:
     code = (
         # A shell starts what runs in its background with interrupts ignored.
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "import time; from kvexport.runtime.lanes import Lanes; append = Lanes.append\n"
+        "import time; from kvexport.engine.lanes import Lanes; append = Lanes.append\n"
         "Lanes.append = lambda self, *given, **options: (time.sleep(0.05), append(self, *given, **options))[1]\n"
         "from kvexport.commands.app import main; main()"
     )

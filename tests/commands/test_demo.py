@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from kvexport.commands import demo, demo_real
+from kvexport.engine.engine import load
 from kvexport.export.build import build
+from kvexport.language.text import Tokenizer
 from kvexport.recipe.inherit import recipe_folder
 from kvexport.recipe.load import load_recipe
 from kvexport.report.page import render_html
 from kvexport.report.text import render_text
-from kvexport.runtime.engine import load
-from kvexport.runtime.text import Tokenizer
 from tests.support import smollm2
 
 

@@ -10,9 +10,9 @@ import pytest
 from transformers import Gemma3TextConfig
 
 import kvexport
+from kvexport.engine.engine import Engine
 from kvexport.evaluate.recall import Passage, Question, answers, passage, retrieval_layers
 from kvexport.recipe.load import load_recipe
-from kvexport.runtime.engine import Engine
 from tests.support.models import SIZES, build_shared, make_recipe, random_ids, save_checkpoint
 
 FACTS = [

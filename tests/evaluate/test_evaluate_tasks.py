@@ -19,8 +19,8 @@ from kvexport.evaluate.language import Language, Text, Words, language_of, tiny_
 from kvexport.evaluate.statistics import mean, share
 from kvexport.evaluate.suites import LONGBENCH, read_longbench, read_ruler, rouge_l, token_f1
 from kvexport.evaluate.tasks import TASKS, Sample, long_text
+from kvexport.language.text import Tokenizer
 from kvexport.recipe.inherit import recipe_folder
-from kvexport.runtime.text import Tokenizer
 
 SMALL = Tokenizer.from_folder(recipe_folder() / "checkpoints" / "small")
 SOURCE = "\n".join(f"def function_{i}(x):\n    return x + {i}\n" for i in range(400))

@@ -369,7 +369,7 @@ def test_missing_config_and_missing_directory(tmp_path: Path) -> None:
 def test_reading_a_checkpoint_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path\n"
-        "import kvexport.export.weights\n"
+        "import kvexport.export.weights.write\n"
         "from kvexport.export.model.checkpoint import read_checkpoint, resolve_checkpoint\n"
         "read_checkpoint(resolve_checkpoint(sys.argv[1], None))\n"
         "print(sorted({'torch', 'transformers', 'huggingface_hub', 'safetensors'} & set(sys.modules)))"

@@ -28,8 +28,8 @@ from transformers import (
     StableLmConfig,
 )
 
+from kvexport.engine.engine import Engine, load
 from kvexport.methods import all_methods
-from kvexport.runtime.engine import Engine, load
 from tests.support import models
 from tests.support.tensorrt_walk import artifact_problems
 

@@ -13,14 +13,14 @@ import torch
 
 import kvexport
 from kvexport.errors import UsageError
-from kvexport.export.casting import load_tensor
-from kvexport.export.computed import ComputedSpec
 from kvexport.export.model.checkpoint import read_checkpoint
 from kvexport.export.model.ggml_blocks import LAYOUTS
 from kvexport.export.model.gguf import TYPES, GgufWeight, read_gguf
 from kvexport.export.model.tensors import dense_values
+from kvexport.export.weights.casting import load_tensor
+from kvexport.export.weights.computed import ComputedSpec
+from kvexport.language.text import Tokenizer
 from kvexport.recipe.fields import Recipe
-from kvexport.runtime.text import Tokenizer
 from kvexport.validate.runner import validate_artifact
 from tests.support.gguf_files import Q8_0, entry, gguf, q8_0, text, tiny_gguf
 from tests.support.tiny_model import RECIPE
@@ -140,7 +140,7 @@ def test_other_architectures_are_those_of_transformers(tmp_path: Path, kind: str
     import transformers
 
     from kvexport.export.build import read_model
-    from kvexport.export.specs import weight_specs
+    from kvexport.export.weights.specs import weight_specs
 
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(

@@ -11,11 +11,11 @@ from onnx import TensorProto, helper
 
 from kvexport.artifact.reading import load_manifest
 from kvexport.cache import LayerGeometry, plan_cache
+from kvexport.engine.lanes import Lanes
 from kvexport.export.build import build, read_model
 from kvexport.export.graph.heads import split_heads
 from kvexport.recipe.load import load_recipe
 from kvexport.report.text import render_text
-from kvexport.runtime.lanes import Lanes
 from kvexport.schema.state import STATE
 from kvexport.validate.backend import ReferenceBackend
 from kvexport.validate.reference import TorchReference

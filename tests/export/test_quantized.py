@@ -15,11 +15,11 @@ from safetensors.numpy import load_file, save_file
 import kvexport
 from kvexport.errors import UsageError
 from kvexport.export.build import read_model
-from kvexport.export.computed import ComputedSpec
 from kvexport.export.model.checkpoint import Checkpoint, read_checkpoint
 from kvexport.export.model.tensors import dense_values
-from kvexport.export.specs import weight_specs
-from kvexport.export.weights import DATA_FILE, TensorSpec, write_weights
+from kvexport.export.weights.computed import ComputedSpec
+from kvexport.export.weights.specs import weight_specs
+from kvexport.export.weights.write import DATA_FILE, TensorSpec, write_weights
 from kvexport.recipe.fields import Recipe
 from kvexport.validate.runner import validate_artifact
 from tests.support.quantized_files import awq, gptq, quantized

@@ -14,10 +14,10 @@ from transformers import Phi3Config, Qwen3Config
 
 from kvexport.errors import UsageError
 from kvexport.export.build import build, read_model
-from kvexport.export.computed import ComputedSpec, parts_of
 from kvexport.export.ranks import Slice, rank_specs, split_model
-from kvexport.export.specs import weight_specs
-from kvexport.export.weights import TensorSpec, total_bytes, write_weights
+from kvexport.export.weights.computed import ComputedSpec, parts_of
+from kvexport.export.weights.specs import weight_specs
+from kvexport.export.weights.write import TensorSpec, total_bytes, write_weights
 from kvexport.ops.packed import PackedFormat, dequantize, pack
 from kvexport.planning import plan_memory
 from kvexport.recipe.fields import Recipe

@@ -19,13 +19,13 @@ import torch
 from transformers import Gemma2Config, Gemma3TextConfig, GPT2Config, MistralConfig
 
 from kvexport.cache import CachePlan, plan_cache
+from kvexport.engine.engine import load
 from kvexport.errors import UsageError
 from kvexport.export.build import build
 from kvexport.export.graph import tracer
 from kvexport.export.graph.layers import Layers, find_layers
 from kvexport.export.graph.replicate import replicate_layers
 from kvexport.export.model.hf_model import build_fake, probe_geometry
-from kvexport.runtime.engine import load
 from tests.support import models
 
 # Of Gemma two kinds of layers, of which one has a window and rotary frequencies of its own; the copy lies between both

@@ -15,11 +15,11 @@ import torch
 import kvexport.methods
 from kvexport.backends.onnxruntime.operators import implementations, library, why_function
 from kvexport.backends.tensorrt.plugin import refusal
+from kvexport.engine.engine import load
 from kvexport.methods import all_methods
 from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
 from kvexport.ops.onnx_function import merge_cache_function, vote_attention_function
 from kvexport.ops.vote_attention import VoteAttentionAttributes
-from kvexport.runtime.engine import load
 from kvexport.schema.state import STATE_NAMES
 from kvexport.validate.runner import validate_artifact
 from tests.support.models import build_shared, make_recipe

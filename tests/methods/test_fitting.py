@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvexport.engine.engine import load
+from kvexport.engine.request import Request
 from kvexport.methods.attention_matching import AttentionMatching
 from kvexport.methods.base import Method
 from kvexport.methods.fitting import Fitting
@@ -19,10 +21,8 @@ from kvexport.methods.slots import Rotary, Slots, gather_rows
 from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from kvexport.recipe.cache import CacheSection
-from kvexport.runtime.engine import load
-from kvexport.runtime.request import Request
-from kvexport.runtime.snapshot import Snapshot
 from kvexport.schema.state import STATE, STATE_NAMES
+from kvexport.state.snapshot import Snapshot
 from kvexport.validate.runner import validate_artifact
 from tests.conformance.backends import Backend, NativeCpu, Torch
 from tests.conformance.cases import (

@@ -16,8 +16,8 @@ from transformers import LlamaConfig, Qwen2Config
 
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends.onnxruntime.operators import VARIABLE, library
+from kvexport.engine.engine import load
 from kvexport.ops.linear import Form, linear_function
-from kvexport.runtime.engine import load
 from tests.support import models
 
 TYPES = {"float16": onnx.TensorProto.FLOAT16, "float32": onnx.TensorProto.FLOAT}

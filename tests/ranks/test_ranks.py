@@ -21,11 +21,11 @@ import kvexport
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends.onnxruntime.operators import library
 from kvexport.commands.app import app
+from kvexport.engine.engine import Engine
+from kvexport.engine.request import Request
 from kvexport.errors import ArtifactError, EnvironmentProblem, KvexportError, UsageError
 from kvexport.ranks import processes
 from kvexport.recipe.fields import Recipe
-from kvexport.runtime.engine import Engine
-from kvexport.runtime.request import Request
 from kvexport.validate.runner import validate_artifact
 from tests.support.artifacts import rewrite
 from tests.support.models import build_shared
@@ -103,7 +103,7 @@ def test_a_preempted_request_goes_on_where_it_was(pair: tuple[Engine, Engine]) -
 
 def test_a_killed_rank_is_named_and_nothing_is_left(artifact: Path) -> None:
     engine = kvexport.load(artifact)
-    ranks: Any = engine.sessions
+    ranks: Any = engine.model
     process = ranks.ranks._processes[0]
     stream = engine.stream(PROMPTS[0], max_new_tokens=400)
     next(stream)
@@ -121,7 +121,7 @@ def test_a_killed_rank_is_named_and_nothing_is_left(artifact: Path) -> None:
 def test_ranks_end_with_their_engine_and_with_rank_0(artifact: Path) -> None:
     """One engine is let go of; the process of another one is killed."""
     engine = kvexport.load(artifact)
-    ranks: Any = engine.sessions
+    ranks: Any = engine.model
     process = ranks.ranks._processes[0]
     del engine, ranks
     gc.collect()
@@ -129,7 +129,7 @@ def test_ranks_end_with_their_engine_and_with_rank_0(artifact: Path) -> None:
 
     program = (
         "import kvexport, sys; engine = kvexport.load(sys.argv[1]); "
-        "print(engine.sessions.ranks._processes[0].pid, flush=True); engine.generate([1, 2, 3], max_new_tokens=450)"
+        "print(engine.model.ranks._processes[0].pid, flush=True); engine.generate([1, 2, 3], max_new_tokens=450)"
     )
     owner = subprocess.Popen([sys.executable, "-c", program, str(artifact)], stdout=subprocess.PIPE)
     assert owner.stdout is not None
@@ -145,7 +145,7 @@ def test_ranks_end_with_their_engine_and_with_rank_0(artifact: Path) -> None:
 
 def test_an_error_of_a_rank_is_told(artifact: Path) -> None:
     engine = kvexport.load(artifact)
-    ranks: Any = engine.sessions
+    ranks: Any = engine.model
     state: Any = engine.new_state(1)
     with pytest.raises(KvexportError, match="rank 1 failed: ValueError: rank 0 sent 'nonsense'"):
         ranks.ranks.ask(lambda: None, ranks.message("nonsense", {"state": state._number}))
@@ -153,7 +153,7 @@ def test_an_error_of_a_rank_is_told(artifact: Path) -> None:
 
 def test_an_error_of_rank_0_is_told_and_ends_the_others(artifact: Path) -> None:
     engine = kvexport.load(artifact)
-    ranks: Any = engine.sessions
+    ranks: Any = engine.model
 
     def fails() -> None:
         raise RuntimeError("no more")

@@ -64,7 +64,7 @@ def test_ranks_on_gpus_say_what_one_process_says_and_give_all_back(
 @needs_binding
 def test_a_killed_rank_is_named_while_kernels_wait_for_it(artifact: Path, gpus: Driver) -> None:
     engine = kvexport.load(artifact, device="cuda")
-    ranks: Any = engine.sessions
+    ranks: Any = engine.model
     process = ranks.ranks._processes[0]
     stream = engine.stream(PROMPTS[0], max_new_tokens=400)
     next(stream)
@@ -79,7 +79,7 @@ def test_a_killed_rank_is_named_while_kernels_wait_for_it(artifact: Path, gpus: 
 def test_a_rank_that_hangs_is_named(artifact: Path, gpus: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mailboxes, "SECONDS_TO_WAIT", 0.5)
     engine = kvexport.load(artifact, device="cuda")
-    ranks: Any = engine.sessions
+    ranks: Any = engine.model
     process = ranks.ranks._processes[0]
     process.send_signal(signal.SIGSTOP)
     try:

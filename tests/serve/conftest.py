@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvexport.runtime.engine import Engine
+from kvexport.engine.engine import Engine
 from tests.support.http_server import Running, engine_of, running
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from kvexport.runtime.engine import Engine
+from kvexport.engine.engine import Engine
 from tests.support.http_server import Running, prompt
 
 MESSAGES: list[Any] = [{"role": "user", "content": "anna lamp"}, {"role": "assistant", "content": "yes"}]

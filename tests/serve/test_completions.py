@@ -9,8 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from kvexport.runtime.engine import Engine
-from kvexport.runtime.request import Request
+from kvexport.engine.engine import Engine
+from kvexport.engine.request import Request
 from tests.support.http_server import Running
 
 

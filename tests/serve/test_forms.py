@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from kvexport.errors import UsageError
-from kvexport.runtime.grammar import Grammar
+from kvexport.language.grammar import Grammar
 from kvexport.serve.errors import ApiError
 from kvexport.serve.forms import response_form, structured_form
 from tests.support.http_server import Running, running

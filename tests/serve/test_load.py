@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from kvexport.runtime.engine import Engine
+from kvexport.engine.engine import Engine
 from tests.support.command_line import process
 from tests.support.http_server import Running, running, wait_until
 from tests.support.streams import RawClient

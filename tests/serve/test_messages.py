@@ -8,7 +8,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from kvexport.runtime.engine import Engine
+from kvexport.engine.engine import Engine
 from kvexport.serve.messages import CountBody
 from tests.support.http_server import Running, prompt
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kvexport.runtime.engine import Engine
+from kvexport.engine.engine import Engine
 from kvexport.serve import page
 from tests.support.browser import browser
 from tests.support.http_server import Running, running

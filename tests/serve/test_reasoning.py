@@ -11,8 +11,8 @@ import anthropic
 import openai
 import pytest
 
-from kvexport.runtime.chat import ChatTemplate
-from kvexport.runtime.grammar import Grammar
+from kvexport.language.chat import ChatTemplate
+from kvexport.language.grammar import Grammar
 from tests.support.http_server import Running, running
 from tests.support.json_model import TEMPLATE, json_engine
 

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from kvexport.runtime.engine import Engine
+from kvexport.engine.engine import Engine
 from kvexport.serve.errors import ApiError
 from kvexport.serve.response_store import ResponseStore
 from kvexport.serve.responses import ResponsesBody

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvexport.runtime.engine import Engine
-from kvexport.runtime.sampling import Sampler
+from kvexport.engine.engine import Engine
+from kvexport.language.sampling import Sampler
 from tests.support.command_line import failure
 from tests.support.http_server import Running, running, wait_until
 from tests.support.streams import RawClient

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import kvexport
+from kvexport.engine.engine import Engine
 from kvexport.errors import EnvironmentProblem
-from kvexport.runtime.engine import Engine
-from kvexport.runtime.session import SessionStore
+from kvexport.state.sessions import SessionStore
 from tests.support.http_server import Running, prompt, running
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"

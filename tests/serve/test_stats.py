@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvexport.runtime.engine import Engine
+from kvexport.engine.engine import Engine
 from tests.support.http_server import Running
 from tests.support.streams import RawClient
 

@@ -10,9 +10,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from kvexport.engine.engine import Engine
 from kvexport.errors import EnvironmentProblem, UsageError
-from kvexport.runtime.engine import Engine
-from kvexport.runtime.sampling import Sampler
+from kvexport.language.sampling import Sampler
 from kvexport.serve import tracing
 from kvexport.serve.tracing import Tracing
 from tests.support.http_server import Running, running, wait_until

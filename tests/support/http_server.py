@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import kvexport
-from kvexport.runtime.chat import ChatTemplate
-from kvexport.runtime.engine import Engine
+from kvexport.engine.engine import Engine
+from kvexport.language.chat import ChatTemplate
 
 T = TypeVar("T")
 # In the words of its alphabet: letters, digits, space and full stop. An answer is written as it was begun.

@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from kvexport.engine.engine import Engine
 from kvexport.export.build import build
 from kvexport.export.graph import tracer
 from kvexport.recipe.fields import Recipe
-from kvexport.runtime.engine import Engine
 
 # One shape of attention for all families, so that they share the operators' functions.
 SIZES: dict[str, Any] = {

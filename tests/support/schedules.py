@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from kvexport.engine.engine import Engine
+from kvexport.engine.prefixes import Prefixes
+from kvexport.engine.request import Request, State
 from kvexport.errors import DeadlineError
-from kvexport.runtime.engine import Engine
-from kvexport.runtime.prefixes import Prefixes
-from kvexport.runtime.request import Request, State
-from kvexport.runtime.session import SessionStore
-from kvexport.runtime.snapshot import Snapshot
+from kvexport.state.sessions import SessionStore
+from kvexport.state.snapshot import Snapshot
 
 CHUNK, VOCABULARY = 16, 64  # of the tiny artifact
 Turn = tuple[tuple[int, ...], tuple[tuple[str, Any], ...]]  # a prompt, and settings

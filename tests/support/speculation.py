@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from kvexport.engine.engine import Engine
+from kvexport.engine.speculation import Drafter
+from kvexport.language.grammar import Grammar
+from kvexport.language.token import Token
 from kvexport.recipe.fields import Recipe
-from kvexport.runtime.engine import Engine
-from kvexport.runtime.grammar import Grammar
-from kvexport.runtime.request import Token
-from kvexport.runtime.speculation import Drafter
 from tests.support.models import make_recipe, random_ids
 
 CHUNK, NEW = 16, 60

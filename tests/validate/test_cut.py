@@ -9,7 +9,7 @@ import onnx
 from onnx import helper
 
 from kvexport.artifact.reading import load_manifest
-from kvexport.runtime.engine import load
+from kvexport.engine.engine import load
 from kvexport.validate.cut import CutDecoder, layer_borders
 
 
@@ -35,7 +35,7 @@ def test_the_border_is_the_residual_stream() -> None:
 def test_a_layer_is_given_what_it_is_told_and_nothing_else(tiny_artifact: Path) -> None:
     manifest = load_manifest(tiny_artifact)
     engine = load(tiny_artifact)
-    cut = CutDecoder(tiny_artifact / manifest.graphs.decoder, "float32", engine.sessions.open_decoder)
+    cut = CutDecoder(tiny_artifact / manifest.graphs.decoder, "float32", engine.model.open_decoder)
     assert set(cut.borders) == {1}
     lanes, tokens = 2, 5
     feed = {
@@ -49,8 +49,8 @@ def test_a_layer_is_given_what_it_is_told_and_nothing_else(tiny_artifact: Path) 
     }
     hidden = {1: np.zeros((lanes, tokens, 32), np.float32)}
     _, reached = cut.infer(feed, hidden)
-    names = [output.name for output in engine.sessions.decoder.get_outputs()]
-    whole = dict(zip(names, engine.sessions.decoder.run(names, feed), strict=True))
+    names = [output.name for output in engine.model.decoder.get_outputs()]
+    whole = dict(zip(names, engine.model.decoder.run(names, feed), strict=True))
     outputs, again = cut.infer(feed, reached)
     np.testing.assert_array_equal(again[1], reached[1])
     for name, array in whole.items():

@@ -33,7 +33,7 @@ def onnxruntime(target: Target) -> Figures:
         for dtype in TOLERANCE:
             artifact = small_artifact(Path(folder), dtype)
             with operators("off"):
-                from kvexport.runtime.engine import load
+                from kvexport.engine.engine import load
 
                 reference = load(artifact, device="cpu")
             for graphs in (False, True):
@@ -43,12 +43,12 @@ def onnxruntime(target: Target) -> Figures:
                 assert worst < TOLERANCE[dtype], (
                     f"{dtype}, graphs {graphs}: a logit differs by {worst:.3g} of the largest"
                 )
-                sessions: Any = engine.sessions
+                model: Any = engine.model
                 figures[f"{dtype}, {'graphs' if graphs else 'plain'}"] = {
                     "largest difference": worst,
                     **step_times(engine),
-                    "captured": sorted(sessions.graphs),
-                    "why not": sessions.graph_problem,
+                    "captured": sorted(model.graphs),
+                    "why not": model.graph_problem,
                 }
     return figures
 
@@ -99,7 +99,7 @@ def small_artifact(folder: Path, dtype: str) -> Path:
 def device_engine(artifact: Path, library: Path, *, graphs: bool, on_host: bool) -> Any:
     """An engine on the CUDA provider. on_host: on the CPU's, over the binding for the host, state in memory that ONNX
     Runtime holds."""
-    from kvexport.runtime.engine import load
+    from kvexport.engine.engine import load
     from tests.support.on_device import onto_device
 
     with operators(str(library)):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvexport.artifact.manifest import Manifest
-    from kvexport.backends.onnxruntime.sessions import Sessions
+    from kvexport.backends.onnxruntime.model import LoadedModel
     from kvexport.recipe.fields import Recipe
 
 CPU_PROVIDER = devices.PROVIDERS["cpu"]
@@ -58,11 +58,11 @@ class OnnxRuntime(Backend):
         found = devices.problems(device)
         return found or (devices.rank_problems(ranks) if device == "cuda" and ranks > 1 else [])
 
-    def load(self, path: Path, manifest: Manifest, options: LoadOptions) -> Sessions:
+    def load(self, path: Path, manifest: Manifest, options: LoadOptions) -> LoadedModel:
         """See `Backend`."""
         from kvexport.backends.onnxruntime import section
+        from kvexport.backends.onnxruntime.model import LoadedModel
         from kvexport.backends.onnxruntime.session import require_interface
-        from kvexport.backends.onnxruntime.sessions import Sessions
 
         graphs, chosen = manifest.graphs, section.of(manifest.recipe)
         threads = chosen.threads if options.threads is None else options.threads
@@ -76,7 +76,7 @@ class OnnxRuntime(Backend):
         if library and device == "cuda":
             native.require_runnable(library)
         runs = native.implementations(manifest, device)
-        sessions = Sessions(
+        model = LoadedModel(
             path / graphs.decoder,
             path / graphs.merge if graphs.merge else None,
             threads=threads,
@@ -88,10 +88,10 @@ class OnnxRuntime(Backend):
             float_input=options.float_input,
             graphs=device == "cuda" and (chosen.cuda_graph if options.cuda_graph is None else options.cuda_graph),
         )
-        require_interface(sessions.decoder, path / graphs.decoder, manifest.cache, DECODER_INPUTS)
+        require_interface(model.decoder, path / graphs.decoder, manifest.cache, DECODER_INPUTS)
         if graphs.merge:
-            require_interface(sessions.merge, path / graphs.merge, manifest.cache, ())
-        return sessions
+            require_interface(model.merge, path / graphs.merge, manifest.cache, ())
+        return model
 
     def require_ranks(self, recipe: Recipe, device: str | None = None) -> None:
         """See `Backend`: it runs them on every device."""
@@ -103,13 +103,13 @@ class OnnxRuntime(Backend):
             raise _no_device(device)
         return Mailboxes(manifest) if device == "cuda" else NativeCollectives(manifest)
 
-    def runners(self, sessions: Any, manifest: Manifest) -> Runners:
+    def runners(self, model: Any, manifest: Manifest) -> Runners:
         """See `Backend`."""
         from polygraphy.backend.onnxrt import OnnxrtRunner
 
-        decoder = OnnxrtRunner(sessions.decoder, name="engine")
-        merge = OnnxrtRunner(sessions.merge, name="engine") if sessions.merge else None
-        return Runners(decoder, decoder, merge, sessions.open_decoder)
+        decoder = OnnxrtRunner(model.decoder, name="engine")
+        merge = OnnxrtRunner(model.merge, name="engine") if model.merge else None
+        return Runners(decoder, decoder, merge, model.open_decoder)
 
     def operators(self, manifest: Manifest, device: str | None) -> dict[str, str]:
         """See `Backend`."""

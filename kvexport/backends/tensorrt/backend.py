@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvexport.artifact.manifest import Manifest
-    from kvexport.backends.tensorrt.sessions import Engines
+    from kvexport.backends.tensorrt.model import Engines
     from kvexport.recipe.fields import Recipe
 
 
@@ -75,20 +75,20 @@ class TensorRT(Backend):
 
     def load(self, path: Path, manifest: Manifest, options: LoadOptions) -> Engines:
         """See `Backend`."""
-        from kvexport.backends.tensorrt.sessions import Engines
+        from kvexport.backends.tensorrt.model import Engines
 
         return Engines(path, manifest)
 
-    def runners(self, sessions: Any, manifest: Manifest) -> Runners:
+    def runners(self, model: Any, manifest: Manifest) -> Runners:
         """See `Backend`."""
         from polygraphy.backend.trt import TrtRunner
 
         from kvexport.backends.tensorrt.engines import DECODE, PREFILL
 
-        decode = TrtRunner(sessions.decoder, name="engine", optimization_profile=DECODE)
+        decode = TrtRunner(model.decoder, name="engine", optimization_profile=DECODE)
         several = manifest.limits.prefill_chunk > 1
-        prefill = TrtRunner(sessions.decoder, name="engine", optimization_profile=PREFILL) if several else decode
-        merge = TrtRunner(sessions.merge, name="engine", optimization_profile=0) if sessions.merge else None
+        prefill = TrtRunner(model.decoder, name="engine", optimization_profile=PREFILL) if several else decode
+        merge = TrtRunner(model.merge, name="engine", optimization_profile=0) if model.merge else None
         return Runners(decode, prefill, merge)
 
     def diagnose(self) -> Diagnosis:

@@ -18,7 +18,7 @@ from kvexport.export.passes import DECODER_PASSES
 from kvexport.export.passes.linear.forms import linear_functions, take_floats
 from kvexport.export.passes.packed import put_packed
 from kvexport.export.passes.report import run_passes
-from kvexport.export.weights import Location
+from kvexport.export.weights.write import Location
 from kvexport.methods.base import Method
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.onnx_function import (

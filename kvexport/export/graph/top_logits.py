@@ -16,7 +16,7 @@ COUNT = 256  # of a row, where the vocabulary is not smaller
 def top_logits_model(vocabulary: int) -> onnx.ModelProto:
     """logits[B,1,vocabulary] float32 -> values[B,1,n] float32 descending, ids[B,1,n] int32, and mass[B,1,1] float32,
     the sum over the row of exp(logit - largest logit), n being the smaller of COUNT and `vocabulary`. How they
-    are used: `kvexport.runtime.top_logits`."""
+    are used: `kvexport.language.top_logits`."""
     n = min(COUNT, vocabulary)
     nodes = [
         helper.make_node("TopK", ["logits", "n"], ["values", "places"], name="top", axis=-1, largest=1, sorted=1),

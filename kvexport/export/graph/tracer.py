@@ -22,7 +22,7 @@ from kvexport.cache import CachePlan, LayerGeometry
 from kvexport.errors import UsageError
 from kvexport.export.graph.layers import Layers, find_layers, left_out, wrapped
 from kvexport.export.graph.replicate import BORDER, replicate_layers
-from kvexport.export.model.attention_hook import PassThroughCache, TokenLogits, attending
+from kvexport.export.hooks.attention import PassThroughCache, TokenLogits, attending
 from kvexport.methods.base import Method
 from kvexport.ops.onnx_function import DOMAIN, VERSION
 from kvexport.ops.to_onnx import to_onnx

@@ -1,7 +1,7 @@
 """A checkpoint on disk: found, validated and described without reading one weight.
 
 Only safetensors are read, never a pickle and never code of the checkpoint. Not covered: whether the tensors are those
-that the model needs, which only its trace knows (`kvexport.export.weights` compares shapes).
+that the model needs, which only its trace knows (`kvexport.export.weights.write` compares shapes).
 """
 
 from __future__ import annotations

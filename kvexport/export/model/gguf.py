@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.errors import UsageError
-from kvexport.export.casting import BLOCK_BYTES, read_at, read_rows, row_blocks
 from kvexport.export.model.ggml_blocks import LAYOUTS
 from kvexport.export.model.tensors import TensorEntry
+from kvexport.export.weights.casting import BLOCK_BYTES, read_at, read_rows, row_blocks
 from kvexport.ops.packed import PackedFormat
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

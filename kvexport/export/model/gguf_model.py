@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from kvexport.errors import EnvironmentProblem, UsageError
-from kvexport.export.casting import read_blocks
 from kvexport.export.model.cached import cache_folder, write_once
 from kvexport.export.model.ggml_blocks import LAYOUTS
 from kvexport.export.model.gguf import FLOATS, Gguf, GgufWeight
 from kvexport.export.model.tensors import Source, TensorEntry
+from kvexport.export.weights.casting import read_blocks
 
 # llama.cpp's names -> those of transformers' Llama and Qwen
 _NAMES = {

@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from kvexport.cache import LayerGeometry
 from kvexport.errors import UsageError
-from kvexport.export.model.attention_hook import IMPLEMENTATION, PassThroughCache, attending
+from kvexport.export.hooks.attention import IMPLEMENTATION, PassThroughCache, attending
 from kvexport.export.model.config import blame, said
 
 PROBE_POSITIONS = (1 << 20, (1 << 20) + 1, (1 << 20) + 37)

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvexport.cache import LayerGeometry
 from kvexport.errors import UsageError
-from kvexport.export.model.attention_hook import PassThroughCache, attending
+from kvexport.export.hooks.attention import PassThroughCache, attending
 from kvexport.methods.primitives.pairs import rotated
 from kvexport.methods.slots import Rotary
 

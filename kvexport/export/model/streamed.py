@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from kvexport.errors import UsageError
-from kvexport.export.casting import load_tensor, read_rows
 from kvexport.export.model.checkpoint import Checkpoint
 from kvexport.export.model.config import load_config, said
 from kvexport.export.model.hf_model import buffers_as_parameters, on_meta, parameter_sources
 from kvexport.export.model.norm_outputs import NormOutputs, is_norm
 from kvexport.export.model.tensors import dense_values
+from kvexport.export.weights.casting import load_tensor, read_rows
 from kvexport.quiet import quiet_exporter
 from kvexport.recipe.fields import Recipe
 

@@ -25,8 +25,8 @@ import numpy as np
 import onnx_ir as ir
 
 from kvexport.errors import UsageError
-from kvexport.export.computed import part_name
 from kvexport.export.passes.nodes import is_op, permutes, producer
+from kvexport.export.weights.computed import part_name
 from kvexport.ops.packed import PackedFormat, Part
 
 TYPES = {

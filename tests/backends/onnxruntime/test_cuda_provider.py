@@ -26,10 +26,10 @@ from kvexport.artifact.reading import load_manifest
 from kvexport.backends.onnxruntime import device_array, devices
 from kvexport.backends.onnxruntime import operators as native
 from kvexport.backends.onnxruntime.device_array import DeviceArray
-from kvexport.backends.onnxruntime.sessions import DECODER, MERGE, NO_GRAPH, TOP_LOGITS
+from kvexport.backends.onnxruntime.model import DECODER, MERGE, NO_GRAPH, TOP_LOGITS
 from kvexport.cache import CachePlan
+from kvexport.engine.engine import Engine, load
 from kvexport.errors import EnvironmentProblem
-from kvexport.runtime.engine import Engine, load
 from plugins.building import make
 from tests.support.on_device import onto_device
 from tests.support.one_node import VOTE_ATTENTION, model, session, vote_attention_inputs, vote_attention_shapes
@@ -238,13 +238,13 @@ Run = tuple[str, int | None]  # a session, and the id of the CUDA graph
 def runs_of(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     """Every run from now on."""
     seen: list[Run] = []
-    run = engine.sessions.run
+    run = engine.model.run
 
     def watched(name: str, binding: Any, graph: int | None) -> None:
         seen.append((name, graph))
         run(name, binding, graph)
 
-    monkeypatch.setattr(engine.sessions, "run", watched)
+    monkeypatch.setattr(engine.model, "run", watched)
     return seen
 
 
@@ -297,7 +297,7 @@ def test_decode_steps_are_graphs_and_a_capture_appends_nothing(
     seen.clear()
     assert engine.generate(PROMPTS[:2], max_new_tokens=4)[0].token_ids == generated(load(tiny_artifact), 4)[0]
     assert replayed(seen, DECODER) == replayed(seen, TOP_LOGITS) == [1 + 3], "other lanes, other graphs"
-    assert len({graph for _, graph in seen}) == len(set(seen)), "no two sessions have an id in common"
+    assert len({graph for _, graph in seen}) == len(set(seen)), "no two model have an id in common"
 
 
 def test_merges_of_one_lane_and_of_the_first_ones_are_graphs(
@@ -341,8 +341,8 @@ def test_where_no_graph_can_be_captured_a_session_is_opened_without(
     tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     engine = on_device(tiny_artifact, graphs=True)
-    sessions: Any = engine.sessions
-    run, old = sessions.run, {each: sessions.session(each) for each in (DECODER, MERGE, TOP_LOGITS)}
+    model: Any = engine.model
+    run, old = model.run, {each: model.session(each) for each in (DECODER, MERGE, TOP_LOGITS)}
     other = engine.new_state(3)  # bound to the old sessions
 
     def refuses(session: str, binding: Any, graph: int | None) -> None:
@@ -355,11 +355,11 @@ def test_where_no_graph_can_be_captured_a_session_is_opened_without(
         other.decode(ids, lengths)
         other.merge(0, 3)
         if call == 1:
-            monkeypatch.setattr(sessions, "run", refuses)
+            monkeypatch.setattr(model, "run", refuses)
             assert generated(engine) == generated(load(tiny_artifact))
-    assert sessions.graphs == {DECODER, MERGE, TOP_LOGITS} - {name}
-    assert sessions.graph_problem == f"{name}: operation not permitted when stream is capturing"
-    assert {each for each, session in old.items() if sessions.session(each) is not session} == {name}
+    assert model.graphs == {DECODER, MERGE, TOP_LOGITS} - {name}
+    assert model.graph_problem == f"{name}: operation not permitted when stream is capturing"
+    assert {each for each, session in old.items() if model.session(each) is not session} == {name}
     expected = load(tiny_artifact).new_state(3)
     for _ in range(3):
         expected.decode(ids, lengths)
@@ -376,7 +376,7 @@ def test_a_capture_that_was_interrupted_is_begun_anew(tiny_artifact: Path, monke
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(engine.sessions, "run", interrupted)
+        patch.setattr(engine.model, "run", interrupted)
         state.decode(ids, one)
     seen = runs_of(engine, monkeypatch)
     state.decode(ids, one)
@@ -422,9 +422,9 @@ def test_what_travels_at_a_step_travels_in_one_copy_each_way(
 
 def test_no_torch_is_imported_to_run_on_a_device(tiny_artifact: Path) -> None:
     script = (
-        "import sys; from functools import partial; from kvexport.runtime.engine import load\n"
+        "import sys; from functools import partial; from kvexport.engine.engine import load\n"
         "from kvexport.backends.onnxruntime.device_array import DeviceArray\n"
-        f"engine = load({str(tiny_artifact)!r}); engine.sessions.zeros = partial(DeviceArray, 'cpu')\n"
+        f"engine = load({str(tiny_artifact)!r}); engine.model.zeros = partial(DeviceArray, 'cpu')\n"
         "engine.generate([[1, 2, 3]], max_new_tokens=2); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

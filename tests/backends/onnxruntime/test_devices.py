@@ -19,10 +19,10 @@ from kvexport.backends.onnxruntime import devices
 from kvexport.backends.onnxruntime import operators as native
 from kvexport.backends.onnxruntime import sessions as onnxruntime_sessions
 from kvexport.backends.onnxruntime.device_array import DeviceArray
-from kvexport.backends.onnxruntime.sessions import DECODER, MERGE, TOP_LOGITS, Sessions
+from kvexport.backends.onnxruntime.model import DECODER, MERGE, TOP_LOGITS, LoadedModel
 from kvexport.commands.app import app
+from kvexport.engine.engine import load
 from kvexport.errors import EnvironmentProblem, UsageError
-from kvexport.runtime.engine import load
 from tests.support.tiny_model import generated
 
 
@@ -159,8 +159,8 @@ def test_without_native_operators_for_cuda_the_functions_run_there(
         for name, graph in (("decoder.onnx", "1"), ("merge.onnx", "0"), ("top_logits.onnx", "1"))
     ]
     tokens = generated(engine, 3)
-    assert engine.sessions.graphs == {DECODER, TOP_LOGITS}  # type: ignore[attr-defined]
-    assert not load(cuda_artifact, cuda_graph=False).sessions.graphs  # type: ignore[attr-defined]
+    assert engine.model.graphs == {DECODER, TOP_LOGITS}  # type: ignore[attr-defined]
+    assert not load(cuda_artifact, cuda_graph=False).model.graphs  # type: ignore[attr-defined]
     monkeypatch.setenv(native.VARIABLE, "off")
     assert tokens == generated(load(cuda_artifact, device="cpu"), 3)
 
@@ -178,10 +178,10 @@ def test_where_the_provider_takes_no_graph_the_decoder_is_loaded_without(
         return willing(path, options, providers, **rest)
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", refuses)
-    sessions: Any = load(cuda_artifact).sessions
-    assert not sessions.graphs
+    model: Any = load(cuda_artifact).model
+    assert not model.graphs
     why = "ONNX Runtime cannot load {0}.onnx on cuda: This session cannot use the graph capture feature"
-    assert sessions.graph_problem == "; ".join(f"{name}: {why.format(name)}" for name in (DECODER, TOP_LOGITS))
+    assert model.graph_problem == "; ".join(f"{name}: {why.format(name)}" for name in (DECODER, TOP_LOGITS))
     assert [name for name, _ in asked] == ["decoder.onnx", "merge.onnx", "top_logits.onnx"]
 
 
@@ -191,7 +191,7 @@ def test_merges_are_graphs_where_kernels_run_them(cuda_artifact: Path, gpu: Call
     asked = gpu([*devices.PROVIDERS.values()])
     for merging in {kernels, None}:
         asked.clear()
-        sessions = Sessions(
+        model = LoadedModel(
             cuda_artifact / "decoder.onnx",
             cuda_artifact / "merge.onnx",
             threads=1,
@@ -203,7 +203,7 @@ def test_merges_are_graphs_where_kernels_run_them(cuda_artifact: Path, gpu: Call
         )
         captures = {name: providers[0][1]["enable_cuda_graph"] for name, providers in asked}
         assert captures == {"decoder.onnx": "1", "merge.onnx": "0" if merging is None else "1"}
-        assert (MERGE in sessions.graphs) == (merging is not None)
+        assert (MERGE in model.graphs) == (merging is not None)
 
 
 def test_a_driver_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends.tensorrt.log import STEPS, make_monitor
-from kvexport.backends.tensorrt.sessions import _Phase
+from kvexport.backends.tensorrt.model import _Phase
 from kvexport.commands.app import app
 from kvexport.errors import KvexportError
 from kvexport.export.rebuild import rebuild

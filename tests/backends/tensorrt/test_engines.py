@@ -191,7 +191,7 @@ def test_where_a_graph_cannot_be_captured_decode_goes_on_without(
     answers = engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False)
     assert [answer.token_ids for answer in answers] == generated(tiny_artifact)
     assert gpu.called("cudaGraphLaunch") == 0
-    said = {line.partition(":")[0] for line in engine.sessions.log.lines if "CUDA graph" in line}  # type: ignore[attr-defined]
+    said = {line.partition(":")[0] for line in engine.model.log.lines if "CUDA graph" in line}  # type: ignore[attr-defined]
     assert said == {f"[WARNING] {what} runs without a CUDA graph" for what in ("decode", "merging")}
 
 
@@ -200,7 +200,7 @@ def test_weights_that_travel_have_a_budget_and_no_graph(
 ) -> None:
     artifact = engines(tiny_artifact, tmp_path / "a", "weight_streaming=600")
     engine = kvexport.load(artifact)
-    assert engine.sessions.decoder.weight_streaming_budget_v2 == 600  # type: ignore[attr-defined]
+    assert engine.model.decoder.weight_streaming_budget_v2 == 600  # type: ignore[attr-defined]
     assert [c.token_ids for c in engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False)] == generated(
         tiny_artifact
     )
@@ -216,7 +216,7 @@ def test_version_compatible_plans_run_on_the_lean_runtime(
     )
     fake_tensorrt.install(monkeypatch, gpu, version="11.9.0.1", lean=True)
     engine = kvexport.load(artifact)
-    assert engine.sessions._runtime.engine_host_code_allowed is True  # type: ignore[attr-defined]
+    assert engine.model._runtime.engine_host_code_allowed is True  # type: ignore[attr-defined]
     assert [c.token_ids for c in engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False)] == generated(
         tiny_artifact
     )

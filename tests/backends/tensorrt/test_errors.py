@@ -264,7 +264,7 @@ def test_a_plan_that_tensorrt_does_not_open(
 
 def test_importing_kvexport_imports_neither() -> None:
     code = """
-import sys, kvexport.export.rebuild, kvexport.backends.tensorrt.sessions, kvexport.commands.doctor
+import sys, kvexport.export.rebuild, kvexport.backends.tensorrt.model, kvexport.commands.doctor
 print([m for m in ("tensorrt", "cuda", "torch", "onnx") if m in sys.modules])
 """
     root = Path(kvexport.__file__).parent.parent

@@ -18,7 +18,7 @@ from kvexport.backends.tensorrt.graphs import for_tensorrt, plugin_refusal
 from kvexport.backends.tensorrt.weights import require_taken
 from kvexport.errors import UsageError
 from kvexport.export.build import read_model
-from kvexport.export.specs import packed_formats, weight_notes, weight_specs
+from kvexport.export.weights.specs import packed_formats, weight_notes, weight_specs
 from kvexport.recipe.fields import Recipe
 from tests.export.test_quantized import AWQ
 from tests.support import models

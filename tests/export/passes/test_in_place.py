@@ -11,10 +11,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, parser
 
-from kvexport.backends.onnxruntime.sessions import OnnxRuntimeState
+from kvexport.backends.onnxruntime.model import OnnxRuntimeState
+from kvexport.engine.engine import Engine, load
 from kvexport.errors import KvexportError
 from kvexport.export.passes.in_place import check_in_place
-from kvexport.runtime.engine import Engine, load
 
 STATE = "float[B,4] past_key_values.0.key"
 PRESENT = "float[B,4] present.0.key"
@@ -178,7 +178,7 @@ class Separate:
 
     def __init__(self, engine: Engine, lanes: int) -> None:
         backend = engine.new_state(lanes)
-        self.sessions = engine.sessions
+        self.sessions = engine.model
         self.state = {name: array.copy() for name, array in backend.state.items()}
         self.length = backend.past_length.copy()
 

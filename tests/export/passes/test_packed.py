@@ -11,8 +11,8 @@ import onnxruntime
 import pytest
 
 from kvexport.errors import UsageError
-from kvexport.export.computed import part_name
 from kvexport.export.passes.packed import packed_of, put_packed
+from kvexport.export.weights.computed import part_name
 from kvexport.ops.packed import PackedFormat, Part, dequantize, pack
 
 N, K = 6, 128

@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.errors import UsageError
-from kvexport.export.casting import BLOCK_BYTES, read_at, read_blocks, row_blocks
 from kvexport.export.model.quantized.reading import (
     ACTIVATIONS,
     Read,
@@ -36,6 +35,7 @@ from kvexport.export.model.quantized.reading import (
     wrong,
 )
 from kvexport.export.model.tensors import Source, TensorEntry
+from kvexport.export.weights.casting import BLOCK_BYTES, read_at, read_blocks, row_blocks
 from kvexport.ops.packed import PackedFormat
 
 _FP8 = "F8_E4M3"

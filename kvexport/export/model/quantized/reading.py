@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.errors import UsageError
-from kvexport.export.casting import read_blocks, shrunk
 from kvexport.export.model.tensors import Source, TensorEntry
+from kvexport.export.weights.casting import read_blocks, shrunk
 
 Array = NDArray[Any]
 Tensors = Mapping[str, TensorEntry]

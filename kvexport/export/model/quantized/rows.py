@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.errors import UsageError
-from kvexport.export.casting import BLOCK_BYTES, read_at, row_blocks
 from kvexport.export.model.quantized.float4 import float4
 from kvexport.export.model.quantized.reading import (
     ACTIVATIONS,
@@ -34,6 +33,7 @@ from kvexport.export.model.quantized.reading import (
     wrong,
 )
 from kvexport.export.model.tensors import Source, TensorEntry
+from kvexport.export.weights.casting import BLOCK_BYTES, read_at, row_blocks
 from kvexport.ops.packed import PackedFormat, pack
 
 _FLOATS = ("F16", "BF16", "F32")

@@ -1,0 +1,385 @@
+"""The graphs on ONNX Runtime's CPU or CUDA provider, with the state bound in place: input and output are one buffer, on
+the device that computes."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Mapping
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvexport.backends.base import Memory
+from kvexport.backends.lane_state import fill, is_captured, read_used, slot_axes, votes_names, without_last
+from kvexport.backends.onnxruntime.bindings import DeviceRows, Travelling, bind, in_one_piece
+from kvexport.backends.onnxruntime.device_array import Array, DeviceArray, copy, part, read, write
+from kvexport.backends.onnxruntime.session import first_line, open_session
+from kvexport.backends.rows import Rows
+from kvexport.cache import CachePlan
+from kvexport.errors import EnvironmentProblem
+
+# Sessions of ONNX Runtime, by the ONNX graph that each runs.
+DECODER, MERGE, TOP_LOGITS = "decoder", "merge", "top_logits"
+NO_GRAPH = -1  # the id of a run that neither captures a CUDA graph nor replays one
+
+
+class _Call(NamedTuple):
+    """What a session is bound to for calls of some lanes. graph: the id of its CUDA graph, or NO_GRAPH; None where the
+    session captures none. inputs, outputs: what the host writes, and what it reads, of a call. logits: where they
+    are."""
+
+    session: Any
+    binding: Any
+    graph: int | None
+    inputs: Travelling | None = None
+    outputs: Travelling | None = None
+    logits: Array | None = None
+
+
+class OnnxRuntimeState:
+    """State tensors of a fixed number of lanes and the sessions that advance them (see `ModelState`). On the CPU
+    `state` and `past_length` are numpy arrays."""
+
+    def __init__(self, model: LoadedModel, plan: CachePlan, lanes: int, memory: Memory | None = None) -> None:
+        self.lanes, self._memory = lanes, memory
+        self._model, self._plan = model, plan
+        tensors = {
+            name: (layer.shapes(lanes)[kind], layer.dtypes()[kind]) for name, _, layer, kind in plan.state_names()
+        }
+        self.state: dict[str, Any] = (
+            {name: model.zeros(*tensor) for name, tensor in tensors.items()}
+            if model.device != "cpu"
+            else in_one_piece(tensors, memory)
+        )
+        self._votes = votes_names(plan)
+        self._names = [(name, present) for name, present, *_ in plan.state_names()]
+        self._emptied = {
+            tensor.past(i)
+            for i, layer in enumerate(plan.layers)
+            for tensor in layer.state
+            if tensor.name == "votes" or tensor.slot_axis is None
+        }
+        self.past_length: Any = model.zeros((lanes, 1), np.dtype(np.int64))
+        # By session. Of the decoder those of one token of each of the first n lanes stay, and the last other one.
+        self._calls: dict[str, dict[Hashable, _Call]] = defaultdict(dict)
+        self._other: Hashable = None
+        self._step_logits: Any = None  # [lanes, 1, vocabulary], shared by all calls of one token
+        self.top_logits = None if model.zeros is np.zeros else model.top_count
+        self._thread = threading.local()  # graphs: those captured; ONNX Runtime captures them for each thread anew
+
+    def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
+        """See `ModelState.clear`: an all-zero state is an empty cache. On a device, of tensors of slots the votes
+        alone become zero: other finite values of a slot without votes have no effect, and votes are a hundredth of the
+        whole."""
+        for name, array in self.state.items():
+            if poisoned or name in self._emptied or not isinstance(array, DeviceArray):
+                write(self._part(array, first, last), 0)
+        write(self._part(self.past_length, first, last), 0)
+
+    def _part(self, array: Array, first: int, last: int) -> Array:
+        whole = first == 0 and last == self.lanes
+        return array if whole else part(array, slice(first, last), self._model.decoder)
+
+    def decode(
+        self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
+    ) -> NDArray[np.float32]:
+        """See `ModelState.decode`."""
+        return read(self._run_decoder(input_ids, query_length, first))
+
+    def _run_decoder(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int) -> Array:
+        call = self._decoder(first, *input_ids.shape)
+        assert call.inputs is not None and call.logits is not None
+        call.inputs.arrays["input_ids"][...] = input_ids
+        call.inputs.arrays["query_length"][...] = query_length
+        call.inputs.send()
+        self._model.run(DECODER, call.binding, call.graph)
+        return call.logits
+
+    def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Rows:
+        """See `ModelState.step`."""
+        logits = self._run_decoder(input_ids, query_length, first)
+        assert isinstance(logits, DeviceArray)
+        # Of any lanes, they begin at the same address.
+        call = self._ready(TOP_LOGITS, len(input_ids), partial(self._bind_finder, logits))
+        assert call.outputs is not None
+        self._model.run(TOP_LOGITS, call.binding, call.graph)
+        return DeviceRows(logits, call.outputs.fetch())
+
+    def merge(self, first: int, last: int) -> None:
+        """See `ModelState.merge`."""
+        call = self._ready(MERGE, (first, last), partial(self._bind_merge, first, last))
+        self._model.run(MERGE, call.binding, call.graph)
+
+    def grown(self, lanes: int) -> OnnxRuntimeState:
+        """See `ModelState.grown`."""
+        more = OnnxRuntimeState(self._model, self._plan, lanes, self._memory)
+        for name, array in self.state.items():
+            copy(array, more.state[name], given=slice(self.lanes))
+        copy(self.past_length, more.past_length, given=slice(self.lanes))
+        return more
+
+    def read(self, lane: int, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
+        """See `ModelState.read`."""
+        return read_used(self._plan, lambda name: read(self._part(self.state[name], lane, lane + 1))[0], names)
+
+    def write(self, lane: int, state: Mapping[str, NDArray[Any]], past_length: int | None = None) -> None:
+        """See `ModelState.write`."""
+        axes = slot_axes(self._plan)
+        for name, values in state.items():
+            place = self._part(self.state[name], lane, lane + 1)
+            if isinstance(place, DeviceArray):
+                whole = np.empty(place.shape, place.dtype)
+                fill(whole[0], values, axes[name])
+                place.write(whole)
+            else:
+                fill(place[0], values, axes[name])
+        if past_length is not None:
+            write(self._part(self.past_length, lane, lane + 1), past_length)
+
+    def rollback(self, lane: int, count: int) -> None:
+        """See `ModelState.rollback`."""
+        length = self._part(self.past_length, lane, lane + 1)
+        left = int(read(length)[0, 0]) - count
+        if isinstance(length, DeviceArray):
+            self.write(lane, without_last(self.read(lane, self._votes), count), left)
+            return
+        for name in self._votes:
+            votes = self.state[name][lane]
+            used = np.count_nonzero(votes[0])  # every head appends the same tokens
+            votes[:, used - count : used] = 0
+        write(length, left)
+
+    def copy(self, source: int, target: int) -> None:
+        """See `ModelState.copy`."""
+        for array in (*self.state.values(), self.past_length):
+            copy(array, array, slice(source, source + 1), slice(target, target + 1))
+
+    def view(self, lane: int) -> dict[str, NDArray[Any]] | None:
+        """See `ModelState.view`."""
+        if isinstance(self.past_length, DeviceArray):
+            return None
+        return {name: array[lane] for name, array in self.state.items()}
+
+    def get_state(self) -> dict[str, NDArray[Any]]:
+        """See `ModelState.get_state`."""
+        return {name: np.array(read(array)) for name, array in self.state.items()}
+
+    def set_state(self, state: Mapping[str, NDArray[Any]], past_length: NDArray[np.int64]) -> None:
+        """See `ModelState.set_state`."""
+        for name, array in state.items():
+            write(self._part(self.state[name], 0, len(array)), array)
+        write(self._part(self.past_length, 0, len(past_length)), past_length)
+
+    def _decoder(self, first: int, count: int, tokens: int) -> _Call:
+        """The decoder bound to the state of some lanes."""
+        key, stays = (first, count, tokens), tokens == 1 and first == 0
+        if not stays and key != self._other:
+            self._calls[DECODER].pop(self._other, None)
+            self._other = key
+        return self._ready(DECODER, key, partial(self._bind_decoder, slice(first, first + count), tokens, stays))
+
+    def _ready(self, name: str, key: Hashable, bind: Callable[[], _Call]) -> _Call:
+        """A call of a session, by `bind` unless it is known, its CUDA graph captured where it has one."""
+        kept = self._calls[name]
+        call = kept.get(key)
+        if call is None or call.session is not self._model.session(name):
+            call = kept[key] = bind()
+        if call.graph is None:
+            return call
+        captured: set[int] = self._thread.__dict__.setdefault("graphs", {NO_GRAPH})
+        if call.graph in captured:
+            return call
+        problem = self._capture(name, call)
+        if not problem:
+            captured.add(call.graph)
+            return call
+        call = None  # the old session goes before the new one comes
+        kept.clear()
+        self._model.without_graphs(name, problem)
+        call = kept[key] = bind()
+        return call
+
+    def _capture(self, name: str, call: _Call) -> str:
+        """Let ONNX Runtime capture a call's CUDA graph; why it cannot. It runs the ONNX graph several times to do so,
+        in place: the decoder's calls bring no token, which leaves every lane as it is, and a cache that has merged is
+        left as it is by a second merge."""
+        if call.inputs is not None:
+            call.inputs.arrays["query_length"][...] = 0
+            call.inputs.send()
+        try:
+            self._model.run(name, call.binding, call.graph)
+        except Exception as error:
+            return first_line(error)
+        return ""
+
+    def _bind_decoder(self, lanes: slice, tokens: int, stays: bool) -> _Call:
+        session, count = self._model.decoder, lanes.stop - lanes.start
+        shapes = {"input_ids": (count, tokens), "query_length": (count, 1)}
+        inputs = Travelling(self._model.zeros, {name: (shape, np.dtype(np.int64)) for name, shape in shapes.items()})
+        logits = self._logits(count, tokens)
+        binding = session.io_binding()
+        inputs.bind(binding, output=False)
+        bind(binding, None, "logits", logits)
+        bind(binding, "past_length", "present_length", self.past_length, lanes)
+        for name, present in self._names:
+            bind(binding, name, present, self.state[name], lanes)
+        return _Call(session, binding, self._model.new_graph(DECODER, stays), inputs, logits=logits)
+
+    def _bind_merge(self, first: int, last: int) -> _Call:
+        session = self._model.merge
+        assert session is not None
+        binding = session.io_binding()
+        wanted = {i.name for i in session.get_inputs()}
+        for name, present in self._names:
+            if name in wanted:
+                bind(binding, name, present, self.state[name], slice(first, last))
+        return _Call(session, binding, self._model.new_graph(MERGE, is_captured(first, last)))
+
+    def _bind_finder(self, logits: Array) -> _Call:
+        session, count, lanes = self._model.finder, self._model.top_count, logits.shape[0]
+        found = {
+            "values": ((lanes, 1, count), np.dtype(np.float32)),
+            "ids": ((lanes, 1, count), np.dtype(np.int32)),
+            "mass": ((lanes, 1, 1), np.dtype(np.float32)),
+        }
+        outputs = Travelling(self._model.zeros, found)
+        binding = session.io_binding()
+        bind(binding, "logits", None, logits)
+        outputs.bind(binding, output=True)
+        return _Call(session, binding, self._model.new_graph(TOP_LOGITS, True), outputs=outputs)
+
+    def _logits(self, count: int, tokens: int) -> Array:
+        """[count, 1 or tokens, vocabulary], which the next call may overwrite."""
+        model, single = self._model, np.dtype(np.float32)
+        if tokens > 1:
+            rows = tokens if model.all_logits else 1
+            wide: Array = model.zeros((count, rows, model.vocabulary), single)
+            return wide
+        if self._step_logits is None:
+            self._step_logits = model.zeros((self.lanes, 1, model.vocabulary), single)
+        return self._part(self._step_logits, 0, count)
+
+
+@cache
+def _run_options(graph: int) -> Any:
+    from onnxruntime import RunOptions
+
+    options = RunOptions()
+    options.add_run_config_entry("gpu_graph_id", str(graph))
+    return options
+
+
+class LoadedModel:
+    """The sessions of one artifact; they hold the weights once, however many states use them.
+
+    operators: the library to register for each operator, None where its function runs. top_logits: the graph that finds
+    the largest logits, and how many; not used on the CPU. float_input: see `LoadOptions`. graphs: of which sessions
+    calls are replayed as CUDA graphs, and graph_problem why they are not though it was asked. Raises EnvironmentProblem
+    where ONNX Runtime cannot use the device.
+    """
+
+    def __init__(
+        self,
+        decoder: Path,
+        merge: Path | None,
+        *,
+        threads: int,
+        vocabulary: int,
+        all_logits: bool,
+        operators: Mapping[str, Path | None],
+        top_logits: tuple[Path, int] | None = None,
+        device: str = "cpu",
+        graphs: bool = False,
+        float_input: bool = False,
+    ) -> None:
+        self.vocabulary = vocabulary
+        self.all_logits = all_logits
+        self.device = device
+        self.zeros: Any = np.zeros if device == "cpu" else partial(DeviceArray, device)
+        self._new_graphs = itertools.count(1)
+        attention, merging = operators["VoteAttention"], operators["MergeCache"]
+        self._open: dict[str, Callable[..., Any]] = {
+            DECODER: partial(
+                open_session, decoder, threads=threads, operators=attention, device=device, float_input=float_input
+            )
+        }
+        if merge:
+            # A function is one long chain of small nodes, which is fastest on one thread.
+            self._open[MERGE] = partial(
+                open_session, merge, threads=threads if merging else 1, operators=merging, device=device
+            )
+        self.top_count = 0
+        if top_logits is not None:
+            path, self.top_count = top_logits
+            self._open[TOP_LOGITS] = partial(open_session, path, threads=1, operators=None, device=device)
+        self.graphs, self.graph_problem = set(self._open) if graphs else set[str](), ""
+        if merging is None:
+            self.graphs.discard(MERGE)  # the shapes in its function depend on the votes
+        self._opened: dict[str, Any] = {}
+        for name in self._open:
+            if name != TOP_LOGITS or device != "cpu":
+                self.session(name)
+
+    def new_state(self, plan: CachePlan, lanes: int, memory: Memory | None = None) -> OnnxRuntimeState:
+        """State for `lanes` sequences, all empty. memory: see `kvexport.backends.base.LoadedModel`."""
+        return OnnxRuntimeState(self, plan, lanes, memory)
+
+    def session(self, name: str) -> Any:
+        """One of them, opened when it is first asked for."""
+        if name not in self._opened:
+            try:
+                self._opened[name] = self._open[name](graphs=name in self.graphs)
+            except EnvironmentProblem as error:
+                if name not in self.graphs:
+                    raise
+                self.without_graphs(name, error.problem)
+        return self._opened[name]
+
+    @property
+    def decoder(self) -> Any:
+        """The decoder's session."""
+        return self.session(DECODER)
+
+    @property
+    def merge(self) -> Any | None:
+        """The merge's session; None where no layer merges."""
+        return self.session(MERGE) if MERGE in self._open else None
+
+    @property
+    def finder(self) -> Any:
+        """The session of the ONNX graph that finds the largest logits."""
+        return self.session(TOP_LOGITS)
+
+    def run(self, name: str, binding: Any, graph: int | None) -> None:
+        """One run of a session; with `graph` as the replay of that CUDA graph, or as its capture where it is new. None:
+        there are no CUDA graphs."""
+        session = self.session(name)
+        if graph is None:
+            session.run_with_iobinding(binding)
+        else:
+            session.run_with_iobinding(binding, _run_options(graph))
+        if self.zeros is not np.zeros:
+            binding.synchronize_outputs()
+
+    def open_decoder(self, model: bytes) -> Any:
+        """A session of another decoder over the same weights."""
+        return self._open[DECODER](graphs=False, model=model)
+
+    def new_graph(self, name: str, stays: bool) -> int | None:
+        """An id that no CUDA graph has had, NO_GRAPH for calls that are not to become one, None where the session
+        captures none."""
+        if name not in self.graphs:
+            return None
+        return next(self._new_graphs) if stays else NO_GRAPH
+
+    def without_graphs(self, name: str, why: str) -> None:
+        """A new session in the place of one that cannot capture CUDA graphs, or that cannot be opened with them."""
+        self.graphs.discard(name)
+        self.graph_problem += f"{'; ' if self.graph_problem else ''}{name}: {why}"
+        self._opened.pop(name, None)  # before the new one comes
+        self._opened[name] = self._open[name](graphs=False)

@@ -1,0 +1,1 @@
+"""Calibration: from a checkpoint and texts to the budgets of a recipe."""

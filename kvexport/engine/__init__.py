@@ -1,0 +1,1 @@
+"""The engine: requests, the scheduler, lanes, and the calls of one step."""

@@ -1,0 +1,135 @@
+"""Drafts by the model itself over a part of the cache: a step of it reads all weights, and a budget of the entries.
+
+Its entries are what the model computed over the full cache, never what it computed over a part: those of accepted
+tokens are taken from there as well. Nothing in it could be lost: whatever happens to a lane (another request, a
+snapshot, a move), the slots are chosen anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvexport.artifact.manifest import Manifest
+from kvexport.backends.base import LoadedModel
+from kvexport.cache import CachePlan
+from kvexport.engine.lanes import Lanes
+from kvexport.engine.request import Request
+from kvexport.errors import KvexportError
+from kvexport.state.cache_part import CachePart, LaneTensors, Slots
+
+# Of what a step reads, what a step of the drafter may read: two drafted tokens, of which each is accepted with a chance
+# of 0.8, then still pay where the call that verifies them costs 1.2 steps.
+PAYS = 0.5
+
+
+@dataclass
+class _Copied:
+    """What a lane of the drafter holds. length: tokens that the full cache had seen. used: slots of each layer. since:
+    tokens since they were chosen."""
+
+    request: Request
+    length: int
+    used: list[int]
+    since: int = 0
+
+
+class CacheDrafter:
+    """Of one engine; `plan` is of its own caches (`kvexport.cache.part_plan`). Raises UsageError where state is not
+    in the host's memory."""
+
+    def __init__(self, manifest: Manifest, model: LoadedModel, plan: CachePlan) -> None:
+        self._full, self._plan, self._settings = manifest.cache, plan, manifest.recipe.speculate
+        self._max_length = manifest.limits.max_length
+        files = manifest.files.items()  # copied weights, and linked ones
+        self._weights = sum(x.bytes for name, x in files if name.endswith(".weights") or name.startswith("weights/"))
+        self._part = CachePart(
+            manifest,
+            model,
+            plan,
+            "speculate.draft is cache, which",
+            "--set speculate.draft=ngram, or backend.device=cpu",
+        )
+        self._copied: dict[int, _Copied] = {}
+
+    def __call__(self, requests: Sequence[Request], lanes: Lanes) -> list[list[int]]:
+        """A draft for each; empty where it would not pay (`speculate.after`), or where the full cache holds no more
+        than would be copied."""
+        drafts: list[list[int]] = [[] for _ in requests]
+        left = [self._most(request, lanes) for request in requests]
+        if max(left) < 1 or (self._settings.after is None and not self._pays(requests, lanes)):
+            return drafts
+        self._part.make(requests[-1].lane + 1)
+        for request, count in zip(requests, left, strict=True):
+            if count:
+                self._copy(request, lanes)
+        samplers = [request.sampler.twin() for request in requests]
+        last = [request.last_token for request in requests]
+        ids, counts = (np.zeros((requests[-1].lane + 1, 1), np.int64) for _ in range(2))
+        while any(left):
+            for i, request in enumerate(requests):
+                ids[request.lane], counts[request.lane] = last[i], left[i] > 0
+            logits = self._part.state.decode(ids, counts)
+            for i in [i for i, count in enumerate(left) if count]:
+                try:
+                    last[i] = samplers[i].next(logits[requests[i].lane, 0])
+                except KvexportError:  # where logits cannot be sampled from, those of the full cache say so
+                    left[i] = 0
+                else:
+                    drafts[i].append(last[i])
+                    left[i] -= 1
+        return drafts
+
+    def _most(self, request: Request, lanes: Lanes) -> int:
+        """How many tokens to draft."""
+        if lanes.length[request.lane] <= max(self._settings.budget, self._settings.after or 0):
+            return 0
+        return max(0, min(self._settings.tokens, request.room(self._max_length) - 1))
+
+    def _pays(self, requests: Sequence[Request], lanes: Lanes) -> bool:
+        lengths = [lanes.length[request.lane] for request in requests]
+        return self._weights + _bytes_read(self._plan, lengths) <= PAYS * (
+            self._weights + _bytes_read(self._full, lengths)
+        )
+
+    def _copy(self, request: Request, lanes: Lanes) -> None:
+        """Bring the request's lane up to the full cache: by the entries since, or by all of them chosen anew."""
+        lane, length = request.lane, lanes.length[request.lane]
+        full, own = lanes.view(lane), self._part.view(lane)
+        assert full is not None
+        held, layers = self._copied.get(lane), range(len(self._plan.layers))
+        new = length - held.length if held is not None and held.request is request else -1
+        if held is None or new < 0 or held.since + new > self._settings.rebuild:
+            held, new = _Copied(request, length, [0] * len(layers)), 0
+            scores = [full[f"past_key_values.{i}.score"][:, 0] if self._part.scored else None for i in layers]
+            chosen = [self._part.chosen(i, scores[i], self._used(i, full, length)) for i in layers]
+        else:
+            chosen = [np.arange(new)[None] + (self._used(i, full, length) - new) for i in layers]
+        for i in layers:
+            self._part.copy(i, full, own, self._slots(i, full, chosen[i]), held.used[i])
+            held.used[i] += chosen[i].shape[1]
+        held.length, held.since = length, held.since + new
+        self._copied[lane] = held
+        self._part.state.write(lane, {}, length)
+
+    def _used(self, i: int, full: Mapping[str, NDArray[Any]], length: int) -> int:
+        """Slots of a layer that the full cache uses."""
+        return int(np.count_nonzero(full[f"past_key_values.{i}.votes"][0])) if self._full.layers[i].merges else length
+
+    def _slots(self, i: int, full: LaneTensors, entries: Slots) -> Slots:
+        """Where a layer's entries lie, which are numbered in order of position: there, unless a sliding window has
+        dropped some. Such a layer has no scores, and its heads are alike."""
+        if not self._full.layers[i].merges:
+            return entries
+        held = full[f"past_key_values.{i}.position"][:, : self._used(i, full, 0)]
+        found: Slots = np.take(np.argsort(held, axis=1, kind="stable"), entries[0], axis=1, mode="clip")
+        return found
+
+
+def _bytes_read(plan: CachePlan, lengths: Sequence[int]) -> int:
+    """Keys and values that a step of sequences of these lengths reads."""
+    return sum(layer.slot_bytes() * min(length, layer.budget) for layer in plan.layers for length in lengths)

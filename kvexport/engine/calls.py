@@ -1,0 +1,117 @@
+"""Calls of the model for requests, and the tokens that they get of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from kvexport.backends.rows import HostRows, Rows
+from kvexport.engine.forks import Forks
+from kvexport.engine.lane_pool import LanePool
+from kvexport.engine.lanes import Tokens
+from kvexport.engine.prefixes import Prefixes
+from kvexport.engine.request import DECODING, Request, Timing
+from kvexport.engine.speculation import Drafter
+from kvexport.errors import KvexportError
+from kvexport.language.sampling import may_settle
+
+
+class ModelCalls:
+    """chunk: tokens of a prompt in one call. row_seconds: what a row of a call of prompts took, by the last ones."""
+
+    def __init__(self, pool: LanePool, forks: Forks, chunk: int, vocabulary: int, max_length: int) -> None:
+        self.row_seconds = 0.0
+        self._pool, self._forks = pool, forks
+        self._chunk, self._vocabulary, self._max_length = chunk, vocabulary, max_length
+
+    def prefill(self, requests: Sequence[Request], prefixes: Prefixes | None) -> list[Request]:
+        """Read the next chunk of each, lanes being neighbours; the requests whose prompt is read get their token."""
+        start = time.perf_counter()
+        parts = [request.ids[request.done :][: self._chunk] for request in requests]
+        unread = [request.lane for request, part in zip(requests, parts, strict=True) if len(part) < request.unread]
+        logits = self._pool.lanes.append(parts, first=requests[0].lane, prefill=True, unread=unread)
+        cost = (time.perf_counter() - start) / (len(parts) * max(map(len, parts)))
+        self.row_seconds += (cost - self.row_seconds) * (0.2 if self.row_seconds else 1.0)
+        last = [len(part) - 1 if logits.shape[1] > 1 else 0 for part in parts]
+        rows = HostRows(logits[np.arange(len(parts)), last])
+        for timing in _timings(requests):
+            timing.prefill_seconds += time.perf_counter() - start
+        for request, part in zip(requests, parts, strict=True):
+            request.read(len(part))
+        if prefixes is not None:
+            prefixes.save(requests, rows, self._pool.lanes)
+        read = [(i, request) for i, request in enumerate(requests) if request.state is DECODING]
+        for i, request in read:
+            self._forks.read(request, rows, i)
+        return [self.choose(request, rows, i) for i, request in read]
+
+    def decode(self, requests: Sequence[Request], drafter: Drafter | None) -> list[Request]:
+        """The next token of each. The call is one of all lanes up to the last of theirs, others bringing no token."""
+        start = time.perf_counter()
+        if drafter is not None and any(drafts := drafter(requests, self._pool.lanes)):
+            return self._verify(requests, drafts, start)
+        lanes, state = self._pool.lanes, self._pool.state
+        tokens: list[Tokens] = [()] * (requests[-1].lane + 1)
+        for request in requests:
+            tokens[request.lane] = (request.last_token,)
+        rows: Rows
+        count = state.top_logits
+        if count and any(may_settle(request.sampler.settings, count, self._vocabulary) for request in requests):
+            rows = lanes.append_by(state.step, tokens, first=0)
+        else:
+            rows = HostRows(lanes.append(tokens, first=0)[:, 0])
+        for timing in _timings(requests):
+            timing.decode_seconds += time.perf_counter() - start
+            timing.steps += 1
+        return [self.choose(request, rows, request.lane) for request in requests]
+
+    def _verify(self, requests: Sequence[Request], drafts: Sequence[Tokens], start: float) -> list[Request]:
+        """The next tokens of each, by one call for its last token and its draft: every row of logits gives a token, up
+        to the first that is not the drafted one. What follows that in the draft is rolled back. start: when the step
+        began."""
+        lanes = self._pool.lanes
+        tokens: list[Tokens] = [()] * (requests[-1].lane + 1)
+        for request, draft in zip(requests, drafts, strict=True):
+            tokens[request.lane] = (request.last_token, *draft)
+        logits = lanes.draft(tokens, first=0)
+        for request, draft in zip(requests, drafts, strict=True):
+            rows, accepted = HostRows(logits[request.lane]), 0
+            self.choose(request, rows, 0)
+            while accepted < len(draft) and request.goes_on_with(draft[accepted]):
+                accepted += 1
+                self.choose(request, rows, accepted)
+            lanes.settle(request.lane, len(draft) - accepted)
+            request.timing.drafted_tokens += len(draft)
+            request.timing.accepted_tokens += accepted
+        for timing in _timings(requests):
+            timing.decode_seconds += time.perf_counter() - start
+            timing.steps += 1
+        return list(requests)
+
+    def choose(self, request: Request, rows: Rows, index: int) -> Request:
+        """Give it the token after a row of logits."""
+        timing = request.timing
+        try:
+            top = rows.top_logits(index)
+            token = None if top is None else request.sampler.next_of(top)
+            if token is None:
+                start = time.perf_counter()
+                row = rows.row(index)
+                if timing.whole_rows is not None and request.tokens:
+                    timing.whole_rows += 1
+                    timing.decode_seconds += time.perf_counter() - start
+                token = request.sampler.next(row)
+        except KvexportError as error:
+            self._pool.poisoned(request.lane)
+            request.finish("error", error)
+        else:
+            timing.generated_tokens += 1
+            request.take(token, self._max_length)
+        return request
+
+
+def _timings(requests: Sequence[Request]) -> Iterable[Timing]:
+    """Each once: requests of one call share theirs."""
+    return {id(request.timing): request.timing for request in requests}.values()

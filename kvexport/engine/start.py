@@ -1,0 +1,113 @@
+"""Where a request starts: from nothing, from a snapshot with a prompt of its own, or where a snapshot's answer was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvexport.backends.lane_state import slot_axes
+from kvexport.cache import CachePlan
+from kvexport.engine.request import FINISHED, Prompt, Request
+from kvexport.errors import UsageError
+from kvexport.language.grammar import Grammars
+from kvexport.language.sampling import Sampler
+from kvexport.language.settings import GenerationSettings
+from kvexport.language.text import CONTEXT, TextStream, Tokenizer
+from kvexport.schema.state import RING
+from kvexport.state.lane import Counters, Saved
+from kvexport.state.snapshot import Origin, Snapshot
+
+if TYPE_CHECKING:
+    Ids = NDArray[np.int64]
+
+
+def resumes(request: Request) -> bool:
+    """Whether it goes on with the answer, or the prompt, of its snapshot."""
+    return request.start is not None and len(request.prompt) == 0
+
+
+def prepare(request: Request, ids: Ids, default: GenerationSettings, grammars: Grammars) -> None:
+    """Make a request ready to wait. ids: all of its tokens [n], those of its snapshot first. default: settings, where
+    neither it nor the answer that it goes on with has any. grammars: of the engine's model, with its tokenizer. Raises
+    UsageError where there is nothing to go on with, and for a grammar that cannot be used."""
+    start, again = request.start, resumes(request)
+    settings = request.settings or (start.settings if start is not None and again else None) or default
+    state = start.sampler if start is not None and again else None
+    answered = len(state["generated"]) if state is not None else 0
+    constraint = grammars.start(settings.grammar, settings.eos_token_ids) if settings.grammar is not None else None
+    sampler = Sampler(settings, ids[: len(ids) - answered], grammars.vocabulary, constraint)
+    if state is not None:
+        sampler.restore(state)
+    tokenizer = grammars.tokenizer
+    text = None
+    if tokenizer is not None:
+        stops, shown = settings.stop_strings, settings.shown_ids
+        text = TextStream(tokenizer, stops, context_ids=ids[-CONTEXT:].tolist(), shown_ids=shown)
+    if start is not None and again and start.text is not None and text is not None:
+        text.restore(start.text)
+    done = 0 if start is None else start.length
+    if answered:
+        if sampler.finish_reason is not None:
+            raise UsageError(
+                f"the snapshot's answer has ended: {sampler.finish_reason}", "a prompt, or a larger max_new_tokens"
+            )
+        done = len(ids)  # the last of its tokens is decoded, as it would have been
+    elif done >= len(ids):
+        raise UsageError("the snapshot has nothing to go on with", "give at least one token")
+    request.prepare(ids, sampler, text, done)
+
+
+def encode(
+    prompt: Prompt, tokenizer: Tokenizer | None, vocabulary: int, max_length: int, after: Snapshot | None
+) -> Ids:
+    """See `Engine.encode`."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise UsageError("the artifact has no tokenizer.json, so a prompt cannot be text", "pass token ids")
+        prompt = tokenizer.encode(prompt, add_special_tokens=after is None)
+    ids = _checked_ids(prompt, vocabulary, empty=after is not None)
+    if after is not None:
+        ids = np.concatenate([after.ids, ids])
+    if ids.size >= max_length:
+        raise UsageError(
+            f"the prompt has {ids.size} tokens; with one token of answer it exceeds limits.max_length {max_length}",
+            f"kvexport build --recipe NAME --set limits.max_length={ids.size + 256}, or a shorter prompt",
+        )
+    return ids
+
+
+def _checked_ids(prompt: Sequence[int] | Ids, vocabulary: int, *, empty: bool) -> Ids:
+    """Token ids [n] int64, of which there may be none where `empty`. Raises UsageError for what are none."""
+    ids = np.asarray(prompt)
+    if ids.ndim != 1 or (ids.size == 0 and not empty):
+        raise UsageError("the prompt is empty", "give at least one token")
+    if ids.size and ids.dtype.kind not in "iu":
+        raise UsageError(f"token ids are integers, the prompt holds {ids.dtype}", "pass text, or a list of integers")
+    if ids.size and (ids.min() < 0 or ids.max() >= vocabulary):
+        bad = int(ids[(ids < 0) | (ids >= vocabulary)][0])
+        raise UsageError(
+            f"token id {bad} is out of range: the vocabulary has {vocabulary}", "use the artifact's own tokenizer"
+        )
+    return ids.astype(np.int64)
+
+
+def snapshot_of(request: Request, saved: Saved, origin: Origin) -> Snapshot:
+    """Of a request whose lane is saved."""
+    text = None if request.text is None or request.state is FINISHED else request.text.state()
+    state, settings = request.sampler.state(), request.sampler.settings
+    return Snapshot(origin, request.seen, saved.state, saved.counters, state, text, settings)
+
+
+def nothing_saved(plan: CachePlan) -> Saved:
+    """An empty lane."""
+    axes = slot_axes(plan)
+    state = {}
+    for name, _, layer, kind in plan.state_names():
+        shape = list(layer.shapes(1)[kind][1:])
+        if (axis := 1 if kind in RING else axes[name]) is not None:
+            shape[axis] = 0
+        state[name] = np.zeros(shape, layer.dtypes()[kind])
+    return Saved(state, Counters((0,) * len(plan.layers), 0, 0))

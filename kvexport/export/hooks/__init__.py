@@ -1,0 +1,1 @@
+"""Hooks into transformers: where a decoder's layers hand their computation to kvexport."""

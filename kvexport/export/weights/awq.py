@@ -1,0 +1,103 @@
+"""AWQ's scales (arXiv 2306.00978): channels that matter are multiplied with s_j before they are rounded, and the norm
+that they come from is divided by it, so that their relative errors are smaller and nothing else changes.
+
+    x W^T = (x / s) (W diag(s))^T        s_j = mean |x_j|^alpha / root of the largest times the smallest
+
+alpha is the one, of a few, with the least squared error of the products on a text, for all projections of a norm; 0 is
+none. Errors within a group still count by importance, which is that of the inputs as they are then. Scales of inputs
+that come of anything but a norm would have to be folded into other projections; they bring little more
+(`benchmarks/awq_scales.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvexport.export.model.tensors import TensorEntry
+from kvexport.export.weights.casting import load_tensor
+from kvexport.export.weights.quantize import Floats, Rounded, rounded_values
+
+ALPHAS = tuple(i / 10 for i in range(10))
+ROWS, TOKENS = 256, 512  # at most so many outputs of a projection, and tokens, that errors are looked at
+LEAST = 1e-4  # of mean |x|
+SUFFIX = ".awq"
+"""Of names in the file: of a projection's tensor the scales [inputs] that its inputs have; of a norm's [2, inputs], the
+factor of its weight and what is added."""
+
+
+@dataclass(frozen=True)
+class ScaledNorm:
+    """The weight of a norm, `entry` [inputs], in an artifact whose projections have AWQ's scales. factors: the bytes of
+    [2, inputs] float32, what it is multiplied with and what is added."""
+
+    entry: TensorEntry
+    factors: bytes
+    packing: None = None
+
+    @property
+    def name(self) -> str:
+        """Of the tensor."""
+        return self.entry.name
+
+    @property
+    def shape(self) -> Any:
+        """[inputs]"""
+        return self.entry.shape
+
+    def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
+        """All of it."""
+        factor, addend = np.frombuffer(self.factors, np.float32).reshape(2, -1)
+        yield {"weight": load_tensor(self.entry, "float32") * factor + addend}
+
+    def order(self) -> NDArray[np.int64]:
+        """There is none."""
+        raise NotImplementedError
+
+
+class Search:
+    """The errors of every alpha, projection by projection as the model calls them."""
+
+    def __init__(self, rounded: Mapping[str, Rounded]) -> None:
+        self._rounded = rounded
+        self._sizes: dict[str, Floats] = {}
+        self._errors: dict[str, NDArray[np.float64]] = {}
+        self._tensors: dict[str, list[str]] = {}
+        self._unfit: set[str] = set()
+
+    def note(self, norm: str, tensor: str, x: Floats, weight: Floats | None, importance: Floats | None) -> None:
+        """A projection [outputs, inputs] reads x [tokens, inputs], which the norm returned. weight, importance: None
+        where it is not rounded."""
+        if weight is None or importance is None:
+            self._unfit.add(norm)
+            return
+        size = self._sizes.setdefault(norm, np.maximum(np.abs(x).mean(0), np.float32(LEAST)))
+        sample, rows = x[:: -(-len(x) // TOKENS)], weight[:: -(-len(weight) // ROWS)]
+        of = self._rounded[tensor]
+        errors = []
+        for alpha in ALPHAS:
+            scale = _scale(size, alpha)
+            made = rounded_values(rows * scale, of.packing, importance / scale**2, positive=of.positive) / scale
+            errors.append(float(np.square((made - rows) @ sample.T).mean()) * len(weight))
+        self._errors[norm] = self._errors.get(norm, 0.0) + np.array(errors)
+        self._tensors.setdefault(norm, []).append(tensor)
+
+    def scales(self, offsets: Mapping[str, float], others: set[str]) -> dict[str, Floats]:
+        """By the names of the file: of every norm that nothing but rounded projections reads, and of these. offsets,
+        others: of `NormOutputs`."""
+        found: dict[str, Floats] = {}
+        for norm in [norm for norm in self._tensors if norm in offsets and norm not in self._unfit | others]:
+            scale = _scale(self._sizes[norm], ALPHAS[int(self._errors[norm].argmin())])
+            found |= {f"{tensor}{SUFFIX}": scale for tensor in self._tensors[norm]}
+            found[f"{norm}{SUFFIX}"] = np.stack([1 / scale, offsets[norm] * (1 / scale - 1)]).astype(np.float32)
+        return found
+
+
+def _scale(size: Floats, alpha: float) -> Floats:
+    scale = size ** np.float32(alpha)
+    whole: Floats = (scale / np.sqrt(scale.max() * scale.min())).astype(np.float32)
+    return whole

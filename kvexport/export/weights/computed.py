@@ -1,0 +1,89 @@
+"""Weights that are no copy of a checkpoint's tensor: packed ones, as a quantized checkpoint holds them or as a build
+quantizes them, and those that have to be computed. All are made a block of rows at a time, when they are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvexport.errors import UsageError
+from kvexport.export.model.tensors import Source
+from kvexport.export.weights.casting import WANTED, Dtype
+from kvexport.ops.packed import Part, pack
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class ComputedSpec:
+    """One initializer that is computed: its name in the graph, and the dtype and shape that the graph declares."""
+
+    name: str
+    source: Source
+    dtype: Dtype
+    shape: tuple[int, ...]
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """The tensors that it is stored as: those of its packing, or itself alone."""
+        packing = self.source.packing
+        return {"weight": Part(self.dtype, self.shape)} if packing is None else packing.parts(*self.source.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the artifact."""
+        return sum(part.nbytes for part in self.parts.values())
+
+
+def part_name(initializer: str, part: str) -> str:
+    """The name of a packed initializer's part: its own for the weight, q_proj.scale of q_proj.weight."""
+    return initializer if part == "weight" else f"{initializer.removesuffix('weight')}{part}"
+
+
+def parts_of(spec: ComputedSpec) -> Iterator[tuple[str, Iterator[Array]]]:
+    """(part, its bytes block by block), in the order of `spec.parts`; each is to be read to its end before the next.
+    Raises UsageError for scales that are infinite or NaN, and for floats that the dtype cannot hold."""
+    packing, source = spec.source.packing, spec.source
+    if packing is None:
+        yield "weight", _floats(spec)
+        return
+    rest: dict[str, list[Array]] = {name: [] for name in spec.parts if name not in ("weight", "order")}
+
+    def weight() -> Iterator[Array]:
+        for block in source.blocks():
+            for name, kept in rest.items():
+                kept.append(block[name])
+                _require_finite(source.name, name, block[name])
+            yield block["weight"]
+
+    yield "weight", weight()
+    for name, kept in rest.items():
+        whole = np.concatenate(kept)
+        yield name, iter([pack(whole, packing.bits) if name == "zero" else whole.astype(packing.scale_dtype)])
+    if packing.ordered:
+        yield "order", iter([source.order()])
+
+
+def _floats(spec: ComputedSpec) -> Iterator[Array]:
+    for block in spec.source.blocks():
+        with np.errstate(over="ignore"):
+            cast: Array = block["weight"].astype(WANTED[spec.dtype])
+        if not np.isfinite(cast).all():
+            raise UsageError(
+                f"tensor {spec.source.name!r} has values that are infinite or NaN, or exceed the largest {spec.dtype}",
+                "download the checkpoint again, or --set model.dtype=float32",
+            )
+        yield cast
+
+
+def _require_finite(tensor: str, part: str, values: Array) -> None:
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        raise UsageError(
+            f"the {part}s of tensor {tensor!r} hold values that are infinite or NaN",
+            "download the checkpoint again",
+        )

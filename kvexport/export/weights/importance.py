@@ -1,0 +1,228 @@
+"""How much each input of a projection matters: its mean square over a text that the float model reads.
+
+The error of a product is `sum_j e_j x_j`, e the errors of a weight's row; where inputs x are uncorrelated its mean
+square is `sum_j e_j^2 E[x_j^2]`. So a group's scale is chosen by squared errors that count by `E[x_j^2]` (llama.cpp's
+importance matrix), relative to the mean over the projection's inputs. The artifact keeps these numbers in a file: with
+them the same weights are rounded in the same way again, without the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvexport.errors import UsageError
+from kvexport.export.model.checkpoint import Checkpoint
+from kvexport.export.weights.awq import SUFFIX, ScaledNorm, Search
+from kvexport.export.weights.computed import ComputedSpec
+from kvexport.export.weights.quantize import Rounded
+from kvexport.export.weights.write import Spec, TensorSpec
+from kvexport.language.text import FILE_NAME, Tokenizer
+from kvexport.paths import PACKAGE, TEXT
+from kvexport.recipe.fields import Recipe
+from kvexport.terminal import Progress, silent
+
+Importance: TypeAlias = "dict[str, NDArray[np.float32]]"
+FILE = "importance.safetensors"
+OWN_TEXT = (TEXT, PACKAGE / "runtime" / "top_logits.py")  # prose and code, about as much of each
+PIECES, LENGTH = 8, 256  # at most so many pieces of a text, of so many tokens each
+LEAST = np.float32(0.01)  # of the mean: an input that this text left alone may matter in another
+
+
+def weigh(
+    specs: Sequence[Spec],
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    progress: Callable[[str, int | None], Progress] = silent,
+) -> list[Spec]:
+    """`specs` whose rounded weights have the importance of their inputs where the recipe asks for it: read from the
+    file that it names, or of what the model reads. Raises UsageError where there is no tokenizer, the text is too short
+    or none, the file is not of this checkpoint, or the model cannot be run a layer at a time."""
+    rounded, method = _rounded(specs), recipe.weights.method
+    if method == "rtn" or not rounded:
+        return list(specs)
+    given = recipe.weights.calibration
+    if given is not None and given.endswith(Path(FILE).suffix):
+        found = _read(Path(given), method)
+    else:
+        found = _measure(rounded, checkpoint, recipe, progress)
+
+    def weighed(spec: Spec) -> Spec:
+        if isinstance(spec, TensorSpec):
+            factors = _channels(found, spec.entry.name, (2, *spec.shape), given)
+            norm = ScaledNorm(spec.entry, factors)
+            return ComputedSpec(spec.name, norm, spec.dtype, spec.shape) if factors else spec
+        if not isinstance(spec.source, Rounded):
+            return spec
+        counted = _checked(found, spec.source, given).tobytes()
+        channels = _channels(found, spec.source.name, spec.source.shape[1:], given)
+        return replace(spec, source=replace(spec.source, importance=counted, channels=channels))
+
+    return [weighed(spec) for spec in specs]
+
+
+def save(specs: Sequence[Spec], folder: Path) -> None:
+    """Into `folder`, of the specs that `weigh` returned; no file where no weight has any."""
+    from safetensors.numpy import save_file
+
+    rounded = _rounded(specs)
+    held = {name: np.frombuffer(of.importance, np.float32) for name, of in rounded.items() if of.importance}
+    for name, of in rounded.items():
+        if of.channels:
+            held[f"{name}{SUFFIX}"] = np.frombuffer(of.channels, np.float32)
+    for spec in specs:
+        if isinstance(spec, ComputedSpec) and isinstance(spec.source, ScaledNorm):
+            held[f"{spec.source.name}{SUFFIX}"] = np.frombuffer(spec.source.factors, np.float32).reshape(2, -1)
+    if held:
+        save_file(held, folder / FILE)
+
+
+def as_built(recipe: Recipe, folder: Path) -> Recipe:
+    """The recipe, its weights rounded by the importance that lies in `folder`, an artifact's, if by any."""
+    if recipe.weights.method == "rtn":
+        return recipe
+    weights = recipe.weights.model_copy(update={"calibration": str(folder / FILE)})
+    return recipe.model_copy(update={"weights": weights})
+
+
+def _rounded(specs: Sequence[Spec]) -> dict[str, Rounded]:
+    """By the names of their tensors."""
+    sources = [spec.source for spec in specs if isinstance(spec, ComputedSpec)]
+    return {source.name: source for source in sources if isinstance(source, Rounded)}
+
+
+def _measure(
+    rounded: Mapping[str, Rounded],
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    progress: Callable[[str, int | None], Progress],
+) -> Importance:
+    """Of every weight; of an embedding, of which rows are picked, all inputs are alike."""
+    import torch
+
+    from kvexport.export.model.streamed import run_streamed
+
+    ids = torch.tensor(_pieces(checkpoint, recipe))
+    found = {name: np.ones(weight.shape[1], np.float32) for name, weight in rounded.items()}
+    search = Search(rounded) if recipe.weights.method == "awq" else None
+    with progress(f"reading {ids.numel()} tokens with the float model", len(rounded)) as bar:
+
+        def note(tensor: str, x: torch.Tensor) -> None:
+            if tensor not in found:
+                return
+            squares = x.reshape(-1, x.shape[-1]).square().mean(0).numpy()
+            mean = squares.mean()
+            if not np.isfinite(mean):
+                raise UsageError(
+                    f"the inputs of {tensor} are infinite or NaN where the model reads the calibration's text",
+                    "--set weights.method=rtn, which does not run the model",
+                )
+            if mean > 0:
+                found[tensor] = np.maximum(squares / mean, LEAST)
+            bar.advance(1)
+
+        def of_norm(norm: str, tensor: str, x: torch.Tensor, weight: torch.Tensor | None) -> None:
+            assert search is not None
+            rows = x.reshape(-1, x.shape[-1]).numpy()
+            search.note(norm, tensor, rows, None if weight is None else weight.numpy(), found.get(tensor))
+
+        outputs = run_streamed(checkpoint, recipe, ids, note, of_norm if search else None)
+    if search:
+        scales = search.scales(outputs.offsets, outputs.others)
+        if not scales:
+            raise UsageError(
+                f"weights.method is awq, and no norm of {checkpoint.path} is read by rounded projections alone: its "
+                "scales have no place",
+                "--set weights.method=importance",
+            )
+        for name in found:
+            found[name] = found[name] / scales.get(f"{name}{SUFFIX}", np.float32(1)) ** 2
+        found |= scales
+    return found
+
+
+def _pieces(checkpoint: Checkpoint, recipe: Recipe) -> list[list[int]]:
+    """Token ids of pieces of the text, all of one length, each with what the tokenizer puts before a text."""
+    if not (checkpoint.path / FILE_NAME).is_file():
+        raise UsageError(
+            f"weights.method is {recipe.weights.method}, which reads a text, and {checkpoint.path} has no {FILE_NAME}",
+            f"put its {FILE_NAME} there, or --set weights.method=rtn",
+        )
+    tokenizer = Tokenizer.from_folder(checkpoint.path)
+    own = recipe.weights.calibration
+    text = "\n".join(_read_text(file) for file in ((Path(own),) if own is not None else OWN_TEXT))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if own is None and tokenizer.decode(ids).split() != text.split():
+        raise UsageError(
+            f"the tokenizer of {checkpoint.path} does not know the words of the package's text",
+            "--set weights.calibration=FILE, a text of the kind that the model was trained on",
+        )
+    start = tokenizer.encode("")
+    length = min(LENGTH, recipe.limits.max_length) - len(start)
+    if len(ids) < length:
+        raise UsageError(
+            f"{own or 'the text'} has {len(ids)} tokens, expected at least {length} to calibrate by",
+            "--set weights.calibration=FILE with some pages of text",
+        )
+    places = np.linspace(0, len(ids) - length, min(PIECES, len(ids) // length)).astype(int)
+    return [[*start, *ids[place : place + length]] for place in places]
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
+        raise UsageError(
+            f"weights.calibration {str(file)!r} cannot be read: {reason}", "--set weights.calibration=FILE, a text"
+        ) from error
+
+
+def _read(file: Path, method: str) -> Importance:
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        found = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise UsageError(
+            f"weights.calibration {str(file)!r} cannot be read: {error}",
+            f"--set weights.calibration=ARTIFACT/{FILE}, or a text",
+        ) from error
+    made_by = "awq" if any(name.endswith(SUFFIX) for name in found) else "importance"
+    if made_by != method:
+        raise UsageError(f"{file} is of weights.method {made_by}, not {method}", f"--set weights.method={made_by}")
+    return found
+
+
+def _channels(found: Importance, tensor: str, shape: tuple[int, ...], file: str | None) -> bytes:
+    """AWQ's of a tensor, or the factors of a norm's weight; empty where it has none."""
+    values = found.get(f"{tensor}{SUFFIX}")
+    if values is None:
+        return b""
+    fits = values.dtype == np.float32 and values.shape == shape
+    if not fits or not np.isfinite(values).all() or not (np.atleast_2d(values)[0] > 0).all():
+        raise UsageError(
+            f"{file} has {values.dtype} {list(values.shape)} for AWQ's scales of tensor {tensor!r}, expected float32 "
+            f"{list(shape)}, finite and above 0",
+            f"--set weights.calibration=ARTIFACT/{FILE} of an artifact of this checkpoint, or a text",
+        )
+    return values.tobytes()
+
+
+def _checked(found: Importance, weight: Rounded, file: str | None) -> NDArray[np.float32]:
+    values = found.get(weight.name)
+    inputs = weight.shape[1]
+    if values is None or values.dtype != np.float32 or values.shape != (inputs,):
+        said = "nothing" if values is None else f"{values.dtype} {list(values.shape)}"
+        problem = f"{file} has {said} for tensor {weight.name!r}, expected float32 [{inputs}]"
+    elif not (np.isfinite(values) & (values >= 0)).all() or not values.any():
+        problem = f"{file} has values for tensor {weight.name!r} that are infinite, NaN or negative, or all 0"
+    else:
+        return values
+    raise UsageError(problem, f"--set weights.calibration=ARTIFACT/{FILE} of an artifact of this checkpoint, or a text")

@@ -1,0 +1,194 @@
+"""Quantizing at build: a float weight of a checkpoint, rounded to 4 or 8 bits in groups of inputs.
+
+Each group takes, of a few scales, the one with the least squared error: its largest value goes to the lowest number, or
+to a little less of it, of either sign; then the scale is fitted to the rounded numbers by least squares and they are
+rounded again. Of normally distributed weights in 4 bits that has nine tenths of the squared error of the first scale
+alone, and 1.02 times that of a search through 80 scales.
+
+Where it is known how much each input matters (`importance.py`), squared errors count by it: the least
+squared error of the products with inputs that are uncorrelated, and not of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvexport.errors import UsageError
+from kvexport.export.model.tensors import Source, TensorEntry
+from kvexport.export.weights.casting import read_rows, row_blocks
+from kvexport.ops.packed import GROUPS, PackedFormat, pack
+
+Floats = NDArray[np.float32]
+# Of the scale that takes the largest value to the lowest number.
+SHARES = {4: (1.0, 0.9, 0.8, -8 / 7, -1.0), 8: (1.0,)}
+ZERO_SHARES = {4: (1.0, 0.9, 0.8), 8: (1.0,)}  # of the range from the least to the largest value
+# The same where inputs do not count alike: the largest value may be one that hardly does.
+COUNTED_SHARES = {4: (1.0, 0.9, 0.8, 0.7, 0.6, -8 / 7, -1.0), 8: (1.0, 0.9)}
+COUNTED_ZERO_SHARES = {4: (1.0, 0.9, 0.8, 0.7, 0.6), 8: (1.0, 0.9)}
+BLOCK_BYTES = 1 << 18  # in float32; what stays in the cache of one core
+_LEAST_SCALE = np.float32(2.0**-24)  # of float16, so that no group that holds anything has a scale of 0
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """The weight `entry` [outputs, inputs], a tensor or a source of floats, rounded to the numbers of `packing` as it
+    is read. importance: the bytes of [inputs] float32, by which squared errors count, none below 0; empty: all
+    alike. positive: whether all scales are above 0. channels: the bytes of [inputs] float32, what inputs' weights are
+    multiplied with before (`kvexport.export.weights.awq`); empty: nothing."""
+
+    entry: TensorEntry | Source
+    packing: PackedFormat
+    importance: bytes = field(default=b"", repr=False)
+    positive: bool = False
+    channels: bytes = field(default=b"", repr=False)
+
+    @property
+    def name(self) -> str:
+        """Of the tensor."""
+        return self.entry.name
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[outputs, inputs]"""
+        n, k = self.entry.shape
+        return n, k
+
+    def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
+        """Its rows. Raises UsageError for values that are not finite, or that float32 cannot hold."""
+        importance = np.frombuffer(self.importance, np.float32).reshape(-1, self.packing.group)
+        for rows in self._rows():
+            if self.channels:
+                rows = rows * np.frombuffer(self.channels, np.float32)
+            groups = rows.reshape(len(rows), -1, self.packing.group)
+            counted = importance if self.importance else None
+            numbers, offsets = round_groups(groups, self.packing, counted, positive=self.positive)
+            yield {"weight": pack(numbers.reshape(rows.shape), self.packing.bits), **offsets}
+
+    def _rows(self) -> Iterator[Floats]:
+        n, k = self.shape
+        if isinstance(self.entry, TensorEntry):
+            yield from (read_rows(self.entry, rows) for rows in row_blocks(n, 4 * k, BLOCK_BYTES))
+            return
+        for block in self.entry.blocks():
+            values = block["weight"]
+            if not np.isfinite(values).all():
+                raise UsageError(f"tensor {self.name!r} has values that are infinite or NaN", "download it again")
+            yield from (values[rows.start : rows.stop] for rows in row_blocks(len(values), 4 * k, BLOCK_BYTES))
+
+    def order(self) -> NDArray[np.int64]:
+        """There is none."""
+        raise NotImplementedError
+
+
+def fitting_group(wanted: int, inputs: int) -> int | None:
+    """The largest group of at most `wanted` inputs that divides `inputs` and halves `wanted` some times; None where
+    there is none."""
+    while wanted >= GROUPS[0]:
+        if inputs % wanted == 0:
+            return wanted
+        wanted //= 2
+    return None
+
+
+def round_groups(
+    groups: Floats, packing: PackedFormat, importance: Floats | None = None, *, positive: bool = False
+) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
+    """Numbers of the shape of `groups` [rows, groups of a row, group], int8 or uint8, and scale and zero [rows, groups
+    of a row]. importance: [groups of a row, group], by which squared errors count; None: all alike. positive: whether
+    scales have to be above 0, so that a largest number above 0 goes to the highest of the range or is cut off."""
+    low, high = packing.lowest, packing.lowest + (1 << packing.bits) - 1
+    # Groups are columns here: sums over the first dimension are of whole vectors.
+    columns = np.ascontiguousarray(groups.reshape(-1, packing.group).T)
+    matter = None if importance is None else np.tile(importance.T, len(groups))
+    if packing.offset == "zero":
+        numbers, scale, zero = _with_zero(columns, matter, high, packing.bits)
+        parts = {"scale": scale.astype(packing.scale_dtype), "zero": zero.astype(np.uint8)}
+    else:
+        largest = columns.max(0)
+        np.copyto(largest, columns.min(0), where=-columns.min(0) > largest)
+        shares = (SHARES if matter is None else COUNTED_SHARES)[packing.bits]
+        starts = [largest * np.float32(share / low) for share in shares]
+        if positive:
+            starts = [np.abs(largest) * np.float32(share / -low) for share in sorted({abs(x) for x in shares})]
+        numbers, scale, _ = _best(columns, matter, starts, np.zeros_like(largest), low, high)
+        parts = {"scale": scale.astype(packing.scale_dtype)}
+    stored = np.ascontiguousarray(numbers.astype(np.int8 if packing.signed else np.uint8).T)
+    return stored.reshape(groups.shape), {name: part.reshape(groups.shape[:-1]) for name, part in parts.items()}
+
+
+def rounded_values(rows: Floats, packing: PackedFormat, importance: Floats, *, positive: bool) -> Floats:
+    """What rows [rows, inputs] become; importance: [inputs]."""
+    groups = rows.reshape(len(rows), -1, packing.group)
+    matter = importance.reshape(-1, packing.group)
+    numbers, parts = round_groups(groups, packing, matter, positive=positive)
+    centred = numbers.astype(np.float32)
+    if "zero" in parts:
+        centred -= parts["zero"][..., None].astype(np.float32)
+    values: Floats = (centred * parts["scale"][..., None].astype(np.float32)).reshape(rows.shape)
+    return values
+
+
+def _with_zero(columns: Floats, matter: Floats | None, high: int, bits: int) -> tuple[Floats, Floats, Floats]:
+    least, most = columns.min(0).clip(max=0), columns.max(0).clip(min=0)
+    found: tuple[Floats, ...] = ()
+    for share in (ZERO_SHARES if matter is None else COUNTED_ZERO_SHARES)[bits]:
+        start = _as_stored((most - least) * np.float32(share / high))
+        zero = np.rint(-least * np.float32(share) / start).clip(0, high)
+        tried = (*_best(columns, matter, [start], zero, 0, high), zero)
+        found = _better(found, tried)
+    numbers, scale, _, zero = found
+    return numbers, scale, zero
+
+
+def _best(
+    columns: Floats, matter: Floats | None, starts: Sequence[Floats], zero: Floats, low: int, high: int
+) -> tuple[Floats, ...]:
+    """Of the scales that come of `starts`, one a column, those of the least squared error: numbers, scale, error.
+    matter: by which squared errors count, of the shape of `columns`; None: all alike."""
+    best: tuple[Floats, ...] = ()
+    for start in starts:
+        scale = _as_stored(start)
+        centred = _rounded(columns, scale, zero, low, high)
+        centred -= zero
+        counted = centred if matter is None else centred * matter
+        squares, products = (counted * centred).sum(0), (counted * columns).sum(0)
+        np.divide(products, squares, out=scale, where=squares > 0)
+        scale = _as_stored(scale)
+        numbers = _rounded(columns, scale, zero, low, high)
+        difference = numbers - zero
+        difference *= scale
+        difference -= columns
+        difference *= difference
+        if matter is not None:
+            difference *= matter
+        tried = numbers, scale, difference.sum(0)
+        best = _better(best, tried)
+    return best
+
+
+def _better(kept: tuple[Floats, ...], tried: tuple[Floats, ...]) -> tuple[Floats, ...]:
+    """Of each column the one of the smaller error, third in both. `kept` is written to; at first it is empty."""
+    if not kept:
+        return tried
+    better = tried[2] < kept[2]
+    for old, new in zip(kept, tried, strict=True):
+        np.copyto(old, new, where=better)
+    return kept
+
+
+def _rounded(columns: Floats, scale: Floats, zero: Floats, low: int, high: int) -> Floats:
+    numbers: Floats = columns * (np.float32(1) / scale)
+    numbers += zero
+    np.rint(numbers, out=numbers)
+    return np.clip(numbers, low, high, out=numbers)
+
+
+def _as_stored(scale: Floats) -> Floats:
+    """Rounded to float16, and not 0."""
+    stored = scale.astype(np.float16).astype(np.float32)
+    return np.where(np.abs(stored) < _LEAST_SCALE, _LEAST_SCALE, stored)

@@ -1,0 +1,194 @@
+"""What becomes of every parameter of a model: copied, cast, rounded, or taken over as the checkpoint has packed it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from kvexport import backends
+from kvexport.errors import UsageError
+from kvexport.export.graph.tracer import initializer_names
+from kvexport.export.model.checkpoint import Checkpoint
+from kvexport.export.model.hf_model import parameter_sources
+from kvexport.export.model.tensors import Dense, Source
+from kvexport.export.weights.computed import ComputedSpec
+from kvexport.export.weights.quantize import Rounded, fitting_group
+from kvexport.export.weights.write import Spec, TensorSpec, check_specs, total_bytes
+from kvexport.ops.packed import PackedFormat
+
+if TYPE_CHECKING:
+    from kvexport.recipe.fields import Recipe, WeightsSection
+
+
+def weight_specs(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[Spec]:
+    """What the checkpoint must give for every initializer. Raises UsageError naming parameters it does not have, or
+    whose dtype or shape is another, and for a rounding that the recipe's backend does not take."""
+    section, positive = recipe.weights, backends.get(recipe.backend.name).positive_scales
+    tensors = {**checkpoint.tensors, **checkpoint.computed}
+    if section.bits and any(source.packing for source in checkpoint.computed.values()):
+        raise UsageError(
+            f"weights.bits is {section.bits}, and the weights of {checkpoint.path} are quantized already",
+            "take weights.bits out of the recipe: they are kept as they are",
+        )
+    sources = parameter_sources(model, tensors)
+    names = initializer_names(model)
+    missing = [name for name in names if name not in sources]
+    if missing:
+        found = ", ".join(sorted(tensors)[:3])
+        raise UsageError(
+            f"the checkpoint has no tensor for {len(missing)} parameters of the model, the first is '{missing[0]}' "
+            f"(it holds {found}, ...)",
+            "use a checkpoint saved with save_pretrained() of the same model class",
+        )
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    rounded = _packed_only(rounded_formats(model, recipe))
+    embeddings = _embeddings(model)
+    specs: list[Spec] = []
+    for name, initializer in names.items():
+        parameter = parameters[name]
+        dtype: Any = str(parameter.dtype).removeprefix("torch.")  # a few of a float16 model stay float32
+        shape, tensor = tuple(parameter.shape), sources[name]
+        if tensor in checkpoint.computed:
+            source = checkpoint.computed[tensor]
+            if (packing := rounded.get(name)) is not None:
+                source = Rounded(source, packing, positive=positive)
+            elif source.packing is not None and _why_floats(source, recipe, picked=name in embeddings):
+                source = Dense(source)
+            specs.append(ComputedSpec(initializer, source, dtype, shape))
+            continue
+        entry = checkpoint.tensors[tensor]
+        plain = TensorSpec(initializer, entry, dtype, shape)
+        check_specs([plain])
+        if (packing := rounded.get(name)) is None:
+            specs.append(plain)
+        else:
+            specs.append(ComputedSpec(initializer, Rounded(entry, packing, positive=positive), dtype, shape))
+    check_specs(specs)
+    return specs
+
+
+def rounded_formats(model: Any, recipe: Recipe) -> Iterator[tuple[str, PackedFormat | str]]:
+    """(parameter, its format, or why it stays in floats) of every projection, the head and the embeddings, where the
+    recipe rounds. Raises UsageError where its backend does not take what projections are to be rounded to."""
+    section = recipe.weights
+    if section.bits is None:
+        return
+    wanted = PackedFormat(section.bits, section.symmetric, section.group, "none" if section.symmetric else "zero")
+    if problem := _problem(wanted, recipe):
+        raise UsageError(f"weights are to be rounded to {wanted.label}, and {problem[0]}", problem[1])
+    head = model.get_output_embeddings()
+    for prefix, module in model.named_modules():
+        if not isinstance(module, nn.Linear | nn.Embedding) or module.weight is None:
+            continue
+        asked: Any = section.head if module is head or isinstance(module, nn.Embedding) else "same"
+        if asked == "float":
+            continue
+        bits = section.bits if asked == "same" else asked
+        group = fitting_group(section.group, module.weight.shape[1])
+        # Rows of an embedding are picked one by one, and zeros of four bits could begin within a byte.
+        zero = not section.symmetric and asked == "same" and module is not head and isinstance(module, nn.Linear)
+        if group is None:
+            yield f"{prefix}.weight", f"no group of 16 to {section.group} inputs divides theirs"
+            continue
+        packing = PackedFormat(bits, not zero, group, "zero" if zero else "none")
+        problem = _problem(packing, recipe, picked=isinstance(module, nn.Embedding))
+        yield f"{prefix}.weight", problem[0] if problem else packing
+
+
+def _packed_only(formats: Iterable[tuple[str, PackedFormat | str]]) -> dict[str, PackedFormat]:
+    return {name: packing for name, packing in formats if isinstance(packing, PackedFormat)}
+
+
+def _problem(packing: PackedFormat, recipe: Recipe, *, picked: bool = False) -> tuple[str, str] | None:
+    """Why the recipe's backend does not take a weight that is packed so, and what it takes."""
+    backend, offset = backends.get(recipe.backend.name), packing.offset != "none"
+    return backend.packing_problem(packing.dtype, packing.group, has_offset=offset, picked=picked)
+
+
+def weight_bytes(checkpoint: Checkpoint | None, model: Any, recipe: Recipe) -> int:
+    """What the weights take in an artifact, tied ones once. checkpoint: None where only the config is at hand, which is
+    not to say that weights are quantized."""
+    if checkpoint is not None:
+        return total_bytes(weight_specs(checkpoint, model, recipe))
+    formats = _packed_only(rounded_formats(model, recipe))
+    count = 0
+    for name, parameter in model.named_parameters():
+        packing = formats.get(name)
+        count += parameter.nbytes if packing is None else packing.nbytes(*parameter.shape)
+    return count
+
+
+def packings(specs: Sequence[Spec]) -> dict[str, PackedFormat]:
+    """Of the packed ones, by initializer."""
+    return {
+        spec.name: spec.source.packing
+        for spec in specs
+        if isinstance(spec, ComputedSpec) and spec.source.packing is not None
+    }
+
+
+def _embeddings(model: Any) -> set[str]:
+    return {f"{prefix}.weight" for prefix, module in model.named_modules() if isinstance(module, nn.Embedding)}
+
+
+def _why_floats(source: Source, recipe: Recipe, *, picked: bool) -> str:
+    """Why a weight that the checkpoint has packed becomes floats; empty where it stays as it is. Of an embedding single
+    rows are picked: columns have to be in their order, and no row of zeros may begin within a byte."""
+    packing = source.packing
+    assert packing is not None
+    halves = packing.offset == "zero" and packing.bits == 4 and source.shape[1] // packing.group % 2 == 1
+    if picked and (packing.ordered or halves):
+        return "its rows cannot be picked one by one"
+    problem = _problem(packing, recipe, picked=picked)
+    return problem[0] if problem else ""
+
+
+def packed_formats(specs: Sequence[Spec]) -> dict[str, int]:
+    """How many weights are packed, by their format; tied ones once."""
+    sources = dict.fromkeys(spec.source for spec in specs if isinstance(spec, ComputedSpec))
+    return dict(sorted(Counter(source.packing.label for source in sources if source.packing is not None).items()))
+
+
+def weight_notes(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[str]:
+    """What a user should know: weights that are not kept as the checkpoint has them, or not rounded as the recipe
+    says."""
+    notes, section = list(checkpoint.notes), recipe.weights
+    formats = dict(rounded_formats(model, recipe))
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    unfit: dict[str, list[str]] = {}
+    for name, packing in formats.items():
+        if isinstance(packing, str):
+            unfit.setdefault(packing, []).append(f"{name} {list(shapes[name])}")
+    notes += [f"kept in floats, because {why}: {_and_more(names)}" for why, names in unfit.items()]
+    if other := _other_groups(_packed_only(formats.items()), section):
+        notes.append(f"weights.group {section.group} does not divide the inputs of {other}")
+    return [*notes, *_cast(checkpoint, model, recipe)]
+
+
+def _cast(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[str]:
+    """Notes of packed weights of the checkpoint that become floats."""
+    cast: dict[tuple[str, str], list[str]] = {}
+    embeddings, sources = _embeddings(model), parameter_sources(model, [*checkpoint.tensors, *checkpoint.computed])
+    for name in initializer_names(model):
+        source = checkpoint.computed.get(sources[name])
+        if source is None or source.packing is None:
+            continue
+        if why := _why_floats(source, recipe, picked=name in embeddings):
+            cast.setdefault((source.packing.label, why), []).append(name)
+    dtype = recipe.model.dtype
+    return [f"{label}, cast to {dtype}, because {why}: {_and_more(names)}" for (label, why), names in cast.items()]
+
+
+def _and_more(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def _other_groups(formats: Mapping[str, PackedFormat], section: WeightsSection) -> str:
+    other = [(name, packing.group) for name, packing in formats.items() if packing.group != section.group]
+    if not other:
+        return ""
+    name, group = other[0]
+    return f"{len(other)} weights, whose groups are smaller: of {name} {group}"

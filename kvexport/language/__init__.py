@@ -1,0 +1,1 @@
+"""Tokens and words: tokenizer, chat templates, tools, grammars and sampling."""

@@ -1,0 +1,261 @@
+"""Answers that keep to a form: a JSON schema, a regular expression or a grammar says before every token which tokens
+may come next, through llguidance.
+
+A grammar comes from the user and is not trusted: its size is bounded, it is compiled in a process of its own first
+(`grammar_trial.py`), and a sequence whose grammar takes long for its tokens ends by an error.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from kvexport.errors import EnvironmentProblem, UsageError
+
+if TYPE_CHECKING:
+    import llguidance
+
+    from kvexport.language.text import Tokenizer
+
+Kind = Literal["json_schema", "regex", "lark"]
+
+MOST_CHARACTERS = 256 * 1024
+# llguidance's own limits are of seconds a token; these are of some hundred milliseconds, once, before it gives up.
+_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 10_000,
+    "max_lexer_states": 20_000,
+    "verbose_errors": False,
+}
+_COMPILE_SECONDS, _COMPILE_BYTES = 3, 2 << 30
+_SLOW, _PATIENCE = 0.02, 1.0  # seconds of a token, and of all tokens of a sequence before that counts
+_KEPT = 64
+# A new line and its indentation, or some spaces: a model that only ever adds white space would not end otherwise.
+_WHITESPACE = r"\n?[ \t]{0,40}"
+_INSTALL = "pip install 'kvexport[serve]'"
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """The form of an answer. source: of a JSON schema its JSON; of a regular expression, which holds for the whole
+    answer, Rust's syntax (no look-around, no back references); of a grammar llguidance's dialect of Lark."""
+
+    kind: Kind
+    source: str
+
+    def __post_init__(self) -> None:
+        """Refuse what is no grammar whatever it says; UsageError."""
+        if self.kind not in get_args(Kind) or not isinstance(self.source, str):
+            raise UsageError(f"a grammar of the kind {self.kind!r}", f"use one of: {', '.join(get_args(Kind))}")
+        if not self.source.strip() or len(self.source) > MOST_CHARACTERS:
+            raise UsageError(
+                f"the {self.kind} has {len(self.source)} characters",
+                f"give one of 1 to {MOST_CHARACTERS} characters",
+            )
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any], *, lenient: bool = False) -> Grammar:
+        """JSON that a schema allows. lenient: keywords that cannot be kept to are ignored in place of refused."""
+        if not isinstance(schema, Mapping):
+            raise UsageError(f"a JSON schema is an object, found {type(schema).__name__}", 'pass {"type": ...}')
+        return cls("json_schema", json_text({**schema, "x-guidance": json_options(lenient=lenient)}))
+
+    @classmethod
+    def json_object(cls) -> Grammar:
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"})
+
+
+def json_text(value: Any) -> str:
+    """JSON of a value that a user gave. Raises UsageError for one that JSON cannot say, or that is nested too deep."""
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"the schema is no JSON: {error}", "pass objects, lists, texts and numbers") from error
+
+
+def json_options(*, lenient: bool) -> dict[str, Any]:
+    """What a schema says to llguidance, as its `x-guidance`."""
+    return {"whitespace_pattern": _WHITESPACE, "lenient": lenient}
+
+
+class Constraint:
+    """What the grammar of one sequence allows next."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: int) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._mask: npt.NDArray[np.bool_] | None = None
+        self._seconds, self._masks = 0.0, 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing may follow: the answer is complete."""
+        return bool(self._matcher.is_stopped())
+
+    def mask(self) -> npt.NDArray[np.bool_]:
+        """Of every token of the vocabulary whether it may come next: an eos where the answer may end. Raises
+        KvexportError where nothing may, UsageError for a grammar that takes too long."""
+        if self._mask is None:
+            start = time.thread_time()
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            self._seconds += time.thread_time() - start
+            self._masks += 1
+            self._check()
+            self._mask = np.unpackbits(bits, count=self._vocabulary, bitorder="little").view(np.bool_)
+        return self._mask
+
+    def accept(self, token: int) -> None:
+        """Take note of the token that came. Raises UsageError for one that the mask does not hold."""
+        self._mask = None
+        if not self._matcher.consume_token(token):
+            raise UsageError(
+                f"the grammar does not allow the token {token}: {_first_line(self._matcher)}",
+                "give a grammar of text that the tokenizer can write",
+            )
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise UsageError(
+                f"the grammar cannot be followed any further: {_first_line(self._matcher)}", "give a simpler grammar"
+            )
+        if self._seconds > _PATIENCE and self._seconds > _SLOW * self._masks:
+            raise UsageError(
+                f"the grammar takes {self._seconds / self._masks * 1e3:.0f} ms a token, more than {_SLOW * 1e3:.0f}",
+                "give a simpler grammar: fewer alternatives, shorter repetitions",
+            )
+
+
+class _Tokens:
+    """A tokenizer as llguidance takes it: not every decoder of a tokenizer.json is one that it reads."""
+
+    def __init__(self, tokenizer: Tokenizer, eos: tuple[int, ...], size: int) -> None:
+        special = tokenizer.special_ids
+        self.tokens = [*tokenizer.token_bytes, *(b"" for _ in range(size - tokenizer.vocab_size))]
+        self.special_token_ids = sorted(special | set(eos))
+        self.eos_token_id = eos[0] if eos else min(special, default=0)
+        self.bos_token_id = None
+        self._encode = tokenizer.encode
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._encode(text.decode(errors="replace"), add_special_tokens=False)
+
+
+class Grammars:
+    """The grammars of one model's requests, each compiled once. Several threads may use it at once, so that a server
+    can compile a grammar beside the steps of its engine.
+
+    tokenizer: None where the artifact has none, and no grammar can be used. vocabulary: length of the logits.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocabulary: int) -> None:
+        self.tokenizer = tokenizer
+        self.vocabulary = vocabulary
+        self._lock = threading.Lock()
+        self._wrapped: dict[tuple[int, ...], llguidance.LLTokenizer] = {}
+        self._compiled: OrderedDict[tuple[Grammar, tuple[int, ...]], llguidance.LLMatcher] = OrderedDict()
+
+    def start(self, grammar: Grammar, eos_token_ids: Sequence[int]) -> Constraint:
+        """For a new sequence, which any of the eos tokens may end. Raises UsageError for a grammar that cannot be
+        compiled within the limits, EnvironmentProblem where llguidance is missing."""
+        key = grammar, tuple(i for i in eos_token_ids if i < self.vocabulary)
+        with self._lock:
+            matcher = self._compiled.get(key)
+            if matcher is None:
+                matcher = self._compile(*key)
+                self._compiled[key] = matcher
+                if len(self._compiled) > _KEPT:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(key)
+            return Constraint(matcher.deep_copy(), self.vocabulary)
+
+    @property
+    def _size(self) -> int:
+        """Tokens that there are, at least."""
+        return max(self.vocabulary, self.tokenizer.vocab_size if self.tokenizer else 0)
+
+    def _compile(self, grammar: Grammar, eos: tuple[int, ...]) -> llguidance.LLMatcher:
+        if self.tokenizer is None:
+            raise UsageError("the artifact has no tokenizer.json, so its answers keep to no grammar", "ask for none")
+        guidance = _import()
+        try:
+            if grammar.kind == "json_schema":
+                text = guidance.LLMatcher.grammar_from_json_schema(grammar.source)
+            elif grammar.kind == "regex":
+                text = guidance.LLMatcher.grammar_from_regex(grammar.source)
+            else:
+                text = guidance.LLMatcher.grammar_from_lark(grammar.source)
+        except ValueError as error:
+            raise _refused(grammar, str(error)) from error
+        if problem := _try(text, self._size):
+            raise _refused(grammar, problem)
+        limits = guidance.LLParserLimits(**_LIMITS)
+        matcher: llguidance.LLMatcher = guidance.LLMatcher(self._wrap(eos), text, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise _refused(grammar, matcher.get_error())
+        return matcher
+
+    def _wrap(self, eos: tuple[int, ...]) -> llguidance.LLTokenizer:
+        """The tokenizer as llguidance reads it, with the tokens that end a sequence."""
+        if eos not in self._wrapped and self.tokenizer is not None:
+            self._wrapped.clear()  # one is enough: requests seldom have eos tokens of their own
+            wrapper = _import().TokenizerWrapper(_Tokens(self.tokenizer, eos, self._size))
+            self._wrapped[eos] = _import().LLTokenizer(wrapper, n_vocab=self._size, eos_token=list(eos) or None)
+        return self._wrapped[eos]
+
+
+def _try(text: str, size: int) -> str:
+    """Why llguidance does not compile a grammar, "" where it does."""
+    wanted = {
+        "path": sys.path,
+        "grammar": text,
+        "vocabulary": size,
+        "limits": _LIMITS,
+        "seconds": _COMPILE_SECONDS,
+        "bytes": _COMPILE_BYTES,
+    }
+    program = Path(__file__).with_name("grammar_trial.py")
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", str(program)],
+            input=json.dumps(wanted) + "\n",
+            capture_output=True,
+            text=True,
+            timeout=20 * _COMPILE_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return "it takes too long to compile"
+    if done.returncode:
+        return "it takes too long, or too much memory, to compile, or is nested too deep"
+    return done.stdout
+
+
+def _refused(grammar: Grammar, problem: str) -> UsageError:
+    lines = [line.strip() for line in problem.splitlines() if line.strip()]
+    return UsageError(f"the {grammar.kind} cannot be used: {' '.join(lines)[:400]}", "give a simpler or a valid one")
+
+
+def _first_line(matcher: llguidance.LLMatcher) -> str:
+    return next(iter(matcher.get_error().splitlines()), "it has ended")
+
+
+def _import() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"the package 'llguidance', which keeps answers to a grammar, cannot be imported: {error}", _INSTALL
+        ) from error
+    return llguidance

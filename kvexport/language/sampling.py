@@ -1,0 +1,375 @@
+"""The next token of one sequence from its logits, in numpy, with the meanings of transformers 5.23's GenerationConfig.
+
+The processors and their order are those of `GenerationMixin._get_logits_processor`: bias, repetition penalty, minimum
+of new tokens, then, where sampling, temperature, top_k, top_p, min_p. The tokens kept and their probabilities are
+transformers'; the draw is not (numpy's generator in place of torch's). OpenAI's penalties come after the repetition
+penalty, as in vLLM.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvexport.backends.rows import TopLogits
+from kvexport.errors import KvexportError, UsageError
+from kvexport.language.grammar import Constraint
+from kvexport.language.settings import GenerationSettings
+from kvexport.language.top_logits import Scores, scores_of
+
+Floats = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int64]
+
+_BLOCK = 512
+_SORTED_AT_ONCE = 256
+
+
+class Logprobs(NamedTuple):
+    """Of the token that was chosen: the logarithm of its probability. top: the likeliest tokens of that step, each with
+    its own, descending, of equal ones the lowest id first."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Sampler:
+    """Chooses the tokens of one sequence and remembers them. Its draws depend on its settings, prompt and logits alone,
+    never on the batch the sequence is in.
+
+    prompt_ids: the prompt's token ids; they count for the repetition penalty only. vocab_size: the length of the
+        logits. constraint: of the settings' grammar, for this sequence alone.
+    """
+
+    def __init__(
+        self,
+        settings: GenerationSettings,
+        prompt_ids: Sequence[int] | Ids,
+        vocab_size: int,
+        constraint: Constraint | None = None,
+    ) -> None:
+        """Start a sequence of which nothing is generated yet; UsageError for a token id that cannot be."""
+        self.settings = settings
+        self.vocab_size = vocab_size
+        self._constraint = constraint
+        self.generated: list[int] = []
+        self.logprobs: Logprobs | None = None  # of the token last chosen, where the settings ask for them
+        # Ids beyond the logits (an embedding larger than the head) cannot come out, so they carry no penalty.
+        self._ends = () if settings.ignore_eos else settings.eos_token_ids
+        self._eos_ids = np.array([i for i in self._ends if i < vocab_size], dtype=np.int64)
+        self._random = np.random.default_rng(settings.seed) if settings.do_sample else None
+        self._is_seen: npt.NDArray[np.bool_] | None = None
+        if settings.repetition_penalty != 1.0:
+            prompt = np.asarray(prompt_ids, dtype=np.int64)
+            if prompt.size and prompt.min() < 0:
+                raise UsageError(f"the prompt holds the token id {prompt.min()}", "give token ids of at least 0")
+            self._is_seen = np.zeros(vocab_size, dtype=bool)
+            self._is_seen[prompt[prompt < vocab_size]] = True
+        penalised = settings.presence_penalty != 0 or settings.frequency_penalty != 0
+        self._counts = np.zeros(vocab_size, dtype=np.int32) if penalised else None
+        self._bias = _dense(settings.logit_bias, vocab_size) if settings.logit_bias else None
+
+    @property
+    def finish_reason(self) -> Literal["stop", "length"] | None:
+        """Why the sequence ends with the token last chosen: "stop" = an eos token, or the end of the grammar, "length"
+        = max_new_tokens; None = it goes on.
+        Stop strings are found in the text: `kvexport.language.text.TextStream`."""
+        if self.generated and self.generated[-1] in self._ends:
+            return "stop"
+        if self._constraint is not None and self._constraint.finished:
+            return "stop"
+        return "length" if len(self.generated) >= self.settings.max_new_tokens else None
+
+    def next(self, logits: npt.ArrayLike) -> int:
+        """Choose and remember the next token. logits: [vocab_size], float32 (float16 is widened); left as it is.
+
+        Greedy takes the lowest id among equal maxima, as torch.argmax on CPU does. Raises KvexportError where the
+        logits hold NaN or +inf, or leave no token possible; UsageError for another shape.
+        """
+        scores = self._scores(logits)
+        if self._random is None:
+            token = int(scores.argmax())
+        else:
+            ids, probabilities = _distribution(scores, self.settings, len(self.generated))
+            token = int(ids[_draw(probabilities, self._random.random())])
+        if self.settings.logprobs is not None:
+            self.logprobs = _logprobs(np.asarray(logits, dtype=np.float32), token, self.settings.logprobs)
+        return self._remember(token)
+
+    def next_of(self, top: TopLogits) -> int | None:
+        """As `next`, from the row's largest logits alone; None, and nothing is chosen, where they do not prove what
+        `next` would do: it then needs the row."""
+        if top.ids.size == self.vocab_size:
+            row = np.empty(self.vocab_size, dtype=np.float32)
+            row[top.ids] = top.values
+            return self.next(row)
+        if self.settings.may_raise or self.settings.logprobs is not None:
+            return None
+        temperature = 1.0 if self._random is None else self.settings.temperature
+        scores = scores_of(top, self._changed(top.values, top.ids), temperature)
+        if scores is None:
+            return None
+        if self._random is None:
+            best = scores.values.max()
+            return self._remember(int(scores.ids[scores.values == best].min())) if best > scores.floor else None
+        chosen = _distribution_of(scores, self.settings, self.vocab_size)
+        if chosen is None:
+            return None
+        ids, probabilities = chosen
+        return self._remember(int(ids[_draw(probabilities, self._random.random())]))
+
+    def _remember(self, token: int) -> int:
+        self.generated.append(token)
+        if self._constraint is not None:
+            self._constraint.accept(token)
+        if self._is_seen is not None:
+            self._is_seen[token] = True
+        if self._counts is not None:
+            self._counts[token] += 1
+        return token
+
+    def twin(self) -> Sampler:
+        """A sampler that goes on from here by itself, with the same draws, but no grammar or log-probabilities."""
+        other = copy.copy(self)
+        other.settings = dataclasses.replace(self.settings, logprobs=None)
+        other.generated, other._constraint = list(self.generated), None
+        other._random = copy.deepcopy(self._random)
+        other._is_seen, other._counts = (None if x is None else x.copy() for x in (self._is_seen, self._counts))
+        return other
+
+    def state(self) -> dict[str, list[int]]:
+        """What `restore` needs to go on from here: the tokens chosen so far, and where the generator of draws is (its
+        state and increment; nothing where greedy)."""
+        drawn: list[int] = []
+        if self._random is not None:
+            inner: Any = self._random.bit_generator.state["state"]
+            drawn = [int(inner["state"]), int(inner["inc"])]
+        return {"generated": list(self.generated), "random": drawn}
+
+    def restore(self, state: Mapping[str, Sequence[int]]) -> None:
+        """Go on where the sampler of a `state` was, with its settings and prompt: the tokens that it would have chosen.
+        Raises UsageError for a state of other settings, and for one that is damaged."""
+        try:
+            generated, random = [int(i) for i in state["generated"]], [int(i) for i in state["random"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"no state of a sampler: {error!r}", "pass what Sampler.state gave") from error
+        if any(not 0 <= i < self.vocab_size for i in generated) or any(not 0 <= i < 2**128 for i in random):
+            raise UsageError("the state of a sampler holds numbers out of range", "pass what Sampler.state gave")
+        if len(random) != (0 if self._random is None else 2):
+            was = "sampling" if random else "greedy"
+            raise UsageError(f"the state is that of a {was} sequence", f"set do_sample to {str(bool(random)).lower()}")
+        self.generated = []
+        for token in generated:
+            self._remember(token)
+        if self._random is not None:
+            position = {"state": random[0], "inc": random[1]}
+            self._random.bit_generator.state = {
+                "bit_generator": "PCG64",
+                "state": position,
+                "has_uint32": 0,
+                "uinteger": 0,
+            }
+
+    def distribution(self, logits: npt.ArrayLike) -> tuple[Ids, npt.NDArray[np.float64]]:
+        """The tokens `next` could choose, ids ascending [n], and their probabilities [n], sum 1; one token where
+        greedy.
+        Chooses and remembers nothing. Errors: those of `next`."""
+        scores = self._scores(logits)
+        if self._random is None:
+            return np.array([scores.argmax()], dtype=np.int64), np.ones(1)
+        return _distribution(scores, self.settings, len(self.generated))
+
+    def _scores(self, logits: npt.ArrayLike) -> Floats:
+        """A row of logits as `_changed` gives it, checked."""
+        scores = np.asarray(logits, dtype=np.float32)
+        if scores.shape != (self.vocab_size,):
+            raise UsageError(
+                f"logits of shape {list(scores.shape)} for a vocabulary of {self.vocab_size}", "pass one row of logits"
+            )
+        scores = self._changed(scores, None)
+        _check_maximum(scores, len(self.generated))
+        return scores
+
+    def _changed(self, logits: Floats, ids: npt.NDArray[np.integer[Any]] | None) -> Floats:
+        """The logits of `ids` (None: of all) after bias, penalties, eos suppression and the grammar; the caller's own
+        array where none of them applies."""
+        suppresses = self._suppresses()
+        changes = (self._bias, self._is_seen, self._counts, self._constraint)
+        if all(change is None for change in changes) and not suppresses:
+            return logits
+        scores: Floats = logits.copy()
+        if self._bias is not None:
+            scores += self._bias if ids is None else self._bias[ids]
+        if self._is_seen is not None:
+            self._penalise(scores, np.flatnonzero(self._is_seen if ids is None else self._is_seen[ids]))
+        if self._counts is not None:
+            counts = self._counts if ids is None else self._counts[ids]
+            places = np.flatnonzero(counts)
+            scores[places] -= np.float32(self.settings.frequency_penalty) * counts[places].astype(np.float32)
+            scores[places] -= np.float32(self.settings.presence_penalty)
+        if suppresses:
+            scores[self._eos_ids if ids is None else np.isin(ids, self._eos_ids)] = -np.inf
+        if self._constraint is not None:
+            allowed = self._constraint.mask()
+            scores[~(allowed if ids is None else allowed[ids])] = -np.inf
+        return scores
+
+    def _suppresses(self) -> bool:
+        return len(self.generated) < self.settings.min_new_tokens and self._eos_ids.size > 0
+
+    def _penalise(self, scores: Floats, places: Ids) -> None:
+        seen, penalty = scores[places], self.settings.repetition_penalty
+        with np.errstate(over="ignore"):
+            scores[places] = np.where(seen < 0, seen * penalty, seen / penalty)
+
+
+def may_settle(settings: GenerationSettings, count: int, vocabulary: int) -> bool:
+    """Whether the `count` largest logits can ever settle a token. Some penalties and biases raise other tokens; without
+    top_k, top_p and min_p every token of the vocabulary may be drawn; logprobs take the sum over the whole row."""
+    if count >= vocabulary:
+        return True
+    if settings.may_raise or settings.logprobs is not None:
+        return False
+    return not settings.do_sample or 0 < settings.top_k < count or settings.top_p < 1 or settings.min_p > 0
+
+
+def _dense(bias: Mapping[int, float], vocabulary: int) -> Floats:
+    if max(bias) >= vocabulary:
+        raise UsageError(f"logit_bias names the token {max(bias)}", f"give token ids below {vocabulary}")
+    dense = np.zeros(vocabulary, dtype=np.float32)
+    dense[list(bias)] = list(bias.values())
+    return dense
+
+
+def _logprobs(logits: Floats, token: int, count: int) -> Logprobs:
+    """log(softmax(logits)) of the token and of the `count` largest."""
+    _check_maximum(logits, 0)
+    largest = float(logits.max())
+    log_sum = largest + math.log(float(np.exp(logits - np.float32(largest)).sum(dtype=np.float64)))
+    ids = _top_ids(logits, count) if 0 < count < logits.size else np.arange(min(count, logits.size))
+    order = ids[np.lexsort((ids, -logits[ids]))][:count]
+    return Logprobs(float(logits[token]) - log_sum, tuple((int(i), float(logits[i]) - log_sum) for i in order))
+
+
+def _distribution(scores: Floats, settings: GenerationSettings, step: int) -> tuple[Ids, npt.NDArray[np.float64]]:
+    """Temperature, top_k, top_p and min_p in transformers' order: ids that stay, ascending, and their probabilities."""
+    if settings.temperature != 1.0:
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+            scores = scores / settings.temperature
+        _check_maximum(scores, step, f" after division by the temperature {settings.temperature}")
+    k = settings.top_k
+    ids = _top_ids(scores, k) if 0 < k < scores.size else np.flatnonzero(scores > -np.inf)
+    values = scores[ids]
+    return _narrowed(ids, values, settings.top_p, settings.min_p)
+
+
+def _narrowed(ids: Ids, values: Floats, top_p: float, min_p: float) -> tuple[Ids, npt.NDArray[np.float64]]:
+    """top_p and min_p of the finite scores `values` of `ids`."""
+    if top_p < 1.0:
+        kept = _top_p_indices(values, top_p)
+        ids, values = ids[kept], values[kept]
+    if min_p > 0.0:
+        probabilities = _softmax(values)
+        kept = np.flatnonzero(probabilities >= min_p * probabilities.max())
+        ids, values = ids[kept], values[kept]
+    weights = np.exp(values - values.max()).astype(np.float64)
+    return ids, weights / weights.sum()
+
+
+def _distribution_of(
+    scores: Scores, settings: GenerationSettings, vocabulary: int
+) -> tuple[Ids, npt.NDArray[np.float64]] | None:
+    """`_distribution` from the largest logits; None where they leave it open. The first of the three that applies is
+    settled by them, and those after it see what that one kept."""
+    top_p, min_p = settings.top_p, settings.min_p
+    if 0 < settings.top_k < vocabulary:
+        kept = scores.top_k(settings.top_k)
+    elif top_p < 1.0:
+        kept, top_p = scores.top_p(top_p), 1.0
+    elif min_p > 0.0:
+        kept, min_p = scores.min_p(min_p), 0.0
+    else:
+        return None
+    return None if kept is None else _narrowed(*kept, top_p, min_p)
+
+
+def _top_ids(scores: Floats, k: int) -> Ids:
+    """The ids, ascending, of every finite score that is not below the k-th largest (so ties can make it more than
+    k)."""
+    # The k-th largest of the blocks' maxima is at most the k-th largest score, and finding it touches each score once:
+    # what passes it is a few times k scores, where a partition of the whole vocabulary would cost ten times this.
+    width = min(_BLOCK, scores.size // (4 * k))
+    ids = np.arange(scores.size)
+    if width > 4:
+        maxima = scores[: scores.size // width * width].reshape(-1, width).max(axis=1)
+        ids = np.flatnonzero(scores >= np.partition(maxima, -k)[-k])
+    values = scores[ids]
+    kept: Ids = ids[(values >= np.partition(values, -k)[-k]) & (values > -np.inf)]
+    return kept
+
+
+def _top_p_indices(values: Floats, top_p: float) -> Ids:
+    """Where, ascending, the finite `values` [n] stay: all but those whose cumulative probability, from the least, is
+    within 1 - top_p. Of equal values the higher indices stay (transformers leaves it to torch.sort, which is not
+    stable)."""
+    probabilities, bound = _softmax(values), np.float32(1.0 - top_p)
+    stays = np.zeros(values.size, dtype=bool)
+    undecided, fallen = np.arange(values.size), 0.0
+    # A quickselect by mass: each round decides the part above or below a pivot, so that only the values at the boundary
+    # are sorted.
+    while undecided.size > _SORTED_AT_ONCE:
+        rest = values[undecided]
+        pivot = np.median(rest[:: rest.size // 64])
+        is_low = rest < pivot
+        if not is_low.any():
+            break
+        # Indices from flatnonzero cost a fifth of what indexing with an unpredictable mask does.
+        low, high = undecided[np.flatnonzero(is_low)], undecided[np.flatnonzero(~is_low)]
+        mass = float(probabilities[low].sum(dtype=np.float64))
+        if np.float32(fallen + mass) <= bound:
+            undecided, fallen = high, fallen + mass
+        else:
+            undecided = low
+            stays[high] = True
+    order = undecided[np.argsort(values[undecided], kind="stable")]
+    # torch.cumsum adds float32 in double, rounds every sum to float32 and compares with the bound as float32.
+    cumulative = (fallen + np.cumsum(probabilities[order], dtype=np.float64)).astype(np.float32)
+    stays[order[cumulative > bound]] = True
+    if not stays.any():
+        stays[order[-1]] = True
+    return np.flatnonzero(stays)
+
+
+def _softmax(values: Floats) -> Floats:
+    weights = np.exp(values - values.max())
+    return np.asarray(weights / np.float32(weights.sum(dtype=np.float64)), dtype=np.float32)
+
+
+def _draw(probabilities: npt.NDArray[np.float64], uniform: float) -> int:
+    """The index whose share of the cumulated probabilities holds `uniform` in [0, 1); never one of probability 0."""
+    cumulative = np.cumsum(probabilities)
+    last = int(np.searchsorted(cumulative, cumulative[-1], side="left"))
+    return min(int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right")), last)
+
+
+def _check_maximum(scores: Floats, step: int, where: str = "") -> None:
+    # argmax stops at the first NaN, so the maximum alone tells NaN, +inf and "all -inf" apart from a usable row.
+    best = int(scores.argmax())
+    value = float(scores[best])
+    if math.isfinite(value):
+        return
+    if value == -math.inf:
+        raise KvexportError(
+            f"every logit of new token {step} is -inf{where}: no token is possible",
+            "lower min_new_tokens, the penalty or the bias, or give a grammar that allows more",
+        )
+    fix = "run `kvexport validate` on the artifact" if not where else "raise the temperature"
+    raise KvexportError(
+        f"logit {best} of new token {step} is {value}{where}",
+        f"{fix}; a float16 model that overflows needs dtype float32",
+    )

@@ -1,0 +1,219 @@
+"""How a sequence is continued: the settings of a request, with the meanings of transformers 5.23's GenerationConfig.
+
+What of GenerationConfig would change the tokens and is not covered (beams, n-gram bans, the rest of `UNSUPPORTED`) is
+refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kvexport.errors import UsageError
+from kvexport.language.grammar import Grammar
+
+# Keys of a generation_config.json that would change the tokens, each with the value that does nothing.
+UNSUPPORTED: Mapping[str, Any] = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "penalty_alpha": 0.0,
+    "dola_layers": None,
+    "constraints": None,
+    "force_words_ids": None,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "bad_words_ids": None,
+    "sequence_bias": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "remove_invalid_values": False,
+    "exponential_decay_length_penalty": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "guidance_scale": 1.0,
+    "watermarking_config": None,
+    "token_healing": False,
+    "max_time": None,
+}
+UNSUPPORTED_WHEN_SAMPLING: Mapping[str, Any] = {
+    "top_h": None,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+}
+
+MOST_LOGPROBS = 20
+
+_SHARED_KEYS = (
+    "max_new_tokens",
+    "min_new_tokens",
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "stop_strings",
+)
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """How a sequence is continued; names, meanings and defaults are GenerationConfig's, or for what that has not,
+    OpenAI's, but where said otherwise.
+
+    temperature, top_k (0 = off, 50 where unset, as in transformers), top_p (1 = off), min_p (0 = off) count only with
+    do_sample. repetition_penalty counts always, over prompt and generated tokens. min_new_tokens: no eos before so many
+    tokens.
+    max_new_tokens: 256 where unset, because transformers' 20 tokens of prompt and output together serve nobody.
+    seed: of the sequence's own generator; null = from the operating system. eos_token_ids: any of them ends the
+    sequence.
+
+    presence_penalty, frequency_penalty: taken once, and once for each time, from the logit of every token that was
+    generated, the prompt not counted, in [-2, 2]. logit_bias: {token id: what is added to its logit, in [-100, 100]};
+    -100 as good as bans a token. logprobs: None, or how many of the likeliest tokens (0 to 20) are told with every
+    token, and the logarithm of its own probability: of the model's distribution, before penalties, bias, grammar and
+    temperature, as vLLM does by default. Those of the prompt cannot be had, because the decoder gives the logits after
+    its last token alone. ignore_eos: an eos token is one like any other.
+    grammar: the form that the answer keeps to. It ends with the form, and an eos comes only where the form may end.
+    shown_ids: special tokens that are part of the text by their names, others are not: markers of tool calls.
+    Raises UsageError naming the field that cannot be used.
+    """
+
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 50
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    ignore_eos: bool = False
+    grammar: Grammar | None = None
+    seed: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    shown_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse what transformers would refuse, or run into, at generation time."""
+        for name in ("do_sample", "ignore_eos"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
+        for name, least in (("max_new_tokens", 1), ("min_new_tokens", 0), ("top_k", 0)):
+            value = getattr(self, name)
+            _require(_is_integer(value) and value >= least, name, value, f"an integer of at least {least}")
+        _require(
+            self.min_new_tokens <= self.max_new_tokens,
+            "min_new_tokens",
+            self.min_new_tokens,
+            f"at most max_new_tokens = {self.max_new_tokens}",
+        )
+        expected = "a number above 0 (for greedy decoding: do_sample false)"
+        _require(
+            _is_number(self.temperature) and (self.temperature > 0 or not self.do_sample),
+            "temperature",
+            self.temperature,
+            expected,
+        )
+        _require(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1], 1 = off")
+        _require(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "a number in [0, 1], 0 = off")
+        penalty = self.repetition_penalty
+        _require(_is_number(penalty) and penalty > 0, "repetition_penalty", penalty, "a number above 0, 1 = off")
+        _require(
+            self.seed is None or (_is_integer(self.seed) and self.seed >= 0),
+            "seed",
+            self.seed,
+            "an integer of at least 0, or null",
+        )
+        self._check_logits()
+        ids, strings = self.eos_token_ids, self.stop_strings
+        whole = isinstance(ids, tuple) and all(_is_integer(i) and i >= 0 for i in ids)
+        _require(whole, "eos_token_ids", ids, "a tuple of token ids of at least 0")
+        ids = self.shown_ids
+        whole = isinstance(ids, tuple) and all(_is_integer(i) and i >= 0 for i in ids)
+        _require(whole, "shown_ids", ids, "a tuple of token ids of at least 0")
+        filled = isinstance(strings, tuple) and all(isinstance(s, str) and s for s in strings)
+        _require(filled, "stop_strings", strings, "a tuple of strings, none of them empty")
+
+    def _check_logits(self) -> None:
+        """What changes logits beside transformers' own settings, and what is told of them."""
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(_is_number(value) and -2 <= value <= 2, name, value, "a number in [-2, 2], 0 = off")
+        bias, told = self.logit_bias, self.logprobs
+        _require(isinstance(bias, Mapping), "logit_bias", bias, "a mapping of token ids to numbers")
+        for token, value in bias.items():
+            whole = _is_integer(token) and token >= 0 and _is_number(value) and -100 <= value <= 100
+            _require(whole, "logit_bias", {token: value}, "token ids of at least 0, each with a number in [-100, 100]")
+        whole = told is None or (_is_integer(told) and 0 <= told <= MOST_LOGPROBS)
+        kind = self.grammar
+        _require(kind is None or isinstance(kind, Grammar), "grammar", kind, "a kvexport.language.grammar.Grammar")
+        _require(whole, "logprobs", told, f"an integer from 0 to {MOST_LOGPROBS}, or null")
+
+    @property
+    def may_raise(self) -> bool:
+        """Whether a token's logit can become larger than the model's."""
+        penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
+        return min(penalties) < 0 or max(self.logit_bias.values(), default=0) > 0
+
+    @classmethod
+    def from_generation_config(cls, data: Mapping[str, Any], **overrides: Any) -> GenerationSettings:
+        """Settings from the content of a generation_config.json, with `overrides` (this class's fields; None = not
+        given) on top.
+
+        A null counts as unset. Keys that change nothing here are ignored, as are max_length (it counts the prompt; the
+        recipe's limits.max_length bounds prompt and output together) and, without do_sample, everything that only
+        sampling reads. Raises UsageError for a key of `UNSUPPORTED` with an effect, for an unknown override and for a
+        value out of range.
+        """
+        unknown = sorted(set(overrides) - {field.name for field in fields(cls)})
+        if unknown:
+            known = ", ".join(field.name for field in fields(cls))
+            raise UsageError(f"unknown generation setting '{unknown[0]}'", f"use one of: {known}")
+        values = {key: data[key] for key in _SHARED_KEYS if data.get(key) is not None}
+        if data.get("eos_token_id") is not None:
+            values["eos_token_ids"] = data["eos_token_id"]
+        values.update((key, value) for key, value in overrides.items() if value is not None)
+        for key in ("eos_token_ids", "stop_strings", "shown_ids"):
+            if key in values:
+                values[key] = _as_tuple(values[key])
+        settings = cls(**values)
+        _refuse_unsupported(data, settings, min_new_tokens_given="min_new_tokens" in values)
+        return settings
+
+
+def _refuse_unsupported(data: Mapping[str, Any], settings: GenerationSettings, min_new_tokens_given: bool) -> None:
+    neutral = {**UNSUPPORTED, **(UNSUPPORTED_WHEN_SAMPLING if settings.do_sample else {})}
+    if not min_new_tokens_given:
+        neutral["min_length"] = 0
+    for key, nothing in neutral.items():
+        value = data.get(key)
+        if value is not None and value != nothing and value not in ([], {}):
+            fix = f"set {key} to {'null' if nothing is None else str(nothing).lower()} in generation_config.json"
+            raise UsageError(f"the generation config asks for {key} = {value!r}, which this runtime does not do", fix)
+
+
+def _as_tuple(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
+    return (value,) if isinstance(value, (int, str)) else value
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _require(holds: bool, name: str, value: Any, expected: str) -> None:
+    if not holds:
+        raise UsageError(f"{name} is {value!r}", f"set {name} to {expected}")

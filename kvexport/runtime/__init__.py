@@ -1,1 +1,0 @@
-"""Running an artifact: ONNX Runtime and numpy only."""

@@ -1,0 +1,349 @@
+"""Decoding over a part of a full cache that is chosen anew every so many tokens (`cache.periodic`).
+
+The full cache evicts nothing: it reads prompts, and gets the entries of decoded tokens. A decode step reads the part.
+Every `every` tokens, counted from the beginning of the sequence, a step reads the full cache instead: so that the
+method's scores of all entries are of the current query too, and by them the part is chosen anew, at once or in a thread
+`delay` steps later, whatever the thread's speed. Between choices the scores of the part's entries go on in the part;
+those of others stay. Until a sequence is longer than the part has slots its steps read the full cache.
+
+All of that depends on the length of the sequence alone, and what a lane's part holds is saved with the lane. So no
+answer depends on the batch, on threads, or on where a snapshot was taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvexport.artifact.manifest import Manifest
+from kvexport.backends.base import LoadedModel, ModelState
+from kvexport.backends.rows import Rows
+from kvexport.cache import part_plan
+from kvexport.recipe.periodic import PeriodicSection
+from kvexport.state.cache_part import ENTRY, CachePart, LaneTensors, Slots
+from kvexport.state.mapped_file import mapped
+
+READ, NEXT = "read_positions", "next_positions"  # tensors of a saved lane: entries of the part, and of the next one
+# Of each layer: slots of the full cache, and copies of what they hold.
+_Choice = tuple[list[Slots], list[dict[str, NDArray[Any]]]]
+
+
+@dataclass(frozen=True)
+class _Next:
+    """A choice that no step reads yet. start: tokens that the full cache had seen."""
+
+    choice: Future[_Choice]
+    start: int
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What the part holds of a lane: copies of the full cache's slots of each layer, then the tokens from `start` on.
+    copied: so many tokens are in the full cache; those after them are in the part alone."""
+
+    slots: list[Slots]
+    start: int
+    copied: int
+    next: _Next | None = None
+
+
+def new_periodic(manifest: Manifest, model: LoadedModel, lanes: int) -> PeriodicState:
+    """State for `lanes` sequences, all empty. Raises UsageError where state is not in the host's memory,
+    EnvironmentProblem where the recipe's file cannot hold it."""
+    settings, plan = manifest.recipe.cache.periodic, part_plan(manifest.recipe, manifest.cache)
+    assert plan is not None
+    fix = "--set cache.periodic.slots=null, or backend.device=cpu"
+    part = CachePart(manifest, model, plan, "cache.periodic", fix)
+    memory = None
+    if settings.store is not None:
+        memory = partial(mapped, folder=settings.store, limit=settings.limit)
+    part.make(lanes)
+    return PeriodicState(model.new_state(manifest.cache, lanes, memory), part, settings)
+
+
+class PeriodicState:
+    """A `ModelState` whose `decode` is that of the full cache; `advance` is a decode step. A full cache that evicts
+    nothing never moves an entry: the slot of a token is its number in the sequence."""
+
+    top_logits: int | None = None
+
+    def __init__(self, full: ModelState, part: CachePart, settings: PeriodicSection) -> None:
+        self._full, self._part, self._settings = full, part, settings
+        self._layers = range(len(part.plan.layers))
+        self._held: dict[int, _Held] = {}
+        self._length = [0] * part.lanes
+        self._thread: ThreadPoolExecutor | None = None
+
+    def advance(
+        self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
+    ) -> NDArray[np.float32]:
+        """As `decode`, of lanes that are at a decode step; several tokens of a lane are read by the full cache."""
+        if input_ids.shape[1] > 1:
+            return self.decode(input_ids, query_length, first)
+        small = np.zeros_like(query_length)
+        for i in np.flatnonzero(query_length[:, 0]).tolist():
+            small[i] = self._reads_part(first + i)
+        whole, found = query_length - small, None
+        if whole.any():
+            found = self._full.decode(input_ids, whole, first)
+            for i in np.flatnonzero(whole[:, 0]).tolist():
+                self._length[first + i] += 1
+                self._choose_next(first + i)
+        if not small.any():
+            assert found is not None
+            return found
+        logits = self._part.state.decode(input_ids, small, first)
+        for i in np.flatnonzero(small[:, 0]).tolist():
+            self._length[first + i] += 1
+        return logits if found is None else np.where(small[:, :, None] > 0, logits, found)
+
+    def _reads_part(self, lane: int) -> bool:
+        """Whether a lane's step reads the part, which then holds what it should; otherwise the full cache does."""
+        length, held, settings = self._length[lane], self._held.get(lane), self._settings
+        assert settings.slots is not None
+        if length < settings.slots or length % settings.every == 0:
+            self._settle(lane)
+            return False
+        if held is not None and held.next is not None and length >= held.next.start + settings.delay:
+            self._settle(lane)
+            slots, copies = held.next.choice.result()
+            self._place(lane, slots, held.next.start, copies)
+        elif held is None or held.slots[0].shape[1] + length - held.start >= settings.slots:
+            self._settle(lane)
+            self._place(lane, self._choose(self._scores(lane), length), length)
+        return True
+
+    def _choose_next(self, lane: int) -> None:
+        """After a step of the full cache: the next part is another."""
+        held = self._held.get(lane)
+        if held is None:
+            return
+        if not self._settings.delay:
+            self._forget(lane)
+            return
+        length, full = self._length[lane], self._view(lane)
+        for i in self._layers:
+            used = held.slots[i].shape[1] + held.copied - held.start
+            self._part.copy(i, full, self._part.view(lane), np.arange(held.copied, length)[None], used)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "choice")
+        choice = self._thread.submit(self._prepare, full, self._scores(lane), length)
+        self._held[lane] = replace(held, copied=length, next=_Next(choice, length))
+        self._give_statistics(lane)
+        self._part.state.write(lane, {}, length)
+
+    def _prepare(self, full: LaneTensors, scores: list[NDArray[np.float32] | None], length: int) -> _Choice:
+        """A choice, with copies of its entries. In a thread: of the full cache it reads what no step changes."""
+        slots = self._choose(scores, length)
+        return slots, [self._copies(i, full, chosen) for i, chosen in enumerate(slots)]
+
+    def _choose(self, scores: list[NDArray[np.float32] | None], length: int) -> list[Slots]:
+        return [self._part.chosen(i, score, length) for i, score in enumerate(scores)]
+
+    def _scores(self, lane: int) -> list[NDArray[np.float32] | None]:
+        """Copies of what each layer's slots are chosen by [KV heads, used]; None where the latest are."""
+        if not self._part.scored:
+            return [None for _ in self._layers]
+        full, length = self._view(lane), self._length[lane]
+        return [full[f"past_key_values.{i}.score"][:, 0, :length].copy() for i in self._layers]
+
+    def _copies(self, i: int, full: LaneTensors, chosen: Slots) -> dict[str, NDArray[Any]]:
+        """Copies of a layer's slots, by the names of its tensors."""
+        found = {}
+        for tensor in self._part.entry(i):
+            given = full[tensor.past(i)]
+            rows = [np.take(given[h], chosen[h % len(chosen)], axis=0, mode="clip") for h in range(len(given))]
+            found[tensor.past(i)] = np.stack(rows)
+        return found
+
+    def _place(
+        self, lane: int, slots: list[Slots], start: int, copies: list[dict[str, NDArray[Any]]] | None = None
+    ) -> None:
+        """Let a lane's part hold these slots of the full cache, which is up to date, and the tokens from `start` on.
+        copies: of the slots."""
+        full, own, length = self._view(lane), self._part.view(lane), self._length[lane]
+        for i, chosen in enumerate(slots):
+            count = chosen.shape[1]
+            if copies is None:
+                self._part.copy(i, full, own, chosen, 0)
+            else:
+                self._part.copy(i, copies[i], own, np.arange(count)[None], 0)
+            if length > start:
+                self._part.copy(i, full, own, np.arange(start, length)[None], count)
+        self._held[lane] = _Held(slots, start, length)
+        self._give_statistics(lane)
+        self._part.state.write(lane, {}, length)
+
+    def _settle(self, lane: int) -> None:
+        """Bring the full cache up to the part: entries of the tokens that it lacks, and the part's statistics."""
+        held, length = self._held.get(lane), self._length[lane]
+        if held is None:
+            return
+        full, own = self._view(lane), self._part.view(lane)
+        for i in self._layers:
+            used = held.slots[i].shape[1] + held.copied - held.start
+            if new := length - held.copied:
+                self._part.copy(i, own, full, np.arange(used, used + new)[None], held.copied)
+        self._held[lane] = held = replace(held, copied=length)
+        self._give_statistics(lane, to_full=True)
+        self._full.write(lane, {}, length)
+
+    def _give_statistics(self, lane: int, *, to_full: bool = False) -> None:
+        """Give the part what the full cache keeps of the attention to its entries, or the other way round: scores and
+        the method's own tensors."""
+        held, full, own = self._held[lane], self._view(lane), self._part.view(lane)
+        late = np.arange(held.start, held.copied)
+        for i in self._layers:
+            slots = [np.concatenate([head, late]) for head in held.slots[i]]
+            for tensor in self._part.plan.layers[i].state:
+                if tensor.name in ENTRY or tensor.name == "votes":
+                    continue
+                there, here = full[tensor.past(i)], own[tensor.past(i)]
+                if tensor.slot_axis is None:
+                    (there if to_full else here)[...] = here if to_full else there
+                    continue
+                for head in range(len(there)):
+                    chosen = slots[head % len(slots)]
+                    of_full, of_part = (np.moveaxis(x[head], tensor.slot_axis - 2, 0) for x in (there, here))
+                    if to_full:
+                        of_full[chosen] = of_part[: len(chosen)]
+                    else:
+                        of_part[: len(chosen)] = of_full[chosen]
+
+    def _view(self, lane: int) -> LaneTensors:
+        found = self._full.view(lane)
+        assert found is not None
+        return found
+
+    def _forget(self, lane: int) -> None:
+        self._held.pop(lane, None)
+
+    def _positions(self, lane: int) -> dict[str, NDArray[np.int32]]:
+        """The positions of a lane's part, and of the one that follows, for `write`."""
+        held, full, found = self._held[lane], self._view(lane), {}
+        given = {READ: [np.append(x, np.tile(np.arange(held.start, held.copied), (len(x), 1)), 1) for x in held.slots]}
+        if held.next is not None:
+            given[NEXT] = held.next.choice.result()[0]
+        for kind, slots in given.items():
+            for i, chosen in enumerate(slots):
+                position = full[f"past_key_values.{i}.position"]
+                every = np.broadcast_to(chosen, (len(position), chosen.shape[1]))
+                found[_named(i, kind)] = np.take_along_axis(position, every, axis=1)
+        return found
+
+    def _restore(self, lane: int, positions: Mapping[str, NDArray[Any]]) -> None:
+        """Go on with the part whose positions these are, over a full cache that is written."""
+        full, length, found = self._view(lane), self._length[lane], {}
+        for name, wanted in positions.items():
+            position = full[name.rpartition(".")[0] + ".position"][:, :length]
+            order = np.argsort(position, axis=1, kind="stable")
+            inside = [np.searchsorted(p[o], w) for p, o, w in zip(position, order, wanted, strict=True)]
+            found[name] = np.take_along_axis(order, np.clip(np.stack(inside), 0, length - 1), axis=1)
+        self._place(lane, [found[_named(i, READ)] for i in self._layers], length)
+        if _named(0, NEXT) in found:
+            slots, choice = [found[_named(i, NEXT)] for i in self._layers], Future[_Choice]()
+            choice.set_result((slots, [self._copies(i, full, chosen) for i, chosen in enumerate(slots)]))
+            start = (length - 1) // self._settings.every * self._settings.every + 1
+            self._held[lane] = replace(self._held[lane], next=_Next(choice, start))
+
+    def decode(
+        self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
+    ) -> NDArray[np.float32]:
+        """See `LaneState.decode`: by the full cache."""
+        for i in np.flatnonzero(query_length[:, 0]).tolist():
+            self._settle(first + i)
+            self._forget(first + i)
+        logits = self._full.decode(input_ids, query_length, first)
+        for i, count in enumerate(query_length[:, 0].tolist(), first):
+            self._length[i] += count
+        return logits
+
+    def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Rows:
+        """See `ModelState.step`: logits are on the host, where there is none."""
+        return self._full.step(input_ids, query_length, first)
+
+    def merge(self, first: int, last: int) -> None:
+        """See `LaneState.merge`: nothing does."""
+        self._full.merge(first, last)
+
+    def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
+        """See `LaneState.clear`."""
+        for each in (self._full, self._part.state):
+            each.clear(first, last, poisoned=poisoned)
+        for lane in range(first, last):
+            self._forget(lane)
+            self._length[lane] = 0
+
+    def grown(self, lanes: int) -> PeriodicState:
+        """See `ModelState.grown`."""
+        for lane in self._held:
+            self._settle(lane)
+        full = self._full.grown(lanes)
+        self._part.make(lanes)
+        more = PeriodicState(full, self._part, self._settings)
+        more._held, more._thread = self._held, self._thread
+        more._length[: len(self._length)] = self._length
+        return more
+
+    def read(self, lane: int, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
+        """See `ModelState.read`; with what the part holds where `names` is None."""
+        self._settle(lane)
+        found = self._full.read(lane, names)
+        return found | self._positions(lane) if names is None and lane in self._held else found
+
+    def write(self, lane: int, state: Mapping[str, NDArray[Any]], past_length: int | None = None) -> None:
+        """See `ModelState.write`."""
+        self._settle(lane)
+        self._forget(lane)
+        positions = {name: array for name, array in state.items() if name.endswith((f".{READ}", f".{NEXT}"))}
+        self._full.write(lane, {name: array for name, array in state.items() if name not in positions}, past_length)
+        # Values that are not finite would stay in empty slots.
+        self._part.state.clear(lane, lane + 1, poisoned=True)
+        if past_length is not None:
+            self._length[lane] = past_length
+        if positions:
+            self._restore(lane, positions)
+
+    def rollback(self, lane: int, count: int) -> None:
+        """See `ModelState.rollback`; the part is chosen anew at the next step."""
+        self._settle(lane)
+        self._forget(lane)
+        self._full.rollback(lane, count)
+        self._length[lane] -= count
+
+    def copy(self, source: int, target: int) -> None:
+        """See `ModelState.copy`."""
+        self._settle(source)
+        self._full.copy(source, target)
+        self._part.state.copy(source, target)
+        self._forget(target)
+        if source in self._held:
+            self._held[target] = self._held[source]
+        self._length[target] = self._length[source]
+
+    def view(self, lane: int) -> LaneTensors:
+        """See `ModelState.view`."""
+        self._settle(lane)
+        return self._view(lane)
+
+    def get_state(self) -> dict[str, NDArray[Any]]:
+        """See `ModelState.get_state`."""
+        for lane in self._held:
+            self._settle(lane)
+        return self._full.get_state()
+
+    def set_state(self, state: Mapping[str, NDArray[Any]], past_length: NDArray[np.int64]) -> None:
+        """See `ModelState.set_state`."""
+        self._held.clear()
+        self._full.set_state(state, past_length)
+        self._length[: len(past_length)] = past_length[:, 0].tolist()
+
+
+def _named(i: int, kind: str) -> str:
+    return f"past_key_values.{i}.{kind}"

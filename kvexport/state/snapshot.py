@@ -1,0 +1,297 @@
+"""The state of one sequence at a moment, as a value, and as bytes that another process or machine goes on from.
+
+The bytes: `MAGIC`, the format's version and the header's length (4 bytes each, little endian), the header's SHA-256,
+the header (JSON), then the tensors in the order of its list, each held to its own SHA-256. Nothing in them is code. The
+digests find damage, not intent: what is read is checked against the artifact as well, so that no bytes whatever make a
+cache larger than its capacity.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
+
+from kvexport.artifact.manifest import Manifest
+from kvexport.backends.lane_state import slot_axes, used_slots
+from kvexport.cache import CachePlan
+from kvexport.errors import KvexportError, SnapshotError
+from kvexport.language.settings import GenerationSettings
+from kvexport.schema.state import RING
+from kvexport.state.lane import Counters, Saved
+from kvexport.state.periodic import NEXT, READ
+
+MAGIC = b"kvexsnap"
+VERSIONS = (1, 2)  # the second has reference queries, which may be fewer than the rows of their ring
+_FIXED = struct.Struct("<8sII32s")
+MARK = _FIXED.size  # bytes at the beginning that tell it from every other: they hold the header's digest
+_HEADER_LIMIT = 64 << 20
+_ALIGNMENT = 64  # bytes, of the first tensor
+_AGAIN = "make the snapshot again, with this artifact"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a snapshot belongs to, by digests. model: the checkpoint and its weights. recipe: without what may differ
+    between machines (backend, largest batch, speculation). contract: its version, the cache plan, chunks, merge
+    intervals, and what decode steps read of the cache."""
+
+    model: str
+    recipe: str
+    contract: str
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Origin:
+        """Of what an artifact makes."""
+        recipe = manifest.recipe.model_dump(
+            mode="json", exclude={"backend": True, "limits": {"max_batch"}, "speculate": True, "cache": {"periodic"}}
+        )
+        weights = {name: entry.sha256 for name, entry in manifest.files.items() if name.endswith(".weights")}
+        limits = manifest.limits
+        contract = [
+            manifest.contract_version,
+            manifest.cache.to_json(),
+            limits.prefill_chunk,
+            limits.merge_every,
+            manifest.model.vocabulary,
+        ]
+        if (periodic := manifest.recipe.cache.periodic).slots is not None:
+            contract.append([periodic.slots, periodic.every, periodic.delay])
+        return cls(*(_digest_of(part) for part in ([manifest.model.fingerprint, weights], recipe, contract)))
+
+    def check(self, found: Origin) -> None:
+        """Raises SnapshotError, naming what differs, for a snapshot of another origin."""
+        for part in fields(self):
+            ours, theirs = getattr(self, part.name), getattr(found, part.name)
+            if ours != theirs:
+                raise SnapshotError(
+                    f"the snapshot is of another {part.name} ({theirs[:12]}) than the artifact ({ours[:12]})", _AGAIN
+                )
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """The state of one sequence.
+
+    ids: its tokens, prompt and answer [n] int64, of which the cache has seen the first `counters.length`: the last
+    token of an answer never has been. state: the lane's tensors (see `ModelState.read`). sampler, text: what
+    `Sampler.state` and `TextStream.state` gave; text is None where the answer has ended, or there is no tokenizer.
+    settings: of that answer. Nothing of it may be changed.
+    """
+
+    origin: Origin
+    ids: NDArray[np.int64]
+    state: Mapping[str, NDArray[Any]]
+    counters: Counters
+    sampler: Mapping[str, Any] | None = None
+    text: Mapping[str, Any] | None = None
+    settings: GenerationSettings | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens that the cache has seen."""
+        return self.counters.length
+
+    @property
+    def saved(self) -> Saved:
+        """The lane."""
+        return Saved(self.state, self.counters)
+
+    @property
+    def nbytes(self) -> int:
+        """Of its arrays."""
+        return self.ids.nbytes + sum(array.nbytes for array in self.state.values())
+
+    def to_bytes(self) -> bytes:
+        """All of it; `from_bytes` reads it."""
+        arrays = {"ids": self.ids, **self.state}
+        parts = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}
+        header = {
+            **{part.name: getattr(self.origin, part.name) for part in fields(self.origin)},
+            "counters": self.counters._asdict(),
+            "sampler": self.sampler,
+            "text": self.text,
+            "settings": None if self.settings is None else _settings().dump_python(self.settings, mode="json"),
+            "tensors": [
+                {"name": name, "dtype": x.dtype.str, "shape": x.shape, "sha256": _sha256(x)}
+                for name, x in parts.items()
+            ],
+        }
+        text = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
+        text += b" " * (-(_FIXED.size + len(text)) % _ALIGNMENT)
+        version = VERSIONS[1 if any(name.rpartition(".")[2] in RING for name in self.state) else 0]
+        fixed = _FIXED.pack(MAGIC, version, len(text), hashlib.sha256(text).digest())
+        return b"".join([fixed, text, *(_raw(x) for x in parts.values())])
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview, manifest: Manifest) -> Snapshot:
+        """What `to_bytes` wrote, for the artifact of `manifest`; its arrays look at `data`. Raises SnapshotError for
+        everything that is not that."""
+        header, rest = _read_header(memoryview(data).cast("B"))
+        try:
+            origin = Origin(*(str(header[part.name]) for part in fields(Origin)))
+            Origin.of(manifest).check(origin)
+            arrays = _read_tensors(header["tensors"], rest)
+            counts = header["counters"]
+            counters = Counters(tuple(map(_count, counts["held"])), _count(counts["added"]), _count(counts["length"]))
+            settings = header["settings"]
+            chosen = None if settings is None else _settings().validate_python(settings)
+            found = cls(origin, arrays.pop("ids"), arrays, counters, header["sampler"], header["text"], chosen)
+            _check(found, manifest)
+            return found
+        except (KeyError, TypeError, ValueError, OverflowError, ValidationError) as error:
+            raise damaged(f"its header cannot be used ({type(error).__name__}: {error})"[:300]) from error
+        except SnapshotError:
+            raise
+        except KvexportError as error:
+            raise damaged(error.problem) from error
+
+
+def damaged(problem: str) -> SnapshotError:
+    """The error for bytes that are no snapshot, or no longer one."""
+    return SnapshotError(f"the snapshot is damaged: {problem}", _AGAIN)
+
+
+def _read_header(data: memoryview) -> tuple[dict[str, Any], memoryview]:
+    """The header, held to its digest, and what follows it."""
+    if len(data) < _FIXED.size:
+        raise damaged(f"it has {len(data)} bytes, its beginning alone has {_FIXED.size}")
+    magic, version, size, digest = _FIXED.unpack_from(data)
+    if magic != MAGIC:
+        raise damaged("it does not begin as one")
+    if version not in VERSIONS:
+        known = " and ".join(map(str, VERSIONS))
+        raise SnapshotError(f"the snapshot has the format {version}, this kvexport reads {known}", _AGAIN)
+    text = data[_FIXED.size : _FIXED.size + size]
+    if size > _HEADER_LIMIT or len(text) != size:
+        raise damaged(f"its header should have {size} bytes, {len(text)} are there")
+    if hashlib.sha256(text).digest() != digest:
+        raise damaged("its header is not what its digest says")
+    try:
+        header = json.loads(bytes(text))
+    except (ValueError, RecursionError) as error:
+        raise damaged("its header is not JSON") from error
+    if not isinstance(header, dict):
+        raise damaged("its header is no object")
+    return header, data[_FIXED.size + size :]
+
+
+def _read_tensors(entries: Any, data: memoryview) -> dict[str, NDArray[Any]]:
+    arrays: dict[str, NDArray[Any]] = {}
+    for entry in entries:
+        name, dtype, shape = str(entry["name"]), np.dtype(str(entry["dtype"])), tuple(map(_count, entry["shape"]))
+        if dtype.kind not in "fiu" or name in arrays:
+            raise damaged(f"its tensor {name[:80]!r} is there twice, or holds no numbers")
+        size = dtype.itemsize
+        for extent in shape:
+            size *= extent
+        if size > len(data):
+            raise damaged(f"it is cut off: {name[:80]!r} should have {size} bytes, {len(data)} are left")
+        array = np.frombuffer(data[:size], dtype=dtype).reshape(shape)
+        if _sha256(array) != entry["sha256"]:
+            raise damaged(f"the tensor {name[:80]!r} is not what its digest says")
+        arrays[name], data = array, data[size:]
+    if len(data):
+        raise damaged(f"{len(data)} bytes follow its last tensor")
+    return arrays
+
+
+def _check(snapshot: Snapshot, manifest: Manifest) -> None:
+    """Hold a snapshot to the artifact: shapes and types to the cache plan, counters to the slots that are used, ids to
+    the vocabulary. Whatever passes can be run, and no cache of it exceeds its capacity."""
+    plan, ids, counters = manifest.cache, snapshot.ids, snapshot.counters
+    if ids.dtype != np.int64 or ids.ndim != 1 or not 0 <= counters.length <= len(ids):
+        raise damaged(f"{counters.length} tokens seen of ids {ids.dtype} {list(ids.shape)}")
+    if ids.size and not 0 <= ids.min() <= ids.max() < manifest.model.vocabulary:
+        raise damaged(f"an id is out of range: the vocabulary has {manifest.model.vocabulary}")
+    generated = [] if snapshot.sampler is None else snapshot.sampler["generated"]
+    if not isinstance(generated, list) or generated != ids[len(ids) - len(generated) :].tolist():
+        raise damaged("the tokens of its answer are not the last of its ids")
+    expected = dict.fromkeys(name for name, *_ in plan.state_names())
+    expected |= _check_part(snapshot, manifest)
+    if snapshot.state.keys() != expected.keys():
+        wrong = sorted(snapshot.state.keys() ^ expected.keys())[0]
+        raise damaged(f"the tensor {wrong[:80]!r} is missing, or of no layer")
+    if len(counters.held) != len(plan.layers):
+        raise damaged(f"counters of {len(counters.held)} layers, there are {len(plan.layers)}")
+    _check_tensors(snapshot, plan)
+
+
+def _check_part(snapshot: Snapshot, manifest: Manifest) -> dict[str, None]:
+    """Hold the positions of what decode steps read to the recipe; their names."""
+    periodic, names = manifest.recipe.cache.periodic, dict[str, None]()
+    for kind, most in ((READ, periodic.slots or 0), (NEXT, periodic.chosen)):
+        of_kind = {f"past_key_values.{i}.{kind}": layer for i, layer in enumerate(manifest.cache.layers)}
+        if periodic.slots is None or not of_kind.keys() & snapshot.state.keys():
+            break
+        names |= dict.fromkeys(of_kind)
+        for name, layer in of_kind.items():
+            array = snapshot.state.get(name)
+            if array is None or array.dtype != np.int32 or array.ndim != 2 or len(array) != layer.kv_heads:
+                raise damaged(f"{name} is no int32 [{layer.kv_heads}, slots]")
+            count = array.shape[1]
+            ordered = count and (np.diff(array) > 0).all() and array.min() >= 0 and array.max() < snapshot.length
+            if count > most or not ordered:
+                raise damaged(f"{name} holds {count} numbers that are no positions of a part of at most {most} slots")
+    return names
+
+
+def _check_tensors(snapshot: Snapshot, plan: CachePlan) -> None:
+    axes, counters = slot_axes(plan), snapshot.counters
+    for i, (layer, held) in enumerate(zip(plan.layers, counters.held, strict=True)):
+        votes = snapshot.state[f"past_key_values.{i}.votes"]
+        slots, rows = _extent(votes), _extent(snapshot.state.get(f"past_key_values.{i}.{RING[1]}", votes))
+        shapes, dtypes = layer.shapes(1), layer.dtypes()
+        for tensor in layer.state:
+            name = tensor.past(i)
+            array, shape = snapshot.state[name], list(shapes[tensor.name][1:])
+            if (axis := axes[name]) is not None:
+                shape[axis] = slots
+            elif tensor.name in RING:
+                shape[1] = min(shape[1], rows)
+            if array.dtype != dtypes[tensor.name] or list(array.shape) != shape:
+                raise damaged(
+                    f"{name} is {array.dtype} {list(array.shape)}, the artifact has {dtypes[tensor.name]} {shape}"
+                )
+        if not (np.isfinite(votes) & (votes >= 0)).all():
+            raise damaged(f"past_key_values.{i}.votes holds numbers that are no votes")
+        if not used_slots(votes) <= held + counters.added <= layer.capacity:
+            raise damaged(
+                f"past_key_values.{i} uses {used_slots(votes)} slots of {layer.capacity}, its counters say "
+                f"{held} and {counters.added} more"
+            )
+
+
+def _extent(array: NDArray[Any]) -> int:
+    return array.shape[-1] if array.ndim else -1
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def _raw(array: NDArray[Any]) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _sha256(array: NDArray[Any]) -> str:
+    return hashlib.sha256(_raw(array)).hexdigest()
+
+
+def _digest_of(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+@cache
+def _settings() -> TypeAdapter[GenerationSettings]:
+    return TypeAdapter(GenerationSettings)

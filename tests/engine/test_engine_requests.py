@@ -1,0 +1,436 @@
+"""Requests that join, leave, fail and end while others run: what each is answered is what it would be alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvexport
+from kvexport.engine.engine import Engine, load
+from kvexport.engine.request import Request, State
+from kvexport.errors import DeadlineError, KvexportError, QueueFullError, UsageError
+from tests.support.on_device import onto_device
+from tests.support.tensorrt_artifacts import engines
+
+CHUNK, LANES, VOCABULARY = 16, 4, 64  # of the tiny artifact
+
+
+@pytest.fixture(scope="module")
+def solo(tiny_artifact: Path) -> Callable[..., list[int]]:
+    """What a prompt is answered by itself, in lanes of its own."""
+    engine = load(tiny_artifact)
+    known: dict[Any, list[int]] = {}
+
+    def answer(ids: list[int], **settings: Any) -> list[int]:
+        key = (tuple(ids), tuple(sorted(settings.items())))
+        if key not in known:
+            known[key] = engine.generate([ids], **settings)[0].token_ids
+        return known[key]
+
+    return answer
+
+
+def answer_of(request: Request) -> list[int]:
+    return [token.id for token in request.tokens]
+
+
+def run(engine: Engine, steps: int = 10**6) -> None:
+    while engine.busy and steps:
+        engine.step()
+        steps -= 1
+
+
+def lane_bytes(engine: Engine, lane: int) -> list[bytes]:
+    lanes: Any = engine._pool._lanes
+    return [array[lane].tobytes() for array in [*lanes.backend.state.values(), lanes.backend.past_length]]
+
+
+# Random schedules.
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_joins_and_leaves_the_others_are_answered_as_alone(
+    tiny_artifact: Path, solo: Callable[..., list[int]], seed: int
+) -> None:
+    check_random_schedule(load(tiny_artifact), solo, seed)
+
+
+def test_the_same_on_a_device_with_graphs(tiny_artifact: Path, solo: Callable[..., list[int]]) -> None:
+    check_random_schedule(onto_device(load(tiny_artifact), graphs=True), solo, 100)
+
+
+def test_the_same_on_engines_of_tensorrt(
+    tiny_artifact: Path, tmp_path: Path, plugins: Path, solo: Callable[..., list[int]]
+) -> None:
+    check_random_schedule(kvexport.load(engines(tiny_artifact, tmp_path / "engines")), solo, 101)
+
+
+def check_random_schedule(engine: Engine, solo: Callable[..., list[int]], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(0, VOCABULARY, n).tolist() for n in (1, 3, 15, 16, 17, 40, 70, 100)]
+    choices = [{"max_new_tokens": n} for n in (1, 2, 9, 30)]
+    choices += [{"max_new_tokens": 12, "do_sample": True, "seed": 5}, {"max_new_tokens": 25, "eos_token_ids": (7, 30)}]
+    added: list[tuple[Request, list[int], dict[str, Any]]] = []
+    streams: list[Any] = []
+    most, cancelled = 0, 0
+    for _ in range(250):
+        if rng.random() < 0.18:
+            ids, chosen = prompts[rng.integers(len(prompts))], choices[rng.integers(len(choices))]
+            request = Request(ids, engine.settings(**chosen))
+            assert engine.add(request) == request.id
+            added.append((request, ids, chosen))
+        if rng.random() < 0.03:
+            batch = [prompts[i] for i in rng.integers(len(prompts), size=2)]
+            streams.append((engine.stream(batch, max_new_tokens=11), batch, [[], []]))
+        running = [request for request, *_ in added if request.state is not State.FINISHED]
+        if rng.random() < 0.06 and running:
+            cancelled += engine.cancel(running[rng.integers(len(running))].id)
+        if streams and rng.random() < 0.5:
+            stream, _, found = streams[rng.integers(len(streams))]
+            if (token := next(stream, None)) is not None:
+                found[token.sequence].append(token.id)
+        engine.step()
+        most = max(most, len(engine._scheduler.running()))
+    run(engine)
+    for stream, _, found in streams:
+        for token in stream:
+            found[token.sequence].append(token.id)
+    assert most == LANES and cancelled > 0 and len(streams) > 2, "all of it happened"
+    for request, ids, chosen in added:
+        expected = solo(ids, **chosen)
+        if request.finish_reason == "cancelled":
+            assert answer_of(request) == expected[: len(request.tokens)]
+        else:
+            assert answer_of(request) == expected
+    for _, batch, found in streams:
+        assert found == [solo(ids, max_new_tokens=11) for ids in batch]
+    assert engine._scheduler.running() == [] and engine._requests == {}
+
+
+# Joining and leaving.
+
+
+def test_a_long_prompt_joins_and_those_that_decode_go_on_between_its_chunks(
+    tiny_artifact: Path, solo: Callable[..., list[int]]
+) -> None:
+    engine = load(tiny_artifact)
+    engine.generate([[1], [2]], max_new_tokens=1)  # two lanes
+    running = Request([5, 6, 7], engine.settings(max_new_tokens=40))
+    engine.add(running)
+    run(engine, 3)
+    ids = list(range(60)) * 3  # 12 chunks
+    long = Request(ids, engine.settings(max_new_tokens=5))
+    engine.add(long)
+    calls: list[tuple[int, ...]] = []
+    lanes: Any = engine._pool._lanes
+    decode = lanes.backend.decode
+
+    def watched(input_ids: Any, query_length: Any, first: int) -> Any:
+        calls.append((*input_ids.shape, first))
+        return decode(input_ids, query_length, first)
+
+    lanes.backend.decode = watched
+    while not long.tokens:
+        before = len(running.tokens)
+        engine.step()
+        assert len(running.tokens) == before + 1
+    # No call of a chunk has a row for the one that decodes.
+    assert set(calls) == {(1, CHUNK, 1), (1, len(ids) % CHUNK, 1), (1, 1, 0)}
+    run(engine)
+    assert answer_of(long) == solo(ids, max_new_tokens=5)
+    assert answer_of(running) == solo([5, 6, 7], max_new_tokens=40)
+
+
+def test_lanes_are_as_many_as_ever_were_needed_at_once(
+    tiny_artifact: Path, solo: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load(tiny_artifact)
+    made: list[int] = []
+    new = engine.model.new_state
+
+    def counted(plan: Any, lanes: int) -> Any:
+        made.append(lanes)
+        return new(plan, lanes)
+
+    monkeypatch.setattr(engine.model, "new_state", counted)
+    for _ in range(2):
+        engine.generate([1, 2, 3], max_new_tokens=3)
+    assert made == [1]
+    # While nothing runs, lanes are made anew; then they are added by copying, twice as many.
+    first, *others = (Request([n, n + 1], engine.settings(max_new_tokens=30)) for n in range(5))
+    engine.generate([[1], [2]], max_new_tokens=2)
+    assert made == [1, 2]
+    engine.add(first)
+    run(engine, 5)
+    for request in others:
+        engine.add(request)
+    run(engine, 1)
+    assert made == [1, 2] and engine._pool._lanes is not None and engine._pool._lanes.count == LANES
+    run(engine)
+    assert [answer_of(r) for r in (first, *others)] == [solo([n, n + 1], max_new_tokens=30) for n in range(5)]
+    engine.generate([1, 2, 3], max_new_tokens=3)
+    assert made == [1, 2], "lanes that are there stay"
+
+
+def test_a_request_that_leaves_frees_its_lane_at_once_and_touches_no_other(tiny_artifact: Path) -> None:
+    engine = load(tiny_artifact)
+    requests = [Request(list(range(10 + n)), engine.settings(max_new_tokens=50)) for n in range(6)]
+    for request in requests:
+        engine.add(request)
+    run(engine, 12)
+    before = [lane_bytes(engine, lane) for lane in range(LANES)]
+    assert engine.cancel(requests[1].id)
+    assert not engine.cancel(requests[1].id), "it has finished"
+    assert engine.cancel(requests[5].id), "it waited"
+    assert [lane_bytes(engine, lane) for lane in range(LANES)] == before
+    engine.step()
+    assert requests[4].lane == 1, "the next one is there with the next step"
+    assert (requests[5].lane, requests[5].finish_reason, requests[5].tokens) == (-1, "cancelled", [])
+    assert not engine.cancel(12345678)
+
+
+def test_lanes_without_a_request_stay_as_they_are(tiny_artifact: Path, solo: Callable[..., list[int]]) -> None:
+    engine = load(tiny_artifact)
+    short, long, last = (Request([n] * 20, engine.settings(max_new_tokens=n)) for n in (3, 60, 50))
+    for request in (long, short, last):
+        engine.add(request)
+    while short.state is not State.FINISHED:
+        engine.step()
+    engine.step()  # the last lane moves to where the short one was
+    assert last.lane == 1
+    ended = lane_bytes(engine, 2)
+    run(engine)
+    assert lane_bytes(engine, 2) == ended
+    assert [answer_of(r) for r in (short, long, last)] == [solo([n] * 20, max_new_tokens=n) for n in (3, 60, 50)]
+
+
+def test_a_lane_whose_prompt_is_read_is_left_as_it_is_by_those_around_it_that_decode(tiny_artifact: Path) -> None:
+    engine = load(tiny_artifact)
+    first, last = (Request([n], engine.settings(max_new_tokens=60)) for n in (1, 2))
+    between = Request(list(range(60)) * 2, engine.settings(max_new_tokens=5))
+    for request in (first, between, last):
+        engine.add(request)
+    run(engine, 3)
+    lanes: Any = engine._pool.lanes
+    decode, seen = lanes.backend.decode, []
+
+    def watched(input_ids: Any, query_length: Any, start: int) -> Any:
+        before = lane_bytes(engine, 1)
+        logits = decode(input_ids, query_length, start)
+        if input_ids.shape == (3, 1) and not query_length[1, 0]:
+            seen.append(lane_bytes(engine, 1) == before)
+        return logits
+
+    lanes.backend.decode = watched
+    while between.unread:
+        engine.step()
+    assert len(seen) > 2 and all(seen)
+
+
+def test_those_that_wait_too_long_end_and_those_beyond_the_queue_are_refused(
+    tiny_artifact: Path, solo: Callable[..., list[int]]
+) -> None:
+    engine = load(tiny_artifact)
+    engine.max_waiting = 2
+    running = [Request([n], engine.settings(max_new_tokens=8)) for n in range(LANES)]
+    waits, late = Request([9]), Request([9, 9], deadline=time.monotonic())
+    for request in (*running, waits, late):
+        engine.add(request)
+    with pytest.raises(QueueFullError, match="6 requests wait already"):
+        engine.add(Request([1]))
+    assert engine.step()[0] is late
+    assert late.finish_reason == "error" and isinstance(late.error, DeadlineError) and late.lane == -1
+    engine.add(Request([3], engine.settings(max_new_tokens=1)))
+    with pytest.raises(QueueFullError, match="2 requests wait already"):
+        engine.add(Request([1]))
+    run(engine)
+    assert [answer_of(request) for request in running] == [solo([n], max_new_tokens=8) for n in range(LANES)]
+    assert waits.finish_reason == "length"
+    engine.max_waiting = 0
+    for request in (Request([n], engine.settings(max_new_tokens=2)) for n in range(LANES)):
+        engine.add(request)
+    with pytest.raises(QueueFullError):
+        engine.add(Request([1]))
+
+
+def test_a_latency_budget_bounds_the_rows_of_a_call_of_prompts(
+    tiny_artifact: Path, solo: Callable[..., list[int]]
+) -> None:
+    engine = load(tiny_artifact)
+    running = Request([1], engine.settings(max_new_tokens=200))
+    engine.add(running)
+    run(engine, 2)
+    prompts = [list(range(n, n + 40)) for n in range(3)]
+    widths = []
+    for budget in (1e-9, 1e9):
+        engine.latency_budget = budget
+        requests = [Request(ids, engine.settings(max_new_tokens=3)) for ids in prompts]
+        for request in requests:
+            engine.add(request)
+        done = 0
+        while any(request.unread for request in requests):
+            before, tokens = done, len(running.tokens)
+            engine.step()
+            done = sum(request.done for request in requests)
+            widths.append(done - before)
+            assert len(running.tokens) == tokens + 1
+        while not all(request.state is State.FINISHED for request in requests):
+            engine.step()
+        assert [answer_of(request) for request in requests] == [solo(ids, max_new_tokens=3) for ids in prompts]
+    assert widths[:9] == [16, 16, 16, *([16, 8] * 3)] and max(widths[9:]) == 3 * CHUNK
+
+
+def test_a_better_priority_takes_a_lane_and_the_other_goes_on_with_the_same_tokens(
+    tiny_artifact: Path, solo: Callable[..., list[int]]
+) -> None:
+    engine = load(tiny_artifact, lanes=2)
+    engine.preempts = True
+    long = list(range(3 * CHUNK + 5))
+    slow = [Request([n], engine.settings(max_new_tokens=30), priority=5, keep=n == 2) for n in (1, 2)]
+    for request in slow:
+        engine.add(request)
+    run(engine, 9)
+    reading = Request(long, engine.settings(max_new_tokens=5), priority=3)
+    engine.add(reading)
+    run(engine, 1)
+    assert slow[1].state is State.WAITING and reading.lane == 1 and engine.parked == 1
+    first = Request([7], engine.settings(max_new_tokens=4))
+    second = Request([8], engine.settings(max_new_tokens=4))
+    engine.add(first)
+    engine.add(second)
+    run(engine, 2)
+    assert first.tokens and second.tokens and engine.parked == 3, "one of them had read a part of its prompt"
+    # One that is cancelled while it waits leaves what it was.
+    assert len(slow[1].tokens) >= 8 and engine.cancel(slow[1].id)
+    assert slow[1].snapshot is not None
+    again = Request((), start=slow[1].snapshot)
+    engine.add(again)
+    run(engine)
+    assert answer_of(slow[0]) == solo([1], max_new_tokens=30)
+    assert answer_of(slow[1]) + answer_of(again) == solo([2], max_new_tokens=30)
+    assert answer_of(reading) == solo(long, max_new_tokens=5)
+    assert [answer_of(request) for request in (first, second)] == [solo([n], max_new_tokens=4) for n in (7, 8)]
+
+
+def test_a_stream_that_is_closed_frees_its_lanes(tiny_artifact: Path, solo: Callable[..., list[int]]) -> None:
+    engine = load(tiny_artifact)
+    stream = engine.stream([[1, 2], [3]], max_new_tokens=50)
+    next(stream)
+    assert len(engine._scheduler.running()) == 2
+    stream.close()  # type: ignore[attr-defined]
+    assert not engine.busy
+    assert engine.generate([4, 5], max_new_tokens=8)[0].token_ids == solo([4, 5], max_new_tokens=8)
+
+
+# Errors.
+
+
+def poison(engine: Engine, lane: int) -> None:
+    """As an overflow of the model leaves it, in used slots and others."""
+    lanes: Any = engine._pool._lanes
+    for name, array in lanes.backend.state.items():
+        if name.endswith((".key", ".value")):
+            array[lane] = np.nan
+
+
+def test_a_poisoned_lane_fails_alone(tiny_artifact: Path, solo: Callable[..., list[int]]) -> None:
+    engine = load(tiny_artifact)
+    prompts = [[n] * (5 + n) for n in range(3)]
+    requests = [Request(ids, engine.settings(max_new_tokens=30)) for ids in prompts]
+    for request in requests:
+        engine.add(request)
+    run(engine, 8)
+    poison(engine, 1)
+    advanced = engine.step()
+    assert requests[1] in advanced and len(advanced) == 3
+    failed = requests[1]
+    assert (failed.state, failed.finish_reason) == (State.FINISHED, "error")
+    assert isinstance(failed.error, KvexportError) and "is nan" in failed.error.problem
+    assert answer_of(failed) == solo(prompts[1], max_new_tokens=30)[: len(failed.tokens)]
+    # The lane is clean for the next one.
+    following = Request([9, 9], engine.settings(max_new_tokens=30))
+    engine.add(following)
+    engine.step()
+    assert following.lane == 1
+    run(engine)
+    assert answer_of(following) == solo([9, 9], max_new_tokens=30)
+    assert [answer_of(requests[n]) for n in (0, 2)] == [solo(prompts[n], max_new_tokens=30) for n in (0, 2)]
+
+
+def test_a_stream_raises_its_sequences_error_when_the_others_have_ended(
+    tiny_artifact: Path, solo: Callable[..., list[int]]
+) -> None:
+    engine = load(tiny_artifact)
+    stream = engine.stream([[1, 2, 3], [4, 5, 6]], max_new_tokens=20)
+    found: list[list[int]] = [[], []]
+    with pytest.raises(KvexportError, match="is nan"):
+        for n, token in enumerate(stream):
+            found[token.sequence].append(token.id)
+            if n == 7:
+                poison(engine, 0)
+    assert found[1] == solo([4, 5, 6], max_new_tokens=20)
+    assert 0 < len(found[0]) < 20
+    assert not engine.busy
+
+
+@pytest.mark.parametrize("interrupt", [RuntimeError("out of memory"), KeyboardInterrupt()])
+def test_a_run_that_fails_ends_its_requests_and_no_others(
+    tiny_artifact: Path, solo: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch, interrupt: BaseException
+) -> None:
+    engine = load(tiny_artifact)
+    requests = [Request([n, 2], engine.settings(max_new_tokens=9)) for n in range(LANES + 1)]
+    for request in requests:
+        engine.add(request)
+    run(engine, 4)
+    run_session = engine.model.run  # type: ignore[attr-defined]
+
+    def fails(*arguments: Any) -> None:
+        raise interrupt
+
+    monkeypatch.setattr(engine.model, "run", fails)
+    with pytest.raises(type(interrupt)):
+        engine.step()
+    monkeypatch.setattr(engine.model, "run", run_session)
+    assert [request.finish_reason for request in requests] == ["error"] * LANES + [None]
+    assert all(isinstance(request.error, Exception) for request in requests[:LANES])
+    run(engine)  # the one that waited
+    assert answer_of(requests[-1]) == solo([LANES, 2], max_new_tokens=9)
+    assert engine._requests == {}
+
+
+def test_where_no_lanes_can_be_added_the_request_that_needs_one_fails(
+    tiny_artifact: Path, solo: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load(tiny_artifact)
+    running, joins = (Request([n], engine.settings(max_new_tokens=20)) for n in (1, 2))
+    engine.add(running)
+    run(engine, 5)
+
+    def full(lanes: int) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(engine._pool._lanes.backend, "grown", full)  # type: ignore[union-attr]
+    engine.add(joins)
+    with pytest.raises(MemoryError):
+        engine.step()
+    assert joins.finish_reason == "error"
+    run(engine)
+    assert answer_of(running) == solo([1], max_new_tokens=20)
+
+
+def test_what_cannot_be_added(tiny_artifact: Path) -> None:
+    engine = load(tiny_artifact)
+    for prompt, problem in (
+        ([], "the prompt is empty"),
+        ([64], "out of range"),
+        ([1] * 512, "the prompt has 512 tokens"),
+    ):
+        with pytest.raises(UsageError, match=problem):
+            engine.add(Request(prompt))
+    assert not engine.busy
+    assert engine.step() == []

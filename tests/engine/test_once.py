@@ -1,0 +1,197 @@
+"""Prompts that the full cache reads and that are compressed once, at their end (`cache.merge_prompts`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvexport.backends.lane_state import with_whole_rings
+from kvexport.deploy import triton
+from kvexport.engine.engine import Engine, load
+from kvexport.engine.prefixes import Prefixes
+from kvexport.engine.request import Request
+from kvexport.errors import SnapshotError, UsageError
+from kvexport.evaluate.measure import counted_logits
+from kvexport.evaluate.tasks import Sample
+from kvexport.planning import plan_memory
+from kvexport.recipe.fields import Recipe
+from kvexport.state.snapshot import Snapshot
+from kvexport.validate.tokens import goes_on, schedule
+from tests.support import models
+
+BUDGET, CHUNK, EVERY, LENGTH = 16, 8, 12, 128
+PROMPT = 61
+FITTED = {"method": "attention_matching", "parameters": {"after": "ballot", "queries": 6}}  # of three tokens
+
+
+def recipe_of(checkpoint: Path, **cache: Any) -> Recipe:
+    return models.make_recipe(
+        checkpoint,
+        cache={**FITTED, "budget": BUDGET, "sinks": 2, "recent": 4, "merge_every": EVERY} | cache,
+        export={"prefill_chunk": CHUNK, "logits": "all"},
+        limits={"max_length": LENGTH, "max_batch": 3},
+    )
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.save_checkpoint(tmp_path_factory.mktemp("once") / "checkpoint", models.llama())
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path) -> Engine:
+    return load(models.build_shared(recipe_of(checkpoint, merge_prompts="end"), checkpoint.parent / "once"))
+
+
+def used(engine: Engine, state: Any) -> list[list[int]]:
+    """Of every layer and KV head."""
+    return [(state[f"past_key_values.{i}.votes"] > 0).sum(-1).tolist() for i in range(len(engine.plan.layers))]
+
+
+def test_nothing_merges_before_the_end_of_a_prompt(engine: Engine) -> None:
+    lanes, (ids,) = engine.lanes(1), models.random_ids(3, PROMPT)
+    last = PROMPT // CHUNK * CHUNK
+    for start in range(0, last, CHUNK):
+        lanes.append([ids[start : start + CHUNK]], prefill=True, unread=[0])
+    state = lanes.read(0)
+    assert used(engine, state) == [[last] * 2] * len(engine.plan.layers) and lanes.merges == 0
+    assert state["past_key_values.0.position"][0].tolist() == list(range(last)), "all tokens, each in a slot of its own"
+    lanes.append([ids[last:]], prefill=True)
+    assert used(engine, lanes.read(0)) == [[BUDGET] * 2] * len(engine.plan.layers) and lanes.merges == 1
+
+
+def finish(engine: Engine, *requests: Request) -> None:
+    for request in requests:
+        engine.add(request)
+    while engine.busy:
+        engine.step()
+
+
+def test_questions_follow_a_context_that_was_compressed_once(engine: Engine) -> None:
+    context, question, other = (ids.tolist() for ids in models.random_ids(4, PROMPT, 5, 3))
+    settings = engine.settings(max_new_tokens=4, do_sample=False, ignore_eos=True)
+    first = Request(context, settings, keep=True)
+    finish(engine, first, Request(models.random_ids(5, 20)[0].tolist(), settings))
+    assert first.snapshot is not None
+    at = BUDGET + first.snapshot.length - PROMPT
+    assert used(engine, first.snapshot.state) == [[at] * 2] * len(engine.plan.layers), "no answer's token merged yet"
+    asked = [Request(ids, settings, start=first.snapshot, keep=True) for ids in (question, other)]
+    finish(engine, *asked)
+    alone = Request(question, settings, start=first.snapshot, keep=True)
+    finish(engine, alone)
+    assert [t.id for t in alone.tokens] == [t.id for t in asked[0].tokens]
+    assert first.snapshot.length == PROMPT + 3
+
+
+def answered(engine: Engine, request: Request) -> tuple[list[int], Snapshot]:
+    finish(engine, request)
+    assert request.snapshot is not None
+    return [t.id for t in request.tokens], request.snapshot
+
+
+# Of tokens since the prompt's end, of which the cache has not seen the last: the rows that the next merge, 12 tokens
+# after the last one, will read.
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 0), (10, 0), (11, 2), (12, 4), (13, 0), (23, 2)])
+def test_a_snapshot_holds_the_reference_queries_that_a_merge_will_read_and_no_others(
+    engine: Engine, tokens: int, rows: int
+) -> None:
+    context = models.random_ids(9, PROMPT)[0].tolist()
+    settings = engine.settings(max_new_tokens=30, do_sample=False, ignore_eos=True)
+    whole, last = answered(engine, Request(context, settings, keep=True))
+    request = Request(context, settings)
+    engine.add(request)
+    while len(request.tokens) < tokens:
+        engine.step()
+    snapshot = engine.preempt(request.id)
+    rings = [x.shape[1] for name, x in snapshot.state.items() if name.endswith((".query", ".query_seen"))]
+    assert rings == [rows] * 2 * len(engine.plan.layers)
+    data = snapshot.to_bytes()
+    # As it was written before: all rows, in the format's first version.
+    old = dataclasses.replace(snapshot, state=with_whole_rings(engine.plan, snapshot.state)).to_bytes()
+    for blob in (data, old[:8] + (1).to_bytes(4, "little") + old[12:]):
+        given = Snapshot.from_bytes(blob, engine.manifest)
+        rest, at_last = answered(engine, Request((), start=given, keep=True))
+        assert whole == whole[:tokens] + rest
+        assert all((at_last.state[name] == x).all() for name, x in last.state.items()), "to the bit"
+
+
+def test_a_snapshot_right_after_a_prompt_has_the_bytes_that_the_plan_says(engine: Engine) -> None:
+    one = engine.settings(max_new_tokens=1)
+    _, snapshot = answered(engine, Request(models.random_ids(9, PROMPT)[0].tolist(), one, keep=True))
+    plan = plan_memory(engine.manifest.recipe)
+    assert snapshot.nbytes - snapshot.ids.nbytes == plan.snapshot_bytes - 8, "but for the tokens, and their count"
+    ballots = plan_memory(
+        recipe_of(Path(engine.manifest.recipe.model.path), merge_prompts="end", method="ballot", parameters={})
+    )
+    assert plan.snapshot_bytes == ballots.snapshot_bytes, "a fit takes no bytes"
+    assert plan.to_json()["snapshot_bytes_after_prompt"] == plan.snapshot_bytes < plan.settled_bytes
+
+
+@pytest.mark.parametrize(("seen", "rows", "found"), [(0, 5, "[2, 5, 16]"), (7, 7, "[2, 7, 16]"), (2, 0, "[2, 0, 16]")])
+def test_a_snapshot_with_other_queries_than_a_ring_can_have_is_damaged(
+    engine: Engine, seen: int, rows: int, found: str
+) -> None:
+    one = engine.settings(max_new_tokens=1)
+    _, snapshot = answered(engine, Request(models.random_ids(9, 20)[0].tolist(), one, keep=True))
+    layer = "past_key_values.1"
+    rings = {
+        f"{layer}.query": np.zeros((2, rows, 16), np.float32),
+        f"{layer}.query_seen": np.zeros((2, seen), np.int32),
+    }
+    changed = dataclasses.replace(snapshot, state={**snapshot.state, **rings})
+    with pytest.raises(SnapshotError, match="damaged") as caught:
+        Snapshot.from_bytes(changed.to_bytes(), engine.manifest)
+    assert f"{layer}.query is float32 {found}" in caught.value.problem
+
+
+def test_what_prompts_begin_with_is_kept_uncompressed_and_changes_no_answer(engine: Engine) -> None:
+    context, one, other = (ids.tolist() for ids in models.random_ids(6, 5 * CHUNK, 9, 7))
+    settings = engine.settings(max_new_tokens=6, do_sample=False, ignore_eos=True)
+    cold = [Request(context + ids, settings) for ids in (one, other)]
+    finish(engine, *cold)
+    engine.prefixes = Prefixes(CHUNK, 1 << 24)
+    try:
+        warm = [Request(context + ids, settings) for ids in (one, other)]
+        for request in warm:
+            finish(engine, request)
+    finally:
+        engine.prefixes = None
+    assert warm[1].cached_tokens == 5 * CHUNK
+    assert [[t.id for t in r.tokens] for r in warm] == [[t.id for t in r.tokens] for r in cold]
+
+
+def test_tokens_inside_a_prompt_are_not_judged_where_nothing_has_merged_yet(engine: Engine) -> None:
+    ids = models.random_ids(7, PROMPT)[0].tolist()
+    with pytest.raises(UsageError, match="merge_prompts is end, and the task counts tokens inside a prompt"):
+        counted_logits(engine, [Sample(ids, PROMPT, [10, 20], {})])
+    rows = counted_logits(engine, [Sample(ids, PROMPT - 2, [PROMPT - 3, PROMPT - 2], {})])
+    assert rows[0].shape == (2, models.SIZES["vocab_size"])
+
+
+def test_triton_s_one_graph_does_not_know_where_a_prompt_ends(engine: Engine, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="merges where a prompt ends") as caught:
+        triton.write_repository(engine.path, tmp_path / "models", kind="state")
+    assert "cache.merge_prompts=chunks, or --kind python" in str(caught.value.fix)
+
+
+def test_validate_knows_where_the_prompts_of_its_sequences_end() -> None:
+    calls = list(schedule(models.random_ids(8, 36, 15), CHUNK, 1))
+    assert [[len(part) for part in parts] for parts, _ in calls] == [[8, 8], [8, 6], [8, 0], [8, 0], [3, 0], [1, 1]]
+    assert [goes_on(calls[i + 1 :]) for i in range(len(calls))] == [[0, 1], [0], [0], [0], [], []]
+
+
+def test_the_plan_has_room_for_the_longest_prompt_and_says_what_is_used_after_it(engine: Engine) -> None:
+    assert [layer.capacity for layer in engine.plan.layers] == [LENGTH] * len(engine.plan.layers)
+
+
+def test_an_unlimited_length_needs_room_that_is_written_down(checkpoint: Path) -> None:
+    cache = {"merge_prompts": "end", "positions": "cache"}
+    said = {**recipe_of(checkpoint, **cache).model_dump(mode="json"), "limits": {"max_length": "unlimited"}}
+    with pytest.raises(ValueError, match=r"merge_prompts is end and .* unlimited: write cache\.slack"):
+        Recipe.model_validate(said)
+    said["cache"]["slack"] = 100
+    assert Recipe.model_validate(said).capacity(BUDGET) == BUDGET + 100

@@ -1,0 +1,398 @@
+"""Weights as ONNX external data: layout, casts against PyTorch, hard links, digests, memory, and what is refused."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvexport.errors import UsageError
+from kvexport.export.model.checkpoint import TensorEntry, read_checkpoint
+from kvexport.export.weights.casting import load_tensor
+from kvexport.export.weights.write import (
+    Location,
+    SharedWeights,
+    TensorSpec,
+    link_shared,
+    linked_digests,
+    total_bytes,
+    write_weights,
+)
+
+TORCH = {"float32": torch.float32, "float16": torch.float16}
+STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def ignore(_count: int) -> None:
+    pass
+
+
+def make_entries(
+    directory: Path, tensors: dict[str, torch.Tensor], name: str = "model.safetensors"
+) -> dict[str, TensorEntry]:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text('{"model_type": "llama"}')
+    save_file(tensors, directory / name)
+    if name != "model.safetensors":
+        (directory / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": dict.fromkeys(tensors, name)})
+        )
+    return read_checkpoint(directory).tensors
+
+
+def make_specs(entries: dict[str, TensorEntry], dtype: str) -> list[TensorSpec]:
+    return [TensorSpec(f"model.{name}", entry, dtype, entry.shape) for name, entry in entries.items()]
+
+
+def read_back(stage: Path, location: Location, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    data = (stage / location.file).read_bytes()[location.offset : location.offset + location.nbytes]
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    return array.view({2: np.uint16, 4: np.uint32, 8: np.uint64}[array.itemsize])
+
+
+def every_pattern(dtype: torch.dtype) -> torch.Tensor:
+    """Every finite value of a 16-bit type; of a wider one all of its exponents and signs with mantissas near every
+    rounding boundary."""
+    short = torch.arange(65536, dtype=torch.int32).to(torch.int16)
+    if dtype.itemsize == 2:
+        return finite(short.view(dtype))
+    high = torch.arange(65536, dtype=torch.int64) << 16
+    low = torch.tensor([0, 1, 0x0FFF, 0x1000, 0x1001, 0x3000, 0x8000, 0xFFFF])
+    single = (high[:, None] | low).flatten().to(torch.int32).view(torch.float32)
+    return finite(single if dtype == torch.float32 else torch.cat([single.double(), single.double() * (1 + 2.0**-40)]))
+
+
+def finite(values: torch.Tensor) -> torch.Tensor:
+    return values[values.isfinite()]
+
+
+@pytest.mark.parametrize(("stored", "wanted"), list(itertools.product(STORED, TORCH)))
+def test_casts_agree_with_pytorch_bit_for_bit(tmp_path: Path, stored: str, wanted: str) -> None:
+    values = every_pattern(STORED[stored])
+    values = values[values.to(TORCH[wanted]).isfinite()]
+    entries = make_entries(tmp_path / "ckpt", {"x": values})
+    expected = values.to(TORCH[wanted]).numpy()
+    locations, _ = write_weights(make_specs(entries, wanted), tmp_path, "copy", ignore)
+    for found in (read_back(tmp_path, locations["model.x"], wanted, values.shape), load_tensor(entries["x"], wanted)):
+        assert found.dtype == wanted
+        np.testing.assert_array_equal(bits(found), bits(expected))
+    assert (expected == 0).any()
+    assert np.signbit(expected[expected == 0]).any()
+
+
+@pytest.mark.parametrize("how", ["cast", "same type", "link", "no link"])
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, value: float
+) -> None:
+    if how == "no link":
+        monkeypatch.setattr(os, "link", refuse_link)
+    for stored in ("F32", "F16") if how != "cast" else STORED:
+        values = torch.full((1_200_000,), torch.finfo(STORED[stored]).max / 2, dtype=STORED[stored])
+        values[2::3] = -torch.finfo(STORED[stored]).max
+        bad = values.clone()
+        bad[1_100_000] = math.copysign(value, value)
+        folder = tmp_path / stored
+        entries = make_entries(folder, {"first": torch.ones(5, dtype=STORED[stored]), "w": bad, "z": values[:9]})
+        wanted = {"F32": "float32", "F16": "float16"}.get(stored, "float32")
+        if how == "cast":
+            wanted = "float16" if stored == "F32" else "float32"
+        specs = [s for s in make_specs(entries, wanted) if how != "cast" or s.name == "model.w"]
+        with pytest.raises(
+            UsageError, match=r"tensor 'w' in .*infinite or NaN, the first is number 1100000 of 1200000"
+        ):
+            written = write_weights(specs, folder, "copy" if how in ("cast", "same type") else "link", ignore)
+            assert not written.digests
+            dict(linked_digests(specs, folder, written))
+
+
+def refuse_link(*_: object) -> None:
+    raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+
+@pytest.mark.parametrize("stored", ["BF16", "F32", "F64"])
+def test_values_beyond_float16_are_counted_and_refused(tmp_path: Path, stored: str) -> None:
+    # 65519 still rounds to the largest float16.
+    values = torch.tensor([1.0, 65504.0, 65536.0, -1e5, 3e38, 65519.0], dtype=torch.float64)
+    values = torch.cat([values, torch.ones(5_000_000), torch.full((2,), 7e4)]).to(STORED[stored])
+    entries = make_entries(tmp_path / "ckpt", {"lm_head": values})
+    lost = int(values.half().isinf().sum())
+    with pytest.raises(UsageError, match=rf"{lost} of 5000008 values of tensor 'lm_head'.*65504") as caught:
+        write_weights(make_specs(entries, "float16"), tmp_path, "copy", ignore)
+    assert "model.dtype=float32" in caught.value.fix
+    with pytest.raises(UsageError, match=f"{lost} of"):
+        load_tensor(entries["lm_head"], "float16")
+
+
+def test_float64_beyond_float32_is_refused(tmp_path: Path) -> None:
+    entries = make_entries(tmp_path / "ckpt", {"x": torch.tensor([1e39, 1.0], dtype=torch.float64)})
+    with pytest.raises(UsageError, match="1 of 2 values") as caught:
+        load_tensor(entries["x"], "float32")
+    assert "model.dtype" not in caught.value.fix
+
+
+def test_copy_aligns_digests_and_reports_progress(tmp_path: Path) -> None:
+    sizes = {"a": (3,), "big": (64, 256), "b": (5, 7), "bigger": (100_003,), "empty": (0, 4), "scalar": ()}
+    tensors = {name: torch.randn(shape).to(torch.bfloat16) for name, shape in sizes.items()}
+    specs = make_specs(make_entries(tmp_path / "ckpt", tensors), "float32")
+    reported: list[int] = []
+    locations, digests = write_weights(specs, tmp_path, "copy", reported.append)
+    assert set(locations) == {f"model.{name}" for name in sizes}
+    end = 0
+    for spec in specs:
+        place = locations[spec.name]
+        assert place.file == "decoder.weights"
+        assert place.nbytes == 4 * math.prod(spec.shape)
+        assert place.offset % (4096 if place.nbytes >= 65536 else 64) == 0
+        assert place.offset >= end
+        end = place.offset + place.nbytes
+        expected = tensors[spec.entry.name].float().numpy()
+        np.testing.assert_array_equal(read_back(tmp_path, place, "float32", spec.shape), expected)
+    data = (tmp_path / "decoder.weights").read_bytes()
+    assert digests == {"decoder.weights": hashlib.sha256(data).hexdigest()}
+    assert sum(reported) == total_bytes(specs) == sum(4 * math.prod(shape) for shape in sizes.values())
+
+
+def test_the_page_alignment_begins_at_64_kib(tmp_path: Path) -> None:
+    below, at = torch.ones(64 * 256 - 1), torch.ones(64 * 256)
+    entries = make_entries(tmp_path / "ckpt", {"a": torch.ones(1), "b": below, "c": torch.ones(1), "d": at})
+    specs = [TensorSpec(name, entries[name], "float32", entries[name].shape) for name in "abcd"]
+    locations, _ = write_weights(specs, tmp_path, "copy", ignore)
+    assert [locations[name].offset for name in "abcd"] == [0, 64, 64 + 65536, 65536 + 4096]
+
+
+@pytest.mark.parametrize("mode", ["copy", "link"])
+def test_tied_tensors_are_stored_once_per_dtype(tmp_path: Path, mode: str) -> None:
+    entry = make_entries(tmp_path / "ckpt", {"embed": torch.randn(50, 8)})["embed"]
+    specs = [TensorSpec("embed", entry, "float32", (50, 8)), TensorSpec("lm_head", entry, "float32", (50, 8))]
+    half = TensorSpec("half", entry, "float16", (50, 8))
+    reported: list[int] = []
+    locations, _ = write_weights([*specs, half], tmp_path, mode, reported.append)
+    assert locations["embed"] == locations["lm_head"]
+    assert locations["half"] != locations["embed"]
+    assert sum(reported) == total_bytes([*specs, half]) == 50 * 8 * 6
+    np.testing.assert_array_equal(
+        read_back(tmp_path, locations["half"], "float16", (50, 8)), load_tensor(entry, "float16")
+    )
+
+
+def make_hub_cache(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, TensorEntry]:
+    """A checkpoint whose file is a symlink to a blob, as in the hub's cache."""
+    make_entries(tmp_path / "ckpt", tensors)
+    blob = tmp_path / "blob"
+    (tmp_path / "ckpt" / "model.safetensors").rename(blob)
+    (tmp_path / "ckpt" / "model.safetensors").symlink_to(blob)
+    return read_checkpoint(tmp_path / "ckpt").tensors
+
+
+def test_link_shares_the_inode_of_the_real_file_and_casts_the_rest(tmp_path: Path) -> None:
+    tensors = {"w": torch.randn(64, 32), "norm": torch.randn(32).to(torch.bfloat16), "half": torch.randn(8).half()}
+    entries = make_hub_cache(tmp_path, tensors)
+    stage = tmp_path / "stage"
+    stage.mkdir()
+    specs = make_specs(entries, "float32")
+    reported: list[int] = []
+    locations, digests = write_weights(specs, stage, "link", reported.append)
+    linked = stage / "weights" / "blob"
+    assert linked.stat().st_ino == (tmp_path / "blob").stat().st_ino
+    assert not linked.is_symlink()
+    assert {name: place.file for name, place in locations.items()} == {
+        "model.w": "weights/blob",
+        "model.norm": "decoder.weights",
+        "model.half": "decoder.weights",
+    }
+    assert set(digests) == {"decoder.weights"}
+    assert sum(reported) == total_bytes(specs)
+    for spec in specs:
+        np.testing.assert_array_equal(
+            read_back(stage, locations[spec.name], "float32", spec.shape), tensors[spec.entry.name].float().numpy()
+        )
+
+
+@pytest.mark.parametrize("code", [errno.EXDEV, errno.EPERM])
+def test_link_falls_back_to_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", refuse)
+    entries = make_entries(tmp_path / "ckpt", {"w": torch.randn(2_000_000), "v": torch.randn(3)})
+    specs = make_specs(entries, "float32")
+    reported: list[int] = []
+    locations, digests = write_weights(specs[:1], tmp_path, "link", reported.append)
+    copy = tmp_path / "weights" / "model.safetensors"
+    source = tmp_path / "ckpt" / "model.safetensors"
+    assert copy.read_bytes() == source.read_bytes()
+    assert copy.stat().st_ino != source.stat().st_ino
+    assert digests == {"weights/model.safetensors": hashlib.sha256(source.read_bytes()).hexdigest()}
+    assert sum(reported) == total_bytes(specs[:1])
+    np.testing.assert_array_equal(
+        read_back(tmp_path, locations[specs[0].name], "float32", specs[0].shape), load_tensor(specs[0].entry, "float32")
+    )
+
+
+def test_other_link_errors_pass_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "link", full)
+    entries = make_entries(tmp_path / "ckpt", {"w": torch.randn(3)})
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_weights(make_specs(entries, "float32"), tmp_path, "link", ignore)
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_a_failing_write_passes_through(tmp_path: Path) -> None:
+    make_entries(tmp_path / "ckpt", {"w": torch.randn(2000)})
+    script = (
+        "import resource, sys, signal; from pathlib import Path\n"
+        "from kvexport.export.model.checkpoint import read_checkpoint\n"
+        "from kvexport.export.weights.write import TensorSpec, write_weights\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+        "entry = read_checkpoint(Path(sys.argv[1])).tensors['w']\n"
+        "try: write_weights([TensorSpec('w', entry, 'float32', entry.shape)], Path(sys.argv[2]), 'copy', lambda n: "
+        "None)\n"
+        "except OSError as error: print(error.errno)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "ckpt", tmp_path], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) == errno.EFBIG
+
+
+def test_files_of_one_name_from_two_folders_stay_apart(tmp_path: Path) -> None:
+    first = make_entries(tmp_path / "one", {"w": torch.randn(8)})["w"]
+    second = make_entries(tmp_path / "two", {"w": torch.randn(8)})["w"]
+    specs = [TensorSpec("a", first, "float32", (8,)), TensorSpec("b", second, "float32", (8,))]
+    locations, _ = write_weights(specs, tmp_path, "link", ignore)
+    assert locations["a"].file != locations["b"].file
+    for spec in specs:
+        np.testing.assert_array_equal(
+            read_back(tmp_path, locations[spec.name], "float32", (8,)), load_tensor(spec.entry, "float32")
+        )
+
+
+def test_a_tensor_at_an_odd_address_is_copied_not_linked(tmp_path: Path) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
+    header += b" " * ((1 - len(header)) % 4)
+    assert len(header) % 4 == 1
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    values = np.arange(4, dtype="<f4")
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + values.tobytes())
+    locations, _ = write_weights(make_specs(read_checkpoint(tmp_path).tensors, "float32"), tmp_path, "link", ignore)
+    assert locations["model.w"].file == "decoder.weights"
+    np.testing.assert_array_equal(read_back(tmp_path, locations["model.w"], "float32", (4,)), values)
+
+
+@pytest.mark.parametrize("mode", ["copy", "link"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_source_that_shrank_is_named(tmp_path: Path, mode: str, dtype: str) -> None:
+    entries = make_entries(tmp_path / "ckpt", {"w": torch.randn(3_000_000)})
+    source = tmp_path / "ckpt" / "model.safetensors"
+    size = source.stat().st_size
+    os.truncate(source, size - 1)
+    with pytest.raises(
+        UsageError, match=f"model.safetensors ends before tensor 'w'.*{size} bytes, found {size - 1}"
+    ) as caught:
+        write_weights(make_specs(entries, dtype), tmp_path, mode, ignore)
+    assert "download model.safetensors again" in caught.value.fix
+
+
+def test_shape_dtype_and_name_faults_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    entries = make_entries(tmp_path / "ckpt", {"w": torch.randn(4, 3), "ids": torch.arange(3)})
+    good = TensorSpec("w", entries["w"], "float32", (4, 3))
+    with pytest.raises(UsageError, match=r"'w'.*shape \[4, 3\].*expects \[3, 4\]"):
+        write_weights([good, TensorSpec("v", entries["w"], "float32", (3, 4))], tmp_path, "copy", ignore)
+    with pytest.raises(UsageError, match=r"'ids'.*is I64, expected one of F64, F32, F16, BF16"):
+        write_weights([good, TensorSpec("ids", entries["ids"], "float32", (3,))], tmp_path, "copy", ignore)
+    with pytest.raises(ValueError, match="same initializer name"):
+        write_weights([good, good], tmp_path, "copy", ignore)
+    assert not (tmp_path / "decoder.weights").exists()
+
+
+def test_load_tensor_agrees_with_safetensors(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(3, 5), "s": torch.tensor(2.5), "none": torch.zeros(0, 7)}
+    entries = make_entries(tmp_path, tensors, "model-00001-of-00001.safetensors")
+    theirs = load_file(tmp_path / "model-00001-of-00001.safetensors")
+    for name, entry in entries.items():
+        mine = load_tensor(entry, "float32")
+        assert mine.flags.writeable
+        np.testing.assert_array_equal(mine, theirs[name].numpy())
+
+
+STREAM = """
+import json, resource, sys
+from pathlib import Path
+import numpy as np
+from kvexport.export.model.checkpoint import read_checkpoint
+from kvexport.export.weights.write import TensorSpec, write_weights
+def peak():
+    usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return usage if sys.platform == "darwin" else usage * 1024
+entry = read_checkpoint(Path(sys.argv[1])).tensors["w"]
+before = peak()
+write_weights([TensorSpec("w", entry, sys.argv[3], entry.shape)], Path(sys.argv[2]), "copy", lambda n: None)
+after = peak()
+np.ones(16 << 20)
+print(json.dumps([after - before, peak() - after]))
+"""
+
+
+@pytest.mark.parametrize(("dtype", "width", "wanted", "mib"), [("F32", 4, "float32", 128), ("BF16", 2, "float16", 300)])
+def test_a_large_tensor_streams_in_little_memory(tmp_path: Path, dtype: str, width: int, wanted: str, mib: int) -> None:
+    nbytes = mib << 20
+    header = json.dumps({"w": {"dtype": dtype, "shape": [nbytes // width], "data_offsets": [0, nbytes]}}).encode()
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with (tmp_path / "model.safetensors").open("wb") as stream:
+        stream.write(len(header).to_bytes(8, "little") + header)
+        stream.truncate(8 + len(header) + nbytes)
+    # Through a shell: a child begins with the peak of the process that forked it, and that of pytest would hide its
+    # growth.
+    command = ["sh", "-c", '"$0" "$@"; exit $?', sys.executable, "-c", STREAM, tmp_path, tmp_path, wanted]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    (tmp_path / "decoder.weights").unlink()
+    growth, control = json.loads(done.stdout)
+    assert growth < 64 << 20
+    # The figure does move when 128 MiB are taken.
+    assert control > 64 << 20
+
+
+@pytest.mark.parametrize("can_link", [True, False])
+def test_shared_weights_are_linked_into_every_stage_and_copied_where_no_link_can_be(
+    can_link: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = make_entries(tmp_path / "checkpoint", {"a": torch.randn(40, 50), "b": torch.randn(7).half()})
+    specs = [TensorSpec(name, entry, "float32", entry.shape) for name, entry in entries.items()]
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    written = write_weights(specs, folder, "link", ignore)
+    linked = "weights/model.safetensors"
+    written.digests[linked] = hashlib.sha256((folder / linked).read_bytes()).hexdigest()
+    if not can_link:
+
+        def refuse(*_: object) -> None:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+        monkeypatch.setattr(os, "link", refuse)
+    for stage in (tmp_path / "one", tmp_path / "two"):
+        stage.mkdir()
+        done: list[int] = []
+        assert link_shared(SharedWeights(folder, tuple(specs), written), stage, done.append) == written
+        assert sum(done) == total_bytes(specs)
+        assert len(written.digests) == 2
+        for name, digest in written.digests.items():
+            assert hashlib.sha256((stage / name).read_bytes()).hexdigest() == digest
+            assert (stage / name).samefile(folder / name) == can_link

@@ -1,0 +1,304 @@
+"""Chat templates: the same text, and the same tokens, as transformers makes of them; refusals that name the line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from kvexport.artifact.digests import write_manifest
+from kvexport.artifact.reading import load_manifest
+from kvexport.engine.engine import load
+from kvexport.errors import ArtifactError, UsageError
+from kvexport.export.build import build
+from kvexport.language.chat import ChatTemplate, read_chat_template
+from kvexport.recipe.load import load_recipe
+from tests.support import smollm2
+from tests.support.command_line import failure, run
+
+TEMPLATES = sorted((Path(__file__).parent / "chat_templates").glob("*.jinja"))
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+SYSTEM = {"role": "system", "content": "  Be brief.\n"}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": 'Weather of a city <now> & "later"',
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "description": "Städte"},
+                "days": {"type": "integer"},
+                "unit": {"type": ["string", "null"], "enum": ["K", "°C"]},
+            },
+            "required": ["city"],
+        },
+    },
+}
+CALL = {
+    "type": "function",
+    "id": "abcdefghi",
+    "function": {"name": "get_weather", "arguments": {"city": "Zürich", "days": 2, "mean": 1.5, "now": True}},
+}
+RESULT = {"role": "tool", "name": "get_weather", "content": '{"t": 3}', "tool_call_id": "abcdefghi"}
+CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "one": ([user("Hi <b> & \"q\" 'x' {{ no }} {% nor %}")], {}),
+    "system": ([SYSTEM, user(" Hi \n")], {}),
+    "turns": ([SYSTEM, user("a"), assistant(" b "), user("c"), assistant("d <think>x</think>\n\ny"), user("e")], {}),
+    "to be continued": ([user("a"), assistant("b")], {"add_generation_prompt": False}),
+    "tools": ([SYSTEM, user("Weather?")], {"tools": [TOOL, TOOL]}),
+    "a tool's turn": (
+        [user("Weather?"), assistant("", tool_calls=[CALL]), RESULT, assistant("Cold."), user("Sure?")],
+        {"tools": [TOOL]},
+    ),
+    "reasoning": ([user("a"), assistant("b", reasoning="because", name=None), user("c"), assistant("d")], {}),
+    "variables": ([user("a")], {"enable_thinking": False, "date_string": "1 May 2026"}),
+    "parts": ([user([{"type": "text", "text": "in parts"}])], {}),
+    "roles in disorder": ([assistant("first"), assistant("second")], {}),
+    "four emojis": ([user("👩‍👩‍👧 naïve 日本語"), assistant("…"), user("\t\x0b\u00a0end\u2028")], {}),
+}
+
+
+def by_transformers(source: str, messages: list[dict[str, Any]], options: dict[str, Any]) -> str | None:
+    """What transformers makes of it, as `apply_chat_template` calls this; None where the template raises."""
+    given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    options = {"add_generation_prompt": True, **options}
+    try:
+        rendered: str = render_jinja_template(conversations=[given], chat_template=source, **TOKENS, **options)[0][0]
+    except Exception:  # jinja2's own errors, and TypeError from what a template adds up
+        return None
+    return rendered
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_public_templates_render_as_transformers_renders_them(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    template, rendered = ChatTemplate({"default": source}, TOKENS, path.name), 0
+    for name, (messages, options) in CASES.items():
+        wanted = by_transformers(source, messages, options)
+        if wanted is None:
+            with pytest.raises(UsageError, match=r"the chat template (refuses|cannot be rendered)"):
+                template.render(messages, **options)
+        else:
+            assert template.render(messages, **options) == wanted, name
+            rendered += 1
+    assert rendered >= 6
+
+
+def test_there_are_templates_of_fifteen_kinds() -> None:
+    assert len(TEMPLATES) >= 15
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% set ns = namespace(a=0, b=[]) %}{% for x in [1, 2] %}{% set ns.a = ns.a + x %}"
+        "{% set ns.b = ns.b + [x] %}{% endfor %}{{ ns.a }} {{ ns.b }}",
+        "{{ messages[::-1]|map(attribute='role')|join }} {{ messages[1:]|length }} {{ messages[-1].content[::-1] }}",
+        "{{ true }} {{ false ~ '' }} {{ [1, 'a', true, {'k': 'v'}] }} {{ {'k': [1.5]} }} {{ true|string }}",
+        "{{ nothing }}|{{ messages[0].nothing }}|{{ nothing is defined }}|{{ 1 if false }}|{{ nothing|default('d') }}",
+        "{{ none is iterable }} {{ 'a' is sequence }} {{ {} is sequence }} {{ 1 is iterable }} {{ true is number }}",
+        "{{ {'ü': ['<&>', 1.5, none]}|tojson }} {{ [1, 2]|tojson(separators=(',', ':')) }} "
+        "{{ {'b': 1, 'a': [2]}|tojson(indent=2, sort_keys=true) }} {{ 'ü'|tojson(ensure_ascii=true) }}",
+        "{{ 'a,b,c'.split(',', 1)[1] }} {{ ' a '.strip() }} {{ 'abc'.endswith('c') }} {{ 'aBc'.title() }} "
+        "{{ 'abc'.replace('b', '') }} {{ '{} {}'.format(1, 'a') }} {{ 'abc'.find('c') }} {{ '-'.join(['a', 'b']) }}",
+        "{% for k, v in {'b': 1, 'a': 2}.items() %}{{ k }}{{ v }}{% endfor %} {{ {'a': 1}.get('b', 2) }}",
+        "{% generation %}{% set inside = 1 %}said{% endgeneration %}{{ inside is defined }}"
+        "x {%- generation -%}  y  {%- endgeneration %}\nz",
+        "  {% if true %}\n    a\n  {% endif %}\n{# no #}\nb\n\n",
+        "{% raw %}{{ raw }}{% endraw %} {{ '<b>'|e }} {{ '<b>' }}",
+        "{% macro f(x, y='d') %}[{{ x }}{{ y }}]{% endmacro %}{{ f(1) }}{{ f(2, y='e') }}",
+        "{{ strftime_now('%Y') }} {{ range(3)|list }} {{ 7 // 2 }} {{ 2 ** 3 }} {{ 7 % 3 }} {{ 'a' * 3 }}",
+    ],
+)  # fmt: skip
+def test_what_templates_use_means_the_same(source: str) -> None:
+    messages = [user("hi"), assistant("yo", n=1.0)]
+    wanted = by_transformers(source, messages, {})
+    assert wanted is not None
+    assert ChatTemplate({"default": source}, TOKENS, "here").render(messages) == wanted
+
+
+def test_the_line_of_an_error_is_named() -> None:
+    template = ChatTemplate({"default": "a\nb\n{{ messages[0].none.such }}"}, {}, "FILE")
+    with pytest.raises(UsageError, match=r"\(FILE, line 3\)") as caught:
+        template.render([user("x")])
+    assert "--no-chat" in caught.value.fix
+    with pytest.raises(UsageError, match="line 2"):
+        ChatTemplate({"default": "a\n{% if %}"}, {}, "FILE").render([user("x")])
+    with pytest.raises(UsageError, match="refuses these messages: roles must alternate"):
+        ChatTemplate({"default": "{{ raise_exception('roles must alternate') }}"}, {}, "F").render([user("x")])
+
+
+def test_a_template_that_does_not_end_is_ended() -> None:
+    rounds = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(UsageError, match="fuel"):
+        ChatTemplate({"default": rounds}, {}, "F").render([user("x")])
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ ''.__class__.__mro__ }}", "{{ messages.__class__ }}", "{{ raise_exception.__globals__ }}",
+     "{{ messages.__reduce__() }}", "{{ messages[0]['__init__'] }}", "{{ file.unlink() }}", "{{ file.parent }}"],
+)  # fmt: skip
+def test_python_is_out_of_a_templates_reach(source: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("here")
+    try:
+        text = ChatTemplate({"default": source}, {}, "F").render([user("x")], file=tmp_path / "file")
+    except UsageError:
+        text = ""
+    assert text == "" and (tmp_path / "file").exists()
+
+
+def test_a_template_changes_only_its_own_copies() -> None:
+    messages, tools = [user("x")], [{"a": [1]}]
+    source = "{{ messages[0].pop('role') }}{{ messages.append(1) }}{{ tools[0].a.append(2) }}{{ tools }}"
+    assert ChatTemplate({"default": source}, {}, "F").render(messages, tools) == "user[{'a': [1, 2]}]"
+    assert (messages, tools) == ([user("x")], [{"a": [1]}])
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [([], "found none"), ("hello", "found str"), ({"role": "user"}, "found dict"), ([{"content": "a"}], "message 0"),
+     ([user("a"), "b"], "message 1"), ([{"role": 3}], "message 0")],
+)  # fmt: skip
+def test_what_is_no_conversation_is_said(messages: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said) as caught:
+        ChatTemplate({"default": "x"}, {}, "F").render(messages)
+    assert '"role": "user"' in caught.value.fix
+
+
+def test_templates_and_tokens_are_found_where_checkpoints_keep_them(tmp_path: Path) -> None:
+    assert read_chat_template(tmp_path) is None
+    bos = {"content": "<s>", "lstrip": False}
+    config: dict[str, Any] = {"bos_token": bos, "eos_token": "</s>", "pad_token": None, "add_bos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert read_chat_template(tmp_path) is None
+    listed = [{"name": "default", "template": "D{{ bos_token }}"}, {"name": "tool_use", "template": "T"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": listed}))
+    template = read_chat_template(tmp_path)
+    assert template is not None and template.tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+    assert (template.render([user("x")]), template.render([user("x")], [TOOL])) == ("D<s>", "T")
+    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "old", "cls_token": "[CLS]"}')
+    (tmp_path / "chat_template.jinja").write_text("J{{ bos_token }}{{ cls_token }}")
+    template = read_chat_template(tmp_path)
+    assert template is not None and template.render([user("x")]) == "J<s>[CLS]"
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ArtifactError, match="is not JSON"):
+        read_chat_template(tmp_path)
+    only = ChatTemplate({"rag": "R"}, {}, "F")
+    with pytest.raises(UsageError, match="rag, none of them the default"):
+        only.render([user("x")])
+
+
+@pytest.fixture(scope="module")
+def chat_artifact(tiny_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny one, whose tokens are characters, with a template in its tokenizer's configuration."""
+    out = tmp_path_factory.mktemp("chat") / "artifact"
+    shutil.copytree(tiny_artifact, out)
+    template = (
+        "{% for m in messages %}{{ m.role[0] + m.content }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+    )
+    (out / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    write_manifest(out, load_manifest(tiny_artifact).to_json())
+    return out
+
+
+def test_an_engine_answers_a_conversation(tiny_artifact: Path, chat_artifact: Path) -> None:
+    engine = load(chat_artifact)
+    messages = [{"role": "system", "content": "x"}, user("Hello"), assistant("yes"), user("then")]
+    wanted = engine.generate("sxuHelloayesuthena", max_new_tokens=8)[0]
+    assert engine.chat(messages, max_new_tokens=8) == wanted
+    assert (
+        engine.encode_chat(messages, add_generation_prompt=False).tolist()
+        == engine.encode("sxuHelloayesuthen").tolist()
+    )
+    with pytest.raises(UsageError, match="has no chat template"):
+        load(tiny_artifact).chat(messages)
+
+
+def test_generate_puts_a_plain_prompt_as_a_message_and_says_so(chat_artifact: Path, tmp_path: Path) -> None:
+    def ids(*arguments: object, **options: Any) -> tuple[list[int], str]:
+        result = run("generate", chat_artifact, "--json", "--max-new-tokens", 6, *arguments, **options)
+        assert result.exit_code == 0, result.stderr
+        return json.loads(result.stdout)["token_ids"], result.stderr
+
+    engine = load(chat_artifact)
+    plain, put, system = (
+        engine.generate(text, max_new_tokens=6)[0].token_ids for text in ("Hello", "uHelloa", "sbeuHelloa")
+    )
+    assert len({tuple(plain), tuple(put), tuple(system)}) == 3
+    chatting, said = ids("Hello")
+    assert chatting == put and "chat template" in said and "--no-chat" in said
+    for arguments, wanted in (
+        (["Hello", "--no-chat"], plain), (["Hello", "--chat"], put), (["Hello", "--system", "be"], system)
+    ):  # fmt: skip
+        found, said = ids(*arguments)
+        assert found == wanted and "chat template" not in said
+    (tmp_path / "prompt").write_text("Hello")
+    assert ids("--prompt-file", tmp_path / "prompt")[0] == ids("-", input="Hello")[0] == plain
+    assert ids("--prompt-file", tmp_path / "prompt", "--chat")[0] == ids("-", "--chat", input="Hello")[0] == put
+    for wrong in (
+        ["--token-ids", "1", "--chat"],
+        ["--token-ids", "1", "--system", "x"],
+        ["a", "--no-chat", "--system", "x"],
+    ):
+        assert "leave out" in failure(2, "generate", chat_artifact, *wrong)
+
+
+def test_what_has_no_template_cannot_chat(tiny_artifact: Path) -> None:
+    assert "has no chat template" in failure(2, "generate", tiny_artifact, "abc", "--chat")
+    assert "chat template" not in run("generate", tiny_artifact, "abc", "--max-new-tokens", 1).stderr
+
+
+# The real model.
+
+
+@pytest.fixture(scope="module")
+def real_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct with KeepKV in 512 slots."""
+    smollm2.checkpoint()
+    recipe = load_recipe("smollm2-135m-keepkv", ["limits.max_length=2048", "limits.max_batch=2"]).recipe
+    return build(recipe, tmp_path_factory.mktemp("smollm2") / "artifact")
+
+
+def test_smollm2_knows_the_capital_of_france(real_artifact: Path) -> None:
+    """Straight from the command line; the same where its answer comes from transformers' own ids of the prompt."""
+    result = run("generate", real_artifact, "What is the capital of France?")
+    assert result.stdout == "The capital of France is Paris.\n"
+    assert "chat template" in result.stderr
+
+
+def test_smollm2_gets_the_ids_that_transformers_gives_it(real_artifact: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs, engine = AutoTokenizer.from_pretrained(smollm2.checkpoint()), load(real_artifact)
+    for messages, options in CASES.values():
+        if all(isinstance(message["content"], str) for message in messages):
+            wanted = theirs.apply_chat_template(messages, **{"add_generation_prompt": True, **options})["input_ids"]
+            assert engine.encode_chat(messages, **options).tolist() == wanted
+
+
+def test_smollm2_answers_as_transformers_does_while_its_cache_holds_everything(real_artifact: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    engine = load(real_artifact)
+    messages = [SYSTEM, user("List three fruits, and say why you like them.")]
+    ids = engine.encode_chat(messages)
+    model = AutoModelForCausalLM.from_pretrained(smollm2.checkpoint())
+    wanted = model.generate(torch.tensor(ids[None]), max_new_tokens=32, do_sample=False)[0, len(ids) :].tolist()
+    assert engine.chat(messages, max_new_tokens=32).token_ids == wanted

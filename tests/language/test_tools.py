@@ -1,0 +1,259 @@
+"""Tools: what a request may say of them, the form of calls by the chat template, answers that must call, and the calls
+found in text however it is cut."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import tokenizers
+from grammars import SMALL, draw
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvexport.errors import UsageError
+from kvexport.language.chat import ChatTemplate
+from kvexport.language.grammar import Grammars
+from kvexport.language.text import TextStream, Tokenizer
+from kvexport.language.tool_calls import Piece
+from kvexport.language.tools import HERMES, LLAMA, MISTRAL, CallForm, calls_grammar, check_tools, choose, form_of
+
+TEMPLATES = Path(__file__).parent / "chat_templates"
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 12}, "days": {"type": "integer", "maximum": 9}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
+NOW_SCHEMA = {"type": "object", "properties": {}, "additionalProperties": False}
+STRICT_NOW: dict[str, Any] = {"type": "function", "function": {"name": "now", "parameters": NOW_SCHEMA}}
+TOOLS = [WEATHER, NOW]
+FORMS = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL}
+
+
+def template(name: str) -> ChatTemplate:
+    return ChatTemplate({"default": (TEMPLATES / f"{name}.jinja").read_text()}, {}, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("qwen2.5", HERMES), ("qwen3", HERMES), ("llama3.1-tools", LLAMA), ("mistral", MISTRAL)],
+)
+def test_the_template_says_the_form(name: str, form: CallForm) -> None:
+    assert form_of(template(name)) == form
+
+
+@pytest.mark.parametrize("name", ["smollm2", "zephyr", "gemma", None])
+def test_a_template_without_tools_takes_none(name: str | None) -> None:
+    with pytest.raises(UsageError, match="takes no tools"):
+        form_of(None if name is None else template(name))
+
+
+def test_a_form_that_is_not_known_is_said_to_be_so() -> None:
+    with pytest.raises(UsageError, match="not known"):
+        form_of(ChatTemplate({"default": "{% for t in tools %}<fn>{{ t.name }}</fn>{% endfor %}"}, {}, "x"))
+
+
+def pieces(form: CallForm, text: str, cuts: list[int], tools: list[Any] | None = None) -> list[Piece]:
+    """As the reader gives them when the text comes cut at these places; pieces of one kind joined."""
+    reader = form.reader(TOOLS if tools is None else tools)
+    ends = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    found: list[Piece] = []
+    for i, (start, end) in enumerate(pairwise(ends)):
+        found += reader.read(text[start:end], i == len(ends) - 2)
+    joined: list[Piece] = []
+    for piece in found:
+        assert piece.kind == "call" or piece.text
+        if joined and piece.kind == joined[-1].kind != "call":
+            joined[-1] = joined[-1]._replace(text=joined[-1].text + piece.text)
+        else:
+            joined.append(piece)
+    return joined
+
+
+ROME, ARGUMENTS = '{"city": "Rome {\\"}</tool_call>"}', '{"name": "get_weather", "arguments": '
+CALL, CALL_NOW = ARGUMENTS + ROME + "}", '{"name": "now", "arguments": {}}'
+ROME_CALLED = [Piece("call", name="get_weather"), Piece("arguments", ROME)]
+NOW_CALLED = [Piece("call", name="now"), Piece("arguments", "{}")]
+READ = {
+    "text alone": (HERMES, "Just <tool text, {a} <tool_", [Piece("text", "Just <tool text, {a} <tool_")]),
+    "a call": (HERMES, f"<tool_call>\n{CALL}\n</tool_call>", ROME_CALLED),
+    "text and two calls": (
+        HERMES,
+        f"Let me see. \n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL_NOW}\n</tool_call>\n",
+        [Piece("text", "Let me see."), *ROME_CALLED, *NOW_CALLED],
+    ),
+    "text behind": (HERMES, f"<tool_call>{CALL_NOW}</tool_call>\n Done. ", [*NOW_CALLED, Piece("text", "Done. ")]),
+    "a list": (HERMES, f"<tool_call>[{CALL}, {CALL_NOW}]</tool_call>", [*ROME_CALLED, *NOW_CALLED]),
+    "arguments first": (HERMES, f'<tool_call>{{"arguments": {ROME} , "name": "get_weather"}}</tool_call>', ROME_CALLED),
+    "arguments as text": (
+        HERMES, f'<tool_call>{{"name": "get_weather", "arguments": {json.dumps(ROME)}}}</tool_call>', ROME_CALLED,
+    ),
+    "no arguments": (HERMES, '<tool_call>{"name": "now"}</tool_call>', NOW_CALLED),
+    "more keys": (HERMES, f'<tool_call>{{"id": [1, "}}"], {CALL_NOW[1:]}</tool_call>', NOW_CALLED),
+    "no closing": (HERMES, f"<tool_call>{CALL}", ROME_CALLED),
+    "another tool": (
+        HERMES, '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
+        [Piece("text", '<tool_call>{"name": "rm", "arguments": {}}</tool_call>')],
+    ),
+    "no JSON": (HERMES, "<tool_call>get_weather(Rome)", [Piece("text", "<tool_call>get_weather(Rome)")]),
+    "broken": (HERMES, '<tool_call>{"name": now}', [Piece("text", '<tool_call>{"name": now}')]),
+    "cut in the name": (
+        HERMES, 'So <tool_call>\n{"name": "get_we', [Piece("text", 'So <tool_call>\n{"name": "get_we')],
+    ),
+    "cut in the arguments": (
+        HERMES, "<tool_call>" + ARGUMENTS + '{"city": "R', [ROME_CALLED[0], Piece("arguments", '{"city": "R')],
+    ),
+    "cut in the marker": (HERMES, "So <tool_ca", [Piece("text", "So <tool_ca")]),
+    "llama": (LLAMA, CALL.replace("arguments", "parameters"), ROME_CALLED),
+    "llama, other key": (LLAMA, CALL, ROME_CALLED),
+    "llama, tag": (LLAMA, f"<|python_tag|>{CALL}; {CALL_NOW}", [*ROME_CALLED, *NOW_CALLED]),
+    "llama, text": (LLAMA, "Hello {you}", [Piece("text", "Hello {you}")]),
+    "llama, an object": (LLAMA, '{"a": {"name": 1}}', [Piece("text", '{"a": {"name": 1}}')]),
+    "llama, a name alone": (LLAMA, '{"name": "now"}', [Piece("text", '{"name": "now"}')]),
+    "llama, text and a tag": (LLAMA, f"Well <|python_tag|>{CALL}", [Piece("text", "Well"), *ROME_CALLED]),
+    "llama, code": (LLAMA, "<|python_tag|>print(1)", [Piece("text", "<|python_tag|>print(1)")]),
+    "mistral": (MISTRAL, f"[TOOL_CALLS] [{CALL}, {CALL_NOW}]", [*ROME_CALLED, *NOW_CALLED]),
+    "mistral, ids": (MISTRAL, f'[TOOL_CALLS][{CALL_NOW[:-1]}, "id": "abc123def"}}]', NOW_CALLED),
+    "mistral, text": (MISTRAL, "A list: [TOOL, [1]", [Piece("text", "A list: [TOOL, [1]")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READ)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_calls_are_found_however_the_text_is_cut(name: str, data: st.DataObject) -> None:
+    form, text, expected = READ[name]
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=len(text)))
+    assert pieces(form, text, cuts) == expected
+    assert pieces(form, text, list(range(len(text)))) == expected
+
+
+def test_arguments_come_as_they_are_made_and_no_marker_is_shown() -> None:
+    reader = HERMES.reader(TOOLS)
+    assert reader.read("Hm <tool_call>\n", False) == [Piece("text", "Hm")]
+    assert reader.read('{"name": "get_wea', False) == []
+    assert reader.read('ther", "arguments": {"ci', False) == [ROME_CALLED[0], Piece("arguments", '{"ci')]
+    assert reader.read('ty": "', False) == [Piece("arguments", 'ty": "')]
+    assert reader.read('x"}}\n</tool_c', False) == [Piece("arguments", 'x"}')]
+    assert reader.read("all>", True) == []
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(sorted(FORMS)),
+    st.lists(st.sampled_from([*'{}[]":,\\ \n', "name", "now", "arguments", "<tool_call>", "</tool_call>", "é",
+                              "[TOOL_CALLS]", "<|python_tag|>", CALL_NOW, '{"name": "now"']), max_size=20),
+    st.lists(st.integers(0, 200), max_size=20),
+)  # fmt: skip
+def test_any_text_gives_the_same_pieces_however_it_is_cut(form: str, parts: list[str], cuts: list[int]) -> None:
+    text = "".join(parts)
+    assert pieces(FORMS[form], text, cuts) == pieces(FORMS[form], text, [])
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    inner = tokenizers.Tokenizer.from_file(str(SMALL / "tokenizer.json"))
+    inner.add_special_tokens(["[TOOL_CALLS]", "<|python_tag|>"])
+    tokenizer = Tokenizer(inner)
+    return Grammars(tokenizer, tokenizer.vocab_size)
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_an_answer_that_must_call_does(grammars: Grammars, form: str, parallel: bool) -> None:
+    tokenizer = grammars.tokenizer
+    assert tokenizer is not None
+    made, shown = FORMS[form], FORMS[form].shown_ids(tokenizer)
+    assert len(shown) == (form != "hermes")
+    grammar = calls_grammar(made, [WEATHER, STRICT_NOW], tokenizer, parallel=parallel)
+    counts = set()
+    for seed in range(8):
+        ids, _, reason = draw(grammars.start(grammar, (2,)), tokenizer, grammars.vocabulary, (2,), seed, do_sample=True)
+        assert reason == "stop"
+        stream = TextStream(tokenizer, shown_ids=shown)
+        text = "".join([*map(stream.push, ids), stream.flush()])
+        found = pieces(made, text, [], [WEATHER, STRICT_NOW])
+        assert {piece.kind for piece in found} == {"call", "arguments"}
+        for call, arguments in zip(found[::2], found[1::2], strict=True):
+            schema = WEATHER["function"]["parameters"] if call.name == "get_weather" else NOW_SCHEMA
+            jsonschema.validate(json.loads(arguments.text), schema)
+        counts.add(len(found) // 2)
+    assert (counts == {1}) is not parallel
+
+
+def test_a_special_marker_is_shown_and_others_are_not(grammars: Grammars) -> None:
+    tokenizer = grammars.tokenizer
+    assert tokenizer is not None
+    shown = MISTRAL.shown_ids(tokenizer)
+    ids = [*shown, *tokenizer.encode("a b", add_special_tokens=False), *shown, 2, *tokenizer.encode(" c", False)]
+    for kept, expected in ((shown, "[TOOL_CALLS]a b[TOOL_CALLS] c"), ((), "a b c")):
+        stream = TextStream(tokenizer, shown_ids=kept)
+        assert "".join([*map(stream.push, ids), stream.flush()]) == expected
+
+
+def test_who_may_be_called() -> None:
+    assert choose(TOOLS, None) == choose(TOOLS, "auto") == (TOOLS, False)
+    assert choose(TOOLS, "none") == ([], False)
+    assert choose(TOOLS, "required") == (TOOLS, True)
+    assert choose(TOOLS, {"type": "function", "function": {"name": "now"}}) == ([NOW], True)
+    for bad in ("any", {"type": "function"}, {"function": {"name": "rm"}}, 3):
+        with pytest.raises(UsageError, match="tool_choice is"):
+            choose(TOOLS, bad)
+    with pytest.raises(UsageError, match="there are no tools"):
+        choose([], "required")
+
+
+@pytest.mark.parametrize(
+    ("tools", "named"),
+    [
+        ([3], r"tools\[0\] is no function"),
+        ([NOW, {"type": "retrieval"}], r"tools\[1\] is no function"),
+        ([{"type": "function", "function": {}}], r"name of tools\[0\] is 'None'"),
+        ([{"type": "function", "function": {"name": 'a"b'}}], r"name of tools\[0\]"),
+        ([{"type": "function", "function": {"name": "a", "parameters": []}}], "parameters is a list"),
+        ([NOW, NOW], "two tools are named 'now'"),
+        ([NOW] * 129, "129 tools"),
+    ],
+)
+def test_what_is_no_tool_is_named(tools: list[Any], named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        check_tools(tools)
+    assert check_tools(TOOLS) == TOOLS
+
+
+def test_a_strict_tool_is_kept_to_and_others_as_far_as_can_be(grammars: Grammars) -> None:
+    tokenizer = grammars.tokenizer
+    assert tokenizer is not None
+    odd = {"name": "odd", "parameters": {"type": "object", "minProperties": 1, "not": {}}}
+    grammars.start(calls_grammar(HERMES, [{"function": odd}], tokenizer), (2,))
+    with pytest.raises(UsageError, match="not"):
+        grammars.start(calls_grammar(HERMES, [{"function": {**odd, "strict": True}}], tokenizer), (2,))
+
+
+def test_ids_are_as_the_template_takes_them() -> None:
+    assert len(MISTRAL.new_id()) == 9
+    assert MISTRAL.new_id().isalnum()
+    assert HERMES.new_id().startswith("call_")
+    assert len({HERMES.new_id() for _ in range(50)}) == 50
+
+
+def test_a_long_call_is_read_in_time_that_grows_with_it_alone() -> None:
+    reader = HERMES.reader(TOOLS)
+    count = len(reader.read("<tool_call>" + ARGUMENTS + '{"city": "', False))
+    for _ in range(20_000):
+        count += len(reader.read("abcdefgh", False))
+    assert count == 20_002
+    assert np.isfinite(count)

@@ -1,0 +1,419 @@
+"""Decoding over a part of a full cache that is chosen anew: what steps read, and that answers depend on the recipe and
+on nothing else."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvexport import backends
+from kvexport.artifact.reading import load_manifest
+from kvexport.backends.base import LoadOptions
+from kvexport.backends.onnxruntime.device_array import DeviceArray
+from kvexport.deploy.triton import write_repository
+from kvexport.engine.engine import Engine
+from kvexport.engine.lanes import Lanes
+from kvexport.engine.request import Request
+from kvexport.errors import EnvironmentProblem, SnapshotError, UsageError
+from kvexport.state import mapped_file
+from kvexport.state.periodic import NEXT, READ, PeriodicState
+from kvexport.state.snapshot import Snapshot
+from tests.support.models import build_shared, random_ids
+from tests.support.periodic import DELAY, EVERY, RECENT, SINKS, SLOTS, recipe_of
+from tests.support.schedules import Alone, Schedule
+
+
+@pytest.fixture(scope="module")
+def opened(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """An engine of settings, over one artifact for each method: its ONNX graph leaves the number of slots open."""
+    built: dict[str, Path] = {}
+
+    def opened(*, method: str = "h2o", **settings: Any) -> Engine:
+        if method not in built:
+            folder = tmp_path_factory.mktemp("periodic")
+            built[method] = build_shared(recipe_of(tiny_checkpoint, method=method), folder / "artifact")
+        path = built[method]
+        manifest = replace(load_manifest(path), recipe=recipe_of(tiny_checkpoint, method=method, **settings))
+        return Engine(path, manifest, backends.get("onnxruntime").load(path, manifest, LoadOptions(threads=1)))
+
+    return opened
+
+
+@pytest.fixture(scope="module")
+def full(opened: Any) -> Engine:
+    """The full cache alone."""
+    return opened(slots=None)
+
+
+@pytest.fixture(scope="module")
+def waiting(opened: Any) -> Engine:
+    """Its steps wait for a choice."""
+    return opened()
+
+
+@pytest.fixture(scope="module")
+def delayed(opened: Any) -> Engine:
+    return opened(delay=DELAY)
+
+
+def answers(engine: Engine, batch: list[Any], new: int = 60) -> list[list[int]]:
+    return [answer.token_ids for answer in engine.generate(batch, max_new_tokens=new, do_sample=False)]
+
+
+def prompts(seed: int) -> list[list[int]]:
+    return [ids.tolist() for ids in random_ids(seed, 90, 3, 41, vocabulary=64)]
+
+
+def rows(lanes: Lanes, prompt: Any, tokens: Any) -> Any:
+    """Logits after each token."""
+    lanes.prefill([prompt])
+    return np.stack([lanes.append([[int(token)]])[0, 0].copy() for token in tokens])
+
+
+def part_of(lanes: Lanes) -> tuple[PeriodicState, Any]:
+    state = lanes.backend
+    assert isinstance(state, PeriodicState)
+    return state, state._part.view(0)
+
+
+def held(own: Any, layer: int = 0, head: int = 0) -> list[int]:
+    """Positions that the part holds."""
+    votes, position = (own[f"past_key_values.{layer}.{name}"][head] for name in ("votes", "position"))
+    return position[votes > 0].tolist()
+
+
+@pytest.mark.parametrize("settings", [{"every": 1, "slots": 24}, {"every": 8, "slots": 250}, {"slots": 90, "delay": 3}])
+def test_what_fits_is_answered_by_the_full_cache(opened: Any, full: Engine, settings: dict[str, Any]) -> None:
+    """Where every step reads the full cache, and where the slots hold all: up to 24, 150 and 90 tokens."""
+    new = {24: 60, 250: 60, 90: 29}[settings["slots"]]
+    batch = [ids[:60] for ids in prompts(1)]
+    assert answers(opened(**settings), batch, new) == answers(full, batch, new)
+
+
+def test_a_choice_of_all_entries_reads_what_the_full_cache_has(opened: Any, full: Engine) -> None:
+    """Slots that are many enough, though steps read the part."""
+    (prompt, tokens) = random_ids(2, 60, 40, vocabulary=64)
+    lanes = opened(slots=120).lanes(1)
+    lanes.backend._settings = lanes.backend._settings.model_copy(update={"slots": 119})  # type: ignore[attr-defined]
+    expected = rows(full.lanes(1), prompt, tokens)
+    np.testing.assert_allclose(rows(lanes, prompt, tokens), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["unscored", "h2o", "keepkv"])
+@pytest.mark.parametrize("delay", [0, DELAY])
+def test_a_step_reads_what_was_chosen_and_the_tokens_since(opened: Any, method: str, delay: int) -> None:
+    """Far past the slots: sinks, the latest and those of the highest score, copied bit by bit."""
+    lanes = opened(method="keepkv" if method == "keepkv" else "h2o", delay=delay).lanes(1)
+    lanes.backend._part.scored = method != "unscored"  # as of a method that keeps no scores
+    prompt, tokens = random_ids(3, 50, 150, vocabulary=64)
+    lanes.prefill([prompt])
+    chosen, budget = [], SLOTS - EVERY - delay
+    for token in tokens:
+        length = lanes.length[0]
+        lanes.append([[int(token)]])
+        if length % EVERY == 0:
+            continue
+        state, own = part_of(lanes)
+        of_part, view = held(own), lanes.view(0)
+        assert view is not None and len(of_part) <= SLOTS and of_part == sorted(set(of_part))
+        assert of_part[-1] == length and set(range(SINKS)) <= set(of_part)
+        for kind in ("key", "value"):
+            whole, copy = view[f"past_key_values.1.{kind}"], own[f"past_key_values.1.{kind}"]
+            for head in range(2):
+                at = held(own, 1, head)
+                np.testing.assert_array_equal(copy[head, : len(at)], whole[head, at])
+        since = length - state._held[0].start + 1
+        chosen.append(tuple(of_part[: len(of_part) - since]))
+        assert len(chosen[-1]) == budget and 1 <= since <= EVERY + delay
+    view = lanes.view(0)
+    assert view is not None
+    for layer in range(2):  # nothing is lost: the full cache has every token
+        assert (view[f"past_key_values.{layer}.position"][:, :200] == np.arange(200)).all()
+        assert (view[f"past_key_values.{layer}.votes"][:, :200] == 1).all()
+    assert len(set(chosen)) > 15
+
+
+def test_the_highest_scores_are_chosen(waiting: Engine) -> None:
+    lanes = waiting.lanes(1)
+    prompt, tokens = random_ids(4, 61, 30, vocabulary=64)
+    lanes.prefill([prompt])
+    checked = 0
+    for token in tokens:
+        length, view = lanes.length[0], lanes.view(0)
+        assert view is not None
+        score = view["past_key_values.0.score"][0, 0, :length].copy()
+        lanes.append([[int(token)]])
+        if length % EVERY == 1:
+            between = np.arange(SINKS, length - RECENT)
+            best = between[np.argsort(-score[between], kind="stable")[: SLOTS - EVERY - SINKS - RECENT]]
+            expected = [*range(SINKS), *sorted(best.tolist()), *range(length - RECENT, length)]
+            assert held(part_of(lanes)[1]) == [*expected, length]
+            checked += 1
+    assert checked == 4
+
+
+def test_an_entry_that_no_step_read_comes_back_when_queries_ask_for_it(waiting: Engine) -> None:
+    """An early entry has the lowest score, and is not chosen. At the next step of the full cache the query is nearer to
+    its key than to any other."""
+    lanes = waiting.lanes(1)
+    prompt, tokens = random_ids(5, 65, 16, vocabulary=64)
+    lanes.prefill([prompt])
+    view = lanes.view(0)
+    assert view is not None
+    view["past_key_values.0.score"][:, 0, :65] = 1e-3
+    view["past_key_values.0.score"][:, 0, 10] = 0
+    for token in tokens[:7]:
+        lanes.append([[int(token)]])
+        assert not {10} & {*held(part_of(lanes)[1], 0, 0), *held(part_of(lanes)[1], 0, 1)}
+    view = lanes.view(0)
+    assert view is not None and lanes.length[0] == 72
+    keys = view["past_key_values.0.key"]
+    keys[:, :72] *= 1e-3
+    keys[:, 10] = 1e3 * np.sign(keys[:, 10])  # whose product with a query is far above all others, or far below
+    lanes.append([[int(tokens[7])]])  # reads the full cache
+    view = lanes.view(0)
+    assert view is not None
+    asked = [head for head in range(2) if view["past_key_values.0.score"][head, 0, 10] > 0.4]
+    assert asked
+    lanes.append([[int(tokens[8])]])
+    for head in range(2):
+        assert (10 in held(part_of(lanes)[1], 0, head)) == (head in asked)
+
+
+def test_scores_go_on_where_entries_are_read(waiting: Engine) -> None:
+    """The full cache's scores of the part's entries are those of the steps that read them; others stay."""
+    lanes = waiting.lanes(1)
+    prompt, tokens = random_ids(6, 65, 6, vocabulary=64)
+    lanes.prefill([prompt])
+    before = lanes.read(0)["past_key_values.1.score"][:, 0, :65]
+    for token in tokens:
+        lanes.append([[int(token)]])
+    after = lanes.read(0)["past_key_values.1.score"][:, 0]
+    for head in range(2):
+        read = [p for p in held(part_of(lanes)[1], 1, head) if p < 65]
+        others = sorted(set(range(65)) - set(read))
+        np.testing.assert_array_equal(after[head, others], before[head, others])
+        assert (after[head, read] > before[head, read]).all()
+        # Six queries gave their whole attention to what the part held, the new tokens included.
+        gained = after[head, read].sum() - before[head, read].sum() + after[head, 65:].sum()
+        assert gained == pytest.approx(6, abs=1e-3)
+
+
+class Late(Future[Any]):
+    """A choice that is made when it is asked for: the slowest of threads."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.make = make
+
+    def result(self, timeout: float | None = None) -> Any:
+        if not self.done():
+            self.set_result(self.make())
+        return super().result()
+
+
+class Submits:
+    """An executor whose thread is as slow, or as fast, as can be."""
+
+    def __init__(self, slow: bool) -> None:
+        self.slow, self.made = slow, 0
+
+    def submit(self, function: Any, *given: Any) -> Future[Any]:
+        self.made += 1
+        future = Late(partial(function, *given))
+        if not self.slow:
+            future.result()
+        return future
+
+
+def test_answers_do_not_depend_on_the_speed_of_the_thread(
+    opened: Any, delayed: Engine, waiting: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = answers(delayed, prompts(7), 120)
+    assert delayed._pool.state._thread is not None  # type: ignore[attr-defined]
+    for slow in (True, False):
+        submits = Submits(slow)
+        monkeypatch.setattr("kvexport.state.periodic.ThreadPoolExecutor", lambda *_, s=submits: s)
+        assert answers(opened(delay=DELAY), prompts(7), 120) == expected
+        assert submits.made > 30
+    assert answers(waiting, prompts(7), 120) != expected  # other entries are read for some steps
+
+
+def test_answers_of_a_batch_are_those_alone(delayed: Engine) -> None:
+    batch = prompts(8)
+    alone = [answers(delayed, [ids], 120)[0] for ids in batch]
+    assert answers(delayed, batch, 120) == alone
+
+
+@pytest.mark.parametrize("name", ["waiting", "delayed"])
+def test_schedules_answer_as_alone(name: str, opened: Any, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """Joining, leaving, forks, snapshots as bytes, model, preemption and prefixes, between two engines."""
+    other = request.getfixturevalue(name)
+    one, another = (opened(delay=other.manifest.recipe.cache.periodic.delay) for _ in range(2))
+    for seed in range(3):
+        Schedule([one, another], Alone(other), tmp_path / str(seed), 500 + seed).run(15)
+
+
+def stopped(engine: Engine, new: int) -> tuple[Snapshot, list[int]]:
+    """A long answer, preempted after so many tokens."""
+    request = Request(prompts(9)[0], engine.settings(max_new_tokens=100, do_sample=False))
+    engine.add(request)
+    while len(request.tokens) < new:
+        engine.step()
+    return engine.preempt(request.id), [token.id for token in request.tokens]
+
+
+def test_a_snapshot_goes_on_at_every_point_of_a_period(delayed: Engine) -> None:
+    engine = delayed
+    expected, kinds = answers(engine, [prompts(9)[0]], 100)[0], set[str]()
+    for new in range(30, 40):
+        snapshot, tokens = stopped(engine, new)
+        kinds |= {name.rpartition(".")[2] for name in snapshot.state}
+        again = Request((), start=Snapshot.from_bytes(snapshot.to_bytes(), engine.manifest))
+        other = delayed
+        other.add(again)
+        while other.busy:
+            other.step()
+        assert tokens + [token.id for token in again.tokens] == expected
+    assert {READ, NEXT} <= kinds
+
+
+def test_damaged_positions_of_a_snapshot_are_refused(delayed: Engine, full: Engine) -> None:
+    engine = delayed
+    snapshot, _ = stopped(engine, 33)
+    name = f"past_key_values.1.{READ}"
+    good = snapshot.state[name]
+    wrong: list[Any] = [good[:, ::-1], good + 1000, good.astype(np.int64), good[:1], good[:, :0], None]
+    wrong += [np.tile(np.arange(SLOTS + 1, dtype=np.int32), (2, 1))]
+    for array in wrong:
+        state = {**snapshot.state, name: array}
+        if array is None:
+            del state[name]
+        data = Snapshot(snapshot.origin, snapshot.ids, state, snapshot.counters, snapshot.sampler).to_bytes()
+        with pytest.raises(SnapshotError, match="damaged"):
+            Snapshot.from_bytes(data, engine.manifest)
+    with pytest.raises(SnapshotError, match="another contract"):
+        Snapshot.from_bytes(snapshot.to_bytes(), full.manifest)
+
+
+def test_rolled_back_tokens_were_never_there(waiting: Engine) -> None:
+    """The part is chosen anew, from the entries that were there before."""
+    prompt, tokens, wrong = random_ids(10, 70, 20, 1, vocabulary=64)
+    lanes, straight = (waiting.lanes(1) for _ in range(2))
+    rows(lanes, prompt, tokens)
+    rows(straight, prompt, tokens)
+    lanes.draft([wrong], first=0)
+    lanes.settle(0, 1)
+    one, other = lanes.view(0), straight.view(0)
+    assert one is not None and other is not None and lanes.counters(0) == straight.counters(0)
+    for layer in range(2):
+        for kind in ("votes", "position"):
+            name = f"past_key_values.{layer}.{kind}"
+            np.testing.assert_array_equal(one[name][:, :90], other[name][:, :90])
+        assert (one[f"past_key_values.{layer}.votes"][:, 90:] == 0).all()
+    lanes.append([[1]])
+    assert held(part_of(lanes)[1])[-1] == 90
+
+
+def test_the_full_cache_in_a_file_answers_the_same(waiting: Engine, opened: Any, tmp_path: Path) -> None:
+    engine = opened(store=str(tmp_path), limit=10**9)
+    assert list(tmp_path.iterdir()) == []  # it has no name
+    assert engine._pool.lanes.count == 4  # nothing is taken later
+    (open_file,) = [x for x in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in x]
+    assert "(deleted)" in open_file
+    assert answers(engine, prompts(11), 100) == answers(waiting, prompts(11), 100)
+    del engine
+    gc.collect()
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize(
+    ("failure", "problem"),
+    [
+        ("missing", "No such file or directory"),
+        ("full", "No space left on device"),
+        ("limit", r"takes \d+ bytes .*, cache\.periodic\.limit is 5000"),
+    ],
+)
+def test_a_file_that_cannot_be_is_an_error(
+    opened: Any, tmp_path: Path, failure: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "missing" if failure == "missing" else tmp_path
+    settings = {"store": str(folder), **({"limit": 5000} if failure == "limit" else {})}
+
+    def no_space(*_: int) -> None:
+        raise OSError(28, os.strerror(28))
+
+    if failure == "full":
+        monkeypatch.setattr(mapped_file.os, "posix_fallocate", no_space)
+    with pytest.raises(EnvironmentProblem, match=problem) as caught:
+        opened(**settings)
+    assert caught.value.fix and list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fills_later_fails_what_needs_it_alone(
+    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lanes of their own beside those of the engine."""
+    engine = opened(store=str(tmp_path))
+    expected = answers(engine, prompts(12))
+
+    def no_space(*_: int) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(mapped_file.os, "posix_fallocate", no_space)
+    with pytest.raises(EnvironmentProblem, match="No space left"):
+        engine.lanes(1)
+    assert answers(engine, prompts(12)) == expected
+
+
+def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
+    program = f"""
+        import signal, sys
+        from kvexport.state.mapped_file import mapped
+        held = mapped(1 << 20, {str(tmp_path)!r}, None)
+        held[:] = 1
+        print("ready", flush=True)
+        signal.pause()
+    """
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+    assert str(tmp_path) in Path(f"/proc/{process.pid}/maps").read_text()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_thread_is_there_where_steps_wait(opened: Any) -> None:
+    engine = opened()
+    answers(engine, prompts(13))
+    assert engine._pool.state._thread is None
+
+
+def test_one_onnx_graph_and_tensorrt_are_refused(waiting: Engine, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="Triton calls one ONNX graph, which reads all of it") as caught:
+        write_repository(waiting.path, tmp_path / "out", "state")
+    assert "--kind python" in caught.value.fix and not (tmp_path / "out").exists()
+    with pytest.raises(UsageError, match="TensorRT has the cache on the GPU"):
+        backends.get("tensorrt").preparation(waiting.manifest.recipe)
+
+
+def test_state_on_a_device_is_refused(waiting: Engine) -> None:
+    engine = waiting
+    model: Any = engine.model
+    model.zeros = partial(DeviceArray, "cpu")
+    with pytest.raises(UsageError, match=r"copies entries in the host's memory"):
+        engine.lanes(1)

@@ -1,0 +1,137 @@
+"""Sessions in a folder that two processes use: each sees what the other has written, whole, and nothing older."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvexport.engine.engine import Engine, load
+from kvexport.engine.request import Request
+from kvexport.errors import EnvironmentProblem, SnapshotError, UsageError
+from kvexport.state.session_files import SUFFIX
+from kvexport.state.shared_sessions import SharedSessions
+from kvexport.state.snapshot import Snapshot
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_artifact: Path) -> Engine:
+    return load(tiny_artifact)
+
+
+@pytest.fixture(scope="module")
+def snapshots(engine: Engine) -> list[Snapshot]:
+    requests = [Request([n] * (20 + n), engine.settings(max_new_tokens=4), keep=True) for n in range(4)]
+    for request in requests:
+        engine.add(request)
+    while engine.busy:
+        engine.step()
+    return [request.snapshot for request in requests if request.snapshot is not None]
+
+
+def store(engine: Engine, folder: Path, memory: int = 1 << 30, disk: int = 1 << 30) -> SharedSessions:
+    return SharedSessions(engine.manifest, memory=memory, folder=folder, disk=disk)
+
+
+def same(one: Snapshot | None, other: Snapshot) -> bool:
+    return one is not None and one.to_bytes() == other.to_bytes()
+
+
+def test_what_one_has_put_another_gets_at_once_and_nothing_older(
+    engine: Engine, snapshots: list[Snapshot], tmp_path: Path
+) -> None:
+    one, other = store(engine, tmp_path / "s"), store(engine, tmp_path / "s")
+    assert one.get("a") is None and not one.delete("a")
+    rng = np.random.default_rng(0)
+    newest: dict[str, Snapshot | None] = {}
+    for _ in range(120):
+        name, kept = "ab"[rng.integers(2)], (one, other)[rng.integers(2)]
+        if rng.random() < 0.4:
+            newest[name] = snapshots[rng.integers(len(snapshots))]
+            kept.put(name, newest[name])
+        elif rng.random() < 0.2:
+            assert kept.delete(name) is (newest.get(name) is not None)
+            newest[name] = None
+        else:
+            found, expected = kept.get(name), newest.get(name)
+            assert found is None if expected is None else same(found, expected)
+    one.put("a", snapshots[0])
+    assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "s" / f"a{SUFFIX}").stat().st_mode) == 0o600
+    assert same(store(engine, tmp_path / "s").get("a"), snapshots[0]), "as after a kill"
+
+
+def test_a_state_that_nobody_has_replaced_is_not_read_again(
+    engine: Engine, snapshots: list[Snapshot], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = store(engine, tmp_path), store(engine, tmp_path)
+    one.put("a", snapshots[0])
+    assert one.get("a") is snapshots[0]
+    found = other.get("a")
+    assert other.get("a") is found
+    one.put("a", snapshots[1])
+    assert same(other.get("a"), snapshots[1])
+
+
+def test_memory_and_disk_are_bounded(engine: Engine, snapshots: list[Snapshot], tmp_path: Path) -> None:
+    size, file = max(s.nbytes for s in snapshots), max(len(s.to_bytes()) for s in snapshots)
+    kept = store(engine, tmp_path, 2 * size, 2 * file)
+    for i, snapshot in enumerate(snapshots):
+        kept.put(f"s{i}", snapshot)
+        os.utime(tmp_path / f"s{i}{SUFFIX}", ns=(i, i))  # a coarse clock may give one time to all
+        assert kept.memory_bytes <= 2 * size and kept.disk_bytes <= 2 * file
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"s{i}{SUFFIX}" for i in (2, 3)]
+    assert kept.get("s0") is None and same(kept.get("s2"), snapshots[2])
+    assert store(engine, tmp_path, disk=file).disk_bytes <= file
+    with pytest.raises(EnvironmentProblem, match="all files together may take 10"):
+        store(engine, tmp_path, disk=10).put("s9", snapshots[0])
+
+
+def test_a_full_disk_is_an_error_and_the_newest_state_stays_here(
+    engine: Engine, snapshots: list[Snapshot], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, other = store(engine, tmp_path), store(engine, tmp_path)
+    kept.put("a", snapshots[0])
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        for name in ("a", "b"):
+            with pytest.raises(EnvironmentProblem, match=rf"the session {name} stays in memory.*No space left"):
+                kept.put(name, snapshots[1])
+    assert [path.name for path in tmp_path.iterdir()] == [f"a{SUFFIX}"]
+    assert same(kept.get("a"), snapshots[1]) and same(kept.get("b"), snapshots[1])
+    assert same(other.get("a"), snapshots[0]) and other.get("b") is None
+    other.put("a", snapshots[2])
+    assert same(kept.get("a"), snapshots[2]), "another went on meanwhile"
+
+
+def test_what_is_no_session_is_an_error_of_its_name_alone(
+    engine: Engine, snapshots: list[Snapshot], tmp_path: Path
+) -> None:
+    begun, old = tmp_path / f".a{SUFFIX}.0", tmp_path / f".b{SUFFIX}.0"
+    for path in (begun, old):
+        path.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    kept = store(engine, tmp_path)
+    assert begun.exists() and not old.exists(), "another may be writing it"
+    kept.put("good", snapshots[0])
+    (tmp_path / f"bad{SUFFIX}").write_bytes(b"no snapshot")
+    (tmp_path / f"link{SUFFIX}").symlink_to(tmp_path / f"good{SUFFIX}")
+    with pytest.raises(SnapshotError, match="the session bad cannot be used"):
+        kept.get("bad")
+    with pytest.raises(EnvironmentProblem, match="the session link"):
+        kept.get("link")
+    with pytest.raises(UsageError, match="no session can have the name"):
+        kept.get("../good")
+    assert kept.delete("bad") and kept.delete("link") and same(kept.get("good"), snapshots[0])
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(EnvironmentProblem, match="the folder of sessions"):
+        store(engine, tmp_path / "file")

@@ -1,0 +1,251 @@
+"""Snapshots: what goes on from one is what would have gone on, and no bytes but those of one are taken for one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvexport.engine.engine import Engine, load
+from kvexport.engine.request import Request, State
+from kvexport.errors import KvexportError, SnapshotError, UsageError
+from kvexport.language.grammar import Grammar
+from kvexport.state.snapshot import Snapshot
+from tests.support.blobs import mutated
+
+LONG = [3 * i % 60 for i in range(70)]  # past the budget of 32 slots
+CHOICES: list[dict[str, Any]] = [
+    {"max_new_tokens": 40},
+    {"max_new_tokens": 40, "do_sample": True, "seed": 9, "repetition_penalty": 1.2},
+    {
+        "max_new_tokens": 40,
+        "grammar": Grammar("regex", "([a-f]{3} )*([0-9]{5} ?)*"),
+        "logit_bias": {5: 3.0},
+        "frequency_penalty": 0.3,
+    },
+]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_artifact: Path) -> Engine:
+    return load(tiny_artifact)
+
+
+def run(engine: Engine, until: Callable[[], bool] = lambda: False) -> None:
+    while engine.busy and not until():
+        engine.step()
+
+
+def answer(engine: Engine, request: Request) -> list[int]:
+    engine.add(request)
+    run(engine)
+    if request.error is not None:
+        raise request.error
+    return [token.id for token in request.tokens]
+
+
+def through_bytes(engine: Engine, snapshot: Snapshot) -> Snapshot:
+    return Snapshot.from_bytes(snapshot.to_bytes(), engine.manifest)
+
+
+@pytest.mark.parametrize("chosen", CHOICES)
+@pytest.mark.parametrize("tokens", [0, 1, 2, 7, 39])
+def test_a_preempted_request_goes_on_with_the_tokens_it_would_have_got(
+    engine: Engine, chosen: dict[str, Any], tokens: int
+) -> None:
+    expected = answer(engine, Request(LONG, engine.settings(**chosen)))
+    text = engine.tokenizer.decode(expected) if engine.tokenizer else ""
+    first = Request(LONG, engine.settings(**chosen))
+    engine.add(first)
+    run(engine, lambda: len(first.tokens) == tokens and (tokens > 0 or first.done == 32))
+    snapshot = engine.preempt(first.id)
+    assert (first.state, first.finish_reason) == (State.FINISHED, "preempted") and not engine.busy
+    assert snapshot.length == (32 if tokens == 0 else len(LONG) + tokens - 1)
+    answer(engine, Request([5] * 50, engine.settings(max_new_tokens=5)))  # the lane goes to another
+    second = Request((), start=through_bytes(engine, snapshot))
+    rest = answer(engine, second)
+    assert [token.id for token in first.tokens] + rest == expected
+    assert "".join(token.text for token in [*first.tokens, *second.tokens]) == text
+    assert second.finish_reason == "length"
+
+
+def test_a_request_that_waits_is_preempted_as_well(engine: Engine) -> None:
+    request = Request(LONG, engine.settings(max_new_tokens=4))
+    engine.add(request)
+    snapshot = engine.preempt(request.id)
+    assert snapshot.length == 0
+    again = Request((), start=through_bytes(engine, snapshot))
+    assert answer(engine, again) == answer(engine, Request(LONG, engine.settings(max_new_tokens=4)))
+    with pytest.raises(UsageError, match="has not finished"):
+        engine.preempt(again.id)
+
+
+def test_the_next_turn_reads_the_new_tokens_alone(engine: Engine) -> None:
+    settings = engine.settings(max_new_tokens=6)
+    turns = [LONG[:40], LONG[40:45], LONG[45:], [1]]
+    start, seen = None, 0
+    for ids in turns:
+        request = Request(ids, settings, start=start, keep=True)
+        expected = answer(engine, Request(ids, settings, start=start))
+        assert answer(engine, request) == expected
+        assert request.cached_tokens == seen and request.timing.prompt_tokens == len(request.ids) - seen
+        assert request.snapshot is not None
+        start, seen = through_bytes(engine, request.snapshot), request.snapshot.length
+        assert start.ids.tolist() == [*request.ids.tolist(), *expected] and seen == len(start.ids) - 1
+
+
+def test_an_answer_that_ended_is_continued_where_it_may_be_longer(engine: Engine) -> None:
+    expected = answer(engine, Request(LONG, engine.settings(max_new_tokens=20)))
+    request = Request(LONG, engine.settings(max_new_tokens=8), keep=True)
+    assert answer(engine, request) == expected[:8]
+    with pytest.raises(UsageError, match="answer has ended: length"):
+        engine.add(Request((), start=request.snapshot))
+    longer = Request((), engine.settings(max_new_tokens=20), start=request.snapshot)
+    assert answer(engine, longer) == expected[8:]
+
+
+def test_a_request_that_is_cancelled_keeps_what_it_had_where_it_is_to_keep(engine: Engine) -> None:
+    request = Request(LONG, engine.settings(max_new_tokens=30), keep=True)
+    engine.add(request)
+    run(engine, lambda: len(request.tokens) == 3)
+    engine.cancel(request.id)
+    assert request.snapshot is not None and request.snapshot.length == len(LONG) + 2
+
+
+@pytest.mark.parametrize("lanes", [1, 3, 4])
+def test_forks_read_the_prompt_once_and_answer_as_alone(tiny_artifact: Path, engine: Engine, lanes: int) -> None:
+    own = load(tiny_artifact)
+    own._scheduler.lanes = [None] * lanes
+    wanted = [
+        own.settings(max_new_tokens=n, do_sample=True, seed=seed) for n, seed in ((9, 0), (1, 1), (30, 2), (7, 3))
+    ]
+    expected = [answer(engine, Request(LONG, each)) for each in wanted]
+    request = Request(LONG, wanted[0])
+    requests = [request, *(request.fork(each) for each in wanted[1:])]
+    read = 0
+    for each in requests:
+        own.add(each)
+    append = own._pool.lanes.append if own._pool._lanes else None
+    assert append is None
+    while own.busy:
+        own.step()
+    assert [[token.id for token in each.tokens] for each in requests] == expected
+    read = sum(each.timing.prompt_tokens for each in requests)
+    assert read == len(LONG) and [each.cached_tokens for each in requests] == [0] + [len(LONG)] * 3
+    assert request.prompt_end is None and not len(own._forks)
+
+
+@pytest.mark.parametrize("when", [0, 1, 3, 5, 6, 8])
+def test_forks_of_a_request_that_leaves_are_answered(tiny_artifact: Path, engine: Engine, when: int) -> None:
+    own = load(tiny_artifact)
+    own._scheduler.lanes = [None] * 2
+    settings = own.settings(max_new_tokens=6)
+    expected = answer(engine, Request(LONG, settings))
+    request = Request(LONG, settings)
+    forks = [request.fork() for _ in range(3)]
+    for each in (request, *forks):
+        own.add(each)
+    for _ in range(when):
+        own.step()
+    own.cancel(request.id)
+    run(own)
+    assert [[token.id for token in each.tokens] for each in forks] == [expected] * 3
+    assert sum(each.timing.prompt_tokens for each in forks) in (0, len(LONG))
+
+
+# What cannot be gone on with.
+
+
+def test_a_snapshot_of_nan_fails_alone_and_leaves_a_clean_lane(engine: Engine, snapshot: Snapshot) -> None:
+    bad = {name: np.full_like(array, np.nan) for name, array in snapshot.state.items() if name.endswith(".value")}
+    poisoned = dataclasses.replace(snapshot, state={**snapshot.state, **bad})
+    settings = engine.settings(max_new_tokens=9)
+    expected = answer(engine, Request(LONG, settings))
+    beside, failing = Request(LONG, settings), Request([1, 2], settings, start=poisoned, keep=True)
+    engine.add(failing)
+    assert answer(engine, beside) == expected
+    assert failing.finish_reason == "error" and "is nan" in str(failing.error) and failing.snapshot is None
+    following = [Request(LONG, settings) for _ in range(3)]
+    for request in following:
+        engine.add(request)
+    run(engine)
+    assert [[token.id for token in request.tokens] for request in following] == [expected] * 3
+
+
+@pytest.fixture(scope="module")
+def snapshot(engine: Engine) -> Snapshot:
+    request = Request(LONG, engine.settings(max_new_tokens=12, do_sample=True, seed=3), keep=True)
+    answer(engine, request)
+    assert request.snapshot is not None
+    return request.snapshot
+
+
+@pytest.mark.parametrize("part", ["model", "recipe", "contract"])
+def test_a_snapshot_of_another_origin_is_refused_by_name(engine: Engine, snapshot: Snapshot, part: str) -> None:
+    other = dataclasses.replace(snapshot, origin=dataclasses.replace(snapshot.origin, **{part: "0" * 64}))
+    for attempt in (
+        lambda: through_bytes(engine, other),
+        lambda: engine.add(Request([1], start=other)),
+    ):
+        with pytest.raises(SnapshotError, match=f"another {part}"):
+            attempt()
+    assert not engine.busy
+
+
+def test_the_bytes_are_those_of_the_value(engine: Engine, snapshot: Snapshot) -> None:
+    found = through_bytes(engine, snapshot)
+    assert found.to_bytes() == snapshot.to_bytes()
+    for name, array in snapshot.state.items():
+        assert np.array_equal(found.state[name], array) and found.state[name].dtype == array.dtype
+    assert found.settings == snapshot.settings and found.counters == snapshot.counters
+    assert snapshot.nbytes < len(snapshot.to_bytes()) < snapshot.nbytes + 16384
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_changed_bytes_are_taken_for_a_snapshot(engine: Engine, snapshot: Snapshot, seed: int) -> None:
+    data, rng = snapshot.to_bytes(), np.random.default_rng(seed)
+    for _ in range(100):
+        how, changed = mutated(data, rng)
+        try:
+            found = Snapshot.from_bytes(changed, engine.manifest)
+        except SnapshotError:
+            continue
+        # Under digests that were computed anew values may be any, but nothing else: the snapshot can be run.
+        assert how.startswith("resigned") or changed == data, how
+        request = Request([1, 2], engine.settings(max_new_tokens=2), start=found)
+        try:
+            answer(engine, request)
+        except KvexportError:
+            assert not engine.busy
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda h: h["counters"].update(held=[0, 0], added=0), "its counters say"),
+        (lambda h: h["counters"].update(held=[60, 60]), "its counters say"),
+        (lambda h: h["counters"].update(held=[32]), "counters of 1 layers"),
+        (lambda h: h["counters"].update(length=10**6), "tokens seen"),
+        (lambda h: h["counters"].update(added=-1), "is no count"),
+        (lambda h: h["tensors"].reverse(), "past_key_values"),
+        (lambda h: h["tensors"][1].update(name="x"), "is missing, or of no layer"),
+        (lambda h: h["sampler"].update(generated=[1]), "not the last of its ids"),
+        (lambda h: h["settings"].update(top_p=7.0), "top_p"),
+        (lambda h: h.pop("text"), "text"),
+    ],
+)
+def test_a_header_that_contradicts_the_artifact_is_refused(
+    engine: Engine, snapshot: Snapshot, change: Any, named: str
+) -> None:
+    from tests.support.blobs import opened, signed
+
+    header, payload = opened(snapshot.to_bytes())
+    change(header)
+    with pytest.raises(SnapshotError, match=named):
+        Snapshot.from_bytes(signed(header, payload), engine.manifest)
+    json.dumps(header)

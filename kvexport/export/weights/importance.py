@@ -23,13 +23,13 @@ from kvexport.export.weights.computed import ComputedSpec
 from kvexport.export.weights.quantize import Rounded
 from kvexport.export.weights.write import Spec, TensorSpec
 from kvexport.language.text import FILE_NAME, Tokenizer
-from kvexport.paths import PACKAGE, TEXT
+from kvexport.paths import TEXT
 from kvexport.recipe.fields import Recipe
 from kvexport.terminal import Progress, silent
 
 Importance: TypeAlias = "dict[str, NDArray[np.float32]]"
 FILE = "importance.safetensors"
-OWN_TEXT = (TEXT, PACKAGE / "runtime" / "top_logits.py")  # prose and code, about as much of each
+OWN_TEXT = (TEXT, Path(__file__).parent / "code_sample.txt")  # prose and Python, about as much of each
 PIECES, LENGTH = 8, 256  # at most so many pieces of a text, of so many tokens each
 LEAST = np.float32(0.01)  # of the mean: an input that this text left alone may matter in another
 

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from kvexport.artifact.digests import write_manifest
 from kvexport.backends.onnxruntime import devices
+from kvexport.backends.onnxruntime import model as onnxruntime_sessions
 from kvexport.backends.onnxruntime import operators as native
-from kvexport.backends.onnxruntime import sessions as onnxruntime_sessions
 from kvexport.backends.onnxruntime.device_array import DeviceArray
 from kvexport.backends.onnxruntime.model import DECODER, MERGE, TOP_LOGITS, LoadedModel
 from kvexport.commands.app import app

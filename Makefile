@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvexport-installed
 DEMO ?= demo
 
-.PHONY: demo test lint setup native native-cuda cross-tools tensorrt-bindings smollm2 cuda-host cuda-ptx kernels gpu-check lock clean
+.PHONY: demo test lint docs setup native native-cuda cross-tools tensorrt-bindings smollm2 cuda-host cuda-ptx kernels gpu-check lock clean
 
 setup: $(STAMP)
 
@@ -69,6 +69,10 @@ gpu-check:
 demo: setup
 	-$(BIN)/python plugins/build.py --fetch-headers
 	$(BIN)/python -m kvexport.commands.demo --out $(DEMO)
+
+# The documentation as a site, in build-cache/site. Warnings are errors.
+docs: setup
+	$(BIN)/sphinx-build --fail-on-warning --quiet -b html docs build-cache/site
 
 lint: setup
 	$(BIN)/ruff check .

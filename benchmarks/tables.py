@@ -24,7 +24,7 @@ from kvexport.methods.slots import Statistic
 from kvexport.recipe.describe import describe_fields
 from kvexport.recipe.fields import Recipe
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 KINDS = {"log_ema": "ln of the average exp(logit)", "probability": "sum of probabilities", "none": "none"}
 # What a model was asked: task, figure, and whether less is better.
 FIGURES = {
@@ -159,7 +159,7 @@ def fields() -> str:
     for field in describe_fields(Recipe):
         default = "required" if field.required else f"`{'{}' if field.type == 'object' else json.dumps(field.default)}`"
         allowed = field.constraint or field.type
-        shown_allowed = "see docs/methods.md" if field.name == "cache.method" else allowed.replace("|", "\\|")
+        shown_allowed = "see [methods](methods.md)" if field.name == "cache.method" else allowed.replace("|", "\\|")
         rows.append((f"`{field.name}`", default, shown_allowed, field.meaning))
     return table(("key", "default", "allowed", "meaning"), *rows)
 

@@ -187,7 +187,7 @@ def test_a_circle_is_found_wherever_its_imports_stand(tmp_path: Path) -> None:
 
 
 ROOT = PACKAGE.parent
-ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+ARCHITECTURE = (ROOT / "docs" / "reference" / "architecture.md").read_text(encoding="utf-8")
 NOT_SOURCE = {"__init__.py", "__pycache__", "_native", "_recipes", "py.typed"}
 
 
@@ -217,8 +217,8 @@ def test_every_path_that_the_architecture_names_is_there() -> None:
             assert (ROOT / name).exists() or (folder and (folder / name).exists()), name
     for name in re.findall(r"`((?:kvexport|plugins|tests|tools|benchmarks)/[\w/.]*)`", ARCHITECTURE):
         assert (ROOT / name).exists(), name
-    for name in re.findall(r"\]\(([\w.-]+\.md)\)", ARCHITECTURE):
-        assert (ROOT / "docs" / name).is_file(), name
+    for name in re.findall(r"\]\(([\w./-]+\.md)\)", ARCHITECTURE):
+        assert (ROOT / "docs" / "reference" / name).is_file(), name
 
 
 def test_tests_find_what_they_import_without_help() -> None:

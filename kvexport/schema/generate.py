@@ -168,7 +168,7 @@ def contract(text: str) -> str:
         )
         if found != 1:
             raise ValueError(
-                f"docs/contract.md has {found} tables marked `<!-- schema: {name} -->`, and should have one"
+                f"docs/reference/contract.md has {found} tables marked `<!-- schema: {name} -->`, and should have one"
             )
     return text
 
@@ -176,7 +176,7 @@ def contract(text: str) -> str:
 FILES: dict[str, Callable[[str], str]] = {
     "plugins/abi/kvexport.h": lambda _: header(),
     "plugins/abi/attributes.h": lambda _: reader(),
-    "docs/contract.md": contract,
+    "docs/reference/contract.md": contract,
 }
 
 

@@ -8,7 +8,7 @@ import re
 from kvexport.methods import all_methods
 from tests.support.paths import ROOT
 
-DOCS = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+DOCS = (ROOT / "docs" / "reference" / "methods.md").read_text(encoding="utf-8")
 
 
 def test_every_method_that_compresses_has_its_rule_and_every_parameter_its_name() -> None:

@@ -27,11 +27,14 @@ def test_a_stale_file_is_named_and_mended(tmp_path: Path, capsys: pytest.Capture
         (tmp_path / name).write_text((ROOT / name).read_text())
     header = tmp_path / "plugins/abi/kvexport.h"
     header.write_text(header.read_text().replace("float tau;", "double tau;"))
-    document = tmp_path / "docs/contract.md"
+    document = tmp_path / "docs/reference/contract.md"
     document.write_text(document.read_text().replace("| `tau` |", "| `tao` |"))
     assert generate.main(["--check"], tmp_path) == 1
     said = capsys.readouterr().err
-    assert "plugins/abi/kvexport.h is not what kvexport/schema says" in said and "docs/contract.md is not" in said
+    assert (
+        "plugins/abi/kvexport.h is not what kvexport/schema says" in said
+        and "docs/reference/contract.md is not" in said
+    )
     assert generate.main([], tmp_path) == 0
     assert generate.main(["--check"], tmp_path) == 0
     assert header.read_text() == (ROOT / "plugins/abi/kvexport.h").read_text()

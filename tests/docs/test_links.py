@@ -1,0 +1,40 @@
+"""Links of the pages lead to files and headings that exist, and every page is reached from the index."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import PAGES, anchors, links
+from tests.support.paths import ROOT
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    for target, anchor in links(page):
+        file = (page.parent / target).resolve() if target else page
+        assert file.exists(), f"{page.name} links to {target}, which does not exist"
+        if anchor:
+            assert anchor in anchors(file), f"{page.name} links to {target}#{anchor}, a heading that does not exist"
+
+
+def test_a_link_to_nothing_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A title, *twice*\n\n# A title, twice\n\n[x](other.md#there) `[code](is/no/link)` [y](https://x.y)\n"
+    )
+    assert list(links(page)) == [("other.md", "there")]
+    assert anchors(page) == {"a-title-twice", "a-title-twice-1"}
+
+
+def test_every_page_is_in_a_table_of_contents() -> None:
+    listed: set[Path] = set()
+    for page in PAGES:
+        for body in re.findall(r"```\{toctree\}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+            for line in filter(None, (line.strip() for line in body.splitlines() if not line.startswith(":"))):
+                entry = re.sub(r".*<(.+)>", r"\1", line)
+                listed |= set(page.parent.glob(f"{entry}.md"))
+    documents = {page for page in PAGES if (ROOT / "docs") in page.parents} - {ROOT / "docs" / "index.md"}
+    assert documents == listed

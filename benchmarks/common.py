@@ -172,12 +172,36 @@ def head() -> dict[str, Any]:
 
 
 def save(name: str, figures: dict[str, Any]) -> Path:
-    """Write benchmarks/results/NAME.json with date, command, commit and machine."""
+    """Write benchmarks/results/NAME.json: date, command, commit and machine, then the figures.
+
+    Args:
+        name: File name without its suffix.
+        figures: What a table or a document is written from. Samples belong there only if a paired interval needs them.
+
+    Returns:
+        The path of the file.
+    """
     path = RESULTS / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({**head(), **figures}, indent=1, default=_plain) + "\n")
+    plain = json.loads(json.dumps({**head(), **figures}, default=_plain))
+    path.write_text(_lines(plain) + "\n", encoding="utf-8")
     return path
 
 
+def _lines(value: Any, indent: int = 0) -> str:
+    """Return JSON with one line per record: an item of a list, a mapping below the second level, or a short value."""
+    flat = json.dumps(value)
+    records = isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value)
+    nested = isinstance(value, dict) and (indent < 2 or '": [[' in flat or '": [{' in flat)
+    if len(flat) <= 160 or not (records or nested):
+        return flat
+    margin = " " * (indent + 1)
+    if records:
+        return "[\n" + ",\n".join(margin + json.dumps(item) for item in value) + f"\n{margin[1:]}]"
+    items = (f"{margin}{json.dumps(key)}: {_lines(item, indent + 1)}" for key, item in value.items())
+    return "{\n" + ",\n".join(items) + f"\n{margin[1:]}}}"
+
+
 def _plain(value: Any) -> Any:
+    """Return a NumPy number or array as Python's numbers, for JSON."""
     return value.item() if isinstance(value, np.generic) else value.tolist()

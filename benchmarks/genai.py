@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import RESULTS, SHAPES, interleave, make_checkpoint, ratio, read_bandwidth, save
+from common import SHAPES, interleave, make_checkpoint, ratio, read_bandwidth, save
 from decode import ENGINES, STEPS, THREADS, engine_path
 
 BLOCK = 32  # tokens: one merge interval
@@ -270,25 +270,6 @@ def memory(work: Path, genai: str) -> dict[str, Any]:
     return {"peak_megabytes": peaks, "ratio": peaks[65536] / peaks[2048], "goal": "at most 1.05"}
 
 
-def write_page(results: dict[str, Any]) -> None:
-    """The figures as a page with a plot of the ratios."""
-    from kvexport.report.page import render_html
-    from kvexport.report.sections import Plot, Series, Table
-
-    rows = [(name, row["ratio"], row["goal"]) for name, row in results.items() if isinstance(row, dict)]
-    against = [p for p in PAIRS if p.kind == "decode" and p.batch == 1 and p.b == "genai" and p.name in results]
-    # Ratios, whose sides were measured in turn: tokens per second of two pairs are of two moods of the machine.
-    points = {
-        side: {p.context: results[p.name]["ratio"] for p in against if p.a == side} for side in ("full", "keepkv")
-    }
-    points["genai"] = {p.context: 1.0 for p in against}
-    lines = [Series(side, sorted(found), [found[c] for c in sorted(found)]) for side, found in points.items()]
-    plot = Plot("Decode, batch 1", "context (tokens)", "speed over genai's", lines, x_log=True, y_also=(0.0,))
-    table = Table("Ratios", ("measurement", "speed a / speed b", "goal"), rows)
-    page = render_html("kvexport beside onnxruntime-genai", f"M, float32, {THREADS} threads", [plot, table])
-    (RESULTS / "genai.html").write_text(page)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--genai", required=True)
@@ -317,7 +298,6 @@ def main() -> None:
     if options.only is None or options.only in peak:
         results[peak] = memory(work, options.genai)
     if options.only is None:
-        write_page(results)
         print(save("genai", results))
     print(json.dumps(results, indent=1))
 

@@ -303,7 +303,7 @@ def _verdict(library: Path, artifact: Path, examined: int) -> dict[str, Any]:
         "differences": found.mismatched,
         "flips": len(found.flips),
         "head_merges": found.head_merges,
-        "problems": [problem[:300] for problem in found.problems],
+        "problems": [problem[:300] for problem in found.problems[:1]],
     }
 
 

@@ -33,7 +33,7 @@ from kvexport.evaluate.corpus import library_sources, manual
 from kvexport.evaluate.files import digest_of
 from kvexport.evaluate.result import Options
 from kvexport.evaluate.runner import evaluate
-from kvexport.evaluate.statistics import mean, share
+from kvexport.evaluate.statistics import Estimate, mean, share
 from kvexport.recipe.load import load_recipe
 from kvexport.report.text import render_text
 from kvexport.terminal import show
@@ -151,22 +151,27 @@ def engine_of(folder: Path, label: dict[str, Any], threads: int) -> kvexport.Eng
     return kvexport.load(where, threads=threads, verify=False)
 
 
-Each = list[list[float]]  # of every question: exact, digits, nll
+Each = list[list[float]]  # of every answer: whether it is exact (1 or 0), the share of its digits that are right
 
 
 def row(label: dict[str, Any], each: Each) -> dict[str, Any]:
-    """What is written of one engine and task."""
-    exact, digits, nll = zip(*each, strict=True)
+    """Return the figures of one engine and task, and the exactness and the share of right digits of every answer."""
+    exact, digits = zip(*each, strict=True)
     right = share(int(sum(exact)), len(each))
     return {
         **label,
-        "made": head(),
+        "made": {key: value for key, value in head().items() if key != "machine"},
         "questions": len(each),
         "exact": [right.value, right.low, right.high],
         "digits": vars(mean(digits)),
-        "nll": vars(mean(nll)),
-        "each": each,
+        "exact_each": list(exact),
+        "digits_each": list(digits),
     }
+
+
+def _difference(row: dict[str, Any], base: dict[str, Any], figure: str) -> Estimate:
+    """Return the mean difference of two rows over the questions that both were asked, with its interval."""
+    return mean([float(a - b) for a, b in zip(row[figure], base[figure], strict=False)])
 
 
 def differences(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -178,14 +183,13 @@ def differences(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         others = [o for o in rows if o["method"] in PUBLISHED and all(o[k] == v for k, v in place.items())]
         if others and r["method"] not in PUBLISHED:
             best = max(others, key=lambda o: (o["exact"][0], o["digits"]["value"]))
-            pairs = list(zip(r["each"], best["each"], strict=False))
             found.append(
                 {
                     **place,
                     "method": r["method"],
                     "best_published": best["method"],
-                    "exact": vars(mean([float(a[0] - b[0]) for a, b in pairs])),
-                    "digits": vars(mean([a[1] - b[1] for a, b in pairs])),
+                    "exact": vars(_difference(r, best, "exact_each")),
+                    "digits": vars(_difference(r, best, "digits_each")),
                 }
             )
     return found
@@ -205,10 +209,11 @@ class Results:
 
     def find(self, label: dict[str, Any]) -> Each:
         """What was answered so far."""
-        return next((r["each"] for r in self.read()["rows"] if all(r[k] == v for k, v in label.items())), [])
+        same = (r for r in self.read()["rows"] if all(r[k] == v for k, v in label.items()))
+        return next(([list(pair) for pair in zip(r["exact_each"], r["digits_each"], strict=True)] for r in same), [])
 
     def put(self, label: dict[str, Any], each: Each) -> dict[str, Any]:
-        """Write a row, in the place of the same one with fewer questions."""
+        """Write a row in the place of the same row with fewer questions."""
         new, result = row(label, each), self.read()
         at = [i for i, r in enumerate(result["rows"]) if all(r[k] == v for k, v in label.items())]
         if at:
@@ -232,17 +237,15 @@ def ask(options: argparse.Namespace, folder: Path, results: Results) -> None:
                 each = results.find(label)
                 if len(each) >= options.passages * QUESTIONS:
                     continue
-                if any(len(answer) < 3 for answer in each):  # an older row
-                    each = []
                 engine = engine or engine_of(folder, label, options.threads)
                 for given in passages(engine, task, options.passages, options.length)[len(each) // QUESTIONS :]:
                     found = recall.answers(engine, given, known=known)
-                    each += [[int(a.exact), round(a.digits, 4), round(a.nll, 4)] for a in found]
+                    each += [[int(a.exact), round(a.digits, 4)] for a in found]
                     r = results.put(label, each)
                 print(
                     f"{task:7} {method:16} 1/{part}{' known' if known else ''}: exact "
                     f"{r['exact'][0]:.2f} [{r['exact'][1]:.2f}, {r['exact'][2]:.2f}], digits "
-                    f"{r['digits']['value']:.2f}, nll {r['nll']['value']:.2f}",
+                    f"{r['digits']['value']:.2f}",
                     flush=True,
                 )
 

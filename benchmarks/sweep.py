@@ -86,16 +86,23 @@ GROUPS: dict[str, list[str]] = {
     "votes": [f"ballot:votes_max={n}" for n in (8, 16, 32, 64, 1_000_000)],
 }
 
+# The model whose tables compare methods text by text.
+PAIRED = "smollm2-135m"
 
-def row(result: Result) -> dict[str, Any]:
-    """A setting's figures, each with its interval, and those of every sample."""
-    scores = {
-        name: {
-            **{key: value for key, value in asdict(score).items() if key != "cells"},
-            "samples": {figure: [float(f"{x:.6g}") for x in values] for figure, values in score.samples.items()},
-        }
-        for name, score in result.scores.items()
-    }
+
+def row(result: Result, *, paired: bool) -> dict[str, Any]:
+    """Return the figures of one setting: KL and accuracy by task, each with its interval.
+
+    Args:
+        result: What `evaluate` measured.
+        paired: Whether to keep the KL of every sample as well, from which tables of paired differences are made.
+    """
+    scores: dict[str, dict[str, Any]] = {}
+    for name, score in result.scores.items():
+        figures = asdict(score)
+        scores[name] = {"kl": figures["kl"], "accuracy": figures["accuracy"]}
+        if paired and "kl" in score.samples:
+            scores[name]["samples"] = {"kl": [float(f"{x:.6g}") for x in score.samples["kl"]]}
     return {
         "label": result.label,
         "budget": result.budget,
@@ -137,11 +144,11 @@ class Sweep:
             order = {label: i for i, label in enumerate(options.methods)}
             there = {(r["label"], r["budget"]) for r in rows}
             wanted = [c for c in run.settings if (c.label, c.budget) not in there and (c.label in only or not only)]
-            full = row(run.full()) if wanted else found.get("full")
+            full = row(run.full(), paired=False) if wanted else found.get("full")
             for setting in wanted:
                 result = run.measure(setting)
                 print(f"{group:12}{result.budget:<6g} {line(result)}", flush=True)
-                rows.append(row(result))
+                rows.append(row(result, paired=Path(self.recipe).stem.startswith(PAIRED)))
                 rows.sort(key=lambda r: (r["budget"], order[r["label"]]))
                 budgets = sorted({r["budget"] for r in rows})
                 self.groups[group] = {"budgets": budgets, **asked, **said, "full": full, "rows": rows}

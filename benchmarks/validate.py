@@ -44,10 +44,6 @@ def row(result: ValidationResult) -> dict[str, Any]:
         "flips": result.flips,
         "head_merges": result.head_merges,
         "largest": {kind: result.largest(kind) for kind in kinds},
-        "rounding": [
-            {"phase": r.phase, "vectors": r.tensor, "engine": vars(r.engine), "pytorch": vars(r.pytorch)}
-            for r in result.rounding
-        ],
         "own_kl": result.own_kl,
         "kl": {kind: result.mean_kl(kind) for kind in dict.fromkeys(result.texts)},
     }

@@ -35,13 +35,13 @@ def test_differences_are_of_the_questions_that_both_were_asked() -> None:
         label = {"task": "codes", "method": method, "part": 3, "length": 2000, "known": False, "set": []}
         return recall_real.row(label, each)
 
-    more = asked("keepkv+whole", [[1, 1.0, 0.1], [1, 1.0, 0.2], [0, 0.5, 3.0]])
-    fewer = asked("streaming", [[0, 0.25, 2.0], [1, 1.0, 0.1]])
-    found = recall_real.differences([more, fewer, asked("h2o", [[0, 0.0, 5.0], [0, 0.0, 5.0]])])
+    more = asked("keepkv+whole", [[1, 1.0], [1, 1.0], [0, 0.5]])
+    fewer = asked("streaming", [[0, 0.25], [1, 1.0]])
+    found = recall_real.differences([more, fewer, asked("h2o", [[0, 0.0], [0, 0.0]])])
     assert [(d["method"], d["best_published"]) for d in found] == [("keepkv+whole", "streaming")]
     assert found[0]["exact"]["value"] == pytest.approx(0.5)
     assert found[0]["exact"]["count"] == 2
-    assert more["questions"] == 3 and more["made"]["command"] and more["made"]["machine"]["packages"]
+    assert more["questions"] == 3 and more["made"]["command"] and more["made"]["commit"]
 
 
 def test_the_table_of_text_has_a_row_a_method_and_a_column_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,9 +53,16 @@ def test_what_is_there_is_not_measured_again(measured: list[str]) -> None:
     assert [r["label"] for r in run(only=["keepkv"])["rows"]] == ["keepkv"]
     group = run()
     assert [r["label"] for r in group["rows"]] == ["streaming", "keepkv"]
-    assert group["rows"][0]["scores"]["text"]["samples"] == {"kl": [0.333333, 2.0]}
+    assert group["rows"][0]["scores"]["text"] == {"kl": None, "accuracy": None}
     run()
     assert measured == ["keepkv 0.125", "streaming 0.125"]
+
+
+def test_samples_are_kept_for_the_model_whose_tables_pair_them() -> None:
+    score = Score("text", samples={"kl": (1 / 3, 2.0), "nll": (4.0, 5.0)})
+    result = Result("keepkv", 0.125, 8, 1, None, {"text": score})
+    assert sweep.row(result, paired=True)["scores"]["text"]["samples"] == {"kl": [0.333333, 2.0]}
+    assert "samples" not in sweep.row(result, paired=False)["scores"]["text"]
 
 
 def test_another_budget_is_added(measured: list[str]) -> None:

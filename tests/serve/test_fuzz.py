@@ -1,14 +1,13 @@
-"""Requests that nobody would send: benchmarks/serve_fuzz.py sends 20,000 of them."""
+"""Malformed requests never break the server."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
 
-from serve_fuzz import Errors, mutations
-
 from tests.support.http_server import running
 from tests.support.json_model import json_engine
+from tests.support.request_fuzz import Errors, mutations
 
 
 def test_no_request_breaks_the_server(tiny_artifact: Path) -> None:
@@ -20,5 +19,5 @@ def test_no_request_breaks_the_server(tiny_artifact: Path) -> None:
             assert server.service.worker.pending == 0
     finally:
         logging.getLogger().removeHandler(errors)
-    assert errors.said == []
+    assert errors.messages == []
     assert seen["200"] > 30 and seen["400"] > 30

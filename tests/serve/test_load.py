@@ -21,7 +21,7 @@ COMPLETE = "/v1/completions"
 
 
 def test_random_disconnects_leave_nothing_running(server: Running) -> None:
-    """40 of them, each at another moment; benchmarks/serve_load.py makes 200."""
+    """40 clients go away, each at another moment."""
     choose = random.Random(0)
     worker, engine = server.service.worker, server.service.engine
     for _ in range(40):

@@ -1,26 +1,18 @@
-"""Random requests to a server: none may get a 5xx but 501 and 503, none may leave a traceback or a request behind.
-
-    python -m benchmarks.serve_fuzz ARTIFACT --count 20000 --out benchmarks/results/serve_fuzz.json
-
-Bodies are valid ones with parts replaced, removed, repeated or of another type, and bytes that are none. `mutations` is
-what the tests run a smaller number of.
-"""
+"""Random HTTP requests to a server: valid bodies with values replaced, removed, repeated or of another type, and bytes
+that are no JSON."""
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import logging
 import random
-import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 MESSAGES: list[Any] = [{"role": "system", "content": "be"}, {"role": "user", "content": "anna lamp"}]
 TOOL = {"name": "look", "description": "d", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}}
-PARTS: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+BLOCKS: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
 SAMPLING: dict[str, Any] = {
     "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "n": 2, "seed": 3, "stop": ["a", "b"],
     "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "logit_bias": {"3": 5},
@@ -29,15 +21,21 @@ SAMPLING: dict[str, Any] = {
 }  # fmt: skip
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"model": "tiny", "messages": MESSAGES, "logprobs": True, "top_logprobs": 2, **SAMPLING}),
-    ("/v1/chat/completions", {"messages": PARTS, "tools": [{"type": "function", "function": TOOL}], "max_tokens": 3}),
+    (
+        "/v1/chat/completions",
+        {"messages": BLOCKS, "tools": [{"type": "function", "function": TOOL}], "max_tokens": 3},
+    ),
     ("/v1/chat/completions", {"messages": MESSAGES, "response_format": {"type": "json_object"}, "max_tokens": 3}),
     ("/v1/chat/completions", {"messages": MESSAGES, "structured_outputs": {"regex": "[a-c]+"}, "max_tokens": 3}),
     ("/v1/completions", {"prompt": ["ab", "c"], "logprobs": 2, "echo": False, **SAMPLING}),
     ("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 2, "echo": True, "session_id": "s"}),
     ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 2, "session_id": "t", "stream": True}),
     ("/v1/responses", {"input": "hi", "instructions": "be", "max_output_tokens": 3, "store": True, "metadata": {}}),
-    ("/v1/responses", {"input": PARTS, "tools": [{"type": "function", **TOOL}], "tool_choice": "none"}),
-    ("/v1/messages", {"model": "tiny", "messages": PARTS, "max_tokens": 3, "system": "be", "stop_sequences": ["a"]}),
+    ("/v1/responses", {"input": BLOCKS, "tools": [{"type": "function", **TOOL}], "tool_choice": "none"}),
+    (
+        "/v1/messages",
+        {"model": "tiny", "messages": BLOCKS, "max_tokens": 3, "system": "be", "stop_sequences": ["a"]},
+    ),
     ("/v1/messages/count_tokens", {"messages": MESSAGES[1:], "system": [{"type": "text", "text": "be"}]}),
     ("/tokenize", {"prompt": "abc", "add_special_tokens": True}),
     ("/tokenize", {"messages": MESSAGES, "add_generation_prompt": False, "chat_template_kwargs": {"a": 1}}),
@@ -52,7 +50,7 @@ VALUES: list[Any] = [
 
 
 def mutated(random: random.Random) -> tuple[str, bytes]:
-    """A path and a body."""
+    """Return a path and a body: one of BODIES with one to three changes."""
     path, body = random.choice(BODIES)
     data: Any = copy.deepcopy(body)
     for _ in range(random.choice((1, 1, 1, 2, 3))):
@@ -70,7 +68,7 @@ def mutated(random: random.Random) -> tuple[str, bytes]:
 
 
 def _changed(random: random.Random, data: Any) -> Any:
-    """With one part of it changed, somewhere."""
+    """Return the data with one value changed at a random depth."""
     if isinstance(data, dict) and data and random.random() < 0.9:
         key = random.choice(list(data))
         kind = random.random()
@@ -88,14 +86,23 @@ def _changed(random: random.Random, data: Any) -> Any:
 
 
 def _value(random: random.Random, like: Any = None) -> Any:
-    """Any, or, mostly, one of the same type: most others are refused at once."""
+    """Return a random value, mostly of the type of `like`: the server refuses most others at once."""
     alike = [value for value in VALUES if type(value) is type(like)] if random.random() < 0.75 else []
     return copy.deepcopy(random.choice(alike or VALUES))
 
 
 def mutations(server: Any, count: int, seed: int) -> Counter[str]:
-    """How many answers there were of each status. Raises AssertionError for one that may not be, with its body.
-    server: of tests.support.http_server."""
+    """Send `count` changed requests, and count the answers by status.
+
+    Args:
+        server: A `Running` of tests.support.http_server.
+        count: How many requests to send.
+        seed: Seed of the changes.
+
+    Raises:
+        AssertionError: A status of 500 or above other than 501 and 503, an error without a message, or a message with a
+            traceback. The text holds the request's body.
+    """
     for path, body in BODIES:
         status, _, answer = server.ask(path, body)
         assert status == 200, (path, body, answer)
@@ -108,50 +115,19 @@ def mutations(server: Any, count: int, seed: int) -> Counter[str]:
             raise AssertionError((i, path, body[:2000])) from error
         assert status < 500 or status in (501, 503), (i, status, path, body[:2000], answer)
         if status >= 400:
-            said = answer["error"]["message"] if isinstance(answer, dict) else ""
-            assert said and "Traceback" not in said, (i, status, path, body[:2000], answer)
+            message = answer["error"]["message"] if isinstance(answer, dict) else ""
+            assert message and "Traceback" not in message, (i, status, path, body[:2000], answer)
         seen[str(status)] += 1
     return seen
 
 
 class Errors(logging.Handler):
-    """Remembers what the server says of failures."""
+    """A log handler that keeps every record of level ERROR as text."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
-        self.said: list[str] = []
+        self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Note it."""
-        self.said.append(self.format(record))
-
-
-def main() -> None:
-    """Fuzz, and write how it went."""
-    from tests.support.http_server import running
-    from tests.support.json_model import json_engine
-
-    parser = argparse.ArgumentParser()
-    parser.add_argument("artifact", type=Path, help="of the tiny model of tests/conftest.py")
-    parser.add_argument("--count", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    errors = Errors()
-    logging.getLogger().addHandler(errors)
-    start = time.perf_counter()
-    with running(json_engine(given.artifact)) as server:
-        seen = mutations(server, given.count, given.seed)
-        left = server.service.worker.pending
-    assert not errors.said, errors.said[:3]
-    assert not left, f"{left} requests were left behind"
-    result = {"count": given.count, "seed": given.seed, "statuses": dict(sorted(seen.items()))}
-    result |= {"errors_logged": len(errors.said), "requests_left": left}
-    result["seconds"] = round(time.perf_counter() - start)
-    print(json.dumps(result))
-    if given.out:
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+        """Keep one record."""
+        self.messages.append(self.format(record))

@@ -1,0 +1,57 @@
+"""Checks of the committed results: which methods were measured, and which planted bugs were found.
+
+    python -m pytest benchmarks
+
+`make test` does not run these checks. A new method fails them until `sweep.py` and `stability.py` have measured it,
+which takes hours on a real model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda_mutants
+import kernel_mutants
+import pytest
+import tables
+
+from kvexport.methods import all_methods
+
+TRAINED = ("tiny-base", "small-base")
+
+
+@pytest.mark.parametrize("recipe", (*TRAINED, "smollm2-135m-base"))
+def test_sweeps_compare_every_method_at_every_budget_in_equal_bytes(recipe: str) -> None:
+    rows = tables.load(f"sweep-{recipe}")["groups"]["methods"]["rows"]
+    assert {r["label"].split(":")[0] for r in rows} == set(all_methods()) - {"full"}
+    labels = {r["label"] for r in rows}
+    assert {(r["label"], r["budget"]) for r in rows} == {
+        (label, budget) for label in labels for budget in tables.BUDGETS
+    }
+    for budget in tables.BUDGETS:
+        sizes = [r["bytes"] for r in rows if r["budget"] == budget]
+        assert max(sizes) - min(sizes) < 0.02 * max(sizes)
+
+
+@pytest.mark.parametrize("recipe", TRAINED)
+def test_every_method_stays_finite_and_bounded_over_twenty_training_lengths(recipe: str) -> None:
+    result = tables.load(f"stability-{recipe}")
+    rows = {r["label"]: r for r in result["rows"]}
+    assert {label.split(":")[0] for label in rows} == set(all_methods())
+    for label, row in rows.items():
+        assert row["finite"], label
+        assert row["tokens"] == 20 * result["training_length"] - 1
+        # A merged key is a mean of keys. The paper's Eq. 7 scales it, by up to 2 per merge.
+        limit = 2.0 if "zip=key" in label else 1.05
+        assert row["key_norm"][1] <= limit * rows["full"]["key_norm"][1], label
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "mutants"),
+    [("kernel-mutants", "found", kernel_mutants.MUTANTS), ("cuda-mutants", "found by", cuda_mutants.MUTANTS)],
+)
+def test_every_planted_bug_was_found(name: str, key: str, mutants: tuple[Any, ...]) -> None:
+    run = tables.load(name)
+    assert run["mutants"].keys() == {mutant.name for mutant in mutants}
+    assert all(row[key] for row in run["mutants"].values())
+    assert not any(run.get("unchanged", {}).values())

@@ -49,3 +49,14 @@ def test_differences_are_of_the_same_texts() -> None:
     at = [part.strip() for part in shown.splitlines()[0].split("|")].index("1/8")
     assert float(cells[at].strip("*").split()[0]) == pytest.approx(kl["h2o"] - kl["keepkv"], rel=1e-2)
     assert "`keepkv`" not in shown.replace("`keepkv`, zip key", "")
+
+
+def test_the_index_names_every_script_and_every_page_that_shows_its_figures() -> None:
+    folder = ROOT / "benchmarks"
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(\w+\.py)`", text))
+    scripts = {path.name for path in folder.glob("*.py") if not path.name.startswith(("peer_", "test_"))}
+    assert named == scripts
+    for script, pages in re.findall(r"^\| `(\w+)\.py` \|.*\| (.*) \|$", text, re.MULTILINE):
+        for page in set(re.findall(r"\w+/[\w-]+\.md", pages)):
+            assert script in (ROOT / "docs" / page).read_text(encoding="utf-8"), f"{page} does not mention {script}.py"

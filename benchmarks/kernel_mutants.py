@@ -4,7 +4,8 @@ as many cases), and the kernels as they are have to pass them.
 
     python benchmarks/kernel_mutants.py [--only NAME ...]
 
-Takes g++ and ONNX Runtime's headers, some minutes, and of `amx` a machine that has it. Writes
+Takes g++, ONNX Runtime's headers, a machine with AVX-512 VNNI and some minutes. Where the machine has no AMX, its
+instructions run in software (plugins/tests/tiles_in_software.h). Writes
 benchmarks/results/kernel-mutants.json: of every mutant its instruction set, and the call that gave it away.
 """
 
@@ -19,12 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from common import save
-from mutants import ISA, ISA_FLAGS, Library, Mutant
+from mutants import ISA, ISA_FLAGS, REPACK, Library, Mutant
 
 SEED, CASES = "10000", "300"  # tests/backends/onnxruntime/test_operators.py
 OTHERS = (("20000", "60"), ("30000", "30"), ("40000", "30"))  # the calls that it makes besides
 FUZZ = "tests/fuzz.cpp"
-INT8, PACKED, AMX, LINEAR = (f"cpu/linear/{name}" for name in ("int8.h", "packed.h", "amx.h", "linear.cpp"))
+PRODUCTS, FLOATS, ROUNDING, DOT, PACKED, AMX = (
+    f"cpu/linear/{name}.h" for name in ("panel_products", "panel_floats", "rounding", "dot", "packed", "amx")
+)
+LINEAR = "cpu/linear/linear.cpp"
 SMALL, ROWS, ATTENTION, DECODE, PREFILL, MERGE = (
     f"cpu/{name}"
     for name in (
@@ -38,44 +42,49 @@ SMALL, ROWS, ATTENTION, DECODE, PREFILL, MERGE = (
 )
 MUTANTS = (
     Mutant(
-        "the last group has the scale of another",
-        INT8,
-        "i / lanes < last ? i / lanes : last",
-        "i / lanes < last ? i / lanes : 0",
+        "a group has the scale of the one before", PRODUCTS, "groups.scales(g, s)", "groups.scales(g ? g - 1 : 0, s)"
+    ),
+    Mutant("a row has the step of another", PRODUCTS, "(scale[s] * step[i])", "(scale[s] * step[0])"),
+    Mutant(
+        "the low byte of an input is dropped",
+        PRODUCTS,
+        "(total << 8) + dots[i][kParts - 1][s].total();",
+        "(total << 8) + (dots[i][kParts - 1][s].total() & -4096);",
+    ),
+    Mutant("a zero point is added", PRODUCTS, "* -scale_of_group", "* scale_of_group"),
+    Mutant(
+        "unsigned numbers with a minimum lack their center",
+        PRODUCTS,
+        " + static_cast<float>(center) * scale_of_group;",
+        ";",
+    ),
+    Mutant("a block's sum has no step", ROUNDING, "sum[at] = size * numbers", "sum[at] = numbers"),
+    Mutant("half of the center, VNNI", ROUNDING, "start4[at] = -8 *", "start4[at] = -4 *", isa="avx512vnni"),
+    Mutant(
+        "halves of a byte in the other order, panels",
+        REPACK,
+        "spread(nibbles & 0xffffu) | spread(nibbles >> 16) << 4",
+        "spread(nibbles >> 16) | spread(nibbles & 0xffffu) << 4",
     ),
     Mutant(
-        "a lane has the scale of the next one", INT8, "(s * load(x.scale + lane))", "(s * load(x.scale + lane + 1))"
+        "the last column of an odd number",
+        REPACK,
+        "rest < kPanelColumns ? rest : kPanelColumns",
+        "rest < kPanelColumns ? rest - 1 : kPanelColumns",
     ),
-    Mutant(
-        "a lane's sum has the scale of another",
-        INT8,
-        "steps[i] * static_cast<float>(total)",
-        "steps[0] * static_cast<float>(total)",
-    ),
-    Mutant(
-        "halves of a byte in the other order, rounded inputs",
-        INT8,
-        "part[0] = all & 15, part[1] = all >> 4;",
-        "part[1] = all & 15, part[0] = all >> 4;",
-    ),
-    Mutant(
-        "the last column of an odd number", INT8, "for (; j < columns; ++j) tile(", "for (; j + 1 < columns; ++j) tile("
-    ),
-    Mutant(
-        "8-bit inputs are read without their sign",
-        INT8,
-        "_mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8)) +",
-        "_mm256_and_si256(v, _mm256_set1_epi16(255))) +",
-    ),
+    Mutant("8-bit weights are read without their sign", DOT, "with_sign(spread_bytes(x), w)", "spread_bytes(x)"),
     Mutant(
         "inputs are read without their sign, portable",
-        INT8,
-        "((vi)(v << (24 - 8 * i)) >> 24)",
-        "(vi)(v >> 8 * i & 255)",
+        DOT,
+        "static_cast<int32_t>(x[i])",
+        "static_cast<int32_t>(static_cast<uint8_t>(x[i]))",
         isa="portable",
     ),
     Mutant(
-        "half of the excess, VNNI", INT8, "-total * (1 << (bits - 1))", "-total * (1 << (bits - 2))", isa="avx512vnni"
+        "the high half of a byte is the low one, inputs as they are",
+        FLOATS,
+        "(((all >> 4) & 15) - middle, vf)",
+        "((all & 15) - middle, vf)",
     ),
     Mutant(
         "halves of a byte in the other order, inputs as they are",
@@ -99,8 +108,8 @@ MUTANTS = (
     Mutant(
         "inputs are rounded that should not be",
         LINEAR,
-        "return !a.float_input && !tiled.values",
-        "return !tiled.values",
+        "in_panels(weight) && !a.float_input && !tiled.values",
+        "in_panels(weight) && !tiled.values",
     ),
     Mutant(
         "every block of inputs is the first",
@@ -108,18 +117,12 @@ MUTANTS = (
         "dequantize(weight, a.inputs, column + i, first, depth,",
         "dequantize(weight, a.inputs, column + i, 0, depth,",
     ),
+    Mutant("tiles: inputs of the first block", AMX, "panel.unit(first + k, 0, v)", "panel.unit(k, 0, v)", isa="amx"),
     Mutant(
-        "tiles: groups of the first block of inputs",
+        "tiles: inputs of a pair in the other order",
         AMX,
-        "splat(groups[first / group - begin])",
-        "splat(groups[first / group - begin + (begin > 0)])",
-        isa="amx",
-    ),
-    Mutant(
-        "tiles: the second half of a byte has no offset",
-        AMX,
-        "((both >> weight.bits) ^ turned, vf) * s + o;",
-        "((both >> weight.bits) ^ turned, vf) * s;",
+        "_mm512_cvtne2ps_pbh((__m512)v[j + 1], (__m512)v[j])",
+        "_mm512_cvtne2ps_pbh((__m512)v[j], (__m512)v[j + 1])",
         isa="amx",
     ),
     Mutant("new tokens have the scales of the first head", ATTENTION, "new_scales.key + index * t,", "new_scales.key,"),

@@ -33,6 +33,8 @@ SOURCES = ("cpu/attention/vote_attention.cpp", "cpu/merge/merge_cache.cpp", "cpu
 DISPATCH = "cpu/dispatch.cpp"
 BINDING = "bindings/onnxruntime/library.cpp"
 RANKS = "cpu/ranks/all_reduce.cpp"
+REPACK = "cpu/linear/repack.cpp"
+ONCE = (DISPATCH, RANKS, REPACK)  # compiled for no instruction set of their own
 FLAGS = ("-std=gnu++17", "-Og", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-w")
 # One instruction set is enough where the sources are the same for all.
 ISA = "avx2"
@@ -42,6 +44,10 @@ ISA_FLAGS = {
     "avx512": ("-DKV_WIDTH=16", "-march=x86-64-v4"),
     "avx512vnni": ("-DKV_WIDTH=16", "-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
 }
+CPU_INFO = Path("/proc/cpuinfo")
+HAS_TILES = CPU_INFO.is_file() and "amx_bf16" in CPU_INFO.read_text()
+if not HAS_TILES:
+    ISA_FLAGS["avx512vnni"] += ("-include", str(PLUGINS / "tests" / "tiles_in_software.h"))
 
 
 class Mutant(NamedTuple):
@@ -60,7 +66,7 @@ DECODE, DECODE_SCORES, PREFILL, PREFILL_SCORES, ATTENTION = (
     f"cpu/attention/{name}.h" for name in ("decode", "decode_scores", "prefill", "prefill_scores", "attention")
 )
 SELECT, MERGE, FIT = (f"cpu/merge/{name}" for name in ("select.h", "merge_cache.cpp", "fit.h"))
-MATH, LINEAR = "math/merge.h", "cpu/linear/linear.cpp"
+MATH, EPILOGUE = "math/merge.h", "cpu/linear/epilogue.h"
 MUTANTS = (
     Mutant("window off by one, decode", ATTENTION, "<= now - a.sliding_window", "< now - a.sliding_window", "window"),
     Mutant(
@@ -87,9 +93,9 @@ MUTANTS = (
         "static_cast<int32_t>(x.first + i + 1)",
         "keepkv",
     ),
-    Mutant("missing bias", LINEAR, "if (p.bias) add(", "if (false) add(", "bias"),
+    Mutant("missing bias", EPILOGUE, "if (p.bias) add_row(", "if (false) add_row(", "bias"),
     Mutant("a token does not see itself", PREFILL, "(held <= rows.now[r])", "(held < rows.now[r])", "keepkv"),
-    Mutant("transposed rotary", LINEAR, "u * c - v * s", "u * c + v * s", "keepkv"),
+    Mutant("transposed rotary", EPILOGUE, "u * c - v * s", "u * c + v * s", "keepkv"),
     Mutant(
         "eviction tie",
         SELECT,
@@ -110,7 +116,7 @@ MUTANTS = (
     Mutant("fractional votes", MATH, "weighted_logit += w * l;", "weighted_logit += l;", "keepkv"),
     Mutant("age off by one", MATH, "static_cast<unsigned>(position) + 1u", "static_cast<unsigned>(position)", "keepkv"),
     Mutant("average does not decay", PREFILL_SCORES, "past[c] + log_decay", "past[c]", "keepkv"),
-    Mutant("gate", LINEAR, "exp(-x)", "exp(-1.0001f * x)", "keepkv"),
+    Mutant("gate", EPILOGUE, "exp(-x)", "exp(-1.0001f * x)", "keepkv"),
     Mutant("epsilon", "cpu/linear/rows.h", "static_cast<float>(size) + epsilon", "static_cast<float>(size)", "keepkv"),
     Mutant(
         "position of a merged slot",
@@ -209,7 +215,7 @@ class Library:
         self.path = folder / ("program" if program else "operators.so")
         *others, linear = SOURCES
         self.units = [*((source, ISA) for source in others), *((linear, isa) for isa in linears)]
-        self.units += [(source, ISA) for source in (DISPATCH, RANKS, program or BINDING)]
+        self.units += [(source, ISA) for source in (*ONCE, program or BINDING)]
         for unit in self.units:
             self._compile(*unit)
         self._link()
@@ -225,7 +231,10 @@ class Library:
             kernels = {"cpu/attention": SOURCES[:1], "cpu/merge": SOURCES[1:2], "cpu/linear": SOURCES[2:]}
             kernels |= {"math/merge": kernels["cpu/merge"], "cpu/core/small": SOURCES[:2]}
             parts = next((of for start, of in kernels.items() if mutant.file.startswith(start)), SOURCES)
+            if mutant.file == REPACK:
+                parts = (REPACK,)
             compiled = "avx512vnni" if mutant.isa == "amx" else mutant.isa
+            compiled = ISA if mutant.file == REPACK else compiled
             self._changed = [(source, isa) for source, isa in self.units if source in parts and isa == compiled]
             for unit in self._changed:
                 self._compile(*unit)
@@ -255,7 +264,7 @@ class Library:
         """CMake's object file, where it is of what is there now."""
         if self.made is None:
             return None
-        part = {BINDING: "kvexport_onnxruntime", RANKS: "kvexport_cpu"}.get(source, f"kv_{isa}")
+        part = {BINDING: "kvexport_onnxruntime", RANKS: "kvexport_cpu", REPACK: "kvexport_cpu"}.get(source, f"kv_{isa}")
         there = self.made / "CMakeFiles" / f"{part}.dir" / f"{source}.o"
         newest = max(path.stat().st_mtime for path in PLUGINS.rglob("*") if path.suffix in (".h", ".cpp", ".txt"))
         return there if there.is_file() and there.stat().st_mtime > newest else None
@@ -271,9 +280,10 @@ def _choice(linears: Sequence[str]) -> str:
     if "avx512vnni" in linears:
         linear["amx"] = "kv::avx512vnni::linear_amx"
     cases = [f'if (wanted == "{isa}") chosen.name = "{isa}", chosen.linear = {name};' for isa, name in linear.items()]
+    tiles = "may_use_tiles()" if HAS_TILES else "true"
     lines = [
         'const char* asked = getenv("KVEXPORT_CPU_ISA");',
-        f'const std::string wanted = asked && (strcmp(asked, "amx") || may_use_tiles()) ? asked : "{ISA}";',
+        f'const std::string wanted = asked && (strcmp(asked, "amx") || {tiles}) ? asked : "{ISA}";',
         f"Kernels chosen = KV_KERNELS({ISA});",
     ]
     body = "\n  ".join([*lines, *cases, "return chosen;"])

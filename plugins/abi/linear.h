@@ -9,6 +9,11 @@ extern "C" {
 
 #define KV_MAX_PRODUCTS 3
 
+// How a packed weight is laid out. KV_AT_REST: row by row, as artifacts hold it. KV_PANELS: as the CPU's kernels read it
+// fastest (cpu/linear/panels.h); `data` then holds the scales and offsets as well, and of zero and minimum it matters
+// only whether they are nullptr.
+enum { KV_AT_REST = 0, KV_PANELS = 1 };
+
 // A weight [outputs, inputs], of the call's type where bits is 0. A packed one holds integers q of 4 or 8 bits, those
 // of 4 two in a byte, the first in its low half; a value is (q - zero) scale + minimum, in float32.
 typedef struct KvWeight {
@@ -17,6 +22,7 @@ typedef struct KvWeight {
   int is_signed;
   int64_t group;        // inputs in a row that share a scale, of which `inputs` is a multiple
   int scale_type;       // float32 or float16
+  int layout;           // of a packed weight
   const void* scale;    // [outputs, inputs / group]
   const void* zero;     // as scale, of integers as the weight's; or nullptr
   int minimum_type;     // float32 or float16

@@ -159,7 +159,8 @@ static const char* weight_problem(const KvWeight& weight, int64_t inputs) {
   if (weight.bits != 4 && weight.bits != 8) return "a packed weight has neither 4 nor 8 bits";
   if (weight.group < 1 || inputs % weight.group) return "the inputs are no multiple of a weight's group";
   if (weight.bits == 4 && weight.group % 2) return "a group of 4-bit weights is odd";
-  if (!weight.scale) return "a packed weight has no scale";
+  if (weight.layout == KV_PANELS && kv_cpu_why_no_panels(&weight, inputs)) return "a packed weight has no panels";
+  if (weight.layout == KV_AT_REST && !weight.scale) return "a packed weight has no scale";
   if (weight.zero && weight.minimum) return "a packed weight has both a zero point and a minimum";
   const auto known = [](int type) { return type == KV_FLOAT32 || type == KV_FLOAT16; };
   if (!known(weight.scale_type) || (weight.minimum && !known(weight.minimum_type)))

@@ -5,6 +5,8 @@
 // more than scratch, keep no state, and give the same bits for the same input whatever the number of threads.
 #pragma once
 
+#include <stddef.h>
+
 #include "../abi/kvexport.h"
 
 #ifdef __cplusplus
@@ -27,6 +29,13 @@ const char* kv_cpu_merge_cache(const KvMergeCache* call, KvRunner runner);
 // ... whose policy has a fit.
 const char* kv_cpu_merge_and_fit(const KvMergeCache* call, const KvFit* fit, const KvRing* ring, KvRunner runner);
 const char* kv_cpu_linear(const KvLinear* call, KvRunner runner);
+
+// Panels: the layout in which kv_cpu_linear reads a packed weight fastest (linear/panels.h). Why there are none for a
+// weight with rows of so many inputs (the kernels then read it at rest, slowly), or nullptr.
+const char* kv_cpu_why_no_panels(const KvWeight* weight, int64_t inputs);
+size_t kv_cpu_panels_bytes(const KvWeight* weight, int64_t outputs, int64_t inputs);
+// Writes the panels of a weight at rest; aligned to 64 bytes they are read fastest.
+void kv_cpu_repack(const KvWeight* weight, int64_t outputs, int64_t inputs, void* panels);
 
 // The instruction set that runs: "amx", "avx512vnni", "avx512", "avx2", "neon" or "portable".
 const char* kv_cpu_isa(void);

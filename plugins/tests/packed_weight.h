@@ -8,8 +8,8 @@ namespace fuzz {
 struct PackedWeight {
   int64_t outputs, inputs, group;
   int bits;
-  bool is_signed, halves;  // halves: scale and minimum are float16
-  Buffer integers, scale, offset;
+  bool is_signed, halves, in_panels = false;  // halves: scale and minimum are float16
+  Buffer integers, scale, offset, panels;
   enum { kNone, kZero, kMinimum } kind = kNone;
 
   PackedWeight(Random& random, int64_t outputs, int64_t inputs, float most)
@@ -30,6 +30,11 @@ struct PackedWeight {
     scale = floats(random, groups, random.one_in(8) ? most : 0.02f);
     if (kind == kZero) offset = numbers(random, groups);
     if (kind == kMinimum) offset = floats(random, groups, 0.1f);
+    const KvWeight at_rest = view();
+    if (kv_cpu_why_no_panels(&at_rest, inputs) || random.one_in(4)) return;
+    panels = Buffer(random, kv_cpu_panels_bytes(&at_rest, outputs, inputs), 1);
+    kv_cpu_repack(&at_rest, outputs, inputs, panels.data<void>());
+    panels.check_canaries(), in_panels = true;
   }
 
   KvWeight view() {
@@ -38,6 +43,7 @@ struct PackedWeight {
     weight.scale_type = weight.minimum_type = type(), weight.scale = scale.data<void>();
     if (kind == kZero) weight.zero = offset.data<void>();
     if (kind == kMinimum) weight.minimum = offset.data<void>();
+    if (in_panels) weight.data = panels.data<void>(), weight.layout = KV_PANELS;
     return weight;
   }
 
@@ -61,7 +67,7 @@ struct PackedWeight {
            (kind == kZero      ? " zero"
             : kind == kMinimum ? " minimum"
                                : "") +
-           (halves ? " fp16" : " fp32");
+           (halves ? " fp16" : " fp32") + (in_panels ? " panels" : "");
   }
 
  private:

@@ -64,7 +64,8 @@ struct LinearKernel : kv::LinearNode {
   kv::Streams streams;
 
   LinearKernel(const OrtKernelInfo* info, const kv::CacheType& cache)
-      : LinearNode(Ort::ConstKernelInfo(info), cache.type, true), streams(std::make_shared<kv::Memory>(info)) {
+      : LinearNode(Ort::ConstKernelInfo(info), cache.type, {true, nullptr}),
+        streams(std::make_shared<kv::Memory>(info)) {
     kv::require(!gate || !turns(), "Linear: a product that has a gate is not rotated");
   }
 

@@ -122,8 +122,8 @@ inline const char* why_no_huge_pages() {
   return "the kernel has none";
 }
 
-// `bytes` at `data` in huge pages; nullptr where that cannot be, or would leave too little memory to others.
-inline std::shared_ptr<const void> in_huge_pages(const void* data, size_t bytes) {
+// `bytes` of memory in huge pages; nullptr where that cannot be, or would leave too little memory to others.
+inline std::shared_ptr<void> huge_memory(size_t bytes) {
   constexpr size_t kChunk = 16 * kHugePage;
   static std::mutex mutex;
   static std::weak_ptr<Chunk> newest;
@@ -138,14 +138,27 @@ inline std::shared_ptr<const void> in_huge_pages(const void* data, size_t bytes)
     if (size == kChunk) newest = chunk;  // what a large one leaves is not worth keeping it for
     place = chunk->take(bytes);
   }
-  memcpy(place, data, bytes);
+  return std::shared_ptr<void>(chunk, place);
+}
+
+// Where the data is a mapped file of which a copy has been made, its pages are the first to go when memory is short.
+inline void give_up(const void* data, size_t bytes) {
 #if defined(MADV_COLD)
-  // Where the data is a mapped file, its pages are the first to go when memory is short.
   const uintptr_t page = 4096, from = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
   const uintptr_t to = (reinterpret_cast<uintptr_t>(data) + bytes) / page * page;
   if (to > from) madvise(reinterpret_cast<void*>(from), to - from, MADV_COLD);
+#else
+  (void)data, (void)bytes;
 #endif
-  return std::shared_ptr<const void>(chunk, place);
+}
+
+// A copy of `bytes` at `data` in huge pages, or nullptr as `huge_memory` says.
+inline std::shared_ptr<const void> in_huge_pages(const void* data, size_t bytes) {
+  const std::shared_ptr<void> place = huge_memory(bytes);
+  if (!place) return nullptr;
+  memcpy(place.get(), data, bytes);
+  give_up(data, bytes);
+  return place;
 }
 
 }  // namespace kv

@@ -52,10 +52,12 @@ struct MergeCacheKernel : kv::MergeCacheNode {
   }
 };
 
+constexpr kv::PanelFunctions kPanels{kv_cpu_why_no_panels, kv_cpu_panels_bytes, kv_cpu_repack};
+
 struct LinearKernel : kv::LinearNode {
   static constexpr const char* kProvider = nullptr;
   LinearKernel(const OrtKernelInfo* info, const kv::CacheType& cache)
-      : LinearNode(Ort::ConstKernelInfo(info), cache.type, false) {}
+      : LinearNode(Ort::ConstKernelInfo(info), cache.type, {false, &kPanels}) {}
 
   OrtStatusPtr ComputeV2(OrtKernelContext* raw) const {
     return kv::status_of([&] {

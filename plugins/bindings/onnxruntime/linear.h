@@ -17,8 +17,7 @@ struct LinearNode {
   std::vector<Weight> weights;
   Weight gate_weight;
 
-  // on_device: tensors are not in the process's memory.
-  LinearNode(const Ort::ConstKernelInfo& info, int type, bool on_device) : type(type) {
+  LinearNode(const Ort::ConstKernelInfo& info, int type, const Keeping& keeping) : type(type) {
     const Attributes node(info, "Linear");
     input_heads = integer_at_least(0, node, "input_heads"), output_heads = node.integers("output_heads");
     bias = node.integers("bias"), rotated = node.integers("rotated");
@@ -53,7 +52,7 @@ struct LinearNode {
     };
     const auto weight = [&](size_t next, size_t i) {
       if (!packed[i]) plain(next);
-      return Weight(info, next, node, packed[i], group[i], on_device);
+      return Weight(info, next, node, packed[i], group[i], keeping);
     };
     if (norm) plain(1);
     size_t next = 1 + norm;

@@ -24,14 +24,29 @@ inline size_t bytes_of(ONNXTensorElementDataType type, size_t count) {
   }
 }
 
-// A tensor that every step reads. One that does not change, and lies in the process's memory, is taken as it is when
-// the session is made, where it is read fastest.
+// How a provider keeps packed weights that no run changes: in panels, whose functions are those of cpu/kvexport_cpu.h.
+struct PanelFunctions {
+  const char* (*why_not)(const KvWeight* weight, int64_t inputs);
+  size_t (*bytes)(const KvWeight* weight, int64_t outputs, int64_t inputs);
+  void (*repack)(const KvWeight* weight, int64_t outputs, int64_t inputs, void* panels);
+};
+
+// Where a provider keeps weights. panels: nullptr where it reads packed ones at rest.
+struct Keeping {
+  bool on_device;
+  const PanelFunctions* panels;
+};
+
+// A tensor that every step reads. One that does not change, and lies in the process's memory, is copied when the
+// session is made to where it is read fastest.
 struct Streamed {
   size_t input = 0;  // its number
   ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
   Shape shape;  // empty where it is known only when it is run
   std::shared_ptr<const void> copy;
-  bool stays = false;  // an initializer, which no run changes
+  bool stays = false;                 // an initializer, which no run changes
+  const void* initializer = nullptr;  // its data, in the process's memory; only while the session is made
+  size_t bytes = 0;                   // of the initializer
 
   Streamed() = default;
   Streamed(const Ort::ConstKernelInfo& info, size_t input, bool on_device)
@@ -42,9 +57,13 @@ struct Streamed {
     if (!stays || on_device) return;
     const Ort::TensorTypeAndShapeInfo found = value.GetTensorTypeAndShapeInfo();
     shape = found.GetShape();
-    copy = in_huge_pages(value.GetTensorRawData(), bytes_of(type, found.GetElementCount()));
+    initializer = value.GetTensorRawData(), bytes = bytes_of(type, found.GetElementCount());
   }
 
+  void keep() {
+    if (initializer) copy = in_huge_pages(initializer, bytes);
+    initializer = nullptr;
+  }
   Shape shape_in(const Ort::KernelContext& context) const {
     return shape.empty() ? context.GetInput(input).GetTensorTypeAndShapeInfo().GetShape() : shape;
   }
@@ -58,10 +77,19 @@ struct Weight {
   enum Packed { kNot, kScaled, kWithZero, kWithMinimum };
   int packed = kNot, group = 0;
   Streamed integers, scale, offset;
+  std::shared_ptr<const void> panels;  // of a packed weight that is read in panels: all that the three hold
 
   Weight() = default;
-  Weight(const Ort::ConstKernelInfo& info, size_t input, const Attributes& node, int packed, int group, bool on_device)
-      : packed(packed), group(group), integers(info, input, on_device) {
+  Weight(const Ort::ConstKernelInfo& info, size_t input, const Attributes& node, int packed, int group,
+         const Keeping& keeping)
+      : packed(packed), group(group), integers(info, input, keeping.on_device) {
+    read_parts(info, input, node, keeping.on_device);
+    if (packed && keeping.panels) repack(*keeping.panels);
+    for (Streamed* part : {&integers, &scale, &offset})
+      if (!panels) part->keep();
+  }
+
+  void read_parts(const Ort::ConstKernelInfo& info, size_t input, const Attributes& node, bool on_device) {
     if (!packed) return;
     node.require(bits() != 0, "input " + std::to_string(input) + " is a packed weight, and of no type of 4 or 8 bits");
     node.require(bits() == 8 || group % 2 == 0, "a group of 4-bit weights is odd: " + std::to_string(group));
@@ -75,6 +103,27 @@ struct Weight {
     const Shape weight = declared_shape(info, input), parts[] = {declared_shape(info, input + 1), known_parts(info)};
     for (const Shape& part : parts)
       if (!weight.empty() && !part.empty()) require_parts(weight, part);
+  }
+
+  // Where every part is an initializer in the process's memory.
+  void repack(const PanelFunctions& functions) {
+    if (!integers.initializer || !scale.initializer || (packed != kScaled && !offset.initializer)) return;
+    require_parts(integers.shape, scale.shape);
+    if (packed != kScaled) require_parts(integers.shape, offset.shape);
+    const int64_t outputs = integers.shape[0], inputs = integers.shape[1];
+    const KvWeight at_rest = view(integers.initializer, scale.initializer, offset.initializer);
+    if (outputs < 1 || inputs < 1 || functions.why_not(&at_rest, inputs)) return;
+    const size_t bytes = functions.bytes(&at_rest, outputs, inputs);
+    std::shared_ptr<void> memory = huge_memory(bytes);
+    if (!memory) memory.reset(std::aligned_alloc(64, (bytes + 63) / 64 * 64), std::free);
+    require(memory != nullptr, [&] {
+      return "Linear: there is no memory for a packed weight of " + std::to_string(bytes) +
+             " bytes, which is laid out for this processor when it is loaded; free memory, or load a smaller model";
+    });
+    functions.repack(&at_rest, outputs, inputs, memory.get());
+    for (Streamed* part : {&integers, &scale, &offset})
+      if (part->initializer) give_up(part->initializer, part->bytes);
+    panels = memory;
   }
 
   bool stays() const {
@@ -95,21 +144,33 @@ struct Weight {
   }
 
   KvWeight call(const Ort::KernelContext& context, const Shape& shape) const {
-    KvWeight call{};
-    call.data = integers.data(context);
-    if (!packed) return call;
+    if (panels) {
+      KvWeight call = view(panels.get(), nullptr, panels.get());
+      call.layout = KV_PANELS;
+      return call;
+    }
+    if (!packed) {
+      KvWeight call{};
+      call.data = integers.data(context);
+      return call;
+    }
     require_parts(shape, scale.shape_in(context));
     if (packed != kScaled) require_parts(shape, offset.shape_in(context));
-    call.bits = bits(), call.group = group;
-    call.is_signed =
-        integers.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT4 || integers.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
-    call.scale_type = kernel_type(scale), call.scale = scale.data(context);
-    if (packed == kWithZero) call.zero = offset.data(context);
-    if (packed == kWithMinimum) call.minimum_type = kernel_type(offset), call.minimum = offset.data(context);
-    return call;
+    return view(integers.data(context), scale.data(context), packed == kScaled ? nullptr : offset.data(context));
   }
 
  private:
+  // A packed weight of this node, whose parts lie there.
+  KvWeight view(const void* data, const void* scales, const void* offsets) const {
+    KvWeight call{};
+    call.data = data, call.bits = bits(), call.group = group;
+    call.is_signed =
+        integers.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT4 || integers.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
+    call.scale_type = kernel_type(scale), call.scale = scales;
+    if (packed == kWithZero) call.zero = offsets;
+    if (packed == kWithMinimum) call.minimum_type = kernel_type(offset), call.minimum = offsets;
+    return call;
+  }
   static int kernel_type(const Streamed& part) {
     return part.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT ? KV_FLOAT32 : KV_FLOAT16;
   }

@@ -6,10 +6,10 @@
 //     weights                         tiles of 32 inputs x 16 columns, pairs of inputs side by side
 //     for 32 rows, for 32 columns     four sums stay in tiles
 //
-// Rounding either factor to 8 bits changes a product by 1/512 of it at most, which is less than int8.h's rounding.
+// Rounding either factor to 8 bits changes a product by 1/512 of it at most, which is less than rounding.h's one part.
 #pragma once
 
-#include "packed.h"
+#include "panel_floats.h"
 
 namespace kv {
 namespace KV_ISA {
@@ -46,53 +46,19 @@ inline void TiledRows::round(const float* x, int64_t inputs, int64_t row) const 
   }
 }
 
-// The scales or offsets of the pairs of inputs from `first` on, groups from `begin` on.
-static inline vf of_pairs(const float* groups, int64_t group, int64_t first, int64_t begin, int64_t last) {
-  if (group % kTileInputs == 0) return splat(groups[first / group - begin]);
-  vf v;
-  for (int i = 0; i < W; ++i) {
-    const int64_t g = (first + 2 * i) / group;
-    v[i] = groups[(g < last ? g : last) - begin];
-  }
-  return v;
-}
-
-// 16 columns from `column` on, those past the end the last one, of a weight's `depth` inputs from `first` on: out
-// [tiles of inputs, 16 pairs, 16 columns, 2].
-static inline void tile_weights(const KvWeight& weight, int64_t inputs, int64_t column, int columns, int64_t first,
-                                int depth, uint16_t* out) {
-  static thread_local Scratch<float> scratch;
-  const int64_t group = weight.group, begin = first / group, last = inputs / group - 1;
-  const int64_t groups = (first + depth + group - 1) / group - begin, row_bytes = inputs * weight.bits / 8;
-  float *const scale = scratch.reserve(2 * kTileLines * groups), *const offset = scale + kTileLines * groups;
-  for (int j = 0; j < columns; ++j)
-    read_groups(weight, (column + j) * (inputs / group) + begin, static_cast<int>(groups), scale + j * groups,
-                offset + j * groups);
-  const int bytes = kTileInputs * weight.bits / 8, excess = excess_of(weight);
-  const vi turned = splat_i(excess), mask = splat_i((1 << weight.bits) - 1);
+// The 16 columns of a panel, `depth` inputs from `first` on: out [tiles of inputs, 16 pairs, 16 columns, 2]. Inputs
+// past the last one are zeros.
+static inline void tile_weights(const PanelFloats& panel, int64_t first, int depth, uint16_t* out) {
   __m512i sides;  // a pair is of the first and the second half
   for (int i = 0; i < 32; ++i) reinterpret_cast<uint16_t*>(&sides)[i] = static_cast<uint16_t>(i / 2 + i % 2 * 16);
-  for (int k = 0; k < depth; k += kTileInputs) {
-    vf pairs[kTileLines];
-    for (int j = 0; j < kTileLines; ++j) {
-      const int of = min_of(j, columns - 1);
-      const int64_t at = (first + k) * weight.bits / 8;
-      const uint8_t* from = integers_of(weight, inputs, column + of) + at;
-      uint8_t padded[kTileInputs] = {};
-      if (row_bytes - at < bytes)
-        from = static_cast<const uint8_t*>(memcpy(padded, from, static_cast<size_t>(row_bytes - at)));
-      const vi both = weight.bits == 4
-                          ? (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)))
-                          : (vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-      const vf s = of_pairs(scale + of * groups, group, first + k, begin, last);
-      const vf o = of_pairs(offset + of * groups, group, first + k, begin, last);
-      const vf low = __builtin_convertvector((both & mask) ^ turned, vf) * s + o;
-      const vf high = __builtin_convertvector((both >> weight.bits) ^ turned, vf) * s + o;
-      pairs[j] = (vf)_mm512_permutexvar_epi16(sides, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+  const int unit = panel.l.unit;
+  for (int k = 0; k < tiles_of(depth) * kTileInputs; k += unit) {
+    vf v[8] = {};
+    if (first + k < panel.l.inputs) panel.unit(first + k, 0, v);
+    for (int j = 0; j < unit; j += 2, out += kTileInputs) {
+      const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)v[j + 1], (__m512)v[j]);
+      _mm512_storeu_si512(out, _mm512_permutexvar_epi16(sides, halves));
     }
-    transpose(pairs);
-    for (int j = 0; j < kTileLines; ++j)
-      store(reinterpret_cast<float*>(out + k * kTileLines + j * kTileInputs), pairs[j]);
   }
 }
 
@@ -145,7 +111,8 @@ template <int kBlock>
 static void tile_columns(const KvWeight& weight, int64_t inputs, const TiledRows& x, int64_t first, int64_t count,
                          int64_t column, int columns, float* out) {
   static thread_local Scratch<uint16_t> scratch;
-  static_assert(kBlock % (2 * kTileLines) == 0, "pairs of tiles");
+  static_assert(kBlock % (2 * kTileLines) == 0 && kTileLines == kPanelColumns, "pairs of tiles, each of a panel");
+  const PanelLayout l = layout_of(weight, inputs);
   const int64_t down = (count + kTileLines - 1) / kTileLines, size = kTileLines * kTileDepth;
   uint16_t* const packed = scratch.reserve(kBlock / kTileLines * size);
   for (int64_t i = 0; i < down * kTileLines * kBlock; ++i) out[i] = 0.0f;
@@ -155,9 +122,9 @@ static void tile_columns(const KvWeight& weight, int64_t inputs, const TiledRows
     const int depth = static_cast<int>(inputs - k < kTileDepth ? inputs - k : kTileDepth);
     const int64_t tiles = tiles_of(depth);
     const int used = (columns + 2 * kTileLines - 1) / (2 * kTileLines) * 2;
-    for (int j = 0; j < used; ++j) {
-      const int past = min_of(j * kTileLines, columns - 1);
-      tile_weights(weight, inputs, column + past, min_of(columns - past, kTileLines), k, depth, packed + j * size);
+    for (int j = 0; j < used; ++j) {  // a panel past the end repeats the last one
+      const int64_t panel = (column + min_of(j * kTileLines, columns - 1)) / kPanelColumns;
+      tile_weights(PanelFloats(weight, l, panel), k, depth, packed + j * size);
     }
     for (int64_t i = 0; i < down; i += 2) {
       const uint16_t* const a = x.values + ((first / kTileLines + i) * x.across + k / kTileInputs) * kTileSize;

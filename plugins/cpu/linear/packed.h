@@ -1,4 +1,5 @@
-// Packed weights in float32: what their integers stand for.
+// Packed weights at rest in float32: what their integers stand for. The path of weights that have no panels (panels.h),
+// and of those that are no constants.
 #pragma once
 
 #include "../../abi/linear.h"

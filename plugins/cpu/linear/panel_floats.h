@@ -1,0 +1,82 @@
+// Panels of a packed weight (panels.h) as float32: for rows that are multiplied as they are, and for tiles of bfloat16.
+#pragma once
+
+#include "panel_products.h"
+
+namespace kv {
+namespace KV_ISA {
+
+// What the units of a panel's column stand for, one after another.
+struct PanelFloats {
+  const PanelLayout& l;
+  PanelGroups groups;
+  const uint8_t* integers;
+  int bits, middle;
+
+  PanelFloats(const KvWeight& weight, const PanelLayout& l, int64_t panel)
+      : l(l),
+        groups(weight, l, static_cast<const uint8_t*>(weight.data) + panel * l.panel),
+        integers(static_cast<const uint8_t*>(weight.data) + panel * l.panel + l.integers),
+        bits(weight.bits),
+        middle(center_of(weight)) {}
+
+  // v[i]: W columns of input k + i, for the inputs of the unit that begins with k.
+  void unit(int64_t k, int slice, vf* v) const {
+    const int64_t group = k / l.group;
+    const vf scale = groups.scales(group, slice);
+    const vf offset = groups.kind == PanelGroups::kNone ? vf{} : groups.offsets(group, slice, scale);
+    vi all;
+    memcpy(&all, integers + k / l.unit * kPanelLine + 4 * W * slice, sizeof all);
+    for (int i = 0; i < 4; ++i, all >>= 8) {
+      if (bits == 8) {
+        v[i] = __builtin_convertvector((all & 255) - middle, vf) * scale + offset;
+      } else {
+        v[i] = __builtin_convertvector((all & 15) - middle, vf) * scale + offset;
+        v[i + 4] = __builtin_convertvector(((all >> 4) & 15) - middle, vf) * scale + offset;
+      }
+    }
+  }
+};
+
+constexpr int kFloatRows = W == 16 ? 4 : 2;  // rows that are multiplied in one pass over a panel
+constexpr int kFloatSums = 4;                // of each, which then are added up: a running sum would be less exact
+
+// out[i * stride + c] = row i of the kRows rows x [inputs] times column c of a panel.
+template <int kRows>
+static inline void float_panel(const PanelFloats& panel, const float* x, int64_t inputs, float* out, int64_t stride) {
+  for (int slice = 0; slice < kSlices; ++slice) {
+    vf y[kRows][kFloatSums] = {};
+    for (int64_t k = 0; k < inputs; k += panel.l.unit) {
+      vf v[8];
+      panel.unit(k, slice, v);
+      const int64_t rest = inputs - k < panel.l.unit ? inputs - k : panel.l.unit;
+      for (int64_t j = 0; j < rest; ++j)
+        for (int i = 0; i < kRows; ++i) y[i][j % kFloatSums] += v[j] * x[i * inputs + k + j];
+    }
+    for (int i = 0; i < kRows; ++i) store(out + i * stride + slice * W, (y[i][0] + y[i][1]) + (y[i][2] + y[i][3]));
+  }
+}
+
+static inline void float_products(const KvWeight& weight, const PanelLayout& l, int64_t panel, const float* x,
+                                  int64_t inputs, int64_t rows, float* out, int64_t stride) {
+  const PanelFloats floats(weight, l, panel);
+  int64_t i = 0;
+  for (; i + kFloatRows <= rows; i += kFloatRows)
+    float_panel<kFloatRows>(floats, x + i * inputs, inputs, out + i * stride, stride);
+  for (; i < rows; ++i) float_panel<1>(floats, x + i * inputs, inputs, out + i * stride, stride);
+}
+
+// to [depth, stride]: the 16 columns of a panel for `depth` inputs from `first` on, whole units from it on.
+static inline void unpack_panel(const KvWeight& weight, const PanelLayout& l, int64_t panel, int64_t first, int depth,
+                                float* to, int64_t stride) {
+  const PanelFloats floats(weight, l, panel);
+  for (int slice = 0; slice < kSlices; ++slice)
+    for (int k = 0; k < depth; k += l.unit) {
+      vf v[8];
+      floats.unit(first + k, slice, v);
+      for (int j = 0; j < l.unit && k + j < depth; ++j) store(to + (k + j) * stride + slice * W, v[j]);
+    }
+}
+
+}  // namespace KV_ISA
+}  // namespace kv

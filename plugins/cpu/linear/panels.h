@@ -1,0 +1,67 @@
+// Panels: the layout in which the kernels of every instruction set read a packed weight [outputs, inputs].
+//
+//   panel p holds columns 16 p to 16 p + 15; columns past the last one are zeros
+//     16 scales of each group of inputs         float16 or float32
+//     16 offsets of each group                  zero - center as a byte; minima in float16 or float32; otherwise
+//     nothing the integers                              64 bytes for each unit of inputs
+//       4 bits: the unit of inputs k to k + 7; byte 4 c + i holds input k + i of column c in its low half and input
+//               k + 4 + i in its high half
+//       8 bits: the unit of inputs k to k + 3; byte 4 c + i holds input k + i of column c
+//   each of the three begins at a multiple of 64 bytes
+//
+// Integers u and zero points are unsigned; signed ones have their highest bit turned. center is 8 or 128. A value is
+// (u - center) scale + offset, where offset is (center - zero) scale, or minimum of a signed weight and minimum +
+// center scale of an unsigned one, or 0. Where the group is a whole row, inputs are padded to a multiple of 32 with
+// integers of the value `center`.
+#pragma once
+
+#include "../../abi/linear.h"
+
+namespace kv {
+
+constexpr int kPanelColumns = 16;
+constexpr int64_t kPanelLine = 64;  // bytes of one unit, and the alignment of everything
+constexpr int kMostBlock = 32;      // inputs of a row that are rounded with one scale, at most
+
+struct PanelLayout {
+  int64_t inputs;    // with the padding
+  int64_t group;     // inputs that share a scale
+  int64_t groups;    // of a column
+  int64_t offsets;   // bytes from the begin of a panel to its offsets
+  int64_t integers;  // and to its integers
+  int64_t panel;     // bytes of a panel
+  int unit;          // inputs of a unit: 8 or 4
+  int block;         // inputs of a row that are rounded with one scale: 32, 16 or 8; a group is whole blocks
+};
+
+static inline int64_t whole_lines(int64_t bytes) { return (bytes + kPanelLine - 1) / kPanelLine * kPanelLine; }
+static inline int64_t bytes_of_number(int type) { return type == KV_FLOAT32 ? 4 : 2; }
+static inline int center_of(const KvWeight& weight) { return 1 << (weight.bits - 1); }
+
+// Whether offsets are zero points. An unsigned weight without offsets has zero points of 0: its values are u scale.
+static inline bool has_zeros(const KvWeight& weight) { return weight.zero || (!weight.is_signed && !weight.minimum); }
+
+// The inputs of a row that are rounded with one scale for groups of `group` of the `inputs`; 0: there are no panels.
+static inline int block_of_group(int64_t group, int64_t inputs) {
+  if (group == inputs) return kMostBlock;
+  for (int block = kMostBlock; block >= 8; block /= 2)
+    if (group % block == 0) return block;
+  return 0;
+}
+
+static inline PanelLayout layout_of(const KvWeight& weight, int64_t inputs) {
+  PanelLayout l{};
+  l.block = block_of_group(weight.group, inputs), l.unit = weight.bits == 4 ? 8 : 4;
+  const bool is_row = weight.group == inputs;
+  l.inputs = is_row ? (inputs + kMostBlock - 1) / kMostBlock * kMostBlock : inputs;
+  l.group = is_row ? l.inputs : weight.group, l.groups = l.inputs / l.group;
+  const int64_t offset = has_zeros(weight) ? 1 : weight.minimum ? bytes_of_number(weight.minimum_type) : 0;
+  l.offsets = whole_lines(l.groups * kPanelColumns * bytes_of_number(weight.scale_type));
+  l.integers = l.offsets + whole_lines(l.groups * kPanelColumns * offset);
+  l.panel = l.integers + l.inputs / l.unit * kPanelLine;
+  return l;
+}
+
+static inline int64_t panels_of(int64_t outputs) { return (outputs + kPanelColumns - 1) / kPanelColumns; }
+
+}  // namespace kv

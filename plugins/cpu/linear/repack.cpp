@@ -1,0 +1,102 @@
+// Packed weights from the layout of artifacts into panels (panels.h), once for each tensor, when it is loaded.
+#include <cstring>
+
+#include "../kvexport_cpu.h"
+#include "panels.h"
+
+namespace {
+
+using kv::kPanelColumns;
+using kv::kPanelLine;
+using kv::PanelLayout;
+
+// Nibbles n0 to n7, the first in the lowest bits, as the bytes n0 | n4 << 4, n1 | n5 << 4, n2 | n6 << 4, n3 | n7 << 4.
+uint32_t interleaved(uint32_t nibbles) {
+  const auto spread = [](uint32_t four) {
+    four = (four | four << 8) & 0x00ff00ffu;
+    return (four | four << 4) & 0x0f0f0f0fu;
+  };
+  return spread(nibbles & 0xffffu) | spread(nibbles >> 16) << 4;
+}
+
+int integer_at(const void* data, int bits, int64_t i) {
+  const uint8_t* const bytes = static_cast<const uint8_t*>(data);
+  return bits == 8 ? bytes[i] : bytes[i / 2] >> (i % 2 ? 4 : 0) & 15;
+}
+
+// The unit of a column's inputs from `k` on, as four bytes of its line; inputs past the last one are `center`.
+uint32_t unit_at(const KvWeight& weight, int64_t inputs, int64_t column, int64_t k) {
+  const int unit = weight.bits == 4 ? 8 : 4, center = kv::center_of(weight);
+  const int64_t first = column * inputs + k;
+  const uint32_t turned = !weight.is_signed ? 0 : weight.bits == 4 ? 0x88888888u : 0x80808080u;
+  uint32_t all = 0;
+  if (k + unit <= inputs && first * weight.bits % 8 == 0) {
+    memcpy(&all, static_cast<const uint8_t*>(weight.data) + first * weight.bits / 8, sizeof all);
+  } else {
+    for (int i = 0; i < unit; ++i) {
+      const int absent = center ^ static_cast<int>(turned & (weight.bits == 4 ? 15 : 255));
+      const int one = k + i < inputs ? integer_at(weight.data, weight.bits, first + i) : absent;
+      all |= static_cast<uint32_t>(one) << i * weight.bits;
+    }
+  }
+  all ^= turned;
+  return weight.bits == 4 ? interleaved(all) : all;
+}
+
+void repack_numbers(const void* from, int64_t size, const PanelLayout& l, int64_t first, int columns, uint8_t* to) {
+  for (int64_t g = 0; g < l.groups; ++g)
+    for (int c = 0; c < columns; ++c)
+      memcpy(to + (g * kPanelColumns + c) * size,
+             static_cast<const uint8_t*>(from) + ((first + c) * l.groups + g) * size, static_cast<size_t>(size));
+}
+
+void repack_zeros(const KvWeight& weight, const PanelLayout& l, int64_t first, int columns, uint8_t* to) {
+  const int turned = weight.is_signed ? kv::center_of(weight) : 0;
+  for (int64_t g = 0; g < l.groups; ++g)
+    for (int c = 0; c < columns; ++c) {
+      const int zero = weight.zero ? integer_at(weight.zero, weight.bits, (first + c) * l.groups + g) : 0;
+      to[g * kPanelColumns + c] = static_cast<uint8_t>((zero ^ turned) - kv::center_of(weight));
+    }
+}
+
+void repack_panel(const KvWeight& weight, int64_t inputs, const PanelLayout& l, int64_t first, int columns,
+                  uint8_t* to) {
+  memset(to, 0, static_cast<size_t>(l.integers));
+  repack_numbers(weight.scale, kv::bytes_of_number(weight.scale_type), l, first, columns, to);
+  if (kv::has_zeros(weight))
+    repack_zeros(weight, l, first, columns, to + l.offsets);
+  else if (weight.minimum)
+    repack_numbers(weight.minimum, kv::bytes_of_number(weight.minimum_type), l, first, columns, to + l.offsets);
+  uint8_t* line = to + l.integers;
+  if (columns < kPanelColumns) memset(line, 0, static_cast<size_t>(l.panel - l.integers));
+  for (int64_t k = 0; k < l.inputs; k += l.unit, line += kPanelLine)
+    for (int c = 0; c < columns; ++c) {
+      const uint32_t all = unit_at(weight, inputs, first + c, k);
+      memcpy(line + 4 * c, &all, sizeof all);
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+const char* kv_cpu_why_no_panels(const KvWeight* weight, int64_t inputs) {
+  if (!weight->bits) return "the weight is not packed";
+  if (kv::block_of_group(weight->group, inputs)) return nullptr;
+  return "its group is neither a multiple of 8 inputs nor a whole row";
+}
+
+size_t kv_cpu_panels_bytes(const KvWeight* weight, int64_t outputs, int64_t inputs) {
+  return static_cast<size_t>(kv::panels_of(outputs) * kv::layout_of(*weight, inputs).panel);
+}
+
+void kv_cpu_repack(const KvWeight* weight, int64_t outputs, int64_t inputs, void* panels) {
+  const PanelLayout l = kv::layout_of(*weight, inputs);
+  for (int64_t p = 0; p < kv::panels_of(outputs); ++p) {
+    const int64_t first = p * kPanelColumns, rest = outputs - first;
+    repack_panel(*weight, inputs, l, first, static_cast<int>(rest < kPanelColumns ? rest : kPanelColumns),
+                 static_cast<uint8_t*>(panels) + p * l.panel);
+  }
+}
+
+}  // extern "C"

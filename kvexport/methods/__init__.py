@@ -1,4 +1,7 @@
-"""The methods, one file each; this folder is scanned, so a new file is a new method."""
+"""The compression methods, one file each.
+
+The package scans this folder, so a new file here is a new method.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ from kvexport.methods.base import Method
 
 @cache
 def all_methods() -> dict[str, type[Method]]:
-    """Every method by its name, sorted."""
-    found: dict[str, type[Method]] = {}
+    """Return every method class by its name, in alphabetical order."""
+    methods: dict[str, type[Method]] = {}
     for module in pkgutil.iter_modules(__path__):
         for item in vars(importlib.import_module(f"{__name__}.{module.name}")).values():
             if isinstance(item, type) and issubclass(item, Method) and "name" in vars(item):
-                found[item.name] = item
-    return dict(sorted(found.items()))
+                methods[item.name] = item
+    return dict(sorted(methods.items()))

@@ -1,4 +1,4 @@
-"""AsymKV (arXiv 2506.05410): neighbouring pairs merge, keys by their Fisher information, values as sums."""
+"""AsymKV (arXiv 2506.05410): neighbouring slots merge in pairs, keys weighted by their Fisher information."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from kvexport.methods.pairing import NeighbourPairs
 
 
 class AsymKV(NeighbourPairs):
-    """A surrogate: the paper's Fisher weights need a backward pass, which no deployed graph has. Here a key weighs by
-    the probability it has accumulated. All else is the paper's: pairs, one rotary frame, summed values and counts
-    (never clipped)."""
+    """A forward-only surrogate of AsymKV.
+
+    The paper weights keys by their Fisher information, which needs a backward pass that no deployed graph has. Here the
+    weight of a key is the attention probability that its slot has accumulated. The rest follows the paper: pairs of
+    neighbours, one rotary frame, and sums of values and of token counts, which are never clipped.
+    """
 
     name: ClassVar[str] = "asymkv"
     summary: ClassVar[str] = "neighbouring pairs merge, keys by attention (forward surrogate of Fisher weights)"

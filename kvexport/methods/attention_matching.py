@@ -1,5 +1,7 @@
-"""Attention Matching (arXiv 2602.16284): votes and values of the kept slots are fitted to the mass and the outputs of
-recent queries."""
+"""Attention Matching (arXiv 2602.16284): a fit of the kept slots' votes and values to recent queries.
+
+The votes are fitted to the attention mass of recent queries, the values to their attention outputs.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,24 @@ from kvexport.schema.policy import MergePolicy
 
 
 class AttentionMatching(Fitting):
-    """The slots stay that the reference queries attend to most, by the root mean square of their probabilities; votes
-    are fitted so that they hold the mass that these queries found in all slots (the paper's bias is ``ln(votes)``),
-    then values so that they give the same outputs, by a ridge regression from the values that are there: W queries
-    leave open what more than W slots should hold.
+    """Attention Matching: keep the slots that recent queries attend to most, then fit their votes and values.
 
-    steps: multiplicative updates of the fit of votes. bias_max: votes stay within ``exp(+-bias_max)``; nor do they
-    become more in sum than they were, as no slot stands for tokens that there never were.
-    after: what the fit follows; ``drop`` as above; ``ballot``, which is ours: slots are evicted and merge as `ballot`
-        does it, with its defaults, and recent ones are fitted as well.
+    Slots are ranked by the root mean square of the probabilities with which the reference queries attend to them. The
+    votes of the kept slots are fitted so that these slots hold the attention mass that the queries gave to all slots
+    (the paper's bias is ``ln(votes)``). The values are then fitted so that the attention outputs stay the same. That
+    second fit is a ridge regression that starts from the present values, because W queries do not determine the values
+    of more than W slots.
 
-    The paper compresses a prompt once, by queries that the model makes up about it, in budgets of each head's own. Here
-    the queries are the latest, budgets are equal, and what was fitted is fitted again.
+    The paper compresses a prompt once, with queries that the model generates about the prompt and with a budget for
+    each head. Here the queries are the latest ones, all heads have the same budget, and every merge fits again what
+    earlier merges fitted.
+
+    Attributes:
+        steps: The number of multiplicative updates in the fit of the votes.
+        bias_max: Fitted votes stay within ``exp(+-bias_max)``. Their sum never grows, because no slot stands for tokens
+            that never existed.
+        after: The eviction that precedes the fit. ``drop`` is the rule above. ``ballot``, which is this project's own,
+            evicts and merges like the method `ballot` with its defaults, and fits recent slots as well.
     """
 
     name: ClassVar[str] = "attention_matching"
@@ -39,21 +47,24 @@ class AttentionMatching(Fitting):
 
     @property
     def recent_receives(self) -> bool:
-        """Where ballot's do."""
+        """True if the eviction is ballot's, which merges into recent slots."""
         return self.after == "ballot"
 
     @property
     def vote_exponent(self) -> float:
-        """Votes count in full."""
+        """The exponent of the votes: 1, so votes count in full."""
         return 1.0
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """Ballot's, or none: the ring says what is attended to."""
+        """The statistics of ballot, or one that is never updated, because the ring of reference queries replaces it."""
         return Ballot().own_statistics if self.after == "ballot" else (Statistic(),)
 
     def policy(self) -> MergePolicy:
-        """The reference queries select, and evicted slots are dropped; or ballot's. The selector may be another."""
+        """Return the policy: ballot's merge, or selection by the reference queries and no merge, and then the fit.
+
+        The setting `selector` may replace the selection.
+        """
         fit = replace(self.fit("votes_and_values"), vote_steps=self.steps, bias_max=self.bias_max)
         merge = Ballot().policy() if self.after == "ballot" else MergePolicy(select="attended", fit=fit)
         return self.selected(replace(merge, fit=fit))

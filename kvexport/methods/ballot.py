@@ -1,5 +1,7 @@
-"""Ballot, this project's own: votes add up, to a bound. Slots that another one stands for are evicted first,
-and merge into the key nearest to their own."""
+"""Ballot, this project's own method: evict the slots that another slot can replace best.
+
+An evicted slot merges into the slot with the nearest key. Votes add up, to a bound.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +15,26 @@ from kvexport.schema.policy import MergePolicy
 
 
 class Ballot(Merging):
-    """KeepKV's merge without its gate: what a threshold rejects loses its mass, and cosine bounds nothing where norms
-    differ, while ``|q (k_e - k_c)| <= |q| |k_e - k_c|`` bounds the change of a logit. Past attention alone does not say
-    which slots are superfluous (one that nothing has asked for yet has none); how well another slot stands for it does.
+    """KeepKV's merge without its similarity threshold, and with an eviction order by the error of the merge.
 
-    order: ``least-error`` evicts those slots whose merge costs least, by ``w^attention |k_e - k_c|^2 |v_e -
-        v_c|^2`` with w the slot's mean probability and c the slot of higher importance for which that is smallest;
-        ``least-attended`` the lowest w.
-    attention: how much past attention counts in that. pool: such slots are looked for among the lowest w, `pool` times
-        as many as have to be evicted.
-    zip: ``count`` adds votes up, ``vote`` stores fractional votes; both keep the mean key. The fractional ones are
-        exact for the query that the averages stand for and, being the tangent of a convex function, too few for every
-        other, merge after merge.
-    votes_max: as many tokens a merged slot counts for at most. Over hundreds of budgets one that stands for tokens from
-        everywhere says nothing any more; without a bound it would still draw their attention.
-    decay: ``a`` of the average that weighs.
+    A similarity threshold loses the attention mass of every slot that it rejects. The cosine bounds nothing when norms
+    differ, while ``|q (k_e - k_c)| <= |q| |k_e - k_c|`` bounds the change of a logit. Past attention alone does not
+    tell which slots are superfluous, because a slot that no query has needed yet has received none. The error of
+    merging a slot into another one does.
+
+    Attributes:
+        order: ``least-error`` first evicts the slots whose merge costs least. The cost is ``w^attention |k_e - k_c|^2
+            |v_e - v_c|^2``, where w is the slot's mean probability and c is the slot of higher importance that gives
+            the smallest cost. ``least-attended`` first evicts the slots of lowest w.
+        attention: The exponent of w in that cost.
+        pool: The cost is computed for the slots of lowest w only, `pool` times as many as have to be evicted.
+        zip: ``count`` adds votes up. ``vote`` stores fractional votes. Both store the weighted mean of the keys.
+            Fractional votes are exact for the query that the averages describe. They are the tangent of a convex
+            function, so they are too few for every other query, and the shortfall grows with every merge.
+        votes_max: The most tokens that a merged slot counts for. After hundreds of merges a slot that stands for tokens
+            from everywhere carries no information, and without a bound it would still attract the attention of all of
+            them.
+        decay: The factor ``a`` of the moving average that weights a merge.
     """
 
     name: ClassVar[str] = "ballot"
@@ -43,21 +50,24 @@ class Ballot(Merging):
 
     @property
     def recent_receives(self) -> bool:
-        """They do."""
+        """True: evicted slots may merge into recent ones."""
         return True
 
     @property
     def vote_exponent(self) -> float:
-        """Votes count in full."""
+        """The exponent of the votes: 1, so votes count in full."""
         return 1.0
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """The sum of probabilities, which selects, and ln of the moving average of exp(raw logit), which weighs."""
+        """The statistics: the sum of probabilities, and ln of the moving average of exp(raw logit).
+
+        The first ranks slots for eviction, the second weights merges.
+        """
         return (Statistic("probability"), Statistic("log_ema", self.decay))
 
     def policy(self) -> MergePolicy:
-        """The mean probability per observation selects; a zip of every evicted slot into the nearest key."""
+        """Return the policy: the lowest mean probability goes first, into the slot of the nearest key."""
         return self.selected(
             MergePolicy(
                 select="mean",

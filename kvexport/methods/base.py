@@ -1,8 +1,9 @@
-"""A compression method: which statistics it keeps, which slots are evicted, and what they merge into.
+"""The base class of compression methods.
 
-A method is one file in this folder with one subclass of `Method`; `kvexport.methods` finds it by itself. The two
-operators (`kvexport.ops`) do the rest. Nothing here imports torch when it is imported: recipes are validated on
-machines without it.
+A method decides which statistics are kept, which slots are evicted, and what evicted slots merge into. It is one file
+in this folder with one subclass of `Method`, which `kvexport.methods` finds by a scan. The two operators of
+`kvexport.ops` run it. No module here imports torch at import time, because recipes are validated on machines without
+torch.
 """
 
 from __future__ import annotations
@@ -20,61 +21,91 @@ if TYPE_CHECKING:
 
 
 class Method(BaseModel):
-    """Base of all methods. Fields of a subclass are its parameters: a recipe's `cache.parameters`, and attributes of
-    the node."""
+    """The base class of all methods.
+
+    The pydantic fields of a subclass are the method's parameters. A recipe sets them under `cache.parameters`.
+
+    Attributes:
+        name: The name that recipes use.
+        summary: One line for listings.
+        source: The paper that the method comes from.
+        compresses: False if the method evicts nothing except entries that a sliding window has passed.
+        allocation: How layers share the budget if the recipe does not say.
+        rotary: True if the merge reads `Slots.rotary`.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     name: ClassVar[str]
     summary: ClassVar[str]
     source: ClassVar[str]
-    compresses: ClassVar[bool] = True  # False: nothing is evicted but what a sliding window has passed
-    allocation: ClassVar[Literal["uniform", "cosine", "pyramid"]] = (
-        "uniform"  # how layers share the budget unless the recipe says
-    )
-    rotary: ClassVar[bool] = False  # True: `Slots.rotary` is needed
+    compresses: ClassVar[bool] = True
+    allocation: ClassVar[Literal["uniform", "cosine", "pyramid"]] = "uniform"
+    rotary: ClassVar[bool] = False
 
     @property
     def vote_exponent(self) -> float:
-        """alpha of the read bias ``alpha * ln(votes)``."""
+        """The factor alpha of the bias ``alpha * ln(votes)`` that attention adds to its logits."""
         return 0.0
 
     @property
     def recent_receives(self) -> bool:
-        """Whether recent slots, which are never evicted, may be merged into."""
+        """Whether evicted slots may merge into recent ones, which are never evicted themselves."""
         return False
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """The K statistics that VoteAttention keeps; the first selects, the last weighs."""
+        """The K statistics that VoteAttention keeps. The first ranks slots for eviction, the last weights merges."""
         return (Statistic(),)
 
     @property
     def extra_state(self) -> tuple[StateTensor, ...]:
-        """State tensors that the method keeps beside the contract's five. Unless overridden, none. No native kernel
-        has them, but for the ring of reference queries: such a method runs from its functions."""
+        """The state tensors that the method keeps in addition to the contract's five; none by default.
+
+        Native kernels support only the ring of reference queries. A method with any other extra state runs from its
+        ONNX functions.
+        """
         return ()
 
     @property
     def reference_queries(self) -> int:
-        """Rows of the ring of reference queries, where that is the state that the method keeps (`methods.fitting`),
-        else 0."""
+        """The number of rows of the ring of reference queries (`kvexport.methods.fitting`), or 0 without a ring."""
         return 0
 
     def update(self, extra: tuple[Tensor, ...], call: Call) -> tuple[Tensor, ...]:
-        """The tensors of `extra_state` after one call of VoteAttention; those of slots come with zeros where a slot was
-        appended in this call. A sequence without real tokens must keep its own. Unless overridden, they stay as they
-        are."""
+        """Return the tensors of `extra_state` after one call of VoteAttention; by default unchanged.
+
+        Args:
+            extra: The tensors before the call. In tensors that have one row for each slot, the rows of slots that this
+                call appended are zero.
+            call: The tokens of the call. A sequence without real tokens must keep its tensors unchanged.
+
+        Returns:
+            The new tensors, in the order of `extra_state`.
+        """
         return extra
 
     def policy(self) -> MergePolicy | None:
-        """The method's rule as data, which native kernels run; None where it is `keep_score` and `merge` of its own."""
+        """Return the method's rule as data for the native kernels, or None if it overrides `keep_score` or `merge`."""
         return None
 
     def keep_score(self, slots: Slots, target: Tensor, count: int) -> Tensor:
-        """[B, H, C] float32: slots of the lowest keep score are evicted first, ties by the lowest position. `target`
-        [B, H, C] bool marks used slots that are neither sinks nor recent; the value elsewhere does not matter. count:
-        how many are evicted, at the most. Unless overridden, what the policy says."""
+        """Return the keep score of every slot: slots of the lowest score are evicted first, ties by lowest position.
+
+        By default the policy defines the score.
+
+        Args:
+            slots: The layer's cache.
+            target: [B, H, C] bool. True for occupied slots that are neither sinks nor recent. Scores of other slots
+                have no effect.
+            count: The largest number of slots that a head evicts.
+
+        Returns:
+            [B, H, C] float32.
+
+        Raises:
+            NotImplementedError: If the method has neither a policy nor a `keep_score` of its own.
+        """
         from kvexport.methods.primitives.select import keep_score
 
         policy = self.policy()
@@ -83,8 +114,17 @@ class Method(BaseModel):
         return keep_score(policy, slots, target, count)
 
     def merge(self, slots: Slots, evicted: Evicted) -> Slots:
-        """The cache in which every kept slot has taken in what it should of the evicted ones. Unless overridden, what
-        the policy says; without one they are dropped."""
+        """Return the cache after evicted slots have merged into kept ones.
+
+        By default the policy defines the merge. Without a policy evicted slots are dropped.
+
+        Args:
+            slots: The layer's cache before the eviction.
+            evicted: The slots that are evicted.
+
+        Returns:
+            The slots, evicted ones included. The caller removes evicted slots, whose contents have no effect.
+        """
         from kvexport.methods.primitives.merge import merge
 
         policy = self.policy()

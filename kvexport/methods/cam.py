@@ -1,5 +1,4 @@
-"""CaM (ICML 2024): an evicted slot gives its value to the slots after it, as much as it was attended to; its
-key is dropped."""
+"""CaM (ICML 2024): an evicted slot adds its value to the slots after it and its key is dropped."""
 
 from __future__ import annotations
 
@@ -13,11 +12,14 @@ from kvexport.methods.slots import Evicted, Slots, gather_rows
 
 
 class CaM(Merging):
-    """The expected value of the paper's coin: ``v_j += m v_e / M`` for the next M kept slots, recent ones
-    included, with ``m = clip(A_e / mean A, 0, 1)`` over all kept slots. Receivers' keys, scores and votes stay as they
-    are.
+    """The expected value of CaM's random merge.
 
-    receivers: M; where fewer follow, their shares are lost.
+    An evicted value is added to the next M kept slots, recent ones included: ``v_j += m v_e / M`` with ``m = clip(A_e /
+    mean A, 0, 1)``, where A is the accumulated attention and the mean is over all kept slots. The paper draws a
+    Bernoulli variable with probability m instead. Keys, scores and votes of the receiving slots stay unchanged.
+
+    Attributes:
+        receivers: M. If fewer slots follow, their shares are lost.
     """
 
     name: ClassVar[str] = "cam"
@@ -28,11 +30,11 @@ class CaM(Merging):
 
     @property
     def recent_receives(self) -> bool:
-        """They do."""
+        """True: recent slots take in evicted values."""
         return True
 
     def merge(self, slots: Slots, evicted: Evicted) -> Slots:
-        """The values, in float32 until they are stored."""
+        """Return the slots with the evicted values added; sums are float32 until they are stored."""
         import torch
 
         mass = slots.score[:, :, -1]
@@ -45,9 +47,9 @@ class CaM(Merging):
         receives = (
             evicted.can_receive[:, :, None, :] & (place >= 1) & (place <= self.receivers) & evicted.occupied[..., None]
         )
-        given = (
+        added = (
             torch.where(receives, share[..., None], 0.0).transpose(-1, -2)
             @ gather_rows(slots.value, evicted.index).float()
         )
-        value = torch.where(receives.any(2)[..., None], slots.value.float() + given, slots.value.float())
+        value = torch.where(receives.any(2)[..., None], slots.value.float() + added, slots.value.float())
         return replace(slots, value=value.to(slots.value.dtype))

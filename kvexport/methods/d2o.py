@@ -1,5 +1,4 @@
-"""D2O (arXiv 2406.13035): an evicted slot merges into the most similar key if it is more similar than other
-evicted ones."""
+"""D2O (arXiv 2406.13035): an evicted slot merges into the most similar key, if it is similar enough."""
 
 from __future__ import annotations
 
@@ -15,25 +14,31 @@ if TYPE_CHECKING:
 
 
 class D2O(Merging):
-    """Heavy hitters are kept (the paper: 4 sinks); an evicted slot merges where its best cosine u reaches the mean of
-    this call's, and is dropped otherwise. The paper's threshold is an average over calls, which no state carries
-    here."""
+    """D2O: heavy hitters are kept, and evicted slots merge if their similarity reaches the mean of the call.
+
+    An evicted slot merges into the target of the highest cosine u if u is at least the mean of these cosines over the
+    slots that the same call evicts from the head. Otherwise it is dropped. The paper averages the threshold over calls
+    as well, which would need state that the cache does not have. The paper keeps 4 sinks.
+    """
 
     name: ClassVar[str] = "d2o"
     summary: ClassVar[str] = "merges into the most similar key above the call's mean similarity"
     source: ClassVar[str] = "arXiv 2406.13035"
 
     def merge(self, slots: Slots, evicted: Evicted) -> Slots:
-        """Convex weights: ``e`` for the target and ``e^u`` for the evicted slot, over their sum; of keys and values."""
+        """Return the slots after the merge.
+
+        Keys and values are means with the weights ``e`` for the target and ``e^u`` for each evicted slot.
+        """
         import torch
 
-        to, cosine = nearest(slots, evicted, "cosine")
+        targets, cosine = nearest(slots, evicted, "cosine")
         has_target = evicted.occupied & (cosine > NO_TARGET)
         number = torch.clamp(has_target.sum(-1, keepdim=True), min=1)
         threshold = torch.where(has_target, cosine, 0.0).sum(-1, keepdim=True) / number
-        sets = merge_sets(evicted, to, has_target & (cosine >= threshold))
-        weight_v = torch.exp(torch.clamp(cosine, min=-1.0))
-        weight = torch.full_like(weight_v, math.e)
-        key, value = (sets.mean(x, weight, weight_v) for x in (slots.key, slots.value))
+        sets = merge_sets(evicted, targets, has_target & (cosine >= threshold))
+        evicted_weight = torch.exp(torch.clamp(cosine, min=-1.0))
+        target_weight = torch.full_like(evicted_weight, math.e)
+        key, value = (sets.mean(x, target_weight, evicted_weight) for x in (slots.key, slots.value))
         votes: Tensor = sets.sum(*sets.pair(slots.votes))
         return sets.write(slots, key, value, votes, sets.scores(slots, self.statistics))

@@ -1,5 +1,4 @@
-"""What methods share whose policy fits the cache to reference queries: the ring of recent queries that they keep beside
-the slots, and the settings of the fit of values."""
+"""The base class of methods whose policy fits the cache to reference queries."""
 
 from __future__ import annotations
 
@@ -17,11 +16,15 @@ if TYPE_CHECKING:
 
 
 class Fitting(Merging):
-    """Base of the methods that fit. A softcap of logits and sink logits have no part in the fit, which knows neither.
+    """A method that keeps a ring of recent queries and fits values to them after a merge.
 
-    queries: W, so many queries of every KV head are kept: the latest, of all query heads of its group.
-    ridge: of the fit of values: the larger it is, the less changes for the sake of these queries.
-    change_max: the values of a head change by at most this share of their norm in one merge.
+    The fit ignores a softcap of logits and sink logits.
+
+    Attributes:
+        queries: W, the number of latest queries that are kept for each KV head. The query heads of the group share the
+            ring.
+        ridge: The regularization of the fit of values. The larger it is, the less the values change.
+        change_max: The values of a head change by at most this share of their norm in one merge.
     """
 
     queries: int = Field(32, ge=1, le=1024)
@@ -30,34 +33,41 @@ class Fitting(Merging):
 
     @property
     def extra_state(self) -> tuple[StateTensor, ...]:
-        """The ring; zeros are an empty one."""
+        """The ring of reference queries; zeros are an empty ring."""
         rows = ("B", "H", self.queries)
         return (
             StateTensor("query", (*rows, "D"), "float32", "the latest queries, oldest first, times the logits' scale"),
-            StateTensor("query_seen", rows, "int32", "the tokens that each has seen, its own included; 0: no query"),
+            StateTensor(
+                "query_seen", rows, "int32", "the number of tokens that each query has seen, with its own; 0: no query"
+            ),
         )
 
     @property
     def reference_queries(self) -> int:
-        """The ring's rows."""
+        """The number of rows of the ring."""
         return self.queries
 
     def update(self, extra: tuple[Tensor, ...], call: Call) -> tuple[Tensor, ...]:
-        """The ring with the call's queries at its end, token by token and head by head."""
+        """Return the ring with the queries of the call appended, ordered by token and then by query head."""
         import torch
 
         ring, seen = extra
         batch, heads, rows, size = ring.shape
         group, tokens = call.query.shape[1] // heads, call.query.shape[2]
         query = (call.query.float() * call.scale).reshape(batch, heads, group, tokens, size)
-        now_seen = (call.position + 1).to(torch.int32)[:, None, :, None].expand(batch, heads, tokens, group)
+        new_seen = (call.position + 1).to(torch.int32)[:, None, :, None].expand(batch, heads, tokens, group)
         query = torch.cat([ring, query.transpose(2, 3).reshape(batch, heads, -1, size)], dim=2)
-        now_seen = torch.cat([seen, now_seen.reshape(batch, heads, -1)], dim=2)
-        # As many rows fall out in front as real ones came; padding, which comes last, is never reached.
+        seen = torch.cat([seen, new_seen.reshape(batch, heads, -1)], dim=2)
+        # The ring drops as many rows at its front as real queries arrived. The window below ends before the padding,
+        # which comes last.
         first = call.real.to(torch.int64).sum(-1)[:, None, None] * group
         index = (first + torch.arange(rows, device=ring.device)).expand(batch, heads, rows)
-        return gather_rows(query, index), gather_rows(now_seen, index)
+        return gather_rows(query, index), gather_rows(seen, index)
 
-    def fit(self, what: Literal["values", "votes_and_values"]) -> Fit:
-        """The fit of the method's policy, which reads with its own votes' weight."""
-        return Fit(what, self.ridge, self.change_max, self.vote_exponent)
+    def fit(self, fitted: Literal["values", "votes_and_values"]) -> Fit:
+        """Return the fit of the method's policy; reference queries read with the method's own vote exponent.
+
+        Args:
+            fitted: The tensors that the fit changes.
+        """
+        return Fit(fitted, self.ridge, self.change_max, self.vote_exponent)

@@ -1,4 +1,7 @@
-"""The uncompressed cache: capacity is the longest sequence, and only what a sliding window has passed is evicted."""
+"""The uncompressed cache: the capacity is the longest sequence.
+
+Only entries that a sliding window has passed are evicted.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from kvexport.schema.policy import MergePolicy
 
 
 class Full(Method):
-    """No compression: the baseline every method is measured against."""
+    """No compression: the baseline that every method is measured against."""
 
     name: ClassVar[str] = "full"
     summary: ClassVar[str] = "uncompressed: capacity is the longest sequence"
@@ -17,5 +20,5 @@ class Full(Method):
     compresses: ClassVar[bool] = False
 
     def policy(self) -> MergePolicy:
-        """Nothing is chosen."""
+        """Return the default policy, which is never applied."""
         return MergePolicy()

@@ -1,5 +1,4 @@
-"""GRKV (arXiv 2605.31105): a ridge regression spreads over all kept slots what recent queries read from evicted
-ones."""
+"""GRKV (arXiv 2605.31105): a ridge regression moves the contribution of evicted slots to the kept ones."""
 
 from __future__ import annotations
 
@@ -13,13 +12,16 @@ from kvexport.schema.policy import MergePolicy
 
 
 class GRKV(Fitting):
-    """Evicted slots are dropped, and the values of the others take over their part of the attention output: ``V + X^T
-    (X X^T + ridge I)^-1 (Y - X V)``, X what the reference queries attend to, Y what they read before. `own` selects as
-    snapkv does, with its defaults.
+    """GRKV: evicted slots are dropped, and the values of the kept slots are fitted to replace them.
 
-    The authors take 32 queries from all over a prompt that is compressed once, as if they stood at its end, select by a
-    variant of AdaKV, whose heads have budgets of their own, and turn keys too, by a linearised step of at most 2.5 % of
-    their norm. Here the queries are the latest, budgets are equal, and keys stay.
+    The new values are ``V + X^T (X X^T + ridge I)^-1 (Y - X V)``, where X holds the probabilities of the reference
+    queries over the kept slots and Y their attention outputs before the eviction. The selector ``own`` selects like
+    snapkv with its defaults.
+
+    The authors draw 32 queries from the whole prompt, compress it once, and treat the queries as if they stood at its
+    end. They select by a variant of AdaKV with a budget for each head, and change keys too, by a linearised step of at
+    most 2.5 % of their norm. Here the queries are the latest ones, all heads have the same budget, and keys stay
+    unchanged.
     """
 
     name: ClassVar[str] = "grkv"
@@ -28,9 +30,9 @@ class GRKV(Fitting):
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """Those of snapkv."""
+        """The statistics of snapkv."""
         return SnapKV().statistics
 
     def policy(self) -> MergePolicy:
-        """By the selector's rule, which is snapkv's own where there is no other; evicted slots are dropped."""
+        """Return the policy: snapkv's selection or that of another selector, no merge, and a fit of values."""
         return self.selected(replace(SnapKV().policy(), fit=self.fit("values")))

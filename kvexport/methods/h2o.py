@@ -1,4 +1,4 @@
-"""H2O, the heavy-hitter oracle (arXiv 2306.14048): slots with the largest sum of attention probabilities are kept."""
+"""H2O, the heavy-hitter oracle (arXiv 2306.14048): slots with the largest sum of probabilities are kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvexport.schema.policy import MergePolicy
 
 
 class H2O(Method):
-    """Heavy hitters and a recent window; evicted slots are dropped."""
+    """H2O: heavy hitters and a recent window are kept, and evicted slots are dropped."""
 
     name: ClassVar[str] = "h2o"
     summary: ClassVar[str] = "the largest accumulated attention is kept; the rest is dropped"
@@ -18,9 +18,9 @@ class H2O(Method):
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """The undecayed sum of probabilities, mean over a query-head group."""
+        """The sum of probabilities without decay, averaged over the query heads of a group."""
         return (Statistic("probability"),)
 
     def policy(self) -> MergePolicy:
-        """By that sum; evicted slots are dropped."""
+        """Return the policy: the lowest sum is evicted first, and evicted slots are dropped."""
         return MergePolicy(select="score")

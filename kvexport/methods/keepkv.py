@@ -1,5 +1,4 @@
-"""KeepKV (arXiv 2504.09936): an evicted slot merges into its nearest neighbour without changing the current
-attention output."""
+"""KeepKV (arXiv 2504.09936): a merge that leaves the current attention output unchanged."""
 
 from __future__ import annotations
 
@@ -13,25 +12,26 @@ from kvexport.schema.policy import MergePolicy
 
 
 class KeepKV(Merging):
-    """Electoral votes and zero-perturbation merging.
+    """KeepKV: electoral votes and zero-perturbation merging.
 
-    decay: ``a`` of the moving average of exp(logit) (the paper leaves it open). window: queries of one call that count,
-        0 = all.
-    threshold: an evicted slot merges into the most similar target iff their keys' cosine is above it, and is dropped
-        otherwise.
-    zip: what absorbs the merge's error for the current query. ``key`` scales the merged key (the paper's Eq. 7),
-        ``vote`` keeps the weighted mean and stores fractional votes, ``mean`` does neither (the authors' code; not
-        lossless).
-    key_factor_max: a key factor outside [1/x, x] falls back to ``vote`` for that slot (Eq. 7 has a pole and a sign
-        flip).
-    order: ``evict-first`` picks the lowest scores and merges what it can of them; ``merge-first`` evicts slots that
-        have a neighbour of higher score above the threshold, lowest score first, and only then the lowest scores of the
-        rest.
-    pool: merge-first looks for such slots among the lowest scores, `pool` times as many as have to be evicted.
-    recency_weight: weight of the newest query of the window against 1 for the oldest (the first version of the paper:
-        1.2). The paper uses it to order slots of one window, where the sum of the weights does not matter; here it
-        weighs a mean, so that scores stay
-        logits, which `zip: key` needs.
+    Attributes:
+        decay: The factor ``a`` of the moving average of exp(logit). The paper does not give one.
+        window: The number of last queries of one call that count; 0 for all.
+        threshold: An evicted slot merges into the most similar target if the cosine of their keys is above this value,
+            and is dropped otherwise.
+        zip: How the merge cancels its error for the current query. ``key`` scales the merged key (the paper's Eq. 7).
+            ``vote`` stores the weighted mean and fractional votes. ``mean`` does neither, like the authors' code, and
+            is not lossless.
+        key_factor_max: A merge with a key factor outside [1/x, x] uses ``vote`` instead, because Eq. 7 has a pole and a
+            change of sign.
+        order: ``evict-first`` evicts the lowest scores and merges those of them that have a target above the threshold.
+            ``merge-first`` first evicts slots that have a target of higher score above the threshold, lowest score
+            first, and then the lowest scores of the rest.
+        pool: ``merge-first`` looks for such slots among the lowest scores only, `pool` times as many as have to be
+            evicted.
+        recency_weight: The weight of the newest query of the window, relative to 1 for the oldest. The first version of
+            the paper uses 1.2 to rank the slots of one window, where the sum of the weights does not matter. Here it
+            weights a mean, so that scores stay logits, which ``zip: key`` needs.
     """
 
     name: ClassVar[str] = "keepkv"
@@ -49,16 +49,19 @@ class KeepKV(Merging):
 
     @property
     def vote_exponent(self) -> float:
-        """Votes count in full: a slot of p votes attends like p equal keys."""
+        """The exponent of the votes: 1, so a slot of p votes attracts as much attention as p equal keys."""
         return 1.0
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """ln of the moving average of exp(raw logit)."""
+        """The logarithm of the moving average of exp(raw logit)."""
         return (Statistic("log_ema", self.decay, self.window, self.recency_weight),)
 
     def policy(self) -> MergePolicy:
-        """The bias-corrected average selects and weighs; a zip into the most similar key above the threshold."""
+        """Return the policy: the bias-corrected average ranks and weights slots.
+
+        An evicted slot zips into the slot of the most similar key above the threshold.
+        """
         return self.selected(
             MergePolicy(
                 select="average",

@@ -1,5 +1,7 @@
-"""KVMerger (arXiv 2407.08454): runs of consecutive, similar tokens become one, weighted by a Gaussian around their
-pivot."""
+"""KVMerger (arXiv 2407.08454): each run of consecutive, similar tokens becomes one token.
+
+The weights of the merge are a Gaussian around the pivot, the most attended token of the run.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,20 @@ if TYPE_CHECKING:
 
 
 class KVMerger(Merging):
-    """Neighbouring unprotected slots above the threshold are joined, highest cosine first, exactly as many pairs as are
-    over budget; a run of joined slots merges into its pivot, the one most attended to. What joins cannot free is
-    dropped, least attended first.
+    """KVMerger: runs of similar neighbours merge into their most attended slot.
 
-    threshold: neighbours join iff their keys' cosine is above it. heavy: the most attended share of the unprotected
-        slots joins nothing.
-    sigma: of the Gaussian, a distance; 0 takes the set's own, ``sum |k_p - k_i| / (sqrt(2) |S|)``, which contradicts
-        the paper's ablation, where a fixed 5 is best.
-    value_scale: ``mean``, or ``set_size``, the paper's text: values times |S|, which inflates the output, as no count
-        enters the softmax.
-        |S| counts tokens (the votes), so that a set that grows in several calls is scaled once.
+    Neighbouring unprotected slots above the threshold are joined, highest cosine first, as many pairs as slots have to
+    be evicted. A run of joined slots merges into its pivot, the most attended slot of the run. If joining frees too few
+    slots, the least attended of the other slots are dropped.
+
+    Attributes:
+        threshold: Neighbours are joined if the cosine of their keys is above this value.
+        heavy: The most attended share of the unprotected slots, which is never joined.
+        sigma: The standard deviation of the Gaussian, a distance between keys. 0 computes it for each set as ``sum |k_p
+            - k_i| / (sqrt(2) |S|)``. The paper gives this formula, although a fixed 5 is best in its ablation.
+        value_scale: ``mean`` stores the mean of the values. ``set_size`` is the paper's text and multiplies the mean by
+            |S|, which inflates the output, because the softmax includes no count. |S| counts tokens (the votes), so a
+            set that grows over several calls is scaled once.
     """
 
     name: ClassVar[str] = "kvmerger"
@@ -40,41 +45,45 @@ class KVMerger(Merging):
     value_scale: Literal["mean", "set_size"] = "mean"
 
     def keep_score(self, slots: Slots, target: Tensor, count: int) -> Tensor:
-        """All of a run but its pivot first, then the others by importance."""
+        """Return the keep score: joined slots other than pivots come first, then all others by importance."""
         import torch
 
         importance = self.importance(slots, target)
         pivot = self._pivots(slots, target, importance, count)
         place = torch.arange(target.shape[-1], device=target.device)
-        alone = ranks(torch.where(target, importance, torch.inf)) + target.shape[-1]
-        return torch.where(pivot != place, place, alone).float()
+        others = ranks(torch.where(target, importance, torch.inf)) + target.shape[-1]
+        return torch.where(pivot != place, place, others).float()
 
     def merge(self, slots: Slots, evicted: Evicted) -> Slots:
-        """``g_i = exp(-|k_p - k_i|^2 / (2 sigma^2))``, keys and values by ``g / sum g``; one for equal keys, whose own
-        sigma is zero."""
+        """Return the slots after the merge.
+
+        Keys and values are means with the weights ``g_i = exp(-|k_p - k_i|^2 / (2 sigma^2))``. The weight is 1 if all
+        keys of a set are equal, where the computed sigma is zero.
+        """
         import torch
 
         count, free = evicted.index.shape[-1], evicted.unprotected
-        to = self._pivots(slots, free, self.importance(slots, free), count).gather(-1, evicted.index)
-        sets = merge_sets(evicted, to, evicted.occupied & (to != evicted.index) & evicted.can_receive.gather(-1, to))
+        targets = self._pivots(slots, free, self.importance(slots, free), count).gather(-1, evicted.index)
+        merges = evicted.occupied & (targets != evicted.index) & evicted.can_receive.gather(-1, targets)
+        sets = merge_sets(evicted, targets, merges)
         pivot, other = sets.pair(slots.key)
         distance = (pivot - other).norm(dim=-1)
         ones = torch.ones_like(distance)
         size = sets.sum(ones, ones)
-        own = sets.sum(torch.zeros_like(distance), distance) / (math.sqrt(2.0) * size)
-        sigma = torch.full_like(own, self.sigma) if self.sigma else own
+        set_sigma = sets.sum(torch.zeros_like(distance), distance) / (math.sqrt(2.0) * size)
+        sigma = torch.full_like(set_sigma, self.sigma) if self.sigma else set_sigma
         gaussian = torch.where(sigma > 0, torch.exp(-0.5 * (distance / torch.where(sigma > 0, sigma, 1.0)) ** 2), 1.0)
         votes = sets.sum(*sets.pair(slots.votes))
         key = sets.mean(slots.key, ones, gaussian)
         if self.value_scale == "set_size":
-            alone = slots.value.float() / torch.where(slots.votes > 0, slots.votes, 1.0)[..., None]
-            value = sets.mean(alone, ones, gaussian) * votes[..., None]
+            token_value = slots.value.float() / torch.where(slots.votes > 0, slots.votes, 1.0)[..., None]
+            value = sets.mean(token_value, ones, gaussian) * votes[..., None]
         else:
             value = sets.mean(slots.value, ones, gaussian)
         return sets.write(slots, key, value, votes, sets.scores(slots, self.statistics))
 
     def _pivots(self, slots: Slots, free: Tensor, importance: Tensor, count: int) -> Tensor:
-        """The slot that each slot's run merges into, itself where it joins nothing; [B, H, C] int64."""
+        """Return the slot that each slot's run merges into, or the slot itself if it is not joined; [B, H, C] int64."""
         import torch
 
         capacity = free.shape[-1]
@@ -85,10 +94,12 @@ class KVMerger(Merging):
         keys = unit(slots.key)
         cosine = (keys * gather_rows(keys, before.expand_as(rank))).sum(-1)
         similar = light & light.index_select(-1, before) & (place > 0) & (cosine > self.threshold)
-        # Empty slots are evicted first; a head joins by its own need, whatever its neighbours in the batch need.
-        own = count - (slots.votes == 0).sum(-1, keepdim=True)
-        joins = similar & (ranks(torch.where(similar, -cosine, torch.inf)) < own)
-        run = place - joins.to(torch.int64).cumsum(-1)  # one number for a whole run: both grow by one along it
+        # Empty slots are evicted first. Each head joins only as many pairs as it needs itself, so that a sequence does
+        # not depend on its neighbours in the batch.
+        needed = count - (slots.votes == 0).sum(-1, keepdim=True)
+        joins = similar & (ranks(torch.where(similar, -cosine, torch.inf)) < needed)
+        # Place and count of joins both grow by one along a run, so their difference numbers the runs.
+        run = place - joins.to(torch.int64).cumsum(-1)
         best = torch.full_like(rank, capacity).scatter_reduce(-1, run, rank, "amin")
         order = torch.zeros_like(rank).scatter(-1, rank, place)
         return order.gather(-1, best.gather(-1, run))

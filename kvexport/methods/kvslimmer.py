@@ -1,5 +1,7 @@
-"""KVSlimmer (arXiv 2603.00907): neighbouring pairs merge with the weights of the exact Hessian, from the forward pass
-alone."""
+"""KVSlimmer (arXiv 2603.00907): neighbouring slots merge in pairs, keys weighted by the exact Hessian.
+
+The Hessian needs only quantities of the forward pass.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,14 @@ from kvexport.schema.policy import MergePolicy
 
 
 class KVSlimmer(NeighbourPairs):
-    """With ``a = A / sum A`` of the accumulated probability and ``o = sum a v``: ``c_ii = a_i (1 - 2 a_i)(v_i - o)``,
-    ``c_12 = -a_1 a_2 (v_1 + v_2 - 2 o)``; key i weighs ``max(|c_ii| - |c_12|, 0)``.
+    """KVSlimmer: pairs of neighbours whose keys are weighted by terms of the Hessian.
 
-    tau: where both brackets together are below ``tau (|c_11| + |c_22|)`` the keys weigh a_1, a_2, the limit for equal
-        residuals.
+    With ``a = A / sum A`` for the accumulated probability A, and ``o = sum a v``, the terms are ``c_ii = a_i (1 - 2
+    a_i)(v_i - o)`` and ``c_12 = -a_1 a_2 (v_1 + v_2 - 2 o)``. The weight of key i is ``max(|c_ii| - |c_12|, 0)``.
+
+    Attributes:
+        tau: If the sum of both weights is at most ``tau (|c_11| + |c_22|)``, the weights are a_1 and a_2 instead, which
+            is the limit for equal residuals.
     """
 
     name: ClassVar[str] = "kvslimmer"
@@ -27,5 +32,5 @@ class KVSlimmer(NeighbourPairs):
     tau: float = Field(1e-3, ge=0.0, lt=1.0)
 
     def policy(self) -> MergePolicy:
-        """Pairs, keys weighed by the guarded brackets."""
+        """Return the policy of neighbouring pairs with Hessian weights."""
         return replace(super().policy(), weigh="hessian", tau=self.tau)

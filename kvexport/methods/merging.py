@@ -1,4 +1,4 @@
-"""What merging methods share: whose statistic selects. Any selector goes with any rule of merging."""
+"""The base class of methods that merge: any selector combines with any merge rule."""
 
 from __future__ import annotations
 
@@ -19,42 +19,56 @@ SELECTORS: dict[str, type[H2O | SnapKV | PyramidInfer]] = {"h2o": H2O, "snapkv":
 
 
 class Merging(Method):
-    """Base of the methods that merge.
+    """A method that merges evicted slots.
 
-    selector: whose importance decides which slots are evicted: ``own``, or that of h2o, snapkv or pyramidinfer with
-        their defaults. Then the score carries two statistics: the selector's, which selects, and the method's, which
-        weighs.
+    Attributes:
+        selector: The method whose importance ranks slots for eviction: ``own`` for this method, or h2o, snapkv or
+            pyramidinfer with their defaults. With another selector the score has two statistics: the selector's, which
+            ranks slots, and the method's, which weights merges.
     """
 
     selector: Literal["own", "h2o", "snapkv", "pyramidinfer"] = "own"
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """The statistics of a method that selects by itself; the last one weighs. Unless overridden, the sum of
-        probabilities."""
+        """The statistics of the method with the selector ``own``; by default the sum of probabilities.
+
+        The last one weights merges.
+        """
         return (Statistic("probability"),)
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """The selecting statistic first, the weighing one last; one for both where the method selects by itself."""
+        """The statistics: the first ranks slots, the last weights merges.
+
+        With the selector ``own`` one statistic may do both.
+        """
         if self.selector == "own":
             return self.own_statistics
         return (*SELECTORS[self.selector]().statistics, self.own_statistics[-1])
 
-    def selected(self, own: MergePolicy) -> MergePolicy:
-        """The method's `own` policy with the importance of its selector."""
+    def selected(self, policy: MergePolicy) -> MergePolicy:
+        """Return a policy with the importance of the method's selector.
+
+        Args:
+            policy: The policy of the method with the selector ``own``.
+        """
         if self.selector == "own":
-            return own
-        other = SELECTORS[self.selector]().policy()
-        return replace(own, select=other.select, pooled=other.pooled, mean_adds=False)
+            return policy
+        selector = SELECTORS[self.selector]().policy()
+        return replace(policy, select=selector.select, pooled=selector.pooled, mean_adds=False)
 
     def importance(self, slots: Slots, target: Tensor) -> Tensor:
-        """[B, H, C] float32: the importance by which a method without a policy selects; arguments as of
-        `keep_score`."""
+        """Return the importance of every slot, [B, H, C] float32, by which a method without a policy ranks slots.
+
+        Args:
+            slots: The layer's cache.
+            target: [B, H, C] bool. True for occupied slots that are neither sinks nor recent.
+        """
         from kvexport.methods.primitives.select import importance
 
         return importance(self.selected(MergePolicy(select="score")), slots, target)
 
     def keep_score(self, slots: Slots, target: Tensor, count: int) -> Tensor:
-        """The policy's, and of a method without one the importance."""
+        """Return the keep score of the policy, or the importance if the method has no policy."""
         return self.importance(slots, target) if self.policy() is None else super().keep_score(slots, target, count)

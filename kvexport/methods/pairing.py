@@ -1,4 +1,4 @@
-"""What AsymKV and KVSlimmer share: neighbouring slots merge in pairs (kvexport/methods/primitives/pairs.py)."""
+"""The base class of AsymKV and KVSlimmer: neighbouring slots merge in pairs (kvexport/methods/primitives/pairs.py)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from kvexport.schema.policy import MergePolicy
 
 
 class NeighbourPairs(Merging):
-    """Unprotected slots in order of position merge in pairs, the least attended first. Beyond what pairs can free,
-    slots are dropped, least attended first: keep at least as many unprotected slots in the budget as are evicted at
-    once.
+    """A method that merges neighbouring unprotected slots in pairs, the least attended pairs first.
 
-    share_pairs: all heads of a layer choose the same pairs, by the sum of their attention.
+    If pairs cannot free enough slots, the least attended slots are dropped. To avoid this, the budget should hold at
+    least as many unprotected slots as are evicted at once.
+
+    Attributes:
+        share_pairs: Whether all heads of a layer choose the same pairs, by the sum of their attention.
     """
 
     rotary: ClassVar[bool] = True
@@ -22,10 +24,13 @@ class NeighbourPairs(Merging):
 
     @property
     def vote_exponent(self) -> float:
-        """``sum e^l v / sum n e^l`` with summed values is the softmax with ln n added, over mean values: votes in
-        full."""
+        """The exponent of the votes: 1.
+
+        With summed values v the paper's ``sum e^l v / sum n e^l`` is a softmax with ln n added to the logits, over mean
+        values.
+        """
         return 1.0
 
     def policy(self) -> MergePolicy:
-        """Pairs by their importance, keys weighed by the last statistic."""
+        """Return the policy: pairs ranked by their importance, keys weighted by the last statistic."""
         return self.selected(MergePolicy(select="score", merge="pair", share_pairs=self.share_pairs))

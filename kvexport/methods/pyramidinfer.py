@@ -1,4 +1,4 @@
-"""PyramidInfer (arXiv 2405.12532): recent-weighted attention selects, and deeper layers keep less."""
+"""PyramidInfer (arXiv 2405.12532): recent-weighted attention ranks slots, and deeper layers keep fewer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from kvexport.schema.policy import MergePolicy
 
 
 class PyramidInfer(Method):
-    """The attention of a call's last queries, the newest weighing most; evicted slots are dropped.
+    """PyramidInfer: slots are ranked by the attention of the last queries of a call; evicted slots are dropped.
 
-    window: the last so many queries of a call count. recency_weight: of the newest against 1 for the oldest (the
-        authors' 1.2).
+    Attributes:
+        window: The number of last queries of a call that count.
+        recency_weight: The weight of the newest query, relative to 1 for the oldest. The authors use 1.2.
     """
 
     name: ClassVar[str] = "pyramidinfer"
@@ -28,9 +29,9 @@ class PyramidInfer(Method):
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """The recent-weighted sum of probabilities, mean over a query-head group."""
+        """The recent-weighted sum of probabilities, averaged over the query heads of a group."""
         return (Statistic("probability", 1.0, self.window, self.recency_weight),)
 
     def policy(self) -> MergePolicy:
-        """By that sum; evicted slots are dropped."""
+        """Return the policy: the lowest sum is evicted first, and evicted slots are dropped."""
         return MergePolicy(select="score")

@@ -1,4 +1,4 @@
-"""PyramidKV (arXiv 2406.02069): SnapKV with more slots for the lower layers."""
+"""PyramidKV (arXiv 2406.02069): SnapKV with larger budgets for the lower layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvexport.methods.snapkv import SnapKV
 
 
 class PyramidKV(SnapKV):
-    """SnapKV's rule in budgets that fall linearly over the layers (`cache.allocation`)."""
+    """SnapKV's rule with budgets that fall linearly over the layers (`cache.allocation`)."""
 
     name: ClassVar[str] = "pyramidkv"
     summary: ClassVar[str] = "snapkv with budgets falling linearly over the layers"

@@ -1,4 +1,4 @@
-"""Random eviction: the floor that every selector has to beat."""
+"""Random eviction: the baseline that every selector has to beat."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from kvexport.methods.slots import Slots
 if TYPE_CHECKING:
     from torch import Tensor
 
-MULTIPLIER = 1103515245  # below 2^31, so that no product leaves int64
+MULTIPLIER = 1103515245  # below 2^31, so that every product fits in int64
 
 
 class Random(Method):
-    """Evicted slots are drawn by a hash of their position, so that every backend and every run draws the same."""
+    """Random eviction: a hash of each slot's position ranks slots, so every backend and every run evicts the same."""
 
     name: ClassVar[str] = "random"
-    summary: ClassVar[str] = "a hash of the position decides; the rest is dropped"
+    summary: ClassVar[str] = "slots to evict are chosen by a hash of their position and dropped"
     source: ClassVar[str] = "-"
 
-    seed: int = Field(0, ge=0, lt=2**31, description="Of the hash.")
+    seed: int = Field(0, ge=0, lt=2**31, description="The seed of the hash.")
 
     def keep_score(self, slots: Slots, target: Tensor, count: int) -> Tensor:
-        """Three rounds of ``x = (x m + seed) mod 2^32``, halves exchanged between them; the upper 24 bits."""
+        """Return the upper 24 bits of a hash of the position, as float32.
+
+        The hash has three rounds of ``x = (x m + seed) mod 2^32``, each followed by an exchange of the 16-bit halves.
+        """
         import torch
 
         x = slots.position.to(torch.int64)

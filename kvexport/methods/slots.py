@@ -1,4 +1,4 @@
-"""A layer's cache as methods see it: its slots, the statistics kept of them, and the slots that are evicted."""
+"""The data that methods work on: a layer's slots, their statistics, and the slots that are evicted."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Statistic:
-    """One importance statistic, kept per slot in ``score[:, :, k]``.
+    """One importance statistic, kept for every slot in ``score[:, :, k]``.
 
-    kind: ``log_ema`` (logarithm of the exponential moving average of exp(raw logit)), ``probability`` (decayed sum of
-        attention probabilities) or ``none`` (the row stays as it is).
-    decay: ``a`` of the average, or ``d`` of the sum, per query; ``log_ema`` needs 0 < a < 1.
-    window: only the last so many queries of a call count; 0 means all of them.
-    recency_weight: the newest counted query weighs this much, the oldest 1, linearly between (KeepKV's first version
-        and PyramidInfer; 1 = off). Of a ``log_ema`` it changes the mean, not the sum of the weights; a ``probability``
-        sum it makes larger.
+    Attributes:
+        kind: ``log_ema`` is the logarithm of the exponential moving average of exp(raw logit). ``probability`` is the
+            decayed sum of attention probabilities. ``none`` is never updated.
+        decay: The factor for each query: ``a`` of the average or ``d`` of the sum. ``log_ema`` needs 0 < a < 1.
+        window: The number of last queries of a call that count; 0 for all.
+        recency_weight: The weight of the newest counted query, relative to 1 for the oldest and linear between them
+            (KeepKV's first version and PyramidInfer); 1 weights all queries alike. For ``log_ema`` it changes the mean
+            and not the sum of the weights. It makes a ``probability`` sum larger.
     """
 
     kind: Literal["log_ema", "probability", "none"] = "none"
@@ -31,10 +32,17 @@ class Statistic:
 
 @dataclass(frozen=True)
 class Rotary:
-    """A layer's rotary embedding: the first 2F dimensions of a key at position p are rotated, in F planes, by ``p *
-    inverse_frequencies``. Plane f holds dimensions (f, f + F), or (2f, 2f + 1) where they are interleaved. F is 0 where
-    nothing is rotated. cache_positions: p is not the token's position but its slot's place in the cache, the number of
-    used slots of lower position; a merge turns kept keys to their new places."""
+    """A layer's rotary embedding.
+
+    The first 2F dimensions of a key at position p are rotated, in F planes, by ``p * inverse_frequencies``. Plane f
+    consists of the dimensions (f, f + F), or (2f, 2f + 1) if they are interleaved. F is 0 if nothing is rotated.
+
+    Attributes:
+        inverse_frequencies: The F inverse frequencies, in radians for each position.
+        interleaved: Whether plane f consists of the dimensions (2f, 2f + 1).
+        cache_positions: Whether p is the slot's place in the cache, which is the number of occupied slots of lower
+            position, instead of the token's position. A merge then rotates kept keys to their new places.
+    """
 
     inverse_frequencies: tuple[float, ...] = ()
     interleaved: bool = False
@@ -43,11 +51,17 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Slots:
-    """A layer's cache as a method sees it: slots in order of position, empty ones last.
+    """A layer's cache in the form that methods read: slots in order of position, empty ones last.
 
-    key [B, H, C, D], value [B, H, C, Dv], votes [B, H, C] float32 (0 = empty), score [B, H, K, C] float32,
-    position [B, H, C] int32, now [B, H, 1] int32: the position of the latest token. rotary: the layer's, for methods
-        that ask for it. extra: the tensors of `Method.extra_state`, those of slots in the same order.
+    Attributes:
+        key: [B, H, C, D] in the cache's type.
+        value: [B, H, C, Dv] in the cache's type.
+        votes: [B, H, C] float32; 0 for an empty slot.
+        score: [B, H, K, C] float32, the K statistics.
+        position: [B, H, C] int32.
+        now: [B, H, 1] int32, the position of the latest token.
+        rotary: The layer's rotary embedding, for methods that need it.
+        extra: The tensors of `Method.extra_state`. Tensors with one row for each slot have the same order of slots.
     """
 
     key: Tensor
@@ -62,10 +76,15 @@ class Slots:
 
 @dataclass(frozen=True)
 class Evicted:
-    """The slots that are evicted. index [B, H, V] int64: where they are in `Slots`; occupied [B, H, V] bool: False
-    where a slot was empty anyway; can_receive [B, H, C] bool: kept slots that evicted ones may merge into (no sinks,
-    and recent ones only with `Method.recent_receives`); unprotected [B, H, C] bool: used slots that are neither sinks
-    nor recent, evicted or not."""
+    """The slots that are evicted, and the slots that they may merge into.
+
+    Attributes:
+        index: [B, H, V] int64, the evicted slots as indices into `Slots`.
+        occupied: [B, H, V] bool. False if the slot was empty already.
+        can_receive: [B, H, C] bool. True for kept slots that evicted ones may merge into: never sinks, and recent slots
+            only if `Method.recent_receives` is true.
+        unprotected: [B, H, C] bool. True for occupied slots that are neither sinks nor recent, whether evicted or not.
+    """
 
     index: Tensor
     occupied: Tensor
@@ -75,9 +94,16 @@ class Evicted:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of VoteAttention, for `Method.update`. query [B, Hq, T, D], key [B, H, T, D], value [B, H, T, Dv] of the
-    new tokens; position [B, T] int64; real [B, T] bool: False where a row is padding; scale: of the products of queries
-    and keys."""
+    """The tokens of one call of VoteAttention, for `Method.update`.
+
+    Attributes:
+        query: [B, Hq, T, D].
+        key: [B, H, T, D].
+        value: [B, H, T, Dv].
+        position: [B, T] int64.
+        real: [B, T] bool. False for padding.
+        scale: The factor of the products of queries and keys.
+    """
 
     query: Tensor
     key: Tensor
@@ -88,14 +114,23 @@ class Call:
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of x [B, H, C] or [B, H, C, D] at index [B, H, N]. Where an index is repeated for all of a row, as here, the
-    ONNX function copies the row as a whole."""
+    """Return the rows of x [B, H, C] or [B, H, C, D] at index [B, H, N].
+
+    The index of a row of D elements is expanded over the row. The ONNX function recognizes this form and copies whole
+    rows.
+    """
     return x.gather(2, index if x.dim() == 3 else index[..., None].expand(*index.shape, x.shape[3]))
 
 
 def gather_slots(slots: Slots, index: Tensor, extra_axes: tuple[int | None, ...] = ()) -> Slots:
-    """`slots` at `index` [B, H, N]. extra_axes: of every extra tensor the dimension that counts slots, None where it
-    has none and stays as it is."""
+    """Return the slots at index [B, H, N].
+
+    Args:
+        slots: The layer's cache.
+        index: [B, H, N] int64.
+        extra_axes: For every extra tensor the dimension that counts slots, or None for a tensor without one, which
+            stays unchanged.
+    """
     return replace(
         slots,
         key=gather_rows(slots.key, index),
@@ -108,7 +143,7 @@ def gather_slots(slots: Slots, index: Tensor, extra_axes: tuple[int | None, ...]
 
 
 def gather_along(x: Tensor, axis: int | None, index: Tensor) -> Tensor:
-    """x [B, H, ..., C, ...] at index [B, H, N] of dimension `axis`; x where that is None."""
+    """Return x [B, H, ..., C, ...] at index [B, H, N] of dimension `axis`; x itself if `axis` is None."""
     if axis is None:
         return x
     shape = list(x.shape)
@@ -117,13 +152,13 @@ def gather_along(x: Tensor, axis: int | None, index: Tensor) -> Tensor:
 
 
 def along(index: Tensor, axis: int, dims: int) -> Tensor:
-    """index [B, H, N] with N as dimension `axis` of `dims`, the others after H being 1."""
+    """Return index [B, H, N] reshaped to `dims` dimensions, N at dimension `axis` and 1 at all others after H."""
     ones = [1] * (dims - 3)
     return index.reshape(*index.shape[:2], *ones[: axis - 2], index.shape[2], *ones[axis - 2 :])
 
 
 def ranks(x: Tensor) -> Tensor:
-    """Where each element of x [B, H, N] stands in ascending order, of equals the first one first; int64."""
+    """Return the rank of each element of x [B, H, N] in ascending order, int64; equal elements keep their order."""
     import torch
 
     order = x.sort(dim=-1, stable=True).indices
@@ -131,8 +166,16 @@ def ranks(x: Tensor) -> Tensor:
 
 
 def corrected_log_ema(slots: Slots, k: int, decay: float) -> Tensor:
-    """ln(S / (1 - a^n)) of statistic k, n = now - position + 1 the queries that saw the slot, whether they counted or
-    others of their call stood for them; [B, H, C]."""
+    """Return the bias-corrected average ln(S / (1 - a^n)) of a statistic, [B, H, C] float32.
+
+    S is the stored moving average, and n = now - position + 1 is the number of queries since the slot's token. Queries
+    outside the statistic's window count in n, because those inside stand for the whole call.
+
+    Args:
+        slots: The layer's cache.
+        k: The number of the statistic.
+        decay: The factor a of the average.
+    """
     import torch
 
     seen = torch.clamp(slots.now - slots.position + 1, min=1).float()

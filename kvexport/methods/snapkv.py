@@ -1,5 +1,7 @@
-"""SnapKV (arXiv 2404.14469): slots that the last queries of the prompt attend to are kept, and their
-neighbours."""
+"""SnapKV (arXiv 2404.14469): the slots that the last queries of the prompt attend to are kept.
+
+Their neighbours are kept as well.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,15 @@ from kvexport.schema.policy import MergePolicy
 
 
 class SnapKV(Method):
-    """The attention of an observation window, pooled over neighbouring positions; evicted slots are dropped.
+    """SnapKV: the attention of an observation window, pooled over neighbouring positions, ranks slots.
 
-    window: the last so many queries of a call observe (the paper's window closes the prompt; of a decoding step the one
-        query does).
-    pool: positions pooled around each token, an odd number; those that are protected or gone count as zero.
+    Evicted slots are dropped.
+
+    Attributes:
+        window: The number of last queries of a call that are observed. The paper observes the end of the prompt. A
+            decode step has one query, which is observed.
+        pool: The number of positions that are pooled around each token, an odd number. Protected and evicted positions
+            count as zero.
     """
 
     name: ClassVar[str] = "snapkv"
@@ -31,15 +37,17 @@ class SnapKV(Method):
     @classmethod
     def _odd(cls, pool: int) -> int:
         if pool % 2 == 0:
-            raise ValueError(f"an odd number of positions is pooled around each token, this is {pool}")
+            raise ValueError(f"pool is {pool}, which has to be odd: each token is pooled with its neighbours")
         return pool
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """The sum of probabilities over the observation window, mean over a query-head group; it orders as its mean
-        does."""
+        """The sum of probabilities over the observation window, averaged over the query heads of a group.
+
+        The sum ranks slots like the paper's mean does.
+        """
         return (Statistic("probability", 1.0, self.window),)
 
     def policy(self) -> MergePolicy:
-        """By that sum over neighbouring unprotected slots; evicted slots are dropped."""
+        """Return the policy: selection by the sum over neighbouring unprotected slots; evicted slots are dropped."""
         return MergePolicy(select="pooled", pooled=self.pool)

@@ -1,4 +1,4 @@
-"""StreamingLLM (arXiv 2309.17453): the first tokens and a recent window are kept, everything between is dropped."""
+"""StreamingLLM (arXiv 2309.17453): the first tokens and a recent window are kept, and all between are dropped."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from kvexport.schema.policy import MergePolicy
 
 
 class Streaming(Method):
-    """Sinks and a recent window; the oldest slots after the sinks are evicted."""
+    """StreamingLLM: sinks and a recent window are kept, and the oldest slots after the sinks are evicted."""
 
     name: ClassVar[str] = "streaming"
     summary: ClassVar[str] = "sinks and a recent window; the oldest are evicted"
     source: ClassVar[str] = "arXiv 2309.17453"
 
     def policy(self) -> MergePolicy:
-        """By position: the oldest are evicted first."""
+        """Return the policy: the lowest position is evicted first."""
         return MergePolicy(select="position")

@@ -1,5 +1,4 @@
-"""ZeroMerge (arXiv 2503.10714): a few residual slots take in evicted ones, as running means; votes count by a power
-below one."""
+"""ZeroMerge (arXiv 2503.10714): evicted slots join the running means of a few residual slots."""
 
 from __future__ import annotations
 
@@ -13,13 +12,15 @@ from kvexport.schema.policy import MergePolicy
 
 
 class ZeroMerge(Merging):
-    """Three regions beside the sinks: recent, context (the lowest score is evicted) and residual, which evicted slots
-    merge into.
+    """ZeroMerge: three regions besides the sinks, which are recent, context and residual slots.
 
-    Residual are slots that have merged before, and where those are fewer than the region holds, the lowest scores of
-    the kept ones.
-    alpha: power of the votes at read time. decay: of the score, per query. residual: the region's share of the
-    unprotected slots (the paper's budget: 0.22 residual to 0.44 context).
+    The context slot of lowest score is evicted and merges into a residual slot. Residual slots are those that have
+    merged before. If they are fewer than the region holds, the kept slots of lowest score complete it.
+
+    Attributes:
+        alpha: The exponent of the votes in attention.
+        decay: The decay of the score for each query.
+        residual: The region's share of the unprotected slots. The paper's budget is 0.22 residual to 0.44 context.
     """
 
     name: ClassVar[str] = "zeromerge"
@@ -37,12 +38,14 @@ class ZeroMerge(Merging):
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """The decayed sum of (biased) probabilities."""
+        """The decayed sum of the probabilities that attention computes with the votes."""
         return (Statistic("probability", self.decay),)
 
     def policy(self) -> MergePolicy:
-        """The decayed sum selects, merged slots last; a running mean in the residual slot of the largest dot
-        product."""
+        """Return the policy: the lowest decayed sum is evicted first, and slots that have merged before last.
+
+        An evicted slot joins the running mean of the residual slot with the largest dot product.
+        """
         return self.selected(
             MergePolicy(select="score", merged_last=True, merge="running_mean", measure="dot", residual=self.residual)
         )

@@ -1,1 +1,1 @@
-"""What the fields of a `MergePolicy` mean, in PyTorch; methods without a policy use the same parts."""
+"""The meaning of the fields of `MergePolicy` in PyTorch; methods without a policy use the same functions."""

@@ -1,8 +1,10 @@
-"""Least squares of what reference queries read: the values, and the votes, with which the slots that are kept give the
-outputs, and hold the mass, that all slots together had.
+"""Least-squares fits of the kept slots to reference queries.
 
-Everything is plain products of matrices, because standard ONNX operators have no factorization; native kernels solve
-the same equations by Cholesky's.
+After an eviction the values, or the votes and the values, of the kept slots are changed so that the reference queries
+receive the outputs, and give the attention mass, that they had with all slots.
+
+All steps are plain matrix products, because standard ONNX operators have no factorization. Native kernels solve the
+same equations by Cholesky's method.
 """
 
 from __future__ import annotations
@@ -19,12 +21,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOW = -1e30  # below every logit
-MOST_SHARE = 34.5  # the logarithm of the most that a slot holds of the mass of all: products of two stay finite
+MOST_SHARE = 34.5  # the largest logarithm of a slot's share of the mass: products of two shares stay finite
 
 
 def fitted(fit: Fit, before: Slots, merged: Slots, evicted: Evicted) -> Slots:
-    """`merged` with such values, or votes and values, that the reference queries read from the slots that are kept what
-    they read from all of `before`. Slots that cannot receive and heads of which nothing is evicted keep their bits."""
+    """Return `merged` with values, or votes and values, that are fitted to the reference queries.
+
+    The reference queries should read the same outputs from the kept slots as from all slots of `before`. Slots that
+    cannot receive, and heads from which nothing is evicted, keep their bits.
+
+    Args:
+        fit: The settings of the fit.
+        before: The slots before the merge. `extra` holds the ring: queries [B, H, W, D] float32 and the tokens that
+            each query has seen [B, H, W] int32.
+        merged: The slots after the merge; `before` itself if evicted slots are dropped.
+        evicted: The slots that are evicted.
+    """
     import torch
 
     query, seen = before.extra
@@ -45,16 +57,19 @@ def fitted(fit: Fit, before: Slots, merged: Slots, evicted: Evicted) -> Slots:
 
 
 def kept_slots(slots: Slots, evicted: Evicted) -> Tensor:
-    """The used slots that are not evicted; [B, H, C] bool."""
+    """Return which slots are occupied and not evicted; [B, H, C] bool."""
     import torch
 
-    held = slots.votes > 0
-    return held & ~torch.zeros_like(held).scatter(-1, evicted.index, evicted.occupied)
+    occupied = slots.votes > 0
+    return occupied & ~torch.zeros_like(occupied).scatter(-1, evicted.index, evicted.occupied)
 
 
 def _turned(query: Tensor, slots: Slots, evicted: Evicted) -> Tensor:
-    """Queries [B, H, W, D] as the merge leaves them. With positions in the cache the recent keys, and so the queries
-    among them, move by as many places as slots are evicted."""
+    """Return the queries [B, H, W, D] rotated to their places after the merge.
+
+    With positions in the cache, recent keys move down by as many places as slots are evicted. The reference queries
+    move with them.
+    """
     if not slots.rotary.cache_positions:
         return query
     steps = -evicted.occupied.sum(-1, keepdim=True)
@@ -62,8 +77,11 @@ def _turned(query: Tensor, slots: Slots, evicted: Evicted) -> Tensor:
 
 
 def attended(fit: Fit, slots: Slots) -> Tensor:
-    """[B, H, C] float32: the sum of the squares of the probabilities with which the reference queries attend to a slot.
-    Those below 1e-6 count as none, so that what underflows in one backend and not in another decides nothing."""
+    """Return for every slot the sum of the squared probabilities of the reference queries; [B, H, C] float32.
+
+    Probabilities of at most 1e-6 count as zero, so that a value that underflows in one backend only cannot decide an
+    eviction.
+    """
     import torch
 
     query, seen = slots.extra
@@ -71,57 +89,82 @@ def attended(fit: Fit, slots: Slots) -> Tensor:
     return torch.where(read > 1e-6, read * read, 0.0).sum(2)
 
 
-def attention(slots: Slots, held: Tensor, query: Tensor, seen: Tensor, alpha: float) -> Tensor:
-    """[B, H, W, C] float32: the probabilities with which queries attend to the slots `held`; arguments as of `logits`.
-    All of a query that attends to nothing are 0."""
-    return probabilities(logits(slots, held, query, seen, alpha))
+def attention(slots: Slots, visible: Tensor, query: Tensor, seen: Tensor, alpha: float) -> Tensor:
+    """Return the probabilities with which queries attend to slots; [B, H, W, C] float32.
+
+    All probabilities of a query that sees no slot are 0. The arguments are those of `logits`.
+    """
+    return probabilities(logits(slots, visible, query, seen, alpha))
 
 
-def logits(slots: Slots, held: Tensor, query: Tensor, seen: Tensor, alpha: float) -> Tensor:
-    """[B, H, W, C] float32: what queries [B, H, W, D] find of the slots `held` [B, H, C] bool, whose votes count to the
-    power alpha; LOW where a query attends to none. seen [B, H, W] int32: the tokens that a query has seen, its own
-    included; it attends to no later ones."""
+def logits(slots: Slots, visible: Tensor, query: Tensor, seen: Tensor, alpha: float) -> Tensor:
+    """Return the logits of queries over slots; [B, H, W, C] float32, LOW for every slot that a query does not see.
+
+    Args:
+        slots: The layer's cache.
+        visible: [B, H, C] bool, the slots that queries may see.
+        query: [B, H, W, D] float32, multiplied by the logits' scale.
+        seen: [B, H, W] int32, the number of tokens that each query has seen, its own included. The query does not
+            attend to later tokens.
+        alpha: The factor of the bias ``alpha ln(votes)``.
+    """
     import torch
 
-    visible = held[:, :, None] & (slots.position[:, :, None] < seen[..., None])
-    bias = torch.where(held, alpha * torch.log(torch.where(held, slots.votes, 1.0)), 0.0)
-    return torch.where(visible, query @ slots.key.float().transpose(-1, -2) + bias[:, :, None], LOW)
+    sees = visible[:, :, None] & (slots.position[:, :, None] < seen[..., None])
+    bias = torch.where(visible, alpha * torch.log(torch.where(visible, slots.votes, 1.0)), 0.0)
+    return torch.where(sees, query @ slots.key.float().transpose(-1, -2) + bias[:, :, None], LOW)
 
 
-def probabilities(found: Tensor) -> Tensor:
-    """The softmax of logits [..., C], of which those at LOW count for nothing."""
-    mass = _masses(found, found.amax(-1, keepdim=True))
+def probabilities(logits: Tensor) -> Tensor:
+    """Return the softmax of logits [..., C]; logits of LOW have probability 0."""
+    mass = _masses(logits, logits.amax(-1, keepdim=True))
     return mass / mass.sum(-1, keepdim=True).clamp(min=1e-30)
 
 
-def shares_of(found: Tensor, whole: Tensor) -> Tensor:
-    """The masses of logits [..., C] as shares of the mass of all of `whole` [..., C']; no logarithm is
-    above MOST_SHARE."""
+def shares_of(slot_logits: Tensor, all_logits: Tensor) -> Tensor:
+    """Return exp(logit) of each slot as a share of the total over other logits.
+
+    Args:
+        slot_logits: [..., C]; LOW gives the share 0.
+        all_logits: [..., C'], over which the total is taken.
+
+    Returns:
+        [..., C]. The logarithm of a share is at most MOST_SHARE.
+    """
     import torch
 
-    top = whole.amax(-1, keepdim=True)
-    log_mass = top + torch.log(_masses(whole, top).sum(-1, keepdim=True).clamp(min=1e-30))
-    return torch.where(found > LOW, torch.exp((found - log_mass).clamp(max=MOST_SHARE)), 0.0)
+    top = all_logits.amax(-1, keepdim=True)
+    log_mass = top + torch.log(_masses(all_logits, top).sum(-1, keepdim=True).clamp(min=1e-30))
+    return torch.where(slot_logits > LOW, torch.exp((slot_logits - log_mass).clamp(max=MOST_SHARE)), 0.0)
 
 
-def _masses(found: Tensor, top: Tensor) -> Tensor:
+def _masses(logits: Tensor, top: Tensor) -> Tensor:
     import torch
 
-    visible = found > LOW
-    return torch.where(visible, torch.exp(torch.where(visible, found - top, 0.0)), 0.0)
+    sees = logits > LOW
+    return torch.where(sees, torch.exp(torch.where(sees, logits - top, 0.0)), 0.0)
 
 
 def fitted_values(read: Tensor, value: Tensor, output: Tensor, free: Tensor, ridge: float, change_max: float) -> Tensor:
-    """Values [B, H, C, Dv] in float32 with which queries that attend by `read` [B, H, W, C] give `output` [B, H, W,
-    Dv]: ``V + X^T (X X^T + ridge I)^-1 (Y - X V)`` over the slots `free` [B, H, C] bool, the ridge regression from
-    `value` in its dual form, a system of W equations. The change of a head's free values is at most `change_max` of
-    their norm."""
+    """Return values with which the queries read given outputs; [B, H, C, Dv] float32.
+
+    The result is ``V + X^T (X X^T + ridge I)^-1 (Y - X V)`` over the free slots: the ridge regression that starts from
+    the present values, in its dual form, a system of W equations.
+
+    Args:
+        read: [B, H, W, C], the probabilities X of the queries.
+        value: [B, H, C, Dv], the present values V.
+        output: [B, H, W, Dv], the outputs Y to approximate.
+        free: [B, H, C] bool, the slots whose values may change.
+        ridge: The regularization, above 0.
+        change_max: The change of a head's free values is at most this share of their norm.
+    """
     import torch
 
     value = value.float()
     design = torch.where(free[:, :, None], read, 0.0)
-    wanted = inverse(design @ design.transpose(-1, -2), ridge) @ (output - read @ value)
-    change = design.transpose(-1, -2) @ wanted
+    dual = inverse(design @ design.transpose(-1, -2), ridge) @ (output - read @ value)
+    change = design.transpose(-1, -2) @ dual
     norm, largest = (
         (x * x).sum((-2, -1), keepdim=True).sqrt() for x in (change, torch.where(free[..., None], value, 0.0))
     )
@@ -129,12 +172,15 @@ def fitted_values(read: Tensor, value: Tensor, output: Tensor, free: Tensor, rid
 
 
 def inverse(gram: Tensor, ridge: float) -> Tensor:
-    """``(gram + ridge I)^-1`` of the products [..., W, W] of W rows of probabilities with one another, by Newton's
-    iteration ``N <- N + N (I - A N)`` (Schulz 1933).
+    """Return ``(gram + ridge I)^-1`` by Newton's iteration ``N <- N + N (I - A N)`` (Schulz 1933).
 
-    It converges for all such products, in a number of steps that is known: A's eigenvalues are at least `ridge` and at
-    most W + ridge, since no row's square is above 1. Every step mends the rounding errors of those before, so float32
-    has it to about the condition, at most ``W / ridge + 1``, times 6e-8.
+    The number of steps until convergence is known: the eigenvalues of A = gram + ridge I are at least `ridge` and at
+    most W + ridge, because no row's square is above 1. Every step corrects the rounding errors of earlier steps, so the
+    float32 result is accurate to about the condition number, at most ``W / ridge + 1``, times 6e-8.
+
+    Args:
+        gram: [..., W, W], the products of W rows of probabilities with one another.
+        ridge: The regularization, above 0.
     """
     import torch
 
@@ -142,16 +188,22 @@ def inverse(gram: Tensor, ridge: float) -> Tensor:
     place = torch.arange(size, device=gram.device)
     one = (place[:, None] == place).to(gram.dtype)
     matrix = gram + ridge * one
-    largest = matrix.sum(-1).amax(-1)[..., None, None]  # no eigenvalue is above the largest sum of a row
-    found = (2.0 / (largest + ridge)) * one
+    largest = matrix.sum(-1).amax(-1)[..., None, None]  # the largest row sum bounds every eigenvalue
+    result = (2.0 / (largest + ridge)) * one
     for _ in range(newton_steps(size, ridge)):
-        found = found + found @ (one - matrix @ found)
-    return found
+        result = result + result @ (one - matrix @ result)
+    return result
 
 
 def newton_steps(size: int, ridge: float) -> int:
-    """So many steps that the error of the first guess, ``(k - 1) / (k + 1)`` for the condition k, is below 2^-24 after
-    it was squared so often."""
+    """Return the number of Newton steps after which the error is below 2^-24.
+
+    The error of the initial guess is ``(k - 1) / (k + 1)`` for the condition number k. Every step squares it.
+
+    Args:
+        size: W, the number of rows of the matrix.
+        ridge: The regularization, which bounds the condition number by ``W / ridge + 1``.
+    """
     condition = size / ridge + 1.0
     return math.ceil(math.log2(24.0 * math.log(2.0) / math.log((condition + 1.0) / (condition - 1.0))))
 
@@ -159,33 +211,52 @@ def newton_steps(size: int, ridge: float) -> int:
 def fitted_votes(
     fit: Fit, slots: Slots, merged: Slots, read: Tensor, shares: Tensor, kept: Tensor, evicted: Evicted
 ) -> Tensor:
-    """Votes [B, H, C] with which the slots `kept` [B, H, C] bool, as the merge left them, hold the mass that the
-    queries, by `read` [B, H, W, C], found in all: within ``exp(+-bias_max)``, and no more in sum than the free and the
-    evicted ones had, as no slot stands for tokens that there never were. shares [B, H, W, C]: of that mass, what the
-    kept slots hold now."""
+    """Return votes with which the kept slots hold the attention mass of all slots; [B, H, C] float32.
+
+    Every fitted vote is within ``exp(+-bias_max)``. The sum of the fitted votes is at most the sum over the free and
+    the evicted slots before the merge, because no slot stands for tokens that never existed.
+
+    Args:
+        fit: The settings of the fit.
+        slots: The slots before the merge.
+        merged: The slots after the merge.
+        read: [B, H, W, C], the probabilities of the queries over all slots before the merge.
+        shares: [B, H, W, C], the mass of each merged slot as a share of the mass of all slots before the merge.
+        kept: [B, H, C] bool, the kept slots.
+        evicted: The slots that are evicted.
+    """
     import torch
 
     free = evicted.can_receive
     votes = merged.votes * fitted_mass(read, shares, kept, free, fit.vote_steps)
     votes = votes.clamp(min=math.exp(-fit.bias_max), max=math.exp(fit.bias_max))
-    most = torch.where(kept & ~free, 0.0, slots.votes).sum(-1, keepdim=True)
-    votes = votes * (most / torch.where(free, votes, 0.0).sum(-1, keepdim=True).clamp(min=1e-30)).clamp(max=1.0)
+    bound = torch.where(kept & ~free, 0.0, slots.votes).sum(-1, keepdim=True)
+    votes = votes * (bound / torch.where(free, votes, 0.0).sum(-1, keepdim=True).clamp(min=1e-30)).clamp(max=1.0)
     return torch.where(free & evicted.occupied.any(-1, keepdim=True), votes, merged.votes)
 
 
 def fitted_mass(read: Tensor, shares: Tensor, kept: Tensor, free: Tensor, steps: int) -> Tensor:
-    """[B, H, C] float32: factors of the votes of the slots `free`, 1 elsewhere, with which the slots `kept` (both [B,
-    H, C] bool) hold the mass of all. read, shares [B, H, W, C]: the probabilities over all slots, and of their mass
-    what the kept ones hold. A non-negative least-squares fit, ``min |sum_j f_j P_ij - 1|`` over the queries i, by
-    `steps` multiplicative updates (Lee and Seung 2001), which start from 1 and need no bound to stay positive."""
+    """Return factors for the votes with which the kept slots hold the mass of all slots; [B, H, C] float32.
+
+    This is the non-negative least-squares fit ``min |sum_j f_j P_ij - 1|`` over the queries i, by multiplicative
+    updates (Lee and Seung 2001), which start at 1 and stay positive without a bound.
+
+    Args:
+        read: [B, H, W, C], the probabilities over all slots before the merge.
+        shares: [B, H, W, C], the mass of each merged slot as a share of the mass of all slots before the merge.
+        kept: [B, H, C] bool, the kept slots.
+        free: [B, H, C] bool, the slots whose factor may differ from 1.
+        steps: The number of updates.
+    """
     import torch
 
     design = torch.where(free[:, :, None], shares, 0.0)
-    mass = torch.where((kept & ~free)[:, :, None], 0.0, read).sum(-1)  # of all but the fixed ones, for the free to hold
-    wanted = (mass[:, :, None] @ design)[:, :, 0]
-    factor = torch.ones_like(wanted)
+    # The mass that the free slots have to hold: that of all slots except kept ones whose votes are fixed.
+    mass = torch.where((kept & ~free)[:, :, None], 0.0, read).sum(-1)
+    numerator = (mass[:, :, None] @ design)[:, :, 0]
+    factor = torch.ones_like(numerator)
     for _ in range(steps):
-        held = (design @ factor[..., None]).transpose(-1, -2) @ design
-        counts = free & (wanted > 1e-20) & (held[:, :, 0] > 1e-20)
-        factor = torch.where(counts, factor * wanted / torch.where(counts, held[:, :, 0], 1.0), factor)
+        denominator = (design @ factor[..., None]).transpose(-1, -2) @ design
+        counts = free & (numerator > 1e-20) & (denominator[:, :, 0] > 1e-20)
+        factor = torch.where(counts, factor * numerator / torch.where(counts, denominator[:, :, 0], 1.0), factor)
     return factor

@@ -1,4 +1,4 @@
-"""What becomes of evicted slots: a policy's merge."""
+"""The merge of a policy: how evicted slots change the kept ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ if TYPE_CHECKING:
 
 
 def merge(policy: MergePolicy, statistics: tuple[Statistic, ...], slots: Slots, evicted: Evicted) -> Slots:
-    """`Method.merge` of a policy: the merge, and the fit that follows it."""
+    """Return the slots after a policy's merge and the fit that follows it; see `Method.merge`.
+
+    Args:
+        policy: The policy.
+        statistics: The K statistics of the method.
+        slots: The layer's cache before the eviction.
+        evicted: The slots that are evicted.
+    """
     merged = _merged(policy, statistics, slots, evicted)
     return merged if policy.fit is None else fitted(policy.fit, slots, merged, evicted)
 
@@ -32,15 +39,15 @@ def _merged(policy: MergePolicy, statistics: tuple[Statistic, ...], slots: Slots
     else:
         if policy.merge == "running_mean":
             evicted = replace(evicted, can_receive=residual_slots(policy, slots, evicted))
-        to, near = nearest(slots, evicted, policy.measure)
-        sets = merge_sets(evicted, to, evicted.occupied & (near > policy.threshold))
+        targets, near = nearest(slots, evicted, policy.measure)
+        sets = merge_sets(evicted, targets, evicted.occupied & (near > policy.threshold))
         if policy.merge == "zip":
             logit = corrected_log_ema(slots, -1, policy.weigh_decay)
             key, value, votes = zipped(slots, sets, logit, policy.zip, policy.key_factor_max)
         else:
-            target, arriving = sets.pair(slots.votes)
-            key, value = (sets.mean(x, target, arriving) for x in (slots.key, slots.value))
-            votes = sets.sum(target, arriving)
+            target_votes, evicted_votes = sets.pair(slots.votes)
+            key, value = (sets.mean(x, target_votes, evicted_votes) for x in (slots.key, slots.value))
+            votes = sets.sum(target_votes, evicted_votes)
     if policy.votes_max < math.inf:
         votes = votes.clamp(max=policy.votes_max)
     score = sets.scores(slots, statistics)
@@ -50,8 +57,11 @@ def _merged(policy: MergePolicy, statistics: tuple[Statistic, ...], slots: Slots
 
 
 def _with_means_added(slots: Slots, sets: MergeSets, score: Tensor) -> Tensor:
-    """`score` [B, H, V, K] whose first statistic is the sum of the means per observation, as a sum over the merged
-    slot's own observations, which began with its latest token."""
+    """Return `score` [B, H, V, K] with the first statistic replaced by the sum of the means per observation.
+
+    The new value is the sum of the merged slots' means times the observations of the merged slot, which begin with its
+    latest token.
+    """
     import torch
 
     mean = sets.sum(*sets.pair(mean_per_observation(slots)))
@@ -60,13 +70,16 @@ def _with_means_added(slots: Slots, sets: MergeSets, score: Tensor) -> Tensor:
 
 
 def residual_slots(policy: MergePolicy, slots: Slots, evicted: Evicted) -> Tensor:
-    """The targets of a running mean: a share of those that can receive, which is one at least; slots that have merged
-    before, then those of lowest importance; [B, H, C] bool."""
+    """Return the slots that a running mean may merge into; [B, H, C] bool.
+
+    They are the share `policy.residual` of the slots that can receive, at least one: first slots that have merged
+    before, then those of lowest importance.
+    """
     import torch
 
-    held = evicted.can_receive
-    count = torch.clamp((policy.residual * held.sum(-1, keepdim=True)).floor(), min=1.0)
-    scores = importance(policy, slots, evicted.unprotected)
-    order = torch.where(held, torch.where(slots.votes > 1, -1e38, scores), torch.inf).sort(dim=-1, stable=True).indices
-    places = torch.arange(held.shape[-1], device=held.device).expand_as(order)
-    return held & (torch.zeros_like(order).scatter(-1, order, places) < count)
+    receives = evicted.can_receive
+    count = torch.clamp((policy.residual * receives.sum(-1, keepdim=True)).floor(), min=1.0)
+    scores = torch.where(slots.votes > 1, -1e38, importance(policy, slots, evicted.unprotected))
+    order = torch.where(receives, scores, torch.inf).sort(dim=-1, stable=True).indices
+    places = torch.arange(receives.shape[-1], device=receives.device).expand_as(order)
+    return receives & (torch.zeros_like(order).scatter(-1, order, places) < count)

@@ -1,7 +1,8 @@
-"""Neighbouring slots merge in pairs, in one rotary frame (AsymKV, KVSlimmer); values are means and votes add up.
+"""Merges of neighbouring slots in pairs, in one rotary frame (AsymKV, KVSlimmer).
 
-Unprotected slots in order of position form pairs, (1, 2), (3, 4), ..., so that none is in two. The least attended pairs
-merge: the older slot is evicted into the younger. Beyond what pairs can free, the least attended slots are dropped.
+Unprotected slots in order of position form the pairs (1, 2), (3, 4), ..., so no slot is in two pairs. The least
+attended pairs merge: the older slot is evicted into the younger. Values become means by votes, and votes add up. If
+pairs cannot free enough slots, the least attended slots are dropped.
 """
 
 from __future__ import annotations
@@ -17,49 +18,61 @@ if TYPE_CHECKING:
 
 
 def pair_order(scores: Tensor, target: Tensor, *, share: bool) -> Tensor:
-    """Older slots of pairs by the pair's importance, then all others by their own; [B, H, C] float32. share: all heads
-    take the same pairs, by the sum of their importances (slots at the same place of the order, which hold the same
-    positions as long as every merge was shared)."""
+    """Return a keep score that evicts the older slots of pairs first, then all others; [B, H, C] float32.
+
+    Pairs are ordered by the sum of their two importances, all other slots by their own importance.
+
+    Args:
+        scores: [B, H, C], the importance of every slot.
+        target: [B, H, C] bool, the unprotected slots.
+        share: Whether all heads take the same pairs, by the sum of their importances. Heads share slots by their index,
+            which stands for the same position as long as every merge was shared.
+    """
     import torch
 
     scores = torch.where(target, scores, 0.0)
-    slots_in_all = target.shape[-1]
-    place = torch.arange(slots_in_all, device=target.device)
-    after = torch.clamp(place + 1, max=slots_in_all - 1)
+    capacity = target.shape[-1]
+    place = torch.arange(capacity, device=target.device)
+    after = torch.clamp(place + 1, max=capacity - 1)
     paired = _older(target)
     pair = scores + scores.index_select(-1, after)
     if share:
         pair = torch.where(paired, pair, 0.0).sum(1, keepdim=True).expand_as(pair)
     first = torch.where(paired, pair, torch.inf).sort(dim=-1, stable=True).indices
     then = scores.sort(dim=-1, stable=True).indices
-    by_pair, alone = (torch.zeros_like(order).scatter(-1, order, place.expand_as(order)) for order in (first, then))
-    return torch.where(paired, by_pair, alone + slots_in_all).float()
+    by_pair, by_slot = (torch.zeros_like(order).scatter(-1, order, place.expand_as(order)) for order in (first, then))
+    return torch.where(paired, by_pair, by_slot + capacity).float()
 
 
 def merge_pairs(policy: MergePolicy, slots: Slots, evicted: Evicted) -> tuple[MergeSets, Tensor, Tensor, Tensor]:
-    """The pairs that merge, their keys and values [B, H, V, D] and votes [B, H, V]: ``k`` by `key_weights` of the
-    younger key and the older one rotated to its position, ``v = sum n v / sum n``, ``n = sum n``."""
+    """Return the merged pairs as sets, their keys and values [B, H, V, D], and their votes [B, H, V].
+
+    The older key is rotated to the position of the younger one. The new key is the mean by `key_weights`, the new value
+    ``sum n v / sum n`` and the new votes ``sum n``, where n are the votes.
+    """
     import torch
 
-    to = torch.clamp(evicted.index + 1, max=evicted.can_receive.shape[-1] - 1)
-    merges = _older(evicted.unprotected).gather(-1, evicted.index) & evicted.can_receive.gather(-1, to)
-    sets = merge_sets(evicted, to, merges)
+    targets = torch.clamp(evicted.index + 1, max=evicted.can_receive.shape[-1] - 1)
+    merges = _older(evicted.unprotected).gather(-1, evicted.index) & evicted.can_receive.gather(-1, targets)
+    sets = merge_sets(evicted, targets, merges)
     younger, older = sets.pair(slots.key)
-    place = torch.arange(slots.votes.shape[-1], device=to.device).expand_as(slots.votes)
-    frame = place if slots.rotary.cache_positions else slots.position  # what a key is rotated by
-    older = rotated(older, frame.gather(-1, to) - frame.gather(-1, evicted.index), slots.rotary)
-    weight, weight_v = key_weights(policy, slots, sets)
-    # Equal weights where both are zero, as in a cache that nothing has attended to.
-    total = weight + weight_v
-    share = torch.where(total > 0, weight / torch.where(total > 0, total, 1.0), 0.5)[..., None]
-    votes, votes_v = sets.pair(slots.votes)
-    value = sets.mean(slots.value, votes, votes_v)
-    return sets, share * younger + (1.0 - share) * older, value, sets.sum(votes, votes_v)
+    place = torch.arange(slots.votes.shape[-1], device=targets.device).expand_as(slots.votes)
+    frame = place if slots.rotary.cache_positions else slots.position  # the positions that keys are rotated by
+    older = rotated(older, frame.gather(-1, targets) - frame.gather(-1, evicted.index), slots.rotary)
+    younger_weight, older_weight = key_weights(policy, slots, sets)
+    # Both weights are zero in a cache that no query has attended to. The keys then count alike.
+    total = younger_weight + older_weight
+    share = torch.where(total > 0, younger_weight / torch.where(total > 0, total, 1.0), 0.5)[..., None]
+    younger_votes, older_votes = sets.pair(slots.votes)
+    value = sets.mean(slots.value, younger_votes, older_votes)
+    return sets, share * younger + (1.0 - share) * older, value, sets.sum(younger_votes, older_votes)
 
 
 def key_weights(policy: MergePolicy, slots: Slots, sets: MergeSets) -> tuple[Tensor, Tensor]:
-    """Nonnegative weights [B, H, V] of the younger key (the target's) and the older one: the last statistic, or
-    KVSlimmer's brackets where `policy.weigh` is the Hessian."""
+    """Return the nonnegative weights of the younger key (the target) and of the older key, each [B, H, V].
+
+    The weights are the last statistic, or KVSlimmer's terms of the Hessian if `policy.weigh` is ``hessian``.
+    """
     import torch
 
     if policy.weigh == "score":
@@ -67,19 +80,21 @@ def key_weights(policy: MergePolicy, slots: Slots, sets: MergeSets) -> tuple[Ten
     mass = torch.where(slots.votes > 0, slots.score[:, :, -1], 0.0)
     share = mass / torch.clamp(mass.sum(-1, keepdim=True), min=1e-30)
     output = share[:, :, None, :] @ torch.where(slots.votes[..., None] > 0, slots.value.float(), 0.0)
-    a, a_v = sets.pair(share)
-    residual, residual_v = (x - output for x in sets.pair(slots.value))
-    c11 = (a * (1.0 - 2.0 * a)).abs() * residual.norm(dim=-1)
-    c22 = (a_v * (1.0 - 2.0 * a_v)).abs() * residual_v.norm(dim=-1)
-    c12 = a * a_v * (residual + residual_v).norm(dim=-1)
+    a1, a2 = sets.pair(share)
+    residual1, residual2 = (x - output for x in sets.pair(slots.value))
+    c11 = (a1 * (1.0 - 2.0 * a1)).abs() * residual1.norm(dim=-1)
+    c22 = (a2 * (1.0 - 2.0 * a2)).abs() * residual2.norm(dim=-1)
+    c12 = a1 * a2 * (residual1 + residual2).norm(dim=-1)
     younger, older = torch.clamp(c11 - c12, min=0.0), torch.clamp(c22 - c12, min=0.0)
     degenerate = younger + older <= policy.tau * (c11 + c22)
-    return torch.where(degenerate, a, younger), torch.where(degenerate, a_v, older)
+    return torch.where(degenerate, a1, younger), torch.where(degenerate, a2, older)
 
 
 def _older(free: Tensor) -> Tensor:
-    """The first slot of every pair of unprotected ones; [B, H, C] bool. These lie together: sinks before them, recent
-    and empty after."""
+    """Return the first slot of every pair of unprotected slots; [B, H, C] bool.
+
+    Unprotected slots are contiguous: sinks come before them, recent and empty slots after.
+    """
     import torch
 
     slots = free.shape[-1]
@@ -90,8 +105,14 @@ def _older(free: Tensor) -> Tensor:
 
 
 def rotated(key: Tensor, steps: Tensor, rotary: Rotary) -> Tensor:
-    """Keys [B, H, V, D], in float32, rotated by `steps` [B, H, V] positions: what they would have been so much
-    later."""
+    """Return keys rotated by a number of positions, in float32.
+
+    Args:
+        key: [B, H, V, D].
+        steps: [B, H, V], the positions to rotate by. The result is the key that the same token would have had so many
+            positions later.
+        rotary: The layer's rotary embedding.
+    """
     import torch
 
     planes = len(rotary.inverse_frequencies)

@@ -1,4 +1,4 @@
-"""Which slots are evicted: the importance of a slot, and the order that a policy makes of it."""
+"""The selection of evicted slots: the importance of each slot, and the eviction order of a policy."""
 
 from __future__ import annotations
 
@@ -18,8 +18,13 @@ LAST = 1e30  # above every error
 
 
 def importance(policy: MergePolicy, slots: Slots, target: Tensor) -> Tensor:
-    """[B, H, C] float32: the importance that `policy.select` names; `target` [B, H, C] bool as of
-    `Method.keep_score`."""
+    """Return the importance of every slot by the rule `policy.select`; [B, H, C] float32.
+
+    Args:
+        policy: The policy.
+        slots: The layer's cache.
+        target: [B, H, C] bool. True for occupied slots that are neither sinks nor recent.
+    """
     if policy.select == "position":
         return slots.position.float()
     if policy.select == "average":
@@ -34,7 +39,7 @@ def importance(policy: MergePolicy, slots: Slots, target: Tensor) -> Tensor:
 
 
 def mean_per_observation(slots: Slots) -> Tensor:
-    """The first statistic's mean per observation, ``A / (now - position + 1)``; [B, H, C]."""
+    """Return the first statistic's mean per observation, ``A / (now - position + 1)``; [B, H, C]."""
     import torch
 
     seen = torch.clamp(slots.now - slots.position + 1, min=1)
@@ -42,14 +47,16 @@ def mean_per_observation(slots: Slots) -> Tensor:
 
 
 def pooled(slots: Slots, target: Tensor, reach: int) -> Tensor:
-    """``sum_{|o| <= reach} A[position + o]`` over unprotected slots, added up in order of position, so that slots with
-    the same neighbours tie; [B, H, C]."""
+    """Return ``sum_{|o| <= reach} A[position + o]`` over unprotected slots; [B, H, C].
+
+    The terms are added in order of position, so that slots with the same neighbours have equal sums.
+    """
     import torch
 
     observed = torch.where(target, slots.score[:, :, 0], 0.0)
     place = torch.arange(target.shape[-1], device=target.device)
     total = torch.zeros_like(observed)
-    # Slots are in order of position: a neighbour within reach is no further away in slots.
+    # Slots are in order of position, so a neighbour within `reach` positions is within `reach` slots.
     for offset in range(-reach, reach + 1):
         there = torch.clamp(torch.clamp(place + offset, min=0), max=target.shape[-1] - 1)
         near = (slots.position.index_select(-1, there) - slots.position).abs() <= reach
@@ -58,7 +65,10 @@ def pooled(slots: Slots, target: Tensor, reach: int) -> Tensor:
 
 
 def keep_score(policy: MergePolicy, slots: Slots, target: Tensor, count: int) -> Tensor:
-    """`Method.keep_score` of a policy: the importance, in the order that `policy.order` asks for."""
+    """Return the keep score of a policy; see `Method.keep_score`.
+
+    Slots are ordered by importance in the way that `policy.order` names.
+    """
     import torch
 
     scores = importance(policy, slots, target)
@@ -68,16 +78,18 @@ def keep_score(policy: MergePolicy, slots: Slots, target: Tensor, count: int) ->
     if policy.order == "lowest":
         return value
     pool = eviction_pool(slots, value, target, policy.eviction_pool, count)
-    own = gather_rows(scores, pool.index)
-    higher = target[:, :, None, :] & (scores[:, :, None, :] > own[..., None])
+    pool_scores = gather_rows(scores, pool.index)
+    higher = target[:, :, None, :] & (scores[:, :, None, :] > pool_scores[..., None])
     if policy.order == "least_error":
-        return _least_error_first(policy, slots, pool, own, higher)
+        return _least_error_first(policy, slots, pool, pool_scores, higher)
     return _near_first(policy, slots, pool, higher)
 
 
 def _near_first(policy: MergePolicy, slots: Slots, pool: EvictionPool, higher: Tensor) -> Tensor:
-    """Ranks, so that no score can outweigh what comes first: slots of the pool with a near target, then the others,
-    each by score."""
+    """Return ranks: first the slots of the pool that have a near target, then all others, each by score.
+
+    Ranks are used because no score can then outweigh the nearness.
+    """
     import torch
 
     from kvexport.methods.primitives.sets import nearness
@@ -88,23 +100,29 @@ def _near_first(policy: MergePolicy, slots: Slots, pool: EvictionPool, higher: T
     return (pool.rank - lead).float()
 
 
-def _least_error_first(policy: MergePolicy, slots: Slots, pool: EvictionPool, own: Tensor, higher: Tensor) -> Tensor:
-    """The error of the cheapest merge of every slot of the pool, and beyond every error the ranks of the others."""
+def _least_error_first(
+    policy: MergePolicy, slots: Slots, pool: EvictionPool, pool_scores: Tensor, higher: Tensor
+) -> Tensor:
+    """Return the error of the cheapest merge of each slot of the pool; other slots follow by their ranks."""
     import torch
 
-    apart = squared_distances(slots.key, pool.index) * squared_distances(slots.value, pool.index)
-    apart = torch.where(higher, apart, LAST).amin(-1)
-    error = torch.clamp(own, min=0.0) ** policy.error_exponent * apart
+    distance = squared_distances(slots.key, pool.index) * squared_distances(slots.value, pool.index)
+    distance = torch.where(higher, distance, LAST).amin(-1)
+    error = torch.clamp(pool_scores, min=0.0) ** policy.error_exponent * distance
     rank = LAST * (1.0 + pool.rank.float())
-    merges = pool.occupied & (apart < LAST)
+    merges = pool.occupied & (distance < LAST)
     return rank.scatter(-1, pool.index, torch.where(merges, error.clamp(max=0.1 * LAST), gather_rows(rank, pool.index)))
 
 
 @dataclass(frozen=True)
 class EvictionPool:
-    """The slots among which evicted ones are chosen. index [B, H, P] int64: those of lowest importance, lowest first;
-    all slots where these are fewer; occupied [B, H, P] bool: within what their own head has to look at; rank [B, H, C]
-    int64: every slot's place by importance."""
+    """The slots of lowest importance, among which evicted ones are chosen.
+
+    Attributes:
+        index: [B, H, P] int64, the slots, lowest importance first; all slots if there are fewer than P.
+        occupied: [B, H, P] bool. True for the slots that the head itself has to consider.
+        rank: [B, H, C] int64, the rank of every slot by importance.
+    """
 
     index: Tensor
     occupied: Tensor
@@ -112,13 +130,22 @@ class EvictionPool:
 
 
 def eviction_pool(slots: Slots, scores: Tensor, target: Tensor, times: int, count: int) -> EvictionPool:
-    """The `times` times `count` slots of lowest `scores` among `target` [B, H, C] bool."""
+    """Return the `times` times `count` slots of lowest score.
+
+    Args:
+        slots: The layer's cache.
+        scores: [B, H, C] float32.
+        target: [B, H, C] bool, the slots that may be evicted.
+        times: The size of the pool as a multiple of the number of slots to evict.
+        count: The largest number of slots that a head evicts.
+    """
     import torch
 
     ascending = torch.where(target, scores, torch.inf).sort(dim=-1, stable=True).indices
     size = torch.sym_min(times * count, scores.shape[-1])  # type: ignore[no-untyped-call]
     places = torch.arange(size, device=scores.device)
-    # Empty slots are evicted first; a head's pool follows its own need, whatever its neighbours in the batch need.
+    # Empty slots are evicted first. The pool of a head depends on its own need alone, so that a sequence does not
+    # depend on its neighbours in the batch.
     needed = count - (slots.votes == 0).sum(-1, keepdim=True)
     in_order = torch.arange(scores.shape[-1], device=scores.device).expand(ascending.shape)
     rank = torch.zeros_like(ascending).scatter(-1, ascending, in_order)

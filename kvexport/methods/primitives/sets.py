@@ -1,8 +1,8 @@
-"""Merge sets: a target and all the evicted slots that merge into it, at once.
+"""Merge sets: a target and all the evicted slots that merge into it at once.
 
-Everything is computed per evicted slot, of which there are few, and only the targets' rows are written. All evicted
-slots of one set compute the same row; the first of them writes it to the target, the others to their own slot, which is
-dropped anyway.
+All quantities are computed for each evicted slot, because these are few, and only the targets' rows are written. All
+evicted slots of one set compute the same row. The first of them writes it to the target, and the others write it to
+their own slot, which is dropped anyway.
 """
 
 from __future__ import annotations
@@ -21,68 +21,97 @@ NO_TARGET = NO_GATE
 
 @dataclass(frozen=True)
 class MergeSets:
-    """Who merges with whom. index, to [B, H, V] int64: the evicted slot and its target; merges [B, H, V] bool; same [B,
-    H, V, V] float32: 1 where both merge into one target; writes [B, H, V] int64: where row v of a result goes."""
+    """The evicted slots and their targets.
+
+    Attributes:
+        index: [B, H, V] int64, the evicted slots.
+        targets: [B, H, V] int64, the target of each evicted slot.
+        merges: [B, H, V] bool. False for evicted slots that are dropped.
+        same: [B, H, V, V] float32. 1 if two evicted slots merge into one target.
+        writes: [B, H, V] int64, the slot that row v of a result is written to.
+    """
 
     index: Tensor
-    to: Tensor
+    targets: Tensor
     merges: Tensor
     same: Tensor
     writes: Tensor
 
     def pair(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [B, H, C, ...] of the targets and of the evicted slots, each [B, H, V, ...] in float32."""
-        return gather_rows(x, self.to).float(), gather_rows(x, self.index).float()
+        """Return x [B, H, C, ...] of the targets and of the evicted slots, each [B, H, V, ...] in float32."""
+        return gather_rows(x, self.targets).float(), gather_rows(x, self.index).float()
 
     def sum(self, target: Tensor, evicted: Tensor) -> Tensor:
-        """Of every set: the target's `target` plus all that is `evicted`; [B, H, V] or [B, H, V, D]."""
+        """Return the sum of every set; [B, H, V] or [B, H, V, D].
+
+        Args:
+            target: The target's term, [B, H, V] or [B, H, V, D].
+            evicted: The term of each evicted slot, of the same shape.
+        """
         if target.dim() == 3:
             return target + (self.same @ evicted[..., None])[..., 0]
         return target + self.same @ evicted
 
     def largest(self, target: Tensor, evicted: Tensor) -> Tensor:
-        """The largest value of every set; [B, H, V]."""
+        """Return the largest value of every set; [B, H, V]. The arguments are those of `sum`."""
         import torch
 
         return torch.maximum(target, torch.where(self.same > 0, evicted[:, :, None, :], -torch.inf).amax(-1))
 
-    def mean(self, x: Tensor, weight: Tensor, weight_v: Tensor) -> Tensor:
-        """The mean of x [B, H, C, D] over every set, by the weights [B, H, V] of the target and of the evicted slots;
-        [B, H, V, D]."""
+    def mean(self, x: Tensor, target_weight: Tensor, evicted_weight: Tensor) -> Tensor:
+        """Return the weighted mean of x over every set; [B, H, V, D] float32.
+
+        Args:
+            x: [B, H, C, D].
+            target_weight: [B, H, V], the weights of the targets.
+            evicted_weight: [B, H, V], the weights of the evicted slots.
+        """
         target, evicted = self.pair(x)
-        total = self.sum(weight[..., None] * target, weight_v[..., None] * evicted)
-        return total / self.sum(weight, weight_v)[..., None]
+        total = self.sum(target_weight[..., None] * target, evicted_weight[..., None] * evicted)
+        return total / self.sum(target_weight, evicted_weight)[..., None]
 
     def latest(self, slots: Slots) -> Tensor:
-        """Every set's latest position; [B, H, V]."""
+        """Return the latest position of every set; [B, H, V]."""
         import torch
 
-        target, evicted = (gather_rows(slots.position, index) for index in (self.to, self.index))
+        target, evicted = (gather_rows(slots.position, index) for index in (self.targets, self.index))
         return torch.maximum(target, torch.where(self.same > 0, evicted[:, :, None, :], -1).amax(-1))
 
     def scores(self, slots: Slots, statistics: tuple[Statistic, ...]) -> Tensor:
-        """The statistics of every set; [B, H, V, K]. Probability mass adds; of averages of exp(logit) it is the mean
-        by votes (``S = sum p S / sum p``, kept as ln S); what is no statistic stays the target's."""
+        """Return the statistics of every set; [B, H, V, K] float32.
+
+        Probability sums add up. Averages of exp(logit) become the mean by votes, ``S = sum p S / sum p``, stored as ln
+        S. A statistic of kind ``none`` keeps the target's value.
+        """
         import torch
 
-        votes, votes_v = self.pair(slots.votes)
+        target_votes, evicted_votes = self.pair(slots.votes)
         rows = []
         for k, statistic in enumerate(statistics):
-            score, score_v = self.pair(slots.score[:, :, k])
+            target, evicted = self.pair(slots.score[:, :, k])
             if statistic.kind == "probability":
-                rows.append(self.sum(score, score_v))
+                rows.append(self.sum(target, evicted))
             elif statistic.kind == "log_ema":
-                top = self.largest(score, score_v)
-                share_v = votes_v * torch.exp(torch.where(self.merges, score_v - top, -torch.inf))
-                share = self.sum(votes * torch.exp(score - top), share_v) / self.sum(votes, votes_v)
-                rows.append(top + torch.log(share))
+                top = self.largest(target, evicted)
+                evicted_sum = evicted_votes * torch.exp(torch.where(self.merges, evicted - top, -torch.inf))
+                total = self.sum(target_votes * torch.exp(target - top), evicted_sum)
+                rows.append(top + torch.log(total / self.sum(target_votes, evicted_votes)))
             else:
-                rows.append(score)
+                rows.append(target)
         return torch.stack(rows, dim=-1)
 
     def write(self, slots: Slots, key: Tensor | None, value: Tensor, votes: Tensor, score: Tensor) -> Slots:
-        """`slots` with every set's key (None: the target's stays), value [B, H, V, D], votes [B, H, V] and score [B,
-        H, V, K] in its target; the position is the set's latest."""
+        """Return `slots` with the results of every set written to its target.
+
+        The target's position becomes the latest position of the set.
+
+        Args:
+            slots: The layer's cache.
+            key: [B, H, V, D], or None to keep the targets' keys.
+            value: [B, H, V, Dv].
+            votes: [B, H, V].
+            score: [B, H, V, K].
+        """
         import torch
 
         return replace(
@@ -97,7 +126,7 @@ class MergeSets:
     def _put(self, x: Tensor, rows: Tensor) -> Tensor:
         import torch
 
-        # Without a target the row is 0/0, and NaN in an empty slot would outlive it.
+        # The row of a slot without a target is 0/0. A NaN in a slot would remain there after the slot is emptied.
         rows = torch.where(self.merges if rows.dim() == 3 else self.merges[..., None], rows, 0)
         if x.dim() == 3:
             return x.scatter(2, self.writes, rows.to(x.dtype))
@@ -107,20 +136,32 @@ class MergeSets:
         return x.index_put((lane, head, self.writes), rows.to(x.dtype))
 
 
-def merge_sets(evicted: Evicted, to: Tensor, merges: Tensor) -> MergeSets:
-    """The sets of evicted slots that merge (`merges` [B, H, V] bool) into target slots `to` [B, H, V] int64."""
+def merge_sets(evicted: Evicted, targets: Tensor, merges: Tensor) -> MergeSets:
+    """Return the sets of evicted slots that merge.
+
+    Args:
+        evicted: The slots that are evicted.
+        targets: [B, H, V] int64, the target of each evicted slot.
+        merges: [B, H, V] bool, the evicted slots that merge.
+    """
     import torch
 
-    together = (to[..., :, None] == to[..., None, :]) & merges[..., :, None] & merges[..., None, :]
-    row = torch.arange(to.shape[-1], device=to.device)
+    together = (targets[..., :, None] == targets[..., None, :]) & merges[..., :, None] & merges[..., None, :]
+    row = torch.arange(targets.shape[-1], device=targets.device)
     follows = (together & (row[None, :] < row[:, None])).any(-1)
-    writes = torch.where(merges & ~follows, to, evicted.index)
-    return MergeSets(evicted.index, to, merges, together.float(), writes)
+    writes = torch.where(merges & ~follows, targets, evicted.index)
+    return MergeSets(evicted.index, targets, merges, together.float(), writes)
 
 
 def squared_distances(x: Tensor, rows: Tensor) -> Tensor:
-    """Of rows [B, H, V] of x [B, H, C, D] to all of them, to an error of 1e-6 of their squared norms; [B, H, V, C]
-    float32."""
+    """Return the squared distances of some rows to all rows; [B, H, V, C] float32.
+
+    The error is about 1e-6 of the squared norms.
+
+    Args:
+        x: [B, H, C, D].
+        rows: [B, H, V] int64, the rows to measure from.
+    """
     x = x.float()
     square = (x * x).sum(-1)
     product = gather_rows(x, rows) @ x.transpose(-1, -2)
@@ -128,7 +169,7 @@ def squared_distances(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def unit(key: Tensor) -> Tensor:
-    """Keys over their norm, in float32; a zero key stays zero."""
+    """Return keys divided by their norm, in float32; a zero key stays zero."""
     import torch
 
     key = key.float()
@@ -136,8 +177,14 @@ def unit(key: Tensor) -> Tensor:
 
 
 def nearness(slots: Slots, index: Tensor, measure: Literal["cosine", "dot", "distance"]) -> Tensor:
-    """How near the keys at index [B, H, V] are to all keys: the cosine, the dot product, or minus the square of the
-    distance (to an error of 1e-6 of the keys' squared norms); [B, H, V, C]."""
+    """Return how near the keys at `index` are to all keys; [B, H, V, C] float32.
+
+    Args:
+        slots: The layer's cache.
+        index: [B, H, V] int64.
+        measure: The cosine, the dot product, or minus the squared distance (with an error of about 1e-6 of the squared
+            norms).
+    """
     keys = unit(slots.key) if measure == "cosine" else slots.key.float()
     near = gather_rows(keys, index) @ keys.transpose(-1, -2)
     if measure == "distance":
@@ -147,10 +194,18 @@ def nearness(slots: Slots, index: Tensor, measure: Literal["cosine", "dot", "dis
 
 
 def nearest(slots: Slots, evicted: Evicted, measure: Literal["cosine", "dot", "distance"]) -> tuple[Tensor, Tensor]:
-    """The nearest target of every evicted slot and its `nearness`, each [B, H, V]; ``NO_TARGET`` where there is none.
-    Of equals the first, which has the lowest position."""
+    """Return the nearest target of every evicted slot and its `nearness`, each [B, H, V].
+
+    The nearness is ``NO_TARGET`` if no slot can receive. Among equally near targets the one of lowest position is
+    chosen.
+
+    Args:
+        slots: The layer's cache.
+        evicted: The slots that are evicted.
+        measure: The measure, see `nearness`.
+    """
     import torch
 
     near = nearness(slots, evicted.index, measure)
-    best, to = torch.where(evicted.can_receive[:, :, None, :], near, NO_TARGET).max(dim=-1)
-    return to, best
+    best, targets = torch.where(evicted.can_receive[:, :, None, :], near, NO_TARGET).max(dim=-1)
+    return targets, best

@@ -1,4 +1,4 @@
-"""KeepKV's rule of merging (arXiv 2504.09936): the mean by votes times exp(logit), and what absorbs its error."""
+"""KeepKV's merge rule (arXiv 2504.09936): means weighted by votes times exp(logit), and a correction of their error."""
 
 from __future__ import annotations
 
@@ -15,27 +15,37 @@ if TYPE_CHECKING:
 def zipped(
     slots: Slots, sets: MergeSets, logit: Tensor, mode: str, key_factor_max: float = math.inf
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Every set's key, value [B, H, V, D] and votes [B, H, V] by KeepKV's rule: ``w = p exp(logit)``, ``k = sum w k /
-    sum w``, likewise
-    v. logit [B, H, C]: ln of the score that weighs. mode: ``mean`` adds up votes; ``vote`` stores ``ln p = ln(sum w) -
-    L``; ``key`` scales the key by ``(ln(sum w) - ln(sum p)) / L`` (Eq. 7), or is ``vote`` where that factor is outside
-    [1/x, x], x `key_factor_max`; with ``L = sum w logit / sum w``."""
+    """Return every set's key and value [B, H, V, D] and votes [B, H, V] by KeepKV's rule.
+
+    With the weights ``w = p exp(logit)``, where p are the votes, the new key is ``k = sum w k / sum w``, and the new
+    value likewise. With ``L = sum w logit / sum w`` the mode decides the votes and the key's length.
+
+    Args:
+        slots: The layer's cache.
+        sets: The merge sets.
+        logit: [B, H, C], ln of the score that weights the merge.
+        mode: ``mean`` adds votes up. ``vote`` stores fractional votes, ``ln p = ln(sum w) - L``. ``key`` adds votes up
+            and scales the key by ``(ln(sum w) - ln(sum p)) / L`` (Eq. 7), or does as ``vote`` if that factor is outside
+            [1/x, x].
+        key_factor_max: The bound x.
+    """
     import torch
 
-    votes, votes_v = sets.pair(slots.votes)
+    target_votes, evicted_votes = sets.pair(slots.votes)
     target, evicted = sets.pair(logit)
     top = sets.largest(target, evicted)
-    # Relative to the largest: a set that no query has seen has logits of -1e30, whose rounding would drown every
-    # vote.
+    # Logits are taken relative to the largest of the set. A set that no query has seen has logits of -1e30, whose
+    # rounding error would exceed every vote.
     target, evicted = target - top, evicted - top
-    weight, weight_v = votes * torch.exp(target), votes_v * torch.exp(torch.where(sets.merges, evicted, -torch.inf))
-    key, value = (sets.mean(x, weight, weight_v) for x in (slots.key, slots.value))
-    count = sets.sum(votes, votes_v)
+    target_weight = target_votes * torch.exp(target)
+    evicted_weight = evicted_votes * torch.exp(torch.where(sets.merges, evicted, -torch.inf))
+    key, value = (sets.mean(x, target_weight, evicted_weight) for x in (slots.key, slots.value))
+    count = sets.sum(target_votes, evicted_votes)
     if mode == "mean":
         return key, value, count
-    total = sets.sum(weight, weight_v)
+    total = sets.sum(target_weight, evicted_weight)
     log_total = torch.log(total)
-    mean_logit = sets.sum(weight * target, weight_v * evicted) / total
+    mean_logit = sets.sum(target_weight * target, evicted_weight * evicted) / total
     fractional = torch.exp(log_total - mean_logit)
     if mode == "vote":
         return key, value, fractional
@@ -46,8 +56,15 @@ def zipped(
 
 
 def key_factor(log_mean: Tensor, mean_logit: Tensor) -> Tensor:
-    """``ln m / L`` of Eq. 7; infinite at the pole, and 1 where both agree to rounding, for there L may be 0 and the
-    ratio noise."""
+    """Return the key factor ``ln m / L`` of Eq. 7.
+
+    It is infinite at the pole. It is 1 if both logarithms are equal up to rounding, because L may then be 0 and the
+    ratio noise.
+
+    Args:
+        log_mean: [B, H, V], ln m = ln(sum w) - ln(sum p).
+        mean_logit: [B, H, V], L.
+    """
     import torch
 
     ratio = log_mean / torch.where(mean_logit == 0.0, 1.0, mean_logit)

@@ -51,7 +51,7 @@ def measure(path: Path) -> dict[str, float]:
     import kvexport
 
     lanes = kvexport.load(path, verify=False).lanes(1)
-    state: Any = lanes.backend
+    state: Any = lanes.state
     merge, seconds = state.merge, []
 
     def timed(first: int, last: int) -> None:

@@ -102,11 +102,11 @@ def read(engine: kvexport.Engine, ids: list[int]) -> Saved:
 
 def compressed(engine: kvexport.Engine, saved: Saved) -> Saved:
     """That lane as it is when the prompt has ended."""
-    lanes, layers = engine.lanes(1), engine.plan.layers
+    lanes, layers = engine.lanes(1), engine.plan.caches
     if not any(layer.merges for layer in layers):
         return saved
     lanes.restore(0, saved)
-    lanes.backend.merge(0, 1)
+    lanes.state.merge(0, 1)
     held = tuple(min(layer.budget, saved.counters.length) for layer in layers)
     return Saved(lanes.read(0), Counters(held, 0, saved.counters.length))
 
@@ -139,7 +139,7 @@ class Measure:
     """One text, or one passage and its questions: read once for all methods that keep the same statistics."""
 
     def __init__(self, task: str, number: int, full: kvexport.Engine) -> None:
-        assert full.tokenizer is not None and not any(layer.merges for layer in full.plan.layers)
+        assert full.tokenizer is not None and not any(layer.merges for layer in full.plan.caches)
         self.task, self._read = task, dict[str, Saved]()
         if task == "codes":
             self._passage = passages(full, task, number + 1, LENGTH)[number]
@@ -151,7 +151,7 @@ class Measure:
 
     def _saved(self, engine: kvexport.Engine) -> Saved:
         method = engine.manifest.recipe.cache.build_method()
-        kept = str((method.statistics, method.extra_state, method.vote_exponent, len(engine.plan.layers)))
+        kept = str((method.statistics, method.extra_state, method.vote_exponent, len(engine.plan.caches)))
         if kept not in self._read:
             self._read[kept] = read(engine, self._context)
         return self._read[kept]

@@ -124,7 +124,7 @@ class Read:
             self._append(lane, ids[start : min(start + CHUNK, LENGTH)])
         self.group = self.shape.geometry[0].query_heads // self.shape.geometry[0].kv_heads
         self.queries, slots = notes.taken(), np.arange(LENGTH + FOLLOWING)
-        axes = {t.past(i): t.slot_axis for i, layer in enumerate(self.shape.plan.layers) for t in layer.state}
+        axes = {t.past(i): t.slot_axis for i, layer in enumerate(self.shape.plan.caches) for t in layer.state}
         self.state = {
             name: x.copy() if axes[name] is None else x.take(slots, axes[name]) for name, x in lane.state.items()
         }
@@ -147,8 +147,8 @@ class Read:
         recipe = recipe_of(row)
         plan, method = plan_cache(recipe, self.shape.geometry), recipe.cache.build_method()
         state = {}
-        for i, layer in enumerate(plan.layers):
-            held = {t.name: self.state[t.past(i)] for t in self.shape.plan.layers[i].state}
+        for i, layer in enumerate(plan.caches):
+            held = {t.name: self.state[t.past(i)] for t in self.shape.plan.caches[i].state}
             held["score"] = held["score"][:, :, : layer.statistics]  # a method that selects by queries alone has one
             if row.queries:
                 held["query"], held["query_seen"] = (x.numpy() for x in self.chosen(i, row.of, row.queries))

@@ -160,12 +160,12 @@ def our_positions(recipe: Recipe, prompts: list[list[int]]) -> list[Tensor]:
         ):  # it merges, so that positions do not say what stayed: its selector is asked
             backend.decode(np.array([ids]), np.array([[len(ids)]]))
             kept.append(
-                torch.stack([_selected(backend.layer(i), layer.budget) for i, layer in enumerate(shape.plan.layers)])
+                torch.stack([_selected(backend.layer(i), layer.budget) for i, layer in enumerate(shape.plan.caches)])
             )
         else:
             lanes.prefill([np.array(ids)])
             kept.append(
-                torch.stack([backend.layer(i)[4][0, :, : layer.budget] for i, layer in enumerate(shape.plan.layers)])
+                torch.stack([backend.layer(i)[4][0, :, : layer.budget] for i, layer in enumerate(shape.plan.caches)])
             )
     return kept
 

@@ -178,7 +178,7 @@ class Reader:
         self.method, self.form = recipe.cache.build_method(), stored
         self.state = [
             [torch.from_numpy(np.zeros(shape, x.dtypes()[name])) for name, shape in x.shapes(1).items()]
-            for x in plan.layers
+            for x in plan.caches
         ]
         rows = []
         for first in range(0, len(ids), CHUNK):
@@ -191,7 +191,7 @@ class Reader:
                         input_ids=given, position_ids=self.position, past_key_values=cache, use_cache=True
                     ).logits[0]
                 )
-            for i, layer in enumerate(plan.layers):
+            for i, layer in enumerate(plan.caches):
                 merges = layer.merges and int((self.state[i][2] > 0).sum(-1).max()) > layer.budget
                 if merges:
                     self.state[i] = list(merge_cache(*self.state[i], attributes=merge_attributes(layer, self.method)))

@@ -90,33 +90,33 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class CachePlan:
-    """The caches of all layers."""
+    """The caches of a model: one a layer, or one a KV head where heads have budgets of their own."""
 
-    layers: tuple[LayerCache, ...]
+    caches: tuple[LayerCache, ...]
 
     @property
     def cache_positions(self) -> bool:
         """Whether keys are rotated by their places in the cache; then every head of every layer holds as many
         entries."""
-        return self.layers[0].rotary.cache_positions
+        return self.caches[0].rotary.cache_positions
 
     def of_rank(self, ranks: int) -> CachePlan:
         """That of one of so many ranks, which have equally many KV heads."""
-        return CachePlan(tuple(replace(layer, kv_heads=layer.kv_heads // ranks) for layer in self.layers))
+        return CachePlan(tuple(replace(layer, kv_heads=layer.kv_heads // ranks) for layer in self.caches))
 
     def bytes(self, batch: int = 1) -> int:
         """Bytes of the whole state for `batch` sequences, `past_length` included."""
-        return sum(layer.bytes(batch) for layer in self.layers) + 8 * batch
+        return sum(layer.bytes(batch) for layer in self.caches) + 8 * batch
 
     def state_names(self) -> Iterator[tuple[str, str, LayerCache, str]]:
         """(input name, output name, layer, kind) of every state tensor, layer by layer."""
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self.caches):
             for tensor in layer.state:
                 yield tensor.past(i), tensor.present(i), layer, tensor.name
 
     def to_json(self) -> list[dict[str, Any]]:
         """For the manifest."""
-        return [asdict(layer) for layer in self.layers]
+        return [asdict(layer) for layer in self.caches]
 
 
 def stored_rows(held: NDArray[Any], scale: NDArray[Any] | None) -> NDArray[np.float32]:
@@ -216,7 +216,7 @@ def part_plan(recipe: Recipe, plan: CachePlan) -> CachePlan | None:
             f"{named} cannot hold {sinks} sinks, {recent} recent and one more",
             f"--set {key}={least}, or fewer cache.sinks or cache.recent",
         )
-    layers = (replace(x, budget=budget, capacity=slots, recent=recent, merges=False) for x in plan.layers)
+    layers = (replace(x, budget=budget, capacity=slots, recent=recent, merges=False) for x in plan.caches)
     return CachePlan(tuple(layers))
 
 
@@ -227,7 +227,7 @@ def settled_plan(recipe: Recipe, plan: CachePlan) -> CachePlan:
         return plan
     most = recipe.cache.merge_every
     return CachePlan(
-        tuple(replace(x, capacity=min(x.capacity, x.budget + most)) if x.merges else x for x in plan.layers)
+        tuple(replace(x, capacity=min(x.capacity, x.budget + most)) if x.merges else x for x in plan.caches)
     )
 
 

@@ -62,7 +62,7 @@ class MemoryPlan:
     def snapshot_bytes(self) -> int:
         """What a snapshot takes right after that merge: the slots of the budgets, and of reference queries those that
         are not replaced before the next merge (`Lanes.before_merge`)."""
-        recipe, caches = self.recipe, self.cache.layers
+        recipe, caches = self.recipe, self.cache.caches
         room = min((x.capacity - x.budget for x in caches if x.merges), default=0)
         most = recipe.cache.merge_every if recipe.cache.merge_prompts == "end" else 1
         tokens = max(min(most, room - recipe.export.prefill_chunk + 1), 0)
@@ -155,7 +155,7 @@ class MemoryPlan:
             "ratio": self.ratio,
             "layers": [
                 {**entry, "bytes": layer.bytes()}
-                for entry, layer in zip(self.cache.to_json(), self.cache.layers, strict=True)
+                for entry, layer in zip(self.cache.to_json(), self.cache.caches, strict=True)
             ],
             "not_counted": NOT_COUNTED,
         }
@@ -254,7 +254,7 @@ def full_layer_bytes(layer: LayerGeometry, length: int, itemsize: int) -> int:
 def layer_groups(cache: CachePlan) -> list[tuple[str, LayerCache, int]]:
     """Neighbouring layers that are alike: ("0-31", one of them, how many)."""
     groups = []
-    for _, alike in itertools.groupby(enumerate(cache.layers), key=lambda item: item[1]):
+    for _, alike in itertools.groupby(enumerate(cache.caches), key=lambda item: item[1]):
         members = list(alike)
         first, last = members[0][0], members[-1][0]
         groups.append((f"{first}-{last}" if last > first else str(first), members[0][1], len(members)))
@@ -280,6 +280,6 @@ def layer_table(cache: CachePlan, layers: int) -> Table:
             format_bytes(count * layer.bytes()),
         )
         rows.append((label, *shared))
-    what = "layers" if len(cache.layers) == layers else "caches"
+    what = "layers" if len(cache.caches) == layers else "caches"
     header = (what, "KV heads", "head size", "window", "budget", "capacity", "sinks", "recent", "bytes")
     return Table("Cache of one sequence", header, rows)

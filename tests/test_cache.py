@@ -72,7 +72,7 @@ def test_listed_heads_have_caches_of_their_own_in_the_same_bytes() -> None:
     assert budgets(3, kind="listed", shares=shares) == [50, 150, 100, 100, 25, 175]
     geometry = [LayerGeometry(8, 2, 16, 16)] * 3
     uniform, apart = (plan_of(geometry, kind=kind, shares=shares) for kind in ("uniform", "listed"))
-    assert [(x.kv_heads, x.budget, x.recent) for x in apart.layers[:2]] == [(1, 50, 25), (1, 150, 75)]
+    assert [(x.kv_heads, x.budget, x.recent) for x in apart.caches[:2]] == [(1, 50, 25), (1, 150, 75)]
     assert apart.bytes() == uniform.bytes()
     assert layer_caches(geometry, 6) == [range(2), range(2, 4), range(4, 6)]
     assert of_caches(geometry, 6) == [LayerGeometry(4, 1, 16, 16)] * 6

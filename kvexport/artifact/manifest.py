@@ -139,14 +139,14 @@ def parse_manifest(root: Path, raw: Mapping[str, Any]) -> Manifest:
     if isinstance(recipe := data.get("recipe"), dict):
         data |= {"recipe": {key: value for key, value in recipe.items() if key != "name"}, "name": recipe.get("name")}
     if "cache" in data:
-        data["cache"] = {"layers": data["cache"]}
+        data["cache"] = {"caches": data["cache"]}
     manifest = parse_fields(root, Manifest, data)
     for name, file in manifest.graphs.files():
         require_file(root, manifest, f"graphs.{name}", file)
-    for i, layer in enumerate(manifest.cache.layers):
+    for i, layer in enumerate(manifest.cache.caches):
         _check_layer(root, f"cache.{i}", layer)
-    layers, caches, of_heads = manifest.model.layers, len(manifest.cache.layers), len(manifest.model.query_heads)
-    if caches != layers and (caches < layers or any(x.kv_heads != 1 for x in manifest.cache.layers)):
+    layers, caches, of_heads = manifest.model.layers, len(manifest.cache.caches), len(manifest.model.query_heads)
+    if caches != layers and (caches < layers or any(x.kv_heads != 1 for x in manifest.cache.caches)):
         raise unusable(root, "cache", f"has {caches} entries, model.layers is {layers}")
     if of_heads != caches:
         raise unusable(root, "model.query_heads", f"has {of_heads} entries, model.layers is {layers}")
@@ -159,7 +159,7 @@ def _check_ranks(root: Path, manifest: Manifest) -> None:
     ranks = manifest.recipe.backend.tensor_parallel
     if manifest.graphs.rank_count != ranks:
         raise unusable(root, "graphs.ranks", f"should name {ranks - 1} files, found {len(manifest.graphs.ranks)}")
-    for i, layer in enumerate(manifest.cache.layers):
+    for i, layer in enumerate(manifest.cache.caches):
         if layer.kv_heads % ranks or manifest.model.query_heads[i] % ranks:
             raise unusable(root, f"cache.{i}.kv_heads", f"should be a multiple of {ranks}, found {layer.kv_heads}")
 
@@ -195,7 +195,7 @@ def parse_fields(root: Path, kind: type[T], data: Any, above: str = "") -> T:
     except ValidationError as error:
         first = next((e for e in error.errors(include_url=False) if e["loc"] != ("name",)), error.errors()[0])
         place = ".".join(map(str, (*filter(None, [above]), *first["loc"]))) or "content"
-        place = place.replace("cache.layers", "cache", 1)
+        place = place.replace("cache.caches", "cache", 1)
         # pydantic speaks of a lifted field where the manifest has it inside the recipe.
         place = "recipe.name" if place == "name" and kind is Manifest else place
         missing = first["type"] == "missing" or (first["input"] is None and place == "recipe.name")

@@ -25,7 +25,7 @@ def slot_axes(plan: CachePlan) -> dict[str, int | None]:
     none."""
     return {
         tensor.past(i): None if tensor.slot_axis is None else tensor.slot_axis - 1
-        for i, layer in enumerate(plan.layers)
+        for i, layer in enumerate(plan.caches)
         for tensor in layer.state
     }
 
@@ -79,7 +79,7 @@ def fill(target: NDArray[Any], values: NDArray[Any], axis: int | None) -> None:
 def without_replaced(plan: CachePlan, state: Mapping[str, NDArray[Any]], tokens: int) -> dict[str, NDArray[Any]]:
     """A lane's tensors, of rings without the queries that so many more tokens replace."""
     found = dict(state)
-    for i, layer in enumerate(plan.layers):
+    for i, layer in enumerate(plan.caches):
         rings = [tensor.past(i) for tensor in layer.state if tensor.name in RING]
         for name in rings:
             seen = state[rings[-1]][0]  # as in all heads: the queries of one token have seen as many
@@ -91,7 +91,7 @@ def without_replaced(plan: CachePlan, state: Mapping[str, NDArray[Any]], tokens:
 def with_whole_rings(plan: CachePlan, state: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """A lane's tensors, with rows that hold no query where a ring has fewer than the plan says."""
     found = dict(state)
-    for i, layer in enumerate(plan.layers):
+    for i, layer in enumerate(plan.caches):
         shapes = layer.shapes(1)
         for tensor in layer.state:
             if tensor.name in RING:

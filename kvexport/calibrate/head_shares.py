@@ -235,7 +235,7 @@ def _compressed(
     from kvexport.ops.merge_cache import merge_cache
     from kvexport.ops.vote_attention import vote_attention
 
-    cache, parts = plan.layers[i], []
+    cache, parts = plan.caches[i], []
     dtypes = cache.dtypes()
     state: Sequence[Tensor] = [torch.from_numpy(np.zeros(x, dtypes[name])) for name, x in cache.shapes(1).items()]
     for first in range(0, given[0].shape[2], chunk):

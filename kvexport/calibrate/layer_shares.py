@@ -103,7 +103,7 @@ def calibrate_text(
     length = length or min(LENGTH, own.recipe.limits.max_length)
     slots = max(1, length // KEPT)
     try:
-        layers = plan_cache(sized(own.resolved, length, slots), shape.geometry).layers
+        layers = plan_cache(sized(own.resolved, length, slots), shape.geometry).caches
     except UsageError as error:
         problem = f"an eighth of {length} tokens is too little for a layer alone: {error.problem}"
         raise UsageError(problem, "--length with more tokens, or fewer cache.sinks or cache.recent") from error

@@ -121,7 +121,7 @@ def calibrate(
     with tempfile.TemporaryDirectory(prefix="kvexport-calibrate-") as folder:
         made = build(_full(own.resolved, length), Path(folder) / "full", progress=progress)
         engine = load(made, verify=False)
-        rounds = passages * (1 + len(engine.plan.layers))
+        rounds = passages * (1 + len(engine.plan.caches))
         with progress(f"asking without one layer after another, {rounds} times", rounds) as bar:
             answers, cost = retrieval_layers(engine, given, advance=bar.advance)
     exact = share(sum(a.exact for a in answers), len(answers))

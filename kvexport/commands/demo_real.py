@@ -74,7 +74,7 @@ class Reading:
 
 def bytes_in_use(plan: CachePlan, length: int) -> int:
     """Of the slots that a sequence of `length` tokens takes in all layers."""
-    return sum(layer.bytes(1) * min(length, layer.capacity) // layer.capacity for layer in plan.layers)
+    return sum(layer.bytes(1) * min(length, layer.capacity) // layer.capacity for layer in plan.caches)
 
 
 def documentation() -> str:
@@ -155,7 +155,7 @@ def one_by_one(readings: dict[str, Reading], ids: NDArray[np.int64]) -> None:
 def sections(readings: dict[str, Reading]) -> list[Section]:
     """What was seen: figures, answers, and the plots of time and memory."""
     small, full = readings.values()
-    budget, tokens = small.plan.layers[0].budget, full.lengths[-1]
+    budget, tokens = small.plan.caches[0].budget, full.lengths[-1]
     faster, smaller = full.milliseconds[-1] / small.milliseconds[-1], full.cached[-1] / small.cached[-1]
     rows = [
         (

@@ -68,7 +68,7 @@ class Inspection:
         }
         layers = [
             {**entry, "bytes": layer.bytes()}
-            for entry, layer in zip(manifest.cache.to_json(), manifest.cache.layers, strict=True)
+            for entry, layer in zip(manifest.cache.to_json(), manifest.cache.caches, strict=True)
         ]
         cache = {"bytes_per_sequence": manifest.cache.bytes(1), "bytes": manifest.cache.bytes(batch), "layers": layers}
         said = manifest.to_json()
@@ -155,7 +155,7 @@ def inspect_artifact(path: Path, *, verify: bool = True) -> Inspection:
 def _ranks(manifest: Manifest) -> str:
     """For a person: who has which heads."""
     count, shown = manifest.graphs.rank_count, manifest.of_rank(0).cache
-    heads = sorted({layer.kv_heads for layer in shown.layers})
+    heads = sorted({layer.kv_heads for layer in shown.caches})
     each = f"{' or '.join(map(str, heads))} KV heads each"
     return f"{count} processes of {each}, {format_bytes(shown.bytes(1))} of a sequence's cache"
 

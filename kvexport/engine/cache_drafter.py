@@ -101,7 +101,7 @@ class CacheDrafter:
         lane, length = request.lane, lanes.length[request.lane]
         full, own = lanes.view(lane), self._part.view(lane)
         assert full is not None
-        held, layers = self._copied.get(lane), range(len(self._plan.layers))
+        held, layers = self._copied.get(lane), range(len(self._plan.caches))
         new = length - held.length if held is not None and held.request is request else -1
         if held is None or new < 0 or held.since + new > self._settings.rebuild:
             held, new = _Copied(request, length, [0] * len(layers)), 0
@@ -118,12 +118,12 @@ class CacheDrafter:
 
     def _used(self, i: int, full: Mapping[str, NDArray[Any]], length: int) -> int:
         """Slots of a layer that the full cache uses."""
-        return int(np.count_nonzero(full[f"past_key_values.{i}.votes"][0])) if self._full.layers[i].merges else length
+        return int(np.count_nonzero(full[f"past_key_values.{i}.votes"][0])) if self._full.caches[i].merges else length
 
     def _slots(self, i: int, full: LaneTensors, entries: Slots) -> Slots:
         """Where a layer's entries lie, which are numbered in order of position: there, unless a sliding window has
         dropped some. Such a layer has no scores, and its heads are alike."""
-        if not self._full.layers[i].merges:
+        if not self._full.caches[i].merges:
             return entries
         held = full[f"past_key_values.{i}.position"][:, : self._used(i, full, 0)]
         found: Slots = np.take(np.argsort(held, axis=1, kind="stable"), entries[0], axis=1, mode="clip")
@@ -132,4 +132,4 @@ class CacheDrafter:
 
 def _bytes_read(plan: CachePlan, lengths: Sequence[int]) -> int:
     """Keys and values that a step of sequences of these lengths reads."""
-    return sum(layer.slot_bytes() * min(length, layer.budget) for layer in plan.layers for length in lengths)
+    return sum(layer.slot_bytes() * min(length, layer.budget) for layer in plan.caches for length in lengths)

@@ -28,7 +28,7 @@ class LanePool:
     @property
     def state(self) -> ModelState:
         """Theirs."""
-        return cast(ModelState, self.lanes.backend)
+        return cast(ModelState, self.lanes.state)
 
     def make(self, needed: int, *, others: bool) -> None:
         """Make sure that so many lanes are there. others: some of them are held already."""

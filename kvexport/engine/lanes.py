@@ -29,7 +29,7 @@ class Lanes:
 
     def __init__(
         self,
-        backend: LaneState,
+        state: LaneState,
         plan: CachePlan,
         lanes: int,
         *,
@@ -37,17 +37,17 @@ class Lanes:
         merge_every: int,
         merge_prompts: Literal["chunks", "end"] = "chunks",
     ) -> None:
-        self.backend = backend
+        self.state = state
         self._plan = plan
         self.count = lanes
         self.prefill_chunk = prefill_chunk
         self.merge_every = merge_every
         self._every_chunk = merge_prompts == "chunks"
-        self._capacity = np.array([layer.capacity for layer in plan.layers])
-        self._budget = np.array([layer.budget for layer in plan.layers])
-        self._merges = np.array([layer.merges for layer in plan.layers])
+        self._capacity = np.array([layer.capacity for layer in plan.caches])
+        self._budget = np.array([layer.budget for layer in plan.caches])
+        self._merges = np.array([layer.merges for layer in plan.caches])
         # See `Counters`, [lanes, layers].
-        self._held = np.zeros((lanes, len(plan.layers)), dtype=np.int64)
+        self._held = np.zeros((lanes, len(plan.caches)), dtype=np.int64)
         # What a step asks and counts is Python's own integers, lane by lane, and its arrays are filled through views:
         # between two runs of a model the processor holds neither numpy's code nor the addresses of its pages, and
         # finding them again takes longer than all else here. Tokens since the last merge; how many may come before a
@@ -62,7 +62,7 @@ class Lanes:
     def clear(self, first: int = 0, last: int | None = None, *, poisoned: bool = False) -> None:
         """Empty lanes first <= lane < last, all of them by default. poisoned: see `LaneState.clear`."""
         last = self.count if last is None else last
-        self.backend.clear(first, last, poisoned=poisoned)
+        self.state.clear(first, last, poisoned=poisoned)
         self._held[first:last] = 0
         self.length[first:last] = [0] * (last - first)
         self._count(range(first, last))
@@ -107,7 +107,7 @@ class Lanes:
         self._set(target, self.counters(source))
 
     def _state(self) -> ModelState:
-        return cast(ModelState, self.backend)
+        return cast(ModelState, self.state)
 
     def _set(self, lane: int, counters: Counters) -> None:
         self._held[lane] = counters.held
@@ -129,7 +129,7 @@ class Lanes:
     def grow(self, state: LaneState, count: int) -> None:
         """Go on over another state, of more lanes, the first of which are these."""
         new = count - self.count
-        self.backend, self.count = state, count
+        self.state, self.count = state, count
         self._held = np.concatenate([self._held, np.zeros((new, self._held.shape[1]), dtype=np.int64)])
         self._step = np.zeros((2, count, 1), dtype=np.int64)
         self._step_ids, self._step_counts = (part.data.cast("B").cast("q") for part in self._step)
@@ -150,8 +150,8 @@ class Lanes:
         those of its neighbours, while all other lanes take no part; None: there are tokens for each lane. unread: lanes
         whose prompts go on after this chunk; where prompts merge at their end, theirs do not merge yet. Logits as
         `LaneState.decode` gives them."""
-        backend = self.backend
-        decode = backend.advance if isinstance(backend, PeriodicState) and not prefill else backend.decode
+        state = self.state
+        decode = state.advance if isinstance(state, PeriodicState) and not prefill else state.decode
         return self.append_by(decode, tokens, first=first, prefill=prefill, unread=unread)
 
     def append_by(
@@ -178,7 +178,7 @@ class Lanes:
     def draft(self, tokens: Sequence[Tokens], *, first: int) -> NDArray[np.float32]:
         """As `append` of decoded tokens, some of which may be rolled back: nothing merges before `settle`, which
         follows for every lane that got tokens."""
-        return self._append(self.backend.decode, tokens, first)
+        return self._append(self.state.decode, tokens, first)
 
     def settle(self, lane: int, rejected: int) -> None:
         """Forget the last so many of the tokens of a lane that `draft` appended, and merge where it is due."""
@@ -266,7 +266,7 @@ class Lanes:
         for _, run in itertools.groupby(enumerate(due), lambda item: item[1] - item[0]):
             lanes = [lane for _, lane in run]
             first, last = lanes[0], lanes[-1] + 1
-            self.backend.merge(first, last)
+            self.state.merge(first, last)
             self.merges += len(lanes)
             held = self._held[first:last] + np.array(self._added[first:last])[:, None]
             self._held[first:last] = np.where(self._merges, np.minimum(held, self._budget), held)

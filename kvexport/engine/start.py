@@ -110,4 +110,4 @@ def nothing_saved(plan: CachePlan) -> Saved:
         if (axis := 1 if kind in RING else axes[name]) is not None:
             shape[axis] = 0
         state[name] = np.zeros(shape, layer.dtypes()[kind])
-    return Saved(state, Counters((0,) * len(plan.layers), 0, 0))
+    return Saved(state, Counters((0,) * len(plan.caches), 0, 0))

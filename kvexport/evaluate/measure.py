@@ -188,7 +188,7 @@ def run_long(
         losses += (-log_softmax(logits[rows])[np.arange(len(rows)), tokens[start + rows + 1]]).tolist()
         start += size
         if start % window == 0 or start >= len(tokens) - 1:
-            norm, whole = _state_of(lanes.backend.get_state())  # type: ignore[attr-defined]
+            norm, whole = _state_of(lanes.state.get_state())  # type: ignore[attr-defined]
             windows.append(Window(start, float(np.mean(losses)) if losses else float("nan"), norm, finite and whole))
             losses.clear()
     return windows

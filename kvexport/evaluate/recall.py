@@ -104,8 +104,8 @@ def answers(engine: Engine, given: Passage, *, known: bool = False) -> list[Answ
             asked.write(lane, scores)
     tails = [part[n:] for part, n in zip(parts, cut, strict=True)]
     rows = _appended(asked, tails)
-    if any(layer.merges for layer in engine.plan.layers):
-        asked.backend.merge(0, asked.count)
+    if any(layer.merges for layer in engine.plan.caches):
+        asked.state.merge(0, asked.count)
     return _judged(rows, asked, given.questions)
 
 
@@ -141,8 +141,8 @@ def retrieval_layers(
         late = round(kept * len(given.ids))
         whole = _asked_of(saved, asked, given.questions)
         advance(1)
-        cost = np.zeros((len(whole), len(engine.plan.layers)))
-        for i, layer in enumerate(engine.plan.layers):
+        cost = np.zeros((len(whole), len(engine.plan.caches)))
+        for i, layer in enumerate(engine.plan.caches):
             if not layer.merges:
                 state = {**saved.state, **_cut(engine.plan, saved.state, i, sinks, late)}
                 cut = _asked_of(saved._replace(state=state), asked, given.questions)
@@ -158,7 +158,7 @@ def _cut(
 ) -> dict[str, NDArray[Any]]:
     """The layer's state without what lies between its sinks and the latest slots."""
     found: dict[str, NDArray[Any]] = {}
-    for tensor in plan.layers[layer].state:
+    for tensor in plan.caches[layer].state:
         array = state[tensor.past(layer)]
         axis = 2 if tensor.name == "score" else 1  # without the batch's dimension
         slots = array.shape[axis]
@@ -179,7 +179,7 @@ def _appended(lanes: Lanes, tokens: Sequence[Ids]) -> NDArray[np.float32]:
     ids = np.zeros((len(tokens), max(int(lengths.max()), 1)), dtype=np.int64)
     for row, part in zip(ids, tokens, strict=True):
         row[: len(part)] = part
-    logits = lanes.backend.decode(ids, lengths, 0)
+    logits = lanes.state.decode(ids, lengths, 0)
     last = lengths[:, 0] - 1 if logits.shape[1] > 1 else np.zeros(len(tokens), dtype=np.int64)
     return np.array(logits[np.arange(len(tokens)), last])
 

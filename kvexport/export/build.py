@@ -273,7 +273,7 @@ def _manifest(recipe: Recipe, name: str, shape: ModelShape, graphs: Graphs, pack
             fingerprint=shape.checkpoint.fingerprint,
             vocabulary=_vocabulary(shape),
             layers=len(shape.geometry),
-            query_heads=tuple(x.query_heads for x in of_caches(shape.geometry, len(shape.plan.layers))),
+            query_heads=tuple(x.query_heads for x in of_caches(shape.geometry, len(shape.plan.caches))),
             packed=packed,
         ),
         cache=shape.plan,

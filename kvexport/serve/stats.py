@@ -30,7 +30,7 @@ async def stats(service: Service, _: Request) -> Response:
             "chat": service.engine.chat_template is not None,
             "time": time.time(),
             "max_length": service.engine.max_length,
-            "layers": [{"heads": layer.kv_heads, "budget": layer.budget} for layer in plan.layers],
+            "layers": [{"heads": layer.kv_heads, "budget": layer.budget} for layer in plan.caches],
             "generated_tokens": worker.generated,
             "merges": service.lanes.merges,
             "waiting": max(0, worker.pending - sum(lane["state"] != "idle" for lane in seen)),
@@ -89,7 +89,7 @@ def lanes_now(engine: Engine, lanes: Lanes) -> list[dict[str, Any]]:
 def occupied(plan: CachePlan, lanes: Lanes, lane: int) -> float:
     """The slots that a lane's entries take, the mean over its layers."""
     counters = lanes.counters(lane)
-    return math.fsum(counters.held) / len(plan.layers) + counters.added
+    return math.fsum(counters.held) / len(plan.caches) + counters.added
 
 
 def tokens_per_slot(engine: Engine, lanes: Lanes) -> float:
@@ -101,13 +101,13 @@ def tokens_per_slot(engine: Engine, lanes: Lanes) -> float:
 
 def full_bytes_per_token(plan: CachePlan) -> int:
     """What every further token takes in a cache that keeps all keys and values."""
-    return sum(layer.slot_bytes() for layer in plan.layers)
+    return sum(layer.slot_bytes() for layer in plan.caches)
 
 
 async def slots(service: Service, request: Request) -> Response:
     """The entries of one head of one lane, in order of position: the position of the latest token that each stands
     for, and for how many it stands."""
-    layers = service.engine.plan.layers
+    layers = service.engine.plan.caches
     lane = _number(request, "lane", service.lanes.count)
     layer = _number(request, "layer", len(layers))
     head = _number(request, "head", layers[layer].kv_heads)

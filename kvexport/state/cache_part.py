@@ -50,7 +50,7 @@ class CachePart:
         """The slots of layer i of a full cache that belong into the part, ascending. score: by which those between
         sinks and the latest are chosen [KV heads, at least used]; None where the latest are. used: slots of the full
         cache."""
-        layer = self.plan.layers[i]
+        layer = self.plan.caches[i]
         if used <= layer.budget:
             return np.arange(used)[None]
         if score is None:
@@ -64,7 +64,7 @@ class CachePart:
 
     def entry(self, i: int) -> Iterable[StateTensor]:
         """The state tensors of layer i that an entry is copied with."""
-        return [tensor for tensor in self.plan.layers[i].state if tensor.name in ENTRY]
+        return [tensor for tensor in self.plan.caches[i].state if tensor.name in ENTRY]
 
     def copy(self, i: int, source: LaneTensors, target: LaneTensors, chosen: Slots, start: int) -> None:
         """Copy a layer's slots to those of another cache from `start` on, and empty the ones after them."""

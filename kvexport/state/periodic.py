@@ -75,7 +75,7 @@ class PeriodicState:
 
     def __init__(self, full: ModelState, part: CachePart, settings: PeriodicSection) -> None:
         self._full, self._part, self._settings = full, part, settings
-        self._layers = range(len(part.plan.layers))
+        self._layers = range(len(part.plan.caches))
         self._held: dict[int, _Held] = {}
         self._length = [0] * part.lanes
         self._thread: ThreadPoolExecutor | None = None
@@ -201,7 +201,7 @@ class PeriodicState:
         late = np.arange(held.start, held.copied)
         for i in self._layers:
             slots = [np.concatenate([head, late]) for head in held.slots[i]]
-            for tensor in self._part.plan.layers[i].state:
+            for tensor in self._part.plan.caches[i].state:
                 if tensor.name in ENTRY or tensor.name == "votes":
                     continue
                 there, here = full[tensor.past(i)], own[tensor.past(i)]

@@ -220,8 +220,8 @@ def _check(snapshot: Snapshot, manifest: Manifest) -> None:
     if snapshot.state.keys() != expected.keys():
         wrong = sorted(snapshot.state.keys() ^ expected.keys())[0]
         raise damaged(f"the tensor {wrong[:80]!r} is missing, or of no layer")
-    if len(counters.held) != len(plan.layers):
-        raise damaged(f"counters of {len(counters.held)} layers, there are {len(plan.layers)}")
+    if len(counters.held) != len(plan.caches):
+        raise damaged(f"counters of {len(counters.held)} layers, there are {len(plan.caches)}")
     _check_tensors(snapshot, plan)
 
 
@@ -229,7 +229,7 @@ def _check_part(snapshot: Snapshot, manifest: Manifest) -> dict[str, None]:
     """Hold the positions of what decode steps read to the recipe; their names."""
     periodic, names = manifest.recipe.cache.periodic, dict[str, None]()
     for kind, most in ((READ, periodic.slots or 0), (NEXT, periodic.chosen)):
-        of_kind = {f"past_key_values.{i}.{kind}": layer for i, layer in enumerate(manifest.cache.layers)}
+        of_kind = {f"past_key_values.{i}.{kind}": layer for i, layer in enumerate(manifest.cache.caches)}
         if periodic.slots is None or not of_kind.keys() & snapshot.state.keys():
             break
         names |= dict.fromkeys(of_kind)
@@ -246,7 +246,7 @@ def _check_part(snapshot: Snapshot, manifest: Manifest) -> dict[str, None]:
 
 def _check_tensors(snapshot: Snapshot, plan: CachePlan) -> None:
     axes, counters = slot_axes(plan), snapshot.counters
-    for i, (layer, held) in enumerate(zip(plan.layers, counters.held, strict=True)):
+    for i, (layer, held) in enumerate(zip(plan.caches, counters.held, strict=True)):
         votes = snapshot.state[f"past_key_values.{i}.votes"]
         slots, rows = _extent(votes), _extent(snapshot.state.get(f"past_key_values.{i}.{RING[1]}", votes))
         shapes, dtypes = layer.shapes(1), layer.dtypes()

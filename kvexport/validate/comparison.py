@@ -96,14 +96,14 @@ class Comparison:
         largest: dict[str, float] = {}
         if self.cut is not None:
             outputs, reached = self.cut.infer(feed, hidden)
-            for layer in range(len(self.plan.layers)):
+            for layer in range(len(self.plan.caches)):
                 found = self._layer(layer, feed, outputs, present, reached, hidden, largest)
                 self._note(phase, layer, found)
                 self._largest(layer, outputs, present, largest)
             logits = (outputs["logits"], present["logits"])
             self._note(phase, None, self._logits(feed, *logits, largest, self.tolerance))
         elif separate is not None:
-            for layer in range(len(self.plan.layers)):
+            for layer in range(len(self.plan.caches)):
                 tolerance = self.whole if layer else self.tolerance
                 self._note(phase, layer, [self._state(layer, separate, present, tolerance)])
                 self._largest(layer, separate, present, largest)
@@ -136,7 +136,7 @@ class Comparison:
                 at = (flip.layer, flip.tensor, flip.difference, flip.allowed, lane, flip.head, flip.slot)
                 result.note(Mismatch(step, "merge", *at))
         largest: dict[str, float] = {}
-        for i, layer in enumerate(self.plan.layers):
+        for i, layer in enumerate(self.plan.caches):
             if layer.merges:
                 votes = [
                     state[name]
@@ -178,7 +178,7 @@ class Comparison:
         return found
 
     def _state(self, i: int, outputs: Arrays, present: Arrays, tolerance: Tolerance) -> Difference | None:
-        layer = self.plan.layers[i]
+        layer = self.plan.caches[i]
         ours, theirs = ([state[t.present(i)] for t in layer.state] for state in (outputs, present))
         return state_difference(layer, self.method, ours, theirs, tolerance)
 
@@ -209,12 +209,12 @@ class Comparison:
             largest[name] = max(largest.get(name, 0.0), largest_differences(name, x, theirs[name], heads))
 
     def _named(self, i: int, present: Arrays) -> dict[str, NDArray[Any]]:
-        layer = self.plan.layers[i]
+        layer = self.plan.caches[i]
         return named_state(layer, [present[tensor.present(i)] for tensor in layer.state])
 
     def _against_float64(self, phase: str, feed: Arrays, separate: Arrays, present: Arrays) -> None:
         exact = self.reference.decode_in_float64(feed)
-        for i, layer in enumerate(self.plan.layers):
+        for i, layer in enumerate(self.plan.caches):
             past = named_state(layer, [feed[tensor.past(i)] for tensor in layer.state])
             ours, theirs, truth = (self._named(i, state) for state in (separate, present, exact))
             for name in ("key", "value"):

@@ -57,8 +57,8 @@ def first_layers(
         )  # of whole files, links would be whole copies on another file system
         # The plan says the budgets; shares and whole layers are those of a model of all layers.
         cache = recipe.cache.model_copy(update={"allocation": AllocationSection(kind="uniform")})
-        caches = len(manifest.cache.layers) // total  # of a layer: one, or one for each KV head
-        plan = CachePlan(manifest.cache.layers[: count * caches])
+        caches = len(manifest.cache.caches) // total  # of a layer: one, or one for each KV head
+        plan = CachePlan(manifest.cache.caches[: count * caches])
         yield build(
             recipe.model_copy(update={"model": model, "export": export, "cache": cache}),
             Path(folder) / "artifact",

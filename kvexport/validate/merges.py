@@ -67,7 +67,7 @@ def compare_merge(
 ) -> Iterator[Flip]:
     """Every head of a merge that differs from the reference's. past, engine, reference: the state before and after, as
     merge.onnx names it; lanes are counted from 0. examined: how many heads of the run float64 was asked about."""
-    for i, layer in enumerate(plan.layers):
+    for i, layer in enumerate(plan.caches):
         if not layer.merges:
             continue
         for found in _differing_heads(i, layer, method, engine, reference, tolerance):

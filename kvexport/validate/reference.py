@@ -116,7 +116,7 @@ class TorchReference:
             torch.from_numpy(np.ascontiguousarray(feed[name])) for name in ("input_ids", "query_length", "past_length")
         )
         position = past_length + torch.arange(ids.shape[1])
-        past = {i: self._layer(feed, i) for i in range(len(self.plan.layers))}
+        past = {i: self._layer(feed, i) for i in range(len(self.plan.caches))}
         rotated_by = position
         if self.plan.cache_positions:
             rotated_by = used_slots(past[0][VOTES]) + torch.arange(ids.shape[1])
@@ -129,7 +129,7 @@ class TorchReference:
         present = {
             tensor.present(i): x.numpy()
             for i, state in eager.present.items()
-            for tensor, x in zip(self.plan.layers[i].state, state, strict=True)
+            for tensor, x in zip(self.plan.caches[i].state, state, strict=True)
         }
         return {"logits": logits.float().numpy(), "present_length": (past_length + query_length).numpy(), **present}
 
@@ -149,7 +149,7 @@ class TorchReference:
     def merge(self, feed: Mapping[str, NDArray[Any]]) -> Arrays:
         """merge.onnx: past_key_values.* -> present.* of the layers that can exceed their budgets."""
         present = {}
-        for i, layer in enumerate(self.plan.layers):
+        for i, layer in enumerate(self.plan.caches):
             if layer.merges:
                 state = merge_cache(*self._layer(feed, i), attributes=merge_attributes(layer, self.method))
                 present.update({t.present(i): x.numpy() for t, x in zip(layer.state, state, strict=True)})
@@ -159,7 +159,7 @@ class TorchReference:
     def _watched(self, hidden: dict[int, NDArray[Any]] | None) -> Iterator[None]:
         handles = []
         if hidden is not None:
-            first = [caches[0] for caches in layer_caches(self.geometry, len(self.plan.layers))]
+            first = [caches[0] for caches in layer_caches(self.geometry, len(self.plan.caches))]
             for i, layer in zip(first, self._layers, strict=True):
 
                 def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], i: int = i) -> None:
@@ -174,7 +174,7 @@ class TorchReference:
 
     def _layer(self, feed: Mapping[str, NDArray[Any]], i: int) -> State:
         return tuple(
-            torch.from_numpy(np.ascontiguousarray(feed[tensor.past(i)])) for tensor in self.plan.layers[i].state
+            torch.from_numpy(np.ascontiguousarray(feed[tensor.past(i)])) for tensor in self.plan.caches[i].state
         )
 
 

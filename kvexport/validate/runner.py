@@ -99,11 +99,11 @@ def validate_artifact(
         backend=chosen.name if where is None else f"{chosen.name} {where}",
         tokens=[len(t) for t in tokens],
         texts=texts,
-        budgets=[layer.budget for layer in engine.plan.layers],
+        budgets=[layer.budget for layer in engine.plan.caches],
         tolerance=tolerance,
         operators=chosen.operators(manifest, device),
         own_kl_allowed=OWN_KL[recipe.model.dtype],
-        caches_of="layer" if len(engine.plan.layers) == manifest.model.layers else "cache",
+        caches_of="layer" if len(engine.plan.caches) == manifest.model.layers else "cache",
     )
     watching = Telemetry(engine.plan, shape.geometry, method) if telemetry else None
     _quiet_polygraphy()

@@ -177,7 +177,7 @@ class Telemetry:
 
     def __init__(self, plan: CachePlan, geometry: list[LayerGeometry], method: Method) -> None:
         self.plan, self.method = plan, method
-        self.attributes = [layer_attributes(method, part) for part in of_caches(geometry, len(plan.layers))]
+        self.attributes = [layer_attributes(method, part) for part in of_caches(geometry, len(plan.caches))]
         # The theorem is about votes that count in full, and values weighed by the estimates.
         self.estimates = method.statistics[-1].kind == "log_ema" and method.vote_exponent == 1.0
         # All by (sequence, layer).
@@ -216,7 +216,7 @@ class Telemetry:
 
     def merged(self, first: int, past: Mapping[str, NDArray[Any]], present: Mapping[str, NDArray[Any]]) -> None:
         """The state of sequences first, first + 1, ... before and after a merge, as merge.onnx names it."""
-        for i, layer in enumerate(self.plan.layers):
+        for i, layer in enumerate(self.plan.caches):
             if not layer.merges:
                 continue
             old, new = (
@@ -241,7 +241,7 @@ class Telemetry:
         size, slots = value.shape[-1], votes.shape[-1]
         numbered = torch.cat([value.float(), torch.eye(slots).expand(*votes.shape, slots)], dim=-1)
         method = cast(Method, _Numbered(self.method, size))
-        attributes = replace(merge_attributes(self.plan.layers[layer], self.method), method=method)
+        attributes = replace(merge_attributes(self.plan.caches[layer], self.method), method=method)
         _, merged, filled, *_ = merge_cache(key, numbered, votes, score, position, *extra, attributes=attributes)
         share, to = (merged[..., size:] * (filled > 0)[..., None]).max(dim=2)
         now = torch.where(votes > 0, position, -1).amax(-1, keepdim=True)

@@ -28,7 +28,7 @@ def decode_steps(limits: Limits) -> int:
 
 def default_length(plan: CachePlan, limits: Limits) -> int:
     """Tokens of the longest sequence: enough for some merges in prefill and in decode, in minutes."""
-    merging = max((layer.capacity for layer in plan.layers if layer.merges), default=0)
+    merging = max((layer.capacity for layer in plan.caches if layer.merges), default=0)
     return min(limits.max_length, merging + CHUNKS_PAST * limits.prefill_chunk + decode_steps(limits))
 
 

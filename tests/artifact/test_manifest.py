@@ -64,7 +64,7 @@ def test_writing_and_reading_give_the_same_values(tiny_artifact: Path, raw: dict
     manifest = load_manifest(tiny_artifact)
     assert manifest.name == "tiny"
     assert manifest.limits.max_batch == raw["limits"]["max_batch"]
-    assert manifest.cache.layers[1].budget == raw["cache"][1]["budget"]
+    assert manifest.cache.caches[1].budget == raw["cache"][1]["budget"]
     assert manifest.files["decoder.onnx"].bytes == (tiny_artifact / "decoder.onnx").stat().st_size
     assert manifest.bytes == sum(entry["bytes"] for entry in raw["files"].values())
     written = json.loads(json.dumps(manifest.to_json()))

@@ -40,7 +40,7 @@ def test_the_verb_finds_the_layer_that_answers_and_the_setting_that_keeps_it_who
     assert int(np.argmax(costs)) == 1 and costs[1] > 1.0
     assert found["setting"] == "cache.allocation.whole=[1]"
     plan = plan_cache(recipe_of(*TINY, found["setting"]), geometry(2))
-    assert [(layer.merges, layer.budget) for layer in plan.layers] == [(True, 64), (False, 256)]
+    assert [(layer.merges, layer.budget) for layer in plan.caches] == [(True, 64), (False, 256)]
 
 
 def test_the_report_says_the_line_to_write_or_why_there_is_none() -> None:

@@ -53,7 +53,7 @@ def layers_of(name: str) -> tuple[Any, int, list[LayerCache]]:
     recipe = load_recipe(name, []).recipe
     layers, query_heads, kv_heads, size = SHAPES[name]
     plan = plan_cache(recipe, [LayerGeometry(query_heads, kv_heads, size, size)] * layers)
-    every = sorted({layer.budget: layer for layer in plan.layers if layer.merges}.values(), key=lambda x: x.budget)
+    every = sorted({layer.budget: layer for layer in plan.caches if layer.merges}.values(), key=lambda x: x.budget)
     return recipe, query_heads, [every[0], every[len(every) // 2], every[-1]]
 
 

@@ -84,7 +84,7 @@ class Watched:
         length = lanes.length[request.lane]
         for layer in range(2):
             own = layer_state(self.drafter._part.state, layer, request.lane)
-            full = layer_state(lanes.backend, layer, request.lane)
+            full = layer_state(lanes.state, layer, request.lane)
             for head in range(2):
                 used = int((own["votes"][head] > 0).sum())
                 assert (own["votes"][head] == (np.arange(len(own["votes"][head])) < used)).all()
@@ -92,7 +92,7 @@ class Watched:
                 old = positions[positions < length]
                 assert (np.diff(positions) > 0).all() and len(positions) - len(old) == len(draft)
                 at = {int(p): slot for slot, p in enumerate(full["position"][head]) if full["votes"][head, slot] > 0}
-                window = self.engine.plan.layers[layer].sliding_window or length
+                window = self.engine.plan.caches[layer].sliding_window or length
                 seen = [i for i, p in enumerate(old) if p > length - window]  # the full cache dropped others
                 slots = [at[int(old[i])] for i in seen]  # nothing that was rejected
                 for name in ("key", "value"):
@@ -172,7 +172,7 @@ def test_it_drafts_where_that_pays(plain: Path, monkeypatch: pytest.MonkeyPatch)
     engine = load(plain)
     drafter: Any = engine.drafter
     drafter._settings = drafter._settings.model_copy(update={"after": None})
-    entry = sum(x.kv_heads * (x.key_size + x.value_size) * 4 for x in engine.plan.layers)
+    entry = sum(x.kv_heads * (x.key_size + x.value_size) * 4 for x in engine.plan.caches)
     # Entries that the weights are as large as, lengths of prompts, and the length from which on there are drafts.
     for weights, lengths, expected in ((30, [70], 70), (30, [30, 30], 55), (60, [70], 100), (200, [70], 0)):
         drafter._weights = weights * entry
@@ -218,7 +218,7 @@ def test_slots_stay_fixed_where_no_cache_drafts(tiny_artifact: Path, plain: Path
 def test_the_plan_counts_its_memory(tiny_checkpoint: Path) -> None:
     with_drafter, without = (plan_memory(recipe_of(tiny_checkpoint, s, **KEPT)) for s in (CACHE, {}))
     own = part_plan(with_drafter.recipe, with_drafter.cache)
-    assert own is not None and {layer.capacity for layer in own.layers} == {BUDGET + REBUILD + TOKENS}
+    assert own is not None and {layer.capacity for layer in own.caches} == {BUDGET + REBUILD + TOKENS}
     assert with_drafter.sequence_bytes == without.sequence_bytes + own.bytes(1)
 
 

@@ -138,7 +138,7 @@ def shifted(engine: Engine, ids: np.ndarray, by: int) -> list[np.ndarray]:
     positions all but those of sinks."""
     lanes, half = engine.lanes(1), len(ids) // 2
     lanes.prefill([ids[:half]])
-    state: Any = lanes.backend
+    state: Any = lanes.state
     held = {name: x.copy() for name, x in state.get_state().items()}
     for name, x in held.items():
         if name.endswith(".position"):

@@ -44,7 +44,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
         limits={"max_length": MAX_LENGTH, "max_batch": 4},
     )
     loaded = load(models.build_shared(recipe, folder / "artifact"))
-    assert len({layer.budget for layer in loaded.plan.layers}) == 3
+    assert len({layer.budget for layer in loaded.plan.caches}) == 3
     return loaded
 
 
@@ -59,7 +59,7 @@ def prompts(seed: int = 0) -> list[list[int]]:
 
 
 def state(lanes: Lanes, layer: int, kind: str) -> Any:
-    backend: Any = lanes.backend
+    backend: Any = lanes.state
     return backend.state[f"past_key_values.{layer}.{kind}"]
 
 
@@ -77,7 +77,7 @@ def fresh_lanes(engine: Engine, count: int) -> Lanes:
 
 
 def lane_bytes(lanes: Lanes, lane: int) -> list[bytes]:
-    backend: Any = lanes.backend
+    backend: Any = lanes.state
     return [array[lane].tobytes() for array in [*backend.state.values(), backend.past_length]]
 
 
@@ -129,7 +129,7 @@ def test_an_empty_lane_stays_empty(engine: Engine) -> None:
 
 @pytest.mark.parametrize("length", [1, CHUNK - 1, CHUNK, CHUNK + 1, 11])
 def test_where_chunks_end_does_not_matter_within_the_budget(engine: Engine, length: int) -> None:
-    assert length <= min(layer.budget for layer in engine.plan.layers)
+    assert length <= min(layer.budget for layer in engine.plan.caches)
     ids = models.random_ids(2, length)[0]
     whole = engine.lanes(1).prefill([ids])
     pieces = engine.lanes(1)
@@ -145,7 +145,7 @@ def test_prefill_goes_chunk_by_chunk_and_ends_within_every_budget(engine: Engine
     lanes.prefill(models.random_ids(3, length), lambda done, total: seen.append((done, total)))
     assert seen == [(min(end, length), length) for end in range(CHUNK, length + CHUNK, CHUNK)]
     assert lanes.length == [length]
-    for i, layer in enumerate(engine.plan.layers):
+    for i, layer in enumerate(engine.plan.caches):
         assert (used_slots(lanes, i) == min(length, layer.budget)).all()
 
 
@@ -163,9 +163,9 @@ def test_a_call_takes_no_more_than_a_chunk(engine: Engine) -> None:
 def watch(engine: Engine, lanes: Lanes) -> list[int]:
     """Holds every call of the backend against the contract from now on. The lanes of every merge come into the list
     returned."""
-    backend: Any = lanes.backend
+    backend: Any = lanes.state
     decode, merge = backend.decode, backend.merge
-    layers = list(enumerate(engine.plan.layers))
+    layers = list(enumerate(engine.plan.caches))
     merged: list[int] = []
 
     def watched_decode(input_ids: Any, query_length: Any, first: int) -> Any:
@@ -203,7 +203,7 @@ def test_ten_times_the_budget_stays_within_capacity_and_merges_to_the_budget(eng
     assert lanes.length == [160, 160, 60]
     assert [merged.count(lane) > 3 for lane in range(3)] == [True] * 3
     # Decoded tokens merge every so many of them, a lane on its own account.
-    largest = max(layer.budget for layer in engine.plan.layers)
+    largest = max(layer.budget for layer in engine.plan.caches)
     assert merged.count(1) <= 20 // CHUNK + (160 - 20) // MERGE_EVERY + 1
     assert all(used_slots(lanes, i).max() <= largest + MERGE_EVERY for i in range(3))
 
@@ -212,7 +212,7 @@ def test_votes_never_exceed_the_tokens_seen_and_nothing_else_is_lost(engine: Eng
     lanes = engine.lanes(2)
     ids = models.random_ids(5, 150, 60)
     lanes.prefill(ids)
-    for i, layer in enumerate(engine.plan.layers):
+    for i, layer in enumerate(engine.plan.caches):
         used, total = votes(lanes, i) > 0, votes(lanes, i).sum(-1)
         # Whole votes: what merged is counted, what found no neighbour is gone.
         np.testing.assert_array_equal(votes(lanes, i), np.round(votes(lanes, i)))

@@ -47,7 +47,7 @@ def run(engine: Engine, steps: int = 10**6) -> None:
 
 def lane_bytes(engine: Engine, lane: int) -> list[bytes]:
     lanes: Any = engine._pool._lanes
-    return [array[lane].tobytes() for array in [*lanes.backend.state.values(), lanes.backend.past_length]]
+    return [array[lane].tobytes() for array in [*lanes.state.state.values(), lanes.state.past_length]]
 
 
 # Random schedules.
@@ -128,13 +128,13 @@ def test_a_long_prompt_joins_and_those_that_decode_go_on_between_its_chunks(
     engine.add(long)
     calls: list[tuple[int, ...]] = []
     lanes: Any = engine._pool._lanes
-    decode = lanes.backend.decode
+    decode = lanes.state.decode
 
     def watched(input_ids: Any, query_length: Any, first: int) -> Any:
         calls.append((*input_ids.shape, first))
         return decode(input_ids, query_length, first)
 
-    lanes.backend.decode = watched
+    lanes.state.decode = watched
     while not long.tokens:
         before = len(running.tokens)
         engine.step()
@@ -217,7 +217,7 @@ def test_a_lane_whose_prompt_is_read_is_left_as_it_is_by_those_around_it_that_de
         engine.add(request)
     run(engine, 3)
     lanes: Any = engine._pool.lanes
-    decode, seen = lanes.backend.decode, []
+    decode, seen = lanes.state.decode, []
 
     def watched(input_ids: Any, query_length: Any, start: int) -> Any:
         before = lane_bytes(engine, 1)
@@ -226,7 +226,7 @@ def test_a_lane_whose_prompt_is_read_is_left_as_it_is_by_those_around_it_that_de
             seen.append(lane_bytes(engine, 1) == before)
         return logits
 
-    lanes.backend.decode = watched
+    lanes.state.decode = watched
     while between.unread:
         engine.step()
     assert len(seen) > 2 and all(seen)
@@ -333,7 +333,7 @@ def test_a_stream_that_is_closed_frees_its_lanes(tiny_artifact: Path, solo: Call
 def poison(engine: Engine, lane: int) -> None:
     """As an overflow of the model leaves it, in used slots and others."""
     lanes: Any = engine._pool._lanes
-    for name, array in lanes.backend.state.items():
+    for name, array in lanes.state.state.items():
         if name.endswith((".key", ".value")):
             array[lane] = np.nan
 
@@ -414,7 +414,7 @@ def test_where_no_lanes_can_be_added_the_request_that_needs_one_fails(
     def full(lanes: int) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(engine._pool._lanes.backend, "grown", full)  # type: ignore[union-attr]
+    monkeypatch.setattr(engine._pool._lanes.state, "grown", full)  # type: ignore[union-attr]
     engine.add(joins)
     with pytest.raises(MemoryError):
         engine.step()

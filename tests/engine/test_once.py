@@ -49,7 +49,7 @@ def engine(checkpoint: Path) -> Engine:
 
 def used(engine: Engine, state: Any) -> list[list[int]]:
     """Of every layer and KV head."""
-    return [(state[f"past_key_values.{i}.votes"] > 0).sum(-1).tolist() for i in range(len(engine.plan.layers))]
+    return [(state[f"past_key_values.{i}.votes"] > 0).sum(-1).tolist() for i in range(len(engine.plan.caches))]
 
 
 def test_nothing_merges_before_the_end_of_a_prompt(engine: Engine) -> None:
@@ -58,10 +58,10 @@ def test_nothing_merges_before_the_end_of_a_prompt(engine: Engine) -> None:
     for start in range(0, last, CHUNK):
         lanes.append([ids[start : start + CHUNK]], prefill=True, unread=[0])
     state = lanes.read(0)
-    assert used(engine, state) == [[last] * 2] * len(engine.plan.layers) and lanes.merges == 0
+    assert used(engine, state) == [[last] * 2] * len(engine.plan.caches) and lanes.merges == 0
     assert state["past_key_values.0.position"][0].tolist() == list(range(last)), "all tokens, each in a slot of its own"
     lanes.append([ids[last:]], prefill=True)
-    assert used(engine, lanes.read(0)) == [[BUDGET] * 2] * len(engine.plan.layers) and lanes.merges == 1
+    assert used(engine, lanes.read(0)) == [[BUDGET] * 2] * len(engine.plan.caches) and lanes.merges == 1
 
 
 def finish(engine: Engine, *requests: Request) -> None:
@@ -78,7 +78,7 @@ def test_questions_follow_a_context_that_was_compressed_once(engine: Engine) -> 
     finish(engine, first, Request(models.random_ids(5, 20)[0].tolist(), settings))
     assert first.snapshot is not None
     at = BUDGET + first.snapshot.length - PROMPT
-    assert used(engine, first.snapshot.state) == [[at] * 2] * len(engine.plan.layers), "no answer's token merged yet"
+    assert used(engine, first.snapshot.state) == [[at] * 2] * len(engine.plan.caches), "no answer's token merged yet"
     asked = [Request(ids, settings, start=first.snapshot, keep=True) for ids in (question, other)]
     finish(engine, *asked)
     alone = Request(question, settings, start=first.snapshot, keep=True)
@@ -108,7 +108,7 @@ def test_a_snapshot_holds_the_reference_queries_that_a_merge_will_read_and_no_ot
         engine.step()
     snapshot = engine.preempt(request.id)
     rings = [x.shape[1] for name, x in snapshot.state.items() if name.endswith((".query", ".query_seen"))]
-    assert rings == [rows] * 2 * len(engine.plan.layers)
+    assert rings == [rows] * 2 * len(engine.plan.caches)
     data = snapshot.to_bytes()
     # As it was written before: all rows, in the format's first version.
     old = dataclasses.replace(snapshot, state=with_whole_rings(engine.plan, snapshot.state)).to_bytes()
@@ -185,7 +185,7 @@ def test_validate_knows_where_the_prompts_of_its_sequences_end() -> None:
 
 
 def test_the_plan_has_room_for_the_longest_prompt_and_says_what_is_used_after_it(engine: Engine) -> None:
-    assert [layer.capacity for layer in engine.plan.layers] == [LENGTH] * len(engine.plan.layers)
+    assert [layer.capacity for layer in engine.plan.caches] == [LENGTH] * len(engine.plan.caches)
 
 
 def test_an_unlimited_length_needs_room_that_is_written_down(checkpoint: Path) -> None:

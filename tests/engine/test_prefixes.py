@@ -93,9 +93,9 @@ def test_a_lane_that_may_hold_nan_is_not_kept(engine: Engine, cold: Engine, monk
     prompt = SHARED[:40]
     engine.generate([1], max_new_tokens=1)
     lanes: Any = engine._pool.lanes
-    decode = lanes.backend.decode
+    decode = lanes.state.decode
     with monkeypatch.context() as patch:
-        patch.setattr(lanes.backend, "decode", lambda *call: np.full_like(decode(*call), np.nan))
+        patch.setattr(lanes.state, "decode", lambda *call: np.full_like(decode(*call), np.nan))
         assert answered(engine, prompt)[0].finish_reason == "error"
     assert engine.prefixes is not None and len(engine.prefixes) == 0
     assert tokens(engine, prompt) == tokens(cold, prompt)

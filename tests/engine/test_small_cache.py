@@ -47,7 +47,7 @@ def engine(artifact: Path) -> Engine:
 
 
 def test_an_artifact_has_int8_keys_and_values_and_their_scales(artifact: Path, engine: Engine) -> None:
-    layer = engine.plan.layers[0]
+    layer = engine.plan.caches[0]
     assert layer.dtype == "int8" and layer.extra == SCALES
     slots = layer.kv_heads * layer.capacity
     assert layer.bytes() == slots * (2 * layer.key_size + 2 * 4 + 3 * 4)
@@ -114,7 +114,7 @@ def test_keys_of_8_bits_go_with_values_of_4(tiny_checkpoint: Path, tmp_path: Pat
     assert result.passed, result.problem
     assert result.in_place_identical and result.head_merges
     engine = load(artifact)
-    layer = engine.plan.layers[0]
+    layer = engine.plan.caches[0]
     assert layer.slot_bytes() == layer.kv_heads * (layer.key_size + layer.value_size // 2)
     assert layer.bytes() == layer.capacity * (layer.slot_bytes() + layer.kv_heads * (2 * 4 + 3 * 4))
     request = Request([3, 1, 4], engine.settings(max_new_tokens=8))
@@ -138,7 +138,7 @@ def test_rows_of_an_odd_size_have_no_pairs(
 
 def test_a_layer_of_4_bits_takes_half_of_8(tiny_checkpoint: Path) -> None:
     eight, four = (
-        plan_cache(recipe_of(tiny_checkpoint, dtype=name), [LayerGeometry(4, 2, 64, 32)]).layers[0]
+        plan_cache(recipe_of(tiny_checkpoint, dtype=name), [LayerGeometry(4, 2, 64, 32)]).caches[0]
         for name in ("int8", "int4")
     )
     assert four.slot_bytes() * 2 == eight.slot_bytes() == 2 * (64 + 32)

@@ -86,7 +86,7 @@ def test_layers_that_recall_hangs_on_cost_most_and_keeping_them_whole_brings_ans
 ) -> None:
     given = text(full)
     found, costs = retrieval_layers(full, [given], kept=0.05)
-    assert costs.shape == (len(FACTS), len(full.plan.layers))
+    assert costs.shape == (len(FACTS), len(full.plan.caches))
     np.testing.assert_allclose([a.nll for a in found], [a.nll for a in answers(full, given)], atol=1e-6)
     cost = costs.mean(0)
     assert cost.max() > 0.2
@@ -95,9 +95,9 @@ def test_layers_that_recall_hangs_on_cost_most_and_keeping_them_whole_brings_ans
     whole = engine_of(
         tmp_path / "whole", "tiny-streaming", f"cache.budget={budget}", f"cache.allocation.whole=[{most}]"
     )
-    kept = whole.plan.layers[most]
+    kept = whole.plan.caches[most]
     assert (kept.capacity, kept.merges) == (256, False)
-    others = [layer.budget for i, layer in enumerate(whole.plan.layers) if i != most]
+    others = [layer.budget for i, layer in enumerate(whole.plan.caches) if i != most]
     assert others == [24]
     small = engine_of(tmp_path / "small", "tiny-streaming", "cache.budget=24")
     with_whole, without = ([a.nll for a in answers(e, given)] for e in (whole, small))

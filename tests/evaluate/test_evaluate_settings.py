@@ -54,7 +54,7 @@ def test_bytes_are_those_after_the_prompt_where_it_is_compressed_once() -> None:
     found = equal_bytes("tiny-base", ["h2o", "ballot"], [0.125], 512, GEOMETRY, whole)
     expected = equal_bytes("tiny-base", ["h2o", "ballot"], [0.125], 512, GEOMETRY, whole[1:])
     assert [(c.slots, c.bytes) for c in found] == [(c.slots, c.bytes) for c in expected]
-    assert {layer.capacity for c in found for layer in plan_cache(c.recipe, GEOMETRY).layers} == {1024}
+    assert {layer.capacity for c in found for layer in plan_cache(c.recipe, GEOMETRY).caches} == {1024}
 
 
 def test_a_longer_checkpoint_shares_the_weights(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_more_places_than_the_model_has_positions(llama: Path) -> None:
     error = refusal(recipe_for(llama, budget=500))
     assert "the cache has 516 places (budget and slack), but llama has 512 positions" in error.problem
     assert error.fix.startswith("--set cache.budget=496,")
-    assert read_model(recipe_for(llama, budget=496), weights=False).plan.layers[0].capacity == 512
+    assert read_model(recipe_for(llama, budget=496), weights=False).plan.caches[0].capacity == 512
 
 
 def test_no_end_with_absolute_positions(llama: Path) -> None:
@@ -118,13 +118,13 @@ def test_layers_that_rotate_nothing_stay_as_they_are(tmp_path: Path) -> None:
     """SmolLM3 leaves out every fourth layer's rotary embedding: there are no places to turn keys to."""
     config = transformers.SmolLM3Config(**{**models.SIZES, "num_hidden_layers": 4}, no_rope_layers=[1, 1, 1, 0])
     recipe = recipe_for(dummy_checkpoint(tmp_path / "checkpoint", config))
-    layers = read_model(recipe, weights=False).plan.layers
+    layers = read_model(recipe, weights=False).plan.caches
     nodes = [merge_cache_node_attributes(merge_attributes(layer, recipe.cache.build_method())) for layer in layers]
     turned = [{"cache_positions", "inverse_frequencies"} <= node.keys() for node in nodes]
     assert turned == [True, True, True, False]
 
 
 def test_absolute_positions_put_nothing_new_into_a_graph(llama: Path) -> None:
-    rotary = read_model(recipe_for(llama, length=512, positions="absolute"), weights=False).plan.layers[0].rotary
+    rotary = read_model(recipe_for(llama, length=512, positions="absolute"), weights=False).plan.caches[0].rotary
     assert not rotary.cache_positions
     assert not rotary.inverse_frequencies

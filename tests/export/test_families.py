@@ -201,12 +201,12 @@ def difference(got: list[models.Logits], expected: list[models.Logits]) -> float
 @pytest.mark.parametrize(("name", "method"), sorted(cases()))
 def test_budget_beyond_the_length_equals_hugging_face(workshop: Workshop, name: str, method: str) -> None:
     engine = workshop.engine(name, method)
-    assert tuple(layer.sliding_window for layer in engine.plan.layers) == FAMILIES[name].windows
+    assert tuple(layer.sliding_window for layer in engine.plan.caches) == FAMILIES[name].windows
     merged: set[int] = set()
 
     def count_slots(lanes: Any) -> None:
-        for i, layer in enumerate(engine.plan.layers):
-            used = (lanes.backend.state[f"past_key_values.{i}.votes"] > 0).sum(-1)
+        for i, layer in enumerate(engine.plan.caches):
+            used = (lanes.state.state[f"past_key_values.{i}.votes"] > 0).sum(-1)
             assert used.max() <= layer.capacity
             if used.max() < max(lanes.length):
                 merged.add(i)
@@ -232,7 +232,7 @@ def test_checkpoint_becomes_float16(workshop: Workshop, name: str, monkeypatch: 
         if not native:
             monkeypatch.setenv("KVEXPORT_OPERATORS", "off")
         engine = load(artifact)
-        assert {str(layer.dtype) for layer in engine.plan.layers} == {"float16"}
+        assert {str(layer.dtype) for layer in engine.plan.caches} == {"float16"}
         assert engine.new_state(1).state["past_key_values.0.key"].dtype == np.float16
         got = models.given_tokens_logits(engine, workshop.sequences, PROMPTS)
         # Rounded, but only rounded.

@@ -43,7 +43,7 @@ def test_equal_shares_of_heads_give_what_layers_with_that_budget_give() -> None:
         backend = ReferenceBackend(reference, reference.plan, 2)
         lanes = Lanes(backend, reference.plan, 2, prefill_chunk=16, merge_every=8)
         found.append([lanes.append([t[i : i + 16] for t in tokens], prefill=True) for i in range(0, 64, 16)])
-    assert [len(plan_cache(recipe_of(s), shape.geometry).layers) for s in (None, "[[1, 1], [1, 1]]")] == [2, 4]
+    assert [len(plan_cache(recipe_of(s), shape.geometry).caches) for s in (None, "[[1, 1], [1, 1]]")] == [2, 4]
     for together, apart in zip(*found, strict=True):
         np.testing.assert_allclose(apart, together, rtol=1e-4, atol=1e-4)
 
@@ -52,7 +52,7 @@ def test_an_engine_whose_heads_have_budgets_of_their_own_is_pytorchs(tmp_path: P
     path = build(recipe_of(UNEQUAL), tmp_path / "heads", name="heads")
     manifest = load_manifest(path)
     assert (manifest.model.layers, manifest.model.query_heads) == (2, (2, 2, 2, 2))
-    assert [layer.budget for layer in manifest.cache.layers] == [14, 34, 29, 19]
+    assert [layer.budget for layer in manifest.cache.caches] == [14, 34, 29, 19]
     result = validate_artifact(path, length=48)
     assert result.passed and result.in_place_identical and result.head_merges > 10
     assert "budget, slots per cache" in render_text(result.sections())
@@ -68,7 +68,7 @@ def test_sink_logits_go_to_the_cache_of_their_heads() -> None:
     node = helper.make_node("VoteAttention", inputs, ["output", *outputs[1:]], domain="kvexport", layer=0)
     read = helper.make_node("Identity", ["output"], ["read"])
     named = {x.past(0): x for x in STATE} | {x.present(0): x for x in STATE}
-    shapes = {name: ["batch", *whole.layers[0].shapes(1)[x.name][1:]] for name, x in named.items()}
+    shapes = {name: ["batch", *whole.caches[0].shapes(1)[x.name][1:]] for name, x in named.items()}
     given, made = (
         [helper.make_tensor_value_info(name, TensorProto.FLOAT, shapes.get(name)) for name in names]
         for names in (inputs, outputs)
@@ -85,5 +85,5 @@ def test_sink_logits_go_to_the_cache_of_their_heads() -> None:
         assert (sinks.inputs[0].name, sinks.attributes["axis"].as_int()) == ("sinks", 0)
         assert list(sinks.outputs).index(node.inputs[-1]) == cache
         assert [x.name for x in node.inputs[5:10]] == [x.past(cache) for x in STATE]
-    assert [x.shape[2] for x in model.graph.inputs if x.name.endswith(".key")] == [x.capacity for x in plan.layers]
+    assert [x.shape[2] for x in model.graph.inputs if x.name.endswith(".key")] == [x.capacity for x in plan.caches]
     assert [x.name for x in model.graph.outputs][:2] == ["read", "present.0.key"]

@@ -134,7 +134,7 @@ def test_copies_are_what_a_trace_of_the_whole_gives(name: str, layers: list[tupl
     found = traces(name)
     assert found.traced == layers
     assert list(terms(found.copied)) == list(terms(found.whole)) and terms(found.copied) == terms(found.whole)
-    assert len({layer.capacity for layer in found.given[2].layers}) > 1
+    assert len({layer.capacity for layer in found.given[2].caches}) > 1
     assert [v.name for v in found.copied.graph.inputs] == [v.name for v in found.whole.graph.inputs]
     outputs = [v.name for node in found.copied.graph for v in node.outputs]
     assert len(set(outputs)) == len(outputs)

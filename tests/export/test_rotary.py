@@ -117,7 +117,7 @@ def test_an_artifact_that_rotates_keys_carries_the_frequencies_and_passes_valida
         tiny_checkpoint, cache=cache, export={"prefill_chunk": 16}, limits={"max_length": 512, "max_batch": 4}
     )
     artifact = build(recipe, tmp_path / "artifact")
-    saved = load_manifest(artifact).cache.layers[0].rotary
+    saved = load_manifest(artifact).cache.caches[0].rotary
     assert saved.inverse_frequencies == pytest.approx(frequencies(10000.0, 8))
     nodes = onnx.load(artifact / "merge.onnx").graph.node
     for node in nodes:

@@ -88,7 +88,7 @@ def artifact(pointed: str, tiny_checkpoint: Path, tmp_path_factory: pytest.TempP
 def test_an_artifact_carries_it_and_every_step_is_pytorchs(artifact: Path) -> None:
     """Three sequences of different lengths, far past the budget; in place, and with separate buffers, bit for bit."""
     engine = load(artifact)
-    layer = engine.manifest.cache.layers[0]
+    layer = engine.manifest.cache.caches[0]
     assert [tensor.name for tensor in layer.state] == [*STATE_NAMES, "latest_query", "calls"]
     slots = layer.kv_heads * layer.capacity
     assert layer.bytes() == sum(

@@ -229,7 +229,7 @@ def test_an_artifact_keeps_the_ring_and_goes_on_from_a_snapshot(
     recipe = make_recipe(tiny_checkpoint, cache=cache, export={"prefill_chunk": 16}, limits=RECIPE["limits"])
     artifact = build_shared(recipe, tmp_path_factory.mktemp("fitting") / "artifact")
     engine = load(artifact)
-    layer = engine.manifest.cache.layers[0]
+    layer = engine.manifest.cache.caches[0]
     assert [tensor.name for tensor in layer.state] == [*STATE_NAMES, "query", "query_seen"]
     slots = layer.kv_heads * layer.capacity * (2 * layer.key_size + 3) * 4
     assert layer.bytes() == slots + layer.kv_heads * 8 * (layer.key_size + 1) * 4

@@ -204,7 +204,7 @@ def test_the_artifact_says_its_ranks(artifact: Path) -> None:
     assert "2 processes of 1 KV heads each" in " ".join(shown.split())
     manifest = load_manifest(artifact)
     assert manifest.graphs.ranks == ("decoder.rank1.onnx",)
-    assert [layer.kv_heads for layer in manifest.cache.layers] == [2, 2]
+    assert [layer.kv_heads for layer in manifest.cache.caches] == [2, 2]
     refused = CliRunner().invoke(app, ["deploy", "triton", str(artifact), "--out", "x", "--kind", "state"])
     assert refused.exit_code == 2
 

@@ -83,7 +83,7 @@ def rows(lanes: Lanes, prompt: Any, tokens: Any) -> Any:
 
 
 def part_of(lanes: Lanes) -> tuple[PeriodicState, Any]:
-    state = lanes.backend
+    state = lanes.state
     assert isinstance(state, PeriodicState)
     return state, state._part.view(0)
 
@@ -106,7 +106,7 @@ def test_a_choice_of_all_entries_reads_what_the_full_cache_has(opened: Any, full
     """Slots that are many enough, though steps read the part."""
     (prompt, tokens) = random_ids(2, 60, 40, vocabulary=64)
     lanes = opened(slots=120).lanes(1)
-    lanes.backend._settings = lanes.backend._settings.model_copy(update={"slots": 119})  # type: ignore[attr-defined]
+    lanes.state._settings = lanes.state._settings.model_copy(update={"slots": 119})  # type: ignore[attr-defined]
     expected = rows(full.lanes(1), prompt, tokens)
     np.testing.assert_allclose(rows(lanes, prompt, tokens), expected, rtol=0, atol=1e-4)
 
@@ -116,7 +116,7 @@ def test_a_choice_of_all_entries_reads_what_the_full_cache_has(opened: Any, full
 def test_a_step_reads_what_was_chosen_and_the_tokens_since(opened: Any, method: str, delay: int) -> None:
     """Far past the slots: sinks, the latest and those of the highest score, copied bit by bit."""
     lanes = opened(method="keepkv" if method == "keepkv" else "h2o", delay=delay).lanes(1)
-    lanes.backend._part.scored = method != "unscored"  # as of a method that keeps no scores
+    lanes.state._part.scored = method != "unscored"  # as of a method that keeps no scores
     prompt, tokens = random_ids(3, 50, 150, vocabulary=64)
     lanes.prefill([prompt])
     chosen, budget = [], SLOTS - EVERY - delay

@@ -136,7 +136,7 @@ _traces: dict[str, Any] = {}
 
 
 def _trace_decoder(model: Any, mode: Any, plan: Any, *, last_logits: bool) -> Any:
-    shapes = [(layer.shapes(1), layer.dtype) for layer in plan.layers]
+    shapes = [(layer.shapes(1), layer.dtype) for layer in plan.caches]
     key = repr((model.config.to_json_string(), model.dtype, shapes, plan.cache_positions, last_logits))
     if key not in _traces:
         _traces[key] = _real_trace_decoder(model, mode, plan, last_logits=last_logits)

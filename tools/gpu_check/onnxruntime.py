@@ -151,7 +151,7 @@ def step_times(engine: Any) -> Figures:
     spans: tuple[list[float], list[float]] = ([], [])
     for _ in range(STEPS):
         start, merges = time.perf_counter(), lanes.merges
-        lanes.append_by(lanes.backend.step, [[1]])
+        lanes.append_by(lanes.state.step, [[1]])
         spans[lanes.merges > merges].append(time.perf_counter() - start)
     # The first ones capture.
     plain, merging = (1e3 * float(np.median(each[2:])) for each in spans)

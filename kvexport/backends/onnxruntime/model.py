@@ -60,7 +60,7 @@ class OnnxRuntimeState:
         self._names = [(name, present) for name, present, *_ in plan.state_names()]
         self._emptied = {
             tensor.past(i)
-            for i, layer in enumerate(plan.layers)
+            for i, layer in enumerate(plan.caches)
             for tensor in layer.state
             if tensor.name == "votes" or tensor.slot_axis is None
         }

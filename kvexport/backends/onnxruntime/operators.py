@@ -129,7 +129,7 @@ def implementations(manifest: Manifest, device: str | None = None) -> dict[str, 
     device = device or section.of(recipe).device
     path = library(device)
     method = recipe.cache.build_method()
-    stored = manifest.cache.layers[0].dtype
+    stored = manifest.cache.caches[0].dtype
     found = {}
     for op in ("VoteAttention", "MergeCache"):
         if path and stored in SMALL and not has_small_cache(path):
@@ -151,7 +151,7 @@ def _why_no_layer(path: Path, op: str, manifest: Manifest) -> str | None:
     merges = op == "MergeCache"
     ask = getattr(loaded(path), "kvexport_merge_problem" if merges else "kvexport_attention_problem")
     ask.restype = ctypes.c_char_p
-    caches = manifest.cache.layers
+    caches = manifest.cache.caches
     for i, (layer, heads) in enumerate(zip(caches, manifest.model.query_heads, strict=True)):
         sizes = (layer.kv_heads, layer.capacity, layer.key_size, layer.value_size, layer.statistics)
         if merges and layer.budget >= layer.capacity:

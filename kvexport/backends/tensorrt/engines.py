@@ -200,7 +200,7 @@ def input_shape(state: CachePlan, name: str, batch: int, tokens: int) -> tuple[i
     if name in ("query_length", "past_length"):
         return (batch, 1)
     _, layer, kind = name.split(".")
-    return state.layers[int(layer)].shapes(batch)[kind]
+    return state.caches[int(layer)].shapes(batch)[kind]
 
 
 def cache_folder() -> Path:

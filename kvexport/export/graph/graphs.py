@@ -49,7 +49,7 @@ def attention_functions(
             cache_type="" if cache.dtype == dtype else cache.dtype,
             sinks=layer.sink_logits,
         )
-        for cache, layer in zip(plan.layers, of_caches(geometry, len(plan.layers)), strict=True)
+        for cache, layer in zip(plan.caches, of_caches(geometry, len(plan.caches)), strict=True)
     ]
 
 
@@ -86,7 +86,7 @@ def finish_decoder(
     split_heads(model.graph, geometry, plan)
     if float_input:
         take_floats(model.graph)
-    proto, parts = ir.to_proto(model), of_caches(geometry, len(plan.layers))
+    proto, parts = ir.to_proto(model), of_caches(geometry, len(plan.caches))
     for node in proto.graph.node:
         if (node.domain, node.op_type) != (DOMAIN, "VoteAttention"):
             continue
@@ -103,7 +103,7 @@ def open_slots(decoder: onnx.ModelProto, plan: CachePlan) -> None:
     it computes knows none: capacities stand in the shapes of inputs and outputs alone."""
     axes = {
         name: x.slot_axis
-        for i, layer in enumerate(plan.layers)
+        for i, layer in enumerate(plan.caches)
         for x in layer.state
         for name in (x.past(i), x.present(i))
     }
@@ -116,7 +116,7 @@ def merge_model(plan: CachePlan, method: Method) -> onnx.ModelProto | None:
     """merge.onnx: the state of every layer that can exceed its budget, in and out; None where no layer can."""
     nodes, inputs, outputs = [], [], []
     functions: dict[str, onnx.FunctionProto] = {}
-    for i, layer in enumerate(plan.layers):
+    for i, layer in enumerate(plan.caches):
         if not layer.merges:
             continue
         attributes = merge_attributes(layer, method)

@@ -21,17 +21,17 @@ HEADS = {"query": 1, "key": 1, "value": 1, "sink_logits": 0}  # the dimension th
 
 def layers_plan(plan: CachePlan, geometry: Sequence[LayerGeometry]) -> CachePlan:
     """One cache for each layer, to trace a decoder with; capacities are those of its first head."""
-    caches = zip(geometry, layer_caches(geometry, len(plan.layers)), strict=True)
-    return CachePlan(tuple(replace(plan.layers[own[0]], kv_heads=layer.kv_heads) for layer, own in caches))
+    caches = zip(geometry, layer_caches(geometry, len(plan.caches)), strict=True)
+    return CachePlan(tuple(replace(plan.caches[own[0]], kv_heads=layer.kv_heads) for layer, own in caches))
 
 
 def split_heads(graph: ir.Graph, geometry: Sequence[LayerGeometry], plan: CachePlan) -> None:
     """Give every layer of a decoder that was traced with `layers_plan` the caches of `plan`."""
-    if len(plan.layers) == len(geometry):
+    if len(plan.caches) == len(geometry):
         return
-    operator, caches = VOTE_ATTENTION.with_state(plan.layers[0].extra), layer_caches(geometry, len(plan.layers))
+    operator, caches = VOTE_ATTENTION.with_state(plan.caches[0].extra), layer_caches(geometry, len(plan.caches))
     nodes = {n.attributes["layer"].as_int(): n for n in graph if is_op(n, VOTE_ATTENTION.name, DOMAIN)}
-    tensors = [(i, x) for i in nodes for x in plan.layers[0].state]
+    tensors = [(i, x) for i in nodes for x in plan.caches[0].state]
     state = {name for i, x in tensors for name in (x.past(i), x.present(i))}
     graph.inputs[:] = [value for value in graph.inputs if value.name not in state]
     graph.outputs[:] = [value for value in graph.outputs if value.name not in state]
@@ -44,8 +44,8 @@ def _split(graph: ir.Graph, node: ir.Node, caches: range, plan: CachePlan, opera
     parts = {name: _parts(graph, node, given.get(name), name, caches) for name in HEADS}
     outputs = []
     for part, cache in enumerate(caches):
-        shapes = plan.layers[cache].shapes(1)
-        past = {f"past_{x.name}": (x, given[f"past_{x.name}"]) for x in plan.layers[cache].state}
+        shapes = plan.caches[cache].shapes(1)
+        past = {f"past_{x.name}": (x, given[f"past_{x.name}"]) for x in plan.caches[cache].state}
         held, made = {}, []
         for (name, (tensor, old)), present in zip(past.items(), node.outputs[1:], strict=True):
             assert old is not None and old.shape is not None

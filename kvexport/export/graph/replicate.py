@@ -87,7 +87,7 @@ def _find_layers(graph: ir.Graph, prefix: str, plan: CachePlan) -> dict[int, _La
             return {}
         owner.update(dict.fromkeys(node.outputs, *owners))
         found[min(owners)].nodes.append(node)
-    state = {tensor.present(i): i for i in numbers for tensor in plan.layers[i].state}
+    state = {tensor.present(i): i for i in numbers for tensor in plan.caches[i].state}
     threaded = [(layer.entry.inputs[0], layer.exit.outputs[0]) for layer in found.values()]
     regular = (
         all(owner.get(value) == state.get(str(value.name)) for value in graph.outputs)
@@ -164,7 +164,7 @@ def _copy(
 ) -> ir.Value | None:
     """`layer` once more, as layer j, of the hidden state `hidden`; returns the hidden state after it. Its parameters
     have no data."""
-    shapes, copies = plan.layers[j].shapes(1), {layer.entry.outputs[0]: hidden}
+    shapes, copies = plan.caches[j].shapes(1), {layer.entry.outputs[0]: hidden}
 
     def copied(value: ir.Value) -> ir.Value:
         own = _renamed(str(value.name), layer.number, j, prefix)
@@ -208,4 +208,4 @@ def _state_order(value: ir.Value, plan: CachePlan) -> tuple[int, int]:
     if not match:
         return (-1, 0)
     layer = int(match[1])
-    return layer, [tensor.name for tensor in plan.layers[layer].state].index(match[2])
+    return layer, [tensor.name for tensor in plan.caches[layer].state].index(match[2])

@@ -121,7 +121,7 @@ class _Decoder(nn.Module):
     def __init__(self, model: Any, plan: CachePlan, last_logits: bool) -> None:
         super().__init__()
         self.model, self.plan, self.last_logits = model, plan, last_logits
-        self.operator = VOTE_ATTENTION.with_state(plan.layers[0].extra)
+        self.operator = VOTE_ATTENTION.with_state(plan.caches[0].extra)
         self.layers: Sequence[int] = ()
         self.token_logits = TokenLogits(model)
 
@@ -131,14 +131,14 @@ class _Decoder(nn.Module):
         step = torch.arange(input_ids.shape[1], device=input_ids.device)
         position = rotated_by = past_length + step
         given = iter(past)
-        state = {i: {f"past_{x.name}": next(given) for x in self.plan.layers[i].state} for i in self.layers}
+        state = {i: {f"past_{x.name}": next(given) for x in self.plan.caches[i].state} for i in self.layers}
         fitting = query_length
         if self.plan.cache_positions:
             used = used_slots(state[self.layers[0]]["past_votes"])
             rotated_by = used + step
             # No caller brings more than there is room for. That it depends on the votes is what counts: none of them is
             # written over before they are read here.
-            fitting = torch.minimum(query_length, self.plan.layers[0].capacity - used)
+            fitting = torch.minimum(query_length, self.plan.caches[0].capacity - used)
         tracing = _Tracing(self.operator, position, fitting, state)
         self.token_logits.query_length = query_length if self.last_logits else None
         with attending(tracing):
@@ -161,18 +161,18 @@ def trace_decoder(model: Any, mode: FakeTensorMode, plan: CachePlan, *, last_log
     once more to be sure. Raises UsageError where the model cannot be traced."""
     decoder = _Decoder(model, plan, last_logits).eval()
     layers = find_layers(model, mode)
-    if layers and len(layers.traced()) < len(plan.layers):
+    if layers and len(layers.traced()) < len(plan.caches):
         with contextlib.suppress(UsageError):  # what cannot be traced at all, the trace of the whole says
             traced = _trace_some(decoder, mode, plan, layers)
             if replicate_layers(traced, layers, plan):
                 return traced
-    return _trace(decoder, mode, plan, range(len(plan.layers)))
+    return _trace(decoder, mode, plan, range(len(plan.caches)))
 
 
 def _trace_some(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, layers: Layers) -> ir.Model:
     """The decoder with no layers but `layers.traced()`, each between borders."""
     wanted = layers.traced()
-    rest = [i for i in range(len(plan.layers)) if i not in wanted]
+    rest = [i for i in range(len(plan.caches)) if i not in wanted]
     border = torch.ops.kvexport.layer_border
 
     def between_borders(i: int, forward: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -190,9 +190,9 @@ def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, wanted: Seq
         ids = torch.zeros(2, 3, dtype=torch.int64)
         query_length, past_length = (torch.zeros(2, 1, dtype=torch.int64) for _ in range(2))
         state = [
-            torch.zeros(shape, dtype=getattr(torch, plan.layers[i].dtypes()[kind].name))
+            torch.zeros(shape, dtype=getattr(torch, plan.caches[i].dtypes()[kind].name))
             for i in wanted
-            for kind, shape in plan.layers[i].shapes(2).items()
+            for kind, shape in plan.caches[i].shapes(2).items()
         ]
     inputs = (ids, query_length, past_length, *state)
     shapes = ({0: batch, 1: tokens}, {0: batch}, {0: batch}, tuple({0: batch} for _ in state))
@@ -206,7 +206,7 @@ def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, wanted: Seq
         ALL_REDUCE: _operator("AllReduce", ["part"], ["sum"], []),
         torch.ops.kvexport.layer_border.default: _operator(BORDER, ["hidden"], ["same"], ["layer", "end"]),
     }
-    tensors = [(i, x) for i in wanted for x in plan.layers[i].state]
+    tensors = [(i, x) for i in wanted for x in plan.caches[i].state]
     try:
         with mode:
             graph = to_onnx(

@@ -179,7 +179,7 @@ def test_runs_at_the_same_time_and_of_growing_size_share_a_workspace(on_the_bind
 def test_a_layer_that_the_kernels_do_not_take_runs_from_its_function(tiny_artifact: Path, on_the_binding: None) -> None:
     manifest = load_manifest(tiny_artifact)
     assert all(how.native for how in native.implementations(manifest).values())
-    first, second = manifest.cache.layers
+    first, second = manifest.cache.caches
     odd = replace(second, dtype="float16", value_size=20)
     manifest = replace(manifest, cache=CachePlan((first, odd)))
     why = "layer 1 has no native kernel: a row of keys or values is not a whole number of 16-byte vectors"
@@ -257,7 +257,7 @@ def test_state_on_a_device_gives_what_state_on_the_host_gives(tiny_artifact: Pat
     host, device = load(tiny_artifact), on_device(tiny_artifact)
     assert generated(device) == generated(host)
     assert generated(device, 5) == generated(host, 5), "lanes that were used before"
-    backends = [engine._pool._lanes.backend for engine in (host, device)]  # type: ignore[union-attr]
+    backends = [engine._pool._lanes.state for engine in (host, device)]  # type: ignore[union-attr]
     states = [backend.get_state() for backend in backends]  # type: ignore[attr-defined]
     for name, array in states[0].items():
         used = states[0][name.rpartition(".")[0] + ".votes"] > 0
@@ -386,7 +386,7 @@ def test_a_capture_that_was_interrupted_is_begun_anew(tiny_artifact: Path, monke
 def test_a_layer_is_five_nodes_and_those_beside_are_what_the_documents_count(tiny_artifact: Path) -> None:
     nodes = onnx.load(tiny_artifact / "decoder.onnx", load_external_data=False).graph.node
     found = Counter(node.op_type for node in nodes)
-    layers = len(load_manifest(tiny_artifact).cache.layers)
+    layers = len(load_manifest(tiny_artifact).cache.caches)
     assert (found.pop("Linear"), found.pop("VoteAttention")) == (4 * layers + 1, layers)
     # In float16 three casts more: of cosines, of sines, and of the logits.
     launched = {"Range": 1, "Add": 2, "Cast": 1, "Mul": 1, "Cos": 1, "Sin": 1, "Slice": 1}
@@ -415,7 +415,7 @@ def test_what_travels_at_a_step_travels_in_one_copy_each_way(
             return whole(array, *given)
 
         monkeypatch.setattr(DeviceArray, kind, watched)
-    rows = lanes.append_by(lanes.backend.step, [[4], [5], [6]])
+    rows = lanes.append_by(lanes.state.step, [[4], [5], [6]])
     assert copies == ["write", "read"]
     assert rows.top_logits(2).values.shape == (64,)
 

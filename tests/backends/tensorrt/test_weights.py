@@ -82,7 +82,7 @@ def test_the_graph_computes_what_the_artifact_does(artifact: Path, tmp_path: Pat
     onnx.save(model, seen)
     feeds: dict[str, Any] = {"input_ids": np.arange(6)[None], "query_length": np.array([[6]])}
     feeds["past_length"] = np.zeros((1, 1), np.int64)
-    for i, layer in enumerate(load_manifest(artifact).cache.layers):
+    for i, layer in enumerate(load_manifest(artifact).cache.caches):
         for name, shape in layer.shapes(1).items():
             feeds[f"past_key_values.{i}.{name}"] = np.zeros(shape, layer.dtypes()[name])
     options = ort.SessionOptions()

@@ -208,7 +208,7 @@ def test_one_buffer_or_two_the_same_bits_over_a_hundred_steps_with_merges(engine
     lanes = 3
     shared: OnnxRuntimeState = engine.new_state(lanes)
     apart = Separate(engine, lanes)
-    layer = engine.plan.layers[0]
+    layer = engine.plan.caches[0]
     rng = np.random.default_rng(0)
     merges, used = 0, np.zeros(lanes, dtype=np.int64)
     for step in range(100):

@@ -19,6 +19,9 @@ from typing import Any
 import numpy as np
 
 RESULTS = Path(__file__).parent / "results"
+# Recipes and a trained checkpoint that only benchmarks and tests use.
+TEST_RECIPES = Path(__file__).parent.parent / "tests" / "recipes"
+SMALL_CHECKPOINT = Path(__file__).parent.parent / "tests" / "checkpoints" / "small"
 
 # M, the reference model of all CPU figures (27.8M parameters), and two shapes of real checkpoints.
 SHAPES: dict[str, dict[str, Any]] = {

@@ -14,6 +14,7 @@ from typing import Any
 
 import jsonschema
 import numpy as np
+from common import SMALL_CHECKPOINT as SMALL
 from common import save
 
 from kvexport.language.grammar import Constraint, Grammar, Grammars
@@ -21,7 +22,6 @@ from kvexport.language.sampling import Sampler
 from kvexport.language.settings import GenerationSettings
 from kvexport.language.text import Tokenizer
 
-SMALL = Path(__file__).parent.parent / "recipes" / "checkpoints" / "small"
 MOST_TOKENS = 1500
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import RESULTS, save
+from common import RESULTS, TEST_RECIPES, save
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -51,7 +51,8 @@ from kvexport.ops.vote_attention import vote_attention
 from kvexport.recipe.load import load_recipe
 from kvexport.validate.weights import load_model
 
-NAME, RECIPE, LISTED = "head-budgets", "smollm2-135m-ballot", "smollm2-135m-listed"
+NAME, RECIPE, LISTED = "head-budgets", "smollm2-135m-base", str(TEST_RECIPES / "smollm2-135m-listed.yaml")
+BALLOT = "cache.method=ballot"
 LENGTH, CHUNK, SINKS = 1024, 32, 4
 FACTS_LENGTH = 900  # tokens of a passage; questions and answers come behind it
 GRID = (24, 48, 96, 192, 384)
@@ -166,7 +167,7 @@ class Model:
     """SmolLM2 in PyTorch; `attend` is what its layers call."""
 
     def __init__(self) -> None:
-        recipe = load_recipe(RECIPE).recipe
+        recipe = load_recipe(RECIPE, [BALLOT]).recipe
         shape = read_model(recipe)
         self.recipe, self.geometry = recipe, shape.geometry
         self.method = recipe.cache.build_method()
@@ -223,7 +224,7 @@ def unjudged() -> str:
 
 def checkpoint() -> Path:
     """SmolLM2's folder."""
-    return read_model(load_recipe(RECIPE).recipe).checkpoint.path
+    return read_model(load_recipe(RECIPE, [BALLOT]).recipe).checkpoint.path
 
 
 def recall_texts(numbers: Sequence[int]) -> list[Sample]:
@@ -235,7 +236,7 @@ def recall_texts(numbers: Sequence[int]) -> list[Sample]:
 def costs(model: Model, ids: Ids, counted: Sequence[int] = range(LENGTH // 2, LENGTH)) -> NDArray[np.float64]:
     """[layers, heads, GRID]: `kvexport.calibrate.head_shares.head_costs`, by default of a text's second half."""
     sets = [f"limits.max_length={LENGTH}", f"export.prefill_chunk={CHUNK}"]
-    plans = [plan_cache(load_recipe(RECIPE, [*sets, f"cache.budget={n}"]).recipe, model.geometry) for n in GRID]
+    plans = [plan_cache(load_recipe(RECIPE, [BALLOT, *sets, f"cache.budget={n}"]).recipe, model.geometry) for n in GRID]
     return head_costs(model.model, model.geometry, model.method, plans, ids, counted, CHUNK)
 
 
@@ -250,7 +251,7 @@ def budgets_of(variant: str, slots: int, cost: NDArray[np.float64]) -> NDArray[n
     """[layers, heads]"""
     layers, heads = cost.shape[:2]
     kind, _, at = variant.partition("/")[0].partition("@")
-    sets = [f"cache.budget={slots}"]
+    sets = [BALLOT, f"cache.budget={slots}"]
     if kind in ("layers", "heads"):
         sets += ["cache.allocation.kind=listed", f"cache.allocation.shares={shares_of(kind, int(at or slots), cost)}"]
     recipe = load_recipe(LISTED if kind in ("shipped", "prompt") else RECIPE, sets).recipe

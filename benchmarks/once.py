@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import RESULTS, save
+from common import RESULTS, TEST_RECIPES, save
 from numpy.typing import NDArray
 from recall_real import passages
 
@@ -54,7 +54,7 @@ METHODS = (
     "ballot+heads",
     "fitted+heads",
 )
-SHARES = {"listed": "smollm2-135m-listed", "heads": "smollm2-135m-heads"}
+SHARES = {"listed": str(TEST_RECIPES / "smollm2-135m-listed.yaml"), "heads": "smollm2-135m-heads"}
 # Methods that fit have the last 32 tokens' queries, of three query heads each.
 SETTINGS = {
     "grkv": "grkv:queries=96",

@@ -87,7 +87,7 @@ CASES = [
         "in chunks of 32: the last queries of every chunk observe, not only the prompt's last 64",
     ),
     Case("snapkv", _snapkv, (*SNAPKV[:2], "export.prefill_chunk=256"), "in chunks of 256, likewise"),
-    Case("snapkv", _snapkv, (), "as in tiny-snapkv: chunks of 32, 4 sinks, half of the budget recent"),
+    Case("snapkv", _snapkv, (), "tiny-base: chunks of 32, 4 sinks, half of the budget recent"),
     Case("h2o", _accumulated, BARE, their_settings="times the number of observations"),
     Case("ballot", _observed, BARE, their_settings="against ballot's selector, the mean per observation"),
     Case(
@@ -107,7 +107,7 @@ CASES = [
         "half of the budget is recent, as in the paper",
         "times the number of observations",
     ),
-    Case("h2o", _observed, (), "as in tiny-h2o: chunks of 32, 4 sinks, half of the budget recent, sums"),
+    Case("h2o", _observed, (), "tiny-base: chunks of 32, 4 sinks, half of the budget recent, sums"),
 ]
 
 

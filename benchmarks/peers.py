@@ -107,7 +107,7 @@ def _slots(peer: Peer, prompts: int) -> list[Row]:
 def _texts(prompts: int) -> list[list[Heads]]:
     """The tensors of texts that go on for a while after `LENGTH` tokens."""
     language, rng = tiny_language(), np.random.default_rng(1)
-    recipe = load_recipe("tiny-kvslimmer", []).recipe
+    recipe = load_recipe("tiny-base", ["cache.method=kvslimmer", "cache.recent=0.25"]).recipe
     shape = read_model(recipe)  # with rotary frequencies, for the methods that rotate keys
     assert shape.checkpoint is not None
     reference = TorchReference(shape.checkpoint, shape.plan, shape.geometry, recipe.cache.build_method(), recipe)

@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, save
+from common import RESULTS, TEST_RECIPES, save
 
 from kvexport.cache import plan_cache
 from kvexport.evaluate.corpus import manual
@@ -31,7 +31,8 @@ from kvexport.evaluate.settings import Setting, load_setting, parse_budgets
 from kvexport.recipe.load import load_recipe
 from kvexport.terminal import silent
 
-NAME, RECIPE, MEASURED = "small-listed", "smollm2-135m-base", ("listed", "heads")
+NAME, RECIPE = "small-listed", "smollm2-135m-base"
+MEASURED = {"listed": str(TEST_RECIPES / "smollm2-135m-listed.yaml"), "heads": "smollm2-135m-heads"}
 LENGTH = 1024
 SETTINGS = ["backend.threads=1", "export.prefill_chunk=32", "cache.merge_every=8"]  # of docs/methods.md
 
@@ -40,7 +41,7 @@ def label_of(name: str, dtype: str) -> str:
     """A method's settings, as `kvexport eval` takes them."""
     label = "ballot" if name in MEASURED else name
     if name in MEASURED:
-        shares = load_recipe(f"smollm2-135m-{name}").recipe.cache.allocation.shares
+        shares = load_recipe(MEASURED[name]).recipe.cache.allocation.shares
         label += f":cache.allocation.kind=listed:cache.allocation.shares={shares}"
     return f"{label}:cache.dtype={dtype}"
 

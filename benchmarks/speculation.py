@@ -5,7 +5,8 @@ same cache without drafts.
     python speculation.py text   [--length 7900] [--new 128] [--kinds prose,code,chat] [--methods full,h2o] [--bits 4]
     python speculation.py text   --length 16000 --yarn 2 --bits 4 --greedy
     python speculation.py text   --length 32000 --yarn 4 --bits 4 --greedy --kinds prose,code --methods full
-    python speculation.py text   --recipe small-full --kinds code --length 1800 --slots 256   # in a minute
+    python speculation.py text   --recipe tests/recipes/small-base.yaml --methods full --kinds code --length 1800
+        --slots 256   # takes a minute
     python speculation.py given  [--contexts 16384,32768] [--new 128] [--threads 2] [--bits 4]
     python speculation.py periodic [--length 7900] [--new 256] [--kinds prose,code] [--methods h2o,keepkv]
 

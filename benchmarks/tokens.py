@@ -1,11 +1,11 @@
-"""Greedy tokens of every shipped recipe with a checkpoint, far past the budget: recorded before a change of the code,
+"""Greedy tokens of every method on the trained checkpoints, far past the budget: recorded before a change of the code,
 compared after it.
 
     python benchmarks/tokens.py --record FILE        builds each recipe, writes what it generates
     python benchmarks/tokens.py --check FILE         the same, held to the file; exit code 1 where anything differs
 
-Each recipe runs with the native operators and from the functions of its graphs, a prompt alone and a ragged batch of
-three, in prompts of several budgets.
+Each recipe runs with the native operators and from the functions of its graphs: each of three prompts alone, and a
+ragged batch of all three, whose lengths are several budgets.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from common import TEST_RECIPES
+
+from kvexport.methods import all_methods
+
 RUN = """
 import json, sys
 import kvexport
@@ -30,10 +34,27 @@ print(json.dumps([alone, batch]))
 """
 BUILD = """
 import sys, kvexport
-kvexport.build(sys.argv[1], sys.argv[2])
+kvexport.build(sys.argv[1], sys.argv[2], sys.argv[3:])
 engine = kvexport.load(sys.argv[2])
 print(engine.vocabulary, engine.max_length)
 """
+# Recent shares and thresholds of single methods, as they were recorded.
+SETTINGS = {
+    "tiny-ballot": ["cache.recent=0.3"],
+    "tiny-kvslimmer": ["cache.recent=0.25"],
+    "tiny-asymkv": ["cache.recent=0.25"],
+    "tiny-keepkv": ["cache.parameters.threshold=0.7"],
+}
+
+
+def recipes() -> dict[str, list[str]]:
+    """Return the arguments of `kvexport.build` by name: a recipe and its overrides."""
+    small = str(TEST_RECIPES / "small-base.yaml")
+    named = {f"tiny-{method}": ["tiny-base", f"cache.method={method}"] for method in all_methods()}
+    named |= {f"small-{method}": [small, f"cache.method={method}"] for method in ("ballot", "full", "keepkv")}
+    measured = [f"{model}-{of}" for model in ("tiny", "small") for of in ("listed", "heads")]
+    named |= {name: [str(TEST_RECIPES / f"{name}.yaml")] for name in measured}
+    return {name: [*named[name], *SETTINGS.get(name, [])] for name in sorted(named)}
 
 
 def python(*arguments: str, operators: str = "") -> str:
@@ -46,17 +67,17 @@ def python(*arguments: str, operators: str = "") -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
-def tokens_of(recipe: str) -> dict[str, list[list[list[int]]]]:
-    """{operators: [alone, in a batch]} of three prompts."""
+def tokens_of(name: str, recipe: str, *overrides: str) -> dict[str, list[list[list[int]]]]:
+    """Return {operators: [tokens alone, tokens in a batch]} of three prompts, drawn by the name."""
     with tempfile.TemporaryDirectory() as folder:
         artifact = str(Path(folder) / "artifact")
-        vocabulary, longest = map(int, python(BUILD, recipe, artifact).split())
-        dice = random.Random(recipe)
+        vocabulary, longest = map(int, python(BUILD, recipe, artifact, *overrides).split())
+        dice = random.Random(name)
         lengths = [min(n, longest - 64) for n in (700, 333, 41)]
         prompts = json.dumps([[dice.randrange(vocabulary) for _ in range(n)] for n in lengths])
         return {
-            name: json.loads(python(RUN, artifact, prompts, operators=off))
-            for name, off in (("native", ""), ("functions", "off"))
+            operators: json.loads(python(RUN, artifact, prompts, operators=off))
+            for operators, off in (("native", ""), ("functions", "off"))
         }
 
 
@@ -65,23 +86,19 @@ def main() -> None:
     parser.add_argument("--record", type=Path)
     parser.add_argument("--check", type=Path)
     options = parser.parse_args()
-    names = sorted(
-        p.stem
-        for p in (Path(__file__).parent.parent / "recipes").glob("*.yaml")
-        if p.stem.split("-")[0] in ("tiny", "small")
-    )
-    names = [n for n in names if not n.endswith("-base")]
     expected = json.loads(options.check.read_text()) if options.check else {}
     found = {}
     different = 0
-    for name in names:
-        found[name] = tokens_of(name)
+    for name, recipe in recipes().items():
+        if options.check and name not in expected:
+            continue
+        found[name] = tokens_of(name, *recipe)
         same = found[name] == expected.get(name)
         different += not same
         print(name, "recorded" if options.record else "the same" if same else "DIFFERENT", flush=True)
     if options.record:
         options.record.write_text(json.dumps(found) + "\n")
-    elif different:
+    elif different or expected.keys() - found.keys():
         sys.exit(1)
 
 

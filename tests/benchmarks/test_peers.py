@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.support.paths import ROOT
+from tests.support.recipes import TINY_CHECKPOINT as CHECKPOINT
 
 BENCHMARKS = ROOT / "benchmarks"
-CHECKPOINT = BENCHMARKS.parent / "recipes" / "checkpoints" / "tiny"
 
 import peer_codes  # noqa: E402
 from peer_caches import Cache, Heads, jaccard, likeness, merged, output_gap, prefilled, raw, read, same  # noqa: E402

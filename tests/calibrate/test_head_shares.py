@@ -14,13 +14,14 @@ from kvexport.commands.app import app
 from kvexport.errors import UsageError
 from kvexport.evaluate.recall import Passage, Question
 from kvexport.recipe.load import load_recipe
+from tests.support.recipes import method_settings, set_options
 
-SIZES = ["cache.budget=32", "limits.max_length=256"]
+SIZES = [*method_settings("ballot"), "cache.budget=32", "limits.max_length=256"]
 
 
 def test_the_verb_gives_the_heads_that_a_text_needs_their_shares() -> None:
-    asked = ["calibrate", "--of", "heads", "--recipe", "tiny-ballot", "--passages", "1", "--json"]
-    ran = CliRunner().invoke(app, [*asked, *(x for size in SIZES for x in ("--set", size))])
+    asked = ["calibrate", "--of", "heads", "--recipe", "tiny-base", "--passages", "1", "--json"]
+    ran = CliRunner().invoke(app, [*asked, *set_options(SIZES)])
     assert ran.exit_code == 0, ran.output
     found = json.loads(ran.stdout)
     assert (found["length"], found["budgets"]) == (256, [16, 32, 64, 128, 144])
@@ -29,15 +30,13 @@ def test_the_verb_gives_the_heads_that_a_text_needs_their_shares() -> None:
     # Facts are found by the second layer alone, the less often the fewer slots it has.
     assert costs[1, :, 0].sum() > 5 * costs[0, :, 0].sum() and costs[1, :, 0].sum() > 1.2 * costs[1, :, -1].sum()
     settings = [*SIZES, "cache.allocation.kind=listed", found["setting"]]
-    slots = allocate(load_recipe("tiny-ballot", settings).recipe, 2)
+    slots = allocate(load_recipe("tiny-base", settings).recipe, 2)
     assert sum(slots) == 4 * 32 and min(slots[2:]) > max(slots[:2])
 
 
 def test_answers_count_beside_texts() -> None:
     settings = [*SIZES, "export.prefill_chunk=32"]
-    alone, both = (
-        calibrate_heads("tiny-ballot", settings, passages=1, tasks=x) for x in (["text"], ["text", "recall"])
-    )
+    alone, both = (calibrate_heads("tiny-base", settings, passages=1, tasks=x) for x in (["text"], ["text", "recall"]))
     assert list(both.costs) == ["text", "recall"] and both.costs["text"] == alone.costs["text"]
     asked = np.array(both.costs["recall"])
     assert asked.shape == (2, 2, 5) and asked[1, :, 0].sum() > 5 * asked[0, :, 0].sum()
@@ -52,7 +51,7 @@ def test_an_answer_is_judged_where_the_token_before_it_stands() -> None:
 
 @pytest.mark.parametrize("of", ["heads", "text"])
 def test_a_task_that_there_is_not_is_refused_by_name(of: str) -> None:
-    ran = CliRunner().invoke(app, ["calibrate", "--of", of, "--recipe", "tiny-ballot", "--tasks", "sums"])
+    ran = CliRunner().invoke(app, ["calibrate", "--of", of, "--recipe", "tiny-base", "--tasks", "sums"])
     assert ran.exit_code == 2
     assert ("there is no task 'sums'" if of == "heads" else "--tasks is of --of heads") in ran.stderr
 
@@ -75,9 +74,9 @@ def test_budgets_of_least_cost_are_as_many_slots_and_more_where_evictions_cost_m
 )
 def test_what_cannot_be_measured_is_refused(settings: list[str], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
-        calibrate_heads("tiny-ballot", settings, length=256)
+        calibrate_heads("tiny-base", [*method_settings("ballot"), *settings], length=256)
 
 
 def test_the_budgets_that_are_measured_stand_around_the_recipes_share_of_the_text() -> None:
-    recipe = load_recipe("smollm2-135m-ballot").recipe
+    recipe = load_recipe("smollm2-135m-base", ["cache.method=ballot"]).recipe
     assert measured_budgets(recipe, 1024) == [32, 64, 128, 256, 512]

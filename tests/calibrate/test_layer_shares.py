@@ -21,13 +21,15 @@ from kvexport.evaluate.reference import log_softmax
 from kvexport.evaluate.tasks import Sample
 from kvexport.export.build import build
 from kvexport.recipe.load import load_recipe
+from tests.support.recipes import method_settings, set_options
 
 LENGTH = 256
+BALLOT = method_settings("ballot")
 
 
 def engine_of(folder: Path, *settings: str) -> Engine:
     common = [f"limits.max_length={LENGTH}", "export.logits=all", "export.prefill_chunk=8", "limits.max_batch=8"]
-    return load(build(load_recipe("tiny-ballot", [*common, *settings]).recipe, folder), verify=False)
+    return load(build(load_recipe("tiny-base", [*BALLOT, *common, *settings]).recipe, folder), verify=False)
 
 
 def test_a_layers_loss_is_that_of_an_engine_in_which_it_alone_is_compressed(tmp_path: Path) -> None:
@@ -46,14 +48,14 @@ def test_a_layers_loss_is_that_of_an_engine_in_which_it_alone_is_compressed(tmp_
 
 
 def test_the_verb_gives_the_layer_that_a_text_needs_its_share() -> None:
-    asked = ["--recipe", "tiny-ballot", "--of", "text", "--length", str(LENGTH), "--passages", "2", "--json"]
-    ran = CliRunner().invoke(app, ["calibrate", *asked])
+    asked = ["--recipe", "tiny-base", "--of", "text", "--length", str(LENGTH), "--passages", "2", "--json"]
+    ran = CliRunner().invoke(app, ["calibrate", *asked, *set_options(BALLOT)])
     assert ran.exit_code == 0, ran.output
     found = json.loads(ran.stdout)
     assert (found["length"], found["slots"]) == (LENGTH, LENGTH // 8)
     assert found["layers"][1]["value"] > 1.0 > 10 * found["layers"][0]["value"]
     settings = ["cache.allocation.kind=listed", found["setting"]]
-    slots = allocate(load_recipe("tiny-ballot", settings).recipe, 2)
+    slots = allocate(load_recipe("tiny-base", [*BALLOT, *settings]).recipe, 2)
     assert sum(slots) == 128 and slots[1] > 5 * slots[0]
 
 
@@ -76,7 +78,7 @@ def test_a_recipe_whose_layers_cannot_differ_is_refused_before_anything_is_built
 ) -> None:
     monkeypatch.setattr("kvexport.export.build.build", None)
     with pytest.raises(UsageError, match=problem) as error:
-        calibrate_text("tiny-ballot", settings)
+        calibrate_text("tiny-base", [*BALLOT, *settings])
     assert fix in error.value.fix
 
 
@@ -84,4 +86,4 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(tiny_checkpoint: Path, tmp_
     for file in ("config.json", "model.safetensors"):
         shutil.copy(tiny_checkpoint / file, tmp_path)
     with pytest.raises(UsageError, match=r"has no tokenizer\.json"):
-        calibrate_text("tiny-ballot", [f"model.path={tmp_path}", "limits.max_length=256"])
+        calibrate_text("tiny-base", [*BALLOT, f"model.path={tmp_path}", "limits.max_length=256"])

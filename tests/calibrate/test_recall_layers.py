@@ -22,7 +22,7 @@ TINY = ["cache.budget=160", "limits.max_length=256"]
 
 
 def recipe_of(*settings: str) -> Recipe:
-    return load_recipe("tiny-h2o", settings).recipe
+    return load_recipe("tiny-base", ["cache.method=h2o", *settings]).recipe
 
 
 def geometry(layers: int) -> list[LayerGeometry]:
@@ -78,7 +78,7 @@ def test_a_recipe_in_which_no_layer_can_be_whole_is_refused_before_anything_is_b
 ) -> None:
     monkeypatch.setattr("kvexport.export.build.build", None)
     with pytest.raises(UsageError, match=problem) as error:
-        calibrate("tiny-h2o", settings)
+        calibrate("tiny-base", ["cache.method=h2o", *settings])
     assert fix in error.value.fix
 
 
@@ -86,7 +86,9 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(tiny_checkpoint: Path, tmp_
     for file in ("config.json", "model.safetensors"):
         shutil.copy(tiny_checkpoint / file, tmp_path)
     with pytest.raises(UsageError, match=r"has no tokenizer\.json"):
-        calibrate("tiny-h2o", [f"model.path={tmp_path}", "cache.budget=0.6", "limits.max_length=256"])
+        calibrate(
+            "tiny-base", ["cache.method=h2o", f"model.path={tmp_path}", "cache.budget=0.6", "limits.max_length=256"]
+        )
 
 
 def test_a_text_that_is_too_short_is_refused_with_what_mends_it(tiny_recipe: Path, tmp_path: Path) -> None:

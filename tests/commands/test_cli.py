@@ -321,15 +321,15 @@ def test_recipes_are_listed_with_their_problems(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_recipe_is_shown_as_written_resolved_and_with_the_origin_of_its_values(tiny_recipe: Path) -> None:
-    assert ok("recipes", "show", "tiny-h2o") == (ROOT / "recipes/tiny-h2o.yaml").read_text()
+    assert ok("recipes", "show", "tiny-keepkv") == (ROOT / "recipes/tiny-keepkv.yaml").read_text()
     assert ok("recipes", "show", "keepkv-paper") == (ROOT / "recipes/keepkv-paper.yaml").read_text(), (
         "a base can be shown"
     )
-    resolved = yaml.safe_load(ok("recipes", "show", "tiny-h2o", "--resolved", "--set", "cache.budget=99"))
+    resolved = yaml.safe_load(ok("recipes", "show", "tiny-keepkv", "--resolved", "--set", "cache.budget=99"))
     assert resolved["cache"]["budget"] == 99
     assert resolved["cache"]["sinks"] == 4, "inherited"
     assert resolved["backend"]["threads"] == 0, "a default"
-    origins = ok("recipes", "show", "tiny-h2o", "--origin", "--set", "cache.budget=99")
+    origins = ok("recipes", "show", "tiny-keepkv", "--origin", "--set", "cache.budget=99")
     assert re.search(r"^cache\.budget +99 +--set cache\.budget=99$", origins, re.MULTILINE)
     assert re.search(r"^cache\.sinks +4 +recipes/tiny-base\.yaml:\d+$", origins, re.MULTILINE)
     assert re.search(r"^backend\.threads +0 +default$", origins, re.MULTILINE)

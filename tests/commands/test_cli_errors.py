@@ -30,7 +30,7 @@ def test_where_nothing_is_the_exit_code_is_2(verb: str, tmp_path: Path) -> None:
 
 def test_a_recipe_with_mistakes_is_exit_code_2(tmp_path: Path) -> None:
     message = failure(
-        2, "build", "--recipe", "tiny-h2o", "--set", "cache.budgett=3", "--set", "nope", "--out", tmp_path / "a"
+        2, "build", "--recipe", "tiny-keepkv", "--set", "cache.budgett=3", "--set", "nope", "--out", tmp_path / "a"
     )
     assert "cache.budget" in message
     assert "--set nope" in message
@@ -99,7 +99,7 @@ def test_a_closed_pipe_ends_the_program_quietly(tiny_artifact: Path) -> None:
 
 def test_a_full_disk_behind_stdout_is_exit_code_3() -> None:
     with Path("/dev/full").open("w") as full:
-        child = process("recipes", "show", "tiny-h2o", stdout=full)
+        child = process("recipes", "show", "tiny-keepkv", stdout=full)
         assert "No space left" in child.communicate()[1]
     assert child.returncode == 3
 

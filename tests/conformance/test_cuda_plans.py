@@ -22,12 +22,11 @@ from tests.conformance.test_cuda_on_host import set_host
 # Layers, query heads, KV heads, and elements of a head of the checkpoints.
 SHAPES = {
     "llama2-7b-keepkv": (32, 32, 32, 128),
-    "llama2-13b-keepkv": (40, 40, 40, 128),
-    "llama3-8b-keepkv": (32, 32, 8, 128),
+    "llama31-8b-keepkv": (32, 32, 8, 128),
     "mistral-7b-keepkv": (32, 32, 8, 128),
     "qwen3-8b-keepkv": (36, 32, 8, 128),
     "smollm2-135m-keepkv": (30, 9, 3, 64),
-    "smollm2-135m-ballot": (30, 9, 3, 64),
+    "smollm2-135m-chat": (30, 9, 3, 64),
 }
 # Multiprocessors, and bytes of shared memory of a block.
 DEVICES = {"H100 or H200": (132, 232448), "Orin": (16, 166912)}

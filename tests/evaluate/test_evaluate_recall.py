@@ -60,9 +60,9 @@ def test_the_full_cache_answers_and_knowing_the_question_changes_nothing(full: E
 def test_a_budget_that_holds_everything_is_the_full_cache_and_a_small_one_is_not(full: Engine, tmp_path: Path) -> None:
     given = text(full)
     expected = [a.nll for a in answers(full, given)]
-    roomy = engine_of(tmp_path / "roomy", "tiny-h2o", "cache.budget=200")
+    roomy = engine_of(tmp_path / "roomy", "tiny-base", "cache.method=h2o", "cache.budget=200")
     np.testing.assert_allclose([a.nll for a in answers(roomy, given)], expected, atol=1e-5)
-    small = engine_of(tmp_path / "small", "tiny-streaming", "cache.budget=24")
+    small = engine_of(tmp_path / "small", "tiny-base", "cache.method=streaming", "cache.budget=24")
     assert np.mean([a.nll for a in answers(small, given)]) > np.mean(expected) + 0.5
 
 
@@ -72,7 +72,9 @@ def test_a_known_question_is_answered_as_after_one_chunk_of_passage_and_question
 ) -> None:
     """Window scores, which count a call's last queries, are those of one call."""
     given = text(full)
-    engine = engine_of(tmp_path / "one", f"tiny-{method}", "cache.budget=40", "export.prefill_chunk=240")
+    engine = engine_of(
+        tmp_path / "one", "tiny-base", f"cache.method={method}", "cache.budget=40", "export.prefill_chunk=240"
+    )
     for question, answer in zip(given.questions, answers(engine, given, known=True), strict=True):
         lanes = engine.lanes(1)
         row = lanes.prefill([np.array(given.ids + question.ids)])[0].astype(np.float64)
@@ -93,13 +95,17 @@ def test_layers_that_recall_hangs_on_cost_most_and_keeping_them_whole_brings_ans
     most = int(cost.argmax())
     budget = (256 + 24) // 2
     whole = engine_of(
-        tmp_path / "whole", "tiny-streaming", f"cache.budget={budget}", f"cache.allocation.whole=[{most}]"
+        tmp_path / "whole",
+        "tiny-base",
+        "cache.method=streaming",
+        f"cache.budget={budget}",
+        f"cache.allocation.whole=[{most}]",
     )
     kept = whole.plan.caches[most]
     assert (kept.capacity, kept.merges) == (256, False)
     others = [layer.budget for i, layer in enumerate(whole.plan.caches) if i != most]
     assert others == [24]
-    small = engine_of(tmp_path / "small", "tiny-streaming", "cache.budget=24")
+    small = engine_of(tmp_path / "small", "tiny-base", "cache.method=streaming", "cache.budget=24")
     with_whole, without = ([a.nll for a in answers(e, given)] for e in (whole, small))
     assert np.mean(with_whole) < np.mean(without)
 

@@ -19,8 +19,7 @@ from kvexport.recipe.load import load_recipe
 # The public shapes of the checkpoints that the recipes name: layers, query heads, KV heads, of 128 dimensions each.
 SHAPES = {
     "llama2-7b-keepkv": (32, 32, 32),
-    "llama2-13b-keepkv": (40, 40, 40),
-    "llama3-8b-keepkv": (32, 32, 8),
+    "llama31-8b-keepkv": (32, 32, 8),
     "mistral-7b-keepkv": (32, 32, 8),
     "qwen3-8b-keepkv": (36, 32, 8),
 }

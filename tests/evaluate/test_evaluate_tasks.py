@@ -20,9 +20,9 @@ from kvexport.evaluate.statistics import mean, share
 from kvexport.evaluate.suites import LONGBENCH, read_longbench, read_ruler, rouge_l, token_f1
 from kvexport.evaluate.tasks import TASKS, Sample, long_text
 from kvexport.language.text import Tokenizer
-from kvexport.recipe.inherit import recipe_folder
+from tests.support.recipes import SMALL_CHECKPOINT, TINY_CHECKPOINT
 
-SMALL = Tokenizer.from_folder(recipe_folder() / "checkpoints" / "small")
+SMALL = Tokenizer.from_folder(SMALL_CHECKPOINT)
 SOURCE = "\n".join(f"def function_{i}(x):\n    return x + {i}\n" for i in range(400))
 EXACT = [name for name, task in TASKS.items() if task.exact]
 
@@ -151,7 +151,7 @@ def test_the_library_is_split_once_and_for_all() -> None:
 
 
 def test_languages_are_told_apart_by_the_vocabulary() -> None:
-    assert isinstance(language_of(Tokenizer.from_folder(recipe_folder() / "checkpoints" / "tiny")), Words)
+    assert isinstance(language_of(Tokenizer.from_folder(TINY_CHECKPOINT)), Words)
     assert isinstance(language_of(SMALL, SOURCE), Text)
     with pytest.raises(UsageError, match=r"no tokenizer\.json"):
         language_of(None)

@@ -21,6 +21,7 @@ from kvexport.validate.backend import ReferenceBackend
 from kvexport.validate.reference import TorchReference
 from kvexport.validate.result import Mismatch
 from kvexport.validate.runner import validate_artifact
+from tests.support.recipes import method_settings
 
 SETTINGS = ["cache.budget=24", "export.prefill_chunk=16", "limits.max_length=128", "limits.max_batch=2"]
 UNEQUAL = "[[0.6, 1.4], [1.2, 0.8]]"
@@ -28,7 +29,7 @@ UNEQUAL = "[[0.6, 1.4], [1.2, 0.8]]"
 
 def recipe_of(shares: str | None = None) -> Any:
     listed = [] if shares is None else ["cache.allocation.kind=listed", f"cache.allocation.shares={shares}"]
-    return load_recipe("tiny-ballot", [*SETTINGS, *listed]).recipe
+    return load_recipe("tiny-base", [*method_settings("ballot"), *SETTINGS, *listed]).recipe
 
 
 def test_equal_shares_of_heads_give_what_layers_with_that_budget_give() -> None:

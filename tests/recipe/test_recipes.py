@@ -22,40 +22,32 @@ from kvexport.recipe.listing import describe_method_parameters, list_recipes
 from kvexport.recipe.load import load_recipe
 from tests.support.paths import ROOT
 from tests.support.recipe_texts import SMALL, one_problem, write
+from tests.support.recipes import SMALL_CHECKPOINT, TINY_CHECKPOINT, method_settings, recipe_file
 
-TINY = ("tiny-base", *(f"tiny-{name}" for name in all_methods()))
-SMALL_RECIPES = tuple(f"small-{name}" for name in ("base", "full", "keepkv", "ballot"))
-SMOLLM2 = tuple(f"smollm2-135m-{name}" for name in ("base", "full", "keepkv", "ballot", "h2o", "streaming", "snapkv"))
-# The recent share of the budget that a method wants; half otherwise.
-RECENT = {"tiny-ballot": 0.3, "tiny-kvslimmer": 0.25, "tiny-asymkv": 0.25}
-OTHERS = (
-    "smollm2-135m-chat",
-    "smollm2-135m-recall",
-    "smollm2-135m-once",
-    "smollm2-135m-int8-cache",
-    "smollm2-135m-k8v4-cache",
-    "keepkv-paper",
-)
+TINY = ("tiny-base", "tiny-keepkv", "tiny-full")
+SMOLLM2 = tuple(f"smollm2-135m-{name}" for name in ("base", "full", "keepkv"))
+OTHERS = ("smollm2-135m-chat", "smollm2-135m-heads", "smollm2-135m-once", "smollm2-135m-recall", "keepkv-paper")
+# Recipes of measured budgets, and the layers of their models.
 LISTED = {
-    "tiny-listed": 2,
-    "tiny-heads": 2,
-    "small-listed": 6,
-    "small-heads": 6,
-    "smollm2-135m-listed": 30,
+    str(recipe_file("tiny-listed")): 2,
+    str(recipe_file("tiny-heads")): 2,
+    str(recipe_file("small-listed")): 6,
+    str(recipe_file("small-heads")): 6,
+    str(recipe_file("smollm2-135m-listed")): 30,
     "smollm2-135m-heads": 30,
-}  # layers
+}
 HUB = {
     "llama2-7b-keepkv": ("meta-llama/Llama-2-7b-hf", 4096),
-    "llama2-13b-keepkv": ("meta-llama/Llama-2-13b-hf", 4096),
-    "llama3-8b-keepkv": ("meta-llama/Meta-Llama-3-8B-Instruct", 8192),
-    "mistral-7b-keepkv": ("mistralai/Mistral-7B-Instruct-v0.2", 32768),
+    "llama31-8b-keepkv": ("meta-llama/Llama-3.1-8B-Instruct", 32768),
+    "mistral-7b-keepkv": ("mistralai/Mistral-7B-Instruct-v0.3", 32768),
+    "qwen3-06b-keepkv": ("Qwen/Qwen3-0.6B", 32768),
     "qwen3-8b-keepkv": ("Qwen/Qwen3-8B", 32768),
 }
 
 
 def test_every_shipped_recipe_loads_and_the_base_says_that_it_is_one() -> None:
     listed = {info.name: info for info in list_recipes()}
-    assert set(listed) == {*TINY, *SMALL_RECIPES, *SMOLLM2, *HUB, *OTHERS, *LISTED}
+    assert set(listed) == {*TINY, *SMOLLM2, *HUB, *OTHERS}
     for name, info in listed.items():
         assert not info.problem
         assert info.description
@@ -68,37 +60,38 @@ def test_every_shipped_recipe_loads_and_the_base_says_that_it_is_one() -> None:
     assert listed["keepkv-paper"].model is None
 
 
-@pytest.mark.parametrize("name", LISTED)
+@pytest.mark.parametrize("name", LISTED, ids=lambda name: Path(name).stem)
 def test_a_recipe_of_measured_budgets_is_ballots_in_the_same_slots(name: str) -> None:
-    listed, ballot = (load_recipe(x).recipe for x in (name, f"{name.rpartition('-')[0]}-ballot"))
-    uniform = listed.model_copy(update={"cache": ballot.cache, "description": ballot.description})
-    assert uniform == ballot
+    listed = load_recipe(name).recipe
     slots, shares = allocate(listed, LISTED[name]), listed.cache.allocation.shares
     each = [share for row in shares for share in (row if isinstance(row, list) else [row])]
+    assert listed.cache.method == "ballot"
     assert len(shares) == LISTED[name] and len(slots) == len(each)
-    assert sum(slots) == ballot.budget * len(slots)
-    assert max(slots) > 1.5 * ballot.budget
+    assert sum(slots) == listed.budget * len(slots)
+    assert max(slots) > 1.5 * listed.budget
+
+
+@pytest.mark.parametrize("method", all_methods())
+def test_the_tiny_recipes_take_every_method(method: str) -> None:
+    recipe = load_recipe("tiny-base", method_settings(method)).recipe
+    assert Path(recipe.model.path) == TINY_CHECKPOINT
+    assert (recipe.model.dtype, recipe.cache.method) == ("float32", method)
+    assert (recipe.cache.sinks, recipe.cache.merge_every, recipe.export.prefill_chunk) == (4, 8, 32)
+    assert recipe.budget == (1024 if method == "full" else 64)
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_tiny_recipes_share_one_geometry(name: str) -> None:
     recipe = load_recipe(name).recipe
-    assert Path(recipe.model.path) == recipe_folder() / "checkpoints" / "tiny"
-    assert (recipe.model.dtype, recipe.cache.sinks, recipe.cache.merge_every) == ("float32", 4, 8)
-    assert recipe.cache.recent == RECENT.get(name, 0.5)
-    assert (recipe.export.prefill_chunk, recipe.limits.max_length, recipe.limits.max_batch) == (32, 1024, 8)
+    assert Path(recipe.model.path) == TINY_CHECKPOINT
+    assert (recipe.cache.recent, recipe.limits.max_length, recipe.limits.max_batch) == (0.5, 1024, 8)
     assert recipe.budget == (1024 if name == "tiny-full" else 64)
-    if name != "tiny-base":
-        assert recipe.cache.method == name.removeprefix("tiny-")
 
 
-@pytest.mark.parametrize("name", SMALL_RECIPES)
-def test_small_recipes_share_one_geometry(name: str) -> None:
-    recipe = load_recipe(name).recipe
-    assert Path(recipe.model.path) == recipe_folder() / "checkpoints" / "small"
-    assert recipe.cache.recent == RECENT.get(name, 0.5)
-    assert (recipe.export.prefill_chunk, recipe.limits.max_length, recipe.limits.max_batch) == (32, 2048, 8)
-    assert recipe.budget == (2048 if name == "small-full" else 128)
+def test_the_small_recipe_reads_the_checkpoint_beside_the_tests() -> None:
+    recipe = load_recipe(str(recipe_file("small-base"))).recipe
+    assert Path(recipe.model.path).resolve() == SMALL_CHECKPOINT
+    assert (recipe.export.prefill_chunk, recipe.limits.max_length, recipe.budget) == (32, 2048, 128)
 
 
 @pytest.mark.parametrize("name", SMOLLM2)
@@ -122,12 +115,13 @@ def test_the_recipe_for_recall_has_a_third_of_the_slots_and_the_layers_that_were
     assert sum(budgets) <= 30 * 8192 / 3 + 30
 
 
-def test_the_small_checkpoint_is_whole_and_small() -> None:
-    """What its README says of it: so many parameters, in less than 16 MB."""
-    folder = recipe_folder() / "checkpoints" / "small"
-    with safe_open(folder / "model.safetensors", "numpy") as file:
+def test_the_wheel_carries_less_than_two_megabytes_of_recipes_and_weights() -> None:
+    assert sum(path.stat().st_size for path in recipe_folder().rglob("*") if path.is_file()) < 2 << 20
+
+
+def test_the_small_checkpoint_has_the_parameters_that_its_readme_says() -> None:
+    with safe_open(SMALL_CHECKPOINT / "model.safetensors", "numpy") as file:
         assert sum(file.get_tensor(name).size for name in file.keys()) == 5_475_584  # noqa: SIM118
-    assert sum(path.stat().st_size for path in folder.iterdir() if path.is_file()) < 16 << 20
 
 
 @pytest.mark.parametrize("name", HUB)
@@ -136,7 +130,7 @@ def test_paper_recipes_state_the_paper_setting(name: str) -> None:
     assert (recipe.model.path, recipe.limits.max_length) == HUB[name]
     assert (recipe.cache.method, recipe.cache.budget, recipe.cache.allocation.kind) == ("keepkv", 0.2, "cosine")
     assert (recipe.model.dtype, recipe.cache.sinks, recipe.cache.merge_every, recipe.export.prefill_chunk) == (
-        "float16",
+        "float32" if name == "qwen3-06b-keepkv" else "float16",
         4,
         32,
         512,
@@ -153,15 +147,15 @@ def test_shipped_files_begin_with_a_comment_that_cites() -> None:
 
 
 def test_origin_is_the_line_of_the_value_the_override_or_the_default() -> None:
-    loaded = load_recipe("llama2-13b-keepkv", ["limits.max_batch=2", "cache.parameters.zip=key"])
+    loaded = load_recipe("llama2-7b-keepkv", ["limits.max_batch=2", "cache.parameters.zip=key"])
     text = {
         name: (recipe_folder() / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
-        for name in ("keepkv-paper", "llama2-13b-keepkv")
+        for name in ("keepkv-paper", "llama2-7b-keepkv")
     }
     for key, name in {
         "cache.budget": "keepkv-paper",
         "cache.allocation.kind": "keepkv-paper",
-        "model.path": "llama2-13b-keepkv",
+        "model.path": "llama2-7b-keepkv",
     }.items():
         file, line = loaded.origin[key].split(":")
         assert file == f"recipes/{name}.yaml"

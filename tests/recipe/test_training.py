@@ -14,9 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvexport.recipe.inherit import recipe_folder
-
-SMALL = recipe_folder() / "checkpoints" / "small"
+from tests.support.recipes import SMALL_CHECKPOINT as SMALL
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 HERE = Path(__file__).resolve().parent
+TINY = HERE.parents[2] / "recipes" / "checkpoints" / "tiny"
 VOCABULARY = 4096
 MAX_LENGTH = 1024
 MAX_PEOPLE = 48
@@ -29,7 +30,7 @@ MAX_PEOPLE = 48
 def _tiny() -> ModuleType:
     """The tiny checkpoint's train.py: its NAMES and THINGS, special tokens, copied rows, and how a checkpoint is
     saved."""
-    spec = importlib.util.spec_from_file_location("tiny_checkpoint", HERE.parent / "tiny" / "train.py")
+    spec = importlib.util.spec_from_file_location("tiny_checkpoint", TINY / "train.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

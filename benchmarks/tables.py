@@ -14,6 +14,7 @@ import re
 from dataclasses import asdict
 from typing import Any
 
+import length_figure
 from budget_tables import head_budgets, listed, once, once_queries, small_listed
 from table_parts import BUDGETS, ROOT, load, name_of, shown, table
 
@@ -329,6 +330,7 @@ def main() -> None:
     for path in PAGES:
         text = path.read_text(encoding="utf-8")
         path.write_text(written(text, found), encoding="utf-8")
+    length_figure.FILE.write_text(length_figure.figure(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import length_figure
 import pytest
 import tables
 
@@ -17,6 +18,10 @@ def test_documents_hold_the_tables_that_are_written_for_them() -> None:
         shown |= set(re.findall(r"<!-- ([\w -]+) -->\n\|", text))
         assert text == tables.written(text, found), f"{path.name} is old: python benchmarks/tables.py"
     assert shown == set(found)
+
+
+def test_the_figure_of_lengths_is_drawn_from_the_results() -> None:
+    assert length_figure.FILE.read_text(encoding="utf-8") == length_figure.figure(), "python benchmarks/tables.py"
 
 
 def test_a_table_is_replaced_between_its_marks_and_an_unknown_mark_is_an_error() -> None:

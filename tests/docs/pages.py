@@ -12,7 +12,7 @@ from tests.support.paths import ROOT
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("[!_]*.md"))]
 PAGES = [path for path in PAGES if "_generated" not in path.parts]
 FENCE = re.compile(r"^(\s*)(`{3,})(.*)$")
-RUN_MARK = "<!-- run -->"
+RUN_MARK = "<!-- test: run -->"
 
 
 class Block(NamedTuple):

@@ -1,11 +1,10 @@
-"""`kvexport calibrate --of heads`: what evictions of each KV head cost a text, and the shares of the budget that
-follow.
+"""`kvexport calibrate --of heads`: budgets of KV heads in proportion to the loss that evictions from each head cause.
 
-A text is read once, with the full cache. Beside it every head has small caches, read by the same queries, with which
-its output differs by d from what it is. To second order that costs a KL of half the square of g d, where g is the
-gradient of a random projection of the logits whose mean square is their Fisher information. So one pass forward and a
-few back tell of all heads and several budgets; that the d of two tokens, or of two heads, are felt together is left
-out.
+A text is read once with the full cache. For every head, small caches are computed from the same queries; with them the
+head's output differs by d. To second order this costs a KL of half the square of g d, where g is the gradient of a
+random projection of the logits whose mean square is their Fisher information. One forward pass and a few backward
+passes thus measure all heads and several budgets. The estimate neglects interactions between the d of two tokens or two
+heads.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvexport.allocation import least_slots
 from kvexport.cache import CachePlan, LayerGeometry, plan_cache
-from kvexport.calibrate.layer_shares import LENGTH, require_budgets, said_of, setting_of, sized, text_language
+from kvexport.calibrate.layer_shares import LENGTH, require_budgets, setting_of, sized, summary_of, text_language
 from kvexport.calibrate.recall_layers import fact_passages
 from kvexport.errors import UsageError
 from kvexport.evaluate.language import Ids
@@ -36,16 +35,23 @@ from kvexport.terminal import Progress, silent
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-TIMES = (0.5, 1.0, 2.0, 4.0, 8.0)  # the recipe's share of the text: budgets that are measured
+TIMES = (0.5, 1.0, 2.0, 4.0, 8.0)  # the measured budgets, relative to the recipe's share of the text
 PROBES = 2  # random projections of the logits
 RECALL = "recall"  # `kvexport calibrate --of recall`: questions about facts in a text
 
 
 @dataclass(frozen=True)
 class HeadShares:
-    """length: tokens of a text. texts: of each task. budgets: slots of a head that were measured. costs: by task, of
-    every layer's every KV head in each of them, nats, the mean over texts. shares: of the budget, relative to their
-    mean."""
+    """The measured costs of evictions by KV head, and the shares of the budget that follow.
+
+    Attributes:
+        recipe: Name of the recipe.
+        length: Tokens of a text.
+        texts: The number of texts of each task.
+        budgets: The measured budgets, in slots of a head.
+        costs: By task, layer, KV head and budget: nats, mean over texts.
+        shares: Shares of the budget by layer and KV head, relative to their mean.
+    """
 
     recipe: str
     length: int
@@ -55,11 +61,11 @@ class HeadShares:
     shares: list[list[float]]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything."""
+        """Return all figures as JSON values."""
         return {**asdict(self), "setting": setting_of(self.shares)}
 
     def sections(self) -> list[Section]:
-        """For `kvexport.report`."""
+        """Return the sections of the report."""
         cost = np.concatenate([np.array(costs) for costs in self.costs.values()], -1)
         rows: list[Sequence[str | int | float]] = [
             (layer, head, *(f"{x:.3g}" for x in cost[layer, head]), share)
@@ -67,9 +73,9 @@ class HeadShares:
             for head, share in enumerate(shares)
         ]
         heads = ("layer", "KV head", *(f"{task}, {n} slots" for task in self.costs for n in self.budgets), "share")
-        note = "Nats by which a text is told worse where that head alone has so many slots, to second order."
-        said = said_of(self.recipe, self.texts * len(self.costs), self.length, self.shares)
-        return [said, Table("What a text loses", heads, rows, note)]
+        note = "Loss in nats if that head alone has this many slots, to second order."
+        summary = summary_of(self.recipe, self.texts * len(self.costs), self.length, self.shares)
+        return [summary, Table("Cost of evictions", heads, rows, note)]
 
 
 def calibrate_heads(
@@ -83,15 +89,29 @@ def calibrate_heads(
     tasks: Sequence[str] = ("text",),
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> HeadShares:
-    """Read `passages` texts of each task with the recipe's model in PyTorch, and share out the budget by what the
-    evictions of the recipe's method cost in every KV head.
+    """Measure the cost of evictions in every KV head, and share the recipe's budget accordingly.
 
-    length: tokens of a text, default 1,024 or the recipe's longest sequence. text: what they are cut from, default the
-    library's source that nothing is evaluated on, and for RECALL Python's manual. tasks: RECALL, or those of
-    `kvexport.evaluate.tasks`; all count alike, each by its share of what it loses where every head has the recipe's
-    share of the budget. Raises UsageError for a recipe whose heads cannot have different budgets, whose budget cannot
-    hold sinks and recent slots, for layers that do not see every position alike (sliding windows, caps, sink logits),
-    a checkpoint without a tokenizer, and a task that there is not.
+    The recipe's model runs in PyTorch over `passages` texts of each task. All tasks have the same weight: the costs of
+    a
+    task are relative to its loss if every head has the recipe's mean budget.
+
+    Args:
+        recipe: Name or file of the recipe.
+        overrides: Changes of the recipe, as `--set` takes them.
+        length: Tokens of a text; None for 1,024, or the recipe's longest sequence if that is shorter.
+        passages: The number of texts of each task.
+        seed: Seed of the texts and random projections.
+        text: The text that samples are cut from; None for source of Python's library that no evaluation uses, and
+            Python's
+            manual for RECALL.
+        tasks: RECALL, or names of `kvexport.evaluate.tasks`.
+        progress: Shows the stages.
+
+    Raises:
+        UsageError: Heads of the recipe cannot have different budgets, its budget cannot hold sinks and recent slots, a
+            layer does not attend to every position alike (sliding windows, soft caps, sink logits), the checkpoint has
+            no
+            tokenizer, or a task is unknown.
     """
     from kvexport.export.build import read_model
     from kvexport.export.hooks.attention import IMPLEMENTATION
@@ -110,17 +130,17 @@ def calibrate_heads(
     budgets = measured_budgets(own.recipe, length)
     plans = [plan_cache(sized(own.resolved, length, slots), shape.geometry) for slots in budgets]
     chunk = sized(own.resolved, length, length).export.prefill_chunk
-    given = {task: _samples(task, shape.checkpoint.path, text, length, passages, seed) for task in tasks}
+    samples_of = {task: _samples(task, shape.checkpoint.path, text, length, passages, seed) for task in tasks}
     model = load_model(shape.checkpoint, own.recipe, IMPLEMENTATION).float().requires_grad_(False)
     fix_rotary_frequencies(model, own.recipe.rotary_length)
     method, costs = own.recipe.cache.build_method(), dict[str, NDArray[np.float64]]()
     with progress("reading texts", passages * len(tasks)) as bar:
-        for task, samples in given.items():
-            found = []
+        for task, samples in samples_of.items():
+            text_costs = []
             for sample in samples:
-                found.append(head_costs(model, shape.geometry, method, plans, sample.ids, sample.counted, chunk))
+                text_costs.append(head_costs(model, shape.geometry, method, plans, sample.ids, sample.counted, chunk))
                 bar.advance(1)
-            costs[task] = np.mean(found, 0)
+            costs[task] = np.mean(text_costs, 0)
     cost = sum(each / max(each[..., 1].sum(), 1e-12) for each in costs.values())
     shares = head_shares_of(np.asarray(cost), budgets, budgets[1], least_slots(own.recipe), length)
     nats = {task: np.vectorize(lambda x: float(f"{x:.4g}"))(each).tolist() for task, each in costs.items()}
@@ -128,7 +148,7 @@ def calibrate_heads(
 
 
 def _samples(task: str, checkpoint: Path, text: str | None, length: int, count: int, seed: int) -> list[Sample]:
-    """Texts of a task. Of RECALL passages, with room for six questions and their answers."""
+    """Return the texts of a task. For RECALL these are passages with room for six questions and their answers."""
     if task == RECALL:
         return [asked_and_answered(each) for each in fact_passages(checkpoint, text, length * 7 // 8, count, seed)]
     language = text_language(checkpoint, text)
@@ -139,19 +159,22 @@ def _samples(task: str, checkpoint: Path, text: str | None, length: int, count: 
     return [make(language, np.random.default_rng([seed, i]), length, depths[i % len(depths)]) for i in range(count)]
 
 
-def asked_and_answered(given: Passage) -> Sample:
-    """A passage, and after it every question and its answer, which counts."""
-    ids, counted = list(given.ids), list[int]()
-    for question in given.questions:
+def asked_and_answered(passage: Passage) -> Sample:
+    """Return a passage followed by every question and its answer. Only answers are evaluated."""
+    ids, counted = list(passage.ids), list[int]()
+    for question in passage.questions:
         ids += question.ids
         counted += range(len(ids) - 1, len(ids) - 1 + len(question.answer))
         ids += question.answer
-    return Sample(ids, len(given.ids), counted)
+    return Sample(ids, len(passage.ids), counted)
 
 
 def measured_budgets(recipe: Recipe, length: int) -> list[int]:
-    """Slots of a head, the second of them the recipe's share of a text of `length` tokens. Raises UsageError where that
-    share cannot hold sinks, recent slots and two more."""
+    """Return the budgets to measure, in slots of a head. The second is the recipe's share of `length` tokens.
+
+    Raises:
+        UsageError: That share cannot hold sinks, recent slots and two more.
+    """
     at, least = recipe.budget / recipe.limits.max_length * length, math.ceil(least_slots(recipe))
     if not least < at < length:
         raise UsageError(
@@ -171,8 +194,17 @@ def head_costs(
     counted: Sequence[int],
     chunk: int,
 ) -> NDArray[np.float64]:
-    """[layers, heads, plans]: nats per counted position that every head's evictions in the caches of each plan cost a
-    text, merged after every `chunk` tokens. model: in float32, its attention that of the hook."""
+    """Return the cost [layers, heads, plans] of every head's evictions, in nats per evaluated position.
+
+    Args:
+        model: The model in float32, with the attention hook.
+        geometry: The attention geometry of every layer.
+        method: The compression method.
+        plans: Cache plans, one for each measured budget.
+        ids: Token ids of the text.
+        counted: The evaluated positions.
+        chunk: Tokens between merges.
+    """
     import torch
 
     from kvexport.export.hooks.attention import PassThroughCache, attending
@@ -181,8 +213,8 @@ def head_costs(
     with torch.enable_grad(), attending(full):
         position = torch.arange(len(ids))[None]
         kept = torch.tensor(counted)
-        given = {"input_ids": torch.tensor([ids]), "position_ids": position, "logits_to_keep": kept}
-        logits = model(**given, past_key_values=PassThroughCache(), use_cache=True).logits.float()
+        inputs = {"input_ids": torch.tensor([ids]), "position_ids": position, "logits_to_keep": kept}
+        logits = model(**inputs, past_key_values=PassThroughCache(), use_cache=True).logits.float()
     probability = torch.softmax(logits.detach(), -1)
     rng, gradients = torch.Generator().manual_seed(0), []
     for probe in range(PROBES):
@@ -190,26 +222,26 @@ def head_costs(
         along = drawn - probability * (probability.sqrt() * drawn).sum(-1, keepdim=True)
         outputs = [call[-1] for call in full.calls]
         gradients.append(torch.autograd.grad((logits * along).sum(), outputs, retain_graph=probe + 1 < PROBES))
-    found = np.zeros((len(geometry), geometry[0].kv_heads, len(plans)))
+    costs = np.zeros((len(geometry), geometry[0].kv_heads, len(plans)))
     with torch.no_grad():
         for i, (query, key, value, output) in enumerate(full.calls):
             for p, plan in enumerate(plans):
                 d = _compressed(plan, i, geometry[i], method, (query, key, value), chunk) - output
                 for gradient in gradients:
-                    felt = (gradient[i] * d).reshape(found.shape[1], -1, *d.shape[2:]).sum((1, 3))  # [H, T]
-                    found[i, :, p] += 0.5 * felt.square().sum(1).double().numpy() / PROBES / len(counted)
-    return found
+                    change = (gradient[i] * d).reshape(costs.shape[1], -1, *d.shape[2:]).sum((1, 3))  # [H, T]
+                    costs[i, :, p] += 0.5 * change.square().sum(1).double().numpy() / PROBES / len(counted)
+    return costs
 
 
 class _Full:
-    """Attends to everything, and keeps each layer's query, key, value and output."""
+    """Full attention that stores every layer's query, key, value and output."""
 
     def __init__(self, geometry: Sequence[LayerGeometry]) -> None:
         self.geometry = geometry
         self.calls: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        """See `kvexport.export.hooks.attention`."""
+        """Return causal attention over all positions. See `kvexport.export.hooks.attention`."""
         from torch.nn.functional import scaled_dot_product_attention
 
         layer: int = module.layer_idx  # type: ignore[assignment]
@@ -220,14 +252,14 @@ class _Full:
         return output
 
     def mask(self, mask_function: Any) -> Any:
-        """None: it is causal."""
+        """Return None, because attention is causal here."""
         return None
 
 
 def _compressed(
-    plan: CachePlan, i: int, layer: LayerGeometry, method: Method, given: Sequence[Tensor], chunk: int
+    plan: CachePlan, i: int, layer: LayerGeometry, method: Method, inputs: Sequence[Tensor], chunk: int
 ) -> Tensor:
-    """The attention output [1, Hq, T, Dv] of layer i over its cache in `plan`, of the query, key and value `given`."""
+    """Return the attention output [1, Hq, T, Dv] of layer i over its compressed cache in `plan`."""
     import torch
 
     from kvexport.export.graph.graphs import merge_attributes
@@ -238,12 +270,12 @@ def _compressed(
     cache, parts = plan.caches[i], []
     dtypes = cache.dtypes()
     state: Sequence[Tensor] = [torch.from_numpy(np.zeros(x, dtypes[name])) for name, x in cache.shapes(1).items()]
-    for first in range(0, given[0].shape[2], chunk):
-        new = [x[:, :, first : first + chunk] for x in given]
+    for first in range(0, inputs[0].shape[2], chunk):
+        new = [x[:, :, first : first + chunk] for x in inputs]
         tokens = new[0].shape[2]
         position = torch.arange(first, first + tokens)[None]
-        asked: Any = (*new, position, torch.tensor([[tokens]]), *state[:5], None, *state[5:])
-        output, *state = vote_attention(*asked, attributes=layer_attributes(method, layer))
+        arguments: Any = (*new, position, torch.tensor([[tokens]]), *state[:5], None, *state[5:])
+        output, *state = vote_attention(*arguments, attributes=layer_attributes(method, layer))
         parts.append(output)
         if int((state[2] > 0).sum(-1).max()) > cache.budget:
             state = merge_cache(*state, attributes=merge_attributes(cache, method))
@@ -253,16 +285,23 @@ def _compressed(
 def head_shares_of(
     cost: NDArray[np.float64], budgets: Sequence[int], slots: int, least: float, most: int
 ) -> list[list[float]]:
-    """Shares [layers, heads], relative to their mean, that cost least where heads have `slots` on average: of
-    `cheapest`."""
+    """Return the shares [layers, heads], relative to their mean, that cost least at `slots` mean slots of a head."""
     each = cost.reshape(-1, cost.shape[-1])
     chosen = cheapest(each, budgets, slots * len(each), math.ceil(least), most)
     return (chosen / slots).round(2).reshape(cost.shape[:2]).tolist()  # type: ignore[no-any-return]
 
 
 def cheapest(cost: NDArray[np.float64], budgets: Sequence[int], total: int, least: int, most: int) -> NDArray[np.int64]:
-    """Slots [n], `total` in all, each from `least` to `most`, with the least sum of costs [n, budgets], which between
-    those of `budgets` are straight lines of logarithms, and beyond them go on; `most` costs nothing."""
+    """Return the slots [n] of n heads with the least sum of costs.
+
+    Args:
+        cost: [n, budgets] nats. Between the measured budgets the logarithm of the cost is linear; beyond them it is
+            extrapolated.
+        budgets: The measured budgets, in slots.
+        total: The sum of all slots.
+        least: The smallest number of slots of a head.
+        most: The largest number; it costs nothing.
+    """
     slots = np.arange(least, most + 1)
     x, y = np.log(budgets), np.log(np.maximum(np.minimum.accumulate(cost, -1), 1e-12))
     piece = np.clip(np.searchsorted(x, np.log(slots)) - 1, 0, len(budgets) - 2)
@@ -275,7 +314,7 @@ def cheapest(cost: NDArray[np.float64], budgets: Sequence[int], total: int, leas
         enough = slots[(curve + np.exp(price) * slots).argmin(-1)].sum() >= total
         low, high = (price, high) if enough else (low, price)
     chosen: NDArray[np.int64] = slots[(curve + np.exp(high) * slots).argmin(-1)].astype(np.int64)
-    rest = total - int(chosen.sum())  # where a head's best budget jumps
+    rest = total - int(chosen.sum())  # slots left over because a head's best budget jumps
     for n in range(abs(rest)):
         chosen[n % len(chosen)] += np.sign(rest)
     return chosen

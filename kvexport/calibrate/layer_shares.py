@@ -1,4 +1,4 @@
-"""`kvexport calibrate --of text`: what each layer's evictions cost a text, and the shares of the budget that follow."""
+"""`kvexport calibrate --of text`: budgets of layers in proportion to the loss that evictions from each layer cause."""
 
 from __future__ import annotations
 
@@ -26,17 +26,24 @@ from kvexport.recipe.load import load_recipe
 from kvexport.report.sections import KeyValues, Section, Table
 from kvexport.terminal import Progress, silent
 
-LENGTH = 1024  # tokens of a text, where the recipe's sequences are not shorter
-KEPT = 8  # a layer alone keeps one token in so many
-CHUNKS = 32  # at least, so that merges come a few tokens at a time
-LANES = 8  # the full cache and seven layers at a time
-LEAST = 0.05  # of the mean share: a layer that cost nothing here may cost something elsewhere
+LENGTH = 1024  # tokens of a text, unless the recipe's sequences are shorter
+KEPT = 8  # the compressed layer keeps one token of this many
+CHUNKS = 32  # least number of chunks of a text, so that each merge evicts few tokens
+LANES = 8  # lanes of one run: the full cache and seven compressed layers
+LEAST = 0.05  # least share relative to the mean: a layer that costs nothing on these texts may matter on others
 
 
 @dataclass(frozen=True)
 class Shares:
-    """length: tokens of a text. slots: of the layer that alone is compressed. layers: the KL to the full cache then,
-    nats, mean over texts. shares: of the budget, relative to their mean."""
+    """The measured costs of evictions by layer, and the shares of the budget that follow.
+
+    Attributes:
+        recipe: Name of the recipe.
+        length: Tokens of a text.
+        slots: Slots of the one layer that is compressed.
+        layers: KL to the full cache with that layer compressed: nats, mean over texts.
+        shares: Shares of the budget by layer, relative to their mean.
+    """
 
     recipe: str
     length: int
@@ -45,35 +52,35 @@ class Shares:
     shares: list[float]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything."""
+        """Return all figures as JSON values."""
         return {**asdict(self), "setting": setting_of(self.shares)}
 
     def sections(self) -> list[Section]:
-        """For `kvexport.report`."""
+        """Return the sections of the report."""
         rows = [
             (i, e.value, f"{e.low:.3g} to {e.high:.3g}", share)
             for i, (e, share) in enumerate(zip(self.layers, self.shares, strict=True))
         ]
-        note = f"KL to the full cache where that layer alone is compressed, to {self.slots} slots."
+        note = f"KL to the full cache if that layer alone is compressed, to {self.slots} slots."
         heads = ("layer", "nats", "95 %", "share")
-        said = said_of(self.recipe, self.layers[0].count, self.length, self.shares)
-        return [said, Table("What a text loses", heads, rows, note)]
+        summary = summary_of(self.recipe, self.layers[0].count, self.length, self.shares)
+        return [summary, Table("Cost of evictions", heads, rows, note)]
 
 
 def setting_of(shares: Sequence[float] | Sequence[Sequence[float]]) -> str:
-    """Shares, of layers or of their KV heads, as `--set` takes them."""
+    """Return shares of layers, or of their KV heads, as an argument of `--set`."""
     return f"cache.allocation.shares={shares}"
 
 
-def said_of(recipe: str, texts: int, length: int, shares: Sequence[float] | Sequence[Sequence[float]]) -> KeyValues:
-    """What was read, so many texts of so many tokens, and what to write into the recipe."""
-    said: dict[str, str] = {
+def summary_of(recipe: str, texts: int, length: int, shares: Sequence[float] | Sequence[Sequence[float]]) -> KeyValues:
+    """Return the report's summary: the texts that were read, and the lines to write into the recipe."""
+    summary: dict[str, str] = {
         "recipe": recipe,
         "texts": f"{texts} of {length} tokens",
         "write": f"cache: {{allocation: {{kind: listed, shares: {shares}}}}}",
         "or": f"--set cache.allocation.kind=listed --set {setting_of(shares)}",
     }
-    return KeyValues("Calibration", said)
+    return KeyValues("Calibration", summary)
 
 
 def calibrate_text(
@@ -86,13 +93,24 @@ def calibrate_text(
     text: str | None = None,
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> Shares:
-    """Build the recipe's model with its method and room for everything, compress one layer at a time to an eighth of
-    `passages` texts, and share out the budget by what that costs.
+    """Measure the cost of evictions in every layer, and share the recipe's budget accordingly.
 
-    length: tokens of a text, default 1,024 or the recipe's longest sequence. text: what they are cut from, default the
-    library's source that nothing is evaluated on. Raises UsageError for a recipe whose layers cannot have different
-    budgets (it evicts nothing, its positions are those in the cache, an eighth cannot hold its sinks and recent slots),
-    and a checkpoint without a tokenizer.
+    The recipe's model is built with its method and a full cache. One layer at a time is compressed to an eighth of
+    `passages` texts.
+
+    Args:
+        recipe: Name or file of the recipe.
+        overrides: Changes of the recipe, as `--set` takes them.
+        length: Tokens of a text; None for 1,024, or the recipe's longest sequence if that is shorter.
+        passages: The number of texts.
+        seed: Seed of the texts.
+        text: The text that samples are cut from; None for source of Python's library that no evaluation uses.
+        progress: Shows the stages.
+
+    Raises:
+        UsageError: Layers of the recipe cannot have different budgets (it evicts nothing, its positions are those in
+            the
+            cache, or an eighth cannot hold sinks and recent slots), or the checkpoint has no tokenizer.
     """
     from kvexport.export.build import build, read_model
 
@@ -105,20 +123,20 @@ def calibrate_text(
     try:
         layers = plan_cache(sized(own.resolved, length, slots), shape.geometry).caches
     except UsageError as error:
-        problem = f"an eighth of {length} tokens is too little for a layer alone: {error.problem}"
+        problem = f"an eighth of {length} tokens is too little for one layer: {error.problem}"
         raise UsageError(problem, "--length with more tokens, or fewer cache.sinks or cache.recent") from error
     language = text_language(shape.checkpoint.path, text)
     texts = [language.text(np.random.default_rng([seed, i]), length) for i in range(passages)]
     with tempfile.TemporaryDirectory(prefix="kvexport-calibrate-") as folder:
-        made = build(sized(own.resolved, length, length), Path(folder) / "whole", progress=progress)
-        engine = load(made, verify=False)
+        artifact = build(sized(own.resolved, length, length), Path(folder) / "whole", progress=progress)
+        engine = load(artifact, verify=False)
         with progress("compressing one layer after another", passages * len(layers)) as bar:
             losses = np.stack([text_losses(engine, ids, at, layers, bar.advance) for ids, at in texts])
     return Shares(own.name, length, slots, [mean(loss) for loss in losses.T], shares_of(losses.mean(0)))
 
 
 def require_budgets(recipe: Recipe) -> None:
-    """Raises UsageError for a recipe whose layers cannot have different budgets."""
+    """Raise UsageError if the layers of a recipe cannot have different budgets."""
     if not recipe.cache.build_method().compresses:
         problem = f"this recipe's cache evicts nothing (method {recipe.cache.method}), in no layer"
         raise UsageError(problem, "--set cache.method=ballot, or what you want to build")
@@ -128,8 +146,12 @@ def require_budgets(recipe: Recipe) -> None:
 
 
 def shares_of(losses: NDArray[np.float64]) -> list[float]:
-    """Shares of the budget, relative to their mean: the square roots of the losses. Where a layer's loss falls as one
-    over its slots, which is about what is measured, ``sum loss_i / slots_i`` is smallest so."""
+    """Return shares of the budget, relative to their mean, from the loss of each layer.
+
+    The shares are the square roots of the losses. If a layer's loss is inversely proportional to its slots, which is
+    about
+    what measurements show, these shares minimize ``sum loss_i / slots_i``.
+    """
     roots = np.sqrt(np.maximum(losses, 0.0))
     relative = roots / roots.mean() if roots.any() else np.ones_like(roots)
     return [round(max(float(x), LEAST), 2) for x in relative]
@@ -142,28 +164,34 @@ def text_losses(
     layers: Sequence[LayerCache],
     advance: Callable[[int], None] = lambda _: None,
 ) -> NDArray[np.float64]:
-    """[layers]: KL(whole || compressed) in nats at the counted positions of a text, where the layer alone is brought
-    within the budget of `layers` after every chunk. The engine evicts nothing, keeps the method's statistics, and gives
-    the logits of every token."""
+    """Return the loss [layers] of compressing a single layer: KL(full || compressed) in nats.
+
+    Args:
+        engine: An engine that evicts nothing, keeps the method's statistics, and returns the logits of every token.
+        ids: Token ids of the text.
+        counted: The evaluated positions.
+        layers: The compressed cache of each layer; merges bring a layer within its budget after every chunk.
+        advance: Called with the number of finished runs.
+    """
     method = engine.manifest.recipe.cache.build_method()
-    found = np.zeros(len(layers))
+    losses = np.zeros(len(layers))
     for first in range(0, len(layers), LANES - 1):
-        alone = range(first, min(first + LANES - 1, len(layers)))
-        lanes = engine.lanes(1 + len(alone))  # lane 0 is the whole cache
+        compressed = range(first, min(first + LANES - 1, len(layers)))
+        lanes = engine.lanes(1 + len(compressed))  # lane 0 has the full cache
         for start in range(0, len(ids), lanes.prefill_chunk):
-            part = ids[start : start + lanes.prefill_chunk]
-            logits = lanes.append([part] * lanes.count, prefill=True)
-            at = [p - start for p in counted if start <= p < start + len(part)]
+            tokens = ids[start : start + lanes.prefill_chunk]
+            logits = lanes.append([tokens] * lanes.count, prefill=True)
+            at = [p - start for p in counted if start <= p < start + len(tokens)]
             whole = log_softmax(logits[0, at])
-            for lane, i in enumerate(alone, 1):
-                found[i] += float((np.exp(whole) * (whole - log_softmax(logits[lane, at]))).sum())
+            for lane, i in enumerate(compressed, 1):
+                losses[i] += float((np.exp(whole) * (whole - log_softmax(logits[lane, at]))).sum())
                 _merge(lanes, lane, i, layers[i], method)
-        advance(len(alone))
-    return found / len(counted)
+        advance(len(compressed))
+    return losses / len(counted)
 
 
 def _merge(lanes: Lanes, lane: int, i: int, layer: LayerCache, method: Method) -> None:
-    """Bring layer i of a lane within its budget, as the operator does."""
+    """Bring layer i of a lane within its budget, as MergeCache does."""
     import torch
 
     from kvexport.export.graph.graphs import merge_attributes
@@ -183,7 +211,7 @@ def _merge(lanes: Lanes, lane: int, i: int, layer: LayerCache, method: Method) -
 
 
 def sized(recipe: dict[str, Any], length: int, slots: int) -> Recipe:
-    """The recipe, as plain data, for texts of `length` in uniform budgets."""
+    """Return the recipe, given as plain data, for texts of `length` tokens with uniform budgets."""
     cache = {**recipe["cache"], "budget": slots, "slack": None, "allocation": {"kind": "uniform"}}
     limits = {**recipe["limits"], "max_length": length, "max_batch": LANES}
     chunk = max(1, min(recipe["export"]["prefill_chunk"], length // CHUNKS))
@@ -192,8 +220,11 @@ def sized(recipe: dict[str, Any], length: int, slots: int) -> Recipe:
 
 
 def text_language(checkpoint: Path, text: str | None) -> Language:
-    """What texts are cut from: `text`, or the library's source that nothing is evaluated on. Raises UsageError for a
-    checkpoint without a tokenizer."""
+    """Return the language that texts are taken from: `text`, or library source that no evaluation uses.
+
+    Raises:
+        UsageError: The checkpoint has no tokenizer.
+    """
     if not (checkpoint / FILE_NAME).exists():
         raise UsageError(f"{checkpoint} has no {FILE_NAME}, without which no text can be read", "put it there")
     tokenizer = Tokenizer.from_folder(checkpoint)

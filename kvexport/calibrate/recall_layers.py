@@ -1,5 +1,4 @@
-"""`kvexport calibrate`: which layers of a model hold what it finds again in a text, and which of them a recipe's budget
-can keep whole."""
+"""`kvexport calibrate`: the layers on which recall depends, and those that a recipe's budget can keep whole."""
 
 from __future__ import annotations
 
@@ -26,11 +25,11 @@ from kvexport.recipe.load import load_recipe
 from kvexport.report.sections import KeyValues, Section, Table
 from kvexport.terminal import Progress, silent
 
-FACTS = 6  # in a passage, each asked for once
-LENGTH = 1000  # tokens of a passage, where the recipe's sequences are not shorter
-ROOM = 64  # tokens beyond the passage: a question and its answer
-MOST = 2 / 3  # of all slots are those of whole layers, at the most, but where these are one
-MATTERS = 0.05  # of what all layers cost together, for a layer to be worth its slots
+FACTS = 6  # facts in a passage; one question about each
+LENGTH = 1000  # tokens of a passage, unless the recipe's sequences are shorter
+ROOM = 64  # tokens for a question and its answer
+MOST = 2 / 3  # largest share of all slots that whole layers may take; one whole layer may take more
+MATTERS = 0.05  # a layer is worth its slots if its cost is above this share of the cost of all layers
 THINGS = (
     "library",
     "kitchen",
@@ -49,9 +48,15 @@ THINGS = (
 
 @dataclass(frozen=True)
 class Calibration:
-    """length: tokens of a passage. exact: share of the questions that the full cache answers. layers: by how many nats
-    a token of the answers gets less likely where that layer alone loses the middle of the text. whole: what the
-    recipe's budget can keep whole, [] where nothing is worth it."""
+    """The measured recall by layer.
+
+    Attributes:
+        recipe: Name of the recipe.
+        length: Tokens of a passage.
+        exact: The share of the questions that the full cache answers.
+        layers: Increase of -ln p per token of the answers, in nats, if that layer alone loses the middle of the text.
+        whole: The layers that the recipe's budget can keep whole; [] if no layer is worth its slots.
+    """
 
     recipe: str
     length: int
@@ -61,22 +66,24 @@ class Calibration:
 
     @property
     def setting(self) -> str:
-        """As `--set` takes it; "" where no layer is worth its slots."""
+        """The whole layers as an argument of `--set`; "" if no layer is worth its slots."""
         return f"cache.allocation.whole={self.whole}" if self.whole else ""
 
     def to_json(self) -> dict[str, Any]:
-        """Everything."""
+        """Return all figures as JSON values."""
         return {**asdict(self), "setting": self.setting}
 
     def sections(self) -> list[Section]:
-        """For `kvexport.report`: the dearest layers first."""
-        asked = f"{self.exact.count} in texts of {self.length} tokens, the full cache answers {self.exact.value:.0%}"
-        said: dict[str, str] = {"recipe": self.recipe, "questions": asked}
+        """Return the sections of the report, the most important layers first."""
+        questions = (
+            f"{self.exact.count} in texts of {self.length} tokens, the full cache answers {self.exact.value:.0%}"
+        )
+        summary: dict[str, str] = {"recipe": self.recipe, "questions": questions}
         if self.whole:
-            said["write"] = f"cache: {{allocation: {{whole: {self.whole}}}}}"
-            said["or"] = f"--set {self.setting}"
+            summary["write"] = f"cache: {{allocation: {{whole: {self.whole}}}}}"
+            summary["or"] = f"--set {self.setting}"
         else:
-            said["write"] = "nothing: " + (
+            summary["write"] = "nothing: " + (
                 "no layer costs enough" if self.exact.value else "a model that answers nothing shows no layer's worth"
             )
         order = sorted(range(len(self.layers)), key=lambda i: -self.layers[i].value)
@@ -85,11 +92,11 @@ class Calibration:
             for i, e in ((i, self.layers[i]) for i in order)
         ]
         note = (
-            "By how many nats a token of the answers gets less likely where that layer alone keeps its sinks and the "
+            "Increase of -ln p per token of the answers, in nats, if that layer alone keeps only its sinks and the "
             "latest eighth."
         )
         heads = ("layer", "nats", "95 %", "")
-        return [KeyValues("Calibration", said), Table("What recall hangs on", heads, rows, note)]
+        return [KeyValues("Calibration", summary), Table("Layers on which recall depends", heads, rows, note)]
 
 
 def calibrate(
@@ -102,13 +109,22 @@ def calibrate(
     text: str | None = None,
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> Calibration:
-    """Build the recipe's model with a full cache, ask it for facts in `passages` texts, and choose whole layers for the
-    recipe's budget.
+    """Measure the recall of facts by layer, and choose whole layers for the recipe's budget.
 
-    length: tokens of a passage, default 1,000 or what the recipe's sequences have room for. text: what facts are put
-    into, default Python's reference manual. Raises UsageError for a recipe in which no layer can be whole (it evicts
-    nothing, its positions are those in the cache, its budget is too small), a checkpoint without a tokenizer, and a
-    text that is too short.
+    The recipe's model is built with a full cache and asked for facts in `passages` texts.
+
+    Args:
+        recipe: Name or file of the recipe.
+        overrides: Changes of the recipe, as `--set` takes them.
+        length: Tokens of a passage; None for 1,000, or the length that the recipe's sequences allow if that is less.
+        passages: The number of passages.
+        seed: Seed of the passages.
+        text: The text to insert facts into; None for Python's reference manual.
+        progress: Shows the stages.
+
+    Raises:
+        UsageError: No layer of the recipe can be whole (it evicts nothing, its positions are those in the cache, or its
+            budget is too small), the checkpoint has no tokenizer, or the text is too short.
     """
     from kvexport.export.build import build, read_model
 
@@ -117,13 +133,13 @@ def calibrate(
         shape = read_model(own.recipe)
     _require_a_whole_layer(own.recipe, shape.geometry)
     length = length or min(LENGTH, own.recipe.limits.max_length - ROOM)
-    given = fact_passages(shape.checkpoint.path, text, length, passages, seed)
+    texts = fact_passages(shape.checkpoint.path, text, length, passages, seed)
     with tempfile.TemporaryDirectory(prefix="kvexport-calibrate-") as folder:
-        made = build(_full(own.resolved, length), Path(folder) / "full", progress=progress)
-        engine = load(made, verify=False)
+        artifact = build(_full(own.resolved, length), Path(folder) / "full", progress=progress)
+        engine = load(artifact, verify=False)
         rounds = passages * (1 + len(engine.plan.caches))
         with progress(f"asking without one layer after another, {rounds} times", rounds) as bar:
-            answers, cost = retrieval_layers(engine, given, advance=bar.advance)
+            answers, cost = retrieval_layers(engine, texts, advance=bar.advance)
     exact = share(sum(a.exact for a in answers), len(answers))
     layers = [mean(costs) for costs in cost.T]
     whole = whole_layers([e.value for e in layers], own.recipe, shape.geometry) if exact.value else []
@@ -131,7 +147,7 @@ def calibrate(
 
 
 def _full(recipe: dict[str, Any], length: int) -> Recipe:
-    """The recipe, as plain data, with a full cache for a passage and its questions."""
+    """Return the recipe, given as plain data, with a full cache for a passage and its questions."""
     cache = {**recipe["cache"], "method": "full", "parameters": {}}
     limits = {**recipe["limits"], "max_length": length + ROOM, "max_batch": FACTS}
     export = {**recipe["export"], "prefill_chunk": min(256, length)}
@@ -139,7 +155,7 @@ def _full(recipe: dict[str, Any], length: int) -> Recipe:
 
 
 def whole_layers(cost: Sequence[float], recipe: Recipe, geometry: Sequence[LayerGeometry]) -> list[int]:
-    """The dearest layers that matter, as many as the recipe's budget has slots for."""
+    """Return the most important layers above the threshold `MATTERS`, as many as the recipe's budget has slots for."""
     least = MATTERS * sum(max(c, 0.0) for c in cost)
     dearest = sorted((i for i, c in enumerate(cost) if c > 0 and c >= least), key=lambda i: -cost[i])
     chosen = dearest[: max(1, int(MOST * recipe.budget * len(cost) / recipe.limits.max_length))]
@@ -162,11 +178,11 @@ def _fits(recipe: Recipe, whole: list[int], geometry: Sequence[LayerGeometry]) -
 
 
 def _require_a_whole_layer(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> None:
-    """Raises UsageError where no layer of the recipe can be whole; before minutes of measuring."""
+    """Raise UsageError if no layer of the recipe can be whole, before minutes of measuring."""
     if not recipe.cache.build_method().compresses or recipe.budget >= recipe.limits.max_length:
         raise UsageError(
-            f"this recipe's cache evicts nothing (method {recipe.cache.method}, {recipe.budget} slots), so that every "
-            "layer is whole",
+            f"this recipe's cache evicts nothing (method {recipe.cache.method}, {recipe.budget} slots), so every "
+            "layer is whole already",
             "--set cache.method=h2o --set cache.budget=0.34, or what you want to build",
         )
     try:
@@ -176,37 +192,40 @@ def _require_a_whole_layer(recipe: Recipe, geometry: Sequence[LayerGeometry]) ->
 
 
 def fact_passages(checkpoint: Path, text: str | None, length: int, count: int, seed: int) -> list[Passage]:
-    """Texts of about `length` tokens with FACTS facts each. Raises UsageError where the text is too short, or the
-    checkpoint has no tokenizer."""
+    """Return texts of about `length` tokens with FACTS facts each.
+
+    Raises:
+        UsageError: The text is too short, or the checkpoint has no tokenizer.
+    """
     if not (checkpoint / FILE_NAME).exists():
-        raise UsageError(f"{checkpoint} has no {FILE_NAME}, without which no fact can be told", "put it there")
+        raise UsageError(f"{checkpoint} has no {FILE_NAME}, so facts cannot be written as tokens", "put it there")
     tokenizer = Tokenizer.from_folder(checkpoint)
     language = language_of(tokenizer, text)
-    made = []
+    results = []
     for i in range(count):
         rng, places = random.Random(f"{seed}/{i}"), np.random.default_rng([seed, i])
         if isinstance(language, Words):
             sentences = [tokenizer.decode(ids) for ids in language.filler(places, length)]
-            told = zip(rng.sample(language.names, FACTS), rng.sample(language.things, FACTS), strict=True)
-            facts = [(f"{name} {thing} .", f"? {name}", thing) for name, thing in told]
+            pairs = zip(rng.sample(language.names, FACTS), rng.sample(language.things, FACTS), strict=True)
+            facts = [(f"{name} {thing} .", f"? {name}", thing) for name, thing in pairs]
         else:
             sentences = re.split(r"(?<=[.:;]) ", " ".join((text or manual()).split()))
             first = rng.randrange(max(1, len(sentences) // 2))
             sentences = sentences[first:] + sentences[:first]
             facts = [_code(thing, f"{rng.randrange(10_000):04}") for thing in rng.sample(THINGS, FACTS)]
-        found = passage(lambda text: _encode(tokenizer, text), sentences, facts, length, places)
-        if len(found.ids) < length // 2:
+        source = passage(lambda text: _encode(tokenizer, text), sentences, facts, length, places)
+        if len(source.ids) < length // 2:
             raise UsageError(
-                f"the text to put facts into gives passages of {len(found.ids)} tokens, not of {length}",
-                f"--text FILE with more text, or --length {len(found.ids)}",
+                f"the text to insert facts into gives passages of {len(source.ids)} tokens, not of {length}",
+                f"--text FILE with more text, or --length {len(source.ids)}",
             )
-        made.append(replace(found, ids=[*language.start, *found.ids]))
-    return made
+        results.append(replace(source, ids=[*language.start, *source.ids]))
+    return results
 
 
 def _code(thing: str, number: str) -> tuple[str, str, str]:
-    said = f"The code of the {thing} is"
-    return f"{said} {number}.", said, number
+    statement = f"The code of the {thing} is"
+    return f"{statement} {number}.", statement, number
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> Ids:

@@ -1,1 +1,1 @@
-"""`kvexport eval`: what a bounded cache still knows, at equal bytes, on tasks that are generated here."""
+"""`kvexport eval`: the quality of a bounded cache at equal bytes, on tasks that are generated here."""

@@ -1,7 +1,7 @@
-"""Text to measure on: the Python standard library's own source, of which fixed modules are held out from training, and
-Python's reference manual, English prose.
+"""Texts to measure on: source of Python's standard library, and Python's reference manual (English prose).
 
-The text is that of the interpreter which runs, so figures of two Python versions are not of the same text.
+Fixed modules of the library are held out from training. The texts belong to the running interpreter, so figures from
+two Python versions are not from the same text.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ from pathlib import Path
 
 from kvexport.errors import EnvironmentProblem
 
-# Tables of data, tests (an installation may lack them), and what is not the library's.
+# Skipped: tables of data, tests (an installation may lack them), and third-party packages.
 SKIPPED = {"encodings", "pydoc_data", "site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 HELD_OUT_ONE_IN = 12
 
 
 def is_held_out(module: str) -> bool:
-    """Whether a top-level module ("json", "argparse") is for measuring: CRC-32 of its name divisible by 12."""
+    """Return whether a top-level module ("json", "argparse") is held out: the CRC-32 of its name is divisible by 12."""
     return zlib.crc32(module.encode()) % HELD_OUT_ONE_IN == 0
 
 
 def library_sources(held_out: bool) -> dict[str, str]:
-    """The source of every module of the running interpreter's library which is (or is not) held out, by path, in order
-    of path."""
+    """Return the source of every library module that is held out (or is not), by path, in the order of paths."""
     root = Path(sysconfig.get_path("stdlib"))
     sources = {}
     for path in sorted(root.rglob("*.py")):
@@ -35,8 +34,11 @@ def library_sources(held_out: bool) -> dict[str, str]:
 
 
 def manual() -> str:
-    """Python's reference manual, as the interpreter's `help` has it: 450 kB of prose with examples, by topic. Raises
-    EnvironmentProblem where an installation lacks it."""
+    """Return Python's reference manual from the interpreter's `help`: 450 kB of prose with examples, by topic.
+
+    Raises:
+        EnvironmentProblem: The installation lacks the manual.
+    """
     try:
         from pydoc_data.topics import topics
     except ImportError as error:

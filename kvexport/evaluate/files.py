@@ -1,4 +1,4 @@
-"""Files that outlive a run: digests of what they depend on, writing that leaves no half of one, one run at a time."""
+"""Files that outlive a run: digests, atomic writes, and a lock on a folder."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kvexport.errors import UsageError
 
 
 def digest_of(*parts: Any) -> str:
-    """SHA-256, in hex, of values that JSON can hold."""
+    """Return the SHA-256, in hex, of values that JSON can represent."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """An OSError of the block, such as of a full disk, names the file."""
+    """Add the file's name to an OSError that the block raises, such as that of a full disk."""
     try:
         yield
     except OSError as error:
@@ -30,22 +30,29 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """A file that is there whole or not at all, whatever happens. A full disk is an OSError that names it."""
-    part = path.with_name(path.name + ".part")
-    with naming(part):
+    """Write a file atomically, so that it is complete or absent after a crash.
+
+    A full disk raises an OSError that names the file.
+    """
+    partial = path.with_name(path.name + ".part")
+    with naming(partial):
         try:
-            with part.open("w", encoding="utf-8") as stream:
+            with partial.open("w", encoding="utf-8") as stream:
                 stream.write(text)
                 stream.flush()
                 os.fsync(stream.fileno())
-            part.replace(path)
+            partial.replace(path)
         finally:
-            part.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
 
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Nothing else runs such a block of this folder meanwhile. Raises UsageError where another process does."""
+    """Hold a lock on a folder during the block.
+
+    Raises:
+        UsageError: Another process holds the lock.
+    """
     with (folder / ".lock").open("w") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""What an evaluation keeps in its folder (`--work`), so that a run that was killed goes on: results, each a file."""
+"""The result files in an evaluation's folder (`--work`), which let a killed run continue."""
 
 from __future__ import annotations
 
@@ -14,8 +14,14 @@ from kvexport.evaluate.result import Result
 
 
 def read_result(path: Path, key: str) -> Result | None:
-    """The result that was kept there under the key; None where there is none, or one that was measured otherwise.
-    Raises UsageError for a damaged file."""
+    """Return the result stored at `path` under `key`.
+
+    Returns:
+        The result; None if there is none, or if it was measured under another key.
+
+    Raises:
+        UsageError: The file is damaged.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         whole = content["sha256"] == digest_of(content["key"], content["result"])
@@ -25,11 +31,13 @@ def read_result(path: Path, key: str) -> Result | None:
     except (OSError, ValueError, KeyError, TypeError):
         whole = False
     if not whole:
-        raise UsageError(f"{path} is not what was written there", f"rm {path}, and it is measured again")
+        raise UsageError(
+            f"{path} is damaged: its digest does not match", f"rm {path}, and the setting is measured again"
+        )
     return result if content["key"] == key else None
 
 
 def write_result(path: Path, key: str, result: Result) -> None:
-    """Keep a result under the digest of all that it depends on."""
-    found = json.loads(json.dumps(asdict(result)))  # tuples become lists, as a reader will see them
-    write_whole(path, json.dumps({"key": key, "sha256": digest_of(key, found), "result": found}, indent=1))
+    """Store a result. `key` is the digest of everything that the result depends on."""
+    values = json.loads(json.dumps(asdict(result)))  # tuples become lists, as in the file
+    write_whole(path, json.dumps({"key": key, "sha256": digest_of(key, values), "result": values}, indent=1))

@@ -1,8 +1,7 @@
-"""How tasks are put to a model: facts, questions and filler as token ids of its tokenizer.
+"""The wording of tasks: facts, questions and filler as token ids of a model's tokenizer.
 
-Two languages: `Text`, comment lines among lines of source (or of a given text), for every tokenizer of text, and
-`Words`, the tiny checkpoint's own. A task asks for statements and questions by what they mean and never sees a
-tokenizer.
+`Text` writes comment lines between lines of source or of another text, and works with every text tokenizer. `Words` is
+the language of the tiny checkpoint. Tasks name statements and questions by their meaning and never use a tokenizer.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Ids = list[int]
 
 @cache
 def tiny_language() -> ModuleType:
-    """The tiny checkpoint's train.py, which defines its words and sentences."""
+    """Return the tiny checkpoint's train.py as a module. It defines the words and sentences of that checkpoint."""
     path = recipe_folder() / "checkpoints" / "tiny" / "train.py"
     spec = importlib.util.spec_from_file_location("kvexport_tiny_language", path)
     assert spec is not None and spec.loader is not None
@@ -38,40 +37,55 @@ def tiny_language() -> ModuleType:
 
 
 class Language(Protocol):
-    """What a task may say. names and things: words a fact can be about, all different. Methods return token ids;
-    questions and answers follow one another without a gap."""
+    """The statements, questions and filler that tasks are made of, as token ids.
+
+    Questions and answers follow one another without a gap.
+
+    Attributes:
+        names: Distinct words that a fact can be about.
+        things: Distinct words that a fact can assign to a name.
+    """
 
     names: tuple[str, ...]
     things: tuple[str, ...]
-    lacks: frozenset[str]  # names of tasks that cannot be put in this language
+    lacks: frozenset[str]  # names of tasks that this language cannot express
     start: Ids  # the beginning of a sequence
 
     def fact(self, name: str, thing: str) -> Ids:
-        """States that name has thing."""
+        """Return the statement that `name` has `thing`."""
         ...
 
     def alias(self, name: str, other: str) -> Ids:
-        """States that name has what other has."""
+        """Return the statement that `name` has the same thing as `other`."""
         ...
 
     def ask(self, kind: str, name: str, answer: str) -> tuple[Ids, Ids]:
-        """A question about name and its answer. kind: "one" (its thing), "every" (its things in order,
-        comma-separated), "mostly" (the thing stated most often), "count" (the number of statements), "chain" (the
-        aliases, one after another, and the last one's thing)."""
+        """Return a question about `name`, and its answer.
+
+        Args:
+            kind: "one" (the thing of `name`), "every" (all its things in order, comma-separated), "mostly" (the thing
+                stated
+                most often), "count" (the number of statements) or "chain" (the aliases in order, then the thing of the
+                last).
+            name: The subject of the question.
+            answer: The answer.
+        """
         ...
 
     def filler(self, rng: np.random.Generator, count: int) -> list[Ids]:
-        """Sentences or lines of exactly count tokens in all, in order, which state nothing."""
+        """Return sentences or lines without statements, in order, of exactly `count` tokens together."""
         ...
 
     def text(self, rng: np.random.Generator, count: int) -> tuple[Ids, list[int]]:
-        """A text of count tokens, `start` included, and the positions whose next token the model was trained to
-        predict."""
+        """Return a text of `count` tokens, its start token included, and the positions to evaluate.
+
+        The model was trained to predict the next token at these positions.
+        """
         ...
 
 
 class Words:
-    """The tiny checkpoint's language: `NAME THING .`, asked by `? NAME`."""
+    """The language of the tiny checkpoint: facts are `NAME THING .` and questions are `? NAME`."""
 
     lacks = frozenset({"multivalue", "tracking", "counting"})
 
@@ -81,26 +95,26 @@ class Words:
         self.start = [self._tiny.BOS]
 
     def fact(self, name: str, thing: str) -> Ids:
-        """See `Language`."""
+        """Return the statement that `name` has `thing`. See `Language.fact`."""
         return [self._tiny.IDS[name], self._tiny.IDS[thing], self._tiny.STOP]
 
     def alias(self, name: str, other: str) -> Ids:
-        """See `Language`."""
+        """Return the statement that `name` has the same thing as `other`. See `Language.alias`."""
         raise ValueError("the tiny checkpoint knows no aliases")
 
     def ask(self, kind: str, name: str, answer: str) -> tuple[Ids, Ids]:
-        """See `Language`; "one" and "mostly" are the same question here."""
+        """Return a question and its answer. See `Language.ask`; "one" and "mostly" are the same question here."""
         if kind not in ("one", "mostly"):
             raise ValueError(f"the tiny checkpoint cannot be asked {kind!r}")
         return [self._tiny.ASK, self._tiny.IDS[name]], [self._tiny.IDS[answer]]
 
     def filler(self, rng: np.random.Generator, count: int) -> list[Ids]:
-        """See `Language`."""
+        """Return sentences without statements. See `Language.filler`."""
         sentences: list[Ids] = self._tiny.filler_sentences(rng, count)
         return sentences
 
     def text(self, rng: np.random.Generator, count: int) -> tuple[Ids, list[int]]:
-        """A story and questions about it, of which only the answers are predictable."""
+        """Return a story and questions about it; only the answers are evaluated. See `Language.text`."""
         ids, labels = self._tiny.recall_row(rng, count)
         tiny = self._tiny
         return ids, [i - 1 for i, label in enumerate(labels) if label not in (tiny.IGNORE, tiny.EOS)]
@@ -110,24 +124,28 @@ _ASKED = {"one": "# {}", "chain": "# {}", "every": "# every {}", "mostly": "# mo
 
 
 class Text:
-    """`# NAME THING` and `# NAME OTHER` on lines of their own among lines of source."""
+    """The language of text models: `# NAME THING` and `# NAME OTHER` as comment lines between lines of source."""
 
     lacks: frozenset[str] = frozenset()
 
     def __init__(self, tokenizer: Tokenizer, source: str | None = None) -> None:
-        """source: the text that filler and `text` are cut from; None takes the held-out modules of
-        `kvexport.evaluate.corpus`."""
+        """Initialize the language.
+
+        Args:
+            tokenizer: The model's tokenizer.
+            source: The text that `filler` and `text` take lines from; None for the held-out modules of `corpus`.
+        """
         self._tokenizer = tokenizer
         self.names, self.things = tiny_language().NAMES, tiny_language().THINGS
         self.start = tokenizer.encode("")
         text = "\n".join(library_sources(held_out=True).values()) if source is None else source
         self._lines = text.splitlines()
-        self._ids: dict[int, Ids] = {}  # line number -> ids, as they are needed
+        self._ids: dict[int, Ids] = {}  # line number -> ids, filled on demand
         if not text.strip():
             raise UsageError("the text to measure on is empty", "--text FILE with some pages of text, or leave it out")
 
     def _continue(self, text: str) -> Ids:
-        """Ids of text where a new line has begun: some tokenizers mark the very beginning of a text."""
+        """Return the ids of `text` after a newline. Some tokenizers encode the very beginning of a text differently."""
         before = self._tokenizer.encode("\n", add_special_tokens=False)
         ids = self._tokenizer.encode("\n" + text, add_special_tokens=False)
         return (
@@ -137,22 +155,22 @@ class Text:
         )
 
     def fact(self, name: str, thing: str) -> Ids:
-        """See `Language`."""
+        """Return the statement that `name` has `thing`. See `Language.fact`."""
         return self._continue(f"# {name} {thing}\n")
 
     def alias(self, name: str, other: str) -> Ids:
-        """See `Language`."""
+        """Return the statement that `name` has the same thing as `other`. See `Language.alias`."""
         return self._continue(f"# {name} {other}\n")
 
     def ask(self, kind: str, name: str, answer: str) -> tuple[Ids, Ids]:
-        """See `Language`."""
-        asked = _ASKED[kind].format(name)
-        whole, question = self._continue(f"{asked} {answer}"), self._continue(asked)
+        """Return a question and its answer. See `Language.ask`."""
+        asked_text = _ASKED[kind].format(name)
+        whole, question = self._continue(f"{asked_text} {answer}"), self._continue(asked_text)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(whole, question, strict=False)))
         return whole[:same], whole[same:]
 
     def filler(self, rng: np.random.Generator, count: int) -> list[Ids]:
-        """See `Language`: consecutive lines from a random place on; the last one may be cut, but ends."""
+        """Return consecutive lines from a random place. The last line may be shortened. See `Language.filler`."""
         lines: list[Ids] = []
         end = self._continue("\n")
         place = int(rng.integers(len(self._lines)))
@@ -166,8 +184,7 @@ class Text:
         return lines
 
     def text(self, rng: np.random.Generator, count: int) -> tuple[Ids, list[int]]:
-        """Consecutive lines, of which every token from the middle on counts: by then every budget of half the text is
-        full."""
+        """Return consecutive lines, and all positions from the middle on: there a budget of half the text is full."""
         ids = [*self.start, *(token for line in self.filler(rng, count - len(self.start)) for token in line)]
         return ids, list(range(count // 2, count - 1))
 
@@ -179,7 +196,15 @@ class Text:
 
 
 def language_of(tokenizer: Tokenizer | None, source: str | None = None) -> Language:
-    """The language a model of this tokenizer is asked in. Raises UsageError where there is no tokenizer."""
+    """Return the language for a model's tokenizer.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        source: The text that filler is taken from; None for the default.
+
+    Raises:
+        UsageError: There is no tokenizer.
+    """
     if tokenizer is None:
         raise UsageError(
             "the checkpoint has no tokenizer.json, so no task can be written for it", "put its tokenizer.json beside it"

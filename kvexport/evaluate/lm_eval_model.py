@@ -1,12 +1,10 @@
-"""An artifact as a model of lm-evaluation-harness: import this module, then `lm_eval.simple_evaluate(model="kvexport",
-...)`.
+"""An artifact as a model of lm-evaluation-harness. Import this module, then use ``model="kvexport"``.
 
     from kvexport.evaluate.lm_eval_model import KvexportLM
     lm_eval.simple_evaluate(model=KvexportLM("artifacts/tiny-keepkv"), tasks=[...])
 
-Works offline. A context is prefilled in chunks and its continuation decoded token by token, as a deployed engine would:
-what is scored
-is the compressed cache. Needs the extra `eval`. Not covered: chat templates.
+It works offline and needs the extra `eval`. A context is prefilled in chunks and its continuation is decoded token by
+token, as a deployed engine would do, so scores are those of the compressed cache. Chat templates are not covered.
 """
 
 from __future__ import annotations
@@ -24,15 +22,21 @@ from kvexport.evaluate.measure import counted_logits
 from kvexport.evaluate.reference import log_softmax
 from kvexport.evaluate.tasks import Sample
 
-NEW_TOKENS = 256  # where a task does not say how many, as the harness's own models
+NEW_TOKENS = 256  # if a task names no limit; the harness's own models use the same
 
 
 @register_model("kvexport")
 class KvexportLM(LM):  # type: ignore[misc]
-    """artifact: its directory. batch_size: sequences at once, at most the artifact's limits.max_batch. threads: as in
-    `kvexport.load`.
+    """A model of lm-evaluation-harness that runs an artifact.
 
-    Raises UsageError where the artifact has no tokenizer."""
+    Args:
+        artifact: Folder of the artifact.
+        batch_size: The number of sequences at once, at most the artifact's limits.max_batch.
+        threads: The number of threads, as in `kvexport.load`.
+
+    Raises:
+        UsageError: The artifact has no tokenizer.
+    """
 
     def __init__(
         self, artifact: str | Path, batch_size: int | str | None = None, threads: int | None = None, **_: Any
@@ -42,19 +46,21 @@ class KvexportLM(LM):  # type: ignore[misc]
         if self.engine.tokenizer is None:
             raise UsageError(f"{artifact} has no tokenizer.json", "put it beside the checkpoint and build again")
         self._encode = self.engine.tokenizer.encode
-        wanted = str(batch_size)  # the harness also says "auto"
-        self.batch = min(int(wanted), self.engine.max_batch) if wanted.isdigit() else self.engine.max_batch
-        # What stands before the first token of a text, so that this can be predicted too.
+        size = str(batch_size)  # the harness also says "auto"
+        self.batch = min(int(size), self.engine.max_batch) if size.isdigit() else self.engine.max_batch
+        # A token before the first token of a text, so that the first token can be predicted too.
         start = self._encode("") or [self.engine.generation_config.get("eos_token_id", 0)]
         self._start: list[int] = start[0] if isinstance(start[0], list) else start
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """(ln p of the continuation in nats, whether it is the greedy one) of every (context, continuation)."""
+        """Return (ln p of the continuation in nats, whether it is greedy) for every (context, continuation)."""
         return list(self._score([self._pair(*request.args) for request in requests]))
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """ln p of every text in nats; one longer than the artifact's max_length is cut into pieces that do not see each
-        other."""
+        """Return ln p of every text in nats.
+
+        A text longer than the artifact's max_length is cut into independent pieces.
+        """
         room = self.engine.max_length - 1
         totals = []
         for request in requests:
@@ -69,16 +75,18 @@ class KvexportLM(LM):  # type: ignore[misc]
         return totals
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """The greedy (or, where a request asks for it, drawn) continuation of every context, up to a stop string. A
-        context that leaves no room loses its beginning."""
+        """Return a continuation of every context up to a stop string: greedy, or sampled if the request asks for it.
+
+        A context that leaves no room for an answer loses its beginning.
+        """
         texts: list[str] = []
         for request in requests:
-            context, asked = request.args
-            stops = asked.get("until") or []
-            new = min(int(asked.get("max_gen_toks", NEW_TOKENS)), self.engine.max_length - 1)
+            context, arguments = request.args
+            stops = arguments.get("until") or []
+            new = min(int(arguments.get("max_gen_toks", NEW_TOKENS)), self.engine.max_length - 1)
             drawn = (
-                {name: asked[name] for name in ("temperature", "top_p", "top_k") if asked.get(name)}
-                if asked.get("do_sample")
+                {name: arguments[name] for name in ("temperature", "top_p", "top_k") if arguments.get(name)}
+                if arguments.get("do_sample")
                 else {}
             )
             prompt = self._encode(context)[-(self.engine.max_length - new) :]
@@ -88,8 +96,10 @@ class KvexportLM(LM):  # type: ignore[misc]
         return texts
 
     def _pair(self, context: str, continuation: str) -> Sample:
-        """Tokens of context and continuation. Spaces at the end of the context belong to the continuation's first
-        token."""
+        """Return the tokens of context and continuation.
+
+        Spaces at the end of the context belong to the first token of the continuation.
+        """
         spaces = len(context) - len(context.rstrip())
         if spaces:
             context, continuation = context[:-spaces], context[-spaces:] + continuation
@@ -105,8 +115,8 @@ class KvexportLM(LM):  # type: ignore[misc]
 
     def _score(self, samples: Sequence[Sample]) -> Iterator[tuple[float, bool]]:
         for start in range(0, len(samples), self.batch):
-            part = samples[start : start + self.batch]
-            for sample, logits in zip(part, counted_logits(self.engine, part), strict=True):
+            batch = samples[start : start + self.batch]
+            for sample, logits in zip(batch, counted_logits(self.engine, batch), strict=True):
                 truth = [sample.ids[p + 1] for p in sample.counted]
-                found = log_softmax(logits)
-                yield float(found[range(len(truth)), truth].sum()), bool((logits.argmax(-1) == truth).all())
+                logs = log_softmax(logits)
+                yield float(logs[range(len(truth)), truth].sum()), bool((logits.argmax(-1) == truth).all())

@@ -1,4 +1,4 @@
-"""Samples through an engine: what it predicts where an answer stands, against the truth and against the full cache."""
+"""Samples run through an engine: its predictions against the true answers and against the full cache."""
 
 from __future__ import annotations
 
@@ -17,14 +17,19 @@ from kvexport.evaluate.reference import Logs, Reference, Writer, log_softmax
 from kvexport.evaluate.tasks import Sample
 
 Rows = NDArray[np.float32]  # [counted, vocabulary]
-BLOCK = 16  # rows that are judged at once: of a vocabulary of 50,000 they are 6 MB in float64
+BLOCK = 16  # rows compared at once: 6 MB in float64 for a vocabulary of 50,000
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One sample. right: every counted token was the likeliest. nll: mean -ln p of the counted tokens, nats. kl:
-    KL(full || engine) at every counted position, nats; agrees: whether the likeliest token there is the full cache's;
-    both empty where there was nothing to compare with."""
+    """The figures of one sample.
+
+    Attributes:
+        right: Whether every evaluated token was the most likely one.
+        nll: Mean -ln p of the evaluated tokens, in nats.
+        kl: KL(full || engine) at every evaluated position, in nats; empty without a reference.
+        agrees: Whether the most likely token equals the full cache's, by position; empty without a reference.
+    """
 
     right: bool
     nll: float
@@ -33,12 +38,19 @@ class Outcome:
 
 
 def counted_rows(engine: Engine, samples: Sequence[Sample]) -> Iterator[tuple[int, int, Rows]]:
-    """The logits at every sample's counted positions, all samples in one batch: prompts in chunks, then token by token,
-    as given. Call by call, so that no more than a call's are in memory: the sample's number, the number of its first
-    counted position, and the rows.
+    """Yield the logits at every sample's evaluated positions.
 
-    Raises UsageError where a counted position lies inside a prompt and the artifact gives the logits of a call's last
-    token alone, or merges nothing before the prompt's end.
+    All samples run in one batch: prompts in chunks, then the given tokens one by one. Only one call's logits are in
+    memory
+    at a time.
+
+    Yields:
+        The number of the sample, the number of its first evaluated position in this call, and the rows of logits.
+
+    Raises:
+        UsageError: An evaluated position lies inside a prompt, and the artifact returns logits of the last token only,
+            or
+            merges nothing before the end of the prompt.
     """
     lanes = engine.lanes(len(samples))
     counted = [np.array(sample.counted, dtype=np.int64) for sample in samples]
@@ -46,19 +58,19 @@ def counted_rows(engine: Engine, samples: Sequence[Sample]) -> Iterator[tuple[in
     if engine.manifest.recipe.cache.merge_prompts == "end" and any(
         min(s.counted, default=s.prompt) < s.prompt - 1 for s in samples
     ):
-        problem = "cache.merge_prompts is end, and the task counts tokens inside a prompt, where nothing has merged yet"
+        problem = "cache.merge_prompts is end, and the task evaluates tokens inside a prompt, before any merge"
         raise UsageError(problem, "--tasks decoded, or another whose answers follow the prompt")
 
     def append(parts: list[NDArray[np.int64]], unread: list[int] | None) -> Iterator[tuple[int, int, Rows]]:
         prefill = unread is not None
         logits = lanes.append(parts, prefill=prefill, unread=unread or ())
-        for lane, part in enumerate(parts):
-            first, end = np.searchsorted(counted[lane], (done[lane], done[lane] + len(part)))
+        for lane, ids in enumerate(parts):
+            first, end = np.searchsorted(counted[lane], (done[lane], done[lane] + len(ids)))
             offsets = counted[lane][first:end] - done[lane]
-            if logits.shape[1] == 1 and (offsets != len(part) - 1).any():
-                problem = f"{engine.path} gives the logits of a call's last token alone"
+            if logits.shape[1] == 1 and (offsets != len(ids) - 1).any():
+                problem = f"{engine.path} returns the logits of a call's last token only"
                 raise UsageError(problem, "kvexport build --set export.logits=all")
-            done[lane] += len(part)
+            done[lane] += len(ids)
             if len(offsets):
                 yield lane, int(first), logits[lane, np.minimum(offsets, logits.shape[1] - 1)]
 
@@ -67,24 +79,29 @@ def counted_rows(engine: Engine, samples: Sequence[Sample]) -> Iterator[tuple[in
     for start in range(0, max(sample.prompt for sample in samples), chunk):
         parts = [i[start : min(start + chunk, s.prompt)] for i, s in zip(ids, samples, strict=True)]
         yield from append(parts, [lane for lane, s in enumerate(samples) if s.prompt > start + chunk])
-    # Nothing is asked after the last token.
+    # No position after the last token is evaluated.
     rest = [i[s.prompt : max(s.counted, default=-1) + 1] for i, s in zip(ids, samples, strict=True)]
     for step in range(max(map(len, rest))):
         yield from append([r[step : step + 1] for r in rest], None)
 
 
 def counted_logits(engine: Engine, samples: Sequence[Sample]) -> list[Rows]:
-    """All of `counted_rows`, [counted, vocabulary] of every sample."""
+    """Return all rows of `counted_rows`: [evaluated, vocabulary] for every sample."""
     rows: list[list[Rows]] = [[] for _ in samples]
-    for lane, _, found in counted_rows(engine, samples):
-        rows[lane].append(found)
-    return [np.concatenate(found) for found in rows]
+    for lane, _, logits in counted_rows(engine, samples):
+        rows[lane].append(logits)
+    return [np.concatenate(logits) for logits in rows]
 
 
 class Judge:
-    """Compares a sample's logits with the truth, and where `against` is given with the full cache's log-probabilities:
-    `against(first, count)` gives those of `count` counted positions from number `first` on. Rows may come in pieces,
-    each once."""
+    """Comparison of one sample's logits with the true tokens and with the full cache.
+
+    Rows may come in pieces, each row once.
+
+    Args:
+        against: `against(first, count)` returns the full cache's log-probabilities at `count` evaluated positions from
+            number `first` on; None to compare with the true tokens only.
+    """
 
     def __init__(self, sample: Sample, against: Callable[[int, int], Logs] | None) -> None:
         self._truth = np.array([sample.ids[p + 1] for p in sample.counted])
@@ -95,19 +112,19 @@ class Judge:
         self._kl, self._agrees = np.zeros(compared), np.zeros(compared, bool)
 
     def take(self, first: int, logs: Logs) -> None:
-        """Log-probabilities of counted positions from number `first` on."""
+        """Add the log-probabilities of evaluated positions from number `first` on."""
         rows = np.arange(first, first + len(logs))
         truth, best = self._truth[rows], logs.argmax(-1)
         self._nll[rows] = -logs[np.arange(len(rows)), truth]
         self._hits[rows] = best == truth
         if self._against is not None:
             reference = self._against(first, len(rows))
-            # Rounding gives a divergence of about -1e-16 where both are the same.
+            # Rounding makes the KL of equal rows about -1e-16.
             self._kl[rows] = np.maximum((np.exp(reference) * (reference - logs)).sum(-1), 0.0)
             self._agrees[rows] = best == reference.argmax(-1)
 
     def outcome(self) -> Outcome:
-        """Of all rows."""
+        """Return the figures over all added rows."""
         return Outcome(bool(self._hits.all()), float(self._nll.mean()), self._kl, self._agrees)
 
 
@@ -120,29 +137,36 @@ def run_samples(
     writer: Writer | None = None,
     advance: Callable[[int], None] = lambda _: None,
 ) -> list[Outcome]:
-    """Outcomes of all samples, `batch` at a time. reference: the full cache's predictions, to compare with. writer: of
-    the reference, where these are they. advance: is told how many samples are done."""
+    """Return the outcomes of all samples.
+
+    Args:
+        engine: The engine.
+        samples: The samples.
+        batch: The number of samples that run at once.
+        reference: The full cache's predictions to compare with; None for no comparison.
+        writer: Stores these predictions as a reference, if the engine has the full cache.
+        advance: Called with the number of samples that finished.
+    """
     outcomes = []
     for start in range(0, len(samples), batch):
-        part = samples[start : start + batch]
+        batch_samples = samples[start : start + batch]
         judges = [
             Judge(sample, None if reference is None else partial(reference.logs, start + lane))
-            for lane, sample in enumerate(part)
+            for lane, sample in enumerate(batch_samples)
         ]
-        for lane, first, rows in counted_rows(engine, part):
+        for lane, first, rows in counted_rows(engine, batch_samples):
             for block in range(0, len(rows), BLOCK):
                 logs = log_softmax(rows[block : block + BLOCK])
                 judges[lane].take(first + block, logs)
                 if writer is not None:
                     writer.put(start + lane, first + block, logs)
         outcomes += [judge.outcome() for judge in judges]
-        advance(len(part))
+        advance(len(batch_samples))
     return outcomes
 
 
 def step_seconds(engine: Engine, length: int, steps: int = 24) -> float:
-    """Median seconds of one decode step of one sequence (its merging spread over the steps) after a prompt of `length`
-    tokens."""
+    """Return the median seconds of a decode step of one sequence after `length` tokens, merges included."""
     lanes = engine.lanes(1)
     lanes.prefill([np.arange(length, dtype=np.int64) % engine.vocabulary])
     token = [np.array([1], dtype=np.int64)]
@@ -157,8 +181,14 @@ def step_seconds(engine: Engine, length: int, steps: int = 24) -> float:
 
 @dataclass(frozen=True)
 class Window:
-    """A stretch of a very long sequence. end: tokens seen. nll: mean -ln p of what can be predicted, nats. key_norm:
-    the largest norm of a cached key at its end. finite: whether every logit and the whole state were."""
+    """An interval of a very long sequence.
+
+    Attributes:
+        end: Tokens seen at its end.
+        nll: Mean -ln p over its evaluated positions, in nats.
+        key_norm: The largest norm of a cached key at its end.
+        finite: Whether every logit and the whole state were finite.
+    """
 
     end: int
     nll: float
@@ -169,8 +199,18 @@ class Window:
 def run_long(
     engine: Engine, ids: Sequence[int], counted: Sequence[int], window: int, decoded: int = 64
 ) -> list[Window]:
-    """One sequence of any length, in chunks, its last tokens one by one: a `Window` for every `window` tokens, the loss
-    over the counted positions (see `Sample`). Needs an artifact with the logits of every token."""
+    """Run one sequence of any length in chunks, its last `decoded` tokens one by one.
+
+    Args:
+        engine: An engine whose artifact returns the logits of every token.
+        ids: The token ids.
+        counted: The evaluated positions (see `Sample`).
+        window: Tokens of an interval.
+        decoded: The number of tokens to decode one by one.
+
+    Returns:
+        The figures of every interval.
+    """
     lanes = engine.lanes(1)
     tokens = np.array(ids, dtype=np.int64)
     predicted = np.zeros(len(tokens), dtype=bool)
@@ -180,7 +220,7 @@ def run_long(
     finite, start = True, 0
     while start < len(tokens) - 1:
         left = len(tokens) - decoded - start
-        # A chunk ends where a window ends.
+        # A chunk must not cross the end of a window.
         size = min(lanes.prefill_chunk, left, window - start % window) if left > 0 else 1
         logits = lanes.append([tokens[start : start + size]], prefill=left > 0)[0]
         finite &= bool(np.isfinite(logits).all())
@@ -195,7 +235,7 @@ def run_long(
 
 
 def _state_of(state: dict[str, NDArray[np.float32]]) -> tuple[float, bool]:
-    """The largest norm of a used key, and whether every used slot is finite. Unused slots hold whatever they held."""
+    """Return the largest norm of a used key, and whether every used slot is finite. Unused slots may hold anything."""
     largest, finite = 0.0, True
     for name, votes in state.items():
         if not name.endswith(".votes"):
@@ -203,9 +243,9 @@ def _state_of(state: dict[str, NDArray[np.float32]]) -> tuple[float, bool]:
         used = votes > 0
         rows = []
         for kind in (".key", ".value"):
-            scale = state.get(name.replace(".votes", f"{kind}_scale"))  # of a small cache
-            held = state[name.replace(".votes", kind)][used]
-            rows.append(stored_rows(held, None if scale is None else scale[used]).astype(np.float64))
+            scale = state.get(name.replace(".votes", f"{kind}_scale"))  # int8 and int4 caches have scales
+            stored = state[name.replace(".votes", kind)][used]
+            rows.append(stored_rows(stored, None if scale is None else scale[used]).astype(np.float64))
         keys, values = rows
         largest = max(largest, float(np.linalg.norm(keys, axis=-1).max(initial=0.0)))
         finite &= bool(np.isfinite(keys).all() and np.isfinite(values).all() and np.isfinite(votes).all())

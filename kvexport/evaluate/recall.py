@@ -1,5 +1,7 @@
-"""What a real model still knows of what it read: a passage is read once, and every question about it is asked of a copy
-of the cache. And which layers that knowledge hangs on (`cache.allocation.whole`)."""
+"""Recall of a real model: a passage is read once, and every question about it is answered from a copy of the cache.
+
+The module also measures which layers the recalled facts depend on (`cache.allocation.whole`).
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,18 @@ from kvexport.engine.lanes import Lanes
 from kvexport.state.lane import Saved
 
 Ids = list[int]
-TAIL = 64  # tokens; no method's window of last queries is longer
+TAIL = 64  # tokens; longer than any method's window of last queries
 
 
 @dataclass(frozen=True)
 class Question:
-    """ids: of what is asked, which continue the passage. answer: the ids that follow. digits: how many of them, at the
-    end, are the answer proper."""
+    """A question about a passage.
+
+    Attributes:
+        ids: Token ids of the question, which continue the passage.
+        answer: Token ids of the answer.
+        digits: The number of tokens at the end of `answer` that are the fact itself.
+    """
 
     ids: Ids
     answer: Ids
@@ -32,7 +39,12 @@ class Question:
 
 @dataclass(frozen=True)
 class Passage:
-    """ids: of the text, its facts in it; questions: one about each fact."""
+    """A text with facts in it.
+
+    Attributes:
+        ids: Token ids of the text.
+        questions: One question about each fact.
+    """
 
     ids: Ids
     questions: list[Question]
@@ -40,9 +52,13 @@ class Passage:
 
 @dataclass(frozen=True)
 class Answer:
-    """exact: every token of the answer is the likeliest after those before it, so that greedy decoding gives it.
-    digits: the share of the answer proper that is, each token after the true ones before it. nll: mean -ln p of all its
-    tokens, nats."""
+    """The figures of one answer.
+
+    Attributes:
+        exact: Whether greedy decoding gives the answer: every token is the most likely one after the tokens before it.
+        digits: The share of the fact's tokens that are most likely, each after the true tokens before it.
+        nll: Mean -ln p of all tokens of the answer, in nats.
+    """
 
     exact: bool
     digits: float
@@ -57,10 +73,17 @@ def passage(
     rng: np.random.Generator,
     frame: tuple[str, str] = ("", "\n\n"),
 ) -> Passage:
-    """About `length` tokens: sentences in order, and the facts at random places among them. facts: (statement,
-    question, answer), the answer being digits, or words. frame: what stands before the text, and between it and a
-    question."""
-    room = length - sum(len(encode(f" {fact[0]}")) for fact in facts) - sum(len(encode(part)) for part in frame)
+    """Return a passage of about `length` tokens: sentences in order, with the facts at random places between them.
+
+    Args:
+        encode: Encodes a text.
+        sentences: The sentences.
+        facts: (statement, question, answer) triples; the answer is a number or words.
+        length: The number of tokens.
+        rng: Chooses the places.
+        frame: The text before the passage, and the text between the passage and a question.
+    """
+    room = length - sum(len(encode(f" {fact[0]}")) for fact in facts) - sum(len(encode(ids)) for ids in frame)
     chosen: list[str] = []
     for sentence in sentences:
         room -= len(encode(f" {sentence}"))
@@ -78,46 +101,52 @@ def passage(
     return Passage(encode(frame[0] + " ".join(chosen) + frame[1]), questions)
 
 
-def answers(engine: Engine, given: Passage, *, known: bool = False) -> list[Answer]:
-    """The engine's answers to all questions. The passage is read in the artifact's chunks, as any prompt, and merged
-    after each; the question follows in a call of its own. known: passage and question are one chunk instead, merged
-    once, so that the question is known when the cache is compressed; needs the room in every layer's slack."""
-    reader, asked = engine.lanes(1), engine.lanes(len(given.questions))
+def answers(engine: Engine, source: Passage, *, known: bool = False) -> list[Answer]:
+    """Return the engine's answers to all questions about a passage.
+
+    Args:
+        engine: The engine.
+        source: The passage and its questions.
+        known: False reads the passage in the artifact's chunks, with merges after each, and then the question in a
+            call of its own. True reads passage and question as one chunk and merges once, so the question is known
+            when the cache is compressed. This needs enough slack in every layer.
+    """
+    reader, lanes = engine.lanes(1), engine.lanes(len(source.questions))
     if known:
-        _read_unmerged(reader, given.ids[:-TAIL])
-        # All of it: what the lanes count says nothing of the merge to come.
-        saved = Saved(reader.read(0), reader.counters(0)._replace(length=len(given.ids) - TAIL))
+        _read_unmerged(reader, source.ids[:-TAIL])
+        # `read`, not `save`: a lane's counters do not show that a merge follows.
+        saved = Saved(reader.read(0), reader.counters(0)._replace(length=len(source.ids) - TAIL))
     else:
-        reader.prefill([np.array(given.ids, dtype=np.int64)])
+        reader.prefill([np.array(source.ids, dtype=np.int64)])
         saved = reader.save(0)
     if not known:
-        return _asked_of(saved, asked, given.questions)
-    for lane in range(asked.count):
-        asked.restore(lane, saved)
-    # The last TAIL tokens of the prompt come in one call, whose queries alone a window may count.
-    parts = [(given.ids + question.ids)[len(given.ids) - TAIL :] for question in given.questions]
-    cut = [len(part) - TAIL for part in parts]
-    _read_unmerged(asked, *[part[:n] for part, n in zip(parts, cut, strict=True)])
+        return _asked_of(saved, lanes, source.questions)
+    for lane in range(lanes.count):
+        lanes.restore(lane, saved)
+    # The last TAIL tokens of the prompt come in one call, because a window may count the queries of one call only.
+    parts = [(source.ids + question.ids)[len(source.ids) - TAIL :] for question in source.questions]
+    cut = [len(ids) - TAIL for ids in parts]
+    _read_unmerged(lanes, *[ids[:n] for ids, n in zip(parts, cut, strict=True)])
     if any(s.window for s in engine.manifest.recipe.cache.build_method().statistics):
-        for lane in range(asked.count):
-            scores = {name: x * 0 for name, x in asked.read(lane).items() if name.endswith(".score")}
-            asked.write(lane, scores)
-    tails = [part[n:] for part, n in zip(parts, cut, strict=True)]
-    rows = _appended(asked, tails)
+        for lane in range(lanes.count):
+            scores = {name: x * 0 for name, x in lanes.read(lane).items() if name.endswith(".score")}
+            lanes.write(lane, scores)
+    tails = [ids[n:] for ids, n in zip(parts, cut, strict=True)]
+    rows = _appended(lanes, tails)
     if any(layer.merges for layer in engine.plan.caches):
-        asked.state.merge(0, asked.count)
-    return _judged(rows, asked, given.questions)
+        lanes.state.merge(0, lanes.count)
+    return _judged(rows, lanes, source.questions)
 
 
-def _asked_of(saved: Saved, asked: Lanes, questions: Sequence[Question]) -> list[Answer]:
-    """Answers of copies of a lane."""
-    for lane in range(asked.count):
-        asked.restore(lane, saved)
-    return continued(asked, questions)
+def _asked_of(saved: Saved, lanes: Lanes, questions: Sequence[Question]) -> list[Answer]:
+    """Return the answers to questions, each from a copy of the saved lane."""
+    for lane in range(lanes.count):
+        lanes.restore(lane, saved)
+    return continued(lanes, questions)
 
 
 def continued(lanes: Lanes, questions: Sequence[Question]) -> list[Answer]:
-    """Answers of lanes that have read what each question is about, one each."""
+    """Return the answers of lanes, each of which has read the passage of one question."""
     width = lanes.prefill_chunk
     rows = lanes.prefill([np.array(q.ids, dtype=np.int64) for q in questions])
     assert all(len(q.ids) <= width for q in questions)
@@ -127,65 +156,76 @@ def continued(lanes: Lanes, questions: Sequence[Question]) -> list[Answer]:
 def retrieval_layers(
     engine: Engine, passages: Sequence[Passage], *, kept: float = 0.125, advance: Callable[[int], None] = lambda _: None
 ) -> tuple[list[Answer], NDArray[np.float64]]:
-    """The engine's answers to all questions, and [questions, layers] by how many nats a token of an answer gets less
-    likely where that layer alone keeps no more than its sinks and the latest `kept` of the passage. The engine is one
-    of a full cache; a layer with a sliding window, which keeps no more anyway, costs nothing. advance: is told of every
-    time that a passage's questions were asked."""
+    """Measure the loss of answers if a single layer keeps only its sinks and the latest tokens.
+
+    Args:
+        engine: An engine with a full cache.
+        passages: The passages.
+        kept: The share of the passage's latest tokens that the layer keeps.
+        advance: Called with the number of runs of a passage's questions that finished.
+
+    Returns:
+        The engine's answers, and [questions, layers] float64: the increase of -ln p per token of the answer, in nats. A
+        layer with a sliding window loses nothing and costs 0.
+    """
     sinks = engine.manifest.recipe.cache.sinks
-    found: list[Answer] = []
+    results: list[Answer] = []
     costs = []
-    for given in passages:
-        reader, asked = engine.lanes(1), engine.lanes(len(given.questions))
-        reader.prefill([np.array(given.ids, dtype=np.int64)])
+    for source in passages:
+        reader, lanes = engine.lanes(1), engine.lanes(len(source.questions))
+        reader.prefill([np.array(source.ids, dtype=np.int64)])
         saved = reader.save(0)
-        late = round(kept * len(given.ids))
-        whole = _asked_of(saved, asked, given.questions)
+        late = round(kept * len(source.ids))
+        whole = _asked_of(saved, lanes, source.questions)
         advance(1)
         cost = np.zeros((len(whole), len(engine.plan.caches)))
         for i, layer in enumerate(engine.plan.caches):
             if not layer.merges:
                 state = {**saved.state, **_cut(engine.plan, saved.state, i, sinks, late)}
-                cut = _asked_of(saved._replace(state=state), asked, given.questions)
+                cut = _asked_of(saved._replace(state=state), lanes, source.questions)
                 cost[:, i] = [a.nll - b.nll for a, b in zip(cut, whole, strict=True)]
             advance(1)
-        found += whole
+        results += whole
         costs.append(cost)
-    return found, np.concatenate(costs)
+    return results, np.concatenate(costs)
 
 
 def _cut(
     plan: CachePlan, state: Mapping[str, NDArray[Any]], layer: int, sinks: int, late: int
 ) -> dict[str, NDArray[Any]]:
-    """The layer's state without what lies between its sinks and the latest slots."""
-    found: dict[str, NDArray[Any]] = {}
+    """Return a layer's state without the slots between its sinks and the latest ones."""
+    results: dict[str, NDArray[Any]] = {}
     for tensor in plan.caches[layer].state:
         array = state[tensor.past(layer)]
-        axis = 2 if tensor.name == "score" else 1  # without the batch's dimension
+        axis = 2 if tensor.name == "score" else 1  # the state has no batch dimension here
         slots = array.shape[axis]
-        found[tensor.past(layer)] = array.take([*range(sinks), *range(max(sinks, slots - late), slots)], axis)
-    return found
+        results[tensor.past(layer)] = array.take([*range(sinks), *range(max(sinks, slots - late), slots)], axis)
+    return results
 
 
 def _read_unmerged(lanes: Lanes, *tokens: Ids) -> None:
-    """Append tokens to each lane and merge nothing."""
+    """Append tokens to each lane without any merge."""
     longest = max(map(len, tokens))
     for start in range(0, longest, lanes.prefill_chunk):
-        _appended(lanes, [part[start : start + lanes.prefill_chunk] for part in tokens])
+        _appended(lanes, [ids[start : start + lanes.prefill_chunk] for ids in tokens])
 
 
 def _appended(lanes: Lanes, tokens: Sequence[Ids]) -> NDArray[np.float32]:
-    """Append to each lane in one call; the logits [lanes, vocabulary] after each one's last token."""
-    lengths = np.array([[len(part)] for part in tokens], dtype=np.int64)
+    """Append tokens to each lane in one call, and return the logits [lanes, vocabulary] after the last ones."""
+    lengths = np.array([[len(ids)] for ids in tokens], dtype=np.int64)
     ids = np.zeros((len(tokens), max(int(lengths.max()), 1)), dtype=np.int64)
-    for row, part in zip(ids, tokens, strict=True):
-        row[: len(part)] = part
+    for row, lane_ids in zip(ids, tokens, strict=True):
+        row[: len(lane_ids)] = lane_ids
     logits = lanes.state.decode(ids, lengths, 0)
     last = lengths[:, 0] - 1 if logits.shape[1] > 1 else np.zeros(len(tokens), dtype=np.int64)
     return np.array(logits[np.arange(len(tokens)), last])
 
 
 def _judged(rows: NDArray[np.float32], lanes: Lanes, questions: Sequence[Question]) -> list[Answer]:
-    """rows: what each lane expects first. The true answers are then appended token by token."""
+    """Return the answers of lanes, given the logits of each lane's first answer token.
+
+    The true answers are appended token by token.
+    """
     right: list[list[bool]] = [[] for _ in questions]
     nll: list[list[float]] = [[] for _ in questions]
     for step in range(max(len(q.answer) for q in questions)):

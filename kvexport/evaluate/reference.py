@@ -1,11 +1,11 @@
-"""The full cache's predictions, on disk: what every KL is measured against.
+"""The full cache's predictions on disk, which every KL is measured against.
 
-A row is a position's log-probabilities over the vocabulary in steps of 1/2048 nat down to -32, two bytes each, since an
-error in a log-probability e changes the KL by p e (ln p/q - KL) and should be the same for every token. It is at most
-1/2048 nat once the row adds up to 1 again; as it is as often above as below, the mean KL of a text changes by less than
-1e-5 of a nat, or of itself where it is larger (tests/evaluate/test_evaluate_reference.py; of eight texts of SmolLM2,
-with KLs of .07 to .16, by 2e-6 at the most). The likeliest token stays so: another of the same step is put one step
-below it.
+A row holds a position's log-probabilities over the vocabulary, in steps of 1/2048 nat down to -32, two bytes each. An
+error e in a log-probability changes the KL by p e (ln p/q - KL), so the error should have the same size for every
+token. It is at most 1/2048 nat after the row is normalized. Errors have both signs, so the mean KL of a text changes by
+less than 1e-5 nat, or by less than 1e-5 of itself if it is larger (tests/evaluate/test_evaluate_reference.py; at most
+2e-6 on eight texts of SmolLM2 with KLs of .07 to .16). The most likely token stays the most likely: a tie within one
+step is stored one step lower.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Logs = NDArray[np.float64]  # log-probabilities [rows, vocabulary], nats
 
 
 def log_softmax(logits: NDArray[Any]) -> Logs:
-    """Along the last axis, in float64."""
+    """Return the log-softmax over the last axis, in float64."""
     x = logits.astype(np.float64)
     x -= x.max(-1, keepdims=True)
     x -= np.log(np.exp(x).sum(-1, keepdims=True))
@@ -43,7 +43,7 @@ def log_softmax(logits: NDArray[Any]) -> Logs:
 
 
 def encode(logs: Logs) -> NDArray[np.uint16]:
-    """Log-probabilities as whole numbers of steps below 0."""
+    """Return log-probabilities as whole numbers of steps below 0."""
     rows, best = np.arange(len(logs)), logs.argmax(-1)
     steps = np.rint(np.minimum(logs * -STEPS, LOWEST)).astype(np.int32)
     highest = steps[rows, best]
@@ -53,19 +53,19 @@ def encode(logs: Logs) -> NDArray[np.uint16]:
 
 
 def decode(steps: NDArray[np.uint16]) -> Logs:
-    """What `encode` was given, but for rounding; probabilities add up to 1."""
+    """Return the log-probabilities that `encode` was given, except for rounding. Probabilities sum to 1."""
     logs = steps / -float(STEPS)
     logs -= np.log(np.exp(logs).sum(-1, keepdims=True))
     return logs
 
 
 def needed_bytes(rows: int, vocabulary: int) -> int:
-    """On disk."""
+    """Return the bytes that `rows` rows take on disk."""
     return rows * vocabulary * _BYTES
 
 
 def require_space(folder: Path, needed: int) -> None:
-    """Raise EnvironmentProblem where the disk has less than `needed` bytes free."""
+    """Raise EnvironmentProblem if the disk of `folder` has less than `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise EnvironmentProblem(
@@ -76,45 +76,60 @@ def require_space(folder: Path, needed: int) -> None:
 
 @dataclass(frozen=True)
 class Reference:
-    """The rows of a task's samples, one after another, mapped from a file. starts: the first row of every sample."""
+    """The rows of a task's samples, mapped from a file.
+
+    Attributes:
+        starts: The first row of every sample.
+    """
 
     steps: NDArray[np.uint16]
     starts: tuple[int, ...]
 
     def logs(self, sample: int, first: int, count: int) -> Logs:
-        """Log-probabilities at `count` of a sample's counted positions, from number `first` on."""
+        """Return log-probabilities at `count` evaluated positions of a sample, from number `first` on."""
         start = self.starts[sample] + first
         return decode(self.steps[start : start + count])
 
 
 class Writer:
-    """A reference while it is written; rows may come in any order."""
+    """A reference file under construction. Rows may come in any order."""
 
     def __init__(self, stream: BinaryIO, path: Path, starts: Sequence[int], vocabulary: int) -> None:
         self._stream, self._path, self._starts, self._width = stream, path, starts, vocabulary * _BYTES
 
     def put(self, sample: int, first: int, logs: Logs) -> None:
-        """Rows of a sample's counted positions, from number `first` on. A full disk is an OSError that names the
-        file."""
+        """Write rows of a sample's evaluated positions from number `first` on.
+
+        A full disk raises an OSError that names the file.
+        """
         with naming(self._path):
             self._stream.seek((self._starts[sample] + first) * self._width)
             self._stream.write(encode(logs).tobytes())
 
 
 class References:
-    """References of tasks in a folder, each named by the digest of the model and the samples that it is of. They
-    outlive the run if the folder does."""
+    """Reference files in a folder, each named by the digest of its model and samples."""
 
     def __init__(self, folder: Path, vocabulary: int) -> None:
         self._folder, self._vocabulary = folder, vocabulary
 
     def path(self, key: str) -> Path:
-        """The file of the key."""
+        """Return the path of the file for `key`."""
         return self._folder / f"full-{key[:32]}.logs"
 
     def open(self, key: str, counts: Sequence[int]) -> Reference | None:
-        """What was written under the key for samples of so many counted positions; None where nothing was. Raises
-        UsageError where the file is not what was written."""
+        """Open the reference stored under `key`.
+
+        Args:
+            key: The digest of model and samples.
+            counts: The number of evaluated positions of each sample.
+
+        Returns:
+            The reference, or None if there is none.
+
+        Raises:
+            UsageError: The file is damaged.
+        """
         path = self.path(key)
         note = path.with_suffix(".json")
         if not note.exists():
@@ -127,27 +142,32 @@ class References:
         except (OSError, ValueError):
             whole = False
         if not whole:
-            raise UsageError(f"{path} is not what was written there", f"rm {note}, and the full cache is asked again")
+            raise UsageError(
+                f"{path} is damaged: its digest does not match", f"rm {note}, and the full cache runs again"
+            )
         mapped = np.memmap(path, np.uint16, "r", shape=(total, self._vocabulary))
         return Reference(mapped, _starts(counts))
 
     @contextmanager
     def write(self, key: str, counts: Sequence[int]) -> Iterator[Writer]:
-        """To be filled; it is there under its name when the block ends well. Raises OSError naming the file where the
-        disk is full."""
+        """Yield a writer for the reference of `key`. The file gets its name when the block ends without an error.
+
+        Raises:
+            OSError: The disk is full; the error names the file.
+        """
         path = self.path(key)
-        part = path.with_suffix(".part")
-        with naming(part):
+        partial = path.with_suffix(".part")
+        with naming(partial):
             try:
-                with part.open("wb") as stream:
-                    yield Writer(stream, part, _starts(counts), self._vocabulary)
+                with partial.open("wb") as stream:
+                    yield Writer(stream, partial, _starts(counts), self._vocabulary)
                     stream.flush()
                     os.fsync(stream.fileno())
-                note = {"key": key, "sha256": self._digest(part)}
-                part.replace(path)
+                note = {"key": key, "sha256": self._digest(partial)}
+                partial.replace(path)
                 write_whole(path.with_suffix(".json"), json.dumps(note))
             finally:
-                part.unlink(missing_ok=True)
+                partial.unlink(missing_ok=True)
 
     def _digest(self, path: Path) -> str:
         (digest,) = file_digests(self._folder, [path.name])

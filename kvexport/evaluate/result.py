@@ -1,4 +1,4 @@
-"""What was asked of an evaluation, and what it found."""
+"""The options of an evaluation, and its results."""
 
 from __future__ import annotations
 
@@ -19,13 +19,23 @@ KL, ACCURACY = "kl", "accuracy"
 
 @dataclass(frozen=True)
 class Options:
-    """What `kvexport eval` was asked. methods: labels ("keepkv:threshold=0.7"), () takes streaming, h2o and the
-    recipe's own. budgets: shares of `length`, or slots. length: tokens of a prompt, None takes half of the recipe's
-    limits.max_length (all of it with suites). samples: per task and length. training_length: None takes the model's
-    maximum of positions. source: text to measure on. suites: items of LongBench or RULER by data set. telemetry: note
-    what every merge does to the attention output, on one batch of the text (or of the first task that is asked).
-    against: the label that the others' paired differences are to; None takes the recipe's own method, or where it is
-    not compared the last one. timed: measure the time of a decode step."""
+    """The options of `kvexport eval`.
+
+    Attributes:
+        methods: Labels such as "keepkv:threshold=0.7"; () for streaming, h2o and the recipe's own method.
+        budgets: Shares of `length`, or numbers of slots.
+        length: Tokens of a prompt; None for half of the recipe's limits.max_length, or all of it with suites.
+        samples: The number of samples for each task and length.
+        training_length: The length that the model was trained on; None for the model's maximum of positions.
+        source: The text to measure on.
+        suites: Items of LongBench or RULER, by data set.
+        telemetry: Whether to measure the effect of every merge on the attention output, on one batch of text (or of the
+            first task).
+        against: The label that paired differences are taken to; None for the recipe's own method, or for the last label
+            if
+            that is not compared.
+        timed: Whether to measure the time of a decode step.
+    """
 
     methods: tuple[str, ...] = ()
     budgets: tuple[float, ...] = (0.125, 0.25, 0.5)
@@ -44,7 +54,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Cell:
-    """Right answers among the samples of one length and depth."""
+    """The number of right answers among the samples of one length and depth."""
 
     length: int
     depth: float
@@ -54,11 +64,16 @@ class Cell:
 
 @dataclass(frozen=True)
 class Score:
-    """A setting on a task. accuracy: samples answered wholly right (of a suite: its own score, 0 to 1); None for a
-    text. nll: -ln p of what counts, nats per token. kl: KL(full || setting), nats per position, mean over samples, and
-    its 99th percentile over positions. agreement: positions whose likeliest token is the full cache's. None where there
-    is nothing of the kind. samples: every sample's "accuracy" (1: right), "nll" and "kl", in the order of the samples,
-    which is the same for all settings."""
+    """The figures of one setting on one task.
+
+    Attributes:
+        accuracy: The share of samples whose answer is right as a whole (for a suite its own score, 0 to 1); None for
+            text.
+        nll: -ln p of evaluated tokens, in nats per token; None without such figures.
+        kl: KL(full || setting) in nats per position: the mean over samples, and the 99th percentile over positions.
+        agreement: The share of positions whose most likely token equals the full cache's.
+        samples: The "accuracy" (1 for right), "nll" and "kl" of every sample, in an order that all settings share.
+    """
 
     task: str
     accuracy: Estimate | None = None
@@ -72,9 +87,15 @@ class Score:
 
 @dataclass
 class Result:
-    """All that was measured of a setting. budget: as asked for, None for the full cache. bytes: of one sequence's whole
-    state. step_seconds: one decode step of one sequence at the run's length, None where it was not measured. windows:
-    of the stability run, where it was made. telemetry: where it was asked for; None of the full cache."""
+    """Everything that was measured for one setting.
+
+    Attributes:
+        budget: The budget as the user wrote it; None for the full cache.
+        bytes: Bytes of the whole state of one sequence.
+        step_seconds: Seconds of one decode step of one sequence at the run's length; None if not measured.
+        windows: The intervals of the stability run; empty without one.
+        telemetry: The effect of merges; None if it was off, and for the full cache.
+    """
 
     label: str
     budget: float | None
@@ -88,8 +109,12 @@ class Result:
 
 @dataclass(frozen=True)
 class Difference:
-    """A label's figure ("kl", "accuracy") minus that of the label `against` at the same budget, sample by sample: the
-    mean and its interval, which is narrower than those of the two figures say, since both saw the same samples."""
+    """A paired difference: a label's figure minus that of the label `against` at the same budget, sample by sample.
+
+    The figure is "kl" or "accuracy". The interval of the mean difference is narrower than the two figures' own
+    intervals
+    suggest, because both settings ran on the same samples.
+    """
 
     label: str
     budget: float
@@ -101,8 +126,14 @@ class Difference:
 
 @dataclass
 class Evaluation:
-    """The full cache (its bytes are those of `length` tokens) and every method at every budget. tasks: what was asked.
-    skipped: task -> why it could not be. differences: of all other labels to `against`."""
+    """The results of an evaluation: the full cache, and every method at every budget.
+
+    Attributes:
+        full: The full cache. Its bytes are those of `length` tokens.
+        tasks: The tasks that were asked for.
+        skipped: The tasks that could not run, each with the reason.
+        differences: Paired differences of all other labels to `against`.
+    """
 
     recipe: str
     length: int
@@ -117,13 +148,16 @@ class Evaluation:
     differences: list[Difference] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything."""
+        """Return all results as JSON values."""
         return asdict(self)
 
 
 def paired(results: Sequence[Result], against: str) -> list[Difference]:
-    """Every result to that of the label `against` at its budget, on every task and figure that both have."""
-    found = []
+    """Return the differences of every result to that of the label `against` at the same budget.
+
+    Differences are taken on every task and figure that both results have.
+    """
+    differences = []
     bases = {result.budget: result for result in results if result.label == against}
     for result in results:
         base = bases.get(result.budget)
@@ -131,15 +165,15 @@ def paired(results: Sequence[Result], against: str) -> list[Difference]:
             continue
         for task, score in result.scores.items():
             for figure in (KL, ACCURACY):
-                here, there = score.samples.get(figure), base.scores[task].samples.get(figure)
-                if here and there:
-                    estimate = mean([x - y for x, y in zip(here, there, strict=True)])
-                    found.append(Difference(result.label, result.budget, against, task, figure, estimate))
-    return found
+                own_values, base_values = score.samples.get(figure), base.scores[task].samples.get(figure)
+                if own_values and base_values:
+                    estimate = mean([x - y for x, y in zip(own_values, base_values, strict=True)])
+                    differences.append(Difference(result.label, result.budget, against, task, figure, estimate))
+    return differences
 
 
 def line(result: Result) -> str:
-    """A result in a line."""
+    """Return a result as one line of text."""
     figures = []
     for task, score in result.scores.items():
         right = f" {score.accuracy.value:.3g} right" if score.accuracy else ""
@@ -150,5 +184,5 @@ def line(result: Result) -> str:
 
 
 def named(result: Result) -> str:
-    """A result's setting for people."""
+    """Return the name of a result's setting, for people."""
     return result.label if result.budget is None else f"{result.label}, {result.slots} slots"

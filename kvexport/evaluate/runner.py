@@ -1,4 +1,4 @@
-"""`kvexport eval`: methods at equal bytes on the same samples, each on the engine it would be deployed on."""
+"""`kvexport eval`: methods at equal bytes on the same samples, each on the engine that would be deployed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 TIMES = 20  # training lengths that `stability` runs
 TIMED = 96  # room for the decode steps that are timed
-LONG = 120  # seconds from which on it is worth saying that a run can be kept
+LONG = 120  # seconds; longer runs print a hint about --work
 Show = Callable[[str, int | None], Progress]
 Tell = Callable[[str], None]
 
@@ -65,13 +65,23 @@ def evaluate(
     progress: Show = silent,
     tell: Tell = lambda _: None,
 ) -> Evaluation:
-    """Build and measure every setting of a recipe (its name or file, with `--set` overrides).
+    """Build and measure every setting of a recipe.
 
-    work: where artifacts, the full cache's predictions and results are kept, and where those of an earlier run are
-    looked for: a setting that was measured in the same way is not measured again. None: a temporary folder. tell: is
-    told each result as it is there, and how long the rest will take. Raises UsageError for unknown tasks and methods,
-    budgets that cannot hold sinks and recent slots, tasks that do not fit the length or the model, and kept files that
-    are damaged; EnvironmentProblem where the disk cannot hold what is to be kept.
+    Args:
+        recipe: Name or file of the recipe.
+        overrides: Changes of the recipe, as `--set` takes them.
+        options: What to measure.
+        work: Folder for artifacts, the full cache's predictions and results. A setting that an earlier run measured in
+            the
+            same way is read from there. None for a temporary folder.
+        progress: Shows the stages.
+        tell: Called with a line for each result, and with an estimate of the remaining time.
+
+    Raises:
+        UsageError: A task or method is unknown, a budget cannot hold sinks and recent slots, a task does not fit the
+            length
+            or the model, or a stored file is damaged.
+        EnvironmentProblem: The disk cannot hold the files.
     """
     with ExitStack() as stack:
         folder = work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvexport-eval-")))
@@ -81,8 +91,12 @@ def evaluate(
 
 
 class Run:
-    """One evaluation on its way: what all settings share. settings: those to be measured, by budget; the full cache
-    comes first. kept: leave what is built in the folder."""
+    """One evaluation in progress: the data that all settings share.
+
+    Attributes:
+        settings: The settings to measure, by budget. The full cache is measured first.
+        kept: Whether the built artifacts stay in the folder.
+    """
 
     def __init__(
         self,
@@ -111,7 +125,7 @@ class Run:
         self.checkpoint: Path = shape.checkpoint.path
         config = shape.model.config.get_text_config()
         positions = getattr(config, "max_position_embeddings", None)
-        limit = min(own.limits.max_length, positions or own.limits.max_length)  # an unlimited one is no length
+        limit = min(own.limits.max_length, positions or own.limits.max_length)  # limits.max_length may be unlimited
         self.length = options.length or (limit if options.suites else limit // 2)
         self.training_length = options.training_length or int(positions or self.length)
         tokenizer = Tokenizer.from_folder(self.checkpoint) if (self.checkpoint / FILE_NAME).exists() else None
@@ -121,7 +135,7 @@ class Run:
         }
         self.samples = self._samples()
         if options.telemetry and not self.samples:
-            raise UsageError("telemetry is taken on the samples of a task, and none is asked", "--tasks text")
+            raise UsageError("telemetry needs the samples of a task, and no task was chosen", "--tasks text")
         longest = max([len(s.ids) for samples in self.samples.values() for s in samples], default=0)
         longest = max(longest, limit if options.suites else 0, self.length + TIMED)
         # Settings that every engine of this run shares.
@@ -140,8 +154,8 @@ class Run:
         self._fingerprint = shape.checkpoint.fingerprint
         self._vocabulary = int(config.vocab_size)
         self._shared: dict[str, SharedWeights] = {}
-        self._seconds: list[float] = []  # of what was measured, and not kept from before
-        self._long: list[Setting] = []  # those that `stability` has yet to run
+        self._seconds: list[float] = []  # seconds of each setting measured in this run
+        self._long: list[Setting] = []  # settings that `stability` has yet to run
         stated = {
             name: [(i.prompt, i.max_new_tokens, i.stops) for i in items] for name, items in options.suites.items()
         }
@@ -149,21 +163,21 @@ class Run:
         self._asked = [self._of_samples(*self.samples), stated, self.length, options.telemetry, options.timed, stable]
 
     def _samples(self) -> dict[str, list[Sample]]:
-        made = {}
+        samples = {}
         for name in self.options.tasks:
             if name in TASKS and name not in self.skipped:
                 try:
-                    made[name] = TASKS[name].samples(
+                    samples[name] = TASKS[name].samples(
                         self.language, self.options.samples, self.length, self.options.seed
                     )
                 except ValueError as error:
                     raise UsageError(
                         f"the task {name} at a length of {self.length}: {error}", "--length with more tokens"
                     ) from error
-        return made
+        return samples
 
     def all(self) -> Evaluation:
-        """Everything, the full cache first."""
+        """Measure the full cache, then every setting."""
         smallest = min((setting.budget for setting in self.settings), default=0.0)
         stable = [s for s in self.settings if STABILITY in self.options.tasks and s.budget == smallest]
         self._long = [setting for setting in stable if not self._place(setting)[0].exists()]
@@ -178,7 +192,7 @@ class Run:
                 result.windows = self.stability(result.label, result.slots)
                 write_result(*self._place(setting), result)
                 losses = [window.nll for window in result.windows if not math.isnan(window.nll)]
-                end = f"{losses[0]:.3g} in the first window, {losses[-1]:.3g} in the last" if losses else "not asked"
+                end = f"{losses[0]:.3g} in the first window, {losses[-1]:.3g} in the last" if losses else "not measured"
                 self.tell(f"{result.label} over {result.windows[-1].end} tokens: loss {end}")
         return Evaluation(
             self.recipe,
@@ -195,9 +209,9 @@ class Run:
         )
 
     def full(self) -> Result:
-        """The full cache on every task; its predictions become the reference of every KL."""
+        """Measure the full cache on every task. Its predictions become the reference of every KL."""
         recipe = load_setting(self.recipe, FULL, None, self.common)
-        # Built for the longest sample, but weighed as what a prompt of the run's length needs.
+        # Built for the longest sample; its bytes are those that a prompt of the run's length needs.
         exact = recipe.model_copy(update={"limits": recipe.limits.model_copy(update={"max_length": self.length})})
         size = plan_cache(exact, self.geometry).bytes()
         setting = Setting(FULL, 0.0, self.length, size, recipe)
@@ -206,9 +220,9 @@ class Run:
         references = References(folder, self._vocabulary)
         counts = {task: [len(sample.counted) for sample in samples] for task, samples in self.samples.items()}
         keys = {task: digest_of(self._identity(recipe), self._of_samples(task)) for task in self.samples}
-        there = {task: references.open(keys[task], counts[task]) for task in self.samples}
+        opened = {task: references.open(keys[task], counts[task]) for task in self.samples}
         kept = read_result(*self._place(setting))
-        if kept is None or None in there.values():
+        if kept is None or None in opened.values():
             rows = sum(map(sum, counts.values()))
             require_space(folder, needed_bytes(rows, self._vocabulary))
             with ExitStack() as stack:
@@ -216,13 +230,13 @@ class Run:
                     task: stack.enter_context(references.write(keys[task], counts[task])) for task in self.samples
                 }
                 kept = self._measure(setting, None, writers)
-            there = {task: references.open(keys[task], counts[task]) for task in self.samples}
+            opened = {task: references.open(keys[task], counts[task]) for task in self.samples}
             write_result(*self._place(setting), kept)
-        self.references = {task: reference for task, reference in there.items() if reference is not None}
+        self.references = {task: reference for task, reference in opened.items() if reference is not None}
         return kept
 
     def measure(self, setting: Setting) -> Result:
-        """A setting on every task, after `full`; what an earlier run kept of it where it was asked the same."""
+        """Measure a setting on every task after `full`, or read its result from an earlier run."""
         result = read_result(*self._place(setting))
         if result is None:
             result = self._measure(setting, setting.budget, {})
@@ -230,23 +244,23 @@ class Run:
         return result
 
     def _place(self, setting: Setting) -> tuple[Path, str]:
-        """The file that keeps a setting's result, and the digest of all that the result depends on."""
+        """Return the file of a setting's result, and the digest of everything that the result depends on."""
         folder = self.folder / "results"
         folder.mkdir(exist_ok=True)
         key = digest_of(self._identity(setting.recipe), setting.label, setting.budget, self._asked)
         return folder / f"{_file_name(_name(setting))}-{key[:16]}.json", key
 
     def _identity(self, recipe: Recipe) -> list[Any]:
-        """What an engine's answers depend on, for digests. The checkpoint counts by what is in it."""
-        said = recipe.model_dump(mode="json", exclude={"description": True, "model": {"path"}})
-        return [__version__, CONTRACT_VERSION, self._fingerprint, said]
+        """Return the values that an engine's answers depend on, for digests. A checkpoint counts by its content."""
+        fields = recipe.model_dump(mode="json", exclude={"description": True, "model": {"path"}})
+        return [__version__, CONTRACT_VERSION, self._fingerprint, fields]
 
     def _of_samples(self, *tasks: str) -> dict[str, Any]:
-        """The samples of tasks, for digests."""
+        """Return the samples of tasks, for digests."""
         return {task: [[s.ids, s.prompt, s.counted] for s in self.samples[task]] for task in tasks}
 
     def _report(self, result: Result, rest: Sequence[Setting]) -> None:
-        """Tell a result, and how long the settings that follow will take."""
+        """Report a result, and an estimate of the time for the settings in `rest`."""
         left = [setting for setting in rest if not self._place(setting)[0].exists()]
         text = line(result)
         if (left or self._long) and self._seconds:
@@ -261,8 +275,12 @@ class Run:
         self.tell(text)
 
     def stability(self, label: str, slots: int | None) -> list[Window]:
-        """A method with so many slots (None: what the label says; the full cache needs none) over TIMES training
-        lengths of text."""
+        """Run a method over TIMES training lengths of text.
+
+        Args:
+            label: The method.
+            slots: Slots of a layer; None for those that the label sets. The full cache needs none.
+        """
         length = TIMES * self.training_length
         self.source.require_folder("the task stability")
         longer = longer_checkpoint(self.checkpoint, self.folder / "longer", length)
@@ -275,7 +293,7 @@ class Run:
             return run_long(engine, ids, counted, self.training_length)
 
     def _engine(self, name: str, recipe: Recipe) -> Engine:
-        """Of weights that all engines share."""
+        """Build the recipe over the weights that all engines share, and load it."""
         from kvexport.export.build import build, share_weights
         from kvexport.export.weights.importance import as_built
 
@@ -287,8 +305,13 @@ class Run:
         return load(build(recipe, self.folder / _file_name(name), shared=shared), verify=False)
 
     def _measure(self, setting: Setting, budget: float | None, writers: Mapping[str, Writer]) -> Result:
-        """Build a setting and give it every task. budget, writers: None for the full cache, and where its predictions
-        go."""
+        """Build a setting and measure it on every task.
+
+        Args:
+            setting: The setting.
+            budget: The budget as the user wrote it; None for the full cache.
+            writers: Writers for the full cache's predictions, by task; empty for other settings.
+        """
         start, name = time.monotonic(), _name(setting)
         with self.progress(f"building {name}", None):
             engine = self._engine(name, setting.recipe)
@@ -308,8 +331,8 @@ class Run:
                 )
                 result.scores[task] = _score(task, samples, outcomes, compared=budget is not None)
             for suite, items in suites.items():
-                found = run_items(engine, items, self.options.batch)
-                result.scores[suite] = Score(suite, accuracy=mean(found), samples={ACCURACY: tuple(found)})
+                scores = run_items(engine, items, self.options.batch)
+                result.scores[suite] = Score(suite, accuracy=mean(scores), samples={ACCURACY: tuple(scores)})
                 bar.advance(len(items))
         if self.options.telemetry and budget is not None:
             with self.progress(f"watching {name} merge", None):
@@ -331,11 +354,11 @@ class Run:
         return watch(reference, recipe, tokens)
 
 
-def _against(asked: str | None, labels: Sequence[str], own: str) -> str:
-    """The label that differences are to."""
-    if asked is not None and asked not in labels:
-        raise UsageError(f"{asked!r} is not among what is compared", f"--against {labels[-1] if labels else FULL}")
-    return asked or (own if own in labels or not labels else labels[-1])
+def _against(chosen: str | None, labels: Sequence[str], own: str) -> str:
+    """Return the label that differences are taken to."""
+    if chosen is not None and chosen not in labels:
+        raise UsageError(f"{chosen!r} is not among the compared labels", f"--against {labels[-1] if labels else FULL}")
+    return chosen or (own if own in labels or not labels else labels[-1])
 
 
 def _name(setting: Setting) -> str:

@@ -1,4 +1,4 @@
-"""An evaluation as tables and drawings for `kvexport.report`."""
+"""An evaluation as tables and plots for `kvexport.report`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvexport.validate.perturbation import drawings, tables
 
 
 def sections(evaluation: Evaluation) -> list[Section]:
-    """Summary, tables, then drawings."""
+    """Return the summary, the tables, and the plots of an evaluation."""
     out = [
         *_summary(evaluation),
         *_tables(evaluation),
@@ -42,15 +42,15 @@ def _summary(evaluation: Evaluation) -> list[Section]:
         "intervals": "95 %: Wilson's for accuracies, bootstrap over samples for means",
     }
     for task, why in evaluation.skipped.items():
-        mapping[f"not asked: {task}"] = why
-    asked = [f"{task}: {TASKS[task].summary}" for task in evaluation.tasks if task in TASKS]
+        mapping[f"skipped: {task}"] = why
+    summaries = [f"{task}: {TASKS[task].summary}" for task in evaluation.tasks if task in TASKS]
     rows = [
         (named(r), r.budget, r.slots, r.bytes, r.bytes / full.bytes, _milliseconds(r))
         for r in [full, *evaluation.results]
     ]
     header = ("method", "budget", "slots", "bytes per sequence", "of full", "ms per step")
     note = "Methods of one budget have equal bytes: votes, scores, positions and slack counted. Time per step is rough."
-    return [KeyValues("Evaluation", mapping), Paragraph("\n\n".join(asked)), Table("Methods", header, rows, note)]
+    return [KeyValues("Evaluation", mapping), Paragraph("\n\n".join(summaries)), Table("Methods", header, rows, note)]
 
 
 def _tables(evaluation: Evaluation) -> list[Section]:
@@ -81,7 +81,10 @@ def _tables(evaluation: Evaluation) -> list[Section]:
 
 
 def _differences(evaluation: Evaluation) -> list[Section]:
-    """Sample by sample to the label `against`: two methods may differ by less than their intervals are wide."""
+    """Return tables of paired differences to the label `against`.
+
+    Two methods may differ by less than the width of their intervals.
+    """
     found = {(d.label, d.budget, d.task, d.figure): d.difference for d in evaluation.differences}
     columns = list(dict.fromkeys((d.task, d.figure) for d in evaluation.differences))
     rows = []
@@ -115,7 +118,7 @@ def _curves(evaluation: Evaluation) -> list[Section]:
     def over_bytes(
         title: str, y_label: str, figure: Callable[[Result], Estimate | None], full: bool = True, **options: Any
     ) -> Plot:
-        """All of these have one axis of bytes."""
+        """Return a plot of a figure over bytes. All plots share this axis."""
         return Plot(
             title, "bytes per sequence", y_label, _series(evaluation, figure, full), x_log=True, x_also=sizes, **options
         )
@@ -159,7 +162,7 @@ def _step_time(result: Result) -> Estimate | None:
 
 
 def _series(evaluation: Evaluation, figure: Callable[[Result], Estimate | None], full: bool) -> list[Series]:
-    """A line per method over bytes; the full cache as a point."""
+    """Return one line over bytes for each method, and a point for the full cache."""
     labels = list(dict.fromkeys(r.label for r in evaluation.results))
     methods = [(label, [r for r in evaluation.results if r.label == label]) for label in labels]
     methods += [(evaluation.full.label, [evaluation.full])] if full else []

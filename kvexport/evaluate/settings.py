@@ -1,4 +1,4 @@
-"""What is compared: methods with their parameters, at budgets of equal bytes, each built into an artifact."""
+"""The compared settings: methods with their parameters, at budgets of equal bytes, each built into an artifact."""
 
 from __future__ import annotations
 
@@ -19,9 +19,14 @@ FULL = "full"
 
 @dataclass(frozen=True)
 class Setting:
-    """A method with its parameters, at one budget. label: the method as it was asked for, "keepkv:threshold=0.7".
-    budget: as asked for, a share of the run's length or slots. slots: of a layer on average, the most whose bytes do
-    not exceed the budget's. bytes: of one sequence's whole state."""
+    """A method with its parameters at one budget.
+
+    Attributes:
+        label: The method as the user wrote it, such as "keepkv:threshold=0.7".
+        budget: The budget as the user wrote it: a share of the run's length, or slots.
+        slots: Mean slots of a layer, as many as the budget's bytes allow.
+        bytes: Bytes of the whole state of one sequence.
+    """
 
     label: str
     budget: float
@@ -31,7 +36,13 @@ class Setting:
 
 
 def parse_budgets(text: str) -> list[float]:
-    """ "0.125, 1/4, 64": shares of the length, below 1 or with a slash, and slots. Raises UsageError."""
+    """Parse budgets such as "0.125, 1/4, 64".
+
+    Numbers below 1 or with a slash are shares of the length, all others are slots.
+
+    Raises:
+        UsageError: The text is not a list of budgets.
+    """
     budgets = []
     for part in text.split(","):
         top, slash, bottom = part.strip().partition("/")
@@ -46,22 +57,28 @@ def parse_budgets(text: str) -> list[float]:
 
 
 def overrides_of(label: str) -> list[str]:
-    """The `--set` lines of "method:key=value:...": a key without a dot is a parameter of the method."""
+    """Return the `--set` lines of a label "method:key=value:...". A key without a dot is a parameter of the method."""
     method, *parts = label.split(":")
     lines = [f"cache.method={method}"]
     for part in parts:
         key, equals, value = part.partition("=")
         if not equals:
             raise UsageError(
-                f"{label!r}: {part!r} is no setting", "NAME or NAME:key=value, such as keepkv:threshold=0.7"
+                f"{label!r}: {part!r} is not a setting", "NAME or NAME:key=value, such as keepkv:threshold=0.7"
             )
         lines.append(f"{key if '.' in key else f'cache.parameters.{key}'}={value}")
     return lines
 
 
 def load_setting(recipe: str, label: str, slots: int | None, common: Sequence[str]) -> Recipe:
-    """The recipe with a method, its budget (None: what the recipe or the label says) and the settings that all
-    share."""
+    """Load the recipe with a method, its budget and the settings that all methods share.
+
+    Args:
+        recipe: Name or file of the recipe.
+        label: The method.
+        slots: The budget; None for that of the recipe or the label.
+        common: Overrides that all settings share.
+    """
     budget = [] if slots is None else [f"cache.budget={slots}"]
     return load_recipe(recipe, [*common, *overrides_of(label), *budget]).recipe
 
@@ -74,9 +91,15 @@ def equal_bytes(
     geometry: Sequence[LayerGeometry],
     common: Sequence[str],
 ) -> list[Setting]:
-    """Every label at every budget. A budget's bytes are those of the leanest label with that many slots (votes, scores,
-    positions and slack counted; of a cache that reads whole prompts what it uses afterwards); every label gets the most
-    slots that fit them. Raises UsageError where a budget cannot hold sinks and recent."""
+    """Return every label at every budget, with equal bytes.
+
+    A budget's bytes are those of the smallest label with that many slots (votes, scores, positions and slack included;
+    for
+    a cache that reads whole prompts the bytes it uses afterwards). Every label gets as many slots as fit these bytes.
+
+    Raises:
+        UsageError: A budget cannot hold sinks and recent slots.
+    """
     found = []
     for budget in budgets:
         slots = max(1, round(budget * length)) if budget <= 1 else int(budget)
@@ -95,7 +118,7 @@ def _settled(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
 def _fit(recipe: Recipe, slots: int, limit: int, geometry: Sequence[LayerGeometry]) -> tuple[Recipe, CachePlan]:
     plan = _settled(recipe, geometry)
     while plan.bytes() > limit:
-        # Bytes are linear in slots, but for rounding between layers.
+        # Bytes are linear in slots, except for rounding between layers.
         slots = min(slots - 1, slots * limit // plan.bytes())
         recipe = recipe.model_copy(update={"cache": recipe.cache.model_copy(update={"budget": slots})})
         plan = _settled(recipe, geometry)
@@ -103,8 +126,13 @@ def _fit(recipe: Recipe, slots: int, limit: int, geometry: Sequence[LayerGeometr
 
 
 def longer_checkpoint(checkpoint: Path, folder: Path, positions: int) -> Path:
-    """A checkpoint in `folder` that is `checkpoint` but for its maximum of positions. Its weights are hard links where
-    the file system allows it. Raises UsageError where the model's rotary embedding depends on the length."""
+    """Write a copy of `checkpoint` into `folder` with another maximum of positions.
+
+    Weights are hard links where the file system allows it.
+
+    Raises:
+        UsageError: The model's rotary embedding depends on the length.
+    """
     config: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = str(scaling.get("rope_type", scaling.get("type", "default")))

@@ -15,7 +15,14 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure and the ends of its 95 % interval; count: of independent samples behind it."""
+    """A figure with its 95 % interval.
+
+    Attributes:
+        value: The figure.
+        low: The lower end of the interval.
+        high: The upper end of the interval.
+        count: The number of independent samples.
+    """
 
     value: float
     low: float
@@ -27,20 +34,22 @@ class Estimate:
 
 
 def share(hits: int, count: int) -> Estimate:
-    """hits of count with Wilson's score interval (Wilson 1927), which does not collapse at 0 and 1."""
+    """Return `hits` of `count` with Wilson's score interval (Wilson 1927), which has a width at 0 and 1 as well."""
     if not 0 <= hits <= count or not count:
         raise ValueError(f"{hits} hits of {count}")
     p, z2 = hits / count, Z * Z
     centre = p + z2 / (2 * count)
     half = Z * math.sqrt(p * (1 - p) / count + z2 / (4 * count * count))
-    # Rounding must not carry an end past the share itself.
+    # Rounding must not move an end past the share itself.
     low, high = (centre - half) / (1 + z2 / count), (centre + half) / (1 + z2 / count)
     return Estimate(p, min(max(low, 0.0), p), max(min(high, 1.0), p), count)
 
 
 def mean(values: Sequence[float] | NDArray[np.float64], seed: int = 0) -> Estimate:
-    """Mean of independent values with the percentile bootstrap's interval (Efron 1979); NaN or infinity among them give
-    NaN ends."""
+    """Return the mean of independent values with the interval of the percentile bootstrap (Efron 1979).
+
+    NaN or infinity among the values gives NaN ends.
+    """
     data = np.asarray(values, dtype=np.float64)
     if not data.size:
         raise ValueError("a mean of nothing")

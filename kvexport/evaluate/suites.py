@@ -1,9 +1,9 @@
-"""LongBench and RULER from a local directory, for users who have them; nothing is downloaded.
+"""LongBench and RULER from a local folder. Nothing is downloaded.
 
-LongBench (arXiv 2308.14508): `DIR/data/*.jsonl` with its repository's `config/dataset2prompt.json` and
-`dataset2maxlen.json` in `DIR/config` (or `DIR`): the prompts are the paper's because they are read from there. RULER
-(arXiv 2404.06654): the output of its `prepare.py`, `DIR/TASK/validation.jsonl`, whose inputs are whole prompts. Not
-covered: chat templates, Chinese word segmentation.
+LongBench (arXiv 2308.14508): `DIR/data/*.jsonl`, with `config/dataset2prompt.json` and `dataset2maxlen.json` of its
+repository in `DIR/config` (or `DIR`). The prompts are the paper's, because they are read from there. RULER (arXiv
+2404.06654): the output of its `prepare.py`, `DIR/TASK/validation.jsonl`, whose inputs are whole prompts. Chat templates
+and Chinese word segmentation are not covered.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ Metric = Callable[[str, Sequence[str], Sequence[str]], float]
 
 @dataclass(frozen=True)
 class Item:
-    """A prompt and what its answer is worth. cut: a prompt that is too long loses its middle (LongBench) instead of
-    being refused.
-    stops: end the generation before these texts."""
+    """A prompt and the scoring of its answer.
+
+    Attributes:
+        cut: Whether a prompt that is too long loses its middle (LongBench) instead of being refused.
+        stops: Texts that end the generation; they are not part of the answer.
+    """
 
     prompt: str
     max_new_tokens: int
@@ -38,19 +41,19 @@ class Item:
 
 
 def normalize(text: str) -> list[str]:
-    """Words of a text in lower case, without punctuation and articles (the convention of SQuAD)."""
+    """Return the words of a text in lower case, without punctuation and articles (the convention of SQuAD)."""
     kept = "".join(c for c in text.lower() if c not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", kept).split()
 
 
 def token_f1(predicted: Sequence[str], truth: Sequence[str]) -> float:
-    """Harmonic mean of precision and recall of a bag of tokens."""
+    """Return the harmonic mean of precision and recall of a bag of tokens."""
     same = sum((Counter(predicted) & Counter(truth)).values())
     return 2 * same / (len(predicted) + len(truth)) if same else 0.0
 
 
 def rouge_l(predicted: Sequence[str], truth: Sequence[str]) -> float:
-    """F1 of the longest common subsequence (Lin 2004, beta 1)."""
+    """Return the F1 of the longest common subsequence (Lin 2004, beta 1)."""
     row = [0] * (len(truth) + 1)
     for token in predicted:
         previous = 0
@@ -68,8 +71,10 @@ def _rouge(prediction: str, truths: Sequence[str], _: Sequence[str]) -> float:
 
 
 def _classes(prediction: str, truths: Sequence[str], classes: Sequence[str]) -> float:
-    """1 / n where n class names stand in the prediction, the right one among them; names that are part of the right one
-    do not count."""
+    """Return 1 / n if n class names occur in the prediction and the right one is among them, else 0.
+
+    Names that are a substring of the right name do not count.
+    """
     named = [c for c in classes if c in prediction]
 
     def one(truth: str) -> float:
@@ -80,14 +85,14 @@ def _classes(prediction: str, truths: Sequence[str], classes: Sequence[str]) -> 
 
 
 def _number(prediction: str, truths: Sequence[str], _: Sequence[str]) -> float:
-    """Share of the numbers in the prediction that are the answer's (counting, and which paragraph)."""
+    """Return the share of the prediction's numbers that equal the answer."""
     numbers = re.findall(r"\d+", prediction)
     wanted = {n for truth in truths for n in re.findall(r"\d+", truth)[:1]}
     return sum(n in wanted for n in numbers) / len(numbers) if numbers else 0.0
 
 
 def _code(prediction: str, truths: Sequence[str], _: Sequence[str]) -> float:
-    """Similarity of the first line that is code (no comment, no fence), by matching blocks."""
+    """Return the similarity of the first line of code (no comment, no fence), by matching blocks."""
     lines = [line for line in prediction.lstrip("\n").split("\n") if not any(mark in line for mark in ("`", "#", "//"))]
     return max(
         difflib.SequenceMatcher(None, lines[0] if lines else "", truth, autojunk=False).ratio() for truth in truths
@@ -102,14 +107,16 @@ _GROUPS: dict[Metric, str] = {
     _code: "lcc repobench-p",
 }
 LONGBENCH: dict[str, Metric] = {name: metric for metric, names in _GROUPS.items() for name in names.split()}
-# Few-shot prompts go on to the next example: only the first line is the answer.
+# Models continue few-shot prompts with another example, so only the first line is the answer.
 FIRST_LINE = {"trec", "triviaqa", "samsum"}
 RULER_TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
 
 
 def read_longbench(folder: Path) -> dict[str, list[Item]]:
-    """Items by data set ("longbench/hotpotqa"), every English one of `folder/data` (or `folder`) that the paper
-    scores."""
+    """Return the items of each data set ("longbench/hotpotqa").
+
+    Every English data set of `folder/data` (or `folder`) that the paper scores is read.
+    """
     config = next((f for f in (folder / "config", folder) if (f / "dataset2prompt.json").is_file()), None)
     if config is None:
         raise UsageError(
@@ -137,13 +144,15 @@ def read_longbench(folder: Path) -> dict[str, list[Item]]:
 
 def _scorer(metric: Metric, row: dict[str, Any]) -> Callable[[str], float]:
     truths, classes = list(map(str, row["answers"])), list(map(str, row.get("all_classes") or ()))
-    # A few-shot answer may begin with the line break that its prompt left out; it is cut after the line that follows.
+    # A few-shot answer may begin with the line break that its prompt lacks; the answer ends after the next line.
     return lambda prediction: metric(prediction.strip("\n") if metric is not _code else prediction, truths, classes)
 
 
 def read_ruler(folder: Path) -> dict[str, list[Item]]:
-    """Items by task ("ruler/niah_single_1"): the share of the answers that are in what is generated (QA: whether one of
-    them is)."""
+    """Return the items of each task ("ruler/niah_single_1").
+
+    The score is the share of the answers that the generated text contains; for QA whether it contains one of them.
+    """
     suites: dict[str, list[Item]] = {}
     for path in sorted(folder.glob("*/validation.jsonl")):
         task = path.parent.name
@@ -178,7 +187,11 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def run_items(engine: Engine, items: Sequence[Item], batch: int) -> list[float]:
-    """Scores of greedy answers, item by item. Raises UsageError for a prompt that is too long and may not be cut."""
+    """Return the scores of greedy answers, item by item.
+
+    Raises:
+        UsageError: A prompt is too long and must not be cut.
+    """
     scores: list[float] = []
     for start in range(0, len(items), batch):
         part = items[start : start + batch]

@@ -1,6 +1,6 @@
-"""The tasks, one small function each: a prompt whose answer can be read off the prompt and nowhere else, or a text.
+"""The tasks, one small function each. The answer of a task depends on its prompt alone; some tasks are plain text.
 
-A new task is a new function with `@task` here; it then appears in `kvexport eval`, its tables and its report.
+A new task is a new function with `@task`. It then appears in `kvexport eval`, its tables and its report.
 """
 
 from __future__ import annotations
@@ -15,9 +15,14 @@ from kvexport.evaluate.language import Ids, Language
 
 @dataclass(frozen=True)
 class Sample:
-    """ids: a whole sequence, prompt and answer. prompt: how many of them are prefilled; the rest are decoded one by
-    one, given.
-    counted: positions p whose logits are judged against ids[p + 1], in order. cell: what varied, for heat maps."""
+    """One sequence of a task.
+
+    Attributes:
+        ids: Token ids of prompt and answer.
+        prompt: The number of ids to prefill; the rest are decoded one by one, as given.
+        counted: Evaluated positions p, in order. Their logits are compared with ids[p + 1].
+        cell: The parameters that vary between samples, for heat maps.
+    """
 
     ids: Ids
     prompt: int
@@ -30,9 +35,14 @@ Make = Callable[[Language, np.random.Generator, int, float], Sample]
 
 @dataclass(frozen=True)
 class Task:
-    """make(language, rng, length, depth) gives a sample of about `length` tokens. lengths: shares of the run's length.
-    depths: where in the prompt (0 first, 1 last) the answer stands; tasks without that dimension have one and ignore
-    it. exact: whether a sample is right or wrong as a whole (else it is a text)."""
+    """A task: a function that makes samples, and the range of its parameters.
+
+    Attributes:
+        make: make(language, rng, length, depth) returns a sample of about `length` tokens.
+        lengths: Shares of the run's length.
+        depths: Places of the answer in the prompt (0 first, 1 last). Tasks without depth have one value and ignore it.
+        exact: Whether a sample is right or wrong as a whole; False for text.
+    """
 
     name: str
     summary: str
@@ -42,7 +52,7 @@ class Task:
     exact: bool = True
 
     def samples(self, language: Language, count: int, length: int, seed: int) -> list[Sample]:
-        """count samples at every length, spread over the depths, the same for the same arguments."""
+        """Return `count` samples at every length, spread over the depths. Equal arguments give equal samples."""
         made = []
         for share in self.lengths:
             size = max(1, round(share * length))
@@ -58,7 +68,7 @@ TASKS: dict[str, Task] = {}
 def task(
     name: str, *, lengths: tuple[float, ...] = (1.0,), depths: tuple[float, ...] = (0.5,), exact: bool = True
 ) -> Callable[[Make], Make]:
-    """Register the decorated function as a task; the first line of its docstring is its summary."""
+    """Register the decorated function as a task. The first line of its docstring is the task's summary."""
 
     def register(make: Make) -> Make:
         TASKS[name] = Task(name, (make.__doc__ or "").strip().splitlines()[0], make, lengths, depths, exact)
@@ -75,10 +85,19 @@ def compose(
     asked: tuple[Ids, Ids],
     depth: float | None = None,
 ) -> Sample:
-    """A prompt of exactly `length` tokens: the statements, at random places but in order, among filler, and the
-    question; then the
-    answer. depth: the first statement stands at that share of the prompt's sentences instead. Raises ValueError where
-    they do not fit."""
+    """Return a sample with a prompt of exactly `length` tokens: statements among filler, then the question.
+
+    Args:
+        language: The wording.
+        rng: Chooses the places of the statements, which keep their order.
+        length: Tokens of the prompt.
+        statements: The statements.
+        asked: The question and its answer.
+        depth: If given, the first statement stands at this share of the prompt's sentences.
+
+    Raises:
+        ValueError: The statements do not fit.
+    """
     question, answer = asked
     room = length - len(language.start) - len(question) - sum(map(len, statements))
     if room < 0:
@@ -95,17 +114,17 @@ def compose(
 
 
 def _people(language: Language, rng: np.random.Generator, count: int) -> tuple[list[str], list[str]]:
-    """count distinct names and count distinct things."""
+    """Return `count` distinct names and `count` distinct things."""
     names = rng.permutation(len(language.names))[:count]
     things = rng.permutation(len(language.things))[:count]
     return [language.names[i] for i in names], [language.things[i] for i in things]
 
 
 def _facts_that_fit(language: Language, length: int) -> int:
-    """How many facts fill a prompt of `length` tokens, all names at the most."""
+    """Return the number of facts that fit a prompt of `length` tokens, at most one for each name."""
     name, thing = language.names[0], language.things[0]
     room = length - len(language.start) - len(language.ask("one", name, thing)[0])
-    # Words of several tokens differ in size; a tenth is left for that.
+    # Words differ in their number of tokens; a tenth is left as a margin.
     return max(1, min(len(language.names), len(language.things), int(0.9 * room / len(language.fact(name, thing)))))
 
 
@@ -118,7 +137,7 @@ def needle(language: Language, rng: np.random.Generator, length: int, depth: flo
 
 @task("multikey")
 def multikey(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
-    """One of 16 facts in filler is asked for."""
+    """A question about one of 16 facts in filler."""
     names, things = _people(language, rng, min(16, _facts_that_fit(language, length)))
     facts = [language.fact(name, thing) for name, thing in zip(names, things, strict=True)]
     asked = int(rng.integers(len(names)))
@@ -127,10 +146,10 @@ def multikey(language: Language, rng: np.random.Generator, length: int, depth: f
 
 @task("multivalue")
 def multivalue(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
-    """All 3 values of one name among 5 other facts in filler, in order."""
+    """All 3 values of one name, in order, among 5 other facts in filler."""
     names, things = _people(language, rng, 8)
     facts = [language.fact(names[0] if i < 3 else names[i], thing) for i, thing in enumerate(things)]
-    order = np.sort(rng.permutation(8)[:3]).tolist()  # where the three stand among the eight
+    order = np.sort(rng.permutation(8)[:3]).tolist()  # places of the three values among the eight statements
     others = iter(facts[3:])
     mixed = [facts[order.index(i)] if i in order else next(others) for i in range(8)]
     return compose(language, rng, length, mixed, language.ask("every", names[0], ", ".join(things[:3])))
@@ -138,19 +157,19 @@ def multivalue(language: Language, rng: np.random.Generator, length: int, depth:
 
 @task("associative")
 def associative(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
-    """Facts and nothing else, as many as fit (128 at the most); one is asked for."""
+    """A question about one of as many facts as fit (at most 128), without filler."""
     names, things = _people(language, rng, _facts_that_fit(language, length))
     facts = [language.fact(name, thing) for name, thing in zip(names, things, strict=True)]
     asked = int(rng.integers(len(names)))
     question = language.ask("one", names[asked], things[asked])
-    # Without filler: the prompt is as long as its facts.
+    # There is no filler, so the prompt is as long as its facts.
     exact = len(language.start) + sum(map(len, facts)) + len(question[0])
     return compose(language, rng, exact, facts, question)
 
 
 @task("tracking")
 def tracking(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
-    """A chain of two aliases is followed to its fact, among two other chains."""
+    """A chain of two aliases that leads to a fact, among two other chains."""
     names, things = _people(language, rng, 9)
     chains = [names[3 * i : 3 * i + 3] for i in range(3)]
     statements = [language.fact(chain[0], thing) for chain, thing in zip(chains, things, strict=False)]
@@ -161,7 +180,7 @@ def tracking(language: Language, rng: np.random.Generator, length: int, depth: f
 
 @task("duplicates")
 def duplicates(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
-    """One name was stated with two things, one of them 5 times and the other 2: which more often?"""
+    """A name with two things, one stated 5 times and the other 2 times. The question asks for the more frequent one."""
     names, things = _people(language, rng, 8)
     facts = [language.fact(names[0], things[0])] * 5 + [language.fact(names[0], things[1])] * 2
     facts += [language.fact(name, thing) for name, thing in zip(names[1:], things[2:], strict=False)]
@@ -171,7 +190,7 @@ def duplicates(language: Language, rng: np.random.Generator, length: int, depth:
 
 @task("counting")
 def counting(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
-    """How often was one fact stated, 1 to 6 times, among others stated 1 to 6 times?"""
+    """The number of times that one fact was stated (1 to 6), among other facts stated 1 to 6 times."""
     names, things = _people(language, rng, 4)
     copies = rng.integers(1, 7, 4).tolist()
     facts = [language.fact(name, thing) for name, thing, n in zip(names, things, copies, strict=True) for _ in range(n)]
@@ -181,21 +200,23 @@ def counting(language: Language, rng: np.random.Generator, length: int, depth: f
 
 @task("text", exact=False)
 def text(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
-    """Text, prefilled in chunks: perplexity, and KL to the full cache, of what can be predicted."""
+    """Text, prefilled in chunks: perplexity and KL to the full cache at predictable positions."""
     ids, counted = language.text(rng, length)
     return Sample(ids, len(ids), counted, {"length": float(length)})
 
 
 @task("decoded", exact=False)
 def decoded(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
-    """Text whose second half is decoded token by token, as given, so that it merges at the pace of decoding."""
+    """Text whose second half is decoded token by token, as given, so that merges happen as in decoding."""
     ids, counted = language.text(rng, length)
     return Sample(ids, length // 2, [p for p in counted if p >= length // 2 - 1], {"length": float(length)})
 
 
 def long_text(language: Language, count: int, seed: int, piece: int = 1024) -> tuple[Ids, list[int]]:
-    """A sequence of count tokens out of texts one after another, and its counted positions: for stability far past the
-    training length."""
+    """Return a sequence of `count` tokens from several texts, and its evaluated positions.
+
+    It serves to measure stability far beyond the training length.
+    """
     ids: Ids = []
     counted: list[int] = []
     while len(ids) < count:

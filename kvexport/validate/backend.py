@@ -1,4 +1,4 @@
-"""The reference as a backend of lanes."""
+"""The PyTorch reference behind the interface that `Lanes` drives."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ if TYPE_CHECKING:
 
 
 class ReferenceBackend:
-    """A `LaneState` that computes with the reference over state of its own. telemetry: sees all attention and
-    every merge. hidden: takes up what every layer begins with, in the call under way; None: not asked."""
+    """A `LaneState` that computes with the PyTorch reference over its own state tensors.
+
+    Attributes:
+        telemetry: Receives the inputs of all attention and every merge; None if nobody watches.
+        hidden: If not None, each call stores the hidden state at the start of every layer here, by layer.
+    """
 
     hidden: dict[int, NDArray[Any]] | None = None
 
@@ -33,7 +37,7 @@ class ReferenceBackend:
     def decode(
         self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
     ) -> NDArray[np.float32]:
-        """See `LaneState`."""
+        """Append tokens to all lanes. See `LaneState.decode`."""
         assert first == 0 and len(input_ids) == len(self.length), "a reference runs all its lanes"
         feed = {"input_ids": input_ids, "query_length": query_length, "past_length": self.length, **self.state}
         present = self.reference.decode(feed, self.telemetry, self.hidden)
@@ -44,7 +48,7 @@ class ReferenceBackend:
         return logits
 
     def merge(self, first: int, last: int) -> None:
-        """See `LaneState`."""
+        """Bring lanes first <= lane < last back within their budgets. See `LaneState.merge`."""
         feed = {name: array[first:last] for name, array in self.state.items()}
         present = self.reference.merge(feed)
         self.merged(feed, present, first)
@@ -53,14 +57,14 @@ class ReferenceBackend:
         self._take(present, slice(first, last))
 
     def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
-        """Refused: a run is watched once."""
+        """Fail: the lanes of a reference are never used twice."""
         raise AssertionError("a reference runs once")
 
     def decoded(self, feed: dict[str, NDArray[Any]], present: dict[str, NDArray[Any]]) -> None:
-        """For a comparison: what the reference's decoder was given and gave, before the state takes it."""
+        """Receive the inputs and outputs of each decoder call before the state changes. Subclasses override this."""
 
     def merged(self, feed: dict[str, NDArray[Any]], present: dict[str, NDArray[Any]], first: int) -> None:
-        """The same of a merge, whose first lane is `first`."""
+        """Receive the state before and after each merge. `first` is the first merged lane. Subclasses override this."""
 
     def _take(self, present: dict[str, NDArray[Any]], lanes: slice) -> None:
         for name, array in present.items():

@@ -1,4 +1,4 @@
-"""How far two states of a layer, or two sets of rows, are apart, and how far they may be."""
+"""Differences between two states of a layer, or between two sets of rows, and their tolerances."""
 
 from __future__ import annotations
 
@@ -14,15 +14,21 @@ from kvexport.methods.base import Method
 from kvexport.schema.state import SMALL
 
 Array = NDArray[Any]
-NOTHING_YET = 1e29  # a logarithmic score beyond this is ln(0)
-NO_SCORE = 1e-7  # a probability of which nothing depends
+NOTHING_YET = 1e29  # a logarithmic score of larger magnitude stands for ln(0)
+NO_SCORE = 1e-7  # a probability too small to affect any selection
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What one operator, or one layer, may differ by from PyTorch's. hidden: of the norm of what a layer adds to the
-    hidden state; vectors: of the norm of a key or a value; scores: of a score, or of a logarithm of one (1 at least);
-    votes: of votes. rounding: of the norm of the hidden state, whose sums are rounded to the model's type."""
+    """The largest difference from PyTorch that one operator, or one layer, may have.
+
+    Attributes:
+        hidden: Relative to the norm of what a layer adds to the hidden state.
+        vectors: Relative to the norm of a key or a value.
+        scores: Relative to a score, or absolute for the logarithm of a score if that is below 1.
+        votes: Relative to the votes of a slot.
+        rounding: Relative to the norm of the hidden state, whose sums are rounded to the model's type.
+    """
 
     hidden: float
     vectors: float
@@ -31,12 +37,12 @@ class Tolerance:
     rounding: float
 
 
-# Each is given what the other was given, so that no error is magnified by a layer. Measured on SmolLM2-135M-Instruct,
-# with text and with random tokens, in float32: hidden states 7e-7 in the median and 6e-6 at the most, keys and values
-# 1e-6, logarithms of scores 1.1e-5. A float16 model rounds between the operators of a layer, PyTorch's more often than
-# the engine: 1.2e-3 and 1.8e-2, 1.5e-3, 2.4e-2. A number of an int8 cache is one step higher or lower where rounding
-# decides between the two, and a step is 1/127 of the row's largest number; of an int4 cache one of 15 steps, of which
-# most are 1/12 of it and the outermost ones 1/4.
+# Engine and PyTorch get the same inputs for each layer, so no layer magnifies an earlier error. Differences measured
+# on SmolLM2-135M-Instruct, with text and with random tokens, in float32: hidden states 7e-7 (median) and 6e-6
+# (largest), keys and values 1e-6, logarithms of scores 1.1e-5. A float16 model rounds between the operators of a
+# layer, and PyTorch does so more often than the engine: 1.2e-3, 1.8e-2, 1.5e-3 and 2.4e-2. In an int8 cache a number
+# near a rounding border may be one step off, and a step is 1/127 of the row's largest number. An int4 cache has 15
+# steps: most are 1/12 of the row's largest number, the outermost ones 1/4.
 LAYERS = {
     "float32": Tolerance(1e-5, 1e-5, 1e-4, 1e-4, 2.0**-22),
     "float16": Tolerance(3e-2, 1e-2, 1e-1, 1e-4, 2.0**-9),
@@ -44,7 +50,7 @@ LAYERS = {
     "int4": Tolerance(2e-1, 2e-1, 5e-1, 1e-4, 2.0**-9),
     "k8v4": Tolerance(2e-1, 2e-1, 1e-1, 1e-4, 2.0**-9),
 }
-# Merges are float32 arithmetic whatever the type of the cache, and rounded to it once.
+# Merges compute in float32 for every cache type, and round to the cache type once.
 MERGES = {
     "float32": Tolerance(1e-5, 1e-5, 1e-4, 1e-4, 2.0**-22),
     "float16": Tolerance(2e-3, 2e-3, 1e-4, 1e-4, 2.0**-9),
@@ -53,8 +59,8 @@ MERGES = {
     "k8v4": Tolerance(2e-1, 2e-1, 1e-4, 1e-4, 2.0**-9),
 }
 
-# Of the decoder as a whole, where a backend has no graph to cut: the first layer is held as above, a later one to what
-# the layers before it make of rounding errors.
+# For backends without a graph to cut, the decoder runs as a whole. The first layer is checked as above; later layers
+# may differ by as much as earlier layers magnify rounding errors.
 WHOLE = {
     "float32": Tolerance(1e-3, 1e-3, 1e-2, 1e-4, 2.0**-22),
     "float16": Tolerance(3e-1, 3e-1, 3e-1, 1e-4, 2.0**-9),
@@ -65,14 +71,23 @@ WHOLE = {
 
 
 def tolerance_of(table: Mapping[str, Tolerance], *types: str) -> Tolerance:
-    """What `table` allows for the largest of these types' roundings, those of the model and of the cache."""
-    found = [table[name] for name in types]
-    return Tolerance(*(max(getattr(x, part.name) for x in found) for part in fields(Tolerance)))
+    """Return the tolerance for several types at once: the largest of their entries in `table`, field by field."""
+    tolerances = [table[name] for name in types]
+    return Tolerance(*(max(getattr(x, field.name) for x in tolerances) for field in fields(Tolerance)))
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference of a tensor in terms of what is allowed. slot: of the cache, or of the call's tokens."""
+    """The largest difference of one tensor, relative to its tolerance.
+
+    Attributes:
+        tensor: Name of the tensor.
+        difference: The difference itself.
+        allowed: The largest difference that passes.
+        lane: Row of the batch.
+        head: KV head; None for tensors without heads.
+        slot: Slot of the cache, or index of the token within the call.
+    """
 
     tensor: str
     difference: float
@@ -82,18 +97,26 @@ class Difference:
     slot: int
 
     def at(self, lane: int, head: int) -> Difference:
-        """The same, of one lane and head that were cut out of more."""
+        """Return a copy that names another lane and head. Use it for a difference in one head cut out of a batch."""
         return replace(self, lane=lane, head=head)
 
 
 def norm(x: Array) -> Array:
-    """Of the last dimension, in float64."""
+    """Return the Euclidean norm over the last dimension, in float64."""
     return np.asarray(np.linalg.norm(x.astype(np.float64), axis=-1))
 
 
 def worst(tensor: str, difference: Array, allowed: Array | float) -> Difference | None:
-    """Where `difference` [B, ..., slots] exceeds `allowed` by most; None where it nowhere does. What is not finite
-    exceeds everything."""
+    """Return the entry of `difference` that exceeds its tolerance by the largest factor.
+
+    Args:
+        tensor: Name for the result.
+        difference: [B, ..., slots]. NaN and infinity exceed every tolerance.
+        allowed: Tolerances that broadcast to `difference`.
+
+    Returns:
+        The largest excess, or None if no entry exceeds its tolerance.
+    """
     difference = np.nan_to_num(difference, nan=np.inf)
     allowed = np.broadcast_to(allowed, difference.shape)
     if not (over := difference > allowed).any():
@@ -105,8 +128,10 @@ def worst(tensor: str, difference: Array, allowed: Array | float) -> Difference 
 
 
 def named_state(layer: LayerCache, state: Sequence[Array]) -> dict[str, Array]:
-    """A layer's tensors by their names. Keys and values of a small cache as what they stand for, in float32; so without
-    scales."""
+    """Return the state tensors of a layer by name.
+
+    Keys and values of an int8 or int4 cache are dequantized to float32, so their scales are left out.
+    """
     named = {tensor.name: x for tensor, x in zip(layer.state, state, strict=True)}
     if layer.dtype in SMALL:
         for name in ("key", "value"):
@@ -115,18 +140,21 @@ def named_state(layer: LayerCache, state: Sequence[Array]) -> dict[str, Array]:
 
 
 def state_difference(
-    layer: LayerCache, method: Method, ours: Sequence[Array], theirs: Sequence[Array], tolerance: Tolerance
+    layer: LayerCache, method: Method, actual: Sequence[Array], expected: Sequence[Array], tolerance: Tolerance
 ) -> Difference | None:
-    """The first tensor of a layer's state [B, H, ...] that differs by more than `tolerance`: positions and what no
-    operator computes exactly, keys and values by their norms, votes and scores by their sizes."""
-    of_ours, of_theirs = named_state(layer, ours), named_state(layer, theirs)
+    """Return the first state tensor [B, H, ...] of a layer that differs by more than `tolerance`, or None.
+
+    Positions, and tensors that are only copied, must be equal. Keys and values are compared by their norms, votes and
+    scores by their sizes.
+    """
+    actual_by_name, expected_by_name = named_state(layer, actual), named_state(layer, expected)
     first = ("position", "votes", "key", "value", "score")
-    for name in (*first, *(name for name in of_ours if name not in first)):
-        a, b = of_ours[name], of_theirs[name]
+    for name in (*first, *(name for name in actual_by_name if name not in first)):
+        a, b = actual_by_name[name], expected_by_name[name]
         if np.array_equal(a, b):
             continue
-        if found := _tensor_difference(name, method, a, b, tolerance):
-            return found
+        if difference := _tensor_difference(name, method, a, b, tolerance):
+            return difference
     return None
 
 
@@ -147,14 +175,23 @@ def _score_difference(method: Method, gap: Array, size: Array, tolerance: Tolera
     for k, statistic in enumerate(method.statistics):
         least = 1.0 if statistic.kind == "log_ema" else NO_SCORE / tolerance.scores
         off = np.where((size[:, :, k] > NOTHING_YET) & (gap[:, :, k] < NOTHING_YET * 1e-3), 0.0, gap[:, :, k])
-        if found := worst("score", off, tolerance.scores * np.maximum(size[:, :, k], least)):
-            return found
+        if difference := worst("score", off, tolerance.scores * np.maximum(size[:, :, k], least)):
+            return difference
     return None
 
 
 def largest_differences(name: str, a: Array, b: Array, heads: Array | None = None) -> float:
-    """The largest difference of a state tensor [B, H, ...]: of keys and values relative to their norm, of the others
-    absolute. heads [B, H] bool: those that count. What stands for ln(0) in both counts as equal."""
+    """Return the largest difference of one state tensor [B, H, ...].
+
+    Args:
+        name: Name of the tensor. Differences of keys and values are relative to their norms, all others absolute.
+        a: One state.
+        b: The state to compare with, of the same shape.
+        heads: [B, H] bool, the heads to compare; None for all.
+
+    Returns:
+        The largest difference; infinite if a value is not finite. Two values that both stand for ln(0) are equal.
+    """
     if heads is not None:
         a, b = a[heads], b[heads]
     if np.array_equal(a, b):

@@ -1,4 +1,4 @@
-"""Every call of a run held against PyTorch: layer by layer, merge by merge, in place, and on its own."""
+"""The comparison of one run with PyTorch: each layer, each merge, in-place buffers, and an independent run."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class Comparison:
-    """A reference trajectory, the engine's graphs compared with it call by call, and the engine's own run beside
-    it."""
+    """A reference run, the engine's graphs compared with it call by call, and an independent run of the engine."""
 
     def __init__(
         self,
@@ -60,7 +59,7 @@ class Comparison:
         shared: dict[str, Any] = {"prefill_chunk": limits.prefill_chunk, "merge_every": limits.merge_every}
         shared["merge_prompts"] = engine.manifest.recipe.cache.merge_prompts
         self.locked = LockedBackend(self, reference, engine.plan, batch, telemetry)
-        # The reference decides when to merge by the same rule.
+        # The reference merges by the same rule as the engine.
         self.reference_lanes = Lanes(self.locked, engine.plan, batch, **shared)
         self.own = Lanes(engine.new_state(batch), engine.plan, batch, **shared)
         self.own_logits: list[dict[int, NDArray[np.float32]]] = [{} for _ in range(batch)]
@@ -68,20 +67,26 @@ class Comparison:
         self.examined = 0
         self.errors: dict[tuple[str, str], list[tuple[NDArray[Any], NDArray[Any]]]] = defaultdict(list)
 
-    def step(self, parts: list[Ids], *, prefill: bool, unread: Collection[int], whole: bool) -> None:
-        """One call of the decoder, and whatever merging it makes due. unread: see `Lanes.append`. whole: hold the whole
-        depth against float64, and the run in place."""
+    def step(self, tokens: list[Ids], *, prefill: bool, unread: Collection[int], whole: bool) -> None:
+        """Run one decoder call and the merges that are due after it.
+
+        Args:
+            tokens: Token ids for each lane; empty for a lane that takes no part.
+            prefill: Whether the tokens belong to a prompt.
+            unread: Lanes whose prompts continue in the next call. See `Lanes.append`.
+            whole: Whether to compare the full depth with float64 as well, and the in-place run with separate buffers.
+        """
         self.locked.whole = whole
-        reference = self.reference_lanes.append(parts, prefill=prefill, unread=unread)
-        own = self.own.append(parts, prefill=prefill, unread=unread)
-        for lane, part in enumerate(parts):
-            if len(part):
-                row = len(part) - 1 if own.shape[1] > 1 else 0
+        reference = self.reference_lanes.append(tokens, prefill=prefill, unread=unread)
+        own = self.own.append(tokens, prefill=prefill, unread=unread)
+        for lane, ids in enumerate(tokens):
+            if len(ids):
+                row = len(ids) - 1 if own.shape[1] > 1 else 0
                 self.own_kl.append(kl(reference[lane, row], own[lane, row]))
                 self.own_logits[lane][self.own.length[lane] - 1] = own[lane, row].copy()
 
     def finish(self) -> None:
-        """Sum up what only the whole run tells."""
+        """Summarize the figures that need the whole run: the KL of the independent run, and rounding errors."""
         self.result.own_kl = float(np.mean(self.own_kl)) if self.own_kl else 0.0
         for (phase, tensor), pairs in self.errors.items():
             engine, pytorch = (np.concatenate(side) for side in zip(*pairs, strict=True))
@@ -90,15 +95,18 @@ class Comparison:
             self.result.rounding.append(Rounding(phase, tensor, len(engine), *quantiles, least))
 
     def decoded(self, feed: Arrays, present: Arrays, hidden: dict[int, NDArray[Any]], whole: bool) -> None:
-        """A call of the decoder: layer by layer, each given the reference's hidden state, and as a whole."""
+        """Compare one decoder call with the reference, layer by layer and, if `whole` is set, over the full depth.
+
+        Each layer receives the reference's hidden state, so one layer's error does not reach the next.
+        """
         phase = "decode" if feed["query_length"].max() == 1 else "prefill"
         separate = self._run(feed) if whole or self.cut is None else None
         largest: dict[str, float] = {}
         if self.cut is not None:
             outputs, reached = self.cut.infer(feed, hidden)
             for layer in range(len(self.plan.caches)):
-                found = self._layer(layer, feed, outputs, present, reached, hidden, largest)
-                self._note(phase, layer, found)
+                differences = self._layer(layer, feed, outputs, present, reached, hidden, largest)
+                self._note(phase, layer, differences)
                 self._largest(layer, outputs, present, largest)
             logits = (outputs["logits"], present["logits"])
             self._note(phase, None, self._logits(feed, *logits, largest, self.tolerance))
@@ -118,15 +126,13 @@ class Comparison:
         self.result.steps.append({"step": len(self.result.steps), "phase": phase, "tokens": seen, "largest": largest})
 
     def merged(self, feed: Arrays, present: Arrays, first: int) -> None:
-        """A merge of some lanes: every head's choice, and in place. first: the number of the first lane."""
-        given = {
-            name: np.ascontiguousarray(feed[name]) for name, _, layer, _ in self.plan.state_names() if layer.merges
-        }
+        """Compare one merge with the reference, head by head, and in place. `first` is the first merged lane."""
+        past = {name: np.ascontiguousarray(feed[name]) for name, _, layer, _ in self.plan.state_names() if layer.merges}
         with self.runners.merge:
-            outputs: Arrays = self.runners.merge.infer(OrderedDict(given))
+            outputs: Arrays = self.runners.merge.infer(OrderedDict(past))
         step, result = len(self.result.steps), self.result
         flipped: set[tuple[int, int, int]] = set()
-        for flip in compare_merge(self.plan, self.method, given, outputs, present, self.merge_tolerance, self.examined):
+        for flip in compare_merge(self.plan, self.method, past, outputs, present, self.merge_tolerance, self.examined):
             self.examined += 1
             flipped.add((flip.layer, flip.lane, flip.head))
             lane = first + flip.lane
@@ -140,7 +146,7 @@ class Comparison:
             if layer.merges:
                 votes = [
                     state[name]
-                    for state, name in ((given, layer.state[2].past(i)), (present, layer.state[2].present(i)))
+                    for state, name in ((past, layer.state[2].past(i)), (present, layer.state[2].present(i)))
                 ]
                 over = (votes[0] > 0).sum(-1) > (votes[1] > 0).sum(-1)
                 result.head_merges += int(over.sum())
@@ -166,37 +172,37 @@ class Comparison:
         hidden: Mapping[int, NDArray[Any]],
         largest: dict[str, float],
     ) -> list[Difference | None]:
-        """A layer's differences: of its state, and of the hidden state it ends with."""
-        found = [self._state(i, outputs, present, self.tolerance)]
+        """Return the differences of one layer: of its state, and of the hidden state at its end."""
+        differences = [self._state(i, outputs, present, self.tolerance)]
         if i + 1 in reached:
             begin = hidden[max((b for b in reached if b <= i), default=0)].astype(np.float64)
             end = hidden[i + 1].astype(np.float64)
             allowed = self.tolerance.hidden * norm(end - begin) + self.tolerance.rounding * norm(end)
             gap = np.where(_real(feed), norm(reached[i + 1] - end), 0.0)
             _keep(largest, "hidden", gap / np.maximum(norm(end - begin), 1e-30))
-            found.append(worst("hidden", gap, allowed))
-        return found
+            differences.append(worst("hidden", gap, allowed))
+        return differences
 
     def _state(self, i: int, outputs: Arrays, present: Arrays, tolerance: Tolerance) -> Difference | None:
         layer = self.plan.caches[i]
-        ours, theirs = ([state[t.present(i)] for t in layer.state] for state in (outputs, present))
-        return state_difference(layer, self.method, ours, theirs, tolerance)
+        actual, expected = ([state[t.present(i)] for t in layer.state] for state in (outputs, present))
+        return state_difference(layer, self.method, actual, expected, tolerance)
 
     def _logits(
         self,
         feed: Arrays,
-        ours: NDArray[Any],
-        theirs: NDArray[Any],
+        actual: NDArray[Any],
+        expected: NDArray[Any],
         largest: dict[str, float],
         tolerance: Tolerance,
     ) -> list[Difference | None]:
-        real = _real(feed) if ours.shape[1] == feed["input_ids"].shape[1] else feed["query_length"] > 0
-        gap = np.where(real, norm(ours.astype(np.float64) - theirs), 0.0)
-        _keep(largest, "logits", gap / np.maximum(norm(theirs), 1e-30))
-        return [worst("logits", gap, tolerance.hidden * norm(theirs))]
+        real = _real(feed) if actual.shape[1] == feed["input_ids"].shape[1] else feed["query_length"] > 0
+        gap = np.where(real, norm(actual.astype(np.float64) - expected), 0.0)
+        _keep(largest, "logits", gap / np.maximum(norm(expected), 1e-30))
+        return [worst("logits", gap, tolerance.hidden * norm(expected))]
 
-    def _note(self, phase: str, layer: int | None, found: list[Difference | None]) -> None:
-        for d in found:
+    def _note(self, phase: str, layer: int | None, differences: list[Difference | None]) -> None:
+        for d in differences:
             if d is not None:
                 at = (d.tensor, d.difference, d.allowed, d.lane, d.head, d.slot)
                 self.result.note(Mismatch(len(self.result.steps), phase, layer, *at))
@@ -204,9 +210,9 @@ class Comparison:
     def _largest(
         self, i: int, outputs: Arrays, present: Arrays, largest: dict[str, float], heads: NDArray[Any] | None = None
     ) -> None:
-        ours, theirs = (self._named(i, state) for state in (outputs, present))
-        for name, x in ours.items():
-            largest[name] = max(largest.get(name, 0.0), largest_differences(name, x, theirs[name], heads))
+        actual, expected = (self._named(i, state) for state in (outputs, present))
+        for name, x in actual.items():
+            largest[name] = max(largest.get(name, 0.0), largest_differences(name, x, expected[name], heads))
 
     def _named(self, i: int, present: Arrays) -> dict[str, NDArray[Any]]:
         layer = self.plan.caches[i]
@@ -216,23 +222,23 @@ class Comparison:
         exact = self.reference.decode_in_float64(feed)
         for i, layer in enumerate(self.plan.caches):
             past = named_state(layer, [feed[tensor.past(i)] for tensor in layer.state])
-            ours, theirs, truth = (self._named(i, state) for state in (separate, present, exact))
+            actual, expected, truth = (self._named(i, state) for state in (separate, present, exact))
             for name in ("key", "value"):
-                new = norm(theirs[name].astype(np.float64) - past[name]) > 0
-                self._add_errors((phase, name), ours[name], theirs[name], truth[name], new)
+                new = norm(expected[name].astype(np.float64) - past[name]) > 0
+                self._add_errors((phase, name), actual[name], expected[name], truth[name], new)
         logits = exact["logits"]
         real = _real(feed) if logits.shape[1] == feed["input_ids"].shape[1] else feed["query_length"] > 0
         self._add_errors((phase, "logits"), separate["logits"], present["logits"], logits, real)
 
     def _add_errors(
-        self, at: tuple[str, str], ours: NDArray[Any], theirs: NDArray[Any], truth: NDArray[Any], rows: NDArray[Any]
+        self, at: tuple[str, str], actual: NDArray[Any], expected: NDArray[Any], truth: NDArray[Any], rows: NDArray[Any]
     ) -> None:
         size = np.maximum(norm(truth)[rows], 1e-30)
-        engine, pytorch = (norm(x.astype(np.float64) - truth)[rows] / size for x in (ours, theirs))
+        engine, pytorch = (norm(x.astype(np.float64) - truth)[rows] / size for x in (actual, expected))
         self.errors[at].append((np.nan_to_num(engine, nan=np.inf), pytorch))
 
     def _in_place(self, feed: Arrays, separate: Arrays) -> None:
-        """The production path on the same state, past and present bound to the same buffers: the same bits."""
+        """Run the call with past and present in the same buffers, as in production, and require the same bits."""
         input_ids, query_length = feed["input_ids"], feed["query_length"]
         state = self.engine.new_state(len(input_ids))
         state.set_state(self.locked.state, self.locked.length)
@@ -244,7 +250,7 @@ class Comparison:
             state.set_state(self.locked.state, self.locked.length)
             rows = state.step(input_ids, query_length)
             lanes = np.flatnonzero(query_length).tolist()
-            right = all(_found(rows.top_logits(lane), separate["logits"][lane, 0]) for lane in lanes)
+            right = all(_are_largest(rows.top_logits(lane), separate["logits"][lane, 0]) for lane in lanes)
             self.result.top_logits_hold = right and self.result.top_logits_hold is not False
 
     def _merge_in_place(self, feed: Arrays, separate: Arrays) -> None:
@@ -259,7 +265,7 @@ class Comparison:
 
 
 class LockedBackend(ReferenceBackend):
-    """A `LaneState` that computes with the reference and lets a comparison see every call."""
+    """A `LaneState` that computes with the reference and passes every call to a comparison."""
 
     whole = False
 
@@ -269,11 +275,11 @@ class LockedBackend(ReferenceBackend):
         self.hidden = {}
 
     def decoded(self, feed: Arrays, present: Arrays) -> None:
-        """See `ReferenceBackend`."""
+        """Pass a decoder call to the comparison. See `ReferenceBackend.decoded`."""
         self.comparison.decoded(feed, present, self.hidden or {}, self.whole)
 
     def merged(self, feed: Arrays, present: Arrays, first: int) -> None:
-        """See `ReferenceBackend`."""
+        """Pass a merge to the comparison. See `ReferenceBackend.merged`."""
         self.comparison.merged(feed, present, first)
 
 
@@ -283,13 +289,13 @@ def _keep(largest: dict[str, float], kind: str, sizes: NDArray[Any]) -> None:
 
 
 def _real(feed: Arrays) -> NDArray[Any]:
-    """[B, T] bool: the tokens that are no padding."""
+    """Return [B, T] bool: True for tokens, False for padding."""
     real: NDArray[Any] = np.arange(feed["input_ids"].shape[1]) < feed["query_length"]
     return real
 
 
-def _found(top: TopLogits | None, logits: NDArray[np.float32]) -> bool:
-    """Whether these are the largest of `logits`, and what they say of the others is so."""
+def _are_largest(top: TopLogits | None, logits: NDArray[np.float32]) -> bool:
+    """Return whether `top` holds the largest of `logits` [vocabulary], and the right softmax mass of the others."""
     if top is None or not 0 <= top.ids.min() <= top.ids.max() < logits.size:
         return False
     largest = -np.sort(-logits)[: top.ids.size]

@@ -1,5 +1,8 @@
-"""decoder.onnx cut between its layers, so that every layer can be given the reference's hidden state and its own errors
-are seen undiluted by those of the layers before it."""
+"""decoder.onnx cut between its layers.
+
+Each layer of the cut decoder takes the reference's hidden state as an input. Its error is then measured by itself,
+without the errors of the layers before it.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,14 @@ STATE_INPUT = "past_key_values."
 
 
 def layer_borders(graph: onnx.GraphProto) -> dict[int, str]:
-    """For layers 1, 2, ... the tensor that alone leads into the layer; layers that have no such tensor are left out.
+    """Return, for layers 1, 2, ..., the tensor that alone leads into the layer.
 
-    A border is the last place before a layer's attention where everything that follows depends on the tokens through
-    one tensor, its state aside: in every decoder with residuals that is the residual stream.
+    A border is the last place before a layer's attention where all later nodes depend on the tokens through one tensor
+    (state tensors aside). In decoders with residuals this is the residual stream. Layers without such a tensor are left
+    out.
     """
     last_use = {name: i for i, node in enumerate(graph.node) for name in node.input}
-    hidden: set[str] = set()  # depends on the tokens' values, not only on their number
+    hidden: set[str] = set()  # tensors that depend on the values of the tokens, not only on their number
     in_use: set[str] = set()
     borders: dict[int, str] = {}
     lone = ""
@@ -43,13 +47,18 @@ def layer_borders(graph: onnx.GraphProto) -> dict[int, str]:
 
 
 def border_name(layer: int) -> str:
-    """The cut decoder's input that stands for the hidden state with which the layer begins."""
+    """Return the name of the cut decoder's input for the hidden state at the start of a layer."""
     return f"border.{layer}"
 
 
 class CutDecoder:
-    """A session of the cut decoder. open_session: opens one of an ONNX graph whose weights are those of the decoder at
-    `path`."""
+    """A session of the cut decoder.
+
+    Args:
+        path: The uncut decoder.onnx.
+        dtype: The numpy name of the hidden state's type.
+        open_session: Opens a session of an ONNX graph, given as bytes, over the weights of the decoder at `path`.
+    """
 
     def __init__(self, path: Path, dtype: str, open_session: Callable[[bytes], Any]) -> None:
         model = onnx.load(path, load_external_data=False)
@@ -61,10 +70,17 @@ class CutDecoder:
     def infer(
         self, feed: Mapping[str, NDArray[Any]], hidden: Mapping[int, NDArray[Any]]
     ) -> tuple[dict[str, NDArray[Any]], dict[int, NDArray[Any]]]:
-        """The decoder's outputs where layer i begins with hidden[i] [B, T, hidden], and what each border got from the
-        layers before it."""
-        given = {border_name(i): np.ascontiguousarray(hidden[i]) for i in self.borders}
-        outputs = dict(zip(self._names, self._session.run(self._names, {**feed, **given}), strict=True))
+        """Run the cut decoder.
+
+        Args:
+            feed: The inputs of decoder.onnx.
+            hidden: The hidden state [B, T, hidden] at the start of each layer with a border.
+
+        Returns:
+            The outputs of decoder.onnx, and the hidden state that arrived at each border.
+        """
+        border_values = {border_name(i): np.ascontiguousarray(hidden[i]) for i in self.borders}
+        outputs = dict(zip(self._names, self._session.run(self._names, {**feed, **border_values}), strict=True))
         reached = {i: outputs.pop(name) for i, name in self.borders.items()}
         return outputs, reached
 

@@ -1,4 +1,4 @@
-"""How far the engine's choices of tokens are from those of the uncompressed model."""
+"""Distance between the engine's next-token distributions and those of the uncompressed model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Row = NDArray[np.float32]
 
 
 def kl(p_logits: Row, q_logits: Row) -> float:
-    """KL(softmax(p) || softmax(q)) in nats; infinite where a logit is not finite."""
+    """Return KL(softmax(p) || softmax(q)) in nats; infinite if a logit is not finite."""
     if not (np.isfinite(p_logits).all() and np.isfinite(q_logits).all()):
         return float("inf")
     p, q = (x.astype(np.float64) - x.max() for x in (p_logits, q_logits))
@@ -20,15 +20,17 @@ def kl(p_logits: Row, q_logits: Row) -> float:
 
 
 def compared_positions(rows: list[dict[int, Row]], budgets: list[int]) -> list[list[int]]:
-    """The positions of every sequence whose logits the engine gave and that lie past the smallest budget; where no
-    sequence has any, all."""
+    """Return the positions of each sequence to compare: those with logits past the smallest budget.
+
+    If no sequence is longer than that budget, all positions with logits are returned.
+    """
     start = min(budgets)
     past = [[p for p in sorted(of) if p >= start] for of in rows]
     return past if any(past) else [sorted(of) for of in rows]
 
 
 def measure_divergence(result: Any, own: list[dict[int, Row]], full: list[dict[int, Row]]) -> None:
-    """KL(full || engine) and top-1 agreement at every position of `full`."""
+    """Append KL(full || engine) and top-1 agreement at every position of `full` to `result`."""
     for engine_rows, full_rows in zip(own, full, strict=True):
         positions = sorted(full_rows)
         result.positions.append(positions)

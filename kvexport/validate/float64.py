@@ -1,5 +1,4 @@
-"""Arithmetic in float64: what a computation gives without rounding, and what it may give with float32's rounding
-errors."""
+"""Arithmetic in float64, exact or with random errors of the size of float32's rounding."""
 
 from __future__ import annotations
 
@@ -59,12 +58,13 @@ def _is_float(x: Any) -> bool:
 
 @contextlib.contextmanager
 def in_float64(roundings: float = 0.0, seed: int = 0) -> Iterator[None]:
-    """Within this context every operation of PyTorch computes in float64, whatever the types of its inputs and what it
-    is asked to round to.
+    """Compute every operation of PyTorch in float64 within this context, whatever types it is given.
 
-    roundings: to every result is added a random error of up to so many roundings to float32, drawn by `seed` (Monte
-    Carlo arithmetic, Parker 1997): another order of sums, another formula of the same meaning. What is only moved,
-    compared or chosen stays as it is.
+    Args:
+        roundings: Adds a random error of up to this many float32 roundings to every result (Monte Carlo arithmetic,
+            Parker 1997). It stands for another order of sums, or another formula of the same meaning. Results that are
+            only moved, compared or selected get no error.
+        seed: Seed of the random errors.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -76,7 +76,7 @@ def in_float64(roundings: float = 0.0, seed: int = 0) -> Iterator[None]:
 
 
 def as_ever(forward: Any) -> Any:
-    """`forward` outside of every such context."""
+    """Wrap `forward` so that it runs in float32 even inside `in_float64`."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():

@@ -1,5 +1,8 @@
-"""The first layers of an artifact's model, built as the artifact was: what `validate --layers` holds where the whole is
-too large for PyTorch, or for the time there is. Every layer keeps the cache that it has in the artifact."""
+"""The first layers of an artifact's model, built as the artifact was.
+
+`validate --layers` compares these if the whole model is too large for PyTorch, or would take too long. Every layer
+keeps the cache that it has in the artifact.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from kvexport.export.build import build
 from kvexport.recipe.cache import AllocationSection
 from kvexport.terminal import Progress, silent
 
-# Lists of a config that are as long as they are for reasons of their own.
+# Suffixes of config lists whose length is unrelated to the number of layers.
 NOT_PER_LAYER = ("architectures", "_token_id", "_token_ids")
 
 
@@ -27,12 +30,21 @@ NOT_PER_LAYER = ("architectures", "_token_id", "_token_ids")
 def first_layers(
     path: Path, count: int, checkpoint: str | None = None, progress: Callable[[str, int | None], Progress] = silent
 ) -> Iterator[Path]:
-    """An artifact of the first `count` layers of the one at `path`, with embeddings and head, graphs alone; gone when
-    the block ends.
+    """Build the first `count` layers of the artifact at `path`, with embeddings and head, without engines.
 
-    checkpoint: where the weights are, default the recipe's. Its recipe's model.path is a checkpoint of those layers,
-    which lasts as long. Raises UsageError where the model has no such layers, or the weights are not the artifact's;
-    else what `build` does.
+    The yielded artifact is deleted when the block ends, as is the checkpoint at its recipe's model.path.
+
+    Args:
+        path: The whole artifact.
+        count: The number of layers.
+        checkpoint: Where the weights are; None for the recipe's own path.
+        progress: Shows the stages of the build.
+
+    Yields:
+        The folder of the shortened artifact.
+
+    Raises:
+        UsageError: The model has fewer layers, or the weights are not the artifact's. Also everything `build` raises.
     """
     from kvexport.export.model.checkpoint import read_checkpoint, resolve_checkpoint
     from kvexport.export.weights.importance import as_built
@@ -52,12 +64,11 @@ def first_layers(
         small = Path(folder) / "checkpoint"
         _shorten_checkpoint(source, small, total, count)
         model = recipe.model.model_copy(update={"path": str(small), "revision": None})
-        export = recipe.export.model_copy(
-            update={"weights": "copy"}
-        )  # of whole files, links would be whole copies on another file system
-        # The plan says the budgets; shares and whole layers are those of a model of all layers.
+        # "copy": links to whole weight files would become whole copies on another file system.
+        export = recipe.export.model_copy(update={"weights": "copy"})
+        # `plan` sets the budgets. The recipe's shares and whole layers are for the full number of layers.
         cache = recipe.cache.model_copy(update={"allocation": AllocationSection(kind="uniform")})
-        caches = len(manifest.cache.caches) // total  # of a layer: one, or one for each KV head
+        caches = len(manifest.cache.caches) // total  # caches of one layer: one, or one for each KV head
         plan = CachePlan(manifest.cache.caches[: count * caches])
         yield build(
             recipe.model_copy(update={"model": model, "export": export, "cache": cache}),
@@ -70,7 +81,7 @@ def first_layers(
 
 
 def require_checkpoint(checkpoint: Any, manifest: Manifest, path: Path) -> None:
-    """Raises UsageError where `checkpoint` is not the one that the artifact at `path` was built from."""
+    """Raise UsageError unless `checkpoint` is the one that the artifact at `path` was built from."""
     if checkpoint.fingerprint != manifest.model.fingerprint:
         raise UsageError(
             f"{checkpoint.path} is not the checkpoint of {path}", "--checkpoint DIR with the one it was built from"
@@ -78,8 +89,7 @@ def require_checkpoint(checkpoint: Any, manifest: Manifest, path: Path) -> None:
 
 
 def _shorten_checkpoint(source: Any, folder: Path, total: int, count: int) -> None:
-    """A checkpoint whose config says `count` layers; its weights are links, and who reads them takes what the config
-    asks for."""
+    """Write a checkpoint with a config of `count` layers. Its weight files are links to the files of `source`."""
     from transformers import AutoConfig
 
     from kvexport.export.model.checkpoint import TOKENIZER_FILES
@@ -96,8 +106,17 @@ def _shorten_checkpoint(source: Any, folder: Path, total: int, count: int) -> No
 
 
 def shorten_config(config: dict[str, Any], key: str, total: int, count: int) -> dict[str, Any]:
-    """A config.json of `total` layers for the first `count` of them. key: its name for their number. Lists with an
-    entry for each layer are cut too, in `text_config` where the model has one."""
+    """Return a config.json of `total` layers cut to the first `count`.
+
+    Args:
+        config: The content of config.json.
+        key: The config's name for the number of layers.
+        total: The number of layers now.
+        count: The number of layers to keep.
+
+    Returns:
+        The shortened config. Lists with one entry for each layer are cut as well, in `text_config` if there is one.
+    """
     if isinstance(config.get("text_config"), dict):
         return {**config, "text_config": shorten_config(config["text_config"], key, total, count)}
     cut = {

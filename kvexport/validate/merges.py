@@ -1,12 +1,14 @@
-"""Whether an engine's merge is right: PyTorch's, or one that float64 could have made with float32's rounding errors.
+"""Checks that an engine's merge equals PyTorch's, or differs only as float32 rounding can explain.
 
-A merge chooses: what is evicted, and what it is merged into. Where two choices are equal but for rounding, one sum in
-another order takes the other, and everything about that head then differs though nothing is wrong. So a head whose
-merge differs from PyTorch's is merged again in float64, once exactly and then with random errors of float32's rounding
-in every operation. The engine's result has to be one of these. Where many slots cost the same but for rounding (a head
-that evicts next to nothing, of a layer in which equal tokens have equal values), no two draws choose alike, and no
-number of them finds the engine's. Then its choice has to lie among the draws: no further from the nearest than they are
-from one another, with the same rows but for those that another choice changes.
+A merge selects the entries to evict and their merge targets. If two selections are equal except for rounding, another
+order of summation picks the other one, and the whole head then differs although nothing is wrong. So each differing
+head is merged again in float64: once exactly, and then several times with random errors of the size of float32's
+rounding. The engine's result has to equal one of these draws.
+
+In some heads many slots cost the same except for rounding: a head that evicts almost nothing, where equal tokens have
+equal values. No two draws agree there, and no number of draws would find the engine's selection. The engine's result
+then has to lie among the draws: no further from the nearest draw than the draws are from one another, and with the same
+rows except for those that another selection changes.
 """
 
 from __future__ import annotations
@@ -27,19 +29,29 @@ from kvexport.validate.compare import Difference, Tolerance, state_difference
 from kvexport.validate.float64 import in_float64
 
 Arrays = Mapping[str, NDArray[Any]]
-# Roundings to float32 in every operation, and how often errors of that size are drawn. One rounding is what every
-# operation may have; sums of many terms in another order, and formulas that differ, have some more.
+# (error of every operation in float32 roundings, number of draws). Every operation may be off by one rounding. Sums of
+# many terms in another order, and other formulas of the same meaning, are off by more.
 DRAWS = ((1.0, 8), (4.0, 24), (16.0, 32))
-APART = 3.0  # times as far from the middle of draws as the furthest of them: another choice
-SAME = 1e-5  # of a row's norm, which float32 may add
-MOST_EXAMINED = 24  # heads of one run; a wrong engine differs in most of them
+APART = 3.0  # a row this many times further from the mean of the draws than any draw is another selection
+SAME = 1e-5  # relative to a row's norm: the difference that float32 may add
+MOST_EXAMINED = 24  # heads that one run merges again in float64; a wrong engine differs in most heads
 
 
 @dataclass(frozen=True)
 class Flip:
-    """A head whose merge is not PyTorch's. roundings: of float32, with which float64 makes the engine's choice (0: it
-    does so exactly); None where it never did, or was not asked. slot: the first that differs; difference and allowed:
-    of the engine's from PyTorch's there."""
+    """A head whose merge differs from PyTorch's.
+
+    Attributes:
+        layer: Number of the cache.
+        lane: Row of the batch.
+        head: KV head.
+        slot: The first slot that differs.
+        tensor: The first tensor that differs.
+        difference: The difference from PyTorch at that slot.
+        allowed: The tolerance there.
+        roundings: The size of error, in float32 roundings, with which float64 makes the engine's selection (0: without
+            any error). None if float64 never made it, or was not tried.
+    """
 
     layer: int
     lane: int
@@ -52,7 +64,7 @@ class Flip:
 
     @property
     def right(self) -> bool:
-        """Whether the choice is one that rounding explains."""
+        """Whether rounding explains the selection."""
         return self.roundings is not None
 
 
@@ -65,56 +77,71 @@ def compare_merge(
     tolerance: Tolerance,
     examined: int,
 ) -> Iterator[Flip]:
-    """Every head of a merge that differs from the reference's. past, engine, reference: the state before and after, as
-    merge.onnx names it; lanes are counted from 0. examined: how many heads of the run float64 was asked about."""
+    """Yield every head of a merge that differs from the reference's.
+
+    Args:
+        plan: The cache plan.
+        method: The compression method.
+        past: The state before the merge, by the input names of merge.onnx; lanes count from 0.
+        engine: The state after the engine's merge.
+        reference: The state after PyTorch's merge.
+        tolerance: The largest difference for heads with the same selection.
+        examined: The number of heads that were merged again in float64 earlier in this run.
+    """
     for i, layer in enumerate(plan.caches):
         if not layer.merges:
             continue
-        for found in _differing_heads(i, layer, method, engine, reference, tolerance):
-            asked = examined < MOST_EXAMINED
-            examined += asked
-            roundings = _explained(i, layer, method, found, past, engine, tolerance) if asked else None
-            at = (i, found.lane, found.head or 0, found.slot)
-            yield Flip(*at, found.tensor, found.difference, found.allowed, roundings)
+        for difference in _differing_heads(i, layer, method, engine, reference, tolerance):
+            is_examined = examined < MOST_EXAMINED
+            examined += is_examined
+            roundings = _explained(i, layer, method, difference, past, engine, tolerance) if is_examined else None
+            at = (i, difference.lane, difference.head or 0, difference.slot)
+            yield Flip(*at, difference.tensor, difference.difference, difference.allowed, roundings)
 
 
 def _differing_heads(
     i: int, layer: LayerCache, method: Method, engine: Arrays, reference: Arrays, tolerance: Tolerance
 ) -> list[Difference]:
     names = [tensor.present(i) for tensor in layer.state]
-    ours, theirs = ([state[name] for name in names] for state in (engine, reference))
-    if all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True)):
+    actual, expected = ([state[name] for name in names] for state in (engine, reference))
+    if all(np.array_equal(a, b) for a, b in zip(actual, expected, strict=True)):
         return []
-    lanes, heads = ours[0].shape[:2]
+    lanes, heads = actual[0].shape[:2]
     return [
-        found
+        difference
         for lane in range(lanes)
         for head in range(heads)
-        if (found := _head_difference(layer, method, ours, theirs, lane, head, tolerance))
+        if (difference := _head_difference(layer, method, actual, expected, lane, head, tolerance))
     ]
 
 
 def _head_difference(
     layer: LayerCache,
     method: Method,
-    ours: Sequence[NDArray[Any]],
-    theirs: Sequence[NDArray[Any]],
+    actual: Sequence[NDArray[Any]],
+    expected: Sequence[NDArray[Any]],
     lane: int,
     head: int,
     tolerance: Tolerance,
 ) -> Difference | None:
     one = (slice(lane, lane + 1), slice(head, head + 1))
-    a, b = ([x[one] for x in state] for state in (ours, theirs))
-    found = state_difference(layer, method, a, b, tolerance)
-    return found and found.at(lane, head)
+    a, b = ([x[one] for x in state] for state in (actual, expected))
+    difference = state_difference(layer, method, a, b, tolerance)
+    return difference and difference.at(lane, head)
 
 
 def _explained(
-    i: int, layer: LayerCache, method: Method, found: Difference, past: Arrays, engine: Arrays, tolerance: Tolerance
+    i: int,
+    layer: LayerCache,
+    method: Method,
+    difference: Difference,
+    past: Arrays,
+    engine: Arrays,
+    tolerance: Tolerance,
 ) -> float | None:
-    """With how many roundings float64 merges this head as the engine does; None where it does not."""
-    head = found.head or 0
-    one = (slice(found.lane, found.lane + 1), slice(head, head + 1))
+    """Return the error, in float32 roundings, with which float64 merges this head as the engine does, or None."""
+    head = difference.head or 0
+    one = (slice(difference.lane, difference.lane + 1), slice(head, head + 1))
     before = [torch.from_numpy(np.ascontiguousarray(past[tensor.past(i)][one])) for tensor in layer.state]
     after = [engine[tensor.present(i)][one] for tensor in layer.state]
     attributes = merge_attributes(layer, method)
@@ -133,25 +160,28 @@ def _explained(
 
 
 def _among(engine: Arrays, draws: Sequence[Arrays]) -> bool:
-    """Whether a head's merge [1, 1, ...] lies among draws of which no two choose alike, by the positions that one of
-    two holds and the other does not. Of the rows whose positions all hold no more may be apart than there are of
-    these."""
+    """Return whether a head's merge [1, 1, ...] lies among draws that all differ from one another.
+
+    Draws are compared by the positions that one keeps and another does not. Among rows whose positions all of them
+    keep,
+    at most as many may differ as there are such positions.
+    """
     rows = [{int(p): i for i, p in enumerate(x["position"][0, 0]) if x["votes"][0, 0, i] > 0} for x in (engine, *draws)]
     own, *others = rows
     if len(others) == 1 or len({frozenset(x) for x in others}) < len(others):
-        return False  # draws that agree say what is right
+        return False  # if draws agree, the engine has to agree with them
     spread = max(len(a.keys() ^ b.keys()) for a in others for b in others)
     if min(len(own.keys() ^ other.keys()) for other in others) > spread:
         return False
     common = sorted(set(own).intersection(*others))
     apart = np.zeros(len(common), bool)
     for name in ("key", "value", "votes"):
-        found, *drawn = (
+        engine_rows, *drawn = (
             np.asarray(x[name][0, 0], np.float64).reshape(len(x["votes"][0, 0]), -1)[[at[p] for p in common]]
             for x, at in zip((engine, *draws), rows, strict=True)
         )
         middle = np.median(drawn, 0)
         differs = [np.linalg.norm(x - middle, axis=-1) for x in drawn]
         allowed = APART * np.max(differs, 0) + APART * SAME * np.linalg.norm(middle, axis=-1)
-        apart |= np.linalg.norm(found - middle, axis=-1) > allowed
+        apart |= np.linalg.norm(engine_rows - middle, axis=-1) > allowed
     return int(apart.sum()) <= spread

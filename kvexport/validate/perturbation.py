@@ -1,4 +1,4 @@
-"""Perturbation telemetry as plain figures: what every merge did to the attention output; their tables and drawings."""
+"""Perturbation telemetry as figures: the effect of every merge on the attention output, in tables and drawings."""
 
 from __future__ import annotations
 
@@ -13,28 +13,36 @@ import numpy as np
 from kvexport.report.sections import Cell, HeatMap, Paragraph, Plot, Section, Series, Table
 
 QUERIES = ("current", "next")
-STRETCHES = 12  # columns of a heat map
-# With positions in the cache a merge also turns every key, and what a query would have seen without it says nothing of
-# the merge alone.
+INTERVALS = 12  # columns of a heat map
+# With cache.positions: cache, a merge also rotates every key, so outputs before and after it are not comparable.
 NO_TELEMETRY = (
-    "telemetry is taken with absolute positions alone: cache.positions is cache",
+    "telemetry needs absolute positions, and cache.positions is cache",
     "--set cache.positions=absolute, or no --telemetry",
 )
 
 
 def theorem_5(epsilon: Any, gamma: Any) -> Any:
-    """KeepKV's Theorem 5 (arXiv 2504.09936), for numbers and arrays: merging changes an attention output by
-    ``|o' - o| <= 2 eps (1 + eps) gamma / (1 - eps)^2`` at most, eps the largest relative error of an estimated score,
-    of slots and of merged slots, and ``gamma = sum A_i |v_i - o|`` over the slots that merge, A their attention. It
-    says nothing for eps >= 1."""
+    """Return the bound of KeepKV's Theorem 5 (arXiv 2504.09936) on the change of an attention output by a merge.
+
+    The bound is ``|o' - o| <= 2 eps (1 + eps) gamma / (1 - eps)^2``. It holds for eps < 1 only.
+
+    Args:
+        epsilon: The largest relative error of an estimated score, over slots and merged slots. A number or an array.
+        gamma: ``sum A_i |v_i - o|`` over the slots that merge, where A is their attention.
+    """
     return 2 * epsilon * (1 + epsilon) * gamma / (1 - epsilon) ** 2
 
 
 @dataclass(frozen=True)
 class Bound:
-    """The bound of KeepKV's Theorem 5. heads: those for which it is defined; below_one: those for which it is below 1,
-    the output's own norm; median: over the heads for which it is defined, and the observed error's there (None where
-    there are none)."""
+    """How often and how tightly the bound of KeepKV's Theorem 5 applies.
+
+    Attributes:
+        heads: The number of heads for which the bound is defined.
+        below_one: The number of heads whose bound is below 1, the norm of the output itself.
+        median: The median bound over the heads with a defined bound; None if there are none.
+        observed: The median observed error over the same heads; None if there are none.
+    """
 
     heads: int
     below_one: int
@@ -44,14 +52,24 @@ class Bound:
 
 @dataclass(frozen=True)
 class Perturbation:
-    """What one merge of one layer did to one query's attention output. Errors are relative, ``|o' - o| / |o|``, over
-    the query heads of all sequences that gave up slots.
+    """The change of one query's attention output by one merge of one layer.
 
-    step: number of the merge; tokens: seen by the longest sequence. query: the last one before the merge (current), or
-    the first one after it (next), which sees its own token as well. heads: of all sequences. mean, largest: from the
-    cache before the merge to that after it. to_full: mean, from all keys and values that this run ever computed to the
-    cache after the merge. by_slot: mean of the theorem's bound with every slot's own error in place of the largest.
-    by_slot and theorem are None where the method keeps no estimates of scores.
+    Errors are relative, ``|o' - o| / |o|``, over the query heads of all sequences that evicted entries.
+
+    Attributes:
+        step: Number of the merge.
+        tokens: Tokens that the longest sequence has seen.
+        layer: Number of the cache.
+        query: "current" for the last query before the merge, "next" for the first one after it (which sees its own
+            token).
+        heads: The number of heads, over all sequences.
+        mean: Mean error from the cache before the merge to the cache after it.
+        largest: The largest such error.
+        to_full: Mean error from all keys and values that this run ever computed to the cache after the merge.
+        by_slot: Mean of the theorem's bound with each slot's own error in place of the largest. None if the method
+            keeps
+            no estimates of scores.
+        theorem: The theorem's bound; None in the same case.
     """
 
     step: int
@@ -69,21 +87,23 @@ class Perturbation:
 OBSERVED = ("merges", "current, mean", "next, median", "next, 95 %", "next, largest", "to full, mean")
 BOUNDED = ("observed, mean", "by slot, mean", "theorem: no bound", "below 1", "bound, median", "observed there")
 NOTE = (
-    "Relative to the output's norm. Current: the last query before a merge; next: the first one after it. Quantiles "
-    "over merges, of the "
-    "mean over heads. To full: from all keys and values of the run."
+    "Errors relative to the norm of the attention output. Current: the last query before a merge; next: the first one "
+    "after it. Quantiles are over merges, of the mean over heads. To full: relative to all keys and values of the run."
 )
 BOUND_NOTE = (
-    "The next query. No bound: heads where some estimate of a score is wrong by its own size or more, of which the "
-    "theorem says nothing; "
-    "the medians are of the others. Below 1: the output's own norm. By slot: every slot's own error in place of the "
-    "largest."
+    "Figures of the next query. No bound: share of heads with an estimate that is wrong by its own size or more, for "
+    "which the theorem gives no bound; the medians are over the other heads. Below 1: the bound is below the norm of "
+    "the output. By slot: the bound with each slot's own error in place of the largest."
 )
 
 
 def tables(named: Sequence[tuple[str, Sequence[Perturbation]]], what: str) -> list[Section]:
-    """A row for every named set of merges (of a layer, of a method), headed `what`; the bounds in a table of their own,
-    where any set has one."""
+    """Return tables with one row for each named set of merges, and a second table of bounds if any set has one.
+
+    Args:
+        named: (name, merges) pairs; the names are layers or methods.
+        what: The heading of the first column.
+    """
     observed = [(name, *_observed(rows)) for name, rows in named]
     out: list[Section] = [Table("Perturbation by merging", (what, *OBSERVED), observed, NOTE)]
     bounded = [(name, [r for r in rows if r.query == "next"]) for name, rows in named if any(r.theorem for r in rows)]
@@ -94,7 +114,7 @@ def tables(named: Sequence[tuple[str, Sequence[Perturbation]]], what: str) -> li
 
 
 def layer_sections(rows: Sequence[Perturbation], of: str = "layer") -> list[Section]:
-    """A run's tables, layer by layer, and its drawings. of: what the numbers are of, a "layer" or a "cache"."""
+    """Return the tables of one run, layer by layer, and its drawings. `of` names the rows: "layer" or "cache"."""
     if not rows:
         return [Paragraph("No perturbation by merging: no entry had to be evicted.")]
     named = [(f"{of} {i}", [r for r in rows if r.layer == i]) for i in sorted({r.layer for r in rows})]
@@ -105,8 +125,13 @@ def layer_sections(rows: Sequence[Perturbation], of: str = "layer") -> list[Sect
 
 
 def drawings(rows: Sequence[Perturbation], name: str, of: str = "layer") -> list[Section]:
-    """Errors and bound merge by merge, and a map of layers (or caches, `of`) and merges. name: ends the titles; "" for
-    none."""
+    """Return plots of errors and bounds merge by merge, and a heat map of layers and merges.
+
+    Args:
+        rows: The merges of one run.
+        name: The end of the titles; "" for none.
+        of: The rows of the heat map, "layer" or "cache".
+    """
     current, following = ([r for r in rows if r.query == query] for query in QUERIES)
     if not following:
         return []
@@ -134,15 +159,15 @@ def _plot(title: str, over: str, lines: Sequence[Series]) -> Plot:
 
 
 def _mean(rows: Sequence[Perturbation], figure: str) -> float | None:
-    """Over the heads of all rows."""
+    """Return the mean of a figure over the heads of all rows."""
     heads = sum(r.heads for r in rows)
     return sum(r.heads * getattr(r, figure) for r in rows) / heads if heads else None
 
 
 def _median(rows: Sequence[Perturbation], figure: str) -> float | None:
-    """Of the medians of all rows that have a bound."""
-    found = [getattr(r.theorem, figure) for r in rows if r.theorem and r.theorem.heads]
-    return float(np.median(found)) if found else None
+    """Return the median of a figure over the rows that have a bound."""
+    values = [getattr(r.theorem, figure) for r in rows if r.theorem and r.theorem.heads]
+    return float(np.median(values)) if values else None
 
 
 def _observed(rows: Sequence[Perturbation]) -> tuple[Cell, ...]:
@@ -161,15 +186,15 @@ def _bounded(rows: Sequence[Perturbation]) -> tuple[Cell, ...]:
 
 
 def _line(name: str, rows: Sequence[Perturbation], figure: Callable[[Sequence[Perturbation]], float | None]) -> Series:
-    """A figure of all layers, merge by merge."""
+    """Return a figure over all layers, merge by merge, as a line of a plot."""
     merges = [(step, list(of_step)) for step, of_step in groupby(rows, key=lambda r: r.step)]
     return Series(name, [float(step) for step, _ in merges], [figure(of_step) for _, of_step in merges])
 
 
 def _map(rows: Sequence[Perturbation], title: str, of: str) -> HeatMap:
-    """Layers against stretches of merges."""
+    """Return a heat map of layers against intervals of merges."""
     steps, layers = sorted({r.step for r in rows}), sorted({r.layer for r in rows})
-    stretches = [s.tolist() for s in np.array_split(steps, min(STRETCHES, len(steps)))]
+    stretches = [s.tolist() for s in np.array_split(steps, min(INTERVALS, len(steps)))]
     ticks = [f"{s[0]}" if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in stretches]
     values = [
         [_mean([r for r in rows if r.layer == i and r.step in stretch], "mean") for stretch in stretches]

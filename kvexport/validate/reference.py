@@ -1,5 +1,4 @@
-"""The PyTorch reference: the Hugging Face model, run eagerly with the two operators in place of its attention and
-cache."""
+"""The PyTorch reference: the Hugging Face model, run eagerly with kvexport's operators as its attention and cache."""
 
 from __future__ import annotations
 
@@ -32,12 +31,12 @@ if TYPE_CHECKING:
     from kvexport.validate.telemetry import Telemetry
 
 Arrays = dict[str, NDArray[Any]]
-State = tuple[Tensor, ...]  # of one layer, in the order of `LayerCache.state`
+State = tuple[Tensor, ...]  # the state tensors of one cache, in the order of `LayerCache.state`
 VOTES = STATE_NAMES.index("votes")
 
 
 class _Eager:
-    """Attends with `vote_attention` over the state it is given, before the eyes of `telemetry`."""
+    """Attention computed by `vote_attention` over given state tensors; `telemetry` receives its inputs."""
 
     def __init__(
         self,
@@ -59,16 +58,16 @@ class _Eager:
         count = len(caches)
         heads = [x.chunk(count, 1) for x in (query, key, value)]
         logits = [None] * count if sink_logits is None else sink_logits.chunk(count)
-        return torch.cat([self._attend(*given) for given in zip(caches, *heads, logits, strict=True)], 1)
+        return torch.cat([self._attend(*inputs) for inputs in zip(caches, *heads, logits, strict=True)], 1)
 
     def _attend(self, cache: int, query: Tensor, key: Tensor, value: Tensor, sink_logits: Tensor | None) -> Tensor:
         if self.telemetry:
             self.telemetry.attended(cache, query, key, value, self.position, self.query_length, sink_logits)
         past = self.past[cache]
         own, extra = past[: len(STATE)], past[len(STATE) :]
-        given = (query, key, value, self.position, self.query_length, *own, sink_logits, *extra)
+        inputs = (query, key, value, self.position, self.query_length, *own, sink_logits, *extra)
         result = vote_attention(
-            *given,  # type: ignore[arg-type]
+            *inputs,  # type: ignore[arg-type]
             attributes=layer_attributes(self.method, self.geometry[cache]),
         )
         self.present[cache] = result[1:]
@@ -79,7 +78,7 @@ class _Eager:
 
 
 class TorchReference:
-    """Both graphs in PyTorch, over numpy arrays named as the graphs name them."""
+    """The decoder and merge graphs in PyTorch, over numpy arrays with the names that the ONNX graphs use."""
 
     def __init__(
         self, checkpoint: Checkpoint, plan: CachePlan, geometry: list[LayerGeometry], method: Method, recipe: Any
@@ -93,12 +92,12 @@ class TorchReference:
         self._layers = layer_list(self.model)[1]
         for module in self.model.modules():
             if isinstance(getattr(module, "inv_freq", None), Tensor):
-                # Angles are float32 by the model's own definition; those of float64 would be other angles.
+                # The model defines its rotary angles in float32; angles computed in float64 would differ.
                 module.forward = as_ever(module.forward)
 
     @torch.no_grad()
     def decode_in_float64(self, feed: Mapping[str, NDArray[Any]]) -> Arrays:
-        """As `decode`, every operation in float64."""
+        """Run `decode` with every operation in float64."""
         with in_float64():
             return self.decode(feed)
 
@@ -109,9 +108,18 @@ class TorchReference:
         telemetry: Telemetry | None = None,
         hidden: dict[int, NDArray[Any]] | None = None,
     ) -> Arrays:
-        """decoder.onnx: (input_ids, query_length, past_length, past_key_values.*) -> (logits, present_length,
-        present.*). telemetry: sees what every layer attends with. hidden: takes up what every layer begins with, [B, T,
-        hidden], by the number of its first cache."""
+        """Compute decoder.onnx.
+
+        Args:
+            feed: input_ids [B, T], query_length [B, 1], past_length [B, 1] and past_key_values.*.
+            telemetry: Receives the inputs of every layer's attention.
+            hidden: If not None, receives the hidden state [B, T, hidden] at the start of every layer, by the number of
+                the
+                layer's first cache.
+
+        Returns:
+            logits, present_length and present.*.
+        """
         ids, query_length, past_length = (
             torch.from_numpy(np.ascontiguousarray(feed[name])) for name in ("input_ids", "query_length", "past_length")
         )
@@ -134,7 +142,7 @@ class TorchReference:
         return {"logits": logits.float().numpy(), "present_length": (past_length + query_length).numpy(), **present}
 
     def time_decode(self, lanes: int, tokens: int) -> float:
-        """Seconds of a call of the decoder on an empty cache."""
+        """Return the seconds that one call takes for `lanes` lanes of `tokens` tokens over an empty cache."""
         empty = {
             name: np.zeros(layer.shapes(lanes)[kind], layer.dtypes()[kind])
             for name, _, layer, kind in self.plan.state_names()
@@ -147,7 +155,7 @@ class TorchReference:
 
     @torch.no_grad()
     def merge(self, feed: Mapping[str, NDArray[Any]]) -> Arrays:
-        """merge.onnx: past_key_values.* -> present.* of the layers that can exceed their budgets."""
+        """Compute merge.onnx: past_key_values.* to present.* for the caches that can exceed their budgets."""
         present = {}
         for i, layer in enumerate(self.plan.caches):
             if layer.merges:
@@ -182,26 +190,28 @@ class TorchReference:
 def full_logits(
     checkpoint: Checkpoint, recipe: Any, tokens: list[NDArray[np.int64]], positions: list[list[int]]
 ) -> list[dict[int, NDArray[np.float32]]]:
-    """The uncompressed Hugging Face model's logits [vocabulary] of every sequence at its `positions`, with its own
-    attention and cache."""
+    """Return the logits [vocabulary] of the uncompressed Hugging Face model at the given positions of each sequence.
+
+    The model runs with its own attention and cache.
+    """
     with quiet_exporter():
         model = _load_attending(checkpoint, recipe)
-    wanted: list[int] = []
+    picked: list[int] = []
 
     def pick(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (arguments[0][:, wanted], *arguments[1:])
+        return (arguments[0][:, picked], *arguments[1:])
 
     model.get_output_embeddings().register_forward_pre_hook(pick)
-    found = []
+    logits_of = []
     for ids, at in zip(tokens, positions, strict=True):
-        wanted[:] = at
+        picked[:] = at
         rows = model(input_ids=torch.from_numpy(ids)[None]).logits[0].float().numpy() if at else []
-        found.append(dict(zip(at, rows, strict=True)))
-    return found
+        logits_of.append(dict(zip(at, rows, strict=True)))
+    return logits_of
 
 
 def _load_attending(checkpoint: Checkpoint, recipe: Any) -> Any:
-    """The model with an attention of transformers' own: sdpa in float32, where the model has it."""
+    """Load the model with an attention implementation of transformers: sdpa in float32, if the model supports it."""
     if recipe.model.dtype == "float32":
         try:
             return load_model(checkpoint, recipe, "sdpa")

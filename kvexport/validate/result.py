@@ -1,4 +1,4 @@
-"""What a validation found, and its report."""
+"""The result of a validation, and its report."""
 
 from __future__ import annotations
 
@@ -13,20 +13,30 @@ from numpy.typing import NDArray
 from kvexport.report.sections import KeyValues, Paragraph, Plot, Section, Series, Table
 from kvexport.validate.perturbation import Perturbation, layer_sections
 
-FLIPS_ALLOWED = 0.01  # of head-merges; on SmolLM2 one in a thousand is a tie that rounding decides
-FEW_FLIPS = 2  # are no sign of anything, however few head-merges there were
-ROUNDING_RATIO = 3.0  # the engine's errors against float64 over PyTorch's, at a percentile
-ABOVE = 10  # errors lie above that percentile; of fewer than 1,000 the 99th is a matter of chance
-OUTLIERS = 10.0  # times as much is allowed at the 99th percentile of so few
-KEPT = 50  # differences that are kept with all their details; all are counted
+FLIPS_ALLOWED = 0.01  # share of head-merges; on SmolLM2 rounding decides a tie in one of a thousand
+FEW_FLIPS = 2  # this many flips pass, however few head-merges there were
+ROUNDING_RATIO = 3.0  # largest ratio of the engine's to PyTorch's errors against float64, at the checked quantile
+ABOVE = 10  # errors beyond the checked quantile if there are fewer than 1,000, whose 99th percentile is mostly chance
+OUTLIERS = 10.0  # factor on ROUNDING_RATIO for the 99th percentile
+KEPT = 50  # mismatches that are stored with all details
 KINDS = {"hidden": "hidden state", "key": "keys", "value": "values", "logits": "logits"}
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Where an engine differs from its reference by more than is allowed. step: number of the call; phase: prefill,
-    decode or merge; layer: the number of the cache, None for logits; largest: the difference; slot: of the cache, or of
-    the call's tokens where the tensor is the hidden state or logits; head: None for these."""
+    """A difference between engine and reference that exceeds its tolerance.
+
+    Attributes:
+        step: Number of the call.
+        phase: "prefill", "decode" or "merge".
+        layer: Number of the cache; None for logits.
+        tensor: Name of the tensor.
+        largest: The difference.
+        allowed: The tolerance.
+        lane: Row of the batch.
+        head: KV head; None for hidden states and logits.
+        slot: Slot of the cache; index of the token within the call for hidden states and logits.
+    """
 
     step: int
     phase: str
@@ -38,8 +48,8 @@ class Mismatch:
     head: int | None = None
     slot: int | None = None
 
-    def said(self, of: str) -> str:
-        """In a line; of: what has a cache, a "layer", or each of a layer's KV heads a "cache"."""
+    def line(self, of: str) -> str:
+        """Return the difference as one line of text; `of` is the word for a cache, "layer" or "cache"."""
         where = "" if self.layer is None else f"{of} {self.layer}, "
         named = {"lane": self.lane, "head": self.head, "slot" if self.head is not None else "token": self.slot}
         at = "".join(f", {name} {number}" for name, number in named.items() if number is not None)
@@ -51,23 +61,33 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class Quantiles:
-    """Relative errors of vectors against float64: the median, the quantile that is held (`level_of`), the 99th
-    percentile and the largest."""
+    """Quantiles of relative errors of vectors against float64.
+
+    Attributes:
+        median: The median.
+        checked: The quantile that the validation checks (`level_of`).
+        p99: The 99th percentile.
+        largest: The largest error.
+    """
 
     median: float
-    held: float
+    checked: float
     p99: float
     largest: float
 
 
 def level_of(count: int) -> float:
-    """The quantile of so many errors that is held: of 1,000 or more the 99th percentile, of fewer the one that ABOVE of
-    them exceed, the median at the least."""
+    """Return the quantile that the validation checks among `count` errors.
+
+    This is the 99th percentile of 1,000 errors or more. For fewer errors it is the quantile that `ABOVE` of them
+    exceed,
+    and never below the median.
+    """
     return max(0.5, min(0.99, 1.0 - ABOVE / max(count, 1)))
 
 
 def quantiles_of(errors: NDArray[Any]) -> Quantiles:
-    """Of any number of errors."""
+    """Return the quantiles of any number of errors; zeros if there are none."""
     if not errors.size:
         return Quantiles(0.0, 0.0, 0.0, 0.0)
     levels = (0.5, level_of(errors.size), 0.99, 1.0)
@@ -76,42 +96,68 @@ def quantiles_of(errors: NDArray[Any]) -> Quantiles:
 
 @dataclass(frozen=True)
 class Rounding:
-    """Rounding errors of `count` vectors over the whole depth of the model, from the same state: the engine's and
-    PyTorch's."""
+    """Rounding errors of vectors over the full depth of the model: the engine's and PyTorch's, from the same state.
+
+    Attributes:
+        phase: "prefill" or "decode".
+        tensor: Name of the tensor.
+        count: The number of vectors.
+        engine: The engine's errors.
+        pytorch: PyTorch's errors.
+        least: The size of an insignificant error: one rounding of the model's type.
+    """
 
     phase: str
     tensor: str
     count: int
     engine: Quantiles
     pytorch: Quantiles
-    least: float  # errors that mean nothing: one rounding of the model's type
+    least: float  # insignificant: one rounding of the model's type
 
     @property
     def holds(self) -> bool:
-        """Whether the engine is as exact as PyTorch, to a factor."""
+        """Whether the engine's errors are at most `ROUNDING_RATIO` times PyTorch's."""
         few = self.engine.p99 <= OUTLIERS * ROUNDING_RATIO * max(self.pytorch.p99, self.least)
         return self.ratio <= ROUNDING_RATIO and few
 
     @property
     def ratio(self) -> float:
-        """Of the percentiles that are held."""
-        return self.engine.held / max(self.pytorch.held, self.least)
+        """The engine's checked quantile relative to PyTorch's."""
+        return self.engine.checked / max(self.pytorch.checked, self.least)
 
 
 @dataclass
 class ValidationResult:
-    """What was compared and how far apart it was.
+    """Everything that a validation compared, and the differences it measured.
 
-    texts: of what each sequence is, "text" or "random". operators: what runs each operator on this machine. steps:
-    (step, phase, tokens seen by the longest sequence, largest difference by kind of tensor: relative for vectors).
-    mismatches: the first `KEPT` of `mismatched`. head_merges: heads whose merges were compared; flips: those whose
-    choice differs from PyTorch's and that rounding explains, with the roundings it took. rounding: errors against
-    float64. own_kl: mean KL(PyTorch || engine), each on its own from the first token to the last, and what is allowed.
-    kl, agrees: per sequence KL(full cache || engine) in nats and whether the top token agrees, at `positions`.
-    top_logits_hold: whether what a device chooses tokens from is a row's largest logits, None where it is the row.
-    telemetry: what merges did to the reference's attention, None where nobody asked. layers: how many of the model's
-    were held, and how many it has; None = all. caches_of: "layer" where each has one, "cache" where KV heads have
-    their own, which are numbered through. seconds: what it took.
+    Attributes:
+        artifact: Path of the artifact.
+        recipe: Name of the recipe.
+        backend: Name of the backend.
+        tokens: The number of tokens of each sequence.
+        texts: The content of each sequence, "text" or "random".
+        budgets: The budget of each cache, in slots.
+        tolerance: The tolerances, by kind of tensor.
+        operators: The implementation of each operator on this machine.
+        steps: For each call: its number, phase, tokens seen by the longest sequence, and largest difference by kind of
+            tensor (relative for vectors).
+        mismatches: The first `KEPT` mismatches.
+        mismatched: The number of all mismatches.
+        head_merges: The number of heads whose merges were compared.
+        flips: Heads whose selection differs from PyTorch's because of rounding.
+        rounding: Rounding errors against float64.
+        in_place_identical: Whether the in-place run gave the same bits as separate buffers.
+        top_logits_hold: Whether the top logits that a device returns are the largest of the row; None if the host has
+            the whole row.
+        own_kl: Mean KL(PyTorch || engine) in nats, where each runs independently from the first token to the last.
+        own_kl_allowed: The largest value of `own_kl` that passes.
+        kl: For each sequence KL(full cache || engine) in nats at `positions`.
+        agrees: For each sequence whether the top token equals the full cache's at `positions`.
+        positions: For each sequence the compared positions.
+        telemetry: The effect of merges on the reference's attention; None if telemetry was off.
+        layers: The number of layers that were compared, and the number that the model has; None for all.
+        caches_of: The word for a cache: "layer", or "cache" if KV heads have budgets of their own.
+        seconds: Duration of the validation.
     """
 
     artifact: str
@@ -141,70 +187,73 @@ class ValidationResult:
     seconds: float = 0.0
 
     def note(self, mismatch: Mismatch) -> None:
-        """Count a difference, and keep it where there are not too many."""
+        """Count a mismatch, and store it if fewer than `KEPT` are stored."""
         self.mismatched += 1
         if len(self.mismatches) < KEPT:
             self.mismatches.append(mismatch)
 
     @property
     def mismatch(self) -> Mismatch | None:
-        """The first."""
+        """The first mismatch; None if there is none."""
         return self.mismatches[0] if self.mismatches else None
 
     @property
     def passed(self) -> bool:
-        """No problem was found."""
+        """Whether the validation found no problem."""
         return not self.problems
 
     @property
     def problem(self) -> str:
-        """What failed first, in one line; "" where nothing did."""
+        """The first problem in one line; "" if there is none."""
         return next(iter(self.problems), "")
 
     @property
     def problems(self) -> list[str]:
-        """Everything that failed, a line each."""
-        found = []
+        """All problems, one line each."""
+        problems = []
         if self.mismatch:
             more = f" (the first of {self.mismatched})" if self.mismatched > 1 else ""
-            found.append(f"the engine differs from PyTorch: {self.mismatch.said(self.caches_of)}{more}")
+            problems.append(f"the engine differs from PyTorch: {self.mismatch.line(self.caches_of)}{more}")
         if len(self.flips) > max(FEW_FLIPS, FLIPS_ALLOWED * self.head_merges):
-            found.append(
-                f"{len(self.flips)} of {self.head_merges} heads merge otherwise than in PyTorch, each as rounding may "
-                f"have it, but that is more than {FLIPS_ALLOWED:.0%}"
+            problems.append(
+                f"{len(self.flips)} of {self.head_merges} head-merges select other entries than PyTorch; rounding "
+                f"explains each of them, but more than {FLIPS_ALLOWED:.0%} is too many"
             )
         for r in self.rounding:
             if not r.holds:
-                found.append(
-                    f"the engine's rounding errors of {KINDS[r.tensor]} ({r.phase}), {r.count} of them, have a "
-                    f"{level_of(r.count):.0%} quantile of {r.engine.held:.3g} against float64, PyTorch's of "
-                    f"{r.pytorch.held:.3g}, and a 99 % quantile of {r.engine.p99:.3g} and {r.pytorch.p99:.3g}; "
-                    f"{ROUNDING_RATIO:g} times that is allowed, at 99 % of fewer than 1,000 "
-                    f"{OUTLIERS * ROUNDING_RATIO:g} times"
+                problems.append(
+                    f"the engine's rounding errors of {KINDS[r.tensor]} ({r.phase}, {r.count} vectors) against float64 "
+                    f"exceed PyTorch's: {level_of(r.count):.0%} quantile {r.engine.checked:.3g} against "
+                    f"{r.pytorch.checked:.3g} (at most {ROUNDING_RATIO:g} times), 99 % quantile {r.engine.p99:.3g} "
+                    f"against {r.pytorch.p99:.3g} (at most {OUTLIERS * ROUNDING_RATIO:g} times)"
                 )
         if not self.in_place_identical:
-            found.append("bound in place, the engine computes something else than with separate buffers")
-        if self.top_logits_hold is False:
-            found.append("the top logits that the device found are not the largest logits")
-        if not self.own_kl <= self.own_kl_allowed:
-            found.append(
-                f"on its own the engine is {self.own_kl:.3g} nats from PyTorch on its own, allowed "
-                f"{self.own_kl_allowed:.3g}"
+            problems.append(
+                "with past and present in the same buffers the engine computes other values than with separate buffers"
             )
-        return found
+        if self.top_logits_hold is False:
+            problems.append("the top logits that the device returned are not the largest logits")
+        if not self.own_kl <= self.own_kl_allowed:
+            problems.append(
+                f"an independent run of the engine is {self.own_kl:.3g} nats from an independent run of PyTorch, "
+                f"allowed {self.own_kl_allowed:.3g}"
+            )
+        return problems
 
     def largest(self, kind: str) -> float:
-        """The largest difference of one kind of tensor over all steps."""
+        """Return the largest difference of one kind of tensor over all steps."""
         return max((s["largest"][kind] for s in self.steps if kind in s["largest"]), default=0.0)
 
     def mean_kl(self, text: str | None = None) -> float:
-        """Mean KL(full || engine) over all compared positions of the sequences of one kind, in nats; all by
-        default."""
+        """Return the mean KL(full || engine) in nats over the compared positions of the sequences with content `text`.
+
+        None stands for all sequences.
+        """
         values = [v for row in self._rows(self.kl, text) for v in row]
         return float(np.mean(values)) if values else 0.0
 
     def agreement(self, text: str | None = None) -> float:
-        """Share of compared positions at which the most likely token is the full cache's."""
+        """Return the share of compared positions whose most likely token equals the full cache's."""
         values = [v for row in self._rows(self.agrees, text) for v in row]
         return float(np.mean(values)) if values else 1.0
 
@@ -212,7 +261,7 @@ class ValidationResult:
         return [row for row, kind in zip(rows, self.texts, strict=False) if text in (None, kind)]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, with the summaries."""
+        """Return all figures and their summaries as JSON values."""
         return {
             **asdict(self),
             "mismatch": asdict(self.mismatch) if self.mismatch else None,
@@ -224,8 +273,7 @@ class ValidationResult:
         }
 
     def sections(self) -> list[Section]:
-        """For `kvexport.report`: what was compared, the differences, and the distance to the uncompressed
-        model."""
+        """Return the report's sections: the comparison, the differences, and the distance to the uncompressed model."""
         sections: list[Section] = [KeyValues("Validation", self._summary()), self._largest()]
         if self.mismatches:
             rows = [
@@ -247,9 +295,9 @@ class ValidationResult:
         if self.flips:
             names = ("layer", "step", "lane", "head", "slot", "tensor", "difference", "roundings")
             note = (
-                "Heads that merge otherwise than in PyTorch. Roundings: to float32, of every operation of a merge in "
+                "Heads whose merge selects other entries than PyTorch's. Roundings: the random error of every operation, in "
+                "float32 roundings, with which float64 makes the engine's selection (0: without any error)."
             )
-            note += "float64, with which it makes the engine's choice; 0 where float64 makes it exactly."
             flips = [tuple(flip[name] for name in names) for flip in self.flips]
             sections.append(Table("Ties that rounding decides", (self.caches_of, *names[1:]), flips, note))
         if self.rounding:
@@ -272,14 +320,14 @@ class ValidationResult:
             **self._layers(),
             "engine": self.backend,
             **self.operators,
-            "reference": "PyTorch, on the same state at every step",
+            "reference": "PyTorch, from the same state at every step",
             "tokens per sequence": ", ".join(f"{n} ({kind})" for n, kind in zip(self.tokens, self.texts, strict=True)),
             f"budget, slots per {of}": budgets[0] if len(budgets) == 1 else f"{budgets[0]} to {budgets[-1]}",
             "calls compared": f"{len(self.steps)} ({calls})",
             "head-merges that differ from PyTorch's by a tie": f"{len(self.flips)} of {self.head_merges}",
-            "bound in place": "bit-identical" if self.in_place_identical else "DIFFERS",
+            "in-place buffers": "bit-identical" if self.in_place_identical else "DIFFERS",
             **({} if self.top_logits_hold is None else {"top logits": "right" if self.top_logits_hold else "WRONG"}),
-            "engine on its own": f"KL {self.own_kl:.2g} nats from PyTorch on its own, allowed {self.own_kl_allowed:g}",
+            "independent run": f"KL {self.own_kl:.2g} nats from PyTorch's, allowed {self.own_kl_allowed:g}",
             **distances,
             "time": f"{self.seconds:.0f} s",
         }
@@ -287,10 +335,10 @@ class ValidationResult:
     def _layers(self) -> dict[str, str]:
         if self.layers is None:
             return {}
-        held, total = self.layers
+        compared, total = self.layers
         return {
-            "layers": f"the first {held} of {total}, built for this with the artifact's recipe and budgets; nothing "
-            "is said of the others"
+            "layers": f"the first {compared} of {total}, built for this validation with the artifact's recipe and "
+            "budgets; the other layers were not compared"
         }
 
     def _largest(self) -> Section:
@@ -298,8 +346,8 @@ class ValidationResult:
         phases = list(dict.fromkeys(s["phase"] for s in self.steps))
 
         def of(kind: str, phase: str) -> float | None:
-            found = [s["largest"][kind] for s in self.steps if s["phase"] == phase and kind in s["largest"]]
-            return max(found, default=None)
+            sizes = [s["largest"][kind] for s in self.steps if s["phase"] == phase and kind in s["largest"]]
+            return max(sizes, default=None)
 
         rows = [(kind, *(of(kind, phase) for phase in phases)) for kind in kinds]
         allowed = ", ".join(f"{name} {size:g}" for name, size in self.tolerance.items())

@@ -1,9 +1,9 @@
-"""`kvexport validate`: an artifact against its PyTorch reference, step by step, past the budget, in a ragged batch.
+"""`kvexport validate`: an artifact compared with PyTorch, step by step and past the budget, in a ragged batch.
 
-Every layer is given PyTorch's own hidden state and state, so that a difference is seen where it arises and as large as
-it is; every merge has to be PyTorch's, or one that float64 could make with float32's rounding errors; the whole depth
-of the model is held against float64. Beside it the engine runs on its own, in place, as it does in production.
-docs/validate.md says what passes and why.
+Every layer receives PyTorch's hidden state and cache, so a difference shows where it arises and at its own size. Every
+merge has to equal PyTorch's, or a merge that float64 could make with float32's rounding errors. The full depth of the
+model is compared with float64. The engine also runs independently and in place, as it does in production.
+docs/validate.md lists the criteria and their reasons.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from kvexport.validate.tokens import Ids, decode_steps, goes_on, schedule, seque
 if TYPE_CHECKING:
     from kvexport.validate.reference import TorchReference
 
-WHOLE_CALLS = 3  # of prefill, and of decode, that are held against float64 and in place
-FLOAT64 = 4.0  # times as long as a call of the reference
-# Mean KL(PyTorch || engine), each on its own. On SmolLM2 float32 has 1e-9 without a tie and 1e-7 with some.
+WHOLE_CALLS = 3  # calls of each phase that are compared with float64 and in place
+FLOAT64 = 4.0  # duration of a float64 call, in calls of the reference
+# Allowed mean KL(PyTorch || engine) of independent runs, nats. SmolLM2 in float32: 1e-9 without ties, 1e-7 with some.
 OWN_KL = {"float32": 1e-5, "float16": 1e-2}
 
 
@@ -50,14 +50,25 @@ def validate_artifact(
 ) -> ValidationResult:
     """Compare the artifact at `path` with PyTorch.
 
-    length: tokens of the longest sequence, default enough for some merges in prefill and in decode (at most
-        limits.max_length). batch: sequences, default three, or fewer where they would take too much memory; the others
-        are shorter, so that lanes fall idle. checkpoint: where the weights are, default the recipe's. seed: of the
-        random tokens. telemetry: note what every merge does to the attention output. backend, device: None takes the
-        recipe's.
+    Args:
+        path: The artifact.
+        length: Tokens of the longest sequence, at most limits.max_length. By default enough for some merges in prefill
+            and in decode.
+        batch: The number of sequences. By default three, or fewer if their states would take too much memory. The
+            others are shorter, so that some lanes become idle.
+        checkpoint: Where the weights are; None for the recipe's path.
+        seed: Seed of the random tokens.
+        telemetry: Whether to measure the effect of every merge on the attention output.
+        backend: Name of the backend; None for the recipe's.
+        device: Name of the device; None for the recipe's.
+        progress: Shows the stages.
 
-    Raises UsageError where the weights are not there or do not belong to the artifact, EnvironmentProblem where torch,
-    transformers, polygraphy or what the backend needs are missing.
+    Returns:
+        The differences and the verdict.
+
+    Raises:
+        UsageError: The weights are missing, or are not the artifact's.
+        EnvironmentProblem: torch, transformers, polygraphy or a package of the backend is missing.
     """
     require_packages()
     from kvexport.export.build import read_model
@@ -75,7 +86,7 @@ def validate_artifact(
         raise UsageError(*NO_TELEMETRY)
     if telemetry and recipe.cache.dtype != "model":
         raise UsageError(
-            f"telemetry is taken of a cache of the model's type alone: cache.dtype is {recipe.cache.dtype}",
+            f"telemetry needs a cache in the model's type, and cache.dtype is {recipe.cache.dtype}",
             "--set cache.dtype=model, or no --telemetry",
         )
     chosen = backends.get(backend or recipe.backend.name)
@@ -86,7 +97,7 @@ def validate_artifact(
     with progress("loading PyTorch and the engine", None):
         shape = read_model(recipe)
         require_checkpoint(shape.checkpoint, manifest, path)
-        # A session that captures CUDA graphs takes its inputs from fixed addresses, and here every call brings its own.
+        # A captured CUDA graph reads its inputs from fixed addresses, and here every call has buffers of its own.
         engine = load(path, backend=backend, device=device, cuda_graph=False, verify=False, float_input=True)
         method = recipe.cache.build_method()
         reference = TorchReference(shape.checkpoint, engine.plan, shape.geometry, method, recipe)
@@ -127,7 +138,7 @@ def validate_artifact(
 
 
 def _whole_calls(prefill: list[bool]) -> set[int]:
-    """Numbers of the calls that are held as a whole: of both phases the first, the last and some between."""
+    """Return the calls to compare over the full depth, by number: the first, the last and some between, by phase."""
     chosen: set[int] = set()
     for phase in (True, False):
         of_phase = [i for i, p in enumerate(prefill) if p == phase]
@@ -137,7 +148,7 @@ def _whole_calls(prefill: list[bool]) -> set[int]:
 
 
 def _estimate(reference: TorchReference, calls: list[tuple[list[Ids], bool]], whole: int) -> str:
-    """About how long the calls take, of a trial of the longest of each phase on an empty cache."""
+    """Return a text that estimates the duration, from a trial of the longest call of each phase over an empty cache."""
     seconds = 0.0
     for phase in (True, False):
         of_phase = [parts for parts, prefill in calls if prefill == phase]
@@ -155,7 +166,7 @@ def _quiet_polygraphy() -> None:
 
 
 def require_packages() -> None:
-    """Raises EnvironmentProblem where one is missing that validating takes."""
+    """Raise EnvironmentProblem if a package that validation needs is missing."""
     for package in ("torch", "transformers", "polygraphy", "onnx"):
         try:
             __import__(package)

@@ -10,8 +10,11 @@ from kvexport.errors import ArtifactError, EnvironmentProblem, UsageError
 
 
 def backends_here(path: Path) -> tuple[list[tuple[str, str | None]], dict[str, str]]:
-    """The backends, each on all its devices, that run the artifact at `path` on this machine, and why each other one
-    does not."""
+    """Return the backends, on each of their devices, that run the artifact at `path` on this machine.
+
+    Returns:
+        (backend, device) pairs, and for every other backend the reason why it cannot run the artifact.
+    """
     here, missing = [], {}
     for backend in backends.all_backends():
         for device in backend.devices:

@@ -1,8 +1,9 @@
-"""Perturbation telemetry: what every merge does to the attention output of the queries around it, and the most that
-KeepKV's Theorem 5 (arXiv 2504.09936) allows for.
+"""Perturbation telemetry: the effect of every merge on the attention output of the queries before and after it.
 
-A `Telemetry` watches a run of the PyTorch reference. It computes attention anew, in float64, one sequence and layer at
-a time: over the cache before a merge, over the cache after it, and over all keys and values that the run ever appended.
+The effect is compared with the bound of KeepKV's Theorem 5 (arXiv 2504.09936).
+
+A `Telemetry` watches a run of the PyTorch reference. It recomputes attention in float64, one sequence and layer at a
+time: over the cache before a merge, over the cache after it, and over all keys and values that the run ever appended.
 """
 
 from __future__ import annotations
@@ -31,8 +32,14 @@ When = Literal["current", "next"]
 
 @dataclass(frozen=True)
 class Cache:
-    """One sequence's slots in one layer, float64: key [H, C, D], value [H, C, Dv], votes [H, C], 0 = empty; position
-    [H, C] int64."""
+    """The slots of one sequence in one layer, in float64.
+
+    Attributes:
+        key: [H, C, D].
+        value: [H, C, Dv].
+        votes: [H, C]; 0 marks an empty slot.
+        position: [H, C] int64.
+    """
 
     key: Tensor
     value: Tensor
@@ -41,7 +48,7 @@ class Cache:
 
 
 def joined(caches: Sequence[Cache]) -> Cache:
-    """Their slots, one after the other."""
+    """Return one cache with the slots of several caches, in order."""
     return Cache(*(torch.cat([getattr(cache, field.name) for cache in caches], dim=1) for field in fields(Cache)))
 
 
@@ -51,8 +58,13 @@ def _cache(key: Tensor, value: Tensor, votes: Tensor, _: Tensor, position: Tenso
 
 @dataclass(frozen=True)
 class Query:
-    """One token's query, vector [Hq, D] float64, at a position; sinks [Hq] float64: the layer's sink logits, or
-    None."""
+    """The query of one token.
+
+    Attributes:
+        vector: [Hq, D] float64.
+        position: Position of the token.
+        sinks: [Hq] float64, the layer's sink logits; None if it has none.
+    """
 
     vector: Tensor
     position: int
@@ -61,8 +73,13 @@ class Query:
 
 @dataclass(frozen=True)
 class Attention:
-    """output [H, G, Dv]; mass [H, G, C]: ``ln(votes^alpha exp(logit))``, -inf where a slot is invisible; total [H, G]:
-    ln of their sum and the sink's."""
+    """The attention of one query over one cache.
+
+    Attributes:
+        output: [H, G, Dv], where G query heads share a KV head.
+        mass: [H, G, C], ``ln(votes^alpha exp(logit))``; -inf for invisible slots.
+        total: [H, G], the logarithm of the sum of all masses and of the sink's.
+    """
 
     output: Tensor
     mass: Tensor
@@ -70,7 +87,7 @@ class Attention:
 
 
 def attend(query: Query, cache: Cache, attributes: VoteAttentionAttributes) -> Attention:
-    """What VoteAttention computes for one query over a cache that holds its token and none that came later."""
+    """Return VoteAttention of one query over a cache that holds the query's own token and no later one."""
     heads, _, size = cache.key.shape
     logit = (query.vector * attributes.scale).reshape(heads, -1, size) @ cache.key.transpose(-1, -2)
     logit = capped(logit, attributes)
@@ -87,9 +104,12 @@ def attend(query: Query, cache: Cache, attributes: VoteAttentionAttributes) -> A
 
 @dataclass(frozen=True)
 class _Followed:
-    """What became of the slots before a merge. to [H, C] int64: the slot after it that each went into, -1 = dropped.
-    estimate [H, C]
-    float64: ln of the score that the method estimated."""
+    """The new slot of each slot after a merge.
+
+    Attributes:
+        to: [H, C] int64, the slot after the merge; -1 if the entry was dropped.
+        estimate: [H, C] float64, the logarithm of the score that the method estimated.
+    """
 
     to: Tensor
     estimate: Tensor
@@ -97,15 +117,24 @@ class _Followed:
 
 @dataclass(frozen=True)
 class _Merge:
-    """One sequence's merge in one layer. full: all keys and values so far. gave: [H] bool, heads that gave up slots.
-    followed: None where the method keeps no estimates."""
+    """One merge of one sequence in one layer.
+
+    Attributes:
+        step: Number of the merge.
+        layer: Number of the cache.
+        before: The cache before the merge.
+        after: The cache after the merge.
+        full: All keys and values that the run has appended.
+        evicted: [H] bool, the heads that evicted entries.
+        followed: The new slots; None if the method keeps no estimates.
+    """
 
     step: int
     layer: int
     before: Cache
     after: Cache
     full: Cache
-    gave: Tensor
+    evicted: Tensor
     followed: _Followed | None
 
 
@@ -117,15 +146,17 @@ def _bounds(
     after: Attention,
     attributes: VoteAttentionAttributes,
 ) -> Tensor:
-    """The most that the merge can have changed: by Theorem 5, infinite where it says nothing, and slot by slot; [2, H,
-    G].
+    """Return two bounds [2, H, G] on the change of the attention output by a merge.
 
-    Slot by slot is the theorem's proof before it takes every error for the largest: a slot of mass w whose estimate has
-    a share of its group's moves ``|share w_r - w| |v - o|``, w_r the merged slot's mass, over the sum of masses after
-    the merge. Both hold from the cache without what was dropped; how far that is from the cache before is computed and
-    added.
+    The first bound is Theorem 5, infinite where it does not apply. The second is the step of the theorem's proof before
+    all errors are replaced by the largest: a slot of mass w whose estimate is a share of its merge set moves the output
+    by
+    ``|share w_r - w| |v - o|`` divided by the sum of masses after the merge, where w_r is the mass of the merged slot.
+    Both bounds start from the cache without the dropped entries; the distance from there to the cache before the merge
+    is
+    computed and added.
     """
-    slots = followed.to.shape[-1]  # a token that came later is no part of the merge
+    slots = followed.to.shape[-1]  # tokens appended after the merge take no part in it
     stays = followed.to >= 0
     to = torch.where(stays, followed.to, 0)
     merged = torch.zeros_like(merge.before.votes[:, :slots]).scatter_add(1, to, stays.double()) > 1
@@ -149,8 +180,8 @@ def _bounds(
     away = (merge.before.value[:, None, :slots] - rest.output[:, :, None]).norm(dim=-1)
     gamma = torch.where(merges[:, None], torch.exp(mass - rest.total[..., None]) * away, 0.0).sum(-1)
 
-    given = (predicted - group.gather(1, to))[:, None] + after.mass.gather(2, to[:, None].expand(mass.shape))
-    moved = (torch.exp(given - after.total[..., None]) - torch.exp(mass - after.total[..., None])).abs() * away
+    masses = (predicted - group.gather(1, to))[:, None] + after.mass.gather(2, to[:, None].expand(mass.shape))
+    moved = (torch.exp(masses - after.total[..., None]) - torch.exp(mass - after.total[..., None])).abs() * away
     by_slot = torch.where(merges[:, None], moved, 0.0).sum(-1)
     dropped: Tensor = (rest.output - before.output).norm(dim=-1)
     theorem = torch.where(epsilon < 1, theorem_5(epsilon, gamma), torch.inf)
@@ -158,8 +189,11 @@ def _bounds(
 
 
 class _Numbered:
-    """A method over values whose dimensions from `size` on are the slots' numbers, which it must not select by. Where
-    evicted entries go, methods that keep estimates say by the keys."""
+    """A method over values extended by one-hot slot numbers, which begin at dimension `size`.
+
+    The method must not select by these numbers, so its keep score gets values without them. Methods that keep estimates
+    pick merge targets by keys, which have no such numbers.
+    """
 
     def __init__(self, method: Method, size: int) -> None:
         self.method, self.size = method, size
@@ -172,15 +206,17 @@ class _Numbered:
 
 
 class Telemetry:
-    """Watches a run: `attended` is called for every layer of every call of the decoder, `merged` at every merge; `rows`
-    tells."""
+    """Observer of one run. Call `attended` for every layer of every decoder call and `merged` for every merge.
+
+    `rows` then returns the figures.
+    """
 
     def __init__(self, plan: CachePlan, geometry: list[LayerGeometry], method: Method) -> None:
         self.plan, self.method = plan, method
-        self.attributes = [layer_attributes(method, part) for part in of_caches(geometry, len(plan.caches))]
-        # The theorem is about votes that count in full, and values weighed by the estimates.
+        self.attributes = [layer_attributes(method, layer) for layer in of_caches(geometry, len(plan.caches))]
+        # The theorem assumes votes with exponent 1, and values weighted by the estimates.
         self.estimates = method.statistics[-1].kind == "log_ema" and method.vote_exponent == 1.0
-        # All by (sequence, layer).
+        # The keys of these dicts are (sequence, layer).
         self._appended: dict[tuple[int, int], list[Cache]] = {}
         self._query: dict[tuple[int, int], Query] = {}
         self._waiting: dict[tuple[int, int], _Merge] = {}
@@ -197,7 +233,7 @@ class Telemetry:
         query_length: Tensor,
         sinks: Tensor | None,
     ) -> None:
-        """The inputs of a layer's VoteAttention (shapes there), before it is computed."""
+        """Receive the inputs of a layer's VoteAttention, in its shapes, before the layer computes it."""
         sink_logits = None if sinks is None else sinks.double()
         for lane, count in enumerate(query_length[:, 0].tolist()):
             if not count:
@@ -207,15 +243,15 @@ class Telemetry:
             new = Cache(keys, values, torch.ones(keys.shape[:2], dtype=torch.float64), places.expand(keys.shape[:2]))
             merge = self._waiting.pop(at, None)
             if merge is not None:
-                own = Cache(*(x[:, :1] for x in (new.key, new.value, new.votes, new.position)))
-                before, after, full = (joined([cache, own]) for cache in (merge.before, merge.after, merge.full))
+                newest = Cache(*(x[:, :1] for x in (new.key, new.value, new.votes, new.position)))
+                before, after, full = (joined([cache, newest]) for cache in (merge.before, merge.after, merge.full))
                 following = replace(merge, before=before, after=after, full=full)
                 self._note(following, Query(query[lane, :, 0].double(), int(places[0]), sink_logits), "next")
             self._appended.setdefault(at, []).append(new)
             self._query[at] = Query(query[lane, :, count - 1].double(), int(places[-1]), sink_logits)
 
     def merged(self, first: int, past: Mapping[str, NDArray[Any]], present: Mapping[str, NDArray[Any]]) -> None:
-        """The state of sequences first, first + 1, ... before and after a merge, as merge.onnx names it."""
+        """Receive the state of sequences first, first + 1, ... before and after a merge, by the names of merge.onnx."""
         for i, layer in enumerate(self.plan.caches):
             if not layer.merges:
                 continue
@@ -223,20 +259,24 @@ class Telemetry:
                 [torch.from_numpy(np.array(state[name(tensor, i)])) for tensor in layer.state]
                 for name, state in ((StateTensor.past, past), (StateTensor.present, present))
             )
-            for lane, gave in enumerate((new[2] > 0).sum(-1) < (old[2] > 0).sum(-1)):
-                if not gave.any():
+            for lane, evicted in enumerate((new[2] > 0).sum(-1) < (old[2] > 0).sum(-1)):
+                if not evicted.any():
                     continue
                 at = (first + lane, i)
                 before, after = (_cache(*(x[lane] for x in state[: len(STATE)])) for state in (old, new))
                 followed = self._followed(i, [x[lane : lane + 1] for x in old]) if self.estimates else None
                 self._appended[at] = [joined(self._appended[at])]
-                merge = self._waiting[at] = _Merge(self._steps, i, before, after, self._appended[at][0], gave, followed)
+                merge = self._waiting[at] = _Merge(
+                    self._steps, i, before, after, self._appended[at][0], evicted, followed
+                )
                 self._note(merge, self._query[at], "current")
         self._steps += 1
 
     def _followed(self, layer: int, state: list[Tensor]) -> _Followed:
-        """Where one sequence's slots go is read off a merge of values to which the slots' numbers are added, a
-        dimension for each."""
+        """Return the new slot of every slot of one sequence.
+
+        A merge of values with one-hot slot numbers appended shows where each slot went.
+        """
         key, value, votes, score, position, *extra = state
         size, slots = value.shape[-1], votes.shape[-1]
         numbered = torch.cat([value.float(), torch.eye(slots).expand(*votes.shape, slots)], dim=-1)
@@ -258,12 +298,12 @@ class Telemetry:
         bounds = torch.full((2, *size.shape), torch.inf, dtype=torch.float64)
         if merge.followed is not None:
             bounds = _bounds(merge, merge.followed, query, before, after, attributes) / size
-        figures = torch.stack([observed, to_full, *bounds])[:, merge.gave].flatten(1)
+        figures = torch.stack([observed, to_full, *bounds])[:, merge.evicted].flatten(1)
         self._samples.setdefault((merge.step, merge.layer, when), []).append((query.position + 1, figures))
 
     def rows(self) -> list[Perturbation]:
-        """By merge and layer, the current query before the next."""
-        found = []
+        """Return the figures by merge and layer, the current query before the next one."""
+        figures = []
         for step, layer, when in sorted(self._samples, key=lambda k: (k[0], k[1], QUERIES.index(k[2]))):
             samples = self._samples[step, layer, when]
             observed, to_full, bound, by_slot = torch.cat([figures for _, figures in samples], dim=1)
@@ -277,5 +317,5 @@ class Telemetry:
                     by_slot=float(by_slot.mean()),
                     theorem=Bound(int(known.sum()), int((bound < 1).sum()), *medians),
                 )
-            found.append(row)
-        return found
+            figures.append(row)
+        return figures

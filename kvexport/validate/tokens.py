@@ -1,4 +1,4 @@
-"""The sequences that an artifact is validated on: text and random tokens, past every budget."""
+"""The sequences on which an artifact is validated: text and random tokens, longer than every budget."""
 
 from __future__ import annotations
 
@@ -14,34 +14,40 @@ from kvexport.errors import UsageError
 from kvexport.paths import TEXT
 
 Ids = NDArray[np.int64]
-CHUNKS_PAST = 2  # of a prompt, after the largest cache is full
-MERGES = 2  # while decoding
-FEWEST_STEPS, MOST_STEPS = 8, 160  # of decoding
-MEMORY = 2 << 30  # bytes that all copies of the lanes' states may take by default
-COPIES = 5  # of a state: the reference's before and after, the engine's on its own, in place, and with separate buffers
+CHUNKS_PAST = 2  # chunks of a prompt after the largest cache is full
+MERGES = 2  # merges while decoding
+FEWEST_STEPS, MOST_STEPS = 8, 160  # bounds of the number of decode steps
+MEMORY = 2 << 30  # bytes for all copies of the lanes' states, by default
+COPIES = 5  # copies of a state: reference before and after; engine independent, in place, and with separate buffers
 
 
 def decode_steps(limits: Limits) -> int:
-    """So many tokens at the end are appended one by one."""
+    """Return the number of tokens at the end of a sequence that are appended one by one."""
     return min(max(FEWEST_STEPS, MERGES * limits.merge_every + 4), MOST_STEPS)
 
 
 def default_length(plan: CachePlan, limits: Limits) -> int:
-    """Tokens of the longest sequence: enough for some merges in prefill and in decode, in minutes."""
+    """Return the length of the longest sequence in tokens: enough for some merges in prefill and in decode."""
     merging = max((layer.capacity for layer in plan.caches if layer.merges), default=0)
     return min(limits.max_length, merging + CHUNKS_PAST * limits.prefill_chunk + decode_steps(limits))
 
 
 def default_batch(plan: CachePlan, limits: Limits) -> int:
-    """Three sequences, of which the shorter ones fall idle; fewer where their states would take too much memory."""
+    """Return three sequences, or fewer if their states would take too much memory."""
     fits = MEMORY // (COPIES * plan.bytes(1))
     return int(max(1, min(3, limits.max_batch, fits)))
 
 
 def sequences(engine: Any, length: int | None, batch: int | None, seed: int) -> tuple[list[Ids], list[str]]:
-    """Token ids of every sequence, the longest first, the others 2/3, 1/2, ... as long, and of what each is: "text" and
-    "random" in turn where the artifact has a tokenizer that gives the text back, else "random". Raises UsageError for a
-    batch that the artifact was not built for."""
+    """Return the token ids of every sequence, and the content of each.
+
+    The longest sequence comes first; the others are 2/3, 1/2, ... as long. Contents are "text" and "random" in turn if
+    the
+    artifact has a tokenizer that returns its own text unchanged, else all are "random".
+
+    Raises:
+        UsageError: The artifact was not built for such a batch.
+    """
     limits = engine.manifest.limits
     batch = default_batch(engine.plan, limits) if batch is None else batch
     if not 1 <= batch <= limits.max_batch:
@@ -73,8 +79,11 @@ def _text_ids(engine: Any) -> Ids | None:
 
 
 def schedule(tokens: list[Ids], chunk: int, steps: int | None = None) -> Iterator[tuple[list[Ids], bool]]:
-    """Calls of the decoder, (every sequence's tokens, prefill?): the first two thirds of every sequence in chunks, the
-    rest one by one, at most `steps` of them. Shorter ones fall idle first."""
+    """Yield the calls of the decoder as (tokens of every sequence, whether they belong to a prompt).
+
+    The first two thirds of every sequence come in chunks, the rest token by token in at most `steps` calls. Shorter
+    sequences become idle first.
+    """
     split = [2 * len(t) // 3 if steps is None else max(2 * len(t) // 3, len(t) - steps) for t in tokens]
     for start in range(0, max(split), chunk):
         yield (
@@ -86,7 +95,7 @@ def schedule(tokens: list[Ids], chunk: int, steps: int | None = None) -> Iterato
 
 
 def goes_on(later: Sequence[tuple[list[Ids], bool]]) -> list[int]:
-    """The sequences whose prompts go on in the next of the calls that follow."""
+    """Return the sequences whose prompts continue in the next of the calls in `later`."""
     if not later or not later[0][1]:
         return []
-    return [lane for lane, part in enumerate(later[0][0]) if len(part)]
+    return [lane for lane, tokens in enumerate(later[0][0]) if len(tokens)]

@@ -1,4 +1,4 @@
-"""A run of the reference on given sequences, watched: what merging does to the attention output."""
+"""Telemetry of a reference run on given sequences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from kvexport.validate.tokens import goes_on, schedule
 
 
 def watch(reference: TorchReference, recipe: Recipe, tokens: list[NDArray[np.int64]]) -> list[Perturbation]:
-    """What merging does on given sequences, all in one batch: two thirds of each in chunks, the rest token by token."""
+    """Return the effect of every merge while the reference reads the given sequences in one batch.
+
+    Two thirds of each sequence come in chunks, the rest token by token.
+    """
     plan, chunk = reference.plan, recipe.export.prefill_chunk
     telemetry = Telemetry(plan, reference.geometry, reference.method)
     backend = ReferenceBackend(reference, plan, len(tokens), telemetry)

@@ -1,5 +1,4 @@
-"""The Hugging Face model in PyTorch with an artifact's weights: where they are rounded or packed, what they stand
-for."""
+"""The Hugging Face model in PyTorch with an artifact's weights. Rounded and packed weights are dequantized."""
 
 from __future__ import annotations
 
@@ -19,8 +18,13 @@ from kvexport.export.weights.specs import weight_specs
 
 
 def load_model(checkpoint: Checkpoint, recipe: Any, attention: str) -> Any:
-    """The model of a checkpoint in eval mode, in the recipe's type. attention: which implementation of transformers'
-    it uses."""
+    """Load the model of a checkpoint in eval mode, in the recipe's type.
+
+    Args:
+        checkpoint: The checkpoint.
+        recipe: The recipe, for its type and its rounding of weights.
+        attention: Name of an attention implementation of transformers.
+    """
     dtype = getattr(torch, recipe.model.dtype)
     if not checkpoint.computed and recipe.weights.bits is None:
         model: Any = AutoModelForCausalLM.from_pretrained(

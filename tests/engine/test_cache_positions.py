@@ -214,5 +214,5 @@ def test_it_passes_validation(merging: Path) -> None:
 
 
 def test_telemetry_is_refused(merging: Path) -> None:
-    with pytest.raises(UsageError, match="telemetry is taken with absolute positions alone"):
+    with pytest.raises(UsageError, match="telemetry needs absolute positions"):
         validate_artifact(merging, telemetry=True)

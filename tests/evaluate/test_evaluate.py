@@ -212,7 +212,7 @@ def test_a_damaged_file_is_named_with_the_line_that_mends_it(
     middle = next(i for i in range(len(data) // 2, len(data)) if path.suffix == ".logs" or chr(data[i]) in "2345678")
     data[middle] ^= 1
     path.write_bytes({"changed": bytes(data), "cut": bytes(data[: middle + 1]), "emptied": b""}[damage])
-    with pytest.raises(UsageError, match=f"{path.name} is not what was written there\n  fix: rm "):
+    with pytest.raises(UsageError, match=f"{path.name} is damaged: its digest does not match\n  fix: rm "):
         evaluate("tiny-base", SETTINGS, OPTIONS, tmp_path)
     assert measured == []
 
@@ -261,7 +261,7 @@ def test_differences_are_paired_sample_by_sample(evaluation: Evaluation) -> None
 def test_what_a_model_cannot_be_asked_is_said(evaluation: Evaluation) -> None:
     assert list(evaluation.skipped) == ["counting"]
     assert evaluation.tasks == ["needle", "duplicates", "text"]
-    assert "not asked: counting" in render_text(sections(evaluation))
+    assert "skipped: counting" in render_text(sections(evaluation))
 
 
 def test_the_report_shows_every_candidate(evaluation: Evaluation) -> None:
@@ -356,8 +356,8 @@ def test_the_verb_asks_for_what_it_was_told_and_prints_everything(
         (["--text", "nowhere.txt"], "nowhere.txt cannot be read"),
         (["--ruler", "nowhere"], "holds no task of RULER"),
         (["--html", "nowhere/page.html"], "does not exist"),
-        (["--against", "keepkv", "--methods", "h2o,streaming"], "'keepkv' is not among what is compared"),
-        (["--telemetry", "--tasks", "stability"], "telemetry is taken on the samples of a task"),
+        (["--against", "keepkv", "--methods", "h2o,streaming"], "'keepkv' is not among the compared labels"),
+        (["--telemetry", "--tasks", "stability"], "telemetry needs the samples of a task"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_built(arguments: list[str], words: str) -> None:

@@ -30,7 +30,7 @@ def test_a_result_comes_back_under_its_key_alone(tmp_path: Path) -> None:
 def test_what_is_no_result_is_named_with_the_line_that_mends_it(text: str, tmp_path: Path) -> None:
     path = tmp_path / "keepkv.json"
     path.write_text(text)
-    with pytest.raises(UsageError, match=r"keepkv.json is not what was written there\n  fix: rm .*keepkv.json"):
+    with pytest.raises(UsageError, match=r"keepkv.json is damaged: its digest does not match\n  fix: rm .*keepkv.json"):
         read_result(path, "key")
 
 

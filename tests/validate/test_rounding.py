@@ -54,5 +54,5 @@ def test_from_a_thousand_errors_on_it_is_the_99th_percentile() -> None:
 def test_the_problem_says_how_many_errors_and_what_is_allowed() -> None:
     alike = np.linspace(1e-7, 1e-6, 36)
     result = ValidationResult("a", "r", "b", [8], ["text"], [4], {}, {}, rounding=[rounding(alike * 4, alike)])
-    assert "keys (decode), 36 of them, have a 72% quantile of" in result.problem
+    assert "keys (decode, 36 vectors) against float64 exceed PyTorch's: 72% quantile" in result.problem
     assert quantiles_of(np.zeros(0)).p99 == 0.0

@@ -386,4 +386,4 @@ def test_top_logits_that_are_not_the_largest_logits_are_found_out(
     monkeypatch.setattr(_Phase, "top_logits", shifted)
     result = validate_artifact(artifact, length=20, batch=1)
     assert not result.passed
-    assert result.problem == "the top logits that the device found are not the largest logits"
+    assert result.problem == "the top logits that the device returned are not the largest logits"

@@ -130,14 +130,14 @@ def _facts_that_fit(language: Language, length: int) -> int:
 
 @task("needle", lengths=(0.25, 0.5, 1.0), depths=(0.0, 0.25, 0.5, 0.75, 1.0))
 def needle(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
-    """One fact in filler, by its depth and the prompt's length."""
+    """Ask for one fact in filler, by its depth and the prompt's length."""
     (name,), (thing,) = _people(language, rng, 1)
     return compose(language, rng, length, [language.fact(name, thing)], language.ask("one", name, thing), depth)
 
 
 @task("multikey")
 def multikey(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
-    """A question about one of 16 facts in filler."""
+    """Ask for one of 16 facts in filler."""
     names, things = _people(language, rng, min(16, _facts_that_fit(language, length)))
     facts = [language.fact(name, thing) for name, thing in zip(names, things, strict=True)]
     asked = int(rng.integers(len(names)))
@@ -146,7 +146,7 @@ def multikey(language: Language, rng: np.random.Generator, length: int, depth: f
 
 @task("multivalue")
 def multivalue(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
-    """All 3 values of one name, in order, among 5 other facts in filler."""
+    """Ask for all 3 values of one name, in order, among 5 other facts in filler."""
     names, things = _people(language, rng, 8)
     facts = [language.fact(names[0] if i < 3 else names[i], thing) for i, thing in enumerate(things)]
     order = np.sort(rng.permutation(8)[:3]).tolist()  # places of the three values among the eight statements
@@ -157,7 +157,7 @@ def multivalue(language: Language, rng: np.random.Generator, length: int, depth:
 
 @task("associative")
 def associative(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
-    """A question about one of as many facts as fit (at most 128), without filler."""
+    """Ask for one of as many facts as fit (at most 128), without filler."""
     names, things = _people(language, rng, _facts_that_fit(language, length))
     facts = [language.fact(name, thing) for name, thing in zip(names, things, strict=True)]
     asked = int(rng.integers(len(names)))
@@ -169,7 +169,7 @@ def associative(language: Language, rng: np.random.Generator, length: int, depth
 
 @task("tracking")
 def tracking(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
-    """A chain of two aliases that leads to a fact, among two other chains."""
+    """Follow a chain of two aliases to its fact, among two other chains."""
     names, things = _people(language, rng, 9)
     chains = [names[3 * i : 3 * i + 3] for i in range(3)]
     statements = [language.fact(chain[0], thing) for chain, thing in zip(chains, things, strict=False)]
@@ -180,7 +180,7 @@ def tracking(language: Language, rng: np.random.Generator, length: int, depth: f
 
 @task("duplicates")
 def duplicates(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
-    """A name with two things, one stated 5 times and the other 2 times. The question asks for the more frequent one."""
+    """Ask for the more frequent of two things of one name, stated 5 times and 2 times."""
     names, things = _people(language, rng, 8)
     facts = [language.fact(names[0], things[0])] * 5 + [language.fact(names[0], things[1])] * 2
     facts += [language.fact(name, thing) for name, thing in zip(names[1:], things[2:], strict=False)]
@@ -190,7 +190,7 @@ def duplicates(language: Language, rng: np.random.Generator, length: int, depth:
 
 @task("counting")
 def counting(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
-    """The number of times that one fact was stated (1 to 6), among other facts stated 1 to 6 times."""
+    """Ask for the number of times that one fact was stated (1 to 6), among other facts stated 1 to 6 times."""
     names, things = _people(language, rng, 4)
     copies = rng.integers(1, 7, 4).tolist()
     facts = [language.fact(name, thing) for name, thing, n in zip(names, things, copies, strict=True) for _ in range(n)]
@@ -200,14 +200,14 @@ def counting(language: Language, rng: np.random.Generator, length: int, depth: f
 
 @task("text", exact=False)
 def text(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
-    """Text, prefilled in chunks: perplexity and KL to the full cache at predictable positions."""
+    """Read text in chunks: perplexity and KL to the full cache at predictable positions."""
     ids, counted = language.text(rng, length)
     return Sample(ids, len(ids), counted, {"length": float(length)})
 
 
 @task("decoded", exact=False)
 def decoded(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
-    """Text whose second half is decoded token by token, as given, so that merges happen as in decoding."""
+    """Decode the second half of a text token by token, as given, so that merges happen as in decoding."""
     ids, counted = language.text(rng, length)
     return Sample(ids, length // 2, [p for p in counted if p >= length // 2 - 1], {"length": float(length)})
 

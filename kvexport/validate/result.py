@@ -295,8 +295,8 @@ class ValidationResult:
         if self.flips:
             names = ("layer", "step", "lane", "head", "slot", "tensor", "difference", "roundings")
             note = (
-                "Heads whose merge selects other entries than PyTorch's. Roundings: the random error of every operation, in "
-                "float32 roundings, with which float64 makes the engine's selection (0: without any error)."
+                "Heads whose merge selects other entries than PyTorch's. Roundings: random error of every operation "
+                "(in float32 roundings) with which float64 makes the engine's selection (0: without any error)."
             )
             flips = [tuple(flip[name] for name in names) for flip in self.flips]
             sections.append(Table("Ties that rounding decides", (self.caches_of, *names[1:]), flips, note))

@@ -349,7 +349,7 @@ def test_the_verb_asks_for_what_it_was_told_and_prints_everything(
         (["--tasks", "needles"], "unknown task 'needles'"),
         (["--budgets", "3/2"], "'3/2' is no budget"),
         (["--length", "9" * 23], "--length"),
-        (["--methods", "streaming:sinks"], "'sinks' is no setting"),
+        (["--methods", "streaming:sinks"], "'sinks' is not a setting"),
         (["--methods", "nothing"], "unknown method 'nothing'"),
         (["--budgets", "4"], "cannot hold"),
         (["--length", "16", "--tasks", "duplicates"], "the task duplicates at a length of 16"),

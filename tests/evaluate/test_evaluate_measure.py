@@ -71,7 +71,7 @@ def test_an_artifact_of_last_logits_cannot_tell_what_lies_inside_a_prompt(tiny_r
         kvexport.build(tiny_recipe, tmp_path / "artifact", ["cache.method=full", "limits.max_length=128"])
     )
     assert counted_logits(engine, [Sample([1, 2, 3, 4], 2, [1, 2])])[0].shape == (2, 64)
-    with pytest.raises(UsageError, match="last token alone"):
+    with pytest.raises(UsageError, match="last token only"):
         counted_logits(engine, [Sample([1, 2, 3, 4], 4, [1])])
     assert 0 < step_seconds(engine, 40) < 1
 

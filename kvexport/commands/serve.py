@@ -11,6 +11,7 @@ import typer
 
 from kvexport.commands.options import ArtifactArgument, BackendOption
 from kvexport.errors import UsageError
+from kvexport.serve.settings import check_keys
 from kvexport.units import parse_bytes
 
 KEY_VARIABLE = "KVEXPORT_API_KEY"
@@ -99,9 +100,15 @@ def serve(
 
 
 def keys_of(host: str, api_key: list[str] | None) -> tuple[str, ...]:
-    """The keys of a server: those of the command line, and of the environment. Raises UsageError where there is none
-    and `host` lets other machines in."""
-    keys = tuple(key for key in (*(api_key or ()), os.environ.get(KEY_VARIABLE, "")) if key)
+    """Return the keys of a server: those of the command line, and the one of the environment.
+
+    Raises:
+        UsageError: A key is empty or cannot be sent in a header, or there is no key and other machines reach `host`.
+    """
+    keys = tuple(api_key or ())
+    if KEY_VARIABLE in os.environ:
+        keys = (*keys, os.environ[KEY_VARIABLE])
+    check_keys(keys)
     if not keys and not _is_loopback(host):
         raise UsageError(
             f"--host {host} lets other machines in, and there is no API key",

@@ -7,7 +7,8 @@ clean_up_tokenization_spaces of older checkpoints, which transformers 5 leaves o
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ _REPLACEMENT = "\ufffd"
 # A character is at most 4 bytes, so among this many tokens without a whole one there are bytes that are no UTF-8.
 _LONGEST_WAIT = 8
 _LONGEST_CONTEXT = 8
+_SHORT_TEXT = 4096  # characters, which are encoded within a few milliseconds
 CONTEXT = 4 * _LONGEST_CONTEXT  # tokens before a text that a TextStream looks at
 
 
@@ -106,11 +108,28 @@ class Tokenizer:
             raise UsageError(
                 f"the text holds a lone surrogate at character {error.start}", "pass valid Unicode text"
             ) from error
-        return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+        # Unlike `encode`, `encode_batch` gives the interpreter's lock back. Without padding the ids are the same.
+        with _panics("encode this text"):
+            if len(text) <= _SHORT_TEXT:
+                return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+            return self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self._inner.get_vocab(with_added_tokens=True)), default=1) or 1
+
+    def least_tokens(self, text: str) -> int:
+        """Return how many tokens a text has at least: its characters divided by those of the longest token.
+
+        A tokenizer that drops characters, for example spaces in a row, can give fewer.
+        """
+        return -(-len(text) // self._longest_token)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`. Ids without a token have no text; bytes that are no UTF-8 become U+FFFD."""
-        return self._inner.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        with _panics("decode these ids"):
+            return self._inner.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def has_text(self, token_id: int, skip_special_tokens: bool = True) -> bool:
         """Whether `decode` looks at this id at all: it has a token, and not a special one that is skipped."""
@@ -304,6 +323,26 @@ class TextStream:
         kept = max((overlap(text, stop) for stop in self._stop_strings), default=0)
         self._held = text[len(text) - kept :]
         return text[: len(text) - kept]
+
+
+@contextmanager
+def _panics(action: str) -> Iterator[None]:
+    """Turn a failure within the `tokenizers` library into a UsageError.
+
+    A panic of its Rust code arrives as PanicException, which is no Exception and would end a thread.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and not is_panic(error):  # the library raises plain Exception
+            raise
+        problem = f"the tokenizer failed to {action}: {str(error)[:200]}"
+        raise UsageError(problem, "try another text; if all fail, the checkpoint's tokenizer.json is wrong") from None
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether an error is a panic of a library that is written in Rust."""
+    return type(error).__name__ == "PanicException"
 
 
 def _whole(value: Any) -> int:

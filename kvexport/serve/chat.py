@@ -68,7 +68,9 @@ async def chat_completions(service: Service, request: Request) -> Response:
         return await service.stream(asked, rendering)
     await service.whole(request, asked)
     choices = [_choice(i, made, asked.requests[i], texts) for i, made in enumerate(asked.finished())]
-    return JSONResponse({**head, "object": "chat.completion", "choices": choices, "usage": asked.usage()})
+    return JSONResponse(
+        {**head, "object": "chat.completion", "choices": choices, "usage": asked.usage()}, headers=asked.headers
+    )
 
 
 def _choice(index: int, answer: Answer, request: EngineRequest, texts: TokenTexts | None) -> dict[str, Any]:

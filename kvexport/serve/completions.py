@@ -17,7 +17,7 @@ from kvexport.serve.conversation import Prepared
 from kvexport.serve.errors import ApiError
 from kvexport.serve.fields import Sampling, TokenIds, refuse
 from kvexport.serve.service import Service
-from kvexport.serve.sessions import session_name
+from kvexport.serve.sessions import Start, session_name
 from kvexport.serve.streams import DONE, error_event, event
 from kvexport.serve.worker import Update
 
@@ -59,10 +59,11 @@ async def completions(service: Service, request: Request) -> Response:
     prompts, answers, form = body.prompts(), body.n or 1, body.form()
     service.check_choices(answers * len(prompts))
     session = session_name(request, body.session_id, answers * len(prompts))
-    start = None if session is None else await service.sessions.get(session)
-    asked, echoes = Prepared([], session), []
+    # The prompt does not bring what stood before it, so a lost state ends the request.
+    start = Start() if session is None else await service.sessions.start(session, required=True)
+    asked, echoes = Prepared([], session, start), []
     for prompt in prompts:
-        ids = await service.encode(prompt, special=start is None)
+        ids = await service.encode(prompt, special=start.snapshot is None)
         made = await service.follow(
             ids, start, session, body, body.max_tokens, _TOKENS, form=form, logprobs=body.logprobs
         )
@@ -81,7 +82,7 @@ async def completions(service: Service, request: Request) -> Response:
         logprobs = None if body.logprobs is None else texts.completion(answer.tokens, 0)
         text = echoes[i // answers] + text_of(answer.tokens)
         choices.append({"index": i, "text": text, "logprobs": logprobs, "finish_reason": answer.finish_reason})
-    return JSONResponse({**head, "choices": choices, "usage": usage_of(requests, answers)})
+    return JSONResponse({**head, "choices": choices, "usage": usage_of(requests, answers)}, headers=asked.headers)
 
 
 class CompletionStream:

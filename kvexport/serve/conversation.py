@@ -15,6 +15,7 @@ from kvexport.serve.answers import text_of as text_of_tokens
 from kvexport.serve.answers import usage_of
 from kvexport.serve.errors import ApiError
 from kvexport.serve.parts import Answer, PlainReader
+from kvexport.serve.sessions import RESTARTED, Start
 
 
 @dataclass
@@ -41,9 +42,15 @@ class Prepared:
 
     requests: Sequence[Request]
     session: str | None = None
+    start: Start = field(default_factory=Start)
     tools: Sequence[Tool] = ()
     calls: CallForm | None = None
     reasoning: bool | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers of the answer: one that says why a conversation was read again, if its state was lost."""
+        return {RESTARTED: self.start.lost} if self.start.lost else {}
 
     def answers(self) -> list[Answer]:
         """One for each request, nothing made yet."""

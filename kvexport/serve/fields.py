@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
@@ -20,10 +21,16 @@ from kvexport.serve.errors import ApiError
 from kvexport.serve.forms import response_form, structured_form
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from kvexport.engine.engine import Engine
     from kvexport.language.settings import GenerationSettings
 
 TokenIds = list[Annotated[int, Field(ge=0)]]
+MOST_VALUES = 250_000  # JSON values and keys of a body; parsing as many takes at most 0.1 s
+# Every generated token is compared with all stop strings, and its logits are changed by all biases.
+MOST_STOPS, MOST_STOP_IDS, MOST_BIASES, LONGEST_STOP = 64, 1024, 4096, 1024
+StopString = Annotated[str, Field(max_length=LONGEST_STOP)]
 _SEEDS = 1 << 64
 _LEAST_TEMPERATURE = 0.01  # as vLLM has it: logits divided by less may overflow
 _TYPE = re.compile(r"str|int|float|bool|\w+\[.*\]")  # of a union, as pydantic names it in the place of an error
@@ -58,11 +65,13 @@ class Sampling(Body):
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_BIASES)] | None = (
+        None
+    )
     ignore_eos: bool | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: TokenIds | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MOST_STOPS)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MOST_STOP_IDS)] | None = None
     priority: int | None = Field(None, ge=-(1 << 31), lt=1 << 31)
     session_id: str | None = None
     response_format: dict[str, Any] | None = None
@@ -123,26 +132,68 @@ B = TypeVar("B", bound=BaseModel)
 
 
 def parse(kind: type[B], data: bytes) -> B:
-    """A body. Raises ApiError that names the first field which is wrong."""
+    """Return a body as its model.
+
+    Raises:
+        ApiError: The body is no JSON, or has more than 250,000 values and keys, or one of its fields is wrong. The
+            error names the first such field.
+    """
+    if count_values(data) > MOST_VALUES:
+        raise ApiError(413, f"the body has more than {MOST_VALUES} JSON values and keys", code="body_too_long")
     try:
-        given = from_json(data or b"{}", allow_inf_nan=False)
+        content = from_json(data or b"{}", allow_inf_nan=False, cache_strings="none")
     except ValueError as error:
         raise ApiError(400, f"the body is no JSON: {error}"[:500], code="invalid_json") from None
-    if not _finite(given):
+    if not _finite(content):
         raise ApiError(400, "the body holds a number that is too large", code="invalid_json")
     try:
-        return kind.model_validate(given)
+        return kind.model_validate(content)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False, include_input=False)
-        # Of a field that may be one of several types, the one that was meant is the one of which most was right.
-        first = max(found, key=lambda one: len(one["loc"]) * (one["loc"][0] == found[0]["loc"][0]) if one["loc"] else 0)
-        where = ".".join(part for part in map(str, first["loc"]) if not _TYPE.fullmatch(part))
-        said = f"{where}: {first['msg']}" if where else f"the body is not what it should be: {first['msg']}"
-        raise ApiError(400, said[:500], param=where or None, code="invalid_value") from None
+        problems = error.errors(include_url=False, include_context=False, include_input=False)
+        # A field that accepts several types has a problem for each. The deepest one is of the type that was meant.
+        field = problems[0]["loc"][:1]
+        first = max(problems, key=lambda one: len(one["loc"]) if one["loc"][:1] == field else 0)
+        where = ".".join(step for step in map(str, first["loc"]) if not _TYPE.fullmatch(step))
+        message = f"{where}: {first['msg']}" if where else f"the body is not what it should be: {first['msg']}"
+        raise ApiError(400, message[:500], param=where or None, code="invalid_value") from None
+
+
+_STRUCTURE = b",:[{"
+
+
+def count_values(data: bytes) -> int:
+    """Return an upper bound of the values and keys in a JSON text.
+
+    A parser makes a Python object of every one, and holds the interpreter's lock meanwhile. This function counts
+    before, in NumPy, which gives the lock back.
+    """
+    most = 1 + sum(data.count(character) for character in _STRUCTURE)
+    if most <= MOST_VALUES:
+        return most
+    text = np.frombuffer(data, np.uint8)
+    quotes = text == ord('"')
+    if b"\\" in data:
+        quotes[_escaped(text)] = False
+    outside = np.cumsum(quotes, dtype=np.uint8) % 2 == 0  # an even number of quotes stands before
+    structure = np.zeros(len(text), bool)
+    for character in _STRUCTURE:
+        structure |= text == character
+    return 1 + int(np.count_nonzero(structure & outside))
+
+
+def _escaped(text: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Return the positions of the characters that a backslash escapes. text: [n] uint8."""
+    slashes = np.flatnonzero(text == ord("\\"))
+    order = np.arange(len(slashes))
+    starts = np.ones(len(slashes), bool)  # of runs of backslashes
+    np.not_equal(slashes[1:], slashes[:-1] + 1, out=starts[1:])
+    in_run = order - np.maximum.accumulate(np.where(starts, order, 0))
+    escaped: NDArray[np.int64] = slashes[in_run % 2 == 0] + 1
+    return escaped[escaped < len(text)]
 
 
 def _finite(value: Any) -> bool:
-    """Whether JSON can say it again: 1e999 is read as infinity. Nesting is bounded by the parser."""
+    """Return whether all numbers of parsed JSON are finite: 1e999 is parsed as infinity."""
     if isinstance(value, float):
         return math.isfinite(value)
     if isinstance(value, dict):

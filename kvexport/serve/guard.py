@@ -36,13 +36,18 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
+        if "transfer-encoding" in headers and "content-length" in headers:
+            # Two servers behind one another may disagree on where such a request ends.
+            error = ApiError(400, "send Content-Length or Transfer-Encoding, not both", code="invalid_request")
+            error.headers["Connection"] = "close"
+            return error
         host = headers.get("host", "")
         # A page elsewhere can make a name of its own point here; the browser then calls that page's own origin.
         if not self._keys and _name(host) not in self._hosts:
             said = f"this server has no API key and answers to {', '.join(sorted(self._hosts))}, not to {host[:80]!r}"
             return ApiError(403, said, code="host_not_allowed")
         origin = headers.get("origin")
-        if origin and origin.lower() not in self._origins and urlsplit(origin).netloc.lower() != host.lower():
+        if origin and origin.lower() not in self._origins and _netloc(origin) != host.lower():
             return ApiError(403, f"pages of {origin[:80]} may not call this server", code="origin_not_allowed")
         if self._keys and scope["path"] not in OPEN and not self._has_key(headers):
             error = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
@@ -60,8 +65,16 @@ def _matches(given: Sequence[str], keys: Sequence[str]) -> bool:
     found = False
     for key in keys:
         for one in given:
-            found |= hmac.compare_digest(one.encode(errors="surrogateescape"), key.encode())
+            found |= hmac.compare_digest(one.encode("latin-1"), key.encode())
     return found
+
+
+def _netloc(origin: str) -> str | None:
+    """Return the host and port of an Origin header, None where it is no address."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return None
 
 
 def _name(host: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 from starlette.requests import Request
@@ -15,7 +15,7 @@ from kvexport.engine.request import Request as EngineRequest
 from kvexport.serve.answers import stop_string
 from kvexport.serve.conversation import Conversation, Prepared, text_of
 from kvexport.serve.errors import ApiError
-from kvexport.serve.fields import Body, Sampling
+from kvexport.serve.fields import MOST_STOPS, Body, Sampling, StopString
 from kvexport.serve.forms import response_form
 from kvexport.serve.parts import Part
 from kvexport.serve.service import Service
@@ -60,7 +60,7 @@ class MessagesBody(CountBody):
 
     max_tokens: int = Field(ge=1)
     stream: bool | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[StopString], Field(max_length=MOST_STOPS)] | None = None
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0)
@@ -96,7 +96,7 @@ async def messages(service: Service, request: Request) -> Response:
     for call in answer.calls:
         content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)})
     ended = _ended(made, answer.finish_reason)
-    return JSONResponse({**stream.message(), "content": content, **ended, "usage": _usage(made)})
+    return JSONResponse({**stream.message(), "content": content, **ended, "usage": _usage(made)}, headers=asked.headers)
 
 
 async def count_tokens(service: Service, request: Request) -> Response:

@@ -77,7 +77,7 @@ async def create_response(service: Service, request: Request) -> Response:
     if answer.text or not (items or answer.calls):
         items.append(Item("message", text=answer.text))
     items += [Item("function_call", call.id, call.name, call.arguments) for call in answer.calls]
-    return JSONResponse(made.ended(answer, items))
+    return JSONResponse(made.ended(answer, items), headers=asked.headers)
 
 
 async def get_response(service: Service, request: Request) -> Response:

@@ -15,6 +15,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from kvexport.errors import EnvironmentProblem
+from kvexport.serve.connections import OncePerSecond, backlog, connection_limit, connections
 from kvexport.serve.service import Service
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
@@ -42,10 +43,14 @@ class Server(uvicorn.Server):
     def __init__(self, app: Starlette, on_ready: Callable[[], None] = lambda: None) -> None:
         self._service: Service = app.state.service
         self._on_ready = on_ready
+        self._logged = OncePerSecond()
+        limit = connection_limit()
         drain = self._service.settings.drain
         super().__init__(
             uvicorn.Config(
                 app,
+                http=connections(limit),
+                backlog=backlog(limit),
                 lifespan="on",
                 ws="none",
                 log_config=None,
@@ -58,6 +63,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Uvicorn's, and then `on_ready`."""
+        self._logged.attach()
         await super().startup(sockets)
         self._on_ready()
 
@@ -66,6 +72,7 @@ class Server(uvicorn.Server):
         draining = asyncio.ensure_future(self._service.worker.drain(self._service.settings.drain))
         await super().shutdown(sockets)
         draining.cancel()
+        self._logged.detach()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import anyio
@@ -27,7 +30,7 @@ from kvexport.serve.errors import ApiError, api_error, overloaded
 from kvexport.serve.fields import B, Sampling, parse
 from kvexport.serve.metrics import Metrics
 from kvexport.serve.response_store import ResponseStore
-from kvexport.serve.sessions import Sessions
+from kvexport.serve.sessions import Sessions, Start
 from kvexport.serve.settings import ServeSettings
 from kvexport.serve.streams import KEEP_ALIVE, EventStream, unless_gone
 from kvexport.serve.worker import Job, Update, Worker
@@ -39,9 +42,12 @@ if TYPE_CHECKING:
 
     from kvexport.artifact.manifest import Manifest
     from kvexport.language.settings import GenerationSettings
+    from kvexport.language.text import Tokenizer
 
 T = TypeVar("T")
 log = logging.getLogger("kvexport.serve")
+_SHORT_TEXT = 1 << 16  # characters; a shorter text is encoded in milliseconds, and its tokens are counted exactly
+_LARGE_TEXT = 1 << 20  # characters; encoding a longer text takes some 100 MB
 
 
 class Rendering(Protocol):
@@ -114,7 +120,7 @@ class Service:
             tokenizer = self.engine.tokenizer
             if not isinstance(prompt, str) or tokenizer is None:
                 return self._fitting(prompt)
-            ids = tokenizer.encode(prompt, add_special_tokens=special)
+            ids = self._encoded(tokenizer, prompt, special=special)
             return self._fitting(ids) if fits else ids
 
         return await self.beside(work)
@@ -129,10 +135,26 @@ class Service:
             if engine.chat_template is None or engine.tokenizer is None:
                 return engine.encode_chat(messages)  # which says what is missing
             text = engine.chat_template.render(messages, tools, **variables)
-            ids = engine.tokenizer.encode(text, add_special_tokens=False)
+            ids = self._encoded(engine.tokenizer, text, special=False)
             return self._fitting(ids) if fits else ids
 
         return await self.beside(work)
+
+    def _next_turn(
+        self, snapshot: Snapshot, messages: Sequence[Any], tools: Any, variables: Mapping[str, Any]
+    ) -> NDArray[Any] | None:
+        return next_turn(self.engine, snapshot, messages, tools, **variables)
+
+    def _encoded(self, tokenizer: Tokenizer, text: str, *, special: bool) -> list[int]:
+        """Return the token ids of a text. A text that cannot fit whatever its tokens are is refused before."""
+        least = tokenizer.least_tokens(text)
+        if least >= self.engine.max_length and len(text) > _SHORT_TEXT:
+            self.check_length(least, at_least=True)
+        try:
+            return tokenizer.encode(text, add_special_tokens=special)
+        finally:
+            if len(text) > _LARGE_TEXT:
+                give_back_memory()
 
     async def text_of_prompt(self, prompt: str | Sequence[int]) -> str:
         """A prompt as text. Raises ApiError where it cannot be."""
@@ -150,12 +172,21 @@ class Service:
             self.check_length(len(ids))
         return self.engine.encode(ids)
 
-    def check_length(self, tokens: int) -> None:
-        """Raises ApiError for a prompt of so many tokens that not a single one could follow."""
+    def check_length(self, tokens: int, *, at_least: bool = False) -> None:
+        """Check that at least one token can follow a prompt.
+
+        Args:
+            tokens: The tokens of the prompt.
+            at_least: The prompt may have more tokens than that.
+
+        Raises:
+            ApiError: The prompt fills the model's context.
+        """
         limit = self.engine.max_length
         if tokens >= limit:
-            said = f"This model's maximum context length is {limit} tokens, and the prompt has {tokens}: "
-            raise ApiError(400, said + "context_length_exceeded", code="context_length_exceeded", param="messages")
+            count = f"at least {tokens}" if at_least else str(tokens)
+            message = f"This model's maximum context length is {limit} tokens, and the prompt has {count}: "
+            raise ApiError(400, message + "context_length_exceeded", code="context_length_exceeded", param="messages")
 
     def requests(self, ids: Any, settings: Sequence[GenerationSettings], priority: int = 0) -> list[EngineRequest]:
         """Of one prompt, which is read once for all of them."""
@@ -170,13 +201,12 @@ class Service:
         callable_, must = choose(tools, asked.tool_choice)
         calls = form_of(self.engine.chat_template) if callable_ else None
         shown = tools if callable_ else None
-        start = None if asked.session is None else await self.sessions.get(asked.session)
+        start = Start() if asked.session is None else await self.sessions.start(asked.session)
         new = None
-        if start is not None:
-            known = start
-            new = await self.beside(lambda: next_turn(self.engine, known, asked.messages, shown, **asked.variables))
+        if (known := start.snapshot) is not None:
+            new = await self.beside(lambda: self._next_turn(known, asked.messages, shown, asked.variables))
         if new is None:
-            start = None
+            start = replace(start, snapshot=None)
         ids = await self.encode_chat(asked.messages, shown, asked.variables) if new is None else new
         tokenizer = self.engine.tokenizer
         if calls is not None and tokenizer is not None:
@@ -188,13 +218,13 @@ class Service:
             settings["shown_ids"] = (*(settings.get("shown_ids") or ()), *shown_ids(tokenizer)) or None
             reasoning = form is None and is_open(ids, tokenizer)  # a form holds from the first token on
         default = self.engine.generation_config.get("max_new_tokens")
-        made = await self.follow(ids, start, asked.session, sampling, tokens, default, form=form, **settings)
-        return Prepared(made.requests, asked.session, callable_, calls, reasoning)
+        prepared = await self.follow(ids, start, asked.session, sampling, tokens, default, form=form, **settings)
+        return Prepared(prepared.requests, asked.session, start, callable_, calls, reasoning)
 
     async def follow(
         self,
         ids: Sequence[int] | NDArray[Any],
-        start: Snapshot | None,
+        start: Start,
         session: str | None,
         sampling: Sampling,
         tokens: int | None,
@@ -205,7 +235,7 @@ class Service:
     ) -> Prepared:
         """Requests for answers to token ids, after the state `start` where there is one."""
         self.check_choices(sampling.n or 1)
-        length = len(ids) + (0 if start is None else len(start.ids))
+        length = len(ids) + (0 if start.snapshot is None else len(start.snapshot.ids))
         self.check_length(length)
         longest = self.longest(length, tokens, default)
         chosen = sampling.settings(self.engine, longest, grammar=form, **settings)
@@ -213,8 +243,8 @@ class Service:
             await self.beside(lambda: self.engine.grammars.start(form, chosen[0].eos_token_ids))
         requests = self.requests(ids, chosen, sampling.priority or 0)
         if session is not None:
-            requests[0].start, requests[0].keep = start, True
-        return Prepared(requests, session)
+            requests[0].start, requests[0].keep = start.snapshot, True
+        return Prepared(requests, session, start)
 
     def check_choices(self, answers: int) -> None:
         """Raises ApiError where so many are too many for one request."""
@@ -266,12 +296,13 @@ class Service:
 
     async def _keep(self, asked: Prepared) -> None:
         if asked.session is not None and (snapshot := asked.requests[0].snapshot) is not None:
-            await self.sessions.keep(asked.session, snapshot)
+            await self.sessions.keep(asked.session, snapshot, asked.start)
 
     async def stream(self, asked: Prepared, rendering: Rendering) -> Response:
         """The answers as a stream of events."""
         job = await self.submit(asked.requests, streams=True)
-        return EventStream(self._events(job, asked, rendering), self.settings.stall, on_end=lambda: self.end(job))
+        events = self._events(job, asked, rendering)
+        return EventStream(events, self.settings.stall, on_end=lambda: self.end(job), headers=asked.headers)
 
     async def _events(self, job: Job, asked: Prepared, rendering: Rendering) -> AsyncGenerator[bytes]:
         try:
@@ -291,6 +322,12 @@ class Service:
             if known.code == "internal_error":
                 log.error("a stream failed", exc_info=error)
             yield rendering.fail(known)
+
+
+def give_back_memory() -> None:
+    """Return freed memory to the system: the C library keeps what a long text took. Does nothing without glibc."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def session_bytes(manifest: Manifest) -> int:

@@ -1,9 +1,10 @@
-"""The server's sessions: conversations whose state stays between requests (docs/sessions.md)."""
+"""The server's sessions: conversations whose state is kept between requests (docs/tasks/sessions.md)."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -12,10 +13,10 @@ import anyio.to_thread
 from starlette.requests import Request
 
 from kvexport.errors import EnvironmentProblem, KvexportError, SnapshotError, UsageError
-from kvexport.serve.errors import ApiError
+from kvexport.serve.errors import ApiError, overloaded
 from kvexport.serve.settings import ServeSettings
-from kvexport.state.session_files import NAME
-from kvexport.state.sessions import SessionStore
+from kvexport.state.session_files import NAME, SessionConflict, SessionLost
+from kvexport.state.sessions import ANY, SessionStore
 from kvexport.state.shared_sessions import SharedSessions
 from kvexport.state.snapshot import Snapshot
 
@@ -24,11 +25,32 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 HEADER = "x-session-id"
+RESTARTED = "X-Session-Restarted"  # a header of answers that read a conversation again because its state was lost
 log = logging.getLogger("kvexport.serve")
 
 
+@dataclass(frozen=True)
+class Start:
+    """The state that a turn begins from.
+
+    Attributes:
+        snapshot: The state, None for a new session or a lost state.
+        mark: The mark of the state in the folder, which `Sessions.keep` compares.
+        lost: "evicted" or "damaged" for a state that was kept and cannot be used, else "".
+    """
+
+    snapshot: Snapshot | None = None
+    mark: bytes | None = ANY
+    lost: str = ""
+
+
 class Sessions:
-    """A store, used by one thread at a time, which is never the event loop's: it may read and write files."""
+    """A store that is used by one thread at a time. The event loop never waits for its files.
+
+    Args:
+        manifest: The manifest of the artifact.
+        settings: The bounds and the folder.
+    """
 
     def __init__(self, manifest: Manifest, settings: ServeSettings) -> None:
         self.store = _store(manifest, settings)
@@ -36,31 +58,73 @@ class Sessions:
         self._manifest = manifest
         self._one = anyio.CapacityLimiter(1)
 
-    async def get(self, name: str) -> Snapshot | None:
-        """A session; None where there is none, or none that can be used: the conversation is then read anew."""
+    async def start(self, name: str, *, required: bool = False) -> Start:
+        """Return the state that the next turn of a conversation begins from. A lost state is logged.
+
+        Args:
+            name: The session.
+            required: Raise for a lost state: a completion cannot go on without it. A chat can, because it brings the
+                whole conversation.
+
+        Raises:
+            ApiError: A required state is lost (410), or cannot be read now (503).
+        """
+
+        def work() -> Start:
+            mark = self.store.mark(name)
+            return Start(self.store.get(name), mark)
+
         try:
-            return await self._in_turn(lambda: self.store.get(name))
+            return await self._in_turn(work)
         except (SnapshotError, EnvironmentProblem) as error:
             log.warning("%s", error.problem)
-            return None
+            if not required:
+                return Start(lost="evicted" if isinstance(error, SessionLost) else "damaged")
+            if isinstance(error, EnvironmentProblem):
+                raise overloaded(error.problem, 5) from error
+            message = f"{error.problem}. DELETE /v1/sessions/{name} begins it again"
+            raise ApiError(410, message, code="session_lost", param="session_id") from error
 
-    async def keep(self, name: str, snapshot: Snapshot) -> None:
-        """Keep a session. Where it cannot be kept, the next turn reads the conversation anew."""
+    async def get(self, name: str) -> Snapshot | None:
+        """Return the state of a session, None for a new name. Errors are those of `start`."""
+        return (await self.start(name, required=True)).snapshot
+
+    async def keep(self, name: str, snapshot: Snapshot, start: Start) -> None:
+        """Keep the state after a turn.
+
+        Args:
+            name: The session.
+            snapshot: Its state after the turn.
+            start: The state that the turn began from.
+
+        Raises:
+            ApiError: The state cannot be kept (507), or another turn has changed the session (409). The session is then
+                what it was before the turn.
+        """
         try:
-            await self._in_turn(lambda: self.store.put(name, snapshot))
+            await self._in_turn(lambda: self.store.put(name, snapshot, start.mark))
+        except SessionConflict as error:
+            raise ApiError(409, f"{error.problem}: {error.fix}", code="session_conflict") from error
         except EnvironmentProblem as error:
             log.warning("%s", error.problem)
+            message = f"the turn was answered, but session {name} could not be kept: {error.problem}"
+            raise ApiError(507, message, code="session_not_kept") from error
 
     async def delete(self, name: str) -> bool:
-        """Forget a session; whether there was one."""
+        """Forget a session and return whether it was known."""
         return await self._in_turn(lambda: self.store.delete(name))
 
     async def take(self, name: str, data: bytes) -> None:
-        """Keep a session that came from another server. Raises SnapshotError for one that cannot be used here."""
+        """Keep a session that came from another server.
+
+        Raises:
+            SnapshotError: The bytes are damaged, or of another artifact.
+            EnvironmentProblem: The session cannot be kept.
+        """
         await self._in_turn(lambda: self.store.put(name, Snapshot.from_bytes(data, self._manifest)))
 
     async def flush(self) -> None:
-        """Write all sessions to the folder, where there is one."""
+        """Write all sessions to the folder, if there is one. A failure is logged."""
         try:
             await self._in_turn(self.store.flush)
         except KvexportError as error:
@@ -83,14 +147,23 @@ def _store(manifest: Manifest, settings: ServeSettings) -> SessionStore | Shared
     return SharedSessions(manifest, memory=memory, folder=folder, disk=disk)
 
 
-def session_name(request: Request, given: str | None, answers: int = 1) -> str | None:
-    """The session of a request: of its body, else of its header. Raises ApiError for one that cannot be."""
-    name = given if given is not None else request.headers.get(HEADER)
+def session_name(request: Request, body_name: str | None, answers: int = 1) -> str | None:
+    """Return the session of a request: the body's name, or else the header's.
+
+    Args:
+        request: The request with its headers.
+        body_name: The name in the body.
+        answers: How many answers the request asks for.
+
+    Raises:
+        ApiError: No session can have the name, or the request asks for several answers.
+    """
+    name = body_name if body_name is not None else request.headers.get(HEADER)
     if name is None:
         return None
     if not NAME.fullmatch(name):
-        said = "session_id: 1 to 64 letters, digits, - and _, the first a letter or a digit"
-        raise ApiError(400, said, param="session_id")
+        message = "session_id: 1 to 64 letters, digits, - and _, the first a letter or a digit"
+        raise ApiError(400, message, param="session_id")
     if answers > 1:
         raise ApiError(400, "n: a session goes on with one answer", param="n")
     return name

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from kvexport.errors import UsageError
 
 MIB = 1 << 20
 
@@ -49,3 +53,22 @@ class ServeSettings:
     session_disk: int = 16 << 30
     session_shared: bool = False
     latency_budget: float | None = 0.1
+
+    def __post_init__(self) -> None:
+        """Refuse keys that no client can send."""
+        check_keys(self.api_keys)
+
+
+_KEY = re.compile(r"[!-~]+")  # visible ASCII: a header cannot carry other characters reliably
+
+
+def check_keys(keys: Sequence[str]) -> None:
+    """Check that every API key is visible ASCII without spaces.
+
+    Raises:
+        UsageError: A key is empty, or has another character. The message does not show the key.
+    """
+    for number, key in enumerate(keys, 1):
+        if not _KEY.fullmatch(key):
+            wrong = "has characters other than visible ASCII" if key else "is empty"
+            raise UsageError(f"API key {number} of {len(keys)} {wrong}", "openssl rand -hex 32 prints a key")

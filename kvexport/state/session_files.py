@@ -1,12 +1,19 @@
-"""One session as a file: its name, read whole and checked, written whole or not at all."""
+"""Files of sessions: the name of a session, its state as one file, the names that have been in use, and a lock.
+
+A file is written whole or not at all, and only its owner can read it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import re
 import secrets
 import stat
+import time
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,17 +23,45 @@ from kvexport.state.snapshot import MARK, Snapshot
 
 SUFFIX = ".session"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_MOST_NAMES = 10_000
+_LOCK_SECONDS = 5.0  # a process that is stopped while it has the lock keeps others from writing
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+class SessionLost(SnapshotError):
+    """A session that was kept before, and whose state is gone: evicted, or of a process that was killed."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"the state of session {name} is gone: it was evicted, or the server that had it in memory was killed",
+            "delete the session and begin again, or use another name",
+        )
+
+
+class SessionConflict(SnapshotError):
+    """A session that another turn, often of another process, has changed since this turn began."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"session {name} was changed by another turn while this turn ran", "send the turn again")
 
 
 def check_name(name: str) -> None:
-    """Raises UsageError for a name that no session can have."""
+    """Check that a session can have this name.
+
+    Raises:
+        UsageError: The name has other characters than a session's may have, or is too long.
+    """
     if not NAME.fullmatch(name):
         raise UsageError(f"no session can have the name {name[:80]!r}", "1 to 64 letters, digits, - and _")
 
 
 def read_session(name: str, path: Path, manifest: Manifest) -> Snapshot:
-    """A session's file, which is no link. Raises SnapshotError where it is damaged or of another artifact,
-    EnvironmentProblem where it cannot be read."""
+    """Return the snapshot in a session's file. A link is not followed.
+
+    Raises:
+        SnapshotError: The file is damaged, or belongs to another artifact.
+        EnvironmentProblem: The file cannot be read.
+    """
     try:
         with problems(f"the session {name}"):
             return Snapshot.from_bytes(_read(path), manifest)
@@ -35,8 +70,14 @@ def read_session(name: str, path: Path, manifest: Manifest) -> Snapshot:
 
 
 def read_mark(name: str, path: Path) -> bytes | None:
-    """Of a session's file what tells it from every other: its first bytes, which hold a digest of all. None where there
-    is no file. Raises EnvironmentProblem where it cannot be read."""
+    """Return the first bytes of a session's file, which hold a digest of its content.
+
+    Returns:
+        48 bytes that differ between any two states, or None if there is no file.
+
+    Raises:
+        EnvironmentProblem: The file cannot be read.
+    """
     with problems(f"the session {name}"), contextlib.suppress(FileNotFoundError):
         return _read(path, MARK)
     return None
@@ -49,26 +90,98 @@ def _read(path: Path, size: int = -1) -> bytes:
         return file.read(size)
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """The whole file, or none of it."""
+@contextlib.contextmanager
+def temporary(path: Path, data: bytes) -> Iterator[Path]:
+    """Write a file beside `path` and yield it, to be renamed to `path`. It is deleted if it was not renamed."""
     beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
-    except BaseException:
+        yield beside
+    finally:
         beside.unlink(missing_ok=True)
-        raise
 
 
 @contextlib.contextmanager
-def problems(what: str) -> Iterator[None]:
-    """Errors of files as those that a user can read."""
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, so that no other process changes the folder between a check and a rename.
+
+    A file system without locks is used without one.
+
+    Raises:
+        EnvironmentProblem: Another process has held the lock for 5 seconds.
+    """
+    with problems("the folder of sessions"):
+        number = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        end = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno in _NO_LOCKS:
+                    break
+                if time.monotonic() > end:
+                    problem = f"another process holds the lock of the sessions for {_LOCK_SECONDS:g} seconds"
+                    raise EnvironmentProblem(problem, f"end the process that holds {folder / '.lock'}") from error
+            time.sleep(0.005)
+        yield
+    finally:
+        os.close(number)
+
+
+class KnownNames:
+    """The names of all sessions that have been kept and not deleted, whether or not their state is still there.
+
+    They tell a session whose state is lost from one that is new. The 10,000 names used last are kept.
+
+    Args:
+        folder: The folder of sessions. None keeps the names in memory.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = None if folder is None else folder / ".known"
+        self._names: OrderedDict[str, None] = OrderedDict()
+        if self._folder is not None:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            files = sorted(self._folder.iterdir(), key=lambda path: path.lstat().st_mtime_ns)
+            for path in files[:-_MOST_NAMES]:
+                path.unlink(missing_ok=True)
+            self._names.update((path.name, None) for path in files[-_MOST_NAMES:])
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether the session was kept before, by this process or by another one."""
+        return name in self._names if self._folder is None else (self._folder / name).exists()
+
+    def add(self, name: str) -> None:
+        """Remember a name.
+
+        Raises:
+            OSError: The folder cannot be written.
+        """
+        if self._folder is not None and name not in self:
+            os.close(os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        self._names[name] = None
+        self._names.move_to_end(name)
+        while len(self._names) > _MOST_NAMES:
+            self.remove(next(iter(self._names)))
+
+    def remove(self, name: str) -> None:
+        """Forget a name."""
+        self._names.pop(name, None)
+        if self._folder is not None:
+            (self._folder / name).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def problems(subject: str) -> Iterator[None]:
+    """Turn an OSError within the block into an EnvironmentProblem that names the subject."""
     try:
         yield
     except OSError as error:
         raise EnvironmentProblem(
-            f"{what} cannot be used: {error.strerror or error}", "free disk space, or another folder for sessions"
+            f"{subject} cannot be used: {error.strerror or error}", "free disk space, or another folder for sessions"
         ) from error

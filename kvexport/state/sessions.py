@@ -1,9 +1,8 @@
-"""Sessions: conversations that stay. A session is a snapshot under a name; its next turn is a request that starts from
-it, reads the new tokens alone and leaves the next snapshot.
+"""Sessions: conversations whose state is kept. A session is a snapshot under a name. Its next turn is a request that
+starts from the snapshot, reads only the new tokens, and leaves the next snapshot.
 
-Those used last are in memory, others in a folder, one file each, written whole or not at all and readable for its owner
-alone. Both are bounded: what has not been used for longest goes to the folder, and from there is deleted. An error of
-one session loses no other, and one that cannot be written stays in memory.
+Sessions used last are in memory, others in a folder, one file each. Both places are bounded: a session that is not used
+for longest moves from memory to the folder, and is deleted there. An error of one session loses no other session.
 """
 
 from __future__ import annotations
@@ -19,7 +18,16 @@ import numpy as np
 from kvexport.artifact.manifest import Manifest
 from kvexport.errors import EnvironmentProblem
 from kvexport.language.chat import Message
-from kvexport.state.session_files import NAME, SUFFIX, check_name, problems, read_session, write_file
+from kvexport.state.session_files import (
+    NAME,
+    SUFFIX,
+    KnownNames,
+    SessionLost,
+    check_name,
+    problems,
+    read_session,
+    temporary,
+)
 from kvexport.state.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -27,80 +35,124 @@ if TYPE_CHECKING:
 
     from kvexport.engine.engine import Engine
 
+ANY = b""  # no state has this mark: `put` then replaces whatever state there is
+
 
 class SessionStore:
-    """The sessions of one artifact. memory, disk: bytes, at most; the session used last is in memory whatever its size.
-    folder: None keeps them in memory alone; it is made where it is missing. Not safe to use from several threads at
-    once. Raises EnvironmentProblem for a folder that cannot be used."""
+    """The sessions of one artifact that one process uses. Not safe to use from several threads at once.
+
+    Args:
+        manifest: The manifest of the artifact.
+        memory: Bytes that sessions in memory may take. The session used last stays in memory whatever its size.
+        folder: The folder of files, made if it is missing. None keeps sessions in memory alone.
+        disk: Bytes that all files may take.
+
+    Raises:
+        EnvironmentProblem: The folder cannot be used.
+    """
 
     def __init__(self, manifest: Manifest, *, memory: int, folder: Path | None = None, disk: int = 0) -> None:
         self._manifest, self._memory, self._folder, self._disk = manifest, memory, folder, disk
-        self._held: OrderedDict[str, Snapshot] = OrderedDict()  # in memory, the one used last at the end
-        self._files: OrderedDict[str, int] = OrderedDict()  # bytes; what is in memory too is the same there
-        if folder is not None:
-            with problems(f"the folder of sessions {folder}"):
+        self._loaded: OrderedDict[str, Snapshot] = OrderedDict()  # in memory, the session used last at the end
+        self._files: OrderedDict[str, int] = OrderedDict()  # bytes of each file; equal to the state in memory, if any
+        with problems(f"the folder of sessions {folder}"):
+            if folder is not None:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                for path in folder.glob(f".*{SUFFIX}.*"):  # of a process that was killed
+                for path in folder.glob(f".*{SUFFIX}.*"):  # half-written files of a process that was killed
                     path.unlink()
-                found = [(p.lstat(), p) for p in folder.glob(f"*{SUFFIX}") if NAME.fullmatch(p.stem)]
-            for status, path in sorted(found, key=lambda entry: entry[0].st_mtime_ns):
-                self._files[path.stem] = status.st_size
+                entries = [(p.lstat(), p) for p in folder.glob(f"*{SUFFIX}") if NAME.fullmatch(p.stem)]
+                for status, path in sorted(entries, key=lambda entry: entry[0].st_mtime_ns):
+                    self._files[path.stem] = status.st_size
+            self._known = KnownNames(folder)
 
     def names(self) -> list[str]:
-        """Of all sessions, the one used last at the end."""
-        return [*(name for name in self._files if name not in self._held), *self._held]
+        """Return the names of all sessions, the one used last at the end."""
+        return [*(name for name in self._files if name not in self._loaded), *self._loaded]
 
     @property
     def memory_bytes(self) -> int:
-        """Of the sessions in memory."""
-        return sum(snapshot.nbytes for snapshot in self._held.values())
+        """Bytes of the sessions in memory."""
+        return sum(snapshot.nbytes for snapshot in self._loaded.values())
 
     @property
     def disk_bytes(self) -> int:
-        """Of the files."""
+        """Bytes of all files."""
         return sum(self._files.values())
 
     def get(self, name: str) -> Snapshot | None:
-        """A session; None where there is none, or no longer. Raises UsageError for a name that cannot be one,
-        SnapshotError for a file that is damaged or of another artifact, EnvironmentProblem for one that cannot be read;
-        the session then stays where it is."""
+        """Return the state of a session, or None if the name is new.
+
+        Raises:
+            UsageError: No session can have the name.
+            SessionLost: The session was kept before, and its state is gone.
+            SnapshotError: The file is damaged, or belongs to another artifact. The file stays.
+            EnvironmentProblem: The file cannot be read. The file stays.
+        """
         check_name(name)
-        if name in self._held:
-            self._held.move_to_end(name)
-            return self._held[name]
+        if name in self._loaded:
+            self._loaded.move_to_end(name)
+            return self._loaded[name]
         if name not in self._files:
+            if name in self._known:
+                raise SessionLost(name)
             return None
         snapshot = read_session(name, self._path(name), self._manifest)
-        self._hold(name, snapshot)
+        self._load(name, snapshot)
         self._files.move_to_end(name)
-        with contextlib.suppress(EnvironmentProblem):  # all of them are still there
-            self._make_room()
+        with contextlib.suppress(EnvironmentProblem):  # then more sessions stay in memory than may
+            self._make_room(0, name)
         return snapshot
 
-    def put(self, name: str, snapshot: Snapshot) -> None:
-        """Keep a session, in the place of an earlier state of it. Raises UsageError for a name that cannot be one;
-        EnvironmentProblem where another cannot be written to make room: this one is then kept where it was known
-        before, and not where it is new."""
+    def mark(self, name: str) -> bytes:
+        """Return ANY: no other process changes these sessions."""
+        return ANY
+
+    def put(self, name: str, snapshot: Snapshot, expected: bytes | None = ANY) -> None:
+        """Keep the state of a session in place of an earlier one. If it cannot be kept, the earlier state stays.
+
+        Args:
+            name: The session.
+            snapshot: Its new state.
+            expected: Not used, see `SharedSessions.put`.
+
+        Raises:
+            UsageError: No session can have the name.
+            EnvironmentProblem: Another session could not be written to make room, or the folder cannot be used.
+        """
         check_name(name)
-        known = name in self._held or name in self._files
-        if not known:
-            self._make_room(snapshot.nbytes)
-        self._hold(name, snapshot)
-        self._delete_file(name)  # it is behind now
-        self._make_room()
+        earlier = self._loaded.get(name)
+        self._make_room(snapshot.nbytes - (0 if earlier is None else earlier.nbytes), name)
+        with problems(f"the session {name}"):
+            self._known.add(name)
+        self._delete_file(name)  # an older state
+        self._load(name, snapshot)
 
     def delete(self, name: str) -> bool:
-        """Forget a session; whether there was one. Errors as `get`."""
+        """Forget a session.
+
+        Returns:
+            Whether the session was known.
+
+        Raises:
+            UsageError: No session can have the name.
+            EnvironmentProblem: The file cannot be deleted.
+        """
         check_name(name)
-        known = self._held.pop(name, None) is not None or name in self._files
+        known = name in self._loaded or name in self._files or name in self._known
         self._delete_file(name)
+        self._loaded.pop(name, None)
+        with problems(f"the session {name}"):
+            self._known.remove(name)
         return known
 
     def flush(self) -> None:
-        """Write all that are in memory to the folder: before the process ends. Raises EnvironmentProblem where one
-        cannot be written, after the others were."""
+        """Write all sessions in memory to the folder, before the process ends.
+
+        Raises:
+            EnvironmentProblem: A session could not be written. The others were.
+        """
         failed: EnvironmentProblem | None = None
-        for name in list(self._held) if self._folder is not None else ():
+        for name in list(self._loaded) if self._folder is not None else ():
             try:
                 self._write(name)
             except EnvironmentProblem as error:
@@ -108,40 +160,44 @@ class SessionStore:
         if failed is not None:
             raise failed
 
-    def _hold(self, name: str, snapshot: Snapshot) -> None:
-        self._held[name] = snapshot
-        self._held.move_to_end(name)
+    def _load(self, name: str, snapshot: Snapshot) -> None:
+        self._loaded[name] = snapshot
+        self._loaded.move_to_end(name)
 
-    def _make_room(self, more: int = 0) -> None:
-        """Keep the memory within its bound: all but the session used last may go."""
-        while self.memory_bytes + more > self._memory and len(self._held) > (0 if more else 1):
-            name = next(iter(self._held))
+    def _make_room(self, more: int, name: str) -> None:
+        """Move other sessions than `name` out of memory until `more` further bytes fit into it."""
+        while self.memory_bytes + more > self._memory:
+            oldest = next((other for other in self._loaded if other != name), None)
+            if oldest is None:
+                return
             if self._folder is None:
-                del self._held[name]
+                del self._loaded[oldest]
             else:
-                self._write(name)
+                self._write(oldest)
 
     def _write(self, name: str) -> None:
-        """From memory to the folder; files that were not used for longest are deleted when it is there."""
+        """Move a session from memory to the folder. The files used longest ago make room for it."""
         if name not in self._files:
-            data, path = self._held[name].to_bytes(), self._path(name)
+            data, path = self._loaded[name].to_bytes(), self._path(name)
             with problems(f"the session {name} stays in memory: its file"):
                 if len(data) > self._disk:
                     raise OSError(f"it takes {len(data)} bytes, all files together may take {self._disk}")
-                write_file(path, data)
+                with temporary(path, data) as file:
+                    file.replace(path)
             self._files[name] = len(data)
             while self.disk_bytes > self._disk:
                 self._delete_file(next(iter(self._files)))
-        del self._held[name]
+        del self._loaded[name]
 
     def _path(self, name: str) -> Path:
         assert self._folder is not None
         return self._folder / f"{name}{SUFFIX}"
 
     def _delete_file(self, name: str) -> None:
-        if self._files.pop(name, None) is not None:
+        if name in self._files:
             with problems(f"the session {name}"):
                 self._path(name).unlink(missing_ok=True)
+            del self._files[name]
 
 
 def next_turn(
@@ -151,9 +207,24 @@ def next_turn(
     tools: Sequence[Mapping[str, Any]] | None = None,
     **variables: Any,
 ) -> NDArray[np.int64] | None:
-    """The token ids that a conversation adds to a snapshot of its beginning [n] int64: the last answer's end, and what
-    came after it. messages: all of the conversation. None where the snapshot is not its beginning, or the template
-    writes earlier messages in another way than the model did. Errors as `Engine.encode_chat`."""
+    """Return the token ids that a conversation adds to a snapshot of its beginning.
+
+    They are the end of the last answer, and everything after it.
+
+    Args:
+        engine: The engine whose chat template and tokenizer write the conversation.
+        snapshot: The state after the last answer.
+        messages: The whole conversation.
+        tools: The tools that the template lists, as JSON schemas.
+        **variables: The template's own variables.
+
+    Returns:
+        Token ids [n] int64. None if the snapshot is not the beginning of the conversation, or the template writes
+        earlier messages in another way than the model did.
+
+    Raises:
+        UsageError: See `Engine.encode_chat`.
+    """
     if engine.chat_template is None or engine.tokenizer is None:
         return None
     text = engine.chat_template.render(messages, tools, **variables)

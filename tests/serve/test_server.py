@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from kvexport.commands.serve import keys_of
 from kvexport.engine.engine import Engine
+from kvexport.errors import UsageError
 from kvexport.language.sampling import Sampler
+from kvexport.serve.settings import ServeSettings
 from tests.support.command_line import failure
 from tests.support.http_server import Running, running, wait_until
 from tests.support.streams import RawClient
@@ -75,7 +78,7 @@ def test_without_keys_only_this_machine_s_names_and_pages_are_answered(server: R
 
 
 def test_keys_and_origins(engine: Engine) -> None:
-    with running(engine, api_keys=("first", "sécond"), origins=("https://page.example",)) as server:
+    with running(engine, api_keys=("first", "second"), origins=("https://page.example",)) as server:
         for headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": "first"}, {"x-api-key": "firs"}):
             status, given, body = server.ask("/v1/models", headers=headers)
             assert (status, body["error"]["type"]) == (401, "authentication_error")
@@ -88,6 +91,24 @@ def test_keys_and_origins(engine: Engine) -> None:
             status, given, _ = server.ask("/v1/models", headers={**headers, "Origin": "https://page.example"})
             assert (status, given["access-control-allow-origin"]) == (200, "https://page.example")
             assert server.ask("/v1/models", headers={**headers, "Host": "any.example"})[0] == 200
+        # The key is checked before anything in the request is believed.
+        assert server.ask("/v1/models", headers={"Authorization": "Bearer first", "Origin": "http://["})[0] == 403
+        assert server.ask("/v1/models", headers={"Authorization": "Bearer f\xfcrst"})[0] == 401
+
+
+@pytest.mark.parametrize("key", ["", " ", "a b", "schlüssel", "a\n", "\x00"])
+def test_a_key_that_no_client_can_send_is_refused(
+    tiny_artifact: Path, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty key would match a request without one."""
+    with pytest.raises(UsageError, match="API key 2 of 2"):
+        keys_of("127.0.0.1", ["good", key])
+    with pytest.raises(UsageError, match="API key 1 of 1"):
+        ServeSettings(api_keys=(key,))
+    if "\x00" not in key:
+        monkeypatch.setenv("KVEXPORT_API_KEY", key)
+        with pytest.raises(UsageError, match="API key 1 of 1"):
+            keys_of("127.0.0.1", None)
 
 
 @pytest.mark.parametrize("streams", [True, False])

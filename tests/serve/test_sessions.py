@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import kvexport
 from kvexport.engine.engine import Engine
 from kvexport.errors import EnvironmentProblem
 from kvexport.state.sessions import SessionStore
+from kvexport.state.shared_sessions import SharedSessions
 from tests.support.http_server import Running, prompt, running
+from tests.support.streams import RawClient
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 ASKED = [{"role": "user", "content": "anna has the lamp"}]
@@ -118,24 +121,77 @@ def test_a_session_moves_as_bytes_and_is_deleted(server: Running) -> None:
 def test_sessions_outlive_the_server_in_their_folder(engine: Engine, tmp_path: Path) -> None:
     with running(engine, session_folder=str(tmp_path / "kept")) as server:
         messages, (text, _, _) = turns(server, "six")
-    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["six.session"]
+    assert [path.name for path in (tmp_path / "kept").glob("*.session")] == ["six.session"]
     third = [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": "and"}]
     with running(engine, session_folder=str(tmp_path / "kept"), prefix_memory=0) as server:
         assert chat(server, third, "six")[2] == len(prompt(messages)) + 23
     damaged = tmp_path / "kept" / "six.session"
     damaged.write_bytes(damaged.read_bytes()[:-9])
     with running(engine, session_folder=str(tmp_path / "kept"), prefix_memory=0) as server:
-        assert chat(server, third, "six")[2] == 0  # which is said in the log
+        # A completion does not bring its history, so it ends; a chat does, so it is read again and says so.
+        status, _, body = server.ask(COMPLETE, {"prompt": "a", "session_id": "six", "max_tokens": 2})
+        assert (status, body["error"]["code"]) == (410, "session_lost") and "session six" in body["error"]["message"]
+        asked = {"messages": third, "session_id": "six", "max_tokens": 2}
+        status, headers, body = server.ask(CHAT, asked)
+        assert (status, headers["x-session-restarted"]) == (200, "damaged")
+        assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert "x-session-restarted" not in server.ask(CHAT, asked)[1]
 
 
-def test_an_answer_is_given_though_its_session_cannot_be_kept(
-    engine: Engine, server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_that_was_evicted_is_no_new_session(engine: Engine, tmp_path: Path) -> None:
+    """Its next completion does not begin without its history; a deleted session begins again."""
+    with running(engine, session_memory=1) as server:
+        for name in ("old", "new"):
+            assert server.ask(COMPLETE, {"prompt": "ab", "session_id": name, "max_tokens": 2})[0] == 200
+        more = {"prompt": "c", "session_id": "old", "max_tokens": 2}
+        status, _, body = server.ask(COMPLETE, more)
+        assert (status, body["error"]["code"], body["error"]["param"]) == (410, "session_lost", "session_id")
+        assert server.ask("/v1/sessions/old")[0] == 410
+        assert server.ask(CHAT, {"messages": ASKED, "session_id": "new", "max_tokens": 2})[0] == 200
+        answer = server.ask(CHAT, {"messages": ASKED, "session_id": "old", "max_tokens": 2, "stream": True})
+        assert answer[1]["x-session-restarted"] == "evicted"
+        server.ask("/v1/sessions/new", method="DELETE")
+        assert server.ask(COMPLETE, {"prompt": "c", "session_id": "new", "max_tokens": 2})[0] == 200
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_turn_whose_session_is_not_kept_is_not_acknowledged(engine: Engine, tmp_path: Path, streams: bool) -> None:
+    """The folder is full. The session is what it was before the turn, so that the turn can be sent again."""
+    asked = {"prompt": "ab", "session_id": "s", "max_tokens": 3, "stream": streams}
+    folder = {"session_folder": str(tmp_path), "session_shared": True}
+    with running(engine, **folder) as server:
+        assert server.ask(COMPLETE, asked)[0] == 200
+        before = (tmp_path / "s.session").read_bytes()
+    with running(engine, **folder, session_disk=100) as server:
+        (tmp_path / "s.session").write_bytes(before)  # a folder without room deletes what it has at the start
+        status, _, body = server.ask(COMPLETE, asked)
+        if streams:
+            assert '"code":"session_not_kept"' in body and '"usage"' not in body
+        else:
+            assert (status, body["error"]["code"]) == (507, "session_not_kept")
+        assert (tmp_path / "s.session").read_bytes() == before
+
+
+def test_a_turn_of_a_server_that_was_stopped_overwrites_no_later_turn(engine: Engine, tmp_path: Path) -> None:
+    """While one server's turn runs, another one goes on with the session: the first turn is refused."""
+    with running(engine, session_folder=str(tmp_path), session_shared=True) as server:
+        body = {"prompt": "ab", "session_id": "s", "max_tokens": 200}
+        assert server.ask(COMPLETE, {**body, "max_tokens": 2})[0] == 200
+        slow = RawClient(server.url, COMPLETE, {**body, "stream": True})
+        slow.read_until(b"data:")
+        other = SharedSessions(engine.manifest, memory=0, folder=tmp_path, disk=1 << 30)
+        later = other.get("s")
+        assert later is not None
+        other.put("s", replace(later, settings=None))
+        newest = (tmp_path / "s.session").read_bytes()
+        assert b"session_conflict" in slow.read_until(b"[DONE]")
+        assert (tmp_path / "s.session").read_bytes() == newest
+
+
+def test_a_session_that_cannot_be_deleted_is_an_error(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
-        raise EnvironmentProblem("the session seven stays in memory: No space left on device")
+        raise EnvironmentProblem("the session seven cannot be used: No space left on device")
 
-    monkeypatch.setattr(SessionStore, "put", full)
-    assert chat(server, ASKED, "seven")[0] == chat(server, ASKED)[0]
     monkeypatch.setattr(SessionStore, "delete", full)
     status, headers, error = server.ask("/v1/sessions/seven", method="DELETE")
     assert (status, headers["retry-after"], error["error"]["code"]) == (503, "5", "overloaded")

@@ -13,7 +13,8 @@ import pytest
 from kvexport.engine.engine import Engine, load
 from kvexport.engine.request import Request
 from kvexport.errors import EnvironmentProblem, SnapshotError, UsageError
-from kvexport.state.sessions import SUFFIX, SessionStore, next_turn
+from kvexport.state.session_files import SUFFIX, SessionLost
+from kvexport.state.sessions import SessionStore, next_turn
 from kvexport.state.snapshot import Snapshot
 
 PROMPTS = [[n] * (20 + n) for n in range(6)]
@@ -56,7 +57,7 @@ def test_sessions_go_from_memory_to_the_folder_and_come_back(
         assert kept.memory_bytes <= 2 * size
     assert kept.names() == [f"s{i}" for i in range(6)]
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    files = sorted(folder.iterdir())
+    files = sorted(folder.glob(f"*{SUFFIX}"))
     assert [path.name for path in files] == [f"s{i}{SUFFIX}" for i in range(4)]
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in files)
     for i in (0, 3, 5, 0, 1):
@@ -84,7 +85,11 @@ def test_both_places_are_bounded_and_what_was_not_used_for_longest_goes(
     for i, snapshot in enumerate(snapshots):
         kept.put(f"s{i}", snapshot)
         assert kept.disk_bytes <= 2 * file
-    assert kept.names() == ["s3", "s4", "s5"] and kept.get("s0") is None
+    assert kept.names() == ["s3", "s4", "s5"] and kept.get("unknown") is None
+    for known in (kept, store(engine, tmp_path, size, 2 * file)):  # after a restart too
+        with pytest.raises(SessionLost, match="state of session s0 is gone"):
+            known.get("s0")
+    assert kept.delete("s0") and kept.get("s0") is None and not kept.delete("s0")
     in_memory = store(engine, None, 2 * size)
     for i, snapshot in enumerate(snapshots):
         in_memory.put(f"s{i}", snapshot)
@@ -117,7 +122,7 @@ def test_a_full_disk_is_an_error_and_no_session_is_lost(
             kept.flush()
         if fails != "write":
             assert same(kept.get("s0"), snapshots[0])
-    assert [path.name for path in tmp_path.iterdir()] == [f"s0{SUFFIX}"]
+    assert [path.name for path in tmp_path.glob(f"*{SUFFIX}")] == [f"s0{SUFFIX}"]
     for i, expected in ((0, snapshots[0]), (1, snapshots[1]), (2, snapshots[5])):
         assert same(kept.get(f"s{i}"), expected)
     kept.put("new", snapshots[4])
@@ -152,7 +157,24 @@ def test_a_session_larger_than_the_folder_may_be_stays_in_memory(
     kept.put("a", snapshots[0])
     with pytest.raises(EnvironmentProblem, match="all files together may take 1000"):
         kept.put("b", snapshots[1])
-    assert kept.names() == ["a"] and not list(tmp_path.iterdir())
+    assert kept.names() == ["a"] and not list(tmp_path.glob(f"*{SUFFIX}"))
+
+
+def test_a_process_that_is_killed_leaves_no_older_state_and_no_new_session(
+    engine: Engine, snapshots: list[Snapshot], tmp_path: Path
+) -> None:
+    """What it had in memory alone is named as lost."""
+    kept = store(engine, tmp_path, 1 << 30)
+    kept.put("a", snapshots[0])
+    kept.flush()
+    kept.put("a", snapshots[1])
+    kept.put("b", snapshots[2])
+    after_kill = store(engine, tmp_path, 1 << 30)
+    for name in ("a", "b"):
+        with pytest.raises(SessionLost, match=f"session {name} is gone"):
+            after_kill.get(name)
+    after_kill.put("a", snapshots[3])
+    assert same(after_kill.get("a"), snapshots[3])
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../a", "a/b", "a.b", "-a", "a" * 65, "a\0", "ü", "a\n"])
@@ -167,7 +189,7 @@ def test_what_a_killed_process_left_is_cleared_away_and_other_files_stay(engine:
     (tmp_path / f".a{SUFFIX}.123").write_text("half")
     (tmp_path / "notes").write_text("mine")
     assert store(engine, tmp_path, 0).names() == []
-    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+    assert [path.name for path in tmp_path.glob("*") if path.is_file()] == ["notes"]
     with pytest.raises(EnvironmentProblem, match="folder of sessions"):
         store(engine, tmp_path / "notes", 0)
 

@@ -14,7 +14,7 @@ import pytest
 from kvexport.engine.engine import Engine, load
 from kvexport.engine.request import Request
 from kvexport.errors import EnvironmentProblem, SnapshotError, UsageError
-from kvexport.state.session_files import SUFFIX
+from kvexport.state.session_files import SUFFIX, SessionConflict, SessionLost, locked
 from kvexport.state.shared_sessions import SharedSessions
 from kvexport.state.snapshot import Snapshot
 
@@ -85,14 +85,16 @@ def test_memory_and_disk_are_bounded(engine: Engine, snapshots: list[Snapshot], 
         kept.put(f"s{i}", snapshot)
         os.utime(tmp_path / f"s{i}{SUFFIX}", ns=(i, i))  # a coarse clock may give one time to all
         assert kept.memory_bytes <= 2 * size and kept.disk_bytes <= 2 * file
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"s{i}{SUFFIX}" for i in (2, 3)]
-    assert kept.get("s0") is None and same(kept.get("s2"), snapshots[2])
+    assert sorted(path.name for path in tmp_path.glob(f"*{SUFFIX}")) == [f"s{i}{SUFFIX}" for i in (2, 3)]
+    with pytest.raises(SessionLost, match="session s0 is gone"):
+        store(engine, tmp_path).get("s0")
+    assert same(kept.get("s2"), snapshots[2])
     assert store(engine, tmp_path, disk=file).disk_bytes <= file
     with pytest.raises(EnvironmentProblem, match="all files together may take 10"):
         store(engine, tmp_path, disk=10).put("s9", snapshots[0])
 
 
-def test_a_full_disk_is_an_error_and_the_newest_state_stays_here(
+def test_a_full_disk_is_an_error_and_the_state_before_stays(
     engine: Engine, snapshots: list[Snapshot], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept, other = store(engine, tmp_path), store(engine, tmp_path)
@@ -104,11 +106,11 @@ def test_a_full_disk_is_an_error_and_the_newest_state_stays_here(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         for name in ("a", "b"):
-            with pytest.raises(EnvironmentProblem, match=rf"the session {name} stays in memory.*No space left"):
+            with pytest.raises(EnvironmentProblem, match=rf"the session {name} is not kept.*No space left"):
                 kept.put(name, snapshots[1])
-    assert [path.name for path in tmp_path.iterdir()] == [f"a{SUFFIX}"]
-    assert same(kept.get("a"), snapshots[1]) and same(kept.get("b"), snapshots[1])
-    assert same(other.get("a"), snapshots[0]) and other.get("b") is None
+    assert [path.name for path in tmp_path.glob("*.*") if path.suffix == SUFFIX] == [f"a{SUFFIX}"]
+    for reader in (kept, other):
+        assert same(reader.get("a"), snapshots[0]) and reader.get("b") is None
     other.put("a", snapshots[2])
     assert same(kept.get("a"), snapshots[2]), "another went on meanwhile"
 
@@ -135,3 +137,38 @@ def test_what_is_no_session_is_an_error_of_its_name_alone(
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(EnvironmentProblem, match="the folder of sessions"):
         store(engine, tmp_path / "file")
+
+
+def test_a_turn_that_began_from_a_replaced_state_is_refused(
+    engine: Engine, snapshots: list[Snapshot], tmp_path: Path
+) -> None:
+    one, other = store(engine, tmp_path), store(engine, tmp_path)
+    first = one.mark("a")
+    assert first is None
+    other.put("a", snapshots[0], first)
+    with pytest.raises(SessionConflict, match="session a was changed by another turn"):
+        one.put("a", snapshots[1], first)
+    begun = one.mark("a")
+    other.put("a", snapshots[2], begun)
+    other.delete("b")
+    with pytest.raises(SessionConflict):
+        one.put("a", snapshots[1], begun)
+    assert same(one.get("a"), snapshots[2])
+    one.put("a", snapshots[3], one.mark("a"))
+    other.delete("a")
+    with pytest.raises(SessionConflict):
+        one.put("a", snapshots[1], one.mark("x" * 3) or b"other")
+    assert one.get("a") is None and not list(tmp_path.glob(f".*{SUFFIX}.*"))
+
+
+def test_a_process_that_is_stopped_with_the_lock_delays_others_and_loses_nothing(
+    engine: Engine, snapshots: list[Snapshot], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvexport.state.session_files._LOCK_SECONDS", 0.05)
+    kept = store(engine, tmp_path)
+    kept.put("a", snapshots[0])
+    with locked(tmp_path), pytest.raises(EnvironmentProblem, match="another process holds the lock"):
+        kept.put("a", snapshots[1])
+    assert same(kept.get("a"), snapshots[0])
+    kept.put("a", snapshots[1])
+    assert same(store(engine, tmp_path).get("a"), snapshots[1])

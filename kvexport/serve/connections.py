@@ -1,0 +1,192 @@
+"""TCP connections of clients: a deadline for every request's headers and body, and a bound on their number.
+
+uvicorn closes a connection that is idle after an answer, but waits without end for a client that sends half a request.
+Such clients need no API key, and each of them takes a descriptor of the process. Here every connection has a deadline,
+and where all places are taken a new connection gets the place of the one that has waited longest without a complete
+request. A connection whose request is being answered never loses its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kvexport.errors import EnvironmentProblem
+
+HEAD_SECONDS = 10.0  # from the first byte of a request, or from the connection's begin, to the end of its headers
+BODY_SECONDS = 65.0  # from the end of the headers to the end of the body; `bodies.read_bytes` answers 408 before
+_MOST = 1024
+_RESERVE = 16  # descriptors that are left for session files, the artifact and libraries
+_LEAST = 4
+
+
+def connection_limit(most: int = _MOST) -> int:
+    """Return how many connections the process can hold and still open files.
+
+    The descriptors that are free now are shared out: 16 stay free for files, and for every 4 connections one more
+    descriptor is left for a connection that is accepted before it is counted (`backlog`).
+
+    Args:
+        most: The bound where the descriptor limit allows more.
+
+    Raises:
+        EnvironmentProblem: The descriptor limit leaves fewer than 4 connections.
+    """
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if allowed == resource.RLIM_INFINITY:
+        return most
+    open_files = Path("/proc/self/fd")
+    free = allowed - len(list(open_files.iterdir())) if open_files.is_dir() else allowed // 2
+    limit = (free - _RESERVE) * 4 // 5
+    if limit < _LEAST:
+        problem = f"this process may open {allowed} files, and {free} of them are free: too few for connections"
+        raise EnvironmentProblem(problem, f"ulimit -n {max(1024, 2 * allowed)}")
+    return min(most, limit)
+
+
+def backlog(limit: int) -> int:
+    """Return how many connections asyncio may accept at once, and the system hold until then."""
+    return min(128, max(1, limit // 4))
+
+
+class Connection(H11Protocol):
+    """One connection, with deadlines. Subclasses made by `connections` set `limit`.
+
+    Attributes:
+        limit: The number of connections that may be open at once.
+    """
+
+    limit = _MOST
+    _deadline: asyncio.TimerHandle | None = None
+    _receives = ""  # the piece of a request that the deadline is for: "head", "body", or "" for none
+    _since = 0.0  # time of the event loop at which the connection began to wait for a complete request
+
+    def connection_made(self, transport: Any) -> None:
+        """Take a place, if need be that of the connection that waits longest; close the connection if there is none."""
+        if len(self.connections) >= self.limit and not self._free_a_place():
+            transport.write(b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+            transport.close()
+            self.transport, self.flow = transport, None  # type: ignore[assignment]
+            return
+        super().connection_made(transport)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Cancel the deadline."""
+        self._set_deadline("")
+        if self.flow is not None:  # a connection without a place was never made
+            super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Read what arrived, and set the deadline for what is missing."""
+        if self.flow is None:
+            return
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        """Set the deadline for the rest of a body that was answered before it arrived."""
+        super().on_response_complete()
+        self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer a request that is no HTTP; close the connection where an answer has begun already."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
+
+    def shutdown(self) -> None:
+        """Close the connection at once where its request is not complete; let an answer end otherwise."""
+        if self._receives:
+            self.transport.abort()
+        else:
+            super().shutdown()
+
+    @property
+    def waits(self) -> bool:
+        """Whether no complete request is being answered."""
+        return self.conn.their_state is h11.IDLE or self._receives != ""
+
+    def _free_a_place(self) -> bool:
+        """Close the connection that has waited longest without a complete request."""
+        waiting = [c for c in self.connections if isinstance(c, Connection) and c.waits]
+        if not waiting:
+            return False
+        oldest = min(waiting, key=lambda connection: connection._since)
+        self.connections.discard(oldest)
+        oldest.transport.abort()
+        return True
+
+    def _watch(self) -> None:
+        if self.transport.is_closing():
+            return self._set_deadline("")
+        state = self.conn.their_state
+        if state is h11.SEND_BODY:
+            return self._set_deadline("body", BODY_SECONDS)
+        # After an answer uvicorn closes an idle connection; the first bytes of the next request end that.
+        begun = state is h11.IDLE and (self.cycle is None or self.timeout_keep_alive_task is None)
+        return self._set_deadline("head" if begun else "", HEAD_SECONDS)
+
+    def _set_deadline(self, piece: str, seconds: float = 0.0) -> None:
+        """Begin to wait for a piece of a request. Bytes of the same piece do not extend the deadline."""
+        if piece == self._receives:
+            return
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        self._receives = piece
+        self._since = self.loop.time()
+        if piece:
+            self._deadline = self.loop.call_later(seconds, self.transport.abort)
+
+
+def connections(limit: int) -> type[Connection]:
+    """Return the protocol class of a server that holds at most `limit` connections."""
+    return type("LimitedConnection", (Connection,), {"limit": limit})
+
+
+class OncePerSecond(logging.Filter):
+    """A filter that lets equal messages of a logger through once a second.
+
+    Clients without a key cause such messages, for example asyncio's where no descriptor is left. They must not fill a
+    disk.
+
+    Args:
+        clock: Returns the time in seconds.
+    """
+
+    LOGGERS = ("asyncio", "uvicorn.error")
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._last: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a second has passed since the last message with the same first line."""
+        text, now = str(record.msg).partition("\n")[0][:200], self._clock()
+        if now - self._last.get(text, float("-inf")) < 1:
+            return False
+        if len(self._last) > 100:
+            self._last.clear()
+        self._last[text] = now
+        return True
+
+    def attach(self) -> None:
+        """Filter the messages of asyncio and uvicorn."""
+        for name in self.LOGGERS:
+            logging.getLogger(name).addFilter(self)
+
+    def detach(self) -> None:
+        """Let all their messages through again."""
+        for name in self.LOGGERS:
+            logging.getLogger(name).removeFilter(self)

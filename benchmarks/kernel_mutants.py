@@ -49,7 +49,7 @@ MUTANTS = (
         "the low byte of an input is dropped",
         PRODUCTS,
         "(total << 8) + dots[i][kParts - 1][s].total();",
-        "(total << 8) + (dots[i][kParts - 1][s].total() & -4096);",
+        "(total << 8) + (dots[i][kParts - 1][s].total() & -256);",
     ),
     Mutant("a zero point is added", PRODUCTS, "* -scale_of_group", "* scale_of_group"),
     Mutant(
@@ -114,8 +114,8 @@ MUTANTS = (
     Mutant(
         "every block of inputs is the first",
         LINEAR,
-        "dequantize(weight, a.inputs, column + i, first, depth,",
-        "dequantize(weight, a.inputs, column + i, 0, depth,",
+        "unpack_panel(weight, l, (column + j) / kPanelColumns, first,",
+        "unpack_panel(weight, l, (column + j) / kPanelColumns, 0,",
     ),
     Mutant("tiles: inputs of the first block", AMX, "panel.unit(first + k, 0, v)", "panel.unit(k, 0, v)", isa="amx"),
     Mutant(

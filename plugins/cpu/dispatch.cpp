@@ -1,7 +1,8 @@
 // The C ABI.
 //
-//   at the first call: kernels = the best of amx, avx512vnni, avx512, avx2, neon, portable that this machine has, or
-//   KVEXPORT_CPU_ISA's each call: check its sizes; where they cannot be computed return why
+//   at the first call: kernels = the best that this machine has of amx, avx512vnni, avx512, avxvnni, avx2, of i8mm,
+//                      dotprod, neon, and of portable; or KVEXPORT_CPU_ISA's
+//   each call: check its sizes; where they cannot be computed return why
 //              an empty batch is done; otherwise kernels().operator(call, runner), whose tasks the runner runs in
 //              parallel
 #include <cstdlib>
@@ -13,6 +14,9 @@
 #if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
 #endif
 
 namespace {
@@ -27,6 +31,30 @@ struct Kernels {
 
 #define KV_KERNELS(isa) \
   Kernels { #isa, kv::isa::vote_attention, kv::isa::keep_queries, kv::isa::merge_cache, kv::isa::linear }
+
+// Kernels of which Linear is another instruction set's.
+[[maybe_unused]] Kernels with_linear(Kernels all, const char* name, void (*linear)(const KvLinear&, KvRunner)) {
+  all.name = name, all.linear = linear;
+  return all;
+}
+
+#if defined(__aarch64__)
+// Dot products of four bytes, and products of matrices of bytes.
+bool has_dots() {
+#if defined(__linux__)
+  return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#else
+  return false;
+#endif
+}
+bool has_matrices() {
+#if defined(__linux__)
+  return has_dots() && (getauxval(AT_HWCAP2) & HWCAP2_I8MM) != 0;
+#else
+  return false;
+#endif
+}
+#endif
 
 #if defined(__x86_64__)
 // Whether there are tiles of bfloat16 and the kernel saves them for this process, which has to ask for it.
@@ -51,17 +79,19 @@ Kernels choose() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512cd");
-  const auto with_linear = [](const char* name, void (*linear)(const KvLinear&, KvRunner)) {
-    return Kernels{name, kv::avx512::vote_attention, kv::avx512::keep_queries, kv::avx512::merge_cache, linear};
-  };
   const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
-  if (vnni && wanted("amx") && may_use_tiles()) return with_linear("amx", kv::avx512vnni::linear_amx);
-  if (vnni && wanted("avx512vnni")) return with_linear("avx512vnni", kv::avx512vnni::linear);
+  if (vnni && wanted("amx") && may_use_tiles())
+    return with_linear(KV_KERNELS(avx512), "amx", kv::avx512vnni::linear_amx);
+  if (vnni && wanted("avx512vnni")) return with_linear(KV_KERNELS(avx512), "avx512vnni", kv::avx512vnni::linear);
   if (avx512 && wanted("avx512")) return KV_KERNELS(avx512);
 #ifndef KV_AVX512_ALONE
+  if (avx2 && __builtin_cpu_supports("avxvnni") && wanted("avxvnni"))
+    return with_linear(KV_KERNELS(avx2), "avxvnni", kv::avxvnni::linear);
   if (avx2 && wanted("avx2")) return KV_KERNELS(avx2);
 #endif
 #elif defined(__aarch64__)
+  if (has_matrices() && wanted("i8mm")) return with_linear(KV_KERNELS(neon), "i8mm", kv::i8mm::linear);
+  if (has_dots() && wanted("dotprod")) return with_linear(KV_KERNELS(neon), "dotprod", kv::dotprod::linear);
   if (wanted("neon")) return KV_KERNELS(neon);
 #endif
 #ifdef KV_AVX512_ALONE

@@ -37,7 +37,8 @@ size_t kv_cpu_panels_bytes(const KvWeight* weight, int64_t outputs, int64_t inpu
 // Writes the panels of a weight at rest; aligned to 64 bytes they are read fastest.
 void kv_cpu_repack(const KvWeight* weight, int64_t outputs, int64_t inputs, void* panels);
 
-// The instruction set that runs: "amx", "avx512vnni", "avx512", "avx2", "neon" or "portable".
+// The instruction set that runs: "amx", "avx512vnni", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon" or
+// "portable".
 const char* kv_cpu_isa(void);
 
 #ifdef __cplusplus

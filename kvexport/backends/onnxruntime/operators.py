@@ -71,8 +71,8 @@ def how_to_build(device: str) -> str:
 
 
 def instruction_set(path: Path) -> str:
-    """What of the machine the library uses: amx, avx512vnni, avx512, avx2, neon or portable; for CUDA the GPUs it is
-    compiled for, as in "sm_80, sm_90"."""
+    """What of the machine the library uses: amx, avx512vnni, avx512, avxvnni, avx2, i8mm, dotprod, neon or portable;
+    for CUDA the GPUs it is compiled for, as in "sm_80, sm_90"."""
     return _ask(path, "kvexport_isa")
 
 

@@ -18,9 +18,18 @@ namespace avx512vnni {
 void linear(const KvLinear&, KvRunner);  // all else is avx512's
 void linear_amx(const KvLinear&, KvRunner);
 }  // namespace avx512vnni
+namespace avxvnni {
+void linear(const KvLinear&, KvRunner);  // all else is avx2's
+}
 KV_DECLARE(avx512)
 KV_DECLARE(avx2)
 #elif defined(__aarch64__)
+namespace dotprod {
+void linear(const KvLinear&, KvRunner);  // all else is neon's
+}
+namespace i8mm {
+void linear(const KvLinear&, KvRunner);  // all else is neon's
+}
 KV_DECLARE(neon)
 #endif
 KV_DECLARE(portable)

@@ -12,6 +12,9 @@
 #if defined(__ARM_FEATURE_DOTPROD)
 #include <arm_neon.h>
 #endif
+#if defined(__AVXVNNI__)
+#include <immintrin.h>
+#endif
 
 namespace kv {
 namespace KV_ISA {

@@ -76,6 +76,53 @@ static inline void dots_of_block(const uint8_t* integers, const int8_t* values, 
   }
 }
 
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+
+// As dots_of_block, by products of matrices of two columns and two rows, eight inputs each. Where the number of rows is
+// odd, the last one is multiplied twice.
+template <int kBits, int kRows, int kParts, int kBlock>
+static inline void matrix_dots_of_block(const uint8_t* integers, const int8_t* values, int size,
+                                        Dots<kBits> (&dots)[kRows][kParts][kSlices]) {
+  constexpr int kPairs = (kRows + 1) / 2;
+  const int block = kBlock ? kBlock : size;
+  int32x4_t sums[kPairs][kParts][kSlices][2] = {};
+  for (int k = 0; k < block; k += 8) {
+    int8x16_t rows[kPairs][kParts];
+    for (int i = 0; i < kPairs; ++i)
+      for (int p = 0; p < kParts; ++p) {
+        const int second = min_of(2 * i + 1, kRows - 1);
+        rows[i][p] = vcombine_s8(vld1_s8(values + (2 * i * kParts + p) * block + k),
+                                 vld1_s8(values + (second * kParts + p) * block + k));
+      }
+    for (int s = 0; s < kSlices; ++s) {
+      const uint8x16_t all = vld1q_u8(integers + 4 * W * s);
+      int32x4_t first, second;  // inputs k to k + 3 and k + 4 to k + 7 of four columns
+      if constexpr (kBits == 4) {
+        first = vreinterpretq_s32_u8(vandq_u8(all, vdupq_n_u8(15)));
+        second = vreinterpretq_s32_u8(vshrq_n_u8(all, 4));
+      } else {
+        const uint8x16_t turned = vdupq_n_u8(128);
+        first = vreinterpretq_s32_u8(veorq_u8(all, turned));
+        second = vreinterpretq_s32_u8(veorq_u8(vld1q_u8(integers + kPanelLine + 4 * W * s), turned));
+      }
+      const int8x16_t columns[2] = {vreinterpretq_s8_s32(vzip1q_s32(first, second)),
+                                    vreinterpretq_s8_s32(vzip2q_s32(first, second))};
+      for (int i = 0; i < kPairs; ++i)
+        for (int p = 0; p < kParts; ++p)
+          for (int j = 0; j < 2; ++j) sums[i][p][s][j] = vmmlaq_s32(sums[i][p][s][j], columns[j], rows[i][p]);
+    }
+    integers += kBits == 4 ? kPanelLine : 2 * kPanelLine;
+  }
+  for (int i = 0; i < kRows; ++i)  // a sum holds (column, row), (column, row + 1), (column + 1, row), ...
+    for (int p = 0; p < kParts; ++p)
+      for (int s = 0; s < kSlices; ++s) {
+        const int32x4_t* const of = sums[i / 2][p][s];
+        dots[i][p][s].sum += (vi)(i % 2 ? vuzp2q_s32(of[0], of[1]) : vuzp1q_s32(of[0], of[1]));
+      }
+}
+
+#endif
+
 // out[i * stride + c] for the kRows rows of a tile and the 16 columns of a panel.
 template <int kBits, int kRows, int kParts, int kBlock>
 static void panel_tile(const KvWeight& weight, const PanelLayout& l, const uint8_t* panel, const RoundedTile& x,
@@ -105,7 +152,12 @@ static void panel_tile(const KvWeight& weight, const PanelLayout& l, const uint8
           dots[i][0][s] = Dots<kBits>(kParts == 1 ? first : vi{});
           if (kParts == 2) dots[i][kParts - 1][s] = Dots<kBits>(first);
         }
-      dots_of_block<kBits, kRows, kParts, kBlock>(integers, values, block, ahead, dots);
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+      if constexpr (kRows > 1)
+        matrix_dots_of_block<kBits, kRows, kParts, kBlock>(integers, values, block, dots);
+      else
+#endif
+        dots_of_block<kBits, kRows, kParts, kBlock>(integers, values, block, ahead, dots);
       for (int i = 0; i < kRows; ++i)
         for (int s = 0; s < kSlices; ++s) {
           vi total = dots[i][0][s].total();

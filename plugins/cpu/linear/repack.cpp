@@ -24,11 +24,16 @@ int integer_at(const void* data, int bits, int64_t i) {
   return bits == 8 ? bytes[i] : bytes[i / 2] >> (i % 2 ? 4 : 0) & 15;
 }
 
+// What signed integers are turned with, in each byte of a unit.
+uint32_t turned_by(const KvWeight& weight) {
+  return !weight.is_signed ? 0 : weight.bits == 4 ? 0x88888888u : 0x80808080u;
+}
+
 // The unit of a column's inputs from `k` on, as four bytes of its line; inputs past the last one are `center`.
 uint32_t unit_at(const KvWeight& weight, int64_t inputs, int64_t column, int64_t k) {
   const int unit = weight.bits == 4 ? 8 : 4, center = kv::center_of(weight);
   const int64_t first = column * inputs + k;
-  const uint32_t turned = !weight.is_signed ? 0 : weight.bits == 4 ? 0x88888888u : 0x80808080u;
+  const uint32_t turned = turned_by(weight);
   uint32_t all = 0;
   if (k + unit <= inputs && first * weight.bits % 8 == 0) {
     memcpy(&all, static_cast<const uint8_t*>(weight.data) + first * weight.bits / 8, sizeof all);
@@ -41,6 +46,23 @@ uint32_t unit_at(const KvWeight& weight, int64_t inputs, int64_t column, int64_t
   }
   all ^= turned;
   return weight.bits == 4 ? interleaved(all) : all;
+}
+
+// 16 lines at once, of 16 columns from `first` on: 64 bytes of each column are read together.
+void repack_lines(const KvWeight& weight, int64_t inputs, int64_t first, int64_t k, uint8_t* to) {
+  constexpr int kLines = kPanelColumns;  // of four bytes each: 64 bytes
+  const uint32_t turned = turned_by(weight);
+  uint32_t units[kPanelColumns][kLines];
+  for (int c = 0; c < kPanelColumns; ++c)
+    memcpy(units[c], static_cast<const uint8_t*>(weight.data) + ((first + c) * inputs + k) * weight.bits / 8,
+           sizeof units[c]);
+  for (int i = 0; i < kLines; ++i, to += kPanelLine) {
+    uint32_t line[kPanelColumns];
+    for (int c = 0; c < kPanelColumns; ++c) line[c] = units[c][i] ^ turned;
+    if (weight.bits == 4)
+      for (int c = 0; c < kPanelColumns; ++c) line[c] = interleaved(line[c]);
+    memcpy(to, line, sizeof line);
+  }
 }
 
 void repack_numbers(const void* from, int64_t size, const PanelLayout& l, int64_t first, int columns, uint8_t* to) {
@@ -69,7 +91,12 @@ void repack_panel(const KvWeight& weight, int64_t inputs, const PanelLayout& l, 
     repack_numbers(weight.minimum, kv::bytes_of_number(weight.minimum_type), l, first, columns, to + l.offsets);
   uint8_t* line = to + l.integers;
   if (columns < kPanelColumns) memset(line, 0, static_cast<size_t>(l.panel - l.integers));
-  for (int64_t k = 0; k < l.inputs; k += l.unit, line += kPanelLine)
+  const int64_t many = kPanelColumns * l.unit;
+  int64_t k = 0;
+  for (; columns == kPanelColumns && inputs * weight.bits % 8 == 0 && k + many <= inputs;
+       k += many, line += kPanelColumns * kPanelLine)
+    repack_lines(weight, inputs, first, k, line);
+  for (; k < l.inputs; k += l.unit, line += kPanelLine)
     for (int c = 0; c < columns; ++c) {
       const uint32_t all = unit_at(weight, inputs, first + c, k);
       memcpy(line + 4 * c, &all, sizeof all);

@@ -21,8 +21,10 @@ namespace KV_ISA {
 
 #if KV_WIDTH == 16
 constexpr int kRowsOfTile = 8;
+#elif defined(__aarch64__)
+constexpr int kRowsOfTile = 4;
 #else
-constexpr int kRowsOfTile = 2;  // 16 registers, or short vectors
+constexpr int kRowsOfTile = 2;  // 16 registers
 #endif
 constexpr float kLeastRounded = 1e-33f;  // over which 32512 is a finite number
 

@@ -28,8 +28,9 @@ from tests.support.paths import ROOT
 
 PLUGINS = ROOT / "plugins"
 ON_ARM = platform.machine() in ("aarch64", "arm64")
-ISAS = ("portable", "neon") if ON_ARM else ("portable", "avx2", "avx512", "avx512vnni", "amx")
-LINEAR_ALONE = ("avx512vnni", "amx")  # of which all else is avx512's
+ON_X86 = ("portable", "avx2", "avxvnni", "avx512", "avx512vnni", "amx")
+ISAS = ("portable", "neon", "dotprod", "i8mm") if ON_ARM else ON_X86
+LINEAR_ALONE = ("avxvnni", "avx512vnni", "amx", "dotprod", "i8mm")  # of which all else is avx2's, avx512's or neon's
 every_isa = pytest.mark.parametrize("isa", ISAS)
 needs_library = pytest.mark.skipif(
     library() is None, reason="not reached: the native operators are not built (make native)"
@@ -90,11 +91,11 @@ def test_random_calls_under_address_and_undefined_behaviour_sanitizer(isa: str) 
 def test_random_calls_under_thread_sanitizer() -> None:
     """Of the best instruction set here; how threads share the work is the same code for all."""
     said = subprocess.run([fuzz("native"), "0", "0"], capture_output=True, text=True, check=True).stdout
-    alone = ["-DKV_AVX512_ALONE=ON"] if said.partition(":")[0] in ("avx512", *LINEAR_ALONE) else []
+    alone = ["-DKV_AVX512_ALONE=ON"] if said.partition(":")[0] in ("avx512", "avx512vnni", "amx") else []
     calls_hold([str(fuzz("native-thread", "-DKV_SANITIZE=thread", *alone))], 30_000, 30)
 
 
-@pytest.mark.parametrize("isa", ["neon", "portable"])
+@pytest.mark.parametrize("isa", ["neon", "portable", "dotprod", "i8mm"])
 def test_random_calls_on_arm(isa: str) -> None:
     if platform.machine() in ("aarch64", "arm64"):
         pytest.skip("not reached by emulation: this machine is one, and its own instruction sets are tested")
@@ -136,10 +137,10 @@ def test_no_function_of_one_instruction_set_can_stand_in_for_anothers(isa: str) 
     folder = ROOT / "build-cache" / "native" / "CMakeFiles" / f"kv_{isa}.dir"
     once = ("dispatch.cpp", "repack.cpp", "all_reduce.cpp")  # compiled for no instruction set of their own
     sources = [path.relative_to(PLUGINS) for path in (PLUGINS / "cpu").rglob("*.cpp") if path.name not in once]
-    if isa == "avx512vnni":  # all else is avx512's
+    if isa in LINEAR_ALONE:
         sources = [path for path in sources if path.name == "linear.cpp"]
     objects = [folder / f"{path}.o" for path in sources]
-    assert len(objects) == (1 if isa == "avx512vnni" else 3) and all(path.is_file() for path in objects)
+    assert len(objects) == (1 if isa in LINEAR_ALONE else 3) and all(path.is_file() for path in objects)
     listed = subprocess.run(
         [tool("nm"), "-C", "--defined-only", *map(str, objects)], capture_output=True, text=True, check=True
     ).stdout

@@ -49,7 +49,7 @@ def session(threads: int, dtype: str, statistic: str, cache_type: str) -> tuple[
 
     def rows(tensor: StateTensor) -> np.ndarray:
         sizes = {"B": BATCH, "H": HEADS, "C": capacity, "D": SIZE, "Dv": SIZE}
-        held, kind = tensor.held_shape(cache_type, sizes), tensor.held_as(cache_type)
+        held, kind = tensor.stored_shape(cache_type, sizes), tensor.stored_dtype(cache_type)
         if kind == "uint8":
             return rng.integers(0, 256, held, np.uint8)
         return (rng.normal(size=held).clip(-3, 3) * factor).astype(kind)

@@ -1,4 +1,4 @@
-"""How the budget is shared out: the slots of every layer's cache, or of every KV head's."""
+"""The allocation of the budget to the caches of layers or KV heads."""
 
 from __future__ import annotations
 
@@ -11,11 +11,21 @@ from kvexport.recipe.fields import Recipe
 
 
 def allocate(recipe: Recipe, layers: int) -> list[int]:
-    """Slots of every cache, on average `recipe.budget`; a layer has one cache, or one for each KV head where their
-    shares are listed. cosine: ``m_l = (1-d)(cos(pi l / L) + 1)/2 + d`` (KeepKV); pyramid: linear, ``m_l = 1 - (1-d) l /
-    (L-1)`` (PyramidKV); both scaled; listed: see `_listed`. Whole layers have `limits.max_length`, and the others share
-    what these leave. Raises UsageError where that is nothing, the model lacks such a layer, or shares are not those of
-    its layers."""
+    """Return the slots of every cache, on average `recipe.budget`.
+
+    A layer has one cache, or one for each KV head if the recipe lists shares of heads. The shares of layer l of L are
+    ``m_l = (1-d)(cos(pi l / L) + 1)/2 + d`` for the kind cosine (KeepKV), ``m_l = 1 - (1-d) l / (L-1)`` for pyramid
+    (PyramidKV), and those of `cache.allocation.shares` for listed. They are scaled to the budget. Whole layers have
+    `limits.max_length` slots, and the others share the rest.
+
+    Args:
+        recipe: The recipe.
+        layers: The number of layers of the model.
+
+    Raises:
+        UsageError: If whole layers leave too few slots, the model lacks a whole layer, or the number of shares is not
+            the number of layers.
+    """
     method = recipe.cache.build_method()
     allocation = recipe.cache.allocation
     if not method.compresses:
@@ -26,8 +36,8 @@ def allocate(recipe: Recipe, layers: int) -> list[int]:
             f"cache.allocation.shares has {len(allocation.shares)} numbers, the model has {layers} layers",
             "one for each layer, or --set cache.allocation.kind=uniform",
         )
-    of_layer = [i for i, row in enumerate(head_shares(recipe)) for _ in row] or list(range(layers))
-    left = _left_by_whole_layers(recipe, of_layer)
+    layer_numbers = [i for i, row in enumerate(head_shares(recipe)) for _ in row] or list(range(layers))
+    left = _left_by_whole_layers(recipe, layer_numbers)
     if kind == "uniform":
         raw = [1.0] * layers
     elif kind == "cosine":
@@ -35,22 +45,31 @@ def allocate(recipe: Recipe, layers: int) -> list[int]:
     elif kind == "pyramid":
         raw = [1 - (1 - d) * i / max(layers - 1, 1) for i in range(layers)]
     else:
-        raw = _listed(recipe, of_layer, left)
-    whole = [layer in allocation.whole for layer in of_layer]
-    raw = [0.0 if all_of_it else share for all_of_it, share in zip(whole, raw, strict=True)]
+        raw = _listed(recipe, layer_numbers, left)
+    whole = [layer in allocation.whole for layer in layer_numbers]
+    raw = [0.0 if is_whole else share for is_whole, share in zip(whole, raw, strict=True)]
     scale = left / sum(raw) if any(raw) else 0.0
     # Rounding the running sum keeps the total exact.
     edges = [round(scale * sum(raw[:i])) for i in range(len(raw) + 1)]
     shares = [b - a for a, b in itertools.pairwise(edges)]
-    return [recipe.limits.max_length if all_of_it else share for all_of_it, share in zip(whole, shares, strict=True)]
+    return [recipe.limits.max_length if is_whole else share for is_whole, share in zip(whole, shares, strict=True)]
 
 
-def _listed(recipe: Recipe, of_layer: Sequence[int], left: int) -> list[float]:
-    """Slots by `cache.allocation.shares` of the caches whose layers are not whole, `left` in all, each between what
-    holds its sinks, recent slots and two more, and `limits.max_length`. of_layer: the layer of every cache."""
+def _listed(recipe: Recipe, layer_numbers: Sequence[int], left: int) -> list[float]:
+    """Return slots in the ratios of `cache.allocation.shares`, bounded for each cache.
+
+    Args:
+        recipe: The recipe.
+        layer_numbers: The layer of every cache.
+        left: The slots of all caches together that whole layers leave.
+
+    Returns:
+        The slots of every cache, at least `least_slots` and at most `limits.max_length`. All are equal if `left` does
+        not lie between the sums of these bounds. Numbers of whole layers have no effect.
+    """
     allocation = recipe.cache.allocation
     shares = [share for row in allocation.shares for share in (row if isinstance(row, list) else [row])]
-    others = [share for layer, share in zip(of_layer, shares, strict=True) if layer not in allocation.whole]
+    others = [share for layer, share in zip(layer_numbers, shares, strict=True) if layer not in allocation.whole]
     most, least = recipe.limits.max_length, least_slots(recipe)
     if not len(others) * least < left < len(others) * most:
         return [left / max(len(others), 1)] * len(shares)
@@ -63,32 +82,40 @@ def _listed(recipe: Recipe, of_layer: Sequence[int], left: int) -> list[float]:
 
 
 def least_slots(recipe: Recipe) -> float:
-    """What holds the sinks, the recent slots and two more."""
+    """Return the smallest budget that holds the sinks, the recent slots and two more."""
     protected, recent = recipe.cache.sinks + 2, recipe.cache.recent
     return protected / (1 - recent) if isinstance(recent, float) and recent < 1 else protected + recent
 
 
-def _left_by_whole_layers(recipe: Recipe, of_layer: Sequence[int]) -> int:
-    """Slots of all caches together that are not those of whole layers. of_layer: the layer of every cache."""
-    whole, length, layers = recipe.cache.allocation.whole, recipe.limits.max_length, of_layer[-1] + 1
+def _left_by_whole_layers(recipe: Recipe, layer_numbers: Sequence[int]) -> int:
+    """Return the slots of all caches together that whole layers leave.
+
+    Args:
+        recipe: The recipe.
+        layer_numbers: The layer of every cache.
+    """
+    whole, length, layers = recipe.cache.allocation.whole, recipe.limits.max_length, layer_numbers[-1] + 1
     if whole and whole[-1] >= layers:
         raise UsageError(
             f"cache.allocation.whole names layer {whole[-1]}, the model has 0 to {layers - 1}",
             f"--set cache.allocation.whole={[layer for layer in whole if layer < layers]}",
         )
-    slots, kept = recipe.budget * len(of_layer), sum(layer in whole for layer in of_layer)
-    least = kept * length + (len(of_layer) - kept) * (recipe.cache.sinks + 1)
+    slots, kept = recipe.budget * len(layer_numbers), sum(layer in whole for layer in layer_numbers)
+    least = kept * length + (len(layer_numbers) - kept) * (recipe.cache.sinks + 1)
     if whole and slots < least:
         raise UsageError(
             f"{len(whole)} whole layers of limits.max_length {length} slots take {kept * length} of the "
             f"{slots} that {layers} layers have at a budget of {recipe.budget}, which leaves too few for the others",
-            f"--set cache.budget={-(-least // len(of_layer))}, or fewer layers in cache.allocation.whole",
+            f"--set cache.budget={-(-least // len(layer_numbers))}, or fewer layers in cache.allocation.whole",
         )
     return slots - kept * length
 
 
 def head_shares(recipe: Recipe) -> list[list[float]]:
-    """`cache.allocation.shares` of KV heads, layer by layer; nothing where layers have one budget for all of them."""
+    """Return `cache.allocation.shares` for KV heads, layer by layer.
+
+    The list is empty if a layer has one budget for all of its heads.
+    """
     allocation, method = recipe.cache.allocation, recipe.cache.build_method()
     listed = method.compresses and (allocation.kind or method.allocation) == "listed"
     return [row for row in allocation.shares if isinstance(row, list)] if listed else []

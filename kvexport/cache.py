@@ -1,4 +1,4 @@
-"""The cache ABI: names, shapes, types and bytes of every layer's state. See docs/contract.md."""
+"""The cache plan: names, shapes, types and bytes of every state tensor (docs/reference/contract.md)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,19 @@ from kvexport.schema.state import PAIRS, STATE, StateTensor, scales_of, types_of
 
 @dataclass(frozen=True)
 class LayerGeometry:
-    """The model's part of one layer's attention, read from its trace. sliding_window: 0 = every position is
-    visible. rotary: read for methods that rotate keys, and for positions in the cache."""
+    """The attention of one layer of the model, read from its trace.
+
+    Attributes:
+        query_heads: The number of query heads.
+        kv_heads: The number of KV heads.
+        key_size: The size of a key in elements.
+        value_size: The size of a value in elements.
+        sliding_window: The model's sliding window in positions; 0 if every position is visible.
+        softcap: The bound of logits; 0 for none.
+        scale: The factor of the products of queries and keys.
+        sink_logits: Whether each head has a learned logit without a value.
+        rotary: The rotary embedding, read only for methods that rotate keys and for positions in the cache.
+    """
 
     query_heads: int
     kv_heads: int
@@ -37,10 +48,26 @@ class LayerGeometry:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's cache. A sequence's share of `key` is [kv_heads, capacity, key_size]; capacity - budget is the slack.
-    merges: False where the budget is the longest sequence, so that nothing is ever evicted. dtype: of the cache's keys
-    and values. extra: the state tensors beside the contract's five: the scales of a small cache, then those of the
-    method."""
+    """The cache of one layer, or of one KV head if heads have budgets of their own.
+
+    A sequence's part of `key` is [kv_heads, capacity, key_size]. The slack is capacity - budget.
+
+    Attributes:
+        kv_heads: The number of KV heads.
+        key_size: The size of a key in elements.
+        value_size: The size of a value in elements.
+        statistics: The number K of statistics.
+        budget: The slots that remain after a merge.
+        capacity: The slots that are allocated.
+        sinks: The number of first positions that are never evicted.
+        recent: The number of latest positions that are never evicted.
+        sliding_window: The model's sliding window in positions; 0 for none.
+        merges: False if the budget is the longest sequence, so that nothing is ever evicted.
+        dtype: The type of keys and values: that of the model, or of a small cache.
+        rotary: The layer's rotary embedding.
+        extra: The state tensors in addition to the contract's five: the scales of a small cache, then those of the
+            method.
+    """
 
     kv_heads: int
     key_size: int
@@ -58,11 +85,11 @@ class LayerCache:
 
     @property
     def state(self) -> tuple[StateTensor, ...]:
-        """The layer's state tensors, in the order of every graph."""
+        """The state tensors, in the order of every ONNX graph."""
         return (*STATE, *self.extra)
 
     def shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
-        """The shape of each state tensor for `batch` sequences."""
+        """Return the shape of each state tensor for `batch` sequences."""
         sizes = {
             "B": batch,
             "H": self.kv_heads,
@@ -71,69 +98,87 @@ class LayerCache:
             "D": self.key_size,
             "Dv": self.value_size,
         }
-        return {tensor.name: tensor.held_shape(self.dtype, sizes) for tensor in self.state}
+        return {tensor.name: tensor.stored_shape(self.dtype, sizes) for tensor in self.state}
 
     def dtypes(self) -> dict[str, np.dtype[Any]]:
-        """The type of each state tensor."""
-        return {tensor.name: np.dtype(tensor.held_as(self.dtype)) for tensor in self.state}
+        """Return the type of each state tensor."""
+        return {tensor.name: np.dtype(tensor.stored_dtype(self.dtype)) for tensor in self.state}
 
     def bytes(self, batch: int = 1) -> int:
-        """Bytes of all state tensors for `batch` sequences."""
+        """Return the bytes of all state tensors for `batch` sequences."""
         dtypes = self.dtypes()
         return sum(math.prod(shape) * dtypes[name].itemsize for name, shape in self.shapes(batch).items())
 
     def slot_bytes(self) -> int:
-        """Bytes of the keys and values of one slot, of all heads."""
+        """Return the bytes of the keys and values of one slot in all heads."""
         shapes, dtypes = self.shapes(1), self.dtypes()
         return self.kv_heads * sum(shapes[name][-1] * dtypes[name].itemsize for name in ("key", "value"))
 
 
 @dataclass(frozen=True)
 class CachePlan:
-    """The caches of a model: one a layer, or one a KV head where heads have budgets of their own."""
+    """The caches of a model in the order of its layers.
+
+    Attributes:
+        caches: One cache for each layer, or one for each KV head if heads have budgets of their own.
+    """
 
     caches: tuple[LayerCache, ...]
 
     @property
     def cache_positions(self) -> bool:
-        """Whether keys are rotated by their places in the cache; then every head of every layer holds as many
-        entries."""
+        """Whether keys are rotated by their places in the cache.
+
+        Every head of every layer then holds the same number of entries.
+        """
         return self.caches[0].rotary.cache_positions
 
-    def of_rank(self, ranks: int) -> CachePlan:
-        """That of one of so many ranks, which have equally many KV heads."""
+    def rank_plan(self, ranks: int) -> CachePlan:
+        """Return the plan of one of `ranks` processes, which have equally many KV heads each."""
         return CachePlan(tuple(replace(layer, kv_heads=layer.kv_heads // ranks) for layer in self.caches))
 
     def bytes(self, batch: int = 1) -> int:
-        """Bytes of the whole state for `batch` sequences, `past_length` included."""
+        """Return the bytes of the whole state for `batch` sequences, `past_length` included."""
         return sum(layer.bytes(batch) for layer in self.caches) + 8 * batch
 
     def state_names(self) -> Iterator[tuple[str, str, LayerCache, str]]:
-        """(input name, output name, layer, kind) of every state tensor, layer by layer."""
+        """Yield the input name, output name, cache and tensor name of every state tensor, cache by cache."""
         for i, layer in enumerate(self.caches):
             for tensor in layer.state:
                 yield tensor.past(i), tensor.present(i), layer, tensor.name
 
     def to_json(self) -> list[dict[str, Any]]:
-        """For the manifest."""
+        """Return the plan in the form that the manifest contains."""
         return [asdict(layer) for layer in self.caches]
 
 
-def stored_rows(held: NDArray[Any], scale: NDArray[Any] | None) -> NDArray[np.float32]:
-    """Keys or values [..., D] in float32 that a state tensor holds; those of a small cache, whose scales [...] are
-    given, as they are stored, rotated."""
+def stored_rows(stored: NDArray[Any], scale: NDArray[Any] | None) -> NDArray[np.float32]:
+    """Return the keys or values that a state tensor contains, as float32; those of a small cache stay rotated.
+
+    Args:
+        stored: The tensor: [..., D], or uint8 [..., D / 2] for 4-bit numbers.
+        scale: The scales [...] of a small cache, otherwise None.
+    """
     if scale is None:
-        return held.astype(np.float32)
-    if held.dtype == np.uint8:
-        held = np.array(PAIRS, np.int8)[held].reshape(*held.shape[:-1], -1)
-    return held.astype(np.float32) * scale[..., None].astype(np.float32)
+        return stored.astype(np.float32)
+    if stored.dtype == np.uint8:
+        stored = np.array(PAIRS, np.int8)[stored].reshape(*stored.shape[:-1], -1)
+    return stored.astype(np.float32) * scale[..., None].astype(np.float32)
 
 
 def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
-    """Every layer's budget and capacity. Raises UsageError where a budget, or that of `part_plan`, cannot hold sinks,
-    recent and one slot more, or a layer would have more slots than can be counted, for rows of an odd size in int4, for
-    positions in the cache where layers would hold different numbers of entries, and for speculation and periodic
-    choices over a cache that merges."""
+    """Return the cache plan of a recipe for a model.
+
+    Args:
+        recipe: The recipe.
+        geometry: The attention of each layer.
+
+    Raises:
+        UsageError: If a budget, or that of `part_plan`, cannot hold the sinks, the recent slots and one more; if a
+            cache would have more slots than int32 can count; for rows of an odd size in int4; for positions in the
+            cache if layers would hold different numbers of entries; and for speculation and periodic selections over a
+            cache that merges.
+    """
     method = recipe.cache.build_method()
     if recipe.cache.positions == "cache" and recipe.cache.allocation.whole:
         raise UsageError(
@@ -146,16 +191,24 @@ def plan_cache(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
     if recipe.cache.positions == "cache":
         _require_one_place(geometry, budgets)
     _require_heads(recipe, geometry)
-    names, parts = _names(geometry, len(budgets)), of_caches(geometry, len(budgets))
-    layers = [_planned(recipe, method, *one) for one in zip(names, parts, budgets, strict=True)]
-    _require_no_merges(recipe, names, layers, method)
-    plan = CachePlan(tuple(layers))
-    part_plan(recipe, plan)  # which it has to have room for
+    names, geometries = _names(geometry, len(budgets)), cache_geometry(geometry, len(budgets))
+    caches = [_planned(recipe, method, *cache) for cache in zip(names, geometries, budgets, strict=True)]
+    _require_no_merges(recipe, names, caches, method)
+    plan = CachePlan(tuple(caches))
+    part_plan(recipe, plan)  # raises an error if its budget is too small
     return plan
 
 
 def _planned(recipe: Recipe, method: Method, name: str, layer: LayerGeometry, share: int) -> LayerCache:
-    """The cache that messages call `name`, of a layer or of a KV head, which has `share` slots of the budget."""
+    """Return the cache of a layer or KV head.
+
+    Args:
+        recipe: The recipe.
+        method: The compression method.
+        name: The name of the cache in messages.
+        layer: The geometry of the layer or KV head.
+        share: The slots that `allocate` gives the cache.
+    """
     budget = min(share, recipe.limits.max_length)
     if layer.sliding_window:
         budget = min(budget, layer.sliding_window)
@@ -191,29 +244,38 @@ def _planned(recipe: Recipe, method: Method, name: str, layer: LayerGeometry, sh
 
 
 def _recent(recipe: Recipe, budget: int) -> int:
-    """`cache.recent` in slots."""
+    """Return `cache.recent` in slots."""
     recent = recipe.cache.recent
     return int(recent * budget) if isinstance(recent, float) else recent
 
 
 def part_plan(recipe: Recipe, plan: CachePlan) -> CachePlan | None:
-    """The cache of a part of the entries of `plan`'s: that which drafts (`speculate.draft: cache`), or which decode
-    steps read (`cache.periodic`), with room for the tokens until it is chosen anew; None where there is none. Raises
-    UsageError where its budget cannot hold sinks, recent and one slot more."""
+    """Return the plan of the smaller cache into which some entries of the cache are copied, or None without one.
+
+    Drafts (`speculate.draft: cache`) or decode steps (`cache.periodic`) read this smaller cache. It has room for the
+    selected entries and for the tokens until the next selection.
+
+    Args:
+        recipe: The recipe.
+        plan: The plan of the full cache.
+
+    Raises:
+        UsageError: If the selection cannot hold the sinks, the recent slots and one more.
+    """
     speculate, periodic = recipe.speculate, recipe.cache.periodic
     if periodic.slots is not None:
         budget, slots = periodic.chosen, periodic.slots
-        named, key = f"cache.periodic.slots {slots}, of which {budget} are chosen,", "cache.periodic.slots"
+        label, key = f"cache.periodic.slots {slots}, of which {budget} are selected,", "cache.periodic.slots"
     elif speculate.draft == "cache":
         budget, slots = speculate.budget, speculate.budget + speculate.rebuild + speculate.tokens
-        named, key = f"speculate.budget {budget}", "speculate.budget"
+        label, key = f"speculate.budget {budget}", "speculate.budget"
     else:
         return None
     sinks, recent = recipe.cache.sinks, _recent(recipe, budget)
     if budget < sinks + recent + 1:
         least = sinks + recent + 1 + (slots - budget if periodic.slots is not None else 0)
         raise UsageError(
-            f"{named} cannot hold {sinks} sinks, {recent} recent and one more",
+            f"{label} cannot hold {sinks} sinks, {recent} recent and one more",
             f"--set {key}={least}, or fewer cache.sinks or cache.recent",
         )
     layers = (replace(x, budget=budget, capacity=slots, recent=recent, merges=False) for x in plan.caches)
@@ -221,8 +283,11 @@ def part_plan(recipe: Recipe, plan: CachePlan) -> CachePlan | None:
 
 
 def settled_plan(recipe: Recipe, plan: CachePlan) -> CachePlan:
-    """The slots that a sequence uses at most once its prompt has been read: all of `plan`; where prompts merge at their
-    end, those of the budgets and of the tokens until the next merge, though the others stay allocated."""
+    """Return the plan of the slots that a sequence uses at most once its prompt has been read.
+
+    This is `plan` itself, except where prompts merge at their end: a cache then uses its budget and the slots for the
+    tokens until the next merge. The remaining slots stay allocated.
+    """
     if recipe.cache.merge_prompts == "chunks":
         return plan
     most = recipe.cache.merge_every
@@ -232,53 +297,63 @@ def settled_plan(recipe: Recipe, plan: CachePlan) -> CachePlan:
 
 
 def state_bytes(recipe: Recipe, plan: CachePlan, sequences: int = 1) -> int:
-    """Bytes of the state of so many sequences: the caches of `plan`, and those of a part of them; twice these where the
-    next part is copied while steps read the last one."""
+    """Return the bytes of the state of `sequences` sequences: the caches of `plan` and those of `part_plan`.
+
+    The latter count twice if the next selection is copied while steps still read the last one.
+    """
     part = part_plan(recipe, plan)
     copies = 2 if recipe.cache.periodic.slots is not None and recipe.cache.periodic.delay else 1
     return plan.bytes(sequences) + (copies * part.bytes(sequences) if part is not None else 0)
 
 
-def _require_no_merges(recipe: Recipe, names: Sequence[str], layers: Sequence[LayerCache], method: Method) -> None:
-    """Speculation and periodic choices need layers that evict nothing; those with a sliding window may drop what it has
-    passed where tokens are drafted. names: of every cache, for messages."""
-    merging = [i for i, layer in enumerate(layers) if layer.merges]
+def _require_no_merges(recipe: Recipe, names: Sequence[str], caches: Sequence[LayerCache], method: Method) -> None:
+    """Raise UsageError if speculation or periodic selections are combined with a cache that evicts.
+
+    With drafts, layers may still drop what their sliding window has passed.
+
+    Args:
+        recipe: The recipe.
+        names: The name of every cache in messages.
+        caches: The caches.
+        method: The compression method.
+    """
+    merging = [i for i, cache in enumerate(caches) if cache.merges]
     if not merging or (recipe.speculate.draft is None and recipe.cache.periodic.slots is None):
         return
     i, fix = merging[0], "--set cache.method=full, or --set cache.budget=1.0 (a share of limits.max_length)"
     if recipe.cache.periodic.slots is not None:
-        if layers[i].budget == layers[i].sliding_window:
-            why, fix = f"a sliding window of {layers[i].sliding_window} tokens", "--set cache.periodic.slots=null"
+        if caches[i].budget == caches[i].sliding_window:
+            why, fix = f"a sliding window of {caches[i].sliding_window} tokens", "--set cache.periodic.slots=null"
         else:
-            why = f"{layers[i].budget} slots, from which {method.name} evicts"
+            why = f"{caches[i].budget} slots, from which {method.name} evicts"
         raise UsageError(
-            f"cache.periodic.slots is {recipe.cache.periodic.slots}, which are chosen from a cache that evicts "
-            f"nothing, and {names[i]} has {why}",
+            f"cache.periodic.slots is {recipe.cache.periodic.slots}, which are selected from a cache that evicts "
+            f"nothing, but {names[i]} has {why}",
             fix,
         )
     if method.compresses:
         raise UsageError(
-            f"speculate.draft is {recipe.speculate.draft}: rejected tokens are taken out of the cache again, and "
-            f"{method.name} merges what they did to {names[i]}, which has {layers[i].budget} slots",
+            f"speculate.draft is {recipe.speculate.draft}: rejected tokens are removed from the cache again, but "
+            f"{method.name} may have merged them into {names[i]}, which has {caches[i].budget} slots",
             fix,
         )
 
 
 def _require_pairs(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> None:
-    """A byte holds two numbers of int4."""
+    """Raise UsageError for rows of an odd size in int4, because a byte stores two numbers of a row."""
     types = types_of(recipe.cache_dtype)
     for i, layer in enumerate(geometry):
         for name, size in (("key", layer.key_size), ("value", layer.value_size)):
             if types[name] == "int4" and size % 2:
                 raise UsageError(
-                    f"cache.dtype is {recipe.cache.dtype}, which holds two numbers in a byte, and layer {i} has "
-                    f"{name}s of {size}, an odd number",
+                    f"cache.dtype is {recipe.cache.dtype}, which stores two numbers in a byte, but layer {i} has "
+                    f"{name}s of {size} elements, an odd number",
                     "--set cache.dtype=int8",
                 )
 
 
 def _require_one_place(geometry: Sequence[LayerGeometry], budgets: Sequence[int]) -> None:
-    """A new token has one place in the cache, the same in every layer."""
+    """Raise UsageError if a new token would not have the same place in the cache in every layer."""
     if len(set(budgets)) > 1:
         which = "layers" if len(budgets) == len(geometry) else "KV heads"
         raise UsageError(
@@ -295,30 +370,37 @@ def _require_one_place(geometry: Sequence[LayerGeometry], budgets: Sequence[int]
         )
 
 
-def of_caches(geometry: Sequence[LayerGeometry], caches: int) -> list[LayerGeometry]:
-    """The part of each cache in its layer, where there are `caches` of them: the layer, or one of its KV heads with the
-    query heads of its group."""
+def cache_geometry(geometry: Sequence[LayerGeometry], caches: int) -> list[LayerGeometry]:
+    """Return the geometry of every cache.
+
+    Args:
+        geometry: The geometry of each layer.
+        caches: The number of caches: one for each layer, or one for each KV head.
+
+    Returns:
+        The layers, or for each KV head the geometry of one head with the query heads of its group.
+    """
     if caches == len(geometry):
         return list(geometry)
-    one = (replace(x, query_heads=x.query_heads // x.kv_heads, kv_heads=1) for x in geometry)
-    return [head for head, layer in zip(one, geometry, strict=True) for _ in range(layer.kv_heads)]
+    heads = (replace(x, query_heads=x.query_heads // x.kv_heads, kv_heads=1) for x in geometry)
+    return [head for head, layer in zip(heads, geometry, strict=True) for _ in range(layer.kv_heads)]
 
 
 def layer_caches(geometry: Sequence[LayerGeometry], caches: int) -> list[range]:
-    """The numbers of every layer's caches, where there are `caches` of them; see `of_caches`."""
+    """Return for every layer the numbers of its caches, if there are `caches` caches in all; see `cache_geometry`."""
     ends = itertools.accumulate(1 if caches == len(geometry) else layer.kv_heads for layer in geometry)
     return [range(first, end) for first, end in itertools.pairwise((0, *ends))]
 
 
 def _names(geometry: Sequence[LayerGeometry], caches: int) -> list[str]:
-    """What messages call every cache; see `of_caches`."""
+    """Return the name of every cache in messages; see `cache_geometry`."""
     if caches == len(geometry):
         return [f"layer {i}" for i in range(caches)]
     return [f"KV head {head} of layer {i}" for i, layer in enumerate(geometry) for head in range(layer.kv_heads)]
 
 
 def _require_heads(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> None:
-    """Budgets of heads are for the heads that there are, and for the caches of one process."""
+    """Raise UsageError if shares of KV heads do not fit the model's heads, or several processes share the heads."""
     shares, ranks = head_shares(recipe), recipe.backend.tensor_parallel
     for i, (row, layer) in enumerate(zip(shares, geometry, strict=bool(shares))):
         if len(row) != layer.kv_heads:

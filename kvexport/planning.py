@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvexport import backends
-from kvexport.cache import CachePlan, LayerCache, LayerGeometry, of_caches, plan_cache, settled_plan, state_bytes
+from kvexport.cache import CachePlan, LayerCache, LayerGeometry, cache_geometry, plan_cache, settled_plan, state_bytes
 from kvexport.errors import UsageError
 from kvexport.recipe.fields import MOST, Recipe, shown_length
 from kvexport.report.sections import KeyValues, Section, Table
@@ -67,7 +67,7 @@ class MemoryPlan:
         most = recipe.cache.merge_every if recipe.cache.merge_prompts == "end" else 1
         tokens = max(min(most, room - recipe.export.prefill_chunk + 1), 0)
         layers = []
-        for layer, shape in zip(caches, of_caches(self.geometry, len(caches)), strict=True):
+        for layer, shape in zip(caches, cache_geometry(self.geometry, len(caches)), strict=True):
             replaced = tokens * shape.query_heads // shape.kv_heads
             extra = tuple(_with_fewer_rows(x, replaced) if x.name in RING else x for x in layer.extra)
             layers.append(replace(layer, capacity=layer.budget, extra=extra))
@@ -231,12 +231,12 @@ def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:
     held = weight_bytes(shape.checkpoint, shape.model, recipe)
     length = recipe.limits.max_length
     full = None if length == MOST else sum(full_layer_bytes(layer, length, itemsize) for layer in shape.geometry)
-    of_rank = held if recipe.backend.tensor_parallel == 1 else rank_weight_bytes(shape, recipe)
-    return MemoryPlan(name, recipe, tuple(shape.geometry), shape.plan, parameters, held, full, of_rank)
+    rank_plan = held if recipe.backend.tensor_parallel == 1 else rank_weight_bytes(shape, recipe)
+    return MemoryPlan(name, recipe, tuple(shape.geometry), shape.plan, parameters, held, full, rank_plan)
 
 
 def _rank_bytes(recipe: Recipe, cache: CachePlan, sequences: int = 1) -> int:
-    return state_bytes(recipe, cache.of_rank(recipe.backend.tensor_parallel), sequences)
+    return state_bytes(recipe, cache.rank_plan(recipe.backend.tensor_parallel), sequences)
 
 
 def _with_fewer_rows(ring: StateTensor, count: int) -> StateTensor:

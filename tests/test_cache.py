@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvexport.allocation import allocate
-from kvexport.cache import CachePlan, LayerGeometry, layer_caches, of_caches, plan_cache
+from kvexport.cache import CachePlan, LayerGeometry, cache_geometry, layer_caches, plan_cache
 from kvexport.errors import UsageError
 from kvexport.recipe.fields import MOST, Recipe
 from kvexport.recipe.load import load_recipe
@@ -75,7 +75,7 @@ def test_listed_heads_have_caches_of_their_own_in_the_same_bytes() -> None:
     assert [(x.kv_heads, x.budget, x.recent) for x in apart.caches[:2]] == [(1, 50, 25), (1, 150, 75)]
     assert apart.bytes() == uniform.bytes()
     assert layer_caches(geometry, 6) == [range(2), range(2, 4), range(4, 6)]
-    assert of_caches(geometry, 6) == [LayerGeometry(4, 1, 16, 16)] * 6
+    assert cache_geometry(geometry, 6) == [LayerGeometry(4, 1, 16, 16)] * 6
     # Of a whole layer every head is; a method that evicts nothing has no use for shares.
     cache = {"method": "h2o", "budget": 100, "allocation": {"kind": "listed", "shares": shares, "whole": [1]}}
     recipe = Recipe.model_validate({"model": {"path": "-"}, "limits": {"max_length": 150}, "cache": cache})
@@ -161,7 +161,7 @@ def test_slots_that_cannot_be_counted_are_refused(section: tuple[str, str]) -> N
     [
         ({"cache": {"recent": 100}}, "has a budget of 88 slots"),
         ({"cache": {"slack": MOST}}, "would have"),
-        ({"speculate": {"draft": "ngram"}}, "merges what they did to"),
+        ({"speculate": {"draft": "ngram"}}, "may have merged them into"),
         ({"cache": {"periodic": {"slots": 200}}}, "evicts nothing, and"),
     ],
 )

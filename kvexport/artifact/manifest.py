@@ -101,14 +101,14 @@ class Manifest:
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     contract_version: int = CONTRACT_VERSION
 
-    def of_rank(self, rank: int) -> Manifest:
+    def rank_plan(self, rank: int) -> Manifest:
         """What one rank runs: its decoder, over its KV heads."""
         ranks, model = self.graphs.rank_count, self.model
         return replace(
             self,
             graphs=replace(self.graphs, decoder=(self.graphs.decoder, *self.graphs.ranks)[rank]),
             model=replace(model, query_heads=tuple(heads // ranks for heads in model.query_heads)),
-            cache=self.cache.of_rank(ranks),
+            cache=self.cache.rank_plan(ranks),
         )
 
     @property

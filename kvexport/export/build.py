@@ -19,7 +19,7 @@ from kvexport import backends
 from kvexport.artifact.digests import write_manifest
 from kvexport.artifact.manifest import Graphs, Limits, Manifest, ModelFacts
 from kvexport.artifact.publish import stage
-from kvexport.cache import CachePlan, of_caches, part_plan, plan_cache
+from kvexport.cache import CachePlan, cache_geometry, part_plan, plan_cache
 from kvexport.export.forked import forked
 from kvexport.export.model.shape import ModelShape
 from kvexport.recipe.fields import Recipe
@@ -273,7 +273,7 @@ def _manifest(recipe: Recipe, name: str, shape: ModelShape, graphs: Graphs, pack
             fingerprint=shape.checkpoint.fingerprint,
             vocabulary=_vocabulary(shape),
             layers=len(shape.geometry),
-            query_heads=tuple(x.query_heads for x in of_caches(shape.geometry, len(shape.plan.caches))),
+            query_heads=tuple(x.query_heads for x in cache_geometry(shape.geometry, len(shape.plan.caches))),
             packed=packed,
         ),
         cache=shape.plan,

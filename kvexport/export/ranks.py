@@ -31,7 +31,7 @@ from kvexport.export.weights.casting import read_rows, row_blocks
 from kvexport.export.weights.computed import ComputedSpec
 from kvexport.export.weights.specs import weight_bytes, weight_specs
 from kvexport.export.weights.write import Location, Spec, TensorSpec, total_bytes
-from kvexport.ops.packed import PackedFormat, Part, pack, unpack
+from kvexport.ops.packed import PackedFormat, PackedTensor, pack, unpack
 
 if TYPE_CHECKING:
     from kvexport.recipe.fields import Recipe
@@ -61,7 +61,7 @@ def split_model(shape: ModelShape, ranks: int) -> tuple[ModelShape, dict[str, in
     ]
     _require_heads(shape, part)
     return (
-        shape._replace(geometry=part, plan=shape.plan.of_rank(ranks)),
+        shape._replace(geometry=part, plan=shape.plan.rank_plan(ranks)),
         {f"model.{name}": dimension for name, dimension in splits.items()},
     )
 
@@ -256,7 +256,7 @@ class Slice:
     def _cut(self, name: str, values: NDArray[Any], rows: slice, shape: tuple[int, int]) -> NDArray[Any]:
         packing = self.packing
         if packing is not None and name == "weight":
-            numbers = unpack(values, Part(packing.dtype, shape))[rows]
+            numbers = unpack(values, PackedTensor(packing.dtype, shape))[rows]
             return pack(numbers[:, self.begin : self.end] if self.dimension else numbers, packing.bits)
         group = 1 if packing is None else packing.group
         columns = slice(self.begin // group, self.end // group) if self.dimension else slice(None)

@@ -19,7 +19,8 @@ class CaM(Merging):
     Bernoulli variable with probability m instead. Keys, scores and votes of the receiving slots stay unchanged.
 
     Attributes:
-        receivers: M. If fewer slots follow, their shares are lost.
+        receivers: The number M of slots that an evicted value is added to. If fewer slots follow, their shares are
+            lost.
     """
 
     name: ClassVar[str] = "cam"

@@ -1,1 +1,1 @@
-"""The two operators: their meaning in PyTorch, and the ONNX functions derived from it."""
+"""The meaning of the operators VoteAttention and MergeCache in PyTorch, and the ONNX functions traced from it."""

@@ -1,11 +1,11 @@
-"""Linear: products of one input with weights as checkpoints hold them (``torch.nn.functional.linear``), as one node.
+"""The operator Linear: products of one input with weights in a checkpoint's layout, and the steps around them.
 
-ONNX Runtime's CPU provider computes a MatMul with a transposed weight from a copy of that weight, in float32 whatever
-its type, and runs every small operator around it as a node that costs as much as the product of one row. A kernel of
-this node reads weights as checkpoints hold them, [outputs, inputs], and computes the steps around a product while its
-rows are in cache: the norm before it, a bias, SiLU's gate, a residual, heads set apart or put together again, rotary
-embedding. A runtime without the kernel takes the function. Which nodes of an ONNX graph become one:
-`kvexport.export.passes`.
+ONNX Runtime's CPU provider computes a MatMul with a transposed weight from a float32 copy of that weight, whatever its
+type. It runs every small operator around the product as a node of its own, and each costs as much as the product of one
+row. A kernel of Linear reads weights in the layout of checkpoints, [outputs, inputs] (``torch.nn.functional.linear``),
+and computes the steps around a product while its rows are in cache: the norm before it, a bias, SiLU's gate, a
+residual, splitting or joining heads, and the rotary embedding. A runtime without the kernel runs the ONNX function.
+`kvexport.export.passes` decides which nodes of an ONNX graph become a Linear.
 """
 
 from __future__ import annotations
@@ -18,20 +18,27 @@ import onnx.parser
 
 from kvexport.ops.onnx_function import DOMAIN
 
+# The inputs that follow a weight, by the number in `Form.packed`.
 PACKED: tuple[tuple[str, ...], ...] = ((), ("scale",), ("scale", "zero"), ("scale", "minimum"))
-"""What follows a weight, by the number in `Form.packed`."""
-OF_PACKED = ("packed", "group", "float_input")
+PACKED_ATTRIBUTES = ("packed", "group", "float_input")
 
 
 @dataclass(frozen=True)
 class Form:
-    """The steps of a Linear beside its products, 0 where there is none.
+    """The steps of a Linear node in addition to its products; 0 for a step that it does not have.
 
-    input_heads: heads of the input, where they are a dimension of their own. norm: whether rows are normalised first,
-    with `epsilon`. An entry for each product: output_heads, the heads set apart in its output; bias, whether it has
-    one; rotated, whether its heads are rotated. gate, residual: whether there is one; only of a single product.
-    An entry for each weight, that of the gate last, or none where no weight is packed: packed, one of `PACKED`; group,
-    the inputs that share a scale. float_input: whether kernels multiply packed weights with the input as it is.
+    Attributes:
+        input_heads: The number of heads in the input, if heads are a dimension of their own.
+        norm: Whether the rows are normalised first.
+        epsilon: The epsilon of the norm.
+        output_heads: For each product, the number of heads that its output is split into.
+        bias: For each product, whether it has a bias.
+        rotated: For each product, whether its heads are rotated.
+        gate: Whether the product is multiplied with silu of a gate. Only a node with one product has a gate.
+        residual: Whether a residual is added. Only a node with one product has a residual.
+        packed: For each weight, the gate's last, an index into `PACKED`; empty if no weight is packed.
+        group: For each weight, the number of inputs that share a scale; empty if no weight is packed.
+        float_input: Whether kernels multiply packed weights with the input as it is, instead of rounding it to int8.
     """
 
     input_heads: int = 0
@@ -48,59 +55,69 @@ class Form:
 
     @property
     def count(self) -> int:
-        """How many products."""
+        """The number of products."""
         return len(self.output_heads)
 
     @property
     def weights(self) -> int:
-        """How many weights, that of the gate among them."""
+        """The number of weights, the gate's included."""
         return self.count + self.gate
 
     @property
     def inputs(self) -> list[str]:
-        """The names of its inputs, in their order."""
-        named = ["input", *["norm"] * self.norm]
+        """The names of the node's inputs, in order."""
+        names = ["input", *["norm"] * self.norm]
         for i, bias in enumerate(self.bias):
-            named += [*self.parts(f"weight{i}", i), *[f"bias{i}"] * bias]
-        gate = self.parts("gate", self.count) if self.gate else []
-        return [*named, *gate, *["residual"] * self.residual, *["cosine", "sine"] * any(self.rotated)]
+            names += [*self.weight_inputs(f"weight{i}", i), *[f"bias{i}"] * bias]
+        gate = self.weight_inputs("gate", self.count) if self.gate else []
+        return [*names, *gate, *["residual"] * self.residual, *["cosine", "sine"] * any(self.rotated)]
 
-    def parts(self, weight: str, i: int) -> list[str]:
-        """The names of a weight, the `i`th, and of what it is packed with."""
-        return [weight, *(f"{weight}_{part}" for part in PACKED[self.packed[i] if self.packed else 0])]
+    def weight_inputs(self, weight: str, i: int) -> list[str]:
+        """Return the names of a weight and of the scales, zero points or minima that it is packed with.
+
+        Args:
+            weight: The name of the weight.
+            i: The number of the weight in `packed`.
+        """
+        return [weight, *(f"{weight}_{suffix}" for suffix in PACKED[self.packed[i] if self.packed else 0])]
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """Of a node, by their names."""
-        given = {name: value for name, value in vars(self).items() if self.packed or name not in OF_PACKED}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+        """The attributes of the node by name."""
+        values = {name: value for name, value in vars(self).items() if self.packed or name not in PACKED_ATTRIBUTES}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @property
     def overload(self) -> str:
-        """The name of its function."""
-        shown = {
+        """The overload name of the ONNX function."""
+        words = {
             "norm": f"norm{self.epsilon:.6g}" * self.norm,
             "epsilon": "",
             "count": f"{self.count}" * (self.count > 1),
         }
         for name, value in vars(self).items():
-            given = value if isinstance(value, tuple) else (value,)
-            shown.setdefault(name, name + ".".join(map(str, given)) if any(given) else "")
-        return "_".join(part for part in shown.values() if part)
+            numbers = value if isinstance(value, tuple) else (value,)
+            words.setdefault(name, name + ".".join(map(str, numbers)) if any(numbers) else "")
+        return "_".join(word for word in words.values() if word)
 
 
 def linear_function(form: Form) -> onnx.FunctionProto:
-    """The function of a Linear; all tensors of one dtype but those of packed weights.
+    """Return the ONNX function of a Linear node.
 
-    input: [..., inputs], or [B, input_heads, T, inputs / input_heads]
-    norm: [inputs], the scale of an RMSNormalization of the rows
-    for each product: weight [outputs, inputs], bias [outputs]; a packed weight is of integers, and its scale and its
-        zero point or minimum are [outputs, inputs / group]: (weight - zero) scale or weight scale + minimum, in
-        float32, rounded once to the input's type
-    gate: [outputs, inputs]; the product is multiplied with silu(rows x gate^T)
-    residual: [..., outputs], added last
-    cosine, sine: [B, T, half a head's size], for heads rotated in planes (f, f + half), as RotaryEmbedding does
-    for each product an output: [..., outputs], or [B, output_heads, T, outputs / output_heads]
+    All tensors have one dtype, except those of packed weights. The inputs and outputs are:
+
+    - input: [..., inputs], or [B, input_heads, T, inputs / input_heads].
+    - norm: [inputs], the scale of an RMSNormalization of the rows.
+    - for each product a weight [outputs, inputs] and a bias [outputs]. A packed weight has integers and a scale, with a
+      zero point or a minimum, [outputs, inputs / group] each. It stands for (weight - zero) scale or weight scale +
+      minimum, computed in float32 and rounded once to the input's type.
+    - gate: [outputs, inputs]. The product is multiplied with silu(rows x gate^T).
+    - residual: [..., outputs], added last.
+    - cosine, sine: [B, T, half a head's size], for heads rotated in planes (f, f + half), like RotaryEmbedding.
+    - for each product an output: [..., outputs], or [B, output_heads, T, outputs / output_heads].
+
+    Args:
+        form: The steps of the node.
     """
     lines, rows, outputs = [], "input", []
     if form.input_heads:
@@ -117,9 +134,9 @@ def linear_function(form: Form) -> onnx.FunctionProto:
         lines += ["before_tokens = Constant <value_ints = [1]> ()"]
         lines += [f"{name}_of_heads = Unsqueeze ({name}, before_tokens)" for name in ("cosine", "sine")]
     for i in range(form.count):
-        made, last = _product(form, i, rows)
-        lines += made
-        outputs.append(last)
+        product, output = _product(form, i, rows)
+        lines += product
+        outputs.append(output)
     body = "\n".join(lines)
     signature = f"Linear ({', '.join(form.inputs)}) => ({', '.join(outputs)})"
     function = onnx.parser.parse_function(f'<domain: "{DOMAIN}", opset_import: ["": 23]>\n{signature}\n{{\n{body}\n}}')
@@ -128,7 +145,7 @@ def linear_function(form: Form) -> onnx.FunctionProto:
 
 
 def _product(form: Form, i: int, rows: str) -> tuple[list[str], str]:
-    """The nodes of one product, and the name of its output."""
+    """Return the nodes of product number i, and the name of its output."""
     lines, weight = _dequantized(form, f"weight{i}", i)
     lines += [f"transposed{i} = Transpose <perm = [1, 0]> ({weight})", f"product{i} = MatMul ({rows}, transposed{i})"]
     last = f"product{i}"
@@ -136,9 +153,9 @@ def _product(form: Form, i: int, rows: str) -> tuple[list[str], str]:
         lines += [f"biased{i} = Add ({last}, bias{i})"]
         last = f"biased{i}"
     if form.gate:
-        made, weight = _dequantized(form, "gate", form.count)
+        dequantized, weight = _dequantized(form, "gate", form.count)
         lines += [
-            *made,
+            *dequantized,
             f"gate_transposed = Transpose <perm = [1, 0]> ({weight})",
             f"gate_product = MatMul ({rows}, gate_transposed)",
             "sigmoid = Sigmoid (gate_product)",
@@ -157,7 +174,7 @@ def _product(form: Form, i: int, rows: str) -> tuple[list[str], str]:
         ]
         last = f"heads_first{i}"
     if form.rotated[i]:
-        # Written out: a runtime without a kernel of Linear may lack RotaryEmbedding in some type as well.
+        # In single operators, because a runtime without a kernel of Linear may lack RotaryEmbedding in some type too.
         lines += [
             f"first{i}, second{i} = Split <axis = -1, num_outputs = 2> ({last})",
             f"first_cosine{i} = Mul (first{i}, cosine_of_heads)",
@@ -173,13 +190,13 @@ def _product(form: Form, i: int, rows: str) -> tuple[list[str], str]:
 
 
 def _dequantized(form: Form, weight: str, i: int) -> tuple[list[str], str]:
-    """The nodes that make a weight, the `i`th, of the input's type, and the name of what they make."""
+    """Return the nodes that convert weight number i to the input's type, and the name of the result."""
     if not form.packed or not form.packed[i]:
         return [], weight
-    parts, group = form.parts(weight, i), form.group[i]
-    minimum = parts.pop() if PACKED[form.packed[i]][-1] == "minimum" else ""
+    inputs, group = form.weight_inputs(weight, i), form.group[i]
+    minimum = inputs.pop() if PACKED[form.packed[i]][-1] == "minimum" else ""
     lines = [
-        f"{weight}_float = DequantizeLinear <axis = 1, block_size = {group}, output_dtype = 1> ({', '.join(parts)})"
+        f"{weight}_float = DequantizeLinear <axis = 1, block_size = {group}, output_dtype = 1> ({', '.join(inputs)})"
     ]
     if minimum:
         lines += [
@@ -192,5 +209,5 @@ def _dequantized(form: Form, weight: str, i: int) -> tuple[list[str], str]:
             f"{weight}_flat = Constant <value_ints = [0, -1]> ()",
             f"{weight}_float_sum = Reshape ({weight}_sum, {weight}_flat)",
         ]
-    made = f"{weight}_float_sum" if minimum else f"{weight}_float"
-    return [*lines, f"{weight}_cast = CastLike ({made}, input)"], f"{weight}_cast"
+    result = f"{weight}_float_sum" if minimum else f"{weight}_float"
+    return [*lines, f"{weight}_cast = CastLike ({result}, input)"], f"{weight}_cast"

@@ -1,7 +1,7 @@
-"""MergeCache: bring a cache that is over budget back to exactly `budget` slots, the way its method says.
+"""The operator MergeCache: evict slots until the cache is within its budget, by the rule of a method.
 
-This function is the operator's only meaning. Its ONNX function is traced from it (`kvexport.ops.onnx_function`) and
-native kernels are held to it by `tests/conformance`.
+This function defines the operator. Its ONNX function is traced from it (`kvexport.ops.onnx_function`), and
+`tests/conformance` compares native kernels with it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,19 @@ LAST = torch.iinfo(torch.int32).max
 
 @dataclass(frozen=True)
 class MergeCacheAttributes:
-    """The attributes of a MergeCache node: `budget` slots are kept, the first `sinks` positions and the latest `recent`
-    of them always; with a `sliding_window` (0 = none), slots that the window has passed are evicted first. rotary: the
-    layer's, where the method or positions in the cache ask for it. Raises UsageError for positions in the cache with a
-    sliding window."""
+    """The attributes of a MergeCache node.
+
+    Attributes:
+        method: The method that chooses evicted slots and merges them.
+        budget: The slots that are kept.
+        sinks: The number of first positions that are never evicted.
+        recent: The number of latest positions that are never evicted.
+        sliding_window: The layer's sliding window in positions; 0 for none. Slots that it has passed are evicted first.
+        rotary: The layer's rotary embedding, if the method or positions in the cache need it.
+
+    Raises:
+        UsageError: If positions in the cache are combined with a sliding window.
+    """
 
     method: Method
     budget: int
@@ -37,8 +46,8 @@ class MergeCacheAttributes:
     def __post_init__(self) -> None:
         if self.rotary.cache_positions and self.sliding_window:
             raise UsageError(
-                f"positions in the cache with a sliding window of {self.sliding_window}: it counts absolute positions",
-                "a sliding_window of 0, or absolute positions",
+                f"cache_positions is set, but the sliding window of {self.sliding_window} counts absolute positions",
+                "set sliding_window to 0, or use absolute positions",
             )
 
 
@@ -53,32 +62,40 @@ def merge_cache(
     rows: tuple[Tensor, Tensor, Tensor] | None = None,
     recent: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """One layer's cache back within its budget; a cache within it stays as it lies.
+    """Return one layer's cache with at most `budget` occupied slots; a cache within its budget stays unchanged.
+
+    Occupied slots are a prefix, in any order.
 
     Args:
-        key, value: [B, H, C, D], [B, H, C, Dv]; votes: [B, H, C] float32, 0 = empty; score: [B, H, K, C] float32;
-        position: [B, H, C] int32. Used slots are a prefix, in any order. extra: the scales of keys and values, [B, H,
-        C] float32 each, where the cache is small, and its keys or values int8, or uint8 with half the last dimension;
-        then the method's `extra_state`.
-        rows: three tensors whose lengths alone matter, given by the tracer, where they are symbolic: `budget` rows, the
-        rows by which the fullest head is over it, one at least (see `rows_of`), and the rest of the capacity, `capacity
-        - budget`.
-        recent: [1] int32, given by the tracer, in place of the attribute.
+        key: [B, H, C, D] in the cache's type.
+        value: [B, H, C, Dv] in the cache's type.
+        votes: [B, H, C] float32; 0 for an empty slot.
+        score: [B, H, K, C] float32.
+        position: [B, H, C] int32.
+        extra: For a small cache the scales of keys and values, [B, H, C] float32 each; then the tensors of the method's
+            `extra_state`. Keys and values of a small cache are int8, or uint8 with half the last dimension.
+        attributes: The attributes of the node.
+        rows: Three tensors of which only the lengths are read. The tracer passes them, because it needs symbolic
+            lengths: `budget`; the slots by which the fullest head is over the budget, at least one (see `rows_of`); and
+            `capacity - budget`.
+        recent: [1] int32, which the tracer passes to replace the attribute.
 
     Returns:
-        The state tensors in the same shapes and dtypes: at most `budget` used slots, a prefix, zeros after row
-        `budget`. Of n slots that are kept, those below row n stay where they lie, a merged one where its target lay;
-        the lowest hole among the first n rows takes the last kept slot, the next lowest hole the last but one, and so
-        on.
+        The state tensors in the same shapes and dtypes, with zeros from row `budget` on. Occupied slots are a prefix
+        again. If n slots are kept, kept slots below row n stay in their row, and a merged slot is in its target's row.
+        The lowest hole among the first n rows receives the last kept slot, the next hole the last but one, and so on.
 
-    Raises UsageError where K is not the number of statistics that the method keeps.
+    Raises:
+        UsageError: If K is not the number of statistics that the method keeps.
     """
     if is_small(key):
         return _merge_small((key, value, votes, score, position, *extra), attributes, rows, recent)
     statistics = len(attributes.method.statistics)
     if score.shape[2] != statistics:
-        found = f"the score has {score.shape[2]} statistics, {attributes.method.name} keeps {statistics}"
-        raise UsageError(found, f"a score of [B, H, {statistics}, C]")
+        raise UsageError(
+            f"the score has {score.shape[2]} statistics, but {attributes.method.name} keeps {statistics}",
+            f"pass a score of [B, H, {statistics}, C]",
+        )
     axes = tuple(tensor.slot_axis for tensor in attributes.method.extra_state)
     kept_rows, evicted_rows, freed_rows = rows or rows_of(votes, attributes.budget)
     working = kept_rows.shape[0] + evicted_rows.shape[0]
@@ -86,11 +103,11 @@ def merge_cache(
     now = torch.where(votes > 0, position, -1).amax(-1, keepdim=True)  # [B, H, 1]
     if attributes.sliding_window:
         votes = torch.where(position > now - attributes.sliding_window, votes, 0.0)
-    # Only the fullest head's slots are looked at: the rest of the capacity is empty everywhere.
+    # As many slots as the fullest head occupies are gathered: the rest of the capacity is empty in every head.
     order = torch.where(votes > 0, position, LAST).sort(dim=-1, stable=True).indices[:, :, :working]
     slots = gather_slots(Slots(key, value, votes, score, position, now, attributes.rotary, extra), order, axes)
     used = slots.votes > 0
-    held = torch.where(used, slots.position, LAST)
+    positions_before = torch.where(used, slots.position, LAST)
     if not attributes.method.compresses:
         kept = used
     else:
@@ -109,13 +126,14 @@ def merge_cache(
         slots = attributes.method.merge(slots, evicted)
         kept = used & stays
     row = torch.arange(order.shape[-1], device=votes.device).expand_as(order)
-    lies = torch.zeros_like(kept).scatter(-1, order, kept)  # of every row of the cache: whether a kept slot lies there
-    number = torch.zeros_like(order).scatter(-1, order, row)  # ... and which of `slots` lies there
-    source = _without_holes(lies)[:, :, : kept_rows.shape[0]]
+    # For every row of the cache: whether it contains a kept slot, and the index of that slot in `slots`.
+    is_kept = torch.zeros_like(kept).scatter(-1, order, kept)
+    number = torch.zeros_like(order).scatter(-1, order, row)
+    source = _without_holes(is_kept)[:, :, : kept_rows.shape[0]]
     result = gather_slots(slots, number.gather(-1, source), axes)
     result_votes = torch.where(row[:, :, : kept_rows.shape[0]] < kept.sum(-1, keepdim=True), result.votes, 0.0)
     if attributes.rotary.inverse_frequencies and attributes.rotary.cache_positions:
-        result = replace(result, key=_turned(result, result_votes, held, attributes.rotary))
+        result = replace(result, key=_turned(result, result_votes, positions_before, attributes.rotary))
 
     def padded(x: Tensor, dim: int) -> Tensor:
         shape = list(x.shape)
@@ -138,13 +156,16 @@ def _merge_small(
     rows: tuple[Tensor, Tensor, Tensor] | None,
     recent: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """`merge_cache` of a small cache, as float32. Methods see both rotated by the Hadamard matrix, which changes
-    no mean, product, cosine or distance; where keys are turned, or the method kept something of its own of queries and
-    keys, they see keys as they are. A slot that is neither merged nor turned keeps its bits: `quantized` gives back
-    what was dequantized."""
+    """Return `merge_cache` of a small cache, computed in float32.
+
+    Methods see keys and values rotated by the Hadamard matrix, which changes no mean, product, cosine or distance. They
+    see unrotated keys if the merge rotates keys to other positions, or if the method keeps state that it computed from
+    queries and keys. A slot that is neither merged nor rotated keeps its bits, because `quantized` restores what was
+    dequantized.
+    """
     key, value, votes, score, position, key_scale, value_scale, *extra = state
-    as_is = attributes.rotary.inverse_frequencies or attributes.method.extra_state
-    turn = rotated_by_hadamard if as_is else torch.Tensor.float
+    plain_keys = attributes.rotary.inverse_frequencies or attributes.method.extra_state
+    turn = rotated_by_hadamard if plain_keys else torch.Tensor.float
     wide = (turn(dequantized(key, key_scale)), dequantized(value, value_scale))
     merged = merge_cache(*wide, votes, score, position, *extra, attributes=attributes, rows=rows, recent=recent)
     key, key_scale = quantized(turn(merged[0]), key.dtype)
@@ -152,35 +173,49 @@ def _merge_small(
     return (key, value, *merged[2:5], key_scale, value_scale, *merged[5:])
 
 
-def _without_holes(lies: Tensor) -> Tensor:
-    """lies [B, H, W] bool: in which rows n kept slots lie. Of the first n rows the ones that their slots come from, of
-    the others themselves; [B, H, W] int64."""
-    row = torch.arange(lies.shape[-1], device=lies.device).expand_as(lies)
-    count = lies.to(torch.int64).cumsum(-1)
-    kept, before = count[:, :, -1:], count - lies.to(torch.int64)
-    holes = row - before  # below this row
-    listed = torch.zeros_like(row).scatter(-1, torch.where(lies, before, kept + holes), row)  # kept slots' rows first
-    return torch.where(lies | (row >= kept), row, listed.gather(-1, torch.clamp(kept - 1 - holes, min=0)))
+def _without_holes(is_kept: Tensor) -> Tensor:
+    """Return for every row the row whose slot moves there; [B, H, W] int64.
+
+    The rows below the number n of kept slots receive the kept slots. All other rows map to themselves.
+
+    Args:
+        is_kept: [B, H, W] bool, the rows that contain kept slots.
+    """
+    row = torch.arange(is_kept.shape[-1], device=is_kept.device).expand_as(is_kept)
+    count = is_kept.to(torch.int64).cumsum(-1)
+    kept, before = count[:, :, -1:], count - is_kept.to(torch.int64)
+    holes = row - before  # the number of holes below this row
+    kept_first = torch.zeros_like(row).scatter(-1, torch.where(is_kept, before, kept + holes), row)
+    return torch.where(is_kept | (row >= kept), row, kept_first.gather(-1, torch.clamp(kept - 1 - holes, min=0)))
 
 
-def _turned(result: Slots, votes: Tensor, held: Tensor, rotary: Rotary) -> Tensor:
-    """Keys [B, H, N, D] turned from the places that they had among `held` [B, H, C] positions, in order and LAST where
-    empty, to those that they have now, in any order. A merged slot had the place of its latest member."""
-    before = held.shape[-1]
+def _turned(result: Slots, votes: Tensor, before: Tensor, rotary: Rotary) -> Tensor:
+    """Return keys [B, H, N, D] rotated from their places before the merge to their places after it.
+
+    A merged slot had the place of its latest member.
+
+    Args:
+        result: The slots after the merge, in any order.
+        votes: [B, H, N], the votes after the merge.
+        before: [B, H, C] int32, the positions before the merge in order; LAST for empty slots.
+        rotary: The layer's rotary embedding.
+    """
     position = torch.where(votes > 0, result.position, LAST)
     place = ranks(position)
-    both = ranks(torch.cat([held, position], dim=-1))[:, :, before:]  # of equals the held one is first
-    old = both - place - 1  # that rank counts those held up to the slot itself, and the results before it
-    steps = torch.where(votes > 0, place - old, 0)
+    # Among equal positions the one before the merge ranks first. The joint rank counts the earlier slots up to the
+    # slot itself, and the results before it.
+    joint = ranks(torch.cat([before, position], dim=-1))[:, :, before.shape[-1] :]
+    old_place = joint - place - 1
+    steps = torch.where(votes > 0, place - old_place, 0)
     turned = rotated(result.key.float(), steps, rotary).to(result.key.dtype)
     return torch.where((steps != 0)[..., None], turned, result.key)
 
 
 def rows_of(votes: Tensor, budget: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`rows` of `merge_cache` for these votes [B, H, C]."""
+    """Return the argument `rows` of `merge_cache` for the votes [B, H, C]."""
     capacity = votes.shape[2]
     kept = min(budget, capacity)
-    # One row at least, of an empty slot where nothing is over: ONNX Runtime gives a reduction of no rows the wrong
-    # shape.
+    # At least one row, because ONNX Runtime gives a reduction over no rows the wrong shape. If no head is over its
+    # budget, this row is an empty slot.
     over = max(int((votes > 0).sum(-1).max()) - budget, min(capacity - kept, 1))
     return votes.new_zeros(kept), votes.new_zeros(over), votes.new_zeros(capacity - kept)

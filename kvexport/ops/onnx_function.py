@@ -1,8 +1,8 @@
-"""The ONNX functions of the two operators, traced from their PyTorch meaning.
+"""The ONNX functions of VoteAttention and MergeCache, traced from their PyTorch meaning.
 
-A node of domain `kvexport` carries its attributes for native kernels; the model carries, for every distinct meaning, a
-function of the same name under its own `overload`. Batch, tokens, capacity and budget are symbolic in a function;
-everything else is fixed.
+A node of domain `kvexport` has attributes for native kernels. For every distinct meaning of its nodes the model has a
+function with the operator's name and an `overload` of its own. Batch, tokens, capacity and budget are symbolic in a
+function, and all other sizes are fixed.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from kvexport.schema.state import STATE, StateTensor, scales_of
 
 DOMAIN = "kvexport"
 VERSION = 1
-# What differs between the layers of a model that share a function is read from the node.
+# Attributes that differ between layers that share a function: the function reads them from the node.
 MERGE_CACHE_NODE = ("budget", "recent")
 ROW_INPUTS = ("kept_rows", "evicted_rows", "freed_rows", "recent_slots")
-# `rows_of` in ONNX.
+# The PyTorch function `rows_of`, in ONNX.
 ROWS = """<domain: "kvexport", opset_import: ["": 23]>
 rows <budget, recent> (votes) => (kept_rows, evicted_rows, freed_rows, recent_slots) {
     kv_zero = Constant <value = float {0.0}> ()
@@ -62,12 +62,14 @@ rows <budget, recent> (votes) => (kept_rows, evicted_rows, freed_rows, recent_sl
     kv_recent = Reshape (kv_recent_scalar, kv_axis)
     recent_slots = Cast <to = 6> (kv_recent)
 }"""
-_merge_functions: dict[tuple[type[Method], str], onnx.FunctionProto] = {}  # by method and overload
+_merge_functions: dict[tuple[type[Method], str], onnx.FunctionProto] = {}  # keys: method and overload
 
 
 def vote_attention_node_attributes(attributes: VoteAttentionAttributes) -> dict[str, Any]:
-    """The node's attributes as the contract names them: lists are of the statistics, under the names of their
-    fields."""
+    """Return the attributes of a VoteAttention node by their names in the contract.
+
+    List attributes have one entry for each statistic and are named like the fields of `Statistic`.
+    """
     values: dict[str, Any] = {"statistics": [s.kind for s in attributes.statistics]}
     for name in (a.name for a in VOTE_ATTENTION.attributes if a.name not in values and not a.optional):
         if hasattr(attributes, name):
@@ -80,8 +82,10 @@ def vote_attention_node_attributes(attributes: VoteAttentionAttributes) -> dict[
 
 
 def merge_cache_node_attributes(attributes: MergeCacheAttributes) -> dict[str, Any]:
-    """The node's attributes as the contract names them: those of the policy where the method has one, and the layer's
-    rotary embedding where there is one."""
+    """Return the attributes of a MergeCache node by their names in the contract.
+
+    They include the policy, if the method has one, and the layer's rotary embedding, if there is one.
+    """
     return MERGE_CACHE.node_attributes(_merge_cache_values(attributes))
 
 
@@ -108,7 +112,7 @@ def _merge_cache_values(attributes: MergeCacheAttributes) -> dict[str, Any]:
 
 
 def overload_of(meaning: dict[str, Any]) -> str:
-    """A short name that is the same for the same meaning."""
+    """Return a short name that is equal for equal meanings."""
     return hashlib.sha256(json.dumps(meaning, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
@@ -122,8 +126,16 @@ def vote_attention_function(
     cache_type: str = "",
     sinks: bool = False,
 ) -> onnx.FunctionProto:
-    """The function of VoteAttention for (query heads, KV heads) and (key, value) head sizes. dtype: of the query;
-    cache_type: of the cache's keys and values, where it is another. `sinks` adds the input sink_logits."""
+    """Return the ONNX function of VoteAttention.
+
+    Args:
+        attributes: The attributes of the node.
+        heads: The numbers of query heads and of KV heads.
+        head_sizes: The sizes of a key and of a value.
+        dtype: The type of the query.
+        cache_type: The type of the cache's keys and values, if it differs from the query's.
+        sinks: Whether the function has the input sink_logits.
+    """
     query_heads, kv_heads = heads
     key_size, value_size = head_sizes
     extra = (*scales_of(cache_type), *(attributes.method.extra_state if attributes.method else ()))
@@ -159,32 +171,39 @@ def vote_attention_function(
         "sinks": sinks,
         **({"cache": cache_type} if cache_type else {}),
         **vote_attention_node_attributes(attributes),
-        **(_own_meaning(attributes.method) if attributes.method else {}),
+        **(_method_meaning(attributes.method) if attributes.method else {}),
     }
     before_extra = len(arguments) - len(extra)
 
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
-        given = tensors[:before_extra] if sinks else (*tensors[:before_extra], None)
-        return vote_attention(*given, *tensors[before_extra:], attributes=attributes)  # type: ignore[arg-type]
+        first = tensors[:before_extra] if sinks else (*tensors[:before_extra], None)
+        return vote_attention(*first, *tensors[before_extra:], attributes=attributes)  # type: ignore[arg-type]
 
     graph = _trace(call, arguments, shapes)
     _read_sizes_from(graph, operator.input_names.index("position"))
-    # What has no sink logits still has their place among its inputs where state follows.
+    # A function without sink logits keeps their place among its inputs if extra state follows.
     absent = [] if sinks else ["sink_logits"]
     inputs = [name for name in operator.input_names if name not in absent or extra]
     return _function("VoteAttention", overload_of(meaning), graph, inputs, operator.output_names, absent=absent)
 
 
-def _own_meaning(method: Method) -> dict[str, Any]:
-    """What tells a method apart whose meaning is its own code."""
+def _method_meaning(method: Method) -> dict[str, Any]:
+    """Return what identifies a method whose meaning is its own code: its name and its parameters."""
     return {"method": method.name, **method.model_dump()}
 
 
 def merge_cache_function(
     attributes: MergeCacheAttributes, *, kv_heads: int, head_sizes: tuple[int, int], statistics: int, cache_type: str
 ) -> onnx.FunctionProto:
-    """The function of MergeCache. cache_type: of keys and values. Budget and recent are read from the node's
-    attributes, so layers of different budgets share it."""
+    """Return the ONNX function of MergeCache, which reads `budget` and `recent` from the node's attributes.
+
+    Args:
+        attributes: The attributes of the node. Its budget and recent do not matter.
+        kv_heads: The number of KV heads.
+        head_sizes: The sizes of a key and of a value.
+        statistics: The number K of statistics.
+        cache_type: The type of the cache's keys and values.
+    """
     shared = {name: x for name, x in _merge_cache_values(attributes).items() if name not in MERGE_CACHE_NODE}
     has_own = attributes.method.policy() is None or attributes.method.extra_state
     meaning = {
@@ -193,7 +212,7 @@ def merge_cache_function(
         "sizes": head_sizes,
         "dtype": cache_type,
         **shared,
-        **(_own_meaning(attributes.method) if has_own else {}),
+        **(_method_meaning(attributes.method) if has_own else {}),
     }
     key = type(attributes.method), overload_of(meaning)
     if key not in _merge_functions:
@@ -203,7 +222,7 @@ def merge_cache_function(
 
 
 def keep_merge_functions(method: Method, functions: Iterable[onnx.FunctionProto]) -> None:
-    """What a copy of this process traced for `method` need not be traced in this one."""
+    """Store functions of MergeCache that a fork of this process traced for `method`."""
     _merge_functions.update({(type(method), function.overload): function for function in functions})
 
 
@@ -220,14 +239,14 @@ def _trace_merge_cache(
     state = (*STATE, *extra)
     c, n, v = 8, 5, 2
     sizes = {"B": 2, "H": kv_heads, "C": c, "K": statistics, "D": head_sizes[0], "Dv": head_sizes[1]}
-    given = [torch.zeros(n), torch.zeros(v), torch.zeros(c - n), torch.zeros(1, dtype=torch.int32)]
-    arguments = [*_state(state, sizes, cache_type), *given]
+    rows = [torch.zeros(n), torch.zeros(v), torch.zeros(c - n), torch.zeros(1, dtype=torch.int32)]
+    arguments = [*_state(state, sizes, cache_type), *rows]
     kept, evicted, freed = Dim("kept"), Dim("evicted"), Dim("freed")
     shapes = [*_state_dims(state, Dim("batch"), Dim("capacity", min=4)), {0: kept}, {0: evicted}, {0: freed}, {}]
 
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
-        *held, kept, evicted, freed, recent = tensors
-        return merge_cache(*held, attributes=attributes, rows=(kept, evicted, freed), recent=recent)
+        *cache, kept, evicted, freed, recent = tensors
+        return merge_cache(*cache, attributes=attributes, rows=(kept, evicted, freed), recent=recent)
 
     graph = _trace(call, arguments, shapes)
     prologue = list(onnx.parser.parse_function(ROWS).node)
@@ -238,12 +257,14 @@ def _trace_merge_cache(
 
 
 def _state(state: Sequence[StateTensor], sizes: Mapping[str, int], cache_type: str) -> list[Tensor]:
-    """Zeros of these sizes."""
-    return [torch.zeros(x.held_shape(cache_type, sizes), dtype=getattr(torch, x.held_as(cache_type))) for x in state]
+    """Return zeros of the given sizes for every state tensor."""
+    return [
+        torch.zeros(x.stored_shape(cache_type, sizes), dtype=getattr(torch, x.stored_dtype(cache_type))) for x in state
+    ]
 
 
 def _state_dims(state: Sequence[StateTensor], batch: Any, capacity: Any) -> list[dict[int, Any]]:
-    """The symbolic dimensions of each."""
+    """Return the symbolic dimensions of each state tensor."""
     symbols = {"B": batch, "C": capacity}
     return [{i: symbols[d] for i, d in enumerate(x.dims) if d in symbols} for x in state]
 
@@ -269,8 +290,10 @@ def _trace(
 
 
 def _stable_sort(values: Any, dim: int = -1, descending: bool = False, stable: bool = True) -> Any:
-    """A whole sort as TopK, whose ties go to the lower index by ONNX's definition; the exporter has no stable sort of
-    its own."""
+    """Return a stable sort as TopK over the whole dimension.
+
+    ONNX defines that ties of TopK go to the lower index. The exporter has no translation of a stable sort.
+    """
     from onnxscript import opset23 as op
 
     size = op.Shape(values, start=dim, end=None if dim == -1 else dim + 1)
@@ -278,8 +301,10 @@ def _stable_sort(values: Any, dim: int = -1, descending: bool = False, stable: b
 
 
 def _gather(values: Any, dim: int, index: Any, sparse_grad: bool = False) -> Any:
-    """``values.gather(dim, index)``. Where `index` [B, H, N, D] repeats [B, H, N, 1], whole rows are copied instead of
-    elements."""
+    """Return ``values.gather(dim, index)``.
+
+    If `index` [B, H, N, D] is an expanded [B, H, N, 1], whole rows are copied instead of elements.
+    """
     from onnxscript import opset23 as op
 
     expand = index.producer()
@@ -291,15 +316,18 @@ def _gather(values: Any, dim: int, index: Any, sparse_grad: bool = False) -> Any
 
 
 def _gather_rows(values: Any, indices: Any) -> Any:
-    """``values[i, j, k]`` for full index tensors of one shape."""
+    """Return ``values[i, j, k]`` for full index tensors of one shape."""
     from onnxscript import opset23 as op
 
     return op.GatherND(values, _joined(indices))
 
 
 def _scatter_rows(values: Any, indices: Any, rows: Any, accumulate: bool = False) -> Any:
-    """``values.index_put((i, j, k), rows)``; the same index node as `_gather_rows`, where the exporter would build it
-    anew."""
+    """Return ``values.index_put((i, j, k), rows)``.
+
+    The index has the same nodes as that of `_gather_rows`, so they can be shared. The exporter's own translation would
+    build others.
+    """
     from onnxscript import opset23 as op
 
     return op.ScatterND(values, _joined(indices), rows)
@@ -313,8 +341,10 @@ def _joined(indices: Any) -> Any:
 
 
 def _read_sizes_from(graph: onnx.GraphProto, source: int) -> None:
-    """Read sizes off input number `source` wherever it has them: all layers share it, so a runtime computes once for
-    all of them what depends on nothing else."""
+    """Read sizes from input number `source` wherever that input has them.
+
+    All layers share this input, so a runtime computes everything that depends on the sizes alone once for all layers.
+    """
     dims = {v.name: [d.dim_param for d in v.type.tensor_type.shape.dim] for v in graph.input}
     name = graph.input[source].name
     for node in graph.node:
@@ -341,8 +371,19 @@ def _function(
     prologue: list[onnx.NodeProto] | None = None,
     absent: Sequence[str] = (),
 ) -> onnx.FunctionProto:
-    """`graph` as a function: inputs and outputs renamed, initializers as constants, the last inputs computed by
-    `prologue`. absent: inputs that the graph does not have."""
+    """Return `graph` as an ONNX function.
+
+    Inputs and outputs are renamed, and initializers become constants.
+
+    Args:
+        op: The operator's name.
+        overload: The function's overload name.
+        graph: The traced graph.
+        inputs: The names of the function's inputs, in the order of the graph's inputs.
+        outputs: The names of the function's outputs.
+        prologue: Nodes that compute the last inputs of the graph.
+        absent: Inputs of the function that the graph does not have.
+    """
     present = [name for name in inputs if name not in absent]
     renamed = dict(zip((v.name for v in graph.input), present, strict=True)) | dict(
         zip((v.name for v in graph.output), outputs, strict=True)
@@ -353,18 +394,18 @@ def _function(
     for initializer in graph.initializer:
         nodes.append(_constant(initializer.name, initializer))
     for node in graph.node:
-        kept = onnx.NodeProto()
-        kept.CopyFrom(node)
-        del kept.metadata_props[:]
-        kept.doc_string = ""
-        kept.input[:] = [renamed.get(x, x) for x in node.input]
-        kept.output[:] = [renamed.get(x, x) for x in node.output]
-        nodes.append(kept)
-    taken = set(inputs) & {name for node in prologue or [] for name in node.output}
+        copy = onnx.NodeProto()
+        copy.CopyFrom(node)
+        del copy.metadata_props[:]
+        copy.doc_string = ""
+        copy.input[:] = [renamed.get(x, x) for x in node.input]
+        copy.output[:] = [renamed.get(x, x) for x in node.output]
+        nodes.append(copy)
+    computed = set(inputs) & {name for node in prologue or [] for name in node.output}
     return helper.make_function(
         DOMAIN,
         op,
-        [x for x in inputs if x not in taken],
+        [x for x in inputs if x not in computed],
         outputs,
         nodes,
         [helper.make_opsetid("", OPSET)],

@@ -1,11 +1,13 @@
-"""Packed weights: a projection's weight in 4 or 8 bits with a scale for each group of inputs, as quantized checkpoints
-hold it and as artifacts keep it.
+"""Packed weights: a projection's weight in 4 or 8 bits with a scale for each group of inputs.
+
+Quantized checkpoints and artifacts store weights in this form:
 
     value[n, k] = weight[n, k] * scale[n, k / group]                                 offset none
                 = (weight[n, k] - zero[n, k / group]) * scale[n, k / group]          offset zero
                 = weight[n, k] * scale[n, k / group] + minimum[n, k / group]         offset minimum
 
-in float32, rounded once to the model's type. Four-bit numbers lie two in a byte, the first in the low half, as in ONNX.
+The value is computed in float32 and rounded once to the model's type. A byte stores two 4-bit numbers, the first in its
+low half, as in ONNX.
 """
 
 from __future__ import annotations
@@ -23,24 +25,38 @@ GROUPS = (16, 256)
 """Smallest and largest group; the whole row is one as well."""
 
 
-class Part(NamedTuple):
-    """One tensor of a packed weight. dtype: a name of numpy's, or int4 or uint4, which lie two in a byte."""
+class PackedTensor(NamedTuple):
+    """The type and shape of one tensor of a packed weight.
+
+    Attributes:
+        dtype: A numpy name, or int4 or uint4, which are stored two in a byte.
+        shape: The shape in elements.
+    """
 
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """The bytes of the whole tensor."""
         count = math.prod(self.shape)
         return -(-count // 2) if self.dtype in ("int4", "uint4") else count * np.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """How a weight is packed. group: consecutive inputs that share a scale. offset: what stands beside the scale, in
-    the weight's type (zero) or in the scale's (minimum). ordered: columns stand in another order than the input's
-    features: column k is that of feature `order[k]`."""
+    """The format of a packed weight.
+
+    Attributes:
+        bits: The bits of a number.
+        signed: Whether the numbers are signed.
+        group: The number of consecutive inputs that share a scale.
+        offset: The tensor that accompanies the scale: none, a zero point in the weight's type, or a minimum in the
+            scale's type.
+        scale_dtype: The type of the scales.
+        ordered: Whether columns have another order than the input's features. Column k then belongs to feature
+            `order[k]`.
+    """
 
     bits: Literal[4, 8]
     signed: bool
@@ -51,36 +67,39 @@ class PackedFormat:
 
     @property
     def dtype(self) -> str:
-        """Of the weight and the zeros: int4, uint4, int8 or uint8."""
+        """The type of the weight and of the zero points: int4, uint4, int8 or uint8."""
         return f"{'' if self.signed else 'u'}int{self.bits}"
 
     @property
     def lowest(self) -> int:
-        """The smallest number that `dtype` holds."""
+        """The smallest number of `dtype`."""
         return -(1 << (self.bits - 1)) if self.signed else 0
 
     @property
     def label(self) -> str:
-        """For a person: "int4, groups of 32, zero points"."""
+        """A description for people, such as "int4, groups of 32, zero points"."""
         offset = {"none": "", "zero": ", zero points", "minimum": ", minima"}[self.offset]
         return f"{self.dtype}, groups of {self.group}{offset}{', columns in order of groups' * self.ordered}"
 
-    def parts(self, outputs: int, inputs: int) -> dict[str, Part]:
-        """The tensors of a weight [outputs, inputs], by name, in the order in which they are stored."""
+    def tensors(self, outputs: int, inputs: int) -> dict[str, PackedTensor]:
+        """Return the tensors of a weight [outputs, inputs] by name, in the order in which they are stored."""
         groups = (outputs, inputs // self.group)
-        parts = {"weight": Part(self.dtype, (outputs, inputs)), "scale": Part(self.scale_dtype, groups)}
+        tensors = {
+            "weight": PackedTensor(self.dtype, (outputs, inputs)),
+            "scale": PackedTensor(self.scale_dtype, groups),
+        }
         if self.offset != "none":
-            parts[self.offset] = Part(self.dtype if self.offset == "zero" else self.scale_dtype, groups)
+            tensors[self.offset] = PackedTensor(self.dtype if self.offset == "zero" else self.scale_dtype, groups)
         if self.ordered:
-            parts["order"] = Part("int64", (inputs,))
-        return parts
+            tensors["order"] = PackedTensor("int64", (inputs,))
+        return tensors
 
     def nbytes(self, outputs: int, inputs: int) -> int:
-        """Bytes of all parts."""
-        return sum(part.nbytes for part in self.parts(outputs, inputs).values())
+        """Return the bytes of all tensors of a weight [outputs, inputs]."""
+        return sum(tensor.nbytes for tensor in self.tensors(outputs, inputs).values())
 
     def fault(self, inputs: int) -> str:
-        """Why no weight of so many inputs can be packed so; empty where one can."""
+        """Return why a weight with `inputs` inputs cannot have this format; an empty string if it can."""
         least, most = GROUPS
         if self.group != inputs and not least <= self.group <= most:
             return f"groups of {self.group} inputs, expected {least} to {most}, or all {inputs}"
@@ -90,7 +109,12 @@ class PackedFormat:
 
 
 def pack(values: Array, bits: int) -> Array:
-    """Whole numbers of any shape as they are stored: 8 bits as they are; 4 bits two in a byte, flat."""
+    """Return whole numbers in the form in which they are stored.
+
+    Args:
+        values: Whole numbers of any shape.
+        bits: 8 for one number in a byte, in the same shape; 4 for two in a byte, flat.
+    """
     if bits == 8:
         return values.astype(np.int8 if values.min(initial=0) < 0 else np.uint8)
     flat = values.reshape(-1).astype(np.uint8) & 15
@@ -100,24 +124,35 @@ def pack(values: Array, bits: int) -> Array:
     return packed
 
 
-def unpack(stored: Array, part: Part) -> Array:
-    """The whole numbers of `part` from what `pack` stored: int8 or uint8, of its shape."""
-    if part.dtype in ("int8", "uint8"):
-        return stored.reshape(-1).view(part.dtype).reshape(part.shape)
+def unpack(stored: Array, tensor: PackedTensor) -> Array:
+    """Return the whole numbers that `pack` stored, as int8 or uint8.
+
+    Args:
+        stored: The stored bytes.
+        tensor: The type and shape of the result.
+    """
+    if tensor.dtype in ("int8", "uint8"):
+        return stored.reshape(-1).view(tensor.dtype).reshape(tensor.shape)
     flat = np.empty(stored.size * 2, np.uint8)
     flat[0::2], flat[1::2] = stored.reshape(-1) & 15, stored.reshape(-1) >> 4
-    if part.dtype == "int4":
+    if tensor.dtype == "int4":
         flat = ((flat ^ 8) - 8).view(np.int8)
-    return flat[: math.prod(part.shape)].reshape(part.shape)
+    return flat[: math.prod(tensor.shape)].reshape(tensor.shape)
 
 
 def dequantize(packing: PackedFormat, outputs: int, inputs: int, stored: Mapping[str, Array]) -> NDArray[np.float32]:
-    """[outputs, inputs] float32 of the stored parts (arrays of `PackedFormat.parts`; 4-bit ones as bytes), columns in
-    the order of the input's features."""
-    parts = packing.parts(outputs, inputs)
-    values = unpack(stored["weight"], parts["weight"]).reshape(outputs, -1, packing.group).astype(np.float32)
+    """Return the weight [outputs, inputs] float32 of a packed weight, columns in the order of the input's features.
+
+    Args:
+        packing: The format.
+        outputs: The number of outputs.
+        inputs: The number of inputs.
+        stored: The stored tensors by their names in `PackedFormat.tensors`; 4-bit ones as bytes.
+    """
+    tensors = packing.tensors(outputs, inputs)
+    values = unpack(stored["weight"], tensors["weight"]).reshape(outputs, -1, packing.group).astype(np.float32)
     if packing.offset == "zero":
-        values -= unpack(stored["zero"], parts["zero"])[..., None].astype(np.float32)
+        values -= unpack(stored["zero"], tensors["zero"])[..., None].astype(np.float32)
     values *= stored["scale"].reshape(outputs, -1, 1).astype(np.float32)
     if packing.offset == "minimum":
         values += stored["minimum"].reshape(outputs, -1, 1).astype(np.float32)

@@ -1,9 +1,10 @@
-"""Keys and values in 8 or 4 bits (docs/contract.md, "A small cache"): a row is rotated by a Hadamard matrix, which
-spreads what is large in a few dimensions over all of them, and rounded to multiples of one scale of its own, in 4 bits
-to sixteen of these.
+"""Keys and values in 8 or 4 bits (docs/reference/contract.md, "A small cache").
 
-Butterflies, scales and roundings are single operations of IEEE arithmetic in a fixed order, so that every backend makes
-the same bits of the same row.
+A row is rotated by a Hadamard matrix, which spreads values that are large in a few dimensions over all dimensions. It
+is then rounded to multiples of one scale per row; a 4-bit cache rounds to sixteen of these multiples.
+
+Butterflies, scales and roundings are single IEEE operations in a fixed order, so all backends compute the same bits
+from the same row.
 """
 
 from __future__ import annotations
@@ -17,24 +18,30 @@ from torch.nn.functional import embedding
 from kvexport.schema.state import INT4, PAIRS
 
 LEVELS = 127
-LEAST = 1e-30  # a scale below is 0: its reciprocal could be infinite
-# Of every int8 number from -128 the code of the nearest of INT4, of two as near of the one nearer to 0.
+LEAST = 1e-30  # a smaller scale becomes 0, because its reciprocal could be infinite
+# For every int8 number from -128 on, the code of the nearest number of INT4; of two equally near, the one nearer to 0.
 CODES = [min(range(16), key=lambda code: (abs(INT4[code] - number), abs(INT4[code]))) for number in range(-128, 128)]
 
 
 def is_small(stored: Tensor) -> bool:
-    """Whether keys or values that are stored so go with scales: int8 ones, and pairs of int4 in a byte."""
+    """Return whether stored keys or values have scales: int8 numbers, or pairs of int4 in a byte."""
     return stored.dtype in (torch.int8, torch.uint8)
 
 
 def block_of(size: int) -> int:
-    """The dimensions that are rotated together: the largest power of two that divides `size`; 1: nothing is rotated."""
+    """Return the number of dimensions that are rotated together.
+
+    This is the largest power of two that divides `size`. With 1 nothing is rotated.
+    """
     return size & -size
 
 
 def rotated_by_hadamard(x: Tensor) -> Tensor:
-    """``x H`` of the rows of x [..., D] float32, H the orthonormal Hadamard matrix of every block of dimensions. H is
-    symmetric, so that a second time turns back."""
+    """Return ``x H`` of the rows of x [..., D] float32.
+
+    H is the orthonormal Hadamard matrix of every block of dimensions (see `block_of`). H is symmetric, so a second
+    rotation restores x.
+    """
     size = x.shape[-1]
     block, half = block_of(size), 1
     while half < block:
@@ -46,10 +53,20 @@ def rotated_by_hadamard(x: Tensor) -> Tensor:
 
 
 def quantized(rows: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
-    """rows [..., D] float32 as numbers, and scales [...] float32: multiples of ``max |x| / 127``, itself rounded to
-    bfloat16. So a product of number and scale is exact in float32, the largest number of a row is 127, and what was
-    dequantized becomes the same bits again. A row of zeros has the scale 0. Numbers are int8 [..., D]; of uint8 the
-    codes of the nearest of INT4, two in a byte, [..., D / 2]."""
+    """Return rows as whole numbers and scales.
+
+    The scale of a row is ``max |x| / 127``, rounded to bfloat16. Products of a number and a scale are therefore exact
+    in float32, the largest number of a row is 127, and a dequantized row becomes the same bits again. A row of zeros
+    has the scale 0.
+
+    Args:
+        rows: [..., D] float32.
+        dtype: int8, or uint8 for the 4-bit form.
+
+    Returns:
+        The numbers and the scales [...] float32. Numbers are int8 [..., D], or uint8 [..., D / 2], which stores the
+        codes of the nearest numbers of INT4, two in a byte.
+    """
     largest = rows.abs().amax(-1, keepdim=True)
     scale = (largest / LEVELS).to(torch.bfloat16).to(torch.float32)
     scale = torch.where(scale < LEAST, 0.0, scale)
@@ -59,14 +76,19 @@ def quantized(rows: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Te
 
 
 def _packed(numbers: Tensor) -> Tensor:
-    """int8 [..., D] as codes, two in a byte, the first in its low half."""
+    """Return int8 numbers [..., D] as 4-bit codes, two in a byte, the first in its low half."""
     table = torch.tensor(CODES, dtype=torch.float32, device=numbers.device)[:, None]
     codes = embedding(numbers.to(torch.int32) + 128, table)[..., 0]
     return (codes[..., 0::2] + 16.0 * codes[..., 1::2]).to(torch.uint8)
 
 
 def dequantized(stored: Tensor, scale: Tensor) -> Tensor:
-    """The rows [..., D] float32 that these numbers, int8 [..., D] or uint8 [..., D / 2], and scales [...] stand for."""
+    """Return the rows [..., D] float32 of stored numbers and scales.
+
+    Args:
+        stored: int8 [..., D] or uint8 [..., D / 2].
+        scale: [...] float32.
+    """
     if stored.dtype == torch.uint8:
         table = torch.tensor(PAIRS, dtype=torch.float32, device=stored.device)
         return embedding(stored.to(torch.int32), table).flatten(-2) * scale[..., None]

@@ -1,5 +1,7 @@
-"""From a PyTorch module to ONNX by torch.export and torch.onnx.export, without their most expensive steps that change
-nothing."""
+"""Conversion of a PyTorch module to ONNX by torch.export and torch.onnx.export.
+
+The most expensive steps of both that do not change the result are skipped.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,19 @@ def to_onnx(
     translations: Mapping[Any, Any],
     **names: Sequence[str],
 ) -> ir.Model:
-    """`module` as an ONNX IR model of opset `OPSET`, not optimized.
+    """Return a module as an ONNX IR model of opset `OPSET`, without optimizations.
 
-    arguments, shapes: an example of every argument and its dynamic dimensions, as torch.export takes them.
-    translations: ONNX for PyTorch operators, preferred to torch.onnx's own. names: `input_names` and
-    `output_names`. Errors of torch.export and torch.onnx pass through.
+    Errors of torch.export and torch.onnx pass through.
+
+    Args:
+        module: The module.
+        arguments: An example of every argument, for torch.export.
+        shapes: The dynamic dimensions of every argument, for torch.export.
+        translations: ONNX translations of PyTorch operators, which take precedence over torch.onnx's own.
+        **names: `input_names` and `output_names`.
     """
     with quiet_exporter(), torch.no_grad(), _sources_unread(), _values_kept():
-        # The cache keys operators by symbolic shapes, and to look one up takes longer than to compute it.
+        # The cache keys operators by symbolic shapes, and a lookup takes longer than the computation.
         with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
             exported = torch.export.export(
                 module,
@@ -45,7 +52,7 @@ def to_onnx(
             )
         _pass_detached(exported)
         if not _changes_in_place(exported):
-            # To decompose the program is to trace it a second time. Mostly every operator has a translation as it is.
+            # Decomposing a program traces it a second time. Most programs can be translated without it.
             exported.run_decompositions = lambda *_: exported
             try:
                 return _translate(exported, translations, names)
@@ -55,7 +62,7 @@ def to_onnx(
 
 
 def _pass_detached(exported: ExportedProgram) -> None:
-    """Constants are detached in place, which changes nothing where nothing has a gradient."""
+    """Remove in-place detach operators, which have no effect on tensors without gradients."""
     for module in exported.graph_module.modules():
         for node in [node for node in module.graph.nodes if node.target is torch.ops.aten.detach_.default]:
             node.replace_all_uses_with(node.args[0])
@@ -73,7 +80,7 @@ def _changes_in_place(exported: ExportedProgram) -> bool:
 
 
 class _Signature:
-    """A translation's function as onnxscript parses it from its source; parsed when more than its domain is read."""
+    """The signature of a translation, which onnxscript parses from its source only if more than the domain is read."""
 
     def __init__(self, translation: Any, make: Callable[[Any], Any]) -> None:
         self.domain: str = translation.opset.domain
@@ -85,8 +92,10 @@ class _Signature:
 
 @contextlib.contextmanager
 def _sources_unread() -> Iterator[None]:
-    """torch.onnx looks up its 500 translations anew for every program, and every lookup parses the translation's source
-    for its domain."""
+    """Keep torch.onnx from parsing the sources of its translations.
+
+    For every program torch.onnx looks up all of its 500 translations, and parses the source of each for its domain.
+    """
     traced: Any = getattr(onnxscript.values, "TracedOnnxFunction", None)
     original = vars(traced).get("function_ir") if traced else None
     if not isinstance(original, property) or original.fget is None:
@@ -101,8 +110,10 @@ def _sources_unread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _values_kept() -> Iterator[None]:
-    """To make type promotion explicit, torch.onnx computes the shapes of a whole program anew, which promotion does not
-    change."""
+    """Keep torch.onnx from computing the shapes of a whole program again.
+
+    It does so to make type promotion explicit, which does not change shapes.
+    """
     try:
         promotion: Any = importlib.import_module("torch.onnx._internal.fx.passes.type_promotion")
     except ImportError:
@@ -131,7 +142,7 @@ def _values_kept() -> Iterator[None]:
 
 def _translate(exported: ExportedProgram, translations: Mapping[Any, Any], names: dict[str, Any]) -> ir.Model:
     aten: Any = torch.ops.aten
-    # Operators of a program that was not decomposed, which torch.onnx knows by their decompositions alone.
+    # Operators that torch.onnx translates only after decomposition.
     added: dict[Any, Any] = {
         aten.to.dtype: _to_dtype,
         aten.to.device: _to_device,

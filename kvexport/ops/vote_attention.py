@@ -1,7 +1,7 @@
-"""VoteAttention: append the new tokens, attend with the bias ``alpha * ln(votes)``, update every slot's score.
+"""The operator VoteAttention: append new tokens to the cache, attend with a bias by votes, and update the scores.
 
-This function is the operator's only meaning. Its ONNX function is traced from it (`kvexport.ops.onnx_function`) and
-native kernels are held to it by `tests/conformance`.
+This function defines the operator. Its ONNX function is traced from it (`kvexport.ops.onnx_function`), and
+`tests/conformance` compares native kernels with it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,23 @@ from kvexport.methods.base import Method
 from kvexport.methods.slots import Call, Statistic, along
 from kvexport.ops.small_cache import dequantized, is_small, quantized, rotated_by_hadamard
 
-# The logarithm of "nothing yet", and the bias of an invisible slot. Finite, so that no subtraction of two of them is
-# NaN; adding any logit to it changes nothing in float32.
+# The logarithm of zero, and the bias of an invisible slot. It is finite, so that the difference of two of them is not
+# NaN. Adding a logit to it does not change it in float32.
 LOG_ZERO = -1e30
 
 
 @dataclass(frozen=True)
 class VoteAttentionAttributes:
-    """The attributes of a VoteAttention node. Zero switches `sliding_window` and `softcap` off. method: given where it
-    keeps state of its own (`Method.extra_state`)."""
+    """The attributes of a VoteAttention node.
+
+    Attributes:
+        scale: The factor of the products of queries and keys.
+        vote_exponent: The factor alpha of the bias ``alpha * ln(votes)``.
+        statistics: The K statistics that are kept for every slot.
+        sliding_window: The number of latest positions that are visible; 0 for all.
+        softcap: The bound of logits; 0 for none.
+        method: The method, if it keeps state of its own (`Method.extra_state`).
+    """
 
     scale: float
     vote_exponent: float = 0.0
@@ -49,23 +57,30 @@ def vote_attention(
     *past_extra: Tensor,
     attributes: VoteAttentionAttributes,
 ) -> tuple[Tensor, ...]:
-    """One layer's attention over a cache of fixed capacity.
+    """Return one layer's attention output, and its cache after the new tokens are appended.
+
+    Products, softmax and scores are computed in float32. Occupied slots are a prefix. The number of occupied slots plus
+    query_length must be at most C, so the caller merges before the cache is full.
 
     Args:
-        query: [B, Hq, T, D] rotated queries; row t is padding where t >= query_length.
-        key, value: [B, H, T, D], [B, H, T, Dv] of the same tokens; Hq is a multiple of H.
+        query: [B, Hq, T, D] rotated queries. Row t is padding if t >= query_length.
+        key: [B, H, T, D], the keys of the same tokens. Hq is a multiple of H.
+        value: [B, H, T, Dv], the values of the same tokens.
         position: [B, T] int64 absolute positions, consecutive within a sequence.
-        query_length: [B, 1] int64, tokens that are real in this call; 0 leaves the sequence's state bit-identical.
-        past_key, past_value: [B, H, C, D], [B, H, C, Dv]; past_votes: [B, H, C] float32, 0 = empty slot;
-        past_score: [B, H, K, C] float32; past_position: [B, H, C] int32. Used slots are a prefix, and
-        used + query_length <= C (the caller merges first).
-        sink_logits: [Hq] a learned logit per head that takes probability and has no value (gpt-oss), or None.
-        past_extra: the scales of keys and values, [B, H, C] float32 each, where the cache is small, and its keys or
-        values int8, or uint8 with half the last dimension; then the tensors of the method's `extra_state`.
+        query_length: [B, 1] int64, the number of real tokens in this call. 0 leaves the sequence's state bit-identical.
+        past_key: [B, H, C, D] in the cache's type.
+        past_value: [B, H, C, Dv] in the cache's type.
+        past_votes: [B, H, C] float32; 0 for an empty slot.
+        past_score: [B, H, K, C] float32.
+        past_position: [B, H, C] int32.
+        sink_logits: [Hq], one learned logit for each head that takes probability and has no value (gpt-oss), or None.
+        *past_extra: For a small cache the scales of keys and values, [B, H, C] float32 each; then the tensors of the
+            method's `extra_state`. Keys and values of a small cache are int8, or uint8 with half the last dimension.
+        attributes: The attributes of the node.
 
     Returns:
-        output [B, Hq, T, Dv] in the query's dtype, 0 in padding rows, and the present state tensors.
-        Products, softmax and scores are computed in float32.
+        The output [B, Hq, T, Dv] in the query's dtype, 0 in padding rows, and the present state tensors in the order
+        and shapes of the past ones.
     """
     batch, tokens = position.shape
     query_heads, head_size = query.shape[1], query.shape[3]
@@ -75,8 +90,8 @@ def vote_attention(
     step = torch.arange(tokens, dtype=torch.int32, device=query.device)
     real = step < lengths  # [B, T]
 
-    # Append. A padding row writes back what its slot held, so that an in-place scatter changes nothing else; the slots
-    # of one call are distinct because T <= C.
+    # Append. A padding row writes its slot's own contents back, so that an in-place scatter changes no other slot. The
+    # slots of one call are distinct because T <= C.
     used = (past_votes > 0).to(torch.int32).sum(-1, keepdim=True, dtype=torch.int32)  # [B, H, 1]
     slot = ((used + step) % capacity).to(torch.int64)  # [B, H, T]
     rows = torch.arange(batch, device=query.device)[:, None, None].expand(batch, heads, tokens)
@@ -94,16 +109,17 @@ def vote_attention(
 
     # Attend.
     now = position.to(torch.int32)[:, None, :, None]  # [B, 1, T, 1]
-    held = present_position[:, :, None, :]
-    visible = occupied[:, :, None, :] & (held <= now)  # [B, H, T, C]
+    slot_position = present_position[:, :, None, :]
+    visible = occupied[:, :, None, :] & (slot_position <= now)  # [B, H, T, C]
     if attributes.sliding_window:
-        visible = visible & (held > now - attributes.sliding_window)
+        visible = visible & (slot_position > now - attributes.sliding_window)
     if attributes.vote_exponent:
         bias = torch.where(visible, vote_bias(present_votes, attributes)[:, :, None, :], LOG_ZERO)
     else:
         bias = torch.where(visible, 0.0, LOG_ZERO)
     grouped = (turn(query.float()) * attributes.scale).reshape(batch, heads, group, tokens, head_size)
-    # A dimension for the group comes first: runtimes fuse a transpose only into the product it stands before.
+    # The group's dimension is inserted before the transpose: runtimes fuse a transpose only into a product that
+    # follows it directly.
     logits = grouped @ keys[:, :, None].transpose(-1, -2)  # [B, H, G, T, C]
     logits = capped(logits, attributes)
     biased = logits + bias[:, :, None]
@@ -137,8 +153,18 @@ def vote_attention(
 def _appended(
     past: Tensor, rows: Tensor, index: tuple[Tensor, ...], is_new: Tensor, past_scale: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """Keys or values with new rows [B, H, T, D] at `index`: as they are stored, in float32, and of a small cache the
-    scales. is_new [B, 1, T, 1]."""
+    """Return keys or values with new rows written at `index`.
+
+    Args:
+        past: The stored keys or values.
+        rows: [B, H, T, D], the new rows.
+        index: Three index tensors [B, H, T]: batch, head and slot.
+        is_new: [B, 1, T, 1] bool. False for padding.
+        past_scale: The scales of a small cache, otherwise empty.
+
+    Returns:
+        The stored form, the float32 form and, for a small cache, the scales.
+    """
     if not is_small(past):
         present = past.index_put(index, torch.where(is_new, rows, past[index]))
         return present, present.float()
@@ -151,17 +177,24 @@ def _appended(
 
 
 def vote_bias(votes: Tensor, attributes: VoteAttentionAttributes) -> Tensor:
-    """``alpha ln(votes)``, of occupied slots."""
+    """Return the bias ``alpha ln(votes)`` of occupied slots."""
     return attributes.vote_exponent * torch.log(votes)
 
 
 def capped(logits: Tensor, attributes: VoteAttentionAttributes) -> Tensor:
-    """Logits within +- `softcap`."""
+    """Return logits within +- `softcap`."""
     return torch.tanh(logits / attributes.softcap) * attributes.softcap if attributes.softcap else logits
 
 
 def _extra(method: Method | None, past: tuple[Tensor, ...], fresh: Tensor, call: Call) -> tuple[Tensor, ...]:
-    """The method's own state after the call; slots that were appended (`fresh` [B, H, C]) start from zeros."""
+    """Return the method's own state after the call.
+
+    Args:
+        method: The method, or None for a method without extra state.
+        past: The state before the call.
+        fresh: [B, H, C] bool, the slots that this call appended, whose state starts at zero.
+        call: The tokens of the call.
+    """
     if method is None:
         return past
     emptied = []
@@ -172,8 +205,11 @@ def _extra(method: Method | None, past: tuple[Tensor, ...], fresh: Tensor, call:
 
 
 def _log_weights(lengths: Tensor, step: Tensor, statistic: Statistic) -> tuple[Tensor, Tensor]:
-    """How many queries of the call count, n [B, 1], and ln of the weight of each row [B, T]: ``decay^(n-1-i)`` times
-    the recency weight for the i-th of them, LOG_ZERO for rows that are padding or outside the window."""
+    """Return the number of queries that count, n [B, 1], and the logarithm of the weight of each row, [B, T].
+
+    The weight of counted query i is ``decay^(n-1-i)`` times its recency weight. The logarithm is LOG_ZERO for padding
+    and for rows outside the window.
+    """
     n = lengths if statistic.window == 0 else torch.clamp(lengths, max=statistic.window)
     back = lengths - 1 - step  # 0 is the newest real row
     log_weight = back.float() * math.log(statistic.decay)
@@ -192,8 +228,11 @@ def _log_ema(
     log_weight: Tensor,
     statistic: Statistic,
 ) -> Tensor:
-    """``ln(a^n S + (1 - a) sum_i a^(n-1-i) mean_g s_i)`` over the n queries of the call; [B, H, C]. Where only some
-    count, or some count more, their weighted mean stands for every query of the call that sees the slot."""
+    """Return ``ln(a^n S + (1 - a) sum_i a^(n-1-i) mean_g s_i)`` over the n queries of the call; [B, H, C].
+
+    S is the past average and s_i is exp(logit) of query i. With a window or a recency weight, the weighted mean of the
+    counted queries stands for every query of the call that sees the slot.
+    """
     batch, heads, group, _, capacity = logits.shape
     rate = math.log(statistic.decay)
     share = log_weight + (math.log(1.0 - statistic.decay) - math.log(group))
@@ -208,9 +247,12 @@ def _log_ema(
 
 
 def _standing(visible: Tensor, lengths: Tensor, log_weight: Tensor, rate: float) -> Tensor:
-    """ln of what all queries of the call that see a slot would weigh together, ``sum a^(n-1-i)``, over what those that
-    count do; [B, H, 1, C]. So ``1 - a^(now - position + 1)`` corrects the bias of windowed and recency-weighted
-    averages as of any other."""
+    """Return the factor by which the counted queries stand for all queries of the call, as a logarithm; [B, H, 1, C].
+
+    The factor is ``sum a^(n-1-i)`` over all queries that see a slot, divided by the sum of the weights of those that
+    count. With it ``1 - a^(now - position + 1)`` corrects the bias of windowed and recency-weighted averages like that
+    of any other.
+    """
     batch, heads, tokens, _ = visible.shape
     seen = visible.float()
     back = lengths - 1 - torch.arange(tokens, dtype=torch.int32, device=visible.device)
@@ -224,7 +266,10 @@ def _standing(visible: Tensor, lengths: Tensor, log_weight: Tensor, rate: float)
 def _probability_sum(
     probability: Tensor, past: Tensor, fresh: Tensor, n: Tensor, log_weight: Tensor, statistic: Statistic
 ) -> Tensor:
-    """``d^n A + sum_i d^(n-1-i) mean_g p_i`` over the n counted queries; [B, H, C]."""
+    """Return ``d^n A + sum_i d^(n-1-i) mean_g p_i`` over the n counted queries; [B, H, C].
+
+    A is the past sum, d the decay, and p_i the probability that query i gives the slot.
+    """
     batch, heads, group, tokens, capacity = probability.shape
     weight = (
         (torch.exp(log_weight) / group)[:, None, None, :]

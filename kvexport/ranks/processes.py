@@ -57,7 +57,7 @@ class Ranks:
         """Raises what `Backend.load` raises, of whatever rank, and EnvironmentProblem where there is no memory to
         share or no process."""
         self.count = manifest.graphs.rank_count
-        self.manifest = manifest.of_rank(0)
+        self.manifest = manifest.rank_plan(0)
         self.collectives = backend.collectives(self.manifest, options)
         self._thread = ThreadPoolExecutor(1, "rank 0")
         self._failed: list[KvexportError] = []  # the first failure, where there is one

@@ -45,7 +45,7 @@ def main() -> None:
 
 def _work(channel: Channel, start: Mapping[str, Any], file: int) -> None:
     path, rank = Path(start["path"]), int(start["rank"])
-    manifest = load_manifest(path, verify=False).of_rank(rank)  # rank 0 has verified the files
+    manifest = load_manifest(path, verify=False).rank_plan(rank)  # rank 0 has verified the files
     backend, options = backends.get(start["backend"]), LoadOptions(**start["options"])
     collectives, memory = backend.collectives(manifest, options), mmap(file, 0)
 

@@ -1,1 +1,1 @@
-"""Recipes: what one may say, and reading it."""
+"""Recipes: the YAML files that describe a deployment, their fields, and how they are read."""

@@ -1,4 +1,4 @@
-"""What a recipe may say of the KV cache: its method, its size, and how layers share it."""
+"""The fields of a recipe that describe the KV cache: its method, its size, and how layers share the budget."""
 
 from __future__ import annotations
 
@@ -40,26 +40,27 @@ HeadShares = Annotated[list[Share], Field(min_length=1)]
 
 
 class AllocationSection(RecipeSection):
-    """How the layers share the budget."""
+    """How the layers, or the KV heads, share the budget."""
 
     kind: Literal["uniform", "cosine", "pyramid", "listed"] | None = Field(
         None,
-        description="uniform: the same for every layer; cosine, pyramid (linear): falling from the first layer to the "
-        "last, the same in all; listed: by shares; null: as the method does, which is uniform for most.",
+        description="uniform: the same budget for every layer; cosine, pyramid (linear): budgets fall from the first "
+        "layer to the last, with the same total; listed: budgets in the ratios of shares; null: the method's own "
+        "kind, which is uniform for most methods.",
     )
     minimum: float = Field(
         0.5, gt=0.0, le=1.0, description="The last layer's share of the first layer's budget (KeepKV's d)."
     )
     shares: list[Share] | list[HeadShares] = Field(
         default_factory=list,
-        description="Of every layer, or in a list for each layer of every KV head, what it has beside the others where "
-        "kind is listed: their budgets have these ratios, as far as sinks and recent slots and limits.max_length "
-        "allow.",
+        description="For kind: listed, a number for each layer, or for each layer a list with a number for each KV "
+        "head: budgets have the ratios of these numbers, within the bounds that sinks, recent slots and "
+        "limits.max_length set.",
     )
     whole: list[Annotated[int, Field(ge=0, le=MOST)]] = Field(
         default_factory=list,
-        description="Layers, counted from 0, that evict nothing and have limits.max_length slots; the others share the "
-        "rest of the budget.",
+        description="Layers, counted from 0, that evict nothing and have limits.max_length slots; the other layers "
+        "share the rest of the budget.",
     )
 
     @field_validator("whole")
@@ -91,9 +92,9 @@ class CacheSection(RecipeSection):
     )
     dtype: Literal["model", "int8", "int4", "k8v4"] = Field(
         "model",
-        description="The type of the cache's keys and values: model.dtype; or, rotated and with a scale for every "
-        "slot, int8, in about half the bytes of float16; int4, in a bit over a quarter; k8v4, keys in int8 and values "
-        "in int4.",
+        description="The type of the cache's keys and values. model: model.dtype; int8: about half the bytes of "
+        "float16; int4: a little over a quarter; k8v4: keys in int8 and values in int4. Small types are rotated and "
+        "have a scale for every slot.",
     )
     sinks: int = Field(4, ge=0, le=MOST, description="First positions, which are never evicted.")
     recent: SlotsOrShare = Field(
@@ -101,20 +102,22 @@ class CacheSection(RecipeSection):
     )
     positions: Literal["absolute", "cache"] = Field(
         "absolute",
-        description="What keys and queries are rotated by: absolute positions, which end at the model's trained "
-        "length; or places in the cache, so that no distance is longer than the cache and a session never ends.",
+        description="The positions that keys and queries are rotated by. absolute: positions in the sequence, which "
+        "end at the model's trained length; cache: places in the cache, so that no distance exceeds the cache and a "
+        "session never ends.",
     )
-    merge_every: int = Field(32, ge=1, le=MOST, description="Decoded tokens between merges.")
+    merge_every: int = Field(32, ge=1, le=MOST, description="Decoded tokens between two merges.")
     merge_prompts: Literal["chunks", "end"] = Field(
         "chunks",
-        description="When the tokens of a prompt merge; chunks: after each chunk; end: once, when the full cache has "
-        "read all of it, if these are merge_every or more. docs/once.md.",
+        description="When the tokens of a prompt merge. chunks: after each chunk; end: once, after a full cache has "
+        "read the whole prompt, if it has at least merge_every tokens. See docs/tasks/compress-once.md.",
     )
     periodic: PeriodicSection = Field(
-        PeriodicSection(), description="Decoding over a part of a full cache that is chosen anew every so many tokens."
+        PeriodicSection(),
+        description="Decoding over entries selected from a full cache, selected again every so many tokens.",
     )
     parameters: dict[str, Any] = Field(
-        default_factory=dict, description="The method's own; `kvexport recipes methods` lists them."
+        default_factory=dict, description="The method's parameters; `kvexport recipes methods` lists them."
     )
 
     @field_validator("dtype", mode="before")
@@ -122,8 +125,8 @@ class CacheSection(RecipeSection):
     def _no_float8(cls, dtype: object) -> object:
         if isinstance(dtype, str) and dtype.startswith(("fp8", "float8", "f8")):
             raise ValueError(
-                f"there is no {dtype}: with a scale for every row int8 has 7 bits of precision in the same byte, of "
-                "which 8-bit floats have 3 or 2; write int8"
+                f"{dtype} is not supported: int8 with a scale for every row has 7 bits of precision in the same byte, "
+                "where 8-bit floats have 3 or 2; write int8"
             )
         return dtype
 
@@ -135,5 +138,9 @@ class CacheSection(RecipeSection):
         return name
 
     def build_method(self) -> Method:
-        """The method with its parameters; raises pydantic.ValidationError on an unknown or impossible one."""
+        """Return the method with the recipe's parameters.
+
+        Raises:
+            pydantic.ValidationError: If a parameter is unknown or has an impossible value.
+        """
         return all_methods()[self.method](**self.parameters)

@@ -1,5 +1,8 @@
-"""Whether what recipe files say is a recipe: keys, parameters and values, each checked on what the other checks left
-over."""
+"""The checks that turn the contents of recipe files into a `Recipe`.
+
+Keys, method parameters and values are checked in this order. Each check ignores what an earlier one has rejected, so
+that one mistake gives one message.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,18 @@ METHOD: Key = ("cache", "method")
 PARAMETERS: Key = ("cache", "parameters")
 
 
-def check_recipe(tree: Tree, label: str, found: Findings) -> Recipe | None:
-    """The recipe; None where a problem was found. Keys, parameters and values are each checked on what the others left
-    over."""
-    data = _known_only(tree, Recipe, (), found)
+def check_recipe(tree: Tree, label: str, findings: Findings) -> Recipe | None:
+    """Check the contents of recipe files and return the recipe.
+
+    Args:
+        tree: The merged contents of the files and overrides.
+        label: The name of the recipe's file in messages.
+        findings: The problems; new ones are added.
+
+    Returns:
+        The recipe, or None if there is a problem.
+    """
+    data = _known_only(tree, Recipe, (), findings)
     path = get(tree, PATH)
     if isinstance(path, Leaf):
         data["model"]["path"] = _local(path)
@@ -39,65 +50,65 @@ def check_recipe(tree: Tree, label: str, found: Findings) -> Recipe | None:
     cache = data.get("cache", {})
     method = None
     if isinstance(cache, dict) and isinstance(cache.get("parameters", {}), dict):
-        method = _check_parameters(tree, cache, found)
+        method = _check_parameters(tree, cache, findings)
         data["cache"] = {**cache, "parameters": method.model_dump(mode="json") if method else {}}
     recipe: Recipe | None
     recipe, errors = _validate(Recipe, data)
     for key, messages in errors.items():
         if key in ((), ("model",), PATH) and messages[0]["type"] == "missing":
-            if not found.lost:
-                found.problems.append(
+            if not findings.lost:
+                findings.problems.append(
                     f"model.path is missing: {label} names no checkpoint; it is a base that other recipes extend"
                 )
         elif key:
-            found.problems.append(_wording(tree, key, messages))
-    for text in _across(data, errors) if not found.lost else []:
+            findings.problems.append(_wording(tree, key, messages))
+    for text in _across(data, errors) if not findings.lost else []:
         words = set(re.findall(r"\w+", text))
         keys = [key for key in _schema_keys(Recipe) if key[-1] in words]
         places = dict.fromkeys(place for key in keys if (place := place_of(tree, key)))
-        found.problems.append(f"{text} ({', '.join(places) or label})")
+        findings.problems.append(f"{text} ({', '.join(places) or label})")
     return recipe
 
 
 def get(tree: Tree, key: Key) -> Entry | None:
-    """What `tree` says at `key`."""
+    """Return the entry of `tree` at `key`, or None."""
     entry: Entry | None = tree
-    for part in key:
-        entry = entry.entries.get(part) if isinstance(entry, Tree) else None
+    for name in key:
+        entry = entry.entries.get(name) if isinstance(entry, Tree) else None
     return entry
 
 
 def scalar_at(tree: Tree, key: Key) -> Any:
-    """The value at `key`, None for a mapping or nothing."""
+    """Return the value at `key`; None for a mapping or a missing key."""
     entry = get(tree, key)
     return entry.value if isinstance(entry, Leaf) else None
 
 
 def place_of(tree: Tree, key: Key) -> str:
-    """Where `key`, or the nearest mapping or value above it, was written; "" where it was not written."""
+    """Return the place where `key`, or the nearest value above it, is written; "" if it is not written."""
     if (entry := get(tree, key)) is not None:
         return entry.origin.place
     above = get(tree, key[:-1])
     return above.origin.place if isinstance(above, Leaf) else ""
 
 
-def _known_only(tree: Tree, model: type[BaseModel], above: Key, found: Findings) -> dict[str, Any]:
-    """Plain data without the keys that `model` does not have, which become problems."""
+def _known_only(tree: Tree, model: type[BaseModel], above: Key, findings: Findings) -> dict[str, Any]:
+    """Return plain data without the keys that `model` does not have; each of those becomes a problem."""
     data: dict[str, Any] = {}
     for name, entry in tree.entries.items():
         key = (*above, name)
         if name not in model.model_fields:
             same = [".".join(k) for k in _schema_keys(Recipe) if k[-1] == name or ".".join(k) == name]
             same += [".".join((*PARAMETERS, name)) for method in all_methods().values() if name in method.model_fields]
-            same.sort(key=lambda key: not key.startswith("cache."))  # of two sections, the one that is written most
+            same.sort(key=lambda key: not key.startswith("cache."))  # recipes set keys of `cache` most often
             near = same or [".".join((*above, n)) for n in get_close_matches(name, model.model_fields)]
             nested = "; a dotted key is for --set, in a file keys are nested" if "." in name else ""
-            found.problems.append(
+            findings.problems.append(
                 f"unknown key {shown_key('.'.join(key))} ({entry.origin.key_place}){did_you_mean(near)}{nested}"
             )
             continue
         section = section_of(model, name)
-        data[name] = _known_only(entry, section, key, found) if section and isinstance(entry, Tree) else plain(entry)
+        data[name] = _known_only(entry, section, key, findings) if section and isinstance(entry, Tree) else plain(entry)
     return data
 
 
@@ -110,72 +121,78 @@ def _schema_keys(model: type[BaseModel], above: Key = ()) -> list[Key]:
 
 
 def _local(path: Leaf) -> Any:
-    """`model.path`, absolute where it means a folder of this machine."""
+    """Return `model.path`, as an absolute path if it names a folder or GGUF file of this machine."""
     value = path.value
     if not isinstance(value, str) or not value:
         return value
     local = value in (".", "..") or value.startswith(("./", "../"))
     if not local and path.origin.place.startswith("--set "):
         try:
-            found = path.origin.folder / value
-            local = found.is_dir() or (found.suffix == ".gguf" and found.is_file())
+            file = path.origin.folder / value
+            local = file.is_dir() or (file.suffix == ".gguf" and file.is_file())
         except OSError:
             local = False
     return os.path.normpath(path.origin.folder / value) if local else value
 
 
-def _check_parameters(tree: Tree, cache: dict[str, Any], found: Findings) -> Method | None:
-    """The method with the parameters given to it, if they are all right."""
+def _check_parameters(tree: Tree, cache: dict[str, Any], findings: Findings) -> Method | None:
+    """Return the method with the recipe's parameters, or None if one of them is wrong."""
     name = cache.get("method", CacheSection.model_fields["method"].default)
-    if not isinstance(name, str) or name not in all_methods() or (found.lost and "method" not in cache):
+    if not isinstance(name, str) or name not in all_methods() or (findings.lost and "method" not in cache):
         return None
     method = all_methods()[name]
-    given = cache.get("parameters", {})
-    for unknown in [parameter for parameter in given if parameter not in method.model_fields]:
+    parameters = cache.get("parameters", {})
+    for unknown in [parameter for parameter in parameters if parameter not in method.model_fields]:
         key = (*PARAMETERS, unknown)
         entry = get(tree, key)
         near = did_you_mean([".".join((*PARAMETERS, n)) for n in get_close_matches(unknown, method.model_fields)])
         has = ", ".join(method.model_fields) or "no parameters"
-        found.problems.append(
+        findings.problems.append(
             f"unknown parameter {shown_key('.'.join(key))} ({entry.origin.key_place if entry else ''}){near}; {name} "
             f"has {has}"
         )
     built: Method | None
-    built, errors = _validate(method, {k: v for k, v in given.items() if k in method.model_fields})
-    found.problems += [_wording(tree, (*PARAMETERS, *key), messages) for key, messages in errors.items()]
+    built, errors = _validate(method, {k: v for k, v in parameters.items() if k in method.model_fields})
+    findings.problems += [_wording(tree, (*PARAMETERS, *key), messages) for key, messages in errors.items()]
     return built
 
 
 def _validate(model: type[Any], data: dict[str, Any]) -> tuple[Any, dict[Key, list[Any]]]:
-    """The model, or None and pydantic's errors by key. Strict: "64" and true are no slots, 8.0 is not 8."""
+    """Return the validated model, or None and pydantic's errors by key.
+
+    The validation is strict: "64" and true are not slots, and 8.0 is not 8.
+    """
     try:
         return model.model_validate(data, strict=True), {}
     except ValidationError as error:
         if error.title != model.__name__:
-            return None, {}  # of the method that Recipe builds, whose parameters were reported already
+            return None, {}  # an error of the method, whose parameters were reported already
         errors: dict[Key, list[Any]] = {}
         for item in error.errors(include_url=False):
             key: Key = ()
             value: Any = data
             # pydantic appends the branch of a union to the key.
-            for part in map(str, item["loc"]):
-                if not isinstance(value, dict) or (part not in value and item["type"] != "missing"):
+            for name in map(str, item["loc"]):
+                if not isinstance(value, dict) or (name not in value and item["type"] != "missing"):
                     break
-                key, value = (*key, part), value.get(part)
+                key, value = (*key, name), value.get(name)
             errors.setdefault(key, []).append(item)
         return None, errors
 
 
 def _across(data: dict[str, Any], errors: dict[Key, list[Any]]) -> list[str]:
-    """What is wrong between values that are each right. One that names a wrong value would only be its echo."""
+    """Return the contradictions between values that are each valid.
+
+    A contradiction that names an invalid value is left out, because it would repeat the message about that value.
+    """
     if not errors:
         return []
     wrong = [key for key in errors if key]
     data = copy.deepcopy(data)
     for key in wrong:
         section: Any = data
-        for part in key[:-1]:
-            section = section.get(part, {})
+        for name in key[:-1]:
+            section = section.get(name, {})
         section.pop(key[-1], None)
     if wrong:
         data["model"] = {"path": "-", **data.get("model", {})}
@@ -191,7 +208,7 @@ def _message(item: Any) -> str:
 
 
 def _wording(tree: Tree, key: Key, items: list[Any]) -> str:
-    """Every complaint about one value as one problem."""
+    """Return one problem for all of pydantic's errors about one value."""
     value = items[0]["input"]
     texts = list(dict.fromkeys(_message(item) for item in items))
     text = " or ".join([texts[0], *(t.removeprefix("should be ") for t in texts[1:])])
@@ -199,19 +216,19 @@ def _wording(tree: Tree, key: Key, items: list[Any]) -> str:
         text += did_you_mean(get_close_matches(value, all_methods()))
     elif isinstance(value, str) and any(item["type"] in ("int_type", "float_type") for item in items):
         text += " (text: take off the quotes, or write 1e-3 as YAML's 1.0e-3)" if _is_number(value) else ""
-    said = _meaning(key, scalar_at(tree, METHOD))
-    return f"{shown_key('.'.join(key))}: {text}{said}, found {shown(value)} ({place_of(tree, key)})"
+    meaning = _meaning(key, scalar_at(tree, METHOD))
+    return f"{shown_key('.'.join(key))}: {text}{meaning}, found {shown(value)} ({place_of(tree, key)})"
 
 
 def _meaning(key: Key, method: Any) -> str:
-    """What the field means, in parentheses: its first sentence."""
+    """Return the first sentence of the field's meaning in parentheses."""
     model: type[BaseModel] | None = Recipe
     if key[:2] == PARAMETERS and len(key) > 2:
         model, key = all_methods().get(str(method or CacheSection.model_fields["method"].default)), key[2:]
-    for part in key[:-1]:
-        model = section_of(model, part) if model and part in model.model_fields else None
-    said = re.split(r"[.;] ", meanings(model).get(key[-1], ""), maxsplit=1)[0] if model else ""
-    return f" ({said[0].lower()}{said[1:].rstrip('.')})" if said else ""
+    for name in key[:-1]:
+        model = section_of(model, name) if model and name in model.model_fields else None
+    meaning = re.split(r"[.;] ", meanings(model).get(key[-1], ""), maxsplit=1)[0] if model else ""
+    return f" ({meaning[0].lower()}{meaning[1:].rstrip('.')})" if meaning else ""
 
 
 def _is_number(text: str) -> bool:
@@ -223,11 +240,11 @@ def _is_number(text: str) -> bool:
 
 
 def did_you_mean(near: Sequence[str]) -> str:
-    """The end of a problem that names the nearest of what is known."""
+    """Return the end of a message that suggests the nearest known name; "" without a near one."""
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def shown(value: Any) -> str:
-    """A value in a problem: short, on one line."""
+    """Return a value for a message: at most 80 characters, on one line."""
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

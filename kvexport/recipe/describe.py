@@ -1,8 +1,12 @@
-"""Every field of a recipe and of the methods in words, from the fields themselves: for listings, for the table of
-docs/recipes.md, for messages, and as a JSON schema for editors."""
+"""Descriptions of every field of a recipe and every parameter of a method.
+
+They are read from the fields themselves, and used in listings, in the table of docs/reference/recipe.md, in messages,
+and in a JSON schema for editors.
+"""
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,13 +19,23 @@ from kvexport.recipe.fields import MOST, Recipe
 
 BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<=", "minLength": "length >="}
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-EXTENDS = "Another recipe's name, or a relative path: this recipe goes over it, mapping by mapping."
+EXTENDS = "The name or relative path of a recipe; the keys of this file override its keys, mapping by mapping."
+# An entry of a docstring's section "Attributes": its name, and its text with continuation lines.
+ENTRY = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """A field of a recipe (its dotted key) or a parameter of a method. constraint: ">= 0, < 1" or "key | vote | mean",
-    "" where only the type binds; required: no default; meaning: what it says or does."""
+    """A field of a recipe or a parameter of a method.
+
+    Attributes:
+        name: The dotted key of a field, or the name of a parameter.
+        type: The JSON type.
+        default: The default.
+        constraint: The allowed values, such as ">= 0, < 1" or "key | vote | mean"; "" if only the type restricts them.
+        required: Whether the field has no default.
+        meaning: A description.
+    """
 
     name: str
     type: str
@@ -32,25 +46,38 @@ class ParameterInfo:
 
 
 def meanings(model: type[BaseModel]) -> dict[str, str]:
-    """What each field means: its own description, or its entry "name: ..." in the docstring of the class or a base."""
-    names = "|".join(map(re.escape, model.model_fields))
-    written: dict[str, str] = {}
+    """Return the meaning of each field of a model.
+
+    It is the field's description, or its entry in the section "Attributes" of the docstring of the class or a base
+    class.
+    """
+    entries: dict[str, str] = {}
     for base in reversed(model.__mro__):
-        text = " ".join((vars(base).get("__doc__") or "").split())
-        parts = re.split(rf"(?:^|(?<=[.:;)] ))({names}): ", text) if names else [text]
-        written |= {name: said.strip() for name, said in zip(parts[1::2], parts[2::2], strict=True)}
-    return {name: field.description or written.get(name, "") for name, field in model.model_fields.items()}
+        docstring = inspect.cleandoc(vars(base).get("__doc__") or "")
+        attributes = docstring.partition("\nAttributes:\n")[2]
+        entries |= {name: " ".join(text.split()) for name, text in ENTRY.findall(attributes)}
+    return {name: field.description or entries.get(name, "") for name, field in model.model_fields.items()}
 
 
 def section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """The section that the field is, None for a value."""
+    """Return the section that a field is, or None if it is a value.
+
+    Args:
+        model: The model.
+        name: The name of the field.
+    """
     kind = model.model_fields[name].annotation
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 def describe_fields(model: type[BaseModel], above: str = "") -> Iterator[ParameterInfo]:
-    """The values of a model, those of its sections by their dotted keys."""
-    schema, said = model.model_json_schema(), meanings(model)
+    """Yield the fields of a model; those of its sections have dotted keys.
+
+    Args:
+        model: The model.
+        above: The prefix of the dotted keys.
+    """
+    schema, meaning = model.model_json_schema(), meanings(model)
     for name, prop in schema["properties"].items():
         if section := section_of(model, name):
             yield from describe_fields(section, f"{above}{name}.")
@@ -60,7 +87,7 @@ def describe_fields(model: type[BaseModel], above: str = "") -> Iterator[Paramet
         bounds = {str(option.get("type")): allowed for option in options if (allowed := _allowed(option))}
         constraint = " or ".join(bounds.values() if len(bounds) < 2 else (f"{k} {v}" for k, v in bounds.items()))
         required = name in schema.get("required", [])
-        yield ParameterInfo(f"{above}{name}", kind, prop.get("default"), constraint, required, said[name])
+        yield ParameterInfo(f"{above}{name}", kind, prop.get("default"), constraint, required, meaning[name])
 
 
 def _allowed(option: dict[str, Any]) -> str:
@@ -70,17 +97,20 @@ def _allowed(option: dict[str, Any]) -> str:
 
 
 def recipe_schema() -> dict[str, Any]:
-    """The JSON schema of a recipe's file. Nothing is required: what a file leaves out may come from what it extends."""
+    """Return the JSON schema of a recipe file.
+
+    It requires no key, because a file may inherit any key from the recipe that it extends.
+    """
     schema = Recipe.model_json_schema()
     sections = schema["$defs"]
     cache = sections["CacheSection"]
     cache["allOf"] = []
     for name, method in all_methods().items():
         sections[name] = {**method.model_json_schema(), "description": method.summary}
-        for parameter, said in meanings(method).items():
-            sections[name]["properties"][parameter]["description"] = said
-        chosen = {"properties": {"method": {"const": name}}, "required": ["method"]}
-        cache["allOf"].append({"if": chosen, "then": {"properties": {"parameters": {"$ref": f"#/$defs/{name}"}}}})
+        for parameter, meaning in meanings(method).items():
+            sections[name]["properties"][parameter]["description"] = meaning
+        condition = {"properties": {"method": {"const": name}}, "required": ["method"]}
+        cache["allOf"].append({"if": condition, "then": {"properties": {"parameters": {"$ref": f"#/$defs/{name}"}}}})
     for section in (schema, *sections.values()):
         section.pop("required", None)
         for prop in (section, *section.get("properties", {}).values()):

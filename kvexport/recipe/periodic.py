@@ -1,4 +1,4 @@
-"""What a recipe may say of decoding over a part of a full cache."""
+"""The fields of a recipe for decoding over a selection of a full cache's entries."""
 
 from __future__ import annotations
 
@@ -8,45 +8,50 @@ from kvexport.recipe.section import MOST, RecipeSection
 
 
 class PeriodicSection(RecipeSection):
-    """Decoding over a part of a full cache that is chosen anew every so many tokens. docs/periodic.md."""
+    """Decoding over entries selected from a full cache, selected again every so many tokens.
+
+    See docs/tasks/periodic.md.
+    """
 
     slots: int | None = Field(
         None,
         ge=1,
         le=MOST,
-        description="Slots of a layer that decode steps read, of a cache that evicts nothing; null: they read all.",
+        description="Slots of a layer that decode steps read, selected from a cache that evicts nothing; null: decode "
+        "steps read the whole cache.",
     )
     every: int = Field(
         64,
         ge=1,
         le=MOST,
-        description="Tokens after which these slots are chosen anew, by a step that reads the full cache.",
+        description="Tokens after which these slots are selected again, by a step that reads the full cache.",
     )
     delay: int = Field(
         0,
         ge=0,
         le=MOST,
-        description="Steps that go on with the old slots while a thread chooses the new ones; 0: they wait for it.",
+        description="Steps that still use the old slots while a thread selects the new ones; 0: steps wait for the "
+        "selection.",
     )
     store: str | None = Field(
         None,
-        description="An absolute path of a folder for a file that holds the full cache, mapped into memory; it has no "
-        "name, so that it is gone with the process; null: memory holds it.",
+        description="The absolute path of a folder for a memory-mapped file that contains the full cache. The file "
+        "has no name, so it is deleted when the process ends; null: the full cache is in memory.",
     )
     limit: int | None = Field(
-        None, ge=1, le=2**62, description="Most bytes of that file; null: as many as limits.max_batch sequences take."
+        None, ge=1, le=2**62, description="The most bytes of that file; null: the bytes of limits.max_batch sequences."
     )
 
     @property
     def chosen(self) -> int:
-        """Slots of a layer that a choice fills; the others are for the tokens until the next one is there."""
+        """The slots of a layer that a selection fills; the remaining slots take the tokens until the next selection."""
         return (self.slots or 0) - self.every - self.delay
 
     @field_validator("store")
     @classmethod
     def _absolute(cls, store: str | None) -> str | None:
         if store is not None and not store.startswith("/"):
-            raise ValueError("should be an absolute path, of the machine that runs the artifact")
+            raise ValueError("should be an absolute path on the machine that runs the artifact")
         return store
 
     @model_validator(mode="after")
@@ -56,15 +61,15 @@ class PeriodicSection(RecipeSection):
                 raise ValueError("cache.periodic.store and limit need cache.periodic.slots, which is null")
             return self
         if self.limit is not None and self.store is None:
-            raise ValueError("cache.periodic.limit bounds a file, and cache.periodic.store is null, which is memory")
+            raise ValueError("cache.periodic.limit bounds a file, but cache.periodic.store is null, which is memory")
         if self.delay and self.delay + 2 > self.every:
             raise ValueError(
-                f"cache.periodic.delay {self.delay} is too long for cache.periodic.every {self.every}: the next choice "
-                "would begin before this one is read"
+                f"cache.periodic.delay {self.delay} is too long for cache.periodic.every {self.every}: the next "
+                "selection would begin before this one is read"
             )
         if self.chosen < 1:
             raise ValueError(
-                f"cache.periodic.slots {self.slots} leaves no slot to choose: cache.periodic.every {self.every} and "
-                f"delay {self.delay} are kept free for the tokens between two choices"
+                f"cache.periodic.slots {self.slots} leaves no slot to select: cache.periodic.every {self.every} and "
+                f"delay {self.delay} slots stay free for the tokens between two selections"
             )
         return self

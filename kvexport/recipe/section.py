@@ -1,4 +1,4 @@
-"""What every section of a recipe has in common."""
+"""The base class of the sections of a recipe."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ MOST = 2**31 - 1  # positions and counts of slots are int32
 
 
 class RecipeSection(BaseModel):
-    """A mapping of known keys; unchangeable, so that recipes can be shared."""
+    """A mapping of known keys, immutable so that recipes can be shared."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")

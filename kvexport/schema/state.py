@@ -53,7 +53,7 @@ class StateTensor:
         """Its shape where the letters stand for `sizes`."""
         return tuple(d if isinstance(d, int) else sizes[d] for d in self.dims)
 
-    def held_as(self, cache_type: str) -> str:
+    def stored_dtype(self, cache_type: str) -> str:
         """The type of its elements in a cache of this type; two numbers of int4 lie in a byte, the first in its low
         half."""
         if self.dtype != "cache":
@@ -61,10 +61,10 @@ class StateTensor:
         dtype = types_of(cache_type)[self.name]
         return "uint8" if dtype == "int4" else dtype
 
-    def held_shape(self, cache_type: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    def stored_shape(self, cache_type: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Its shape in a cache of this type, where the letters stand for `sizes`."""
         *slots, size = self.shape(sizes)
-        return (*slots, size // 2 if self.held_as(cache_type) == "uint8" else size)
+        return (*slots, size // 2 if self.stored_dtype(cache_type) == "uint8" else size)
 
     def past(self, layer: int) -> str:
         """The graph's input of this tensor."""

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from kvexport.cache import CachePlan, LayerGeometry, layer_caches, of_caches
+from kvexport.cache import CachePlan, LayerGeometry, cache_geometry, layer_caches
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.export.graph.layers import layer_list
 from kvexport.export.graph.tracer import layer_attributes, used_slots
@@ -48,7 +48,7 @@ class _Eager:
         telemetry: Telemetry | None,
     ) -> None:
         self.method, self.past = method, past
-        self.geometry, self.caches = of_caches(geometry, len(past)), layer_caches(geometry, len(past))
+        self.geometry, self.caches = cache_geometry(geometry, len(past)), layer_caches(geometry, len(past))
         self.position, self.query_length, self.telemetry = position, query_length, telemetry
         self.present: dict[int, tuple[Tensor, ...]] = {}
 

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvexport.cache import CachePlan, LayerGeometry, of_caches
+from kvexport.cache import CachePlan, LayerGeometry, cache_geometry
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.export.graph.tracer import layer_attributes
 from kvexport.methods.base import Method
@@ -213,7 +213,7 @@ class Telemetry:
 
     def __init__(self, plan: CachePlan, geometry: list[LayerGeometry], method: Method) -> None:
         self.plan, self.method = plan, method
-        self.attributes = [layer_attributes(method, layer) for layer in of_caches(geometry, len(plan.caches))]
+        self.attributes = [layer_attributes(method, layer) for layer in cache_geometry(geometry, len(plan.caches))]
         # The theorem assumes votes with exponent 1, and values weighted by the estimates.
         self.estimates = method.statistics[-1].kind == "log_ema" and method.vote_exponent == 1.0
         # The keys of these dicts are (sequence, layer).

@@ -40,7 +40,7 @@ class Weight:
     @classmethod
     def packed(cls, rng: np.random.Generator, outputs: int, inputs: int, packing: PackedFormat) -> Weight:
         held: Arrays = {}
-        for part, (dtype, shape) in packing.parts(outputs, inputs).items():
+        for part, (dtype, shape) in packing.tensors(outputs, inputs).items():
             if part in ("weight", "zero"):
                 held[part] = pack(
                     rng.integers(packing.lowest, packing.lowest + (1 << packing.bits), shape), packing.bits

@@ -190,5 +190,5 @@ def test_a_part_of_a_cache_has_its_scales() -> None:
 def test_a_type_that_is_none_is_a_mistake_of_the_recipe(tiny_checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="'model', 'int8', 'int4' or 'k8v4'"):
         recipe_of(tiny_checkpoint, dtype="int3")
-    with pytest.raises(ValueError, match="there is no fp8: with a scale for every row int8 has 7 bits of precision"):
+    with pytest.raises(ValueError, match="fp8 is not supported: int8 with a scale for every row has 7 bits"):
         recipe_of(tiny_checkpoint, dtype="fp8")

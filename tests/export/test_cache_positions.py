@@ -83,7 +83,7 @@ def test_no_end_with_absolute_positions(llama: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "problem"),
     [
-        ("cache.method=full", "limits.max_length is unlimited, and full keeps every token"),
+        ("cache.method=full", "limits.max_length is unlimited, but full keeps every token"),
         ("cache.budget=0.25", "cache.budget is a share of limits.max_length, which is unlimited: write slots"),
         ("limits.max_length=endless", "found 'endless'"),
         (f"limits.max_length={MOST + 1}", "less than or equal to 2147483647"),

@@ -149,8 +149,12 @@ def test_norms_of_heads_are_every_rank_s(tmp_path: Path) -> None:
 
 def test_methods_that_join_heads_and_drafts_over_copies_are_refused(tiny_checkpoint: Path) -> None:
     for cache, speculate, said in (
-        ({"method": "asymkv", "parameters": {"share_pairs": True}}, {}, "the method asymkv joins choices over heads"),
-        ({"method": "cam"}, {}, "the method cam is no merge policy"),
+        (
+            {"method": "asymkv", "parameters": {"share_pairs": True}},
+            {},
+            "asymkv selects slots over all heads",
+        ),
+        ({"method": "cam"}, {}, "the method cam has no merge policy"),
         ({"method": "grkv"}, {}, "the method grkv keeps state of its own"),
         ({"method": "full"}, {"draft": "cache"}, "speculate.draft is cache, which copies entries"),
     ):
@@ -166,7 +170,7 @@ def test_the_plan_counts_what_a_rank_holds(tiny_checkpoint: Path) -> None:
     hidden, kv, intermediate = 32, 16, 64
     layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * intermediate
     assert two.rank_weight_bytes == two.weight_bytes - 4 * 2 * layer // 2
-    memory = two.rank_weight_bytes + 3 * two.cache.of_rank(2).bytes(1)
+    memory = two.rank_weight_bytes + 3 * two.cache.rank_plan(2).bytes(1)
     assert two.fit(memory).sequences == 3
     assert two.to_json()["ranks"] == 2
     said = " ".join(str(value) for section in two.sections(two.fit(memory)) for value in vars(section).values())

@@ -313,7 +313,7 @@ def test_an_empty_sequence_stays_empty(method: Method) -> None:
 
 def test_a_score_of_other_statistics_than_the_method_keeps_is_refused() -> None:
     key, value, votes, score, position = tensors_of(random_cache(1)[0])
-    with pytest.raises(UsageError, match="the score has 2 statistics, keepkv keeps 1"):
+    with pytest.raises(UsageError, match="the score has 2 statistics, but keepkv keeps 1"):
         merge_cache(key, value, votes, score.repeat(1, 1, 2, 1), position, attributes=MergeCacheAttributes(KeepKV(), 6))
 
 

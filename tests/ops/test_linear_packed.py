@@ -52,7 +52,7 @@ def packed_weight(
     rng: np.random.Generator, packing: PackedFormat, name: str, n: int, k: int, size: float = 1.0
 ) -> tuple[list[TensorProto], np.ndarray[Any, Any]]:
     """The initializers of a random weight [n, k], and what it stands for. size: of its values, about."""
-    parts, low = packing.parts(n, k), packing.lowest
+    parts, low = packing.tensors(n, k), packing.lowest
     stored: dict[str, Any] = {}
     for part, (dtype, shape) in parts.items():
         if part in ("weight", "zero"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvexport.ops.packed import PackedFormat, Part, dequantize, pack, unpack
+from kvexport.ops.packed import PackedFormat, PackedTensor, dequantize, pack, unpack
 
 FORMATS = [
     PackedFormat(4, True, 32),
@@ -25,7 +25,7 @@ def test_every_number_means_what_the_formula_says(packing: PackedFormat) -> None
     order = rng.permutation(k)
     stored = {part: pack(x, packing.bits) for part, x in numbers.items()}
     stored |= {"scale": scale, "minimum": minimum, "order": order}
-    parts = packing.parts(n, k)
+    parts = packing.tensors(n, k)
     assert {name: stored[name].nbytes for name in parts} == {name: part.nbytes for name, part in parts.items()}
     found = dequantize(packing, n, k, stored)
     for i in range(n):
@@ -43,8 +43,8 @@ def _numbers(packing: PackedFormat) -> list[tuple[str, int]]:
 
 def test_the_low_half_of_a_byte_comes_first() -> None:
     np.testing.assert_array_equal(pack(np.array([1, -1, 7]), 4), [0xF1, 0x07])
-    np.testing.assert_array_equal(unpack(np.array([0xF1, 0x07], np.uint8), Part("int4", (3,))), [1, -1, 7])
-    np.testing.assert_array_equal(unpack(np.array([0xF1, 0x07], np.uint8), Part("uint4", (3,))), [1, 15, 7])
+    np.testing.assert_array_equal(unpack(np.array([0xF1, 0x07], np.uint8), PackedTensor("int4", (3,))), [1, -1, 7])
+    np.testing.assert_array_equal(unpack(np.array([0xF1, 0x07], np.uint8), PackedTensor("uint4", (3,))), [1, 15, 7])
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,13 @@ def test_mistakes_of_different_kinds_come_out_in_one_error(recipe_dir: Path) -> 
     expected = [
         (f"unknown key cache.budgt {line(4)}", "did you mean cache.budget?"),
         (f"unknown parameter cache.parameters.treshold {line(8)}", "did you mean cache.parameters.threshold?"),
-        ("cache.parameters.decay: should be less than 1 (``a`` of the moving average", f", found 2 {line(9)}"),
+        (
+            "cache.parameters.decay: should be less than 1 (the factor ``a`` of the moving average",
+            f", found 2 {line(9)}",
+        ),
         ("model.path: should be a valid string (a directory", f", found 7 {line(2)}"),
-        ("cache.merge_every: should be a valid integer (decoded tokens between merges), found 'often'", line(5)),
-        ("limits: should be a mapping (what the engine is built for), found 5", line(10)),
+        ("cache.merge_every: should be a valid integer (decoded tokens between two merges), found 'often'", line(5)),
+        ("limits: should be a mapping (the largest inputs that the engine is built for), found 5", line(10)),
         ("export.logits: should be 'last' or 'all' (logits of", ", found 'some' (--set export.logits=some)"),
         (sinks, "(--set cache.sinks=-1)"),
     ]

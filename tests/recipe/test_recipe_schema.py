@@ -123,5 +123,5 @@ def test_every_field_and_parameter_says_what_it_means() -> None:
 def test_a_meaning_is_taken_from_a_docstring_of_the_class_or_a_base() -> None:
     said = meanings(all_methods()["pyramidkv"])
     assert said == meanings(all_methods()["snapkv"])
-    assert said["pool"].startswith("positions pooled around each token")
-    assert meanings(all_methods()["keepkv"])["zip"].endswith("lossless).")
+    assert said["pool"].startswith("The number of positions that are pooled")
+    assert meanings(all_methods()["keepkv"])["zip"].endswith("is not lossless.")

@@ -29,7 +29,7 @@ def test_the_plan_counts_both_caches(tiny_checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("periodic", "problem"),
     [
-        ({"slots": 8}, "slots 8 leaves no slot to choose: cache.periodic.every 8 and delay 0"),
+        ({"slots": 8}, "slots 8 leaves no slot to select: cache.periodic.every 8 and delay 0"),
         ({"delay": 7}, "delay 7 is too long for cache.periodic.every 8"),
         ({"store": "here"}, "should be an absolute path"),
         ({"limit": 5}, "limit bounds a file"),
@@ -43,8 +43,8 @@ def test_settings_that_cannot_be_are_refused(tiny_checkpoint: Path, periodic: di
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"speculate": {"draft": "ngram"}}, "verifies by the full cache"),
-        ({"cache": {"method": "h2o", "positions": "cache", "periodic": {"slots": 99}}}, "other places in it"),
+        ({"speculate": {"draft": "ngram"}}, "verifies with the full cache"),
+        ({"cache": {"method": "h2o", "positions": "cache", "periodic": {"slots": 99}}}, "other places there"),
         ({"cache": {"method": "full", "periodic": {"store": "/tmp"}}}, "need cache.periodic.slots"),
     ],
 )
@@ -55,7 +55,7 @@ def test_what_does_not_go_together_is_refused(tiny_checkpoint: Path, changes: di
 
 def test_ranks_are_refused(tiny_checkpoint: Path) -> None:
     recipe = recipe_of(tiny_checkpoint).model_dump()
-    with pytest.raises(ValueError, match=r"periodic\.slots is given.*in several processes"):
+    with pytest.raises(ValueError, match=r"periodic\.slots is set.*in several processes"):
         Recipe.model_validate({**recipe, "backend": {"tensor_parallel": 2}})
 
 
@@ -75,6 +75,6 @@ def test_caches_that_evict_are_refused(tiny_checkpoint: Path, tmp_path: Path) ->
 
 
 def test_slots_without_room_are_refused(tiny_checkpoint: Path) -> None:
-    with pytest.raises(UsageError, match=r"slots 16, of which 8 are chosen, cannot hold 2 sinks, 6 recent") as caught:
+    with pytest.raises(UsageError, match=r"slots 16, of which 8 are selected, cannot hold 2 sinks, 6 recent") as caught:
         plan_memory(recipe_of(tiny_checkpoint, slots=16))
     assert "cache.periodic.slots=17" in caught.value.fix

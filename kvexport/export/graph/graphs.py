@@ -11,7 +11,7 @@ import onnx_ir as ir
 import torch
 from onnx import helper
 
-from kvexport.cache import CachePlan, LayerCache, LayerGeometry, of_caches
+from kvexport.cache import CachePlan, LayerCache, LayerGeometry, cache_geometry
 from kvexport.export.graph.heads import split_heads
 from kvexport.export.graph.tracer import layer_attributes
 from kvexport.export.passes import DECODER_PASSES
@@ -49,7 +49,7 @@ def attention_functions(
             cache_type="" if cache.dtype == dtype else cache.dtype,
             sinks=layer.sink_logits,
         )
-        for cache, layer in zip(plan.caches, of_caches(geometry, len(plan.caches)), strict=True)
+        for cache, layer in zip(plan.caches, cache_geometry(geometry, len(plan.caches)), strict=True)
     ]
 
 
@@ -86,7 +86,7 @@ def finish_decoder(
     split_heads(model.graph, geometry, plan)
     if float_input:
         take_floats(model.graph)
-    proto, parts = ir.to_proto(model), of_caches(geometry, len(plan.caches))
+    proto, parts = ir.to_proto(model), cache_geometry(geometry, len(plan.caches))
     for node in proto.graph.node:
         if (node.domain, node.op_type) != (DOMAIN, "VoteAttention"):
             continue

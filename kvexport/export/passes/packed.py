@@ -27,7 +27,7 @@ import onnx_ir as ir
 from kvexport.errors import UsageError
 from kvexport.export.passes.nodes import is_op, permutes, producer
 from kvexport.export.weights.computed import part_name
-from kvexport.ops.packed import PackedFormat, Part
+from kvexport.ops.packed import PackedFormat, PackedTensor
 
 TYPES = {
     "int4": ir.DataType.INT4,
@@ -90,7 +90,7 @@ def put_packed(
             continue
         assert value.shape is not None and value.dtype is not None
         n, k = value.shape.numpy()
-        put = _Putter(model.graph, name, packing.parts(n, k), packing, value.dtype)
+        put = _Putter(model.graph, name, packing.tensors(n, k), packing, value.dtype)
         readers = list(value.uses())
         gathers = [node for node, i in readers if is_op(node, "Gather") and i == 0]
         gathers = [node for node in gathers if "axis" not in node.attributes or node.attributes["axis"].as_int() == 0]
@@ -138,7 +138,7 @@ class _Putter:
     """Puts the nodes of one packed weight into a graph."""
 
     def __init__(
-        self, graph: ir.Graph, name: str, parts: Mapping[str, Part], packing: PackedFormat, dtype: ir.DataType
+        self, graph: ir.Graph, name: str, parts: Mapping[str, PackedTensor], packing: PackedFormat, dtype: ir.DataType
     ) -> None:
         self.graph, self.name, self.parts, self.packing, self.dtype = graph, name, parts, packing, dtype
         self.shape = parts["weight"].shape

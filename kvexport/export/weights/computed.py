@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvexport.errors import UsageError
 from kvexport.export.model.tensors import Source
 from kvexport.export.weights.casting import WANTED, Dtype
-from kvexport.ops.packed import Part, pack
+from kvexport.ops.packed import PackedTensor, pack
 
 Array = NDArray[Any]
 
@@ -29,10 +29,12 @@ class ComputedSpec:
     shape: tuple[int, ...]
 
     @property
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, PackedTensor]:
         """The tensors that it is stored as: those of its packing, or itself alone."""
         packing = self.source.packing
-        return {"weight": Part(self.dtype, self.shape)} if packing is None else packing.parts(*self.source.shape)
+        return (
+            {"weight": PackedTensor(self.dtype, self.shape)} if packing is None else packing.tensors(*self.source.shape)
+        )
 
     @property
     def nbytes(self) -> int:

@@ -13,7 +13,7 @@ import pytest
 from kvexport.errors import UsageError
 from kvexport.export.passes.packed import packed_of, put_packed
 from kvexport.export.weights.computed import part_name
-from kvexport.ops.packed import PackedFormat, Part, dequantize, pack
+from kvexport.ops.packed import PackedFormat, PackedTensor, dequantize, pack
 
 N, K = 6, 128
 FORMATS = [
@@ -34,7 +34,7 @@ FORMATS = [
 def random_parts(packing: PackedFormat, n: int, k: int) -> dict[str, Any]:
     rng, low = np.random.default_rng(0), packing.lowest
     made: dict[str, Any] = {}
-    for name, part in packing.parts(n, k).items():
+    for name, part in packing.tensors(n, k).items():
         if name in ("weight", "zero"):
             made[name] = pack(rng.integers(low, low + (1 << packing.bits), part.shape), packing.bits)
             if not packing.signed:
@@ -135,5 +135,5 @@ def test_an_order_is_refused_where_no_product_reads_the_weight() -> None:
 
 
 def test_parts_have_sizes_that_the_graph_declares() -> None:
-    assert Part("uint4", (3, 5)).nbytes == 8
-    assert Part("float16", (3, 5)).nbytes == 30
+    assert PackedTensor("uint4", (3, 5)).nbytes == 8
+    assert PackedTensor("float16", (3, 5)).nbytes == 30

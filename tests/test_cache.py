@@ -162,7 +162,7 @@ def test_slots_that_cannot_be_counted_are_refused(section: tuple[str, str]) -> N
         ({"cache": {"recent": 100}}, "has a budget of 88 slots"),
         ({"cache": {"slack": MOST}}, "would have"),
         ({"speculate": {"draft": "ngram"}}, "may have merged them into"),
-        ({"cache": {"periodic": {"slots": 200}}}, "evicts nothing, and"),
+        ({"cache": {"periodic": {"slots": 200}}}, "evicts nothing, but"),
     ],
 )
 def test_refusals_name_the_layer_or_the_head_that_has_the_cache(settings: dict[str, Any], problem: str) -> None:

@@ -2,9 +2,9 @@
 
 - A request gets the lowest free lane, in the order of priority, then of arrival. It keeps it until it finishes, or
   until a lower one stays free: lanes that decode are a prefix, since each up to the last of them costs a row.
-- Every step reads one chunk of a prompt, of the lane whose last turn is the longest ago, so that no prompt waits for
-  the end of another. Prompts that end with their next chunk and those that do not get every second call each: the
-  answer to a short one begins behind one chunk of long ones, however many there are.
+- Every step reads one chunk of a prompt. Calls alternate between the prompt with the fewest unread chunks and the one
+  that arrived first. So equal prompts finish in the order of arrival, a short prompt waits for at most one chunk of a
+  longer one, and the first prompt gets at least half of the calls.
 - Neighbouring lanes that are prefilled as well come along where that is cheaper than a call of their own, up to `rows`
   beyond one chunk: those that decode wait for the call, and so does a prompt that arrives meanwhile.
 - Where the engine is told to, a request of a better priority takes the lane of the worst that has one, which waits as
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -52,8 +51,8 @@ class Scheduler:
         self.rows: int | None = None
         self.lanes: list[Request | None] = [None] * lanes
         self.waiting: list[Request] = []  # in the order in which they get their lanes
-        self._prefilling: deque[Request] = deque()  # in the order of their turns
-        self._ended = False  # whether the last call was one of a prompt's last chunk
+        self._prefilling: list[Request] = []
+        self._first_next = False  # whether the prompt that arrived first gets the next call
         self._decoding: list[Request] = []  # in the order of their lanes
         self._joining: list[Request] = []  # they hold a lane for this step, and decode from the next one on
 
@@ -119,11 +118,7 @@ class Scheduler:
     def update(self, step: Schedule) -> list[Request]:
         """Take note of the state that each of a step's requests has now; returns those that finished, whose lanes are
         free again."""
-        for request in step.prefill:
-            if request.state is not FINISHED:
-                self._prefilling.remove(request)
-                if request.state is PREFILLING:
-                    self._prefilling.append(request)
+        self._prefilling = [request for request in self._prefilling if request.state is PREFILLING]
         joining = [r for r in (*step.prefill, *self._joining) if r.state is DECODING]
         if joining:
             self._decoding = sorted([*self._decoding, *joining], key=lambda r: r.lane)
@@ -185,9 +180,12 @@ class Scheduler:
         the longest of them."""
         if not self._prefilling:
             return []
-        other_kind = (request for request in self._prefilling if (request.unread <= self.chunk) is not self._ended)
-        chosen = [next(other_kind, self._prefilling[0])]
-        self._ended = chosen[0].unread <= self.chunk
+        first = min(self._prefilling, key=lambda request: (request.priority, request.id))
+        shortest = min(
+            self._prefilling, key=lambda request: (-(-request.unread // self.chunk), request.priority, request.id)
+        )
+        chosen = [first if self._first_next else shortest]
+        self._first_next = first is not shortest and not self._first_next
         most = math.inf if self.rows is None else max(self.rows, self.chunk)
         for after in (True, False):
             while (other := self._neighbour(chosen, after)) is not None:

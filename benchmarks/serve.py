@@ -31,10 +31,7 @@ from typing import Any
 
 import numpy as np
 from common import save
-
-from kvexport.bench.load import Answer, Server, drive
-from kvexport.bench.online import Objective, Result
-from kvexport.bench.workload import Workload
+from serve_client import Answer, Objective, Result, Server, Workload, drive
 
 ROOT = Path(__file__).parent.parent
 TOKENS_PER_WORD = 2.2  # of the workload's words, with SmolLM2's tokenizer

@@ -1,1 +1,1 @@
-"""Latency and throughput: of an artifact in this process, and of any server that speaks OpenAI's API."""
+"""Latency and throughput of an artifact, measured in this process."""

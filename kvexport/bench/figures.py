@@ -1,4 +1,4 @@
-"""Percentiles, and how results show them."""
+"""Percentiles of times, as results show them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ PERCENTILES = (50, 90, 99)
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float | None]:
-    """p50, p90, p99, mean and largest of some seconds, in milliseconds; null where there are none."""
+    """Return p50, p90, p99, mean and maximum in milliseconds.
+
+    Args:
+        values: Times in seconds.
+
+    Returns:
+        Figures by name; every figure is None if there are no values.
+    """
     if not len(values):
         return {**{f"p{p}": None for p in PERCENTILES}, "mean": None, "max": None}
     found = np.percentile(values, PERCENTILES)
@@ -20,17 +27,11 @@ def percentiles(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def cells(figures: dict[str, Any]) -> list[float | None]:
-    """A row of a table of `percentiles`."""
+    """Return the figures of `percentiles` in the order of COLUMNS."""
     return [figures[f"p{p}"] for p in PERCENTILES] + [figures["mean"], figures["max"]]
 
 
 COLUMNS = [*(f"p{p} ms" for p in PERCENTILES), "mean ms", "max ms"]
-
-
-def cumulated(values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """x in milliseconds and the share of values that are no larger, at most 200 points."""
-    shares = np.linspace(0, 1, min(max(len(values), 2), 200))
-    return [_ms(v) for v in np.quantile(values, shares)], shares.tolist()
 
 
 def _ms(seconds: Any) -> float:

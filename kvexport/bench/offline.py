@@ -1,8 +1,8 @@
-"""An artifact measured in this process: steps of decoding by batch and context, prompts by length and chunk.
+"""Measurements of an artifact in this process: decode steps by batch and context, prompts by length and chunk.
 
-Prompts are random tokens, answers greedy and of a fixed length. A step of decoding is one of `Engine.step`: scheduling,
-the model, merging where it is due, and sampling. A prompt is read as `Lanes` reads it, chunk by chunk and merging
-included; smaller chunks than the artifact's are possible there.
+Prompts are random tokens; answers are greedy and of a fixed length. A decode step is one call of `Engine.step`:
+scheduling, the model, a merge if one is due, and sampling. A prompt is read by `Lanes`, chunk by chunk with its merges.
+Chunks may be smaller than the artifact's.
 """
 
 from __future__ import annotations
@@ -22,14 +22,22 @@ from kvexport.engine.request import DECODING, Call, Request
 from kvexport.errors import UsageError
 from kvexport.report.sections import KeyValues, Plot, Section, Series, Table
 
-Show = Callable[[str], AbstractContextManager[Any]]  # of what is being done
+Show = Callable[[str], AbstractContextManager[Any]]  # shows a line of text while its context is open
 WARM_UP = 2  # steps of decoding that are not counted
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured. batches: sequences at once. contexts: tokens of a prompt. chunks: tokens that a call of prefill
-    takes; 0: the artifact's. steps: of decoding. rounds: each prompt is read so often."""
+    """Sizes to measure.
+
+    Attributes:
+        batches: Numbers of sequences that decode together.
+        contexts: Numbers of prompt tokens.
+        chunks: Numbers of prompt tokens per call of prefill; 0 is the artifact's chunk.
+        steps: Number of decode steps that are timed.
+        rounds: How often each prompt is read.
+        seed: Seed of the prompts.
+    """
 
     batches: tuple[int, ...] = (1,)
     contexts: tuple[int, ...] = (512,)
@@ -41,7 +49,7 @@ class Plan:
 
 @dataclass
 class Result:
-    """Rows of figures; times in milliseconds."""
+    """Figures of an artifact, one row per size, times in milliseconds."""
 
     artifact: str
     method: str
@@ -51,12 +59,22 @@ class Result:
     prefill: list[dict[str, Any]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it."""
+        """Return all fields as plain data."""
         return asdict(self)
 
 
 def measure(engine: Engine, name: str, plan: Plan, show: Show | None = None) -> Result:
-    """Measure an engine in which no request runs. Raises UsageError for what it has no room for, before any work."""
+    """Measure an engine in which no request runs.
+
+    Args:
+        engine: The engine.
+        name: Name of the artifact in the result.
+        plan: Sizes to measure.
+        show: Shows the progress; None shows nothing.
+
+    Raises:
+        UsageError: A context, batch or chunk exceeds the artifact's limits. Nothing has been measured then.
+    """
     limits = engine.manifest.limits
     chunks = tuple(chunk or limits.prefill_chunk for chunk in plan.chunks)
     _check(engine, plan, chunks)
@@ -66,7 +84,7 @@ def measure(engine: Engine, name: str, plan: Plan, show: Show | None = None) -> 
     def prompt(length: int) -> list[int]:
         return [int(i) for i in random.integers(0, engine.vocabulary, length)]
 
-    for context in _told(plan.contexts, "prompts", show):
+    for context in _shown(plan.contexts, "prompts", show):
         for chunk in chunks:
             _prefill(engine, prompt(min(context, 2 * chunk)), chunk)  # to warm up
             seconds = [_prefill(engine, prompt(context), chunk) for _ in range(plan.rounds)]
@@ -74,7 +92,7 @@ def measure(engine: Engine, name: str, plan: Plan, show: Show | None = None) -> 
             result.prefill.append(
                 {"context": context, "chunk": chunk, "tokens_per_second": rate, "ttft": percentiles(seconds)}
             )
-    for context in _told(plan.contexts, "decoding", show):
+    for context in _shown(plan.contexts, "decoding", show):
         for batch in plan.batches:
             seconds, tokens = _decode(engine, [prompt(context) for _ in range(batch)], plan.steps)
             rate = round(tokens / sum(seconds), 1)
@@ -104,7 +122,7 @@ def _check(engine: Engine, plan: Plan, chunks: Sequence[int]) -> None:
         )
 
 
-def _told(contexts: Sequence[int], what: str, show: Show | None) -> Iterator[int]:
+def _shown(contexts: Sequence[int], what: str, show: Show | None) -> Iterator[int]:
     for context in contexts:
         if show is None:
             yield context
@@ -114,7 +132,7 @@ def _told(contexts: Sequence[int], what: str, show: Show | None) -> Iterator[int
 
 
 def _prefill(engine: Engine, prompt: list[int], chunk: int) -> float:
-    """Seconds until the logits after a prompt are there."""
+    """Return the seconds from the first call to the logits after the prompt."""
     every, prompts = engine.manifest.limits.merge_every, engine.manifest.recipe.cache.merge_prompts
     lanes = Lanes(engine.new_state(1), engine.plan, 1, prefill_chunk=chunk, merge_every=every, merge_prompts=prompts)
     start = time.perf_counter()
@@ -123,8 +141,10 @@ def _prefill(engine: Engine, prompt: list[int], chunk: int) -> float:
 
 
 def _decode(engine: Engine, prompts: Sequence[Sequence[int]], steps: int) -> tuple[list[float], int]:
-    """Seconds of each step in which all sequences decode, and the tokens of these steps: one of each sequence, but
-    where drafts are accepted."""
+    """Return the seconds of each step in which all sequences decode, and the tokens of these steps.
+
+    A step gives one token per sequence, and more if drafts are accepted.
+    """
     settings = engine.settings(max_new_tokens=steps + WARM_UP + 1, do_sample=False, ignore_eos=True)
     call = Call()  # so that none of them decodes before all prompts are read
     requests = [Request(prompt, settings, call, i) for i, prompt in enumerate(prompts)]
@@ -145,7 +165,7 @@ def _decode(engine: Engine, prompts: Sequence[Sequence[int]], steps: int) -> tup
 
 
 def sections(result: Result) -> list[Section]:
-    """Of a report."""
+    """Return the sections of the report."""
     facts: dict[str, str | int] = {
         "artifact": result.artifact,
         "method": result.method,
@@ -153,7 +173,7 @@ def sections(result: Result) -> list[Section]:
     }
     decode = [[r["context"], r["batch"], r["tokens_per_second"], *cells(r["step"])] for r in result.decode]
     prefill = [[r["context"], r["chunk"], r["tokens_per_second"], *cells(r["ttft"])] for r in result.prefill]
-    found: list[Section] = [
+    report: list[Section] = [
         KeyValues("What was measured", facts),
         Table("Decoding: a step of the batch", ["context", "batch", "tokens/s", *COLUMNS], decode),
         Table("Prompts: until the first token", ["context", "chunk", "tokens/s", *COLUMNS], prefill),
@@ -164,5 +184,5 @@ def sections(result: Result) -> list[Section]:
         if (rows := [r for r in result.decode if r["batch"] == batch])
     ]
     if len(result.plan.contexts) > 1:
-        found.append(Plot("A step of decoding by context", "context, tokens", "milliseconds", lines))
-    return found
+        report.append(Plot("A step of decoding by context", "context, tokens", "milliseconds", lines))
+    return report

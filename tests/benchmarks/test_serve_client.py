@@ -9,18 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from serve_client import Answer, Objective, Result, Server, Workload, conversations, drive
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from kvexport.bench.load import Answer, Server, drive
-from kvexport.bench.online import Objective, Result, sections
-from kvexport.bench.workload import Workload, conversations
-from kvexport.errors import UsageError
-from kvexport.report.page import render_html
-from kvexport.report.text import render_text
-from tests.support import command_line
 from tests.support.http_server import Running, engine_of, running
 
 
@@ -130,22 +124,11 @@ def test_the_figures_are_right() -> None:
     assert data["per_token"]["p50"] == 150.0
     assert (data["good_share"], data["good_requests_per_second"]) == (0.25, 0.5)
     assert (data["output_tokens_per_second"], data["requests_per_second"], data["failed"]) == (3.5, 1.5, 1)
-    text = render_text(sections(result))
-    assert "733.333" in text or "733" in text
-    assert "time to first token" in render_html("t", "s", sections(result))
 
 
 def test_addresses_are_checked() -> None:
     assert Server("http://a:1/").base == Server("http://a:1/v1/").base == "http://a:1/v1"
-    with pytest.raises(UsageError, match="address is 'a:1'"):
+    with pytest.raises(ValueError, match="address is 'a:1'"):
         drive(Server("a:1"), Workload())
-    with pytest.raises(UsageError, match="does not answer with models"):
+    with pytest.raises(ConnectionError, match="does not answer with models"):
         drive(Server("http://127.0.0.1:9"), Workload())
-
-
-def test_the_verb_measures_a_server(server: Running, tmp_path: Path) -> None:
-    page = tmp_path / "load.html"
-    words = ["--conversations", "2", "--turns", "2", "--rate", "0", "--words", "3", "--answer", "2", "--ignore-eos"]
-    out = command_line.ok("bench", "--url", server.url, *words, "--json", "--html", str(page))
-    assert json.loads(out)["requests"] == 4
-    assert "<svg" in page.read_text()

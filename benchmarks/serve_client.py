@@ -1,7 +1,7 @@
 """A load test of a server with OpenAI's API.
 
-Conversations begin at random times, whether or not earlier ones are answered (an open loop). Every piece of every answer
-is timed. `serve.py` measures all servers by this client; docs/tasks/measure-speed.md names tools for other uses.
+Conversations begin at random times, whether or not earlier ones are answered (an open loop). The times of all pieces
+are kept. `serve.py` measures all servers by this client; docs/tasks/measure-speed.md names tools for other uses.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def _ticks(lines: dict[str, list[tuple[float, float]]]) -> list[float]:
 
 
 def _panel(panel: Panel, left: float, longest: int) -> list[str]:
-    x0, x1, y0, y1 = left + LEFT, left + WIDTH - 14, HEIGHT - BOTTOM, TOP
+    x0, x1, y0, y1 = left + LEFT, left + WIDTH - 26, HEIGHT - BOTTOM, TOP
 
     def place(x: float, y: float) -> str:
         return f"{x0 + (x1 - x0) * x / 8192:.1f} {y0 + (y1 - y0) * y / panel.ticks[-1]:.1f}"

@@ -24,6 +24,8 @@ myst_heading_anchors = 4
 # Files of the repository that pages link to are not part of the site.
 suppress_warnings = ["myst.header"]
 highlight_language = "none"
+# Options begin with two hyphens, which must not become a dash.
+smartquotes = False
 
 # Docstrings write names in single back quotes.
 default_role = "code"

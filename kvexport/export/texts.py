@@ -6,11 +6,12 @@ They are read from the stage as an engine will read them, before the artifact ta
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvexport.errors import ArtifactError, UsageError
+from kvexport.errors import KvexportError, UsageError
 
 if TYPE_CHECKING:
     from kvexport.export.model.checkpoint import Checkpoint
@@ -25,7 +26,9 @@ def copy_texts(checkpoint: Checkpoint, folder: Path, vocabulary: int) -> None:
 
     for name in TOKENIZER_FILES:
         source = checkpoint.path / name
-        if source.is_file():
+        if os.path.lexists(source):
+            if not source.is_file():  # a link that loops or leads nowhere, a folder, a device
+                raise UsageError(f"{source} is no file", f"download the files of {checkpoint.path} again")
             refuse_link(source)
             shutil.copyfile(source, folder / name)
     (folder / "config.json").write_text(json.dumps(checkpoint.config, indent=2))
@@ -55,11 +58,14 @@ def _check_generation(file: Path, config: dict[str, Any], vocabulary: int) -> No
 def _check_tokenizer(checkpoint: Path, folder: Path) -> None:
     from kvexport.language.chat import read_chat_template
     from kvexport.language.text import FILE_NAME, Tokenizer
+    from kvexport.language.text_trial import try_texts
 
     try:
         if (folder / FILE_NAME).exists():
             Tokenizer.from_folder(folder)
         read_chat_template(folder)
-    except ArtifactError as error:
+        if (folder / FILE_NAME).exists():
+            try_texts(folder)
+    except KvexportError as error:
         problem = error.problem.replace(str(folder), str(checkpoint))
         raise UsageError(problem, f"download the .json files of {checkpoint} again") from error

@@ -16,13 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from kvexport.errors import ArtifactError, EnvironmentProblem, UsageError
+from kvexport.language import bounded_filters
+from kvexport.language.panics import is_panic
 
 Message = Mapping[str, Any]
 
 CONFIG, TEMPLATE, SPECIAL = "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"
 _MEND = "correct the messages, or --no-chat for a prompt without the template"
 # A conversation of a thousand messages takes some 100,000 steps.
-_STEPS = 50_000_000
+_STEPS = 5_000_000  # 0.15 s, during which no other thread of the process runs
+_LONGEST = 1 << 25  # characters: twice the largest body that a server takes
 # The names under which messages bring what a model thought before it answered. Templates read one of the first two.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
@@ -145,14 +148,17 @@ def _render(source: str, where: str, variables: dict[str, Any]) -> str:
         undefined_behavior="lenient",
         auto_escape_callback=lambda name: False,
         finalizer=_as_python,
-        filters={"tojson": _to_json},
+        filters={"tojson": _to_json, **bounded_filters.FILTERS},
         tests={"iterable": _is_iterable, "sequence": _is_iterable},
         globals={"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)},
     )
     # {% generation %} marks what an assistant said, for training; rendered it is a block of its own.
     source = _GENERATION.sub(lambda m: f"{{%{m[1]} {'endwith' if m[2] else 'with'} {m[3]}%}}", source)
     try:
-        return str(environment.render_str(source, "chat", **variables))
+        text = str(environment.render_str(source, "chat", **variables))
+        if len(text) > _LONGEST:
+            raise ValueError(f"its text is larger than {_LONGEST} characters")
+        return text
     except _Refused as error:
         raise UsageError(f"the chat template refuses these messages: {error}", "") from error
     except minijinja.TemplateError as error:
@@ -162,8 +168,12 @@ def _render(source: str, where: str, variables: dict[str, Any]) -> str:
             f"the chat template cannot be rendered: {said} ({where}{line})",
             _MEND,
         ) from error
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # of Python's own methods
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError) as error:
         raise UsageError(f"the chat template cannot be rendered: {error} ({where})", _MEND) from error
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise UsageError(f"the chat template made its renderer fail: {error} ({where})", _MEND) from None
 
 
 def _refuse(message: str) -> None:
@@ -173,7 +183,9 @@ def _refuse(message: str) -> None:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """As transformers defines it: HTML is not escaped."""
+    """Return JSON as transformers' filter does: HTML is not escaped."""
+    if indent is not None:
+        bounded_filters.check_width(indent)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvexport.errors import ArtifactError, EnvironmentProblem, KvexportError, UsageError
+from kvexport.language.panics import is_panic
 
 if TYPE_CHECKING:
     import tokenizers
@@ -58,8 +59,10 @@ class Tokenizer:
             inner = tokenizers.Tokenizer.from_str(text)
         except FileNotFoundError as error:
             raise ArtifactError(f"{path} does not exist", "build the artifact again: kvexport build") from error
-        # tokenizers raises plain Exception for a file it cannot parse.
-        except Exception as error:
+        except BaseException as error:
+            # tokenizers raises plain Exception for a file it cannot parse, and panics for some.
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
             problem = f"{path} is not a tokenizer that tokenizers {tokenizers.__version__} can read: {error}"
             raise ArtifactError(problem, "build the artifact again, or pip install --upgrade tokenizers") from error
         return cls(inner)
@@ -338,11 +341,6 @@ def _panics(action: str) -> Iterator[None]:
             raise
         problem = f"the tokenizer failed to {action}: {str(error)[:200]}"
         raise UsageError(problem, "try another text; if all fail, the checkpoint's tokenizer.json is wrong") from None
-
-
-def is_panic(error: BaseException) -> bool:
-    """Return whether an error is a panic of a library that is written in Rust."""
-    return type(error).__name__ == "PanicException"
 
 
 def _whole(value: Any) -> int:

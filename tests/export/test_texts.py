@@ -40,7 +40,38 @@ def text(name: str, content: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_text(content)
 
 
+def template(source: str) -> Callable[[Path], object]:
+    return text("chat_template.jinja", source)
+
+
+def many(normalizer: object, count: int) -> Callable[[Path], object]:
+    """A tokenizer whose normalizers multiply every text."""
+
+    def change(folder: Path) -> None:
+        data = json.loads((folder / "tokenizer.json").read_text())
+        data["normalizer"] = {"type": "Sequence", "normalizers": [normalizer] * count}
+        (folder / "tokenizer.json").write_text(json.dumps(data))
+
+    return change
+
+
+DOUBLE = "{% set ns.s = ns.s ~ ns.s %}"
+TRIED = "cannot be used for short texts"
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "template that doubles a text": (
+        template(
+            "{% set ns = namespace(s='ab') %}{% for i in range(60) %}" + DOUBLE + "{% endfor %}{{ ns.s | length }}"
+        ),
+        TRIED,
+    ),
+    "template with a wide method": (template("{{ '{:>10000000000}'.format('a') | length }}"), TRIED),
+    "tokenizer that multiplies": (
+        many({"type": "Replace", "pattern": {"Regex": "[\\s\\S]"}, "content": "aaaaaaaaaa"}, 12),
+        TRIED,
+    ),
+    "link that loops": (lambda c: (c / "tokenizer_config.json").symlink_to("tokenizer_config.json"), "is no file"),
+    "link to a device": (lambda c: (c / "special_tokens_map.json").symlink_to("/dev/zero"), "is no file"),
+    "template that is a folder": (lambda c: (c / "chat_template.jinja").mkdir(), "chat_template.jinja is no file"),
     "tokenizer that is cut": (text("tokenizer.json", '{"version": "1.0", "model": {'), "tokenizer.json"),
     "tokenizer of another kind": (text("tokenizer.json", "{}"), "tokenizer.json is not a tokenizer"),
     "tokenizer that is no text": (lambda c: (c / "tokenizer.json").write_bytes(b"\xff\x00"), "tokenizer.json"),

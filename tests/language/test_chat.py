@@ -302,3 +302,48 @@ def test_smollm2_answers_as_transformers_does_while_its_cache_holds_everything(r
     model = AutoModelForCausalLM.from_pretrained(smollm2.checkpoint())
     wanted = model.generate(torch.tensor(ids[None]), max_new_tokens=32, do_sample=False)[0, len(ids) :].tolist()
     assert engine.chat(messages, max_new_tokens=32).token_ids == wanted
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ 'a\n\nb' | indent }}", "a\n\n    b"),
+        ("{{ 'a\nb' | indent(2, true) }}", "  a\n  b"),
+        ("{{ '%s-%03d' | format('a', 7) }}", "a-007"),
+        ("{{ [1, 2, 3] | batch(2, 0) | list }}", "[[1, 2], [3, 0]]"),
+        ("{{ [1, 2, 3] | slice(2) | list }}", "[[1, 2], [3]]"),
+        ("{{ [1, 2, 3] | slice(2, 0) | list }}", "[[1, 2], [3, 0]]"),
+    ],
+)
+def test_filters_with_a_count_are_those_of_jinja(source: str, text: str) -> None:
+    import jinja2
+
+    template = jinja2.Environment().from_string(source)
+    assert template.render() == text
+    assert ChatTemplate({"default": source}, {}, "here").render([{"role": "user", "content": "a"}]) == text
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ '%10000000000s' | format('a') }}",
+        "{{ '%*d' | format(10000000000, 1) }}",
+        "{{ 'a' | indent(10000000000) }}",
+        "{{ [1] | slice(10000000000) | list }}",
+        "{{ [1] | batch(10000000000, 0) | list }}",
+        "{{ [1] | tojson(indent=10000000000) }}",
+        "{{ 'a' * 10000000000 }}",
+        "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+    ],
+)
+def test_a_template_that_asks_for_too_much_is_an_error_of_its_request(source: str) -> None:
+    with pytest.raises(UsageError, match="the chat template cannot be rendered"):
+        ChatTemplate({"default": source}, {}, "here").render([{"role": "user", "content": "a"}])
+
+
+def test_a_text_that_is_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvexport.language.chat._LONGEST", 100)
+    template = ChatTemplate({"default": "{{ messages[0].content }}"}, {}, "here")
+    assert len(template.render([{"role": "user", "content": "a" * 100}])) == 100
+    with pytest.raises(UsageError, match="larger than 100 characters"):
+        template.render([{"role": "user", "content": "a" * 101}])

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -422,3 +425,50 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_text_that_is_no_unicode_is_refused() -> None:
     with pytest.raises(UsageError, match="surrogate at character 2"):
         KINDS["unigram"].encode("ab\ud800")
+
+
+def test_a_panic_of_the_library_is_an_error_of_one_text() -> None:
+    """A panic arrives as a BaseException, which would end the thread of a server."""
+    panic = type("PanicException", (BaseException,), {})
+
+    class Inner:
+        def __getattr__(self, name: str) -> Any:
+            if name in ("encode", "encode_batch_fast", "decode"):
+                return self.fail
+            return lambda *_, **__: {}
+
+        decoder = None
+
+        def fail(self, *_: Any, **__: Any) -> None:
+            raise panic("called Option::unwrap() on None")
+
+    tokenizer = Tokenizer(Inner())  # type: ignore[arg-type]
+    for work in (lambda: tokenizer.encode("a"), lambda: tokenizer.encode("a" * 9999), lambda: tokenizer.decode([1])):
+        with pytest.raises(UsageError, match=r"the tokenizer failed to .*unwrap"):
+            work()
+
+
+def test_a_long_text_is_encoded_while_other_threads_run(tiny_checkpoint: Path) -> None:
+    tokenizer = Tokenizer.from_folder(tiny_checkpoint)
+    text, gaps, ended = "ab cd." * 200_000, [0.0], threading.Event()
+
+    def tick() -> None:
+        last = time.perf_counter()
+        while not ended.is_set():
+            time.sleep(0.001)
+            now = time.perf_counter()
+            gaps.append(now - last)
+            last = now
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    start = time.perf_counter()
+    ids = tokenizer.encode(text)
+    seconds = time.perf_counter() - start
+    ended.set()
+    thread.join()
+    assert len(ids) == len(text) == tokenizer.least_tokens(text)
+    assert max(gaps) < max(0.25, seconds / 2), "encode held the interpreter's lock"
+    assert tokenizer.encode(text[:60_000]) == [
+        i for j in range(0, 60_000, 3_000) for i in tokenizer.encode(text[j : j + 3_000])
+    ]

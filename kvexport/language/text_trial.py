@@ -1,0 +1,98 @@
+"""A trial of a checkpoint's tokenizer and chat template, in a process of its own with bounds.
+
+Both are programs that a checkpoint brings, and the libraries that run them can end a process: a template that doubles a
+string, a tokenizer whose normalizers multiply a text. So a build renders and encodes a few conversations here first.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import suppress
+from itertools import product
+from pathlib import Path
+
+from kvexport.errors import KvexportError, UsageError
+
+_SECONDS = 10  # of processor time; the clock allows three times as much
+_BYTES = 2 << 30  # of address space
+_LONGEST = 100_000  # tokens; the conversations below have some hundred characters
+_TOOL = {
+    "type": "function",
+    "function": {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}},
+}
+_USER, _ANSWER = {"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "It is 2."}
+CONVERSATIONS = (
+    [_USER],
+    [{"role": "system", "content": "Be brief."}, _USER],
+    [_USER, _ANSWER, {"role": "user", "content": "And 2 + 2?\n\nA second line."}],
+)
+_TEXTS = ("", "Hello, world! 123", "ab " * 300, "\u00e9\u4e2d\U0001f600 \n\t")
+
+
+def try_texts(folder: Path) -> None:
+    """Encode texts and render conversations in a child process.
+
+    Args:
+        folder: A folder with tokenizer.json, and perhaps the files of a chat template.
+
+    Raises:
+        UsageError: The child ended by a signal, ran out of its bounds, or made a text far too long.
+    """
+    command = [sys.executable, "-m", __name__, str(folder.resolve())]
+    root = str(Path(__file__).resolve().parents[2])
+    environment = {"PATH": "", "PYTHONPATH": ":".join([root, *sys.path]), "TOKENIZERS_PARALLELISM": "false"}
+    try:
+        child = subprocess.run(command, capture_output=True, text=True, timeout=3 * _SECONDS, env=environment, cwd="/")
+    except subprocess.TimeoutExpired:
+        reason = f"they take longer than {3 * _SECONDS} seconds"
+    else:
+        if child.returncode == 0:
+            return
+        words = json.loads(child.stdout) if child.returncode == 1 and child.stdout else ""
+        signal = f"signal {-child.returncode}" if child.returncode < 0 else f"exit code {child.returncode}"
+        reason = words or f"the process that tried them ended by {signal}"
+    raise UsageError(
+        f"the tokenizer or the chat template of {folder} cannot be used for short texts: {reason}",
+        "take these files from the model's original repository",
+    )
+
+
+def _try(folder: Path) -> str:
+    """Return what is wrong, "" if nothing is. A template that refuses a conversation is not wrong."""
+    from kvexport.language.chat import read_chat_template
+    from kvexport.language.text import Tokenizer
+
+    tokenizer, template = Tokenizer.from_folder(folder), read_chat_template(folder)
+    texts = list(_TEXTS)
+    if template is not None:
+        for conversation, tools in product(CONVERSATIONS, (None, [_TOOL])):
+            with suppress(UsageError):
+                texts.append(template.render(conversation, tools))
+    for text in texts:
+        if len(ids := tokenizer.encode(text, add_special_tokens=False)) > _LONGEST:
+            return f"a text of {len(text)} characters has {len(ids)} tokens"
+        tokenizer.decode(ids)
+    return ""
+
+
+def _main() -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
+    resource.setrlimit(resource.RLIMIT_AS, (_BYTES, _BYTES))
+    try:
+        problem = _try(Path(sys.argv[1]))
+    except KvexportError as error:
+        problem = error.problem
+    except MemoryError:
+        problem = "they take too much memory"
+    if problem:
+        print(json.dumps(problem[:500]))
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,4 +1,5 @@
-// A call of Linear: products of one input with what models do around them (docs/contract.md, section 3).
+// The arguments of Linear: one to three matrix products of one input, fused with the norm before them and the bias,
+// rotation, gate and residual after them (docs/contract.md, section 3).
 #pragma once
 
 #include <stdint.h>
@@ -9,24 +10,25 @@ extern "C" {
 
 #define KV_MAX_PRODUCTS 3
 
-// How a packed weight is laid out. KV_AT_REST: row by row, as artifacts hold it. KV_PANELS: as the CPU's kernels read it
-// fastest (cpu/linear/panels.h); `data` then holds the scales and offsets as well, and of zero and minimum it matters
-// only whether they are nullptr.
+// The layout of a packed weight. KV_AT_REST: row by row, as in artifacts. KV_PANELS: the layout that the CPU kernels read
+// fastest (cpu/linear/panels.h): `data` then includes the scales and offsets, and for zero and minimum only matters
+// whether they are nullptr.
 enum { KV_AT_REST = 0, KV_PANELS = 1 };
 
-// A weight [outputs, inputs], of the call's type where bits is 0. A packed one holds integers q of 4 or 8 bits, those
-// of 4 two in a byte, the first in its low half; a value is (q - zero) scale + minimum, in float32.
+// A weight [outputs, inputs]. If bits is 0, its elements have the call's type. Otherwise the weight is packed: integers
+// q of 4 or 8 bits, and a value is (q - zero) scale + minimum, in float32. A byte contains two integers of 4 bits, the
+// first in its low half.
 typedef struct KvWeight {
-  const void* data;  // nullptr: there is none
+  const void* data;  // nullptr: no weight
   int bits;          // 0, 4 or 8
   int is_signed;
-  int64_t group;        // inputs in a row that share a scale, of which `inputs` is a multiple
+  int64_t group;        // consecutive inputs that share a scale; `inputs` is a multiple of it
   int scale_type;       // float32 or float16
-  int layout;           // of a packed weight
+  int layout;           // of a packed weight: KV_AT_REST or KV_PANELS
   const void* scale;    // [outputs, inputs / group]
-  const void* zero;     // as scale, of integers as the weight's; or nullptr
+  const void* zero;     // the shape of scale, integers of the weight's bits; or nullptr
   int minimum_type;     // float32 or float16
-  const void* minimum;  // as scale; or nullptr. Only one of zero and minimum is given
+  const void* minimum;  // the shape of scale; or nullptr. At least one of zero and minimum is nullptr
 } KvWeight;
 
 // One of the products of a Linear: rows [batch, tokens, inputs] x weight^T + bias.
@@ -39,20 +41,20 @@ typedef struct KvProduct {
   void* output;      // [batch, tokens, outputs]
 } KvProduct;
 
-// Products of one input. Everything but packed weights is of one type, the arithmetic in float32.
+// Products of one input. Every tensor except packed weights has the type `type`; the arithmetic is in float32.
 typedef struct KvLinear {
   int type;
-  int float_input;  // whether packed weights too are multiplied with the rows as they are, not as rounded by blocks
+  int float_input;  // 1: packed weights are multiplied with the unrounded rows; 0: with rows rounded block by block
   int64_t batch, tokens, inputs;
   int64_t input_heads;  // other than 1: input is [batch, input_heads, tokens, inputs / input_heads]
   const void* input;
-  const void* norm;  // [inputs]: rows are divided by their root mean square and multiplied with it first; or nullptr
-  float epsilon;     // is added to the mean square
+  const void* norm;  // [inputs]: each row is first divided by its root mean square and multiplied by this; or nullptr
+  float epsilon;     // added to the mean square
   int count;         // of products
   KvProduct products[KV_MAX_PRODUCTS];
-  KvWeight gate;              // the one product is multiplied with silu(rows x gate^T)
-  const void* residual;       // [batch, tokens, outputs]: is added to the one product last; or nullptr
-  int64_t planes;             // of dimensions (i, i + planes): half a rotated head
+  KvWeight gate;              // the one product is multiplied by silu(rows x gate^T)
+  const void* residual;       // [batch, tokens, outputs]: added to the one product last; or nullptr
+  int64_t planes;             // rotated pairs of dimensions (i, i + planes): half the size of a rotated head
   const void *cosine, *sine;  // [batch, tokens, planes]
 } KvLinear;
 

@@ -1,10 +1,10 @@
-// The C ABI.
+// The C ABI of the CPU kernels.
 //
-//   at the first call: kernels = the best that this machine has of amx, avx512vnni, avx512, avxvnni, avx2, of i8mm,
-//                      dotprod, neon, and of portable; or KVEXPORT_CPU_ISA's
-//   each call: check its sizes; where they cannot be computed return why
-//              an empty batch is done; otherwise kernels().operator(call, runner), whose tasks the runner runs in
-//              parallel
+//   at the first call: kernels = the best of amx, avx512vnni, avx512, avxvnni, avx2 (x86), of i8mm, dotprod, neon (Arm),
+//                      or else portable, that this machine has; or the set that KVEXPORT_CPU_ISA names
+//   at each call:      check the sizes, and return the reason if the kernels cannot compute the call;
+//                      return if the batch is empty;
+//                      kernels().operator(call, runner): the runner runs its tasks in parallel
 #include <cstdlib>
 #include <cstring>
 
@@ -32,14 +32,14 @@ struct Kernels {
 #define KV_KERNELS(isa) \
   Kernels { #isa, kv::isa::vote_attention, kv::isa::keep_queries, kv::isa::merge_cache, kv::isa::linear }
 
-// Kernels of which Linear is another instruction set's.
+// Returns kernels with the Linear of another instruction set.
 [[maybe_unused]] Kernels with_linear(Kernels all, const char* name, void (*linear)(const KvLinear&, KvRunner)) {
   all.name = name, all.linear = linear;
   return all;
 }
 
 #if defined(__aarch64__)
-// Dot products of four bytes, and products of matrices of bytes.
+// Return whether the machine has dot products of four bytes, and products of matrices of bytes.
 bool has_dots() {
 #if defined(__linux__)
   return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
@@ -57,7 +57,8 @@ bool has_matrices() {
 #endif
 
 #if defined(__x86_64__)
-// Whether there are tiles of bfloat16 and the kernel saves them for this process, which has to ask for it.
+// Returns whether the machine has AMX tiles of bfloat16 and the operating system grants this process their state, which
+// the process has to request.
 bool may_use_tiles() {
 #if defined(__linux__)
   constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
@@ -69,10 +70,11 @@ bool may_use_tiles() {
 }
 #endif
 
-// KVEXPORT_CPU_ISA asks for a lesser one, so that tests reach them all.
+// Returns the best kernels for this machine. KVEXPORT_CPU_ISA restricts the choice to one set, so that tests reach
+// every set.
 Kernels choose() {
-  const char* asked = getenv("KVEXPORT_CPU_ISA");
-  auto wanted = [&](const char* name) { return !asked || !*asked || strcmp(asked, name) == 0; };
+  const char* isa = getenv("KVEXPORT_CPU_ISA");
+  auto allowed = [&](const char* name) { return !isa || !*isa || strcmp(isa, name) == 0; };
 #if defined(__x86_64__)
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
@@ -80,19 +82,19 @@ Kernels choose() {
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512cd");
   const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
-  if (vnni && wanted("amx") && may_use_tiles())
+  if (vnni && allowed("amx") && may_use_tiles())
     return with_linear(KV_KERNELS(avx512), "amx", kv::avx512vnni::linear_amx);
-  if (vnni && wanted("avx512vnni")) return with_linear(KV_KERNELS(avx512), "avx512vnni", kv::avx512vnni::linear);
-  if (avx512 && wanted("avx512")) return KV_KERNELS(avx512);
+  if (vnni && allowed("avx512vnni")) return with_linear(KV_KERNELS(avx512), "avx512vnni", kv::avx512vnni::linear);
+  if (avx512 && allowed("avx512")) return KV_KERNELS(avx512);
 #ifndef KV_AVX512_ALONE
-  if (avx2 && __builtin_cpu_supports("avxvnni") && wanted("avxvnni"))
+  if (avx2 && __builtin_cpu_supports("avxvnni") && allowed("avxvnni"))
     return with_linear(KV_KERNELS(avx2), "avxvnni", kv::avxvnni::linear);
-  if (avx2 && wanted("avx2")) return KV_KERNELS(avx2);
+  if (avx2 && allowed("avx2")) return KV_KERNELS(avx2);
 #endif
 #elif defined(__aarch64__)
-  if (has_matrices() && wanted("i8mm")) return with_linear(KV_KERNELS(neon), "i8mm", kv::i8mm::linear);
-  if (has_dots() && wanted("dotprod")) return with_linear(KV_KERNELS(neon), "dotprod", kv::dotprod::linear);
-  if (wanted("neon")) return KV_KERNELS(neon);
+  if (has_matrices() && allowed("i8mm")) return with_linear(KV_KERNELS(neon), "i8mm", kv::i8mm::linear);
+  if (has_dots() && allowed("dotprod")) return with_linear(KV_KERNELS(neon), "dotprod", kv::dotprod::linear);
+  if (allowed("neon")) return KV_KERNELS(neon);
 #endif
 #ifdef KV_AVX512_ALONE
   return KV_KERNELS(avx512);
@@ -108,8 +110,8 @@ const Kernels& kernels() {
 
 bool is_small(int type) { return type == KV_INT8 || type == KV_INT4 || type == KV_K8V4; }
 
-template <class Call>
-const char* cache_problem(const Call& a) {
+template <class Arguments>
+const char* cache_problem(const Arguments& a) {
   if (!is_small(a.cache_type))
     return a.cache_type == KV_FLOAT32 || a.cache_type == KV_FLOAT16
                ? nullptr

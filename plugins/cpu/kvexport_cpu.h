@@ -1,8 +1,8 @@
-// The operators of docs/contract.md on the CPU, behind a C ABI: the structs of ../abi/kvexport.h, and a task runner of
-// the caller's.
+// The operators of docs/contract.md on the CPU, behind a C ABI: the structs of ../abi/kvexport.h, and a task runner
+// that the caller provides.
 //
-// The functions return nullptr, or a message that says what cannot be computed (a static string). They allocate no
-// more than scratch, keep no state, and give the same bits for the same input whatever the number of threads.
+// The functions return nullptr, or a static string that says why the call cannot be computed. They allocate only
+// scratch memory, keep no state, and give the same bits for the same input with any number of threads.
 #pragma once
 
 #include <stddef.h>
@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-// Runs task(data, i) for every i below count, in any order, on any threads, and returns when all are done.
+// Runs task(data, i) for every i below count, in any order, on any threads; returns when all tasks are done.
 typedef void (*KvTask)(void* data, size_t index);
 typedef void (*KvParallelFor)(void* context, size_t count, KvTask task, void* data);
 
@@ -23,10 +23,10 @@ typedef struct KvRunner {
 } KvRunner;
 
 const char* kv_cpu_vote_attention(const KvVoteAttention* call, KvRunner runner);
-// Of a method that keeps reference queries: their ring after the call, which has been computed.
+// Updates the ring of a method that keeps reference queries, after kv_cpu_vote_attention of the same call.
 const char* kv_cpu_keep_queries(const KvVoteAttention* call, const KvRing* ring);
 const char* kv_cpu_merge_cache(const KvMergeCache* call, KvRunner runner);
-// ... whose policy has a fit.
+// Merges as kv_cpu_merge_cache, then fits the kept slots to the reference queries.
 const char* kv_cpu_merge_and_fit(const KvMergeCache* call, const KvFit* fit, const KvRing* ring, KvRunner runner);
 const char* kv_cpu_linear(const KvLinear* call, KvRunner runner);
 

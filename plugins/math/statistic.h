@@ -1,5 +1,4 @@
-// The arithmetic of one slot, on the host and on the device, in float32: weights of queries, the logarithmic sums of
-// scores.
+// The weights of queries in a slot's statistics, in float32, for the host and the device.
 #pragma once
 
 #include <math.h>
@@ -7,18 +6,18 @@
 #ifdef __CUDACC__
 #define KV_HD __host__ __device__ __forceinline__
 #else
-// Never a function of its own: it would be emitted once per instruction set under one name (see cpu/core/scratch.h).
+// Always inlined: a function would be emitted once per instruction set under one name (see cpu/core/scratch.h).
 #define KV_HD inline __attribute__((always_inline))
 #endif
 
 namespace kv {
 
-// The logarithm of "nothing yet", and the bias of an invisible slot (docs/contract.md, section 3).
+// The score of a log_ema that has no observation yet, and the bias of an invisible slot (docs/contract.md, section 3).
 constexpr float kLogZero = -1e30f;
 
 enum StatisticKind { kNone = 0, kLogEma = 1, kProbability = 2 };
 
-// One importance statistic of VoteAttention, as kvexport/methods/slots.py defines it.
+// One statistic of VoteAttention, as kvexport/methods/slots.py defines it.
 struct Statistic {
   int kind;
   float decay;
@@ -26,10 +25,10 @@ struct Statistic {
   float recency_weight;
 };
 
-// How many of the n queries of a call count.
+// Returns how many of the n queries of a call the statistic counts: the latest `window`, or all where window is 0.
 KV_HD int counted_queries(const Statistic& s, int n) { return s.window == 0 || n < s.window ? n : s.window; }
 
-// ln of the weight of the query that is `back` places before the newest one of a call, when `counted` of them count.
+// Returns ln of the weight of the query `back` places before the newest one of a call that counts `counted` queries.
 KV_HD float log_query_weight(const Statistic& s, int back, int counted) {
   if (back < 0 || back >= counted) return kLogZero;
   float log_weight = static_cast<float>(back) * logf(s.decay);

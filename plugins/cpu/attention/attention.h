@@ -1,5 +1,9 @@
 // Shared by decode and prefill: one KV head of one sequence, its slots, the bias of its votes, and the writes to its
 // cache and output.
+//
+// Letters in this folder, beside those of the contract: a the arguments of the call, x a KV head, b its sequence, h its
+// number, g a query head of its group (in decode a row), t a token, c a slot, k a statistic, d and dv the sizes of keys
+// and values, r a row of a tile, i an element of a row, j a vector of columns, s a split.
 #pragma once
 
 #include <cmath>
@@ -21,8 +25,8 @@ struct Partials {
   float* of(size_t task) const { return data.get() + task * stride; }
 };
 
-// K, V: of the keys and values of the cache, and of the call's new ones. Those of a small cache come with `new_scales`,
-// and its query and output are float32 and rotated (small.h).
+// K, V: the types of the keys and values of the cache and of the new tokens. In a small cache the new tokens' scales
+// are `new_scales`, and the query and output are float32 and rotated (small.h).
 template <class K, class V>
 struct Attention {
   using Query = Wide<K>;
@@ -31,14 +35,14 @@ struct Attention {
   Partials partials;
   KvScales new_scales{};  // [B,H,T]
 
-  // part: floats of a split's partial result.
-  Attention(const KvVoteAttention& call, int splits, size_t part)
+  // partial_size: floats of a split's partial result.
+  Attention(const KvVoteAttention& call, int splits, size_t partial_size)
       : a(call), group(call.query_heads / call.heads), splits(splits) {
-    partials.stride = part;
-    if (splits > 1) partials.data.reserve(part * a.batch * a.heads * splits);
+    partials.stride = partial_size;
+    if (splits > 1) partials.data.reserve(partial_size * a.batch * a.heads * splits);
   }
 
-  // One KV head of one sequence.
+  // One KV head of one sequence: `used` occupied slots and n new tokens.
   struct Head {
     int b, h, used, n;
     const K *past_key, *key;
@@ -49,13 +53,13 @@ struct Attention {
     float *votes, *score;
     const int32_t* past_position;
     int32_t* position;
-    // Of a small cache: the past scales, those of the new tokens, and the present ones.
+    // In a small cache: the past scales, the scales of the new tokens, and the present scales.
     struct Scales {
       const float *past, *added;
       float* present;
     } key_scale, value_scale;
     int64_t first;                        // the first new token's position
-    int end() const { return used + n; }  // of the slots, the new tokens' too
+    int end() const { return used + n; }  // occupied slots after the call
   };
 
   Head head(size_t index) const {
@@ -80,10 +84,10 @@ struct Attention {
       x.value_scale = {a.past_scales.value + index * c, new_scales.value + index * t,
                        a.present_scales.value + index * c};
     }
-    // Of a number that is no position, as where a call is only timed, the nearest that leaves room for the others.
+    // A call that is only timed may bring numbers that are no positions: clamp so that the others fit after the first.
     const int64_t first = t > 0 ? a.position[x.b * t] : 0, most = INT32_MAX - a.capacity;
     x.first = first < 0 ? 0 : first > most ? most : first;
-    // Used slots are a prefix, so where it ends is found without reading all votes.
+    // Used slots are a prefix: bisection finds its end without reading all votes.
     int low = 0, high = a.capacity;
     while (low < high) {
       const int middle = (low + high) / 2;
@@ -99,7 +103,7 @@ struct Attention {
   }
 
   // Appends the new tokens; copies the tensors that are not bound in place.
-  void append(const Head& x) const {
+  void append_tokens(const Head& x) const {
     const size_t c = a.capacity, d = a.key_size, dv = a.value_size;
     if (x.present_key != x.past_key) memcpy(x.present_key, x.past_key, bytes_of<K>(x.used * d));
     if (x.present_value != x.past_value) memcpy(x.present_value, x.past_value, bytes_of<V>(x.used * dv));
@@ -123,7 +127,7 @@ struct Attention {
       append_scales(x, x.value_scale);
     }
     if (x.score != x.past_score) {
-      const size_t scored = x.n == 0 ? 0 : x.end();  // the scores of these are written elsewhere
+      const size_t scored = x.n == 0 ? 0 : x.end();  // decode_scores or combine_splits writes the scores of these
       for (int k = 0; k < a.statistics; ++k)
         memcpy(x.score + k * c + scored, x.past_score + k * c + scored, (c - scored) * sizeof(float));
     }
@@ -133,7 +137,7 @@ struct Attention {
     if (scale.present != scale.past) memcpy(scale.present, scale.past, a.capacity * sizeof(float));
     memcpy(scale.present + x.used, scale.added, x.n * sizeof(float));
   }
-  // Of the slots [from, to).
+  // Copies the scales of the slots [from, to) to `out`.
   void scales_of(const Head& x, const typename Head::Scales& scale, int from, int to, float* out) const {
     for (int c = from; c < to; ++c) out[c - from] = c < x.used ? scale.past[c] : scale.added[c - x.used];
   }
@@ -153,8 +157,8 @@ struct Attention {
   vf vote_bias(vf votes) const { return a.vote_exponent * log(votes); }
   float vote_bias(float votes) const { return a.vote_exponent * std::log(votes); }
 
-  // vote_bias of slots [from, to); kLogZero where the query at position `now` does not see the slot for its
-  // window.
+  // Writes the vote_bias of slots [from, to) to `out`; kLogZero for a slot outside the sliding window of position
+  // `now`.
   void bias(const Head& x, int from, int to, int64_t now, float* out) const {
     const int old = min_of(to, x.used);
     int c = from;
@@ -193,32 +197,33 @@ struct Attention {
 
   void append_task(size_t index) {
     const Head x = head(index);
-    append(x);
+    append_tokens(x);
     clear_output(x, x.n);
   }
 
-  // Runs `Call::task` for every split of every head and then, where there are several, `Call::finish` for every head.
-  template <class Call>
-  static void run(Call& call, KvRunner runner) {
-    const size_t heads = static_cast<size_t>(call.a.batch) * call.a.heads;
+  // Runs `Kernel::task` (Decode's or Prefill's) for every split of every head and then, if there are several splits,
+  // `Kernel::finish` for every head.
+  template <class Kernel>
+  static void run(Kernel& kernel, KvRunner runner) {
+    const size_t heads = static_cast<size_t>(kernel.a.batch) * kernel.a.heads;
     runner.parallel_for(
-        runner.context, heads * call.splits,
+        runner.context, heads * kernel.splits,
         [](void* data, size_t i) {
-          Call& c = *static_cast<Call*>(data);
-          c.task(i);
-          if (c.splits == 1) c.append_task(i);
+          Kernel& kernel = *static_cast<Kernel*>(data);
+          kernel.task(i);
+          if (kernel.splits == 1) kernel.append_task(i);
         },
-        &call);
-    if (call.splits == 1) return;
+        &kernel);
+    if (kernel.splits == 1) return;
     runner.parallel_for(
         runner.context, heads,
         [](void* data, size_t i) {
-          Call& c = *static_cast<Call*>(data);
-          const typename Call::Head x = c.head(i);
-          if (x.n > 0) c.finish(x, i);
-          c.append_task(i);
+          Kernel& kernel = *static_cast<Kernel*>(data);
+          const typename Kernel::Head x = kernel.head(i);
+          if (x.n > 0) kernel.finish(x, i);
+          kernel.append_task(i);
         },
-        &call);
+        &kernel);
   }
 };
 

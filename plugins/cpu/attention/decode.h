@@ -1,15 +1,15 @@
-// VoteAttention for one token per sequence, or a few where no average of logits is kept. A row g is one query head of
-// one token, token by token. One task per KV head and split of its slots; in a task, over blocks of 32 slots that stay
-// in the first cache, for all rows g:
+// VoteAttention for one token per sequence, or for a few tokens if no statistic averages logits. A row g is one query
+// head of one token; rows are ordered by token. One task per KV head and split of its slots; in a task, over blocks of
+// 32 slots that stay in the L1 cache, for all rows g:
 //
 //   logit[g, slot] = scale query[g] . key[slot]                   four rows at a time, sums over lanes as one
 //   biased = capped(logit) + vote_exponent ln(votes), or hidden   whole rows, in vectors
 //   row_max[g], row_sum[g], weight[g, slot] = softmax of biased
 //   output[g] += weight[g, slot] value[slot]                      four rows, four vectors of columns at a time
 //
-// and from kTileRows rows on the logits of 64 slots at a time from their keys packed (tile.h), which saves the sums
-// over lanes; and then per head: combine_splits in their order, write output / row_sum, update the scores, append the
-// token. Every key and every value is read once, the next ones fetched 12 KB ahead.
+// With kTileRows rows or more, the logits of 64 slots at a time come from packed keys (tile.h), which saves the sums
+// over lanes. Then per head: combine_splits in their order, write output / row_sum, update the scores, append the
+// token. Every key and every value is read once; prefetches run 12 KB ahead.
 #pragma once
 
 #include <type_traits>
@@ -22,9 +22,9 @@ namespace KV_ISA {
 namespace {
 
 constexpr int kAhead = 12288;  // bytes
-constexpr int kFewRows = 20;   // more of them are worth packing the cache for (prefill.h)
+constexpr int kFewRows = 20;   // with more rows, packing the cache pays (prefill.h)
 
-// Whether a call of several tokens is one of few rows, whose scores need no logits.
+// Returns whether a call of several tokens has so few rows, and statistics without logits, that Decode computes it.
 inline bool few_rows(const KvVoteAttention& a) {
   for (int k = 0; k < a.statistics; ++k)
     if (a.statistic[k].kind == KV_STATISTIC_LOG_EMA) return false;
@@ -40,16 +40,16 @@ struct Decode : DecodeScores<K, V> {
   using typename Base::Head;
   using typename Base::Query;
 
-  static size_t part_size(const KvVoteAttention& a, int splits) {
+  static size_t partial_size(const KvVoteAttention& a, int splits) {
     const size_t rows = static_cast<size_t>(a.tokens) * (a.query_heads / a.heads);
     return rows * ((a.tokens == 1 ? 2 : 1) * static_cast<size_t>(width_of(a, splits)) + a.value_size + 2);
   }
 
-  Decode(const KvVoteAttention& call, int splits) : Base(call, splits, part_size(call, splits)) {}
+  Decode(const KvVoteAttention& call, int splits) : Base(call, splits, partial_size(call, splits)) {}
 
-  // Of slots [from, to) of a head: logits and weights exp(biased - row_max) [rows, width], of slot c at g * width + c,
-  // per row row_max and row_sum, and the sum of weight * value in `product`. Of several tokens weights may take the
-  // place of logits.
+  // Attends to slots [from, to) of a head. Writes logits and weights exp(biased - row_max) [rows, width], slot c at
+  // g * width + c; per row row_max and row_sum; and the sum of weight * value to `product`. With several tokens weights
+  // may be the same array as logits.
   void decode(const Head& x, int from, int to, float* logits, float* weights, float* row_max, float* row_sum,
               float* product) const {
     const int d = a.key_size, dv = a.value_size, all = rows_of(x);
@@ -106,11 +106,11 @@ struct Decode : DecodeScores<K, V> {
     }
     for (int i = 0; i < all * dv; ++i) product[i] = 0.0f;
     if constexpr (kSmall<K>) scale_rows(weights, value_scale, all, from, to, factors);
-    const float* const of_values = kSmall<K> ? factors : weights;
+    const float* const value_weights = kSmall<K> ? factors : weights;
     for_each_block(from, to, [&](int c, int end) {
       for_each_tile(all, [&](auto rows, int g) {
-        decode_product<decltype(rows)::value>(x, c, end, of_values + static_cast<size_t>(g) * width, product + g * dv,
-                                              g == 0);
+        decode_product<decltype(rows)::value>(x, c, end, value_weights + static_cast<size_t>(g) * width,
+                                              product + g * dv, g == 0);
       });
     });
   }
@@ -123,8 +123,8 @@ struct Decode : DecodeScores<K, V> {
     }
   }
 
-  // The bias of slots [from, to) for new token t, to which those after it are hidden; it follows that for t - 1 in
-  // `out`.
+  // Writes the bias of slots [from, to) for new token t to `out`; tokens after t are hidden. On entry `out` is the bias
+  // for token t - 1.
   void token_bias(const Head& x, int from, int to, int t, float* out) const {
     const int own = x.used + t;
     if (t == 0 || a.sliding_window) bias(x, from, to, x.first + t, out);
@@ -132,14 +132,14 @@ struct Decode : DecodeScores<K, V> {
     for (int c = max_of(from, own + 1); c < to; ++c) out[c - from] = kLogZero;
   }
 
-  // Blocks of slots small enough to stay in the first cache while all query heads and all columns pass over them.
+  // Runs `body` for blocks of slots small enough to stay in the L1 cache while all rows and columns pass over them.
   template <class F>
   static void for_each_block(int from, int to, F body) {
     constexpr int slots = 32;
     for (int c = from; c < to; c += slots) body(c, min_of(c + slots, to));
   }
 
-  // Rows by fours, twos and ones: body(integral_constant, first).
+  // Runs `body(integral_constant, first)` for the rows by fours, twos and ones.
   template <class F>
   static void for_each_rows(int rows, F body) {
     int g = 0;
@@ -148,7 +148,7 @@ struct Decode : DecodeScores<K, V> {
     for (; g < rows; ++g) body(std::integral_constant<int, 1>(), g);
   }
 
-  // Rows by tiles of up to kTileRows, as equal as can be: body(integral_constant, first).
+  // Runs `body(integral_constant, first)` for tiles of up to kTileRows rows, as equal in size as possible.
   template <class F>
   static void for_each_tile(int rows, F body) {
     for (int g = 0, left = (rows + kTileRows - 1) / kTileRows; left > 0; --left) {
@@ -166,7 +166,7 @@ struct Decode : DecodeScores<K, V> {
       with_count<R - 1>(count, g, body);
   }
 
-  // Logits of all rows for the kBlock slots from `from` on, all of them in the cache.
+  // Computes the logits of all rows for the kBlock slots from `from` on. All of these slots must be past ones.
   void packed_logits(const Head& x, int from, const float* query, float* logits) const {
     const int d = a.key_size, all = rows_of(x);
     static thread_local Scratch<float> scratch;
@@ -203,17 +203,16 @@ struct Decode : DecodeScores<K, V> {
     for (; i < d; ++i) out[i] = element(row, i);
   }
 
-  // What comes 12 KB after `count` elements from `row` on, into the second cache: the machine's own prefetching stops
-  // at the end of a page, and reads and arithmetic would take turns (71 % of the bandwidth instead of 90 % on an EPYC
-  // 9004).
+  // Prefetches `count` elements from 12 KB after `row` into the L2 cache. Hardware prefetching stops at the end of a
+  // page; without this, reads and arithmetic would take turns (71 % of the bandwidth instead of 90 % on an EPYC 9004).
   template <class T>
   static void prefetch(const T* row, int count) {
     const char* ahead = reinterpret_cast<const char*>(row) + kAhead;
     for (size_t i = 0; i < bytes_of<T>(count); i += 64) __builtin_prefetch(ahead + i, 0, 2);
   }
 
-  // Logits of R rows; S slots at a time, so that their R S sums over lanes are one reduction. first: no other rows have
-  // passed over these slots.
+  // Computes the logits of R rows, S slots at a time, so that their R S sums over lanes are one reduction. first:
+  // whether these rows are the first to read these slots, and prefetch.
   template <int R>
   void decode_logits(const Head& x, int from, int to, const float* query, float* logits, bool first) const {
     constexpr int S = R < W ? W / R : 1, N = R * S / W;
@@ -245,10 +244,11 @@ struct Decode : DecodeScores<K, V> {
       for (int r = 0; r < R; ++r) logits[static_cast<size_t>(r) * width + c] = dot(key_row(x, c), query + r * d, d);
   }
 
+  // Adds weights x values of slots [from, to) to `out` [R, Dv].
   template <int R>
   void decode_product(const Head& x, int from, int to, const float* weights, float* out, bool first) const {
     const int dv = a.value_size;
-    constexpr int N = kTileVectors;  // with four heads' sums as many as there are registers for
+    constexpr int N = kTileVectors;  // as many as the registers allow with the sums of four heads
     int i = 0;
     for (; i + N * W <= dv; i += N * W) decode_columns<R, N>(x, from, to, weights, out, i, first);
     for (; i + W <= dv; i += W) decode_columns<R, 1>(x, from, to, weights, out, i, first);
@@ -263,7 +263,7 @@ struct Decode : DecodeScores<K, V> {
 
   template <int R, int N>
   void decode_columns(const Head& x, int from, int to, const float* weights, float* out, int column, bool first) const {
-    vf dots[R][N] = {};  // of this block alone: a running sum over all of them would gather rounding errors
+    vf dots[R][N] = {};  // this block's sums: running sums over all blocks would gather rounding errors
     for (int c = from; c < to; ++c) {
       const V* row = at(value_row(x, c), column);
       if (first) prefetch(row, N * W);
@@ -285,17 +285,17 @@ struct Decode : DecodeScores<K, V> {
     int from, to;
   };
 
-  // Slots of split `s` of the first `slots`.
+  // Returns the slots of split `s` when the first `slots` are shared among the splits.
   Range slots_of(int s, int slots) const {
     const int each = ((slots + splits - 1) / splits + W - 1) / W * W;
     return {min_of(s * each, slots), min_of((s + 1) * each, slots)};
   }
 
-  // A split's partial result: logits and weights [rows, width] of the slots that begin with `from`, which slots index
-  // as they do elsewhere; product [rows, Dv], row_max and row_sum [rows].
-  struct DecodePart {
+  // A split's partial result in the memory at p: logits and weights [rows, width] of the slots from `from` on, indexed
+  // by the slot's number (so they begin at p - from); product [rows, Dv], row_max and row_sum [rows].
+  struct DecodePartial {
     float *logits, *weights, *product, *row_max, *row_sum;
-    DecodePart(float* p, const KvVoteAttention& a, int width, int from) : logits(p - from) {
+    DecodePartial(float* p, const KvVoteAttention& a, int width, int from) : logits(p - from) {
       const size_t rows = static_cast<size_t>(a.tokens) * (a.query_heads / a.heads), all = rows * width;
       weights = a.tokens == 1 ? logits + all : logits;
       product = weights + all + from;
@@ -308,46 +308,49 @@ struct Decode : DecodeScores<K, V> {
     const Head x = head(task / splits);
     const int s = static_cast<int>(task % splits);
     if (x.n == 0) return;
-    static thread_local Scratch<float> alone;
+    static thread_local Scratch<float> only_split;
     const auto [from, to] = slots_of(s, x.end());
-    const DecodePart part(splits == 1 ? alone.reserve(part_size(a, 1)) : partials.of(task), a, width, from);
-    decode(x, from, to, part.logits, part.weights, part.row_max, part.row_sum, part.product);
-    if (splits == 1) combine_splits(x, part);
+    const DecodePartial partial(splits == 1 ? only_split.reserve(partial_size(a, 1)) : partials.of(task), a, width,
+                                from);
+    decode(x, from, to, partial.logits, partial.weights, partial.row_max, partial.row_sum, partial.product);
+    if (splits == 1) combine_splits(x, partial);
   }
 
-  // Combines the splits of a head in their order: output and scores.
-  void combine_splits(const Head& x, const DecodePart& whole) {
+  // Combines the splits of a head in their order; writes its output and scores. whole: the partial of the only split.
+  void combine_splits(const Head& x, const DecodePartial& whole) {
     static thread_local Scratch<float> scratch;
     const int all = rows_of(x);
     float *shares = scratch.reserve(static_cast<size_t>(splits) * all + a.value_size), *row = shares + splits * all;
     const size_t first_task = (static_cast<size_t>(x.b) * a.heads + x.h) * splits;
-    auto part_of = [&](int s) {
-      return splits == 1 ? whole : DecodePart(partials.of(first_task + s), a, width, slots_of(s, x.end()).from);
+    auto partial_of = [&](int s) {
+      return splits == 1 ? whole : DecodePartial(partials.of(first_task + s), a, width, slots_of(s, x.end()).from);
     };
     for (int g = 0; g < all; ++g) {
       const float* sink = a.sink_logits ? a.sink_logits + x.h * group + g % group : nullptr;
       float row_max = sink ? *sink : kLowest, row_sum = 0.0f;
-      for (int s = 0; s < splits; ++s) row_max = max_of(row_max, part_of(s).row_max[g]);
+      for (int s = 0; s < splits; ++s) row_max = max_of(row_max, partial_of(s).row_max[g]);
       if (sink) row_sum = std::exp(*sink - row_max);
       for (int i = 0; i < a.value_size; ++i) row[i] = 0.0f;
       for (int s = 0; s < splits; ++s) {
-        const DecodePart part = part_of(s);
-        const float factor = std::exp(part.row_max[g] - row_max);
-        row_sum += factor * part.row_sum[g];
+        const DecodePartial partial = partial_of(s);
+        const float factor = std::exp(partial.row_max[g] - row_max);
+        row_sum += factor * partial.row_sum[g];
         shares[static_cast<size_t>(s) * all + g] = factor;
-        for (int i = 0; i < a.value_size; ++i) row[i] += factor * part.product[g * a.value_size + i];
+        for (int i = 0; i < a.value_size; ++i) row[i] += factor * partial.product[g * a.value_size + i];
       }
       for (int s = 0; s < splits; ++s) shares[static_cast<size_t>(s) * all + g] /= row_sum;
       write_output(x, g % group, g / group, row, 1.0f / row_sum);
     }
     for (int s = 0; s < splits; ++s) {
-      const DecodePart part = part_of(s);
+      const DecodePartial partial = partial_of(s);
       const auto [from, to] = slots_of(s, x.end());
-      decode_scores(x, from, to, part.logits, part.weights, &shares[static_cast<size_t>(s) * all]);
+      decode_scores(x, from, to, partial.logits, partial.weights, &shares[static_cast<size_t>(s) * all]);
     }
   }
 
-  void finish(const Head& x, size_t index) { combine_splits(x, DecodePart(partials.of(index * splits), a, width, 0)); }
+  void finish(const Head& x, size_t index) {
+    combine_splits(x, DecodePartial(partials.of(index * splits), a, width, 0));
+  }
 };
 
 }  // namespace

@@ -1,5 +1,8 @@
-// VoteAttention for one token per sequence or a few, last step: the scores of a split's slots, from its logits and
-// weights.
+// The last step of Decode: the scores of a split's slots, from its logits and weights. For each statistic k, slot c:
+//
+//   none:        score = past score
+//   probability: score = past score decay^counted + sum over rows g of weight[g, c] share[g] (weight of g's query)
+//   log_ema:     score = ln(exp(past score) decay + sum over rows g of exp(logit[g, c]) (1 - decay) / group)
 #pragma once
 
 #include "attention.h"
@@ -14,18 +17,19 @@ struct DecodeScores : Attention<K, V> {
   using Base::a, Base::group, Base::bias;
   using typename Base::Head;
 
-  const int width;  // slots of a split at the most: the columns of its logits and weights
+  const int width;  // the most slots of a split: the columns of its logits and weights
 
   static int width_of(const KvVoteAttention& a, int splits) {
     return ((a.capacity + splits - 1) / splits + W - 1) / W * W;
   }
 
-  DecodeScores(const KvVoteAttention& call, int splits, size_t part)
-      : Base(call, splits, part), width(width_of(call, splits)) {}
+  DecodeScores(const KvVoteAttention& call, int splits, size_t partial_size)
+      : Base(call, splits, partial_size), width(width_of(call, splits)) {}
 
   int rows_of(const Head& x) const { return x.n * group; }
 
-  // Scores of a head. share[g]: times this, a split's weights are probabilities. Averages of logits: of one token.
+  // Writes the scores of slots [from, to). share[g]: the factor that makes row g's weights in this split probabilities.
+  // A log_ema needs a call of one token.
   void decode_scores(const Head& x, int from, int to, const float* logits, const float* weights,
                      const float* share) const {
     static thread_local Scratch<float> scratch;
@@ -47,25 +51,25 @@ struct DecodeScores : Attention<K, V> {
               share[g] * std::exp(log_query_weight(rule, x.n - 1 - g / group, counted)) / static_cast<float>(group);
         int c = from;
         for (; c + W <= min_of(to, x.used); c += W) {
-          vf seen{};
-          for (int g = first; g < all; ++g) seen += load(weights + static_cast<size_t>(g) * width + c) * factor[g];
-          store(out + c, load(past + c) * decay + seen);
+          vf received{};
+          for (int g = first; g < all; ++g) received += load(weights + static_cast<size_t>(g) * width + c) * factor[g];
+          store(out + c, load(past + c) * decay + received);
         }
         for (; c < to; ++c) {
-          float seen = 0.0f;
-          for (int g = first; g < all; ++g) seen += weights[static_cast<size_t>(g) * width + c] * factor[g];
-          out[c] = (c < x.used ? past[c] * decay : 0.0f) + seen;
+          float received = 0.0f;
+          for (int g = first; g < all; ++g) received += weights[static_cast<size_t>(g) * width + c] * factor[g];
+          out[c] = (c < x.used ? past[c] * decay : 0.0f) + received;
         }
         continue;
       }
       const int count = to - from;
-      float* seen = scratch.reserve(count + W);
-      bias(x, from, to, x.first, seen);  // tells which slots the window hides
+      float* slot_bias = scratch.reserve(count + W);
+      bias(x, from, to, x.first, slot_bias);  // kLogZero in the slots that the window hides
       const float log_share = std::log(1.0f - s.decay) - std::log(static_cast<float>(group)),
                   log_decay = std::log(s.decay);
       int c = from;
       for (; c + W <= to; c += W) {
-        vi hidden = load(seen + c - from) == kLogZero;
+        vi hidden = load(slot_bias + c - from) == kLogZero;
         vf term = select(hidden, splat(kLogZero), splat(log_share));
         vf start = load(past + c) + log_decay;
         if (c + W > x.used)
@@ -74,19 +78,19 @@ struct DecodeScores : Attention<K, V> {
         vf highest = start;
         for (int g = 0; g < group; ++g)
           highest = vmax(highest, load(logits + static_cast<size_t>(g) * width + c) + term);
-        vf seen_sum = exp(start - highest);
+        vf exp_sum = exp(start - highest);
         for (int g = 0; g < group; ++g)
-          seen_sum += exp(load(logits + static_cast<size_t>(g) * width + c) + term - highest);
-        store(out + c, highest + log(seen_sum));
+          exp_sum += exp(load(logits + static_cast<size_t>(g) * width + c) + term - highest);
+        store(out + c, highest + log(exp_sum));
       }
       for (; c < to; ++c) {
-        const float term = seen[c - from] == kLogZero ? kLogZero : log_share;
+        const float term = slot_bias[c - from] == kLogZero ? kLogZero : log_share;
         const float start = c < x.used ? past[c] + log_decay : kLogZero;
-        float highest = start, seen_sum = 0.0f;
+        float highest = start, exp_sum = 0.0f;
         for (int g = 0; g < group; ++g) highest = max_of(highest, logits[static_cast<size_t>(g) * width + c] + term);
         for (int g = 0; g < group; ++g)
-          seen_sum += std::exp(logits[static_cast<size_t>(g) * width + c] + term - highest);
-        out[c] = highest + std::log(seen_sum + std::exp(start - highest));
+          exp_sum += std::exp(logits[static_cast<size_t>(g) * width + c] + term - highest);
+        out[c] = highest + std::log(exp_sum + std::exp(start - highest));
       }
     }
   }

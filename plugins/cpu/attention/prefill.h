@@ -9,6 +9,9 @@
 //   pass 2, only for sums of probabilities: logit again, slot_sum += exp(biased - row_max) / row_sum
 //   write output / row_sum; combine_splits: the slots' sums of all splits in their order, and the scores; append the
 //   tokens
+//
+// Letters, beside those of attention.h: p the memory of a task, r0 the first row of a tile in its task, dvp Dv rounded
+// up to whole vectors.
 #pragma once
 
 #include "../core/tile.h"
@@ -18,7 +21,7 @@ namespace kv {
 namespace KV_ISA {
 namespace {
 
-constexpr float kFar = 40.0f;  // weights above exp(-40) are far from the smallest number, and so are their sums
+constexpr float kFar = 40.0f;  // weights above exp(-40), and their sums, are far above the smallest float32 number
 
 template <class K, class V>
 struct Prefill : PrefillScores<K, V> {
@@ -32,16 +35,17 @@ struct Prefill : PrefillScores<K, V> {
   Prefill(const KvVoteAttention& call, int splits)
       : Base(call, splits, 2 * static_cast<size_t>(call.statistics) * call.capacity) {}
 
-  // A block of the cache, packed: keys [D, kBlock] transposed, values [kBlock, padded Dv], both float32.
+  // A packed block of the cache: keys [D, kBlock], transposed; values [kBlock, padded Dv]; both float32.
   struct Block {
     int from, count;
     float *key, *value, *bias;
     int32_t* position;
-    bool plain;  // every row sees every slot
+    bool plain;  // whether every row sees every slot
   };
 
   int padded_value_size() const { return (a.value_size + W - 1) / W * W; }
 
+  // Packs the slots [block.from, block.from + block.count), and pads the block with invisible slots.
   void pack(const Head& x, Block& block) const {
     const int d = a.key_size, dv = a.value_size, dvp = padded_value_size();
     static thread_local Scratch<float> scratch;
@@ -74,7 +78,7 @@ struct Prefill : PrefillScores<K, V> {
     }
     for (int c = block.count; c < kBlock; ++c) block.bias[c] = kLogZero;
     const int window = a.sliding_window;
-    // Positions decide what is hidden, so the bias here knows the votes alone.
+    // `visible` compares positions, so this bias only needs the votes.
     for (int c = 0; c < block.count; ++c) {
       const int slot = block.from + c;
       block.bias[c] = slot < x.used && a.vote_exponent != 0.0f ? x.past_votes[slot] : 1.0f;
@@ -89,7 +93,7 @@ struct Prefill : PrefillScores<K, V> {
     block.plain = window == 0 && block.count == kBlock && block.from + kBlock <= x.used;
   }
 
-  // Logits [kTileRows, kBlock] of rows query [kTileRows, D].
+  // Computes the logits [kTileRows, kBlock] of the rows `query` [kTileRows, D].
   void tile_logits(const float* query, const Block& block, float* logits) const {
     const float* rows[kTileRows];
     for (int r = 0; r < kTileRows; ++r) rows[r] = query + r * a.key_size;
@@ -98,11 +102,11 @@ struct Prefill : PrefillScores<K, V> {
     for (int i = 0; i < kTileRows * kBlock; i += W) store(logits + i, capped(load(logits + i)));
   }
 
-  // rows [kTileRows, Dv padded] = rows * factor + weights [kTileRows, kBlock] x values.
+  // rows [kTileRows, padded Dv] = rows * factor + weights [kTileRows, kBlock] x values, in N vectors of columns.
   template <int N>
   void tile_product(const float* weights, const Block& block, const float* factor, float* rows, int column) const {
     const int dvp = padded_value_size();
-    vf product[kTileRows][N] = {};  // of this block alone: a running sum over all of them would gather rounding errors
+    vf product[kTileRows][N] = {};  // this block's sums: running sums over all blocks would gather rounding errors
     const float* v = block.value + column;
     for (int c = 0; c < block.count; ++c, v += dvp) {
       vf value[N];
@@ -117,7 +121,7 @@ struct Prefill : PrefillScores<K, V> {
       }
   }
 
-  // Positions that the tokens of a tile's rows see: (low, now].
+  // The rows of a tile, and the positions (low, now] that the token of each row sees.
   struct Rows {
     int first, count;
     int32_t now[kTileRows], low[kTileRows];
@@ -134,11 +138,11 @@ struct Prefill : PrefillScores<K, V> {
   }
 
   vi visible(const Block& block, const Rows& rows, int r, int column) const {
-    const vi held = load_i(block.position + column);
-    return (held <= rows.now[r]) & (held > rows.low[r]);
+    const vi position = load_i(block.position + column);
+    return (position <= rows.now[r]) & (position > rows.low[r]);
   }
 
-  // Adds a tile's rows to ln sum exp per slot, kept as its maximum and the sum relative to it: slot_max, slot_sum
+  // Adds a tile's rows to ln sum exp per slot, stored as the maximum and the sum relative to it: slot_max, slot_sum
   // [capacity].
   void accumulate_log(const Block& block, const Rows& rows, const float* logits, const float* log_share,
                       float* slot_max, float* slot_sum) const {
@@ -156,25 +160,26 @@ struct Prefill : PrefillScores<K, V> {
     }
   }
 
-  // The same from weights exp(biased - row_max) of a block that every row sees, none of them near the smallest number:
-  // a slot's terms are exp(log_share + row_max - bias of the slot) times these; log_share and row_max are the row's.
+  // Does the same as accumulate_log from weights exp(biased - row_max), for a block that every row sees and without
+  // weights near the smallest number. A slot's terms are the weights times exp(log_share + row_max - bias of the slot);
+  // log_share and row_max are the row's.
   void accumulate_weights(const Block& block, const Rows& rows, const float* weights, const float* row_max,
                           const float* log_share, float* slot_max, float* slot_sum) const {
     float base = kLogZero, factor[kTileRows];
     for (int r = 0; r < rows.count; ++r) base = max_of(base, log_share[r] + row_max[r]);
     for (int r = 0; r < rows.count; ++r) factor[r] = std::exp(log_share[r] + row_max[r] - base);
     for (int column = 0; column < kBlock; column += W) {
-      vf seen{};
-      for (int r = 0; r < rows.count; ++r) seen += factor[r] * load(weights + r * kBlock + column);
-      const vf here = base - load(block.bias + column), old = load(slot_max + block.from + column),
-               highest = vmax(old, here);
+      vf received{};
+      for (int r = 0; r < rows.count; ++r) received += factor[r] * load(weights + r * kBlock + column);
+      const vf shift = base - load(block.bias + column), old = load(slot_max + block.from + column),
+               highest = vmax(old, shift);
       store(slot_sum + block.from + column,
-            load(slot_sum + block.from + column) * exp(old - highest) + seen * exp(here - highest));
+            load(slot_sum + block.from + column) * exp(old - highest) + received * exp(shift - highest));
       store(slot_max + block.from + column, highest);
     }
   }
 
-  // A task: rows [first, last) of a head against its whole cache.
+  // The memory of a task: rows [first, last) of a head against its whole cache.
   struct Work {
     int first, last;
     size_t padded;  // rows, a whole number of tiles
@@ -182,8 +187,8 @@ struct Prefill : PrefillScores<K, V> {
     float tile[kTileRows * kBlock];
   };
 
-  // The slots' columns: slot_max and slot_sum of a log_ema, slot_sum alone of probabilities; [K, 2, capacity +
-  // padding].
+  // The stride of Work::columns [K, 2, capacity + padding]: slot_max and slot_sum of a log_ema, only slot_sum of a
+  // probability.
   size_t column_stride() const { return a.capacity + kBlock; }
 
   void task(size_t task) {
@@ -205,15 +210,15 @@ struct Prefill : PrefillScores<K, V> {
       for (size_t c = 0; c < column_stride(); ++c) p.columns.get()[2 * k * column_stride() + c] = kLogZero;
     float* keys = packed.reserve(static_cast<size_t>(kBlock) * (d + dvp + 1) + W);
     Block block{0, 0, keys, keys + kBlock * d, keys + kBlock * (d + dvp), positions, false};
-    bool second = false;
-    for (int k = 0; k < a.statistics; ++k) second |= a.statistic[k].kind == KV_STATISTIC_PROBABILITY;
-    for (int pass = 0; pass < (second ? 2 : 1); ++pass) {
+    bool counts = false;  // whether pass 2 is needed
+    for (int k = 0; k < a.statistics; ++k) counts |= a.statistic[k].kind == KV_STATISTIC_PROBABILITY;
+    for (int pass = 0; pass < (counts ? 2 : 1); ++pass) {
       for (block.from = 0; block.from < x.end(); block.from += kBlock) {
         block.count = min_of(kBlock, x.end() - block.from);
         pack(x, block);
         for (int tile = 0; tile < tiles; ++tile) {
           const Rows rows = rows_of(x, p.first + tile * kTileRows, p.last);
-          if (block.from > x.used && block.position[0] > rows.now[rows.count - 1]) continue;  // of the future
+          if (block.from > x.used && block.position[0] > rows.now[rows.count - 1]) continue;  // all slots are later
           pass == 0 ? attend_tile(x, p, block, rows, tile) : count_tile(x, p, block, rows, tile);
         }
       }
@@ -232,6 +237,7 @@ struct Prefill : PrefillScores<K, V> {
     }
   }
 
+  // Fills the task's query rows (times scale), their initial row_max and row_sum, and the log weights of their queries.
   void pack_queries(const Head& x, Work& p, int tiles) const {
     const int d = a.key_size;
     p.padded = static_cast<size_t>(tiles) * kTileRows;
@@ -260,6 +266,7 @@ struct Prefill : PrefillScores<K, V> {
     }
   }
 
+  // Whether statistic k is a log_ema that counts a row of the tile that begins at row r0 of the task.
   bool counts_log(const Work& p, const Rows& rows, int r0, int k) const {
     return a.statistic[k].kind == KV_STATISTIC_LOG_EMA &&
            p.log_share.get()[k * p.padded + r0 + rows.count - 1] != kLogZero;
@@ -270,7 +277,7 @@ struct Prefill : PrefillScores<K, V> {
     return false;
   }
 
-  // Every log_ema of a tile, from its logits or from its weights.
+  // Adds a tile to every log_ema, from its weights or (weights = false) its logits.
   void accumulate_logs(Work& p, const Block& block, const Rows& rows, const float* tile, int r0, bool weights) const {
     for (int k = 0; k < a.statistics; ++k) {
       if (!counts_log(p, rows, r0, k)) continue;
@@ -281,6 +288,7 @@ struct Prefill : PrefillScores<K, V> {
     }
   }
 
+  // Pass 1 of a tile: row_max, row_sum, output rows, and the log_ema of its slots.
   void attend_tile(const Head&, Work& p, const Block& block, const Rows& rows, int tile) const {
     const int d = a.key_size, dvp = padded_value_size(), r0 = tile * kTileRows;
     float *logits = p.tile, *query = p.query.get() + static_cast<size_t>(r0) * d;
@@ -324,7 +332,7 @@ struct Prefill : PrefillScores<K, V> {
     for (; column < dvp; column += W) tile_product<1>(logits, block, factor, out, column);
   }
 
-  // The second pass, for sums of probabilities: every row's row_max and row_sum are known now.
+  // Pass 2 of a tile, for sums of probabilities: every row's row_max and row_sum are final.
   void count_tile(const Head&, Work& p, const Block& block, const Rows& rows, int tile) const {
     const int d = a.key_size, r0 = tile * kTileRows;
     bool counts = false;

@@ -1,11 +1,11 @@
-// VoteAttention for several tokens per sequence, last step: the scores of a KV head, of n new tokens. One task per
-// head, after those of all its splits. For each statistic, for each slot:
+// The last step of Prefill: the scores of a KV head with n new tokens. One task per head, after the tasks of all its
+// splits. For each statistic, for each slot:
 //
 //   add up the splits of the head's rows, in their order: slot_max and slot_sum of a log_ema, slot_sum of probabilities
 //   probability: score = past score decay^counted + sum                 counted: the queries of the call that count
 //   log_ema:     score = ln(exp(past score) decay^n + sum standing)
-//                standing: 1, or where not all queries count alike the weights of all queries that see the slot over
-//                those of the ones that count
+//                standing: 1 if all queries count alike; otherwise the total weight of the queries that see the slot,
+//                divided by the total weight of those of them that count
 #pragma once
 
 #include "attention.h"
@@ -21,8 +21,8 @@ struct PrefillScores : Attention<K, V> {
   using Base::Base;
   using typename Base::Head;
 
-  // Of a windowed or recency-weighted log_ema: ln of the weights of all queries of the call that see a slot, over the
-  // weights of those of them that count; both as sums over the queries [0, t).
+  // The standing of a windowed or recency-weighted log_ema: cumulative weights over the queries [0, t), of all queries
+  // and of those that count.
   struct Standing {
     Scratch<float> whole_, counted_;
     Standing(const Statistic& s, int n) {
@@ -32,7 +32,7 @@ struct PrefillScores : Attention<K, V> {
         counted[t + 1] = counted[t] + std::exp(log_query_weight(s, n - 1 - t, counted_queries(s, n)));
       }
     }
-    // Of the queries [from, to).
+    // Returns ln(standing) of a slot that the queries [from, to) see.
     float log_ratio(int from, int to) const {
       const float *whole = whole_.get(), *counted = counted_.get(), least = 1e-30f;
       return std::log(max_of(whole[to] - whole[from], least)) - std::log(max_of(counted[to] - counted[from], least));
@@ -53,19 +53,19 @@ struct PrefillScores : Attention<K, V> {
       } else if (s.kind == KV_STATISTIC_PROBABILITY) {
         const float decay = std::exp(static_cast<float>(counted_queries(s, x.n)) * std::log(s.decay));
         for (int c = 0; c < x.end(); ++c) {
-          float seen = 0.0f;
-          for (int i = 0; i < splits; ++i) seen += column[i * next + stride + c];
-          out[c] = (c < x.used ? past[c] * decay : 0.0f) + seen;
+          float received = 0.0f;
+          for (int i = 0; i < splits; ++i) received += column[i * next + stride + c];
+          out[c] = (c < x.used ? past[c] * decay : 0.0f) + received;
         }
       } else {
         const float log_decay = static_cast<float>(x.n) * std::log(s.decay);
-        const bool stands = s.window != 0 || s.recency_weight != 1.0f;
-        const Standing standing(s, stands ? x.n : 0);
+        const bool unequal = s.window != 0 || s.recency_weight != 1.0f;  // queries do not count alike
+        const Standing standing(s, unequal ? x.n : 0);
         for (int c = 0; c < x.end(); ++c) {
           const float start = c < x.used ? past[c] + log_decay : kLogZero;
           float shift = 0.0f;
-          if (stands) {
-            // Queries [age, end) see the slot: none where its position lies after all of them.
+          if (unequal) {
+            // Queries [age, end) see the slot: none if its position is after all of them.
             const int64_t age = slot_position(x, c) - x.first, end = a.sliding_window ? age + a.sliding_window : x.n;
             const auto within = [&](int64_t t, int least) {
               return static_cast<int>(t < least ? least : t > x.n ? x.n : t);

@@ -1,6 +1,6 @@
-// The ring of reference queries after a call of VoteAttention (kvexport/methods/fitting.py): of every KV head the
-// latest W queries, token by token and of each the query heads of the group, times `scale`, oldest first. In the
-// calling thread: it is the bytes of a few slots.
+// Updates the ring of reference queries after a call of VoteAttention (kvexport/methods/fitting.py). The ring of a KV
+// head contains its latest W queries times `scale`, oldest first: by token, and within a token by query head of the
+// group. It runs in the calling thread, since the ring is as small as a few slots.
 #pragma once
 
 #include "attention.h"
@@ -21,7 +21,8 @@ void keep_queries_of(const KvVoteAttention& a, const KvRing& ring) {
               left = max_of(ring.rows - added, 0);
     float* const query = ring.present.query + first * d;
     int32_t* const seen = ring.present.seen + first;
-    // What stays moves to the front; nothing does where the buffers are the same and no token came.
+    // The latest `left` past queries move to the front. Nothing moves if past and present share buffers and no token
+    // came.
     if (left > 0 && (added > 0 || query != ring.past.query + first * d)) {
       const size_t from = first + ring.rows - left;
       memmove(query, ring.past.query + from * d, left * row);
@@ -29,8 +30,8 @@ void keep_queries_of(const KvVoteAttention& a, const KvRing& ring) {
     }
     for (int r = left, i = added - (ring.rows - left); r < ring.rows; ++r, ++i) {
       const int t = i / group, g = i % group;
-      const size_t of_head = b * a.query_heads + head % a.heads * group + g;
-      const Query* const from = static_cast<const Query*>(a.query) + (of_head * a.tokens + t) * d;
+      const size_t query_head = b * a.query_heads + head % a.heads * group + g;
+      const Query* const from = static_cast<const Query*>(a.query) + (query_head * a.tokens + t) * d;
       for (int j = 0; j < d; ++j) query[static_cast<size_t>(r) * d + j] = static_cast<float>(from[j]) * a.scale;
       seen[r] = static_cast<int32_t>(a.position[b * a.tokens + t] + 1);
     }

@@ -1,4 +1,5 @@
-// VoteAttention for one instruction set. The meaning is kvexport/ops/vote_attention.py; the letters are the contract's.
+// VoteAttention for one instruction set. kvexport/ops/vote_attention.py defines it; docs/contract.md defines the
+// letters.
 #include "decode.h"
 #include "prefill.h"
 #include "queries.h"
@@ -8,36 +9,37 @@ namespace kv {
 namespace KV_ISA {
 namespace {
 
-// How many tasks one head makes: enough for many cores where there are few heads, none below a size worth a task. It
-// depends on the shapes alone, so that results do not depend on the threads.
+// Returns how many splits (tasks) each head has: enough for many cores if there are few heads, and none below a size
+// worth a task. The number depends only on the shapes, so results do not depend on the number of threads.
 int splits_of(const KvVoteAttention& a, bool decode) {
-  const int wanted = (16 + a.batch * a.heads - 1) / (a.batch * a.heads);
-  const int worth = decode ? a.capacity / 1024 : a.tokens * (a.query_heads / a.heads) / 64;
-  return max_of(1, min_of(wanted, worth));
+  const int enough = (16 + a.batch * a.heads - 1) / (a.batch * a.heads);
+  const int most = decode ? a.capacity / 1024 : a.tokens * (a.query_heads / a.heads) / 64;
+  return max_of(1, min_of(enough, most));
 }
 
-template <template <class, class> class Call, class K, class V>
+template <template <class, class> class Kernel, class K, class V>
 void run_small(const KvVoteAttention& a, int splits, KvRunner runner) {
   if (a.query_type == KV_FLOAT16)
-    run_small<Call, half, K, V>(a, splits, runner);
+    run_small<Kernel, half, K, V>(a, splits, runner);
   else
-    run_small<Call, float, K, V>(a, splits, runner);
+    run_small<Kernel, float, K, V>(a, splits, runner);
 }
 
-template <template <class, class> class Call>
+// Runs Kernel (Decode or Prefill) with the types of the cache.
+template <template <class, class> class Kernel>
 void run(const KvVoteAttention& a, int splits, KvRunner runner) {
   if (a.cache_type == KV_INT8) {
-    run_small<Call, int8_t, int8_t>(a, splits, runner);
+    run_small<Kernel, int8_t, int8_t>(a, splits, runner);
   } else if (a.cache_type == KV_INT4) {
-    run_small<Call, int4, int4>(a, splits, runner);
+    run_small<Kernel, int4, int4>(a, splits, runner);
   } else if (a.cache_type == KV_K8V4) {
-    run_small<Call, int8_t, int4>(a, splits, runner);
+    run_small<Kernel, int8_t, int4>(a, splits, runner);
   } else if (a.cache_type == KV_FLOAT16) {
-    Call<half, half> call(a, splits);
-    call.run(call, runner);
+    Kernel<half, half> kernel(a, splits);
+    kernel.run(kernel, runner);
   } else {
-    Call<float, float> call(a, splits);
-    call.run(call, runner);
+    Kernel<float, float> kernel(a, splits);
+    kernel.run(kernel, runner);
   }
 }
 

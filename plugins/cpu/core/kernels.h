@@ -1,4 +1,4 @@
-// The kernels of every instruction set; `dispatch.cpp` chooses one set when the library is loaded.
+// The kernels of every instruction set; `dispatch.cpp` chooses one set at the first call.
 #pragma once
 
 #include "../kvexport_cpu.h"
@@ -15,7 +15,7 @@ namespace kv {
 
 #if defined(__x86_64__)
 namespace avx512vnni {
-void linear(const KvLinear&, KvRunner);  // all else is avx512's
+void linear(const KvLinear&, KvRunner);  // the other operators run avx512's kernels
 void linear_amx(const KvLinear&, KvRunner);
 }  // namespace avx512vnni
 namespace avxvnni {

@@ -1,5 +1,5 @@
-// A growing array for scratch. Not std::vector: its code would be emitted once per instruction set under one name, and
-// the linker would keep any of them, perhaps one that this machine cannot run.
+// A growing array for scratch memory. It replaces std::vector, whose code would be emitted once per instruction set
+// under one name; the linker would keep any one of these copies, perhaps one that this machine cannot run.
 #pragma once
 
 #include <cstdlib>
@@ -16,7 +16,7 @@ class Scratch {
   Scratch& operator=(const Scratch&) = delete;
   ~Scratch() { free(data_); }
 
-  // Room for `count` elements; what they hold is unspecified.
+  // Returns room for `count` elements, whose contents are unspecified.
   T* reserve(size_t count) {
     if (count > capacity_) {
       free(data_);

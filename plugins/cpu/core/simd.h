@@ -1,5 +1,6 @@
 // Vectors of KV_WIDTH floats, by the compiler's vector extensions: one source for AVX-512, AVX2, NEON and any other
-// machine. Included once per instruction set, inside the namespace KV_ISA.
+// machine. Compiled once per instruction set, in the namespace KV_ISA. W is the number of lanes, vf a vector of
+// float32, vi of int32, vh of float16.
 #pragma once
 
 #include <cstddef>
@@ -28,7 +29,7 @@ using half = _Float16;
 #endif
 typedef half vh __attribute__((vector_size(W * 2)));
 
-// Two numbers of an int4 cache, each a code that stands for an int8 number; the first in the low half.
+// Two numbers of an int4 cache, the first in the low half. Each is a 4-bit code for an int8 number (KV_INT4_NUMBERS).
 struct int4 {
   uint8_t two;
 };
@@ -37,7 +38,8 @@ alignas(16) constexpr int8_t kInt4[16] = {KV_INT4_NUMBERS};
 alignas(64) constexpr float kInt4Floats[16] = {KV_INT4_NUMBERS};
 #endif
 
-// Where element `i` of a row lies, and how many bytes `count` elements take; both are even for int4.
+// `at` returns the address of element `i` of a row, `bytes_of` the bytes of `count` elements. For int4 `i` and `count`
+// must be even.
 template <class T>
 static inline T* at(T* row, size_t i) {
   return row + i;
@@ -49,7 +51,7 @@ constexpr size_t bytes_of(size_t count) {
   return std::is_same<T, int4>::value ? count / 2 : count * sizeof(T);
 }
 
-// One element of a row.
+// Returns one element of a row in float32.
 template <class T>
 static inline float element(const T* row, size_t i) {
   return static_cast<float>(row[i]);
@@ -105,7 +107,7 @@ static inline vf load(const int8_t* p) {
 }
 
 #if defined(__AVX2__)
-// The codes of the bytes in the low half, each in a byte of its own.
+// Returns the 4-bit codes of the 8 bytes in the low half, each in a byte of its own.
 static inline __m128i codes_of(__m128i bytes) {
   const __m128i words = _mm_cvtepu8_epi16(bytes);
   return _mm_and_si128(_mm_or_si128(words, _mm_slli_epi16(words, 4)), _mm_set1_epi8(15));
@@ -141,12 +143,12 @@ static inline void store(half* p, vf v) {
 #endif
 }
 
-// Lanes of `a` where `mask` is set (all ones), of `b` elsewhere.
+// Returns the lanes of `a` where `mask` is set (all ones), and the lanes of `b` elsewhere.
 static inline vf select(vi mask, vf a, vf b) { return mask ? a : b; }
 static inline vf vmax(vf a, vf b) { return select(a > b, a, b); }
 static inline vf vmin(vf a, vf b) { return select(a < b, a, b); }
 
-// Sum and maximum over the lanes, halving, so that the order is the same on every machine of this width.
+// Returns the sum over the lanes by halving, so that the order is the same on every machine of this width.
 template <int N>
 static inline float sum_lanes(const float* x) {
   float half[N / 2];
@@ -168,7 +170,7 @@ static inline float sum(vf v) {
 #endif
 }
 
-// One step of `sums`: of the halves of every segment of 2 L lanes of a and b, the sum; a's segments first.
+// One step of `sums`: adds the two halves of every segment of 2 L lanes of a and b; the segments of a come first.
 template <int L, size_t... I>
 static inline vf fold(vf a, vf b, std::index_sequence<I...>) {
   constexpr int count = W / (2 * L);  // segments of one operand
@@ -176,7 +178,8 @@ static inline vf fold(vf a, vf b, std::index_sequence<I...>) {
          __builtin_shufflevector(a, b, (I / L < count ? I / L * 2 * L : W + (I / L - count) * 2 * L) + I % L + L...);
 }
 
-// Lane i is the sum of the lanes of v[i]; N vectors from `v` on, each already folded down to segments of 2 L lanes.
+// Returns a vector whose lane i is the sum of the lanes of v[i]. The recursion folds vectors down to segments of L
+// lanes; the caller asks for L = 1 and gives W vectors.
 template <int L>
 static inline vf sums(const vf* v) {
   if constexpr (L == W) {
@@ -187,7 +190,7 @@ static inline vf sums(const vf* v) {
   }
 }
 
-// One step of `transpose`: of two rows, the columns whose bit L differs from the row's change places.
+// One step of `transpose`: exchanges the columns of two rows whose bit L differs from the row's.
 template <int L, size_t... I>
 static inline void exchange(vf& a, vf& b, std::index_sequence<I...>) {
   const vf first = __builtin_shufflevector(a, b, (I & L ? W + I - L : I)...);
@@ -195,7 +198,7 @@ static inline void exchange(vf& a, vf& b, std::index_sequence<I...>) {
   a = first;
 }
 
-// v[i][j] becomes v[j][i].
+// Transposes W vectors: v[i][j] becomes v[j][i].
 template <int L = 1>
 static inline void transpose(vf* v) {
   if constexpr (L < W) {
@@ -222,8 +225,8 @@ static inline vf exchanged(vf v, std::index_sequence<I...>) {
   return __builtin_shufflevector(v, v, (I ^ L)...);
 }
 
-// Every lane becomes the largest of the N lanes, or all where there are fewer, that it is among; those of less than L
-// are so already.
+// Returns a vector whose every lane is the maximum of its aligned neighbourhood of N lanes (of all lanes if N > W). In
+// `v`, this is already true of neighbourhoods of L lanes.
 template <int L, int N>
 static inline vf max_of_neighbours(vf v) {
   if constexpr (L < N && L < W)
@@ -232,7 +235,8 @@ static inline vf max_of_neighbours(vf v) {
     return v;
 }
 
-// exp, 0 below -87.3 (float32's smallest normal) and capped above 88.3; relative error 2e-7 (Cephes' polynomial).
+// Returns exp(x): 0 below -87.3 (float32's smallest normal number), capped above 88.3; relative error 2e-7 (Cephes'
+// polynomial).
 static inline vf exp(vf x) {
   vf clamped = vmin(vmax(x, splat(-87.3f)), splat(88.3f));
   vf n = clamped * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23 leaves the integer in the low bits
@@ -255,7 +259,7 @@ static inline vf exp(vf x) {
   return select(x < -87.3f, vf{}, y);
 }
 
-// ln of a positive normal number; relative error 2e-7 (Cephes' polynomial).
+// Returns ln(x) of a positive normal number; relative error 2e-7 (Cephes' polynomial).
 static inline vf log(vf x) {
   vi bits;
   memcpy(&bits, &x, sizeof x);
@@ -280,7 +284,7 @@ static inline vf log(vf x) {
   return r + y + n * 0.693359375f;
 }
 
-// The dot product of two rows of `size` elements, of which `b` is float32.
+// Returns the dot product of two rows of `size` elements; `b` is float32.
 template <class T>
 static inline float dot(const T* a, const float* b, int size) {
   vf lanes{};
@@ -291,7 +295,7 @@ static inline float dot(const T* a, const float* b, int size) {
   return sum(lanes) + rest;
 }
 
-// A row of `size` elements in float32.
+// Converts a row of `size` elements to float32.
 template <class T>
 static inline void widen(const T* from, float* to, int size) {
   int i = 0;
@@ -299,7 +303,7 @@ static inline void widen(const T* from, float* to, int size) {
   for (; i < size; ++i) to[i] = element(from, i);
 }
 
-// A row of float32 in the cache's type.
+// Converts a row of `size` float32 elements to the type T.
 template <class T>
 static inline void narrow(const float* from, T* to, int size) {
   int i = 0;

@@ -1,10 +1,10 @@
-// Rows of a small cache (docs/contract.md, "A small cache"); their meaning is kvexport/ops/small_cache.py, whose bits
-// these are:
+// Rows of a small cache (docs/contract.md, "A small cache"). kvexport/ops/small_cache.py defines them; these functions
+// give the same bits:
 //
-//   hadamard: for half = 1, 2, 4 .. of the largest power of two that divides the size: (a, b) = (b + a, a - b);
+//   hadamard: for half = 1, 2, 4 .. below the largest power of two that divides the size: (a, b) = (b + a, a - b);
 //             then times 1 / sqrt of that power
-//   quantize: scale = bfloat16(max |x| / 127), 0 below 1e-30; number = round(x / scale); of int4 the code of the
-//             nearest of its sixteen
+//   quantize: scale = bfloat16(max |x| / 127), 0 below 1e-30; number = round(x / scale); int4 stores the code of the
+//             nearest of its sixteen numbers
 #pragma once
 
 #include <cmath>
@@ -17,7 +17,7 @@ namespace KV_ISA {
 
 template <class T>
 constexpr bool kSmall = std::is_same<T, int8_t>::value || std::is_same<T, int4>::value;
-// What a row of a cache of type T is computed with: a small cache's are float32 by then.
+// The type in which kernels read a row of a cache of type T: float32 for a small cache.
 template <class T>
 using Wide = typename std::conditional<kSmall<T>, float, T>::type;
 
@@ -35,7 +35,7 @@ static inline void hadamard(float* row, int size) {
   for (int i = 0; i < size; ++i) row[i] *= factor;
 }
 
-// Of every int8 number from -128 the code of the nearest of int4's, of two as near of the one nearer to 0.
+// A table from every int8 number (plus 128) to the code of the nearest int4 number; a tie goes to the one nearer to 0.
 struct Codes {
   uint8_t of[256] = {};
   constexpr Codes() {
@@ -51,7 +51,7 @@ struct Codes {
 };
 constexpr Codes kCodes;
 
-// Hands the row's numbers to put(i, number) in their order, and returns the scale; NaN where a number of the row is.
+// Calls put(i, number) for every number of the quantized row, in order. Returns the scale, NaN if the row contains NaN.
 template <class Put>
 static inline float quantize_into(const float* row, int size, Put put) {
   float largest = 0.0f;

@@ -1,5 +1,5 @@
-// The product of a tile of rows with a block of keys, at the speed of the arithmetic: the keys packed, so that every
-// load is used as often as there are rows, up to six times.
+// The product of a tile of rows with a block of packed keys. Packing makes the arithmetic the limit: every load of keys
+// is used once per row, up to six times. r is a row, k a key's address, i an input, j a vector of columns.
 #pragma once
 
 #include "simd.h"
@@ -15,18 +15,18 @@ constexpr int kTileVectors = 4;  // 32 registers
 constexpr int kTileVectors = 2;  // 16 registers
 #endif
 
-// Products are summed in runs of this length and the runs then added up: the rounding error of one running sum over a
-// thousand and more inputs is twice as large, for the same time.
+// Products are summed in runs of this many inputs, and then the runs are added up. One running sum over a thousand
+// inputs or more takes the same time and has twice the rounding error.
 constexpr int kRun = 128;
 
 struct Nothing {
   void operator()() const {}
 };
 
-// How often tile_products calls `each`: while it multiplies, what comes next can be fetched bit by bit.
+// Returns how often tile_products calls `each`, which can prefetch the next block step by step during the arithmetic.
 constexpr int tile_steps(int size) { return size * (kBlock / (kTileVectors * W)); }
 
-// out [R, kBlock] = rows x keys, or += them: R rows [size], wherever they lie, and keys [size, kBlock].
+// out [R, kBlock] = rows x keys, or += with kAdd. rows: the addresses of R rows [size]; keys [size, kBlock].
 template <bool kAdd = false, int R = kTileRows, class Each = Nothing>
 static inline void tile_products(const float* const* rows, const float* keys, int size, float* out, Each each = {}) {
   for (int first = 0; first < size; first += kRun) {
@@ -50,7 +50,7 @@ static inline void tile_products(const float* const* rows, const float* keys, in
   }
 }
 
-// W columns of a block of keys: out [size, kBlock] = the rows [W, size], each times its factor.
+// Packs W rows [W, size], each times its factor, as W columns of a block of keys: out [size, kBlock].
 static inline void pack_columns(const float* rows, int size, vf factor, float* out) {
   int i = 0;
   for (; i + W <= size; i += W) {

@@ -1,18 +1,19 @@
-// A policy's fit to reference queries, of one KV head (kvexport/methods/primitives/fit.py), between choosing which
-// slots are evicted and placing those that are kept:
+// The fit of one KV head to its reference queries (kvexport/methods/primitives/fit.py). It runs after `choose` has
+// decided which slots are evicted, and before `place` writes the kept slots:
 //
-//   read: logit[r, slot] = query . key, of R queries that have seen something
+//   read: logit[r, slot] = query . key, of R reference queries that have seen at least one position
 //         before[r, slot] = softmax of logit + alpha ln(votes) over the slots that the query has seen
-//   weigh_by_queries: importance[slot] = sum of before^2, where the policy selects so
-//   fit_votes: votes times factors with which the kept slots hold the mass of all
+//   weigh_by_queries: importance[slot] = sum of before^2, if policy.select is attended
+//   fit_votes: votes times factors, so that the kept slots receive the probability mass of all slots
 //   read_again: after = as before, over the kept slots with their new votes; X = after of the free slots
 //   fit_values:
 //         Z = (X X^T + ridge)^-1 (before - after) V, by Cholesky's factors, in float64
 //         V + X^T Z, the change no more than change_max of the norm
-//   write: every free slot, one that is kept and can receive, becomes a merge set of its own, with the key that it has
+//   write_fit: every free slot, one that is kept and can receive, becomes a merge set of its own with an unchanged key
 //
-// Arrays [R, slots] lie in blocks of kBlock slots, so that a block's rows go into tile_products as they are: element
-// (r, i) is at of(r, i). Rows are padded to whole tiles, slots to whole blocks, with zeros.
+// Arrays [R, slots] are stored in blocks of kBlock slots, so that tile_products can read the rows of a block: element
+// (r, i) is at of(r, i). Rows are padded to whole tiles, slots to whole blocks, with zeros. Letters: those of
+// nearest.h, f the memory of a fit (in keep_ring a rotary plane), r a reference query, i a slot, b a block.
 #pragma once
 
 #include "select.h"
@@ -21,12 +22,12 @@ namespace kv {
 namespace KV_ISA {
 namespace {
 
-constexpr float kHidden = -1e30f;    // the bias of a slot that is not held, below every logit
-constexpr float kMostShare = 34.5f;  // the logarithm of the most that a slot holds of the mass of all, as in fit.py
+constexpr float kHidden = -1e30f;    // the bias of an empty or evicted slot, below every logit
+constexpr float kMostShare = 34.5f;  // the largest ln of a slot's share of the mass of all slots, as in fit.py
 
-// Of one thread.
+// The arrays of a fit, reused by its thread.
 struct FitWork {
-  Scratch<float> query, logits, before, shares, after, bias, free, wanted, factor, votes, packed, wide, columns, change,
+  Scratch<float> query, logits, before, shares, after, bias, free, goal, factor, votes, packed, wide, columns, change,
       mass, whole, product, solution;
   Scratch<int32_t> seen, position;
   Scratch<char> has_free;  // of each block of slots
@@ -45,12 +46,12 @@ struct Fit : Select<K, V> {
   using Base::a, Base::p, Base::key_row, Base::value_row, Base::score_of;
   using typename Base::Head;
   using typename Base::Row;
-  const KvFit* fit;  // nullptr: there is none
+  const KvFit* fit;  // nullptr: no fit
   const KvRing* ring;
 
   Fit(const KvMergeCache& call, const KvFit* fit, const KvRing* ring) : Base(call), fit(fit), ring(ring) {}
 
-  // out[r, 64 columns] (+)= rows[r, 0 .. size) x columns[size, 64], of `count` rows.
+  // out [count, kBlock] = rows [count, size] x columns [size, kBlock], or += with add. row_of(r): a row's address.
   template <class RowOf>
   static void products(RowOf row_of, int count, const float* columns, int size, float* out, bool add) {
     for (int first = 0; first < count; first += kTileRows) {
@@ -58,18 +59,19 @@ struct Fit : Select<K, V> {
       const int height = min_of(kTileRows, count - first);
       for (int r = 0; r < kTileRows; ++r) rows[r] = row_of(first + min_of(r, height - 1));
       float* const to = out + static_cast<size_t>(first) * kBlock;
-      if (height <= 2)  // as much as 32 rows leave behind five tiles
+      if (height <= 2)  // the usual case: 32 rows are five tiles of six and two rows
         add ? tile_products<true, 2>(rows, columns, size, to) : tile_products<false, 2>(rows, columns, size, to);
       else
         add ? tile_products<true>(rows, columns, size, to) : tile_products<false>(rows, columns, size, to);
     }
   }
 
-  // Slots lie in any order, so that the processor cannot tell which row comes next.
+  // Prefetches a row: slots are in no order, so the processor cannot predict the next row.
   static void fetch(const Row* row, int size) {
     for (int i = 0; i < size; i += static_cast<int>(64 / sizeof(Row))) __builtin_prefetch(row + i);
   }
 
+  // Fills f.logits, f.before and the reference queries that have seen at least one position.
   void read(const Head& x, const Work& w, size_t index, FitWork& f) const {
     const int d = a.key_size, n = x.used;
     const size_t all = index * ring->rows;
@@ -77,10 +79,10 @@ struct Fit : Select<K, V> {
     int32_t* seen = f.seen.reserve(ring->rows);
     float* query = f.query.reserve(static_cast<size_t>(ring->rows + kTileRows) * d);
     for (int r = 0; r < ring->rows; ++r) {
-      if (ring->past.seen[all + r] <= 0) continue;  // no query yet: it reads nothing
+      if (ring->past.seen[all + r] <= 0) continue;  // no query yet in this row of the ring
       float* to = query + static_cast<size_t>(f.rows) * d;
       memcpy(to, ring->past.query + (all + r) * d, d * sizeof(float));
-      if (kSmall<K> && !a.rotary_planes) hadamard(to, d);  // as the keys are
+      if (kSmall<K> && !a.rotary_planes) hadamard(to, d);  // as widen_all leaves the keys
       seen[f.rows++] = ring->past.seen[all + r];
     }
     f.padded = (f.rows + kTileRows - 1) / kTileRows * kTileRows;
@@ -91,14 +93,14 @@ struct Fit : Select<K, V> {
     float *logits = f.logits.reserve(f.size()), *packed = f.packed.reserve(static_cast<size_t>(kBlock) * d);
     for (int b = 0; b < f.blocks; ++b) {
       for (int i = 0; i < kBlock; i += W) {
-        const int held = max_of(min_of(n - b * kBlock - i, W), 0);
+        const int rows = max_of(min_of(n - b * kBlock - i, W), 0);
         float* wide = f.wide.reserve(static_cast<size_t>(W) * d);
-        for (int j = 0; j < held; ++j) {
+        for (int j = 0; j < rows; ++j) {
           const int slot = b * kBlock + i + j;
           if (slot + W < n) fetch(key_row(x, w, slot + W), d);
           widen(key_row(x, w, slot), wide + j * d, d);
         }
-        memset(wide + held * d, 0, static_cast<size_t>(W - held) * d * sizeof(float));
+        memset(wide + rows * d, 0, static_cast<size_t>(W - rows) * d * sizeof(float));
         pack_columns(wide, d, splat(1.0f), packed + i);
       }
       products([&](int r) { return query + static_cast<size_t>(r) * d; }, f.rows, packed, d,
@@ -106,8 +108,8 @@ struct Fit : Select<K, V> {
     }
     float *bias = f.bias.reserve(f.slots(), kHidden), *before = f.before.reserve(f.size());
     for (int i = 0; i < n; i += W) {
-      const vf of_votes = fit->read_exponent != 0.0f ? fit->read_exponent * log(load(w.votes.get() + i)) : vf{};
-      store(bias + i, select(lane_numbers() + i < n, of_votes, splat(kHidden)));
+      const vf vote_bias = fit->read_exponent != 0.0f ? fit->read_exponent * log(load(w.votes.get() + i)) : vf{};
+      store(bias + i, select(lane_numbers() + i < n, vote_bias, splat(kHidden)));
     }
     float* whole = f.whole.reserve(f.padded);
     for (int r = 0; r < f.padded; ++r) whole[r] = softmax(f, r, bias, before);
@@ -115,8 +117,8 @@ struct Fit : Select<K, V> {
 
   float bias_of(float votes) const { return fit->read_exponent != 0.0f ? fit->read_exponent * std::log(votes) : 0.0f; }
 
-  // A query's probabilities over the slots that it has seen and whose bias is not kHidden; zeros where there are none.
-  // Returns the logarithm of their mass.
+  // Writes query r's probabilities over the slots that it has seen and whose bias is not kHidden to `out`, zeros
+  // elsewhere. Returns ln of the sum of their exp(logit + bias), 0 if there is no such slot.
   float softmax(const FitWork& f, int r, const float* bias, float* out) const {
     constexpr float kNone = -3e38f;
     const int32_t seen = r < f.rows ? f.seen.get()[r] : 0;
@@ -133,14 +135,15 @@ struct Fit : Select<K, V> {
       store(out + f.of(r, i), e);
       sums += e;
     }
-    const float sum_of = sum(sums), factor = sum_of > 0.0f ? 1.0f / sum_of : 0.0f;
+    const float row_sum = sum(sums), factor = row_sum > 0.0f ? 1.0f / row_sum : 0.0f;
     for (int i = 0; i < f.slots(); i += W) store(out + f.of(r, i), load(out + f.of(r, i)) * factor);
-    return sum_of > 0.0f ? top + std::log(sum_of) : 0.0f;
+    return row_sum > 0.0f ? top + std::log(row_sum) : 0.0f;
   }
 
-  // Probabilities below 1e-6 count as none, so that what underflows in one backend and not in another decides nothing.
+  // importance = sum over queries of the squared probabilities. Probabilities below 1e-6 count as 0, so that a number
+  // that underflows in only one backend decides nothing.
   void weigh_by_queries(const Head& x, Work& w, FitWork& f) const {
-    float* squares = f.wanted.reserve(f.slots());
+    float* squares = f.goal.reserve(f.slots());
     for (int i = 0; i < f.slots(); i += W) {
       vf sums{};
       for (int r = 0; r < f.rows; ++r) {
@@ -152,7 +155,7 @@ struct Fit : Select<K, V> {
     memcpy(w.importance.get(), squares, x.used * sizeof(float));
   }
 
-  // Fills w.rows and w.scores, of as many sets as there are free slots; those of a merge, if there was one, are there.
+  // Fits votes and values, and appends a set for every free slot to w.rows and w.scores after the sets of the merge.
   void fit_slots(Head& x, Work& w, FitWork& f) const {
     float *free = f.free.reserve(f.slots(), 0.0f), *votes = f.votes.reserve(2 * x.used);
     char* has_free = f.has_free.reserve(f.blocks, 0);
@@ -167,11 +170,11 @@ struct Fit : Select<K, V> {
     memcpy(votes + x.used, votes, x.used * sizeof(float));
     if (fit->fit == KV_FIT_VOTES_AND_VALUES) fit_votes(x, w, f, shares, votes);
     read_again(x, w, f, shares, unfitted, votes);
-    write(x, w, f, votes, fit_values(x, w, f));
+    write_fit(x, w, f, votes, fit_values(x, w, f));
   }
 
-  // Of the mass that a query found in all slots what kept ones hold after the merge: f.before, but for the targets,
-  // whose logits, positions and votes are new.
+  // Returns the share of each query's mass over all slots that a slot receives after the merge: f.before, except for
+  // targets, whose logits, positions and votes are new.
   const float* share_merged(const Head& x, const Work& w, FitWork& f, float* votes) const {
     static thread_local Scratch<float> scratch;
     const int d = a.key_size, each = a.statistics + 2;
@@ -186,23 +189,23 @@ struct Fit : Select<K, V> {
       votes[i] = rest[0];
       f.position.get()[i] = w.position.get()[latest];
       memcpy(key, w.rows.get() + static_cast<size_t>(row) * (d + a.value_size), d * sizeof(float));
-      if (kSmall<K> && a.rotary_planes) hadamard(key, d);  // back
+      if (kSmall<K> && a.rotary_planes) hadamard(key, d);  // undoes the one in `merge`
       const float bias = bias_of(votes[i]);
       for (int r = 0; r < f.rows; ++r) {
         const float logit = dot(key, f.query.get() + static_cast<size_t>(r) * d, d);
-        const float of_whole = logit + bias - f.whole.get()[r];
+        const float log_share = logit + bias - f.whole.get()[r];
         const bool visible = f.position.get()[i] < f.seen.get()[r];
         f.logits.get()[f.of(r, i)] = logit;
-        shares[f.of(r, i)] = visible ? std::exp(of_whole < kMostShare ? of_whole : kMostShare) : 0.0f;
+        shares[f.of(r, i)] = visible ? std::exp(log_share < kMostShare ? log_share : kMostShare) : 0.0f;
       }
     }
     return shares;
   }
 
-  // f.after = X, the probabilities over the kept slots, of the free ones alone; f.before becomes what is lost of all.
-  // A slot's probability changes as its votes do; where next to nothing of a query's is left, or many times as much, it
-  // is computed anew.
-  // shares, unfitted: of kept slots what they hold, with these votes, and these.
+  // f.after = X, the free slots' probabilities among the kept slots with their new votes; f.before becomes before -
+  // after. A slot's probability changes in proportion to votes^alpha; if the kept slots' mass for a query falls below
+  // 1e-6 or above 1e6, its softmax is computed again. shares: the kept slots' shares of the mass with the votes
+  // `unfitted`. votes: the new votes.
   void read_again(const Head& x, const Work& w, FitWork& f, const float* shares, const float* unfitted,
                   const float* votes) const {
     float *lost = f.before.get(), *after = f.after.reserve(f.size()), *ratio = f.factor.reserve(f.slots(), 0.0f);
@@ -218,9 +221,9 @@ struct Fit : Select<K, V> {
         store(after + f.of(r, i), read);
         sums += read;
       }
-      const float left = sum(sums);
-      float factor = 1.0f / left;
-      if (!(left > 1e-6f && left < 1e6f)) softmax(f, r, bias_after(x, w, f, votes), after), factor = 1.0f;
+      const float mass = sum(sums);
+      float factor = 1.0f / mass;
+      if (!(mass > 1e-6f && mass < 1e6f)) softmax(f, r, bias_after(x, w, f, votes), after), factor = 1.0f;
       for (int i = 0; i < f.slots(); i += W) {
         const vf read = load(after + f.of(r, i)) * factor;
         store(lost + f.of(r, i), load(lost + f.of(r, i)) - read);
@@ -229,53 +232,55 @@ struct Fit : Select<K, V> {
     }
   }
 
+  // Returns the biases of the kept slots with their new votes; kHidden for evicted slots.
   const float* bias_after(const Head& x, const Work& w, const FitWork& f, const float* votes) const {
     float* bias = f.bias.get();
     for (int i = 0; i < x.used; ++i) bias[i] = w.is_evicted.get()[i] ? kHidden : bias_of(votes[i]);
     return bias;
   }
 
-  // Multiplicative updates f = f (P^T 1) / (P^T P f) of the factors of the free slots' votes (Lee and Seung 2001).
-  // Of all slots' mass, P holds `shares`.
+  // Fits factors of the free slots' votes by multiplicative updates factor = factor (P^T 1) / (P^T P factor) (Lee and
+  // Seung 2001). P is `shares`, the slots' shares of each query's mass.
   void fit_votes(const Head& x, const Work& w, FitWork& f, const float* shares, float* votes) const {
     const float *read = f.before.get(), *free = f.free.get(), least = std::exp(-fit->bias_max),
                 most = std::exp(fit->bias_max);
-    float *wanted = f.wanted.reserve(f.slots()), *factor = f.factor.reserve(2 * f.slots()), *held = factor + f.slots(),
-          *mass = f.mass.reserve(2 * f.rows + 1), *held_by = mass + f.rows;
-    for (int i = 0; i < f.slots(); ++i)  // for now 1 where a slot's mass is for the free ones to hold
-      held[i] = i < x.used && (free[i] != 0.0f || w.is_evicted.get()[i]) ? 1.0f : 0.0f, factor[i] = 1.0f;
-    over_slots(f, read, held, mass, false);
-    over_rows(f, shares, mass, wanted);
+    float *goals = f.goal.reserve(f.slots()), *factor = f.factor.reserve(2 * f.slots()), *current = factor + f.slots(),
+          *mass = f.mass.reserve(2 * f.rows + 1), *current_mass = mass + f.rows;
+    for (int i = 0; i < f.slots(); ++i)  // here 1 for a slot whose mass the free slots shall receive
+      current[i] = i < x.used && (free[i] != 0.0f || w.is_evicted.get()[i]) ? 1.0f : 0.0f, factor[i] = 1.0f;
+    over_slots(f, read, current, mass, false);
+    over_rows(f, shares, mass, goals);
     for (int step = 0; step < fit->vote_steps; ++step) {
-      for (int i = 0; i < f.slots(); i += W) store(held + i, load(factor + i) * load(free + i));
-      over_slots(f, shares, held, held_by, true);
-      over_rows(f, shares, held_by, held);
+      for (int i = 0; i < f.slots(); i += W) store(current + i, load(factor + i) * load(free + i));
+      over_slots(f, shares, current, current_mass, true);
+      over_rows(f, shares, current_mass, current);
       for (int i = 0; i < f.slots(); i += W) {
-        const vf goal = load(wanted + i), has = load(held + i), old = load(factor + i);
-        const vi counts = (load(free + i) > vf{}) & (goal > splat(1e-20f)) & (has > splat(1e-20f));
-        store(factor + i, select(counts, old * goal / select(counts, has, splat(1.0f)), old));
+        const vf goal = load(goals + i), now = load(current + i), old = load(factor + i);
+        const vi counts = (load(free + i) > vf{}) & (goal > splat(1e-20f)) & (now > splat(1e-20f));
+        store(factor + i, select(counts, old * goal / select(counts, now, splat(1.0f)), old));
       }
     }
-    float had = 0.0f, has = 0.0f;
+    // The votes of the free slots do not exceed those that they and the evicted slots had.
+    float votes_before = 0.0f, votes_after = 0.0f;
     for (int i = 0; i < x.used; ++i) {
-      if (free[i] != 0.0f || w.is_evicted.get()[i]) had += w.votes.get()[i];
+      if (free[i] != 0.0f || w.is_evicted.get()[i]) votes_before += w.votes.get()[i];
       if (free[i] == 0.0f) continue;
       votes[i] = std::min(std::max(votes[i] * factor[i], least), most);
-      has += votes[i];
+      votes_after += votes[i];
     }
-    const float share = std::min(had / max_of(has, 1e-30f), 1.0f);
+    const float share = std::min(votes_before / max_of(votes_after, 1e-30f), 1.0f);
     for (int i = 0; i < x.used; ++i)
       if (free[i] != 0.0f) votes[i] *= share;
   }
 
-  // out[r] = sum over slots of read[r, slot] factor[slot]; of blocks with free slots alone, or of all.
+  // out[r] = sum over slots of read[r, slot] factor[slot]; free_only: over the blocks that have free slots.
   static void over_slots(const FitWork& f, const float* read, const float* factor, float* out, bool free_only) {
     for (int r = 0; r < f.rows; ++r) {
       vf sums[kBlock / W] = {};
       for (int b = 0; b < f.blocks; ++b) {
         if (free_only && !f.has_free.get()[b]) continue;
-        const float *row = read + f.of(r, b * kBlock), *of_block = factor + b * kBlock;
-        for (int j = 0; j < kBlock / W; ++j) sums[j] += load(row + j * W) * load(of_block + j * W);
+        const float *row = read + f.of(r, b * kBlock), *factors = factor + b * kBlock;
+        for (int j = 0; j < kBlock / W; ++j) sums[j] += load(row + j * W) * load(factors + j * W);
       }
       for (int j = 1; j < kBlock / W; ++j) sums[0] += sums[j];
       out[r] = sum(sums[0]);
@@ -292,7 +297,7 @@ struct Fit : Select<K, V> {
     }
   }
 
-  // The change of values [slots, padded size] in f.change; returns what it is multiplied with.
+  // Writes the change of the values [slots, padded Dv] to f.change. Returns its factor, which enforces change_max.
   float fit_values(const Head& x, const Work& w, FitWork& f) const {
     const int dv = a.value_size, wide = blocks_of(dv), high = blocks_of(f.rows);
     const float *lost = f.before.get(), *design = f.after.get();
@@ -304,8 +309,9 @@ struct Fit : Select<K, V> {
     const float* const free = f.free.get();
     for (int b = 0; b < f.blocks; ++b) {
       const auto row_of = [&](const float* of) { return [=](int r) { return of + (b * tile + r * kBlock); }; };
-      // The values as they were, and of targets what is gone of them: Y - X V = lost V + X (V - V merged).
-      float *values = f.packed.reserve(2 * wide * block, 0.0f), *gone = values + wide * block,
+      // The values before the merge, and for targets their difference from the merged values:
+      // Y - X V = lost V + X (V - V merged).
+      float *values = f.packed.reserve(2 * wide * block, 0.0f), *differences = values + wide * block,
             *row = f.wide.reserve(dv);
       bool is_merged = false;
       for (int i = 0; i < kBlock && b * kBlock + i < x.used; ++i) {
@@ -318,15 +324,15 @@ struct Fit : Select<K, V> {
         is_merged |= set >= 0;
         for (int c = 0; c < wide; ++c) {
           const int size = min_of(dv - c * kBlock, kBlock);
-          float *to = values + c * block + i * kBlock, *rest = gone + c * block + i * kBlock;
+          float *to = values + c * block + i * kBlock, *difference = differences + c * block + i * kBlock;
           memcpy(to, row + c * kBlock, size * sizeof(float));
-          for (int j = 0; j < size && set >= 0; ++j) rest[j] = to[j] - merged[c * kBlock + j];
+          for (int j = 0; j < size && set >= 0; ++j) difference[j] = to[j] - merged[c * kBlock + j];
         }
       }
       for (int c = 0; c < wide; ++c)
         products(row_of(lost), f.rows, values + c * block, kBlock, missing + c * tile, true);
       for (int c = 0; c < wide && is_merged; ++c)
-        products(row_of(design), f.rows, gone + c * block, kBlock, missing + c * tile, true);
+        products(row_of(design), f.rows, differences + c * block, kBlock, missing + c * tile, true);
       if (!f.has_free.get()[b]) continue;
       for (int c = 0; c < high; ++c) {
         float* const to = columns + (b * high + c) * block;
@@ -335,25 +341,26 @@ struct Fit : Select<K, V> {
       }
     }
     solve(f, missing, gram, wide);
-    float* change = f.change.reserve(static_cast<size_t>(f.slots()) * wide * kBlock, 0.0f);  // as no query changes it
+    float* change = f.change.reserve(static_cast<size_t>(f.slots()) * wide * kBlock, 0.0f);  // 0 if there is no query
     float norm = 0.0f;
     for (int b = 0; b < f.blocks; ++b) {
       if (!f.has_free.get()[b]) continue;
       for (int c = 0; c < wide; ++c)
         for (int h = 0; h < high; ++h) {
-          const float *of_block = columns + (b * high + h) * block,
-                      *to_columns = f.solution.get() + (c * high + h) * block;
+          const float *design_rows = columns + (b * high + h) * block,
+                      *solution = f.solution.get() + (c * high + h) * block;
           float* to = change + (static_cast<size_t>(b) * wide + c) * block;
           const int count = min_of(f.rows - h * kBlock, kBlock);
-          // Where a block is no whole number of tiles, the last one repeats its last row.
+          // A block is no whole number of tiles: the last tile repeats the block's last row.
           for (int first = 0; first < kBlock; first += kTileRows) {
-            float part[kTileRows * kBlock];
+            float product[kTileRows * kBlock];
             const float* rows[kTileRows];
-            for (int r = 0; r < kTileRows; ++r) rows[r] = of_block + min_of(first + r, kBlock - 1) * kBlock;
-            tile_products(rows, to_columns, count, part);
+            for (int r = 0; r < kTileRows; ++r) rows[r] = design_rows + min_of(first + r, kBlock - 1) * kBlock;
+            tile_products(rows, solution, count, product);
             const int live = min_of(kTileRows, kBlock - first) * kBlock;
             for (int i = 0; i < live; i += W)
-              store(to + first * kBlock + i, h > 0 ? load(to + first * kBlock + i) + load(part + i) : load(part + i));
+              store(to + first * kBlock + i,
+                    h > 0 ? load(to + first * kBlock + i) + load(product + i) : load(product + i));
           }
         }
       norm += dot(change + b * wide * block, change + b * wide * block, static_cast<int>(wide * block));
@@ -362,7 +369,7 @@ struct Fit : Select<K, V> {
     return allowed < 1.0f ? allowed : 1.0f;
   }
 
-  // Rows [first, first + kBlock) of a block of X as columns; zeros beyond the last.
+  // Packs rows [first, first + kBlock) of a block of X as columns; zeros beyond the last row.
   static void pack_rows(const FitWork& f, const float* rows, int first, float* out) {
     for (int r = 0; r < kBlock; r += W) {
       float wide[W * kBlock] = {};
@@ -409,7 +416,8 @@ struct Fit : Select<K, V> {
     }
   }
 
-  void write(Head& x, Work& w, const FitWork& f, const float* votes, float share) const {
+  // Writes the fitted votes and values of every free slot to its set; a free slot that is no target gets a new set.
+  void write_fit(Head& x, Work& w, const FitWork& f, const float* votes, float share) const {
     const int d = a.key_size, dv = a.value_size, each = a.statistics + 2, wide = blocks_of(dv);
     const size_t block = static_cast<size_t>(kBlock) * kBlock;
     int* row_of = w.row_of_target.get();
@@ -434,7 +442,8 @@ struct Fit : Select<K, V> {
     }
   }
 
-  // The ring as the merge leaves it: where keys are rotated by places the queries move with the recent ones.
+  // Writes the present ring. If keys are rotated by places, the queries are rotated back by as many places as slots
+  // were evicted, as the recent keys are.
   void keep_ring(const Head& x, size_t index) const {
     const int d = a.key_size, planes = a.cache_positions ? a.rotary_planes : 0;
     const size_t first = index * ring->rows, count = static_cast<size_t>(ring->rows) * d;

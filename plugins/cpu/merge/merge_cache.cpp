@@ -1,16 +1,18 @@
-// MergeCache for one instruction set; its meaning is kvexport/ops/merge_cache.py and kvexport/methods/primitives. One
-// task per KV head of one sequence:
+// MergeCache for one instruction set; kvexport/ops/merge_cache.py and kvexport/methods/primitives define it. One task
+// per KV head of one sequence:
 //
-//   collect slots in order of position                                   select.h, as the next two
-//   if more than `budget` are used
-//     weigh, choose: which are evicted
-//     merge: receivers, nearest: the target of every evicted slot, or the younger neighbour; dropped without one
-//       for each merge set, a target and the evicted slots that merge into it: row = mean by weight, votes, statistics
-//     fit the kept slots to reference queries                            fit.h
-//   place: a hole takes the last kept slot, a target its merged row, zeros after them; in place, rows that change alone
-//   turn: where keys are rotated by their places, those whose place has changed
+//   collect: the used slots in order of position                         select.h, also for the next two
+//   if more than `budget` slots are used
+//     weigh, choose: which slots are evicted
+//     merge: receivers, nearest: the target of every evicted slot, or the younger neighbour; without one it is dropped
+//       for each merge set (a target and the evicted slots that merge into it): row = weighted mean, votes, statistics
+//     fit_slots: fit the kept slots to reference queries                 fit.h
+//   place: the last kept slots fill the holes, targets get their merged rows, zeros follow; in place, only rows that
+//          change are written
+//   turn_rows: if keys are rotated by places, rotate those whose place has changed
 //
-// Tasks share nothing and need no barrier: a task writes its own head, after it has read all of it that it merges.
+// Tasks share nothing and need no barrier: a task writes only its own head, after it has read all rows that it merges.
+// Letters: those of nearest.h; c is the capacity.
 #include "fit.h"
 
 namespace kv {
@@ -46,8 +48,8 @@ struct Merge : Fit<K, V> {
     if (fit) this->keep_ring(x, index);
   }
 
-  // The merge sets and their rows: `members` holds a set's target, and then the evicted slots that merge into it;
-  // `row_of` a target is the number of its set's row.
+  // Builds the merge sets and their rows. `members` is a set's target, followed by the evicted slots that merge into
+  // it; row_of[target] is the number of its set's row, -1 without a set.
   void merge(Head& x, Work& w) const {
     const int evicted = x.evicted;
     int* row_of = w.row_of_target.reserve(x.used, -1);
@@ -59,16 +61,16 @@ struct Merge : Fit<K, V> {
       }
     } else {
       this->receivers(x, w);
-      this->nearest(x, w, w.evicted.get(), evicted, false, evicted + 1);
+      this->nearest(x, w, w.evicted.get(), evicted, kAnyTarget, evicted + 1);
       for (int i = 0; i < evicted; ++i)
         if (!(w.best.get()[i] > p.threshold)) w.target.get()[i] = -1;
     }
     const int *target = w.target.get(), *slots = w.evicted.get();
     int* members = w.members.reserve(3 * static_cast<size_t>(evicted) + 1);
-    const size_t sets = fit ? x.used : evicted;  // a fit adds its own
+    const size_t sets = fit ? x.used : evicted;  // a fit adds sets
     float* rows = w.rows.reserve(sets * (a.key_size + a.value_size));
     float* scores = w.scores.reserve(sets * (a.statistics + 2));
-    if (p.merge == KV_MERGE_PAIR && p.weigh == KV_WEIGH_HESSIAN) attended(x, w);
+    if (p.merge == KV_MERGE_PAIR && p.weigh == KV_WEIGH_HESSIAN) attention_output(x, w);
     for (int i = 0; i < evicted; ++i) {
       if (target[i] < 0 || row_of[target[i]] >= 0) continue;
       int count = 0;
@@ -77,7 +79,7 @@ struct Merge : Fit<K, V> {
         if (target[j] == target[i]) members[count++] = slots[j];
       float* key = rows + static_cast<size_t>(x.sets) * (a.key_size + a.value_size);
       float* rest = scores + static_cast<size_t>(x.sets) * (a.statistics + 2);
-      int latest = 0;  // of the members, which are numbered in order of position
+      int latest = 0;  // the latest member: slots are numbered in order of position
       for (int j = 0; j < count; ++j) latest = max_of(latest, members[j]);
       const float votes = merge_set(x, w, members, count, key, key + a.key_size);
       if (kSmall<K> && a.rotary_planes) hadamard(key, a.key_size);
@@ -89,7 +91,7 @@ struct Merge : Fit<K, V> {
     }
   }
 
-  // sum weight * row, over the members, divided by the sum of the weights.
+  // out = sum over the members of weight * row, divided by the sum of the weights.
   template <class RowOf>
   void mean(const int* members, const float* weight, int count, int size, float* out, RowOf row) const {
     static thread_local Scratch<float> scratch;
@@ -103,7 +105,7 @@ struct Merge : Fit<K, V> {
     for (int i = 0; i < size; ++i) out[i] /= weight_sum;
   }
 
-  // A set's key and value; returns its votes.
+  // Computes a set's key and value; returns its votes.
   float merge_set(const Head& x, const Work& w, const int* members, int count, float* key, float* value) const {
     static thread_local Scratch<float> scratch;
     float* weight = scratch.reserve(2 * static_cast<size_t>(count));
@@ -138,7 +140,7 @@ struct Merge : Fit<K, V> {
     return sums.votes;
   }
 
-  // Statistic k of a set: probability mass adds, of averages of exp(logit) the mean by votes.
+  // Returns statistic k of a set: the sum of probabilities, or the mean of exp(logit) averages weighted by votes.
   float merged_score(const Head& x, const Work& w, const int* members, int count, int k, int32_t latest) const {
     const float* votes = w.votes.get();
     const int32_t* position = w.position.get();
@@ -161,8 +163,9 @@ struct Merge : Fit<K, V> {
     return max_score + std::log(share / vote_sum);
   }
 
-  // The attention's output by the accumulated probabilities, o = sum a v, and in output[Dv] the sum of these.
-  void attended(const Head& x, Work& w) const {
+  // Computes w.output: the attention output o = sum a v, with a the slots' shares of the accumulated probabilities, and
+  // in output[Dv] the sum of these probabilities.
+  void attention_output(const Head& x, Work& w) const {
     float* output = w.output.reserve(a.value_size + 1, 0.0f);
     float* wide = w.wide.reserve(max_of(a.value_size, a.key_size));
     float mass = 0.0f;
@@ -176,7 +179,7 @@ struct Merge : Fit<K, V> {
     output[a.value_size] = mass;
   }
 
-  // The key of a pair: both in the rotary frame of the younger.
+  // Computes the key of a pair: the weighted mean of both keys, the older rotated to the place of the younger.
   void pair_key(const Head& x, const Work& w, int younger, int older, float* key) const {
     static thread_local Scratch<float> scratch;
     const int d = a.key_size;
@@ -197,6 +200,7 @@ struct Merge : Fit<K, V> {
     for (int i = 0; i < d; ++i) key[i] = share * key[i] + (1.0f - share) * rotated[i];
   }
 
+  // Replaces the weights of a pair by KVSlimmer's (hessian_weights).
   void hessian(const Head& x, const Work& w, int younger, int older, float* younger_weight, float* older_weight) const {
     const int dv = a.value_size;
     const float *output = w.output.get(), mass = output[dv];
@@ -212,8 +216,8 @@ struct Merge : Fit<K, V> {
                     p.tau, younger_weight, older_weight);
   }
 
-  // Kept slots stay where they lie, merged rows where their targets lay; of the holes that remain among the first rows
-  // the lowest takes the last kept slot, the next one the last but one, and so on. Zeros after them.
+  // Writes the present state. Kept slots stay in their rows, merged rows replace their targets. The lowest hole among
+  // the first rows takes the last kept slot, the next hole the last but one, and so on. Zeros follow.
   void place(const Head& x, Work& w) const {
     const size_t d = a.key_size, dv = a.value_size, c = a.capacity;
     const int each = a.statistics + 2;
@@ -222,7 +226,7 @@ struct Merge : Fit<K, V> {
     int kept, *number = without_holes(x, w, &kept);
     for (int to = 0; to < kept; ++to) {
       const int i = number[to], from = order[i], row = row_of ? row_of[i] : -1;
-      if (row < 0 || row >= x.merged) {  // a fit changes no key
+      if (row < 0 || row >= x.merged) {  // a set of a fit: its key is unchanged
         copy_row(x.key, x.out_key, from, to, d);
         if constexpr (kSmall<K>) copy_row(x.key_scale, x.out_key_scale, from, to, 1);
       } else {
@@ -242,7 +246,7 @@ struct Merge : Fit<K, V> {
       for (int k = 0; k < a.statistics; ++k) x.out_score[k * c + to] = scores[row * each + 2 + k];
     }
     if (a.cache_positions && a.rotary_planes && x.evicted) turn_rows(x, number, kept, row_of, w);
-    // In place, slots after the used ones are left alone.
+    // In place, slots after the used ones stay untouched.
     clear(x.out_key, x.key, d, kept, x.in_all);
     clear(x.out_value, x.value, dv, kept, x.in_all);
     if constexpr (kSmall<K>) {
@@ -254,12 +258,12 @@ struct Merge : Fit<K, V> {
     for (int k = 0; k < a.statistics; ++k) clear(x.out_score + k * c, x.score + k * c, 1, kept, x.in_all);
   }
 
-  // Of each of the first `kept` rows the slot that lies there afterwards, by its number in order of position.
+  // Returns, for each of the first `kept` rows, the slot that moves there (its number in order of position).
   int* without_holes(const Head& x, Work& w, int* kept) const {
     int *number = w.rank.reserve(x.in_all + 1, -1), count = 0;
     for (int i = 0; i < x.used; ++i)
       if (!w.is_evicted.get()[i]) number[w.order.get()[i]] = i, ++count;
-    // There are as many kept slots after the first rows as holes among them.
+    // As many kept slots are behind the first `count` rows as there are holes among these rows.
     for (int hole = 0, last = x.in_all - 1; hole < count; ++hole) {
       if (number[hole] >= 0) continue;
       while (number[last] < 0) --last;
@@ -269,23 +273,23 @@ struct Merge : Fit<K, V> {
     return number;
   }
 
-  // The latest member of a set, by its number in order of position.
+  // Returns the latest member of a set (its number in order of position).
   int latest(const Work& w, int row) const {
     int number;
     memcpy(&number, &w.scores.get()[row * (a.statistics + 2) + 1], sizeof number);
     return number;
   }
 
-  // Keys turned from the places that they had, those of the latest of their members, to those that they have. Slots
-  // that were neighbours and still are turn by as many places, so that cosines are computed once for all of a run.
+  // Rotates keys from their places before the merge (a set's is the place of its latest member) to their new places.
+  // Slots that stay neighbours rotate by the same number of places, so a run of them shares its cosines.
   void turn_rows(const Head& x, const int* number, int kept, const int* row_of, Work& w) const {
     const int planes = a.rotary_planes, d = a.key_size;
     float *cosine = w.wide.reserve(2 * static_cast<size_t>(planes) + d), *sine = cosine + planes, *row = sine + planes;
-    int* lies = w.latest.reserve(x.used, -1);  // of each place before the merge: the row that had it
+    int* row_at = w.latest.reserve(x.used, -1);  // the present row of the key at each place before the merge
     for (int i = 0; i < kept; ++i)
-      lies[row_of && row_of[number[i]] >= 0 ? latest(w, row_of[number[i]]) : number[i]] = i;
+      row_at[row_of && row_of[number[i]] >= 0 ? latest(w, row_of[number[i]]) : number[i]] = i;
     for (int before = 0, place = 0, steps = 0; before < x.used; ++before) {
-      if (lies[before] < 0) continue;
+      if (row_at[before] < 0) continue;
       const int turned_by = place++ - before;
       if (turned_by == 0) continue;
       for (int f = 0; f < planes && turned_by != steps; ++f) {
@@ -293,8 +297,8 @@ struct Merge : Fit<K, V> {
         cosine[f] = std::cos(angle), sine[f] = std::sin(angle);
       }
       steps = turned_by;
-      K* key = at(x.out_key, static_cast<size_t>(lies[before]) * d);
-      float* scale = x.out_key_scale + lies[before];
+      K* key = at(x.out_key, static_cast<size_t>(row_at[before]) * d);
+      float* scale = x.out_key_scale + row_at[before];
       read_row(key, kSmall<K> ? *scale : 1.0f, d, row);
       if (kSmall<K>) hadamard(row, d);
       for (int f = 0; f < planes; ++f) turn(cosine[f], sine[f], &row[first_of(f)], &row[second_of(f)]);
@@ -303,13 +307,14 @@ struct Merge : Fit<K, V> {
     }
   }
 
+  // Zeroes the rows from `from` on: all in another buffer, those below `used` in place.
   template <class U>
   void clear(U* out, const U* in, size_t width, int from, int used) const {
     const int to = out == in ? used : a.capacity;
     if (to > from) memset(static_cast<void*>(at(out, from * width)), 0, bytes_of<U>((to - from) * width));
   }
 
-  // A row in float32 and back; of a small cache with its scale.
+  // Convert a row to float32 and back; a small cache's row has a scale.
   template <class T>
   static void read_row(const T* from, float scale, int size, float* row) {
     if constexpr (kSmall<T>)
@@ -325,7 +330,7 @@ struct Merge : Fit<K, V> {
       narrow(row, to, size);
   }
 
-  // In place, a row that lies where it lay stays as it is; one that moves comes from behind all that are written.
+  // Copies a row, unless it is in its place already. In place, a row that moves comes from behind all written rows.
   template <class T>
   static void copy_row(const T* in, T* out, int from, int to, size_t width) {
     if (at(in, from * width) != at(out, to * width))

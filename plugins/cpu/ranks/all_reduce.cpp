@@ -1,3 +1,4 @@
+// The all-reduce of ranks.h: post a piece, wait for the pieces of all ranks, add them in the order of the ranks.
 #include <sched.h>
 #include <time.h>
 
@@ -17,13 +18,13 @@ using half = _Float16;
 #endif
 
 constexpr int kMost = 64;             // ranks
-constexpr size_t kPiece = 256 << 10;  // bytes of a rank's part that are added up at once
-constexpr unsigned kSpins = 2000;     // looks before others may have the core
-constexpr unsigned kYields = 2000;    // and before it is left to them for some time
+constexpr size_t kPiece = 256 << 10;  // bytes of a rank's numbers that are added up at once
+constexpr unsigned kSpins = 2000;     // polls before the thread yields its core
+constexpr unsigned kYields = 2000;    // polls with a yield before the thread sleeps between polls
 constexpr long kRestNanoseconds = 50'000;
 constexpr const char* kFailed = "a rank has failed";
 
-// turn: pieces that the rank has written. bytes: of the last two.
+// turn: how many pieces the rank has written. bytes: the sizes of the last two.
 struct alignas(64) Rank {
   std::atomic<uint64_t> turn;
   uint64_t bytes[2];
@@ -47,13 +48,13 @@ void pause() {
 #endif
 }
 
-// False where a rank has failed.
+// Waits until `rank` has written piece `turn`. Returns false if a rank has failed.
 bool wait_for(const Shared& shared, int rank, uint64_t turn) {
-  for (unsigned looks = 0; shared.rank[rank].turn.load(std::memory_order_acquire) < turn; ++looks) {
+  for (unsigned polls = 0; shared.rank[rank].turn.load(std::memory_order_acquire) < turn; ++polls) {
     if (shared.failed.load(std::memory_order_relaxed)) return false;
-    if (looks < kSpins) {
+    if (polls < kSpins) {
       pause();
-    } else if (looks < kSpins + kYields) {
+    } else if (polls < kSpins + kYields) {
       sched_yield();
     } else {
       const timespec rest{0, kRestNanoseconds};
@@ -63,6 +64,7 @@ bool wait_for(const Shared& shared, int rank, uint64_t turn) {
   return true;
 }
 
+// sum = the pieces of all ranks, added in float32 in the order of the ranks, rounded once.
 template <class T>
 void add_up(Shared& shared, uint64_t turn, int ranks, T* sum, size_t count) {
   constexpr size_t kBlock = 512;
@@ -70,18 +72,18 @@ void add_up(Shared& shared, uint64_t turn, int ranks, T* sum, size_t count) {
   for (size_t begin = 0; begin < count; begin += kBlock) {
     const size_t n = std::min(kBlock, count - begin);
     for (int rank = 0; rank < ranks; ++rank) {
-      const T* part = reinterpret_cast<const T*>(shared.buffer(turn, rank, ranks)) + begin;
+      const T* numbers = reinterpret_cast<const T*>(shared.buffer(turn, rank, ranks)) + begin;
       if (rank == 0)
-        for (size_t i = 0; i < n; ++i) total[i] = static_cast<float>(part[i]);
+        for (size_t i = 0; i < n; ++i) total[i] = static_cast<float>(numbers[i]);
       else
-        for (size_t i = 0; i < n; ++i) total[i] += static_cast<float>(part[i]);
+        for (size_t i = 0; i < n; ++i) total[i] += static_cast<float>(numbers[i]);
     }
     for (size_t i = 0; i < n; ++i) sum[begin + i] = static_cast<T>(total[i]);
   }
 }
 
 template <class T>
-const char* all_reduce(const KvRanks& ranks, const T* part, T* sum, size_t count) {
+const char* all_reduce(const KvRanks& ranks, const T* numbers, T* sum, size_t count) {
   Shared& shared = *static_cast<Shared*>(ranks.memory);
   Rank& own = shared.rank[ranks.rank];
   if (shared.failed.load(std::memory_order_relaxed)) return kFailed;
@@ -89,7 +91,7 @@ const char* all_reduce(const KvRanks& ranks, const T* part, T* sum, size_t count
   for (size_t begin = 0; begin < count; begin += kNumbers) {
     const size_t n = std::min(kNumbers, count - begin);
     const uint64_t turn = own.turn.load(std::memory_order_relaxed) + 1;
-    std::memcpy(shared.buffer(turn, ranks.rank, ranks.count), part + begin, n * sizeof(T));
+    std::memcpy(shared.buffer(turn, ranks.rank, ranks.count), numbers + begin, n * sizeof(T));
     own.bytes[turn % 2] = n * sizeof(T);
     own.turn.store(turn, std::memory_order_release);
     for (int rank = 0; rank < ranks.count; ++rank) {
@@ -110,9 +112,10 @@ extern "C" size_t kv_cpu_ranks_bytes(int count) {
   return count >= 1 && count <= kMost ? sizeof(Shared) + 2 * static_cast<size_t>(count) * kPiece : 0;
 }
 
-extern "C" const char* kv_cpu_all_reduce(const KvRanks* ranks, int type, const void* part, void* sum, size_t count) {
-  if (type == KV_FLOAT32) return all_reduce(*ranks, static_cast<const float*>(part), static_cast<float*>(sum), count);
-  if (type == KV_FLOAT16) return all_reduce(*ranks, static_cast<const half*>(part), static_cast<half*>(sum), count);
+extern "C" const char* kv_cpu_all_reduce(const KvRanks* ranks, int type, const void* numbers, void* sum, size_t count) {
+  if (type == KV_FLOAT32)
+    return all_reduce(*ranks, static_cast<const float*>(numbers), static_cast<float*>(sum), count);
+  if (type == KV_FLOAT16) return all_reduce(*ranks, static_cast<const half*>(numbers), static_cast<half*>(sum), count);
   return "only float32 and float16 are added up";
 }
 

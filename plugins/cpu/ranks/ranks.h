@@ -1,10 +1,12 @@
-// Ranks: processes that compute one model together, each with a share of its heads, and add up what they made
-// (docs/tensor-parallel.md). They share memory that begins as zeros and is laid out here alone.
+// Ranks: processes that compute one model together, each with a share of its heads, and add up their partial results
+// (docs/tensor-parallel.md). They share memory that begins as zeros; only all_reduce.cpp knows its layout.
 //
-// A sum of `count` numbers goes in pieces. For each one a rank writes its part into a buffer of its own, says so by a
-// number that grows, waits until every rank has said so, and adds up the parts in the order of the ranks, in float32,
-// rounded once: all ranks get the same bits, whoever was first. Of two buffers the pieces take turns. A rank writes
-// into one of them again when all ranks have said the piece between, which they do after they have read this one.
+// A sum of `count` numbers is computed piece by piece. For each piece a rank
+//   writes its numbers to a buffer of its own and increments its counter `turn`,
+//   waits until the counter of every rank has reached this piece,
+//   adds up the pieces in the order of the ranks, in float32, rounded once: all ranks get the same bits in any timing.
+// Pieces alternate between two buffers. A rank writes to a buffer again after all ranks have posted the piece between,
+// which they do after they have read this one.
 #pragma once
 
 #include "../../abi/kvexport.h"
@@ -13,20 +15,21 @@
 extern "C" {
 #endif
 
-// One rank's view. memory: of kv_cpu_ranks_bytes(count) bytes, shared; null: no rank.
+// One rank's view. memory: kv_cpu_ranks_bytes(count) shared bytes; nullptr: the model has no ranks.
 typedef struct KvRanks {
   void* memory;
   int rank, count;
 } KvRanks;
 
-// Bytes of the memory of so many ranks; 0 where there cannot be as many.
+// Returns the bytes of memory that so many ranks share; 0 if the number of ranks is not supported.
 size_t kv_cpu_ranks_bytes(int count);
 
-// sum = the parts of all ranks. type: KV_FLOAT32 or KV_FLOAT16. Every rank makes the same calls in the same order.
-// nullptr, or why there is no sum: a static string. Then no rank gets a sum ever again.
-const char* kv_cpu_all_reduce(const KvRanks* ranks, int type, const void* part, void* sum, size_t count);
+// Writes the sum over all ranks of their `count` numbers to `sum`. type: KV_FLOAT32 or KV_FLOAT16. Every rank makes the
+// same calls in the same order. Returns nullptr, or a static string that says why there is no sum; after a failure
+// every later sum fails on every rank.
+const char* kv_cpu_all_reduce(const KvRanks* ranks, int type, const void* numbers, void* sum, size_t count);
 
-// From now on every sum fails, those that are waited for too.
+// Makes every sum fail from now on, including those that ranks are waiting for.
 void kv_cpu_ranks_fail(void* memory);
 
 #ifdef __cplusplus

@@ -1,4 +1,7 @@
-// Shared by decode and prefill: one KV head of one sequence, the votes' bias, the mask, and the parts of the workspace.
+// Shared by decode and prefill: one KV head of one sequence, the bias of its votes, the mask, and the workspace.
+//
+// Letters in this folder, beside those of core/block.h and the contract: a the arguments of the call, g a query head of
+// its group, k a statistic, s the arrays in shared memory, j an element or a column, x a value.
 #pragma once
 
 #include "../core/types.h"
@@ -7,32 +10,32 @@ namespace kv {
 namespace cuda {
 
 constexpr float kLowest = -3e38f, kLog2E = 1.44269504f, kLn2 = 0.693147181f;
-constexpr int kBlock = 32;  // slots that are looked at together: a warp's lanes
+constexpr int kBlock = 32;  // slots that are read together: one per lane of a warp
 constexpr int kMaxGroup = 16;
 
-// A call and its workspace. What a call does not use is null.
+// The arguments of a call and its workspace. Arrays that a call does not use are null.
 struct Attention {
   KvVoteAttention call;
-  int splits;              // of a head, at decode
-  int stages;              // blocks of slots that are in shared memory or on their way there, at decode
-  int* counters;           // [B H], at decode
+  int splits;              // decode: splits of a head
+  int stages;              // decode: blocks of slots in shared memory, including those whose copies are under way
+  int* counters;           // decode: [B H]
   int* used;               // [B H, 2]: slots used before the call, and new tokens
-  float* logits;           // decode with a sum of probabilities: biased, [B Hq, C]
+  float* logits;           // decode with a sum of probabilities: biased logits [B Hq, C]
   float* row_softmax;      // row_max and row_sum of every row of probabilities, [B Hq, T, 2]
   float* partial_output;   // decode: sum of weight * value of every split, [B H, splits, G, Dv]
-  float* partial_softmax;  // and its row_max and row_sum, [B H, splits, 2, G]
-  float* rotated;          // the queries over a small cache, [B, Hq, T, D]
+  float* partial_softmax;  // decode: row_max and row_sum of every split, [B H, splits, 2, G]
+  float* rotated;          // small cache: the rotated queries, [B, Hq, T, D]
 
   KV_DEVICE int group() const { return call.query_heads / call.heads; }
 };
 
-// One KV head of one sequence. New tokens' rows are read from the call, slots' from the cache, which is updated in
-// place.
+// One KV head of one sequence. Rows of new tokens are read from the call, rows of slots from the cache, which is
+// updated in place.
 template <class T>
 struct Head {
   const KvVoteAttention& a;
   int index, batch, head;
-  size_t slots;  // before this head's first
+  size_t slots;  // slots of all heads before this one
 
   KV_DEVICE Head(const KvVoteAttention& call, int index)
       : a(call),
@@ -45,7 +48,7 @@ struct Head {
   KV_DEVICE T* value(int slot) const { return static_cast<T*>(a.present.value) + (slots + slot) * a.value_size; }
   KV_DEVICE int key_bytes() const { return a.key_size * static_cast<int>(sizeof(T)); }
   KV_DEVICE int value_bytes() const { return a.value_size * static_cast<int>(sizeof(T)); }
-  // Of rows from slot `from` on, as they lie one after another, the i-th vector of what kernels compute with.
+  // The i-th vector of the contiguous rows from slot `from` on, in the type that kernels compute with.
   KV_DEVICE Vector key_vector(int from, int i) const { return load_vector(key(from) + i * kLanes<T>); }
   KV_DEVICE Vector value_vector(int from, int i) const { return load_vector(value(from) + i * kLanes<T>); }
   KV_DEVICE const T* new_key(int t) const {
@@ -67,13 +70,13 @@ struct Head {
     return static_cast<T*>(a.output) + (static_cast<size_t>(query_head(g)) * a.tokens + t) * a.value_size;
   }
   KV_DEVICE void store(int g, int t, int column, float x) const { assign(output(g, t)[column], x); }
-  // The first new token's position. Of a number that is none, as where a call is only timed, the nearest that leaves
-  // room for the others.
+  // The first new token's position. A call that is only timed may bring numbers that are no positions: they are clamped
+  // so that the other positions fit.
   KV_DEVICE int first() const {
     const int64_t first = a.position[static_cast<size_t>(batch) * a.tokens], most = INT32_MAX - a.capacity;
     return static_cast<int>(first < 0 ? 0 : first > most ? most : first);
   }
-  // New tokens of this call, as many as there is room for.
+  // The new tokens of this call, at most as many as there is room for.
   KV_DEVICE int length(int used) const {
     const int64_t length = a.query_length[batch];
     const int room = min_of(a.tokens, a.capacity - used);
@@ -103,8 +106,8 @@ KV_DEVICE float exp2_of(float x) {
 #endif
 }
 
-// e^x of a logit less a maximum: over caches of less than 32 bits with an error of about (2 + |x|) 2^-23 of it, two
-// instructions instead of nine.
+// Returns e^x, x a logit minus a row max. For caches of less than 32 bits it takes two instructions instead of nine,
+// with a relative error of about (2 + |x|) 2^-23.
 template <class T>
 KV_DEVICE float exp_of(float x) {
   if constexpr (sizeof(T) == 4)
@@ -113,11 +116,13 @@ KV_DEVICE float exp_of(float x) {
     return exp2_of(x * kLog2E);
 }
 
-// A slot's position against that of the first new token.
-KV_DEVICE int age_of(int held, int first) { return max_of(held, 0) - first; }
+// Returns a slot's position relative to the first new token's.
+KV_DEVICE int age_of(int position, int first) { return max_of(position, 0) - first; }
 
-// Whether the query at position `now` sees what is at `held`.
-KV_DEVICE bool visible(int held, int now, int window) { return held <= now && (window == 0 || held > now - window); }
+// Returns whether the query at position `now` sees the slot at `position`.
+KV_DEVICE bool visible(int position, int now, int window) {
+  return position <= now && (window == 0 || position > now - window);
+}
 
 }  // namespace cuda
 }  // namespace kv

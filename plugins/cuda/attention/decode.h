@@ -1,16 +1,16 @@
-// VoteAttention for one token per sequence over float32 caches, on CUDA cores (of 16 bits: decode_mma.h). One block of
-// 128 threads per KV head and split of its slots:
+// VoteAttention for one token per sequence over float32 caches, on CUDA cores (16-bit caches: decode_mma.h). One block
+// of 128 threads per KV head and split of its slots:
 //
 //   for each block of 32 slots of the split          keys and values arrive by asynchronous copies, blocks ahead
-//     logit[g, slot] = query[g] . key[slot]           a lane a slot, a warp a quarter of the head size
+//     logit[g, slot] = query[g] . key[slot]           a slot per lane, a quarter of the head size per warp
 //     row_max, row_sum, weight = running softmax      of logit + vote_exponent ln(votes)
-//     output[g] += weight[g, slot] value[slot]        a thread four columns of every few slots
+//     output[g] += weight[g, slot] value[slot]        four columns of every few slots per thread
 //     log_ema[slot] = average of exp(logit[.., slot]) the statistics that need no softmax
 //   store the split's output, row_max, row_sum
 //   the last block of a head to finish: combine the splits in order, write the output, append the token
 //
 // All query heads of a group are in one block, so every key and every value is read once. Sums of probabilities need
-// the softmax of the whole row: they follow in a second launch (decode_sums.h).
+// the softmax of the whole row; a second launch computes them (decode_sums.h).
 #pragma once
 
 #include "decode_split.h"
@@ -18,7 +18,7 @@
 namespace kv {
 namespace cuda {
 
-// G: query heads in registers, the group's or more.
+// G: query heads in registers, at least the group's.
 template <class T, int G>
 struct Decode {
   using Args = Attention;
@@ -31,20 +31,20 @@ struct Decode {
     Fetch fetch;
   };
 
-  // Shared memory that does not depend on the number of stages, in floats: queries [G, D], parts of logits [warps, G,
-  // kBlock], logits [G, kBlock], weights [kBlock, G], bias [kBlock], factors [G], and two ints.
+  // Bytes of shared memory that do not depend on the number of stages. Arrays in floats: queries [G, D], partial logits
+  // [warps, G, kBlock], logits [G, kBlock], weights [kBlock, G], bias [kBlock], factors [G]; and two ints.
   static KV_HD constexpr size_t fixed(int key_size) {
     return (G * key_size + (kWarps + 2) * G * kBlock + kBlock + (G + 5) / 4 * 4) * sizeof(float);
   }
-  // Bytes that take the place of the stages at the end: partial sums of the output, or what combine_splits reads.
+  // Bytes that reuse the memory of the stages at the end: partial sums of the output, or the arrays of combine_splits.
   static KV_HD constexpr size_t closing(int splits, int group) {
     const size_t products = kThreads * G * 4 * sizeof(float), shares = combine_size(splits, group);
     return products > shares ? products : shares;
   }
 
   struct Shared {
-    float *query, *part, *logit, *weight, *bias, *factor;
-    int* found;
+    float *query, *partial, *logit, *weight, *bias, *factor;
+    int* ends;  // used_slots
     char* stages;
   };
 
@@ -52,12 +52,12 @@ struct Decode {
     Shared s;
     s.stages = shared + fixed(key_size);
     s.query = reinterpret_cast<float*>(shared);
-    s.part = s.query + G * key_size;
-    s.logit = s.part + kWarps * G * kBlock;
+    s.partial = s.query + G * key_size;
+    s.logit = s.partial + kWarps * G * kBlock;
     s.weight = s.logit + G * kBlock;
     s.bias = s.weight + G * kBlock;
     s.factor = s.bias + kBlock;
-    s.found = reinterpret_cast<int*>(s.factor + G);
+    s.ends = reinterpret_cast<int*>(s.factor + G);
     return s;
   }
 
@@ -66,7 +66,7 @@ struct Decode {
     const Head<T> head(a, block.index() / args.splits);
     const int split = block.index() % args.splits, group = args.group(), now = head.first();
     const Shared s = divide(block.shared, a.key_size);
-    const int used = used_slots(block, head.votes(), a.capacity, s.found);
+    const int used = used_slots(block, head.votes(), a.capacity, s.ends);
     if (head.length(used) == 0) return store_idle(block, args, head, split, used);
     block.each([&](int t, Registers& r) {
       for (int i = t; i < G * a.key_size; i += kThreads)
@@ -102,7 +102,7 @@ struct Decode {
       combine_splits(block, args, head, reinterpret_cast<float*>(s.stages), used);
   }
 
-  // Within a phase: a lane is a slot, a warp a part of the head size.
+  // Within a phase: partial logits; a slot per lane, a share of the head size per warp.
   static KV_DEVICE void multiply_keys(const Stage<T>& stage, const Shared& s, int t) {
     const int slot = t % kWarp, warp = t / kWarp, vectors = stage.key_size / kLanes<T>,
               each = (vectors + kWarps - 1) / kWarps;
@@ -126,26 +126,26 @@ struct Decode {
       }
     }
 #pragma unroll
-    for (int g = 0; g < G; ++g) s.part[(warp * G + g) * kBlock + slot] = sum[g];
+    for (int g = 0; g < G; ++g) s.partial[(warp * G + g) * kBlock + slot] = sum[g];
   }
 
-  // The sum of a logit's parts, kept for the averages.
+  // Returns the sum of a logit's partials, and stores it for the averages.
   static KV_DEVICE float logit_of(const KvVoteAttention& a, const Shared& s, int g, int slot) {
     float logit = 0.0f;
 #pragma unroll
-    for (int part = 0; part < kWarps; ++part) logit += s.part[(part * G + g) * kBlock + slot];
+    for (int warp = 0; warp < kWarps; ++warp) logit += s.partial[(warp * G + g) * kBlock + slot];
     return s.logit[g * kBlock + slot] = capped(logit, a.softcap);
   }
 
-  // Within a phase: a thread is four columns of every `parts`-th value.
+  // Within a phase: adds weight * value to the products; four columns of every `rows`-th value per thread.
   static KV_DEVICE void multiply_values(Registers& r, const Stage<T>& stage, const Shared& s, int count, int t) {
-    const int chunks = stage.value_size / 4, parts = kThreads / chunks, part = t / chunks, column = t % chunks * 4;
-    if (part >= parts) return;
+    const int chunks = stage.value_size / 4, rows = kThreads / chunks, row = t / chunks, column = t % chunks * 4;
+    if (row >= rows) return;
 #pragma unroll
     for (int g = 0; g < G; ++g)
 #pragma unroll
       for (int j = 0; j < 4; ++j) r.product[g][j] *= s.factor[g];
-    for (int slot = part; slot < count; slot += parts) {
+    for (int slot = row; slot < count; slot += rows) {
       float value[4], weight[G];
       load_four(stage.value(slot) + column, value);
 #pragma unroll
@@ -169,27 +169,27 @@ struct Decode {
     }
   }
 
-  // The split's partial output and softmax, into the workspace.
+  // Stores the split's partial output and softmax in the workspace.
   static KV_DEVICE void store_partial(Block<Decode>& block, const Attention& args, const Head<T>& head, const Shared& s,
                                       int split) {
-    const int group = args.group(), size = args.call.value_size, chunks = size / 4, parts = kThreads / chunks;
+    const int group = args.group(), size = args.call.value_size, chunks = size / 4, rows = kThreads / chunks;
     const size_t at = static_cast<size_t>(head.index) * args.splits + split;
-    float* sums = reinterpret_cast<float*>(s.stages);  // [parts, G, Dv]
+    float* sums = reinterpret_cast<float*>(s.stages);  // [rows, G, Dv]
 #pragma unroll
     for (int i = 0; i < kWarpHeads; ++i) block.warp_sum([&](Registers& r) -> float& { return r.row_sum[i]; });
     block.each([&](int t, Registers& r) {
-      const int part = t / chunks, column = t % chunks * 4;
-      if (part < parts)
+      const int row = t / chunks, column = t % chunks * 4;
+      if (row < rows)
 #pragma unroll
         for (int g = 0; g < G; ++g)
 #pragma unroll
-          for (int j = 0; j < 4; ++j) sums[(part * G + g) * size + column + j] = r.product[g][j];
+          for (int j = 0; j < 4; ++j) sums[(row * G + g) * size + column + j] = r.product[g][j];
       store_partial_softmax<kWarpHeads>(args, at, t, r);
     });
     block.each([&](int t, Registers&) {
       for (int i = t; i < group * size; i += kThreads) {
         float sum = 0.0f;
-        for (int part = 0; part < parts; ++part) sum += sums[part * G * size + i];
+        for (int row = 0; row < rows; ++row) sum += sums[row * G * size + i];
         args.partial_output[at * group * size + i] = sum;
       }
     });

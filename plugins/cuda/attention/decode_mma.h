@@ -1,11 +1,11 @@
-// VoteAttention for one token per sequence over caches of 16 bits, on tensor cores. The program is that of decode.h, a
-// block of 128 threads per KV head and split; what differs are the two products:
+// VoteAttention for one token per sequence over 16-bit caches, on tensor cores. The program is that of decode.h, one
+// block of 128 threads per KV head and split, except for the two products:
 //
 //   for each block of 32 slots of the split           as in decode.h
-//     logit[16, 32] = query[16, D] x key[32, D]^T     rows: the group's heads, padded with zeros; a warp 8 slots
-//     row_max, row_sum, weight = running softmax      weights are rounded to the cache's type, row_sum is of exact ones
-//     output[16, Dv] += weight[16, 32] x value[32, Dv]  a warp every fourth tile of 8 columns
-//     log_ema[slot] = average of exp(logit[.., slot])
+//     logit[16, 32] = query[16, D] x key[32, D]^T     rows: the group's heads, padded with zeros; 8 slots per warp
+//     row_max, row_sum, weight = running softmax      row_sum adds exact weights, then they are rounded to the cache's
+//     type output[16, Dv] += weight[16, 32] x value[32, Dv]  every fourth tile of 8 columns per warp log_ema[slot] =
+//     average of exp(logit[.., slot])
 //   store the split's output, row_max, row_sum; the last block of a head combines the splits and appends the token
 #pragma once
 
@@ -15,7 +15,7 @@
 namespace kv {
 namespace cuda {
 
-// kSize: elements of a row, the cache's or more.
+// kSize: elements of a row in registers, at least the cache's.
 template <class T, int kSize>
 struct DecodeMma {
   using Args = Attention;
@@ -23,7 +23,7 @@ struct DecodeMma {
   static constexpr int kRows = 16, kWarpHeads = kRows / kWarps;  // query heads; those of a warp, in the softmax
   static constexpr int kSteps = kSize / 16, kTiles = kSize / 8 / kWarps;
   static_assert(kMaxGroup <= kRows && kBlock == 8 * kWarps, "a warp's product is 16 heads and 8 slots");
-  // Of rows in shared memory, so that what is read at once meets no bank conflict.
+  // Strides of rows in shared memory that avoid bank conflicts.
   static constexpr int kLogitStride = kBlock + 8, kWeightStride = kBlock + 8;
 
   struct Registers {
@@ -37,15 +37,15 @@ struct DecodeMma {
   struct Shared {
     float *logit, *factor, *bias;  // [heads, slots], [heads], [slots]
     T* weight;                     // [heads, slots]
-    int* found;
+    int* ends;                     // used_slots
     char* stages;
   };
-  // Shared memory that does not depend on the number of stages.
+  // Bytes of shared memory that do not depend on the number of stages.
   static KV_HD constexpr size_t fixed(int) {
     return kRows * (kLogitStride * sizeof(float) + kWeightStride * sizeof(T) + sizeof(float)) + kBlock * sizeof(float) +
            16;
   }
-  // Bytes that take the place of the stages at the end.
+  // Bytes that reuse the memory of the stages at the end.
   static KV_HD constexpr size_t closing(int splits, int group) { return combine_size(splits, group); }
 
   static KV_DEVICE Shared divide(char* shared) {
@@ -54,7 +54,7 @@ struct DecodeMma {
     s.factor = s.logit + kRows * kLogitStride;
     s.bias = s.factor + kRows;
     s.weight = reinterpret_cast<T*>(s.bias + kBlock);
-    s.found = reinterpret_cast<int*>(s.weight + kRows * kWeightStride);
+    s.ends = reinterpret_cast<int*>(s.weight + kRows * kWeightStride);
     s.stages = shared + fixed(0);
     return s;
   }
@@ -64,7 +64,7 @@ struct DecodeMma {
     const Head<T> head(a, block.index() / args.splits);
     const int split = block.index() % args.splits, group = args.group(), now = head.first();
     const Shared s = divide(block.shared);
-    const int used = used_slots(block, head.votes(), a.capacity, s.found);
+    const int used = used_slots(block, head.votes(), a.capacity, s.ends);
     if (head.length(used) == 0) return store_idle(block, args, head, split, used);
     block.each_alone([&](int t, Registers& r) {
       start(r, head, group, t);
@@ -96,8 +96,8 @@ struct DecodeMma {
       combine_splits(block, args, head, reinterpret_cast<float*>(s.stages), used);
   }
 
-  // Queries into registers, as the product's rows. Rows beyond the group's heads hold anything after the softmax: a
-  // row is never added to another, and none of them is stored.
+  // Loads queries into registers, as the product's rows. Rows beyond the group's heads are undefined after the softmax:
+  // rows are never added to one another, and these are not stored.
   static KV_DEVICE void start(Registers& r, const Head<T>& head, int group, int t) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
@@ -117,7 +117,7 @@ struct DecodeMma {
     for (int i = 0; i < kWarpHeads; ++i) r.row_max[i] = kLowest, r.row_sum[i] = 0.0f;
   }
 
-  // A warp is eight slots: their products with all heads.
+  // Multiplies the keys with the queries of all heads; eight slots per warp.
   static KV_DEVICE void multiply_keys(Block<DecodeMma>& block, const KvVoteAttention& a, const Stage<T>& stage) {
     block.each_alone([&](int, Registers& r) {
 #pragma unroll
@@ -141,20 +141,20 @@ struct DecodeMma {
             return stage.key(t / kWarp * 8 + t % 8) + (kWhole || column < size ? column : 0);
           },
           [](Registers& r) { return r.key; });
-      if (!kWhole)  // what lies beyond a row is anything, and must not meet a zero of the query's
+      if (!kWhole)  // memory beyond a row is undefined: NaN times a zero of the query would be NaN
         block.each_alone([&](int, Registers& r) {
 #pragma unroll
           for (int i = 1; i < 4; ++i)
             if (j * 32 + i * 8 >= size) r.key[i] = 0;
         });
-      // Two sums, so that no product waits for the one before it.
+      // Two sums, so that consecutive products do not wait for each other.
       multiply<T>(block, [j](Registers& r) { return Product{r.score[0], r.query[2 * j], r.key}; });
       multiply<T>(block, [j](Registers& r) { return Product{r.score[1], r.query[2 * j + 1], r.key + 2}; });
     }
   }
 
-  // Within a phase: the logits of a warp's slots, raw. Of a product's rows up to eight heads are the first half, which
-  // are a lane's first two sums.
+  // Within a phase: stores the logits of a warp's slots, without bias. A lane's first two sums are in rows 0 to 7, its
+  // last two in rows 8 to 15, which a group of up to eight heads does not use.
   static KV_DEVICE void store_logits(Registers& r, const KvVoteAttention& a, const Shared& s, int group, int t) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -166,7 +166,7 @@ struct DecodeMma {
     }
   }
 
-  // Within a phase: values of slots that are not there, whose weight is zero, become numbers.
+  // Within a phase: zeroes values beyond the last slot. Their weight is zero, and undefined memory could be NaN.
   static KV_DEVICE void clear_values(const KvVoteAttention& a, const Stage<T>& stage, int count, int t) {
     const int vectors = a.value_size / kLanes<T>;
 #pragma unroll 1
@@ -174,7 +174,7 @@ struct DecodeMma {
       store_vector(stage.value(count + i / vectors) + i % vectors * kLanes<T>, Vector{});
   }
 
-  // A warp is every fourth tile of eight columns; a product is 16 slots deep.
+  // Adds weight * value to the products; every fourth tile of eight columns per warp, 16 slots per product.
   static KV_DEVICE void multiply_values(Block<DecodeMma>& block, const Stage<T>& stage, const Shared& s, int group) {
 #pragma unroll
     for (int step = 0; step < 2; ++step)
@@ -218,7 +218,7 @@ struct DecodeMma {
     }
   }
 
-  // The split's partial output and softmax, into the workspace.
+  // Stores the split's partial output and softmax in the workspace.
   static KV_DEVICE void store_partial(Block<DecodeMma>& block, const Attention& args, const Head<T>& head, int split) {
     const int group = args.group(), size = args.call.value_size;
     const size_t at = static_cast<size_t>(head.index) * args.splits + split;

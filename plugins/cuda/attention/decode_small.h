@@ -1,13 +1,13 @@
 // VoteAttention for one token per sequence over a small cache, on tensor cores, for groups of any size. The program is
-// that of decode_mma.h; rows arrive as the bytes that they are stored as, and become 16-bit floats in registers, on
-// their way into a product. Numbers of 8 bits are exact there, and so are the products' terms: the other factor, a
-// float32 number, comes as the sum of two of 16 bits, which keeps 22 of its 24 bits.
+// that of decode_mma.h. Rows are copied as stored bytes and become 16-bit floats in registers, just before a product.
+// Numbers of 8 bits are exact as 16-bit floats, and so are the products' terms: the other factor, a float32 number, is
+// the sum of two 16-bit numbers, which keeps 22 of its 24 bits.
 //
-//   query = high + low, 16 bits each, of the query times a power of two
+//   (high + low) = query times a power of two, in 16 bits each
 //   for each block of 32 slots of the split            as in decode.h
 //     logit[16, 32] = key_scale (high + low)[16, D] x key[32, D]^T
 //     row_max, row_sum, weight = running softmax
-//     weight value_scale = high + low, of it over a power of two that no value_scale so far is above
+//     (high + low) = weight value_scale / unit        unit: a power of two, at least the largest value_scale so far
 //     output[16, Dv] += (high + low)[16, 32] x value[32, Dv]
 //     log_ema[slot] = average of exp(logit[.., slot])
 //   store the split's output, row_max, row_sum; the last block of a head combines the splits, and rotates its output
@@ -24,7 +24,7 @@ template <>
 struct Stage<Small> : Slots {
   int statistics;
 
-  // Of a row's bytes in shared memory: an odd number of vectors, as shared_stride.
+  // The bytes from row to row in shared memory: an odd number of vectors, as shared_stride.
   static KV_HD int stride(int bytes) { return vector_stride((bytes + 15) / 16); }
   static KV_HD int key_stride_of(const KvVoteAttention& a) { return stride(a.key_size * key_bits(a.cache_type) / 8); }
   static KV_HD int value_stride_of(const KvVoteAttention& a) {
@@ -48,8 +48,8 @@ KV_DEVICE const float* first_number(const Head<Small>& head, int kind) {
   return first_number(static_cast<const Head<float>&>(head), kind);
 }
 
-// Rows that lie one after another, in the largest units that their beginnings are multiples of. to, from: of thread t's
-// first vector.
+// Within a phase: copies `count` contiguous rows of `bytes` bytes, in the largest units that divide a row. to: the
+// first row in shared memory; place: the offset of thread t's first vector there; from: that vector in the cache.
 template <class Program>
 KV_DEVICE void copy_bytes(Block<Program>& block, char* to, int place, int stride, const char* from, int bytes,
                           int count, int t) {
@@ -61,7 +61,8 @@ KV_DEVICE void copy_bytes(Block<Program>& block, char* to, int place, int stride
     copy_units<2>(block, to, stride, from - t * 16, bytes / 2, count, t);
 }
 
-// The new token's rows have their slots already.
+// Within a phase: copies the rows of a block of slots. An earlier launch has written the new token's rows to their
+// slots.
 template <class Program>
 KV_DEVICE void fetch_rows(Block<Program>& block, const Head<Small>& head, const Stage<Small>& stage, const Fetch& fetch,
                           int, int, int count, int t) {
@@ -71,37 +72,37 @@ KV_DEVICE void fetch_rows(Block<Program>& block, const Head<Small>& head, const 
              t);
 }
 
-// The lowest power of two that a positive number is not above.
+// Returns the lowest power of two that is at least x, a positive number.
 KV_DEVICE float power_above(float x) { return bits_as<float>((bits_as<uint32_t>(x) + 0x7fffff) & 0xff800000); }
 
-// Two floats as 16-bit ones and what these leave of them, likewise.
+// Splits two floats into 16-bit floats: high is the rounded number, low the rounded rest.
 KV_DEVICE void split_pair(float first, float second, uint32_t* high, uint32_t* low) {
   *high = packed<Half>(first, second);
-  const Half of[2] = {{static_cast<uint16_t>(*high)}, {static_cast<uint16_t>(*high >> 16)}};
-  *low = packed<Half>(first - to_float(of[0]), second - to_float(of[1]));
+  const Half rounded[2] = {{static_cast<uint16_t>(*high)}, {static_cast<uint16_t>(*high >> 16)}};
+  *low = packed<Half>(first - to_float(rounded[0]), second - to_float(rounded[1]));
 }
 
-// kKeyBits, kValueBits: of a number. kSize: elements of a row, the cache's or more.
+// kKeyBits, kValueBits: bits of a number. kSize: elements of a row in registers, at least the cache's.
 template <int kKeyBits, int kValueBits, int kSize>
 struct DecodeSmall {
   using Args = Attention;
   static constexpr int kThreads = kDecodeThreads, kWarps = kDecodeWarps, kBlocksPerMultiprocessor = kSize > 128 ? 2 : 3;
   static constexpr int kRows = 16, kWarpHeads = kRows / kWarps, kSteps = kSize / 16;
-  // Columns of the 16 bytes that ldmatrix takes of a row; products in depth, or tiles of 8 columns, that they make; of
-  // those of values a warp has every fourth.
+  // A chunk is the 16 bytes that ldmatrix reads of a row. Per chunk: its columns; for keys the steps of 16 columns, one
+  // product each; for values the tiles of 8 columns. A warp has every fourth chunk of values.
   static constexpr int kKeyColumns = 128 / kKeyBits, kKeySteps = kKeyColumns / 16;
   static constexpr int kValueColumns = 128 / kValueBits, kTiles = kValueColumns / 8,
                        kChunks = (kSize / kValueColumns + kWarps - 1) / kWarps;
   static_assert(kMaxGroup <= kRows && kBlock == 8 * kWarps, "a warp's product is 16 heads and 8 slots");
   static constexpr int kLogitStride = kBlock + 8, kWeightStride = kBlock + 8;
-  static constexpr float kRoom = 16384.0f;  // the largest of what is split; half of what 16 bits hold would do
+  static constexpr float kRoom = 16384.0f;  // the largest number that is split; 16-bit floats reach four times as much
 
   struct Registers {
     uint32_t query[2][kSteps][4], bytes[4], weight[2][2][4], b[kTiles][4];
     float score[2][4], product[kChunks][kTiles][4], logit[kWarpHeads], block_max[kWarpHeads], row_max[kWarpHeads],
         row_sum[kWarpHeads];
-    float largest[2], factor[2];           // of the two queries whose elements a lane has
-    float scale_max, unit, raise, shrink;  // of values' scales: the block's largest; see look_at_scales
+    float largest[2], factor[2];           // of the two queries whose elements this lane has
+    float scale_max, unit, raise, shrink;  // of the values' scales: see update_unit
     Averages averages;
     Fetch fetch;
     Row row;  // of the output
@@ -110,7 +111,7 @@ struct DecodeSmall {
   struct Shared {
     float *logit, *factor, *bias;  // [heads, slots], [heads], [slots]
     Half* weight[2];               // [heads, slots]
-    int* found;
+    int* ends;                     // used_slots
     char* stages;
   };
   static KV_HD constexpr size_t fixed(int) {
@@ -126,7 +127,7 @@ struct DecodeSmall {
     s.bias = s.factor + kRows;
     s.weight[0] = reinterpret_cast<Half*>(s.bias + kBlock);
     s.weight[1] = s.weight[0] + kRows * kWeightStride;
-    s.found = reinterpret_cast<int*>(s.weight[1] + kRows * kWeightStride);
+    s.ends = reinterpret_cast<int*>(s.weight[1] + kRows * kWeightStride);
     s.stages = shared + fixed(0);
     return s;
   }
@@ -136,7 +137,7 @@ struct DecodeSmall {
     const Head<Small> head(a, block.index() / args.splits);
     const int split = block.index() % args.splits, group = args.group(), now = head.first();
     const Shared s = divide(block.shared);
-    const int used = used_slots(block, head.votes(), a.capacity, s.found);
+    const int used = used_slots(block, head.votes(), a.capacity, s.ends);
     if (head.length(used) == 0) return store_idle(block, args, head, split, used);
     start(block, head, group);
     block.each_alone([&](int t, Registers& r) { start_averages(r.averages, args, t); });
@@ -146,7 +147,7 @@ struct DecodeSmall {
         store_logits(r, a, stage, s, group, t);
         store_bias(a, stage, s.bias, used, now, from, count, t);
       });
-      look_at_scales(block, stage, count);
+      update_unit(block, stage, count);
       softmax_slots<Small>(
           block, args, head, s.bias, group, from, count,
           [&](int g, int slot) { return s.logit[g * kLogitStride + slot]; },
@@ -169,10 +170,10 @@ struct DecodeSmall {
       combine(block, args, head, reinterpret_cast<float*>(s.stages), used);
   }
 
-  // Queries into registers, as the product's rows, in the order of columns in which keys come.
+  // Loads queries into registers, as the product's rows, with columns in the order of widen_keys.
   static KV_DEVICE void start(Block<DecodeSmall>& block, const Head<Small>& head, int group) {
     const int size = head.a.key_size;
-    const float* queries = head.query(0, 0);  // of one token: row after row
+    const float* queries = head.query(0, 0);  // contiguous rows, since there is one token
     const auto element = [&](int t, int step, int i, int which) {
       const int row = t % kWarp / 4 + i % 2 * 8, chunk = step / kKeySteps;
       const int column = chunk * kKeyColumns + t % 4 * 4 * kKeySteps + step % kKeySteps * 4 + i / 2 * 2 + which;
@@ -191,9 +192,9 @@ struct DecodeSmall {
       float raise[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        // The largest becomes about kRoom. Of no number, and of numbers that have no such factor, 1.
-        const bool has_one = r.largest[i] > 1e-30f && r.largest[i] < 1e30f;
-        r.factor[i] = has_one ? power_above(r.largest[i]) * (1.0f / kRoom) : 1.0f;
+        // Raises the largest element to about kRoom. Tiny, huge and NaN elements have no such factor: it is 1.
+        const bool has_factor = r.largest[i] > 1e-30f && r.largest[i] < 1e30f;
+        r.factor[i] = has_factor ? power_above(r.largest[i]) * (1.0f / kRoom) : 1.0f;
         raise[i] = 1.0f / r.factor[i];
       }
 #pragma unroll
@@ -210,7 +211,7 @@ struct DecodeSmall {
     });
   }
 
-  // A word of a row's bytes, four or eight columns of it, as the operands of as many products.
+  // Converts a word of a row, four or eight columns, to the operands of one or two products.
   static KV_DEVICE void widen_keys(uint32_t word, uint32_t (&b)[4]) {
     uint32_t numbers[2] = {word ^ kSigns, 0};
     if constexpr (kKeyBits == 4) numbers_of(word, numbers);
@@ -219,7 +220,7 @@ struct DecodeSmall {
       b[2 * step] = halves_of(numbers[step], kFirstTwo), b[2 * step + 1] = halves_of(numbers[step], kLastTwo);
   }
 
-  // A warp is eight slots: their products with all heads.
+  // Multiplies the keys with the queries of all heads; eight slots per warp.
   static KV_DEVICE void multiply_keys(Block<DecodeSmall>& block, const KvVoteAttention& a, const Stage<Small>& stage) {
     block.each_alone([&](int, Registers& r) {
 #pragma unroll
@@ -231,7 +232,7 @@ struct DecodeSmall {
       load_matrices<false>(
           block,
           [&](int t) {
-            // What lies beyond a row is some number, and meets a zero of the query's.
+            // Columns beyond a row repeat its first chunk: finite numbers, which the query's zeros cancel.
             const int chunk = 4 * j + t % kWarp / 8;
             return stage.key(t / kWarp * 8 + t % 8) + (chunk * kKeyColumns < a.key_size ? chunk * 16 : 0);
           },
@@ -250,7 +251,8 @@ struct DecodeSmall {
     }
   }
 
-  // Within a phase: the logits of a warp's slots, raw; up to eight heads are a lane's first two sums.
+  // Within a phase: stores the logits of a warp's slots, without bias. A group of up to eight heads only uses a lane's
+  // first two sums.
   static KV_DEVICE void store_logits(Registers& r, const KvVoteAttention& a, const Stage<Small>& stage, const Shared& s,
                                      int group, int t) {
     const int slot = t / kWarp * 8 + element_of_sum(t % kWarp, 0).column;
@@ -264,9 +266,9 @@ struct DecodeSmall {
     }
   }
 
-  // The power of two that no scale so far is above, what makes it the largest that is split, and by how much less what
-  // was added up before counts by it.
-  static KV_DEVICE void look_at_scales(Block<DecodeSmall>& block, const Stage<Small>& stage, int count) {
+  // Updates unit, a power of two that is at least every value_scale so far; raise, the factor from unit to kRoom; and
+  // shrink, the factor from the old unit to the new one, which earlier products take.
+  static KV_DEVICE void update_unit(Block<DecodeSmall>& block, const Stage<Small>& stage, int count) {
     block.each_alone(
         [&](int t, Registers& r) { r.scale_max = t % kWarp < count ? stage.value_scale()[t % kWarp] : 0.0f; });
     block.warp_max([](Registers& r) -> float& { return r.scale_max; });
@@ -277,14 +279,14 @@ struct DecodeSmall {
     });
   }
 
-  // Words that hold the same columns of two slots each, of 8 slots after one another, as the operands of every tile.
+  // Converts words, each the same columns of two slots, to the operands of every tile.
   static KV_DEVICE void widen_values(const uint32_t (&word)[4], uint32_t (&b)[kTiles][4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if constexpr (kValueBits == 8) {
         b[0][i] = halves_of(word[i] ^ kSigns, kEven), b[1][i] = halves_of(word[i] ^ kSigns, kOdd);
       } else {
-        uint32_t numbers[2];  // of two slots
+        uint32_t numbers[2];  // one slot each
         numbers_of(word[i], numbers);
 #pragma unroll
         for (int pair = 0; pair < 2; ++pair) {
@@ -294,12 +296,12 @@ struct DecodeSmall {
       }
     }
   }
-  // A warp's column: of its chunk, tile and place in it.
+  // Returns the column of an element of a product: its chunk of the warp, tile, and column in the tile.
   static KV_DEVICE int column_of_sum(int t, int chunk, int tile, int place) {
     return (chunk * kWarps + t / kWarp) * kValueColumns + place * kTiles + tile;
   }
 
-  // A warp is every fourth of a row's 16 bytes; a product is 16 slots deep.
+  // Adds weight * value to the products; every fourth chunk of a row per warp, 16 slots per product.
   static KV_DEVICE void multiply_values(Block<DecodeSmall>& block, const KvVoteAttention& a, const Stage<Small>& stage,
                                         const Shared& s, int group) {
     const int chunks = (a.value_size + kValueColumns - 1) / kValueColumns;
@@ -328,15 +330,15 @@ struct DecodeSmall {
       block.each_alone([](int, Registers& r) { widen_values(r.bytes, r.b); });
 #pragma unroll
       for (int i = 0; i < 4 * kTiles; ++i) {
-        const int tile = i % kTiles, part = i / kTiles % 2, step = i / kTiles / 2;
+        const int tile = i % kTiles, low = i / kTiles % 2, step = i / kTiles / 2;  // low: 0 for high, 1 for low
         multiply<Half>(block, [=](Registers& r) {
-          return Product{r.product[chunk][tile], r.weight[part][step], r.b[tile] + 2 * step};
+          return Product{r.product[chunk][tile], r.weight[low][step], r.b[tile] + 2 * step};
         });
       }
     }
   }
 
-  // The split's partial output and softmax, into the workspace.
+  // Stores the split's partial output and softmax in the workspace.
   static KV_DEVICE void store_partial(Block<DecodeSmall>& block, const Attention& args, const Head<Small>& head,
                                       int split) {
     const int group = args.group(), size = args.call.value_size;
@@ -357,11 +359,12 @@ struct DecodeSmall {
     });
   }
 
-  // By the last block of a head, as combine_splits; a warp a row of the output. The token has its slot already.
-  static KV_DEVICE void combine(Block<DecodeSmall>& block, const Attention& args, const Head<Small>& head, float* held,
-                                int used) {
+  // The last block of a head runs this like combine_splits, and rotates the output; a row of the output per warp. The
+  // new token already has its slot.
+  static KV_DEVICE void combine(Block<DecodeSmall>& block, const Attention& args, const Head<Small>& head,
+                                float* shared, int used) {
     const int group = args.group(), size = args.call.value_size, splits = args.splits;
-    const float *share = combine_softmax(block, args, head, held),
+    const float *share = combine_softmax(block, args, head, shared),
                 *output = args.partial_output + static_cast<size_t>(head.index) * splits * group * size;
     for (int first = 0; first < group; first += kWarps) {
       block.each_alone([&](int t, Registers& r) {
@@ -388,7 +391,7 @@ struct DecodeSmall {
         }
       });
     }
-    // All blocks of the head have read the votes by now.
+    // All blocks of the head have read the votes: they came before this one.
     block.each([&](int t, auto&) {
       if (t == 0) head.votes()[used] = 1.0f;
     });

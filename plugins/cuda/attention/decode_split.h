@@ -1,6 +1,11 @@
-// Shared by the programs of a decode step: a split of a head's slots, the asynchronous copies of its rows, the softmax
-// of a block of slots, the averages of their logits; and how the last block of a head combines the splits and appends
-// the token.
+// Shared by the programs of a decode step: the asynchronous copies of a split's slots, the softmax of a block of slots,
+// the averages of their logits; and the combination of the splits by the last block of a head:
+//
+//   stream_slots: for each block of 32 slots: wait for its copies, start those of a later block, use it
+//   softmax_slots: biased = logit + bias; row_max, row_sum, weight = running softmax
+//   update_averages: score = ln(exp(past score) decay + sum over g of exp(logit[g]) (1 - decay) / group)
+//   combine_splits: row_max, row_sum of all splits; output = sum over splits of exp(their row_max - row_max) output /
+//                   row_sum; append the token
 #pragma once
 
 #include "../core/copy.h"
@@ -11,8 +16,8 @@ namespace cuda {
 
 constexpr int kDecodeThreads = 128, kDecodeWarps = kDecodeThreads / kWarp;
 
-// A block of slots in shared memory, `at` bytes from where the first one begins: rows of keys, rows of values, and
-// numbers of every slot, [kinds, slots].
+// A stage: a block of slots in shared memory, `at` bytes from the first stage. Rows of keys, rows of values, and
+// numbers of every slot [kinds, slots]: votes, position and scores.
 struct Slots {
   char* stages;
   int at, key_stride, value_stride;
@@ -43,15 +48,15 @@ struct Stage : Slots {
   }
 };
 
-// Where the numbers of that kind lie in the cache.
+// Returns the address in the cache of the head's numbers of one kind.
 template <class T>
 KV_DEVICE const float* first_number(const Head<T>& head, int kind) {
   if (kind == 0) return head.votes();
   return kind == 1 ? reinterpret_cast<const float*>(head.position()) : head.score(kind - 2);
 }
 
-// A thread's part in the copies of the next block of slots: where in the cache its first vectors and its first number
-// begin, and where they go in a stage.
+// The addresses of a thread's copies of the next block of slots: its first vectors and first number in the cache, and
+// their offsets in a stage.
 struct Fetch {
   const char *key, *value;
   const float* number;
@@ -69,28 +74,28 @@ KV_DEVICE void start_fetch(Fetch& fetch, const Head<T>& head, const Stage<T>& fi
   fetch.number_to = once(kBlock * (first.key_stride + first.value_stride) + (kind * kBlock + slot) * 4);
 }
 
-// Rows of a block of slots, of which the token that is new comes last, with rows in the call.
+// Within a phase: copies the rows of a block of slots. The new token, whose rows are in the call, is the last slot.
 template <class T, class Program>
 KV_DEVICE void fetch_rows(Block<Program>& block, const Head<T>& head, const Stage<T>& stage, const Fetch& fetch,
                           int used, int from, int count, int t) {
   constexpr int kWidth = 128 / kLanes<T>;
   const int key_width = head.a.key_size / kLanes<T>, value_width = head.a.value_size / kLanes<T>;
-  const int held = min_of(count, used - from);
+  const int cached = min_of(count, used - from);
   char *key = stage.stages + (stage.at + fetch.key_to), *value = stage.stages + (stage.at + fetch.value_to);
-  copy_most<kBlock, kWidth, kWidth / 2>(block, key, fetch.key, key_width, held, t);
-  copy_most<kBlock, kWidth, kWidth / 2>(block, value, fetch.value, value_width, held, t);
-  if (held == count) return;
-  if (t < key_width) block.template copy<16>(stage.key(held) + t * kLanes<T>, head.new_key(0) + t * kLanes<T>);
-  if (t < value_width) block.template copy<16>(stage.value(held) + t * kLanes<T>, head.new_value(0) + t * kLanes<T>);
+  copy_most<kBlock, kWidth, kWidth / 2>(block, key, fetch.key, key_width, cached, t);
+  copy_most<kBlock, kWidth, kWidth / 2>(block, value, fetch.value, value_width, cached, t);
+  if (cached == count) return;
+  if (t < key_width) block.template copy<16>(stage.key(cached) + t * kLanes<T>, head.new_key(0) + t * kLanes<T>);
+  if (t < value_width) block.template copy<16>(stage.value(cached) + t * kLanes<T>, head.new_value(0) + t * kLanes<T>);
 }
 
-// A block of slots, and on to the next one.
+// Within a phase: copies a block of slots, and advances `fetch` to the next block.
 template <class T, class Program>
 KV_DEVICE void fetch_slots(Block<Program>& block, const Head<T>& head, const Stage<T>& stage, Fetch& fetch, int used,
                            int from, int count, int t) {
   if (count <= 0) return;
   fetch_rows(block, head, stage, fetch, used, from, count, t);
-  // A warp the numbers of every fourth kind. The new token's are anything.
+  // Numbers of every fourth kind per warp. The new token's are undefined, and no one uses them.
   const int kinds = Stage<T>::kinds(head.a), slot = t % kWarp;
   if (t / kWarp < kinds && slot < count)
     block.template copy<4>(stage.stages + (stage.at + fetch.number_to), fetch.number);
@@ -100,14 +105,14 @@ KV_DEVICE void fetch_slots(Block<Program>& block, const Head<T>& head, const Sta
   fetch.key += kBlock * head.key_bytes(), fetch.value += kBlock * head.value_bytes(), fetch.number += kBlock;
 }
 
-// Calls use(stage, from, count) for every block of slots of `range`, in turn, while the next ones are copied.
+// Calls use(stage, from, count) for every block of slots of `range`, in order, while the next blocks are copied.
 template <class T, class Program, class Use>
 KV_DEVICE void stream_slots(Block<Program>& block, const Attention& args, const Head<T>& head, char* stages, int used,
                             Range range, Use use) {
   const KvVoteAttention& a = args.call;
   const int size = once(static_cast<int>(Stage<T>::size(a))), end = once(args.stages * size);
   const auto after = [&](int stage) { return stage + size < end ? stage + size : 0; };
-  int next = range.from, to = 0, at = 0;  // the slots that are copied next, and to where; the stage in use
+  int next = range.from, to = 0, at = 0;  // the first slot to copy next; the stage to copy to; the stage to use
   block.each_alone([&](int t, auto& r) { start_fetch(r.fetch, head, Stage<T>(stages, 0, a), next, t); });
 #pragma unroll 1
   for (int from = range.from - (args.stages - 1) * kBlock; from < range.to; from += kBlock) {
@@ -124,34 +129,35 @@ KV_DEVICE void stream_slots(Block<Program>& block, const Attention& args, const 
   block.cp_async_wait(0);
 }
 
-// Two neighbouring logits, raw, into shared memory.
+// Stores two neighbouring logits, without bias, in shared memory.
 KV_DEVICE void store_pair(float* to, float first, float second, float softcap) {
   if (softcap != 0.0f) first = capped(first, softcap), second = capped(second, softcap);
   store_two(to, {first, second});
 }
 
-// Within a phase, by one warp: what the logits of a block's slots take on, in shared memory. The votes' bias; kLogZero
-// where the query at position `now` does not see the slot; kLowest where there is none.
+// Within a phase, by one warp: stores the biases of a block's slots in shared memory. A bias is vote_bias; kLogZero if
+// the query at position `now` does not see the slot; kLowest beyond the last slot.
 template <class T>
 KV_DEVICE void store_bias(const KvVoteAttention& a, const Stage<T>& stage, float* bias, int used, int now, int from,
                           int count, int t) {
   const int slot = t % kWarp;
-  if (t / kWarp != kDecodeWarps - 1) return;  // the first ones have statistics
+  if (t / kWarp != kDecodeWarps - 1) return;  // the last warp, since the first ones update averages
   float x = kLowest;
   if (slot < count) {
-    x = 0.0f;  // of the new token
+    x = 0.0f;  // the new token's bias
     if (from + slot != used)
       x = visible(stage.position()[slot], now, a.sliding_window) ? vote_bias(stage.votes()[slot], a) : kLogZero;
   }
   bias[slot] = x;
 }
 
-// The running softmax of a block of slots. A lane is a slot, a warp every fourth of `heads` query heads. logit(g,
-// slot): without votes; bias: as store_bias left it. Calls keep(registers, g, slot, weight, factor), where the sums
-// over earlier blocks take the factor. Ends with a barrier.
-template <class T, class Program, class Logit, class Keep>
+// Computes the running softmax of a block of slots; a slot per lane, every fourth of `heads` query heads per warp.
+// logit(g, slot): the logit without bias; bias: the array of store_bias. Calls store(registers, g, slot, weight,
+// factor); sums over earlier blocks have to be multiplied by the factor. Ends with a barrier: what `store` wrote is
+// visible.
+template <class T, class Program, class Logit, class Store>
 KV_DEVICE void softmax_slots(Block<Program>& block, const Attention& args, const Head<T>& head, const float* bias,
-                             int heads, int from, int count, Logit logit, Keep keep) {
+                             int heads, int from, int count, Logit logit, Store store) {
   constexpr int kWarpHeads = Program::kWarpHeads;
   block.each_alone([&](int t, auto& r) {
     const int slot = t % kWarp;
@@ -163,7 +169,7 @@ KV_DEVICE void softmax_slots(Block<Program>& block, const Attention& args, const
       r.logit[i] = kLowest;
       if (g < heads) {
         const float sum = logit(g, slot) + added;
-        r.logit[i] = added <= kLogZero ? added : sum;  // of a slot that is not there the logit may be anything
+        r.logit[i] = added <= kLogZero ? added : sum;  // beyond the last slot the logit is undefined
         if (args.logits && g < args.group() && slot < count)
           args.logits[static_cast<size_t>(head.query_head(g)) * head.a.capacity + from + slot] = r.logit[i];
       }
@@ -182,34 +188,34 @@ KV_DEVICE void softmax_slots(Block<Program>& block, const Attention& args, const
       const int g = t / kWarp + i * kDecodeWarps;
       if (g >= heads) break;
       const float row_max = max_of(r.row_max[i], r.block_max[i]), factor = exp_of<T>(r.row_max[i] - row_max);
-      const float weight = exp_of<T>(r.logit[i] - row_max);  // 0 of a slot that is not there
+      const float weight = exp_of<T>(r.logit[i] - row_max);  // 0 beyond the last slot
       r.row_sum[i] = r.row_sum[i] * factor + weight;
       r.row_max[i] = row_max;
-      keep(r, g, slot, weight, factor);
+      store(r, g, slot, weight, factor);
     }
   });
 }
 
-// What the averages of logits take of their statistics, a warp every fourth of them: the logarithms of a logit's share
-// and of how much is left of the past.
+// The constants of a warp's averages of logits (every fourth statistic): the logarithms of a logit's share, (1 - decay)
+// / group, and of the decay.
 struct Averages {
-  float share[KV_MAX_STATISTICS / kDecodeWarps], left[KV_MAX_STATISTICS / kDecodeWarps];
+  float share[KV_MAX_STATISTICS / kDecodeWarps], decay[KV_MAX_STATISTICS / kDecodeWarps];
 };
 
 KV_DEVICE void start_averages(Averages& averages, const Attention& args, int t) {
 #pragma unroll
   for (int i = 0; i < KV_MAX_STATISTICS / kDecodeWarps; ++i) {
     const int k = t / kWarp + i * kDecodeWarps;
-    averages.share[i] = averages.left[i] = 0.0f;
+    averages.share[i] = averages.decay[i] = 0.0f;
     if (k >= args.call.statistics || args.call.statistic[k].kind != KV_STATISTIC_LOG_EMA) continue;
     const float decay = args.call.statistic[k].decay;
     averages.share[i] = log1pf(-decay) - logf(static_cast<float>(args.group()));
-    averages.left[i] = logf(decay);
+    averages.decay[i] = logf(decay);
   }
 }
 
-// Within a phase: the averages of logits of a block of slots, a warp a statistic. logit(g, slot): raw; bias: as
-// store_bias left it.
+// Within a phase: updates the averages of logits of a block of slots, a statistic per warp. logit(g, slot): the logit
+// without bias; bias: the array of store_bias.
 template <class T, class Logit>
 KV_DEVICE void update_averages(const Averages& averages, const Attention& args, const Head<T>& head,
                                const Stage<T>& stage, const float* bias, int used, int from, int count, int t,
@@ -221,7 +227,7 @@ KV_DEVICE void update_averages(const Averages& averages, const Attention& args, 
     const int k = t / kWarp + i * kDecodeWarps;
     if (k >= a.statistics || slot >= count || a.statistic[k].kind != KV_STATISTIC_LOG_EMA) continue;
     const float share = averages.share[i];
-    const float start = from + slot == used ? kLogZero : stage.score(k)[slot] + averages.left[i];
+    const float start = from + slot == used ? kLogZero : stage.score(k)[slot] + averages.decay[i];
     float highest = start, sum = 0.0f;
     if (bias[slot] != kLogZero) {
 #pragma unroll 4
@@ -233,7 +239,7 @@ KV_DEVICE void update_averages(const Averages& averages, const Attention& args, 
   }
 }
 
-// A call that brings a sequence no token, or that has no room for it: its output is 0.
+// Stores a zero output if the call brings this sequence no token, or has no room for it.
 template <class T, class Program>
 KV_DEVICE void store_idle(Block<Program>& block, const Attention& args, const Head<T>& head, int split, int used) {
   const int size = args.call.value_size, group = args.group();
@@ -244,7 +250,7 @@ KV_DEVICE void store_idle(Block<Program>& block, const Attention& args, const He
   });
 }
 
-// row_max and row_sum of a split into the workspace; every lane holds the whole sums.
+// Stores row_max and row_sum of a split in the workspace. In registers every lane has the sums over the whole warp.
 template <int kWarpHeads, class Registers>
 KV_DEVICE void store_partial_softmax(const Attention& args, size_t split, int t, const Registers& r) {
   const int group = args.group();
@@ -257,49 +263,52 @@ KV_DEVICE void store_partial_softmax(const Attention& args, size_t split, int t,
   }
 }
 
-// Bytes of shared memory that combine_splits takes.
+// Bytes of shared memory that combine_splits uses.
 KV_HD constexpr size_t combine_size(int splits, int group) { return (3 * splits + 2) * group * sizeof(float); }
 
-// By the last block of a head: of every split its share of the softmax, [splits, G] in shared memory, and the softmax
-// of the rows into the workspace. Ends with a barrier.
+// Run by the last block of a head. Returns every split's share of the softmax, [splits, G] in shared memory, and stores
+// row_max and row_sum of the rows in the workspace. Ends with a barrier: the shares are visible. shared: combine_size
+// bytes.
 template <class T, class Program>
-KV_DEVICE const float* combine_softmax(Block<Program>& block, const Attention& args, const Head<T>& head, float* held) {
+KV_DEVICE const float* combine_softmax(Block<Program>& block, const Attention& args, const Head<T>& head,
+                                       float* shared) {
   const KvVoteAttention& a = args.call;
   const int group = args.group(), splits = args.splits;
   const float* softmax = args.partial_softmax + 2 * static_cast<size_t>(head.index) * splits * group;
-  float *share = held + 2 * splits * group, *row = share + splits * group;
+  float *partial = shared, *share = partial + 2 * splits * group, *row = share + splits * group;
   block.each([&](int t, auto&) {
-    for (int i = t; i < 2 * splits * group; i += kDecodeThreads) held[i] = softmax[i];
+    for (int i = t; i < 2 * splits * group; i += kDecodeThreads) partial[i] = softmax[i];
   });
   block.each([&](int g, auto&) {
     if (g >= group) return;
     float row_max = a.sink_logits ? a.sink_logits[head.head * group + g] : kLowest, row_sum = 0.0f;
-    for (int i = 0; i < splits; ++i) row_max = max_of(row_max, held[2 * i * group + g]);
+    for (int i = 0; i < splits; ++i) row_max = max_of(row_max, partial[2 * i * group + g]);
     if (a.sink_logits) row_sum = expf(a.sink_logits[head.head * group + g] - row_max);
-    for (int i = 0; i < splits; ++i) row_sum += expf(held[2 * i * group + g] - row_max) * held[(2 * i + 1) * group + g];
+    for (int i = 0; i < splits; ++i)
+      row_sum += expf(partial[2 * i * group + g] - row_max) * partial[(2 * i + 1) * group + g];
     row[2 * g] = row_max, row[2 * g + 1] = row_sum;
     args.row_softmax[2 * static_cast<size_t>(head.query_head(g))] = row_max;
     args.row_softmax[2 * static_cast<size_t>(head.query_head(g)) + 1] = row_sum;
   });
   block.each([&](int t, auto&) {
     for (int i = t; i < splits * group; i += kDecodeThreads)
-      share[i] = expf(held[2 * (i / group) * group + i % group] - row[2 * (i % group)]) / row[2 * (i % group) + 1];
+      share[i] = expf(partial[2 * (i / group) * group + i % group] - row[2 * (i % group)]) / row[2 * (i % group) + 1];
   });
   return share;
 }
 
-// By the last block of a head: combines its splits in their order, writes the output, appends the token.
+// Run by the last block of a head: combines its splits in their order, writes the output, appends the token.
 template <class T, class Program>
-KV_DEVICE void combine_splits(Block<Program>& block, const Attention& args, const Head<T>& head, float* held,
+KV_DEVICE void combine_splits(Block<Program>& block, const Attention& args, const Head<T>& head, float* shared,
                               int used) {
   const KvVoteAttention& a = args.call;
   const int group = args.group(), size = a.value_size, splits = args.splits;
-  const float *share = combine_softmax(block, args, head, held),
+  const float *share = combine_softmax(block, args, head, shared),
               *output = args.partial_output + static_cast<size_t>(head.index) * splits * group * size;
   block.each([&](int t, auto&) {
     for (int i = t * 4; i < group * size; i += kDecodeThreads * 4) {
       float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-      // Unrolled so that many reads are under way at once: no other block is left to hide their latency.
+      // Unrolled so that many reads are under way at once: no other block runs to hide their latency.
 #pragma unroll 8
       for (int split = 0; split < splits; ++split) {
         float four[4];
@@ -308,7 +317,7 @@ KV_DEVICE void combine_splits(Block<Program>& block, const Attention& args, cons
       }
       for (int j = 0; j < 4; ++j) assign(head.output(i / size, 0)[i % size + j], sum[j]);
     }
-    // All blocks of the head have read the votes by now.
+    // All blocks of the head have read the votes: they came before this one.
     for (int i = t; i < a.key_size; i += kDecodeThreads) head.key(used)[i] = head.new_key(0)[i];
     for (int i = t; i < size; i += kDecodeThreads) head.value(used)[i] = head.new_value(0)[i];
     if (t == 0) {

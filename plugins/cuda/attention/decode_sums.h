@@ -1,8 +1,8 @@
-// The second launch of a decode step: the statistics that are sums of probabilities, out of the logits and the softmax
+// The second launch of a decode step: the statistics that are sums of probabilities, from the logits and the softmax
 // that the first launch stored. A thread per slot of a KV head:
 //
-//   seen = sum over the group's query heads g of exp(logit[g, slot] - row_max[g]) / row_sum[g]
-//   score[slot] = decay score[slot] + recency_weight seen / group
+//   received = sum over the group's query heads g of exp(logit[g, slot] - row_max[g]) / row_sum[g]
+//   score[slot] = decay score[slot] + recency_weight received / group
 #pragma once
 
 #include "attention.h"
@@ -10,7 +10,6 @@
 namespace kv {
 namespace cuda {
 
-// A thread is a slot.
 struct DecodeSums {
   using Args = Attention;
   static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 1;
@@ -20,21 +19,22 @@ struct DecodeSums {
   static KV_DEVICE void run(Block<DecodeSums>& block, const Attention& args) {
     const KvVoteAttention& a = args.call;
     const int each = blocks_per_head(a.capacity), group = args.group();
-    const Head<float> head(a, block.index() / each);  // of no row is anything read here
+    const Head<float> head(a, block.index() / each);  // any type: no row is read here
     const int used = args.used[2 * head.index], n = args.used[2 * head.index + 1];
     block.each([&](int t, auto&) {
       const int slot = block.index() % each * kThreads + t;
       if (n == 0 || slot > used) return;
-      float seen = 0.0f;
+      float received = 0.0f;
       for (int g = 0; g < group; ++g) {
         const size_t row = head.query_head(g);
-        seen += expf(args.logits[row * a.capacity + slot] - args.row_softmax[2 * row]) / args.row_softmax[2 * row + 1];
+        received +=
+            expf(args.logits[row * a.capacity + slot] - args.row_softmax[2 * row]) / args.row_softmax[2 * row + 1];
       }
       for (int k = 0; k < a.statistics; ++k) {
         const KvStatistic& statistic = a.statistic[k];
         if (statistic.kind != KV_STATISTIC_PROBABILITY) continue;
         const float past = slot < used ? head.score(k)[slot] * statistic.decay : 0.0f;
-        head.score(k)[slot] = past + statistic.recency_weight / static_cast<float>(group) * seen;
+        head.score(k)[slot] = past + statistic.recency_weight / static_cast<float>(group) * received;
       }
     });
   }

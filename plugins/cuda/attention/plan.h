@@ -1,5 +1,5 @@
-// How the work of a call of VoteAttention is divided, for all types of caches: the launches of a decode step, and those
-// of prefill in float32.
+// The launches of a call of VoteAttention and the division of its work: a decode step for all types of caches, and
+// prefill in float32.
 #pragma once
 
 #include "../core/launch.h"
@@ -10,15 +10,16 @@
 namespace kv {
 namespace cuda {
 
-constexpr int kMostPlaces = 3;  // blocks of a decode step that a multiprocessor has room for
+constexpr int kMostPlaces = 3;  // the most blocks of a decode step that a multiprocessor has room for
 
+// Returns whether the call has a statistic of this kind.
 inline bool keeps(const KvVoteAttention& a, int kind) {
   for (int k = 0; k < a.statistics; ++k)
     if (a.statistic[k].kind == kind) return true;
   return false;
 }
 
-// Blocks of slots that a head may have; a split is some of those that it has.
+// Returns the most blocks of slots of a head; splits divide the blocks in use.
 inline int slot_blocks(const KvVoteAttention& a) { return (a.capacity + kBlock - 1) / kBlock; }
 
 inline bool keeps_any(const KvVoteAttention& a) {
@@ -62,7 +63,7 @@ const char* prefill_in_float(const Attention& args, const Device& device, Stream
                                      : prefill_in_float<T, 2>(args, device, stream);
 }
 
-// The launches over a small cache (vote_attention_small.cu).
+// Runs the launches of a call over a small cache (vote_attention_small.cu).
 const char* run_small(Attention& args, const Device& device, Stream stream);
 
 }  // namespace cuda

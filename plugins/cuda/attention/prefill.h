@@ -1,5 +1,5 @@
-// VoteAttention for several tokens per sequence, in three launches, of which only tiles of logits ever exist. A row is
-// one query head of one token, t G + g; a tile is 32 rows, or what fits tensor cores.
+// VoteAttention for several tokens per sequence, in three launches; logits exist only tile by tile. Row t G + g is
+// query head g of token t; a tile is 32 rows, on tensor cores more.
 //
 //   Append, a block per KV head and 32 tokens:     the new tokens' keys, values, positions into their slots
 //   Prefill, a block per KV head and tile of rows:
@@ -13,9 +13,8 @@
 //       logit = query x key^T again, and with it the slot's sum of probabilities, or of exp(logit)
 //     write the slot's statistics
 //
-// Here are the first, and the other two for caches in float32, and for small ones, whose rows are read as float32
-// (AppendSmall of small.h is their first); those of 16-bit elements run on tensor cores (prefill_mma.h,
-// prefill_mma_scores.h).
+// This file has Append, and the other two for float32 caches and for small caches, whose rows are read as float32 and
+// whose first launch is AppendSmall (small.h). 16-bit caches run on tensor cores (prefill_mma.h, prefill_mma_scores.h).
 #pragma once
 
 #include "small.h"
@@ -25,7 +24,7 @@ namespace cuda {
 
 constexpr int kTile = 32;
 
-// Puts the new tokens into their slots, all but their votes: blocks of one head read those to find where it ends.
+// Writes the new tokens to their slots, except for their votes, which other blocks of the head read to find its end.
 template <class T>
 struct Append {
   using Args = Attention;
@@ -35,13 +34,13 @@ struct Append {
 
   static KV_DEVICE void run(Block<Append>& block, const Attention& args) {
     const KvVoteAttention& a = args.call;
-    const int parts = blocks_per_head(a.tokens), part = block.index() % parts;
-    const Head<T> head(a, block.index() / parts);
+    const int blocks = blocks_per_head(a.tokens), chunk = block.index() % blocks;
+    const Head<T> head(a, block.index() / blocks);
     const int used = used_slots(block, head.votes(), a.capacity, reinterpret_cast<int*>(block.shared)),
               n = head.length(used);
-    const int from = part * kTokens, count = min_of(kTokens, n - from);
+    const int from = chunk * kTokens, count = min_of(kTokens, n - from);
     block.each([&](int t, auto&) {
-      if (part == 0 && t == 0) args.used[2 * head.index] = used, args.used[2 * head.index + 1] = n;
+      if (chunk == 0 && t == 0) args.used[2 * head.index] = used, args.used[2 * head.index + 1] = n;
       for (int i = t * kLanes<T>; i < count * a.key_size; i += kThreads * kLanes<T>)
         store_vector(head.key(used + from) + i, load_vector(head.new_key(from) + i));
       for (int i = t * kLanes<T>; i < count * a.value_size; i += kThreads * kLanes<T>)
@@ -51,8 +50,8 @@ struct Append {
   }
 };
 
-// 32 rows times 32 slots: what both passes do. Shared memory: queries and rows of the cache in the type that kernels
-// compute with, logits in float32.
+// The product of 32 rows and 32 slots, for both passes. In shared memory queries and rows of the cache have the type
+// that kernels compute with, logits float32.
 template <class T>
 struct Tile {
   using E = Wide<T>;
@@ -75,7 +74,7 @@ struct Tile {
     position = reinterpret_cast<int*>(bias + kBlock);
   }
 
-  // Within a phase of `threads` threads: rows [first, first + 32) of a head's queries, nothing of those from `end` on.
+  // Within a phase of `threads` threads: loads rows [first, first + 32) of a head's queries, zeros from `end` on.
   KV_DEVICE void load_queries(const Head<T>& head, int group, int first, int end, int t, int threads) const {
     const int vectors = head.a.key_size / kLanes<E>, stride = shared_stride<E>(head.a.key_size);
     for (int i = t; i < kTile * vectors; i += threads) {
@@ -85,8 +84,8 @@ struct Tile {
       store_vector(query + i / vectors * stride + at * 16, vector);
     }
   }
-  // Keys of slots [from, from + count), zeros after them, and what is known of the slots; nothing sees those after the
-  // last.
+  // Within a phase: loads the keys of slots [from, from + count), zeros after them, and the slots' positions and
+  // biases. No query sees slots after the last, whose position is INT32_MAX.
   KV_DEVICE void load_keys(const Head<T>& head, int used, int from, int count, int t, int threads) const {
     const KvVoteAttention& a = head.a;
     const int vectors = a.key_size / kLanes<E>, stride = shared_stride<E>(a.key_size);
@@ -104,7 +103,7 @@ struct Tile {
     for (int i = t; i * kLanes<E> < count * head.a.value_size; i += threads)
       store_vector(rows + i * 16, head.value_vector(from, i));
   }
-  // Logits of all rows and slots, raw; 128 threads, two rows and four slots each.
+  // Within a phase: computes the logits of all rows and slots, without bias; 128 threads, two rows and four slots each.
   KV_DEVICE void multiply(const KvVoteAttention& a, int t) const {
     const int stride = shared_stride<E>(a.key_size), row = t / 8 * 2, slot = t % 8;
     float sum[2][4] = {};
@@ -128,10 +127,10 @@ struct Tile {
   }
 };
 
-// Whether the query at `now` sees no slot from `from` on: these lie in the chunk, in order of position.
+// Returns whether the query at `now` sees no slot from `from` on, since these are later tokens of the chunk.
 KV_DEVICE bool all_later(int from, int used, int first, int now) { return from >= used && first + from - used > now; }
 
-// The output. A block is a tile of a head's rows; kChunks times 128 columns.
+// Pass 1, the output. A block is a tile of a head's rows; kChunks times 128 columns.
 template <class T, int kChunks>
 struct Prefill {
   using Args = Attention;
@@ -150,7 +149,7 @@ struct Prefill {
     const Tile<T> tile(block.shared, a.key_size, a.value_size);
     const int used = args.used[2 * head.index], n = args.used[2 * head.index + 1];
     const int begin = block.index() % tiles * kTile, end = min_of(begin + kTile, n * group);
-    // The votes of new slots, which no other block of this launch reads.
+    // The block of the first rows writes the new slots' votes, which no other block of this launch reads.
     block.each([&](int t, Registers& r) {
       for (int i = t; begin == 0 && i < n; i += kThreads) head.votes()[used + i] = 1.0f;
       if (begin < end) tile.load_queries(head, group, begin, end, t, kThreads);
@@ -167,9 +166,9 @@ struct Prefill {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           const int row = t / kWarp * kRows + i;
-          const bool seen = visible(tile.position[slot], first + (begin + row) / group, a.sliding_window);
+          const bool sees = visible(tile.position[slot], first + (begin + row) / group, a.sliding_window);
           r.logit[i] = slot >= count ? kLowest
-                       : seen        ? tile.logit[row * Tile<T>::kLogitStride + slot] + tile.bias[slot]
+                       : sees        ? tile.logit[row * Tile<T>::kLogitStride + slot] + tile.bias[slot]
                                      : kLogZero;
           r.block_max[i] = r.logit[i];
         }
@@ -204,7 +203,7 @@ struct Prefill {
     }
   }
 
-  // Weights take the place of their own logits.
+  // Within a phase: updates the running softmax; weights replace their own logits.
   static KV_DEVICE void rescale(Registers& r, const Tile<T>& tile, int count, int t) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -247,9 +246,9 @@ struct Prefill {
       if (row >= a.tokens * group) continue;
       const float factor = row < end ? 1.0f / r.row_sum[i] : 0.0f;  // 0 in padding
       if (args.row_softmax && t % kWarp == 0) {
-        float* kept =
+        float* softmax =
             args.row_softmax + 2 * (static_cast<size_t>(head.query_head(row % group)) * a.tokens + row / group);
-        kept[0] = r.row_max[i], kept[1] = r.row_sum[i];
+        softmax[0] = r.row_max[i], softmax[1] = r.row_sum[i];
       }
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
@@ -261,9 +260,9 @@ struct Prefill {
   }
 };
 
-// A slot's statistic after the call. slot_max, slot_sum: of a log_ema, the call's queries add
-// exp(slot_max) slot_sum, before its mean; of probabilities, slot_sum is their weighted sum. counted: the weights of
-// the queries that count and see the slot; age: of its position against the first new token's.
+// Returns a slot's statistic after the call. For a log_ema, the call's queries add exp(slot_max) slot_sum, before the
+// mean over query heads; for a probability, slot_sum is the weighted sum. counted: the total weight of the queries that
+// count and see the slot; age: the slot's position relative to the first new token's.
 template <class T>
 KV_DEVICE float statistic_after(const Head<T>& head, const Statistic& statistic, int k, int used, int slot, int age,
                                 int n, float slot_max, float slot_sum, float counted) {
@@ -274,11 +273,12 @@ KV_DEVICE float statistic_after(const Head<T>& head, const Statistic& statistic,
   float share = log1pf(-statistic.decay) - logf(heads);
   const float rate = logf(statistic.decay);
   if (statistic.window != 0 || statistic.recency_weight != 1.0f) {
-    // What counts stands for all queries [begin, end) of the call that see the slot: the sum of a^(n-1-t) over them.
+    // The queries that count represent all queries [begin, until) of the call that see the slot: scale their weight to
+    // the sum of decay^(n-1-t) over these.
     const int begin = max_of(age, 0), until = a.sliding_window && age < n ? min_of(n, age + a.sliding_window) : n;
-    const int seen = max_of(until - begin, 0);
-    const float whole = expf(static_cast<float>(n - begin - seen) * rate) * -expm1f(static_cast<float>(seen) * rate) /
-                        (1.0f - statistic.decay);
+    const int queries = max_of(until - begin, 0);
+    const float whole = expf(static_cast<float>(n - begin - queries) * rate) *
+                        -expm1f(static_cast<float>(queries) * rate) / (1.0f - statistic.decay);
     share += logf(fmaxf(whole, 1e-30f)) - logf(fmaxf(counted, 1e-30f));
   }
   const float start = slot < used ? past + static_cast<float>(n) * rate : kLogZero;
@@ -286,20 +286,20 @@ KV_DEVICE float statistic_after(const Head<T>& head, const Statistic& statistic,
   return highest + logf((slot_sum > 0.0f ? slot_sum * expf(slot_max + share - highest) : 0.0f) + expf(start - highest));
 }
 
-// The statistics. A block is 32 slots of a head against all rows that count, a statistic at a time; a thread is one
-// slot and eight rows of each tile.
+// Pass 2, the statistics. A block is 32 slots of a head against all rows that count, one statistic after another; a
+// thread is one slot and eight rows of each tile.
 template <class T>
 struct PrefillScores {
   using Args = Attention;
-  static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 2, kParts = kThreads / kWarp, kRows = kTile / kParts;
-  // Of a log_ema: the running maximum, the sum relative to it, and the weights of the queries that see the slot. Of a
-  // sum of probabilities: the sum.
+  static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 2, kWarps = kThreads / kWarp, kRows = kTile / kWarps;
+  // A thread's partial sums. For a log_ema: the running maximum, the sum relative to it, and the total weight of the
+  // queries that see the slot. For a probability: only slot_sum.
   struct Registers {
     float slot_max, slot_sum, counted;
   };
-  // Beside the tile, in floats: weights of rows, their maxima and sums, and what the parts add up to [3, parts,
-  // kBlock].
-  static KV_HD constexpr size_t fixed() { return (3 * kTile + 3 * kParts * kBlock) * sizeof(float); }
+  // Bytes of shared memory before the tile. In floats: log weights of rows, their row_max and row_sum, and the partial
+  // sums of the warps [3, warps, kBlock].
+  static KV_HD constexpr size_t fixed() { return (3 * kTile + 3 * kWarps * kBlock) * sizeof(float); }
   static KV_HD int blocks_per_head(int capacity) { return (capacity + kBlock - 1) / kBlock; }
 
   static KV_DEVICE void run(Block<PrefillScores>& block, const Attention& args) {
@@ -307,7 +307,7 @@ struct PrefillScores {
     const int each = blocks_per_head(a.capacity), group = args.group();
     const Head<T> head(a, block.index() / each);
     const Tile<T> tile(block.shared + fixed(), a.key_size, a.value_size);
-    float *share = reinterpret_cast<float*>(block.shared), *rows = share + kTile, *parts = rows + 2 * kTile;
+    float *share = reinterpret_cast<float*>(block.shared), *rows = share + kTile, *partials = rows + 2 * kTile;
     const int used = args.used[2 * head.index], n = args.used[2 * head.index + 1], first = head.first();
     const int from = block.index() % each * kBlock, count = min_of(kBlock, used + n - from);
     if (n == 0 || count <= 0) return;
@@ -316,7 +316,7 @@ struct PrefillScores {
       const Statistic statistic = statistic_of(a, k);
       if (statistic.kind == KV_STATISTIC_NONE) continue;
       const int counted = counted_queries(statistic, n);
-      const int oldest = max_of(n - counted, from - used);  // of those that count and see a slot
+      const int oldest = max_of(n - counted, from - used);  // the first query that counts and sees one of the slots
       block.each([&](int, Registers& r) { r.slot_max = kLogZero, r.slot_sum = r.counted = 0.0f; });
       for (int begin = max_of(oldest, 0) * group / kTile * kTile; begin < n * group; begin += kTile) {
         block.each([&](int t, auto&) {
@@ -325,21 +325,21 @@ struct PrefillScores {
           const int row = begin + t;
           share[t] = row < n * group ? log_query_weight(statistic, n - 1 - row / group, counted) : kLogZero;
           if (!args.row_softmax || row >= n * group) return;
-          const float* kept =
+          const float* softmax =
               args.row_softmax + 2 * (static_cast<size_t>(head.query_head(row % group)) * a.tokens + row / group);
-          rows[2 * t] = kept[0], rows[2 * t + 1] = kept[1];
+          rows[2 * t] = softmax[0], rows[2 * t + 1] = softmax[1];
         });
         block.each([&](int t, auto&) { tile.multiply(a, t); });
         block.each([&](int t, Registers& r) { add_rows(r, a, tile, statistic, share, rows, begin, first, group, t); });
       }
       block.each([&](int t, Registers& r) {
-        const float kept[3] = {r.slot_max, r.slot_sum, r.counted};
-        for (int i = 0; i < 3; ++i) parts[i * kThreads + t] = kept[i];
+        const float sums[3] = {r.slot_max, r.slot_sum, r.counted};
+        for (int i = 0; i < 3; ++i) partials[i * kThreads + t] = sums[i];
       });
       block.each([&](int t, auto&) {
         if (t < count)
           head.score(k)[from + t] =
-              combine_parts(head, statistic, parts, k, used, from + t, age_of(tile.position[t], first), n, t);
+              combine_partials(head, statistic, partials, k, used, from + t, age_of(tile.position[t], first), n, t);
       });
     }
   }
@@ -364,15 +364,15 @@ struct PrefillScores {
     }
   }
 
-  // The sums over the parts, and with them the slot's statistic.
-  static KV_DEVICE float combine_parts(const Head<T>& head, const Statistic& statistic, const float* parts, int k,
-                                       int used, int slot, int age, int n, int t) {
+  // Adds up the warps' partial sums and returns the slot's statistic.
+  static KV_DEVICE float combine_partials(const Head<T>& head, const Statistic& statistic, const float* partials, int k,
+                                          int used, int slot, int age, int n, int t) {
     float slot_max = kLogZero, slot_sum = 0.0f, counted = 0.0f;
-    for (int i = 0; i < kParts; ++i)
-      slot_max = max_of(slot_max, parts[i * kBlock + t]), counted += parts[2 * kThreads + i * kBlock + t];
-    for (int i = 0; i < kParts; ++i) {
-      const float part = parts[kThreads + i * kBlock + t];
-      slot_sum += statistic.kind == KV_STATISTIC_PROBABILITY ? part : part * expf(parts[i * kBlock + t] - slot_max);
+    for (int i = 0; i < kWarps; ++i)
+      slot_max = max_of(slot_max, partials[i * kBlock + t]), counted += partials[2 * kThreads + i * kBlock + t];
+    for (int i = 0; i < kWarps; ++i) {
+      const float sum = partials[kThreads + i * kBlock + t];
+      slot_sum += statistic.kind == KV_STATISTIC_PROBABILITY ? sum : sum * expf(partials[i * kBlock + t] - slot_max);
     }
     return statistic_after(head, statistic, k, used, slot, age, n, slot_max, slot_sum, counted);
   }

@@ -1,5 +1,5 @@
-// Prefill's output on tensor cores, for caches of 16-bit elements: `Prefill` of prefill.h with larger tiles. A block of
-// four warps per KV head and tile of 64 or 128 rows; a warp keeps its 16 or 32 rows in registers from logits to output:
+// Prefill's output on tensor cores, for 16-bit caches: `Prefill` of prefill.h with larger tiles. A block of four warps
+// per KV head and tile of 64 or 128 rows; a warp keeps its 16 or 32 rows in registers from logits to output:
 //
 //   for each block of 32 or 64 slots
 //     wait for its keys; start the copy of its values
@@ -8,7 +8,8 @@
 //     output += weight x value of the first half; the softmax of the second half, and its product with the values
 //   write output / row_sum, as whole vectors by way of shared memory
 //
-// Logits and all that follows are base 2: exp(x) is exp2(x log2(e)), and the factor is part of the scale.
+// Logits, row_max and weights are base 2: exp(x) is exp2(x log2(e)), and the scale includes the factor log2(e). m is a
+// tile of 16 rows of a warp, c a tile of 8 or 16 columns.
 #pragma once
 
 #include "../core/mma.h"
@@ -17,8 +18,8 @@
 namespace kv {
 namespace cuda {
 
-// Logits, base 2, out of raw products and the slots' biases, which come with them. The softcap apart: few models have
-// one, and it would be tested at every logit.
+// Computes logits, base 2, from products and the slots' biases (base 2). `cap` is a separate step: few models have a
+// softcap, and the operator would test for it at every logit.
 struct Logits {
   float scale, softcap, raw_scale;
   KV_DEVICE explicit Logits(const KvVoteAttention& a)
@@ -32,8 +33,8 @@ struct Logits {
   KV_DEVICE float operator()(float product, float bias) const { return product * scale + bias; }
 };
 
-// A row's token, row / group, without a division: exact below 2^27 rows, since the reciprocal is too large by less than
-// 1 / 2^31 and a group has at most 16 query heads.
+// Returns a row's token, row / group, without a division. It is exact below 2^27 rows, since the reciprocal is too
+// large by less than 1 / 2^31 and a group has at most 16 query heads.
 struct Tokens {
   int group;
   uint32_t reciprocal;
@@ -41,27 +42,27 @@ struct Tokens {
   KV_DEVICE int operator()(int row) const {
     return static_cast<int>(static_cast<uint64_t>(static_cast<uint32_t>(row)) * reciprocal >> 31);
   }
-  // Where a row lies among those of the group's query heads, [G, tokens].
+  // Returns the index of a row among the queries of the group, [G, tokens].
   KV_DEVICE size_t place(int row, int tokens) const {
     const int token = (*this)(row);
     return static_cast<size_t>(row - token * group) * tokens + token;
   }
 };
 
-// Rows of up to kSize elements in shared memory: zeros up to kSize, and after the last row.
+// Rows of up to kSize elements in shared memory, padded with zeros to kSize elements and after the last row.
 template <class Program>
 struct Rows {
   static constexpr int kVectors = Program::kSize / 8, kStride = (kVectors | 1) * 16;  // as shared_stride
   char* base;
 
-  // Within a phase: what no copy writes.
+  // Within a phase: zeroes the columns that no copy writes.
   KV_DEVICE void clear_columns(int rows, int size, int t) const {
     const int rest = kVectors - size / 8;
     for (int i = t; i < rows * rest; i += Program::kThreads)
       store_vector(base + i / rest * kStride + (size / 8 + i % rest) * 16, Vector{});
   }
-  // Within a phase: rows [0, count) of `size` elements, from(row), and zeros up to kRows. Not unrolled: addresses that
-  // are worked out ahead would take registers from the products.
+  // Within a phase: copies rows [0, count) of `size` elements from the addresses from(row), and zeroes those up to
+  // kRows. The loop is not unrolled: addresses computed ahead would take registers from the products.
   template <int kRows, class From>
   KV_DEVICE void copy(Block<Program>& block, int count, int size, int t, From from) const {
     constexpr int kAcross = kVectors >= 32 ? 32 : kVectors >= 16 ? 16 : 8;  // threads of a row
@@ -82,28 +83,29 @@ struct Rows {
   KV_DEVICE char* row(int i) const { return base + i * kStride; }
 };
 
-// kMaxSize: rows of keys and of values have no more elements, a multiple of 16.
+// kMaxSize: the most elements of a row of keys or values, a multiple of 16.
 template <class T, int kMaxSize>
 struct PrefillMma {
   using Args = Attention;
   static constexpr int kSize = kMaxSize, kThreads = 128, kBlocksPerMultiprocessor = 2;
-  static constexpr int kTiles = kSize > 128 ? 1 : 2;  // of 16 rows, of a warp
+  static constexpr int kTiles = kSize > 128 ? 1 : 2;  // tiles of 16 rows of a warp
   static constexpr int kSlots = kSize > 128 ? 32 : 64, kHalf = kSlots / 2;
   static constexpr int kRows = kThreads / kWarp * kTiles * 16;
   using Shape = Rows<PrefillMma>;
 
-  // Of a warp's products of a tile, a lane holds rows lane / 4 and lane / 4 + 8, and of every 8 columns two. Logits and
-  // weights are of half a block of slots.
+  // Of a warp's products of a tile, a lane has rows lane / 4 and lane / 4 + 8, and two of every 8 columns. Logits and
+  // weights are those of half a block of slots. votes, position: of a slot of the next block (read_slot).
   struct Registers {
     float product[kTiles][kSize / 8][4], logit[kTiles][kHalf / 8][4];
     float block_max[kTiles][2], row_max[kTiles][2], row_sum[kTiles][2];
     uint32_t weight[kTiles][kHalf / 16][4], a[kTiles][4], b[4];
-    float votes;  // of a slot of the next block
+    float votes;
     int position;
   };
 
-  // What is known of slots, of two blocks in turn: their biases and positions, and how many some row does not see; and
-  // the rows' positions. What a lane could work out for itself again, it would keep in registers.
+  // The arrays in shared memory. biases, positions: of the slots of two blocks in turn; hidden: how many slots of each
+  // some row does not see; now: the rows' positions. The last are here because a lane that computed them itself would
+  // keep them in registers.
   struct Shared {
     Shape query, key, value;
     float* biases;
@@ -128,7 +130,7 @@ struct PrefillMma {
     return t / kWarp * kTiles * 16 + tile * 16 + half * 8 + t % kWarp / 4;
   }
 
-  // A block's rows [begin, end) of a head, and the slots before `until` that one of them sees.
+  // The work of a block: rows [begin, end) of a head, which see no slot from `until` on.
   struct Work {
     const Head<T>& head;
     Tokens tokens;
@@ -144,9 +146,9 @@ struct PrefillMma {
     w.begin = block.index() % blocks * kRows, w.end = min_of(w.begin + kRows, w.n * w.tokens.group);
     w.first = head.first(), w.until = w.begin < w.end ? w.used + w.tokens(w.end - 1) + 1 : 0;
     block.each([&](int t, Registers& r) {
-      // The votes of new slots, which no other block of this launch reads.
+      // The block of the first rows writes the new slots' votes, which no other block of this launch reads.
       for (int i = t; w.begin == 0 && i < w.n; i += kThreads) head.votes()[w.used + i] = 1.0f;
-      s.query.clear_columns(kRows + kSlots, a.key_size, t);  // of queries and keys
+      s.query.clear_columns(kRows + kSlots, a.key_size, t);  // queries, and the keys behind them
       s.value.clear_columns(kSlots, a.value_size, t);
       if (t < 2) s.hidden[t] = 0;
       if (t < kRows) s.now[t] = w.first + w.tokens(w.begin + t);
@@ -185,13 +187,13 @@ struct PrefillMma {
         return w.head.query(0, 0) + w.tokens.place(w.begin + i, a.tokens) * a.key_size;
       });
       copy_keys(0, t);
-      look_at(r, w, 0, t);
-      describe(block, r, w, s, 0, t);
+      read_slot(r, w, 0, t);
+      store_slot(block, r, w, s, 0, t);
     });
     block.cp_async_commit();
     for (int from = 0, i = 0; from < w.until; from += kSlots, ++i) {
       const int next = from + kSlots;
-      block.cp_async_wait(0);  // keys; and the values before are no longer needed
+      block.cp_async_wait(0);  // the keys are there, and no thread reads the earlier values any more
       block.each_alone([&](int t, Registers&) {
         s.value.template copy<kSlots>(block, w.until - from, a.value_size, t,
                                       [&](int i) { return w.head.value(from + i); });
@@ -201,32 +203,33 @@ struct PrefillMma {
       multiply_keys(block, s, 0);
       softmax_slots(block, w, s, i, 0);
       multiply_keys(block, s, kHalf);
-      block.cp_async_wait(0);  // values; and these keys are no longer needed
+      block.cp_async_wait(0);  // the values are there, and no thread reads these keys any more
       block.each_alone([&](int t, Registers& r) {
         if (next >= w.until) return;
         copy_keys(next, t);
-        look_at(r, w, next, t);
+        read_slot(r, w, next, t);
       });
       block.cp_async_commit();
       multiply_values(block, s, 0);
       softmax_slots(block, w, s, i, kHalf);
       multiply_values(block, s, kHalf);
       block.each_alone([&](int t, Registers& r) {
-        if (next < w.until) describe(block, r, w, s, i + 1, t);
+        if (next < w.until) store_slot(block, r, w, s, i + 1, t);
       });
     }
     block.cp_async_wait(0);
   }
 
-  // Within a phase: a thread and a slot of the block from `from` on; it is read early, and described when its turn
-  // comes. Nothing sees slots from `until` on.
-  static KV_DEVICE void look_at(Registers& r, const Work& w, int from, int t) {
+  // Within a phase, a slot per thread: read_slot reads votes and position of the block from `from` on early, and
+  // store_slot stores its bias and position later, when no thread reads the older ones. No row sees slots from `until`
+  // on.
+  static KV_DEVICE void read_slot(Registers& r, const Work& w, int from, int t) {
     if (t >= kSlots) return;
     r.votes = from + t < w.used ? w.head.votes()[from + t] : 1.0f;
     r.position = from + t < w.until ? w.head.position()[from + t] : INT32_MAX;
   }
-  static KV_DEVICE void describe(Block<PrefillMma>& block, const Registers& r, const Work& w, const Shared& s, int i,
-                                 int t) {
+  static KV_DEVICE void store_slot(Block<PrefillMma>& block, const Registers& r, const Work& w, const Shared& s, int i,
+                                   int t) {
     if (t >= kSlots) return;
     const int window = w.head.a.sliding_window;
     s.biases[i % 2 * kSlots + t] = vote_bias(r.votes, w.head.a) * kLog2E;
@@ -236,7 +239,7 @@ struct PrefillMma {
       block.add(s.hidden + i % 2, 1);
   }
 
-  // Of kHalf slots of the block, from number `from` on.
+  // Multiplies the queries with kHalf keys of the block, from slot `from` on.
   static KV_DEVICE void multiply_keys(Block<PrefillMma>& block, const Shared& s, int from) {
     block.each_alone([&](int, Registers& r) {
 #pragma unroll
@@ -262,8 +265,8 @@ struct PrefillMma {
     }
   }
 
-  // Weights out of products, by the running softmax. Of 16 slots, the sums of the first 8 are elements 0 to 3 of the
-  // next product's left operand and those of the others 4 to 7, so they stay where they are.
+  // Turns products into weights by the running softmax. The sums of the first 8 of 16 slots are elements 0 to 3 of the
+  // next product's left operand, the others elements 4 to 7, so they stay in their lanes.
   static KV_DEVICE void softmax_slots(Block<PrefillMma>& block, const Work& w, const Shared& s, int i, int from) {
     const bool masked = s.hidden[i % 2] > 0;
     const int at = i % 2 * kSlots + from;
@@ -277,7 +280,7 @@ struct PrefillMma {
     });
   }
 
-  // Logits in place of products, and the maxima of a lane's own.
+  // Within a phase: replaces products by logits, and computes the maxima of a lane's logits.
   template <bool kMasked>
   static KV_DEVICE void bias(Registers& r, const Work& w, const Shared& s, int at, int t) {
     const Logits logits(w.head.a);
@@ -302,6 +305,7 @@ struct PrefillMma {
     }
   }
 
+  // Within a phase: updates row_max, row_sum and products of a row, and packs its weights.
   static KV_DEVICE void rescale(Registers& r, int m, int half) {
     const float row_max = fmaxf(r.row_max[m][half], r.block_max[m][half]);
     if (row_max > r.row_max[m][half]) {
@@ -336,10 +340,11 @@ struct PrefillMma {
       }
   }
 
-  // By way of shared memory, the queries' and the slots', so that whole vectors are written; 0 in padding.
+  // Writes the output (0 in padding) and the rows' softmax. They pass through the shared memory of the queries and of
+  // the slots, so that whole vectors are written.
   static KV_DEVICE void finish(Block<PrefillMma>& block, const Attention& args, const Work& w, const Shared& s) {
     const KvVoteAttention& a = args.call;
-    float* kept = s.biases;  // [kRows, 2]
+    float* softmax = s.biases;  // [kRows, 2]
     static_assert(2 * kRows <= 4 * kSlots, "biases and positions have room");
 #pragma unroll
     for (int i = 0; i < 2 * kTiles; ++i)
@@ -349,7 +354,7 @@ struct PrefillMma {
       for (int i = 0; i < 2 * kTiles; ++i) {
         const int m = i / 2, half = i % 2, line = row_of(t, m, half);
         const float factor = w.begin + line < w.end ? 1.0f / r.row_sum[m][half] : 0.0f;
-        if (t % 4 == 0) kept[2 * line] = r.row_max[m][half], kept[2 * line + 1] = r.row_sum[m][half];
+        if (t % 4 == 0) softmax[2 * line] = r.row_max[m][half], softmax[2 * line + 1] = r.row_sum[m][half];
 #pragma unroll
         for (int c = 0; c < kSize / 8; ++c) {
           const float* pair = r.product[m][c] + 2 * half;
@@ -369,7 +374,7 @@ struct PrefillMma {
       if (!args.row_softmax || w.begin + t >= w.end || t >= kRows) return;
       float* to = args.row_softmax +
                   2 * (static_cast<size_t>(w.head.query_head(0)) * a.tokens + w.tokens.place(w.begin + t, a.tokens));
-      to[0] = kept[2 * t], to[1] = kept[2 * t + 1];
+      to[0] = softmax[2 * t], to[1] = softmax[2 * t + 1];
     });
   }
 };

@@ -1,11 +1,13 @@
-// Prefill's statistics on tensor cores, for caches of 16-bit elements: `PrefillScores` of prefill.h with larger tiles.
-// A block of four warps per KV head and 64 or 128 slots, whose keys stay in registers as the left operand:
+// Prefill's statistics on tensor cores, for 16-bit caches: `PrefillScores` of prefill.h with larger tiles. A block of
+// four warps per KV head and 64 or 128 slots, whose keys stay in registers as the left operand:
 //
 //   for each statistic, for each tile of rows that it counts      the next tile is copied while this one is multiplied
 //     logit[slots, rows] = key x query^T, masked
 //     probability: slot_sum += exp(logit + bias - row_max) weight / row_sum
 //     log_ema:     slot_max, slot_sum = running sum of exp(logit + ln(weight))
 //   add up over the four lanes that share a slot; write the slot's statistic
+//
+// w is the work of a block, m a tile of 16 slots of a warp.
 #pragma once
 
 #include "prefill_mma.h"
@@ -17,28 +19,29 @@ template <class T, int kMaxSize>
 struct PrefillMmaScores {
   using Args = Attention;
   static constexpr int kSize = kMaxSize, kThreads = 128, kBlocksPerMultiprocessor = kMaxSize % 64 == 0 ? 3 : 2;
-  static constexpr int kTiles = kSize > 128 ? 1 : 2;  // of 16 slots, of a warp
-  static constexpr int kSlots = kThreads / kWarp * kTiles * 16, kRows = kSlots / 2, kPart = kRows / 2;
+  static constexpr int kTiles = kSize > 128 ? 1 : 2;  // tiles of 16 slots of a warp
+  static constexpr int kSlots = kThreads / kWarp * kTiles * 16, kRows = kSlots / 2, kHalf = kRows / 2;
   using Shape = Rows<PrefillMmaScores>;
 
-  // What a row adds to every slot: of a probability the exponent -row_max and the factor weight / row_sum; of a log_ema
-  // the exponent ln(weight), and for its first query head the weight as what counts.
+  // The constants of a row's contribution to every slot. For a probability: exponent = -row_max, factor = weight /
+  // row_sum. For a log_ema: exponent = ln(weight), and factor = the weight in the first row of a token, 0 in its
+  // others.
   struct alignas(16) Term {
     float exponent, factor;
     int now, unused;
   };
 
-  // Of a warp's products, a lane holds slots lane / 4 and lane / 4 + 8, and of every 8 rows two. They are of half a
+  // Of a warp's products, a lane has slots lane / 4 and lane / 4 + 8, and two of every 8 rows. They are those of half a
   // tile of rows.
   struct Registers {
     uint32_t key[kTiles][kSize / 16][4], b[4];
-    float logit[kTiles][kPart / 8][4];
+    float logit[kTiles][kHalf / 8][4];
     float bias[kTiles][2], slot_max[kTiles][2], slot_sum[kTiles][2], counted[kTiles][2], lane_max[kTiles][2];
     Term term;
   };
 
-  // Two tiles of rows in turn, which take the keys at first, and their terms; of every slot its position and what its
-  // lanes add up to; the lowest position of the slots, and the lowest of their negatives.
+  // The arrays in shared memory. rows: two tiles of rows in turn, at first the keys; terms: theirs; slot_max, slot_sum,
+  // counted, position: of every slot; range: the lowest position of the slots, and the lowest complement ~position.
   struct Shared {
     Shape rows;
     Term* terms;
@@ -65,11 +68,11 @@ struct PrefillMmaScores {
     return t / kWarp * kTiles * 16 + tile * 16 + half * 8 + t % kWarp / 4;
   }
 
-  // A block's slots [from, from + count) of a head, and one of its statistics, of which the last `counted` of n queries
-  // count.
+  // The work of a block: slots [from, from + count) of a head, and a statistic that counts the last `counted` of n
+  // queries.
   struct Work {
     const Head<T>& head;
-    const float* rows;  // maxima and sums of the group's, where there are any
+    const float* rows;  // row_max and row_sum of the group's rows, or nullptr
     Tokens tokens;
     int used, n, first, from, count;
     int k, counted;
@@ -127,7 +130,7 @@ struct PrefillMmaScores {
     });
   }
 
-  // Sums over the rows that count and see one of the slots.
+  // Adds up the rows that count and see one of the slots.
   static KV_DEVICE void add_rows(Block<PrefillMmaScores>& block, const Work& w, const Shared& s) {
     const KvVoteAttention& a = w.head.a;
     const int oldest = max_of(max_of(w.n - w.counted, w.from - w.used), 0);
@@ -141,8 +144,8 @@ struct PrefillMmaScores {
 #pragma unroll
       for (int i = 0; i < 2 * kTiles; ++i) {
         const int m = i / 2, half = i % 2, slot = w.from + slot_of(t, m, half);
-        const bool voted = w.is_probability() && slot < w.used;  // averages are of logits without votes
-        r.bias[m][half] = voted ? vote_bias(w.head.votes()[slot], a) * kLog2E : 0.0f;
+        const bool has_bias = w.is_probability() && slot < w.used;  // a log_ema averages logits without votes
+        r.bias[m][half] = has_bias ? vote_bias(w.head.votes()[slot], a) * kLog2E : 0.0f;
         r.slot_max[m][half] = kLowest, r.slot_sum[m][half] = r.counted[m][half] = 0.0f;
       }
       copy(0, begin, t);
@@ -151,7 +154,7 @@ struct PrefillMmaScores {
     block.cp_async_commit();
     for (int i = 0; begin < w.end(); ++i, begin += kRows) {
       const int next = begin + kRows;
-      block.cp_async_wait(0);  // these rows; and those before are no longer needed
+      block.cp_async_wait(0);  // these rows are there, and no thread reads the earlier ones any more
       block.each_alone([&](int t, Registers& r) {
         if (next >= w.end()) return;
         copy(i + 1, next, t);
@@ -162,10 +165,10 @@ struct PrefillMmaScores {
       const bool masked =
           !visible(~s.range[1], earliest, a.sliding_window) || !visible(s.range[0], latest, a.sliding_window);
 #pragma unroll 1
-      for (int part = 0; part < kRows; part += kPart) {
-        multiply_rows(block, s.tile(i).row(part));
+      for (int first = 0; first < kRows; first += kHalf) {
+        multiply_rows(block, s.tile(i).row(first));
         block.each_alone([&](int t, Registers& r) {
-          const Term* terms = s.terms + i % 2 * kRows + part;
+          const Term* terms = s.terms + i % 2 * kRows + first;
           if (w.is_probability())
             masked ? add_probabilities<true>(r, w, s, terms, t) : add_probabilities<false>(r, w, s, terms, t);
           else
@@ -184,19 +187,19 @@ struct PrefillMmaScores {
     const int now = w.first + token;
     if (weight == kLogZero) return {-INFINITY, 0.0f, now, 0};
     if (!w.is_probability()) return {weight * kLog2E, row == token * w.tokens.group ? expf(weight) : 0.0f, now, 0};
-    const float* kept = w.rows + 2 * w.tokens.place(row, w.head.a.tokens);
-    return {-kept[0], expf(weight) / kept[1], now, 0};
+    const float* softmax = w.rows + 2 * w.tokens.place(row, w.head.a.tokens);
+    return {-softmax[0], expf(weight) / softmax[1], now, 0};
   }
 
   static KV_DEVICE void multiply_rows(Block<PrefillMmaScores>& block, const char* rows) {
     block.each_alone([&](int, Registers& r) {
 #pragma unroll
-      for (int i = 0; i < kTiles * kPart / 2; ++i) r.logit[i / (kPart / 2)][i % (kPart / 2) / 4][i % 4] = 0.0f;
+      for (int i = 0; i < kTiles * kHalf / 2; ++i) r.logit[i / (kHalf / 2)][i % (kHalf / 2) / 4][i % 4] = 0.0f;
     });
 #pragma unroll
     for (int k = 0; k < kSize / 16; ++k)
 #pragma unroll
-      for (int j = 0; j < kPart / 16; ++j) {
+      for (int j = 0; j < kHalf / 16; ++j) {
         load_b(
             block, Shape::kStride, [&](int) { return rows + j * 16 * Shape::kStride + k * 32; },
             [](Registers& r) { return r.b; });
@@ -208,22 +211,23 @@ struct PrefillMmaScores {
       }
   }
 
-  // Every logit that its row counts and sees, and the rest as -infinity: f(tile, half, logit, term).
+  // Calls f(tile, half, logit, factor) for every logit; the logit is -infinity if the row does not count or see the
+  // slot.
   template <bool kMasked, class F>
   static KV_DEVICE void each_logit(Registers& r, const Work& w, const Shared& s, const Term* terms, int t, F f) {
     const Logits logits(w.head.a);
 #pragma unroll
     for (int m = 0; m < kTiles; ++m) logits.cap(r.logit[m]);
 #pragma unroll
-    for (int j = 0; j < kPart / 4; ++j) {
+    for (int j = 0; j < kHalf / 4; ++j) {
       const Term term = terms[j / 2 * 8 + t % 4 * 2 + j % 2];
 #pragma unroll
       for (int i = 0; i < 2 * kTiles; ++i) {
         const int m = i / 2, half = i % 2;
         float& x = r.logit[m][j / 2][2 * half + j % 2];
-        const bool seen = !kMasked || visible(s.position[slot_of(t, m, half)], term.now, w.head.a.sliding_window);
-        x = seen ? logits(x, r.bias[m][half]) + term.exponent : -INFINITY;
-        f(m, half, x, seen ? term.factor : 0.0f);
+        const bool sees = !kMasked || visible(s.position[slot_of(t, m, half)], term.now, w.head.a.sliding_window);
+        x = sees ? logits(x, r.bias[m][half]) + term.exponent : -INFINITY;
+        f(m, half, x, sees ? term.factor : 0.0f);
       }
     }
   }
@@ -248,12 +252,12 @@ struct PrefillMmaScores {
       r.slot_sum[m][half] *= exp2_of(r.slot_max[m][half] - slot_max[m][half]);
       r.slot_max[m][half] = slot_max[m][half];
 #pragma unroll
-      for (int j = 0; j < kPart / 4; ++j)
+      for (int j = 0; j < kHalf / 4; ++j)
         r.slot_sum[m][half] += exp2_of(r.logit[m][j / 2][2 * half + j % 2] - slot_max[m][half]);
     }
   }
 
-  // The sums over the four lanes of a slot, and with them its statistic.
+  // Adds up the four lanes of a slot and writes its statistic.
   static KV_DEVICE void finish(Block<PrefillMmaScores>& block, const Work& w, const Shared& s) {
 #pragma unroll
     for (int i = 0; i < 2 * kTiles; ++i) {

@@ -1,11 +1,13 @@
 // How a kernel is written here: as a program of one block, in phases. A phase is a function of the thread's number and
-// registers; a barrier ends it, and code between phases is the same for all threads. So the same source runs on the
-// device, a thread each, and on the host, a loop over the threads of every phase, where its indexing, masks, edges and
-// orders are tested without a GPU.
+// registers. A barrier ends it: what its threads wrote is visible in the next phase. Code between phases is the same
+// for all threads. So one source runs on the device, where each thread executes the phase, and on the host, where a
+// loop over the threads does. The host tests indexing, masks, edges and orders without a GPU.
 //
-// A phase reads captured variables and writes registers, shared memory and global memory only, and within a phase no
-// thread reads what another writes. The host looks for the latter by running the threads in different orders, which
-// must not change a bit.
+// A phase reads captured variables and writes only registers, shared memory and global memory. Within a phase no thread
+// reads what another thread writes. The host checks this by running the threads in different orders, which must not
+// change a bit.
+//
+// Letters in this folder: t a thread's number in its block, r its registers, i a number in a loop.
 #pragma once
 
 #include <stdint.h>
@@ -41,37 +43,37 @@ class Block {
   __device__ explicit Block(char* shared) : shared(shared) {}
   __device__ int index() const { return blockIdx.x; }
 
-  // Between phases: the next launch may begin, once all blocks of this one have said so or ended.
+  // Between phases: allows the next launch to begin once all blocks of this one have called this or ended.
   KV_DEVICE void let_next_begin() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
   }
-  // Between phases: until all earlier launches have ended; what they wrote is then visible.
+  // Between phases: waits until all earlier launches have ended; what they wrote is then visible.
   KV_DEVICE void wait_for_earlier() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
   }
-  // A phase, and a barrier.
+  // Runs a phase, and a barrier.
   template <class F>
   KV_DEVICE void each(F phase) {
     phase(static_cast<int>(threadIdx.x), registers_);
     __syncthreads();
   }
-  // A phase of which nothing but a thread's own registers is read before the next barrier.
+  // Runs a phase without a barrier: until the next barrier a thread reads only its own registers from it.
   template <class F>
   KV_DEVICE void each_alone(F phase) {
     phase(static_cast<int>(threadIdx.x), registers_);
   }
-  // The maximum or the sum of a register over every warp, or every kLanes neighbouring lanes, in all of them. The
-  // maximum of a NaN is any number or a NaN.
+  // Replaces a register by its maximum or sum over the warp, or over kLanes neighbouring lanes, in all of these lanes.
+  // If a NaN takes part in a maximum, the result is any number or a NaN.
   template <int kLanes = kWarp, class F>
   KV_DEVICE void warp_max(F of) {
     float& x = of(registers_);
-    if constexpr (kLanes == kWarp) {  // in one instruction, as integers of the same order
-      const auto turned = [](int bits) { return bits ^ (bits >> 31 & 0x7fffffff); };
-      x = __int_as_float(turned(__reduce_max_sync(~0u, turned(__float_as_int(x)))));
+    if constexpr (kLanes == kWarp) {  // one instruction, over integers in the same order as the floats
+      const auto ordered = [](int bits) { return bits ^ (bits >> 31 & 0x7fffffff); };
+      x = __int_as_float(ordered(__reduce_max_sync(~0u, ordered(__float_as_int(x)))));
     } else {
       for (int step = kLanes / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
     }
@@ -81,17 +83,18 @@ class Block {
     float& x = of(registers_);
     for (int step = kLanes / 2; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
   }
-  // op(x, that of the lane `apart` away, whether this is the upper of the two) in place of a register x of every lane.
+  // Replaces a register x of every lane by op(x, the x of the lane at distance `apart`, whether this lane is the upper
+  // of the two).
   template <class F, class Op>
   KV_DEVICE void warp_pairs(int apart, F of, Op op) {
     float& x = of(registers_);
     const float other = __shfl_xor_sync(~0u, x, apart);
     x = op(x, other, (threadIdx.x & apart) != 0);
   }
-  // For operations of whole warps (mma.h): a thread's own registers; on the host those of a warp's lanes, in order.
+  // For operations of whole warps (mma.h): a thread's own registers. On the host `lanes` gives those of a warp's lanes.
   KV_DEVICE Registers& registers() { return registers_; }
-  // Within a phase: an asynchronous copy of N bytes (4 or 16) into shared memory, which are there after
-  // `cp_async_wait`. kTo, kFrom: bytes beyond the addresses, at no cost.
+  // Within a phase: starts an asynchronous copy of N bytes (4 or 16) into shared memory, complete after
+  // `cp_async_wait`. kTo, kFrom: offsets in bytes that the instruction adds to the addresses at no cost.
   template <int N, int kTo = 0, int kFrom = 0>
   KV_DEVICE void copy(void* to, const void* from) {
     const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
@@ -102,8 +105,8 @@ class Block {
       asm volatile("cp.async.ca.shared.global [%0 + %2], [%1 + %3], 4;" ::"r"(address), "l"(from), "n"(kTo), "n"(kFrom)
                    : "memory");
   }
-  // Between phases: the copies since the last commit are one batch; waits until all but the newest `pending` batches
-  // are there, for all threads.
+  // Between phases: `cp_async_commit` makes the copies since the last commit one batch. `cp_async_wait` waits until all
+  // but the newest `pending` batches are complete, and its barrier makes them visible to all threads.
   KV_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
   KV_DEVICE void cp_async_wait(int pending) {
     if (pending <= 0)
@@ -114,20 +117,20 @@ class Block {
       asm volatile("cp.async.wait_group 2;" ::: "memory");
     __syncthreads();
   }
-  // Between phases: whether this is the last of `count` blocks to come here; what the others wrote before is then
-  // visible. The counter is zero again afterwards.
+  // Between phases: returns whether this is the last of `count` blocks to call it; what the other blocks wrote before
+  // is then visible to it. The counter is zero again afterwards.
   KV_DEVICE bool is_last(int* counter, int count) {
     __shared__ int before;
-    __threadfence();
-    __syncthreads();
+    __threadfence();  // what this thread wrote is visible before the counter rises
+    __syncthreads();  // all threads have passed their fence
     if (threadIdx.x == 0) before = atomicAdd(counter, 1);
-    __syncthreads();
+    __syncthreads();  // `before` is written
     if (before != count - 1) return false;
     if (threadIdx.x == 0) *counter = 0;
-    __threadfence();
+    __threadfence();  // reads of what the other blocks wrote come after the counter
     return true;
   }
-  // Within a phase, on integers: their order does not matter.
+  // Within a phase: atomic operations on integers, whose order does not matter.
   KV_DEVICE static void add(int* to, int value) { atomicAdd(to, value); }
   KV_DEVICE static void lower(int* to, int value) { atomicMin(to, value); }
 
@@ -137,15 +140,15 @@ class Block {
 
 #else  // the host
 
-// How the host runs: the order of threads and blocks, and whether copies happen when they are asked for or when they
-// are waited for.
+// How the host runs: the order of threads and blocks, and whether copies happen when they start or (late_copies) when
+// they are waited for.
 struct Host {
   enum { kForward, kBackward, kScattered };
   int order = kForward;
   bool late_copies = false;
   int multiprocessors = 4;
   size_t shared_limit = 101376;  // of compute capability 8.6, 8.9 and 12.0, the smallest
-  int began = 0;                 // when the last call's launches would begin (KvCuda.begin)
+  int began = 0;                 // KvCuda.begin of the last call
   int place(int i, int count) const {
     if (order == kBackward) return count - 1 - i;
     if (order == kScattered)
@@ -203,11 +206,11 @@ class Block {
   Registers* lanes(int warp) { return registers_.data() + warp * kWarp; }
   template <int N, int kTo = 0, int kFrom = 0>
   void copy(void* to, const void* from) {
-    const Copy one{static_cast<char*>(to) + kTo, static_cast<const char*>(from) + kFrom, N};
+    const Copy copy{static_cast<char*>(to) + kTo, static_cast<const char*>(from) + kFrom, N};
     if (host().late_copies)
-      pending_.push_back(one);
+      pending_.push_back(copy);
     else
-      memcpy(one.to, one.from, N);
+      memcpy(copy.to, copy.from, N);
   }
   void cp_async_commit() { committed_.push_back(pending_.size()); }
   void cp_async_wait(int pending) {
@@ -220,7 +223,7 @@ class Block {
     *counter = 0;
     return true;
   }
-  static void add(int* to, int value) {  // which wraps, as on the device
+  static void add(int* to, int value) {  // wraps as on the device
     *to = static_cast<int>(static_cast<unsigned>(*to) + static_cast<unsigned>(value));
   }
   static void lower(int* to, int value) {
@@ -258,10 +261,10 @@ struct HasBefore : std::false_type {};
 template <class Program>
 struct HasBefore<Program, std::void_t<decltype(&Program::before)>> : std::true_type {};
 
-// What a block does. That the next launch may begin is said at once: it takes all blocks of this one, so that no block
-// that still has to start loses its place to the next launch. A program's `before`, where it has one, reads what no
-// launch writes; `run` comes after the end of all earlier launches. Every thread waits, so that a launch ends after
-// those before it, and whatever waits for it has waited for them.
+// Runs a program as one block. The block allows the next launch to begin at once: that launch begins only after all
+// blocks of this one have started, so no block loses its place to it. A program's `before` (optional) reads memory that
+// no launch writes; `run` begins after the end of all earlier launches. Every thread waits for these, so a launch ends
+// after the earlier ones, and a launch that waits for it has waited for them too.
 template <class Program>
 KV_DEVICE void run_block(Block<Program>& block, const typename Program::Args& args) {
   block.let_next_begin();
@@ -272,8 +275,7 @@ KV_DEVICE void run_block(Block<Program>& block, const typename Program::Args& ar
 
 // ---- what programs share ----
 
-// The same number or address, which the compiler computes here and keeps, and not in every round of a loop that takes
-// it.
+// Returns x. The compiler computes x here and keeps it, instead of computing it again in every round of a loop.
 KV_DEVICE int once(int x) {
 #ifdef __CUDACC__
   asm volatile("" : "+r"(x));
@@ -292,7 +294,7 @@ KV_DEVICE uint32_t min_of(uint32_t a, uint32_t b) { return a < b ? a : b; }
 KV_DEVICE int max_of(int a, int b) { return a > b ? a : b; }
 KV_DEVICE float max_of(float a, float b) { return a > b ? a : b; }
 
-// How many bits of a number are 1.
+// Returns how many bits of a number are 1.
 KV_DEVICE int ones(int bits) {
 #ifdef __CUDACC__
   return __popc(bits);
@@ -301,8 +303,8 @@ KV_DEVICE int ones(int bits) {
 #endif
 }
 
-// Items [from, to) of so many, in whole units: share `share` where all shares have the same number of units, the first
-// of them one more.
+// Returns the items [from, to) of share `share` when `items` items are divided into `shares` shares of whole units. The
+// shares have equally many units, except that the first ones have one more if the division leaves a rest.
 struct Range {
   int from, to;
 };
@@ -312,32 +314,32 @@ KV_DEVICE Range share_of(int share, int shares, int items, int unit) {
   return {begin(share), begin(share + 1)};
 }
 
-// How many slots are used: they are a prefix, so two rounds of reads by all threads find its end. Votes that are no
-// prefix have several ends, of which each round takes the first: all blocks that ask get one answer. found: two ints of
-// shared memory.
+// Returns how many slots are used. Used slots are a prefix, so two rounds of reads by all threads find its end. Votes
+// that are no prefix have several ends; each round takes the first one, so all blocks get the same answer. ends: two
+// ints of shared memory.
 template <class Program>
-KV_DEVICE int used_slots(Block<Program>& block, const float* votes, int capacity, int* found) {
+KV_DEVICE int used_slots(Block<Program>& block, const float* votes, int capacity, int* ends) {
   const int stride = (capacity + Program::kThreads - 1) / Program::kThreads;
   const auto ends_at = [&](int i, int next) { return votes[i] > 0.0f && (next >= capacity || !(votes[next] > 0.0f)); };
   block.each([&](int t, auto&) {
-    if (t < 2) found[t] = capacity;
+    if (t < 2) ends[t] = capacity;
   });
   block.each([&](int t, auto&) {
     const int start = t * stride;
-    if (start < capacity && ends_at(start, start + stride)) block.lower(&found[0], start);
+    if (start < capacity && ends_at(start, start + stride)) block.lower(&ends[0], start);
   });
-  const int start = votes[0] > 0.0f ? found[0] : capacity;
+  const int start = votes[0] > 0.0f ? ends[0] : capacity;
   block.each([&](int t, auto&) {
     for (int i = start + t; i < min_of(start + stride, capacity); i += Program::kThreads)
-      if (ends_at(i, i + 1)) block.lower(&found[1], i);
+      if (ends_at(i, i + 1)) block.lower(&ends[1], i);
   });
-  const int used = start < capacity ? found[1] + 1 : 0;
-  block.each([&](int, auto&) {});  // all have read it
+  const int used = start < capacity ? ends[1] + 1 : 0;
+  block.each([&](int, auto&) {});  // all threads have read `ends`, which may be written again
   return used;
 }
 
-// The exclusive sums of `number` over the threads, left in registers; returns the sum of all. sums: an int of shared
-// memory per thread.
+// Computes the exclusive prefix sums of `number` over the threads, in the register `scanned`; returns the sum of all.
+// sums: an int of shared memory per thread.
 template <class Program, class F>
 KV_DEVICE int scan(Block<Program>& block, int* sums, F number) {
   block.each([&](int t, auto& r) { sums[t] = number(t, r); });
@@ -347,11 +349,12 @@ KV_DEVICE int scan(Block<Program>& block, int* sums, F number) {
   }
   block.each([&](int t, auto& r) { r.scanned = t > 0 ? sums[t - 1] : 0; });
   const int all = sums[Program::kThreads - 1];
-  block.each([&](int, auto&) {});
+  block.each([&](int, auto&) {});  // all threads have read `sums`, which may be written again
   return all;
 }
 
-// The sum, in one order, or the maximum over the threads of `number`. values: an element of shared memory per thread.
+// Returns the reduction of `number` by op over the threads, always in the same order. values: an element of shared
+// memory per thread.
 template <class Program, class T, class F, class Op>
 KV_DEVICE T reduce(Block<Program>& block, T* values, F number, Op op) {
   block.each([&](int t, auto& r) { values[t] = number(t, r); });
@@ -360,7 +363,7 @@ KV_DEVICE T reduce(Block<Program>& block, T* values, F number, Op op) {
       if (t < half) values[t] = op(values[t], values[t + half]);
     });
   const T result = values[0];
-  block.each([&](int, auto&) {});
+  block.each([&](int, auto&) {});  // all threads have read the result, and `values` may be written again
   return result;
 }
 

@@ -1,4 +1,4 @@
-// Rows of 16-byte vectors on their way into shared memory, where they lie `vector_stride` apart.
+// Asynchronous copies of rows of 16-byte vectors into shared memory, where a row begins every `vector_stride` bytes.
 #pragma once
 
 #include <utility>
@@ -8,7 +8,7 @@
 namespace kv {
 namespace cuda {
 
-// Where thread t's first vector of rows of `width` vectors goes, bytes from the first row.
+// Returns where thread t's first vector of rows of `width` vectors goes, in bytes from the first row.
 KV_DEVICE int place_of(int width, int t) { return t / width * vector_stride(width) + t % width * 16; }
 
 template <int kWidth, class Program, int... kPass>
@@ -17,8 +17,8 @@ KV_DEVICE void copy_passes(Block<Program>& block, char* to, const char* from, st
   (block.template copy<16, kPass * kTo, kPass * kFrom>(to, from), ...);
 }
 
-// Within a phase: a thread's share of kRows rows of kWidth vectors, which lie one after another, copied asynchronously:
-// every kThreads-th vector, an instruction each. to, from: of its first, which is vector t.
+// Within a phase: copies a thread's share of kRows contiguous rows of kWidth vectors asynchronously: every kThreads-th
+// vector, one instruction each. to, from: the addresses of the thread's first vector, which is vector t.
 template <int kWidth, int kRows, class Program>
 KV_DEVICE void copy_rows(Block<Program>& block, char* to, const char* from) {
   constexpr int kThreads = Program::kThreads;
@@ -26,8 +26,9 @@ KV_DEVICE void copy_rows(Block<Program>& block, char* to, const char* from) {
   copy_passes<kWidth>(block, to, from, std::make_integer_sequence<int, kRows * kWidth / kThreads>());
 }
 
-// Within a phase: thread t's share of `count` rows of `width` units of so many bytes (2, 4 or 16), in shared memory
-// `stride` bytes apart; to, from: of the first row. Addresses go on by steps, with one division and no product.
+// Within a phase: copies thread t's share of `count` rows of `width` units of kUnit bytes (2, 4 or 16); in shared
+// memory rows are `stride` bytes apart. to, from: the addresses of the first row. Addresses advance by additions: the
+// only divisions are before the loop.
 template <int kUnit, class Program>
 KV_DEVICE void copy_units(Block<Program>& block, void* to, int stride, const void* from, int width, int count, int t) {
   constexpr int kThreads = Program::kThreads;
@@ -37,7 +38,7 @@ KV_DEVICE void copy_units(Block<Program>& block, void* to, int stride, const voi
   const char* source = static_cast<const char*>(from) + t * kUnit;
 #pragma unroll 1
   for (int i = t; i < count * width; i += kThreads) {
-    if constexpr (kUnit == 2)  // which no asynchronous copy takes
+    if constexpr (kUnit == 2)  // asynchronous copies have at least 4 bytes
       *reinterpret_cast<uint16_t*>(target) = *reinterpret_cast<const uint16_t*>(source);
     else
       block.template copy<kUnit>(target, source);
@@ -46,8 +47,8 @@ KV_DEVICE void copy_units(Block<Program>& block, void* to, int stride, const voi
   }
 }
 
-// `count` rows, at most kRows, of `width` vectors, to and from as copy_rows: by it where there are as many and the
-// width is named.
+// Within a phase: copies thread t's share of `count` rows (at most kRows) of `width` vectors; to and from as for
+// copy_rows. It calls copy_rows if count is kRows and width is one of kWidths.
 template <int kRows, int... kWidths, class Program>
 KV_DEVICE void copy_most(Block<Program>& block, char* to, const char* from, int width, int count, int t) {
   const auto whole = [&](auto named) {

@@ -1,4 +1,4 @@
-// Running a program over a grid: on the device as a kernel, on the host block after block.
+// Runs a program over a grid: on the device as a kernel, on the host block after block.
 #pragma once
 
 #include "small.h"
@@ -19,7 +19,7 @@ struct Device {
   int multiprocessors;
   size_t shared_limit;  // of a block
   bool runs;            // false: launches are only checked
-  bool early = false;   // launches begin while the one before ends
+  bool early = false;   // whether launches begin while the one before ends
 };
 
 constexpr const char* kTooManyBlocks = "the call is too large for one launch";
@@ -32,28 +32,28 @@ using Stream = cudaStream_t;
 
 inline const char* text_of(cudaError_t error) { return error == cudaSuccess ? nullptr : cudaGetErrorString(error); }
 
-// Whether kernels wait for earlier launches: those that were compiled for less than 9.0 do not, and on a later device
-// run those of the latest capability (plugins/building/make.py keeps PTX of that one alone).
+// Whether kernels wait for earlier launches. Kernels compiled for a capability below 9.0 do not. A device newer than
+// all compiled capabilities runs the PTX of the latest one, the only PTX that plugins/building/make.py keeps.
 constexpr bool compiled_to_wait() {
   bool waits = false;
   for (const int capability : {__CUDA_ARCH_LIST__}) waits = waits || capability >= 900;
   return waits;
 }
 
-// Whether launches may begin early: programmatic dependent launch, which CUDA graphs keep since CUDA 12.3.
+// Whether launches may begin early by programmatic dependent launch, which CUDA graphs keep since CUDA 12.3.
 inline bool begins_early(int number) {
-  static const bool wanted = [] {
-    const char* said = getenv("KVEXPORT_CUDA_EARLY");
+  static const bool supported = [] {
+    const char* setting = getenv("KVEXPORT_CUDA_EARLY");
     int driver = 0;
-    return CUDART_VERSION >= 12030 && compiled_to_wait() && !(said && !strcmp(said, "0")) &&
+    return CUDART_VERSION >= 12030 && compiled_to_wait() && !(setting && !strcmp(setting, "0")) &&
            cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12030;
   }();
   int major = 0;
-  return wanted && cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, number) == cudaSuccess &&
+  return supported && cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, number) == cudaSuccess &&
          major >= 9;
 }
 
-// begin: as in KvCuda.
+// Describes the current device. begin: as in KvCuda.
 inline const char* this_device(Device* device, int begin = KV_CUDA_IN_ORDER) {
   int number = 0, shared = 0;
   if (const char* problem = text_of(cudaGetDevice(&number))) return problem;
@@ -68,7 +68,8 @@ inline const char* this_device(Device* device, int begin = KV_CUDA_IN_ORDER) {
   return nullptr;
 }
 
-// Of twice as many multiprocessors as the largest has; the size of a workspace must not hang on where it is asked for.
+// A device with twice the multiprocessors of the largest GPU: the size of a workspace must not depend on the machine
+// that computes it.
 inline Device largest_device() { return {512, 0, false}; }
 
 template <class Program>
@@ -84,15 +85,16 @@ const char* launch(const typename Program::Args& args, size_t blocks, size_t sha
                    Stream stream) {
   if (blocks == 0) return nullptr;
   if (blocks >= kLaunchable) return kTooManyBlocks;
-  // A few bytes belong to Block::is_last.
+  // Block::is_last uses a few bytes of the block's shared memory.
   const size_t limit = device.shared_limit - 16;
   if (shared > limit) return kTooMuchShared;
   if (!device.runs) return nullptr;
-  // The same for every call: it is the kernel's, and another thread's call may come between this line and the launch.
+  // The limit is an attribute of the kernel. It is equal for every call, since a call in another thread may set it
+  // between this line and the launch.
   if (shared > 48000)
     if (const char* problem = text_of(cudaFuncSetAttribute(
             run_program<Program>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(limit)))) {
-      cudaGetLastError();  // reported here, not by the next call that checks
+      cudaGetLastError();  // clears the error, which the next check would report again
       return problem;
     }
   const unsigned count = static_cast<unsigned>(blocks);
@@ -124,10 +126,10 @@ inline const char* this_device(Device* device, int begin = KV_CUDA_IN_ORDER) {
   return nullptr;
 }
 
-// Of the host's multiprocessors alone, so that a sanitizer sees the first byte beyond what is used.
+// The host's own number of multiprocessors, so that a sanitizer reports the first byte beyond what is used.
 inline Device largest_device() { return {host().multiprocessors, host().shared_limit, false}; }
 
-// For tests: of every launch that was only checked a line, its program and number of blocks.
+// For tests: one line for every launch that was only checked, with its program and number of blocks.
 inline std::string& checked() {
   static thread_local std::string lines;
   return lines;
@@ -146,7 +148,7 @@ const char* launch(const typename Program::Args& args, size_t blocks, size_t sha
                      host().late_copies);
 #endif
   for (size_t i = 0; i < blocks; ++i) {
-    // Exactly what the launch asks for, and every block finds rubbish in it.
+    // Exactly the bytes of the launch, filled with rubbish for every block.
     void* memory = nullptr;
     if (posix_memalign(&memory, 16, shared > 0 ? shared : 1) != 0) return "out of memory";
     memset(memory, 0xff, shared);
@@ -164,21 +166,21 @@ inline const char* copy_tensor(void* to, const void* from, size_t bytes, Stream)
 
 #endif
 
-// ---- into how many shares, a block each, the work of a head is divided ----
+// ---- how many shares, one block each, divide the work of a head ----
 
 constexpr int kMostShares = 128;
 
-// The most that shares_of may say on a device that has room for so many blocks at a time (places); rises with them.
+// Returns the most that shares_of can return on a device that runs `places` blocks at a time. It rises with `places`.
 inline int most_shares(size_t heads, int units, size_t places) {
   const size_t filling = heads > 0 ? 8 * places / heads : 1, most = filling < kMostShares ? filling : kMostShares,
-               worth = units < 1 ? 1 : static_cast<size_t>(units);
-  const size_t shares = most < worth ? most : worth;
+               whole_units = units < 1 ? 1 : static_cast<size_t>(units);
+  const size_t shares = most < whole_units ? most : whole_units;
   return shares < 1 ? 1 : static_cast<int>(shares);
 }
 
-// The number that takes the least time by this count: blocks come in waves of as many as there are places, a wave takes
-// as many units of work as the largest share has and half a unit for what a block does once, and to combine the shares
-// takes 1/32 unit for each. Of equals the fewest.
+// Returns the number of shares with the least estimated time; of equals the fewest. The estimate: blocks run in waves
+// of `places`; a wave takes the units of work of the largest share, and half a unit for a block's fixed work; combining
+// takes 1/32 unit for each share.
 inline int shares_of(size_t heads, int units, size_t places) {
   int best = 1;
   size_t least = SIZE_MAX;
@@ -190,15 +192,15 @@ inline int shares_of(size_t heads, int units, size_t places) {
   return best;
 }
 
-// Parts of a workspace, one after the other; counts bytes where there is none.
+// Divides a workspace into arrays, one after the other; only counts bytes if base is nullptr.
 class Workspace {
  public:
   explicit Workspace(void* base) : base_(static_cast<char*>(base)) {}
   template <class T>
   T* take(size_t count) {
-    T* part = base_ ? reinterpret_cast<T*>(base_ + size_) : nullptr;
+    T* array = base_ ? reinterpret_cast<T*>(base_ + size_) : nullptr;
     size_ += (count * sizeof(T) + 255) / 256 * 256;
-    return part;
+    return array;
   }
   size_t size() const { return size_; }
 
@@ -207,9 +209,9 @@ class Workspace {
   size_t size_ = 0;
 };
 
-// Whatever of a call's state is not in place is copied first; then all is.
-template <class Call>
-const char* copy_state(const Call& a, Stream stream) {
+// Copies the tensors of a call's state that are not bound in place, so that kernels can work in place.
+template <class Arguments>
+const char* copy_state(const Arguments& a, Stream stream) {
   const KvState &from = a.past, &to = a.present;
   const size_t slots = static_cast<size_t>(a.batch) * a.heads * a.capacity, each = slots * sizeof(float);
   const size_t keys = slots * a.key_size * key_bits(a.cache_type) / 8,
@@ -225,8 +227,8 @@ const char* copy_state(const Call& a, Stream stream) {
 }
 
 constexpr const char* kNoScales = "a small cache has no scales";
-template <class Call>
-bool has_scales(const Call& a) {
+template <class Arguments>
+bool has_scales(const Arguments& a) {
   return !is_small(a.cache_type) ||
          (a.past_scales.key && a.past_scales.value && a.present_scales.key && a.present_scales.value);
 }
@@ -249,7 +251,7 @@ inline const char* check_cache(int type, int batch, int heads, int capacity, int
 }
 
 inline const char* check_workspace(const KvCuda& where, size_t needed) {
-  if (!where.workspace || where.workspace_size < needed) return "the workspace is smaller than the call asks for";
+  if (!where.workspace || where.workspace_size < needed) return "the workspace is smaller than the call needs";
   if (reinterpret_cast<uintptr_t>(where.workspace) % 256) return "the workspace is not aligned to 256 bytes";
   return nullptr;
 }

@@ -1,10 +1,10 @@
-// The tensor cores' product of a warp: mma.m16n8k16 of 16-bit elements into float32 sums, what loads its operands from
-// shared memory, and where their elements lie. On the host the same operations over the registers of a warp's 32
-// lanes, by the layout that PTX gives (PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type"), so that
-// an element in the wrong register gives a wrong result there too.
+// The matrix product of a warp on tensor cores: mma.m16n8k16 of 16-bit elements into float32 sums; the loads of its
+// operands from shared memory; and the layout of their elements. The host executes the same operations over the
+// registers of a warp's 32 lanes, with the layout of the PTX ISA ("Matrix Fragments for mma.m16n8k16 with floating
+// point type"), so an element in the wrong register gives a wrong result there too.
 //
-// They come between phases, like Block::warp_max: functions say for a thread where it reads and which of its registers
-// take part. Every thread of a block has to come to each.
+// These operations come between phases, like Block::warp_max: functions tell where a thread reads and which of its
+// registers take part. Every thread of a block must execute each operation.
 #pragma once
 
 #include "types.h"
@@ -12,8 +12,8 @@
 namespace kv {
 namespace cuda {
 
-// A product of a warp: sum [16, 8] += a [16, 16] b [16, 8]. Every lane holds 8 elements of a, two to a register, the
-// first in the lower half, 4 of b likewise, and 4 sums.
+// A product of a warp: sum [16, 8] += a [16, 16] b [16, 8]. Every lane has 8 elements of a, two in a register, the
+// first in the lower half; 4 elements of b likewise; and 4 sums.
 struct Product {
   float* sum;
   const uint32_t *a, *b;
@@ -23,12 +23,12 @@ struct Element {
   int row, column;
 };
 
-// Where a lane's i-th element of each lies.
+// The row and column of a lane's i-th element of a, of b, and of the sum.
 KV_HD Element element_of_a(int lane, int i) { return {lane / 4 + i / 2 % 2 * 8, lane % 4 * 2 + i % 2 + i / 4 * 8}; }
 KV_HD Element element_of_b(int lane, int i) { return {lane % 4 * 2 + i % 2 + i / 2 * 8, lane / 4}; }
 KV_HD Element element_of_sum(int lane, int i) { return {lane / 4 + i / 2 * 8, lane % 4 * 2 + i % 2}; }
 
-// Two numbers as a register's elements.
+// Returns two numbers as the elements of a register.
 template <class T>
 KV_DEVICE uint32_t packed(float low, float high) {
 #ifdef __CUDACC__
@@ -45,7 +45,7 @@ KV_DEVICE uint32_t packed(float low, float high) {
 #endif
 }
 
-// of(registers): the Product. kFirst: nothing is added to, whatever the sum held.
+// Multiplies of(registers), a Product. kFirst: the sum starts at zero, whatever its registers contained.
 template <class T, bool kFirst = false, class Program, class F>
 KV_DEVICE void multiply(Block<Program>& block, F of) {
 #ifdef __CUDACC__
@@ -90,9 +90,9 @@ KV_DEVICE void multiply(Block<Program>& block, F of) {
 #endif
 }
 
-// ldmatrix.x4: four matrices of 8 rows of 8 elements out of shared memory. Lane 8 i + r says where row r of matrix i is
-// (16 bytes, aligned); of matrix i every lane then holds in to(registers)[i] elements 2 (lane % 4) and the next of row
-// lane / 4, or of column lane / 4 where they are transposed.
+// ldmatrix.x4: loads four matrices of 8 rows of 8 elements from shared memory. Lane 8 i + r gives the address of row r
+// of matrix i (16 bytes, aligned). Then to(registers)[i] of every lane contains elements 2 (lane % 4) and the next one
+// of matrix i's row lane / 4, or of its column lane / 4 if kTransposed.
 template <bool kTransposed, class Program, class Row, class To>
 KV_DEVICE void load_matrices(Block<Program>& block, Row row, To to) {
 #ifdef __CUDACC__
@@ -127,25 +127,26 @@ KV_DEVICE void load_matrices(Block<Program>& block, Row row, To to) {
 #endif
 }
 
-// The operands out of 16 x 16 elements in shared memory whose rows lie `stride` bytes apart; corner(thread) is their
-// first, the same for all threads of a warp. Four registers each. Where several are loaded that lie a constant apart,
-// `load_matrices` from offset_of_.. on adds it last, so that addresses are computed once.
+// The following load operands, four registers each, from 16 x 16 elements in shared memory whose rows are `stride`
+// bytes apart. corner(thread) is the address of their first element, equal for all threads of a warp. To load several
+// operands at constant distances, call `load_matrices` with offset_of_a or offset_of_b and add the distance last, so
+// that addresses are computed once.
 //
-// As a, row by row.
+// Loads an operand a, row by row.
 KV_DEVICE int offset_of_a(int t, int stride) { return t % 16 * stride + t % kWarp / 16 * 16; }
 template <class Program, class Corner, class To>
 KV_DEVICE void load_a(Block<Program>& block, int stride, Corner corner, To to) {
   load_matrices<false>(block, [&](int t) { return corner(t) + offset_of_a(t, stride); }, to);
 }
-// As two b, where a row of memory is a column of b (keys): that of the first 8 rows in registers 0 and 1, that of the
-// others in 2 and 3.
+// Loads two operands b; a row of memory is a column of b (keys). The first 8 rows go to registers 0 and 1, the others
+// to registers 2 and 3.
 KV_DEVICE int offset_of_b(int t, int stride) { return (t % kWarp / 16 * 8 + t % 8) * stride + t / 8 % 2 * 16; }
 template <class Program, class Corner, class To>
 KV_DEVICE void load_b(Block<Program>& block, int stride, Corner corner, To to) {
   load_matrices<false>(block, [&](int t) { return corner(t) + offset_of_b(t, stride); }, to);
 }
-// As two b, where a row of memory is a row of b (values): that of the first 8 columns in registers 0 and 1, that of the
-// others in 2 and 3.
+// Loads two operands b; a row of memory is a row of b (values). The first 8 columns go to registers 0 and 1, the others
+// to registers 2 and 3.
 template <class Program, class Corner, class To>
 KV_DEVICE void load_b_rows(Block<Program>& block, int stride, Corner corner, To to) {
   load_matrices<true>(block, [&](int t) { return corner(t) + t % 16 * stride + t % kWarp / 16 * 16; }, to);

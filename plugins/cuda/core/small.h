@@ -1,10 +1,10 @@
-// Rows of a small cache (docs/contract.md, "A small cache"): how they are read, and how they are stored with the bits
-// that every backend stores them with (kvexport/ops/small_cache.py).
+// Rows of a small cache (docs/contract.md, "A small cache"): reading them, and storing them with the same bits as every
+// backend (kvexport/ops/small_cache.py).
 //
-// Numbers of 8 or 4 bits come as bytes to which 128 is added, four to a word: as the low byte of 1024 + x in 16 bits,
-// or of 2^23 + x in 32, they are floats after one subtraction, exactly. A row that is turned or stored lies in the
-// registers of a warp, four neighbouring columns a lane and then the next 128, so that the Hadamard matrix's
-// butterflies are shuffles.
+// Numbers of 8 or 4 bits are handled as bytes x + 128, four in a word. As the low byte of a 16-bit float 1024 + x, or
+// of a 32-bit float 2^23 + x, one exact subtraction makes them floats. A row that is rotated or stored is in the
+// registers of a warp: each lane has four neighbouring columns, then four of the next 128 columns, so that the
+// butterflies of the Hadamard matrix are shuffles.
 #pragma once
 
 #include <type_traits>
@@ -32,7 +32,7 @@ template <class T>
 constexpr bool kSmall = std::is_same<T, Small>::value;
 
 KV_HD bool is_small(int type) { return type == KV_INT8 || type == KV_INT4 || type == KV_K8V4; }
-// Bits of an element, of any type of cache.
+// Bits of an element of a full-size type, and of keys and values of any cache type.
 KV_HD int element_bits(int type) { return type == KV_FLOAT32 ? 32 : 16; }
 KV_HD int key_bits(int type) { return !is_small(type) ? element_bits(type) : type == KV_INT4 ? 4 : 8; }
 KV_HD int value_bits(int type) { return !is_small(type) ? element_bits(type) : type == KV_INT8 ? 8 : 4; }
@@ -46,23 +46,24 @@ constexpr uint32_t four_of(int code) {
   return word;
 }
 constexpr uint32_t kCodes0 = four_of(0), kCodes4 = four_of(4), kCodes8 = four_of(8), kCodes12 = four_of(12);
-constexpr uint32_t kSigns = 0x80808080;  // turns int8 numbers into such with 128 added, and back
+constexpr uint32_t kSigns = 0x80808080;  // xor with it adds 128 to four int8 numbers, or subtracts it
 
-// Byte i of the result is that of the eight of low and high which the i-th four bits of `which` name.
+// Selects four of the eight bytes of low and high: the i-th four bits of `which` are the number of byte i of the
+// result.
 KV_DEVICE uint32_t bytes_of(uint32_t low, uint32_t high, uint32_t which) {
 #ifdef __CUDACC__
-  uint32_t found;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(found) : "r"(low), "r"(high), "r"(which));
-  return found;
+  uint32_t selected;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(selected) : "r"(low), "r"(high), "r"(which));
+  return selected;
 #else
   const uint64_t bytes = static_cast<uint64_t>(high) << 32 | low;
-  uint32_t found = 0;
-  for (int i = 0; i < 4; ++i) found |= static_cast<uint32_t>(bytes >> 8 * (which >> 4 * i & 7) & 255) << 8 * i;
-  return found;
+  uint32_t selected = 0;
+  for (int i = 0; i < 4; ++i) selected |= static_cast<uint32_t>(bytes >> 8 * (which >> 4 * i & 7) & 255) << 8 * i;
+  return selected;
 #endif
 }
 
-// Eight codes of four bits, the first in the lowest, as numbers.
+// Converts eight 4-bit codes, the first in the lowest bits, to numbers.
 KV_DEVICE void numbers_of(uint32_t codes, uint32_t (&numbers)[2]) {
   const uint32_t place = codes & 0x77777777, half = (codes >> 1 & 0x44444444) | 0x32103210;
 #pragma unroll
@@ -71,22 +72,22 @@ KV_DEVICE void numbers_of(uint32_t codes, uint32_t (&numbers)[2]) {
                           half >> 16 * i);
 }
 
-// Two of four numbers, those that `which` names, as 16-bit floats in a register.
+// Returns two of four numbers, which `which` names, as 16-bit floats in a register.
 constexpr uint32_t kFirstTwo = 0x4140, kLastTwo = 0x4342, kEven = 0x4240, kOdd = 0x4341;
 KV_DEVICE uint32_t halves_of(uint32_t numbers, uint32_t which) {
   const uint32_t raised = bytes_of(numbers, 0x64646464, which);  // 1024 + x
 #ifdef __CUDACC__
-  uint32_t found;
-  asm("sub.f16x2 %0, %1, %2;" : "=r"(found) : "r"(raised), "r"(0x64806480));
-  return found;
+  uint32_t halves;
+  asm("sub.f16x2 %0, %1, %2;" : "=r"(halves) : "r"(raised), "r"(0x64806480));
+  return halves;
 #else
-  uint32_t found = 0;
+  uint32_t halves = 0;
   for (int i = 0; i < 2; ++i) {
     Half half{static_cast<uint16_t>(raised >> 16 * i)};
     assign(half, to_float(half) - 1152.0f);
-    found |= static_cast<uint32_t>(half.bits) << 16 * i;
+    halves |= static_cast<uint32_t>(half.bits) << 16 * i;
   }
-  return found;
+  return halves;
 #endif
 }
 
@@ -94,14 +95,14 @@ KV_DEVICE float float_of(uint32_t numbers, int i) {
   return bits_as<float>(0x4b000000u | (numbers >> 8 * i & 255)) - 8388736.0f;
 }
 
-// Four neighbouring numbers of a row, from a column that is a multiple of four.
+// Returns four neighbouring numbers of a row; `column` is a multiple of four.
 KV_DEVICE uint32_t four_numbers(const char* row, int bits, int column) {
   if (bits == 8) return *reinterpret_cast<const uint32_t*>(row + column) ^ kSigns;
   uint32_t numbers[2];
   numbers_of(*reinterpret_cast<const uint16_t*>(row + column / 2), numbers);
   return numbers[0];
 }
-// ... as the floats that they stand for.
+// Returns the same four numbers times the row's scale, as floats.
 KV_DEVICE Vector widened(const char* row, int bits, int column, float scale) {
   const uint32_t numbers = four_numbers(row, bits, column);
   Vector out;
@@ -110,7 +111,7 @@ KV_DEVICE Vector widened(const char* row, int bits, int column, float scale) {
   return out;
 }
 
-// ---- numbers of the model's type, which is known when the kernel runs ----
+// ---- elements of the model's type, an argument of the kernel ----
 
 KV_DEVICE float load_number(const void* from, int type, size_t i) {
   if (type == KV_FLOAT32) return static_cast<const float*>(from)[i];
@@ -128,13 +129,14 @@ KV_DEVICE void store_number(void* to, int type, size_t i, float x) {
 
 // ---- a row in the registers of a warp ----
 
-// A lane's part of a row of up to 256 elements, those beyond its size 0. After quantize_rows the elements are numbers.
+// A lane's elements of a row of up to 256; elements beyond the row's size are 0. After quantize_rows they are numbers.
+// has_nan: 1 if the row contains NaN.
 struct Row {
-  float element[8], largest, spoilt, scale;
+  float element[8], largest, has_nan, scale;
 };
 KV_DEVICE int column_of(int lane, int i) { return (i / 4 * kWarp + lane) * 4 + i % 4; }
 
-// Butterflies between columns of one lane.
+// The butterflies of the Hadamard matrix between columns of one lane.
 template <int kApart, int kCount, class Registers, class F>
 KV_DEVICE void add_pairs(Registers& r, F element) {
 #pragma unroll
@@ -145,8 +147,8 @@ KV_DEVICE void add_pairs(Registers& r, F element) {
   }
 }
 
-// Every warp's row times the Hadamard matrix of `size`, a multiple of four: element(registers, i) is a lane's i-th of
-// kCount.
+// Multiplies every warp's row by the Hadamard matrix of `size`, a multiple of four. element(registers, i) is the i-th
+// of a lane's kCount elements.
 template <int kCount, class Program, class F>
 KV_DEVICE void rotate_rows(Block<Program>& block, int size, F element) {
   const int span = size & -size;
@@ -173,21 +175,21 @@ KV_DEVICE void rotate_rows(Block<Program>& block, int size, F element) {
   });
 }
 
-// Every warp's row(registers) as it is stored: numbers in place of elements, and their scale.
+// Quantizes every warp's row(registers): numbers replace the elements, and the scale is set.
 template <class Program, class F>
 KV_DEVICE void quantize_rows(Block<Program>& block, F row) {
   block.each_alone([&](int, auto& r) {
     Row& x = row(r);
-    x.largest = x.spoilt = 0.0f;
+    x.largest = x.has_nan = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float size = fabsf(x.element[i]);
-      if (size != size) x.spoilt = 1.0f;
+      if (size != size) x.has_nan = 1.0f;
       x.largest = size > x.largest ? size : x.largest;
     }
   });
   block.warp_max([&](auto& r) -> float& { return row(r).largest; });
-  block.warp_max([&](auto& r) -> float& { return row(r).spoilt; });
+  block.warp_max([&](auto& r) -> float& { return row(r).has_nan; });
   block.each_alone([&](int, auto& r) {
     Row& x = row(r);
     const uint32_t bits = bits_as<uint32_t>(x.largest / 127.0f);
@@ -201,24 +203,24 @@ KV_DEVICE void quantize_rows(Block<Program>& block, F row) {
       number = number > -127.0f ? number : -127.0f;
       x.element[i] = number + 12582912.0f - 12582912.0f;  // rounds ties to even
     }
-    x.scale = x.spoilt > 0.0f ? bits_as<float>(0x7fc00000u) : scale;
+    x.scale = x.has_nan > 0.0f ? bits_as<float>(0x7fc00000u) : scale;
   });
 }
 
-// The code of the nearest of int4's numbers, of two as near of the one nearer to 0.
+// Returns the code of the nearest int4 number; a tie goes to the one nearer to 0.
 KV_DEVICE uint32_t code_of(int number) {
   constexpr int kNumbers[16] = {KV_INT4_NUMBERS};
   int place = 0;
 #pragma unroll
   for (int i = 1; i < 16; ++i) {
-    // In ascending order they are codes 9 to 15 and then 0 to 8.
+    // In ascending order, the numbers have codes 9 to 15 and then 0 to 8.
     const int low = kNumbers[(i + 8) % 16], high = kNumbers[(i + 9) % 16];
     place += 2 * number > low + high - (low < 0);
   }
   return (place + 9) & 15;
 }
 
-// A lane's part of a row's numbers into the cache.
+// Stores a lane's numbers of a quantized row in the cache.
 KV_DEVICE void store_row(const Row& x, char* row, int bits, int size, int lane) {
 #pragma unroll
   for (int i = 0; i < 8; i += 4) {

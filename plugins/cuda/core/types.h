@@ -1,4 +1,4 @@
-// Elements of a cache and rows of them, as float32. An element is kept as its bits.
+// The element types of a cache, and loads and stores that convert them to float32. Half and BFloat are stored as bits.
 #pragma once
 
 #include "block.h"
@@ -44,7 +44,7 @@ KV_DEVICE void assign(Half& to, float x) {
   to.bits = bits_as<uint16_t>(static_cast<_Float16>(x));
 #endif
 }
-// To the nearest, ties to even; a NaN stays one.
+// Rounds to nearest, ties to even; NaN stays NaN.
 KV_DEVICE void assign(BFloat& to, float x) {
   const uint32_t bits = bits_as<uint32_t>(x), rounded = bits + 0x7fff + (bits >> 16 & 1);
   to.bits = static_cast<uint16_t>((x != x ? bits | 0x400000 : rounded) >> 16);
@@ -68,7 +68,7 @@ KV_DEVICE void widen(const Vector& vector, float (&out)[kLanes<T>]) {
   for (int i = 0; i < kLanes<T>; ++i) out[i] = to_float(element[i]);
 }
 
-// Four neighbouring elements, aligned to their size.
+// Loads four neighbouring elements, aligned to their total size.
 template <class T>
 KV_DEVICE void load_four(const T* from, float (&out)[4]) {
   struct alignas(4 * sizeof(T)) Four {
@@ -79,7 +79,7 @@ KV_DEVICE void load_four(const T* from, float (&out)[4]) {
   for (int i = 0; i < 4; ++i) out[i] = to_float(four.element[i]);
 }
 
-// Two neighbouring numbers, aligned to both.
+// Stores two neighbouring numbers at an address aligned to 8 bytes.
 KV_DEVICE void store_two(float* to, const float (&x)[2]) {
   struct alignas(8) Two {
     float element[2];
@@ -87,8 +87,8 @@ KV_DEVICE void store_two(float* to, const float (&x)[2]) {
   *reinterpret_cast<Two*>(to) = Two{{x[0], x[1]}};
 }
 
-// A row in shared memory takes an odd number of vectors, so that lanes which read the same vector of neighbouring rows
-// meet no conflict.
+// The bytes from row to row in shared memory: an odd number of vectors, so that lanes that read the same vector of
+// neighbouring rows have no bank conflict.
 KV_HD constexpr int vector_stride(int vectors) { return (vectors | 1) * 16; }
 template <class T>
 KV_HD constexpr int shared_stride(int size) {

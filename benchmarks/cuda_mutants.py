@@ -80,7 +80,7 @@ SELECT, POSITIONS, NEAREST, NEAREST_MMA, SETS, PLACE, WORK = (
 )
 LINEAR_MMA = "cuda/linear/linear_mma.h"
 FIRST_WAIT = "if (!args.weights_stay) block.wait_for_earlier();"
-FIRST_GROUPS = "load_groups(r, args, part.p, part.range.from, t); });\n"  # the last of what Linear does early
+FIRST_GROUPS = "load_groups(r, args, work.p, work.range.from, t); });\n"  # the last of what Linear does early
 # Wrong on a GPU alone.
 ORDERING = (
     Mutant(
@@ -182,8 +182,8 @@ ORDERING = (
     Mutant(
         "targets' squares are used before they are there",
         NEAREST_MMA,
-        "block.each([](int, auto&) {});\n  }\n\n  // Of a warp's rows and 16 targets",
-        "block.each_alone([](int, auto&) {});\n  }\n\n  // Of a warp's rows and 16 targets",
+        "block.each([](int, auto&) {});\n  }\n\n  // Multiplies a warp's rows with 16 targets",
+        "block.each_alone([](int, auto&) {});\n  }\n\n  // Multiplies a warp's rows with 16 targets",
         MERGE,
         "NearestMma<Half, true, 2>",
     ),
@@ -289,7 +289,13 @@ MEANING = (
     Mutant("recent slots are one fewer", SELECT, "now - a.recent)", "now - a.recent + 1)", MERGE),
     Mutant("pooling reaches one position less", SELECT, "p.pooled / 2", "(p.pooled - 1) / 2 - 1", MERGE),
     Mutant("a position's own bit counts", POSITIONS, "(1u << at % 32) - 1", "(2u << at % 32) - 1", MERGE),
-    Mutant("of equal targets of a split the last", NEAREST, "found.place[i] < place", "found.place[i] > place", MERGE),
+    Mutant(
+        "of equal targets of a split the last",
+        NEAREST,
+        "candidates.place[i] < place",
+        "candidates.place[i] > place",
+        MERGE,
+    ),
     Mutant("of equal targets an upper one", SETS, "upper_near == near && upper < target", "upper_near == near", MERGE),
     Mutant("the rest of the targets is forgotten", NEAREST, "slots = 0, rest = x.rest;", "slots = 0;", MERGE),
     Mutant("upper slots are no targets", SETS, "upper_near > near ||", "", MERGE),

@@ -1,8 +1,8 @@
-"""Builds the native operators and what they are tested with: `python plugins/build.py TARGET...`, `onnxruntime` where
-none is named.
+"""Builds the native operators and the libraries for their tests: `python plugins/build.py TARGET...`; without a target
+it builds `onnxruntime`.
 
-Exit code 3 and one line for each target that says what is missing, where something is; `--check` says it and builds
-nothing. `pip install` builds `onnxruntime` by hatch_build.py, and goes on where it cannot.
+If something is missing, the exit code is 3, and one line for each target says what is missing; `--check` only prints
+these lines. `pip install` builds `onnxruntime` by hatch_build.py, and continues if it cannot.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from building.tools import Missing
 
 
 def main() -> None:
-    """See the module's text."""
+    """Build the targets of the command line; exit with 3 if one was not built."""
     options = arguments()
-    chosen = {key: getattr(options, key) for key in ("capabilities", "sanitize", "out", "fetch", "everything")}
+    settings = {key: getattr(options, key) for key in ("capabilities", "sanitize", "out", "fetch", "everything")}
     failed = False
     for name in options.targets or ["onnxruntime"]:
         try:
@@ -29,7 +29,7 @@ def main() -> None:
             elif options.record:
                 make.record_resources(options.capabilities or CAPABILITIES)
             else:
-                print(make.build(name, **chosen))
+                print(make.build(name, **settings))
         except Missing as error:
             print(f"kvexport: the target {name} was not built: {error}", file=sys.stderr)
             failed = True
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Return the options of the command line."""
     targets = "\n".join(f"  {name:22} {target.meaning}\n{'':24} {target.output}" for name, target in TARGETS.items())
     parser = argparse.ArgumentParser(
         description=f"{__doc__}\ntargets:\n{targets}", formatter_class=argparse.RawDescriptionHelpFormatter
@@ -45,20 +45,24 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("targets", nargs="*", metavar="TARGET")
     parser.add_argument("--check", action="store_true", help="say what is missing, and build nothing")
     parser.add_argument(
-        "--fetch-headers", dest="fetch", action="store_true", help="take ONNX Runtime's from Debian's package"
+        "--fetch-headers", dest="fetch", action="store_true", help="fetch ONNX Runtime's headers as a Debian package"
     )
     parser.add_argument("--sanitize", default="", help="onnxruntime: address,undefined or thread")
-    parser.add_argument("--out", type=Path, help="the folder of the library, of what nvcc and cmake make")
+    parser.add_argument("--out", type=Path, help="the folder of the library, for targets that nvcc or cmake builds")
     parser.add_argument(
-        "--capabilities", nargs="+", default=[], metavar="N", help="what nvcc compiles for, as 90: this machine's GPUs"
+        "--capabilities",
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="compute capabilities that nvcc compiles for, for instance 90; without it those of this machine's GPUs",
     )
     parser.add_argument("--all", dest="everything", action="store_true", help="cuda-ptx: every kernel, not a sample")
-    parser.add_argument("--record", action="store_true", help="cuda: write plugins/cuda/resources.json anew")
+    parser.add_argument("--record", action="store_true", help="cuda: rewrite plugins/cuda/resources.json")
     options = parser.parse_args()
     if unknown := [name for name in options.targets if name not in TARGETS]:
         parser.error(f"unknown target {unknown[0]}; known: {', '.join(TARGETS)}")
     if options.record and options.targets != ["cuda"]:
-        parser.error("--record is of the target cuda alone: python plugins/build.py cuda --record")
+        parser.error("--record works only with the target cuda: python plugins/build.py cuda --record")
     return options
 
 

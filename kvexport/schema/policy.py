@@ -116,7 +116,7 @@ class MergePolicy:
         if self.order == "least_error" and self.measure != "distance":
             raise ValueError(f"order is least_error, which needs the measure distance; it is {self.measure}")
         if self.merge == "pair" and self.merged_last:
-            raise ValueError("merged_last says nothing of pairs")
+            raise ValueError("merged_last has no meaning when merge is pair")
         if self.fit is None:
             if self.select == "attended":
                 raise ValueError("select is attended, which needs the reference queries of a fit")

@@ -1,2 +1,2 @@
-"""What plugins/build.py does: `targets` lists what can be built, `make` compiles and links it, `headers` finds what
-others' headers it takes, `resources` reads what nvcc says of the kernels. Needs Python alone."""
+"""The steps of plugins/build.py: `targets` lists the targets, `make` compiles and links them, `headers` finds the
+headers of other projects, `resources` reads nvcc's report on the kernels. The package needs only Python."""

@@ -1,6 +1,7 @@
 #!/bin/sh
-# Unpacks Debian's libonnxruntime-dev under $1, without installing it. A Debian older than the package takes it from the suite that has
-# it, from the mirror that this machine uses: by lists of its own, so that the machine's stay as they are.
+# Unpacks Debian's package libonnxruntime-dev under $1, without installing it. On a Debian older than the package, it is
+# fetched from the suite that has it, from the machine's mirror, with package lists of its own: the machine's lists do not
+# change.
 set -eu
 out=$1
 work=$(mktemp -d)

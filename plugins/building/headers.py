@@ -1,4 +1,4 @@
-"""The headers of ONNX Runtime, TensorRT and CUDA: where they are, and how they are got."""
+"""The headers of ONNX Runtime, TensorRT and CUDA: where they are, and how to fetch them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ ONNXRUNTIME_FOLDERS = ("include/onnxruntime", "include/onnxruntime/core/session"
 
 
 class Place(NamedTuple):
-    """A header, the variable that names its folder, where it is looked for otherwise, and what to say."""
+    """A header, and where to look for it.
+
+    Attributes:
+        header: the file's name.
+        variable: the environment variable that names its folder.
+        folders: where to look for it if the variable is not set.
+        missing: the message if it is not found.
+    """
 
     header: str
     variable: str
@@ -55,17 +62,24 @@ PLACES = {
 
 
 def find(name: str, *, fetch: bool = False) -> Path:
-    """The folder of these headers; the place's variable comes first. fetch: take ONNX Runtime's from Debian's package
-    where there are none."""
+    """Return the folder of these headers: that of the place's environment variable, or the first that has the header.
+
+    Args:
+        name: a key of PLACES.
+        fetch: whether to fetch ONNX Runtime's headers as a Debian package if there are none.
+
+    Raises:
+        Missing: the headers were not found.
+    """
     place = PLACES[name]
-    asked = os.environ.get(place.variable)
+    configured = os.environ.get(place.variable)
     nvcc = shutil.which("nvcc") if name == "cuda" else None
     folders = ((Path(nvcc).resolve().parent.parent / "include"), *place.folders) if nvcc else place.folders
-    for folder in (Path(asked),) if asked else folders:
+    for folder in (Path(configured),) if configured else folders:
         if (folder / place.header).is_file():
             return folder
-    if asked:
-        raise Missing(f"{place.variable}={asked} holds no {place.header}")
+    if configured:
+        raise Missing(f"{place.variable}={configured} holds no {place.header}")
     if fetch and name == "onnxruntime":
         _fetch_onnxruntime()
         return find(name)
@@ -73,14 +87,14 @@ def find(name: str, *, fetch: bool = False) -> Path:
 
 
 def _fetch_onnxruntime() -> None:
-    """Out of Debian's package, unpacked under build-cache; nothing is installed."""
+    """Unpack Debian's package under build-cache; nothing is installed."""
     if not shutil.which("apt-get") or not shutil.which("dpkg"):
         raise Missing(
             "ONNX Runtime's C headers were not found, and this is not Debian, whose package libonnxruntime-dev has them"
         )
     FETCHED.mkdir(parents=True, exist_ok=True)
     command = ["sh", str(PLUGINS / "building" / "fetch_headers.sh"), str(FETCHED)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode:
+        reason = (process.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise Missing(f"Debian's libonnxruntime-dev could not be fetched: {reason}")

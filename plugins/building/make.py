@@ -1,4 +1,4 @@
-"""Compiles and links a target."""
+"""Compile and link a target."""
 
 from __future__ import annotations
 
@@ -26,23 +26,31 @@ def build(
     fetch: bool = False,
     everything: bool = False,
 ) -> Path:
-    """Build a target; its path. Raises Missing.
+    """Build a target and return the path of its library.
 
-    capabilities: compute capabilities ("90") of what nvcc compiles; this machine's, or all that are supported where it
-    has no GPU, unless named. sanitize: sanitizers ("address,undefined"), of `onnxruntime`. out: the folder of the
-    library. fetch: headers may be fetched. everything: of `cuda-ptx` all kernels, as another library.
+    Args:
+        name: a key of TARGETS.
+        capabilities: compute capabilities ("90") that nvcc compiles for; empty for this machine's GPUs, or for all that
+            are supported if it has none.
+        sanitize: sanitizers ("address,undefined"), only for `onnxruntime`.
+        out: the folder of the library.
+        fetch: whether headers may be fetched.
+        everything: for `cuda-ptx`, whether to build all kernels, as another library, instead of a sample.
+
+    Raises:
+        Missing: a program or header is missing, or a compiler failed.
     """
     target = TARGETS[name]
     if sanitize and name != "onnxruntime":
         raise Missing(f"{name} takes no --sanitize; onnxruntime does")
     if out and target.compiler == "host":
         raise Missing(f"{name} takes no --out: tests look for it in {Path(target.output).parent}")
-    found = [headers.find(one, fetch=fetch) for one in target.headers]  # before anything takes time
+    folders = [headers.find(one, fetch=fetch) for one in target.headers]  # first, since it may fail at once
     library = out / Path(target.output).name if out else ROOT / target.output
     if target.compiler == "ptx":
         return ptx.build(ptx.named(library, everything), everything=everything)
     if target.compiler == "cmake":
-        return _by_cmake(found[0], sanitize, library)
+        return _by_cmake(folders[0], sanitize, library)
     if target.compiler == "nvcc":
         objects, _ = compile_kernels(capabilities)
         return link_device(name, objects, capabilities, library)
@@ -50,7 +58,7 @@ def build(
 
 
 def is_current(name: str, *more: Path) -> bool:
-    """Whether a target for tests is there, and nothing that it was made of is newer, nor any of `more`."""
+    """Return whether a target for tests exists and is newer than its sources and the files `more`."""
     target, library = TARGETS[name], host_output(name)
     if target.compiler == "ptx":
         return ptx.is_current(library)
@@ -59,12 +67,12 @@ def is_current(name: str, *more: Path) -> bool:
 
 
 def host_output(name: str) -> Path:
-    """Where a target of the host goes."""
+    """Return the path of a target for the host."""
     return ROOT / TARGETS[name].output
 
 
 def missing(name: str) -> str | None:
-    """What building a target lacks here, and the line that gets it; None where nothing is lacking."""
+    """Return what this machine lacks to build a target, and the command that installs it; None if nothing."""
     target = TARGETS[name]
     try:
         for one in target.headers:
@@ -89,23 +97,26 @@ def _cmake() -> str:
 
 
 def _by_cmake(onnxruntime: Path, sanitize: str, library: Path) -> Path:
-    """The operators of the CPU: one object library per instruction set."""
+    """Build the operators of the CPU: one object library per instruction set."""
     folder = CACHE / "-".join(["native", *filter(None, sanitize.split(","))])
     options = [f"-DONNXRUNTIME_INCLUDE_DIR={onnxruntime}", f"-DKV_SANITIZE={sanitize}"]
     run([_cmake(), "-S", str(PLUGINS), "-B", str(folder), *options], "compiler")
     run(["cmake", "--build", str(folder), "--parallel", str(os.cpu_count() or 1)], "compiler")
     library.parent.mkdir(parents=True, exist_ok=True)
-    made = library.with_suffix(".new")
-    shutil.copyfile(folder / library.name, made)
-    return publish(made, library)
+    copy = library.with_suffix(".new")
+    shutil.copyfile(folder / library.name, copy)
+    return publish(copy, library)
 
 
 # ---- the CUDA kernels, for a GPU ----
 
 
 def compile_kernels(capabilities: Sequence[str] = ()) -> tuple[list[Path], resources.Report]:
-    """Object files for these compute capabilities, and for later ones by PTX of the latest; and what each kernel takes
-    (of one capability, where several are named)."""
+    """Compile the kernels for these compute capabilities, and for later ones as PTX of the latest.
+
+    Returns:
+        The object files, and the resources of each kernel (for one of the capabilities if there are several).
+    """
     known = chosen_capabilities(capabilities)
     codes = [f"arch=compute_{x},code=sm_{x}" for x in known]
     codes.append(f"arch=compute_{known[-1]},code=compute_{known[-1]}")
@@ -115,8 +126,7 @@ def compile_kernels(capabilities: Sequence[str] = ()) -> tuple[list[Path], resou
 
 
 def assembled() -> resources.Report:
-    """What each kernel takes, by ptxas alone, of the PTX that `cuda-ptx` runs: of the compute capability
-    ptx.CAPABILITY."""
+    """Return the resources of each kernel for ptx.CAPABILITY: those of the PTX of `cuda-ptx`, compiled by ptxas."""
     with TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         command = [tool("nvcc"), "-cubin", f"-arch=sm_{ptx.CAPABILITY}", *DEVICE_FLAGS]
         units = [(ptx.ptx_of(unit), Path(folder, f"{i}.cubin")) for i, unit in enumerate(KERNELS)]
@@ -125,7 +135,7 @@ def assembled() -> resources.Report:
 
 
 def record_resources(capabilities: Sequence[str]) -> None:
-    """Compile the kernels for each of these compute capabilities, and write into resources.json what they take."""
+    """Compile the kernels for each of these compute capabilities, and write their resources to resources.json."""
     for capability in capabilities:
         objects, report = compile_kernels([capability])
         for path in objects:
@@ -135,7 +145,7 @@ def record_resources(capabilities: Sequence[str]) -> None:
 
 
 def link_device(name: str, kernels: list[Path], capabilities: Sequence[str], library: Path) -> Path:
-    """A target of nvcc over the object files of the kernels, which are removed."""
+    """Link a target of nvcc with the object files of the kernels, which it removes; return its path."""
     target, objects = TARGETS[name], kernels
     compiled_for = f"-DKV_CUDA_ARCHITECTURES={'_'.join(chosen_capabilities(capabilities))}"
     flags = [*BINDING_FLAGS, *_include(target), compiled_for]
@@ -146,26 +156,26 @@ def link_device(name: str, kernels: list[Path], capabilities: Sequence[str], lib
 
 
 def chosen_capabilities(named: Sequence[str]) -> list[str]:
-    """Those named, this machine's, or all that are supported, in order."""
+    """Return the named compute capabilities, or this machine's, or all that are supported, in ascending order."""
     return sorted(set(named or gpus_here() or CAPABILITIES), key=int)
 
 
 def gpus_here() -> list[str]:
-    """The compute capabilities of this machine's GPUs, as in "90"."""
+    """Return the compute capabilities of this machine's GPUs, for instance "90"."""
     try:
         command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    found = [line.strip().replace(".", "") for line in done.stdout.splitlines()] if done.returncode == 0 else []
-    return [number for number in found if number.isdigit()]
+    lines = process.stdout.splitlines() if process.returncode == 0 else []
+    return [number for line in lines if (number := line.strip().replace(".", "")).isdigit()]
 
 
 # ---- for the host ----
 
 
 def _on_host(name: str) -> Path:
-    """Kept where it is current. Everything but the kernels themselves links with their library."""
+    """Build a target for the host unless it is current; all except `cuda-host` link with its library."""
     target, library = TARGETS[name], host_output(name)
     kernels = None if name == "cuda-host" else build("cuda-host")
     included = [headers.find(one) / headers.PLACES[one].header for one in target.headers]
@@ -176,8 +186,11 @@ def _on_host(name: str) -> Path:
 
 
 def harness_on(kernels: Path) -> Path:
-    """The target `tensorrt-harness` over another library of the CUDA kernels (that of `cuda`, for a GPU) and CUDA's own
-    runtime."""
+    """Build the target `tensorrt-harness` with another library of the CUDA kernels and CUDA's own runtime.
+
+    Args:
+        kernels: the library of the target `cuda`, for a GPU.
+    """
     target = TARGETS["tensorrt-harness"]
     own = target._replace(sources=tuple(source for source in target.sources if "cuda_runtime" not in source))
     library = (ROOT / target.output).with_stem(f"libtensorrt_harness_{kernels.stem.removeprefix('lib')}")
@@ -198,13 +211,13 @@ def _link_on_host(
     if kernels and not set(target.sources) & set(KERNELS):
         flags += ["-fvisibility=hidden", "-DKV_ON_HOST"]
     if target.sanitize:
-        # With -Og it compiles in half of the time that -O1 takes, and runs nearly as fast.
+        # -Og compiles in half of the time of -O1, and the code runs nearly as fast.
         flags += ["-Og", f"-fsanitize={target.sanitize}", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
         flags += ["--param=asan-instrumentation-with-call-threshold=0"] if "g++" in host_compiler() else []
     command = [host_compiler(), *flags, *_include(target)]
     objects, _ = _compile(command, target.sources, library.parent, library.stem)
-    beside = [f"-L{kernels.parent}", f"-l:{kernels.name}", "-Wl,-rpath,$ORIGIN:$ORIGIN/../cuda"] if kernels else []
-    return link([host_compiler(), *flags, *link_flags], objects, library, [*beside, *libraries])
+    own = [f"-L{kernels.parent}", f"-l:{kernels.name}", "-Wl,-rpath,$ORIGIN:$ORIGIN/../cuda"] if kernels else []
+    return link([host_compiler(), *flags, *link_flags], objects, library, [*own, *libraries])
 
 
 def _include(target: Target) -> list[str]:
@@ -212,14 +225,14 @@ def _include(target: Target) -> list[str]:
 
 
 def _compile(command: list[str], sources: Sequence[str], folder: Path, suffix: str) -> tuple[list[Path], list[str]]:
-    """Object files of these sources, two at a time, and what the compiler says."""
+    """Compile the sources, two at a time; return the object files and the compiler's output for each."""
     folder.mkdir(parents=True, exist_ok=True)
 
-    def compiled(source: str) -> tuple[Path, str]:
-        made = folder / f"{Path(source).stem}.{suffix}.{os.getpid()}.o"
+    def compile_one(source: str) -> tuple[Path, str]:
+        path = folder / f"{Path(source).stem}.{suffix}.{os.getpid()}.o"
         kind = ["-x", "c++"] if source.endswith(".cu") and "nvcc" not in command[0] else []
-        return made, run([*command, *kind, "-c", str(PLUGINS / source), "-o", str(made)], "compiler")
+        return path, run([*command, *kind, "-c", str(PLUGINS / source), "-o", str(path)], "compiler")
 
     with ThreadPoolExecutor(2) as pool:
-        done = list(pool.map(compiled, sources))
-    return [made for made, _ in done], [said for _, said in done]
+        results = list(pool.map(compile_one, sources))
+    return [path for path, _ in results], [output for _, output in results]

@@ -1,5 +1,7 @@
-"""Registers, spills, stack and shared memory of the CUDA kernels, by the compiler's report; plugins/cuda/resources.json
-holds them for every compute capability, and a test compares."""
+"""Registers, spills, stack and shared memory of the CUDA kernels, from the compiler's report.
+
+plugins/cuda/resources.json records them for every compute capability, and a test compares them.
+"""
 
 from __future__ import annotations
 
@@ -22,31 +24,37 @@ Report = dict[str, dict[str, int]]
 
 
 def read_report(log: str) -> Report:
-    """Of ptxas's own report, per kernel: registers, and bytes of spills, stack and static shared memory."""
+    """Parse the report of ptxas.
+
+    Returns:
+        By kernel its registers, and its bytes of spills, stack and static shared memory.
+    """
     names = subprocess.run([tool("c++filt")], input=log, capture_output=True, text=True, check=True).stdout
-    found: Report = {}
-    for part in re.split(r"(?=Compiling entry function)", names)[1:]:
-        entry = ENTRY.search(part)
+    report: Report = {}
+    for section in re.split(r"(?=Compiling entry function)", names)[1:]:
+        entry = ENTRY.search(section)
         if entry is None:
-            raise Missing(f"nvcc's report reads otherwise than expected: {part[:200]}")
+            raise Missing(f"nvcc's report has an unknown form: {section[:200]}")
         program = re.search(r"run_program<(.*)>\(", entry[1])
         name = (program[1] if program else entry[1]).replace("kv::cuda::", "").replace("(int)", "").strip()
-        found[name] = {key: int(match[1]) if (match := number.search(part)) else 0 for key, number in NUMBERS.items()}
-    return dict(sorted(found.items()))
+        report[name] = {
+            key: int(match[1]) if (match := number.search(section)) else 0 for key, number in NUMBERS.items()
+        }
+    return dict(sorted(report.items()))
 
 
 def record(capability: str, report: Report) -> None:
-    """Write into resources.json what the kernels take for this compute capability; others stay."""
-    held: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
-    held |= {"compiler": compiler_version(), "columns": list(NUMBERS)}
-    held[f"sm_{capability}"] = {kernel: list(numbers.values()) for kernel, numbers in report.items()}
-    # A line per kernel.
-    lines = re.sub(r"\[[^\[\]]*\]", lambda row: " ".join(row[0].split()), json.dumps(held, indent=1))
+    """Write the resources for this compute capability to resources.json; other capabilities are unchanged."""
+    recorded: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
+    recorded |= {"compiler": compiler_version(), "columns": list(NUMBERS)}
+    recorded[f"sm_{capability}"] = {kernel: list(numbers.values()) for kernel, numbers in report.items()}
+    # One line per kernel.
+    lines = re.sub(r"\[[^\[\]]*\]", lambda row: " ".join(row[0].split()), json.dumps(recorded, indent=1))
     RECORD.write_text(lines + "\n")
 
 
 def compiler_version() -> str:
-    """nvcc's release, as in "13.0"."""
-    said = subprocess.run([tool("nvcc"), "--version"], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"release ([\d.]+)", said)
-    return found[1] if found else "unknown"
+    """Return nvcc's release, for instance "13.0"."""
+    output = subprocess.run([tool("nvcc"), "--version"], capture_output=True, text=True, check=True).stdout
+    release = re.search(r"release ([\d.]+)", output)
+    return release[1] if release else "unknown"

@@ -1,4 +1,4 @@
-"""Everything that can be built here: its sources, its compiler, where it goes."""
+"""The targets of plugins/build.py: their sources, compilers and outputs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ KERNELS = (
     "cuda/linear/linear.cu",
     "cuda/ranks/all_reduce.cu",
 )
-# What the kernels, and each binding of them, read (patterns below plugins/).
+# The files that the kernels, and each of their bindings, include (patterns below plugins/).
 KERNEL_FILES = ("abi/*.h", "math/*.h", "cuda/**/*.h", "cuda/**/*.cu", "building/*.py")
 ONNXRUNTIME_FILES = (*KERNEL_FILES, "bindings/node/*", "bindings/onnxruntime/*")
 TENSORRT_FILES = (*KERNEL_FILES, "bindings/node/*", "bindings/tensorrt/*", "tests/tensorrt_*", "tests/cuda_runtime_*")
 
-# No contraction: the host's threads in any order give the same bits, whatever the compiler makes of one phase.
+# Without contraction of products and sums, the host gives the same bits with its threads in any order.
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
 HOST_FLAGS = ["-std=c++17", "-O2", "-fPIC", *WARNINGS, "-fno-strict-aliasing", "-ffp-contract=off"]
 DEVICE_FLAGS = ["-std=c++17", "-O3", "-Xptxas", "-v", "-Xcompiler", "-fPIC,-fvisibility=default", "-lineinfo"]
@@ -25,11 +25,19 @@ BINDING_FLAGS = ["-std=c++17", "-O2", "-Xcompiler", "-fPIC,-fvisibility=hidden,-
 
 
 class Target(NamedTuple):
-    """A library or a program. `output` is below the checkout; other paths are below plugins/.
+    """A library or a program.
 
-    compiler: "cmake" (of CMakeLists.txt), "nvcc" (the kernels are linked in), "ptx" (nvcc's PTX, translated) or "host"
-    (a C++ compiler; the kernels are the library of the target `cuda-host`). headers: names in headers.PLACES. exports:
-    a linker script that names what the library exports. reads: what makes a library for tests stale where it is newer.
+    Attributes:
+        meaning: one line for the help text.
+        output: its path below the checkout; other paths are below plugins/.
+        compiler: "cmake" (of CMakeLists.txt), "nvcc" (the kernels are linked in), "ptx" (nvcc's PTX, translated) or
+            "host" (a C++ compiler; the kernels are the library of the target `cuda-host`).
+        sources: the files to compile.
+        headers: names in headers.PLACES.
+        exports: a linker script that names the exported functions.
+        reads: patterns of files; a library for tests is stale if one of them is newer.
+        link: flags of the linker.
+        sanitize: sanitizers, for instance "address,undefined".
     """
 
     meaning: str
@@ -77,7 +85,7 @@ TARGETS = {
         reads=KERNEL_FILES,
     ),
     "cuda-sanitized": Target(
-        "those of attention and merging under sanitizers, the others as they are, for tests",
+        "the CUDA kernels for the host, those of attention and merging under sanitizers, for tests",
         "build-cache/cuda/libkvexport_cuda_sanitized.so",
         "host",
         KERNELS[:3],
@@ -86,12 +94,12 @@ TARGETS = {
         sanitize="address,undefined",
     ),
     "cuda-ptx": Target(
-        "the CUDA kernels' PTX run on the host, every access to memory checked, for tests; takes nvcc",
+        "the CUDA kernels' PTX, run on the host with checks of every access to memory, for tests; needs nvcc",
         "build-cache/cuda/libkvexport_cuda_ptx.so",
         "ptx",
     ),
     "onnxruntime-cuda-host": Target(
-        "ONNX Runtime's binding of those, registered with its CPU provider",
+        "ONNX Runtime's binding of cuda-host, registered with its CPU provider",
         "build-cache/cuda/libkvexport_onnxruntime_cuda_host.so",
         "host",
         ("bindings/onnxruntime/cuda_library.cpp",),
@@ -100,7 +108,7 @@ TARGETS = {
         reads=ONNXRUNTIME_FILES,
     ),
     "tensorrt-host": Target(
-        "the TensorRT plugins over those, with a CUDA runtime of the host",
+        "the TensorRT plugins over cuda-host, with a CUDA runtime of the host",
         "build-cache/tensorrt/libkvexport_tensorrt_host.so",
         "host",
         ("bindings/tensorrt/library.cpp", "tests/cuda_runtime_on_host.cpp"),
@@ -110,7 +118,7 @@ TARGETS = {
         link=("-shared", "-Wl,--no-undefined"),
     ),
     "tensorrt-harness": Target(
-        "... with what drives the plugins as TensorRT would, for tests",
+        "tensorrt-host with functions that call the plugins as TensorRT does, for tests",
         "build-cache/tensorrt/libtensorrt_harness.so",
         "host",
         ("bindings/tensorrt/library.cpp", "tests/cuda_runtime_on_host.cpp", "tests/tensorrt_harness.cpp"),
@@ -119,7 +127,7 @@ TARGETS = {
         link=("-shared", "-Wl,--no-undefined"),
     ),
     "tensorrt-fuzz": Target(
-        "... with random fields under sanitizers, a program",
+        "tensorrt-host with random fields under sanitizers, a program",
         "build-cache/tensorrt/tensorrt_fuzz",
         "host",
         ("bindings/tensorrt/library.cpp", "tests/cuda_runtime_on_host.cpp", "tests/tensorrt_fuzz.cpp"),

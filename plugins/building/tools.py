@@ -1,4 +1,4 @@
-"""Compilers, and what is said where one is missing or fails."""
+"""Runs compilers, and raises Missing if one is missing or fails."""
 
 from __future__ import annotations
 
@@ -14,11 +14,19 @@ CACHE = ROOT / "build-cache"
 
 
 class Missing(Exception):
-    """Something that building takes is not there, or a compiler failed."""
+    """A build needs something that this machine lacks, or a compiler failed."""
 
 
 def tool(name: str, *, get: str = "") -> str:
-    """The path of a program. get: the line that installs it."""
+    """Return the path of a program.
+
+    Args:
+        name: the program.
+        get: the command that installs it, for the error message.
+
+    Raises:
+        Missing: it was not found.
+    """
     path = shutil.which(name) or (shutil.which(name, path="/usr/local/cuda/bin") if name == "nvcc" else None)
     if path is None:
         raise Missing(f"{name} was not found" + (f" ({get})" if get else ""))
@@ -26,31 +34,39 @@ def tool(name: str, *, get: str = "") -> str:
 
 
 def host_compiler() -> str:
-    """The C++ compiler: the variable CXX, or g++."""
+    """Return the C++ compiler: that of the variable CXX, or g++."""
     return tool(os.environ.get("CXX", "g++"))
 
 
 def run(command: Sequence[str], what: str) -> str:
-    """What the command says; Missing where it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise Missing(f"the {what} failed:\n" + (done.stdout + done.stderr)[-4000:])
-    return done.stdout + done.stderr
+    """Run a command and return its output.
+
+    Args:
+        command: the program and its arguments.
+        what: the program's role, for the error message.
+
+    Raises:
+        Missing: the command failed; the message has the last 4,000 characters of its output.
+    """
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise Missing(f"the {what} failed:\n" + (process.stdout + process.stderr)[-4000:])
+    return process.stdout + process.stderr
 
 
 def link(command: Sequence[str], objects: Sequence[Path], library: Path, libraries: Sequence[str] = ()) -> Path:
-    """Link object files, which are removed, into `library`."""
-    made = library.with_suffix(f".{os.getpid()}")
+    """Link object files, which are then removed, into `library`; return its path."""
+    new = library.with_suffix(f".{os.getpid()}")
     library.parent.mkdir(parents=True, exist_ok=True)
     try:
-        run([*command, *map(str, objects), *libraries, "-o", str(made)], "linker")
+        run([*command, *map(str, objects), *libraries, "-o", str(new)], "linker")
     finally:
         for path in objects:
             path.unlink()
-    return publish(made, library)
+    return publish(new, library)
 
 
-def publish(made: Path, library: Path) -> Path:
-    """Renamed into place: a process that has the old one mapped keeps it."""
-    made.replace(library)
+def publish(new: Path, library: Path) -> Path:
+    """Rename a file to `library` and return that path; a process that has the old file mapped keeps it."""
+    new.replace(library)
     return library

@@ -1,4 +1,4 @@
-// What the TensorRT plugins call of CUDA's runtime, on the host, and how often they did.
+// The functions of CUDA's runtime that the TensorRT plugins call, for the host, and a counter of the calls.
 #include <cuda_runtime_api.h>
 
 #include <cstdlib>

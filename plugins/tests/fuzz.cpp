@@ -1,11 +1,11 @@
-// Random calls of the C ABI, checked for what must hold whatever the input: nothing outside its buffers, in place or
-// not and on any threads the same bits, the invariants of docs/contract.md, and VoteAttention's figures against plain
-// loops in double precision.
+// Random calls of the C ABI, checked for properties that hold for any input: no access outside of buffers, the same
+// bits in place or not and on any threads, the invariants of docs/contract.md, and the numbers of VoteAttention against
+// plain loops in double precision.
 //
-//   kv_fuzz SEED CASES [linear]      linear: calls of Linear alone
+//   kv_fuzz SEED CASES [linear]      linear: only calls of Linear
 //
-// Case i of seed s is case 0 of seed s + i; where one fails that seed is printed, and its shapes, and the exit code
-// is 1. One case in eight is hostile: NaN and infinite numbers, lengths that do not fit. Then only memory and bits are
+// Case i of seed s is case 0 of seed s + i. If a case fails, its seed and shapes are printed, and the exit code is 1.
+// One case in eight is hostile: NaN and infinite numbers, lengths that do not fit; for these only memory and bits are
 // checked.
 #include <cstdlib>
 
@@ -30,7 +30,7 @@ bool holds(uint64_t seed) {
   return true;
 }
 
-// A query of another type than the cache is refused, not read as the cache's.
+// Returns whether a query of another type than the cache is refused.
 bool refuses_two_types() {
   KvVoteAttention call{};
   call.query_type = KV_FLOAT16, call.cache_type = KV_FLOAT32;

@@ -1,4 +1,5 @@
-// Random calls of Linear: nothing outside its buffers, the same bits on any threads, and sums in double precision.
+// Random calls of Linear: no access outside of buffers, the same bits on any threads, and a comparison with sums in
+// double precision.
 #pragma once
 
 #include "packed_weight.h"
@@ -12,13 +13,13 @@ struct LinearCase {
   KvLinear call{};
   Buffer input, norm, gate, residual, cosine, sine;
   std::vector<Buffer> weights, biases;
-  std::vector<PackedWeight> packed;     // of each product, and the gate's
-  std::vector<const PackedWeight*> of;  // nullptr where the weight of that place is not packed
+  std::vector<PackedWeight> packed;
+  std::vector<const PackedWeight*> packed_of;  // by product, the gate's last; nullptr if that weight is not packed
 
   explicit LinearCase(Random& random) {
     shape.type = call.type = random.one_of({KV_FLOAT32, KV_FLOAT16});
     do draw_sizes(random);
-    while (work() > 6e7);
+    while (work() > 6e7);  // the most that is fast enough under a sanitizer
     input = filled(random, tokens() * call.inputs), norm = filled(random, call.inputs);
     cosine = filled(random, tokens() * call.planes), sine = filled(random, tokens() * call.planes);
     for (int i = 0; i < call.count; ++i) {
@@ -57,23 +58,23 @@ struct LinearCase {
     }
   }
 
-  // Products, and what it takes to draw the weights; a call of less is small enough for a sanitizer.
+  // Returns the work of a case: its products, and the time to draw its weights.
   double work() const {
     int64_t outputs = 0;
     for (int i = 0; i < call.count; ++i) outputs += call.products[i].outputs;
     return static_cast<double>(tokens() + 30) * call.inputs * outputs;
   }
 
-  // Half the cases have packed weights, most of these nothing else.
+  // Packs weights in half of the cases, in most of these all of them.
   void pack(Random& random) {
     const bool none = random.one_in(2);
-    of.assign(call.count + 1, nullptr), packed.reserve(of.size());
+    packed_of.assign(call.count + 1, nullptr), packed.reserve(packed_of.size());
     for (int i = 0; i <= call.count && !none; ++i) {
       KvWeight* const weight = i < call.count ? &call.products[i].weight : &call.gate;
       if (!weight->data || random.one_in(5)) continue;
       packed.emplace_back(random, call.products[i < call.count ? i : 0].outputs, call.inputs,
                           shape.type == KV_FLOAT16 ? 0.1f : 40.0f);  // outputs of float16 stay finite
-      of[i] = &packed.back(), *weight = packed.back().view();
+      packed_of[i] = &packed.back(), *weight = packed.back().view();
     }
   }
 
@@ -97,7 +98,7 @@ struct LinearCase {
     return outputs;
   }
 
-  // The place of column `i` of a row whose heads are a dimension before the tokens.
+  // Returns the index of column `i` of a row in a tensor [batch, heads, tokens, size].
   int64_t place(int64_t row, int64_t i, int64_t heads, int64_t columns) const {
     const int64_t size = columns / heads, b = row / call.tokens, t = row % call.tokens;
     return ((b * heads + i / size) * call.tokens + t) * size + i % size;
@@ -107,7 +108,7 @@ struct LinearCase {
     return read(shape, call.input, place(row, k, call.input_heads, call.inputs));
   }
 
-  // What a row is multiplied with before its products.
+  // Returns the factor of a row by the norm.
   double factor(int64_t row) const {
     if (!call.norm) return 1.0;
     double squares = 0.0;
@@ -117,41 +118,42 @@ struct LinearCase {
 
   double tolerance() const { return shape.type == KV_FLOAT16 ? 1.5e-3 : 1e-5; }
 
-  // A column of a weight, and of a packed one how large what each of its numbers is made of may be.
+  // A column of a weight; for a packed one also the size of the terms of each number, which bounds its rounding error.
   struct Column {
     std::vector<double> value, terms;
   };
-  // The columns of a product and of the gate that an output is made of.
+  // The columns of a product and of the gate for one output.
   struct Columns {
     Column product, gate;
   };
 
   Column column_of(int i, int64_t column) const {
-    Column made{std::vector<double>(call.inputs), std::vector<double>(of[i] ? call.inputs : 0)};
-    double *const value = made.value.data(), *const terms = made.terms.data();
+    Column result{std::vector<double>(call.inputs), std::vector<double>(packed_of[i] ? call.inputs : 0)};
+    double *const value = result.value.data(), *const terms = result.terms.data();
     for (int64_t k = 0; k < call.inputs; ++k) value[k] = weight(i, column, k);
-    for (int64_t k = 0; k < call.inputs && of[i]; ++k) terms[k] = of[i]->terms(column, k);
-    return made;
+    for (int64_t k = 0; k < call.inputs && packed_of[i]; ++k) terms[k] = packed_of[i]->terms(column, k);
+    return result;
   }
   Columns columns_of(int i, int64_t column) const {
     return {column_of(i, column), call.gate.data ? column_of(call.count, column) : Column()};
   }
 
-  // A row as it is multiplied.
+  // Returns a row after the norm.
   std::vector<double> row_of(int64_t row) const {
-    std::vector<double> made(call.inputs);
-    double* const x = made.data();
+    std::vector<double> result(call.inputs);
+    double* const x = result.data();
     const double scale = factor(row);
     for (int64_t k = 0; k < call.inputs; ++k)
       x[k] = element(row, k) * (call.norm ? scale * read(shape, call.norm, k) : 1.0);
-    return made;
+    return result;
   }
 
   // A row times a column, and in *size the sum of its terms without their signs. The rows of a packed weight may be
-  // rounded by blocks: by half a step of the block's largest, of which there are 127, or 32512 where there are few rows.
+  // rounded by blocks: by half a step of the block's largest, of which there are 127, or 32512 where there are few
+  // rows.
   double product(const std::vector<double>& row, const Column& column, double* size) const {
     double sum = 0.0, highest = 0.0, block = 0.0, rounding = 0.0, terms = 0.0;
-    const double *const x = row.data(), *const w = column.value.data(), *const made_of = column.terms.data();
+    const double *const x = row.data(), *const w = column.value.data(), *const term = column.terms.data();
     const bool is_packed = !column.terms.empty();
     *size = 0.0;
     for (int64_t k = 0; k < call.inputs; ++k) {
@@ -160,20 +162,20 @@ struct LinearCase {
       sum += x[k] * w[k], *size += std::fabs(x[k] * w[k]);
     }
     rounding += highest * block;
-    // Kernels multiply a packed weight's integer and its offset apart, in float32.
-    for (int64_t k = 0; k < call.inputs && is_packed; ++k) terms += std::fabs(x[k]) * made_of[k];
+    // Kernels multiply a packed weight's integer and its offset separately, in float32.
+    for (int64_t k = 0; k < call.inputs && is_packed; ++k) terms += std::fabs(x[k]) * term[k];
     *size += terms * 1e-5 / tolerance();
     if (is_packed && !call.float_input) *size += rounding / (tokens() < kCoarse ? 20000.0 : 254.0) / tolerance();
     return sum;
   }
 
   double weight(int i, int64_t column, int64_t k) const {
-    if (of[i]) return of[i]->value(column, k);
+    if (packed_of[i]) return packed_of[i]->value(column, k);
     const KvWeight& plain = i < call.count ? call.products[i].weight : call.gate;
     return read(shape, plain.data, column * call.inputs + k);
   }
 
-  // An output before it is rotated, and in *size how large what it was made of is.
+  // Returns an output before its rotation, and in *size the sum of its terms' absolute values.
   double expected(const KvProduct& p, int64_t row, int64_t column, const std::vector<double>& x, const Columns& w,
                   double* size) const {
     double sum = product(x, w.product, size);
@@ -189,7 +191,7 @@ struct LinearCase {
     return sum;
   }
 
-  // The column that one is rotated with.
+  // Returns the column with which a column is rotated.
   int64_t partner(int64_t column) const {
     return column % (2 * call.planes) < call.planes ? column + call.planes : column - call.planes;
   }
@@ -220,10 +222,10 @@ struct LinearCase {
           sum = sum * c + expected(p, row, other, rows[row], crossed, &other_size) * s;
           size = size * std::fabs(c) + other_size * std::fabs(s);
         }
-        const double found = read(shape, output.data<void>(), place(row, column, p.heads, p.outputs));
-        check(
-            std::fabs(found - sum) <= tolerance() * (1.0 + size) || (shape.type == KV_FLOAT16 && std::fabs(size) > 6e4),
-            "a product differs from the sum in double precision");
+        const double actual = read(shape, output.data<void>(), place(row, column, p.heads, p.outputs));
+        check(std::fabs(actual - sum) <= tolerance() * (1.0 + size) ||
+                  (shape.type == KV_FLOAT16 && std::fabs(size) > 6e4),
+              "a product differs from the sum in double precision");
       }
     }
   }
@@ -233,7 +235,7 @@ struct LinearCase {
     for (int i = 0; i < call.count; ++i) {
       const KvProduct& p = call.products[i];
       text += (i ? ", " : "") + std::to_string(p.outputs) + " in heads " + std::to_string(p.heads) +
-              (of[i] ? of[i]->describe() : "") + (p.bias ? " bias" : "") + (p.rotated ? " rotated" : "");
+              (packed_of[i] ? packed_of[i]->describe() : "") + (p.bias ? " bias" : "") + (p.rotated ? " rotated" : "");
     }
     return text;
   }
@@ -242,7 +244,7 @@ struct LinearCase {
     return std::string("Linear ") + (shape.type ? "fp16" : "fp32") + " batch " + std::to_string(call.batch) +
            " tokens " + std::to_string(call.tokens) + " inputs " + std::to_string(call.inputs) + " outputs " +
            products() + " input heads " + std::to_string(call.input_heads) + (call.norm ? " norm" : "") +
-           (call.gate.data ? " gate" : "") + (call.gate.bits ? of[call.count]->describe() : "") +
+           (call.gate.data ? " gate" : "") + (call.gate.bits ? packed_of[call.count]->describe() : "") +
            (call.float_input ? " float input" : "") + (call.residual ? " residual" : "");
   }
 };

@@ -1,4 +1,4 @@
-// One random call of MergeCache, and what must hold of it.
+// One random call of MergeCache, and the checks of its result.
 #pragma once
 
 #include <set>
@@ -7,7 +7,8 @@
 
 namespace fuzz {
 
-// Any policy that kernels take, on statistics that it can read, and what else of a call says which slots go where.
+// Draws any policy that the kernels support, with statistics that it can read, and the call's other arguments of choice
+// and placement.
 inline void any_policy(Random& random, int key_size, std::vector<float>& frequencies, KvMergeCache& call) {
   KvMergePolicy& p = call.policy;
   call.compresses = !random.one_in(12);
@@ -52,14 +53,14 @@ inline void any_policy(Random& random, int key_size, std::vector<float>& frequen
 // A fit to reference queries after a policy that drops or zips, or none.
 struct AnyFit {
   KvFit fit{};
-  int rows = 0;  // of the ring; 0: none
+  int rows = 0;  // rows of the ring; 0: no fit
   std::vector<float> query;
   std::vector<int32_t> seen;
 
   void choose(Random& random, KvMergePolicy& policy) {
     if ((policy.merge != KV_MERGE_DROP && policy.merge != KV_MERGE_ZIP) || random.one_in(3)) return;
     if (policy.merge == KV_MERGE_ZIP && policy.zip == KV_ZIP_KEY && policy.key_factor_max > 4.0f)
-      return;  // whose keys may be infinite
+      return;  // such a zip may give infinite keys
     rows = random.one_of({1, 5, 32, 70});
     fit.fit = random.one_of({KV_FIT_VALUES, KV_FIT_VOTES_AND_VALUES});
     fit.ridge = random.one_of({1e-3f, 0.05f, 1.0f});
@@ -134,7 +135,7 @@ struct MergeCase {
     }
   }
 
-  // Equal scores and keys, sums and averages of nothing; in a hostile case numbers that should not be there.
+  // Draws equal scores and keys, and statistics without observations; in a hostile case also invalid numbers.
   void alter(Random& random, size_t row) {
     const KvState view = past->view();
     for (int c = 1, used = past->used(row); c < used; ++c) {
@@ -179,7 +180,8 @@ struct MergeCase {
     for (size_t row = 0; row < shape.rows(); ++row) check_head(once, row);
   }
 
-  // In place, what lies beyond the slots that were used stays as it is; otherwise it is zero.
+  // Checks that two runs give the same bits. In place, slots beyond the used ones stay unchanged; otherwise they are
+  // zero.
   void check_same(const Cache& again, const Cache& once, size_t row, unsigned in_place) const {
     for (int i = 0; i < kTensors; ++i) {
       const size_t slots = i == kScore ? static_cast<size_t>(shape.capacity) * shape.statistics : shape.capacity;
@@ -241,7 +243,7 @@ struct MergeCase {
       }
   }
 
-  // Of every slot how many have lower positions.
+  // Returns for every slot how many slots have lower positions.
   std::vector<int> places_of(const Cache& present, size_t row, int kept) const {
     std::vector<int> order(kept), places(kept);
     for (int c = 0; c < kept; ++c) order[c] = c;
@@ -254,7 +256,7 @@ struct MergeCase {
     return places;
   }
 
-  // Where nothing merged: slots lie where they lay, and holes were filled from behind.
+  // Checks a merge that only drops: kept slots stay in their rows, and the last ones fill the holes.
   void check_rows(const Cache& present, size_t row, int kept, const std::vector<std::pair<int32_t, int>>& slots) const {
     std::set<int32_t> stays;
     for (int c = 0; c < kept; ++c) stays.insert(present.position(row, c));
@@ -273,7 +275,7 @@ struct MergeCase {
     }
   }
 
-  // A key that was turned by so many places, in double precision.
+  // Checks a key that was rotated by so many places, in double precision.
   void check_turned(const Cache& present, size_t row, int c, int slot, int steps) const {
     const int planes = call.rotary_planes;
     for (int f = 0; f < planes; ++f) {
@@ -290,7 +292,7 @@ struct MergeCase {
   void check_finite(const Cache& present, size_t row, int c) const {
     const KvMergePolicy& p = call.policy;
     check(std::isfinite(present.votes(row, c)), "votes are not finite");
-    // A key that takes in the votes may grow beyond its type.
+    // A key that absorbs the votes may exceed the range of its type.
     const bool bounded = !(p.merge == KV_MERGE_ZIP && p.zip == KV_ZIP_KEY && p.key_factor_max > 4.0f);
     for (int i = 0; i < shape.key_size && bounded; ++i)
       check(std::isfinite(present.key(row, c, i)), "a key is not finite");
@@ -298,7 +300,7 @@ struct MergeCase {
     for (int k = 0; k < shape.statistics; ++k) check(std::isfinite(present.score(row, k, c)), "a score is not finite");
   }
 
-  // A merged value is a mean of values.
+  // Checks that a merged value lies between the values, as a mean does.
   void check_values(const Cache& present, size_t row, int kept,
                     const std::vector<std::pair<int32_t, int>>& slots) const {
     for (int i = 0; i < shape.value_size; ++i) {
@@ -307,7 +309,7 @@ struct MergeCase {
         low = std::min(low, past->value(row, slot.second, i)), high = std::max(high, past->value(row, slot.second, i));
       for (int c = 0; c < kept; ++c) {
         const float x = present.value(row, c, i);
-        const float steps = shape.is_int4(kValue) ? 17.0f : 0.5f;  // half of the largest one, and int8's rounding
+        const float steps = shape.is_int4(kValue) ? 17.0f : 0.5f;  // half of int4's largest step, or int8's rounding
         const float off = shape.small ? 1e-4f + steps * present.scale(kValueScale, row, c) : 1e-4f;
         check(x >= low - off && x <= high + off, "a value that is no mean of values");
       }

@@ -1,4 +1,4 @@
-// A random packed weight, and what its integers stand for in double precision.
+// A random packed weight, and its values in double precision.
 #pragma once
 
 #include "support.h"
@@ -54,7 +54,7 @@ struct PackedWeight {
            (kind == kMinimum ? real(offset, g) : 0.0f);
   }
 
-  // How large what a value is made of may be.
+  // Returns a bound on the terms of a value.
   double terms(int64_t column, int64_t k) const {
     const int64_t g = column * (inputs / group) + k / group;
     return std::fabs(real(scale, g)) * (2 << bits) + (kind == kMinimum ? std::fabs(real(offset, g)) : 0.0f);
@@ -84,12 +84,14 @@ struct PackedWeight {
     for (size_t i = 0; i < count; ++i) write(shape(), buffer.data<void>(), i, size * random.normal());
     return buffer;
   }
-  int integer(const Buffer& of, int64_t i) const {
-    const uint8_t* const bytes = of.data<uint8_t>();
+  int integer(const Buffer& buffer, int64_t i) const {
+    const uint8_t* const bytes = buffer.data<uint8_t>();
     const int read = bits == 4 ? bytes[i / 2] >> (i % 2 * 4) & 15 : bytes[i], most = 1 << bits;
     return is_signed && read >= most / 2 ? read - most : read;
   }
-  float real(const Buffer& of, int64_t i) const { return read(shape(), of.data<void>(), static_cast<size_t>(i)); }
+  float real(const Buffer& buffer, int64_t i) const {
+    return read(shape(), buffer.data<void>(), static_cast<size_t>(i));
+  }
 };
 
 }  // namespace fuzz

@@ -1,5 +1,5 @@
-// VoteAttention of one KV head in double precision and plain loops, after docs/contract.md: what the fuzz holds outputs
-// and scores to, at shapes that the conformance suite has no trace of.
+// VoteAttention of one KV head in plain loops in double precision, after docs/contract.md. The fuzz compares outputs
+// and scores with it, at shapes for which the conformance suite has no traces.
 #pragma once
 
 #include "support.h"
@@ -16,8 +16,8 @@ inline double log_add(double a, double b) {
   return larger <= kNothing ? kNothing : larger + std::log(std::exp(a - larger) + std::exp(b - larger));
 }
 
-// A row times the Hadamard matrix of each of its blocks, the largest power of two that divides it (docs/contract.md, "A
-// small cache").
+// Multiplies each block of a row by the Hadamard matrix; the block size is the largest power of two that divides the
+// row's (docs/contract.md, "A small cache").
 inline void hadamard(std::vector<double>& row) {
   const size_t block = row.size() & -row.size();
   const std::vector<double> old = row;
@@ -31,7 +31,7 @@ inline void hadamard(std::vector<double>& row) {
 
 class Reference {
  public:
-  // `present` is the cache after the call, of whose keys, values, votes and positions the caller has made sure.
+  // present: the cache after the call; the caller has checked its keys, values, votes and positions.
   Reference(const KvVoteAttention& call, const Cache& past, const Cache& present, size_t row, int used, int n)
       : a_(call),
         past_(past),
@@ -55,8 +55,8 @@ class Reference {
  private:
   int64_t first() const { return a_.position[row_ / a_.heads * a_.tokens]; }
   bool sees(int t, int slot) const {
-    const int64_t held = present_.position(row_, slot), now = first() + t;
-    return held <= now && (a_.sliding_window == 0 || held > now - a_.sliding_window);
+    const int64_t position = present_.position(row_, slot), now = first() + t;
+    return position <= now && (a_.sliding_window == 0 || position > now - a_.sliding_window);
   }
 
   void attend(int g, int t) {
@@ -90,7 +90,7 @@ class Reference {
               expected_.output.begin() + (static_cast<size_t>(g) * a_.tokens + t) * a_.value_size);
   }
 
-  // What query t weighs in statistic s, 0 where it does not count.
+  // Returns the weight of query t in statistic s, 0 if it does not count.
   double weight(const KvStatistic& s, int t) const {
     const int counted = s.window == 0 ? n_ : std::min(n_, s.window), back = n_ - 1 - t;
     if (back >= counted) return 0.0;
@@ -135,9 +135,9 @@ class Reference {
   Expected expected_;
 };
 
-inline bool near(double found, double expected, double tolerance) {
-  if (expected < 0.1 * kNothing) return found < 0.1 * kNothing;
-  return std::abs(found - expected) <= tolerance * (1.0 + std::abs(expected));
+inline bool near(double actual, double expected, double tolerance) {
+  if (expected < 0.1 * kNothing) return actual < 0.1 * kNothing;
+  return std::abs(actual - expected) <= tolerance * (1.0 + std::abs(expected));
 }
 
 }  // namespace fuzz

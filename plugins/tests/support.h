@@ -1,4 +1,4 @@
-// What the fuzz needs around the kernels: random numbers, guarded buffers, caches, and task runners.
+// Helpers of the fuzz: random numbers, guarded buffers, caches, and task runners.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ using half = __fp16;  // GCC before 13 has no _Float16 there
 using half = _Float16;
 #endif
 
-constexpr double kNothing = -1e30;  // the logarithm of a score of nothing
+constexpr double kNothing = -1e30;  // the score of a log_ema without observations
 
 struct Failure {
   std::string what;
@@ -54,8 +54,8 @@ class Random {
   std::normal_distribution<float> normal_;
 };
 
-// `size` bytes between canaries, aligned to their elements alone, NaN until something is written. Under
-// AddressSanitizer the block ends where the data does, so that it sees a read beyond it as well.
+// Elements between canaries, aligned only to their own size, NaN until they are written. Under AddressSanitizer the
+// block ends with the data, so that it also reports a read beyond the data.
 class Buffer {
  public:
   Buffer() = default;
@@ -96,11 +96,11 @@ class Buffer {
   std::vector<unsigned char> bytes_;
 };
 
-// Scales are those of a small cache; others have none of them.
+// The tensors of a cache; only a small cache has scales.
 enum Tensor { kKey, kValue, kVotes, kScore, kPosition, kKeyScale, kValueScale, kTensors };
 constexpr unsigned kAllInPlace = (1u << kTensors) - 1;
 
-// type: of queries, and of a cache that is not `small`, whose type is small_type.
+// type: the type of queries, and of a cache that is not small. small_type: the type of a small cache.
 struct Shape {
   int type, batch, heads, capacity, key_size, value_size, statistics;
   bool small = false;
@@ -117,7 +117,7 @@ struct Shape {
   size_t rows() const { return static_cast<size_t>(batch) * heads; }
 };
 
-// An element of a buffer of the query's type.
+// Read and write an element of a buffer of the query's type.
 inline float read(const Shape& shape, const void* data, size_t i) {
   return shape.type == KV_FLOAT16 ? static_cast<float>(static_cast<const half*>(data)[i])
                                   : static_cast<const float*>(data)[i];
@@ -131,7 +131,7 @@ inline void write(const Shape& shape, void* data, size_t i, float x) {
 
 constexpr int kInt4[16] = {KV_INT4_NUMBERS};
 
-// An element of a cache's keys or values: of a small one the number, which a scale is still to be multiplied with.
+// Read and write an element of a cache's keys or values; in a small cache the number, without its scale.
 inline float read_stored(const Shape& shape, int tensor, const void* data, size_t i) {
   if (shape.is_int4(tensor)) return kInt4[static_cast<const uint8_t*>(data)[i / 2] >> 4 * (i % 2) & 15];
   return shape.small ? static_cast<const int8_t*>(data)[i] : read(shape, data, i);
@@ -172,7 +172,7 @@ struct Cache {
   KvScales scales() {
     return shape.small ? KvScales{tensor[kKeyScale].data<float>(), tensor[kValueScale].data<float>()} : KvScales{};
   }
-  // 1 where there are none.
+  // Returns the scale of a row, 1 if the cache has no scales.
   float scale(int i, size_t row, int slot) const {
     return shape.small ? tensor[i].data<float>()[row * shape.capacity + slot] : 1.0f;
   }
@@ -196,7 +196,7 @@ struct Cache {
     while (n < shape.capacity && votes(row, n) > 0.0f) ++n;
     return n;
   }
-  // Whether slot `a` holds, bit for bit, what slot `b` of `other` does.
+  // Returns whether slot `a` has the same bits as slot `b` of `other`.
   bool same_slot(size_t row, int a, const Cache& other, int b) const {
     for (int i = 0; i < kTensors; ++i) {
       if (i == kScore) {
@@ -222,8 +222,8 @@ struct Cache {
   }
 };
 
-// Fills a head: `used` slots in no order, at distinct positions below the one that is returned; NaN and rubbish in the
-// others.
+// Fills a head with `used` slots in any order, at distinct positions; the other slots are NaN and rubbish. Returns a
+// position above all of them.
 inline int fill_head(Random& random, Cache& cache, size_t row, int used, const std::vector<int>& kinds,
                      bool fractional) {
   const Shape& s = cache.shape;
@@ -305,10 +305,10 @@ inline KvRunner any_runner(Random& random, int* threads) {
   return {random.one_of<KvParallelFor>({backwards, threaded, threaded}), threads};
 }
 
-// Runs `call` of `past` into a new cache, or in place where bit i of `in_place` says so of tensor i; whatever is only
-// read stays as it is.
-template <class Call, class Kernel>
-Cache run(Random& random, Call call, const Cache& past, unsigned in_place, KvRunner runner, Kernel kernel) {
+// Runs `call` on `past` and returns the present cache. Tensor i is updated in place if bit i of `in_place` is set.
+// Checks that tensors that are only read do not change.
+template <class Arguments, class Kernel>
+Cache run(Random& random, Arguments call, const Cache& past, unsigned in_place, KvRunner runner, Kernel kernel) {
   Cache read = past, present(random, past.shape);
   for (Buffer& buffer : present.tensor) memset(buffer.data<void>(), 0x7f, buffer.size());  // not the rubbish of `past`
   for (int i = 0; i < kTensors; ++i)

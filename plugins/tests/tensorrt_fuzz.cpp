@@ -1,6 +1,6 @@
-// Random fields for the TensorRT plugins' creators, and random tensors for what they make: every change to a good
-// collection of fields is known to be one that must be refused, or one that must change nothing, or is random bytes, of
-// which only memory is checked. What an engine keeps is changed in the same way and made into a plugin again.
+// Random fields for the creators of the TensorRT plugins, and random tensors for their plugins. Every change to a valid
+// collection of fields must be refused, or must change nothing, or is random bytes, for which only memory is checked.
+// The fields that an engine serializes are changed in the same way, and a plugin is created from them.
 //
 //   tensorrt_fuzz SEED CASES
 #include <algorithm>
@@ -49,7 +49,7 @@ Items vote_attention() {
           real("softcap", {0}),     whole("sliding_window", {0})};
 }
 
-// A merge policy that drops by position, with these fields in place of its own.
+// Returns the fields of a merge policy that drops by position, with these changes.
 Items merge_cache(const Items& changes) {
   Items items = {whole("budget", {64}),
                  whole("sinks", {4}),
@@ -88,7 +88,8 @@ Items merge_cache(const Items& changes) {
   return items;
 }
 
-// As the methods streaming, snapkv, keepkv, ballot, zeromerge, kvslimmer and asymkv make them, and one by places.
+// Returns the fields of one of the methods streaming, snapkv, keepkv, ballot, zeromerge, kvslimmer and asymkv, or of a
+// policy that rotates by places.
 Items merge_cache(size_t which) {
   static const std::vector<Items> changes = {
       {word("statistics", "none")},
@@ -118,14 +119,14 @@ class Random {
   std::mt19937_64 engine_;
 };
 
-// A collection whose memory is exactly as long as it says.
+// A collection whose memory has exactly the length that its fields give.
 class Collection {
  public:
   explicit Collection(const Items& items) {
     for (const Item& item : items) {
-      held_.emplace_back(new char[item.bytes.size()]);
-      memcpy(held_.back().get(), item.bytes.data(), item.bytes.size());
-      fields_.emplace_back(item.has_name ? item.name.c_str() : nullptr, item.has_data ? held_.back().get() : nullptr,
+      data_.emplace_back(new char[item.bytes.size()]);
+      memcpy(data_.back().get(), item.bytes.data(), item.bytes.size());
+      fields_.emplace_back(item.has_name ? item.name.c_str() : nullptr, item.has_data ? data_.back().get() : nullptr,
                            item.type, item.length);
     }
     all_ = {static_cast<int32_t>(fields_.size()), fields_.data()};
@@ -133,7 +134,7 @@ class Collection {
   PluginFieldCollection* all() { return &all_; }
 
  private:
-  std::vector<std::unique_ptr<char[]>> held_;
+  std::vector<std::unique_ptr<char[]>> data_;
   std::vector<PluginField> fields_;
   PluginFieldCollection all_;
 };
@@ -147,10 +148,10 @@ Items items_of(const PluginFieldCollection* fields) {
   return items;
 }
 
-// A value that the attribute of this name may not have, of the right type; false where every value will do.
+// Replaces a value by one that the attribute may not have, of the right type; returns false if every value is valid.
 bool spoil(Random& random, Item& item) {
   if (item.type == PluginFieldType::kFLOAT32) {
-    // Bounds: those below 1, at most 1 and above 0; above 0; at least 0, or at least 1; none.
+    // Attributes have bounds such as (0, 1), (0, 1], above 0, at least 0, at least 1, or none.
     std::vector<float> bad = {NAN};
     const std::string& name = item.name;
     if (name == "decay" || name == "select_decay" || name == "weigh_decay" || name == "residual") bad = {-1, 0, 2, NAN};
@@ -170,7 +171,7 @@ bool spoil(Random& random, Item& item) {
   return true;
 }
 
-// Changes the items, and says what must come of it.
+// Changes the items; returns the verdict that must follow.
 Verdict mutate(Random& random, Items& items) {
   const size_t at = random.below(items.size());
   Item& item = items[at];
@@ -246,7 +247,7 @@ Verdict mutate(Random& random, Items& items) {
   }
 }
 
-// Tensors of about the right shapes; whatever the plugin says of them, it says.
+// Gives the plugin tensors of nearly the right shapes; any answer is allowed.
 void drive(Random& random, IPluginV3* plugin, bool attention) {
   const int64_t sizes[] = {-1, 0, 1, 2, 4, 8, 16, 64, 256, int64_t{1} << 33, -7};
   const auto size = [&](int64_t usual) { return random.below(12) ? usual : sizes[random.below(11)]; };
@@ -290,9 +291,10 @@ struct Counts {
   size_t accepted = 0, refused = 0, wrong = 0;
 };
 
-// What the creator makes of `items`, held to the verdict; `text` is what the unchanged collection's identity is.
-std::unique_ptr<IPluginV3> held_to(Verdict verdict, Items items, const char* op, TensorRTPhase phase,
-                                   const std::string& text, Log& log, Counts& counts) {
+// Returns the creator's plugin for `items`, and counts it as wrong if it contradicts the verdict. text: the timing
+// cache id of the unchanged collection.
+std::unique_ptr<IPluginV3> create(Verdict verdict, Items items, const char* op, TensorRTPhase phase,
+                                  const std::string& text, Log& log, Counts& counts) {
   Collection collection(items);
   log.lines.clear();
   std::unique_ptr<IPluginV3> plugin(creator(op)->createPlugin("layer", collection.all(), phase));
@@ -315,23 +317,23 @@ void run_case(uint64_t seed, Log& log, Counts& counts) {
   const bool attention = random.below(2) == 0;
   const char* op = attention ? "VoteAttention" : "MergeCache";
   const Items good = attention ? vote_attention() : merge_cache(random.below(64));
-  const std::unique_ptr<IPluginV3> original = held_to(kSame, good, op, TensorRTPhase::kBUILD, "", log, counts);
+  const std::unique_ptr<IPluginV3> original = create(kSame, good, op, TensorRTPhase::kBUILD, "", log, counts);
   if (!original) return;
   const std::string text = build_of(original.get())->getTimingCacheID();
   Items changed = good;
   const Verdict verdict = mutate(random, changed);
-  const auto plugin = held_to(verdict, changed, op, TensorRTPhase::kBUILD, text, log, counts);
+  const auto plugin = create(verdict, changed, op, TensorRTPhase::kBUILD, text, log, counts);
   IPluginV3* one = plugin ? plugin.get() : original.get();
   const std::unique_ptr<IPluginV3> clone(one->clone()), attached(runtime_of(one)->attachToContext(nullptr));
-  // What is kept must be taken back, whatever it was made of; and again, changed.
-  const Items kept = items_of(runtime_of(clone.get())->getFieldsToSerialize());
+  // The serialized fields must be accepted; then they are changed.
+  const Items serialized = items_of(runtime_of(clone.get())->getFieldsToSerialize());
   const std::string own = build_of(one)->getTimingCacheID();
-  const auto again = held_to(kSame, kept, op, TensorRTPhase::kRUNTIME, own, log, counts);
+  const auto again = create(kSame, serialized, op, TensorRTPhase::kRUNTIME, own, log, counts);
   if (again) drive(random, again.get(), attention);
   if (attached) drive(random, attached.get(), attention);
-  Items spoilt = items_of(runtime_of(original.get())->getFieldsToSerialize());
-  const Verdict spoils = mutate(random, spoilt);
-  held_to(spoils, spoilt, op, TensorRTPhase::kRUNTIME, text, log, counts);
+  Items mutated = items_of(runtime_of(original.get())->getFieldsToSerialize());
+  const Verdict expected = mutate(random, mutated);
+  create(expected, mutated, op, TensorRTPhase::kRUNTIME, text, log, counts);
 }
 
 }  // namespace
@@ -352,7 +354,7 @@ int main(int count, char** arguments) {
       return 1;
     }
   }
-  // No collection at all, and a count that is none.
+  // No collection, a negative count, and a collection without memory.
   PluginFieldCollection none{-1, nullptr}, nowhere{3, nullptr};
   for (const PluginFieldCollection* bad : {static_cast<PluginFieldCollection*>(nullptr), &none, &nowhere})
     for (const char* op : {"VoteAttention", "MergeCache"})

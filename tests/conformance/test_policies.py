@@ -87,7 +87,7 @@ def test_every_method_is_a_policy_or_says_why_not() -> None:
         ({"threshold": float("nan")}, "threshold is nan, and has to be a number"),
         ({"order": "nearest"}, "order is nearest, which needs a merge by nearness; merge is drop"),
         ({"order": "least_error", "merge": "zip"}, "order is least_error, which needs the measure distance"),
-        ({"merge": "pair", "merged_last": True}, "merged_last says nothing of pairs"),
+        ({"merge": "pair", "merged_last": True}, "merged_last has no meaning when merge is pair"),
         ({"select": "attended"}, "select is attended, which needs the reference queries of a fit"),
         ({"fit": Fit(ridge=0.0)}, "ridge is 0, and has to be above 0"),
     ],

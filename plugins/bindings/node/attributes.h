@@ -1,5 +1,6 @@
-// The attributes of the operators' nodes, for every framework's binding: attributes in, the kernels' structs out. Those
-// of one value are read by generated code (../../abi/attributes.h); here are lists, and what several say together.
+// Reads the attributes of the operators' nodes into the kernels' structs, for every framework's binding. Generated code
+// reads attributes of one value (../../abi/attributes.h); this file reads lists, and checks attributes that depend on
+// each other.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +14,7 @@
 
 namespace kv {
 
-// The kinds of a node's statistics, in their order.
+// Returns the kinds of a node's statistics, in their order.
 template <class Node>
 std::vector<int> read_statistic_kinds(const Node& node) {
   std::vector<int> kinds;
@@ -47,8 +48,8 @@ void read_statistics(const Node& node, KvVoteAttention& call) {
   }
 }
 
-// All that the node's attributes say of a call. reference_queries: how many rows their ring has, 0 where there is none;
-// without a place for it a node that has one is refused.
+// Reads all attributes of a VoteAttention node. reference_queries: receives the rows of the ring of reference queries,
+// 0 without one; if it is nullptr, a node with a ring is refused.
 template <class Node>
 void read_vote_attention(const Node& node, KvVoteAttention& call, int* reference_queries = nullptr) {
   read_attributes(node, call);
@@ -58,8 +59,8 @@ void read_vote_attention(const Node& node, KvVoteAttention& call, int* reference
   *reference_queries = integer_at_least(1, node, "reference_queries");
 }
 
-// All that the node's attributes say of a call, which points to no inverse frequencies yet. Returns whether it has a
-// fit; without a place for it one that has is refused.
+// Reads all attributes of a MergeCache node; the caller sets the pointer to the inverse frequencies. Returns whether
+// the node has a fit. fit: receives it; if it is nullptr, a node with a fit is refused.
 template <class Node>
 bool read_merge_cache(const Node& node, KvMergeCache& call, std::vector<float>& inverse_frequencies,
                       KvFit* fit = nullptr) {
@@ -87,7 +88,7 @@ bool read_merge_cache(const Node& node, KvMergeCache& call, std::vector<float>& 
   return fits;
 }
 
-// Why keys and scores of these sizes (-1: not known yet) cannot be those of a node; empty where they can.
+// Returns why keys and scores of these sizes (-1: not known yet) do not fit a node; "" if they fit.
 inline std::string misfit(const KvMergeCache& attributes, int64_t key_size, int64_t statistics) {
   if (key_size >= 0 && 2 * attributes.rotary_planes > key_size)
     return std::to_string(attributes.rotary_planes) + " rotary planes do not fit into keys of size " +

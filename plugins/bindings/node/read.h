@@ -1,7 +1,8 @@
-// Reading one attribute of a node, for every framework's binding.
+// Reads one attribute of a node, for every framework's binding.
 //
-// A Node reads an attribute by its name (number, integer, word, numbers, integers; has is false only where there is
-// none) and refuses one that is not as it should be (require). What it throws passes through.
+// A Node reads an attribute by its name (number, integer, word, numbers, integers) and throws if the attribute has
+// another type. `has` returns false only if the node has no attribute of that name. `require` throws an error with its
+// message if a condition is false. These functions pass its exceptions on.
 #pragma once
 
 #include <initializer_list>
@@ -20,7 +21,7 @@ void check(const Node& node, bool inside, const char* name, Number x, const char
   node.require(inside, std::string(name) + " is " + std::to_string(x) + ", and has to be " + bounds);
 }
 
-// The number of a word.
+// Returns the index of a word among the known words.
 template <class Node>
 int number_of(const Node& node, const char* name, const std::string& word, std::initializer_list<const char*> words) {
   std::string known;

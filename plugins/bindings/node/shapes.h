@@ -9,30 +9,30 @@
 
 namespace kv {
 
-using Shape = std::vector<int64_t>;  // -1: not known yet
+using Shape = std::vector<int64_t>;  // -1: a size that is not known yet
 
 struct Input {
   const char* name;
   Shape shape;
 };
 
-// A size that is not known is a question mark.
+// Returns a shape as text; a size that is not known is a question mark.
 inline std::string text(const Shape& shape) {
   std::string s = "[";
   for (size_t i = 0; i < shape.size(); ++i) s += (i ? ", " : "") + (shape[i] < 0 ? "?" : std::to_string(shape[i]));
   return s + "]";
 }
 
-// What is known of `found` does not contradict what is known of `expected`.
-inline bool fits(const Shape& found, const Shape& expected) {
-  bool fits = found.size() == expected.size();
-  for (size_t d = 0; fits && d < found.size(); ++d) fits = found[d] < 0 || expected[d] < 0 || found[d] == expected[d];
+// Returns whether two shapes have the same rank and agree in every size that both know.
+inline bool fits(const Shape& shape, const Shape& expected) {
+  bool fits = shape.size() == expected.size();
+  for (size_t d = 0; fits && d < shape.size(); ++d) fits = shape[d] < 0 || expected[d] < 0 || shape[d] == expected[d];
   return fits;
 }
 
-// The state tensors of a call of these sizes, in their order; -1 stands for a size that is not known.
-template <class Call>
-std::vector<Input> state_inputs(const Call& a) {
+// Returns the state tensors of a call of these sizes, in the contract's order; -1 is a size that is not known.
+template <class Arguments>
+std::vector<Input> state_inputs(const Arguments& a) {
   return {{"key", {a.batch, a.heads, a.capacity, a.key_size}},
           {"value", {a.batch, a.heads, a.capacity, a.value_size}},
           {"votes", {a.batch, a.heads, a.capacity}},
@@ -42,7 +42,7 @@ std::vector<Input> state_inputs(const Call& a) {
 
 inline std::vector<Input> inputs_of(const KvMergeCache& a) { return state_inputs(a); }
 
-// The eleventh may be left out.
+// Returns the eleven inputs of VoteAttention; the last one is optional.
 inline std::vector<Input> inputs_of(const KvVoteAttention& a) {
   std::vector<Input> all = {{"query", {a.batch, a.query_heads, a.tokens, a.key_size}},
                             {"key", {a.batch, a.heads, a.tokens, a.key_size}},

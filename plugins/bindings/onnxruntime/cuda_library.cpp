@@ -1,6 +1,6 @@
-// Registers the operators of domain `kvexport` with ONNX Runtime's CUDA provider: bindings only, as library.cpp, around
-// the kernels of ../cuda. All tensors are in the device's memory; a run only enqueues work on the session's stream, so
-// it can be captured in a CUDA graph once it has run as it is.
+// Registers the operators of domain `kvexport` with ONNX Runtime's CUDA provider. Like library.cpp it only binds the
+// kernels, those of ../../cuda. All tensors are in the device's memory. A run only enqueues work on the session's
+// stream, so it can be captured in a CUDA graph after one run without capture.
 #define ORT_API_MANUAL_INIT
 #include <onnxruntime_cxx_api.h>
 #undef ORT_API_MANUAL_INIT
@@ -23,9 +23,10 @@ struct VoteAttentionKernel : kv::VoteAttentionNode {
       const Ort::KernelContext context(raw);
       const KvVoteAttention call = this->call(context);
       size_t bytes = 0;
-      kv::ran("VoteAttention", kv_cuda_vote_attention_workspace(&call, &bytes));
-      streams.run(context, bytes,
-                  [&](const KvCuda& where) { kv::ran("VoteAttention", kv_cuda_vote_attention(&call, &where)); });
+      kv::require_success("VoteAttention", kv_cuda_vote_attention_workspace(&call, &bytes));
+      streams.run(context, bytes, [&](const KvCuda& where) {
+        kv::require_success("VoteAttention", kv_cuda_vote_attention(&call, &where));
+      });
     });
   }
 };
@@ -42,7 +43,8 @@ struct MergeCacheKernel : kv::MergeCacheNode {
       : MergeCacheNode(Ort::ConstKernelInfo(info), cache, false), streams(memory) {
     if (inverse_frequencies.empty()) return;
     const size_t bytes = inverse_frequencies.size() * sizeof(float);
-    frequencies.reset(static_cast<float*>(memory->take(bytes)), [memory](float* held) { memory->give_back(held); });
+    frequencies.reset(static_cast<float*>(memory->take(bytes)),
+                      [memory](float* address) { memory->give_back(address); });
     kv::upload(frequencies.get(), inverse_frequencies.data(), bytes);
   }
 
@@ -52,9 +54,9 @@ struct MergeCacheKernel : kv::MergeCacheNode {
       KvMergeCache call = this->call(context);
       call.inverse_frequencies = frequencies.get();
       size_t bytes = 0;
-      kv::ran("MergeCache", kv_cuda_merge_cache_workspace(&call, &bytes));
+      kv::require_success("MergeCache", kv_cuda_merge_cache_workspace(&call, &bytes));
       streams.run(context, bytes,
-                  [&](const KvCuda& where) { kv::ran("MergeCache", kv_cuda_merge_cache(&call, &where)); });
+                  [&](const KvCuda& where) { kv::require_success("MergeCache", kv_cuda_merge_cache(&call, &where)); });
     });
   }
 };
@@ -66,7 +68,7 @@ struct LinearKernel : kv::LinearNode {
   LinearKernel(const OrtKernelInfo* info, const kv::CacheType& cache)
       : LinearNode(Ort::ConstKernelInfo(info), cache.type, {true, nullptr}),
         streams(std::make_shared<kv::Memory>(info)) {
-    kv::require(!gate || !turns(), "Linear: a product that has a gate is not rotated");
+    kv::require(!gate || !is_rotated(), "Linear: a product that has a gate is not rotated");
   }
 
   OrtStatusPtr ComputeV2(OrtKernelContext* raw) {
@@ -74,22 +76,22 @@ struct LinearKernel : kv::LinearNode {
       const Ort::KernelContext context(raw);
       const KvLinear call = this->call(context);
       size_t bytes = 0;
-      kv::ran("Linear", kv_cuda_linear_workspace(&call, &bytes));
+      kv::require_success("Linear", kv_cuda_linear_workspace(&call, &bytes));
       streams.run(context, bytes, [&](KvCuda where) {
         if (weights_stay()) where.begin = KV_CUDA_EARLY_WEIGHTS;
-        kv::ran("Linear", kv_cuda_linear(&call, &where));
+        kv::require_success("Linear", kv_cuda_linear(&call, &where));
       });
     });
   }
 };
 
-// What kernels that this thread makes from now on are a rank of.
-thread_local KvCudaRanks joined{};
+// The rank of the kernels that this thread creates from now on.
+thread_local KvCudaRanks current_ranks{};
 
 struct AllReduceKernel {
   static constexpr const char* kProvider = kv::kDeviceProvider;
   int type;
-  KvCudaRanks ranks = joined;
+  KvCudaRanks ranks = current_ranks;
 
   AllReduceKernel(const OrtKernelInfo*, const kv::CacheType& cache) : type(cache.type) {
     kv::require(ranks.count > 0, "AllReduce: this process is no rank");
@@ -98,11 +100,11 @@ struct AllReduceKernel {
   OrtStatusPtr ComputeV2(OrtKernelContext* raw) const {
     return kv::status_of([&] {
       const Ort::KernelContext context(raw);
-      const Ort::ConstValue part = context.GetInput(0);
-      const Ort::TensorTypeAndShapeInfo info = part.GetTensorTypeAndShapeInfo();
+      const Ort::ConstValue numbers = context.GetInput(0);
+      const Ort::TensorTypeAndShapeInfo info = numbers.GetTensorTypeAndShapeInfo();
       void* sum = kv::output(context, 0, info.GetShape());
-      kv::ran("AllReduce", kv_cuda_all_reduce(&ranks, type, part.GetTensorRawData(), sum, info.GetElementCount(),
-                                              context.GetGPUComputeStream()));
+      kv::require_success("AllReduce", kv_cuda_all_reduce(&ranks, type, numbers.GetTensorRawData(), sum,
+                                                          info.GetElementCount(), context.GetGPUComputeStream()));
     });
   }
 };
@@ -132,9 +134,9 @@ KV_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiB
        {KV_K8V4, i8, u8, KV_BFLOAT16, bf16}});
 }
 
-// What kvexport/backends/onnxruntime/operators.py asks: the operators that the library knows, what the kernels are
-// compiled for, why they cannot run on this machine, and why VoteAttention or MergeCache of a layer of these sizes has
-// none ("" where they can, and where it has).
+// The functions that kvexport/backends/onnxruntime/operators.py calls. They return the version of the operators, the
+// devices that the kernels are compiled for, why they cannot run on this machine, and why no kernel computes
+// VoteAttention or MergeCache of a layer of these sizes ("" if they can, and if there is a kernel).
 KV_EXPORT const char* kvexport_schema() { return kv::kSchema; }
 KV_EXPORT const char* kvexport_isa() {
   static const std::string text = kv::compiled_for();
@@ -147,7 +149,7 @@ KV_EXPORT const char* kvexport_device_problem() {
 KV_EXPORT const char* kvexport_attention_problem(int type, int query_heads, int heads, int capacity, int key_size,
                                                  int value_size, int statistics) {
   KvVoteAttention call{};
-  // Of the types of a query over a small cache any: they take the same memory.
+  // Over a small cache, any type of query: all take the same memory.
   call.query_type = kv::is_small(type) ? int{KV_FLOAT32} : type, call.cache_type = type, call.batch = 1;
   call.query_heads = query_heads, call.heads = heads, call.capacity = capacity;
   call.key_size = key_size, call.value_size = value_size, call.statistics = statistics;
@@ -157,7 +159,7 @@ KV_EXPORT const char* kvexport_attention_problem(int type, int query_heads, int 
 }
 KV_EXPORT const char* kvexport_merge_problem(int type, int heads, int capacity, int key_size, int value_size,
                                              int statistics, int budget) {
-  // Of the policies the one whose kernels take the most shared memory.
+  // The policy whose kernels take the most shared memory.
   KvMergeCache call{};
   call.cache_type = type, call.batch = 1, call.heads = heads, call.capacity = capacity, call.budget = budget;
   call.key_size = key_size, call.value_size = value_size, call.statistics = statistics, call.compresses = 1;
@@ -167,11 +169,12 @@ KV_EXPORT const char* kvexport_merge_problem(int type, int heads, int capacity, 
   return problem ? problem : "";
 }
 
-// What kvexport/backends/onnxruntime/mailboxes.py calls: how large a mailbox is, and which rank sessions that the
-// calling thread opens from now on belong to; count 0: to none. The rest as in KvCudaRanks.
+// The functions that kvexport/backends/onnxruntime/mailboxes.py calls. The first returns the bytes of a mailbox. The
+// second sets the rank of the sessions that the calling thread opens from now on; with count 0 they have none. Its
+// other arguments are those of KvCudaRanks.
 KV_EXPORT size_t kvexport_mailbox_bytes() { return kv_cuda_mailbox_bytes(); }
 KV_EXPORT void kvexport_mailboxes_join(int rank, int count, uint64_t patience, uint32_t* problem,
                                        void* const* mailboxes) {
-  joined = {rank, count, patience, problem, {}};
-  for (int i = 0; i < count && i < KV_CUDA_MOST_RANKS; ++i) joined.mailbox[i] = mailboxes[i];
+  current_ranks = {rank, count, patience, problem, {}};
+  for (int i = 0; i < count && i < KV_CUDA_MOST_RANKS; ++i) current_ranks.mailbox[i] = mailboxes[i];
 }

@@ -1,6 +1,5 @@
-// What the binding itself asks of the device. Compiled with KV_ON_HOST, over the kernels for the host
-// (../../cuda/core/block.h), the process's memory stands in for the device's and ONNX Runtime's CPU provider for the
-// CUDA one.
+// The operations on the device that the binding itself needs. Compiled with KV_ON_HOST, over the kernels for the host
+// (../../cuda/core/block.h), the process's memory replaces the device's, and ONNX Runtime's CPU provider the CUDA one.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +23,7 @@ constexpr const char* kDeviceProvider = nullptr;
 inline std::string compiled_for() { return "CUDA kernels on the host"; }
 inline void clear(void* to, size_t bytes, void*) { memset(to, 0, bytes); }
 inline void upload(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
-// Whoever reads what nobody wrote finds NaN.
+// Fills new memory, so that a read before the first write gives NaN.
 inline void spoil(void* memory, size_t bytes) { memset(memory, 0xff, bytes); }
 inline std::string device_problem() { return ""; }
 
@@ -35,12 +34,13 @@ constexpr const char* kDeviceProvider = "CUDAExecutionProvider";
 #define KV_QUOTED(x) #x
 #define KV_TEXT(x) KV_QUOTED(x)
 
-// The compute capabilities, times ten, that the kernels are compiled for: 80_90, ascending.
+// Returns the compute capabilities, times ten, that the kernels are compiled for, ascending; the macro has the form
+// 80_90.
 inline std::vector<int> architectures() {
   std::istringstream text(KV_TEXT(KV_CUDA_ARCHITECTURES));
-  std::vector<int> found;
-  for (std::string one; std::getline(text, one, '_');) found.push_back(std::stoi(one));
-  return found;
+  std::vector<int> capabilities;
+  for (std::string one; std::getline(text, one, '_');) capabilities.push_back(std::stoi(one));
+  return capabilities;
 }
 
 inline std::string compiled_for() {
@@ -57,14 +57,14 @@ inline void clear(void* to, size_t bytes, void* stream) {
 
 inline void spoil(void*, size_t) {}
 
-// Ends when the copy has.
+// Copies to the device, and returns when the copy has ended.
 inline void upload(void* to, const void* from, size_t bytes) {
   check(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice));
-  check(cudaStreamSynchronize(nullptr));  // from pageable memory the copy may still be on its way
+  check(cudaStreamSynchronize(nullptr));  // a copy from pageable memory may still be under way
 }
 
-// Why the kernels cannot run on the first GPU, empty where they can: machine code runs on its own major version from
-// its minor one on, and that of the latest is there as PTX too, which any later GPU compiles.
+// Returns why the kernels cannot run on the first GPU, "" if they can. Machine code runs on its own major version, from
+// its minor version on. The latest capability is included as PTX too, which the driver compiles for any later GPU.
 inline std::string device_problem() {
   int count = 0, major = 0, minor = 0;
   for (const cudaError_t error :

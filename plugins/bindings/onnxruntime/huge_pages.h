@@ -1,5 +1,5 @@
-// Copies of weights in huge pages. A step reads every weight once: in pages of 4 KiB, as files are mapped, the
-// processor looks addresses up more often than its tables hold them, and its prefetching ends at every page.
+// Copies of weights in huge pages. A step reads every weight once. Files are mapped in pages of 4 KiB: the processor
+// then translates more addresses than its translation tables have entries, and its prefetching ends at every page.
 #pragma once
 
 #include <cstdint>
@@ -18,14 +18,14 @@ namespace kv {
 
 constexpr size_t kHugePage = size_t{2} << 20;
 
-// Memory that weights share, so that small ones lie in huge pages too; it goes with the last of them.
+// Memory that several weights share, so that small weights are in huge pages too. It is freed with the last of them.
 class Chunk {
  public:
-  // nullptr where there is no such memory.
+  // Returns nullptr if huge pages are not available.
   static std::shared_ptr<Chunk> make(size_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
     const size_t size = (bytes + kHugePage - 1) / kHugePage * kHugePage;
-    // Room to begin at a huge page's boundary.
+    // One huge page more, so that the chunk can begin at a huge page's boundary.
     void* const mapped = mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (mapped == MAP_FAILED) return nullptr;
     std::shared_ptr<Chunk> chunk(new Chunk(mapped, size));
@@ -60,7 +60,8 @@ class Chunk {
   size_t size_, used_ = 0;
 };
 
-// The number after `name` in one of the kernel's files ("" for the first there); -1 where there is none.
+// Returns the number after the word `name` in one of the kernel's files, or the first number if `name` is ""; -1 if
+// there is none.
 inline int64_t number_in(const std::string& path, const std::string& name) {
   std::ifstream file(path);
   int64_t number = -1;
@@ -69,22 +70,22 @@ inline int64_t number_in(const std::string& path, const std::string& name) {
   return file >> number ? number : -1;
 }
 
-// Whether a control group leaves an eighth of its memory to others after so many bytes more. Like the machine's, what
-// the kernel holds of files counts as free: it gives that up first.
+// Returns whether a control group has an eighth of its memory left after so many bytes more. As for the machine, the
+// kernel's cache of files counts as free, since the kernel frees it first.
 inline bool group_has_memory(const std::string& folder, bool first_version, int64_t bytes) {
   const int64_t limit = number_in(folder + (first_version ? "/memory.limit_in_bytes" : "/memory.max"), "");
   if (limit <= 0) return true;
   const std::string stat = folder + "/memory.stat", total = first_version ? "total_" : "";
   int64_t used = number_in(folder + (first_version ? "/memory.usage_in_bytes" : "/memory.current"), "");
   for (const char* files : {"inactive_file", "active_file"}) {
-    const int64_t held = number_in(stat, total + files);
-    if (held > 0) used -= held;
+    const int64_t cached = number_in(stat, total + files);
+    if (cached > 0) used -= cached;
   }
   return limit - used - bytes >= limit / 8;
 }
 
-// Whether so many bytes more leave an eighth of the memory to others: the machine's, and that of every control group
-// around this process, of either version of these. root: where the file system begins, for tests.
+// Returns whether so many bytes more leave an eighth of the machine's memory free, and of the memory of every control
+// group (version 1 or 2) of this process. root: the root of the file system, for tests.
 inline bool has_memory(int64_t bytes, const std::string& root = "") {
   const int64_t total = number_in(root + "/proc/meminfo", "MemTotal:") * 1024;
   if (number_in(root + "/proc/meminfo", "MemAvailable:") * 1024 - bytes < total / 8) return false;
@@ -95,7 +96,7 @@ inline bool has_memory(int64_t bytes, const std::string& root = "") {
     const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
     const bool first_version = controllers.find(",memory,") != std::string::npos;
     if (!first_version && controllers != ",,") continue;
-    // In a container the path may be the host's, and its own group is the root.
+    // In a container the path may be that of the host; the container's own group is then the root.
     std::string path = line.substr(second + 1);
     while (true) {
       while (!path.empty() && path.back() == '/') path.pop_back();
@@ -108,11 +109,11 @@ inline bool has_memory(int64_t bytes, const std::string& root = "") {
   return true;
 }
 
-// Why weights stay where they are, or nullptr. KVEXPORT_HUGE_PAGES=off asks for it: processes then share the pages of
-// one file.
+// Returns why weights are not copied to huge pages, or nullptr. KVEXPORT_HUGE_PAGES=off switches the copies off, so
+// that processes share the pages of one file.
 inline const char* why_no_huge_pages() {
-  const char* const asked = getenv("KVEXPORT_HUGE_PAGES");
-  if (asked && strcmp(asked, "off") == 0) return "switched off by KVEXPORT_HUGE_PAGES";
+  const char* const setting = getenv("KVEXPORT_HUGE_PAGES");
+  if (setting && strcmp(setting, "off") == 0) return "switched off by KVEXPORT_HUGE_PAGES";
   std::ifstream file("/sys/kernel/mm/transparent_hugepage/enabled");
   for (std::string word; file >> word;)
     if (word == "[never]")
@@ -135,7 +136,7 @@ inline std::shared_ptr<void> huge_memory(size_t bytes) {
     if (why_no_huge_pages() || !has_memory(static_cast<int64_t>(size))) return nullptr;
     chunk = Chunk::make(size);
     if (!chunk) return nullptr;
-    if (size == kChunk) newest = chunk;  // what a large one leaves is not worth keeping it for
+    if (size == kChunk) newest = chunk;  // the rest of a larger chunk is too small to share
     place = chunk->take(bytes);
   }
   return std::shared_ptr<void>(chunk, place);

@@ -1,6 +1,6 @@
-// Registers the operators of domain `kvexport` with ONNX Runtime's CPU provider. Bindings only: attributes and tensors
-// in, kernels called, and weights kept where they are read fastest. A malformed node is an error when the session is
-// made; tensors that do not fit are an error of the run.
+// Registers the operators of domain `kvexport` with ONNX Runtime's CPU provider. This file only binds the kernels: it
+// reads attributes and tensors, calls the kernels, and copies weights to memory that is read fastest. A malformed node
+// is an error when the session is created; tensors that do not fit are an error of the run.
 #define ORT_API_MANUAL_INIT
 #include <onnxruntime_cxx_api.h>
 #undef ORT_API_MANUAL_INIT
@@ -11,7 +11,7 @@
 
 namespace {
 
-// ONNX Runtime's own threads as a task runner: those of the session.
+// Returns the session's threads as a task runner.
 KvRunner runner(const Ort::KernelContext& context) {
   return {[](void* context, size_t count, KvTask task, void* data) {
             static_cast<const Ort::KernelContext*>(context)->ParallelFor(task, count, 0, data);
@@ -28,10 +28,10 @@ struct VoteAttentionKernel : kv::VoteAttentionNode {
     return kv::status_of([&] {
       const Ort::KernelContext context(raw);
       const KvVoteAttention call = this->call(context);
-      kv::ran("VoteAttention", kv_cpu_vote_attention(&call, runner(context)));
+      kv::require_success("VoteAttention", kv_cpu_vote_attention(&call, runner(context)));
       if (!reference_queries) return;
       const KvRing ring = this->ring(context);
-      kv::ran("VoteAttention", kv_cpu_keep_queries(&call, &ring));
+      kv::require_success("VoteAttention", kv_cpu_keep_queries(&call, &ring));
     });
   }
 };
@@ -45,9 +45,9 @@ struct MergeCacheKernel : kv::MergeCacheNode {
     return kv::status_of([&] {
       const Ort::KernelContext context(raw);
       const KvMergeCache call = this->call(context);
-      if (!fits) return kv::ran("MergeCache", kv_cpu_merge_cache(&call, runner(context)));
+      if (!fits) return kv::require_success("MergeCache", kv_cpu_merge_cache(&call, runner(context)));
       const KvRing ring = this->ring(context);
-      kv::ran("MergeCache", kv_cpu_merge_and_fit(&call, &fit, &ring, runner(context)));
+      kv::require_success("MergeCache", kv_cpu_merge_and_fit(&call, &fit, &ring, runner(context)));
     });
   }
 };
@@ -63,18 +63,18 @@ struct LinearKernel : kv::LinearNode {
     return kv::status_of([&] {
       const Ort::KernelContext context(raw);
       const KvLinear call = this->call(context);
-      kv::ran("Linear", kv_cpu_linear(&call, runner(context)));
+      kv::require_success("Linear", kv_cpu_linear(&call, runner(context)));
     });
   }
 };
 
-// What kernels that this thread makes from now on are a rank of.
-thread_local KvRanks joined{};
+// The rank of the kernels that this thread creates from now on.
+thread_local KvRanks current_ranks{};
 
 struct AllReduceKernel {
   static constexpr const char* kProvider = nullptr;
   int type;
-  KvRanks ranks = joined;
+  KvRanks ranks = current_ranks;
 
   AllReduceKernel(const OrtKernelInfo*, const kv::CacheType& cache) : type(cache.type) {
     kv::require(ranks.memory, "AllReduce: this process is no rank");
@@ -83,10 +83,11 @@ struct AllReduceKernel {
   OrtStatusPtr ComputeV2(OrtKernelContext* raw) const {
     return kv::status_of([&] {
       const Ort::KernelContext context(raw);
-      const Ort::ConstValue part = context.GetInput(0);
-      const Ort::TensorTypeAndShapeInfo info = part.GetTensorTypeAndShapeInfo();
+      const Ort::ConstValue numbers = context.GetInput(0);
+      const Ort::TensorTypeAndShapeInfo info = numbers.GetTensorTypeAndShapeInfo();
       void* sum = kv::output(context, 0, info.GetShape());
-      kv::ran("AllReduce", kv_cpu_all_reduce(&ranks, type, part.GetTensorRawData(), sum, info.GetElementCount()));
+      kv::require_success("AllReduce",
+                          kv_cpu_all_reduce(&ranks, type, numbers.GetTensorRawData(), sum, info.GetElementCount()));
     });
   }
 };
@@ -110,9 +111,9 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(O
        {KV_K8V4, i8, u8, KV_FLOAT16, f16}});
 }
 
-// What kvexport/backends/onnxruntime/operators.py asks: the operators that the library knows, the instruction set that
-// runs, why weights are not in huge pages ("" where they are), and whether there are kernels for small caches, which
-// there are where the question is.
+// The functions that kvexport/backends/onnxruntime/operators.py calls. They return the version of the operators, the
+// instruction set that runs, why there are no kernels for small caches ("": there are; older libraries lack the
+// function), and why weights are not in huge pages ("": they are).
 extern "C" __attribute__((visibility("default"))) const char* kvexport_schema() { return kv::kSchema; }
 extern "C" __attribute__((visibility("default"))) const char* kvexport_isa() { return kv_cpu_isa(); }
 extern "C" __attribute__((visibility("default"))) const char* kvexport_small_cache() { return ""; }
@@ -121,10 +122,10 @@ extern "C" __attribute__((visibility("default"))) const char* kvexport_huge_page
   return why ? why : "";
 }
 
-// What kvexport/backends/onnxruntime/collectives.py calls. Sessions that the calling thread opens from now on belong to
-// this rank of `count`; null: to none.
+// The functions that kvexport/backends/onnxruntime/collectives.py calls. The first sets the rank of the sessions that
+// the calling thread opens from now on; with memory nullptr they have none.
 extern "C" __attribute__((visibility("default"))) void kvexport_ranks_join(void* memory, int rank, int count) {
-  joined = {memory, rank, count};
+  current_ranks = {memory, rank, count};
 }
 extern "C" __attribute__((visibility("default"))) size_t kvexport_ranks_bytes(int count) {
   return kv_cpu_ranks_bytes(count);

@@ -1,14 +1,14 @@
-// A node of Linear (docs/contract.md, section 3): products of one input with weights as checkpoints hold them, the norm
-// before and the epilogue after.
+// A node of Linear (docs/contract.md, section 3): products of one input with weights in the layout of checkpoints, the
+// norm before them and the epilogue after them.
 #pragma once
 
 #include "weight.h"
 
 namespace kv {
 
-// Where an attribute names heads they are a dimension of their own before the tokens: [batch, heads, tokens, size]
-// instead of [batch, tokens, heads x size]; 0 stands for the latter. What is a list has an entry for each product;
-// packed and group have one for the gate as well, last, and are left out where no weight is packed.
+// input_heads, output_heads: if above 0, the tensor is [batch, heads, tokens, size] with so many heads; if 0, it is
+// [batch, tokens, heads x size]. Lists have an entry for each product; `packed` and `group` have a last entry for the
+// gate, and a node without packed weights omits both.
 struct LinearNode {
   int type, input_heads, float_input = 0;
   bool norm, gate, residual;
@@ -35,7 +35,7 @@ struct LinearNode {
     }
     node.require(count == 1 || !(gate || residual), "a gate or a residual goes with one product, not several");
     read_packing(node, count + gate);
-    size_t expected = 1 + norm + count + gate + residual + 2 * turns();
+    size_t expected = 1 + norm + count + gate + residual + 2 * is_rotated();
     for (const int one : bias) expected += one != 0;
     for (const int one : packed) expected += one == 0 ? 0 : one == 1 ? 1 : 2;
     node.require(info.GetInputCount() == expected,
@@ -69,7 +69,7 @@ struct LinearNode {
     }
   }
 
-  // Of each weight, the gate's last.
+  // Reads `packed` and `group` of `count` weights; the gate's are the last.
   void read_packing(const Attributes& node, size_t count) {
     packed.assign(count, 0), group.assign(count, 0);
     if (!node.has("packed")) return;
@@ -90,23 +90,23 @@ struct LinearNode {
                                 : ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16;
   }
 
-  // Whether no run changes a weight.
+  // Returns whether no run changes a weight.
   bool weights_stay() const {
     for (const Weight& one : weights)
       if (!one.stays()) return false;
     return !gate || gate_weight.stays();
   }
 
-  bool turns() const {
+  bool is_rotated() const {
     for (const int one : rotated)
       if (one) return true;
     return false;
   }
 
   void check_shapes(const Shape& input, const Shape& weight, int heads) const {
-    const bool rank = input_heads        ? input.size() == 4 && fits(input, {-1, input_heads, -1, -1})
-                      : heads || turns() ? input.size() == 3
-                                         : !input.empty();
+    const bool rank = input_heads             ? input.size() == 4 && fits(input, {-1, input_heads, -1, -1})
+                      : heads || is_rotated() ? input.size() == 3
+                                              : !input.empty();
     const int64_t size = rank ? input.back() : -1, inputs = size < 0 || !input_heads ? size : size * input_heads;
     require(rank && weight.size() == 2 && (inputs < 0 || weight[1] < 0 || inputs == weight[1]) &&
                 (!heads || weight[0] < 0 || weight[0] % heads == 0),
@@ -119,7 +119,7 @@ struct LinearNode {
   KvLinear call(const Ort::KernelContext& context) const {
     const Ort::ConstValue input = context.GetInput(0);
     const Shape shape = input.GetTensorTypeAndShapeInfo().GetShape();
-    Shape rows(shape.begin(), shape.empty() ? shape.end() : shape.end() - 1);  // what comes before the outputs
+    Shape rows(shape.begin(), shape.empty() ? shape.end() : shape.end() - 1);  // the dimensions before the outputs
     if (input_heads && rows.size() > 1) rows.erase(rows.begin() + 1);
     KvLinear call{};
     call.type = type, call.input_heads = input_heads ? input_heads : 1, call.batch = 1;
@@ -132,21 +132,21 @@ struct LinearNode {
     const int64_t outputs = call.products[0].outputs;
     size_t next = weights.back().integers.input + weights.back().count() + (bias.back() != 0);
     if (gate) {
-      const Shape found = gate_weight.integers.shape_in(context), wanted{outputs, call.inputs};
-      require(found == wanted, [&] { return "Linear: gate is " + text(found) + ", not " + text(wanted); });
-      call.gate = gate_weight.call(context, found), next += gate_weight.count();
+      const Shape shape = gate_weight.integers.shape_in(context), expected{outputs, call.inputs};
+      require(shape == expected, [&] { return "Linear: gate is " + text(shape) + ", not " + text(expected); });
+      call.gate = gate_weight.call(context, shape), next += gate_weight.count();
     }
     if (residual) {
       Shape plain = rows;
       plain.push_back(outputs);
       call.residual = kv::input<void>(context, next++, "Linear: residual", plain);
     }
-    if (turns()) {
+    if (is_rotated()) {
       const Shape angles = context.GetInput(next).GetTensorTypeAndShapeInfo().GetShape();
       call.planes = angles.empty() ? 0 : angles.back();
-      const Shape wanted{call.batch, call.tokens, call.planes};
-      call.cosine = kv::input<void>(context, next, "Linear: cosine", wanted);
-      call.sine = kv::input<void>(context, next + 1, "Linear: sine", wanted);
+      const Shape expected{call.batch, call.tokens, call.planes};
+      call.cosine = kv::input<void>(context, next, "Linear: cosine", expected);
+      call.sine = kv::input<void>(context, next + 1, "Linear: sine", expected);
     }
     return call;
   }
@@ -162,10 +162,10 @@ struct LinearNode {
     call->inputs = sizes[1], p.weight = weight.call(context, sizes);
     if (bias[static_cast<size_t>(i)])
       p.bias = kv::input<void>(context, weight.integers.input + weight.count(), "Linear: bias", {p.outputs});
-    Shape made = rows;
-    made.push_back(p.outputs);
-    if (heads) made = {call->batch, heads, call->tokens, p.outputs / heads};
-    p.output = output(context, static_cast<size_t>(i), made);
+    Shape shape = rows;
+    shape.push_back(p.outputs);
+    if (heads) shape = {call->batch, heads, call->tokens, p.outputs / heads};
+    p.output = output(context, static_cast<size_t>(i), shape);
   }
 };
 

@@ -1,4 +1,4 @@
-// A node of MergeCache (docs/contract.md, section 3): attributes and tensors in, the kernels' call out.
+// A node of MergeCache (docs/contract.md, section 3): turns attributes and tensors into a call of the kernels.
 #pragma once
 
 #include "../node/attributes.h"
@@ -12,7 +12,7 @@ struct MergeCacheNode {
   KvFit fit{};
   bool fits;
 
-  // may_fit: whether the kernels do.
+  // may_fit: whether the kernels have fits.
   MergeCacheNode(const Ort::ConstKernelInfo& info, const CacheType& cache, bool may_fit) {
     const Attributes node(info, "MergeCache");
     attributes.cache_type = cache.type;
@@ -21,7 +21,7 @@ struct MergeCacheNode {
     const Shape key = declared_shape(info, 0), score = declared_shape(info, 3);
     node.require(key.size() == 4 && score.size() == 4,
                  "key " + text(key) + " and score " + text(score) + " have four dimensions each");
-    check_sizes(of_numbers(key, numbers_of_key(cache.type))[3], score[2]);
+    check_sizes(shape_of_numbers(key, numbers_of_key(cache.type))[3], score[2]);
     const char* names[] = {"key", "value", "votes", "score", "position"};
     for (size_t i = 1; i < 5; ++i) {
       Shape expected(i == 1 || i == 3 ? 4 : 3, -1);
@@ -30,13 +30,13 @@ struct MergeCacheNode {
     }
   }
 
-  // -1 where a size is not known yet.
+  // A size of -1 is not known yet.
   void check_sizes(int64_t key_size, int64_t statistics) const {
     const std::string problem = misfit(attributes, key_size, statistics);
     require(problem.empty(), "MergeCache: " + problem);
   }
 
-  // Tensors that do not fit are refused. The call points to the node's own inverse frequencies.
+  // Returns the call of a run; throws if a tensor does not fit. The call points to the node's own inverse frequencies.
   KvMergeCache call(const Ort::KernelContext& context) const {
     const Cache cache(context, 0, attributes.cache_type);
     check_sizes(cache.key_size, cache.statistics);
@@ -49,7 +49,7 @@ struct MergeCacheNode {
     return call;
   }
 
-  // Of a node that has one, as long as the tensor says.
+  // Returns the ring of a node that has one, with as many rows as the tensor.
   KvRing ring(const Ort::KernelContext& context) const {
     const Shape query =
         context.GetInput(is_small(attributes.cache_type) ? 7 : 5).GetTensorTypeAndShapeInfo().GetShape();

@@ -1,4 +1,5 @@
-// What the bindings share: reading attributes and tensors, and saying what is wrong with them.
+// Shared by the bindings to ONNX Runtime: reads attributes and tensors of a node, and throws errors that say what is
+// wrong with them.
 #pragma once
 
 #include <onnxruntime_cxx_api.h>
@@ -13,7 +14,8 @@
 
 namespace kv {
 
-// The message is a text, or what makes one: what runs at every step should not write what nobody reads.
+// Throws if the condition is false. message: a text, or a function that returns one, so that the checks of every step
+// build no text.
 template <class Message>
 void require(bool condition, const Message& message) {
   if (condition) return;
@@ -25,12 +27,12 @@ void require(bool condition, const Message& message) {
   throw Ort::Exception("kvexport: " + text, ORT_INVALID_ARGUMENT);
 }
 
-// What a kernel's call answered: nullptr, or a problem.
-inline void ran(const char* op, const char* problem) {
+// Throws if a kernel's call returned a problem instead of nullptr.
+inline void require_success(const char* op, const char* problem) {
   require(!problem, [&] { return std::string(op) + ": " + problem; });
 }
 
-// A run's status: no exception may pass through ONNX Runtime.
+// Runs `run` and returns its status, since no exception may pass through ONNX Runtime.
 template <class Run>
 OrtStatusPtr status_of(Run run) {
   try {
@@ -41,7 +43,7 @@ OrtStatusPtr status_of(Run run) {
   return nullptr;
 }
 
-// The attributes of a node; one that is missing or of another type is named.
+// The attributes of a node. The error of one that is missing or has another type names it.
 class Attributes {
  public:
   Attributes(const Ort::ConstKernelInfo& info, const char* op) : info_(info), op_(op) {}
@@ -64,7 +66,7 @@ class Attributes {
       result.push_back(narrowed(name, x));
     return result;
   }
-  // False only where there is no such attribute; one of another type is there.
+  // Returns false only if there is no such attribute, true if it has another type.
   bool has(const char* name) const {
     try {
       info_.GetAttributes<float>(name);
@@ -96,8 +98,8 @@ class Attributes {
   const char* op_;
 };
 
-// A type of cache and of the queries over it, as the kernels and as ONNX Runtime name them: of keys, of values, of
-// queries. They differ where the cache is small.
+// The types of a cache's keys and values and of the queries over it, in the numbers of the kernels and of ONNX Runtime.
+// They differ if the cache is small.
 struct CacheType {
   int type;
   ONNXTensorElementDataType element, value_element;
@@ -116,41 +118,41 @@ struct CacheType {
 
 inline bool is_small(int type) { return type == KV_INT8 || type == KV_INT4 || type == KV_K8V4; }
 
-// How many numbers of a key, and of a value, an element of their tensors holds: a byte has two of int4.
+// Return how many numbers an element of the tensor of keys, or of values, contains: a byte contains two int4 numbers.
 inline int64_t numbers_of_key(int type) { return type == KV_INT4 ? 2 : 1; }
 inline int64_t numbers_of_value(int type) { return type == KV_INT4 || type == KV_K8V4 ? 2 : 1; }
 
-// Types of the state tensors key, value, votes, score, position.
+// Returns the type of state tensor i: key, value, votes, score, position.
 inline ONNXTensorElementDataType state_type(size_t i, const CacheType& cache) {
   if (i < 2) return i == 0 ? cache.element : cache.value_element;
   return i < 4 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT : ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
 }
 
-// Types of the tensors after those: scales of a small cache, then a ring of reference queries.
+// Returns the type of tensor i after the state: the two scales of a small cache, then the ring of reference queries.
 inline ONNXTensorElementDataType extra_type(size_t i, const CacheType& cache) {
   return i == (is_small(cache.type) ? 3 : 1) ? ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32
                                              : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
 }
 constexpr size_t kMostExtra = 4;
 
-// The shape an input is declared with; -1 where it is not static, empty where nothing is known.
+// Returns the declared shape of an input: -1 for a size that is not static, empty if nothing is known.
 inline Shape declared_shape(const Ort::ConstKernelInfo& info, size_t input) {
   if (input >= info.GetInputCount()) return {};
   try {
     const Ort::TypeInfo type = info.GetInputTypeInfo(input);
     return type.GetONNXType() == ONNX_TYPE_TENSOR ? type.GetTensorTypeAndShapeInfo().GetShape() : Shape{};
   } catch (const Ort::Exception&) {
-    return {};  // an optional input that is left out has no type
+    return {};  // an omitted optional input has no type
   }
 }
 
-// The shape [..., D] of rows where the tensor's is [..., D / in_element].
-inline Shape of_numbers(Shape held, int64_t in_element) {
-  if (!held.empty() && held.back() > 0) held.back() *= in_element;
-  return held;
+// Returns the shape [..., D] of the rows in a tensor of shape [..., D / in_element].
+inline Shape shape_of_numbers(Shape shape, int64_t in_element) {
+  if (!shape.empty() && shape.back() > 0) shape.back() *= in_element;
+  return shape;
 }
 
-// Whether the node names a tensor there, instead of leaving it out.
+// Return whether the node has this input or output, instead of omitting it.
 inline bool has_input(const Ort::ConstKernelInfo& info, size_t i) {
   try {
     return info.GetInputTypeInfo(i).GetONNXType() == ONNX_TYPE_TENSOR;
@@ -166,20 +168,20 @@ inline bool has_output(const Ort::ConstKernelInfo& info, size_t i) {
   }
 }
 
-// What is known of an input's shape does not contradict `expected`, in which -1 stands for any size.
+// Throws if an input's declared shape contradicts `expected`, in which -1 is any size.
 inline void check_declared(const Ort::ConstKernelInfo& info, const Attributes& node, size_t i, const char* name,
                            const Shape& expected) {
-  const Shape found = declared_shape(info, i);
-  node.require(found.empty() || fits(found, expected),
-               std::string(name) + " is " + text(found) + ", not " + text(expected));
+  const Shape shape = declared_shape(info, i);
+  node.require(shape.empty() || fits(shape, expected),
+               std::string(name) + " is " + text(shape) + ", not " + text(expected));
 }
 
-// An input tensor of exactly this shape.
+// Returns the data of an input; throws if its shape is not `expected`.
 template <class T>
-const T* input(const Ort::KernelContext& context, size_t i, const char* name, const Shape& shape) {
+const T* input(const Ort::KernelContext& context, size_t i, const char* name, const Shape& expected) {
   const Ort::ConstValue value = context.GetInput(i);
-  const Shape found = value.GetTensorTypeAndShapeInfo().GetShape();
-  require(found == shape, [&] { return std::string(name) + " is " + text(found) + ", not " + text(shape); });
+  const Shape shape = value.GetTensorTypeAndShapeInfo().GetShape();
+  require(shape == expected, [&] { return std::string(name) + " is " + text(shape) + ", not " + text(expected); });
   return static_cast<const T*>(value.GetTensorRawData());
 }
 
@@ -187,7 +189,7 @@ inline void* output(const Ort::KernelContext& context, size_t i, const Shape& sh
   return context.GetOutput(i, shape).GetTensorMutableRawData();
 }
 
-// The dimensions of a cache and the state tensors of a node, from input and output number `first`.
+// The dimensions of a cache, and the state tensors of a node, from input or output number `first` on.
 struct Cache {
   int64_t batch, heads, capacity, key_size, value_size, statistics;
   int type;
@@ -208,8 +210,8 @@ struct Cache {
     return {batch, heads, capacity};
   }
 
-  template <class Call>
-  void sizes(Call& call) const {
+  template <class Arguments>
+  void sizes(Arguments& call) const {
     call.batch = static_cast<int>(batch), call.heads = static_cast<int>(heads);
     call.capacity = static_cast<int>(capacity), call.statistics = static_cast<int>(statistics);
     call.key_size = static_cast<int>(key_size), call.value_size = static_cast<int>(value_size);
@@ -228,9 +230,9 @@ struct Cache {
     return {at(0), at(1), static_cast<float*>(at(2)), static_cast<float*>(at(3)), static_cast<int32_t*>(at(4))};
   }
 
-  // The scales of a small cache: inputs and outputs `in`, `out` and the ones after them.
-  template <class Call>
-  void scales(const Ort::KernelContext& context, size_t in, size_t out, Call& call) const {
+  // Sets the scales of a small cache: inputs `in`, `in` + 1 and outputs `out`, `out` + 1.
+  template <class Arguments>
+  void scales(const Ort::KernelContext& context, size_t in, size_t out, Arguments& call) const {
     const auto past = [&](size_t i, const char* name) {
       return const_cast<float*>(input<float>(context, in + i, name, shape(2)));
     };
@@ -239,7 +241,8 @@ struct Cache {
     call.present_scales = {present(0), present(1)};
   }
 
-  // The ring of reference queries, after the scales where there are any.
+  // Returns the ring of reference queries, whose tensors follow the scales of a small cache. in, out: the first input
+  // and output after the state.
   KvRing ring(const Ort::KernelContext& context, size_t in, size_t out, int rows) const {
     if (is_small(type)) in += 2, out += 2;
     const Shape query{batch, heads, rows, key_size}, seen{batch, heads, rows};
@@ -253,18 +256,19 @@ struct Cache {
   }
 };
 
-// Scales are there where the cache is small, a ring of reference queries where the node has one, and only there.
+// Throws unless the node has scales exactly if the cache is small, and the tensors of a ring of reference queries
+// exactly if `ring`.
 inline void check_extra(const Ort::ConstKernelInfo& info, const Attributes& node, int type, bool ring, size_t in,
                         size_t out) {
   const bool small = is_small(type);
   const size_t count = 2 * small + 2 * ring;
   for (size_t i = 0; i < kMostExtra; ++i) {
-    const bool wanted = i < count;
-    const std::string problem = !wanted          ? "only a small cache has scales, and only a fit a ring of queries"
+    const bool expected = i < count;
+    const std::string problem = !expected        ? "only a small cache has scales, and only a fit a ring of queries"
                                 : small && i < 2 ? "a small cache has key_scale and value_scale"
                                                  : "a method that fits has query and query_seen";
-    node.require((in + i < info.GetInputCount() && has_input(info, in + i)) == wanted &&
-                     (out + i < info.GetOutputCount() && has_output(info, out + i)) == wanted,
+    node.require((in + i < info.GetInputCount() && has_input(info, in + i)) == expected &&
+                     (out + i < info.GetOutputCount() && has_output(info, out + i)) == expected,
                  problem);
   }
 }

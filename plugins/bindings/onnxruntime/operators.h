@@ -1,5 +1,5 @@
-// The operators of domain `kvexport` as a session sees them, whatever runs them: their names and types, a kernel of
-// each for every type of cache, and the domain that holds them.
+// The operators of domain `kvexport` for a session of any provider: their names and types, a kernel of each for every
+// type of cache, and the domain that contains them.
 #pragma once
 
 #include <tuple>
@@ -10,14 +10,14 @@
 
 namespace kv {
 
-// One operator for one type of cache; ONNX Runtime joins those of one name by their types. A kernel says which provider
-// it belongs to (nullptr: the CPU's).
+// One operator for one type of cache; ONNX Runtime chooses among operators of one name by their types.
+// TKernel::kProvider is the kernel's provider, nullptr for the CPU's.
 template <class TOp, class TKernel>
 struct Operator : Ort::CustomOpBase<TOp, TKernel, true> {
   CacheType cache;
 
   explicit Operator(const CacheType& cache) : cache(cache) {}
-  // Whether the operator is there for this type.
+  // Returns whether the operator exists for this type.
   static bool takes(const CacheType&) { return true; }
   const char* GetExecutionProviderType() const { return TKernel::kProvider; }
   OrtStatusPtr CreateKernelV2(const OrtApi&, const OrtKernelInfo* info, void** kernel) const {
@@ -51,7 +51,7 @@ struct MergeCacheOp : Operator<MergeCacheOp<TKernel>, TKernel> {
   using Base = Operator<MergeCacheOp<TKernel>, TKernel>;
   using Base::Base, Base::cache;
 
-  // It has no query: of the types of one cache, the first.
+  // MergeCache has no query: it exists once per type of cache, for the first type of query.
   static bool takes(const CacheType& x) { return x.type == x.query_type || x.query_type == KV_FLOAT32; }
   const char* GetName() const { return "MergeCache"; }
   size_t GetInputTypeCount() const { return 5 + kMostExtra; }
@@ -73,9 +73,9 @@ struct LinearOp : Operator<LinearOp<TKernel>, TKernel> {
 
   static bool takes(const CacheType& x) { return x.type == x.query_type; }
   const char* GetName() const { return "Linear"; }
-  // A norm, of each product a weight with a scale, an offset and a bias, cosine and sine.
+  // Input and norm; a weight with scale, offset and bias for each product; cosine and sine.
   size_t GetInputTypeCount() const { return 4 + 4 * KV_MAX_PRODUCTS; }
-  // Any type may stand where packed weights may: the node says what is where, and its kernel checks it.
+  // An input that may be a packed weight may have any type; the kernel checks it by the node's attributes.
   ONNXTensorElementDataType GetInputType(size_t i) const {
     return i == 0 ? cache.element : ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
   }
@@ -103,14 +103,14 @@ struct AllReduceOp : Operator<AllReduceOp<TKernel>, TKernel> {
 };
 
 template <class Op>
-std::vector<Op> of_types(const std::vector<CacheType>& types) {
-  std::vector<Op> made;
+std::vector<Op> operators_of(const std::vector<CacheType>& types) {
+  std::vector<Op> operators;
   for (const CacheType& type : types)
-    if (Op::takes(type)) made.emplace_back(type);
-  return made;
+    if (Op::takes(type)) operators.emplace_back(type);
+  return operators;
 }
 
-// Adds the domain, with these operators for these types, to a session's options.
+// Adds the domain, with these operators for these types, to the options of a session.
 template <class... Ops>
 OrtStatus* register_operators(OrtSessionOptions* options, const OrtApiBase* base, const std::vector<CacheType>& types) {
   constexpr uint32_t kApiVersion = 18;  // ParallelFor and operators with status; every later runtime has it
@@ -118,14 +118,14 @@ OrtStatus* register_operators(OrtSessionOptions* options, const OrtApiBase* base
   if (!api) return base->GetApi(1)->CreateStatus(ORT_FAIL, "kvexport: this ONNX Runtime is older than 1.18");
   Ort::InitApi(api);
   return status_of([&] {
-    static const std::tuple<std::vector<Ops>...> operators{of_types<Ops>(types)...};
+    static const std::tuple<std::vector<Ops>...> operators{operators_of<Ops>(types)...};
     static const Ort::CustomOpDomain domain = [] {
-      Ort::CustomOpDomain made("kvexport");
+      Ort::CustomOpDomain kvexport("kvexport");
       const auto add = [&](const auto& ops) {
-        for (const auto& op : ops) made.Add(&op);
+        for (const auto& op : ops) kvexport.Add(&op);
       };
       std::apply([&](const auto&... ops) { (add(ops), ...); }, operators);
-      return made;
+      return kvexport;
     }();
     Ort::UnownedSessionOptions(options).Add(domain);
   });

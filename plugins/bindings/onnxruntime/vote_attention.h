@@ -1,4 +1,4 @@
-// A node of VoteAttention (docs/contract.md, section 3): attributes and tensors in, the kernels' call out.
+// A node of VoteAttention (docs/contract.md, section 3): turns attributes and tensors into a call of the kernels.
 #pragma once
 
 #include "../node/attributes.h"
@@ -17,21 +17,21 @@ struct VoteAttentionNode {
   KvVoteAttention attributes{};
   int reference_queries = 0;
 
-  // keeps_queries: whether the kernels have a ring of them.
+  // keeps_queries: whether the kernels keep a ring of reference queries.
   VoteAttentionNode(const Ort::ConstKernelInfo& info, const CacheType& cache, bool keeps_queries) {
     const Attributes node(info, "VoteAttention");
     attributes.query_type = cache.query_type, attributes.cache_type = cache.type;
     read_vote_attention(node, attributes, keeps_queries ? &reference_queries : nullptr);
     check_extra(info, node, cache.type, reference_queries > 0, 11, 6);
-    check_shapes(declared_shape(info, 0), of_numbers(declared_shape(info, 5), numbers_of_key(cache.type)),
+    check_shapes(declared_shape(info, 0), shape_of_numbers(declared_shape(info, 5), numbers_of_key(cache.type)),
                  declared_shape(info, 8));
     check_declared_shapes(info, node);
   }
 
   void check_declared_shapes(const Ort::ConstKernelInfo& info, const Attributes& node) const {
     const int64_t in_key = numbers_of_key(attributes.cache_type), in_value = numbers_of_value(attributes.cache_type);
-    const Shape query = declared_shape(info, 0), key = of_numbers(declared_shape(info, 5), in_key),
-                value = of_numbers(declared_shape(info, 6), in_value);
+    const Shape query = declared_shape(info, 0), key = shape_of_numbers(declared_shape(info, 5), in_key),
+                value = shape_of_numbers(declared_shape(info, 6), in_value);
     KvVoteAttention known = attributes;
     known.batch = known.tokens = known.capacity = -1;
     known.query_heads = static_cast<int>(query[1]), known.heads = static_cast<int>(key[1]);
@@ -42,7 +42,7 @@ struct VoteAttentionNode {
     for (size_t i = 0; i < expected.size(); ++i) check_declared(info, node, i, expected[i].name, expected[i].shape);
   }
 
-  // What can be known before a run: ranks, heads that divide, sizes that match.
+  // Throws if ranks, heads or sizes that are known before a run do not match.
   void check_shapes(const Shape& query, const Shape& key, const Shape& score) const {
     require(query.size() == 4 && key.size() == 4 && score.size() == 4, [&] {
       return "VoteAttention: query " + text(query) + ", past_key " + text(key) + " and past_score " + text(score) +
@@ -62,7 +62,7 @@ struct VoteAttentionNode {
     });
   }
 
-  // Tensors that do not fit are refused.
+  // Returns the call of a run; throws if a tensor does not fit.
   KvVoteAttention call(const Ort::KernelContext& context) const {
     const Cache cache(context, 5, attributes.cache_type);
     const Shape query = context.GetInput(0).GetTensorTypeAndShapeInfo().GetShape();
@@ -85,7 +85,7 @@ struct VoteAttentionNode {
     return call;
   }
 
-  // Of a node that has one.
+  // Returns the ring of a node that has one.
   KvRing ring(const Ort::KernelContext& context) const {
     return Cache(context, 5, attributes.cache_type).ring(context, 11, 6, reference_queries);
   }

@@ -1,4 +1,4 @@
-// A weight of Linear, packed or not, as a node names it and as a session holds it.
+// A weight of Linear, packed or not: the inputs of a node, and the memory from which a session reads them.
 #pragma once
 
 #include "../node/attributes.h"
@@ -72,7 +72,7 @@ struct Streamed {
   }
 };
 
-// A weight [outputs, inputs] and, where it is packed, its scale and its zero point or minimum, which follow it.
+// A weight [outputs, inputs], followed, if it is packed, by its scale and maybe its zero point or minimum.
 struct Weight {
   enum Packed { kNot, kScaled, kWithZero, kWithMinimum };
   int packed = kNot, group = 0;
@@ -100,16 +100,16 @@ struct Weight {
     if (packed == kWithZero)
       node.require(offset.type == integers.type,
                    "input " + std::to_string(offset.input) + " is a zero point, and of another type than its weight");
-    const Shape weight = declared_shape(info, input), parts[] = {declared_shape(info, input + 1), known_parts(info)};
-    for (const Shape& part : parts)
-      if (!weight.empty() && !part.empty()) require_parts(weight, part);
+    const Shape weight = declared_shape(info, input);
+    for (const Shape& groups : {declared_shape(info, input + 1), declared_offset(info)})
+      if (!weight.empty() && !groups.empty()) require_groups(weight, groups);
   }
 
   // Where every part is an initializer in the process's memory.
   void repack(const PanelFunctions& functions) {
     if (!integers.initializer || !scale.initializer || (packed != kScaled && !offset.initializer)) return;
-    require_parts(integers.shape, scale.shape);
-    if (packed != kScaled) require_parts(integers.shape, offset.shape);
+    require_groups(integers.shape, scale.shape);
+    if (packed != kScaled) require_groups(integers.shape, offset.shape);
     const int64_t outputs = integers.shape[0], inputs = integers.shape[1];
     const KvWeight at_rest = view(integers.initializer, scale.initializer, offset.initializer);
     if (outputs < 1 || inputs < 1 || functions.why_not(&at_rest, inputs)) return;
@@ -154,8 +154,8 @@ struct Weight {
       call.data = integers.data(context);
       return call;
     }
-    require_parts(shape, scale.shape_in(context));
-    if (packed != kScaled) require_parts(shape, offset.shape_in(context));
+    require_groups(shape, scale.shape_in(context));
+    if (packed != kScaled) require_groups(shape, offset.shape_in(context));
     return view(integers.data(context), scale.data(context), packed == kScaled ? nullptr : offset.data(context));
   }
 
@@ -171,21 +171,23 @@ struct Weight {
     if (packed == kWithMinimum) call.minimum_type = kernel_type(offset), call.minimum = offsets;
     return call;
   }
-  static int kernel_type(const Streamed& part) {
-    return part.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT ? KV_FLOAT32 : KV_FLOAT16;
+  static int kernel_type(const Streamed& tensor) {
+    return tensor.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT ? KV_FLOAT32 : KV_FLOAT16;
   }
-  static void require_float(const Attributes& node, const Streamed& part) {
-    node.require(part.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT || part.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
-                 "input " + std::to_string(part.input) + " is a scale or a minimum, and neither float32 nor float16");
+  static void require_float(const Attributes& node, const Streamed& tensor) {
+    node.require(
+        tensor.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT || tensor.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
+        "input " + std::to_string(tensor.input) + " is a scale or a minimum, and neither float32 nor float16");
   }
-  Shape known_parts(const Ort::ConstKernelInfo& info) const {
+  Shape declared_offset(const Ort::ConstKernelInfo& info) const {
     return packed == kScaled ? Shape{} : declared_shape(info, offset.input);
   }
-  void require_parts(const Shape& weight, const Shape& part) const {
+  // Throws if `groups`, the shape of a scale, zero point or minimum, is not [outputs, inputs / group] of the weight.
+  void require_groups(const Shape& weight, const Shape& groups) const {
     const bool divides = weight.size() == 2 && (weight[1] < 0 || weight[1] % group == 0);
-    require(divides && fits(part, {weight[0], weight[1] < 0 ? -1 : weight[1] / group}), [&] {
+    require(divides && fits(groups, {weight[0], weight[1] < 0 ? -1 : weight[1] / group}), [&] {
       return "Linear: a weight " + text(weight) + " in groups of " + std::to_string(group) +
-             " does not fit a scale, zero point or minimum " + text(part);
+             " does not fit a scale, zero point or minimum " + text(groups);
     });
   }
 };

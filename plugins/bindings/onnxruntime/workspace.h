@@ -1,8 +1,8 @@
-// The memory in which calls of the CUDA kernels work.
+// The workspaces of calls of the CUDA kernels.
 //
-// Calls on one stream run one after another, so one workspace serves all of a stream: that of all nodes of a session,
-// or of two sessions on the same stream. Two streams never share one, so runs at the same time do not meet. A workspace
-// that grows keeps what it had, because a captured CUDA graph goes on using it.
+// Calls on one stream run one after another, so one workspace serves all calls on a stream: those of all nodes of a
+// session, or of two sessions on the same stream. Two streams never share a workspace, so runs at the same time do not
+// interfere. A workspace that grows keeps its earlier blocks, because a captured CUDA graph continues to use them.
 #pragma once
 
 #include <map>
@@ -16,7 +16,7 @@
 
 namespace kv {
 
-// A session's memory on the device that its nodes run on.
+// A session's allocator on the device of its nodes.
 class Memory {
  public:
   explicit Memory(const OrtKernelInfo* info) {
@@ -49,17 +49,17 @@ class Workspace {
     for (void* block : blocks_) memory_->give_back(block);
   }
 
-  // Enqueues a call that takes so many bytes; between its launches comes nobody else's.
-  template <class Call>
-  void run(size_t bytes, void* stream, Call call) {
+  // Runs enqueue(KvCuda) with a workspace of at least `bytes`; no other call's launches come between its launches.
+  template <class Enqueue>
+  void run(size_t bytes, void* stream, Enqueue enqueue) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (bytes > where_.workspace_size) grow(bytes, stream);
     where_.stream = stream;
-    call(where_);
+    enqueue(where_);
   }
 
  private:
-  // At least to twice the size, so that all blocks together stay below four times what is needed.
+  // Grows to at least twice the size, so that all blocks together stay below four times the bytes that are needed.
   void grow(size_t bytes, void* stream) {
     const size_t size = bytes > 2 * where_.workspace_size ? bytes : 2 * where_.workspace_size;
     void* block = memory_->take(size + kAlignment);
@@ -78,40 +78,40 @@ class Workspace {
   KvCuda where_{nullptr, nullptr, 0, nullptr, KV_CUDA_EARLY};
 };
 
-// The one workspace of a stream, for as long as anyone holds it.
+// Returns the workspace of a stream, which exists while any kernel refers to it.
 inline std::shared_ptr<Workspace> workspace_of(const std::shared_ptr<Memory>& memory, void* stream) {
   static std::mutex mutex;
   static std::map<std::pair<int, void*>, std::weak_ptr<Workspace>> all;
   const std::lock_guard<std::mutex> lock(mutex);
   for (auto it = all.begin(); it != all.end();) it = it->second.expired() ? all.erase(it) : std::next(it);
-  std::weak_ptr<Workspace>& known = all[{memory->device(), stream}];
-  std::shared_ptr<Workspace> found = known.lock();
-  if (!found) known = found = std::make_shared<Workspace>(memory);
-  return found;
+  std::weak_ptr<Workspace>& entry = all[{memory->device(), stream}];
+  std::shared_ptr<Workspace> workspace = entry.lock();
+  if (!workspace) entry = workspace = std::make_shared<Workspace>(memory);
+  return workspace;
 }
 
-// A kernel's hold on the workspaces of the streams that it has run on.
+// The workspaces of the streams on which one kernel has run.
 class Streams {
  public:
   explicit Streams(std::shared_ptr<Memory> memory) : memory_(std::move(memory)) {}
 
-  template <class Call>
-  void run(const Ort::KernelContext& context, size_t bytes, Call call) {
+  template <class Enqueue>
+  void run(const Ort::KernelContext& context, size_t bytes, Enqueue enqueue) {
     void* stream = context.GetGPUComputeStream();
-    workspace(stream).run(bytes, stream, call);
+    workspace(stream).run(bytes, stream, enqueue);
   }
 
  private:
   Workspace& workspace(void* stream) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    std::shared_ptr<Workspace>& held = held_[stream];
-    if (!held) held = workspace_of(memory_, stream);
-    return *held;
+    std::shared_ptr<Workspace>& workspace = workspaces_[stream];
+    if (!workspace) workspace = workspace_of(memory_, stream);
+    return *workspace;
   }
 
   std::shared_ptr<Memory> memory_;
   std::mutex mutex_;
-  std::map<void*, std::shared_ptr<Workspace>> held_;
+  std::map<void*, std::shared_ptr<Workspace>> workspaces_;
 };
 
 }  // namespace kv

@@ -1,5 +1,5 @@
-// Device memory that an instance keeps from one call to the next; the workspace that TensorRT gives a layer is
-// another's in between.
+// Device memory that a plugin instance keeps from one call to the next. The workspace that TensorRT provides is shared
+// with other layers between two calls.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -19,20 +19,21 @@ class DeviceMemory {
     if (memory_) cudaFree(memory_);
   }
 
-  // Memory of this content, for none of none; the first call makes it, and it stays as kernels leave it.
-  template <class Content>
-  void* holding(Content of) {
+  // Returns the memory. The first call allocates it and copies initial() to it; kernels may change it. Returns nullptr
+  // if initial() is empty.
+  template <class Initial>
+  void* get(Initial initial) {
     if (memory_) return memory_;
-    const std::string content = of();
+    const std::string content = initial();
     if (content.empty()) return nullptr;
-    void* made = nullptr;
-    check(cudaMalloc(&made, content.size()));
-    cudaError_t error = cudaMemcpy(made, content.data(), content.size(), cudaMemcpyHostToDevice);
-    // From pageable memory the copy may still be on its way.
+    void* memory = nullptr;
+    check(cudaMalloc(&memory, content.size()));
+    cudaError_t error = cudaMemcpy(memory, content.data(), content.size(), cudaMemcpyHostToDevice);
+    // A copy from pageable memory may still be under way.
     if (error == cudaSuccess) error = cudaStreamSynchronize(nullptr);
-    if (error != cudaSuccess) cudaFree(made);
+    if (error != cudaSuccess) cudaFree(memory);
     check(error);
-    return memory_ = made;
+    return memory_ = memory;
   }
 
  private:

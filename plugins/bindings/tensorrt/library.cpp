@@ -1,5 +1,5 @@
-// The operators of domain `kvexport` as a TensorRT plugin library: what IPluginRegistry::loadLibrary looks for, and
-// nothing else, so that no TensorRT library is linked.
+// The operators of domain `kvexport` as a TensorRT plugin library. It exports only the functions that
+// IPluginRegistry::loadLibrary looks for, so that it links no TensorRT library.
 #include "plugin.h"
 
 namespace {

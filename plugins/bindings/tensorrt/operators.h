@@ -1,4 +1,5 @@
-// What the two operators are to TensorRT: their fields, the types and sizes of their tensors, their calls.
+// The two operators for TensorRT: their fields, the types and sizes of their tensors, and their calls. Arguments is the
+// struct of the kernels' C ABI.
 #pragma once
 
 #include <NvInferRuntime.h>
@@ -16,14 +17,14 @@ namespace kv::tensorrt {
 
 using nvinfer1::DataType;
 
-// The type of a cache's keys and values to the kernels; -1 where they have none.
+// Returns the kernels' type of a cache's keys and values; -1 if they do not support it.
 inline int kernel_type(DataType type) {
   if (type == DataType::kFLOAT) return KV_FLOAT32;
   if (type == DataType::kHALF) return KV_FLOAT16;
   return type == DataType::kBF16 ? KV_BFLOAT16 : -1;
 }
 
-// Of the state tensors key, value, votes, score, position.
+// Returns the type of state tensor i: key, value, votes, score, position.
 inline DataType state_type(int i, DataType cache) {
   if (i < 2) return cache;
   return i < 4 ? DataType::kFLOAT : DataType::kINT32;
@@ -34,18 +35,19 @@ inline KvState state_at(const void* const* tensors) {
   return {at(0), at(1), static_cast<float*>(at(2)), static_cast<float*>(at(3)), static_cast<int32_t*>(at(4))};
 }
 
-// One size of an input, -1 where it is not known; its rank is held to what is expected later.
+// Returns a size of an input, -1 if it is not known. Ranks are checked later.
 inline int size_of(const std::vector<Shape>& inputs, size_t i, size_t d) {
   const int64_t x = i < inputs.size() && d < inputs[i].size() ? inputs[i][d] : -1;
   if (x < -1 || x > INT_MAX) throw Refusal("a size is out of range: " + std::to_string(x));
   return static_cast<int>(x);
 }
 
-// A field of both plugins that is no attribute of the operators: whether a plugin declares that its present state is
-// its past state. kvexport/backends/tensorrt/graphs.py writes it; without it they do not.
+// A field of both plugins that is no attribute of the operators: whether a plugin declares that its present state and
+// its past state share memory. kvexport/backends/tensorrt/graphs.py writes it; without the field plugins do not declare
+// it.
 constexpr const char* kAliasState = "alias_state";
 
-// An operator's attributes as the fields of a plugin. TensorRT's parser hands over attributes of these names alone.
+// Returns an operator's attributes as the fields of a plugin. TensorRT's parser only passes attributes of these names.
 template <size_t N>
 std::vector<PluginField> fields_of(const AttributeName (&attributes)[N]) {
   std::vector<PluginField> fields;
@@ -61,14 +63,14 @@ std::vector<PluginField> fields_of(const AttributeName (&attributes)[N]) {
 }
 
 struct VoteAttention {
-  using Call = KvVoteAttention;
+  using Arguments = KvVoteAttention;
   static constexpr const char* kName = "VoteAttention";
-  // Inputs without and with sink logits; where the state begins among inputs and among outputs.
+  // The number of inputs without and with sink logits; the first state tensor among inputs and among outputs.
   static constexpr int kLeastInputs = 10, kMostInputs = 11, kOutputs = 6, kPast = 5, kPresent = 1;
 
   static std::vector<PluginField> fields() { return fields_of(kVoteAttentionAttributes); }
 
-  Call attributes{};
+  Arguments attributes{};
   explicit VoteAttention(const Fields& fields) { read_vote_attention(fields, attributes); }
 
   static DataType input_type(int i, DataType cache) {
@@ -77,17 +79,17 @@ struct VoteAttention {
     return i < kLeastInputs ? state_type(i - kPast, cache) : DataType::kFLOAT;
   }
 
-  static void set_types(Call& a, int type) { a.query_type = a.cache_type = type; }
-  Call sized(const std::vector<Shape>& inputs) const {
-    Call a = attributes;
+  static void set_types(Arguments& a, int type) { a.query_type = a.cache_type = type; }
+  Arguments sized(const std::vector<Shape>& inputs) const {
+    Arguments a = attributes;
     a.batch = size_of(inputs, 5, 0), a.query_heads = size_of(inputs, 0, 1), a.heads = size_of(inputs, 5, 1);
     a.tokens = size_of(inputs, 0, 2), a.capacity = size_of(inputs, 5, 2);
     a.key_size = size_of(inputs, 5, 3), a.value_size = size_of(inputs, 6, 3);
     return a;
   }
-  std::string misfit(const Call&) const { return ""; }
-  // Sizes that an engine may leave open.
-  static bool is_fixed(const Call& a) {
+  std::string misfit(const Arguments&) const { return ""; }
+  // Returns whether all sizes are known that an engine may not leave open.
+  static bool is_fixed(const Arguments& a) {
     return a.query_heads >= 0 && a.heads >= 0 && a.capacity >= 0 && a.key_size >= 0 && a.value_size >= 0;
   }
 
@@ -98,18 +100,21 @@ struct VoteAttention {
     return shape;
   }
 
-  static const char* workspace(const Call& a, size_t* bytes) { return kv_cuda_vote_attention_workspace(&a, bytes); }
-  static const char* problem(const Call& a) { return kv_cuda_vote_attention_problem(&a); }
-  // Calls of no more tokens take the largest workspace with one or with all: two kernels.
-  static std::vector<Call> smaller(const Call& a) {
-    std::vector<Call> calls{a};
+  static const char* workspace(const Arguments& a, size_t* bytes) {
+    return kv_cuda_vote_attention_workspace(&a, bytes);
+  }
+  static const char* problem(const Arguments& a) { return kv_cuda_vote_attention_problem(&a); }
+  // Returns the calls, of this size or smaller, that need the most workspace: one token and several run other kernels.
+  static std::vector<Arguments> smaller(const Arguments& a) {
+    std::vector<Arguments> calls{a};
     if (a.tokens > 1) calls.push_back(a), calls.back().tokens = 1;
     return calls;
   }
 
-  std::string kept() const { return std::string(KV_CUDA_COUNTER_BYTES, '\0'); }
+  // The initial content of the instance's device memory: the kernels' counters.
+  std::string initial_memory() const { return std::string(KV_CUDA_COUNTER_BYTES, '\0'); }
 
-  static const char* run(Call a, KvCuda where, void* counters, const void* const* inputs, int count,
+  static const char* run(Arguments a, KvCuda where, void* counters, const void* const* inputs, int count,
                          void* const* outputs) {
     a.query = inputs[0], a.key = inputs[1], a.value = inputs[2];
     a.position = static_cast<const int64_t*>(inputs[3]);
@@ -123,27 +128,27 @@ struct VoteAttention {
 };
 
 struct MergeCache {
-  using Call = KvMergeCache;
+  using Arguments = KvMergeCache;
   static constexpr const char* kName = "MergeCache";
   static constexpr int kLeastInputs = 5, kMostInputs = 5, kOutputs = 5, kPast = 0, kPresent = 0;
 
   static std::vector<PluginField> fields() { return fields_of(kMergeCacheAttributes); }
 
-  Call attributes{};
+  Arguments attributes{};
   std::vector<float> inverse_frequencies;
   explicit MergeCache(const Fields& fields) { read_merge_cache(fields, attributes, inverse_frequencies); }
 
   static DataType input_type(int i, DataType cache) { return state_type(i, cache); }
 
-  static void set_types(Call& a, int type) { a.cache_type = type; }
-  Call sized(const std::vector<Shape>& inputs) const {
-    Call a = attributes;
+  static void set_types(Arguments& a, int type) { a.cache_type = type; }
+  Arguments sized(const std::vector<Shape>& inputs) const {
+    Arguments a = attributes;
     a.batch = size_of(inputs, 0, 0), a.heads = size_of(inputs, 0, 1), a.capacity = size_of(inputs, 0, 2);
     a.key_size = size_of(inputs, 0, 3), a.value_size = size_of(inputs, 1, 3), a.statistics = size_of(inputs, 3, 2);
     return a;
   }
-  std::string misfit(const Call& a) const { return kv::misfit(attributes, a.key_size, a.statistics); }
-  static bool is_fixed(const Call& a) {
+  std::string misfit(const Arguments& a) const { return kv::misfit(attributes, a.key_size, a.statistics); }
+  static bool is_fixed(const Arguments& a) {
     return a.heads >= 0 && a.capacity >= 0 && a.key_size >= 0 && a.value_size >= 0 && a.statistics >= 0;
   }
 
@@ -152,16 +157,17 @@ struct MergeCache {
     return inputs[0];
   }
 
-  static const char* workspace(const Call& a, size_t* bytes) { return kv_cuda_merge_cache_workspace(&a, bytes); }
-  static const char* problem(const Call& a) { return kv_cuda_merge_cache_problem(&a); }
-  static std::vector<Call> smaller(const Call& a) { return {a}; }
+  static const char* workspace(const Arguments& a, size_t* bytes) { return kv_cuda_merge_cache_workspace(&a, bytes); }
+  static const char* problem(const Arguments& a) { return kv_cuda_merge_cache_problem(&a); }
+  static std::vector<Arguments> smaller(const Arguments& a) { return {a}; }
 
-  std::string kept() const {
+  // The initial content of the instance's device memory: the inverse frequencies.
+  std::string initial_memory() const {
     const char* bytes = reinterpret_cast<const char*>(inverse_frequencies.data());
     return std::string(bytes, inverse_frequencies.size() * sizeof(float));
   }
 
-  static const char* run(Call a, KvCuda where, void* frequencies, const void* const* inputs, int,
+  static const char* run(Arguments a, KvCuda where, void* frequencies, const void* const* inputs, int,
                          void* const* outputs) {
     a.inverse_frequencies = static_cast<const float*>(frequencies);
     a.past = state_at(inputs), a.present = state_at(outputs);

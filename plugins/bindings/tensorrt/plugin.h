@@ -1,5 +1,5 @@
-// One operator as a TensorRT plugin: the three capabilities of IPluginV3, and its creator. Making one calls nothing of
-// CUDA; that begins where an instance is attached to a context or learns its shapes.
+// One operator as a TensorRT plugin: the three capabilities of IPluginV3, and its creator. Creating a plugin does not
+// call CUDA; the first calls come when an instance is attached to a context or learns its shapes.
 #pragma once
 
 #include <NvInferRuntime.h>
@@ -51,7 +51,7 @@ class Plugin final : public nvinfer1::IPluginV3,
                      public Build,
                      public nvinfer1::IPluginV3OneRuntime {
  public:
-  using Call = typename Operator::Call;
+  using Arguments = typename Operator::Arguments;
 
   explicit Plugin(std::shared_ptr<const Fields> fields)
       : fields_(std::move(fields)),
@@ -76,16 +76,16 @@ class Plugin final : public nvinfer1::IPluginV3,
 
   int32_t getNbOutputs() const noexcept override { return Operator::kOutputs; }
 
-  int32_t getOutputDataTypes(DataType* types, int32_t outputs, const DataType* given,
+  int32_t getOutputDataTypes(DataType* types, int32_t outputs, const DataType* input_types,
                              int32_t inputs) const noexcept override {
     return guarded(-1, [&] {
       check_counts(inputs, outputs);
-      require(kernel_type(given[0]) >= 0, "the cache is neither of float32, float16 nor bfloat16");
+      require(kernel_type(input_types[0]) >= 0, "the cache is neither of float32, float16 nor bfloat16");
       for (int32_t i = 0; i < inputs; ++i)
-        require(given[i] == Operator::input_type(i, given[0]),
-                "input " + std::to_string(i) + " has the type " + std::to_string(static_cast<int32_t>(given[i])) +
-                    ", not " + std::to_string(static_cast<int32_t>(Operator::input_type(i, given[0]))));
-      for (int32_t i = 0; i < outputs; ++i) types[i] = output_type(i, given[0]);
+        require(input_types[i] == Operator::input_type(i, input_types[0]),
+                "input " + std::to_string(i) + " has the type " + std::to_string(static_cast<int32_t>(input_types[i])) +
+                    ", not " + std::to_string(static_cast<int32_t>(Operator::input_type(i, input_types[0]))));
+      for (int32_t i = 0; i < outputs; ++i) types[i] = output_type(i, input_types[0]);
       return 0;
     });
   }
@@ -106,10 +106,10 @@ class Plugin final : public nvinfer1::IPluginV3,
     return guarded(false, [&] {
       check_counts(inputs, outputs);
       require(at >= 0 && at < inputs + outputs, "there is no tensor " + std::to_string(at));
-      const PluginTensorDesc& asked = tensors[at].desc;
+      const PluginTensorDesc& tensor = tensors[at].desc;
       const DataType cache = tensors[0].desc.type;
-      return asked.format == nvinfer1::TensorFormat::kLINEAR && kernel_type(cache) >= 0 &&
-             asked.type == (at < inputs ? Operator::input_type(at, cache) : output_type(at - inputs, cache));
+      return tensor.format == nvinfer1::TensorFormat::kLINEAR && kernel_type(cache) >= 0 &&
+             tensor.type == (at < inputs ? Operator::input_type(at, cache) : output_type(at - inputs, cache));
     });
   }
 
@@ -117,7 +117,7 @@ class Plugin final : public nvinfer1::IPluginV3,
                           int32_t outputs) noexcept override {
     return guarded(-1, [&] {
       check_counts(inputs, outputs);
-      const Call declared = call_of(shapes_of(in, inputs, [](const auto& x) { return shape_of(x.desc.dims); }));
+      const Arguments declared = call_of(shapes_of(in, inputs, [](const auto& x) { return shape_of(x.desc.dims); }));
       require(Operator::is_fixed(declared), "only the batch and the number of tokens may be left open");
       most_workspace(in, inputs);
       return 0;
@@ -136,8 +136,8 @@ class Plugin final : public nvinfer1::IPluginV3,
   const char* getMetadataString() noexcept override { return fields_->text(); }
 
 #ifdef KV_ALIASES
-  // TensorRT refuses an alias where the preview feature kALIASED_PLUGIN_IO_10_03 is off, and may copy state where it is
-  // on. State is updated in place wherever past and present are bound to one address, aliased or not.
+  // TensorRT refuses an alias if the preview feature kALIASED_PLUGIN_IO_10_03 is off, and may copy state if it is on.
+  // With or without an alias, state is updated in place if past and present are bound to one address.
   int32_t getAliasedInput(int32_t output) noexcept override { return aliases_ ? past_of(output) : -1; }
 #endif
 
@@ -151,7 +151,7 @@ class Plugin final : public nvinfer1::IPluginV3,
       Operator::set_types(call_, kernel_type(in[0].type));
       inputs_ = inputs;
       workspace_size_ = workspace_of(call_);
-      kept_ = memory_.holding([&] { return operator_.kept(); });
+      device_memory_ = memory_.get([&] { return operator_.initial_memory(); });
       return 0;
     });
   }
@@ -162,7 +162,7 @@ class Plugin final : public nvinfer1::IPluginV3,
       if (inputs_ == 0) refuse("it was run before it learned its shapes");
       void* aligned = reinterpret_cast<void*>(round_up(reinterpret_cast<size_t>(workspace)));
       const KvCuda where{stream, aligned, workspace_size_, nullptr, KV_CUDA_EARLY};
-      if (const char* problem = Operator::run(call_, where, kept_, inputs, inputs_, outputs)) refuse(problem);
+      if (const char* problem = Operator::run(call_, where, device_memory_, inputs, inputs_, outputs)) refuse(problem);
       return 0;
     });
   }
@@ -170,7 +170,7 @@ class Plugin final : public nvinfer1::IPluginV3,
   nvinfer1::IPluginV3* attachToContext(nvinfer1::IPluginResourceContext*) noexcept override {
     return guarded<nvinfer1::IPluginV3*>(nullptr, [&] {
       std::unique_ptr<Plugin> attached(new Plugin(fields_));
-      attached->memory_.holding([&] { return attached->operator_.kept(); });
+      attached->memory_.get([&] { return attached->operator_.initial_memory(); });
       return attached.release();
     });
   }
@@ -192,7 +192,7 @@ class Plugin final : public nvinfer1::IPluginV3,
              " inputs and " + std::to_string(Operator::kOutputs) + " outputs, not " + std::to_string(inputs) + " and " +
              std::to_string(outputs));
   }
-  // The input that a state output is the next value of; -1 for what is no state.
+  // Returns the input that is the past value of a state output; -1 for an output that is no state.
   static int past_of(int output) {
     const int state = output - Operator::kPresent;
     return state < 0 || state >= 5 ? -1 : state + Operator::kPast;
@@ -208,9 +208,9 @@ class Plugin final : public nvinfer1::IPluginV3,
     return shapes;
   }
 
-  // The call's sizes, where every input fits them.
-  Call call_of(const std::vector<Shape>& shapes) const {
-    const Call call = operator_.sized(shapes);
+  // Returns the call of these input shapes; throws if they do not match each other.
+  Arguments call_of(const std::vector<Shape>& shapes) const {
+    const Arguments call = operator_.sized(shapes);
     const std::vector<Input> expected = inputs_of(call);
     for (size_t i = 0; i < shapes.size(); ++i)
       if (!fits(shapes[i], expected[i].shape))
@@ -219,19 +219,19 @@ class Plugin final : public nvinfer1::IPluginV3,
     require(problem.empty(), problem);
     return call;
   }
-  static size_t workspace_of(const Call& call) {
+  static size_t workspace_of(const Arguments& call) {
     size_t bytes = 0;
     if (const char* problem = Operator::workspace(call, &bytes)) refuse(problem);
-    if (const char* problem = Operator::problem(call)) refuse(problem);  // when an engine is built, not in a step
+    if (const char* problem = Operator::problem(call)) refuse(problem);  // so an engine fails when it is built
     return bytes;
   }
-  // A smaller batch may be split further, and take more.
+  // Returns the largest workspace of any batch: a smaller batch may have more splits, and need more.
   size_t most_workspace(const DynamicPluginTensorDesc* in, int32_t inputs) const {
-    Call largest = call_of(shapes_of(in, inputs, [](const auto& x) { return shape_of(x.max); }));
+    Arguments largest = call_of(shapes_of(in, inputs, [](const auto& x) { return shape_of(x.max); }));
     Operator::set_types(largest, kernel_type(in[0].desc.type));
     size_t most = workspace_of(largest);
-    for (const Call& smaller : Operator::smaller(largest))
-      for (Call call = smaller; call.batch > 0; --call.batch) most = std::max(most, workspace_of(call));
+    for (const Arguments& smaller : Operator::smaller(largest))
+      for (Arguments call = smaller; call.batch > 0; --call.batch) most = std::max(most, workspace_of(call));
     return most;
   }
 
@@ -239,11 +239,11 @@ class Plugin final : public nvinfer1::IPluginV3,
   Operator operator_;
   bool aliases_;
   DeviceMemory memory_;
-  // Of the last change of shapes.
-  Call call_{};
+  // The state of the last change of shapes.
+  Arguments call_{};
   int32_t inputs_ = 0;
   size_t workspace_size_ = 0;
-  void* kept_ = nullptr;
+  void* device_memory_ = nullptr;
 };
 
 template <class Operator>
@@ -251,10 +251,10 @@ class Creator final : public nvinfer1::IPluginCreatorV3One {
  public:
   Creator() : known_(Operator::fields()), names_{static_cast<int32_t>(known_.size()), known_.data()} {}
 
-  nvinfer1::IPluginV3* createPlugin(const char*, const nvinfer1::PluginFieldCollection* given,
+  nvinfer1::IPluginV3* createPlugin(const char*, const nvinfer1::PluginFieldCollection* fields,
                                     nvinfer1::TensorRTPhase) noexcept override {
     return guarded<nvinfer1::IPluginV3*>(
-        nullptr, [&] { return new Plugin<Operator>(std::make_shared<const Fields>(Operator::kName, known_, given)); });
+        nullptr, [&] { return new Plugin<Operator>(std::make_shared<const Fields>(Operator::kName, known_, fields)); });
   }
   const nvinfer1::PluginFieldCollection* getFieldNames() noexcept override { return &names_; }
   const char* getPluginName() const noexcept override { return Operator::kName; }

@@ -1,4 +1,5 @@
-// How what cannot be done is said: a Refusal inside, a line in TensorRT's log and a failing answer at its boundary.
+// Errors of the plugins: a Refusal inside, and at the boundary to TensorRT a line in its log and a failing return
+// value.
 #pragma once
 
 #include <NvInferRuntime.h>
@@ -14,7 +15,7 @@ struct Refusal : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// What TensorRT hands over where it loads the library.
+// The finder that TensorRT passes when it loads the library.
 inline std::atomic<nvinfer1::ILoggerFinder*> logger_finder{nullptr};
 
 inline void log_error(const char* message) noexcept {
@@ -30,7 +31,7 @@ inline void log_error(const char* message) noexcept {
   }
 }
 
-// What `body` returns; where it throws, the reason is logged and the answer is `otherwise`.
+// Returns the result of `body`; if it throws, logs the reason and returns `otherwise`.
 template <class Result, class Body>
 Result guarded(Result otherwise, Body body) noexcept {
   try {

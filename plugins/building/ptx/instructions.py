@@ -1,6 +1,8 @@
-"""Every PTX instruction as C++ statements over a thread's registers, which hold bits: unsigned integers as wide as the
-register, bool for a predicate. Memory, barriers and what a warp does together are calls of the runtime
-(plugins/tests/ptx/run.h)."""
+"""Translates every PTX instruction to C++ statements over a thread's registers.
+
+A register is an unsigned integer of its width, which contains its bits; a predicate is a bool. Accesses to memory,
+barriers and operations of a warp are calls of the runtime (plugins/tests/ptx/run.h).
+"""
 
 from __future__ import annotations
 
@@ -15,32 +17,32 @@ COMPARED = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="
 COMPARED |= {"hs": ">="}
 ROUNDED = {"rni": "nearbyintf", "rzi": "truncf", "rmi": "floorf", "rpi": "ceilf"}
 INFIX = {"and": "&", "or": "|", "xor": "^"}
-# In float32; `approx` stands for the host's own function.
+# Functions of float32. An `approx` instruction calls the host's exact function.
 FUNCTIONS = {"sqrt": "sqrtf", "rcp": "1.0f / ", "ex2": "exp2f", "lg2": "log2f", "sin": "sinf", "cos": "cosf"}
 FUNCTIONS |= {"neg": "-", "abs": "fabsf", "rsqrt": "1.0f / sqrtf", "tanh": "tanhf"}
 
 
 class Unknown(Exception):
-    """An instruction, or a form of one, that is not translated."""
+    """An instruction, or a form of one, that this translation does not support."""
 
 
 class Scope(Protocol):
-    """What an instruction knows of its kernel."""
+    """The kernel of an instruction: its registers and symbols."""
 
     def register(self, operand: str) -> str:
-        """The C++ variable of a register."""
+        """Return the C++ variable of a register."""
 
     def bits(self, operand: str) -> int:
-        """How wide it is."""
+        """Return the width of a register in bits."""
 
     def read(self, operand: str, kind: str) -> str:
-        """An operand's value as an expression of the C++ type of a PTX type."""
+        """Return an operand's value as an expression of the C++ type of `kind`, a PTX type."""
 
     def address(self, operand: str) -> str:
-        """The address in brackets."""
+        """Return the address of an operand `[base + offset]` as an expression."""
 
     def site(self) -> int:
-        """The source line, as the runtime numbers them."""
+        """Return the number of the current source line, as the runtime numbers lines."""
 
 
 Parts, Operands = list[str], list[str]
@@ -48,18 +50,27 @@ Writer = Callable[[Scope, Parts, Operands], str]
 WRITERS: dict[str, Writer] = {}
 
 
-def of(*names: str) -> Callable[[Writer], Writer]:
-    """Marks what writes these instructions."""
+def writes(*names: str) -> Callable[[Writer], Writer]:
+    """Register a function as the translation of these instructions."""
 
-    def mark(writer: Writer) -> Writer:
+    def register(writer: Writer) -> Writer:
         WRITERS.update(dict.fromkeys(names, writer))
         return writer
 
-    return mark
+    return register
 
 
-def written(scope: Scope, name: str, operands: Operands) -> str:
-    """An instruction's statements. Raises Unknown."""
+def translate(scope: Scope, name: str, operands: Operands) -> str:
+    """Return the C++ statements of an instruction.
+
+    Args:
+        scope: its kernel.
+        name: the instruction with its suffixes, for instance "add.f32".
+        operands: as PTX writes them.
+
+    Raises:
+        Unknown: the instruction, or this form of it, is not supported.
+    """
     parts = name.split(".")
     if parts[0] not in WRITERS:
         raise Unknown(name)
@@ -69,8 +80,8 @@ def written(scope: Scope, name: str, operands: Operands) -> str:
         raise Unknown(f"{name} {', '.join(operands)}: {error}") from error
 
 
-def stored(scope: Scope, target: str, kind: str, value: str) -> str:
-    """`target = value`, where value has the C++ type of `kind`; signed values widen to their register."""
+def assign(scope: Scope, target: str, kind: str, value: str) -> str:
+    """Return the statement `target = value`; value has the C++ type of `kind`, and signed values widen."""
     if target == "_":
         return f"(void)({value});"
     width = max(scope.bits(target), 8)
@@ -94,39 +105,39 @@ def _inputs(scope: Scope, operands: Operands, *kinds: str) -> list[str]:
 # ---- control ----
 
 
-@of("bra")
+@writes("bra")
 def _branch(_: Scope, __: Parts, a: Operands) -> str:
     return f"goto {a[0].replace('$', '_')};"
 
 
-@of("ret", "exit")
+@writes("ret", "exit")
 def _leave(_: Scope, __: Parts, ___: Operands) -> str:
     return "return;"
 
 
-@of("trap")
+@writes("trap")
 def _trap(scope: Scope, _: Parts, __: Operands) -> str:
     return f'report({scope.site()}, "a trap");'
 
 
-@of("bar", "barrier")
+@writes("bar", "barrier")
 def _barrier(scope: Scope, parts: Parts, a: Operands) -> str:
     if a != ["0"] or parts[1] != "sync":
         raise KeyError("of some threads")
     return f"barrier({scope.site()});"
 
 
-@of("membar", "fence")
+@writes("membar", "fence")
 def _fence(_: Scope, parts: Parts, __: Operands) -> str:
     return "fence();" if parts[-1] != "cta" else ""
 
 
-@of("griddepcontrol")
+@writes("griddepcontrol")
 def _between_launches(scope: Scope, parts: Parts, _: Operands) -> str:
     return {"wait": f"wait_for_earlier({scope.site()});", "launch_dependents": ""}[parts[1]]
 
 
-@of("pragma")
+@writes("pragma")
 def _nothing(_: Scope, __: Parts, ___: Operands) -> str:
     return ""
 
@@ -134,11 +145,11 @@ def _nothing(_: Scope, __: Parts, ___: Operands) -> str:
 # ---- memory ----
 
 
-@of("mov")
+@writes("mov")
 def _move(scope: Scope, parts: Parts, a: Operands) -> str:
     kind = parts[-1]
     if kind == "pred":
-        return stored(scope, a[0], kind, scope.read(a[1], kind))
+        return assign(scope, a[0], kind, scope.read(a[1], kind))
     bits = BITS[kind]
     if a[0][0] == "{":
         into = split(a[0][1:-1])
@@ -147,20 +158,20 @@ def _move(scope: Scope, parts: Parts, a: Operands) -> str:
         lines += [f"{scope.register(x)} = (uint{each}_t)(whole >> {i * each});" for i, x in enumerate(into) if x != "_"]
         return "{ " + " ".join(lines) + " }"
     if a[1][0] == "{":
-        of_parts = split(a[1][1:-1])
-        each = bits // len(of_parts)
-        shifted = [f"(uint{bits}_t){scope.read(x, f'u{each}')} << {i * each}" for i, x in enumerate(of_parts)]
-        return stored(scope, a[0], _unsigned(kind), " | ".join(shifted))
-    return stored(scope, a[0], _unsigned(kind), scope.read(a[1], _unsigned(kind)))
+        packed = split(a[1][1:-1])
+        each = bits // len(packed)
+        shifted = [f"(uint{bits}_t){scope.read(x, f'u{each}')} << {i * each}" for i, x in enumerate(packed)]
+        return assign(scope, a[0], _unsigned(kind), " | ".join(shifted))
+    return assign(scope, a[0], _unsigned(kind), scope.read(a[1], _unsigned(kind)))
 
 
 def _access(parts: Parts) -> tuple[str, int, str]:
-    """Space, elements and type of a load or a store."""
+    """Return the space, the number of elements and the type of a load or a store."""
     space = next((part for part in parts if part in SPACES), "")
     return space, int(next((part[1] for part in parts if part in ("v2", "v4")), 1)), parts[-1]
 
 
-@of("ld")
+@writes("ld")
 def _load(scope: Scope, parts: Parts, a: Operands) -> str:
     space, count, kind = _access(parts)
     each = BITS[kind] // 8
@@ -169,39 +180,39 @@ def _load(scope: Scope, parts: Parts, a: Operands) -> str:
     exact = f"int{BITS[kind]}_t" if kind[0] == "s" else f"uint{BITS[kind]}_t"
     whole = "s" if kind[0] == "s" else "u"
     lines = [
-        stored(scope, x, f"{whole}{max(scope.bits(x), 8)}", f"held<{exact}>(at + {i * each})")
+        assign(scope, x, f"{whole}{max(scope.bits(x), 8)}", f"load<{exact}>(at + {i * each})")
         for i, x in enumerate(into)
         if x != "_"
     ]
     return f"{{ const uint64_t at = {scope.address(a[1])}; {watched} {' '.join(lines)} }}"
 
 
-@of("st")
+@writes("st")
 def _store(scope: Scope, parts: Parts, a: Operands) -> str:
     space, count, kind = _access(parts)
     bits = BITS[kind]
     values = split(a[1][1:-1]) if a[1][0] == "{" else [a[1]]
     row = ", ".join(f"(uint{bits}_t){scope.read(x, f'u{bits}')}" for x in values)
-    call = "keep(at, row, sizeof row);" if space == "local" else f"write(at, row, sizeof row, {scope.site()});"
+    call = "store_local(at, row, sizeof row);" if space == "local" else f"write(at, row, sizeof row, {scope.site()});"
     return f"{{ const uint64_t at = {scope.address(a[0])}; const uint{bits}_t row[{count}] = {{{row}}}; {call} }}"
 
 
-@of("cvta")
+@writes("cvta")
 def _to_space(scope: Scope, _: Parts, a: Operands) -> str:
-    return stored(scope, a[0], "u64", scope.read(a[1], "u64"))
+    return assign(scope, a[0], "u64", scope.read(a[1], "u64"))
 
 
-@of("atom", "red")
+@writes("atom", "red")
 def _atomic(scope: Scope, parts: Parts, a: Operands) -> str:
     kind = parts[-1]
     if parts[0] == "red":
         a = ["_", *a]
     operation = next(part for part in parts if part in ("add", "min", "max"))
     call = f"atomic_{operation}<{c_type(kind)}>({scope.address(a[1])}, {scope.read(a[2], kind)}, {scope.site()})"
-    return stored(scope, a[0], kind, call)
+    return assign(scope, a[0], kind, call)
 
 
-@of("cp")
+@writes("cp")
 def _copy(scope: Scope, parts: Parts, a: Operands) -> str:
     if parts[2] == "commit_group":
         return "copy_commit();"
@@ -216,38 +227,38 @@ def _copy(scope: Scope, parts: Parts, a: Operands) -> str:
 
 
 def c_type(kind: str) -> str:
-    """The C++ type of a PTX type's values."""
+    """Return the C++ type of the values of a PTX type."""
     named = {"f32": "float", "f64": "double", "pred": "bool"}
     return named[kind] if kind in named else f"{'int' if kind[0] == 's' else 'uint'}{BITS[kind]}_t"
 
 
-@of("add", "sub")
+@writes("add", "sub")
 def _add(scope: Scope, parts: Parts, a: Operands) -> str:
     kind, sign = parts[-1], "+" if parts[0] == "add" else "-"
     if kind == "f16x2":
         x, y = _inputs(scope, a, "u32", "u32")
         each = (f"from_f16((uint16_t)({x} >> {at})) {sign} from_f16((uint16_t)({y} >> {at}))" for at in (16, 0))
-        return stored(scope, a[0], "u32", f"packed_f16({', '.join(each)})")
+        return assign(scope, a[0], "u32", f"packed_f16({', '.join(each)})")
     if kind[0] != "f":
         x, y = _inputs(scope, a, _unsigned(kind), _unsigned(kind))
-        return stored(scope, a[0], _unsigned(kind), f"{x} {sign} {y}")
+        return assign(scope, a[0], _unsigned(kind), f"{x} {sign} {y}")
     x, y = _inputs(scope, a, kind, kind)
-    return stored(scope, a[0], kind, f"add_rz({x}, {sign}{y})" if "rz" in parts else f"{x} {sign} {y}")
+    return assign(scope, a[0], kind, f"add_rz({x}, {sign}{y})" if "rz" in parts else f"{x} {sign} {y}")
 
 
-@of("mul", "mad", "fma")
+@writes("mul", "mad", "fma")
 def _multiply(scope: Scope, parts: Parts, a: Operands) -> str:
     kind, bits = parts[-1], BITS[parts[-1]]
     if kind == "bf16x2":
-        return stored(scope, a[0], "u32", f"fma_bf16x2({', '.join(_inputs(scope, a, *['u32'] * 3))})")
+        return assign(scope, a[0], "u32", f"fma_bf16x2({', '.join(_inputs(scope, a, *['u32'] * 3))})")
     if kind[0] == "f":
         values = ", ".join(_inputs(scope, a, *[kind] * 3))
         if parts[0] == "mul":
-            return stored(scope, a[0], kind, "(" + values.replace(", ", ") * (") + ")")
+            return assign(scope, a[0], kind, "(" + values.replace(", ", ") * (") + ")")
         if set(parts) & {"rp", "rz", "sat"}:
             raise KeyError("rounding")
         fused = "fma_rm" if "rm" in parts else {"f32": "__builtin_fmaf", "f64": "__builtin_fma"}[kind]
-        return stored(scope, a[0], kind, f"{fused}({values})")
+        return assign(scope, a[0], kind, f"{fused}({values})")
     wide, whole = ("wide" in parts or "hi" in parts), f"u{bits}"
     x, y = _inputs(scope, a, *[kind if wide else whole] * 2)
     product = f"multiplied({x}, {y})" if wide else f"((uint64_t){x} * (uint64_t){y})"
@@ -255,91 +266,91 @@ def _multiply(scope: Scope, parts: Parts, a: Operands) -> str:
     if "hi" in parts:
         product = f"({product} >> {bits})"
     more = f" + (uint{BITS[out]}_t){scope.read(a[3], out)}" if parts[0] == "mad" else ""
-    return stored(scope, a[0], out, f"(uint{BITS[out]}_t){product}{more}")
+    return assign(scope, a[0], out, f"(uint{BITS[out]}_t){product}{more}")
 
 
-@of("div", "rem")
+@writes("div", "rem")
 def _divide(scope: Scope, parts: Parts, a: Operands) -> str:
     kind = parts[-1]
     x, y = _inputs(scope, a, kind, kind)
     if kind[0] == "f":
-        return stored(scope, a[0], kind, f"{x} / {y}")
-    return stored(scope, a[0], kind, f"{'quotient' if parts[0] == 'div' else 'remainder_of'}({x}, {y})")
+        return assign(scope, a[0], kind, f"{x} / {y}")
+    return assign(scope, a[0], kind, f"{'quotient' if parts[0] == 'div' else 'remainder_of'}({x}, {y})")
 
 
-@of("min", "max")
+@writes("min", "max")
 def _extreme(scope: Scope, parts: Parts, a: Operands) -> str:
     kind = parts[-1]
     if "NaN" in parts:
         raise KeyError("NaN")
     x, y = _inputs(scope, a, kind, kind)
     if kind == "f32":
-        return stored(scope, a[0], kind, f"f{parts[0]}f({x}, {y})")
-    return stored(scope, a[0], kind, f"{x} {'<' if parts[0] == 'min' else '>'} {y} ? {x} : {y}")
+        return assign(scope, a[0], kind, f"f{parts[0]}f({x}, {y})")
+    return assign(scope, a[0], kind, f"{x} {'<' if parts[0] == 'min' else '>'} {y} ? {x} : {y}")
 
 
-@of("neg", "abs", *(set(FUNCTIONS) - {"neg", "abs"}))
+@writes("neg", "abs", *(set(FUNCTIONS) - {"neg", "abs"}))
 def _function(scope: Scope, parts: Parts, a: Operands) -> str:
     kind = parts[-1]
     if kind == "f32":
         value = f"{FUNCTIONS[parts[0]]}({scope.read(a[1], kind)})"
-        return stored(scope, a[0], kind, f"flushed({value})" if "ftz" in parts else value)
+        return assign(scope, a[0], kind, f"flushed({value})" if "ftz" in parts else value)
     if parts[0] == "neg":
-        return stored(scope, a[0], _unsigned(kind), f"0 - {scope.read(a[1], _unsigned(kind))}")
+        return assign(scope, a[0], _unsigned(kind), f"0 - {scope.read(a[1], _unsigned(kind))}")
     x = scope.read(a[1], kind)
-    return stored(scope, a[0], kind, {"abs": f"{x} < 0 ? -{x} : {x}"}[parts[0]])
+    return assign(scope, a[0], kind, {"abs": f"{x} < 0 ? -{x} : {x}"}[parts[0]])
 
 
-@of("copysign")
+@writes("copysign")
 def _copy_sign(scope: Scope, parts: Parts, a: Operands) -> str:
     sign, x = _inputs(scope, a, "f32", "f32")
-    return stored(scope, a[0], parts[-1], f"copysignf({x}, {sign})")
+    return assign(scope, a[0], parts[-1], f"copysignf({x}, {sign})")
 
 
-@of("and", "or", "xor")
+@writes("and", "or", "xor")
 def _logic(scope: Scope, parts: Parts, a: Operands) -> str:
     kind = "pred" if parts[-1] == "pred" else _unsigned(parts[-1])
     x, y = _inputs(scope, a, kind, kind)
-    return stored(scope, a[0], kind, f"{x} {INFIX[parts[0]]} {y}")
+    return assign(scope, a[0], kind, f"{x} {INFIX[parts[0]]} {y}")
 
 
-@of("not")
+@writes("not")
 def _invert(scope: Scope, parts: Parts, a: Operands) -> str:
     if parts[-1] == "pred":
-        return stored(scope, a[0], "pred", f"!{scope.read(a[1], 'pred')}")
+        return assign(scope, a[0], "pred", f"!{scope.read(a[1], 'pred')}")
     kind = _unsigned(parts[-1])
-    return stored(scope, a[0], kind, f"~{scope.read(a[1], kind)}")
+    return assign(scope, a[0], kind, f"~{scope.read(a[1], kind)}")
 
 
-@of("shl", "shr")
+@writes("shl", "shr")
 def _shift(scope: Scope, parts: Parts, a: Operands) -> str:
     kind = parts[-1] if parts[-1][0] == "s" else _unsigned(parts[-1])
     x, by = _inputs(scope, a, kind, "u32")
-    return stored(scope, a[0], kind, f"shifted_{'left' if parts[0] == 'shl' else 'right'}({x}, {by})")
+    return assign(scope, a[0], kind, f"shifted_{'left' if parts[0] == 'shl' else 'right'}({x}, {by})")
 
 
-@of("lop3", "prmt", "shf", "bfe", "bfi")
+@writes("lop3", "prmt", "shf", "bfe", "bfi")
 def _of_bits(scope: Scope, parts: Parts, a: Operands) -> str:
     if parts[0] in ("shf", "bfe") and parts[1:] not in (["l", "wrap", "b32"], ["r", "wrap", "b32"], ["u32"]):
         raise KeyError("form")
     name = f"shf_{parts[1]}" if parts[0] == "shf" else parts[0]
-    return stored(scope, a[0], "u32", f"{name}({', '.join(_inputs(scope, a, *['u32'] * 4))})")
+    return assign(scope, a[0], "u32", f"{name}({', '.join(_inputs(scope, a, *['u32'] * 4))})")
 
 
-@of("popc", "clz")
+@writes("popc", "clz")
 def _counted(scope: Scope, parts: Parts, a: Operands) -> str:
     x = scope.read(a[1], _unsigned(parts[-1]))
-    return stored(scope, a[0], "u32", f"{'ones' if parts[0] == 'popc' else 'leading_zeros'}({x})")
+    return assign(scope, a[0], "u32", f"{'ones' if parts[0] == 'popc' else 'leading_zeros'}({x})")
 
 
-@of("selp")
+@writes("selp")
 def _choose(scope: Scope, parts: Parts, a: Operands) -> str:
     kind = _unsigned(parts[-1])
     x, y, condition = _inputs(scope, a, kind, kind, "pred")
-    return stored(scope, a[0], kind, f"{condition} ? {x} : {y}")
+    return assign(scope, a[0], kind, f"{condition} ? {x} : {y}")
 
 
-@of("setp")
+@writes("setp")
 def _compare(scope: Scope, parts: Parts, a: Operands) -> str:
     kind, how = parts[-1], parts[1]
     x, y = _inputs(scope, a, kind, kind)
@@ -358,76 +369,76 @@ def _compare(scope: Scope, parts: Parts, a: Operands) -> str:
         raise KeyError("form")
     if "|" in a[0]:
         raise KeyError("two results")
-    return stored(scope, a[0], "pred", value)
+    return assign(scope, a[0], "pred", value)
 
 
-@of("cvt")
+@writes("cvt")
 def _convert(scope: Scope, parts: Parts, a: Operands) -> str:
     how, to, start = set(parts[1:-2]), parts[-2], parts[-1]
     rounded = next((ROUNDED[one] for one in how if one in ROUNDED), "")
     if to in ("f16x2", "bf16x2"):
         high, low = _inputs(scope, a, "f32", "f32")
-        return stored(scope, a[0], "u32", f"packed_{to[:-2]}({high}, {low})")
+        return assign(scope, a[0], "u32", f"packed_{to[:-2]}({high}, {low})")
     if start in ("f16", "bf16") and to == "f32":
-        return stored(scope, a[0], to, f"from_{start}({scope.read(a[1], 'u16')})")
+        return assign(scope, a[0], to, f"from_{start}({scope.read(a[1], 'u16')})")
     if to in ("f16", "bf16") and start == "f32" and "rn" in how:
-        return stored(scope, a[0], "u16", f"to_{to}({scope.read(a[1], 'f32')})")
+        return assign(scope, a[0], "u16", f"to_{to}({scope.read(a[1], 'f32')})")
     if start == "f32" and to == "f32":
         x = f"{rounded}({scope.read(a[1], 'f32')})"
-        return stored(scope, a[0], to, f"saturated({x})" if "sat" in how else x)
+        return assign(scope, a[0], to, f"saturated({x})" if "sat" in how else x)
     if start == "f32" and to[0] in "su":
-        return stored(scope, a[0], to, f"whole<{c_type(to)}>({rounded}({scope.read(a[1], 'f32')}))")
+        return assign(scope, a[0], to, f"whole<{c_type(to)}>({rounded}({scope.read(a[1], 'f32')}))")
     if to[0] == "f" and how <= {"rn"}:
-        return stored(scope, a[0], to, f"({c_type(to)}){scope.read(a[1], start)}")
+        return assign(scope, a[0], to, f"({c_type(to)}){scope.read(a[1], start)}")
     if start[0] in "su" and to[0] in "su" and not how:
-        return stored(scope, a[0], to, f"({c_type(to)}){scope.read(a[1], start)}")
+        return assign(scope, a[0], to, f"({c_type(to)}){scope.read(a[1], start)}")
     raise KeyError("form")
 
 
 # ---- a warp together ----
 
 
-@of("shfl")
+@writes("shfl")
 def _shuffle(scope: Scope, parts: Parts, a: Operands) -> str:
     if parts[2] != "bfly":
         raise KeyError("form")
     to, _, ok = a[0].partition("|")
     values = ", ".join(_inputs(scope, a, *["u32"] * 4))
-    result = f"const Shuffled found = shuffle({values}, {scope.site()});"
-    second = stored(scope, ok, "pred", "found.inside") if ok else ""
-    return f"{{ {result} {stored(scope, to, 'u32', 'found.value')} {second} }}"
+    result = f"const Shuffled result = shuffle({values}, {scope.site()});"
+    second = assign(scope, ok, "pred", "result.inside") if ok else ""
+    return f"{{ {result} {assign(scope, to, 'u32', 'result.value')} {second} }}"
 
 
-@of("redux")
+@writes("redux")
 def _reduce(scope: Scope, parts: Parts, a: Operands) -> str:
     if parts[1:] != ["sync", "max", "s32"]:
         raise KeyError("form")
     x, mask = _inputs(scope, a, "s32", "u32")
-    return stored(scope, a[0], "s32", f"warp_max({x}, {mask}, {scope.site()})")
+    return assign(scope, a[0], "s32", f"warp_max({x}, {mask}, {scope.site()})")
 
 
-@of("ldmatrix")
+@writes("ldmatrix")
 def _load_matrices(scope: Scope, parts: Parts, a: Operands) -> str:
     if "x4" not in parts:
         raise KeyError("form")
     call = f"load_matrices({scope.address(a[1])}, {str('trans' in parts).lower()}, rows, {scope.site()});"
-    lines = [stored(scope, x, "u32", f"rows[{i}]") for i, x in enumerate(split(a[0][1:-1]))]
+    lines = [assign(scope, x, "u32", f"rows[{i}]") for i, x in enumerate(split(a[0][1:-1]))]
     return f"{{ uint32_t rows[4]; {call} {' '.join(lines)} }}"
 
 
-@of("mma")
+@writes("mma")
 def _multiply_matrices(scope: Scope, parts: Parts, a: Operands) -> str:
     if "m16n8k16" not in parts or parts[-4:] not in (["f32", x, x, "f32"] for x in ("f16", "bf16")):
         raise KeyError("form")
     d, x, y, z = (split(operand[1:-1]) for operand in a)
     values = [", ".join(scope.read(one, kind) for one in row) for row, kind in ((x, "u32"), (y, "u32"), (z, "f32"))]
     rows = f"const Matrices in{{{str('bf16' in parts).lower()}, {{{values[0]}}}, {{{values[1]}}}, {{{values[2]}}}}};"
-    lines = [stored(scope, one, "f32", f"sum[{i}]") for i, one in enumerate(d)]
+    lines = [assign(scope, one, "f32", f"sum[{i}]") for i, one in enumerate(d)]
     return f"{{ {rows} float sum[4]; multiply(in, sum, {scope.site()}); {' '.join(lines)} }}"
 
 
 def literal(operand: str, kind: str) -> str | None:
-    """A number as an expression of its type, None where the operand is none."""
+    """Return a number as an expression of its type; None if the operand is no number."""
     if re.fullmatch(r"0[fF][0-9a-fA-F]{8}", operand):
         bits = f"0x{operand[2:]}u"
         return f"as_float({bits})" if kind == "f32" else bits

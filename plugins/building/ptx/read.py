@@ -1,4 +1,4 @@
-"""A PTX module's kernels, and a kernel's statements."""
+"""Parses PTX: the kernels of a module, and the statements of a kernel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ LOCATION = re.compile(r"\.loc\s+(\d+)\s+(\d+)")
 
 
 class Kernel(NamedTuple):
-    """name: mangled. parameters: of every one its offset; their bytes in all. body: the text between the braces."""
+    """A kernel of a PTX module.
+
+    Attributes:
+        name: the mangled name.
+        parameters: the offset in bytes of every parameter.
+        parameter_bytes: the bytes of all parameters.
+        body: the text between the braces.
+    """
 
     name: str
     parameters: dict[str, int]
@@ -27,7 +34,14 @@ class Kernel(NamedTuple):
 
 
 class Module(NamedTuple):
-    """dynamic: names of shared memory whose size a launch gives. constants: C declarations. files: by number."""
+    """A PTX file.
+
+    Attributes:
+        kernels: its kernels.
+        dynamic: the names of shared memory whose size a launch sets.
+        constants: the C++ declaration of every constant.
+        files: the names of source files by their numbers.
+    """
 
     kernels: list[Kernel]
     dynamic: set[str]
@@ -36,13 +50,13 @@ class Module(NamedTuple):
 
 
 def module(text: str) -> Module:
-    """What a PTX file holds."""
+    """Parse the text of a PTX file."""
     files = {int(n): path.rsplit("/", 1)[-1] for n, path in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', text, re.M)}
     text = re.sub(r"/\*.*?\*/|//[^\n]*", "", text, flags=re.S)
     kernels = []
-    for found in ENTRY.finditer(text):
-        parameters, size = _parameters(found[2])
-        kernels.append(Kernel(found[1], parameters, size, _block(text, found.end())))
+    for entry in ENTRY.finditer(text):
+        parameters, size = _parameters(entry[2])
+        kernels.append(Kernel(entry[1], parameters, size, _block(text, entry.end())))
     dynamic = set(re.findall(r"\.extern\s+\.shared\s+\.align\s+\d+\s+\.\w+\s+([\w$]+)\[\]", text))
     constants = {
         name: f"alignas(16) const uint{BITS[kind]}_t constant_{name}[] = {{{values}}};"
@@ -55,14 +69,14 @@ def _parameters(text: str) -> tuple[dict[str, int], int]:
     offsets: dict[str, int] = {}
     end = 0
     for one in split(text):
-        found = PARAMETER.search(one)
-        if found is None:
-            raise ValueError(f"a parameter reads otherwise than expected: {one}")
-        each = BITS[found[2]] // 8
-        align = int(found[1] or each)
+        match = PARAMETER.search(one)
+        if match is None:
+            raise ValueError(f"a parameter has an unknown form: {one}")
+        each = BITS[match[2]] // 8
+        align = int(match[1] or each)
         end = (end + align - 1) // align * align
-        offsets[found[3]] = end
-        end += each * int(found[4] or 1)
+        offsets[match[3]] = end
+        end += each * int(match[4] or 1)
     return offsets, end
 
 
@@ -75,19 +89,19 @@ def _block(text: str, start: int) -> str:
 
 
 def split(text: str) -> list[str]:
-    """At the commas that stand in no bracket."""
-    parts, depth = [""], 0
+    """Split a text at the commas outside all brackets; drop empty items."""
+    items, depth = [""], 0
     for c in text:
         depth += (c in "[{(") - (c in "]})")
         if c == "," and depth == 0:
-            parts.append("")
+            items.append("")
         else:
-            parts[-1] += c
-    return [part.strip() for part in parts if part.strip()]
+            items[-1] += c
+    return [item.strip() for item in items if item.strip()]
 
 
 def statements(body: str) -> Iterator[str]:
-    """One after another: declarations, `.loc`, labels with their colon, instructions, and the braces of a scope."""
+    """Yield the statements of a body: declarations, `.loc`, labels with their colon, instructions, and braces."""
     for line in body.splitlines():
         rest = line.strip()
         if re.match(r"\.loc\s", rest):

@@ -1,34 +1,34 @@
-"""A kernel's PTX as one C++ function, with the bytes of shared memory and parameters that it takes."""
+"""Translates a kernel's PTX to one C++ function, with the bytes of its shared memory and parameters."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
 
-from .instructions import Unknown, c_type, literal, split, written
+from .instructions import Unknown, c_type, literal, split, translate
 from .read import BITS, VARIABLE, Kernel, Module, statements
 
 SPECIAL = {"%tid.x": "thread().number", "%ctaid.x": "launched().block", "%ntid.x": "launched().threads"}
 SPECIAL |= {"%laneid": "(thread().number & 31)", "%globaltimer": "__builtin_ia32_rdtsc()"}  # a clock, of some rate
-LINE_BITS = 16  # of a site's number; the rest is the file's
+LINE_BITS = 16  # the bits of a site's number that are the line; the others are the file's number
 
 
 class _Function:
-    """One kernel on its way to C++."""
+    """The translation of one kernel; a Scope of instructions.py."""
 
     def __init__(self, module: Module, kernel: Kernel) -> None:
         self.module, self.kernel = module, kernel
         self.registers: dict[str, int] = {}
         self.shared: dict[str, int] = {}  # offsets of shared variables
-        self.local: dict[str, int] = {}  # bytes of local ones
+        self.local: dict[str, int] = {}  # bytes of local variables
         self.shared_bytes = 0
-        self.scopes: list[dict[str, str]] = []  # registers of inner braces, which may hide others
+        self.scopes: list[dict[str, str]] = []  # registers of inner scopes, which may hide outer ones
         self.lines: list[str] = []
-        self.at = 0
-        self.pending = 0  # instructions since the last point that is counted
-        self.counted_at = -1  # that point's line
+        self.at = 0  # the site of the current statement
+        self.pending = 0  # instructions of the current stretch
+        self.counted_at = -1  # the line that counts this stretch
 
-    # ---- what instructions ask ----
+    # ---- the methods of a Scope ----
 
     def register(self, operand: str) -> str:
         for scope in reversed(self.scopes):
@@ -55,11 +55,11 @@ class _Function:
         return f"({c_type(kind)})({value})"
 
     def address(self, operand: str) -> str:
-        found = re.fullmatch(r"\[\s*(.+?)\s*(?:\+\s*(-?\d+))?\s*\]", operand)
-        if found is None:
+        match = re.fullmatch(r"\[\s*(.+?)\s*(?:\+\s*(-?\d+))?\s*\]", operand)
+        if match is None:
             raise KeyError(operand)
-        base = self.register(found[1]) if self._is_register(found[1]) else self._symbol(found[1])
-        return f"((uint64_t){base} + {int(found[2] or 0)}ll)"
+        base = self.register(match[1]) if self._is_register(match[1]) else self._symbol(match[1])
+        return f"((uint64_t){base} + {int(match[2] or 0)}ll)"
 
     def site(self) -> int:
         return self.at
@@ -80,8 +80,12 @@ class _Function:
 
     # ---- statements ----
 
-    def translated(self) -> str:
-        """The function `kernel_main`, and `kShared`, `kParameters`. Raises Unknown."""
+    def text(self) -> str:
+        """Return the C++ of the function `kernel_main`, and of `kShared` and `kParameters`.
+
+        Raises:
+            Unknown: the kernel has a statement that is not supported.
+        """
         for one in statements(self.kernel.body):
             self._statement(one)
         self._count()
@@ -122,12 +126,12 @@ class _Function:
                     if self.scopes:
                         self.scopes[-1][one] = f"inner{len(self.registers)}_{one.lstrip('%')}"
                     self.registers[self.register(one)] = BITS[kind[1:]]
-        elif found := VARIABLE.match(text):
-            size = BITS[found[2]] // 8 * int(found[4] or 1)
-            if found[1] == "local":
-                self.local[found[3]] = size
+        elif variable := VARIABLE.match(text):
+            size = BITS[variable[2]] // 8 * int(variable[4] or 1)
+            if variable[1] == "local":
+                self.local[variable[3]] = size
             else:
-                self.shared[found[3]] = self.shared_bytes
+                self.shared[variable[3]] = self.shared_bytes
                 self.shared_bytes += (size + 15) // 16 * 16
         elif not text.startswith(".pragma"):
             raise Unknown(text)
@@ -138,7 +142,7 @@ class _Function:
         self.pending += name != "pragma"
         if self.counted_at < 0:
             self._begin_count(self.pending)
-        line = written(self, name, split(rest))
+        line = translate(self, name, split(rest))
         if guard:
             line = f"if ({guard[1]}{self.register(guard[2])}) {{ {line} }}"
         leaves = name.split(".")[0] in ("bra", "ret", "exit")
@@ -148,7 +152,7 @@ class _Function:
         if leaves:
             self._begin_count()
 
-    # A stretch of instructions that run one after another is counted where it begins.
+    # A stretch of instructions without a branch or label is counted by one statement at its beginning.
     def _begin_count(self, pending: int = 0) -> None:
         self.counted_at, self.pending = len(self.lines), pending
         self.lines.append("")
@@ -160,8 +164,8 @@ class _Function:
 
 
 def source(module: Module, kernel: Kernel, program: str) -> str:
-    """A C++ file of one kernel, which makes itself known under its program's name."""
-    function = _Function(module, kernel).translated()
+    """Return the C++ file of one kernel, which registers itself under its program's name."""
+    function = _Function(module, kernel).text()
     files = ", ".join(f'{{{number}, "{name}"}}' for number, name in sorted(module.files.items()))
     known = f'const Known known{{"{program}", kernel_main, kShared, kParameters, {{{files}}}}};'
     return f'#include "run.h"\nnamespace {{\nusing namespace kv::ptx;\n{function}\n{known}\n}}\n'

@@ -1,10 +1,9 @@
-// VoteAttention over a small cache: one of its KV heads, and the launch that comes before those of decode.h and
-// prefill.h.
+// VoteAttention over a small cache: a KV head, and the launch before those of decode_small.h and prefill.h.
 //
-//   AppendSmall, a block per KV head and 8 new tokens, a warp a row at a time
+//   AppendSmall, a block per KV head and 8 new tokens, one row per warp at a time
 //     key, value = quantize(rotate(row)) into the tokens' slots, with their scales and positions
-//     query = rotate(row) into the workspace, of every query head of the group
-//   then, over rotated queries, what both kernels do; they rotate their outputs back
+//     query = rotate(row) into the workspace, for every query head of the group
+//   then decode or prefill with rotated queries, which rotate their output back
 #pragma once
 
 #include "../core/small.h"
@@ -13,7 +12,8 @@
 namespace kv {
 namespace cuda {
 
-// Queries are those of the workspace, rotated; new tokens have their slots already.
+// A KV head of a small cache. Its queries are the rotated ones of the workspace; its new tokens already have their
+// slots.
 template <>
 struct Head<Small> : Head<float> {
   int bytes_of_key, bytes_of_value;
@@ -45,7 +45,7 @@ struct Head<Small> : Head<float> {
   }
 };
 
-// `call` has the queries as they came.
+// The first launch. `call.query` are the unrotated queries.
 struct AppendSmall {
   using Args = Attention;
   static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 1, kTokens = 8, kWarps = kThreads / kWarp;
@@ -56,17 +56,17 @@ struct AppendSmall {
 
   static KV_DEVICE void run(Block<AppendSmall>& block, const Attention& args) {
     const KvVoteAttention& a = args.call;
-    const int parts = blocks_per_head(a.tokens), part = block.index() % parts;
-    const Head<Small> head(a, block.index() / parts);
+    const int blocks = blocks_per_head(a.tokens), chunk = block.index() % blocks;
+    const Head<Small> head(a, block.index() / blocks);
     const int used = used_slots(block, head.votes(), a.capacity, reinterpret_cast<int*>(block.shared)),
               n = head.length(used);
-    const int from = part * kTokens, count = min_of(kTokens, n - from), group = args.group();
+    const int from = chunk * kTokens, count = min_of(kTokens, n - from), group = args.group();
     block.each_alone([&](int t, auto&) {
-      if (part == 0 && t == 0) args.used[2 * head.index] = used, args.used[2 * head.index + 1] = n;
+      if (chunk == 0 && t == 0) args.used[2 * head.index] = used, args.used[2 * head.index + 1] = n;
       if (t < count) head.position()[used + from + t] = head.first() + from + t;
     });
     if (count <= 0) return;
-    // Of every token its key, and the queries of the group.
+    // Rows: the key of every token, followed by the queries of the group.
     for (int i = 0; i < count * (group + 1); i += kWarps) {
       const auto place = [&](int t) { return i + t / kWarp; };
       const auto token = [&](int t) { return from + place(t) / (group + 1); };
@@ -75,9 +75,9 @@ struct AppendSmall {
         return (static_cast<size_t>(head.query_head(query(t))) * a.tokens + token(t)) * a.key_size;
       };
       block.each_alone([&](int t, Registers& r) {
-        const bool is_one = place(t) < count * (group + 1);
+        const bool has_row = place(t) < count * (group + 1);
         load(r.row, query(t) < 0 ? a.key : a.query, a.query_type,
-             query(t) < 0 ? new_row(head, token(t), a.key_size) : query_row(t), is_one ? a.key_size : 0, t % kWarp);
+             query(t) < 0 ? new_row(head, token(t), a.key_size) : query_row(t), has_row ? a.key_size : 0, t % kWarp);
       });
       rotate_rows<8>(block, a.key_size, [](Registers& r, int i) -> float& { return r.row.element[i]; });
       block.each_alone([&](int t, Registers& r) {
@@ -112,12 +112,12 @@ struct AppendSmall {
     }
   }
 
-  // Where a new token's key or value begins among all.
+  // Returns the index of the first element of a new token's key or value.
   static KV_DEVICE size_t new_row(const Head<Small>& head, int token, int size) {
     return (static_cast<size_t>(head.index) * head.a.tokens + token) * size;
   }
 
-  // A lane's part of a row of the model's type that begins with element `first`; zeros from `size` on.
+  // Loads a lane's elements of a row of the model's type that begins with element `first`; zeros from `size` on.
   static KV_DEVICE void load(Row& row, const void* from, int type, size_t first, int size, int lane) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {

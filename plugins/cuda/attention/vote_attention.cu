@@ -1,4 +1,10 @@
-// VoteAttention's calls: what they take, how work is divided, which kernels run.
+// The entry points of VoteAttention: check the call, divide the workspace, launch the kernels for its types and sizes.
+//
+//   check the call; if the workspace is too small: refuse
+//   copy past to present, unless they share buffers     the launches update present in place
+//   one token:      Decode or DecodeMma; DecodeSums if a statistic is a sum of probabilities
+//   several tokens: Append, then Prefill and PrefillScores, or PrefillMma and PrefillMmaScores
+//   a small cache:  vote_attention_small.cu
 #include "decode.h"
 #include "decode_mma.h"
 #include "plan.h"
@@ -22,27 +28,27 @@ const char* check(const KvVoteAttention& a) {
   return nullptr;
 }
 
-// The call's plan in this workspace, with as many splits as there may be; how many bytes it takes.
+// Divides the workspace among the arrays of a call, for the largest number of splits; returns the bytes that it uses.
 size_t plan(const KvVoteAttention& a, const Device& device, void* workspace, Attention* args) {
   const size_t heads = static_cast<size_t>(a.batch) * a.heads,
                query_heads = static_cast<size_t>(a.batch) * a.query_heads;
-  Workspace parts(workspace);
+  Workspace space(workspace);
   *args = {};
   args->call = a;
   args->splits = most_shares(heads, slot_blocks(a), static_cast<size_t>(kMostPlaces) * device.multiprocessors);
-  args->counters = parts.take<int>(KV_CUDA_COUNTER_BYTES / sizeof(int));
-  args->used = parts.take<int>(2 * heads);
+  args->counters = space.take<int>(KV_CUDA_COUNTER_BYTES / sizeof(int));
+  args->used = space.take<int>(2 * heads);
   const bool sums = keeps(a, KV_STATISTIC_PROBABILITY);
-  if (is_small(a.cache_type)) args->rotated = parts.take<float>(query_heads * a.tokens * a.key_size);
+  if (is_small(a.cache_type)) args->rotated = space.take<float>(query_heads * a.tokens * a.key_size);
   if (a.tokens == 1) {
-    args->row_softmax = parts.take<float>(2 * query_heads);
-    if (sums) args->logits = parts.take<float>(query_heads * a.capacity);
-    args->partial_output = parts.take<float>(query_heads * args->splits * a.value_size);
-    args->partial_softmax = parts.take<float>(2 * query_heads * args->splits);
+    args->row_softmax = space.take<float>(2 * query_heads);
+    if (sums) args->logits = space.take<float>(query_heads * a.capacity);
+    args->partial_output = space.take<float>(query_heads * args->splits * a.value_size);
+    args->partial_softmax = space.take<float>(2 * query_heads * args->splits);
   } else if (sums) {
-    args->row_softmax = parts.take<float>(2 * query_heads * a.tokens);
+    args->row_softmax = space.take<float>(2 * query_heads * a.tokens);
   }
-  return parts.size();
+  return space.size();
 }
 
 template <class T, int kSize>

@@ -1,4 +1,4 @@
-// VoteAttention over a small cache: which kernels run. A source of its own, so that it compiles beside the others.
+// The launches of VoteAttention over a small cache. They are a source of their own, so that it compiles in parallel.
 #include "decode_small.h"
 #include "plan.h"
 

@@ -1,9 +1,13 @@
-// Shared by the programs of Linear: which outputs a block makes, which columns of which weight these are, and a row's
-// norm.
+// Shared by the programs of Linear: which outputs a block computes, which columns of which weight these are, and a
+// row's norm.
 //
-// Columns come in tiles of 16, of which the first 8 and the others are a pair, column by column: of a plain product
-// they are neighbours, of a rotated head what is rotated with one another, and where there is a gate a product's column
-// and its gate's. So whatever an output takes lies in one tile. A strip is the tiles of a block, all of one product.
+// A tile is 16 columns in two halves of 8, paired column by column. In a plain product the halves are neighbours; in a
+// rotated head a pair is two columns that are rotated together; with a gate it is a product's column and its gate's. So
+// all sums that an output needs are in one tile. A strip is the tiles of a block, all of one product. A panel is the
+// rows of a block.
+//
+// Letters in this folder: a the arguments of the call, p a product, w a block's work (for packed weights the weight),
+// s the arrays in shared memory, k an input, m a tile of columns of a warp, n a tile of 8 rows, u a unit, x and y sums.
 #pragma once
 
 #include "../core/types.h"
@@ -13,16 +17,16 @@ namespace cuda {
 
 constexpr int kTileColumns = 16, kPair = 8;
 
-// A call, or some of its products, and its workspace. What a call does not use is null.
+// The arguments of a call, or some of its products, and its workspace. Arrays that a call does not use are null.
 struct LinearArgs {
   KvLinear call;
-  int strips[KV_MAX_PRODUCTS];  // of each product
-  int panels;                   // of rows
-  int splits;                   // of the inputs
+  int strips[KV_MAX_PRODUCTS];  // strips of each product
+  int panels;                   // panels of rows
+  int splits;                   // splits of the inputs
   int* counters;                // [strips, panels]
   float* partial;               // [strips, panels, splits, rows of a panel, columns of a strip]
-  float* factors;               // [rows]: one over a row's root mean square; nullptr: every block finds its own rows'
-  bool weights_stay;            // no launch writes the weights: they may be read before earlier ones have ended
+  float* factors;               // [rows]: 1 / a row's root mean square; nullptr: every block computes its rows' factors
+  bool weights_stay;            // no launch writes the weights: they may be read before earlier launches have ended
 
   KV_HD int rows() const { return static_cast<int>(call.batch * call.tokens); }
   KV_HD int inputs() const { return static_cast<int>(call.inputs); }
@@ -30,7 +34,7 @@ struct LinearArgs {
 
 KV_HD bool is_gated(const KvLinear& a) { return a.gate.data != nullptr; }
 
-// Tiles of a rotated head.
+// Returns the tiles of a rotated head.
 KV_HD int tiles_of_head(const KvLinear& a) { return static_cast<int>((a.planes + kPair - 1) / kPair); }
 
 KV_HD int64_t tiles_of(const KvLinear& a, const KvProduct& p) {
@@ -39,10 +43,10 @@ KV_HD int64_t tiles_of(const KvLinear& a, const KvProduct& p) {
   return (p.outputs + columns - 1) / columns;
 }
 
-// A block's part of the work.
+// The work of a block.
 struct Work {
-  int product, strip;  // of the product
-  int all_strip;       // of all products
+  int product, strip;  // strip: its number in the product
+  int all_strip;       // its number in all products
   int panel, split;
 
   KV_DEVICE Work(const LinearArgs& args, int block)
@@ -52,7 +56,7 @@ struct Work {
   }
 };
 
-// One half of a tile's pair: column `first + i` for i below `count`, at most 8.
+// One half of a tile: columns first + i for i below `count`, at most 8.
 struct Half8 {
   int first, count;
 };
@@ -68,19 +72,19 @@ KV_DEVICE Half8 half_of(const KvLinear& a, const KvProduct& p, int tile, int hal
   return {first, min_of(outputs - first, kPair)};
 }
 
-// The weight that a half of the tiles is of.
+// Returns the weight of a half of the tiles.
 KV_DEVICE const KvWeight& weight_of(const KvLinear& a, const KvProduct& p, int half) {
   return half && is_gated(a) ? a.gate : p.weight;
 }
 
-// A column that there is, for lane i of a half.
+// Returns the column of lane i of a half, or another column of the weight if that lane has none.
 KV_DEVICE int column_in(const Half8& half, int i, int outputs) {
   return min_of(half.first + (i < half.count ? i : 0), outputs - 1);
 }
 
 // ---- rows ----
 
-// Input k of a row, wherever its heads lie.
+// Returns the index of input k of a row, for any layout of its heads.
 KV_DEVICE size_t input_at(const KvLinear& a, int row, int k) {
   if (a.input_heads == 1 || a.tokens == 1) return static_cast<size_t>(row) * a.inputs + k;
   const int size = static_cast<int>(a.inputs / a.input_heads), tokens = static_cast<int>(a.tokens);
@@ -88,8 +92,8 @@ KV_DEVICE size_t input_at(const KvLinear& a, int row, int k) {
   return ((static_cast<size_t>(b) * a.input_heads + h) * tokens + t) * size + k - h * size;
 }
 
-// The factors of a panel's rows in factors[0 .. rows), shared memory: one warp a row, in one order. Ends with a
-// barrier.
+// Computes the factors of a panel's rows in factors[0 .. rows), one row per warp, in a fixed order. Ends with a
+// barrier: the factors are visible.
 template <class T, class Program>
 KV_DEVICE void find_factors(Block<Program>& block, const LinearArgs& args, int first, int rows, float* factors) {
   const KvLinear& a = args.call;
@@ -114,7 +118,7 @@ KV_DEVICE void find_factors(Block<Program>& block, const LinearArgs& args, int f
   block.each([&](int, auto&) {});
 }
 
-// The same of all rows, where panels have so many that every block would be busy with them.
+// A launch that computes the factors of all rows, for panels with so many rows that every block would repeat much work.
 template <class T>
 struct LinearFactors {
   using Args = LinearArgs;
@@ -130,17 +134,17 @@ struct LinearFactors {
 
 // ---- packed weights ----
 
-// Integers are read as unsigned ones, signed ones with their highest bit turned: they are then larger by this much.
+// Integers are read as unsigned ones. A signed integer has its highest bit flipped, which adds this excess to it.
 KV_DEVICE int excess_of(const KvWeight& w) { return w.is_signed ? 1 << (w.bits - 1) : 0; }
 
-// kBits: the weight's bits where they are known.
+// Returns an integer of a weight as an unsigned one. kBits: the weight's bits if they are known at compile time.
 template <int kBits = 0>
 KV_DEVICE int integer_at(const void* data, const KvWeight& w, size_t i) {
   const uint8_t* const bytes = static_cast<const uint8_t*>(data);
   const int bits = kBits ? kBits : w.bits, read = bits == 4 ? bytes[i / 2] >> (i % 2 * 4) & 15 : bytes[i];
   return read ^ excess_of(w);
 }
-// use(numbers), as numbers of their type.
+// Calls use(numbers) with a pointer of the numbers' type.
 template <class Use>
 KV_DEVICE void with_numbers(int type, const void* data, Use use) {
   if (type == KV_FLOAT16)
@@ -151,11 +155,11 @@ KV_DEVICE void with_numbers(int type, const void* data, Use use) {
 KV_DEVICE float number_at(int type, const void* data, size_t i) {
   return type == KV_FLOAT16 ? to_float(static_cast<const Half*>(data)[i]) : static_cast<const float*>(data)[i];
 }
-// The integer, read as an unsigned one, that stands for zero, or for the minimum.
+// Returns the integer, read as an unsigned one, that represents zero, or the minimum.
 KV_DEVICE int zero_at(const KvWeight& w, size_t group) { return w.zero ? integer_at(w.zero, w, group) : excess_of(w); }
 
-// Why tensor cores cannot take a product: nullptr where they can. Their steps are of 16 inputs, which lie in one group,
-// and of both weights alike.
+// Returns whether tensor cores can compute a product. A step is 16 inputs, which have to be in one group, and a gate
+// needs the format of the product's weight.
 inline bool fits_tensor_cores(const KvLinear& a, const KvProduct& p) {
   const KvWeight &w = p.weight, &g = a.gate;
   if (is_gated(a) && (g.bits != w.bits || g.group != w.group || !g.minimum != !w.minimum)) return false;

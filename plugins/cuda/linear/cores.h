@@ -1,9 +1,10 @@
-// Linear on CUDA cores, in float32: whatever tensor cores do not take (float32 rows that have to stay as they are, and
-// inputs or groups that are no whole steps), of any sizes. A block of 128 threads makes kRows x 64 outputs of a split
-// of the inputs:
+// Linear on CUDA cores, in float32, of any sizes: the products that tensor cores cannot compute (float32 rows that must
+// not be rounded, and inputs or groups that are no whole steps). A block of 128 threads computes kRows x 64 outputs for
+// a split of the inputs:
 //
-//   for each 64 inputs of the split      rows and columns, dequantized, in float32 in shared memory
-//     sum[row, column] += their product  a thread kOwnRows x kOwnColumns of them, in four sums of every fourth input
+//   for each 64 inputs of the split      rows and dequantized columns, in float32 in shared memory
+//     sum[row, column] += their product  kOwnRows x kOwnColumns per thread, in four sums of every fourth input
+//   finish: combine the splits, the epilogue (finish.h)
 #pragma once
 
 #include "finish.h"
@@ -24,7 +25,7 @@ struct LinearCores {
   };
   struct Shared {
     float *rows, *columns, *factors;  // [kRows, kStride], [kColumns, kStride], [kRows]
-    int* number;                      // of every column
+    int* number;                      // every column's number in the weight
   };
   static constexpr size_t shared_size() { return ((kRows + kColumns) * kStride + kRows + kColumns) * sizeof(float); }
   static KV_DEVICE Shared divide(char* shared) {
@@ -68,7 +69,7 @@ struct LinearCores {
     finish<T>(block, args, w, s.columns);
   }
 
-  // Neighbouring threads read neighbouring inputs; zeros after the last.
+  // Within a phase: loads rows and columns; neighbouring threads read neighbouring inputs; zeros after the last.
   static KV_DEVICE void load(const LinearArgs& args, const KvProduct& p, const Shared& s, int first, int rows, int from,
                              int count, int t) {
     const KvLinear& a = args.call;
@@ -95,9 +96,9 @@ struct LinearCores {
     return w.minimum ? x + number_at(w.minimum_type, w.minimum, place) : x;
   }
 
-  // Rows that there are not are left out, whole threads at a time.
+  // Within a phase: multiplies rows and columns. Rows beyond the last are skipped, by all threads of the row.
   static KV_DEVICE void multiply(Registers& r, const Shared& s, int rows, int t) {
-    float part[kOwnRows][kOwnColumns][4] = {};
+    float partial[kOwnRows][kOwnColumns][4] = {};
 #pragma unroll 4
     for (int k = 0; k < kInputs; k += 4) {
       float x[4], c[kOwnColumns][4];
@@ -111,14 +112,14 @@ struct LinearCores {
 #pragma unroll
         for (int j = 0; j < kOwnColumns; ++j)
 #pragma unroll
-          for (int l = 0; l < 4; ++l) part[i][j][l] += x[l] * c[j][l];
+          for (int l = 0; l < 4; ++l) partial[i][j][l] += x[l] * c[j][l];
       }
     }
 #pragma unroll
     for (int i = 0; i < kOwnRows; ++i)
 #pragma unroll
       for (int j = 0; j < kOwnColumns; ++j)
-        r.sum[i][j] += (part[i][j][0] + part[i][j][1]) + (part[i][j][2] + part[i][j][3]);
+        r.sum[i][j] += (partial[i][j][0] + partial[i][j][1]) + (partial[i][j][2] + partial[i][j][3]);
   }
 };
 

@@ -1,4 +1,8 @@
-// Linear's calls: what they take, how work is divided, which kernels run.
+// The entry points of Linear: check the call, divide the workspace, launch the kernels of each product.
+//
+//   check the call; if the workspace is too small: refuse
+//   with a norm and more than 8 rows: LinearFactors
+//   the products that fit tensor cores, by the bits of their weights: LinearMma; the others: LinearCores
 #include <type_traits>
 
 #include "../core/launch.h"
@@ -10,8 +14,8 @@ namespace cuda {
 namespace {
 
 constexpr int64_t kMostSize = int64_t(1) << 28;
-constexpr int kFewRows = 8, kSomeRows = 32;  // of a panel
-enum { kOnCores = -1 };                      // otherwise a way is the bits of a product's weights
+constexpr int kFewRows = 8, kSomeRows = 32;  // rows of a call for which a panel has 8 or 32 rows
+enum { kOnCores = -1 };                      // a product's path: this, or on tensor cores the bits of its weights
 
 const char* check(const KvWeight& weight, int64_t inputs) {
   if (!weight.bits) return nullptr;
@@ -45,7 +49,7 @@ const char* check(const KvLinear& a) {
   return check(a.gate, a.inputs);
 }
 
-int way_of(const KvLinear& a, const KvProduct& p) {
+int path_of(const KvLinear& a, const KvProduct& p) {
   for (const void* pointer : {a.input, a.norm, p.weight.data, a.gate.data})
     if (!is_aligned(pointer)) return kOnCores;
   return fits_tensor_cores(a, p) ? p.weight.bits : kOnCores;
@@ -57,17 +61,17 @@ bool has_minima(const KvLinear& a) {
   return false;
 }
 
-// The products that go one way, and what of `args` depends on them; false where there are none.
+// Selects the products of one path, and sets the fields of `args` that depend on them; returns whether there are any.
 template <class Program>
-bool choose(const KvLinear& a, int way, LinearArgs* args) {
+bool choose(const KvLinear& a, int path, LinearArgs* args) {
   args->call = a, args->call.count = 0;
   for (int i = 0; i < a.count; ++i)
-    if (way_of(a, a.products[i]) == way) args->call.products[args->call.count++] = a.products[i];
+    if (path_of(a, a.products[i]) == path) args->call.products[args->call.count++] = a.products[i];
   args->panels = (args->rows() + Program::kRows - 1) / Program::kRows;
   return args->call.count > 0;
 }
 
-// Blocks that are in flight at a time; splits make no more than twice as many, so that their partial sums are few.
+// Returns the blocks that run at a time. Splits make at most twice as many blocks, which bounds their partial sums.
 template <class Program>
 size_t places_of(const Device& device) {
   return size_t{Program::kBlocksPerMultiprocessor} * device.multiprocessors;
@@ -92,7 +96,7 @@ size_t strips_of(const KvLinear& a, LinearArgs* args) {
   return all;
 }
 
-// Partial sums of all products, or of some, at most.
+// Returns the most partial sums (floats) that any selection of the products has.
 template <class Program>
 size_t partial_of(const KvLinear& a, const Device& device) {
   LinearArgs args;
@@ -107,30 +111,31 @@ size_t partial_of_type(const KvLinear& a, const Device& device) {
   using Tensor = std::conditional_t<sizeof(T) == 4, BFloat, T>;
   const bool few = a.batch * a.tokens <= kFewRows;
   size_t most = few ? partial_of<LinearCores<T, 8>>(a, device) : partial_of<LinearCores<T, 64>>(a, device);
-  const auto with = [&](size_t found) { most = found > most ? found : most; };
+  const auto include = [&](size_t sums) { most = sums > most ? sums : most; };
   // Weights of 16 bits have the most chunks.
-  with(few                               ? partial_of<LinearMma<Tensor, 0, 1>>(a, device)
-       : a.batch * a.tokens <= kSomeRows ? partial_of<LinearMma<Tensor, 0, 4>>(a, device)
-                                         : partial_of<LinearMma<Tensor, 0, 8>>(a, device));
+  include(few                               ? partial_of<LinearMma<Tensor, 0, 1>>(a, device)
+          : a.batch * a.tokens <= kSomeRows ? partial_of<LinearMma<Tensor, 0, 4>>(a, device)
+                                            : partial_of<LinearMma<Tensor, 0, 8>>(a, device));
   return most;
 }
 
-// The call's plan in this workspace; how many bytes it takes. It does not hang on where the tensors lie.
+// Divides the workspace among the arrays of a call; returns the bytes that it uses, which do not depend on the
+// addresses of tensors.
 size_t plan(const KvLinear& a, const Device& device, void* workspace, LinearArgs* args) {
-  Workspace parts(workspace);
+  Workspace space(workspace);
   *args = {};
-  args->counters = parts.take<int>(KV_CUDA_COUNTER_BYTES / sizeof(int));
-  const bool apart = a.norm && a.batch * a.tokens > kFewRows;
-  if (apart) args->factors = parts.take<float>(a.batch * a.tokens);
-  args->partial = parts.take<float>(a.type == KV_FLOAT32   ? partial_of_type<float>(a, device)
+  args->counters = space.take<int>(KV_CUDA_COUNTER_BYTES / sizeof(int));
+  const bool has_factors = a.norm && a.batch * a.tokens > kFewRows;
+  if (has_factors) args->factors = space.take<float>(a.batch * a.tokens);
+  args->partial = space.take<float>(a.type == KV_FLOAT32   ? partial_of_type<float>(a, device)
                                     : a.type == KV_FLOAT16 ? partial_of_type<Half>(a, device)
                                                            : partial_of_type<BFloat>(a, device));
-  return parts.size();
+  return space.size();
 }
 
 template <class Program>
-const char* run_products(const KvLinear& a, int way, LinearArgs args, const Device& device, Stream stream) {
-  if (!choose<Program>(a, way, &args)) return nullptr;
+const char* run_products(const KvLinear& a, int path, LinearArgs args, const Device& device, Stream stream) {
+  if (!choose<Program>(a, path, &args)) return nullptr;
   const size_t blocks = strips_of<Program>(args.call, &args) * args.panels;
   args.splits = splits_of<Program>(blocks, Program::chunks(a), device);
   return launch<Program>(args, blocks * args.splits, Program::shared_size(), device, stream);

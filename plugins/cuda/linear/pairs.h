@@ -1,5 +1,5 @@
-// Integers of packed weights as pairs of 16-bit elements, exactly, without a conversion: an integer in the lowest bits
-// of the significand of 1024 (of 128 in bfloat16) is 1024 + u, from which 1024 + zero is taken off.
+// Turns integers of packed weights into pairs of 16-bit elements, exactly and without a conversion: an integer u in the
+// lowest bits of the significand of 1024 (128 in bfloat16) is 1024 + u, from which 1024 + zero is subtracted.
 #pragma once
 
 #include "../core/mma.h"
@@ -8,7 +8,7 @@
 namespace kv {
 namespace cuda {
 
-// The sums of two pairs; nothing is rounded here.
+// Returns the sums of two pairs; the sums of this file are exact.
 template <class T>
 KV_DEVICE uint32_t add_pairs(uint32_t x, uint32_t y) {
 #ifdef __CUDACC__
@@ -26,18 +26,18 @@ KV_DEVICE uint32_t add_pairs(uint32_t x, uint32_t y) {
 #endif
 }
 
-// Some bits of a word, some of them turned, in one instruction.
-KV_DEVICE uint32_t chosen_bits(uint32_t word, uint32_t mask, uint32_t turned) {
+// Returns the bits of a word under a mask, with some bits flipped, in one instruction.
+KV_DEVICE uint32_t masked_bits(uint32_t word, uint32_t mask, uint32_t flip) {
 #ifdef __CUDACC__
   uint32_t bits;
-  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(bits) : "r"(word), "r"(mask), "r"(turned));  // (a & b) ^ c
+  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(bits) : "r"(word), "r"(mask), "r"(flip));  // (a & b) ^ c
   return bits;
 #else
-  return (word & mask) ^ turned;
+  return (word & mask) ^ flip;
 #endif
 }
 
-// Bytes 2 pair and 2 pair + 1 of a word, each below the byte 0x64.
+// Returns bytes 2 pair and 2 pair + 1 of a word as 16-bit elements whose high byte is 0x64.
 KV_DEVICE uint32_t spread_bytes(uint32_t word, int pair) {
 #ifdef __CUDACC__
   return __byte_perm(word, 0x64646464u, pair ? 0x4342 : 0x4140);
@@ -47,8 +47,7 @@ KV_DEVICE uint32_t spread_bytes(uint32_t word, int pair) {
 #endif
 }
 
-// A unit is what a lane's registers of whole products of `mma` come of: of each row so many bytes, of which a lane has
-// a word of every 16.
+// A unit is the bytes of a row that make whole products of `mma`; a lane has one word of every 16 bytes.
 //
 //   bits  inputs  steps  a lane's inputs, c = lane % 4, in the order of elements 0, 1, 4, 5 of a
 //   4     32      2      8 c + (0, 4, 1, 5), 8 c + (2, 6, 3, 7)
@@ -57,24 +56,24 @@ KV_DEVICE uint32_t spread_bytes(uint32_t word, int pair) {
 template <class T, int kBits>
 struct Unit {
   static constexpr int kBytes = kBits ? 16 : 32, kInputs = kBits == 4 ? 32 : 16, kSteps = kBits == 4 ? 2 : 1;
-  static constexpr int kWords = kBytes / 16;                  // of a lane
-  static constexpr bool kByFloats = T::kBrain && kBits == 8;  // eight bits and 128 have no room in a bfloat16
+  static constexpr int kWords = kBytes / 16;                  // words of a lane
+  static constexpr bool kByFloats = T::kBrain && kBits == 8;  // 128 + 8 bits do not fit into a bfloat16: go by float32
 
-  // What is taken off: minus what an integer `zero` becomes.
+  // Returns the addend of `pair` for this integer `zero`: minus the number that `zero` becomes.
   static KV_DEVICE uint32_t less(int zero) {
     if (kByFloats) return bits_as<uint32_t>(-(8388608.0f + static_cast<float>(zero)));
     return (T::kBrain ? 0xc300c300u : 0xe400e400u) | static_cast<uint32_t>(zero) * 0x00010001u;
   }
-  // What turns the highest bits of signed integers, in the same operation that puts them in their place.
-  static KV_DEVICE uint32_t turned(bool is_signed) {
+  // Returns the mask of `pair` for xor: it flips the highest bit of signed integers, and sets the bits of 1024 or 128.
+  static KV_DEVICE uint32_t flip(bool is_signed) {
     if (kBits == 8) return is_signed ? 0x80808080u : 0u;
     return (T::kBrain ? 0x43004300u : 0x64006400u) ^ (is_signed ? 0x00080008u : 0u);
   }
-  // Elements 0 and 1 (half 0) or 4 and 5 of a row of a, in a step.
-  static KV_DEVICE uint32_t pair(const uint32_t* word, int step, int half, uint32_t turned, uint32_t less) {
+  // Returns elements 0 and 1 (half 0) or 4 and 5 (half 1) of a row of a, in a step.
+  static KV_DEVICE uint32_t pair(const uint32_t* word, int step, int half, uint32_t flip, uint32_t less) {
     if (kBits == 0) return word[half];
-    if (kBits == 4) return add_pairs<T>(chosen_bits(word[0] >> (8 * step + 4 * half), 0x000f000fu, turned), less);
-    const uint32_t bytes = word[0] ^ turned;
+    if (kBits == 4) return add_pairs<T>(masked_bits(word[0] >> (8 * step + 4 * half), 0x000f000fu, flip), less);
+    const uint32_t bytes = word[0] ^ flip;
     if (!kByFloats) return add_pairs<T>(spread_bytes(bytes, half), less);
     const auto number = [&](int i) {
       return bits_as<float>((bytes >> 8 * i & 255) | 0x4b000000u) + bits_as<float>(less);
@@ -82,7 +81,7 @@ struct Unit {
     return packed<T>(number(2 * half), number(2 * half + 1));
   }
 
-  // Where a row's 8 inputs go, the v-th of a chunk, so that a lane's lie together in the order above.
+  // Stores 8 inputs of a row, the v-th 8 of a chunk, so that a lane's inputs are contiguous in the order above.
   static KV_DEVICE void store_inputs(char* row, int v, const float (&x)[8]) {
     Vector all;
 #pragma unroll
@@ -95,7 +94,7 @@ struct Unit {
   struct alignas(8) Both {
     uint32_t word[2];
   };
-  // b of all steps of unit u.
+  // Loads the operand b of all steps of unit u.
   static KV_DEVICE void load_inputs(const char* row, int u, int lane, uint32_t* b) {
     if (kBits == 4) {
       const Vector all = load_vector(row + u * 64 + lane % 4 * 16);

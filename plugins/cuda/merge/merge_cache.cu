@@ -1,12 +1,15 @@
-// MergeCache's calls. What the launches do, one after another, is at the head of work.h; here is
+// The entry points of MergeCache; the head of work.h describes the launches.
 //
 //   check the call; if the workspace is too small: refuse
-//   copy past to present, where they are not one buffer          the launches update present in place
-//   Rank, and where policy.order asks for targets: Nearest over the eviction pool, Choose
-//   Nearest over the evicted slots, unless they are dropped or merge in pairs: of all targets, or of those that the
-//   first search left
-//   unless they are dropped: FormSets, Attended where a Hessian weighs, MergeRows
-//   Order, Place, and Turn where keys are rotated by their places
+//   copy past to present, unless they share buffers       the launches update present in place
+//   Rank
+//   if policy.order needs targets: Nearest over the eviction pool, Choose
+//   unless slots are dropped or merge in pairs: Nearest over the evicted slots, among all targets or among those that
+//     the first search did not compare
+//   unless slots are dropped: FormSets, Attended if a Hessian weighs, MergeRows
+//   Order, Place; Turn if keys are rotated by places
+//
+// a is the arguments of the call, p its policy, m its workspace.
 #include "../../math/policy.h"
 #include "../core/launch.h"
 #include "nearest_mma.h"
@@ -18,7 +21,7 @@ namespace kv {
 namespace cuda {
 namespace {
 
-constexpr int kNearestPlaces = 2;  // blocks of Nearest that a multiprocessor has room for, at most
+constexpr int kNearestPlaces = 2;  // the most blocks of Nearest that a multiprocessor has room for
 
 const char* check(const KvMergeCache& a) {
   if (const char* problem =
@@ -30,23 +33,23 @@ const char* check(const KvMergeCache& a) {
   if (const char* problem = policy_problem(a.policy)) return problem;
   if (a.rotary_planes < 0 || 2 * a.rotary_planes > a.key_size)
     return "there are more rotary planes than the key has dimensions";
-  if (a.cache_positions && a.sliding_window) return "positions in the cache with a sliding window";
+  if (a.cache_positions && a.sliding_window) return "cache_positions is 1, and there is a sliding window";
   return nullptr;
 }
 
-// Whether keys and values are compared, of which some have more than 128 elements.
+// Returns whether the search compares keys and values, and one of these has more than 128 elements.
 bool are_wide(const KvMergeCache& a) {
   return a.policy.order == KV_ORDER_LEAST_ERROR && (a.key_size > 128 || a.value_size > 128);
 }
 
-// Rows that Nearest takes at a time.
+// Returns the rows of a tile of Nearest.
 int tile_of(const KvMergeCache& a) { return a.cache_type == KV_FLOAT32 ? 32 : are_wide(a) ? 64 : 128; }
 
-// Divides the workspace among the launches of a call; how many bytes it takes.
+// Divides the workspace among the arrays of a call; returns the bytes that it uses.
 size_t lay_out(const KvMergeCache& a, const Device& device, void* workspace, MergeWork* merge) {
   const KvMergePolicy& p = a.policy;
   const size_t heads = static_cast<size_t>(a.batch) * a.heads, slots = heads * a.capacity;
-  Workspace parts(workspace);
+  Workspace space(workspace);
   MergeWork& m = *merge;
   m = {};
   m.call = a;
@@ -56,8 +59,8 @@ size_t lay_out(const KvMergeCache& a, const Device& device, void* workspace, Mer
                            : m.most_evicted;
   m.most_rows = pool < a.capacity ? static_cast<int>(pool) : a.capacity;
   const bool merges = p.merge != KV_MERGE_DROP && m.most_evicted > 0;
-  // Slots that leave are few, however large the slack is: blocks are planned for eight tiles of rows at most. A split
-  // is no less than 128 targets.
+  // Few slots are evicted at a time, however large the slack: blocks are planned for at most eight tiles of rows. A
+  // split has at least 128 targets.
   m.tile = tile_of(a);
   m.most_splits = a.capacity < 128 ? 1 : a.capacity / 128;
   const int tiles = tiles_of(m.most_rows, m.tile), units = m.most_splits * (tiles < 8 ? tiles : 8);
@@ -65,44 +68,44 @@ size_t lay_out(const KvMergeCache& a, const Device& device, void* workspace, Mer
   m.blocks = shares_of(heads, units, places);
   const int sets = heads > 0 ? static_cast<int>(16 * static_cast<size_t>(device.multiprocessors) / heads) : 1;
   m.set_blocks = sets < 1 ? 1 : sets < 32 ? sets : 32;
-  // The most rows times splits: of one tile there are as many splits as blocks, of many tiles one.
+  // The most rows times splits: with one tile there are as many splits as blocks, with many tiles one split.
   const int64_t rows = m.most_rows < m.tile ? m.most_rows : m.tile, most = rows * most_shares(heads, units, places);
   m.stride = static_cast<int>(most < m.most_rows ? m.most_rows : most);
-  parts.take<int>(KV_CUDA_COUNTER_BYTES / sizeof(int));
-  m.heads = parts.take<HeadInfo>(heads);
-  m.order = parts.take<int>(slots);
-  m.importance = parts.take<float>(slots);
-  m.keep_score = parts.take<float>(slots);
-  m.mark = parts.take<uint8_t>(slots);
-  m.rows = parts.take<int>(heads * m.most_rows);
-  m.changed = parts.take<int>(slots);
-  m.source = parts.take<int>(slots);
+  space.take<int>(KV_CUDA_COUNTER_BYTES / sizeof(int));
+  m.heads = space.take<HeadInfo>(heads);
+  m.order = space.take<int>(slots);
+  m.importance = space.take<float>(slots);
+  m.keep_score = space.take<float>(slots);
+  m.mark = space.take<uint8_t>(slots);
+  m.rows = space.take<int>(heads * m.most_rows);
+  m.changed = space.take<int>(slots);
+  m.source = space.take<int>(slots);
   if (a.cache_positions && a.rotary_planes > 0 && a.compresses) {
-    m.row = parts.take<int>(slots);
-    m.steps = parts.take<int>(slots);
+    m.row = space.take<int>(slots);
+    m.steps = space.take<int>(slots);
   }
   if (merges) {
-    m.nearness = parts.take<float>(heads * m.stride);
-    m.nearest = parts.take<int>(heads * m.stride);
+    m.nearness = space.take<float>(heads * m.stride);
+    m.nearest = space.take<int>(heads * m.stride);
     if (p.order != KV_ORDER_LOWEST) {
-      m.ease = parts.take<float>(heads * m.stride);
-      m.rest = parts.take<int>(slots);
-      // A running mean's targets are chosen after what is evicted.
+      m.ease = space.take<float>(heads * m.stride);
+      m.rest = space.take<int>(slots);
+      // Only a zip: the targets of a running mean are chosen after the evicted slots are known.
       if (p.merge == KV_MERGE_ZIP) {
-        m.upper = parts.take<int>(slots);
-        m.upper_nearness = parts.take<float>(slots);
+        m.upper = space.take<int>(slots);
+        m.upper_nearness = space.take<float>(slots);
       }
     }
-    m.target = parts.take<int>(heads * m.most_evicted);
-    m.before = parts.take<int>(heads * m.most_evicted);
-    m.set = parts.take<int>(slots);
-    m.merged_position = parts.take<int>(heads * m.most_evicted);
-    m.latest = parts.take<int>(heads * m.most_evicted);
-    m.merged = parts.take<char>(heads * m.most_evicted * (a.key_size + a.value_size) * element_bits(a.cache_type) / 8);
-    m.merged_small = parts.take<float>(heads * m.most_evicted * (1 + a.statistics));
-    if (p.weigh == KV_WEIGH_HESSIAN) m.attended = parts.take<float>(heads * (a.value_size + 1));
+    m.target = space.take<int>(heads * m.most_evicted);
+    m.before = space.take<int>(heads * m.most_evicted);
+    m.set = space.take<int>(slots);
+    m.merged_position = space.take<int>(heads * m.most_evicted);
+    m.latest = space.take<int>(heads * m.most_evicted);
+    m.merged = space.take<char>(heads * m.most_evicted * (a.key_size + a.value_size) * element_bits(a.cache_type) / 8);
+    m.merged_small = space.take<float>(heads * m.most_evicted * (1 + a.statistics));
+    if (p.weigh == KV_WEIGH_HESSIAN) m.attended = space.take<float>(heads * (a.value_size + 1));
   }
-  return parts.size();
+  return space.size();
 }
 
 template <class Kernel>
@@ -132,8 +135,8 @@ const char* run(const MergeWork& m, const Device& device, Stream stream) {
   const bool merges = p.merge != KV_MERGE_DROP && m.most_evicted > 0;
   if (const char* problem = launch<Rank>(m, heads, Selection::size(a.capacity), device, stream)) return problem;
   if (merges && p.order != KV_ORDER_LOWEST) {
-    const auto find = p.order == KV_ORDER_LEAST_ERROR ? nearest<T, true> : nearest<T, false>;
-    if (const char* problem = find(m, kOfPool, device, stream)) return problem;
+    const auto search = p.order == KV_ORDER_LEAST_ERROR ? nearest<T, true> : nearest<T, false>;
+    if (const char* problem = search(m, kOfPool, device, stream)) return problem;
     if (const char* problem = launch<Choose>(m, heads, Selection::size(a.capacity), device, stream)) return problem;
   }
   if (merges && p.merge != KV_MERGE_PAIR)
@@ -212,17 +215,17 @@ extern "C" const char* kv_cuda_target(void) {
 }
 
 #ifndef __CUDACC__
-// For tests: how the host runs (../core/block.h). order: 0, 1, 2.
+// For tests: sets how the host runs (../core/block.h). order: a value of kv::cuda::Host's enumeration, 0 to 2.
 extern "C" void kv_host_set(int order, int late_copies, int multiprocessors, size_t shared_limit) {
   kv::cuda::host() = {order, late_copies != 0, multiprocessors, shared_limit, 0};
   kv::cuda::checked().clear();
 }
-// ... when the launches of the last call were to begin; the launches that were only checked since then, and how many
-// items a share has (share_of).
+// For tests: return KvCuda.begin of the last call; the launches that were only checked since kv_host_set, one a line;
+// and how many items a share has (share_of).
 extern "C" int kv_host_began(void) { return kv::cuda::host().began; }
 extern "C" const char* kv_host_checked(void) { return kv::cuda::checked().c_str(); }
 extern "C" int kv_host_share(int share, int shares, int items, int unit) {
-  const kv::cuda::Range found = kv::cuda::share_of(share, shares, items, unit);
-  return found.to - found.from;
+  const kv::cuda::Range range = kv::cuda::share_of(share, shares, items, unit);
+  return range.to - range.from;
 }
 #endif

@@ -1,19 +1,21 @@
-// MergeCache: the target nearest to each of many slots. Some blocks of 128 threads per head, which share out its work,
-// a tile of rows (evicted slots, or those of the eviction pool) and a split of the targets at a time. In float32, whose
-// products are made on CUDA cores (of 16 bits: nearest_mma.h), tiles of 32 rows:
+// MergeCache: the target nearest to each of many slots. Some blocks of 128 threads per head divide its work: tiles of
+// rows (evicted slots, or slots of the eviction pool) times splits of the targets. This file is for float32 caches, on
+// CUDA cores, in tiles of 32 rows (16-bit caches: nearest_mma.h):
 //
-//   load the rows' keys, and where policy.order is by the error their values; the squares of each
+//   load the rows' keys (and with ByError values), and their squared norms
 //   for each 32 targets of the split
-//     load theirs                                      a barrier: they are complete before anything is multiplied
-//     nearness[row, target] = row . target             a thread two rows and every eighth target
-//     ... over both norms (cosine), or as a distance   by the error: the product of keys' and values' distances
+//     load their keys (and values)                     a barrier: they are complete before they are multiplied
+//     nearness[row, target] = row . target             two rows and every eighth target per thread
+//     ... divided by both norms (cosine), or as minus the squared distance; ByError: minus the product of the squared
+//         distances of keys and of values
 //     keep the nearest target
 //   combine the eight threads of a row, of equals the lowest slot; write the split's nearest
 //
-// Targets are those slots that can receive. Of the eviction pool the upper ones; then those of the rest that have a
-// higher importance than the row, of which nothing is kept but how near they are by policy.order.
+// The targets of an evicted slot are the slots that can receive. A slot of the eviction pool has as targets the upper
+// slots (work.h), and among the rest those of a higher importance than its own; of the rest, only `ease` is kept: how
+// near the best target is by policy.order.
 //
-// Splits are combined in their order by `nearest_of`.
+// `nearest_of` and `ease_of` (work.h) combine the splits in their order.
 #pragma once
 
 #include "work.h"
@@ -21,7 +23,8 @@
 namespace kv {
 namespace cuda {
 
-// Rows are the eviction pool, or the evicted slots, whose targets are all that can receive, or those of the rest.
+// kOfPool: rows are the eviction pool. kOfAll, kOfRest: rows are the evicted slots, their targets all slots that can
+// receive, or those among the rest.
 enum Search { kOfPool, kOfAll, kOfRest };
 
 struct NearestArgs {
@@ -29,18 +32,18 @@ struct NearestArgs {
   Search search;
 };
 
-// A tile of rows from `begin` on, and the targets of a split: slots, and places in the list of the rest.
-struct Look {
+// A tile of a search: rows from `begin` on, and the targets of a split (slots, and places in the list of the rest).
+struct SearchTile {
   int rows, begin, split, splits;
   Range targets, rest;
 };
 
-// A slot that may be a target: the n-th of these, or of the rest.
+// Returns a slot that may be a target: slot n, or the n-th of the rest.
 KV_DEVICE int target_at(const MergeHead& head, bool of_rest, int n) { return of_rest ? head.of(head.work.rest)[n] : n; }
 
-// Calls look(head, Look) for this block's share of its head's work.
+// Calls search(head, SearchTile) for this block's share of its head's work.
 template <class Program, class F>
-KV_DEVICE void look_at_all(Block<Program>& block, const NearestArgs& args, F look) {
+KV_DEVICE void each_tile(Block<Program>& block, const NearestArgs& args, F search) {
   const MergeWork& work = args.work;
   const MergeHead head(work, block.index() / work.blocks);
   const HeadInfo x = head.info();
@@ -54,17 +57,18 @@ KV_DEVICE void look_at_all(Block<Program>& block, const NearestArgs& args, F loo
   for (int i = block.index() % work.blocks; i < tiles_of(rows, work.tile) * splits; i += work.blocks) {
     const int split = i % splits;
     const Range share = share_of(split, splits, slots, Program::kSlots);
-    // Of the pool the splits that have one block of slots less than others are the first to look at the rest.
+    // For the pool in the reverse order: splits with one block of slots less take one block of the rest more.
     const Range more = share_of(of_pool ? splits - 1 - split : split, splits, rest, Program::kSlots);
-    look(
+    search(
         head,
-        Look{
+        SearchTile{
             rows, i / splits * work.tile, split, splits, {x.unprotected + share.from, x.unprotected + share.to}, more});
   }
 }
 
-// What threads have found, each of some of a row's targets; a row has `each`. place: where the nearest is, -1 without;
-// ease: of the eviction pool, the best by policy.order, kNoTarget without.
+// The results of threads that each searched some of a row's targets; a row has `each` of them. place: the place of the
+// nearest target, -1 without; best: how near it is; ease: for the eviction pool, how near the best target is by
+// policy.order, kNoTarget without.
 struct Candidates {
   float *best, *ease;
   int *place, each;
@@ -77,19 +81,19 @@ struct Candidates {
   static KV_HD constexpr size_t bytes(int count) { return count * (2 * sizeof(float) + sizeof(int)); }
 };
 
-// By thread t: the nearest of the candidates of row t, of equals the lowest slot. finish(row, near) of what they were
-// compared by: how near it is, by the error of targets' keys alone.
+// Within a phase: thread t stores the nearest of the candidates of row t, of equals the lowest slot. finish(row, near)
+// turns the number by which candidates were compared into the nearness (with ByError that of keys alone).
 template <bool ByError, class F>
-KV_DEVICE void store_nearest(const MergeHead& head, const Look& x, const NearestArgs& args, const Candidates& found,
-                             int t, F finish) {
+KV_DEVICE void store_nearest(const MergeHead& head, const SearchTile& x, const NearestArgs& args,
+                             const Candidates& candidates, int t, F finish) {
   if (t >= head.work.tile || x.begin + t >= x.rows) return;
   float best = kNoTarget, ease = kNoTarget;
   int place = -1;
-  for (int i = t * found.each; i < (t + 1) * found.each; ++i) {
-    ease = fmaxf(ease, found.ease[i]);
-    if (found.place[i] < 0) continue;
-    if (place < 0 || found.best[i] > best || (found.best[i] == best && found.place[i] < place))
-      best = found.best[i], place = found.place[i];
+  for (int i = t * candidates.each; i < (t + 1) * candidates.each; ++i) {
+    ease = fmaxf(ease, candidates.ease[i]);
+    if (candidates.place[i] < 0) continue;
+    if (place < 0 || candidates.best[i] > best || (candidates.best[i] == best && candidates.place[i] < place))
+      best = candidates.best[i], place = candidates.place[i];
   }
   const size_t at = head.split(x.begin + t, x.split, x.splits);
   head.work.nearness[at] = place < 0 ? kNoTarget : finish(t, best);
@@ -99,32 +103,34 @@ KV_DEVICE void store_nearest(const MergeHead& head, const Look& x, const Nearest
   head.work.ease[at] = ByError || ease == kNoTarget ? ease : finish(t, ease);
 }
 
-// The nearest target of every row, in one pass over the keys of one split of the slots. ByError: nearest is where the
-// product of the squared distances of keys and of values is smallest.
+// Finds the nearest target of every row of a tile in one pass over the keys of a split. ByError: policy.order is by the
+// error, and the best target has the smallest product of the squared distances of keys and of values.
 template <class T, bool ByError>
 struct Nearest {
   using Args = NearestArgs;
-  static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 2, kRows = 32, kSlots = 32, kParts = 4;
+  static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 2, kRows = 32, kSlots = 32, kQuarters = 4;
   struct Registers {
     float best[2], ease[2];
     int place[2];
   };
-  // Of the rows and of a block of targets the keys (or the values), in their own type, and the parts of their squares.
+  // The keys (or the values) of the rows and of a block of targets, in the cache's type, and the quarters of their
+  // squared norms.
   struct Tile {
     char *row, *target;
     float *row_square, *target_square;
     int size, stride;
 
     static KV_HD constexpr size_t bytes(int size) {
-      return (kRows + kSlots) * (shared_stride<T>(size) + kParts * sizeof(float));
+      return (kRows + kSlots) * (shared_stride<T>(size) + kQuarters * sizeof(float));
     }
     KV_DEVICE Tile(char* shared, int size) : row(shared), size(size), stride(shared_stride<T>(size)) {
       target = row + kRows * stride;
       row_square = reinterpret_cast<float*>(target + kSlots * stride);
-      target_square = row_square + kRows * kParts;
+      target_square = row_square + kRows * kQuarters;
     }
   };
-  // Tiles of keys and, by the error, of values; of the rows their importance; the candidates of every eighth slot.
+  // Bytes of shared memory: tiles of keys and with ByError of values; the rows' importance; eight candidates of each
+  // row.
   static KV_HD size_t tiles(const KvMergeCache& a) {
     return Tile::bytes(a.key_size) + (ByError ? Tile::bytes(a.value_size) : 0);
   }
@@ -133,15 +139,15 @@ struct Nearest {
   }
 
   static KV_DEVICE void run(Block<Nearest>& block, const Args& args) {
-    look_at_all(block, args, [&](const MergeHead& head, const Look& x) { look(block, args, head, x); });
+    each_tile(block, args, [&](const MergeHead& head, const SearchTile& x) { search(block, args, head, x); });
   }
 
-  // Ends with a barrier.
-  static KV_DEVICE void look(Block<Nearest>& block, const Args& args, const MergeHead& head, const Look& x) {
+  // Searches a tile. Ends with a barrier: shared memory may be written again.
+  static KV_DEVICE void search(Block<Nearest>& block, const Args& args, const MergeHead& head, const SearchTile& x) {
     const KvMergeCache& a = head.a;
     const Tile keys(block.shared, a.key_size), values(block.shared + Tile::bytes(a.key_size), a.value_size);
     float* importance = reinterpret_cast<float*>(block.shared + tiles(a));
-    const Candidates found(reinterpret_cast<char*>(importance + kRows), 8 * kRows, 8);
+    const Candidates candidates(reinterpret_cast<char*>(importance + kRows), 8 * kRows, 8);
     const auto row_at = [&](int i) { return x.begin + i < x.rows ? head.rows()[x.begin + i] : -1; };
     block.each([&](int t, Registers& r) {
       r.best[0] = r.best[1] = r.ease[0] = r.ease[1] = kNoTarget, r.place[0] = r.place[1] = -1;
@@ -156,20 +162,21 @@ struct Nearest {
       keys.row_square[t] = square(keys.row, keys, t);
       if (ByError) values.row_square[t] = square(values.row, values, t);
     });
-    look_at(block, args, head, keys, values, importance, x.targets, false);
-    look_at(block, args, head, keys, values, importance, x.rest, true);
+    compare(block, args, head, keys, values, importance, x.targets, false);
+    compare(block, args, head, keys, values, importance, x.rest, true);
     block.each([&](int t, Registers& r) {
       for (int i = 0; i < 2; ++i) {
         const int at = (t / 8 * 2 + i) * 8 + t % 8;
-        found.best[at] = r.best[i], found.ease[at] = r.ease[i], found.place[at] = r.place[i];
+        candidates.best[at] = r.best[i], candidates.ease[at] = r.ease[i], candidates.place[at] = r.place[i];
       }
     });
-    block.each(
-        [&](int t, auto&) { store_nearest<ByError>(head, x, args, found, t, [](int, float near) { return near; }); });
+    block.each([&](int t, auto&) {
+      store_nearest<ByError>(head, x, args, candidates, t, [](int, float near) { return near; });
+    });
   }
 
-  // Targets one block of slots after another. Ends with a barrier.
-  static KV_DEVICE void look_at(Block<Nearest>& block, const Args& args, const MergeHead& head, const Tile& keys,
+  // Compares the rows with targets, one block of slots after another. Ends with a barrier: tiles may be loaded again.
+  static KV_DEVICE void compare(Block<Nearest>& block, const Args& args, const MergeHead& head, const Tile& keys,
                                 const Tile& values, const float* importance, Range targets, bool of_rest) {
     const KvMergeCache& a = head.a;
     const int to = targets.to;
@@ -204,23 +211,23 @@ struct Nearest {
       store_vector(to + i / vectors * tile.stride + i % vectors * 16, vector);
     }
   }
-  // A quarter of the square of row t / 4.
+  // Returns a quarter of the squared norm of row t / 4.
   static KV_DEVICE float square(const char* rows, const Tile& tile, int t) {
     float sum = 0.0f;
-    for (int i = t % kParts; i < tile.size / kLanes<T>; i += kParts) {
+    for (int i = t % kQuarters; i < tile.size / kLanes<T>; i += kQuarters) {
       float x[kLanes<T>];
-      widen<T>(load_vector(rows + t / kParts * tile.stride + i * 16), x);
+      widen<T>(load_vector(rows + t / kQuarters * tile.stride + i * 16), x);
       for (int e = 0; e < kLanes<T>; ++e) sum += x[e] * x[e];
     }
     return sum;
   }
-  static KV_DEVICE float sum_of_parts(const float* squares, int row) {
+  static KV_DEVICE float sum_of_quarters(const float* squares, int row) {
     float sum = 0.0f;
-    for (int i = 0; i < kParts; ++i) sum += squares[row * kParts + i];
+    for (int i = 0; i < kQuarters; ++i) sum += squares[row * kQuarters + i];
     return sum;
   }
 
-  // How near two rows are to every eighth target.
+  // Computes how near two rows are to every eighth target.
   static KV_DEVICE void measure(float (&near)[2][4], const Tile& tile, int measure, int t) {
     const int row = t / 8 * 2;
     float product[2][4] = {};
@@ -238,10 +245,10 @@ struct Nearest {
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const float target_square = sum_of_parts(tile.target_square, t % 8 + 8 * j);
+      const float target_square = sum_of_quarters(tile.target_square, t % 8 + 8 * j);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float row_square = sum_of_parts(tile.row_square, row + i);
+        const float row_square = sum_of_quarters(tile.row_square, row + i);
         near[i][j] = product[i][j];
         if (measure == KV_MEASURE_COSINE)
           near[i][j] /= fmaxf(sqrtf(target_square), 1e-12f) * fmaxf(sqrtf(row_square), 1e-12f);
@@ -250,7 +257,7 @@ struct Nearest {
     }
   }
 
-  // The nearest so far, and of the eviction pool the best by policy.order.
+  // Updates the nearest target so far, and for the eviction pool the ease.
   static KV_DEVICE void update(Registers& r, const float (&near)[2][4], const float (&apart)[2][4],
                                const MergeHead& head, const Args& args, const float* row_importance, int at, int to,
                                bool of_rest, int t) {

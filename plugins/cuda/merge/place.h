@@ -1,17 +1,18 @@
-// MergeCache: kept slots stay where they lie, merged rows lie where their targets lay; of the holes that remain among
-// the first rows the lowest takes the last kept slot, the next one the last but one, and so on. Zeros after them.
+// MergeCache: kept slots stay in their rows, merged rows replace their targets. The lowest hole among the first rows
+// takes the last kept slot, the next hole the last but one, and so on. Zeros follow.
 //
 //   Order, a block per head
-//     entry[row] = the kept slot that lies there; of each row how many lie before it, a prefix sum
+//     entry[row] = the kept slot in that row; a prefix sum of the kept slots
 //     filler[hole] = the kept slots behind the first rows, the last one first; entry[hole] = its filler
 //     list the rows that change and their sources; another prefix sum
-//     positions, votes and statistics of these
-//     where keys are rotated by places: every place's row, and by how many places its slot has moved
-//   Place, a block per head and 64 bytes of every key or value: the rows that change
-//   Turn, a block per head and 32 places, where keys are rotated by them: every plane whose place has changed
+//     write positions, votes and statistics of these rows
+//     if keys are rotated by places: every place's row, and by how many places its slot has moved
+//   Place, a block per head and 64 bytes of every key or value: write the rows that change
+//   Turn, a block per head and 32 places, if keys are rotated by places: rotate every plane whose place has changed
 //
-// A barrier stands between entries, holes, the list and what reads them. Sources are slots behind all rows that are
-// written, or rows of the workspace, so that keys and values need none. A head that is as it should be is left alone.
+// A barrier separates the writes of entries, holes and the list from their reads. Keys and values need no barrier:
+// their sources are slots behind all rows that are written, or rows of the workspace. A head without changes stays
+// untouched.
 #pragma once
 
 #include "work.h"
@@ -19,12 +20,12 @@
 namespace kv {
 namespace cuda {
 
-// Whether a head's cache is as it should be already.
+// Returns whether a head needs no change.
 KV_DEVICE bool untouched(const MergeWork& work, const HeadInfo& x) {
   return work.in_place && x.used == x.in_all && x.evicted == 0;
 }
 
-// Where every row that changes comes from, and all of it but its key and value.
+// Finds the source of every row that changes, and writes all of the row except its key and value.
 struct Order {
   using Args = MergeWork;
   static constexpr int kThreads = 256, kBlocksPerMultiprocessor = 1;
@@ -33,7 +34,8 @@ struct Order {
   };
   static KV_HD size_t size(int capacity) { return (kThreads + static_cast<size_t>(capacity)) * sizeof(int); }
 
-  // The merge set of a kept slot, kNone without one; and the slot's number, of a set the latest member's.
+  // set_of returns the merge set of a kept slot, kNone without one; latest_of the slot itself, or its set's latest
+  // member.
   static KV_DEVICE int set_of(const MergeHead& head, int i) {
     return head.work.latest ? head.of(head.work.set)[i] : kNone;
   }
@@ -56,7 +58,7 @@ struct Order {
     if (work.steps && x.evicted > 0) list_places(block, head, x, kept, sums, entry);
   }
 
-  // entry[row] of the first rows, which are as many as there are kept slots; how many.
+  // Fills entry[row] of the first rows, as many as there are kept slots; returns their number.
   static KV_DEVICE int fill_holes(Block<Order>& block, const MergeHead& head, const HeadInfo& x, int* sums,
                                   int* entry) {
     int* filler = head.of(head.work.source);
@@ -96,7 +98,7 @@ struct Order {
     return kept;
   }
 
-  // The rows that change, and what they take; how many.
+  // Lists the rows that change and their sources; returns their number.
   static KV_DEVICE int list_changes(Block<Order>& block, const MergeHead& head, int kept, int* sums, const int* entry) {
     int *changed = head.of(head.work.changed), *source = head.of(head.work.source);
     const int each = (kept + kThreads - 1) / kThreads;
@@ -118,7 +120,7 @@ struct Order {
     return count;
   }
 
-  // Positions, votes and statistics of the rows that change, and zeros behind the kept ones.
+  // Writes positions, votes and statistics of the rows that change, and zeros behind the kept rows.
   static KV_DEVICE void write_small(Block<Order>& block, const MergeHead& head, const HeadInfo& x, int kept,
                                     int changed) {
     const MergeWork& work = head.work;
@@ -144,7 +146,7 @@ struct Order {
     });
   }
 
-  // Of every place the row of its slot, and by how many places that has moved.
+  // Lists for every place the row of its slot, and by how many places that slot has moved.
   static KV_DEVICE void list_places(Block<Order>& block, const MergeHead& head, const HeadInfo& x, int kept, int* sums,
                                     int* entry) {
     int *row_of = head.of(head.work.row), *steps = head.of(head.work.steps);
@@ -174,12 +176,12 @@ struct Order {
   }
 };
 
-// The rows of keys and values that change. A block is up to 64 bytes of every key or value of a head: no other block
-// touches them.
+// Writes the keys and values of the rows that change. A block is up to 64 bytes of every key or value of a head: no
+// other block reads or writes them.
 struct Place {
   struct Args {
     MergeWork work;
-    int element;  // bytes
+    int element;  // bytes of an element
   };
   static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 1, kVectors = 4, kLanes = kThreads / kVectors;
   struct Registers {};
@@ -220,8 +222,8 @@ struct Place {
   }
 };
 
-// The keys of kept rows, turned from the places that they had to those that they have; a thread a rotary plane of a
-// row.
+// Rotates the keys of kept rows from their places before the merge to their new ones; a rotary plane of a row per
+// thread.
 template <class T>
 struct Turn {
   using Args = MergeWork;
@@ -244,12 +246,12 @@ struct Turn {
         if (steps[place] == 0) continue;
         const float angle = static_cast<float>(steps[place]) * a.inverse_frequencies[plane];
         T* key = keys + static_cast<size_t>(row_of[place]) * a.key_size;
-        T &x_of = key[a.rotary_interleaved ? 2 * plane : plane],
-          &y_of = key[a.rotary_interleaved ? 2 * plane + 1 : plane + planes];
-        float x_turned = to_float(x_of), y_turned = to_float(y_of);
-        turn(cosf(angle), sinf(angle), &x_turned, &y_turned);
-        assign(x_of, x_turned);
-        assign(y_of, y_turned);
+        T &first = key[a.rotary_interleaved ? 2 * plane : plane],
+          &second = key[a.rotary_interleaved ? 2 * plane + 1 : plane + planes];
+        float x = to_float(first), y = to_float(second);
+        turn(cosf(angle), sinf(angle), &x, &y);
+        assign(first, x);
+        assign(second, y);
       }
     });
   }

@@ -6,7 +6,7 @@
 namespace kv {
 namespace cuda {
 
-// Shared memory: a sum per thread, words of bits for positions, and how many bits lie before each word.
+// Shared memory: a sum per thread, words with a bit per position, and how many bits are before each word.
 struct PositionBits {
   static constexpr int kWords = 4096;
   int *sums, *bits, *before;
@@ -15,11 +15,15 @@ struct PositionBits {
   KV_DEVICE PositionBits(int* sums, void* words) : sums(sums), bits(static_cast<int*>(words)), before(bits + kWords) {}
 };
 
-// Writes slots [0, count) in order of position, but for the first `passed` of them: a bit for each position of a
-// window, and a slot's place is how many bits lie before its own; then the next window that has slots. A thread counts
-// the bits of neighbouring words. Where slots have the same position, which no cache has, their bits add up to fewer:
-// then a slot's place is how many are before it, of equals the lower slots, by looking at all. No position is above
-// `highest`.
+// Writes slots [0, count) in order of position to `order`, except for the first `passed` of them. `lowest` and
+// `highest` bound all positions.
+//
+//   for each window of 131,072 positions that has slots
+//     set a bit for each slot's position
+//     before[word] = bits before the word             a prefix sum; a thread counts the bits of neighbouring words
+//     place[slot] = bits before its own
+//   if slots share a position, which no cache has, there are fewer bits than slots: compare every slot with all others,
+//     of equals the lower slot first
 template <class Program>
 KV_DEVICE void write_order(Block<Program>& block, const PositionBits& s, const int32_t* position, int count, int passed,
                            int lowest, int highest, int* order) {
@@ -48,7 +52,7 @@ KV_DEVICE void write_order(Block<Program>& block, const PositionBits& s, const i
       r.count = 0;
       for (int i = 0; i < kEach; ++i) r.count += ones(s.bits[t * kEach + i]);
     });
-    const int found = scan(block, s.sums, [](int, auto& r) { return r.count; });
+    const int in_window = scan(block, s.sums, [](int, auto& r) { return r.count; });
     block.each([&](int t, auto& r) {
       int before = placed + r.scanned;
       for (int i = t * kEach; i < (t + 1) * kEach; ++i) {
@@ -58,7 +62,7 @@ KV_DEVICE void write_order(Block<Program>& block, const PositionBits& s, const i
     });
     each_in_window(
         from, [&](int i, uint32_t at) { write(i, s.before[at / 32] + ones(s.bits[at / 32] & ((1u << at % 32) - 1))); });
-    placed += found;
+    placed += in_window;
     if (range - from < kWindow) break;
     block.each([&](int t, auto& r) {
       uint32_t next = kNowhere;

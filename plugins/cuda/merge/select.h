@@ -1,17 +1,17 @@
-// MergeCache: which slots are evicted. One block of 256 threads per head, a thread every 256th slot:
+// MergeCache: which slots are evicted. One block of 256 threads per head, every 256th slot per thread:
 //
 //   Rank
-//     order slots by position: by bits of positions, and counts of these
-//     importance[slot] = policy.select; keep_score[slot] = importance, 1e38 where merged slots are evicted last
-//     order = lowest: choose; else the eviction pool = the lowest keep scores
-//     ... and the upper slots = those of a higher importance than all of the pool
-//   Choose, after Nearest has found the pool's targets
-//     mark slots that have a near enough target, as evicted before the others; choose
-//   choose: the `over` lowest keep scores of marked slots, and where they are fewer, of the others
-//     radix select: the highest keep score among those is found 8 bits at a time, by 256 counts
-//     then which slots can receive; for a running mean the residual share of those alone
+//     order slots by position (positions.h)
+//     importance[slot] = policy.select; keep_score[slot] = importance, 1e38 for merged slots if these are evicted last
+//     policy.order = lowest: choose; otherwise the eviction pool = the lowest keep scores
+//     ... and the upper slots = those of a higher importance than the whole pool
+//   Choose, after Nearest has searched the pool's targets
+//     mark slots that have a near enough target, which are evicted before the others; choose
+//   choose: the `over` lowest keep scores among marked slots and then, if they are fewer, among the others
+//     radix select: find the highest of these keep scores 8 bits at a time, by 256 counts
+//     then find which slots can receive; for a running mean only the residual share of them
 //
-// A barrier stands between counting, the prefix sum of the counts, and what reads it.
+// A barrier separates the counts from their prefix sum, and the prefix sum from its reads.
 #pragma once
 
 #include "positions.h"
@@ -20,8 +20,8 @@
 namespace kv {
 namespace cuda {
 
-// Shared memory: 256 counts, 256 sums, and a keep score and a mark per slot; in place of these, while slots are put in
-// order, bits of positions.
+// Shared memory: 256 counts, 256 sums, and a keep score and a mark per slot. While slots are ordered by position, the
+// bits of PositionBits use the memory of scores and marks.
 struct Selection {
   static constexpr int kThreads = 256;
   float* keep_score;
@@ -41,22 +41,22 @@ struct Selection {
   }
 };
 
-enum { kLater = 0, kFirst = 1, kChosen = 2 };  // evicted after the others, before them, or chosen already
+enum { kLater = 0, kFirst = 1, kChosen = 2 };  // evicted after kFirst slots, before kLater slots, or chosen
 
-// Numbers that compare as the floats do; both zeros are one.
+// Returns an integer that compares as the float does; both zeros give the same integer.
 KV_DEVICE uint32_t ordered(float x) {
   const uint32_t bits = bits_as<uint32_t>(x + 0.0f);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// Marks the `wanted` lowest of slots [from, to) that are marked `among`, as kChosen; of equals the lowest slots. There
-// are enough.
+// Marks as kChosen the `count` slots of lowest keep score among those of [from, to) that are marked `among`; of equals
+// the lowest slots. There are at least as many.
 template <class Program>
-KV_DEVICE void choose_lowest(Block<Program>& block, const Selection& s, int from, int to, int among, int wanted) {
+KV_DEVICE void choose_lowest(Block<Program>& block, const Selection& s, int from, int to, int among, int count) {
   constexpr int kThreads = Program::kThreads;
-  if (wanted <= 0) return;
+  if (count <= 0) return;
   uint32_t prefix = 0, mask = 0;
-  int left = wanted;  // of those that share the prefix
+  int left = count;  // to choose among the slots that share the prefix
   for (int shift = 24; shift >= 0; shift -= 8) {
     block.each([&](int t, auto&) { s.counts[t] = 0; });
     block.each([&](int t, auto&) {
@@ -72,9 +72,9 @@ KV_DEVICE void choose_lowest(Block<Program>& block, const Selection& s, int from
     prefix |= static_cast<uint32_t>(s.words[0]) << shift;
     mask |= 255u << shift;
     left -= s.words[1];
-    block.each([&](int, auto&) {});
+    block.each([&](int, auto&) {});  // all threads have read `words`, which the next round writes
   }
-  // All below the number found, and the first `left` of those equal to it; a thread looks at neighbours.
+  // Choose all slots below `prefix`, and the first `left` equal to it; a thread has neighbouring slots.
   const int each = (to - from + kThreads - 1) / kThreads;
   block.each([&](int t, auto& r) {
     r.count = 0;
@@ -91,7 +91,7 @@ KV_DEVICE void choose_lowest(Block<Program>& block, const Selection& s, int from
   });
 }
 
-// Writes the slots of [0, used) that are marked kChosen, in their order; returns how many.
+// Lists the slots of [0, used) that are marked kChosen, in their order; returns their number.
 template <class Program>
 KV_DEVICE int list_chosen(Block<Program>& block, const Selection& s, int used, int* list) {
   const int each = (used + Program::kThreads - 1) / Program::kThreads;
@@ -108,8 +108,8 @@ KV_DEVICE int list_chosen(Block<Program>& block, const Selection& s, int used, i
   return count;
 }
 
-// Of a head with slots marked kFirst or kLater: which are evicted, and which can receive. Fills `rows`, `mark` and
-// HeadInfo::evicted.
+// Chooses which slots of a head, all marked kFirst or kLater, are evicted, and which can receive. Fills `rows`, `mark`
+// and HeadInfo::evicted.
 template <class Program>
 KV_DEVICE void choose(Block<Program>& block, const MergeHead& head, const Selection& s) {
   const KvMergePolicy& p = head.a.policy;
@@ -123,7 +123,7 @@ KV_DEVICE void choose(Block<Program>& block, const MergeHead& head, const Select
   const int first = min_of(sum_of(block, s.sums, [](int, auto& r) { return r.count; }), chosen);
   choose_lowest(block, s, begin, end, kFirst, first);
   choose_lowest(block, s, begin, end, kLater, chosen - first);
-  // Where more have to be evicted than are unprotected: the earliest of the protected ones.
+  // If more slots have to be evicted than are unprotected, the earliest protected ones follow.
   block.each([&](int t, auto&) {
     for (int i = t; i < x.used; i += Program::kThreads) {
       const int among_protected = i < begin ? i : i - x.unprotected_count;
@@ -143,7 +143,7 @@ KV_DEVICE void choose(Block<Program>& block, const MergeHead& head, const Select
   if (p.merge == KV_MERGE_RUNNING_MEAN) residual_targets(block, head, s, x);
 }
 
-// A running mean's targets: a share of those that can receive, slots that have merged before first, then the lowest.
+// Reduces the targets of a running mean to the residual share: slots that have merged before, then the lowest.
 template <class Program>
 KV_DEVICE void residual_targets(Block<Program>& block, const MergeHead& head, const Selection& s, const HeadInfo& x) {
   uint8_t* mark = head.of(head.work.mark);
@@ -165,8 +165,8 @@ KV_DEVICE void residual_targets(Block<Program>& block, const MergeHead& head, co
   });
 }
 
-// Slots in order of position, their importance and keep scores, and which are evicted (where policy.order asks for
-// targets: the eviction pool).
+// The first launch: slots in order of position, their importance and keep scores, and which are evicted (if
+// policy.order needs targets: which are the eviction pool).
 struct Rank {
   using Args = MergeWork;
   static constexpr int kThreads = Selection::kThreads, kBlocksPerMultiprocessor = 4;
@@ -190,7 +190,7 @@ struct Rank {
     find_upper(block, head, s, x);
   }
 
-  // Marks the upper slots, and lists the rest of those that may be targets.
+  // Marks the upper slots, and lists the other slots that may be targets.
   static KV_DEVICE void find_upper(Block<Rank>& block, const MergeHead& head, const Selection& s, const HeadInfo& x) {
     const float* importance = head.of(head.work.importance);
     const float highest = reduce(
@@ -215,7 +215,8 @@ struct Rank {
     });
   }
 
-  // Of all positions the lowest and the highest; how many of them there are of each kind.
+  // The lowest and the highest position, and the number of slots that the window has passed, of sinks and of recent
+  // ones.
   struct Span {
     int low, high;
   };
@@ -299,7 +300,7 @@ struct Rank {
     }
   }
 
-  // Added up in order of position, so that slots with the same neighbours tie.
+  // Returns the sum of scores over neighbouring positions, added in order of position: slots with equal neighbours tie.
   static KV_DEVICE float pooled(const MergeHead& head, const HeadInfo& x, int i, int reach) {
     const int position = head.position(i);
     float sum = 0.0f;
@@ -312,8 +313,9 @@ struct Rank {
   }
 };
 
-// Slots of the eviction pool that have a target nearer than the threshold are evicted before the others; where the
-// order is by the error, those that have a target at all, the least error first.
+// Chooses the evicted slots when policy.order needs targets. Slots of the eviction pool that have a target nearer than
+// the threshold are evicted before the others; if the order is by the error, slots that have a target, the least error
+// first.
 struct Choose {
   using Args = MergeWork;
   static constexpr int kThreads = Selection::kThreads, kBlocksPerMultiprocessor = 1;

@@ -1,19 +1,18 @@
-// MergeCache: merge sets, a target and all evicted slots that merge into it, and the row of each set.
+// MergeCache: the merge sets (a target and all evicted slots that merge into it), and the row of each set.
 //
 //   FormSets, a block per head
-//     target[evicted] = the younger neighbour, or the nearest slot where it is nearer than the threshold; -1: dropped
-//     ... of the upper slots and the rest, of equals the first
-//     set[target] = the first evicted slot of that target; of every evicted slot how many of its set are before it
-//   Attended, a block per head: output = sum of value times share of the accumulated probabilities, for a Hessian
-//   MergeRows, some blocks per head, each for every so-manieth evicted slot that is the first of its set
-//     list the members, the target first, in the order of the evicted slots
-//     weight[member] = votes; times exp(logit) for a zip; of a pair the share of the younger key (but for the logits
-//     all by one thread)
-//     key, value = mean by weight, for a pair in the rotary frame of the younger key    a thread an element
-//     latest[set] = the latest member; the row's position is its
+//     target[evicted] = the younger neighbour, or the nearest slot if it is nearer than the threshold; -1: dropped
+//     ... the nearest among the upper slots and the rest, of equals the first
+//     set[target] = its first evicted slot; before[evicted] = how many of its set are before it
+//   Attended, a block per head, for a Hessian: output = sum of value times its share of the accumulated probabilities
+//   MergeRows, some blocks per head, which take turns at the evicted slots that are the first of their set
+//     list the members: the target, then the evicted slots in order
+//     weight[member] = votes, times exp(logit) for a zip; for a pair the younger key's share    one thread, except
+//     logits key, value = weighted mean; for a pair the older key is rotated to the younger's place    an element per
+//     thread latest[set] = the latest member, whose position the row gets
 //
-// A barrier stands between the list, the weights and the means; rows are read from the cache and written to the
-// workspace, so that no set sees what another has merged.
+// A barrier separates the list, the weights and the means. Rows are read from the cache and written to the workspace,
+// so that no set reads a row that another set has merged.
 #pragma once
 
 #include "work.h"
@@ -21,7 +20,7 @@
 namespace kv {
 namespace cuda {
 
-// The target of every evicted slot, and the sets that follow.
+// Finds the target of every evicted slot, and the merge sets.
 struct FormSets {
   using Args = MergeWork;
   static constexpr int kThreads = 256, kBlocksPerMultiprocessor = 1;
@@ -44,7 +43,7 @@ struct FormSets {
           if (is_older(x, slot) && head.of(work.mark)[slot + 1] != kEvicted) target = slot + 1;
         } else {
           float near = nearest_of(head, i, x.evicted, &target);
-          // Where protected slots are evicted, which the first search did not look at, there are no upper ones.
+          // If protected slots are evicted too, the first search did not compare these, and upper slots do not count.
           if (work.upper && x.over <= x.unprotected_count) {
             const int upper = head.of(work.upper)[slot];
             const float upper_near = head.of(work.upper_nearness)[slot];
@@ -67,7 +66,8 @@ struct FormSets {
   }
 };
 
-// KVSlimmer: the attention's output by the accumulated probabilities, o = sum a v, and the sum of these.
+// For KVSlimmer: the attention output o = sum a v, a the slots' shares of the accumulated probabilities, and the sum of
+// these probabilities.
 template <class T>
 struct Attended {
   using Args = MergeWork;
@@ -79,17 +79,17 @@ struct Attended {
     const MergeHead head(work, block.index());
     const HeadInfo x = head.info();
     if (x.over == 0) return;
-    const int size = work.call.value_size, parts = kThreads / size, k = work.call.statistics - 1;
+    const int size = work.call.value_size, rows = kThreads / size, k = work.call.statistics - 1;
     float* sums = reinterpret_cast<float*>(block.shared);
-    const float found = sum_of(block, sums, [&](int t, auto&) {
+    const float total = sum_of(block, sums, [&](int t, auto&) {
       float sum = 0.0f;
       for (int i = t; i < x.used; i += kThreads) sum += head.score(k, i);
       return sum;
     });
-    const float mass = fmaxf(found, 1e-30f);
+    const float mass = fmaxf(total, 1e-30f);
     block.each([&](int t, auto&) {
       float sum = 0.0f;
-      for (int i = t / size; t / size < parts && i < x.used; i += parts)
+      for (int i = t / size; t / size < rows && i < x.used; i += rows)
         sum += head.score(k, i) / mass * to_float(head.template value<T>(i)[t % size]);
       sums[t] = sum;
     });
@@ -98,19 +98,19 @@ struct Attended {
       if (t == 0) attended[size] = mass;
       if (t >= size) return;
       float sum = 0.0f;
-      for (int part = 0; part < parts; ++part) sum += sums[part * size + t];
+      for (int row = 0; row < rows; ++row) sum += sums[row * size + t];
       attended[t] = sum;
     });
   }
 };
 
-// A set's key and value, votes and statistics.
+// Computes every set's key and value, votes and statistics.
 template <class T>
 struct MergeRows {
   using Args = MergeWork;
   static constexpr int kThreads = 128, kBlocksPerMultiprocessor = 8;
   struct Registers {};
-  // Sums over the threads, results of one thread, and the members and their weights.
+  // Bytes of shared memory: sums over the threads, results of one thread, and the members and their weights.
   static KV_HD constexpr size_t size(int most) {
     return (kThreads + 4 + 2 * (static_cast<size_t>(most) + 1)) * sizeof(float);
   }
@@ -135,7 +135,7 @@ struct MergeRows {
     }
   }
 
-  // Ends with a barrier.
+  // Computes the row of a set. Ends with a barrier: shared memory may be written again.
   static KV_DEVICE void merge_set(Block<MergeRows>& block, const MergeHead& head, const HeadInfo& x, const Shared& s,
                                   int set, int target) {
     const MergeWork& work = head.work;
@@ -163,7 +163,7 @@ struct MergeRows {
     });
   }
 
-  // The target, and then the evicted slots that merge into it; how many there are.
+  // Lists the target, and then the evicted slots that merge into it; returns their number.
   static KV_DEVICE int list_members(Block<MergeRows>& block, const MergeHead& head, const Shared& s, int set,
                                     int evicted, int target) {
     block.each([&](int t, auto&) {
@@ -186,7 +186,7 @@ struct MergeRows {
     return sum / *s.weight_sum;
   }
 
-  // By one thread, for a set has few members: weights of the mean, votes, statistics, and the latest member.
+  // Run by one thread, since a set has few members: weights of the mean, votes, statistics, and the latest member.
   static KV_DEVICE void weigh(const MergeHead& head, const HeadInfo& x, const Shared& s, int count, int set) {
     const KvMergeCache& a = head.a;
     const KvMergePolicy& p = a.policy;
@@ -207,7 +207,7 @@ struct MergeRows {
     head.work.latest[number] = latest, head.work.merged_position[number] = head.position(latest);
   }
 
-  // Weights are the members' logits before.
+  // Computes the weights of a zip, its votes and key factor. On entry, weights are the members' logits.
   static KV_DEVICE void zip(const MergeHead& head, const Shared& s, int count, float* votes, float* factor) {
     const KvMergePolicy& p = head.a.policy;
     ZipSums sums;
@@ -217,22 +217,22 @@ struct MergeRows {
     *s.weight_sum = sums.weight;
     *votes = p.zip == KV_ZIP_MEAN ? sums.votes : sums.fractional_votes();
     if (p.zip != KV_ZIP_KEY) return;
-    const float found = sums.key_factor(), limit = fminf(p.key_factor_max, 3.4e38f);
-    if (found >= 1.0f / limit && found <= limit) *factor = found, *votes = sums.votes;
+    const float key_factor = sums.key_factor(), limit = fminf(p.key_factor_max, 3.4e38f);
+    if (key_factor >= 1.0f / limit && key_factor <= limit) *factor = key_factor, *votes = sums.votes;
   }
 
-  // Probability mass adds, of averages of exp(logit) the mean by votes.
+  // Returns statistic k of a set: the sum of probabilities, or the mean of exp(logit) averages weighted by votes.
   static KV_DEVICE float merged_score(const MergeHead& head, const HeadInfo& x, const Shared& s, int count, int k,
                                       int latest) {
     const KvMergePolicy& p = head.a.policy;
-    const auto seen = [&](int slot) { return observations(x.now, head.position(slot)); };
+    const auto queries = [&](int slot) { return observations(x.now, head.position(slot)); };
     if (head.a.statistic_kind[k] == KV_STATISTIC_NONE) return head.score(k, s.member[0]);
     float sum = 0.0f;
     if (head.a.statistic_kind[k] == KV_STATISTIC_PROBABILITY) {
       const bool by_mean = k == 0 && p.mean_adds;
       for (int j = 0; j < count; ++j)
-        sum += by_mean ? head.score(k, s.member[j]) / seen(s.member[j]) : head.score(k, s.member[j]);
-      return by_mean ? sum * seen(latest) : sum;
+        sum += by_mean ? head.score(k, s.member[j]) / queries(s.member[j]) : head.score(k, s.member[j]);
+      return by_mean ? sum * queries(latest) : sum;
     }
     float max_score = head.score(k, s.member[0]), votes = 0.0f;
     for (int j = 1; j < count; ++j) max_score = max_of(max_score, head.score(k, s.member[j]));
@@ -243,7 +243,7 @@ struct MergeRows {
     return max_score + logf(sum / votes);
   }
 
-  // The younger key's share of a pair's.
+  // Computes the younger key's share of a pair's key.
   static KV_DEVICE void weigh_pair(Block<MergeRows>& block, const MergeHead& head, const HeadInfo&, const Shared& s) {
     const KvMergePolicy& p = head.a.policy;
     const int size = head.a.value_size, younger = s.member[0], older = s.member[1], k = head.a.statistics - 1;
@@ -271,7 +271,7 @@ struct MergeRows {
     });
   }
 
-  // Element i of a pair's key: the younger's, and the older's rotated to the position of the younger.
+  // Returns element i of a pair's key: the weighted mean of the younger key and the older one, rotated to its place.
   static KV_DEVICE float pair_key(const MergeHead& head, const Shared& s, int i) {
     const KvMergeCache& a = head.a;
     const int younger = s.member[0], older = s.member[1], planes = a.rotary_planes;

@@ -1,24 +1,23 @@
-// What the launches of MergeCache share: the call, and a workspace that each of them fills further. In order:
+// Shared by the launches of MergeCache: the arguments of the call, and a workspace that the launches fill in turn:
 //
 //   Rank       slots in order of position, importance, which are evicted        select.h   a block per head
-//   Nearest    where policy.order asks for targets: those of the eviction pool  nearest.h  some blocks per head; of 16
-//                                                                               bits nearest_mma.h
-//   Choose     ... and with them, which of the pool are evicted                 select.h   per head
+//   Nearest    if policy.order needs targets: those of the eviction pool        nearest.h  some blocks per head; 16-bit
+//                                                                               caches: nearest_mma.h
+//   Choose     ... and with them, which slots of the pool are evicted           select.h   per head
 //   Nearest    the target nearest to every evicted slot, unless pairs merge     nearest.h  some blocks per head
-//
-//   ... of which a zip after an order by targets leaves the second `Nearest` little. Slots that are more important than
-//   the whole eviction pool, the upper ones, are targets of every slot of the pool in both searches, since none of them
-//   is evicted: the first one keeps the nearest of them as well, so that the second looks at the rest alone.
-//
 //   FormSets   merge sets: a target and the evicted slots that merge into it    sets.h     per head
-//   Attended   KVSlimmer alone: the attention's output                          sets.h     per head
+//   Attended   KVSlimmer only: the attention output                             sets.h     per head
 //   MergeRows  every set's key, value, votes and statistics                     sets.h     some blocks per head
 //   Order      rows that change (holes, targets), their votes and statistics    place.h    per head
-//   Place      keys and values of these                                         place.h    per head and 64 bytes
-//   Turn       keys that are rotated by their places, to their new ones         place.h    per head and 32 rows
+//   Place      keys and values of these rows                                    place.h    per head and 64 bytes
+//   Turn       keys that are rotated by places, to their new places             place.h    per head and 32 rows
 //
-// The cache is changed by the last three alone. A launch begins when the one before it has ended: between them there is
-// no other barrier.
+// The upper slots are those more important than the whole eviction pool. None of them is evicted, so they are targets
+// of every slot of the pool in both searches. For a zip, the first search also keeps the nearest upper slot, and the
+// second search only compares the rest.
+//
+// Only the last three launches change the cache. A launch begins when the one before it has ended; this is the only
+// barrier between launches.
 #pragma once
 
 #include "../core/types.h"
@@ -29,62 +28,63 @@ namespace cuda {
 constexpr float kNoTarget = -1e38f;  // below every cosine, dot product and distance
 constexpr int kNone = INT32_MAX;     // no merge set, or no row
 
-// What is known of one head.
+// The numbers of one head.
 struct HeadInfo {
-  int in_all;       // used slots
-  int used;         // without those that the sliding window has passed
+  int in_all;       // used slots, including those that the sliding window has passed
+  int used;         // used slots that the window has not passed
   int now;          // the latest position
-  int unprotected;  // the first slot that is neither a sink nor recent; all of these lie together
+  int unprotected;  // the first slot that is neither a sink nor recent; these slots are contiguous
   int unprotected_count;
-  int over;  // how many have to be evicted
-  int pool;  // the size of the eviction pool, where policy.order asks for targets, and
-  int rest;  // how many slots from the first unprotected one on are not upper ones, and may be targets; of these
-  int rest_unprotected;
-  int evicted;  // how many are
-  int kept;     // slots and merged rows in the end
-  int changed;  // of these the ones that are written
+  int over;              // slots over the budget, which have to be evicted
+  int pool;              // if policy.order needs targets: the size of the eviction pool
+  int rest;              // ... and how many slots from `unprotected` on are not upper ones and may be targets
+  int rest_unprotected;  // ... and how many of the rest are unprotected
+  int evicted;           // evicted slots
+  int kept;              // kept slots and merged rows after the merge
+  int changed;           // those of the kept rows that are written
 };
 
-// The workspace. Slots are numbered in order of position; `capacity` of everything per head unless said otherwise.
+// The workspace. Slots are numbered in order of position. Arrays without another size have `capacity` elements per
+// head.
 struct MergeWork {
   KvMergeCache call;
   bool in_place;
-  int most_evicted;  // slots of a head: the stride of arrays with an entry for each evicted slot
-  int most_rows;     // that Nearest looks for targets of: those, or the eviction pool
-  int tile;          // ... at a time
-  int blocks;        // of a head in Nearest, and
-  int set_blocks;    // in MergeRows: they share out what there is, which is often far less than what there may be
-  int most_splits;   // of the targets in Nearest
-  int stride;        // of a head in what Nearest leaves
+  int most_evicted;  // the most evicted slots of a head: the stride of arrays with an element per evicted slot
+  int most_rows;     // the most rows of a head in Nearest: evicted slots, or the eviction pool
+  int tile;          // rows of a tile in Nearest
+  int blocks;        // blocks of a head in Nearest, which divide the actual work: often far less than the most
+  int set_blocks;    // blocks of a head in MergeRows, likewise
+  int most_splits;   // the most splits of the targets in Nearest
+  int stride;        // elements of a head in the results of Nearest
   HeadInfo* heads;
-  int* order;  // the slot in the cache
+  int* order;  // the slot's row in the cache
   float* importance;
   float* keep_score;  // the lowest are evicted first
-  uint8_t* mark;      // kEvicted, kCanReceive
-  int* rows;          // [most_rows] slots to find targets of: the eviction pool, then the evicted ones
-  float* nearness;    // [stride: rows, splits] of the nearest target
+  uint8_t* mark;      // kEvicted, kCanReceive, kUpper, or 0
+  int* rows;          // [most_rows] the slots that look for targets: the eviction pool, later the evicted slots
+  float* nearness;    // [stride: rows, splits] how near the nearest target is
   int* nearest;       // [stride: rows, splits] that target
-  float* ease;        // [stride: rows, splits] of the pool: how near the best target by policy.order is
+  float* ease;        // [stride: rows, splits] for the pool: how near the best target is by policy.order
   int* rest;          // the slots that are not upper ones
-  int* upper;         // of a slot of the pool the nearest upper one, -1 without; nullptr where it is not asked for
+  int* upper;         // the nearest upper slot of a slot of the pool, -1 without; nullptr if it is not used
   float* upper_nearness;
-  int* target;           // [most_evicted] of every evicted slot, -1 without
-  int* before;           // [most_evicted] ... and how many evicted slots before it have the same
-  int* set;              // of a target: its merge set, the number of its first evicted slot; kNone of other slots
-  float* attended;       // [Dv + 1] the attention's output, and the sum of its probabilities
-  void* merged;          // [most_evicted, D + Dv] of the cache's type, the row of every set
-  float* merged_small;   // [most_evicted, 1 + K]: its votes and statistics
-  int* merged_position;  // [most_evicted]
-  int* latest;           // [most_evicted] of every set its latest member
-  int* changed;          // the rows that are written,
-  int* source;           // and of each of them the slot in the cache that it was, or ~set
-  int* row;              // of every place the row of its slot, where keys are rotated by places; else nullptr
-  int* steps;            // ... and how many places the slot has moved
+  int* target;           // [most_evicted] the target of every evicted slot, -1 without
+  int* before;           // [most_evicted] how many evicted slots before it have the same target
+  int* set;              // a target's merge set, the number of its first evicted slot; kNone for other slots
+  float* attended;       // [Dv + 1] the attention output, and the sum of its probabilities
+  void* merged;          // [most_evicted, D + Dv] the key and value of every set, in the cache's type
+  float* merged_small;   // [most_evicted, 1 + K] its votes and statistics
+  int* merged_position;  // [most_evicted] its position
+  int* latest;           // [most_evicted] its latest member
+  int* changed;          // the rows that are written
+  int* source;           // the source of each of these rows: a row of the cache, or ~set
+  int* row;              // the row of every place's slot, if keys are rotated by places; otherwise nullptr
+  int* steps;            // by how many places that slot has moved
 };
 
 enum { kEvicted = 1, kCanReceive = 2, kUpper = 3 };  // marks of a slot
 
-// A head's part of the workspace and of the cache, which is updated in place.
+// One head: its arrays in the workspace, and its slots in the cache, which is updated in place.
 struct MergeHead {
   const MergeWork& work;
   const KvMergeCache& a;
@@ -116,7 +116,7 @@ struct MergeHead {
   KV_DEVICE T* value(int i) const {
     return static_cast<T*>(a.present.value) + (slots + slot(i)) * a.value_size;
   }
-  // Where the nearest target of row i is kept, of every one of so many splits.
+  // The index of row i's result in one of `splits` splits.
   KV_DEVICE size_t split(int i, int split, int splits) const {
     return static_cast<size_t>(index) * work.stride + static_cast<size_t>(i) * splits + split;
   }
@@ -124,15 +124,15 @@ struct MergeHead {
 
 KV_HD int tiles_of(int rows, int tile) { return (rows + tile - 1) / tile; }
 
-// Into how many splits Nearest divides the targets of so many rows: as many as its blocks can look at, since splits
-// change nothing of what is found.
+// Returns into how many splits Nearest divides the targets of so many rows: one for each block. The number of splits
+// does not change the result.
 KV_HD int splits_of(const MergeWork& work, int rows) {
-  const int wanted = work.blocks / (rows > 0 ? tiles_of(rows, work.tile) : 1);
-  return wanted < 1 ? 1 : wanted < work.most_splits ? wanted : work.most_splits;
+  const int splits = work.blocks / (rows > 0 ? tiles_of(rows, work.tile) : 1);
+  return splits < 1 ? 1 : splits < work.most_splits ? splits : work.most_splits;
 }
 
-// The nearest target of a row, of so many rows: of equals the first. Returns how near it is; kNoTarget and -1 where
-// there is none.
+// Finds the nearest target of one of `rows` rows, of equals the first. Returns how near it is; kNoTarget and the target
+// -1 if there is none.
 KV_DEVICE float nearest_of(const MergeHead& head, int row, int rows, int* target) {
   float best = kNoTarget;
   *target = -1;
@@ -145,7 +145,7 @@ KV_DEVICE float nearest_of(const MergeHead& head, int row, int rows, int* target
   return best;
 }
 
-// How near the best target of a row of the eviction pool is by policy.order; kNoTarget where there is none.
+// Returns how near the best target of a row of the eviction pool is by policy.order; kNoTarget if there is none.
 KV_DEVICE float ease_of(const MergeHead& head, int row, int rows) {
   const int splits = splits_of(head.work, rows);
   float best = kNoTarget;
@@ -153,7 +153,7 @@ KV_DEVICE float ease_of(const MergeHead& head, int row, int rows) {
   return best;
 }
 
-// Whether a slot is the older of a pair of neighbours that may both be evicted.
+// Returns whether a slot is the older of a pair of neighbours that are both unprotected.
 KV_DEVICE bool is_older(const HeadInfo& x, int i) {
   return i >= x.unprotected && i + 1 < x.unprotected + x.unprotected_count && (i - x.unprotected) % 2 == 0;
 }

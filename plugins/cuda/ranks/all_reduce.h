@@ -1,17 +1,18 @@
 // The sum over ranks (ranks.h).
 //
-//   AllReduce, up to 32 blocks, each of which adds up vectors of its own; of its pieces, one after another
-//     part, the block's vectors of the piece -> the half of the rank's mailbox whose turn it is
-//     meet: all ranks have written theirs
-//     one shot:   sum = the parts of all ranks, in their order
-//     two shots:  the rank's share of the vectors, summed -> the other half; meet; sum = the shares of all ranks
+//   AllReduce, up to 32 blocks with vectors of their own; for each piece of a block's vectors
+//     copy the rank's vectors to a half of its mailbox, which alternate
+//     meet: wait until all ranks have written theirs
+//     one shot:   sum = the vectors of all ranks, sum_of_ranks in their order
+//     two shots:  add up the rank's share of the vectors in the other half; meet; sum = the shares of all ranks
 //
-// A block meets the blocks of its number on the other devices and no others, so that nothing waits for a whole launch.
-// Blocks wait for one another, so all of a launch have to be on the device at a time; and it is refused where they are
-// not. Meetings of a block are counted from launch to launch, and halves take turns by that count: a rank writes into
-// one again when all ranks have come to the next meeting, which they do after they have read this one.
+// A block meets only the blocks of its number on the other devices, so no block waits for a whole launch. Blocks wait
+// for one another, so all blocks of a launch have to run at a time; a launch that is too large for that is refused.
+// Meetings of a block are counted from launch to launch, and the halves alternate by that count: a rank writes to a
+// half again after all ranks have come to the next meeting, which they do after they have read this half.
 //
-// Two shots read 2 (N - 1) / N of the bytes from others where one shot reads N - 1 times as many, for one more meeting.
+// With N ranks, two shots read 2 (N - 1) / N of the bytes from other ranks, one shot N - 1 times the bytes; two shots
+// need one more meeting.
 #pragma once
 
 #include "../core/types.h"
@@ -21,20 +22,21 @@
 namespace kv {
 namespace cuda {
 
-constexpr int kMostBlocks = 32, kThreadsOfSum = 512, kMostVectors = 8 * kThreadsOfSum;  // of a block's piece
+constexpr int kMostBlocks = 32, kThreadsOfSum = 512,
+              kMostVectors = 8 * kThreadsOfSum;  // kMostVectors: of a block's piece
 
 struct Mailbox {
-  uint64_t flag[2][kMostBlocks][KV_CUDA_MOST_RANKS];  // by half and block what each rank said last: turn, bytes
-  uint32_t turn[kMostBlocks];                         // meetings that this rank's blocks have come to
+  uint64_t flag[2][kMostBlocks][KV_CUDA_MOST_RANKS];  // by half and block, each rank's last post: turn << 32 | bytes
+  uint32_t turn[kMostBlocks];                         // meetings of each of this rank's blocks
   alignas(256) Vector half[2][kMostBlocks][kMostVectors];
 };
 
 struct Sum {
   KvCudaRanks ranks;
-  const void* part;
+  const void* numbers;
   void* sum;
-  int64_t count, vectors;  // of elements; of vectors, the last of which may be a part of one
-  uint32_t bytes;          // as flags carry it
+  int64_t count, vectors;  // elements; vectors, of which the last may be incomplete
+  uint32_t bytes;          // of the sum, as in flags
   int blocks, each;        // each: vectors of a block's piece
   bool two_shots, aligned;
 
@@ -67,22 +69,22 @@ struct AllReduce {
       if (!meet(block, args, turn, failed)) return;
       if (!args.two_shots) {
         block.each_alone([&](int t, auto&) {
-          for (int i = t; i < count; i += kThreads) store(args, begin + i, added(args, turn, number, i));
+          for (int i = t; i < count; i += kThreads) store(args, begin + i, sum_of_ranks(args, turn, number, i));
         });
         continue;
       }
-      const Range mine = share_of(rank, ranks, count, 1);
+      const Range own_share = share_of(rank, ranks, count, 1);
       Vector* sums = own.half[(turn + 1) % 2][number];
       block.each([&](int t, auto&) {
-        for (int i = mine.from + t; i < mine.to; i += kThreads) sums[i] = added(args, turn, number, i);
+        for (int i = own_share.from + t; i < own_share.to; i += kThreads) sums[i] = sum_of_ranks(args, turn, number, i);
       });
       ++turn;
       if (!meet(block, args, turn, failed)) return;
       for (int from = 0; from < ranks; ++from) {
         const Range share = share_of(from, ranks, count, 1);
-        const Vector* there = args.mailbox(from).half[turn % 2][number];
+        const Vector* sums_of_rank = args.mailbox(from).half[turn % 2][number];
         block.each_alone([&](int t, auto&) {
-          for (int i = share.from + t; i < share.to; i += kThreads) store(args, begin + i, there[i]);
+          for (int i = share.from + t; i < share.to; i += kThreads) store(args, begin + i, sums_of_rank[i]);
         });
       }
     }
@@ -91,19 +93,19 @@ struct AllReduce {
     });
   }
 
-  // Vector i of the block's piece, over all ranks. Several are on their way at a time.
-  static KV_DEVICE Vector added(const Sum& args, uint32_t turn, int number, int i) {
+  // Returns the sum over all ranks of vector i of the block's piece. kAtOnce loads are under way at a time.
+  static KV_DEVICE Vector sum_of_ranks(const Sum& args, uint32_t turn, int number, int i) {
     float total[kLanes<T>] = {};
     for (int first = 0; first < args.ranks.count; first += kAtOnce) {
-      Vector part[kAtOnce] = {};
+      Vector vector[kAtOnce] = {};
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j)
-        if (first + j < args.ranks.count) part[j] = args.mailbox(first + j).half[turn % 2][number][i];
+        if (first + j < args.ranks.count) vector[j] = args.mailbox(first + j).half[turn % 2][number][i];
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
         if (first + j >= args.ranks.count) break;
         float x[kLanes<T>];
-        widen<T>(part[j], x);
+        widen<T>(vector[j], x);
 #pragma unroll
         for (int n = 0; n < kLanes<T>; ++n) total[n] = first + j == 0 ? x[n] : total[n] + x[n];
       }
@@ -119,9 +121,9 @@ struct AllReduce {
   static KV_DEVICE bool is_whole(const Sum& args, int64_t i) {
     return args.aligned && (i + 1) * kLanes<T> <= args.count;
   }
-  // Vector i of the part; zeros behind its end.
+  // Loads vector i of this rank's numbers; zeros behind their end.
   static KV_DEVICE Vector load(const Sum& args, int64_t i) {
-    const T* from = static_cast<const T*>(args.part) + i * kLanes<T>;
+    const T* from = static_cast<const T*>(args.numbers) + i * kLanes<T>;
     if (is_whole(args, i)) return load_vector(from);
     T element[kLanes<T>] = {};
     for (int n = 0; n < kLanes<T> && i * kLanes<T> + n < args.count; ++n) element[n] = from[n];
@@ -137,40 +139,42 @@ struct AllReduce {
     for (int n = 0; n < kLanes<T> && i * kLanes<T> + n < args.count; ++n) to[n] = element[n];
   }
 
-  // Between phases: this rank's block has written its half of this turn; whether those of all ranks have. They have
-  // then also read the other half.
+  // Between phases: posts that this rank's block has written its half of this turn, and waits until all ranks have.
+  // Returns false if a rank fails. Then all ranks have also read the other half.
   static KV_DEVICE bool meet(Block<AllReduce>& block, const Sum& args, uint32_t turn, int* failed) {
     const KvCudaRanks& ranks = args.ranks;
-    const uint64_t said = static_cast<uint64_t>(turn) << 32 | args.bytes;
+    const uint64_t post = static_cast<uint64_t>(turn) << 32 | args.bytes;
     const int number = block.index();
     block.each([&](int t, auto&) {
-      if (t < ranks.count) publish(&args.mailbox(t).flag[turn % 2][number][ranks.rank], said);
+      if (t < ranks.count) publish(&args.mailbox(t).flag[turn % 2][number][ranks.rank], post);
     });
     block.each([&](int t, auto&) {
-      if (t < ranks.count && !comes(ranks, t, &args.mailbox(ranks.rank).flag[turn % 2][number][t], said)) *failed = 1;
+      if (t < ranks.count && !wait_for(ranks, t, &args.mailbox(ranks.rank).flag[turn % 2][number][t], post))
+        *failed = 1;
     });
     return *failed == 0;
   }
 
-  // Whether rank `other` says the same; the first that finds it does not tells all ranks.
-  static KV_DEVICE bool comes(const KvCudaRanks& ranks, int other, const uint64_t* flag, uint64_t said) {
+  // Waits until rank `other` has posted the same, and returns true. If it posts something else, or is late, this
+  // reports the problem to all ranks and returns false.
+  static KV_DEVICE bool wait_for(const KvCudaRanks& ranks, int other, const uint64_t* flag, uint64_t post) {
     const uint32_t from = static_cast<uint32_t>(ranks.rank) << 8 | static_cast<uint32_t>(other) << 16;
     uint64_t began = 0;
-    for (uint32_t looks = 1;; ++looks) {
-      // What was there before is of two turns ago.
-      const uint64_t seen = look(flag);
-      if (seen == said) return true;
-      if (seen >> 32 == said >> 32) return give_up(ranks, KV_RANKS_OUT_OF_STEP | from);
+    for (uint32_t polls = 1;; ++polls) {
+      // Until then, the flag has the post of two turns ago.
+      const uint64_t value = read_flag(flag);
+      if (value == post) return true;
+      if (value >> 32 == post >> 32) return give_up(ranks, KV_RANKS_OUT_OF_STEP | from);
       let_others_run();
-      if (looks % kLooks) continue;
+      if (polls % kPolls) continue;
       const uint64_t now = nanoseconds();
       if (!began) began = now;
-      if (told(ranks.problem)) return false;
+      if (reported(ranks.problem)) return false;
       if (now - began > ranks.patience) return give_up(ranks, KV_RANKS_LATE | from);
     }
   }
   static KV_DEVICE bool give_up(const KvCudaRanks& ranks, uint32_t problem) {
-    if (!told(ranks.problem)) tell(ranks.problem, problem);
+    if (!reported(ranks.problem)) report(ranks.problem, problem);
     return false;
   }
 };

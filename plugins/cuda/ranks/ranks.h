@@ -1,14 +1,16 @@
-// Ranks on GPUs: processes that compute one model together, each on a device of its own, and add up what they made
-// (docs/tensor-parallel.md). The same sums as those of ../../cpu/ranks/ranks.h, to the bit.
+// Ranks on GPUs: processes that compute one model together, each on its own device, and add up their partial results
+// (docs/tensor-parallel.md). The sums have the same bits as those of ../../cpu/ranks/ranks.h.
 //
-// Every rank has a mailbox in its device's memory, which the other devices reach (peer access). Of a call a rank writes
-// its part into its mailbox, says so by a flag in the mailbox of every rank, waits for theirs, and adds up the parts in
-// the order of the ranks, in float32, rounded once. Calls are counted on the device and nothing of a launch changes
-// from one call to the next, so that it can be captured in a CUDA graph.
+// Every rank has a mailbox in its device's memory, which the other devices can access (peer access). In a call a rank
+//   writes its numbers to its mailbox, and posts a flag in the mailbox of every rank,
+//   waits for the flags of all ranks,
+//   adds up the numbers in the order of the ranks, in float32, rounded once.
+// Calls are counted on the device, and the arguments of a launch do not change from call to call, so that it can be
+// captured in a CUDA graph.
 //
-// No rank waits for ever: one that has waited too long, or finds that another rank sums something else, writes
-// a number into memory of the host that all ranks share, and every rank that waits leaves when it reads one there. The
-// host reads it when the work is done.
+// No rank waits for ever: a rank that has waited too long, or finds that another rank adds up something else, writes a
+// number to the problem word, in memory of the host that all ranks share. Every rank that waits stops when it reads a
+// number there. The host reads the word when the work is done.
 #pragma once
 
 #include "../kvexport_cuda.h"
@@ -19,13 +21,12 @@ extern "C" {
 
 enum { KV_CUDA_MOST_RANKS = 16 };
 
-// Why there are no sums any more, in the lowest byte of the word; above it the rank that says so and, above that, the
-// rank that it waited for.
+// The problem word: in its lowest byte why there are no sums any more, in the next byte the rank that reports it, and
+// above that the rank that it waited for.
 enum { KV_RANKS_FAILED = 1, KV_RANKS_LATE = 2, KV_RANKS_OUT_OF_STEP = 3 };
 
-// One rank's view. mailbox: of every rank, at the address at which this rank's device reaches it,
-// kv_cuda_mailbox_bytes() each, zeros at first, aligned to 256 bytes; null of this rank: no rank. problem: a word of
-// the host's memory that all ranks share, zero at first, at the address at which this rank's device reaches it.
+// One rank's view, with addresses for this rank's device. mailbox: every rank's, kv_cuda_mailbox_bytes() each, zeros at
+// first, aligned to 256 bytes; nullptr for this rank: the model has no ranks. problem: the problem word, zero at first.
 typedef struct KvCudaRanks {
   int rank, count;
   uint64_t patience;  // nanoseconds that a rank waits for another
@@ -35,9 +36,10 @@ typedef struct KvCudaRanks {
 
 size_t kv_cuda_mailbox_bytes(void);
 
-// Enqueues sum = the parts of all ranks. type: KV_FLOAT32, KV_FLOAT16 or KV_BFLOAT16. Every rank makes the same calls
-// in the same order, one after another; `part` and `sum` may be one. nullptr, or why nothing was enqueued.
-const char* kv_cuda_all_reduce(const KvCudaRanks* ranks, int type, const void* part, void* sum, size_t count,
+// Enqueues the sum over all ranks of their `count` numbers. type: KV_FLOAT32, KV_FLOAT16 or KV_BFLOAT16. Every rank
+// makes the same calls in the same order, one after another; `numbers` and `sum` may be the same buffer. Returns
+// nullptr, or why nothing was enqueued.
+const char* kv_cuda_all_reduce(const KvCudaRanks* ranks, int type, const void* numbers, void* sum, size_t count,
                                void* stream);
 
 #ifdef __cplusplus

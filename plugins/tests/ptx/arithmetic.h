@@ -1,4 +1,4 @@
-// PTX's arithmetic on the bits of registers, where it is not C++'s own.
+// The arithmetic of PTX on the bits of registers, as far as it differs from that of C++.
 #pragma once
 
 #include <cmath>
@@ -31,7 +31,7 @@ inline uint16_t to_bf16(float x) {
 inline uint32_t packed_f16(float high, float low) { return static_cast<uint32_t>(to_f16(high)) << 16 | to_f16(low); }
 inline uint32_t packed_bf16(float high, float low) { return static_cast<uint32_t>(to_bf16(high)) << 16 | to_bf16(low); }
 
-// Of both halves; a product and a sum of such numbers are exact in float32.
+// Returns the fma of both halves; products and sums of bfloat16 numbers are exact in float32.
 inline uint32_t fma_bf16x2(uint32_t x, uint32_t y, uint32_t z) {
   const auto of = [&](int at) {
     return __builtin_fmaf(from_bf16(x >> at & 0xffff), from_bf16(y >> at & 0xffff), from_bf16(z >> at & 0xffff));
@@ -42,7 +42,7 @@ inline uint32_t fma_bf16x2(uint32_t x, uint32_t y, uint32_t z) {
 inline bool unordered(float x, float y) { return x != x || y != y; }
 inline float saturated(float x) { return fminf(fmaxf(x, 0.0f), 1.0f); }
 inline float flushed(float x) { return fabsf(x) < 1.17549435e-38f ? copysignf(0.0f, x) : x; }
-// Down, and towards zero: of a double, which holds every sum and product of floats that these are used for.
+// Round down (rm) and towards zero (rz) by a double, which is exact for the operands of these kernels.
 inline float fma_rm(float x, float y, float z) {
   const double exact = static_cast<double>(x) * y + z;
   const float near = static_cast<float>(exact);
@@ -53,7 +53,7 @@ inline float add_rz(float x, float y) {
   const float near = static_cast<float>(exact);
   return fabs(static_cast<double>(near)) > fabs(exact) ? nextafterf(near, 0.0f) : near;
 }
-// A rounded float as an integer: the nearest that there is, 0 of NaN.
+// Converts a rounded float to an integer: the nearest one in range, 0 for NaN.
 template <class T>
 T whole(float x) {
   if (x != x) return 0;
@@ -66,7 +66,7 @@ inline int64_t multiplied(int32_t x, int32_t y) { return static_cast<int64_t>(x)
 inline uint64_t multiplied(uint32_t x, uint32_t y) { return static_cast<uint64_t>(x) * y; }
 inline __int128 multiplied(int64_t x, int64_t y) { return static_cast<__int128>(x) * y; }
 inline unsigned __int128 multiplied(uint64_t x, uint64_t y) { return static_cast<unsigned __int128>(x) * y; }
-// A device gives some number where a host would stop.
+// Returns whether a division is defined; otherwise a device gives some number, and a host would stop.
 template <class T>
 bool divides(T x, T y) {
   return y != 0 && !(std::numeric_limits<T>::is_signed && x == std::numeric_limits<T>::min() && y == T(-1));

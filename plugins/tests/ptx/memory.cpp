@@ -1,16 +1,18 @@
-// What orders accesses to memory, byte by byte.
+// The check of every access to memory, byte by byte: something must order it with accesses of other threads.
 //
-//   Within a block       a barrier, which ends a phase. Two threads' accesses to a byte in one phase, one of which
-//                        writes, race; atomic operations among themselves do not, nor do writes of what is there.
-//   Between blocks       an atomic operation after a barrier and a fence says that a block's earlier phases are over
-//                        (a release); a block whose atomic operation at that address comes later learns it, and what a
-//                        thread of it reads is ordered after a fence and a barrier (an acquire).
-//   Between launches     a thread writes global memory, and reads of it what is not constant, once it has waited for
-//                        the end of earlier launches; all threads do. With that everything is ordered.
-//   Asynchronous copies  until its thread has waited for them, nobody touches the bytes that they fill.
+//   Within a block       A barrier ends a phase. Two threads' accesses to a byte in one phase race if one of them
+//   writes;
+//                        two atomic operations do not race, nor do writes that change nothing.
+//   Between blocks       An atomic operation after a barrier and a fence publishes that a block's earlier phases are
+//   over
+//                        (a release). A block whose atomic operation at that address comes later knows this; after a
+//                        fence and a barrier (an acquire), its threads' reads are ordered.
+//   Between launches     A thread may write global memory, and read global memory that is not constant, after it has
+//                        waited for the end of earlier launches. All threads must wait. This orders everything.
+//   Asynchronous copies  Until its thread has waited for a copy, no thread may access the bytes that it fills.
 //
-// Blocks run one after another, so a fault shows in the order in which it could happen, not in luck: what is looked at
-// is whether anything orders two accesses, not which came first.
+// Blocks run one after another, and the check is whether anything orders two accesses, not which came first. So a fault
+// is found without luck.
 #include <algorithm>
 #include <map>
 #include <memory>
@@ -26,23 +28,23 @@ namespace {
 struct Cell {
   uint32_t written = 0, read = 0, first_read = 0;  // phases: of the last write and read, of the first read in a launch
   uint16_t writer = 0, reader = 0;                 // threads; kSeveral
-  uint16_t copying = 0;                            // 1 + the thread whose asynchronous copy is on its way
-  bool atomic = false;                             // whether the last write was
+  uint16_t copying = 0;                            // 1 + the thread whose asynchronous copy is under way
+  bool atomic = false;                             // whether the last write was atomic
   int write_site = 0, read_site = 0;
 };
 constexpr uint16_t kSeveral = 0xffff;
 constexpr uint64_t kPage = 4096;
 
-// What a block has learned from an atomic operation: that another's phases before `until` are over.
-struct Lesson {
+// What a block knows from an atomic operation: that the phases [from, until) of another block are over.
+struct Acquisition {
   uint32_t from, until;    // phases of the other block
-  uint32_t phase;          // of its own, when it learned
-  uint32_t thread_number;  // which thread did
+  uint32_t phase;          // the own phase of the atomic operation
+  uint32_t thread_number;  // its thread
 };
 
 struct Range {
   uint64_t begin = 0, end = 0;
-  bool holds(uint64_t at) const { return at >= begin && at < end; }
+  bool contains(uint64_t at) const { return at >= begin && at < end; }
 };
 
 struct Memory {
@@ -50,12 +52,12 @@ struct Memory {
   uint64_t recent_page[64];
   Cell* recent[64] = {};
   Range shared, own;
-  std::vector<Range> constant;  // what no launch writes
+  std::vector<Range> constant;  // memory that no launch writes
   bool late_copies = false;
   uint32_t phase = 0, block_began = 0, launch_began = 0;
-  size_t acquired = 0;  // how many lessons hold for the whole block
-  std::vector<Lesson> lessons;
-  std::map<uint64_t, std::vector<Lesson>> releases;  // by the address of the atomic operation
+  size_t acquired = 0;  // how many acquisitions count for the whole block
+  std::vector<Acquisition> acquisitions;
+  std::map<uint64_t, std::vector<Acquisition>> releases;  // by the address of the atomic operation
 
   Cell& cell(uint64_t at) {
     const uint64_t page = at / kPage, slot = page % 64;
@@ -66,12 +68,12 @@ struct Memory {
     }
     return recent[slot][at % kPage];
   }
-  // Whether this thread may rest on a phase of another block.
+  // Returns whether this thread's accesses are ordered after a phase of another block.
   bool ordered(uint32_t other) const {
     if (other < launch_began || other >= block_began) return true;
     const size_t known = std::max(acquired, thread().acquired);
     for (size_t i = 0; i < known; ++i)
-      if (other >= lessons[i].from && other < lessons[i].until) return true;
+      if (other >= acquisitions[i].from && other < acquisitions[i].until) return true;
     return false;
   }
   bool raced(uint32_t phase_of, uint16_t by) const { return phase_of == phase && by != thread().number; }
@@ -90,19 +92,19 @@ void aligned(uint64_t at, int bytes, int site) {
 
 bool is_constant(uint64_t at, int bytes) {
   for (const Range& range : memory().constant)
-    if (range.holds(at) && range.holds(at + bytes - 1)) return true;
+    if (range.contains(at) && range.contains(at + bytes - 1)) return true;
   return false;
 }
 
-// Of an access to global memory: whether what earlier launches do to it is over.
+// Reports an access to global memory before the wait for earlier launches.
 enum Access { kReads, kWrites };
 void after_earlier(uint64_t at, int bytes, int site, Access access) {
-  if (thread().waited || is_shared(at) || memory().own.holds(at)) return;
+  if (thread().waited || is_shared(at) || memory().own.contains(at)) return;
   if (access == kReads && is_constant(at, bytes)) return;
   report(site, "%s global bytes before it has waited for earlier launches", access == kReads ? "reads" : "writes");
 }
 
-// Of these bytes the first fault alone.
+// Calls check(cell) for each byte up to the first fault.
 template <class F>
 void each_cell(uint64_t at, int bytes, F check) {
   for (int i = 0; i < bytes; ++i)
@@ -161,7 +163,7 @@ void note_write(Cell& cell, int site, bool atomic) {
 
 }  // namespace
 
-bool is_shared(uint64_t at) { return memory().shared.holds(at); }
+bool is_shared(uint64_t at) { return memory().shared.contains(at); }
 void set_shared(uint64_t begin, uint64_t end) { memory().shared = {begin, end}; }
 void set_private(uint64_t begin, uint64_t end) { memory().own = {begin, end}; }
 
@@ -174,10 +176,10 @@ void begin_launch(bool late_copies) {
 void begin_block() {
   Memory& m = memory();
   m.block_began = ++m.phase;
-  m.lessons.clear(), m.acquired = 0;
+  m.acquisitions.clear(), m.acquired = 0;
 }
 
-// What a thread fenced after its own atomic operation, all threads may rest on after a barrier.
+// The acquisitions that a thread fenced count for all threads after a barrier.
 void begin_phase() {
   Memory& m = memory();
   for (uint32_t i = 0; i < launched().threads; ++i) m.acquired = std::max(m.acquired, threads()[i].acquired);
@@ -196,7 +198,7 @@ void wait_for_earlier(int site) { thread().waited = true, thread().site = site; 
 void read(uint64_t at, int bytes, int site) {
   aligned(at, bytes, site);
   after_earlier(at, bytes, site, kReads);
-  if (memory().own.holds(at)) return;
+  if (memory().own.contains(at)) return;
   each_cell(at, bytes, [&](Cell& cell) { return check_read(cell, at, site); });
   each_cell(at, bytes, [&](Cell& cell) { return note_read(cell, site), false; });
 }
@@ -204,17 +206,17 @@ void read(uint64_t at, int bytes, int site) {
 void write(uint64_t at, const void* row, int bytes, int site) {
   aligned(at, bytes, site);
   after_earlier(at, bytes, site, kWrites);
-  if (!memory().own.holds(at)) {
+  if (!memory().own.contains(at)) {
     const bool same = memcmp(reinterpret_cast<const void*>(at), row, bytes) == 0;
     each_cell(at, bytes, [&](Cell& cell) { return check_write(cell, at, site, false, same); });
     each_cell(at, bytes, [&](Cell& cell) { return note_write(cell, site, false), false; });
     if (!is_shared(at)) thread().unfenced = true;
   }
-  keep(at, row, bytes);
+  store_local(at, row, bytes);
 }
 
-// After a fence of every thread that wrote and a barrier, or after a barrier and its own fence, an atomic operation
-// releases what the block did before.
+// An atomic operation releases the block's earlier phases if every thread that wrote has fenced before a barrier, or if
+// its own thread has fenced after a barrier.
 void note_atomic(uint64_t at, int bytes, int site) {
   Memory& m = memory();
   aligned(at, bytes, site);
@@ -227,8 +229,8 @@ void note_atomic(uint64_t at, int bytes, int site) {
     fenced = true;
     for (uint32_t i = 0; i < launched().threads; ++i) fenced &= !threads()[i].unfenced;
   }
-  std::vector<Lesson>& released = m.releases[at];
-  for (const Lesson& one : released) m.lessons.push_back({one.from, one.until, m.phase, thread().number});
+  std::vector<Acquisition>& released = m.releases[at];
+  for (const Acquisition& one : released) m.acquisitions.push_back({one.from, one.until, m.phase, thread().number});
   if (fenced) released.push_back({m.block_began, m.phase, 0, 0});
 }
 
@@ -236,8 +238,8 @@ void fence() {
   Memory& m = memory();
   Thread& t = thread();
   t.unfenced = false, t.fenced_phase = m.phase;
-  while (t.acquired < m.lessons.size() &&
-         (m.lessons[t.acquired].phase < m.phase || m.lessons[t.acquired].thread_number == t.number))
+  while (t.acquired < m.acquisitions.size() &&
+         (m.acquisitions[t.acquired].phase < m.phase || m.acquisitions[t.acquired].thread_number == t.number))
     ++t.acquired;
 }
 
@@ -284,7 +286,7 @@ void copy_wait(int pending) {
 }  // namespace ptx
 }  // namespace kv
 
-// For tests: bytes that no launch writes, beside those named before; of 0 bytes, none.
+// For tests: declares more bytes that no launch writes; with 0 bytes it forgets all of them.
 extern "C" void kv_ptx_constant(const void* begin, size_t bytes) {
   std::vector<kv::ptx::Range>& known = kv::ptx::memory().constant;
   const uint64_t at = reinterpret_cast<uint64_t>(begin);

@@ -1,5 +1,5 @@
-// Blocks and their threads: a fiber for each, which runs until it meets a barrier or an operation of its warp. Order 0
-// runs the threads and blocks that may run forwards, 1 backwards, 2 in random turns.
+// Runs blocks and their threads. Each thread is a fiber that runs up to a barrier or an operation of its warp. Order 0
+// runs threads and blocks forwards, 1 backwards, 2 in random order.
 #include "run.h"
 
 #include <cxxabi.h>
@@ -14,7 +14,7 @@
 
 #include "launch.h"
 
-// A fiber gives way to another: what a call must keep goes onto its stack.
+// Switches to another fiber; the registers that a call must preserve go onto the stack.
 extern "C" void kv_ptx_switch(void** saved, void* to);
 asm(R"(
 .globl kv_ptx_switch
@@ -45,7 +45,7 @@ constexpr size_t kStack = 256 << 10, kMostThreads = 512, kSharedBytes = 1 << 20,
 struct Runner {
   std::map<std::string, const Known*> programs;
   struct Counts {
-    uint64_t all = 0, warps = 0, longest = 0;  // of all threads; of a warp's longest thread each; of the longest
+    uint64_t all = 0, warps = 0, longest = 0;  // of all threads; of every warp's longest thread; of the longest thread
   };
   std::map<std::string, Counts> instructions;
   const Known* running = nullptr;
@@ -55,7 +55,7 @@ struct Runner {
   bool in_thread = false, stopped = false;  // whether a thread runs; whether a fault has ended the launch
   void* scheduler = nullptr;
   char *stacks = nullptr, *shared_end = nullptr;
-  std::string text;  // of the reports
+  std::string text;  // the reports
   uint64_t random = 88172645463325252ull;
 
   uint64_t next() {
@@ -69,13 +69,13 @@ Runner& runner() {
   return instance;
 }
 
-void give_way() { kv_ptx_switch(&runner().current->stack_pointer, runner().scheduler); }
+void yield() { kv_ptx_switch(&runner().current->stack_pointer, runner().scheduler); }
 
 void fiber() {
   runner().running->main();
   end_thread();
   runner().current->state = Thread::kEnded;
-  give_way();
+  yield();
 }
 
 void start(uint32_t number) {
@@ -91,14 +91,15 @@ void start(uint32_t number) {
 }
 
 void* mapped(size_t bytes, int flags) {
-  void* found =
+  void* memory =
       mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | flags, -1, 0);
-  if (found == MAP_FAILED) abort();
-  return found;
+  if (memory == MAP_FAILED) abort();
+  return memory;
 }
 
-// Shared memory ends where a page begins that nobody may touch. Its addresses have 32 bits, as a device's do.
-void prepare() {
+// Allocates stacks and shared memory once. A page without access follows shared memory, whose addresses have 32 bits as
+// on a device.
+void allocate() {
   Runner& r = runner();
   if (r.stacks) return;
   r.stacks = static_cast<char*>(mapped(kMostThreads * kStack, 0));
@@ -110,8 +111,8 @@ void prepare() {
   r.threads.resize(kMostThreads);
 }
 
-// Whether all lanes of a warp are at one operation; then they have done it.
-bool warp_went_on(uint32_t warp) {
+// Performs a warp's operation if all its lanes have come to it; returns whether they have.
+bool advance_warp(uint32_t warp) {
   Thread* lanes = &runner().threads[warp * kWarp];
   for (int i = 0; i < kWarp; ++i)
     if (lanes[i].state != Thread::kInWarp || lanes[i].site != lanes[0].site || lanes[i].kind != lanes[0].kind)
@@ -121,8 +122,8 @@ bool warp_went_on(uint32_t warp) {
   return true;
 }
 
-// The thread that runs next: of those that are ready, or -1.
-int turn(std::vector<uint32_t>& ready, int order) {
+// Removes and returns the next thread among the ready ones; -1 if there is none.
+int next_thread(std::vector<uint32_t>& ready, int order) {
   if (ready.empty()) return -1;
   auto chosen = order == 0   ? std::min_element(ready.begin(), ready.end())
                 : order == 1 ? std::max_element(ready.begin(), ready.end())
@@ -133,28 +134,28 @@ int turn(std::vector<uint32_t>& ready, int order) {
   return static_cast<int>(thread);
 }
 
-// Every thread that may run does, until all are at a barrier, have ended, or wait for lanes that do not come.
+// Runs threads until all are at a barrier, have ended, or wait for lanes that do not come.
 void run_phase(std::vector<uint32_t>& ready, int order) {
   Runner& r = runner();
   const uint32_t warps = r.launched.threads / kWarp;
-  for (bool went_on = true; went_on;) {
-    for (int next; (next = turn(ready, order)) >= 0;) {
+  for (bool advanced = true; advanced;) {
+    for (int next; (next = next_thread(ready, order)) >= 0;) {
       r.current = &r.threads[next];
       r.in_thread = true;
       kv_ptx_switch(&r.scheduler, r.current->stack_pointer);
       r.in_thread = false;
       if (r.stopped) return;
     }
-    went_on = false;
+    advanced = false;
     for (uint32_t warp = 0; warp < warps; ++warp) {
-      if (!warp_went_on(warp)) continue;
+      if (!advance_warp(warp)) continue;
       for (uint32_t lane = 0; lane < kWarp; ++lane) ready.push_back(warp * kWarp + lane);
-      went_on = true;
+      advanced = true;
     }
   }
 }
 
-// False where the block cannot go on.
+// Runs a block; returns false after a fault.
 bool run_block(int order) {
   Runner& r = runner();
   std::vector<uint32_t> ready;
@@ -224,34 +225,35 @@ void report(int site, const char* format, ...) {
   r.text += std::string(r.running->program) + ", " + place(site) + ": " + text + " (block " +
             std::to_string(r.launched.block) + ", thread " + std::to_string(r.current->number) + ")\n";
   r.stopped = true;
-  if (r.in_thread) give_way();  // for good: what a faulty kernel does next may end the process
+  if (r.in_thread) yield();  // does not return: a faulty kernel could end the process
 }
 
 void barrier(int site) {
   thread().state = Thread::kAtBarrier, thread().site = site;
-  give_way();
+  yield();
 }
 
-void meet(int kind, int site, const void* gives, void* takes) {
+void meet(int kind, int site, const void* input, void* output) {
   Thread& t = thread();
-  t.state = Thread::kInWarp, t.kind = kind, t.site = site, t.gives = gives, t.takes = takes;
-  give_way();
+  t.state = Thread::kInWarp, t.kind = kind, t.site = site, t.input = input, t.output = output;
+  yield();
 }
 
 const char* launch(const char* type, const void* arguments, size_t size, size_t blocks, int threads, size_t shared,
                    int order, bool late_copies) {
   Runner& r = runner();
-  const auto found = r.programs.find(demangled(type));
-  if (found == r.programs.end()) return "this kernel's PTX was not translated: python plugins/build.py cuda-ptx --all";
-  r.running = found->second;
+  const auto program = r.programs.find(demangled(type));
+  if (program == r.programs.end())
+    return "this kernel's PTX was not translated: python plugins/build.py cuda-ptx --all";
+  r.running = program->second;
   if (static_cast<int>(size) != r.running->parameters) return "a kernel takes parameters of another size";
-  prepare();
-  const size_t taken = r.running->shared + shared;
-  if (taken > kSharedBytes) return "a kernel takes more shared memory than there is to run its PTX";
-  alignas(16) uint8_t held[4096] = {};
-  memcpy(held, arguments, size);
-  r.launched.arguments = reinterpret_cast<uint64_t>(held);
-  r.launched.shared = reinterpret_cast<uint64_t>(r.shared_end) - (taken + 15) / 16 * 16;
+  allocate();
+  const size_t shared_bytes = r.running->shared + shared;
+  if (shared_bytes > kSharedBytes) return "a kernel needs more shared memory than there is to run its PTX";
+  alignas(16) uint8_t copied_arguments[4096] = {};
+  memcpy(copied_arguments, arguments, size);
+  r.launched.arguments = reinterpret_cast<uint64_t>(copied_arguments);
+  r.launched.shared = reinterpret_cast<uint64_t>(r.shared_end) - (shared_bytes + 15) / 16 * 16;
   r.launched.blocks = static_cast<uint32_t>(blocks), r.launched.threads = threads;
   begin_launch(late_copies);
   r.stopped = false;
@@ -260,7 +262,7 @@ const char* launch(const char* type, const void* arguments, size_t size, size_t 
   for (size_t i = blocks; order == 2 && i > 1; --i) std::swap(turns[i - 1], turns[r.next() % i]);
   for (const uint32_t block : turns) {
     r.launched.block = block;
-    memset(reinterpret_cast<void*>(r.launched.shared), 0xff, taken);
+    memset(reinterpret_cast<void*>(r.launched.shared), 0xff, shared_bytes);
     if (!run_block(order)) return "a fault, which kv_ptx_reports names";
   }
   return nullptr;
@@ -269,8 +271,8 @@ const char* launch(const char* type, const void* arguments, size_t size, size_t 
 }  // namespace ptx
 }  // namespace kv
 
-// For tests: what was found since the last call, a line each; and the instructions of a program since then: of all
-// threads, or, 1, of all warps (of each its longest thread), 2, of the longest thread.
+// For tests: return the reports since the last call, one a line; and the number of a program's instructions since the
+// last call: 0 of all threads, 1 of every warp's longest thread, 2 of the longest thread.
 extern "C" const char* kv_ptx_reports() {
   static std::string text;
   kv::ptx::Runner& r = kv::ptx::runner();

@@ -1,7 +1,7 @@
-// What kernels translated from PTX run on: every CUDA thread is a fiber, blocks run one after another, and every access
-// to shared and global memory is held to what barriers, fences and atomic operations order (memory.cpp).
+// The runtime of kernels that are translated from PTX: every CUDA thread is a fiber, blocks run one after another, and
+// memory.cpp checks that barriers, fences and atomic operations order every access to shared and global memory.
 //
-// `site` is where an instruction comes from: the file's number of the PTX, shifted, and the line (translate.py).
+// `site` is the source line of an instruction: the number of its file in the PTX, shifted, and the line (translate.py).
 #pragma once
 
 #include <initializer_list>
@@ -14,7 +14,7 @@
 namespace kv {
 namespace ptx {
 
-// ---- what translated code calls ----
+// ---- the functions that translated code calls ----
 
 struct Copy {
   uint64_t to, from;
@@ -28,16 +28,16 @@ struct Thread {
   void* stack_pointer = nullptr;
   uint64_t instructions = 0;
   bool waited = false;  // for the end of earlier launches
-  // At a barrier or in an operation of its warp: where, which one, what it gives and takes.
+  // At a barrier or in an operation of its warp: the line, the kind of operation, its input and output.
   int site = 0, kind = 0;
-  const void* gives = nullptr;
-  void* takes = nullptr;
-  // Asynchronous copies: those of the open batch, and the batches that were committed.
+  const void* input = nullptr;
+  void* output = nullptr;
+  // Asynchronous copies of the open batch, and the committed batches.
   std::vector<Copy> open;
   std::vector<std::vector<Copy>> committed;
   bool unfenced = false;      // whether it wrote to global memory after its last fence
   uint32_t fenced_phase = 0;  // the phase of that fence
-  size_t acquired = 0;        // how many of the block's lessons (memory.cpp) it fenced after
+  size_t acquired = 0;        // how many of the block's acquisitions (memory.cpp) came before its last fence
 };
 
 struct Launched {
@@ -53,9 +53,9 @@ void fence();
 void wait_for_earlier(int site);
 void read(uint64_t at, int bytes, int site);
 void write(uint64_t at, const void* row, int bytes, int site);
-inline void keep(uint64_t at, const void* row, int bytes) { memcpy(reinterpret_cast<void*>(at), row, bytes); }
+inline void store_local(uint64_t at, const void* row, int bytes) { memcpy(reinterpret_cast<void*>(at), row, bytes); }
 template <class T>
-T held(uint64_t at) {
+T load(uint64_t at) {
   T x;
   memcpy(&x, reinterpret_cast<const void*>(at), sizeof x);
   return x;
@@ -65,8 +65,8 @@ void note_atomic(uint64_t at, int bytes, int site);
 template <class T, class F>
 T atomic(uint64_t at, int site, F next) {
   note_atomic(at, sizeof(T), site);
-  const T old = held<T>(at), now = next(old);
-  keep(at, &now, sizeof now);
+  const T old = load<T>(at), now = next(old);
+  store_local(at, &now, sizeof now);
   return old;
 }
 template <class T>
@@ -100,7 +100,7 @@ struct Matrices {
 };
 void multiply(const Matrices& in, float (&sum)[4], int site);
 
-// A kernel makes itself known when the library is loaded.
+// A kernel, which registers itself when the library is loaded.
 struct Known {
   const char* program;
   void (*main)();
@@ -110,11 +110,11 @@ struct Known {
         std::initializer_list<std::pair<int, const char*>> files);
 };
 
-// ---- what the parts of the runtime share ----
+// ---- shared by the files of the runtime ----
 
 constexpr int kWarp = 32;
 
-// A fault of the kernel that runs, which ends the launch; `site` in words.
+// `report` reports a fault of the running kernel and ends the launch; `place` returns a site as text.
 void report(int site, const char* format, ...) __attribute__((format(printf, 2, 3)));
 std::string place(int site);
 
@@ -128,9 +128,9 @@ void set_shared(uint64_t begin, uint64_t end);
 void set_private(uint64_t begin, uint64_t end);  // stacks, whose addresses only their own thread has
 Thread* threads();
 
-// warp.cpp: what the lanes of a warp, all of which are there, do together.
+// warp.cpp: performs the operation to which all lanes of a warp have come. `meet` waits for the other lanes.
 void perform(Thread* lanes);
-void meet(int kind, int site, const void* gives, void* takes);
+void meet(int kind, int site, const void* input, void* output);
 
 }  // namespace ptx
 }  // namespace kv

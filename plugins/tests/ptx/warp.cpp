@@ -1,4 +1,4 @@
-// What the 32 lanes of a warp do together: shuffles, redux, ldmatrix, mma.m16n8k16, by the PTX ISA's layout of
+// The operations of the 32 lanes of a warp: shuffles, redux, ldmatrix, mma.m16n8k16, with the PTX ISA's layout of
 // registers.
 #include <algorithm>
 
@@ -21,28 +21,28 @@ struct Loading {
 // shfl.bfly.
 void perform_shuffle(Thread* lanes) {
   for (uint32_t lane = 0; lane < kWarp; ++lane) {
-    const Shuffling& own = *static_cast<const Shuffling*>(lanes[lane].gives);
+    const Shuffling& own = *static_cast<const Shuffling*>(lanes[lane].input);
     const uint32_t segment = own.segment >> 8 & 31, last = (lane & segment) | (own.segment & 31 & ~segment);
     uint32_t other = lane ^ (own.by & 31);
     const bool inside = other <= last;
     if (!inside) other = lane;
-    *static_cast<Shuffled*>(lanes[lane].takes) = {static_cast<const Shuffling*>(lanes[other].gives)->x, inside};
+    *static_cast<Shuffled*>(lanes[lane].output) = {static_cast<const Shuffling*>(lanes[other].input)->x, inside};
   }
 }
 
 // redux.sync.max.s32.
 void perform_reduce(Thread* lanes) {
   int32_t most = INT32_MIN;
-  for (int lane = 0; lane < kWarp; ++lane) most = std::max(most, *static_cast<const int32_t*>(lanes[lane].gives));
-  for (int lane = 0; lane < kWarp; ++lane) *static_cast<int32_t*>(lanes[lane].takes) = most;
+  for (int lane = 0; lane < kWarp; ++lane) most = std::max(most, *static_cast<const int32_t*>(lanes[lane].input));
+  for (int lane = 0; lane < kWarp; ++lane) *static_cast<int32_t*>(lanes[lane].output) = most;
 }
 
-// Eight lanes name the rows of one of four matrices of 8 by 8; lane i holds elements 2i, 2i + 1 of each.
+// Eight lanes give the rows of each of four matrices of 8 by 8; lane i gets elements 2i, 2i + 1 of each matrix.
 void perform_load(Thread* lanes) {
   uint16_t matrix[4][8][8];
-  const bool transposed = static_cast<const Loading*>(lanes[0].gives)->transposed;
+  const bool transposed = static_cast<const Loading*>(lanes[0].input)->transposed;
   for (int lane = 0; lane < kWarp; ++lane) {
-    const uint64_t from = static_cast<const Loading*>(lanes[lane].gives)->from;
+    const uint64_t from = static_cast<const Loading*>(lanes[lane].input)->from;
     memcpy(matrix[lane / 8][lane % 8], reinterpret_cast<const void*>(from), 16);
   }
   for (int lane = 0; lane < kWarp; ++lane)
@@ -50,7 +50,7 @@ void perform_load(Thread* lanes) {
       const int row = lane / 4, column = lane % 4 * 2;
       const uint32_t first = transposed ? matrix[i][column][row] : matrix[i][row][column],
                      second = transposed ? matrix[i][column + 1][row] : matrix[i][row][column + 1];
-      static_cast<uint32_t*>(lanes[lane].takes)[i] = first | second << 16;
+      static_cast<uint32_t*>(lanes[lane].output)[i] = first | second << 16;
     }
 }
 
@@ -63,7 +63,7 @@ float element(uint32_t pair, int which, bool brain) {
 void perform_multiply(Thread* lanes) {
   float a[16][16], b[16][8];
   for (int lane = 0; lane < kWarp; ++lane) {
-    const Matrices& in = *static_cast<const Matrices*>(lanes[lane].gives);
+    const Matrices& in = *static_cast<const Matrices*>(lanes[lane].input);
     const int group = lane / 4, pair = lane % 4 * 2;
     for (int i = 0; i < 8; ++i)
       a[group + (i / 2 % 2 ? 8 : 0)][pair + i % 2 + (i >= 4 ? 8 : 0)] = element(in.a[i / 2], i % 2, in.brain);
@@ -72,9 +72,9 @@ void perform_multiply(Thread* lanes) {
   for (int lane = 0; lane < kWarp; ++lane)
     for (int i = 0; i < 4; ++i) {
       const int row = lane / 4 + (i >= 2 ? 8 : 0), column = lane % 4 * 2 + i % 2;
-      float sum = static_cast<const Matrices*>(lanes[lane].gives)->c[i];
+      float sum = static_cast<const Matrices*>(lanes[lane].input)->c[i];
       for (int k = 0; k < 16; ++k) sum += a[row][k] * b[k][column];
-      static_cast<float*>(lanes[lane].takes)[i] = sum;
+      static_cast<float*>(lanes[lane].output)[i] = sum;
     }
 }
 

@@ -156,7 +156,7 @@ MERGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "share-pairs": ({**KVSLIMMER, "share_pairs": 1}, {}, "share_pairs has no native kernel"),
     "order-of-what-is-dropped": ({**MERGE_CACHE, "order": "nearest"}, {}, "an order by targets needs a merge by near"),
     "error-without-distance": ({**KEEPKV, "order": "least_error"}, {}, "order is least_error, which needs the measure"),
-    "pairs-merged-last": ({**KVSLIMMER, "merged_last": 1}, {}, "merged_last says nothing of pairs"),
+    "pairs-merged-last": ({**KVSLIMMER, "merged_last": 1}, {}, "merged_last has no meaning when merge is pair"),
     "threshold-of-nan": ({**KEEPKV, "threshold": float("nan")}, {}, "threshold is -?nan, and has to be a number"),
     "budget": ({**MERGE_CACHE, "budget": 0}, {}, "budget is 0, and has to be at least 1"),
     "negative-sinks": ({**MERGE_CACHE, "sinks": -1}, {}, "sinks is -1, and has to be at least 0"),

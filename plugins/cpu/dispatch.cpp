@@ -1,8 +1,7 @@
 // The C ABI of the CPU kernels.
 //
-//   at the first call: kernels = the best of amx, avx512vnni, avx512, avxvnni, avx2 (x86), of i8mm, dotprod, neon
-//   (Arm),
-//                      or else portable, that this machine has; or the set that KVEXPORT_CPU_ISA names
+//   at the first call: kernels = the best of amx, avx512vnni, avx512, avxvnni, avx2 (x86), or i8mm, dotprod, neon
+//                      (Arm), that this machine has, otherwise portable; or the set that KVEXPORT_CPU_ISA names
 //   at each call:      check the sizes, and return the reason if the kernels cannot compute the call;
 //                      return if the batch is empty;
 //                      kernels().operator(call, runner): the runner runs its tasks in parallel

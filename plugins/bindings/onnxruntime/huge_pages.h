@@ -123,7 +123,7 @@ inline const char* why_no_huge_pages() {
   return "the kernel has none";
 }
 
-// `bytes` of memory in huge pages; nullptr where that cannot be, or would leave too little memory to others.
+// Returns `bytes` of memory in huge pages; nullptr if there is none, or if it would leave too little memory free.
 inline std::shared_ptr<void> huge_memory(size_t bytes) {
   constexpr size_t kChunk = 16 * kHugePage;
   static std::mutex mutex;
@@ -142,7 +142,7 @@ inline std::shared_ptr<void> huge_memory(size_t bytes) {
   return std::shared_ptr<void>(chunk, place);
 }
 
-// Where the data is a mapped file of which a copy has been made, its pages are the first to go when memory is short.
+// After a copy of the data: if the data is a mapped file, the kernel may now free its pages first when memory is short.
 inline void give_up(const void* data, size_t bytes) {
 #if defined(MADV_COLD)
   const uintptr_t page = 4096, from = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
@@ -153,7 +153,7 @@ inline void give_up(const void* data, size_t bytes) {
 #endif
 }
 
-// A copy of `bytes` at `data` in huge pages, or nullptr as `huge_memory` says.
+// Returns a copy of `bytes` bytes at `data` in huge pages; nullptr if huge_memory returns nullptr.
 inline std::shared_ptr<const void> in_huge_pages(const void* data, size_t bytes) {
   const std::shared_ptr<void> place = huge_memory(bytes);
   if (!place) return nullptr;

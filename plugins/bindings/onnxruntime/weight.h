@@ -24,28 +24,28 @@ inline size_t bytes_of(ONNXTensorElementDataType type, size_t count) {
   }
 }
 
-// How a provider keeps packed weights that no run changes: in panels, whose functions are those of cpu/kvexport_cpu.h.
+// The functions of cpu/kvexport_cpu.h by which a provider repacks packed weights that no run changes into panels.
 struct PanelFunctions {
   const char* (*why_not)(const KvWeight* weight, int64_t inputs);
   size_t (*bytes)(const KvWeight* weight, int64_t outputs, int64_t inputs);
   void (*repack)(const KvWeight* weight, int64_t outputs, int64_t inputs, void* panels);
 };
 
-// Where a provider keeps weights. panels: nullptr where it reads packed ones at rest.
+// How a provider stores weights. panels: nullptr if it reads packed weights in the layout of artifacts.
 struct Keeping {
   bool on_device;
   const PanelFunctions* panels;
 };
 
-// A tensor that every step reads. One that does not change, and lies in the process's memory, is copied when the
-// session is made to where it is read fastest.
+// A tensor that every step reads. If no run changes it and it is in the process's memory, it is copied, when the
+// session is created, to memory that is read fastest.
 struct Streamed {
   size_t input = 0;  // its number
   ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
   Shape shape;  // empty where it is known only when it is run
   std::shared_ptr<const void> copy;
   bool stays = false;                 // an initializer, which no run changes
-  const void* initializer = nullptr;  // its data, in the process's memory; only while the session is made
+  const void* initializer = nullptr;  // its data in the process's memory, only while the session is created
   size_t bytes = 0;                   // of the initializer
 
   Streamed() = default;

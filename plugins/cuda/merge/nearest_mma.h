@@ -8,9 +8,8 @@
 //     square = diagonal of [16, D] x [16, D]^T            every fourth 16 targets per warp, keys or values
 //     product[32, 16] = row[32, D] x target[16, D]^T      a warp's rows with the targets of its share
 //     nearness = factor[target] product + offset[target]  ByError: also both distances, and their product
-//     keep the nearest target and the least error; among the rest, for the eviction pool, the least error of the
-//     targets
-//       whose importance is above the row's
+//     keep the nearest target and the least error; among the rest, for the eviction pool, only the least error of the
+//       targets whose importance is above the row's
 //   combine the threads of a row, of equals the lowest slot; write the split's nearest
 //
 // Slots that are no targets have an offset of -inf.

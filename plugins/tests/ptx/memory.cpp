@@ -1,12 +1,10 @@
 // The check of every access to memory, byte by byte: something must order it with accesses of other threads.
 //
 //   Within a block       A barrier ends a phase. Two threads' accesses to a byte in one phase race if one of them
-//   writes;
-//                        two atomic operations do not race, nor do writes that change nothing.
+//                        writes; two atomic operations do not race, nor do writes that change nothing.
 //   Between blocks       An atomic operation after a barrier and a fence publishes that a block's earlier phases are
-//   over
-//                        (a release). A block whose atomic operation at that address comes later knows this; after a
-//                        fence and a barrier (an acquire), its threads' reads are ordered.
+//                        over (a release). A block whose atomic operation at that address comes later knows this;
+//                        after a fence and a barrier (an acquire), its threads' reads are ordered.
 //   Between launches     A thread may write global memory, and read global memory that is not constant, after it has
 //                        waited for the end of earlier launches. All threads must wait. This orders everything.
 //   Asynchronous copies  Until its thread has waited for a copy, no thread may access the bytes that it fills.

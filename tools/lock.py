@@ -2,9 +2,9 @@
 
     make lock        (after every change of constraints.txt)
 
-pip is asked, of whatever index it is set to, what it would install for each of `TARGETS`; nothing is downloaded but
-metadata, and nothing is installed. torch stays out: its wheel, and what it brings, is another one for every kind of
-processor and GPU, so set-up takes it by its version alone.
+For each of `TARGETS`, pip reports what it would install from its configured index; only metadata is downloaded, and
+nothing is installed. torch is not locked: every kind of processor and GPU needs another wheel of torch and of its
+dependencies, so set-up installs it by its version alone.
 """
 
 from __future__ import annotations
@@ -32,32 +32,36 @@ TARGETS = {
 
 
 def normal(name: str) -> str:
-    """A package's name as indexes compare it."""
+    """Return a package's name in the form by which indexes compare names."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def pins(text: str) -> dict[str, str]:
-    """{name: version} of the lines `name==version`, whatever hashes follow."""
+    """Return {name: version} of the lines `name==version`, with or without hashes."""
     return {normal(name): version for name, version in re.findall(r"^([\w.-]+)==([^\s\\]+)", text, re.MULTILINE)}
 
 
 def wheels(locked: Mapping[str, str], python: str, platforms: Iterable[str]) -> dict[str, str]:
-    """{name: SHA-256} of what pip would install. Raises subprocess.CalledProcessError where it finds no wheel."""
+    """Return {name: SHA-256} of the wheels that pip would install.
+
+    Raises:
+        subprocess.CalledProcessError: pip found no wheel for a package.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        wanted = Path(folder) / "wanted.txt"
-        wanted.write_text("".join(f"{name}=={version}\n" for name, version in locked.items()))
-        asked = ["--dry-run", "--quiet", "--no-deps", "--ignore-installed", "--only-binary", ":all:", "--report", "-"]
+        requirements = Path(folder) / "requirements.txt"
+        requirements.write_text("".join(f"{name}=={version}\n" for name, version in locked.items()))
+        options = ["--dry-run", "--quiet", "--no-deps", "--ignore-installed", "--only-binary", ":all:", "--report", "-"]
         target = ["--target", folder, "--python-version", python, *(f"--platform={name}" for name in platforms)]
-        command = [sys.executable, "-m", "pip", "install", *asked, *target, "--requirement", str(wanted)]
+        command = [sys.executable, "-m", "pip", "install", *options, *target, "--requirement", str(requirements)]
         report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found = json.loads(report)["install"]
+    packages = json.loads(report)["install"]
     return {
-        normal(item["metadata"]["name"]): item["download_info"]["archive_info"]["hashes"]["sha256"] for item in found
+        normal(item["metadata"]["name"]): item["download_info"]["archive_info"]["hashes"]["sha256"] for item in packages
     }
 
 
 def render(locked: Mapping[str, str], hashes: Mapping[str, set[str]]) -> str:
-    """The file: pins in the order of their names, hashes in theirs."""
+    """Return the text of the lock file: pins sorted by name, each with its sorted hashes."""
     lines = ["# Written by `make lock` (tools/lock.py) of constraints.txt: add and change pins there."]
     for name in sorted(locked):
         lines.append(
@@ -78,8 +82,8 @@ def main() -> None:
                 print(f"{target}, Python {python}: not covered\n{error.stderr}", file=sys.stderr)
                 continue
             print(f"{target}, Python {python}: covered", flush=True)
-    if missing := [name for name, found in hashes.items() if not found]:
-        sys.exit(f"no wheel was found of {', '.join(missing)}")
+    if missing := [name for name, digests in hashes.items() if not digests]:
+        sys.exit(f"no wheel was found for {', '.join(missing)}")
     LOCK.write_text(render(locked, hashes))
 
 

@@ -143,7 +143,7 @@ def test_the_two_main_kernels_are_looked_at_once_under_nsight_compute(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
-    assert gpu_check.under_tool("ncu", ["python"], on_host=False) == "ncu is not there"
+    assert gpu_check.under_tool("ncu", ["python"], on_host=False) == "ncu was not found"
     monkeypatch.setattr(shutil, "which", lambda name, path=None: f"/bin/{name}")
     command = gpu_check.under_tool("ncu", ["python"], on_host=False)
     assert command[0] == "/bin/ncu" and command[-1] == "python" and "regex:Decode|Nearest" in command

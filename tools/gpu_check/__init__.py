@@ -1,1 +1,1 @@
-"""Builds, proves and measures the CUDA kernels on the GPU that is there: see `__main__`."""
+"""Builds, tests and measures the CUDA kernels on this machine's GPU; `__main__` describes the command."""

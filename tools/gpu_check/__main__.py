@@ -1,12 +1,12 @@
-"""Builds, proves and measures the CUDA kernels on the GPU that is there: ``make gpu-check``.
+"""Builds, tests and measures the CUDA kernels on this machine's GPU: ``make gpu-check``.
 
     python -m tools.gpu_check [--parts conformance,decode] [--minutes 7.5] [--on-host]
 
-Takes nvcc, and a Python with PyTorch and numpy; nothing is fetched. A part that takes more is skipped, and says so,
-where that is missing. Every part runs in a process of its own with a limit on its time, and one that fails is reported
-while the others go on. Writes check.json and check.html after every part, and check.jsonl at every row, into $OUT or
-benchmarks/results/<gpu>; exit code 4 where a part failed. ``--on-host`` runs the same parts over the kernels compiled
-for the host, to test this script: its figures mean nothing.
+It needs nvcc, and a Python with PyTorch and numpy; nothing is fetched. A part that needs more is skipped if that is
+missing, and its row says so. Every part runs in its own process with a time limit; if one fails, the others continue.
+check.json and check.html are written after every part, and check.jsonl after every row, to $OUT or
+benchmarks/results/<gpu>. The exit code is 4 if a part failed. ``--on-host`` runs the same parts over the kernels
+compiled for the host, to test this script: its figures have no meaning.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from tools.gpu_check.goals import goals
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Seconds at the most, on a GPU, in the order of what they are worth, one after another. The build comes first: the
-# others take its library.
+# The most seconds of each part on a GPU, the most valuable parts first. The build comes before the others, which use
+# its library.
 PARTS = {
     "build": 150,
     "repeat": 45,
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part:
-        if options.part != "transformers":  # it asks what is installed, and takes no methods
+        if options.part != "transformers":  # that part looks at the installed packages, and uses no methods
             stand_in_for_pydantic(always=options.stand_in)
         run_part(options)
         return
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Runs the parts and writes what is known after each; the exit code."""
+    """Run the parts and write the report after each; return the exit code."""
     gpu = {"name": "host"} if options.on_host else find_gpu()
     folder = folder_of(options.out, gpu["name"])
     rows = folder / "check.jsonl"
@@ -100,39 +100,39 @@ def check(options: argparse.Namespace) -> int:
             continue
         left = deadline - time.monotonic()
         results[part] = start_part(part, left if options.on_host else min(PARTS[part], left), flags)
-        found = results[part]
-        print(f"{part:12} {found['status']:8} {found['seconds']:6.1f} s  {found.get('why', '')}", flush=True)
-        asked = goals(results)
-        report = {"date": date.today().isoformat(), **sources(), "gpu": gpu, "goals": asked, "parts": results}
+        result = results[part]
+        print(f"{part:12} {result['status']:8} {result['seconds']:6.1f} s  {result.get('why', '')}", flush=True)
+        compared = goals(results)
+        report = {"date": date.today().isoformat(), **sources(), "gpu": gpu, "goals": compared, "parts": results}
         write_report(folder, report)
-    for row in asked:
-        said, figure = {True: "met", False: "NOT MET", None: ""}[row["met"]], row["found"]
+    for row in compared:
+        verdict, figure = {True: "met", False: "NOT MET", None: ""}[row["met"]], row["found"]
         number = "not measured" if figure is None else format(figure, ".4g")
-        print(f"{said:8} {number:>12}  {row['figure']} {row['goal']}".rstrip())
+        print(f"{verdict:8} {number:>12}  {row['figure']} {row['goal']}".rstrip())
     print(folder / "check.json")
-    return MISMATCH if any(found["status"] == "failed" for found in results.values()) else 0
+    return MISMATCH if any(result["status"] == "failed" for result in results.values()) else 0
 
 
-def folder_of(asked: Path | None, gpu: str) -> Path:
-    """Where results go: what is named, $OUT where that is set, or the folder of this GPU."""
+def folder_of(named: Path | None, gpu: str) -> Path:
+    """Return the folder of the results: the named one, $OUT if it is set, or the folder of this GPU."""
     own = ROOT / "benchmarks" / "results" / re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
-    folder = asked or (Path(os.environ["OUT"]) if os.environ.get("OUT") else own)
+    folder = named or (Path(os.environ["OUT"]) if os.environ.get("OUT") else own)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def write_report(folder: Path, report: dict[str, Any]) -> None:
-    """As check.json, then as a page."""
-    made = folder / "check.json.new"
-    made.write_text(json.dumps(report, indent=1) + "\n")
-    made.replace(folder / "check.json")
+    """Write a report as check.json, then as a page."""
+    new = folder / "check.json.new"
+    new.write_text(json.dumps(report, indent=1) + "\n")
+    new.replace(folder / "check.json")
     from tools.gpu_check.report import page
 
     (folder / "check.html").write_text(page(report))
 
 
 def find_gpu() -> dict[str, Any]:
-    """The GPU by its name, capability, multiprocessors and bytes; leaves with code 3 where there is none."""
+    """Return the GPU's name, capability, multiprocessors and bytes; exit with code 3 if there is none."""
     try:
         import torch
 
@@ -152,7 +152,11 @@ def find_gpu() -> dict[str, Any]:
 
 
 def start_part(part: str, limit: float, flags: list[str]) -> dict[str, Any]:
-    """One part's outcome: passed, failed or skipped, its seconds, and its figures or why there are none."""
+    """Run one part in a process of its own.
+
+    Returns:
+        Its status (passed, failed or skipped), its seconds, and its figures or the reason why there are none.
+    """
     started = time.monotonic()
 
     def outcome(status: str, **rest: Any) -> dict[str, Any]:
@@ -167,7 +171,8 @@ def start_part(part: str, limit: float, flags: list[str]) -> dict[str, Any]:
         if isinstance(wrapped, str):
             return outcome("skipped", why=wrapped)
         command = wrapped
-    # In a session of its own: what compute-sanitizer or a compiler started goes with it, and measures beside nothing.
+    # In a session of its own: processes that compute-sanitizer or a compiler started end with it, and do not disturb
+    # the next part.
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, cwd=ROOT
     )
@@ -196,30 +201,33 @@ def start_part(part: str, limit: float, flags: list[str]) -> dict[str, Any]:
 
 
 def under_tool(part: str, command: list[str], *, on_host: bool) -> list[str] | str:
-    """The command under compute-sanitizer or Nsight Compute, or why there is none."""
+    """Return the command under compute-sanitizer or Nsight Compute, or the reason why that is impossible."""
     name = "ncu" if part == "ncu" else "compute-sanitizer"
     if on_host:
-        return "it looks at a GPU's kernels alone"
+        return "it needs kernels on a GPU"
     tool = shutil.which(name) or shutil.which(name, path="/usr/local/cuda/bin")
     if tool is None:
-        return f"{name} is not there"
-    if part == "ncu":  # the kernels of a step and of a merge that take the most, once each
+        return f"{name} was not found"
+    if part == "ncu":  # the longest kernels of a step and of a merge, once each
         kernels = ["--kernel-name-base", "demangled", "--kernel-name", "regex:Decode|Nearest", "--launch-count", "4"]
         return [tool, "--set", "basic", *kernels, *command]
-    # Of memcheck the kernels' accesses alone: PyTorch asks CUDA what it may refuse.
+    # memcheck only checks the kernels' accesses: PyTorch makes calls that CUDA may refuse.
     quiet = ["--report-api-errors", "no"] if part == "memcheck" else []
     return [tool, "--tool", part, "--error-exitcode", "9", *quiet, *command]
 
 
 def run_part(options: argparse.Namespace) -> None:
-    """In a part's own process: its figures on a line after `FIGURES`, as far as they are after every row; the same
-    lines go to the file of rows, which outlives the process that reads them."""
+    """Measure one part, in its own process.
+
+    The figures up to the last row are printed after `FIGURES`, after every row. The same lines are appended to the file
+    of rows, which remains if the parent process ends.
+    """
     until = time.monotonic() + options.seconds
     if options.on_host:
-        os.environ["OMP_NUM_THREADS"] = "1"  # what is small enough for the host is too small for more
+        os.environ["OMP_NUM_THREADS"] = "1"  # sizes for the host are too small for more threads
     from tools.gpu_check.target import Skipped, Target
 
-    # One after another: not every part takes PyTorch, which is seconds to import.
+    # Imported one after another: not every part needs PyTorch, whose import takes seconds.
     known: Any = (importlib.import_module(f"tools.gpu_check.{name}").PARTS for name in MODULES)
     measure = next(there[options.part] for there in known if options.part in there)
 
@@ -232,8 +240,8 @@ def run_part(options: argparse.Namespace) -> None:
     target = Target(on_host=options.on_host, small=options.small, keep=keep, until=until)
     try:
         figures = measure(target)
-    except Skipped as lack:
-        figures = {"skipped": str(lack)}
+    except Skipped as reason:
+        figures = {"skipped": str(reason)}
     except Exception:
         traceback.print_exc()
         sys.exit(1)
@@ -241,8 +249,10 @@ def run_part(options: argparse.Namespace) -> None:
 
 
 def stand_in_for_pydantic(*, always: bool = False) -> None:
-    """Methods are pydantic models. Where there is no pydantic, their parameters' defaults and names are all that is
-    needed here."""
+    """Replace pydantic, if it is missing, by a module with the few features that methods need here.
+
+    Methods are pydantic models; here only the names and defaults of their parameters matter.
+    """
     import importlib.machinery
     import types
 
@@ -257,7 +267,7 @@ def stand_in_for_pydantic(*, always: bool = False) -> None:
             self.__dict__.update(parameters)
 
     module = types.ModuleType("pydantic")
-    module.__spec__ = importlib.machinery.ModuleSpec("pydantic", None)  # for whoever asks whether it is there
+    module.__spec__ = importlib.machinery.ModuleSpec("pydantic", None)  # for code that checks whether it is installed
     module.BaseModel, module.ConfigDict = BaseModel, dict  # type: ignore[attr-defined]
     module.Field = lambda default=None, **_: default  # type: ignore[attr-defined]
     module.field_validator = module.model_validator = lambda *_, **__: lambda function: function  # type: ignore[attr-defined]
@@ -265,7 +275,7 @@ def stand_in_for_pydantic(*, always: bool = False) -> None:
 
 
 def sources() -> dict[str, str]:
-    """What was checked: the commit, where git knows it, and the digest of the kernels' sources."""
+    """Return the commit, if git knows it, and the digest of the kernels' sources."""
     from tools.gpu_check import prebuilt
 
     command = ["git", "rev-parse", "--short", "HEAD"]

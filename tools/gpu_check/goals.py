@@ -1,4 +1,4 @@
-"""What `gpu_check` found beside what is asked for: a row per figure, with None where its part brought none."""
+"""Compares the figures of `gpu_check` with their goals: a row per figure, with None if its part measured none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ Row = dict[str, Any]
 
 
 def goals(parts: dict[str, Any]) -> list[Row]:
-    """figure, found, goal ("at least" or "at most" a number, or none), met; of the parts as check.json holds them."""
+    """Return the rows of figures and goals.
+
+    Args:
+        parts: the results of the parts, as in check.json.
+
+    Returns:
+        Rows with the figure, the measured number, the goal ("at least" or "at most" a number, or none), and whether it
+        is met.
+    """
     figures = {name: part.get("figures", {}) for name, part in parts.items()}
     rows = [*_decode(figures.get("decode", {}).get("rows", [])), *_prefill(figures.get("prefill", {}).get("rows", []))]
     rows += _model(figures.get("model", {}), figures.get("transformers", {}))
@@ -31,7 +39,7 @@ def _goal(figure: str, found: float | None, least: float | None = None, most: fl
 
 
 def _of(rows: list[Row], worst: Any, value: Any) -> float | None:
-    """The worst of the rows that have the value."""
+    """Return the worst number of the rows that have the value."""
     found = [value(row) for row in rows if value(row) is not None]
     return worst(found) if found else None
 

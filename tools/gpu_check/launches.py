@@ -1,6 +1,8 @@
-"""The part of `gpu_check` that measures when launches begin: the layers of a step by the kernels alone, as one CUDA
-graph, with launches one after another, with launches that begin while the one before ends, and with weights that are
-read before it has ended; all of the same bits."""
+"""Measures how the begin of launches affects a step: the part `launches` of `gpu_check`.
+
+The layers of a step, only the kernels, run as one CUDA graph: with launches one after another, with launches that begin
+while the one before ends, and with weights that are read before that end. All three give the same bits.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,12 @@ LAUNCHES = 5  # of a layer
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama's layers. group: query heads of a KV head. distinct: layers whose weights are there, which are taken in
-    turn; together they are larger than a device's cache."""
+    """The layers of a Llama.
+
+    Attributes:
+        group: query heads of a KV head.
+        distinct: layers with weights of their own, used in turn; together they are larger than a device's cache.
+    """
 
     name: str
     weights: str
@@ -48,7 +54,7 @@ SMALL = {"layers": 2, "distinct": 1, "hidden": 64, "inner": 96, "heads": 1, "gro
 
 
 class Layers:
-    """The launches of all layers, each over what the one before made."""
+    """The launches of all layers, each on the output of the one before."""
 
     def __init__(self, target: Target, shape: Shape) -> None:
         self.target, self.shape, self.kept, self.weight_bytes = target, shape, list[Any](), 0
@@ -88,13 +94,13 @@ class Layers:
             target.caller.prepared(operator, call)
 
     def room(self, count: int) -> int:
-        """The address of so many elements."""
+        """Return the address of memory for so many elements."""
         memory = self.target.caller.memory
         self.kept.append(memory.put(np.zeros(count, np.float16)))
         return int(memory.address(self.kept[-1]))
 
     def linear(self, sizes: tuple[int, ...], inputs: int, steps: dict[str, Any]) -> Any:
-        """A call with weights of its own, of such a size that numbers stay what they are from layer to layer."""
+        """Return a call with weights of its own, scaled so that numbers keep their size from layer to layer."""
         one = call_of(1, sizes, inputs, steps, self.shape.packing)
         for weight in one.weights.values():
             part, scale = ("scale", inputs**-0.5 / 8) if self.shape.packing else ("weight", inputs**-0.5)
@@ -105,23 +111,23 @@ class Layers:
         return call
 
     def bytes(self) -> int:
-        """That a step reads: weights, and keys, values and numbers of the used slots."""
+        """Return the bytes that a step reads: weights, and keys, values and numbers of the used slots."""
         shape = self.shape
         slots = shape.layers * shape.heads * shape.slots * (4 * shape.size + 12)
         return self.weight_bytes * shape.layers // shape.distinct + slots
 
     def enqueue(self) -> None:
-        """A step."""
+        """Enqueue a step."""
         for operator, call in self.calls:
             self.target.caller.prepared(operator, call)()
 
     def reset(self) -> None:
-        """What steps appended goes."""
+        """Remove the tokens that steps appended."""
         for step in self.attention:
             step.reset()
 
     def replayed(self, begin: int) -> Callable[[], Any]:
-        """A step as a CUDA graph whose launches begin so."""
+        """Return a step as a CUDA graph whose launches begin as given."""
         caller = self.target.caller
         caller.begin = begin
         try:
@@ -131,7 +137,7 @@ class Layers:
             caller.begin = IN_ORDER
 
     def outcome(self, step: Callable[[], Any]) -> bytes:
-        """The bits of what the last layer makes in the first step."""
+        """Return the bits of the last layer's output in the first step."""
         self.reset()
         step()
         made = self.target.caller.memory.get(self.last)
@@ -141,14 +147,14 @@ class Layers:
 
 
 def launches(target: Target) -> Figures:
-    """Microseconds of a step's layers by when launches begin, beside the time of their bytes."""
+    """Measure the microseconds of a step's layers for each begin of launches, next to the time of their bytes."""
     figures: Figures = {"bytes per second": bandwidth(target)["bytes per second"]}
     shapes = [replace(shape, **SMALL) for shape in SHAPES] if target.small else SHAPES
     return target.rows(shapes, figures, lambda shape: rows_of(target, shape, figures))
 
 
 def rows_of(target: Target, shape: Shape, figures: Figures) -> list[Row]:
-    """A row for each of BEGIN."""
+    """Return a row for each value of BEGIN."""
     layers, rows, expected = Layers(target, shape), list[Row](), b""
     floor, replays = layers.bytes() / figures["bytes per second"], target.scaled(REPLAYS, 2)
     for name, begin in BEGIN.items():

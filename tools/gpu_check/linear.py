@@ -1,5 +1,8 @@
-"""The part of `gpu_check` that measures Linear: the matrices of a Llama-2-7B's layer, packed and in float16, with what
-models do around them, beside the time of their bytes and PyTorch's products in float16."""
+"""Measures Linear: the part `linear` of `gpu_check`.
+
+The matrices are those of a layer of Llama-2-7B, packed and in float16, with the fused operations around them, next to
+the time that their bytes take and PyTorch's products in float16.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ COLD = 3e8  # bytes of copies, of which none is still in a cache of the device w
 
 
 def linear(target: Target) -> Figures:
-    """Microseconds of each matrix and number of rows."""
+    """Measure the microseconds of each matrix for each number of rows."""
     figures: Figures = {"bytes per second": bandwidth(target)["bytes per second"]}
     cases = [(rows, name, kind) for rows in ROWS for name in MATRICES for kind in WEIGHTS]
     if target.small:
@@ -45,7 +48,7 @@ def linear(target: Target) -> Figures:
 
 
 def row_of(target: Target, rows: int, name: str, kind: str, figures: Figures) -> Row:
-    """One matrix."""
+    """Return the row of one matrix."""
     sizes, inputs, steps = MATRICES[name]
     if target.small:
         rows, sizes, inputs = min(rows, 33), tuple(64 for _ in sizes), 128
@@ -70,7 +73,7 @@ def row_of(target: Target, rows: int, name: str, kind: str, figures: Figures) ->
 def call_of(
     rows: int, sizes: tuple[int, ...], inputs: int, steps: dict[str, Any], packing: PackedFormat | None
 ) -> Case:
-    """A call over random bytes, which nothing here depends on."""
+    """Return a call over random bytes; the time does not depend on their values."""
     form, rng = Form(**steps), np.random.default_rng(0)
     if packing:
         count = form.weights
@@ -101,7 +104,10 @@ def enqueuer(target: Target, call: Any) -> Callable[[], None]:
 
 
 def products_by_torch(rows: int, sizes: tuple[int, ...], inputs: int, one: Case, copies: int) -> list[Any]:
-    """The same products in float16 by PyTorch, without what is around them; as many copies as make as many bytes."""
+    """Return the same products in float16 by PyTorch, without the operations around them.
+
+    There are enough copies of the weights that their bytes equal those of the packed call.
+    """
     import torch
 
     outputs = sum(weight.values.shape[0] for weight in one.weights.values())

@@ -1,6 +1,8 @@
-"""The part of `gpu_check` that decodes with the shape of a whole model, Llama-2-7B's: random weights in float16, the
-linear layers by PyTorch, attention and merging by the kernels, a step and a merge as a CUDA graph each. Beside the time
-in which its bytes are copied."""
+"""Decodes with the shape of a whole model, Llama-2-7B: the part `model` of `gpu_check`.
+
+The weights are random, in float16; PyTorch computes the linear layers, the kernels attention and merging; a step and a
+merge are one CUDA graph each. The time in which the step's bytes are copied is the floor.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ FILLED = 0.85
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama's, without groups."""
+    """The shape of a Llama without groups of query heads."""
 
     layers: int = 32
     hidden: int = 4096
@@ -32,18 +34,18 @@ class Shape:
 
     @property
     def size(self) -> int:
-        """Of a head."""
+        """Return the size of a head."""
         return self.hidden // self.heads
 
     @property
     def weight_bytes(self) -> int:
-        """What a step reads of the weights: all but the embedding."""
+        """Return the bytes of weights that a step reads: all except the embedding."""
         return 2 * (
             self.layers * (4 * self.hidden**2 + 3 * self.hidden * self.intermediate) + self.vocabulary * self.hidden
         )
 
     def slot_bytes(self) -> int:
-        """Keys and values of one slot in all layers."""
+        """Return the bytes of the keys and values of one slot in all layers."""
         return self.layers * self.heads * 4 * self.size
 
 
@@ -51,7 +53,11 @@ ON_HOST = Shape(layers=2, hidden=32, intermediate=48, heads=2, vocabulary=50)
 
 
 def before(hidden: Any, delta: Any, norm: Any, weight: Any, position: Any, heads: int) -> tuple[Any, ...]:
-    """hidden + delta [B, E]; query, key, value [B, H, 1, D], the first two rotated."""
+    """Compute the layer up to attention.
+
+    Returns:
+        hidden + delta [B, E]; query, key and value [B, H, 1, D], the first two rotated.
+    """
     import torch
     from torch.nn.functional import linear, rms_norm
 
@@ -70,7 +76,7 @@ def before(hidden: Any, delta: Any, norm: Any, weight: Any, position: Any, heads
 
 
 def after(hidden: Any, attended: Any, out: Any, norm: Any, gate_up: Any, down: Any) -> tuple[Any, Any]:
-    """The rest of a layer: hidden, and what the next one adds to it."""
+    """Compute the layer after attention; return hidden, and the delta that the next layer adds to it."""
     from torch.nn.functional import linear, rms_norm, silu
 
     hidden = hidden + linear(attended.reshape(hidden.shape), out)
@@ -79,7 +85,7 @@ def after(hidden: Any, attended: Any, out: Any, norm: Any, gate_up: Any, down: A
 
 
 class Model:
-    """Weights, and the functions between attention: compiled by PyTorch where it can."""
+    """The weights, and the functions around attention, compiled by PyTorch if possible."""
 
     def __init__(self, target: Target, shape: Shape) -> None:
         import torch
@@ -98,7 +104,10 @@ class Model:
         self.before, self.after, self.harness = before, after, "eager"
 
     def compile(self) -> None:
-        """Fewer launches between the layers' products. What does not compile runs as it is, and `harness` says why."""
+        """Compile the functions, so that fewer launches come between products; on failure they run uncompiled.
+
+        `harness` says why.
+        """
         import torch
 
         try:
@@ -115,7 +124,7 @@ class Model:
 
 
 class Slots:
-    """Attention and merging by the kernels: every layer's state, in place. attention_bytes: of a step."""
+    """Attention and merging by the kernels, with every layer's state in place; attention_bytes are those of a step."""
 
     def __init__(self, model: Model, batch: int, slots: int, method: str) -> None:
         import torch
@@ -155,11 +164,11 @@ class Slots:
 
     @staticmethod
     def bytes_of(shape: Shape, slots: int) -> int:
-        """Of one sequence's state."""
+        """Return the bytes of one sequence's state."""
         return (slots + SLACK) * (shape.slot_bytes() + shape.layers * shape.heads * 16)
 
     def __call__(self, layer: int, query: Any, key: Any, value: Any, position: Any) -> Any:
-        """The token's attention [B, H, 1, D] in a layer, which keeps its key and value."""
+        """Return the token's attention [B, H, 1, D] in a layer, which stores its key and value."""
         import torch
 
         call, output = self.attends[layer], torch.empty_like(query)
@@ -170,12 +179,12 @@ class Slots:
         return output
 
     def merge(self) -> None:
-        """Enqueue every layer's."""
+        """Enqueue the merge of every layer."""
         for call in self.merges:
             self.target.caller.prepared("merge_cache", call)()
 
     def reset(self) -> None:
-        """As many slots used as the budget has, in order of position."""
+        """Fill as many slots as the budget has, in order of position."""
         for state in self.held:
             state[2].copy_(self.votes)
             state[4].copy_(self.positions)
@@ -194,32 +203,32 @@ class FlashCache:
 
     @staticmethod
     def bytes_of(shape: Shape, slots: int) -> int:
-        """Of one sequence's keys and values."""
+        """Return the bytes of one sequence's keys and values."""
         return slots * shape.slot_bytes()
 
     def __call__(self, layer: int, query: Any, key: Any, value: Any, position: Any) -> Any:
-        """As `Slots` does."""
+        """Return the token's attention as `Slots` does."""
         for held, new in zip(self.held[layer], (key, value), strict=True):
             held.index_copy_(2, self.last, new)
         return self.attention(query, *self.held[layer])
 
     def reset(self) -> None:
-        """There is nothing to."""
+        """Do nothing: there is no state to reset."""
 
 
 class Nothing:
-    """No attention: what the rest of a step takes."""
+    """No attention: it gives the time of the rest of a step."""
 
     def __call__(self, layer: int, query: Any, key: Any, value: Any, position: Any) -> Any:
-        """The query."""
+        """Return the query."""
         return query
 
     def reset(self) -> None:
-        """There is nothing to."""
+        """Do nothing: there is no state."""
 
 
 class Decoder:
-    """Steps of a batch with one kind of attention, each from the token before."""
+    """The steps of a batch with one kind of attention, each from the token of the step before."""
 
     def __init__(self, model: Model, batch: int, slots: int, attention: Any) -> None:
         import torch
@@ -230,7 +239,7 @@ class Decoder:
         self.position = torch.zeros(batch, 1, dtype=torch.int64, device=device)
 
     def step(self) -> None:
-        """Enqueue one."""
+        """Enqueue a step."""
         import torch
         from torch.nn.functional import embedding, linear, rms_norm
 
@@ -246,19 +255,19 @@ class Decoder:
         self.position.add_(1)
 
     def reset(self) -> None:
-        """Before the first step."""
+        """Restore the state before the first step."""
         self.attention.reset()
         self.ids.zero_()
         self.position.fill_(self.slots)
 
     @cached_property
     def replayed(self) -> Callable[[], Any]:
-        """A step as a graph."""
+        """Return a step as a CUDA graph."""
         self.reset()
         return self.model.target.captured(self.step)
 
     def seconds(self, *, merging: bool = False) -> float:
-        """Of a step, over MERGE_EVERY of them (on the host 4), with the merge that follows them or without."""
+        """Return the seconds of a step, over MERGE_EVERY steps (on the host 4), with or without their merge."""
         target, step = self.model.target, self.replayed
         steps = target.scaled(MERGE_EVERY, 4)
         if merging:
@@ -275,8 +284,10 @@ class Decoder:
 
 
 def model(target: Target) -> Figures:
-    """Milliseconds of a step beside the time its bytes take, with and without merging, by method; tokens per second of
-    full batches."""
+    """Measure the milliseconds of a step with and without merging, by method; and tokens per second of full batches.
+
+    Each row also has the time in which the step's bytes are copied.
+    """
     copied = bandwidth(target)["bytes per second"]
     made = Model(target, ON_HOST if target.small else Shape())
     if not target.on_host:
@@ -305,18 +316,18 @@ def model(target: Target) -> Figures:
 
 
 class StepTimes:
-    """Rows of figures, the state of each gone before the next."""
+    """The rows of figures; the state of each row is freed before the next."""
 
     def __init__(self, target: Target, made: Model, copied: float) -> None:
         self.target, self.made, self.copied = target, made, copied
         self.bare: dict[int, float] = {}
 
     def floor(self, batch: int, slots: int) -> float:
-        """Seconds in which the weights and a batch's keys and values would be copied."""
+        """Return the seconds in which the weights and a batch's keys and values are copied."""
         return (self.made.shape.weight_bytes + batch * slots * self.made.shape.slot_bytes()) / self.copied
 
     def fits(self, each: int) -> int:
-        """How many sequences of so many bytes fit beside the weights."""
+        """Return how many sequences of so many bytes fit next to the weights."""
         if self.target.small:
             return 2
         import gc
@@ -328,12 +339,12 @@ class StepTimes:
         return min(int(torch.cuda.mem_get_info()[0] * FILLED / each), LARGEST_BATCH)
 
     def decoder(self, kind: str, batch: int, slots: int) -> Decoder:
-        """kind: a method, or "flash"."""
+        """Return a decoder. kind: a method, or "flash"."""
         attention = FlashCache(self.made, batch, slots) if kind == "flash" else Slots(self.made, batch, slots, kind)
         return Decoder(self.made, batch, slots, attention)
 
     def row(self, method: str, budget: int, batch: int) -> Figures:
-        """Of one budget and batch."""
+        """Return the row of one budget and batch."""
         row: Figures = {"method": method, "batch": batch, "budget": budget}
         if self.fits(Slots.bytes_of(self.made.shape, budget)) < batch:
             return row | {"why": "it does not fit into this GPU's memory"}
@@ -351,7 +362,7 @@ class StepTimes:
         return row | {"tokens per second": batch / merging}
 
     def fullest(self, kind: str, slots: int) -> Figures:
-        """With as many sequences as fit."""
+        """Return the row with as many sequences as fit."""
         each = (FlashCache if kind == "flash" else Slots).bytes_of(self.made.shape, slots)
         batch, row = self.fits(each), {"cache": kind, "slots": slots}
         if batch == 0:

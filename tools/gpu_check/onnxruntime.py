@@ -1,6 +1,8 @@
-"""The part of `gpu_check` that runs engines on ONNX Runtime's CUDA provider, with and without CUDA graphs, beside the
-graphs' functions on the CPU. Takes onnxruntime-gpu, ONNX Runtime's C headers and what `kvexport build` takes; a part
-that lacks one is skipped and names it."""
+"""Runs engines on ONNX Runtime's CUDA provider, with and without CUDA graphs: the part `onnxruntime` of `gpu_check`.
+
+The results are compared with the ONNX functions on the CPU. It needs onnxruntime-gpu, ONNX Runtime's C headers and the
+packages of `kvexport build`; without one of them it is skipped, and its row names it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ LENGTHS, PROMPTS, CHUNK, STEPS = (200, 90, 31), (120, 41, 30), 16, 64
 
 
 def onnxruntime(target: Target) -> Figures:
-    """The largest difference of any logit far past the budget, by type, and milliseconds of a decode step."""
+    """Measure the largest difference of any logit far past the budget, by type, and milliseconds per decode step."""
     prepare(target)
     library = make.build("onnxruntime-cuda-host") if target.on_host else build_for_this_gpu()
     figures: Figures = {}
@@ -54,7 +56,11 @@ def onnxruntime(target: Target) -> Figures:
 
 
 def prepare(target: Target) -> None:
-    """Raises Skipped naming what is missing."""
+    """Build and load the libraries.
+
+    Raises:
+        Skipped: something is missing; the message names it.
+    """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise Skipped(f"{missing[0]} is not installed")
@@ -81,7 +87,7 @@ def build_for_this_gpu() -> Path:
 
 
 def small_artifact(folder: Path, dtype: str) -> Path:
-    """A random Llama of two layers, keepkv at 32 slots."""
+    """Build a random Llama of two layers with keepkv at 32 slots."""
     from kvexport.export.build import build
     from tests.support.models import llama, make_recipe, save_checkpoint
 
@@ -97,8 +103,10 @@ def small_artifact(folder: Path, dtype: str) -> Path:
 
 
 def device_engine(artifact: Path, library: Path, *, graphs: bool, on_host: bool) -> Any:
-    """An engine on the CUDA provider. on_host: on the CPU's, over the binding for the host, state in memory that ONNX
-    Runtime holds."""
+    """Return an engine on the CUDA provider; on_host: on the CPU's, with the binding for the host.
+
+    On the host, ONNX Runtime allocates the state.
+    """
     from kvexport.engine.engine import load
     from tests.support.on_device import onto_device
 
@@ -109,7 +117,7 @@ def device_engine(artifact: Path, library: Path, *, graphs: bool, on_host: bool)
 
 @contextmanager
 def operators(value: str) -> Iterator[None]:
-    """KVEXPORT_OPERATORS for what is loaded within."""
+    """Set KVEXPORT_OPERATORS for the engines that are loaded in this context."""
     before = os.environ.get("KVEXPORT_OPERATORS")
     os.environ["KVEXPORT_OPERATORS"] = value
     try:
@@ -124,8 +132,10 @@ def operators(value: str) -> Iterator[None]:
 def largest_difference(
     engine: Any, reference: Any, sequences: list[np.ndarray], prompts: tuple[int, ...] = PROMPTS
 ) -> float:
-    """Of the logits after every call that both are given: the prompts, then token by token; over the largest logit, at
-    least 1."""
+    """Return the largest difference of the logits after every call, relative to the largest logit, at least 1.
+
+    Both engines get the same prompts, then token by token the same tokens.
+    """
     both = [e.lanes(len(sequences)) for e in (engine, reference)]
     heads = [s[:n] for s, n in zip(sequences, prompts, strict=True)]
     worst, logits = 0.0, [np.array(lanes.prefill(heads)) for lanes in both]
@@ -144,8 +154,10 @@ def largest_difference(
 
 
 def step_times(engine: Any) -> Figures:
-    """Medians of decode steps of one sequence, those that merge and the others, the largest logits found as an engine
-    that samples has them found."""
+    """Return the medians of decode steps of one sequence, with and without a merge.
+
+    The largest logits are computed as for an engine that samples.
+    """
     lanes = engine.lanes(1)
     lanes.prefill([np.arange(CHUNK) % engine.vocabulary])
     spans: tuple[list[float], list[float]] = ([], [])

@@ -1,5 +1,4 @@
-"""The parts of `gpu_check` that build and measure: each takes a target and returns its figures, or raises what it found
-wrong."""
+"""The parts of `gpu_check` that build and measure. Each takes a target and returns its figures, or raises an error."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ LARGE = 64 << 20  # bytes of a layer's cache from which a share of the bandwidth
 
 
 def build(target: Target) -> Figures:
-    """The library, and what the compiler says of every kernel: nothing may spill."""
+    """Build the library; return the compiler's report on every kernel. No kernel may spill registers."""
     if target.on_host:
         return {"library": make.build("cuda-host").name}
     import torch
@@ -78,8 +77,11 @@ def attributes_of(kind: str) -> Any:
 def layer(
     batch: int, query_heads: int, heads: int, slots: int, tokens: int, kept: int, dtype: str, size: int = SIZE
 ) -> dict[str, np.ndarray]:
-    """A layer's inputs: `slots` used, room for SLACK more, or for as many `tokens`. What large tensors hold repeats,
-    which nothing here depends on. dtype: of the cache, and of queries, over a small cache float16."""
+    """Return a layer's inputs with `slots` used slots, and room for SLACK more or for as many `tokens`.
+
+    Large tensors repeat their contents, on which no time depends. dtype: the type of the cache, and of the queries;
+    over a small cache queries are float16.
+    """
     rng, cache_type = np.random.default_rng(0), dtype
     dtype = "float16" if cache_type in BITS else dtype
     capacity = slots + max(tokens, SLACK)
@@ -135,11 +137,11 @@ class Step:
         self.call = call
 
     def __call__(self) -> None:
-        """Enqueue it."""
+        """Enqueue the step."""
         self.target.caller.prepared("vote_attention", self.call)()
 
     def reset(self) -> None:
-        """What the last step appended goes."""
+        """Remove the token that the last step appended."""
         if self.target.on_host:
             self.held["past_votes"][...] = self.votes
         else:
@@ -149,7 +151,7 @@ class Step:
 def merge_state(
     target: Target, method: str, batch: int, heads: int, budget: int, seed: int, *, in_order: bool = True
 ) -> tuple[dict[str, np.ndarray], Any]:
-    """A cache that is MERGE_EVERY slots over its budget, and the attributes of its merge."""
+    """Return a cache that is MERGE_EVERY slots over its budget, and the attributes of its merge."""
     from kvexport.methods import all_methods
     from kvexport.ops.merge_cache import MergeCacheAttributes
 
@@ -166,7 +168,7 @@ def merge_state(
 
 
 def bandwidth(target: Target) -> Figures:
-    """Bytes per second, read and written, of a copy far larger than any cache: the floor of all that follows."""
+    """Measure the bytes per second, read and written, of a copy far larger than any cache: the others' floor."""
     if target.on_host:
         return {"bytes per second": 1e10}
     import torch
@@ -177,8 +179,10 @@ def bandwidth(target: Target) -> Figures:
 
 
 def decode(target: Target) -> Figures:
-    """Microseconds of a step at every shape, beside the time its bytes take to be copied and PyTorch's attention over
-    the same cache."""
+    """Measure the microseconds of a step at every shape.
+
+    Each row also has the time in which its bytes are copied, and PyTorch's attention over the same cache.
+    """
     figures: Figures = {"bytes per second": bandwidth(target)["bytes per second"], "peers not measured": {}}
 
     def measure(case: tuple[str, tuple[int, ...]]) -> list[Row]:
@@ -191,7 +195,7 @@ def decode(target: Target) -> Figures:
 
 
 def decode_row(target: Target, dtype: str, case: tuple[int, ...], kind: str, figures: Figures) -> Row:
-    """Of one type of cache, shape and statistic; of float16 PyTorch's attention and FlashInfer's beside the first."""
+    """Return the row of a type of cache, shape and statistic; for float16 with PyTorch's and FlashInfer's attention."""
     batch, query_heads, heads, slots = case
     slots, batch = target.scaled(slots, 64), target.scaled(batch, 1)
     row_bytes = 8 + sum(BITS[dtype]) * SIZE // 8 if dtype in BITS else 4 * SIZE
@@ -229,7 +233,7 @@ def decode_row(target: Target, dtype: str, case: tuple[int, ...], kind: str, fig
 
 
 def flash() -> Callable[..., Any]:
-    """PyTorch's flash attention, or what it takes in its place; query, key, value."""
+    """Return PyTorch's flash attention of query, key, value, or what PyTorch uses instead."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -243,14 +247,18 @@ def flash() -> Callable[..., Any]:
 
 
 def torch_attention(step: Step, slots: int) -> Callable[[], Any]:
-    """PyTorch's own attention over a step's cache, without votes or scores."""
+    """Return PyTorch's own attention over a step's cache, without votes or scores."""
     key, value = (step.held[f"past_{name}"][:, :, :slots].contiguous() for name in ("key", "value"))
     query, attention = step.held["query"], flash()
     return lambda: attention(query, key, value)
 
 
 def flashinfer_attention(step: Step, slots: int) -> Callable[[], Any]:
-    """FlashInfer's, a sequence a page. ImportError where it is not installed."""
+    """Return FlashInfer's attention with one page per sequence.
+
+    Raises:
+        ImportError: FlashInfer is not installed.
+    """
     import flashinfer
     import torch
 
@@ -271,14 +279,14 @@ PEERS = {"torch": torch_attention, "flashinfer": flashinfer_attention}
 
 
 def prefill(target: Target) -> Figures:
-    """TFLOP/s of a chunk against slots, beside PyTorch's attention over as many keys."""
+    """Measure the TFLOP/s of a chunk against slots, and of PyTorch's attention over as many keys."""
     shapes = ((1, 32, 8, 2048), (4, 32, 8, 2048), (1, 32, 32, 2048))
     cases = [(*shape, kind) for shape in shapes for kind in ("log_ema", "probability", "none")]
     return target.rows(cases, {}, lambda case: prefill_row(target, *case))
 
 
 def prefill_row(target: Target, batch: int, query_heads: int, heads: int, slots: int, kind: str) -> Row:
-    """Of one shape and statistic."""
+    """Return the row of one shape and statistic."""
     chunk = target.scaled(CHUNK, 16)
     slots, query_heads, heads = target.scaled(slots, 64), target.scaled(query_heads, 4), target.scaled(heads, 2)
     step = Step(target, layer(batch, query_heads, heads, slots, chunk, 1, "float16"), attributes_of(kind))
@@ -295,13 +303,13 @@ def prefill_row(target: Target, batch: int, query_heads: int, heads: int, slots:
 
 
 def merge(target: Target) -> Figures:
-    """Microseconds of one merge of 32 slots, and what it adds to each of 32 decode steps."""
+    """Measure the microseconds of one merge of 32 slots, and its share in each of 32 decode steps."""
     shapes = ((1, 32, 1024), (32, 8, 1024), (8, 8, 4096))[: target.scaled(3, 1)]
     return target.rows(shapes, {}, lambda shape: merge_rows(target, *shape))
 
 
 def merge_rows(target: Target, batch: int, heads: int, budget: int) -> list[Row]:
-    """Of every method."""
+    """Return the rows of every method."""
     budget, heads = target.scaled(budget, 128), target.scaled(heads, 2)
     step = Step(target, layer(batch, 4 * heads, heads, budget, 1, 1, "float16"), attributes_of("log_ema"))
     each = statistics.median(target.seconds([step], step.reset))

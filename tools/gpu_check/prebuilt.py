@@ -1,5 +1,8 @@
-"""The kernels' library compiled ahead, on a machine that has nvcc and no GPU, and known again by what it was made of:
-``python -m tools.gpu_check --prebuild 90`` writes it to build-cache/prebuilt, where the part `build` finds it."""
+"""The kernels' library, compiled ahead on a machine with nvcc and without a GPU.
+
+``python -m tools.gpu_check --prebuild 90`` writes it to build-cache/prebuilt under a digest of its sources, where the
+part `build` finds it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ FOLDER = CACHE / "prebuilt"
 
 
 def digest() -> str:
-    """Of the kernels' sources and how they are compiled, in hexadecimal."""
+    """Return a digest of the kernels' sources and of how they are compiled, in hexadecimal."""
     found = hashlib.sha256(json.dumps(DEVICE_FLAGS).encode())
     for path in sorted({path for pattern in KERNEL_FILES for path in PLUGINS.glob(pattern)}):
         found.update(str(path.relative_to(PLUGINS)).encode() + b"\0" + path.read_bytes() + b"\0")
@@ -26,12 +29,16 @@ def digest() -> str:
 
 
 def library(capability: str, folder: Path = FOLDER) -> Path:
-    """Where the library of these sources for a compute capability stands, whether it is there or not."""
+    """Return the path of the library of these sources for a compute capability, whether it exists or not."""
     return folder / f"libkvexport_cuda-sm_{capability}-{digest()}.so"
 
 
 def write(capabilities: Sequence[str], folder: Path = FOLDER) -> list[Path]:
-    """Compile for each capability, with the compiler's report beside the library. Raises Missing."""
+    """Compile for each capability, and write the compiler's report next to the library.
+
+    Raises:
+        Missing: nvcc is missing or failed.
+    """
     made = []
     for capability in capabilities:
         objects, report = make.compile_kernels([capability])
@@ -43,7 +50,7 @@ def write(capabilities: Sequence[str], folder: Path = FOLDER) -> list[Path]:
 
 
 def take(capability: str, to: Path, folder: Path = FOLDER) -> dict[str, Any] | None:
-    """Copies the library of these sources to `to`; the compiler's report, or None where there is none."""
+    """Copy the library of these sources to `to`; return the compiler's report, or None if there is no library."""
     found = library(capability, folder)
     if not found.is_file():
         return None

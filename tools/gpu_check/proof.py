@@ -1,5 +1,4 @@
-"""The parts of `gpu_check` that prove: each takes a target and returns what it counted, or raises what it found
-wrong."""
+"""The parts of `gpu_check` that test. Each takes a target and returns its counts, or raises an error."""
 
 from __future__ import annotations
 
@@ -17,8 +16,10 @@ TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 
 
 def conformance(target: Target) -> Figures:
-    """Every case of the conformance suite against the float64 oracle; on the host, where the suite itself runs them
-    all, some."""
+    """Compare every case of the conformance suite with the float64 oracle; on the host only some.
+
+    The suite itself runs all of them on the host.
+    """
     from tests.conformance import oracle
     from tests.conformance.cases import (
         MERGE_PROFILES,
@@ -83,8 +84,11 @@ LARGE = [(1, 128), (2, 128), (4, 128), (8, 128), (16, 128), (4, 64), (4, 80), (4
 
 
 def large_cases(target: Target, errors: dict[str, float]) -> int:
-    """Caches of many splits in every type: a token against the float64 oracle, a chunk against float32 PyTorch on the
-    CPU. `errors` takes the largest of the former's outputs."""
+    """Test caches of many splits in every type.
+
+    A token is compared with the float64 oracle, a chunk with float32 PyTorch on the CPU. `errors` receives the largest
+    error of the former's outputs.
+    """
     import torch
 
     from kvexport.ops.vote_attention import vote_attention
@@ -117,19 +121,19 @@ def large_cases(target: Target, errors: dict[str, float]) -> int:
 
 
 def error_of(actual: np.ndarray, expected: np.ndarray) -> float:
-    """The largest difference, over the largest expected magnitude (1 at least)."""
+    """Return the largest difference, divided by the largest expected magnitude (at least 1)."""
     difference = np.abs(actual.astype(np.float64) - expected)
     return float(difference.max(initial=0.0) / max(1.0, np.abs(expected).max(initial=0.0)))
 
 
 def as_stored(arrays: Arrays, dtype: str) -> Arrays:
-    """Float32 inputs of a call with queries, keys and values in another type."""
+    """Return the float32 inputs of a call with queries, keys and values in another type."""
     kept = ("past_votes", "past_score")
     return {name: stored(x, dtype) if x.dtype == np.float32 and name not in kept else x for name, x in arrays.items()}
 
 
 def widened(x: np.ndarray, dtype: str) -> np.ndarray:
-    """In float32; a GPU's bfloat16 comes as int16."""
+    """Return an array in float32; bfloat16 arrives from a GPU as int16."""
     if dtype == "bfloat16" and x.dtype in (np.int16, np.uint16):
         return float32_of(x.view(np.uint16))
     return x.astype(np.float32) if x.dtype == np.float16 else x
@@ -140,7 +144,7 @@ def stored(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def repeat(target: Target) -> Figures:
-    """The same input a thousand times gives the same bits, at shapes of many splits."""
+    """Test that the same input gives the same bits a thousand times, at shapes of many splits."""
     runs = target.scaled(1000, 3)
     for tokens, times in ((1, runs), (target.scaled(200, 20), max(runs // 10, 2))):
         arrays = layer(2, 16, 4, target.scaled(3000, 300), tokens, 2, "float16")
@@ -171,7 +175,7 @@ def repeat(target: Target) -> Figures:
 
 
 def sample(target: Target) -> Figures:
-    """Few calls that reach every kernel, for compute-sanitizer."""
+    """Run a few calls that reach every kernel, for compute-sanitizer."""
     for (group, size), tokens, dtype in itertools.product(((1, 64), (4, 80), (8, 256), (16, 128)), (1, 40), TOLERANCE):
         arrays = layer(1, group, 1, 300 - group, tokens, 2, "float32", size)
         target.caller.vote_attention(as_stored(arrays, dtype), attributes_of("both"))

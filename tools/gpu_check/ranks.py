@@ -1,5 +1,7 @@
-"""The part of `gpu_check` that adds up over several GPUs: a process for each, their mailboxes, the bits of the sums,
-and microseconds of one within a CUDA graph of 64.
+"""Tests and measures sums over several GPUs: the part `ranks` of `gpu_check`.
+
+There is a process for each GPU. The part compares the bits of the sums, and measures the microseconds of one within a
+CUDA graph of 64.
 
     python -m tools.gpu_check.ranks RANK RANKS MEMORY [on-host]     one rank; MEMORY: the number of an open file
 """
@@ -31,7 +33,7 @@ SECONDS = 150.0
 
 
 def ranks(target: Target) -> Figures:
-    """Rows of two GPUs, and of all where there are more."""
+    """Return the rows of two GPUs, and of all if there are more."""
     count = 2 if target.on_host else _gpus()
     counts = sorted({2, min(count, MOST)})
     return target.rows(counts, {}, lambda n: rows_of(n, on_host=target.on_host))
@@ -47,7 +49,7 @@ def _gpus() -> int:
 
 
 def rows_of(count: int, *, on_host: bool) -> list[Row]:
-    """Of so many ranks, each in its process; raises what is wrong with one."""
+    """Return the rows of so many ranks, each in its process; raise the error of a rank that fails."""
     file = os.memfd_create("ranks")
     os.ftruncate(file, mailboxes.shared_bytes(count))
     started = []
@@ -74,7 +76,7 @@ def rows_of(count: int, *, on_host: bool) -> list[Row]:
 
 
 def main() -> None:
-    """One rank: its rows on the last line."""
+    """Run one rank, and print its rows on the last line."""
     rank, count, file = (int(text) for text in sys.argv[1:4])
     target = Target(on_host="on-host" in sys.argv)
     if target.on_host:
@@ -96,18 +98,22 @@ def main() -> None:
 
 
 def timed(target: Target) -> dict[str, int]:
-    """What is measured, by its number of elements."""
+    """Return the measured cases by their number of elements."""
     return dict(list(TIMED.items())[: target.scaled(3, 1)])
 
 
 class Sums:
-    """A rank's calls over memory of its device."""
+    """The calls of a rank over memory of its device."""
 
     def __init__(self, caller: Any, view: View) -> None:
         self.memory, self.view, self._sum = caller.memory, view, sum_of(caller.library)
 
     def enqueue(self, dtype: str, part: Any, total: Any, count: int) -> None:
-        """RuntimeError says what the library refuses."""
+        """Enqueue a sum.
+
+        Raises:
+            RuntimeError: the library refuses it; the message says why.
+        """
         at = self.memory.address
         said = self._sum(self.view, dtype, at(part), at(total), count, self.memory.stream)
         if said:
@@ -115,7 +121,7 @@ class Sums:
 
 
 def hold(calls: Sums, sizes: tuple[int, ...], rounds: int) -> None:
-    """Every sum to its bits; the ranks draw each other's parts as well."""
+    """Check the bits of every sum; each rank draws the numbers of the others as well."""
     view, memory = calls.view, calls.memory
     for i in range(rounds):
         for dtype in TYPES:
@@ -129,7 +135,7 @@ def hold(calls: Sums, sizes: tuple[int, ...], rounds: int) -> None:
 
 
 def measured(target: Target, calls: Sums, name: str, size: int) -> Row:
-    """Microseconds of a sum of float16, of SUMS within one CUDA graph."""
+    """Return the microseconds of a sum of float16, over SUMS sums in one CUDA graph."""
     part, total = (calls.memory.put(np.zeros(size, np.float16)) for _ in range(2))
 
     def step() -> None:

@@ -1,4 +1,4 @@
-"""The page of `gpu_check`: its parts, and its figures beside their floors."""
+"""The page of `gpu_check`: its parts, and its figures next to their floors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvexport.report.sections import KeyValues, Plot, Section, Series, Table
 
 
 def page(report: dict[str, Any]) -> str:
-    """One self-contained HTML page of a report as check.json holds it."""
+    """Return one self-contained HTML page of a report, given as in check.json."""
     parts = report["parts"]
     rows = [[name, part["status"], part["seconds"], part.get("why", "")] for name, part in parts.items()]
     failed = {(i, 1) for i, row in enumerate(rows) if row[1] == "failed"}
@@ -62,7 +62,7 @@ def page(report: dict[str, Any]) -> str:
 
 
 def _table(title: str, rows: list[dict[str, Any]]) -> Table:
-    """Rows may lack what others have."""
+    """Return a table; a row may lack columns of others."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return Table(title, columns, [[row.get(name) for name in columns] for row in rows])
 

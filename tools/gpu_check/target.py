@@ -1,4 +1,4 @@
-"""What `gpu_check` measures: the library, loaded, and how its calls are timed."""
+"""The library that `gpu_check` measures, and the timing of its calls."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ Case = TypeVar("Case")
 
 
 class Skipped(Exception):
-    """A part that this machine lacks something for."""
+    """A part cannot run because this machine lacks something."""
 
 
 class Target:
-    """The library under test and how its calls are timed: on a GPU by events around a graph's replay, on the host by
-    the clock.
+    """The library under test, and the timing of its calls: on a GPU by events around a graph, on the host by the clock.
 
-    small: of sizes that the host can do, on the host by itself. keep: takes a part's figures as far as they are, each
-    time a row is measured. until: when a part has to end, by time.monotonic.
+    Attributes:
+        small: whether sizes are such that the host can do them, as it always is on the host.
+        keep: receives a part's figures up to the last row, after every row.
+        until: when a part has to end, by time.monotonic.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class Target:
         self._caller: Caller | None = None
 
     def rows(self, cases: Iterable[Case], figures: Figures, measure: Callable[[Case], Row | list[Row]]) -> Figures:
-        """`figures` with the rows that `measure` brings of every case, kept one after another. Where the time left is
-        less than the longest case took, the other cases are named instead."""
+        """Return `figures` with the rows that `measure` returns for every case, which are kept one after another.
+
+        If the time left is less than the longest case took, the other cases are only named.
+        """
         figures |= {"rows": []}
         cases, longest = list(cases), 0.0
         for i, case in enumerate(cases):
@@ -54,17 +57,17 @@ class Target:
 
     @property
     def caller(self) -> Caller:
-        """Loaded when it is first asked for: `build` makes it."""
+        """Return the library, loaded at the first use, since the part `build` builds it."""
         if self._caller is None:
             self._caller = Caller(load(HOST), HostMemory()) if self.on_host else Caller(load(DEVICE), DeviceMemory())
         return self._caller
 
     def scaled(self, number: int, on_host: int) -> int:
-        """`number`, or what the host can do in its place."""
+        """Return `number`, or on the host a smaller one that it can do."""
         return on_host if self.small else number
 
     def captured(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        """`run` as a CUDA graph, after it ran once; on the host `run` itself."""
+        """Return `run` as a CUDA graph, after one run without capture; on the host `run` itself."""
         if self.on_host:
             return run
         import torch
@@ -85,8 +88,10 @@ class Target:
         return graph.replay
 
     def spans(self, run: Callable[[], Any], reset: Callable[[], Any], rounds: int, warm: int = 3) -> list[float]:
-        """Seconds of each of `rounds` runs, `reset` before each outside of the time: by events on a GPU, by the clock
-        on the host."""
+        """Return the seconds of each of `rounds` runs, with an untimed `reset` before each.
+
+        A GPU's events measure them, on the host the clock.
+        """
         found = []
         for _ in range(2 if self.on_host else rounds + warm):
             reset()
@@ -108,7 +113,7 @@ class Target:
     def seconds(
         self, calls: list[Callable[[], Any]], reset: Callable[[], Any] = lambda: None, rounds: int = 15
     ) -> list[float]:
-        """Of `rounds` runs of all calls in turn, the seconds per call."""
+        """Return the seconds per call of `rounds` runs of all calls in turn."""
 
         def run() -> None:
             for call in calls:

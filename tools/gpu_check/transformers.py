@@ -1,5 +1,7 @@
-"""The part of `gpu_check` that measures the peer of a whole model's step: transformers with a static cache under
-torch.compile, the shape of Llama-2-7B with random weights. Skipped where transformers is not installed."""
+"""Measures a step of transformers with a static cache under torch.compile: the part `transformers` of `gpu_check`.
+
+The model has the shape of Llama-2-7B and random weights. The part is skipped if transformers is not installed.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,10 @@ BEGIN_WITHIN = 45.0
 
 
 def transformers(target: Target) -> Figures:
-    """Milliseconds of a step and tokens per second, with as many sequences as fit into a static cache of either
-    length."""
+    """Measure milliseconds per step and tokens per second for two lengths of the cache.
+
+    The batch has as many sequences as fit.
+    """
     if importlib.util.find_spec("transformers") is None:
         raise Skipped("transformers is not installed")
     import torch
@@ -50,7 +54,7 @@ def transformers(target: Target) -> Figures:
 
 
 def random_llama(shape: Shape, device: str) -> Any:
-    """In float16, never trained."""
+    """Return an untrained Llama in float16."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -74,7 +78,7 @@ def random_llama(shape: Shape, device: str) -> Any:
 
 
 def step_seconds(target: Target, model: Any, batch: int, slots: int) -> float:
-    """Of a step, over STEPS of them; what is read of a static cache does not hang on how far it is filled."""
+    """Return the seconds of a step, over STEPS steps; the reads of a static cache do not depend on how full it is."""
     import torch
     from transformers import StaticCache
 

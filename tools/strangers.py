@@ -67,6 +67,8 @@ def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
 def paragraphs(text: str) -> Iterator[tuple[int, str]]:
     """Yield the prose of a Markdown page without headings, tables, code blocks, comments and link targets.
 
+    A link stays as its text in brackets, since a reader of the page sees that it is one.
+
     Args:
         text: The page.
 
@@ -86,7 +88,7 @@ def paragraphs(text: str) -> Iterator[tuple[int, str]]:
         skipped = not prose or not stripped or stripped[0] in "#|<" or set(stripped) <= set("-=")
         marker = LIST_ITEM.match(stripped) or DEFINITION.match(stripped)
         if lines and (skipped or marker):
-            yield start, LINK.sub(r"\1", " ".join(lines))
+            yield start, LINK.sub(r"[\1]", " ".join(lines))
             lines = []
         if not skipped:
             start = start if lines else number
@@ -130,7 +132,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=60, help="How many docstrings, and how many sentences, to draw.")
     parser.add_argument("--key", type=Path, required=True, help="The JSON file to write the places of the texts to.")
     arguments = parser.parse_args()
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("[!_]*/*.md"))]
     kinds = {"docstrings": docstrings(ROOT / "kvexport"), "sentences of the documentation": sentences(pages, ROOT)}
     try:
         drawn = {kind: draw(texts, arguments.count, arguments.seed) for kind, texts in kinds.items()}

@@ -39,7 +39,7 @@ def test_sentences_are_the_prose_of_a_page(tmp_path: Path) -> None:
     page.write_text(PAGE)
     assert strangers.sentences([page], tmp_path) == [
         ("page.md:3", "A first sentence of prose."),
-        ("page.md:3", "`code` begins the second sentence, which names a page and holds 0.5 nats."),
+        ("page.md:3", "`code` begins the second sentence, which names [a page] and holds 0.5 nats."),
         ("page.md:15", "An item of a list is its own paragraph."),
         ("page.md:19", "Its definition is a paragraph of its own."),
         ("page.md:19", "An abbreviation, e.g. This one, ends no sentence."),

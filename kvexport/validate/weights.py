@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
+from kvexport.export.hooks.experts import expert_layouts
 from kvexport.export.model.checkpoint import Checkpoint
 from kvexport.export.model.config import load_config
-from kvexport.export.model.hf_model import buffers_as_parameters
+from kvexport.export.model.hf_model import auto_class, buffers_as_parameters
 from kvexport.export.model.tensors import dense_values
 from kvexport.export.weights.casting import load_tensor
 from kvexport.export.weights.computed import ComputedSpec
@@ -27,19 +27,28 @@ def load_model(checkpoint: Checkpoint, recipe: Any, attention: str) -> Any:
     """
     dtype = getattr(torch, recipe.model.dtype)
     if not checkpoint.computed and recipe.weights.bits is None:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            str(checkpoint.path), dtype=dtype, attn_implementation=attention, use_safetensors=True
+        model: Any = auto_class(load_config(str(checkpoint.path), recipe)).from_pretrained(
+            str(checkpoint.path),
+            dtype=dtype,
+            attn_implementation=attention,
+            experts_implementation="eager",  # the default refuses float64
+            use_safetensors=True,
         )
         return model.eval()
     config = load_config(str(checkpoint.path), recipe)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)  # type: ignore[no-untyped-call]
+    model = auto_class(config).from_config(
+        config, dtype=dtype, attn_implementation=attention, experts_implementation="eager"
+    )
     buffers_as_parameters(model)
     parameters = {f"model.{name}": p for name, p in model.named_parameters(remove_duplicate=False)}
+    layouts = {f"model.{name}": layout for name, layout in expert_layouts(model).items()}
     with torch.no_grad():
         for spec in weigh(weight_specs(checkpoint, model, recipe), checkpoint, recipe):
             if isinstance(spec, ComputedSpec):
                 values = dense_values(spec.source)
             else:
                 values = load_tensor(spec.entry, spec.dtype)
-            parameters[spec.name].copy_(torch.from_numpy(values))
+            stored = torch.from_numpy(values).reshape(spec.shape)
+            layout = layouts.get(spec.name)
+            parameters[spec.name].copy_(stored if layout is None else layout.to_module(stored))
     return model.eval()

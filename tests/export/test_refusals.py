@@ -55,12 +55,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
         "computes attention in its own code",
     ),
-    "mixtral": (
-        "MixtralConfig",
-        {**models.SIZES, "num_local_experts": 4},
-        "has mixture-of-experts layers (the first is 'model.layers.0.",
-    ),
-    "qwen3_moe": ("Qwen3MoeConfig", {**models.SIZES, **EXPERTS}, "has mixture-of-experts layers"),
     "roberta": (
         "RobertaConfig",
         {**models.SIZES, "pad_token_id": 1, "is_decoder": True},

@@ -12,6 +12,7 @@ import torch
 from onnx import helper
 
 from kvexport.cache import CachePlan, LayerCache, LayerGeometry, cache_geometry
+from kvexport.export.graph.experts import finish_experts
 from kvexport.export.graph.heads import split_heads
 from kvexport.export.graph.tracer import layer_attributes
 from kvexport.export.passes import DECODER_PASSES
@@ -20,6 +21,7 @@ from kvexport.export.passes.packed import put_packed
 from kvexport.export.passes.report import run_passes
 from kvexport.export.weights.write import Location
 from kvexport.methods.base import Method
+from kvexport.ops.experts import experts_function
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.onnx_function import (
     DOMAIN,
@@ -82,6 +84,7 @@ def finish_decoder(
                 name=name,
                 base_dir=folder,
             )
+    expert_forms = finish_experts(model.graph)
     run_passes(model, DECODER_PASSES)
     split_heads(model.graph, geometry, plan)
     if float_input:
@@ -95,7 +98,7 @@ def finish_decoder(
             node.input.pop()
         _set_attributes(node, functions[i].overload, vote_attention_node_attributes(layer_attributes(method, parts[i])))
     used = list({function.overload: function for function in functions}.values())
-    return _finish(proto, [*used, *linear_functions(model.graph)])
+    return _finish(proto, [*used, *linear_functions(model.graph), *map(experts_function, expert_forms)])
 
 
 def open_slots(decoder: onnx.ModelProto, plan: CachePlan) -> None:

@@ -4,7 +4,7 @@ nodes."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -23,7 +23,10 @@ from kvexport.errors import UsageError
 from kvexport.export.graph.layers import Layers, find_layers, left_out, wrapped
 from kvexport.export.graph.replicate import BORDER, replicate_layers
 from kvexport.export.hooks.attention import PassThroughCache, TokenLogits, attending
+from kvexport.export.hooks.experts import ATTRIBUTES as EXPERTS_ATTRIBUTES
+from kvexport.export.hooks.experts import EXPERTS, expert_layouts
 from kvexport.methods.base import Method
+from kvexport.ops.experts import ExpertsForm
 from kvexport.ops.onnx_function import DOMAIN, VERSION
 from kvexport.ops.to_onnx import to_onnx
 from kvexport.ops.vote_attention import VoteAttentionAttributes
@@ -205,6 +208,9 @@ def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, wanted: Seq
         ),
         ALL_REDUCE: _operator("AllReduce", ["part"], ["sum"], []),
         torch.ops.kvexport.layer_border.default: _operator(BORDER, ["hidden"], ["same"], ["layer", "end"]),
+        EXPERTS: _operator(
+            "Experts", ExpertsForm(bias=1).inputs, ["output"], EXPERTS_ATTRIBUTES, ["first_bias", "down_bias"]
+        ),
     }
     tensors = [(i, x) for i in wanted for x in plan.caches[i].state]
     try:
@@ -225,7 +231,18 @@ def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, wanted: Seq
             f"{decoder.model.config.model_type} cannot be traced: {type(error).__name__}: {reason}"
         ) from error
     _optimize(graph, initializer_names(decoder.model).values())
+    _shape_experts(graph, decoder.model)
     return graph
+
+
+def _shape_experts(graph: ir.Model, model: Any) -> None:
+    """Give the weights of Experts nodes the shapes that they have in an artifact."""
+    names = initializer_names(model)
+    for name, layout in expert_layouts(model).items():
+        value = graph.graph.initializers.get(names[name])
+        if value is not None:
+            assert value.shape is not None
+            value.shape = ir.Shape(layout.artifact_shape(value.shape.numpy()))
 
 
 def _optimize(model: ir.Model, parameters: Iterable[str]) -> None:
@@ -241,9 +258,16 @@ def _optimize(model: ir.Model, parameters: Iterable[str]) -> None:
 
 
 def _operator(
-    name: str, inputs: Sequence[str], outputs: Sequence[str], attributes: Sequence[str], optional: Sequence[str] = ()
+    name: str,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    attributes: Sequence[str] | Mapping[str, str],
+    optional: Sequence[str] = (),
 ) -> Any:
-    """How a placeholder becomes a node of domain kvexport. Every parameter has a type variable of its own."""
+    """Return the translation of a placeholder to a node of domain kvexport. Every input and output has a type variable
+    of its own. attributes: their names, all integers, or their types (int, float, str) by names."""
+    types = {"int": OpSchema.AttrType.INT, "float": OpSchema.AttrType.FLOAT, "str": OpSchema.AttrType.STRING}
+    typed = attributes if isinstance(attributes, Mapping) else dict.fromkeys(attributes, "int")
     kinds = ["tensor(float)", "tensor(float16)", "tensor(int32)", "tensor(int64)"]
     option = OpSchema.FormalParameterOption
     formal = [
@@ -257,6 +281,6 @@ def _operator(
         inputs=formal[: len(inputs)],
         outputs=formal[len(inputs) :],
         type_constraints=[(f"T_{p}", kinds, "") for p in (*inputs, *outputs)],
-        attributes=[OpSchema.Attribute(a, OpSchema.AttrType.INT, "") for a in attributes],
+        attributes=[OpSchema.Attribute(a, types[kind], "") for a, kind in typed.items()],
     )
     return values.Op(values.Opset(DOMAIN, VERSION), name, schema)

@@ -8,7 +8,10 @@ from typing import Any, NoReturn
 
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 
 from kvexport.errors import UsageError
 from kvexport.recipe.fields import MOST, Recipe, shown_length
@@ -57,7 +60,7 @@ def load_config(source: str, recipe: Recipe) -> Any:
             f"the last {shared} layers of {kind} read the keys of other layers (num_kv_shared_layers); only decoders "
             "whose every layer has a cache of its own can be exported"
         )
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise UsageError(f"transformers has no decoder (AutoModelForCausalLM) for model type '{kind}'")
     positions = getattr(text, "max_position_embeddings", None)
     if positions is not None and recipe.rotary_length > positions:

@@ -9,14 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 
 from kvexport.cache import LayerGeometry
 from kvexport.errors import UsageError
 from kvexport.export.hooks.attention import IMPLEMENTATION, PassThroughCache, attending
+from kvexport.export.hooks.experts import IMPLEMENTATION as EXPERTS
+from kvexport.export.hooks.experts import expert_modules, find_forms
 from kvexport.export.model.config import blame, said
 
 PROBE_POSITIONS = (1 << 20, (1 << 20) + 1, (1 << 20) + 37)
@@ -37,6 +42,7 @@ def build_fake(config: Any, dtype: torch.dtype, max_length: int) -> tuple[Any, F
             "download config.json again" if blamed else "",
         ) from error
     buffers_as_parameters(model)
+    find_forms(model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     shared: dict[int, nn.Parameter] = {}  # tied parameters stay tied
     with mode:
@@ -56,17 +62,43 @@ def on_meta(config: Any, dtype: torch.dtype, max_length: int, attention: str = I
     """The model with parameters on the meta device and buffers that hold their values. attention: transformers' name of
     how it attends."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=dtype, attn_implementation=attention
+        experts = EXPERTS if attention == IMPLEMENTATION else "eager"
+        model = auto_class(config).from_config(
+            config, dtype=dtype, attn_implementation=attention, experts_implementation=experts
         )
-    for module in model.modules():
-        if any(buffer is not None for buffer in module._buffers.values()):
-            module.to_empty(device="cpu", recurse=False)
-            with torch.no_grad():
-                model._init_weights(module)
+    _initialize_buffers(model, model)
     model.tie_weights()
     fix_rotary_frequencies(model, max_length)
     return model
+
+
+def auto_class(config: Any) -> Any:
+    """Return the class of transformers that makes the decoder of a config.
+
+    That is AutoModelForCausalLM where transformers has a decoder of text for the config, else
+    AutoModelForImageTextToText, whose models also read `input_ids` alone.
+    """
+    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+
+
+def decoder_class(config: Any) -> Any:
+    """Return the model's own class, None where transformers has no decoder for the config."""
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
+        if type(config) in mapping:
+            return mapping[type(config)]
+    return None
+
+
+def _initialize_buffers(module: Any, owner: Any) -> None:
+    """Give the buffers in `module` their values on the CPU, as the nearest pretrained module around them computes
+    them."""
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    for child in module.children():
+        _initialize_buffers(child, owner)
+    if any(buffer is not None for buffer in module._buffers.values()):
+        module.to_empty(device="cpu", recurse=False)
+        with torch.no_grad():
+            owner._init_weights(module)
 
 
 def buffers_as_parameters(model: Any) -> None:
@@ -86,7 +118,7 @@ def buffers_as_parameters(model: Any) -> None:
 
 
 def _refuse_own_attention(config: Any) -> None:
-    decoder: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    decoder: Any = decoder_class(config)
     if not hasattr(config.get_text_config(), "num_attention_heads"):
         raise UsageError(
             f"{config.model_type} has layers without attention (state-space or linear attention); only decoders whose "
@@ -252,13 +284,16 @@ def _refuse_own_positions(model: Any) -> None:
 
 
 def _refuse_experts(model: Any) -> None:
-    # Their checkpoints hold experts one by one, and which weights a token reads depends on its values.
-    experts = next((name for name, module in model.named_modules() if type(module).__name__.endswith("Experts")), None)
-    if experts:
-        raise UsageError(
-            f"{model.config.model_type} has mixture-of-experts layers (the first is '{experts}'); only dense "
-            "decoders can be exported"
-        )
+    """Raise UsageError for experts that transformers computes in a model's own code: which weights a token reads
+    depends on its values there, and no registered function takes its place."""
+    known = {name for name, _ in expert_modules(model)}
+    for name, module in model.named_modules():
+        if type(module).__name__.endswith("Experts") and name not in known:
+            raise UsageError(
+                f"{model.config.model_type} has mixture-of-experts layers (the first is '{name}') that it computes in "
+                "its own code, not through the experts interface of transformers; only decoders that use it can be "
+                "exported"
+            )
 
 
 def parameter_sources(model: Any, tensors: Iterable[str]) -> dict[str, str]:

@@ -11,9 +11,11 @@ from torch import nn
 from kvexport import backends
 from kvexport.errors import UsageError
 from kvexport.export.graph.tracer import initializer_names
+from kvexport.export.hooks.experts import expert_layouts
 from kvexport.export.model.checkpoint import Checkpoint
+from kvexport.export.model.conversion import PLAIN, assembled_parameters
 from kvexport.export.model.hf_model import parameter_sources
-from kvexport.export.model.tensors import Dense, Source
+from kvexport.export.model.tensors import Dense, Source, TensorEntry
 from kvexport.export.weights.computed import ComputedSpec
 from kvexport.export.weights.quantize import Rounded, fitting_group
 from kvexport.export.weights.write import Spec, TensorSpec, check_specs, total_bytes
@@ -27,7 +29,7 @@ def weight_specs(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[Spe
     """What the checkpoint must give for every initializer. Raises UsageError naming parameters it does not have, or
     whose dtype or shape is another, and for a rounding that the recipe's backend does not take."""
     section, positive = recipe.weights, backends.get(recipe.backend.name).positive_scales
-    tensors = {**checkpoint.tensors, **checkpoint.computed}
+    tensors: dict[str, TensorEntry | Source] = {**checkpoint.tensors, **checkpoint.computed}
     if section.bits and any(source.packing for source in checkpoint.computed.values()):
         raise UsageError(
             f"weights.bits is {section.bits}, and the weights of {checkpoint.path} are quantized already",
@@ -35,7 +37,8 @@ def weight_specs(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[Spe
         )
     sources = parameter_sources(model, tensors)
     names = initializer_names(model)
-    missing = [name for name in names if name not in sources]
+    assembled = assembled_parameters(model, tensors, sources)
+    missing = [name for name in names if name not in sources and name not in assembled]
     if missing:
         found = ", ".join(sorted(tensors)[:3])
         raise UsageError(
@@ -45,12 +48,17 @@ def weight_specs(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[Spe
         )
     parameters = dict(model.named_parameters(remove_duplicate=False))
     rounded = _packed_only(rounded_formats(model, recipe))
-    embeddings = _embeddings(model)
+    embeddings, layouts = _embeddings(model), expert_layouts(model)
     specs: list[Spec] = []
     for name, initializer in names.items():
         parameter = parameters[name]
         dtype: Any = str(parameter.dtype).removeprefix("torch.")  # a few of a float16 model stay float32
-        shape, tensor = tuple(parameter.shape), sources[name]
+        shape = tuple(parameter.shape)
+        if name in assembled and not (name in sources and assembled[name].layout == PLAIN):
+            layout = layouts.get(name, PLAIN)
+            specs.append(ComputedSpec(initializer, assembled[name], dtype, layout.artifact_shape(shape)))
+            continue
+        tensor = sources[name]
         if tensor in checkpoint.computed:
             source = checkpoint.computed[tensor]
             if (packing := rounded.get(name)) is not None:
@@ -173,7 +181,7 @@ def _cast(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[str]:
     cast: dict[tuple[str, str], list[str]] = {}
     embeddings, sources = _embeddings(model), parameter_sources(model, [*checkpoint.tensors, *checkpoint.computed])
     for name in initializer_names(model):
-        source = checkpoint.computed.get(sources[name])
+        source = checkpoint.computed.get(sources.get(name, ""))
         if source is None or source.packing is None:
             continue
         if why := _why_floats(source, recipe, picked=name in embeddings):

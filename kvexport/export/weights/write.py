@@ -114,10 +114,10 @@ def check_specs(specs: Sequence[Spec]) -> None:
 
 def _check_computed(spec: ComputedSpec) -> None:
     source = spec.source
-    if source.shape != spec.shape:
+    shape = getattr(source, "full_shape", source.shape)
+    if shape != spec.shape:
         raise UsageError(
-            f"tensor {source.name!r} has shape {list(source.shape)}, the model of config.json expects "
-            f"{list(spec.shape)}",
+            f"tensor {source.name!r} has shape {list(shape)}, the model of config.json expects {list(spec.shape)}",
             "use the config.json that belongs to these weights",
         )
 

@@ -1,0 +1,156 @@
+"""How a Hugging Face decoder's experts become Experts nodes: one experts function.
+
+transformers hands the experts of a layer to a registered function with the tokens' rows, the experts that the router
+picked, and their weights. Routers are traced as they are. The function here calls a placeholder operator, which stands
+for the Experts node in a probe and in a trace; `experts_form` tells what the experts compute between their products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from kvexport.errors import UsageError
+from kvexport.ops.experts import ACTIVATIONS, ExpertsForm
+
+IMPLEMENTATION = "kvexport"
+TOLERANCE = 1e-10  # in float64, of the largest value on the grid
+FIRST = {True: "gate_up_proj", False: "up_proj"}  # the first weight, with and without a gate
+_forms: WeakKeyDictionary[Any, ExpertsForm] = WeakKeyDictionary()
+ATTRIBUTES = {"activation": "str", "gate": "int", "slope": "float", "limit": "float", "up_offset": "float",
+              "bias": "int"}  # fmt: skip
+"""The placeholder's attributes and their types: the fields of `ExpertsForm`."""
+
+torch.library.define(
+    "kvexport::experts",
+    "(Tensor input, Tensor indices, Tensor weights, Tensor first, Tensor? first_bias, Tensor down, Tensor? down_bias, "
+    f"*, {', '.join(f'{kind} {name}' for name, kind in ATTRIBUTES.items())}) -> Tensor",
+)
+torch.library.register_fake("kvexport::experts", lambda input, *rest, **attributes: torch.empty_like(input))
+EXPERTS: Any = torch.ops.kvexport.experts.default
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a module of transformers holds a tensor of its experts, where Experts takes [E, outputs, inputs] with the
+    gate's rows before the ups'.
+
+    Attributes:
+        transposed: The module has [E, inputs, outputs].
+        interleaved: Gate and up rows take turns, as gpt-oss has them.
+    """
+
+    transposed: bool
+    interleaved: bool
+
+    def artifact_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape that a tensor of the module has in an artifact."""
+        return (shape[0], shape[2], shape[1]) if self.transposed else shape
+
+    def to_artifact(self, x: Tensor) -> Tensor:
+        """Return a tensor [experts, ...] of the module as an artifact has it."""
+        if self.transposed:
+            x = x.transpose(1, 2)
+        return torch.cat([x[:, 0::2], x[:, 1::2]], 1) if self.interleaved else x
+
+    def to_module(self, x: Tensor) -> Tensor:
+        """Return a tensor of an artifact as the module has it: the inverse of `to_artifact`."""
+        if self.interleaved:
+            x = torch.stack(x.chunk(2, 1), 2).flatten(1, 2)
+        return x.transpose(1, 2) if self.transposed else x
+
+
+def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield (name, module) of every module whose experts transformers hands to a registered function."""
+    for name, module in model.named_modules():
+        if hasattr(module, "is_concatenated") and hasattr(module, "has_gate"):
+            yield name, module
+
+
+def expert_layouts(model: nn.Module) -> dict[str, Layout]:
+    """Return the layout of every tensor that an Experts node reads, by the parameter's name."""
+    layouts = {}
+    for prefix, module in expert_modules(model):
+        interleaved = module.has_gate and not module.is_concatenated
+        first = FIRST[bool(module.has_gate)]
+        layouts[f"{prefix}.{first}"] = Layout(module.is_transposed, interleaved)
+        layouts[f"{prefix}.down_proj"] = Layout(module.is_transposed, False)
+        if module.has_bias:
+            layouts[f"{prefix}.{first}_bias"] = Layout(False, interleaved)
+            layouts[f"{prefix}.down_proj_bias"] = Layout(False, False)
+    return layouts
+
+
+def find_forms(model: nn.Module) -> None:
+    """Find the form of all experts of `model`, which a probe and a trace of it need; raises what `experts_form`
+    raises."""
+    for _, module in expert_modules(model):
+        _forms[module] = experts_form(module)
+
+
+def experts_form(module: Any) -> ExpertsForm:
+    """Return what the experts of `module` compute between their products.
+
+    The module's own activation is run on a grid of gates and ups in float64, and the form that gives the same values
+    is taken. Numbers (slope, limit) are looked for among the module's attributes.
+
+    Raises:
+        UsageError: No form gives the module's values, or the experts do more than two products and an activation.
+    """
+    kind = type(module).__name__
+    if getattr(module, "has_post_expert_norm", False):
+        raise UsageError(f"{kind} normalizes the output of every expert, which the operator Experts does not do")
+    with torch.no_grad():
+        points = torch.cat([torch.linspace(-12, 12, 97, dtype=torch.float64), torch.tensor([-40.0, 40.0]).double()])
+        gate, up = (x.reshape(-1) for x in torch.meshgrid(points, points, indexing="ij"))
+        try:
+            # One gate and one up for each row: the same in every layout.
+            rows = torch.stack([gate, up], 1)
+            found = module._apply_gate(rows)[:, 0] if module.has_gate else module.act_fn(gate)
+        except Exception as error:
+            raise UsageError(f"the activation of {kind} cannot be run on its own: {error}") from error
+        for form in _candidates(module):
+            value = form.inner(torch.stack([gate, up], 1))[:, 0] if form.gate else form.inner(gate)
+            if (value - found).abs().max() <= TOLERANCE * found.abs().max():
+                return form
+    activation = getattr(module, "act_fn", None)
+    raise UsageError(
+        f"{kind} has an activation ({type(activation).__name__ if activation is not None else '_apply_gate'}) that the "
+        f"operator Experts does not have; it has {', '.join(ACTIVATIONS)}, gated or not, with clamps before them"
+    )
+
+
+def _candidates(module: Any) -> Iterator[ExpertsForm]:
+    """Yield the forms that a module may have: every activation with numbers that the module names."""
+    numbers = {float(x) for name, x in vars(module).items() if isinstance(x, (int, float)) and not name.startswith("_")}
+    gate, bias = int(module.has_gate), int(module.has_bias)
+    for activation in ACTIVATIONS:
+        yield ExpertsForm(activation, gate, bias=bias)
+    if not gate:
+        return
+    limits = sorted(x for x in numbers if x > 0)
+    for limit in limits:
+        for activation in ACTIVATIONS:
+            yield ExpertsForm(activation, gate, limit=limit, bias=bias)
+        for slope in limits:
+            yield ExpertsForm("silu", gate, slope=slope, limit=limit, up_offset=1.0, bias=bias)
+
+
+def _experts(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    """Compute the experts of a layer by the placeholder: hidden [N, hidden], indices and weights [N, k]."""
+    first = FIRST[bool(module.has_gate)]
+    biases = [getattr(module, f"{name}_bias") if module.has_bias else None for name in (first, "down_proj")]
+    output: Tensor = EXPERTS(
+        hidden, indices, weights, getattr(module, first), biases[0], module.down_proj, biases[1],
+        **_forms[module].attributes,
+    )  # fmt: skip
+    return output
+
+
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts)

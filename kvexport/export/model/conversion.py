@@ -1,0 +1,205 @@
+"""Parameters that transformers assembles from tensors of a checkpoint under other names or in other shapes.
+
+transformers' conversion rules say which tensors make a parameter and by which operations (stacked experts, concatenated
+gate and up rows, chunks of a fused projection). The operations run here as they run there, when the weight is written,
+and one expert at a time where they treat experts alike: memory is that of one expert.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Chunk,
+    Concatenate,
+    Interleave,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from kvexport.errors import UsageError
+from kvexport.export.hooks.experts import Layout, expert_layouts
+from kvexport.export.model.tensors import Array, Source, TensorEntry, dense_values
+from kvexport.export.weights.casting import read_rows
+
+Stored = TensorEntry | Source
+PLAIN = Layout(transposed=False, interleaved=False)
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """A parameter that is computed from tensors of a checkpoint; as a `Source` it is a matrix [rows, columns].
+
+    Attributes:
+        name: The parameter.
+        full_shape: The shape in an artifact.
+        inputs: (source pattern of the rule, its tensors in order) of all tensors that are read.
+        experts: The number of experts that are computed one after another; 0: all at once.
+        stacked: Whether each input is one tensor of all experts, not a tensor for each expert.
+        layout: How the module holds the result, where the parameter belongs to experts.
+        rule: transformers' conversion rule; None: the only input is the parameter.
+        output: The name of the parameter in the results of the rule.
+        context: What the rule's operations are given beside tensors.
+    """
+
+    name: str
+    full_shape: tuple[int, ...]
+    inputs: tuple[tuple[str, tuple[Stored, ...]], ...]
+    experts: int
+    stacked: bool
+    layout: Layout
+    rule: Any = field(default=None, compare=False, repr=False)
+    output: str = ""
+    context: Any = field(default=None, compare=False, repr=False)
+    packing: None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[rows of all experts, columns]"""
+        columns = self.full_shape[-1]
+        return math.prod(self.full_shape) // max(columns, 1), columns
+
+    def blocks(self) -> Iterator[dict[str, Array]]:
+        """Yield the rows in float32, an expert at a time. Raises UsageError for values that are not finite."""
+        for expert in range(self.experts) if self.experts else (None,):
+            named = {pattern: self._read(tensors, expert) for pattern, tensors in self.inputs}
+            value = self._convert(named)
+            if self.layout != PLAIN:
+                value = self.layout.to_artifact(value)
+            yield {"weight": value.contiguous().reshape(-1, self.shape[1]).numpy()}
+
+    def order(self) -> Any:
+        """Raise: a weight of floats has no order of columns."""
+        raise NotImplementedError
+
+    def _read(self, tensors: tuple[Stored, ...], expert: int | None) -> list[Tensor]:
+        if expert is not None and not self.stacked:
+            tensors = (tensors[expert],)
+        return [torch.from_numpy(_values(tensor, expert if self.stacked else None)) for tensor in tensors]
+
+    def _convert(self, named: dict[str, list[Tensor]]) -> Tensor:
+        if self.rule is None:
+            return next(iter(named.values()))[0]
+        return _run(self.rule, named, self.context)[self.output]
+
+
+def _values(tensor: Stored, expert: int | None) -> Array:
+    """Return a tensor in float32, of all experts or [1, ...] of one."""
+    if isinstance(tensor, TensorEntry):
+        if not tensor.shape:
+            raise UsageError(f"tensor {tensor.name!r} in {tensor.file} is a single number, expected a weight")
+        rows = range(tensor.shape[0]) if expert is None else range(expert, expert + 1)
+        return np.require(read_rows(tensor, rows), requirements=["C", "W"])
+    return np.require(dense_values(tensor), requirements=["C", "W"])
+
+
+def assembled_parameters(model: Any, tensors: Mapping[str, Stored], present: Mapping[str, str]) -> dict[str, Assembled]:
+    """Return the parameters of `model` that no tensor of the checkpoint is as it stands.
+
+    Args:
+        model: A model of transformers, with or without weights.
+        tensors: The checkpoint's tensors by their names.
+        present: The parameters that are a tensor of the checkpoint, and its name.
+
+    Raises:
+        UsageError: The tensors do not fit the rule that assembles them.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    layouts = expert_layouts(model)
+    result = {}
+    for name, layout in layouts.items():
+        if name in present and (layout != PLAIN or parameters[name].ndim > 2):
+            shape = tuple(parameters[name].shape)
+            inputs = (("", (tensors[present[name]],)),)
+            result[name] = Assembled(name, layout.artifact_shape(shape), inputs, shape[0], True, layout)
+    for target, (rule, names_of) in _collected(model, tensors, parameters).items():
+        named = tuple((pattern, tuple(tensors[name] for name in names)) for pattern, names in names_of.items())
+        context = SimpleNamespace(model=model, config=model.config, full_layer_name=target)
+        try:
+            meta = {pattern: [torch.empty(x.shape, device="meta") for x in stored] for pattern, stored in named}
+            made = _run(rule, meta, context)
+        except Exception as error:
+            first = next(iter(names_of.values()))[0]
+            raise UsageError(
+                f"the tensors of parameter '{target}' do not fit each other, the first is {first!r}: {error}",
+                "use the config.json that belongs to these weights",
+            ) from error
+        base = next((key for key in made if key in target), "")
+        for key in made:
+            name = target.replace(base, key, 1)
+            if name not in parameters or name in present:
+                continue
+            shape, layout = tuple(made[key].shape), layouts.get(name, PLAIN)
+            experts, stacked = _by_expert(rule, named, shape)
+            context_of = _of_one_expert(context, parameters) if experts else context
+            result[name] = Assembled(
+                name, layout.artifact_shape(shape), named, experts, stacked, layout, rule, key, context_of
+            )
+    return result
+
+
+def _collected(
+    model: Any, tensors: Mapping[str, Stored], parameters: Mapping[str, Any]
+) -> dict[str, tuple[Any, dict[str, list[str]]]]:
+    """Return {target: (conversion rule, {source pattern: tensors in order})}, as transformers collects them."""
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    collected: dict[str, tuple[Any, dict[str, list[str]]]] = {}
+    for name in sorted(tensors, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, dict(parameters))
+        if pattern is None or target not in parameters:
+            continue
+        _, inputs = collected.setdefault(target, (deepcopy(by_pattern[pattern]), {}))
+        inputs.setdefault(pattern, []).append(name)
+    return collected
+
+
+def _run(rule: Any, named: Mapping[str, list[Tensor]], context: Any) -> dict[str, Tensor]:
+    """Run the operations of a rule, as transformers does."""
+    results: Any = dict(named)
+    for operation in rule.operations:
+        results = operation.convert(
+            results, source_patterns=rule.source_patterns, target_patterns=rule.target_patterns, missing_keys=None,
+            **vars(context),
+        )  # fmt: skip
+    return {key: x[0] if isinstance(x, list) else x for key, x in results.items()}
+
+
+def _by_expert(rule: Any, named: Any, shape: tuple[int, ...]) -> tuple[int, bool]:
+    """Return (experts, stacked) of `Assembled`; 0 experts where the operations mix them."""
+    first, *rest = rule.operations
+    merges = isinstance(first, MergeModulelist) and first.dim == 0
+    alone = (Concatenate, Chunk, Interleave, Transpose)
+    for operation in rest if merges else rule.operations:
+        dims = [getattr(operation, each) for each in ("dim", "dim0", "dim1") if hasattr(operation, each)]
+        if not isinstance(operation, alone) or min(dims) < 1:
+            return 0, False
+    if merges:
+        return (shape[0], False) if all(len(stored) == shape[0] for _, stored in named) else (0, False)
+    fits = len(shape) == 3 and all(
+        len(stored) == 1 and isinstance(stored[0], TensorEntry) and stored[0].shape[0] == shape[0]
+        for _, stored in named
+    )
+    return (shape[0], True) if fits else (0, False)
+
+
+def _of_one_expert(context: Any, parameters: Mapping[str, Any]) -> Any:
+    """Return a context whose model has parameters of one expert: operations compare shapes with them."""
+    shapes = {name: (1, *p.shape[1:]) for name, p in parameters.items() if p.ndim == 3}
+    model = SimpleNamespace(get_parameter=lambda name: SimpleNamespace(shape=torch.Size(shapes[name])))
+    return SimpleNamespace(**{**vars(context), "model": model})

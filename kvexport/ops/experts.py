@@ -1,0 +1,230 @@
+"""Experts: the feed-forward experts of a mixture, each token's chosen ones alone, as one node.
+
+A router picks `k` experts for every token and gives each a weight. The router stays outside of this operator: it is
+traced as ordinary nodes, so any router fits. The operator computes
+
+    first  = W_first[e] x + b_first[e]                     gate rows, then up rows, where experts have a gate
+    inner  = activation(first)                             see `ExpertsForm`
+    output = sum over the chosen e of weight[e] (W_down[e] inner + b_down[e])
+
+`experts` states this in PyTorch; `experts_function` is the ONNX function, which a runtime without a kernel runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import onnx
+import onnx.parser
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvexport.ops.onnx_function import DOMAIN
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+
+
+@dataclass(frozen=True)
+class ExpertsForm:
+    """What the experts of a layer compute between their two products.
+
+    Attributes:
+        activation: The function of the gate, or of the only rows where experts have no gate.
+        gate: Whether the first product has gate rows and up rows: ``inner = activation(gate) (up + up_offset)``.
+        slope: The factor s of ``silu(x) = x sigmoid(s x)``.
+        limit: Gates are clamped to at most `limit` and ups to [-limit, limit] before the activation; 0: to nothing.
+        up_offset: A constant that is added to the clamped ups.
+        bias: Whether both products have biases.
+    """
+
+    activation: Activation = "silu"
+    gate: int = 1
+    slope: float = 1.0
+    limit: float = 0.0
+    up_offset: float = 0.0
+    bias: int = 0
+
+    @property
+    def inputs(self) -> list[str]:
+        """The names of the node's inputs, in their order."""
+        biases = ["first_bias"] * self.bias, ["down_bias"] * self.bias
+        return ["input", "indices", "weights", "first", *biases[0], "down", *biases[1]]
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The node's attributes by their names."""
+        return dict(vars(self))
+
+    @property
+    def overload(self) -> str:
+        """The name of the form's ONNX function."""
+        numbers = {"slope": (self.slope, 1.0), "limit": (self.limit, 0.0), "offset": (self.up_offset, 0.0)}
+        named = [f"{name}{value:.6g}" for name, (value, default) in numbers.items() if value != default]
+        return "_".join([self.activation, *["gate"] * self.gate, *named, *["bias"] * self.bias])
+
+    def inner(self, first: Tensor) -> Tensor:
+        """Return the activation [..., inner] of the first product [..., inner] or, with a gate, [..., 2 inner]."""
+        if not self.gate:
+            return self._activated(first)
+        gate, up = first.chunk(2, -1)
+        if self.limit:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return self._activated(gate) * (up + self.up_offset if self.up_offset else up)
+
+    def _activated(self, x: Tensor) -> Tensor:
+        if self.activation == "silu":
+            return x * torch.sigmoid(x if self.slope == 1.0 else self.slope * x)
+        if self.activation == "relu_squared":
+            return functional.relu(x).square()
+        if self.activation == "relu":
+            return functional.relu(x)
+        return functional.gelu(x, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+
+
+def experts(
+    input: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    first: Tensor,
+    first_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    *,
+    form: ExpertsForm,
+) -> Tensor:
+    """Return the weighted sum of the chosen experts' outputs.
+
+    Args:
+        input: [N, hidden], a row for each token.
+        indices: [N, k] int64, the experts of each token; no expert twice.
+        weights: [N, k], the factor of each of these experts.
+        first: [E, 2 inner, hidden], the gate's rows before the ups'; [E, inner, hidden] without a gate.
+        first_bias: [E, 2 inner] or [E, inner], where the form has biases.
+        down: [E, hidden, inner].
+        down_bias: [E, hidden], where the form has biases.
+        form: What lies between the products.
+
+    Returns:
+        [N, hidden] in the type of `input`; the sum over experts is computed in float32 (in float64 for float64).
+    """
+    wide = torch.promote_types(input.dtype, torch.float32)
+    total = torch.zeros_like(input, dtype=wide)
+    for e in range(down.shape[0]):
+        tokens, places = torch.nonzero(indices == e, as_tuple=True)
+        if not len(tokens):
+            continue
+        product = functional.linear(input[tokens], first[e], None if first_bias is None else first_bias[e])
+        output = functional.linear(form.inner(product), down[e], None if down_bias is None else down_bias[e])
+        total.index_add_(0, tokens, output.to(wide) * weights[tokens, places].to(wide)[:, None])
+    return total.to(input.dtype)
+
+
+def experts_function(form: ExpertsForm) -> onnx.FunctionProto:
+    """Return the ONNX function of a form; its tensors are those of `experts`, all floats of one type.
+
+    The function loops over the experts and skips those that no token chose, so a step reads the weights of its chosen
+    experts alone, and of a prompt each expert multiplies its own tokens' rows.
+    """
+    body = f"""
+        shape = Shape (input)
+        zeros = ConstantOfShape <value = float[1] {{0}}> (shape)
+        experts_1 = Shape <start = 0, end = 1> (down)
+        first_axis = Constant <value_ints = [0]> ()
+        last_axis = Constant <value_ints = [1]> ()
+        trips = Squeeze (experts_1, first_axis)
+        always = Constant <value = bool {{1}}> ()
+        number_type = Constant <value_int = 0> ()
+        numbers = CastLike (indices, number_type)
+        factors = Cast <to = 1> (weights)
+        no_factor = Constant <value = float {{0}}> ()
+        total = Loop (trips, always, zeros) <body = each_expert (int64 expert, bool go, float[n, h] sum_in)
+            => (bool go_on, float[n, h] sum_out) {{
+            go_on = Identity (go)
+            chosen = Equal (numbers, expert)
+            chosen_number = Cast <to = 6> (chosen)
+            chosen_by = ReduceMax <keepdims = 0> (chosen_number, last_axis)
+            chosen_by_any = ReduceMax <keepdims = 0> (chosen_by)
+            is_chosen = Cast <to = 9> (chosen_by_any)
+            sum_out = If (is_chosen) <
+                then_branch = run () => (float[n, h] sum_then) {{
+                    tokens_1 = NonZero (chosen_by)
+                    tokens = Squeeze (tokens_1, first_axis)
+                    rows = Gather <axis = 0> (input, tokens)
+                    chosen_factors = Where (chosen, factors, no_factor)
+                    all_factors = ReduceSum <keepdims = 1> (chosen_factors, last_axis)
+                    own_factors = Gather <axis = 0> (all_factors, tokens)
+                    {_product("rows", "first", form)}
+                    {_inner(form)}
+                    {_product("inner", "down", form)}
+                    wide = Cast <to = 1> (down_sum)
+                    weighted = Mul (wide, own_factors)
+                    places = Unsqueeze (tokens, last_axis)
+                    sum_then = ScatterND <reduction = "add"> (sum_in, places, weighted)
+                }},
+                else_branch = skip () => (float[n, h] sum_else) {{ sum_else = Identity (sum_in) }}
+            >
+        }}>
+        output = CastLike (total, input)"""
+    signature = f"Experts ({', '.join(form.inputs)}) => (output)"
+    function = onnx.parser.parse_function(f'<domain: "{DOMAIN}", opset_import: ["": 23]>\n{signature}\n{{{body}\n}}')
+    function.overload = form.overload
+    return function
+
+
+def _product(data: str, weight: str, form: ExpertsForm) -> str:
+    """Return the nodes of ``{weight}_sum = data {weight}[expert]^T + bias``."""
+    lines = [
+        f"{weight}_one = Gather <axis = 0> ({weight}, expert)",
+        f"{weight}_turned = Transpose <perm = [1, 0]> ({weight}_one)",
+    ]
+    if not form.bias:
+        return "\n".join([*lines, f"{weight}_sum = MatMul ({data}, {weight}_turned)"])
+    lines += [
+        f"{weight}_product = MatMul ({data}, {weight}_turned)",
+        f"{weight}_own_bias = Gather <axis = 0> ({weight}_bias, expert)",
+        f"{weight}_sum = Add ({weight}_product, {weight}_own_bias)",
+    ]
+    return "\n".join(lines)
+
+
+def _inner(form: ExpertsForm) -> str:
+    """Return the nodes that compute `inner` from `first_sum`."""
+    lines, gate = [], "first_sum"
+
+    def constant(name: str, value: float) -> None:
+        lines.append(f"{name}_float = Constant <value_float = {value!r}> ()")
+        lines.append(f"{name} = CastLike ({name}_float, input)")
+
+    if form.gate:
+        lines.append("gate, up = Split <axis = -1, num_outputs = 2> (first_sum)")
+        gate, up = "gate", "up"
+        if form.limit:
+            constant("most", form.limit)
+            constant("least", -form.limit)
+            lines += ["low_gate = Min (gate, most)", "low_up = Min (up, most)", "near_up = Max (low_up, least)"]
+            gate, up = "low_gate", "near_up"
+        if form.up_offset:
+            constant("up_offset", form.up_offset)
+            lines.append(f"raised_up = Add ({up}, up_offset)")
+            up = "raised_up"
+    activated = "activated" if form.gate else "inner"
+    if form.activation == "silu":
+        inside = gate
+        if form.slope != 1.0:
+            constant("slope", form.slope)
+            lines.append(f"sloped = Mul ({gate}, slope)")
+            inside = "sloped"
+        lines += [f"sigmoid = Sigmoid ({inside})", f"{activated} = Mul ({gate}, sigmoid)"]
+    elif form.activation == "relu_squared":
+        lines += [f"positive = Relu ({gate})", f"{activated} = Mul (positive, positive)"]
+    elif form.activation == "relu":
+        lines.append(f"{activated} = Relu ({gate})")
+    else:
+        approximate = "tanh" if form.activation == "gelu_tanh" else "none"
+        lines.append(f'{activated} = Gelu <approximate = "{approximate}"> ({gate})')
+    if form.gate:
+        lines.append(f"inner = Mul (activated, {up})")
+    return "\n".join(lines)

@@ -1,0 +1,108 @@
+"""Decoders with experts: an artifact's logits are Hugging Face's, whatever the checkpoint's layout of the experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    MixtralConfig,
+    Qwen3MoeConfig,
+)
+
+from kvexport.engine.engine import load
+from kvexport.errors import UsageError
+from kvexport.export.build import build, read_model
+from kvexport.export.hooks.experts import Layout, expert_modules, experts_form
+from kvexport.ops.experts import ExpertsForm
+from tests.support import models
+
+WINDOW = 24
+GPT_OSS: dict[str, Any] = {
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
+QWEN3: dict[str, Any] = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+CONFIGS: dict[str, Any] = {
+    "qwen3_moe": lambda: Qwen3MoeConfig(**models.SIZES, **QWEN3, norm_topk_prob=True),
+    "mixtral": lambda: MixtralConfig(**models.SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "gpt_oss": lambda: GptOssConfig(**models.SIZES, **GPT_OSS),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("stored", ["apart", "stacked"])
+def test_logits_are_transformers_in_chunks_and_token_by_token(name: str, stored: str, tmp_path: Path) -> None:
+    checkpoint = models.save_checkpoint(tmp_path / "checkpoint", CONFIGS[name]())
+    if stored == "stacked":
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        model.save_pretrained(checkpoint, save_original_format=False)
+    file = load_file(checkpoint / "model.safetensors")
+    assert any("experts.1." in tensor for tensor in file) == (stored == "apart" and name != "gpt_oss")
+    export = {"logits": "all", "prefill_chunk": 32}
+    recipe = models.make_recipe(checkpoint, export=export, limits={"max_length": 160})
+    artifact = build(recipe, tmp_path / "artifact")
+    ids = models.random_ids(0, 90, 60)
+    right = models.hugging_face_logits(checkpoint, ids)
+    for found, logits in zip(models.given_tokens_logits(load(artifact), ids, (50, 20)), right, strict=True):
+        assert np.abs(found - logits).max() <= 1e-5 * np.abs(logits).max()
+    nodes = [node.op_type for node in onnx.load(artifact / "decoder.onnx", load_external_data=False).graph.node]
+    assert nodes.count("Experts") == 2
+
+
+def test_a_missing_expert_is_named_before_a_weight_is_read(tmp_path: Path) -> None:
+    checkpoint = models.save_checkpoint(tmp_path / "checkpoint", CONFIGS["qwen3_moe"]())
+    tensors = load_file(checkpoint / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
+    save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UsageError, match=r"'model.layers.1.mlp.experts.gate_up_proj' do not fit each other"):
+        build(models.make_recipe(checkpoint, limits={"max_length": 160}), tmp_path / "artifact")
+
+
+def test_another_number_of_experts_than_the_config_says_is_refused(tmp_path: Path) -> None:
+    checkpoint = models.save_checkpoint(tmp_path / "checkpoint", CONFIGS["qwen3_moe"]())
+    tensors = load_file(checkpoint / "model.safetensors")
+    rest = {name: x for name, x in tensors.items() if ".experts.5." not in name}
+    save_file(rest, checkpoint / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UsageError, match=r"has shape \[5, .* expects \[6, "):
+        build(models.make_recipe(checkpoint, limits={"max_length": 160}), tmp_path / "artifact")
+
+
+def test_an_activation_that_the_operator_does_not_have_is_refused_by_name(tmp_path: Path) -> None:
+    checkpoint = models.save_checkpoint(
+        tmp_path / "checkpoint", Qwen3MoeConfig(**models.SIZES, **QWEN3, hidden_act="mish")
+    )
+    with pytest.raises(UsageError, match=r"Qwen3MoeExperts has an activation .* that the operator Experts does not"):
+        read_model(models.make_recipe(checkpoint, limits={"max_length": 160}))
+
+
+@pytest.mark.parametrize(
+    ("config", "form"),
+    [
+        (CONFIGS["qwen3_moe"], ExpertsForm()),
+        (CONFIGS["gpt_oss"], ExpertsForm("silu", slope=1.702, limit=7.0, up_offset=1.0, bias=1)),
+        (lambda: Qwen3MoeConfig(**models.SIZES, **QWEN3, hidden_act="gelu_pytorch_tanh"), ExpertsForm("gelu_tanh")),
+    ],
+)
+def test_the_form_is_read_off_the_module(config: Any, form: ExpertsForm) -> None:
+    model = AutoModelForCausalLM.from_config(config())
+    assert {experts_form(module) for _, module in expert_modules(model)} == {form}
+
+
+@pytest.mark.parametrize("layout", [Layout(t, i) for t in (False, True) for i in (False, True)], ids=str)
+def test_a_layout_and_its_inverse(layout: Layout) -> None:
+    held = torch.arange(2 * 6 * 4.0).reshape(2, 4, 6) if layout.transposed else torch.arange(48.0).reshape(2, 6, 4)
+    stored = layout.to_artifact(held)
+    assert stored.shape == layout.artifact_shape(tuple(held.shape))
+    assert torch.equal(layout.to_module(stored), held)

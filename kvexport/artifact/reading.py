@@ -33,6 +33,11 @@ def load_checked(path: Path, *, verify: bool = True) -> dict[str, Any]:
 
     Raises UsageError where nothing is at `path`, ArtifactError for everything that is wrong with what is there.
     """
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        problem = f"the path {os.fsencode(path)!r} is not UTF-8, and ONNX Runtime opens no file below it"
+        raise UsageError(problem, "mv the artifact to a folder whose path is UTF-8") from error
     for _ in range(10):
         if (manifest := _checked_unless_replaced(_existing(Path(path)), verify)) is not None:
             return manifest

@@ -11,6 +11,7 @@ import typer
 
 from kvexport.commands.options import ArtifactArgument, JsonOption
 from kvexport.commands.output import print_result
+from kvexport.errors import ArtifactError
 from kvexport.units import format_bytes
 
 if TYPE_CHECKING:
@@ -165,7 +166,11 @@ def _read_graph(path: Path, name: str, file: str) -> Graph:
         import onnx
     except ImportError:
         return Graph(name, file, None, None)
-    model = onnx.load(str(path / file), load_external_data=False)
+    try:
+        model = onnx.load(str(path / file), load_external_data=False)
+    except Exception as error:  # protobuf has an error class of its own for every implementation
+        problem = f"{path / file} is no ONNX graph: {str(error)[:200]}"
+        raise ArtifactError(problem, "build the artifact again: kvexport build") from error
     operators = Counter(_qualified(node.domain, node.op_type) for node in model.graph.node)
     functions = {_qualified(f.domain, f.name): len(f.node) for f in model.functions}
     return Graph(name, file, dict(sorted(operators.items())), functions)

@@ -8,6 +8,8 @@ nesting can make reading expensive.
 from __future__ import annotations
 
 import math
+import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,7 +116,10 @@ def read_file(path: Path, label: str, extended_at: str, findings: Findings) -> T
     empty = Tree({}, Origin(label, label, path.parent))
     by = f" (extended at {extended_at})" if extended_at else ""
     try:
-        with path.open("rb") as file:
+        # A pipe without a writer would block `open`, and reading a device might not end.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ValueError("it is no regular file")
             raw = file.read(MAX_BYTES + 1)
         text = raw.decode("utf-8-sig")
     except FileNotFoundError:

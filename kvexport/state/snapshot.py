@@ -261,6 +261,8 @@ def _check_tensors(snapshot: Snapshot, plan: CachePlan) -> None:
                 raise damaged(
                     f"{name} is {array.dtype} {list(array.shape)}, the artifact has {dtypes[tensor.name]} {shape}"
                 )
+            if array.dtype.kind == "f" and np.isnan(array).any():
+                raise damaged(f"{name} holds NaN, from which every token of the answer would be wrong")
         if not (np.isfinite(votes) & (votes >= 0)).all():
             raise damaged(f"past_key_values.{i}.votes holds numbers that are no votes")
         if not used_slots(votes) <= held + counters.added <= layer.capacity:

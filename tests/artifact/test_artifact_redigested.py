@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from kvexport.artifact.digests import write_manifest
 from kvexport.artifact.reading import load_manifest
-from tests.support.command_line import failure
+from tests.support.command_line import failure, run
 
 
 def cut(data: bytes) -> bytes:
@@ -58,6 +59,9 @@ def refused(artifact: Path, folder: Path, name: str, data: bytes) -> str:
     (copy / name).write_bytes(data)
     write_manifest(copy, manifest.to_json())
     said = failure(5, "generate", copy, "abc", "--max-new-tokens", 3)
+    if name.endswith(".onnx"):
+        shown = run("inspect", copy)
+        assert shown.exit_code in (0, 5) and (shown.exit_code == 0 or "is no ONNX graph" in shown.stderr)
     assert "build" in said.split("fix: ")[1]
     return said
 
@@ -89,3 +93,16 @@ def test_graphs_of_another_cache_are_refused(
 def test_graphs_in_one_anothers_place_are_refused(tiny_artifact: Path, tmp_path: Path, name: str, source: str) -> None:
     said = refused(tiny_artifact, tmp_path, name, (tiny_artifact / source).read_bytes())
     assert "it has no input input_ids" in said or "its input input_ids is " in said
+
+
+def test_a_graph_that_is_no_graph_is_named_by_inspect(tiny_artifact: Path, tmp_path: Path) -> None:
+    refused(tiny_artifact, tmp_path, "merge.onnx", bytes(range(256)))
+    said = failure(5, "inspect", tmp_path / "copy")
+    assert "copy/merge.onnx is no ONNX graph" in said and "kvexport build" in said
+
+
+def test_a_path_that_is_not_utf8_is_no_damaged_artifact(tiny_artifact: Path, tmp_path: Path) -> None:
+    copy = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xffart"))
+    shutil.copytree(tiny_artifact, copy)
+    said = failure(2, "generate", copy, "abc", "--max-new-tokens", 3)
+    assert "is not UTF-8" in said and "mv the artifact" in said

@@ -212,6 +212,18 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, tiny_checkpoint: Path, mor
         read_model(Recipe.model_validate({**RECIPE, "model": {"path": str(file)}}))
 
 
+def test_a_file_without_a_number_of_heads_is_named(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    from kvexport.export.model.gguf_model import tensors_of, write_texts
+
+    tiny_gguf(tiny_checkpoint, tmp_path / "tiny.gguf")
+    gguf = read_gguf(tmp_path / "tiny.gguf")
+    del gguf.metadata["llama.attention.head_count"]
+    with pytest.raises(UsageError, match="None heads do not share"):
+        tensors_of(gguf)
+    with pytest.raises(UsageError, match=r"has no llama.attention.head_count"):
+        write_texts(gguf, tmp_path)
+
+
 def test_what_changes_a_config_takes_no_gguf(tmp_path: Path, tiny_checkpoint: Path) -> None:
     tiny_gguf(tiny_checkpoint, tmp_path / "tiny.gguf")
     with pytest.raises(UsageError, match="--layers takes a checkpoint of safetensors"):

@@ -238,6 +238,8 @@ def set_to(value: float) -> Any:
         ({"qweight": lambda x: x.astype(np.int16)}, {}, "is I16"),
         ({"qweight": lambda x: x[:4]}, {}, r"F16 \[4, 32\], expected .* \[2, 32\]"),
         ({"g_idx": lambda x: x * 0}, {}, "groups that are not all of 16"),
+        ({"g_idx": lambda x: x * 0 - 7}, {}, "groups that are not all of 16"),
+        ({"g_idx": lambda x: x + 1000}, {}, "groups that are not all of 16"),
         ({"g_idx": lambda x: x[:5]}, {}, r"I32 \[5\], expected I32 or I64 \[64\]"),
         ({}, {"group_size": 24}, "groups of 24 inputs do not divide"),
         ({}, {"group_size": 8}, "groups of 8 inputs, expected 16 to 256"),

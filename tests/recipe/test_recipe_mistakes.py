@@ -4,6 +4,7 @@ error."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,8 @@ def test_other_files_that_cannot_be_read(recipe_dir: Path) -> None:
     assert one_problem("loop").startswith("recipes/loop.yaml: cannot be read: ")
     assert one_problem("dir").startswith("recipes/dir.yaml: cannot be read: ")
     assert one_problem("./none.yaml") == "none.yaml: there is no such file"
+    os.mkfifo("pipe.yaml")  # nobody writes to it
+    assert one_problem("./pipe.yaml") == "pipe.yaml: cannot be read: it is no regular file"
     assert "cannot be read" in one_problem("a\0/x.yaml")
 
 

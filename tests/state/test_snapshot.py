@@ -164,6 +164,8 @@ def test_forks_of_a_request_that_leaves_are_answered(tiny_artifact: Path, engine
 def test_a_snapshot_of_nan_fails_alone_and_leaves_a_clean_lane(engine: Engine, snapshot: Snapshot) -> None:
     bad = {name: np.full_like(array, np.nan) for name, array in snapshot.state.items() if name.endswith(".value")}
     poisoned = dataclasses.replace(snapshot, state={**snapshot.state, **bad})
+    with pytest.raises(SnapshotError, match=r"past_key_values\.\d\.value holds NaN"):
+        through_bytes(engine, poisoned)
     settings = engine.settings(max_new_tokens=9)
     expected = answer(engine, Request(LONG, settings))
     beside, failing = Request(LONG, settings), Request([1, 2], settings, start=poisoned, keep=True)

@@ -79,11 +79,12 @@ def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
         name = f"{f'model.layers.{found[1]}.' if found[1] else ''}{_NAMES[found[2]]}.{found[3]}"
         heads = 0
         if kind == "llama" and found[2] in ("attn_q", "attn_k"):
-            heads = meta[f"{kind}.attention.head_count"]
+            heads = meta.get(f"{kind}.attention.head_count")
             heads = meta.get(f"{kind}.attention.head_count_kv", heads) if found[2] == "attn_k" else heads
             if type(heads) is not int or heads < 1 or entry.shape[0] % (2 * heads):
+                shown = str(heads)[:40]
                 raise UsageError(
-                    f"tensor {stored!r} of {gguf.file} has shape {list(entry.shape)}, which {heads} heads do not share",
+                    f"tensor {stored!r} of {gguf.file} has shape {list(entry.shape)}, which {shown} heads do not share",
                     f"download {gguf.file.name} again",
                 )
         if len(entry.shape) == 2 and (heads or entry.dtype in LAYOUTS):

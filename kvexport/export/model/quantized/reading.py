@@ -88,7 +88,7 @@ def groups_in_order(entry: TensorEntry, group: int) -> NDArray[np.int64] | None:
     """Of `g_idx`, the group of each input: the order of inputs in which groups are contiguous; None where they are.
     Raises UsageError where groups are not of one size."""
     groups = whole(entry)
-    if (groups < 0).all():  # compressed-tensors' way to say that there is no order
+    if (groups == -1).all():  # compressed-tensors writes -1 where inputs have no order
         return None
     expected = np.repeat(np.arange(len(groups) // group), group)
     if np.array_equal(groups, expected):

@@ -37,6 +37,7 @@ ORDER = [
     "engine",
     "export",
     "planning",
+    "models",
     "validate",
     "evaluate",
     "calibrate",

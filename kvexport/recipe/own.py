@@ -1,0 +1,47 @@
+"""The recipe of a user's own model: a checkpoint and a budget, and the project's defaults for everything else."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvexport.recipe.inherit import inherit
+from kvexport.recipe.load import LoadedRecipe, checked
+from kvexport.recipe.override import read_overrides
+from kvexport.recipe.parse import Findings
+
+BUDGET = 1024
+METHOD = "ballot"  # the lowest loss of the methods at equal bytes on most tasks; docs/measurements/defaults.md
+
+
+def recipe_for(
+    model: str, budget: int = BUDGET, *, max_length: int | None = None, overrides: Sequence[str] = ()
+) -> LoadedRecipe:
+    """Return the recipe of a checkpoint that has no recipe file.
+
+    Every cache of the model gets the same budget. Measured budgets (docs/reference/methods.md, "calibrate") belong
+    here: they would become `cache.allocation.shares`.
+
+    Args:
+        model: A hub id, the path of a checkpoint's folder, or the path of a GGUF file.
+        budget: Slots of each KV head.
+        max_length: The most tokens of one sequence; None takes the default of `limits.max_length`.
+        overrides: "dotted.key=value" strings, as `--set` takes them. They win over all of the above.
+
+    Raises:
+        UsageError: An argument is not allowed in a recipe. The message lists every problem.
+    """
+    settings = [f"model.path={json.dumps(model)}", f"cache.method={METHOD}", f"cache.budget={budget}"]
+    if max_length is not None:
+        settings.append(f"limits.max_length={max_length}")
+    found = Findings()
+    tree = inherit(read_overrides(settings, found), read_overrides(overrides, found))
+    return checked(tree, f"the recipe of {model}", name_of(model), found)
+
+
+def name_of(model: str) -> str:
+    """Return a short name for a model: the last component of its hub id or path, without ".gguf"."""
+    last = Path(model).resolve().name if Path(model).exists() else model.rpartition("/")[2]
+    return re.sub(r"[^\w.-]+", "-", last.removesuffix(".gguf")) or "model"

@@ -20,7 +20,8 @@ from common import save
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from kvexport.engine.engine import Engine, load
+from kvexport.engine.engine import Engine
+from kvexport.engine.load import load
 from kvexport.engine.request import Request
 from kvexport.errors import KvexportError, SnapshotError
 from kvexport.state.snapshot import Snapshot

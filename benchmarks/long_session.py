@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 from common import RESULTS, save
 
-from kvexport.engine.engine import Engine, load
+from kvexport.engine.engine import Engine
+from kvexport.engine.load import load
 from kvexport.evaluate.settings import longer_checkpoint
 from kvexport.export.build import build
 from kvexport.export.model.checkpoint import resolve_checkpoint

@@ -20,7 +20,7 @@ from common import save
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from kvexport.engine.engine import load
+from kvexport.engine.load import load
 from tests.support.schedules import Alone, Schedule
 from tests.support.tiny_model import make_artifact
 

@@ -1,35 +1,44 @@
 """kvexport: a Hugging Face checkpoint becomes an engine whose KV cache has a fixed budget.
 
-    path = kvexport.build("tiny-keepkv", "artifacts/tiny")   # once; needs the extra `export`
-    engine = kvexport.load(path)                             # needs neither torch nor transformers
-    print(engine.generate("hello")[0].text)
+    engine = kvexport.load("Qwen/Qwen3-0.6B", budget=1024)   # built the first time; needs the extra `export`
+    print(engine.generate("Why is the sky blue?")[0].text)
 
-Importing this package imports none of its dependencies; they come with the first name that needs them.
+    kvexport.build("Qwen/Qwen3-0.6B", "qwen3", budget=1024)  # or into a folder of your own
+    engine = kvexport.load("qwen3")                          # needs neither torch nor transformers
+
+Importing this package imports none of its dependencies. They come with the first name that needs them.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import importlib as _importlib
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from kvexport.version import __version__
 
-if TYPE_CHECKING:
+if _TYPE_CHECKING:
+    from typing import Any
+
+    from kvexport.engine.async_engine import AsyncEngine
     from kvexport.engine.completion import Completion
-    from kvexport.engine.engine import Engine, load
+    from kvexport.engine.engine import Engine
+    from kvexport.engine.options import EngineOptions
     from kvexport.engine.request import Request
     from kvexport.errors import KvexportError
     from kvexport.language.settings import GenerationSettings
     from kvexport.language.token import Token
+    from kvexport.models import LLM, build, load
     from kvexport.recipe.fields import Recipe
 
 __all__ = [
+    "LLM",
+    "AsyncEngine",
     "Completion",
     "Engine",
+    "EngineOptions",
     "GenerationSettings",
     "KvexportError",
+    "Recipe",
     "Request",
     "Token",
     "__version__",
@@ -38,47 +47,27 @@ __all__ = [
 ]
 
 _HOMES = {
+    "LLM": "kvexport.models",
+    "AsyncEngine": "kvexport.engine.async_engine",
     "Completion": "kvexport.engine.completion",
     "Engine": "kvexport.engine.engine",
+    "EngineOptions": "kvexport.engine.options",
     "GenerationSettings": "kvexport.language.settings",
     "KvexportError": "kvexport.errors",
+    "Recipe": "kvexport.recipe.fields",
     "Request": "kvexport.engine.request",
     "Token": "kvexport.language.token",
-    "load": "kvexport.engine.engine",
+    "build": "kvexport.models",
+    "load": "kvexport.models",
 }
-
-
-def build(recipe: str | Path | Recipe, out: str | Path, overrides: Sequence[str] = ()) -> Path:
-    """Build an artifact into the directory `out` and return it; an artifact that was there is replaced at the very end.
-
-    recipe: the name of a shipped recipe, the path of a recipe's file, or a `Recipe`. overrides: "dotted.key=value", as
-    `--set`; for names and files only. Raises UsageError (recipe, checkpoint, target) and EnvironmentProblem (disk full,
-    missing package).
-    """
-    from kvexport.packages import require
-
-    require("build")
-    from kvexport.errors import UsageError
-    from kvexport.export.build import build as build_recipe
-    from kvexport.recipe.fields import Recipe
-    from kvexport.recipe.load import load_recipe
-
-    if isinstance(recipe, Recipe):
-        if overrides:
-            raise UsageError(
-                "overrides go over a recipe's name or file, this is a Recipe", "recipe.model_copy(update=...)"
-            )
-        return build_recipe(recipe, Path(out))
-    loaded = load_recipe(str(recipe), overrides)
-    return build_recipe(loaded.recipe, Path(out), name=loaded.name)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    value = globals()[name] = getattr(_importlib.import_module(_HOMES[name]), name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

@@ -17,7 +17,10 @@ from kvexport.errors import UsageError
 from kvexport.terminal import Progress, silent
 
 if TYPE_CHECKING:
+    from kvexport.engine.engine import Engine
+    from kvexport.engine.options import EngineOptions
     from kvexport.export.model.checkpoint import Checkpoint
+    from kvexport.recipe.fields import Recipe
     from kvexport.recipe.load import LoadedRecipe
 
 LONGEST = 32768  # tokens: models that were trained on longer sequences get this limit unless the user sets one
@@ -69,8 +72,11 @@ def build_model(
     """Build an artifact of a model into the folder `out`, and return the folder.
 
     Args:
-        model: See `model_recipe`, as `budget`, `max_length` and `overrides`.
+        model: See `model_recipe`.
         out: Where the artifact is written. An artifact that is there is replaced when the new one is complete.
+        budget: See `model_recipe`.
+        max_length: See `model_recipe`.
+        overrides: See `model_recipe`.
         progress: Shows what the build is doing.
 
     Raises:
@@ -98,9 +104,9 @@ def find_artifact(
 
     Args:
         source: The folder of an artifact, which is returned as it is; or a model (see `model_recipe`).
-        budget: See `model_recipe`, as `max_length` and `overrides`. They are refused for an artifact.
-        max_length: See `model_recipe`.
-        overrides: See `model_recipe`.
+        budget: See `model_recipe`; refused for an artifact.
+        max_length: See `model_recipe`; refused for an artifact.
+        overrides: See `model_recipe`; refused for an artifact.
         progress: Shows what the build is doing.
 
     Raises:
@@ -165,3 +171,116 @@ def _key(recipe: LoadedRecipe, checkpoint: Checkpoint) -> str:
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     facts = [__version__, recipe.resolved, checkpoint.fingerprint, stats]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def build(
+    source: str | Path | Recipe,
+    out: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    budget: int | None = None,
+    max_length: int | None = None,
+) -> Path:
+    """Build an artifact into a folder. An artifact that is there is replaced when the new one is complete.
+
+    Args:
+        source: A model (a hub id, the path of a checkpoint's folder or of a GGUF file), the name of a shipped recipe,
+            the path of a recipe's file, or a `Recipe`.
+        out: The folder of the artifact.
+        overrides: "dotted.key=value" strings, as `--set` takes them; not for a `Recipe`.
+        budget: Slots of each KV head; None takes the recipe's, which is 1024 for a model without a recipe.
+        max_length: The most tokens of one sequence, prompt and answer together; None takes the recipe's, which is the
+            length a model was trained for, at most 32768, for a model without a recipe.
+
+    Returns:
+        The folder of the artifact.
+
+    Raises:
+        UsageError: The source, an argument or the target cannot be used.
+        EnvironmentProblem: The hub cannot be reached, the disk is full, or a package is missing.
+    """
+    from kvexport.packages import require
+
+    require("build")
+    from kvexport.recipe.fields import Recipe
+    from kvexport.recipe.load import load_recipe
+
+    if not isinstance(source, Recipe) and is_model(str(source)):
+        return build_model(str(source), Path(out), budget, max_length=max_length, overrides=overrides)
+    from kvexport.export.build import build as build_recipe
+
+    changes = [*overrides]
+    changes += [] if budget is None else [f"cache.budget={budget}"]
+    changes += [] if max_length is None else [f"limits.max_length={max_length}"]
+    if isinstance(source, Recipe):
+        if changes:
+            raise UsageError(
+                "overrides, budget and max_length change a recipe's name or file, and this is a Recipe",
+                "recipe.model_copy(update=...)",
+            )
+        return build_recipe(source, Path(out))
+    loaded = load_recipe(str(source), changes)
+    return build_recipe(loaded.recipe, Path(out), name=loaded.name)
+
+
+def load(
+    source: str | Path,
+    *,
+    budget: int | None = None,
+    max_length: int | None = None,
+    overrides: Sequence[str] = (),
+    threads: int | None = None,
+    backend: str | None = None,
+    device: str | None = None,
+    cuda_graph: bool | None = None,
+    verify: bool = True,
+    float_input: bool = False,
+    lanes: int | None = None,
+    options: EngineOptions | None = None,
+    progress: Show = silent,
+) -> Engine:
+    """Load an artifact or a model. A model is built the first time, into the user's cache folder (XDG_CACHE_HOME).
+
+    `LLM` is another name of this function.
+
+    Args:
+        source: The folder of an artifact; or a model: a hub id, the path of a checkpoint's folder or of a GGUF file.
+        budget: Slots of each KV head of a model; None takes 1024. An artifact's budget is fixed.
+        max_length: The most tokens of one sequence of a model, prompt and answer together; None takes the length it was
+            trained for, at most 32768.
+        overrides: "dotted.key=value" strings for a model's recipe, as `--set` takes them.
+        threads: See `kvexport.engine.load.load`.
+        backend: See `kvexport.engine.load.load`.
+        device: See `kvexport.engine.load.load`.
+        cuda_graph: See `kvexport.engine.load.load`.
+        verify: See `kvexport.engine.load.load`.
+        float_input: See `kvexport.engine.load.load`.
+        lanes: The most sequences that run at once, as in `EngineOptions`.
+        options: The engine's options; None takes the defaults.
+        progress: Shows what a build is doing.
+
+    Returns:
+        The engine, with `generate`, `stream` and `chat`.
+
+    Raises:
+        UsageError: There is no such artifact or model, or an argument cannot be used.
+        ArtifactError: The artifact is damaged, or not prepared for the backend.
+        EnvironmentProblem: The hub cannot be reached, the disk is full, or the machine lacks what the backend needs.
+    """
+    from kvexport.engine.load import load as load_artifact
+
+    path = find_artifact(source, budget, max_length=max_length, overrides=overrides, progress=progress)
+    return load_artifact(
+        path,
+        threads=threads,
+        backend=backend,
+        device=device,
+        cuda_graph=cuda_graph,
+        verify=verify,
+        float_input=float_input,
+        lanes=lanes,
+        options=options,
+    )
+
+
+LLM = load

@@ -187,6 +187,15 @@ class LaneState(Protocol):
         call."""
         ...
 
+    def advance(
+        self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
+    ) -> NDArray[np.float32]:
+        """Run a decode step: as `decode`, of lanes whose prompts have been read.
+
+        A state whose decode steps read less than the whole cache (`kvexport.state.periodic`) overrides this.
+        """
+        return self.decode(input_ids, query_length, first)
+
     def merge(self, first: int, last: int) -> None:
         """Bring lanes first <= lane < last back within their budgets."""
         ...

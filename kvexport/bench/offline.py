@@ -18,7 +18,7 @@ import numpy as np
 from kvexport.bench.figures import COLUMNS, cells, percentiles
 from kvexport.engine.engine import Engine
 from kvexport.engine.lanes import Lanes
-from kvexport.engine.request import DECODING, Call, Request
+from kvexport.engine.request import DECODING, Bundle, Request
 from kvexport.errors import UsageError
 from kvexport.report.sections import KeyValues, Plot, Section, Series, Table
 
@@ -146,19 +146,19 @@ def _decode(engine: Engine, prompts: Sequence[Sequence[int]], steps: int) -> tup
     A step gives one token per sequence, and more if drafts are accepted.
     """
     settings = engine.settings(max_new_tokens=steps + WARM_UP + 1, do_sample=False, ignore_eos=True)
-    call = Call()  # so that none of them decodes before all prompts are read
-    requests = [Request(prompt, settings, call, i) for i, prompt in enumerate(prompts)]
+    bundle = Bundle()  # so that none of them decodes before all prompts are read
+    requests = [Request(prompt, settings, bundle, i) for i, prompt in enumerate(prompts)]
     for request in requests:
         engine.add(request)
     seconds: list[float] = []
     tokens: list[int] = []
     while engine.busy:
         counts = all(request.state is DECODING for request in requests)
-        before, start = call.timing.generated_tokens, time.perf_counter()
+        before, start = bundle.timing.generated_tokens, time.perf_counter()
         engine.step()
         if counts:
             seconds.append(time.perf_counter() - start)
-            tokens.append(call.timing.generated_tokens - before)
+            tokens.append(bundle.timing.generated_tokens - before)
     if failed := [request.error for request in requests if request.error is not None]:
         raise failed[0]
     return seconds[WARM_UP:], sum(tokens[WARM_UP:])

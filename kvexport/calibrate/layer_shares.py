@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.cache import LayerCache, plan_cache
-from kvexport.engine.engine import Engine, load
+from kvexport.engine.engine import Engine
 from kvexport.engine.lanes import Lanes
+from kvexport.engine.load import load
 from kvexport.errors import UsageError
 from kvexport.evaluate.corpus import library_sources
 from kvexport.evaluate.language import Ids, Language, Words, language_of

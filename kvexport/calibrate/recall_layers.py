@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvexport.cache import LayerGeometry, plan_cache
-from kvexport.engine.engine import load
+from kvexport.engine.load import load
 from kvexport.errors import UsageError
 from kvexport.evaluate.corpus import manual
 from kvexport.evaluate.language import Ids, Words, language_of

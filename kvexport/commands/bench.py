@@ -31,7 +31,7 @@ def bench(
     docs/tasks/measure-speed.md explains each figure, and how to load-test a server.
     """
     from kvexport.bench.offline import Plan, measure, sections
-    from kvexport.engine.engine import load
+    from kvexport.engine.load import load
     from kvexport.terminal import show
 
     require_folder(html)

@@ -166,7 +166,7 @@ def chat(
     The state of the conversation stays: every turn reads what is new alone, however long it gets. Lines from a pipe are
     messages too. /help shows the commands.
     """
-    from kvexport.engine.engine import load
+    from kvexport.engine.load import load
     from kvexport.terminal import show
 
     with show(f"loading {artifact}"):

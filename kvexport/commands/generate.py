@@ -67,7 +67,7 @@ def generate(
     if sample is None and any(value is not None for value in drawing.values()):
         sample = True
     others = {"max_new_tokens": max_new_tokens, "repetition_penalty": repetition_penalty, "stop_strings": stop or None}
-    from kvexport.engine.engine import load
+    from kvexport.engine.load import load
     from kvexport.terminal import show
 
     with show(f"loading {artifact}"):

@@ -68,7 +68,7 @@ def serve(
     from kvexport.packages import require
 
     require("serve")
-    from kvexport.engine.engine import load
+    from kvexport.engine.load import load
     from kvexport.serve.app import create_app
     from kvexport.serve.run import listen, run
     from kvexport.serve.settings import ServeSettings

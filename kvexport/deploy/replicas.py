@@ -35,7 +35,7 @@ class Replica:
     """One server, whose engine is loaded when it is made. settings: its own. threads, lanes: of the engine."""
 
     def __init__(self, artifact: Path, settings: ServeSettings, threads: int, lanes: int) -> None:
-        from kvexport.engine.engine import load
+        from kvexport.engine.load import load
         from kvexport.serve.app import create_app
 
         self._app = create_app(load(artifact, threads=threads, lanes=lanes), settings)

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from kvexport.engine.engine import Engine, load
+from kvexport.engine.engine import Engine
+from kvexport.engine.load import load
 from kvexport.engine.request import FINISHED, Request
 from kvexport.errors import KvexportError, UsageError
 from kvexport.language.token import Token

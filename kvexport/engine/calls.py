@@ -15,16 +15,15 @@ from kvexport.engine.prefixes import Prefixes
 from kvexport.engine.request import DECODING, Request, Timing
 from kvexport.engine.speculation import Drafter
 from kvexport.errors import KvexportError
-from kvexport.language.sampling import may_settle
 
 
 class ModelCalls:
     """chunk: tokens of a prompt in one call. row_seconds: what a row of a call of prompts took, by the last ones."""
 
-    def __init__(self, pool: LanePool, forks: Forks, chunk: int, vocabulary: int, max_length: int) -> None:
+    def __init__(self, pool: LanePool, forks: Forks, chunk: int, max_length: int) -> None:
         self.row_seconds = 0.0
         self._pool, self._forks = pool, forks
-        self._chunk, self._vocabulary, self._max_length = chunk, vocabulary, max_length
+        self._chunk, self._max_length = chunk, max_length
 
     def prefill(self, requests: Sequence[Request], prefixes: Prefixes | None) -> list[Request]:
         """Read the next chunk of each, lanes being neighbours; the requests whose prompt is read get their token."""
@@ -58,7 +57,7 @@ class ModelCalls:
             tokens[request.lane] = (request.last_token,)
         rows: Rows
         count = state.top_logits
-        if count and any(may_settle(request.sampler.settings, count, self._vocabulary) for request in requests):
+        if count and any(request.sampler.may_settle(count) for request in requests):
             rows = lanes.append_by(state.step, tokens, first=0)
         else:
             rows = HostRows(lanes.append(tokens, first=0)[:, 0])

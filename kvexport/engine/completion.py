@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from kvexport.engine.request import FINISHED, Call, FinishReason, Prompt, Request, Timing
+from kvexport.engine.request import FINISHED, Bundle, FinishReason, Prompt, Request, Timing
 from kvexport.errors import UsageError
 from kvexport.language.token import Token
 
@@ -22,6 +22,12 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None
+
+    def append(self, token: Token) -> None:
+        """Take the next token."""
+        self.token_ids.append(token.id)
+        self.text += token.text
+        self.finish_reason = token.finish_reason
 
 
 class Steps(Protocol):
@@ -43,17 +49,17 @@ class Steps(Protocol):
 
 
 def tokens_of(
-    engine: Steps, requests: Sequence[Request], call: Call, on_prefill: Callable[[int, int], None] | None
+    engine: Steps, requests: Sequence[Request], bundle: Bundle, on_prefill: Callable[[int, int], None] | None
 ) -> Iterator[Token]:
     """The tokens of a call's requests, as `Engine.stream` gives them."""
-    engine.timing = call.timing
+    engine.timing = bundle.timing
     done, total = 0, sum(len(request.prompt) for request in requests)
     try:
         for request in requests:
             engine.add(request)
         while True:
-            while call.new:  # a step of another call may have put them there
-                yield call.new.popleft()
+            while bundle.new:  # a step of another call may have put them there
+                yield bundle.new.popleft()
             if all(request.state is FINISHED for request in requests):
                 break
             engine.step()
@@ -66,6 +72,19 @@ def tokens_of(
             engine.cancel(request.id)
     if failed := [request.error for request in requests if request.error is not None]:
         raise failed[0]
+
+
+def collect(prompt_tokens: Sequence[int], tokens: Iterable[Token]) -> list[Completion]:
+    """Return the completion of each prompt.
+
+    Args:
+        prompt_tokens: The number of tokens of each prompt.
+        tokens: The tokens of all prompts, in the order in which they were chosen.
+    """
+    completions = [Completion(count) for count in prompt_tokens]
+    for token in tokens:
+        completions[token.sequence].append(token)
+    return completions
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -40,6 +40,10 @@ class LanePool:
             count = min(max(needed, 2 * there), self._most)
             self.lanes.grow(self.state.grown(count), count)
 
+    def drop(self) -> None:
+        """Free all lanes."""
+        self._lanes, self._used = None, {}
+
     def begin(self, lane: int, saved: Saved | None = None) -> None:
         """Give a lane: empty, or as another was when it was saved."""
         if saved is not None:

@@ -18,7 +18,6 @@ from kvexport.backends.lane_state import with_whole_rings, without_replaced
 from kvexport.cache import CachePlan
 from kvexport.recipe.fields import MOST
 from kvexport.state.lane import Counters, Saved
-from kvexport.state.periodic import PeriodicState
 
 T = TypeVar("T")
 Tokens = Sequence[int] | NDArray[np.int64]
@@ -150,8 +149,7 @@ class Lanes:
         those of its neighbours, while all other lanes take no part; None: there are tokens for each lane. unread: lanes
         whose prompts go on after this chunk; where prompts merge at their end, theirs do not merge yet. Logits as
         `LaneState.decode` gives them."""
-        state = self.state
-        decode = state.advance if isinstance(state, PeriodicState) and not prefill else state.decode
+        decode = self.state.decode if prefill else self.state.advance
         return self.append_by(decode, tokens, first=first, prefill=prefill, unread=unread)
 
     def append_by(

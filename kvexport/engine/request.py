@@ -13,7 +13,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.language.sampling import Sampler
+from kvexport.errors import UsageError
+from kvexport.language.sampling import LogitsProcessor, Sampler
 from kvexport.language.settings import GenerationSettings
 from kvexport.language.text import TextStream
 from kvexport.language.token import Token
@@ -21,6 +22,7 @@ from kvexport.state.lane import Saved
 from kvexport.state.snapshot import Snapshot
 
 Prompt = str | Sequence[int] | NDArray[np.int64]
+Processors = LogitsProcessor | Sequence[LogitsProcessor] | None
 FinishReason = Literal["stop", "length", "cancelled", "preempted", "error"]
 
 
@@ -60,9 +62,15 @@ class Timing:
 
 
 @dataclass(eq=False)
-class Call:
-    """Shared by requests that are given together: none of them decodes before the prompts of all that hold a lane are
-    read, which is fastest for the last of them. new: tokens of all of them that nobody has taken out yet."""
+class Bundle:
+    """What the requests of prompts that are given together share.
+
+    None of them decodes before the prompts of all that have a lane are read, which takes the fewest calls.
+
+    Attributes:
+        timing: The figures of all of them.
+        new: Tokens of all of them that the caller has not taken yet.
+    """
 
     timing: Timing = field(default_factory=Timing)
     new: deque[Token] = field(default_factory=deque)
@@ -97,13 +105,14 @@ class Request:
 
     prompt: Prompt
     settings: GenerationSettings | None = None
-    call: Call | None = None
+    bundle: Bundle | None = None
     sequence: int = 0
     start: Snapshot | None = None
     keep: bool = False
     fork_of: Request | None = field(default=None, repr=False)
     priority: int = 0
     deadline: float | None = None
+    processors: Sequence[LogitsProcessor] = ()
     id: int = field(default=0, init=False)
     state: State = field(default=WAITING, init=False)
     lane: int = field(default=-1, init=False)
@@ -125,7 +134,7 @@ class Request:
 
     def __post_init__(self) -> None:
         """Share the call's figures."""
-        self.timing = Timing() if self.call is None else self.call.timing
+        self.timing = Timing() if self.bundle is None else self.bundle.timing
 
     def fork(self, settings: GenerationSettings | None = None) -> Request:
         """Another answer to the same prompt, to be added beside this request: the prompt is read once, and a copy of
@@ -138,6 +147,7 @@ class Request:
             fork_of=self,
             priority=self.priority,
             deadline=self.deadline,
+            processors=self.processors,
         )
 
     def prepare(self, ids: NDArray[np.int64], sampler: Sampler, text: TextStream | None, done: int = 0) -> None:
@@ -216,8 +226,8 @@ class Request:
                 piece += text.flush()
         made = Token(self.sequence, token, piece, reason, *(self.sampler.logprobs or ()))
         self.tokens.append(made)
-        if self.call is not None:
-            self.call.new.append(made)
+        if self.bundle is not None:
+            self.bundle.new.append(made)
         if reason:
             self.finish(reason)
 
@@ -230,6 +240,17 @@ class Request:
     def _require(self, state: State) -> None:
         if self.state is not state:
             raise ValueError(f"the request is {self.state.value}, not {state.value}")
+
+
+def as_processors(processors: Processors) -> tuple[LogitsProcessor, ...]:
+    """Return one function, several or none as a tuple. Raises UsageError for anything else."""
+    functions = () if processors is None else (processors,) if callable(processors) else tuple(processors)
+    if wrong := [function for function in functions if not callable(function)]:
+        raise UsageError(
+            f"logits_processor holds {wrong[0]!r}, which is no function",
+            "pass a function of (token ids, logits) that returns logits, or a list of such functions",
+        )
+    return functions
 
 
 _ids = itertools.count(1)

@@ -9,7 +9,7 @@
   beyond one chunk: those that decode wait for the call, and so does a prompt that arrives meanwhile.
 - Where the engine is told to, a request of a better priority takes the lane of the worst that has one, which waits as
   if it had just come and goes on where it was.
-- Every step decodes all lanes whose prompts are read; those of one call begin together (see `Request.call`).
+- Every step decodes all lanes whose prompts are read; those of one call begin together (see `Request.bundle`).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Schedule(NamedTuple):
     decode: Sequence[Request] = ()
     moved: Sequence[Request] = ()
     source: int = -1
+    expired: Sequence[Request] = ()
 
 
 class Scheduler:
@@ -98,8 +99,8 @@ class Scheduler:
             moved = self._move()
             return Schedule((), (), self._decoding, *moved)
         admitted, moved = self._admit(), self._move()
-        unread = {request.call for request in self._prefilling} - {None}
-        decode = [request for request in self._decoding if request.call not in unread]
+        unread = {request.bundle for request in self._prefilling} - {None}
+        decode = [request for request in self._decoding if request.bundle not in unread]
         return Schedule(admitted, self._chunks(), decode, *moved)
 
     def _move(self) -> tuple[Sequence[Request], int]:

@@ -38,7 +38,7 @@ def prepare(request: Request, ids: Ids, default: GenerationSettings, grammars: G
     state = start.sampler if start is not None and again else None
     answered = len(state["generated"]) if state is not None else 0
     constraint = grammars.start(settings.grammar, settings.eos_token_ids) if settings.grammar is not None else None
-    sampler = Sampler(settings, ids[: len(ids) - answered], grammars.vocabulary, constraint)
+    sampler = Sampler(settings, ids[: len(ids) - answered], grammars.vocabulary, constraint, request.processors)
     if state is not None:
         sampler.restore(state)
     tokenizer = grammars.tokenizer

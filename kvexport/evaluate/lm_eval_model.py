@@ -16,7 +16,7 @@ from typing import Any
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
-from kvexport.engine.engine import load
+from kvexport.engine.load import load
 from kvexport.errors import UsageError
 from kvexport.evaluate.measure import counted_logits
 from kvexport.evaluate.reference import log_softmax

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvexport.cache import plan_cache
-from kvexport.engine.engine import Engine, load
+from kvexport.engine.engine import Engine
+from kvexport.engine.load import load
 from kvexport.errors import UsageError
 from kvexport.evaluate.files import alone, digest_of
 from kvexport.evaluate.kept import read_result, write_result

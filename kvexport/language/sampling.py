@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -25,6 +25,9 @@ from kvexport.language.top_logits import Scores, scores_of
 
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
+
+# A user's change of the logits: (token ids of prompt and answer [n] int64, logits [vocabulary] float32) -> logits.
+LogitsProcessor = Callable[[Ids, Floats], Floats]
 
 _BLOCK = 512
 _SORTED_AT_ONCE = 256
@@ -43,7 +46,8 @@ class Sampler:
     never on the batch the sequence is in.
 
     prompt_ids: the prompt's token ids; they count for the repetition penalty only. vocab_size: the length of the
-        logits. constraint: of the settings' grammar, for this sequence alone.
+        logits. constraint: of the settings' grammar, for this sequence alone. processors: the user's own changes of the
+        logits, called in this order with prompt and answer.
     """
 
     def __init__(
@@ -52,11 +56,14 @@ class Sampler:
         prompt_ids: Sequence[int] | Ids,
         vocab_size: int,
         constraint: Constraint | None = None,
+        processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         """Start a sequence of which nothing is generated yet; UsageError for a token id that cannot be."""
         self.settings = settings
         self.vocab_size = vocab_size
         self._constraint = constraint
+        self._processors = tuple(processors)
+        self._prompt_ids = np.asarray(prompt_ids, dtype=np.int64) if processors else None
         self.generated: list[int] = []
         self.logprobs: Logprobs | None = None  # of the token last chosen, where the settings ask for them
         # Ids beyond the logits (an embedding larger than the head) cannot come out, so they carry no penalty.
@@ -104,6 +111,8 @@ class Sampler:
     def next_of(self, top: TopLogits) -> int | None:
         """As `next`, from the row's largest logits alone; None, and nothing is chosen, where they do not prove what
         `next` would do: it then needs the row."""
+        if self._processors:
+            return None
         if top.ids.size == self.vocab_size:
             row = np.empty(self.vocab_size, dtype=np.float32)
             row[top.ids] = top.values
@@ -133,11 +142,15 @@ class Sampler:
             self._counts[token] += 1
         return token
 
+    def may_settle(self, count: int) -> bool:
+        """Return whether the `count` largest logits of a row can ever be enough to choose a token."""
+        return not self._processors and may_settle(self.settings, count, self.vocab_size)
+
     def twin(self) -> Sampler:
         """A sampler that goes on from here by itself, with the same draws, but no grammar or log-probabilities."""
         other = copy.copy(self)
         other.settings = dataclasses.replace(self.settings, logprobs=None)
-        other.generated, other._constraint = list(self.generated), None
+        other.generated, other._constraint, other._processors = list(self.generated), None, ()
         other._random = copy.deepcopy(self._random)
         other._is_seen, other._counts = (None if x is None else x.copy() for x in (self._is_seen, self._counts))
         return other
@@ -199,7 +212,7 @@ class Sampler:
         """The logits of `ids` (None: of all) after bias, penalties, eos suppression and the grammar; the caller's own
         array where none of them applies."""
         suppresses = self._suppresses()
-        changes = (self._bias, self._is_seen, self._counts, self._constraint)
+        changes = (self._bias, self._is_seen, self._counts, self._constraint, self._processors or None)
         if all(change is None for change in changes) and not suppresses:
             return logits
         scores: Floats = logits.copy()
@@ -214,9 +227,24 @@ class Sampler:
             scores[places] -= np.float32(self.settings.presence_penalty)
         if suppresses:
             scores[self._eos_ids if ids is None else np.isin(ids, self._eos_ids)] = -np.inf
+        if self._processors:
+            scores = self._processed(scores)
         if self._constraint is not None:
             allowed = self._constraint.mask()
             scores[~(allowed if ids is None else allowed[ids])] = -np.inf
+        return scores
+
+    def _processed(self, scores: Floats) -> Floats:
+        """Return a row of logits after the user's processors, which come after penalties and before the grammar."""
+        assert self._prompt_ids is not None
+        ids = np.concatenate([self._prompt_ids, np.array(self.generated, np.int64)])
+        for processor in self._processors:
+            scores = np.array(processor(ids, scores), dtype=np.float32)
+            if scores.shape != (self.vocab_size,):
+                raise UsageError(
+                    f"a logits_processor returned an array of shape {list(scores.shape)}, expected [{self.vocab_size}]",
+                    "return the row of logits that the function was called with, changed or not",
+                )
         return scores
 
     def _suppresses(self) -> bool:

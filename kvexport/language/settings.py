@@ -46,6 +46,8 @@ UNSUPPORTED_WHEN_SAMPLING: Mapping[str, Any] = {
 }
 
 MOST_LOGPROBS = 20
+ALIASES: Mapping[str, str] = {"max_tokens": "max_new_tokens", "stop": "stop_strings"}
+"""The names that vLLM and llama-cpp-python give to settings."""
 
 _SHARED_KEYS = (
     "max_new_tokens",
@@ -166,16 +168,18 @@ class GenerationSettings:
     @classmethod
     def from_generation_config(cls, data: Mapping[str, Any], **overrides: Any) -> GenerationSettings:
         """Settings from the content of a generation_config.json, with `overrides` (this class's fields; None = not
-        given) on top.
+        given) on top, by their names here or by those of `ALIASES`. A temperature without do_sample samples, a
+        temperature of 0 takes the likeliest token, as in vLLM.
 
         A null counts as unset. Keys that change nothing here are ignored, as are max_length (it counts the prompt; the
         recipe's limits.max_length bounds prompt and output together) and, without do_sample, everything that only
         sampling reads. Raises UsageError for a key of `UNSUPPORTED` with an effect, for an unknown override and for a
         value out of range.
         """
+        overrides = _renamed(overrides)
         unknown = sorted(set(overrides) - {field.name for field in fields(cls)})
         if unknown:
-            known = ", ".join(field.name for field in fields(cls))
+            known = ", ".join((*(field.name for field in fields(cls)), *ALIASES))
             raise UsageError(f"unknown generation setting '{unknown[0]}'", f"use one of: {known}")
         values = {key: data[key] for key in _SHARED_KEYS if data.get(key) is not None}
         if data.get("eos_token_id") is not None:
@@ -184,9 +188,24 @@ class GenerationSettings:
         for key in ("eos_token_ids", "stop_strings", "shown_ids"):
             if key in values:
                 values[key] = _as_tuple(values[key])
+        if overrides.get("do_sample") is None and (temperature := overrides.get("temperature")) is not None:
+            values["do_sample"] = temperature != 0
+            values["temperature"] = temperature or 1.0
         settings = cls(**values)
         _refuse_unsupported(data, settings, min_new_tokens_given="min_new_tokens" in values)
         return settings
+
+
+def _renamed(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by the names of the fields. Raises UsageError for a setting under both of its names."""
+    renamed: dict[str, Any] = {}
+    for name, value in overrides.items():
+        own = ALIASES.get(name, name)
+        if own != name and overrides.get(own) is not None and value is not None:
+            raise UsageError(f"{name} and {own} are two names of one setting", f"leave {name} out")
+        if renamed.get(own) is None:
+            renamed[own] = value
+    return renamed
 
 
 def _refuse_unsupported(data: Mapping[str, Any], settings: GenerationSettings, min_new_tokens_given: bool) -> None:

@@ -11,14 +11,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.artifact.manifest import Manifest
-from kvexport.backends.base import Backend, LoadedModel, LoadOptions, Memory, ModelState
+from kvexport.backends.base import Memory, ModelState
 from kvexport.backends.lane_state import slot_axes
 from kvexport.backends.rows import Rows
 from kvexport.cache import CachePlan
@@ -27,13 +26,6 @@ from kvexport.ranks.heads import Arrays, joined, part_of
 from kvexport.ranks.processes import Ranks
 
 T = TypeVar("T")
-
-
-def load(backend: Backend, path: Path, manifest: Manifest, options: LoadOptions) -> LoadedModel:
-    """The artifact, ready to run, in as many processes as it has ranks. Raises what `Backend.load` raises."""
-    if manifest.graphs.rank_count == 1:
-        return backend.load(path, manifest, options)
-    return RankedModel(Ranks(backend, path, manifest, options), manifest)
 
 
 class RankedModel:
@@ -61,7 +53,7 @@ class RankedModel:
         return Message(name, {**values, "dropped": dropped}, arrays or {})
 
 
-class RankedState:
+class RankedState(ModelState):
     """See `ModelState`."""
 
     def __init__(self, model: RankedModel, number: int, own: ModelState) -> None:

@@ -18,7 +18,6 @@ from starlette.responses import Response
 
 from kvexport.cache import state_bytes
 from kvexport.engine.engine import Engine
-from kvexport.engine.prefixes import Prefixes
 from kvexport.engine.request import Request as EngineRequest
 from kvexport.language.grammar import Grammar
 from kvexport.language.reasoning import is_open, shown_ids, thinks
@@ -74,13 +73,16 @@ class Service:
     """One server's: the engine behind its worker, what is allowed, and the metrics."""
 
     def __init__(self, engine: Engine, settings: ServeSettings) -> None:
-        self.engine = engine
+        options = replace(
+            engine.options,
+            latency_budget=settings.latency_budget,
+            preempts=settings.preempts,
+            prefix_memory=settings.prefix_memory,
+        )
+        self.engine = engine = engine.with_options(options)
         self.settings = settings
         self.model = next((name for name in settings.names if name != "*"), "kvexport")
         self.metrics = Metrics(self.model)
-        engine.latency_budget, engine.preempts = settings.latency_budget, settings.preempts
-        chunk, limit = engine.manifest.limits.prefill_chunk, settings.prefix_memory
-        engine.prefixes = Prefixes(chunk, limit) if limit else None
         self.sessions = Sessions(engine.manifest, settings)
         self.session_bytes = session_bytes(engine.manifest)
         self.lanes = engine.reserve()  # the memory of the state is taken now, and no more later

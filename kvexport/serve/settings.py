@@ -29,7 +29,7 @@ class ServeSettings:
     Bytes: prefix_memory (for the states of what prompts begin with; 0 = none are kept), session_memory (for sessions;
     beyond it they go to session_folder, where there is one), session_disk (in that folder). session_shared: other
     servers of the artifact use the folder too, and every turn is written at once. latency_budget: seconds that a call
-    of several prompts may take, for which others wait; None = any, see `Engine.latency_budget`.
+    of several prompts may take, for which others wait; None = any, see `EngineOptions.latency_budget`.
     """
 
     names: tuple[str, ...] = ("kvexport",)

@@ -67,7 +67,7 @@ def measure(service: Service) -> None:
     sessions = service.sessions
     metrics.gauge("kvexport:session_bytes", "Sessions in memory.", lambda: sessions.memory_bytes)
     metrics.gauge("kvexport:session_disk_bytes", "Sessions in the folder.", lambda: sessions.disk_bytes)
-    metrics.counter("vllm:num_preemptions", "How often a lane went to a better priority.", lambda: engine.parked)
+    metrics.counter("vllm:num_preemptions", "How often a lane went to a better priority.", lambda: engine.preemptions)
     metrics.counter("kvexport:merges", "How often a lane's cache was brought back to its budget.", lambda: lanes.merges)
 
 

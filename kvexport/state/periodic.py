@@ -67,7 +67,7 @@ def new_periodic(manifest: Manifest, model: LoadedModel, lanes: int) -> Periodic
     return PeriodicState(model.new_state(manifest.cache, lanes, memory), part, settings)
 
 
-class PeriodicState:
+class PeriodicState(ModelState):
     """A `ModelState` whose `decode` is that of the full cache; `advance` is a decode step. A full cache that evicts
     nothing never moves an entry: the slot of a token is its number in the sequence."""
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvexport.backends.base import LaneState
 from kvexport.cache import CachePlan
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from kvexport.validate.telemetry import Telemetry
 
 
-class ReferenceBackend:
+class ReferenceBackend(LaneState):
     """A `LaneState` that computes with the PyTorch reference over its own state tensors.
 
     Attributes:

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvexport import backends
 from kvexport.artifact.reading import load_manifest
-from kvexport.engine.engine import load
+from kvexport.engine.load import load
 from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.ranks.comparison import runners
 from kvexport.terminal import Progress, silent

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvexport import backends
-from kvexport.engine.engine import load
+from kvexport.engine.load import load
 from kvexport.errors import ArtifactError, EnvironmentProblem, UsageError
 
 

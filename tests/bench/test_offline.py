@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvexport.bench.offline import Plan, measure, sections
-from kvexport.engine.engine import load
+from kvexport.engine.load import load
 from kvexport.report.page import render_html
 from kvexport.report.text import render_text
 from tests.support import command_line

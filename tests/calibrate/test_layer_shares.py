@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from kvexport.allocation import allocate
 from kvexport.calibrate.layer_shares import LEAST, calibrate_text, shares_of, text_losses
 from kvexport.commands.app import app
-from kvexport.engine.engine import Engine, load
+from kvexport.engine.engine import Engine
+from kvexport.engine.load import load
 from kvexport.errors import UsageError
 from kvexport.evaluate.language import Words
 from kvexport.evaluate.measure import counted_logits

@@ -98,7 +98,7 @@ def test_a_message_that_does_not_fit_leaves_the_conversation_as_it_was(talk: com
 
 
 def test_it_works_without_a_terminal(tiny_artifact: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvexport.engine.engine.load", lambda *_, **__: engine)
+    monkeypatch.setattr("kvexport.engine.load.load", lambda *_, **__: engine)
     said = ok(
         "chat", tiny_artifact, "--max-new-tokens", 5, "--temperature", 0, input="anna\n\n/stats\nbob\n/exit\nno\n"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvexport.commands import demo, demo_real
-from kvexport.engine.engine import load
+from kvexport.engine.load import load
 from kvexport.export.build import build
 from kvexport.language.text import Tokenizer
 from kvexport.recipe.inherit import recipe_folder

@@ -15,8 +15,9 @@ from transformers import MistralConfig
 from kvexport.backends.onnxruntime.device_array import DeviceArray
 from kvexport.cache import part_plan
 from kvexport.engine.cache_drafter import CacheDrafter
-from kvexport.engine.engine import Engine, load
+from kvexport.engine.engine import Engine
 from kvexport.engine.lanes import Lanes
+from kvexport.engine.load import load
 from kvexport.engine.request import Request
 from kvexport.errors import UsageError
 from kvexport.language.sampling import Sampler

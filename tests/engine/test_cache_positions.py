@@ -13,7 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvexport.artifact.reading import load_manifest
-from kvexport.engine.engine import Engine, load
+from kvexport.engine.engine import Engine
+from kvexport.engine.load import load
 from kvexport.engine.request import Request
 from kvexport.errors import UsageError
 from kvexport.recipe.fields import MOST, Recipe

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvexport.engine.engine import Engine, load
+from kvexport.engine.engine import Engine
 from kvexport.engine.lanes import Lanes
+from kvexport.engine.load import load
 from kvexport.errors import UsageError
 from kvexport.language.token import Token
 from tests.support import models
@@ -391,8 +392,8 @@ def test_prompts_that_cannot_be_used(engine: Engine, batch: Any, problem: str) -
 def test_empty_text_and_unknown_settings(chat: Engine) -> None:
     with pytest.raises(UsageError, match="the prompt is empty"):
         chat.generate("")
-    with pytest.raises(UsageError, match="unknown generation setting 'max_tokens'"):
-        chat.generate("abc", max_tokens=3)
+    with pytest.raises(UsageError, match="unknown generation setting 'max_words'"):
+        chat.generate("abc", max_words=3)
 
 
 def test_an_artifact_that_is_not_there(tmp_path: Path) -> None:
@@ -408,7 +409,7 @@ for name in ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "safetens
     sys.modules[name] = None
 import kvexport.engine.engine
 path, batch = json.load(sys.stdin)
-print(json.dumps([c.token_ids for c in kvexport.engine.engine.load(path).generate(batch, max_new_tokens=20)]))
+print(json.dumps([c.token_ids for c in kvexport.engine.load.load(path).generate(batch, max_new_tokens=20)]))
 """
     done = subprocess.run(
         [sys.executable, "-c", code],

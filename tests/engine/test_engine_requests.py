@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 
 import kvexport
-from kvexport.engine.engine import Engine, load
+from kvexport.engine.engine import Engine
+from kvexport.engine.load import load
 from kvexport.engine.request import Request, State
 from kvexport.errors import DeadlineError, KvexportError, QueueFullError, UsageError
 from tests.support.on_device import onto_device
@@ -236,7 +238,7 @@ def test_those_that_wait_too_long_end_and_those_beyond_the_queue_are_refused(
     tiny_artifact: Path, solo: Callable[..., list[int]]
 ) -> None:
     engine = load(tiny_artifact)
-    engine.max_waiting = 2
+    engine.options = replace(engine.options, max_waiting=2)
     running = [Request([n], engine.settings(max_new_tokens=8)) for n in range(LANES)]
     waits, late = Request([9]), Request([9, 9], deadline=time.monotonic())
     for request in (*running, waits, late):
@@ -251,7 +253,7 @@ def test_those_that_wait_too_long_end_and_those_beyond_the_queue_are_refused(
     run(engine)
     assert [answer_of(request) for request in running] == [solo([n], max_new_tokens=8) for n in range(LANES)]
     assert waits.finish_reason == "length"
-    engine.max_waiting = 0
+    engine.options = replace(engine.options, max_waiting=0)
     for request in (Request([n], engine.settings(max_new_tokens=2)) for n in range(LANES)):
         engine.add(request)
     with pytest.raises(QueueFullError):
@@ -268,7 +270,7 @@ def test_a_latency_budget_bounds_the_rows_of_a_call_of_prompts(
     prompts = [list(range(n, n + 40)) for n in range(3)]
     widths = []
     for budget in (1e-9, 1e9):
-        engine.latency_budget = budget
+        engine.options = replace(engine.options, latency_budget=budget)
         requests = [Request(ids, engine.settings(max_new_tokens=3)) for ids in prompts]
         for request in requests:
             engine.add(request)
@@ -289,7 +291,7 @@ def test_a_better_priority_takes_a_lane_and_the_other_goes_on_with_the_same_toke
     tiny_artifact: Path, solo: Callable[..., list[int]]
 ) -> None:
     engine = load(tiny_artifact, lanes=2)
-    engine.preempts = True
+    engine.options = replace(engine.options, preempts=True)
     long = list(range(3 * CHUNK + 5))
     slow = [Request([n], engine.settings(max_new_tokens=30), priority=5, keep=n == 2) for n in (1, 2)]
     for request in slow:
@@ -298,13 +300,13 @@ def test_a_better_priority_takes_a_lane_and_the_other_goes_on_with_the_same_toke
     reading = Request(long, engine.settings(max_new_tokens=5), priority=3)
     engine.add(reading)
     run(engine, 1)
-    assert slow[1].state is State.WAITING and reading.lane == 1 and engine.parked == 1
+    assert slow[1].state is State.WAITING and reading.lane == 1 and engine.preemptions == 1
     first = Request([7], engine.settings(max_new_tokens=4))
     second = Request([8], engine.settings(max_new_tokens=4))
     engine.add(first)
     engine.add(second)
     run(engine, 2)
-    assert first.tokens and second.tokens and engine.parked == 3, "one of them had read a part of its prompt"
+    assert first.tokens and second.tokens and engine.preemptions == 3, "one of them had read a part of its prompt"
     # One that is cancelled while it waits leaves what it was.
     assert len(slow[1].tokens) >= 8 and engine.cancel(slow[1].id)
     assert slow[1].snapshot is not None

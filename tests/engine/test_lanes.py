@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from kvexport.backends.base import LaneState
 from kvexport.cache import CachePlan, LayerCache
 from kvexport.engine.lanes import Lanes
 from kvexport.recipe.fields import MOST
@@ -16,7 +17,7 @@ from kvexport.state.lane import Counters
 BUDGET, SLACK, CHUNK, EVERY = 8, 6, 4, 3
 
 
-class Recorder:
+class Recorder(LaneState):
     """A backend that notes its calls and counts slots as a cache would."""
 
     def __init__(self, lanes: int, capacity: int = BUDGET + SLACK) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from kvexport.backends.lane_state import with_whole_rings
 from kvexport.deploy import triton
-from kvexport.engine.engine import Engine, load
+from kvexport.engine.engine import Engine
+from kvexport.engine.load import load
 from kvexport.engine.prefixes import Prefixes
 from kvexport.engine.request import Request
 from kvexport.errors import SnapshotError, UsageError

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvexport.engine.engine import Engine, load
+from kvexport.engine.engine import Engine
+from kvexport.engine.load import load
 from kvexport.engine.prefixes import Prefixes
 from kvexport.engine.request import Request
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from kvexport.engine.engine import load
+from kvexport.engine.load import load
 from tests.support.on_device import onto_device
 from tests.support.schedules import Alone, Schedule
 from tests.support.tensorrt_artifacts import engines as tensorrt_engines

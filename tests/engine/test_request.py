@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvexport.engine.request import Call, Request, State
+from kvexport.engine.request import Bundle, Request, State
 from kvexport.language.sampling import Sampler
 from kvexport.language.settings import GenerationSettings
 
 
-def prepared(length: int = 5, call: Call | None = None, **settings: Any) -> Request:
-    request = Request([1] * length, call=call)
+def prepared(length: int = 5, bundle: Bundle | None = None, **settings: Any) -> Request:
+    request = Request([1] * length, bundle=bundle)
     ids = np.ones(length, np.int64)
     request.prepare(ids, Sampler(GenerationSettings(**settings), ids, 8), None)
     return request
@@ -102,13 +102,13 @@ def test_a_request_is_added_once() -> None:
 
 
 def test_requests_of_a_call_share_figures_and_new_tokens() -> None:
-    call = Call()
-    two = [prepared(call=call) for _ in range(2)]
-    assert two[0].timing is two[1].timing is call.timing
+    bundle = Bundle()
+    two = [prepared(bundle=bundle) for _ in range(2)]
+    assert two[0].timing is two[1].timing is bundle.timing
     assert prepared().timing is not prepared().timing
     for request in two:
         request.begin(0)
         request.read(5)
         sampled(request, 4)
-    assert list(call.new) == [request.tokens[0] for request in two]
+    assert list(bundle.new) == [request.tokens[0] for request in two]
     assert len({request.id for request in two}) == 2

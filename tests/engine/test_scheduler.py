@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvexport.engine.request import Call, PromptEnd, Request, State
+from kvexport.engine.request import Bundle, PromptEnd, Request, State
 from kvexport.engine.scheduler import CALL_ROWS, MOVED_TOKENS, Schedule, Scheduler
 from kvexport.language.sampling import Sampler
 from kvexport.language.settings import GenerationSettings
@@ -15,8 +15,8 @@ from kvexport.language.settings import GenerationSettings
 CHUNK = 64
 
 
-def request(length: int, answer: int = 3, call: Call | None = None, **more: Any) -> Request:
-    made = Request([1] * length, call=call, **more)
+def request(length: int, answer: int = 3, bundle: Bundle | None = None, **more: Any) -> Request:
+    made = Request([1] * length, bundle=bundle, **more)
     ids = np.ones(length, np.int64)
     made.prepare(ids, Sampler(GenerationSettings(max_new_tokens=answer), ids, 2), None)
     return made
@@ -91,8 +91,8 @@ def test_neighbours_are_read_together_where_padding_is_cheaper_than_a_call() -> 
 
 def test_the_prompts_of_a_call_are_read_before_any_of_its_requests_decodes() -> None:
     scheduler = Scheduler(3, CHUNK)
-    call = Call()
-    together, other = [request(n, 5, call) for n in (3 * CHUNK, 1, CHUNK)], request(2)
+    bundle = Bundle()
+    together, other = [request(n, 5, bundle) for n in (3 * CHUNK, 1, CHUNK)], request(2)
     scheduler.add(together[0])
     scheduler.add(together[1])
     scheduler.add(other)
@@ -109,7 +109,7 @@ def test_the_prompts_of_a_call_are_read_before_any_of_its_requests_decodes() -> 
 def test_random_schedules_leak_no_lane_and_starve_nobody(seed: int) -> None:
     rng = np.random.default_rng(seed)
     scheduler = Scheduler(int(rng.integers(1, 6)), CHUNK)
-    calls = [Call(), Call(), None, None, None]
+    calls = [Bundle(), Bundle(), None, None, None]
     alive: list[Request] = []
     passed_over = 0
     for _ in range(400):
@@ -128,7 +128,7 @@ def test_random_schedules_leak_no_lane_and_starve_nobody(seed: int) -> None:
         for each in scheduler.running():
             assert scheduler.lanes[each.lane] is each and each in alive
             # A request that decodes without a call of several prompts does so in every step.
-            if each.state is State.DECODING and each.call is None:
+            if each.state is State.DECODING and each.bundle is None:
                 assert each in step.decode
         if waiting := [each for each in scheduler.running() if each.state is State.PREFILLING]:
             first = min(waiting, key=lambda each: (each.priority, each.id))

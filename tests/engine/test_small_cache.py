@@ -17,7 +17,8 @@ from kvexport.artifact.reading import load_manifest
 from kvexport.backends.onnxruntime import operators as native
 from kvexport.backends.tensorrt.backend import BACKEND as TENSORRT
 from kvexport.cache import LayerGeometry, plan_cache
-from kvexport.engine.engine import Engine, load
+from kvexport.engine.engine import Engine
+from kvexport.engine.load import load
 from kvexport.engine.request import Request
 from kvexport.errors import ArtifactError, SnapshotError, UsageError
 from kvexport.recipe.fields import Recipe

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from transformers import MistralConfig
 
 from kvexport.backends.onnxruntime.device_array import DeviceArray
-from kvexport.engine.engine import Completion, Engine, load
+from kvexport.engine.engine import Completion, Engine
 from kvexport.engine.lanes import Lanes
+from kvexport.engine.load import load
 from kvexport.engine.request import Request
 from kvexport.engine.speculation import LONGEST, SHORTEST, follow
 from kvexport.errors import UsageError

@@ -28,7 +28,8 @@ from transformers import (
     StableLmConfig,
 )
 
-from kvexport.engine.engine import Engine, load
+from kvexport.engine.engine import Engine
+from kvexport.engine.load import load
 from kvexport.methods import all_methods
 from tests.support import models
 from tests.support.tensorrt_walk import artifact_problems

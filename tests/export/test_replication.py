@@ -19,7 +19,7 @@ import torch
 from transformers import Gemma2Config, Gemma3TextConfig, GPT2Config, MistralConfig
 
 from kvexport.cache import CachePlan, plan_cache
-from kvexport.engine.engine import load
+from kvexport.engine.load import load
 from kvexport.errors import UsageError
 from kvexport.export.build import build
 from kvexport.export.graph import tracer

@@ -12,7 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from kvexport.artifact.digests import write_manifest
 from kvexport.artifact.reading import load_manifest
-from kvexport.engine.engine import load
+from kvexport.engine.load import load
 from kvexport.errors import ArtifactError, UsageError
 from kvexport.export.build import build
 from kvexport.language.chat import ChatTemplate, read_chat_template

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from grammars import SMALL, draw, random_schema
 
-from kvexport.engine.engine import load
+from kvexport.engine.load import load
 from kvexport.engine.request import Request
 from kvexport.errors import EnvironmentProblem, KvexportError, UsageError
 from kvexport.language import grammar as module

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from kvexport.backends.onnxruntime.device_array import DeviceArray
 from kvexport.backends.rows import MASS_ERROR, TopLogits
-from kvexport.engine.engine import Engine, load
+from kvexport.engine.engine import Engine
+from kvexport.engine.load import load
 from kvexport.errors import KvexportError
 from kvexport.export.graph.top_logits import COUNT, top_logits_model
 from kvexport.language.sampling import Sampler, may_settle

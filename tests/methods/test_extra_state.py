@@ -15,7 +15,7 @@ import torch
 import kvexport.methods
 from kvexport.backends.onnxruntime.operators import implementations, library, why_function
 from kvexport.backends.tensorrt.plugin import refusal
-from kvexport.engine.engine import load
+from kvexport.engine.load import load
 from kvexport.methods import all_methods
 from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
 from kvexport.ops.onnx_function import merge_cache_function, vote_attention_function

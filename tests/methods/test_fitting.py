@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvexport.engine.engine import load
+from kvexport.engine.load import load
 from kvexport.engine.request import Request
 from kvexport.methods.attention_matching import AttentionMatching
 from kvexport.methods.base import Method

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, Qwen2Config
 
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends.onnxruntime.operators import VARIABLE, library
-from kvexport.engine.engine import load
+from kvexport.engine.load import load
 from kvexport.ops.linear import Form, linear_function
 from tests.support import models
 

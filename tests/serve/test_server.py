@@ -190,7 +190,7 @@ def test_when_the_engine_s_thread_fails_everybody_is_told_at_once(
         def step() -> None:
             raise Broken
 
-        monkeypatch.setattr(engine, "step", step)
+        monkeypatch.setattr(server.service.engine, "step", step)
         assert b"engine_failed" in stream.read_until(b"engine_failed")
         stream.close()
         wait_until(lambda: worker.failed)
@@ -199,8 +199,8 @@ def test_when_the_engine_s_thread_fails_everybody_is_told_at_once(
             assert (status, error["error"]["code"]) == (500, "engine_failed")
         assert server.ask("/health")[0] == 500 and server.ask("/ready")[0] == 503
         monkeypatch.undo()
-        for request in engine.running():
-            engine.cancel(request.id)
+        for request in server.service.engine.running():
+            server.service.engine.cancel(request.id)
 
 
 def test_a_silent_stream_is_kept_alive(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvexport.engine.engine import Engine, load
+from kvexport.engine.engine import Engine
+from kvexport.engine.load import load
 from kvexport.engine.request import Request
 from kvexport.errors import EnvironmentProblem, SnapshotError, UsageError
 from kvexport.state.session_files import SUFFIX, SessionLost

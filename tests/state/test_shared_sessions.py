@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvexport.engine.engine import Engine, load
+from kvexport.engine.engine import Engine
+from kvexport.engine.load import load
 from kvexport.engine.request import Request
 from kvexport.errors import EnvironmentProblem, SnapshotError, UsageError
 from kvexport.state.session_files import SUFFIX, SessionConflict, SessionLost, locked

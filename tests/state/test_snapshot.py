@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvexport.engine.engine import Engine, load
+from kvexport.engine.engine import Engine
+from kvexport.engine.load import load
 from kvexport.engine.request import Request, State
 from kvexport.errors import KvexportError, SnapshotError, UsageError
 from kvexport.language.grammar import Grammar

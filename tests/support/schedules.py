@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +79,9 @@ class Schedule:
         self.rng, self.alone, self.engines = np.random.default_rng(seed), alone, engines
         for engine in self.engines:
             engine.prefixes = Prefixes(CHUNK, int(self.rng.integers(0, 20)) * 30_000)
-            engine.latency_budget = (None, 1e-4)[self.rng.integers(2)]
-            engine.preempts, engine.parked = bool(self.rng.integers(8)), 0
+            budget = (None, 1e-4)[self.rng.integers(2)]
+            engine.options = replace(engine.options, latency_budget=budget, preempts=bool(self.rng.integers(8)))
+            engine.preemptions = 0
         self.store = SessionStore(self.engines[0].manifest, memory=150_000, folder=folder, disk=1 << 30)
         self.running: list[tuple[Engine, Talk]] = []
         self.parked: list[tuple[Snapshot, Talk]] = []
@@ -103,7 +104,7 @@ class Schedule:
         for engine in self.engines:
             assert engine.step() == [] and not engine.busy
             assert engine._scheduler.running() == [] and engine._requests == {} and len(engine._forks) == 0
-            self.happened["parked"] += engine.parked
+            self.happened["parked"] += engine.preemptions
             assert engine.prefixes is not None and engine.prefixes.nbytes <= engine.prefixes.limit
         return self.happened
 

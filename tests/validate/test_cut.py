@@ -9,7 +9,7 @@ import onnx
 from onnx import helper
 
 from kvexport.artifact.reading import load_manifest
-from kvexport.engine.engine import load
+from kvexport.engine.load import load
 from kvexport.validate.cut import CutDecoder, layer_borders
 
 

@@ -35,7 +35,7 @@ def onnxruntime(target: Target) -> Figures:
         for dtype in TOLERANCE:
             artifact = small_artifact(Path(folder), dtype)
             with operators("off"):
-                from kvexport.engine.engine import load
+                from kvexport.engine.load import load
 
                 reference = load(artifact, device="cpu")
             for graphs in (False, True):
@@ -107,7 +107,7 @@ def device_engine(artifact: Path, library: Path, *, graphs: bool, on_host: bool)
 
     On the host, ONNX Runtime allocates the state.
     """
-    from kvexport.engine.engine import load
+    from kvexport.engine.load import load
     from tests.support.on_device import onto_device
 
     with operators(str(library)):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.backends.base import Memory
+from kvexport.backends.base import Memory, ModelState
 from kvexport.backends.lane_state import fill, is_captured, read_used, slot_axes, votes_names, without_last
 from kvexport.backends.onnxruntime.bindings import DeviceRows, Travelling, bind, in_one_piece
 from kvexport.backends.onnxruntime.device_array import Array, DeviceArray, copy, part, read, write
@@ -41,7 +41,7 @@ class _Call(NamedTuple):
     logits: Array | None = None
 
 
-class OnnxRuntimeState:
+class OnnxRuntimeState(ModelState):
     """State tensors of a fixed number of lanes and the sessions that advance them (see `ModelState`). On the CPU
     `state` and `past_length` are numpy arrays."""
 

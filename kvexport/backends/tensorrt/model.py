@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.backends.base import Memory
+from kvexport.backends.base import Memory, ModelState
 from kvexport.backends.lane_state import fill, is_captured, read_used, slot_axes, votes_names, without_last
 from kvexport.backends.rows import Rows, TopLogits
 from kvexport.backends.tensorrt.cuda import ALIGNMENT, Arena
@@ -31,7 +31,7 @@ class Engines(Plans):
         return TensorRTState(self, plan, lanes)
 
 
-class TensorRTState:
+class TensorRTState(ModelState):
     """State of a fixed number of lanes on the GPU, and what advances it (see `ModelState`)."""
 
     def __init__(self, engines: Engines, plan: CachePlan, lanes: int) -> None:

@@ -28,7 +28,8 @@ from kvexport.backends.onnxruntime import operators as native
 from kvexport.backends.onnxruntime.device_array import DeviceArray
 from kvexport.backends.onnxruntime.model import DECODER, MERGE, NO_GRAPH, TOP_LOGITS
 from kvexport.cache import CachePlan
-from kvexport.engine.engine import Engine, load
+from kvexport.engine.engine import Engine
+from kvexport.engine.load import load
 from kvexport.errors import EnvironmentProblem
 from plugins.building import make
 from tests.support.on_device import onto_device

@@ -21,7 +21,7 @@ from kvexport.backends.onnxruntime import operators as native
 from kvexport.backends.onnxruntime.device_array import DeviceArray
 from kvexport.backends.onnxruntime.model import DECODER, MERGE, TOP_LOGITS, LoadedModel
 from kvexport.commands.app import app
-from kvexport.engine.engine import load
+from kvexport.engine.load import load
 from kvexport.errors import EnvironmentProblem, UsageError
 from tests.support.tiny_model import generated
 

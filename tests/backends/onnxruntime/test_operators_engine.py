@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from kvexport import paths
 from kvexport.backends.onnxruntime import operators as native
 from kvexport.commands.app import app
-from kvexport.engine.engine import Engine, load
+from kvexport.engine.engine import Engine
+from kvexport.engine.load import load
 from kvexport.errors import EnvironmentProblem
 from tests.support.models import build_shared, given_tokens_logits, make_recipe, random_ids
 from tests.support.tiny_model import RECIPE

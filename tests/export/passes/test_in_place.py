@@ -12,7 +12,8 @@ import pytest
 from onnx import TensorProto, helper, parser
 
 from kvexport.backends.onnxruntime.model import OnnxRuntimeState
-from kvexport.engine.engine import Engine, load
+from kvexport.engine.engine import Engine
+from kvexport.engine.load import load
 from kvexport.errors import KvexportError
 from kvexport.export.passes.in_place import check_in_place
 

@@ -16,7 +16,7 @@ from transformers import Gemma2Config, LlamaConfig, Qwen2Config
 
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends.onnxruntime.operators import VARIABLE
-from kvexport.engine.engine import load
+from kvexport.engine.load import load
 from kvexport.export.passes.last_rows import LAST_ROWS
 from kvexport.export.passes.order import remove_unused
 from kvexport.export.passes.report import run_passes

@@ -1,0 +1,168 @@
+"""An engine for programs that use asyncio: a thread steps the engine, and coroutines await their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing, suppress
+from types import TracebackType
+from typing import Any, TypeVar
+
+from kvexport.engine.completion import Completion
+from kvexport.engine.engine import Engine
+from kvexport.engine.request import FINISHED, Processors, Prompt, Request, as_processors
+from kvexport.engine.thread import EngineThread
+from kvexport.errors import KvexportError
+from kvexport.language.chat import Message
+from kvexport.language.settings import GenerationSettings
+from kvexport.language.token import Token
+
+T = TypeVar("T")
+
+
+class AsyncEngine:
+    """An engine whose answers are awaited. Requests of all tasks run together.
+
+        async with AsyncEngine(kvexport.load(path)) as engine:
+            async for token in engine.astream("Once upon a time"):
+                print(token.text, end="")
+
+    A thread steps the engine from the first request on until the engine is closed. A task that is cancelled, or that
+    stops reading a stream, ends its request.
+
+    Attributes:
+        engine: The engine. While the thread runs, other threads may call it too.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        """Wrap an engine. The thread starts with the first request."""
+        self.engine = engine
+        self._thread: EngineThread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._queues: dict[int, tuple[Request, asyncio.Queue[None]]] = {}
+        self._failure: BaseException | None = None
+
+    async def __aenter__(self) -> AsyncEngine:
+        """Return the engine itself."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close the engine."""
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Cancel all requests, end the thread and close the engine."""
+        if self._thread is not None:
+            self._thread.end()
+            await asyncio.to_thread(self._thread.join)
+            self._failed(KvexportError("the engine was closed before the answer ended"))
+        self.engine.close()
+
+    async def agenerate(
+        self,
+        prompt: Prompt,
+        settings: GenerationSettings | None = None,
+        *,
+        logits_processor: Processors = None,
+        **overrides: Any,
+    ) -> Completion:
+        """Answer one prompt. Arguments and errors are those of `Engine.generate`; `asyncio.gather` answers several."""
+        request = await self._request(prompt, settings, logits_processor, overrides)
+        return await self._completion(request)
+
+    async def astream(
+        self,
+        prompt: Prompt,
+        settings: GenerationSettings | None = None,
+        *,
+        logits_processor: Processors = None,
+        **overrides: Any,
+    ) -> AsyncGenerator[Token, None]:
+        """Yield the tokens of the answer to one prompt. Arguments and errors are those of `Engine.stream`."""
+        request = await self._request(prompt, settings, logits_processor, overrides)
+        async with aclosing(self._tokens(request)) as tokens:
+            async for token in tokens:
+                yield token
+
+    async def achat(
+        self, messages: Sequence[Message], settings: GenerationSettings | None = None, **overrides: Any
+    ) -> Completion:
+        """Answer a conversation. Arguments and errors are those of `Engine.chat`."""
+        prompt = await asyncio.to_thread(self.engine.encode_chat, messages)
+        return await self.agenerate(prompt, settings, **overrides)
+
+    async def _request(
+        self, prompt: Prompt, settings: GenerationSettings | None, processors: Processors, overrides: dict[str, Any]
+    ) -> Request:
+        chosen = settings or self.engine.settings(**overrides)
+        ids = await asyncio.to_thread(self.engine.encode, prompt)
+        return Request(ids, chosen, processors=as_processors(processors))
+
+    async def _completion(self, request: Request) -> Completion:
+        completion = Completion(len(request.prompt))
+        async with aclosing(self._tokens(request)) as tokens:
+            async for token in tokens:
+                completion.append(token)
+        return completion
+
+    async def _tokens(self, request: Request) -> AsyncGenerator[Token, None]:
+        """Add a request, and yield its tokens. The request is cancelled when the iterator ends early."""
+        added: asyncio.Queue[None] = asyncio.Queue()
+        taken = 0
+        try:
+            await self._call(lambda: self._add(request, added))
+            while True:
+                await added.get()
+                if self._failure is not None:
+                    raise KvexportError(f"the engine's thread has ended: {self._failure}") from self._failure
+                finished = request.state is FINISHED  # before the tokens are read: none comes afterwards
+                for token in request.tokens[taken:]:
+                    taken += 1
+                    yield token
+                if finished:
+                    break
+        finally:
+            with suppress(KvexportError):
+                self._started().call(lambda: self._drop(request))
+        if request.error is not None:
+            raise request.error
+
+    def _started(self) -> EngineThread:
+        """Return the thread, which starts with the first call."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not None and self._loop is not loop:
+            raise KvexportError("the engine belongs to another event loop", "make an AsyncEngine in this event loop")
+        self._loop = loop
+        if self._thread is None:
+            self._thread = EngineThread(self.engine, self._advanced, self._failed)
+            self._thread.start()
+        return self._thread
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self._started().call(function))
+
+    # ---- in the engine's thread ----
+
+    def _add(self, request: Request, queue: asyncio.Queue[None]) -> None:
+        self._queues[self.engine.add(request)] = request, queue
+
+    def _drop(self, request: Request) -> None:
+        self._queues.pop(request.id, None)
+        self.engine.cancel(request.id)
+
+    def _advanced(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if (entry := self._queues.get(request.id)) is not None:
+                self._notify(entry[1])
+
+    def _failed(self, error: BaseException) -> None:
+        self._failure = error
+        for _, queue in self._queues.values():
+            self._notify(queue)
+
+    def _notify(self, queue: asyncio.Queue[None]) -> None:
+        assert self._loop is not None
+        with suppress(RuntimeError):  # the loop is closed, and nobody waits
+            self._loop.call_soon_threadsafe(queue.put_nowait, None)

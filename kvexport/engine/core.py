@@ -1,0 +1,393 @@
+"""The core of the engine: requests are added, and every step advances all of them.
+
+Running an artifact needs numpy and what its backend needs, and neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvexport.artifact.manifest import Manifest
+from kvexport.backends.base import LoadedModel, ModelState
+from kvexport.engine.calls import ModelCalls
+from kvexport.engine.forks import Forks
+from kvexport.engine.lane_pool import LanePool
+from kvexport.engine.lanes import Lanes
+from kvexport.engine.options import EngineOptions
+from kvexport.engine.prefixes import Prefixes
+from kvexport.engine.request import FINISHED, FinishReason, Prompt, Request, Timing
+from kvexport.engine.scheduler import Schedule, Scheduler
+from kvexport.engine.speculation import drafter_of
+from kvexport.engine.start import encode, nothing_saved, prepare, snapshot_of
+from kvexport.engine.turns import Turns
+from kvexport.errors import DeadlineError, KvexportError, QueueFullError, UsageError
+from kvexport.language.chat import read_json
+from kvexport.language.grammar import Grammars
+from kvexport.language.settings import GenerationSettings
+from kvexport.language.text import FILE_NAME, Tokenizer
+from kvexport.state.periodic import new_periodic
+from kvexport.state.snapshot import Origin, Snapshot
+
+
+class EngineCore:
+    """A loaded artifact and the requests that it answers.
+
+    `step` advances every request that was added. Threads may share an engine: they take turns step by step, and their
+    requests run together.
+
+    A request that runs has one lane, which is one row of the batch. The engine makes lanes when they are needed: one
+    prompt takes the memory of one lane. More lanes are made by copying, at least doubling their number, up to
+    `options.lanes`. Further requests wait.
+
+    Attributes:
+        path: The folder of the artifact.
+        manifest: The artifact's description.
+        options: The options that the engine was constructed with.
+        plan: The shapes and bytes of the caches.
+        model: The graphs of the artifact, loaded.
+        vocabulary: The number of token ids.
+        max_length: The most tokens of one sequence, prompt and answer together.
+        max_batch: The most sequences that run at once.
+        tokenizer: The tokenizer; None if the artifact has no tokenizer.json.
+        grammars: The grammars that were compiled for the tokenizer.
+        generation_config: The content of the checkpoint's generation_config.json.
+        timing: The figures of the last call of `generate`, `stream` or `chat`.
+        prefixes: The states of prompt prefixes; None if none are kept.
+        drafter: The function that drafts tokens; None if nothing is drafted.
+        preemptions: How often a request lost its lane to a request of a better priority.
+    """
+
+    def __init__(
+        self, path: Path, manifest: Manifest, model: LoadedModel, options: EngineOptions | None = None
+    ) -> None:
+        """Make an engine without requests. `kvexport.load` is the usual way to get one.
+
+        Args:
+            path: The folder of the artifact.
+            manifest: The artifact's description.
+            model: The graphs of the artifact, loaded.
+            options: The options; None takes the defaults.
+
+        Raises:
+            UsageError: More lanes are asked for than the artifact was built for, or the recipe's drafts cannot be made
+                on this backend.
+        """
+        options = options or EngineOptions()
+        limits = manifest.limits
+        self.path, self.manifest, self.options, self.model = path, manifest, options, model
+        self.plan = manifest.cache
+        self.vocabulary = manifest.model.vocabulary
+        self.max_length, self.max_batch = limits.max_length, limits.max_batch
+        if options.lanes is not None:
+            self._check_count(options.lanes)
+            self.max_batch = options.lanes
+        self.tokenizer = Tokenizer.from_folder(path) if (path / FILE_NAME).exists() else None
+        self.grammars = Grammars(self.tokenizer, self.vocabulary)
+        self.generation_config = read_json(path / "generation_config.json")
+        self.timing = Timing()
+        self.preemptions = 0
+        self.prefixes = Prefixes(limits.prefill_chunk, options.prefix_memory) if options.prefix_memory else None
+        self.drafter = drafter_of(manifest, model) if options.drafts else None
+        self._scheduler = Scheduler(self.max_batch, limits.prefill_chunk, self._follows)
+        self._requests: dict[int, Request] = {}  # those that have not finished
+        self._pool = LanePool(self.lanes, self.max_batch)
+        self._forks = Forks(self._scheduler, self._pool)
+        self._calls = ModelCalls(self._pool, self._forks, limits.prefill_chunk, self.max_length)
+        self._turns = Turns()
+        self._closed = False
+        if self._periodic:  # what the machine lacks is found now, and a file takes its room now and no more later
+            self._pool.make(self.max_batch if manifest.recipe.cache.periodic.store else 1, others=False)
+
+    # ---- the life of an engine ----
+
+    def close(self) -> None:
+        """Cancel all requests and free the memory of the caches. The weights go with the last engine of the model.
+
+        A closed engine refuses requests. Closing it again does nothing.
+        """
+        with self._turns:
+            for request_id in list(self._requests):
+                self.cancel(request_id)
+            self._closed = True
+            self._pool.drop()
+            self.drafter = self.prefixes = None
+
+    @cached_property
+    def origin(self) -> Origin:
+        """The model and contract that the engine's snapshots belong to."""
+        return Origin.of(self.manifest)
+
+    @property
+    def _periodic(self) -> bool:
+        return self.manifest.recipe.cache.periodic.slots is not None
+
+    def new_state(self, lanes: int) -> ModelState:
+        """Return state for `lanes` empty sequences over the engine's model."""
+        return self.model.new_state(self.plan, lanes)
+
+    def lanes(self, count: int) -> Lanes:
+        """Return `count` empty lanes with a state of their own, for callers that append tokens themselves."""
+        self._check_count(count)
+        limits = self.manifest.limits
+        return Lanes(
+            new_periodic(self.manifest, self.model, count) if self._periodic else self.new_state(count),
+            self.plan,
+            count,
+            prefill_chunk=limits.prefill_chunk,
+            merge_every=limits.merge_every,
+            merge_prompts=self.manifest.recipe.cache.merge_prompts,
+        )
+
+    def reserve(self) -> Lanes:
+        """Make all lanes that requests may ever use, so that the state takes its memory now and no more later.
+
+        Call it when no request runs. Every call returns the same lanes.
+        """
+        with self._turns:
+            self._pool.make(self.max_batch, others=False)
+            return self._pool.lanes
+
+    def running(self) -> list[Request]:
+        """Return the requests that have a lane, in the order of the lanes."""
+        return self._scheduler.running()
+
+    def pending(self) -> list[Request]:
+        """Return the requests that have not finished."""
+        return list(self._requests.values())
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits or runs."""
+        return self._scheduler.busy
+
+    # ---- requests ----
+
+    def add(self, request: Request) -> int:
+        """Let a request wait for a lane.
+
+        Args:
+            request: The request. It can be added once.
+
+        Returns:
+            The number of the request, for `cancel` and `preempt`.
+
+        Raises:
+            UsageError: The prompt or its settings cannot be used, or the engine is closed.
+            SnapshotError: `request.start` is a snapshot of another artifact.
+            QueueFullError: `options.max_waiting` requests wait already.
+        """
+        with self._turns:
+            self._require_open()
+            limit = self.options.max_waiting
+            if limit is not None and self._scheduler.excess >= limit:
+                raise QueueFullError(f"{len(self._scheduler.waiting)} requests wait already", "try again later")
+            if request.start is not None:
+                self.origin.check(request.start.origin)
+            prepare(request, self.encode(request.prompt, after=request.start), self.settings(), self.grammars)
+            request.timing.prompt_tokens += request.unread
+            if self.prefixes is not None and not request.done:
+                request.keys = self.prefixes.keys(request.ids)
+            self._requests[request.id] = request
+            self._scheduler.add(request)
+            return request.id
+
+    def cancel(self, request_id: int) -> bool:
+        """End a request and free its lane. Return False if it had finished already."""
+        with self._turns:
+            request = self._requests.get(request_id)
+            if request is None:
+                return False
+            self._take_out(request, "cancelled")
+            return True
+
+    def preempt(self, request_id: int) -> Snapshot:
+        """End a request that waits or runs, and return its state.
+
+        `Request((), start=snapshot)` goes on with it, and gets the tokens that this request would have got.
+
+        Raises:
+            UsageError: There is no such request, or it has finished.
+        """
+        with self._turns:
+            request = self._requests.get(request_id)
+            if request is None:
+                raise UsageError(f"there is no request {request_id} that has not finished", "one that waits or runs")
+            request.keep = True
+            self._take_out(request, "preempted")
+            assert request.snapshot is not None
+            return request.snapshot
+
+    def step(self) -> list[Request]:
+        """Read one chunk of a prompt, and decode one token of every request whose prompt has been read.
+
+        Returns:
+            The requests that got a token or failed. A request whose logits cannot be sampled from fails alone.
+
+        Raises:
+            Exception: An error of the model. It ends the requests that took part in the call, since their state is
+                unknown.
+        """
+        with self._turns:
+            self._require_open()
+            work = self._schedule()
+            try:
+                return [*work.expired, *self._run(work)]
+            finally:
+                self._finish(work)
+
+    # ---- the parts of a step ----
+
+    def _schedule(self) -> Schedule:
+        """Return the work of the next step, after requests that waited too long or lost their lane left theirs."""
+        expired = self._expire()
+        self._scheduler.rows = self._rows()
+        if self.options.preempts and (displaced := self._scheduler.displaced()) is not None:
+            self._park(displaced)
+        return self._scheduler.next()._replace(expired=expired)
+
+    def _run(self, work: Schedule) -> list[Request]:
+        """Do a step's calls of the model, and return the requests that got a token or failed."""
+        requests: Sequence[Request] = (*work.admitted, *work.moved)
+        advanced: list[Request] = []
+        try:
+            self._forks.keep()
+            for request in work.moved:
+                self._pool.copy(work.source, request.lane)
+            if requests := work.admitted:
+                advanced += self._give_lanes(requests)
+            if requests := work.prefill:
+                advanced += self._calls.prefill(requests, self.prefixes)
+            if requests := work.decode:
+                advanced += self._calls.decode(requests, self.drafter)
+        except BaseException as error:
+            self._fail(requests, error)
+            raise
+        return advanced
+
+    def _finish(self, work: Schedule) -> None:
+        """Free the lanes of the requests that finished in a step, and keep the states that were asked for."""
+        self._forks.forget()
+        for request in self._scheduler.update(work):
+            self._requests.pop(request.id, None)
+            if request.keep and request.finish_reason in ("stop", "length"):
+                request.snapshot = self._snapshot(request)
+
+    def _take_out(self, request: Request, reason: FinishReason) -> None:
+        if request.keep:
+            request.snapshot = self._snapshot(request)
+        self._requests.pop(request.id)
+        request.finish(reason)
+        self._scheduler.remove(request)
+
+    def _snapshot(self, request: Request) -> Snapshot:
+        """Return the state of a request between two steps, or of one that finished in this step."""
+        if request.lane >= 0:
+            saved = self._pool.lanes.save(request.lane)
+        elif request.parked is not None:
+            saved = request.parked
+        else:
+            saved = nothing_saved(self.plan) if request.start is None else request.start.saved
+        return snapshot_of(request, saved, self.origin)
+
+    def _park(self, request: Request) -> None:
+        """Take a request's lane, and let the request wait with its answer so far."""
+        saved = self._pool.lanes.save(request.lane)
+        self._scheduler.remove(request)
+        request.park(saved)
+        self._scheduler.add(request)
+        self.preemptions += 1
+
+    def _expire(self) -> list[Request]:
+        """End the requests that waited beyond their deadline, and return them."""
+        expired = self._scheduler.expired(time.monotonic())
+        for request in expired:
+            self._scheduler.remove(request)
+            self._requests.pop(request.id)
+            request.finish("error", DeadlineError("there was no lane for the request before its deadline"))
+        return expired
+
+    def _follows(self, request: Request, prefilling: Sequence[Request]) -> bool:
+        if self.prefixes is None or request.fork_of is not None or request.parked is not None:
+            return False
+        return self.prefixes.leads(request, prefilling)
+
+    def _rows(self) -> int | None:
+        """Return how many rows a call of prompts may have within the latency budget; None for any number."""
+        if self.options.latency_budget is None:
+            return None
+        seconds = self._calls.row_seconds
+        return int(self.options.latency_budget / seconds) if seconds else 0
+
+    def _give_lanes(self, admitted: Sequence[Request]) -> list[Request]:
+        """Bring each new request's lane to the state that the request starts from.
+
+        Returns:
+            The forks among the requests, which get their first token here.
+        """
+        running = self._scheduler.running()
+        self._pool.make(max(request.lane for request in admitted) + 1, others=len(running) > len(admitted))
+        advanced = []
+        for request in admitted:
+            if self._pool.state.top_logits is not None:
+                request.timing.whole_rows = request.timing.whole_rows or 0
+            if request.parked is not None:
+                self._pool.begin(request.lane, request.parked)
+                request.parked = None
+            elif request.fork_of is not None:
+                rows = self._forks.begin(request, request.fork_of)
+                advanced.append(self._calls.choose(request, rows, 0))
+            elif request.start is not None and request.start.length:
+                self._pool.begin(request.lane, request.start.saved)
+            else:
+                self._pool.begin(request.lane, self.prefixes.begin(request) if self.prefixes is not None else None)
+        return advanced
+
+    def _fail(self, requests: Sequence[Request], error: BaseException) -> None:
+        why = error if isinstance(error, Exception) else KvexportError("a step of the engine was interrupted")
+        for request in requests:
+            self._pool.poisoned(request.lane)
+            if request.state is not FINISHED:
+                request.finish("error", why)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise UsageError("the engine is closed", "load the artifact again: kvexport.load(PATH)")
+
+    def _check_count(self, count: int) -> None:
+        if not 1 <= count <= self.max_batch:
+            raise UsageError(
+                f"{count} sequences at once, but the artifact was built for 1 to {self.max_batch}",
+                f"kvexport build --recipe NAME --set limits.max_batch={count}, or fewer prompts in one call",
+            )
+
+    # ---- text ----
+
+    def settings(self, **overrides: Any) -> GenerationSettings:
+        """Return the checkpoint's generation settings, changed by `overrides`.
+
+        Args:
+            overrides: Fields of `GenerationSettings`, or vLLM's names `max_tokens` and `stop`.
+
+        Raises:
+            UsageError: A setting does not exist or is out of range.
+        """
+        return GenerationSettings.from_generation_config(self.generation_config, **overrides)
+
+    def encode(self, prompt: Prompt, *, after: Snapshot | None = None) -> NDArray[np.int64]:
+        """Return the token ids of a prompt, [n] int64.
+
+        Args:
+            prompt: Text or token ids.
+            after: A snapshot that the prompt follows. Its token ids come first in the result.
+
+        Raises:
+            UsageError: The prompt is empty, holds an id out of range, or is longer than `max_length`.
+        """
+        return encode(prompt, self.tokenizer, self.vocabulary, self.max_length, after)

@@ -1,0 +1,79 @@
+"""An artifact's folder becomes an engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from kvexport import backends
+from kvexport.artifact.manifest import Manifest
+from kvexport.artifact.reading import load_manifest
+from kvexport.backends.base import Backend, LoadedModel, LoadOptions
+from kvexport.engine.engine import Engine
+from kvexport.engine.options import EngineOptions
+from kvexport.ranks.model import RankedModel
+from kvexport.ranks.processes import Ranks
+
+
+def load(
+    path: str | Path,
+    *,
+    threads: int | None = None,
+    backend: str | None = None,
+    device: str | None = None,
+    cuda_graph: bool | None = None,
+    verify: bool = True,
+    float_input: bool = False,
+    lanes: int | None = None,
+    options: EngineOptions | None = None,
+) -> Engine:
+    """Load an artifact.
+
+    Args:
+        path: The folder of the artifact.
+        threads: Threads of the model; None takes the recipe's number, and 0 lets the backend choose.
+        backend: The backend's name; None takes the recipe's. A backend that runs the ONNX graphs as they are runs every
+            artifact.
+        device: "cpu" or "cuda", for backends that have the choice; None takes the recipe's.
+        cuda_graph: Whether decode steps are recorded as CUDA graphs, for backends that can; None takes the recipe's.
+        verify: False skips the sha256 of every file, but not the files' sizes and names, and not the digests of plans,
+            which are code. Use it only for files that you have just verified.
+        float_input: Whether packed weights are multiplied with their inputs as they are. Kernels otherwise round the
+            inputs (docs/reference/contract.md). True needs the package onnx.
+        lanes: The most sequences that run at once, as in `EngineOptions`.
+        options: The engine's options; None takes the defaults.
+
+    Returns:
+        The engine. It needs neither torch nor transformers.
+
+    Raises:
+        UsageError: There is no artifact at `path`, or no such backend or device.
+        ArtifactError: The artifact is damaged, or not prepared for the backend.
+        EnvironmentProblem: The machine lacks what the backend needs, or the artifact was prepared on another machine.
+    """
+    path, options = Path(path), options or EngineOptions()
+    if lanes is not None:
+        options = replace(options, lanes=lanes)
+    manifest = load_manifest(path, verify=verify)
+    chosen = backends.get(manifest.recipe.backend.name if backend is None else backend)
+    model = load_model(chosen, path, manifest, LoadOptions(threads, device, cuda_graph, float_input))
+    return Engine(path, manifest, model, options)
+
+
+def load_model(backend: Backend, path: Path, manifest: Manifest, options: LoadOptions) -> LoadedModel:
+    """Load the graphs of an artifact, in as many processes as the artifact has ranks.
+
+    Args:
+        backend: What runs the graphs.
+        path: The folder of the artifact.
+        manifest: The artifact's manifest.
+        options: Settings that replace the recipe's.
+
+    Raises:
+        UsageError: An option cannot be used.
+        ArtifactError: The artifact is not prepared for the backend.
+        EnvironmentProblem: The machine lacks what the backend needs.
+    """
+    if manifest.graphs.rank_count == 1:
+        return backend.load(path, manifest, options)
+    return RankedModel(Ranks(backend, path, manifest, options), manifest)

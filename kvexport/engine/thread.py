@@ -1,0 +1,124 @@
+"""The thread that steps an engine while other threads hand it calls."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from kvexport.engine.core import EngineCore
+from kvexport.engine.request import FINISHED, Request
+from kvexport.errors import KvexportError
+
+T = TypeVar("T")
+log = logging.getLogger("kvexport.engine")
+
+
+class EngineThread:
+    """Steps an engine for as long as requests run, and makes calls between two steps.
+
+    Attributes:
+        engine: The engine.
+    """
+
+    def __init__(
+        self,
+        engine: EngineCore,
+        advanced: Callable[[Sequence[Request]], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        """Make a thread that has not started.
+
+        Args:
+            engine: The engine.
+            advanced: Called in the thread after each step, with the requests that got a token or finished.
+            failed: Called in the thread when it ends by an error of its own. Calls are then refused.
+        """
+        self.engine = engine
+        self._advanced, self._failed = advanced, failed
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._ending = self._dead = False
+        self._thread = threading.Thread(target=self._run, name="kvexport-engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs and takes calls."""
+        return self._thread.is_alive() and not (self._ending or self._dead)
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Let the thread call a function between two steps.
+
+        Returns:
+            A future of the function's result.
+
+        Raises:
+            KvexportError: The thread has ended.
+        """
+        if self._dead:
+            raise KvexportError("the engine's thread has ended, so the engine answers nothing any more")
+        future: Future[T] = Future()
+        self._calls.put((function, future))
+        return future
+
+    def end(self) -> None:
+        """Let the thread end after the step that it is in. `join` waits for it."""
+        self._ending = True
+        self._calls.put((lambda: None, Future()))
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the thread has ended, at most `timeout` seconds."""
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        try:
+            while not self._ending:
+                self._make_calls()
+                if self.engine.busy and not self._ending:
+                    self._step()
+        except BaseException as error:
+            log.critical("the engine's thread has failed: the engine answers nothing any more", exc_info=True)
+            self._dead = True
+            self._refuse_calls()
+            self._failed(error)
+            return
+        self._dead = True
+        self._refuse_calls()
+
+    def _make_calls(self) -> None:
+        """Make the calls that wait. Without a request to step, wait for the next call."""
+        with suppress(queue.Empty):
+            while True:
+                function, future = self._calls.get(block=not self.engine.busy and not self._ending)
+                if not future.set_running_or_notify_cancel():
+                    continue
+                try:
+                    result = function()
+                except Exception as error:
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+
+    def _step(self) -> None:
+        running = self.engine.pending()
+        try:
+            advanced = self.engine.step()
+        except Exception:
+            # The requests that took part have the error. The others go on.
+            log.error("a step of the engine failed", exc_info=True)
+            advanced = [request for request in running if request.state is FINISHED]
+        self._advanced(advanced)
+
+    def _refuse_calls(self) -> None:
+        with suppress(queue.Empty):
+            while True:
+                _, future = self._calls.get(block=False)
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(KvexportError("the engine's thread has ended"))

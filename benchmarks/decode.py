@@ -135,7 +135,7 @@ def long_context(work: Path) -> dict[str, Any]:
         return (time.perf_counter() - start) / 32
 
     figures = interleave({str(c): partial(block, lanes) for c, lanes in both.items()}, 24)
-    state = sum(a.nbytes for a in both[2048].backend.state.values()) + both[2048].backend.past_length.nbytes  # type: ignore[attr-defined]
+    state = sum(a.nbytes for a in both[2048].state.state.values()) + both[2048].state.past_length.nbytes  # type: ignore[attr-defined]
     return {
         "milliseconds": {c: 1e3 * statistics.median(v) for c, v in figures.items()},
         "ratio_65536_to_2048": ratio(figures["65536"], figures["2048"]),

@@ -423,7 +423,7 @@ def test_what_travels_at_a_step_travels_in_one_copy_each_way(
 
 def test_no_torch_is_imported_to_run_on_a_device(tiny_artifact: Path) -> None:
     script = (
-        "import sys; from functools import partial; from kvexport.engine.engine import load\n"
+        "import sys; from functools import partial; from kvexport.engine.load import load\n"
         "from kvexport.backends.onnxruntime.device_array import DeviceArray\n"
         f"engine = load({str(tiny_artifact)!r}); engine.model.zeros = partial(DeviceArray, 'cpu')\n"
         "engine.generate([[1, 2, 3]], max_new_tokens=2); assert 'torch' not in sys.modules"

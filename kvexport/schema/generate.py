@@ -2,7 +2,8 @@
 not current (exit code 1).
 
 plugins/abi/kvexport.h: the structs of the calls. plugins/abi/attributes.h: reading a node's attributes into them, and
-the attributes' names. docs/contract.md: its tables, between ``<!-- schema: NAME -->`` and ``<!-- schema end -->``.
+the attributes' names. docs/reference/contract.md: its tables, between ``<!-- schema: NAME -->`` and
+``<!-- schema end -->``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ WRITTEN = """// Written by `python -m kvexport.schema.generate` from kvexport/sc
 def header() -> str:
     """plugins/abi/kvexport.h."""
     parts = [
-        "// The operators of docs/contract.md as plain structs: one call of an operator, its attributes and its",
+        "// The operators of docs/reference/contract.md as plain structs: a call of an operator, its attributes and its",
         "// tensors by their addresses. Shared by the kernels of the CPU (../cpu/kvexport_cpu.h) and of CUDA",
         "// (../cuda/kvexport_cuda.h).",
         WRITTEN,
@@ -124,7 +125,7 @@ def _read(a: Attribute) -> list[str]:
 
 
 def tables() -> dict[str, str]:
-    """The tables of docs/contract.md by their names."""
+    """The tables of docs/reference/contract.md by their names."""
     return {
         "state": _state(STATE),
         "scales": _state(SCALES),
@@ -160,7 +161,7 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def contract(text: str) -> str:
-    """docs/contract.md with its tables as they should be."""
+    """docs/reference/contract.md with its tables as they should be."""
     for name, table in tables().items():
         mark = re.escape(f"<!-- schema: {name} -->")
         text, found = re.subn(

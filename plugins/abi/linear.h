@@ -1,5 +1,5 @@
 // The arguments of Linear: one to three matrix products of one input, fused with the norm before them and the bias,
-// rotation, gate and residual after them (docs/contract.md, section 3).
+// rotation, gate and residual after them (docs/reference/contract.md, section 3).
 #pragma once
 
 #include <stdint.h>
@@ -10,9 +10,9 @@ extern "C" {
 
 #define KV_MAX_PRODUCTS 3
 
-// The layout of a packed weight. KV_AT_REST: row by row, as in artifacts. KV_PANELS: the layout that the CPU kernels read
-// fastest (cpu/linear/panels.h): `data` then includes the scales and offsets, and for zero and minimum only matters
-// whether they are nullptr.
+// The layout of a packed weight. KV_AT_REST: row by row, as in artifacts. KV_PANELS: the layout that the CPU kernels
+// read fastest (cpu/linear/panels.h): `data` then includes the scales and offsets, and for zero and minimum only
+// matters whether they are nullptr.
 enum { KV_AT_REST = 0, KV_PANELS = 1 };
 
 // A weight [outputs, inputs]. If bits is 0, its elements have the call's type. Otherwise the weight is packed: integers

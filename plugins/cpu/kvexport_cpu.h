@@ -1,5 +1,5 @@
-// The operators of docs/contract.md on the CPU, behind a C ABI: the structs of ../abi/kvexport.h, and a task runner
-// that the caller provides.
+// The operators of docs/reference/contract.md on the CPU, behind a C ABI: the structs of ../abi/kvexport.h, and a task
+// runner that the caller provides.
 //
 // The functions return nullptr, or a static string that says why the call cannot be computed. They allocate only
 // scratch memory, keep no state, and give the same bits for the same input with any number of threads.

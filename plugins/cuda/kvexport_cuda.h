@@ -1,4 +1,4 @@
-// The operators of docs/contract.md on the device, behind a C ABI: the structs of ../abi/kvexport.h with
+// The operators of docs/reference/contract.md on the device, behind a C ABI: the structs of ../abi/kvexport.h with
 // pointers to device memory, a stream, and a workspace.
 //
 // Calls only enqueue work and allocate nothing, so they can be captured in a CUDA graph. The same input gives the same

@@ -12,7 +12,8 @@
 
 namespace kv {
 
-// The score of a log_ema that has no observation yet, and the bias of an invisible slot (docs/contract.md, section 3).
+// The score of a log_ema that has no observation yet, and the bias of an invisible slot (docs/reference/contract.md,
+// section 3).
 constexpr float kLogZero = -1e30f;
 
 enum StatisticKind { kNone = 0, kLogEma = 1, kProbability = 2 };

@@ -1,6 +1,6 @@
 // Random calls of the C ABI, checked for properties that hold for any input: no access outside of buffers, the same
-// bits in place or not and on any threads, the invariants of docs/contract.md, and the numbers of VoteAttention against
-// plain loops in double precision.
+// bits in place or not and on any threads, the invariants of docs/reference/contract.md, and the numbers of
+// VoteAttention against plain loops in double precision.
 //
 //   kv_fuzz SEED CASES [linear]      linear: only calls of Linear
 //

@@ -1,5 +1,5 @@
-// VoteAttention of one KV head in plain loops in double precision, after docs/contract.md. The fuzz compares outputs
-// and scores with it, at shapes for which the conformance suite has no traces.
+// VoteAttention of one KV head in plain loops in double precision, after docs/reference/contract.md. The fuzz compares
+// outputs and scores with it, at shapes for which the conformance suite has no traces.
 #pragma once
 
 #include "support.h"
@@ -17,7 +17,7 @@ inline double log_add(double a, double b) {
 }
 
 // Multiplies each block of a row by the Hadamard matrix; the block size is the largest power of two that divides the
-// row's (docs/contract.md, "A small cache").
+// row's (docs/reference/contract.md, "A small cache").
 inline void hadamard(std::vector<double>& row) {
   const size_t block = row.size() & -row.size();
   const std::vector<double> old = row;

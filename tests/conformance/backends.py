@@ -1,7 +1,7 @@
-"""The implementations of the two operators that the suite holds to the oracle. A new one joins by a line in `BACKENDS`.
+"""The implementations of the two operators that the suite compares with the oracle; `BACKENDS` lists them.
 
-A backend that this machine cannot reach is named by `test_backends.py`, not passed over in silence.
-``KVEXPORT_BACKENDS=a,b`` runs only those and fails where one of them is unknown or cannot be reached.
+`test_backends.py` names every backend that this machine cannot run. ``KVEXPORT_BACKENDS=a,b`` runs only those, and
+fails if one of them is unknown or cannot run.
 """
 
 from __future__ import annotations
@@ -40,39 +40,41 @@ SYMBOLIC = {
 
 
 def state_names(key: np.ndarray, method: Method | None = None) -> tuple[str, ...]:
-    """The state tensors of a cache with such keys, and of the method."""
+    """Return the names of the state tensors of a cache with such keys, and of the method."""
     own = tuple(tensor.name for tensor in method.extra_state) if method else ()
     return (*STATE, *(SCALES if key.dtype in (np.int8, np.uint8) else ()), *own)
 
 
 def _sizes(key: np.ndarray, value: np.ndarray) -> tuple[int, int]:
-    """Of a key and of a value in a cache; two numbers lie in a byte of uint8."""
+    """Return the sizes of a key and of a value in a cache; a byte of uint8 contains two numbers."""
     first, second = (x.shape[3] * (2 if x.dtype == np.uint8 else 1) for x in (key, value))
     return first, second
 
 
 class Backend(Protocol):
-    """One implementation of both operators, over numpy arrays named and shaped as in docs/contract.md, section 3. A
-    small cache has its scales beside the five tensors, a method its own after them."""
+    """One implementation of both operators, over numpy arrays with the names and shapes of the contract.
+
+    docs/reference/contract.md, section 3, defines them. A small cache has its scales after the five tensors, a method
+    its own tensors after them.
+    """
 
     name: str
 
     def available(self) -> str | None:
-        """Why this machine cannot run it, None where it can."""
+        """Return why this machine cannot run the backend, None if it can."""
 
     def vote_attention(self, inputs: Arrays, attributes: VoteAttentionAttributes) -> Arrays:
-        """`inputs` by their names (`sink_logits` only where the model has them) -> `output` and the five
-        `present_*`."""
+        """Return `output` and the five `present_*` of inputs by names; a model without `sink_logits` omits them."""
 
     def lacks(self, attributes: MergeCacheAttributes) -> str | None:
-        """Why it has no kernel for this merge, None where it has one."""
+        """Return why the backend has no kernel for this merge, None if it has one."""
 
     def merge_cache(self, state: Arrays, attributes: MergeCacheAttributes) -> Arrays:
-        """The five state tensors by their names -> the five `present_*`."""
+        """Return the five `present_*` of the five state tensors by their names."""
 
 
 class Torch:
-    """The operators' own meaning, in float32."""
+    """The definition of the operators in PyTorch, in float32."""
 
     name = "torch"
 
@@ -103,8 +105,7 @@ class Torch:
 
 
 class OnnxFunction:
-    """The model-local functions, inlined by ONNX Runtime on the CPU. A function is traced once per meaning, which takes
-    seconds."""
+    """The model-local functions, inlined by ONNX Runtime on the CPU; tracing each meaning takes seconds."""
 
     name = "onnx-function"
 
@@ -122,8 +123,10 @@ class OnnxFunction:
 
 
 class NativeCpu:
-    """The native operators in ONNX Runtime on the CPU: models of one node that carry no function, so nothing else can
-    have run."""
+    """The native operators in ONNX Runtime on the CPU, in models of one node without a function.
+
+    So only the native operators can have run.
+    """
 
     name = "native-cpu"
     device = "cpu"
@@ -168,13 +171,13 @@ BACKENDS: list[Backend] = [
 
 
 def chosen() -> list[str]:
-    """The names that ``KVEXPORT_BACKENDS`` asks for; every known one where it is unset."""
+    """Return the backends that ``KVEXPORT_BACKENDS`` names; all known ones if it is not set."""
     asked = os.environ.get("KVEXPORT_BACKENDS", "")
     return [name.strip() for name in asked.split(",") if name.strip()] or [backend.name for backend in BACKENDS]
 
 
 def reached() -> list[Backend]:
-    """The chosen backends that this machine can run."""
+    """Return the chosen backends that this machine can run."""
     return [backend for backend in BACKENDS if backend.name in chosen() and backend.available() is None]
 
 
@@ -212,7 +215,7 @@ def _vote_attention_session(
     sinks: bool,
     native: Path | None,
 ) -> Any:
-    """types: of the query, and of the cache."""
+    """Return a session of VoteAttention. types: of the query, and of the cache."""
     import torch
 
     from kvexport.ops.onnx_function import vote_attention_function, vote_attention_node_attributes
@@ -303,7 +306,7 @@ def _merge_cache_session(
 
 
 def _state_shapes(heads: int, sizes: tuple[int, int], statistics: int, cache_type: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of the state; 0 stands for batch and capacity."""
+    """Return the shapes of the state; 0 is a batch or capacity that stays open."""
     slots = (0, heads, 0)
     scales = dict.fromkeys(SCALES, slots) if cache_type in SMALL_TYPES.values() else {}
     types = _state_types(cache_type)
@@ -333,8 +336,7 @@ def _state_types(cache_type: str) -> dict[str, np.dtype[Any]]:
 def _session(
     op: str, meaning: Any, attributes: dict[str, Any], inputs: list[str], outputs: list[str], infos: dict[str, Any]
 ) -> Any:
-    """An ONNX Runtime session of a model of one node, whose meaning is a function, or the native operator of the
-    library at a path."""
+    """Return a session of a model of one node: a function, or the native operator of the library at a path."""
     import onnx
     import onnxruntime
     from onnx import helper

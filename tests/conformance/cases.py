@@ -1,9 +1,7 @@
-"""Seeded inputs of the two operators: every kind of cache that the contract allows, and the tolerances they are
-compared at.
+"""Seeded inputs of the two operators: every kind of cache that the contract allows, and the tolerances of comparisons.
 
-A profile (attributes, heads, sizes, dtype) costs the `onnx-function` backend one trace of some seconds, so there are
-few of them, each with several features; the scenarios (which lanes, how full) cost nothing and are run for every
-profile.
+Every profile (attributes, heads, sizes, dtype) costs the `onnx-function` backend a trace of some seconds, so there are
+few profiles with several features each. Scenarios (which lanes, how full) cost nothing and run for every profile.
 """
 
 from __future__ import annotations
@@ -140,8 +138,10 @@ def _scores(rng: np.random.Generator, statistic: Statistic, shape: tuple[int, ..
 
 
 def _positions(rng: np.random.Generator, before: int, count: int) -> np.ndarray:
-    """Distinct positions, half of them among the latest; some are out of reach of a sliding window. Rubbish below
-    `count`."""
+    """Return distinct positions, half of them among the latest; the rest may be beyond a sliding window.
+
+    Rubbish positions are below `count`.
+    """
     low = max(before - 3 * count, 0)
     pool = np.arange(low, max(before, count))
     return rng.permutation(rng.choice(pool, size=count, replace=False))
@@ -149,7 +149,7 @@ def _positions(rng: np.random.Generator, before: int, count: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class MergeProfile:
-    """One meaning of MergeCache, but for the budget; sinks and recent are the scenario's."""
+    """One meaning of MergeCache without the budget; sinks and recent come from the scenario."""
 
     name: str
     method: str
@@ -168,7 +168,7 @@ class MergeProfile:
         return self.build_method().statistics
 
     def attributes(self, budget: int) -> MergeCacheAttributes:
-        """The operator's attributes: two sinks, three recent."""
+        """Return the operator's attributes: two sinks, three recent slots."""
         return MergeCacheAttributes(self.build_method(), budget, SINKS, RECENT, self.sliding_window, self.rotary)
 
 
@@ -341,13 +341,13 @@ def _bundles(rng: np.random.Generator, count: int, profile: MergeProfile) -> np.
 
 
 def single_precision(peak: float) -> float:
-    """The relative tolerance of what is computed in float32: 1e-5, or what rounding a logit of this magnitude costs.
+    """Return the relative tolerance of float32 results: 1e-5, or the rounding error of a logit of this magnitude.
 
-    float32 knows a logit M to M * 2^-24; a product, a bias and a logarithm round it a few times each.
+    float32 represents a logit M up to M * 2^-24; a product, a bias and a logarithm round it a few times each.
     """
     return max(1e-5, 4.0 * math.ldexp(peak, -24))
 
 
 def stored_precision(dtype: str, peak: float) -> float:
-    """The relative tolerance of what is stored in the model's dtype."""
+    """Return the relative tolerance of results in the model's dtype."""
     return 2e-3 if dtype == "float16" else single_precision(peak)

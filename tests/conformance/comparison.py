@@ -1,4 +1,4 @@
-"""How a backend's outputs are held against the oracle's."""
+"""Comparisons of a backend's outputs with the oracle's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOG_NOTHING = -1e29
 
 
 def state_of(outputs: Arrays) -> Arrays:
-    """The state tensors out of an operator's outputs: the five, and what a method has beside them."""
+    """Return the state tensors among an operator's outputs: the five, and a method's own."""
     return {name.removeprefix("present_"): x for name, x in outputs.items() if name.startswith("present_")}
 
 
@@ -74,7 +74,7 @@ def assert_scores(
 def assert_same_cache(
     actual: Arrays, expected: Arrays, statistics: tuple[Statistic, ...], *, single: float, stored: float, what: str = ""
 ) -> None:
-    """Both caches hold the same slots, whatever their order: same positions, and contents within the tolerances."""
+    """Assert that both caches have the same slots in any order: equal positions, contents within the tolerances."""
     batch, heads, _ = expected["votes"].shape
     for b in range(batch):
         for h in range(heads):
@@ -88,7 +88,7 @@ def assert_same_cache(
 
 
 def assert_same_rows(actual: Arrays, expected: Arrays, what: str = "") -> None:
-    """Both caches hold their used slots in the same rows."""
+    """Assert that both caches have their used slots in the same rows."""
     for b, h in np.ndindex(*expected["votes"].shape[:2]):
         used = int((expected["votes"][b, h] > 0).sum())
         rows = [state["position"][b, h, :used].tolist() for state in (actual, expected)]
@@ -96,12 +96,12 @@ def assert_same_rows(actual: Arrays, expected: Arrays, what: str = "") -> None:
 
 
 def in_order(state: Arrays) -> Arrays:
-    """The same caches with the used slots of every head in order of position."""
+    """Return the same caches with the used slots of every head in order of position."""
     return _reordered(state, lambda position: np.argsort(position, kind="stable"))
 
 
 def permuted(state: Arrays, seed: int) -> Arrays:
-    """The same caches with the used slots of every head in another order."""
+    """Return the same caches with the used slots of every head in another order."""
     rng = np.random.default_rng(seed)
     return _reordered(state, lambda position: rng.permutation(len(position)))
 

@@ -1,5 +1,7 @@
-"""Of the backend *cuda-ptx*, which takes a hundred times as long as others, one case in some stands for all, chosen by
-its name; ``KVEXPORT_EVERY_PTX=1`` runs them all."""
+"""Samples the cases of the backend *cuda-ptx*, which takes a hundred times as long as others.
+
+A case's name decides whether it runs; ``KVEXPORT_EVERY_PTX=1`` runs all of them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ ONE_IN = 6
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """See the module's text."""
+    """Deselect the cases of *cuda-ptx* that are not in the sample."""
     if os.environ.get(EVERY_PTX):
         return
     left_out = [item for item in items if _is_of_ptx(item) and zlib.crc32(item.name.encode()) % ONE_IN]

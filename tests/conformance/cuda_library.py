@@ -1,8 +1,7 @@
-"""The CUDA kernels through their C ABI (plugins/cuda/kvexport_cuda.h), as two backends: on a GPU, and compiled for the
-host.
+"""The CUDA kernels through their C ABI (plugins/cuda/kvexport_cuda.h), on a GPU and compiled for the host.
 
-Needs numpy alone; on a GPU PyTorch holds the memory. The libraries are the targets ``cuda``
-and ``cuda-host`` of plugins/build.py.
+It needs only numpy; on a GPU PyTorch allocates the memory. The libraries are the targets ``cuda`` and ``cuda-host`` of
+plugins/build.py.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ SMALL_TYPES = {("int8", "int8"): "int8", ("uint8", "uint8"): "int4", ("int8", "u
 
 
 def _structures() -> dict[str, Any]:
-    """plugins/abi/kvexport.h, from the schema that it is written from."""
+    """Return the structs of plugins/abi/kvexport.h, from the schema from which that file is generated."""
     made: dict[str, Any] = {"int": ctypes.c_int, "float": ctypes.c_float}
     for name, fields in structs().items():
         kinds = [(field, made.get(field.type, ctypes.c_void_p)) for field in fields]
@@ -85,12 +84,12 @@ IN_ORDER, EARLY, EARLY_WEIGHTS = range(3)  # of plugins/cuda/kvexport_cuda.h: wh
 
 
 def cache_type_of(key: np.ndarray, value: np.ndarray) -> str:
-    """The type of a cache with such keys and values."""
+    """Return the type of a cache with such keys and values."""
     return SMALL_TYPES.get((key.dtype.name, value.dtype.name), key.dtype.name)
 
 
 def names_of(key: np.ndarray) -> tuple[str, ...]:
-    """The state tensors of a cache with such keys."""
+    """Return the names of the state tensors of a cache with such keys."""
     return (*STATE, *SCALE_NAMES) if key.dtype in (np.int8, np.uint8) else STATE
 
 
@@ -106,30 +105,30 @@ def load(path: Path) -> ctypes.CDLL:
 
 
 def bfloat16(x: np.ndarray) -> np.ndarray:
-    """The bits of the nearest bfloat16, ties to even, as uint16."""
+    """Return the bits of the nearest bfloat16, ties to even, as uint16."""
     bits = x.astype(np.float32).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
 def float32_of(bits: np.ndarray) -> np.ndarray:
-    """What the bits of a bfloat16 stand for."""
+    """Return the numbers of the bits of bfloat16 in float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 class HostMemory:
-    """Arrays that the kernels compiled for the host can be called with."""
+    """Arrays with which the kernels compiled for the host can be called."""
 
     stream = 0
 
     def put(self, x: np.ndarray) -> np.ndarray:
-        """A copy, aligned to 64 bytes as device memory would be."""
+        """Return a copy, aligned to 64 bytes as device memory is."""
         buffer = self.bytes(x.nbytes, 0)
         copy = buffer[: x.nbytes].view(x.dtype).reshape(x.shape)
         copy[...] = x
         return copy
 
     def bytes(self, size: int, zeros: int) -> np.ndarray:
-        """`size` bytes, the first `zeros` of them zero and the others not, aligned to 256 bytes."""
+        """Return `size` bytes, the first `zeros` of them zero and the others not, aligned to 256 bytes."""
         raw = np.full(size + 256, 0xFF, np.uint8)
         start = -raw.ctypes.data % 256
         raw[start : start + zeros] = 0
@@ -143,7 +142,7 @@ class HostMemory:
 
 
 class DeviceMemory:
-    """The same on a GPU, in PyTorch's hands."""
+    """Arrays on a GPU, which PyTorch allocates."""
 
     def __init__(self) -> None:
         import torch
@@ -152,7 +151,7 @@ class DeviceMemory:
         self.stream = torch.cuda.current_stream().cuda_stream
 
     def put(self, x: np.ndarray) -> Any:
-        """A copy on the device; the bits of bfloat16 as int16, which every PyTorch has."""
+        """Return a copy on the device; the bits of bfloat16 become int16, which every PyTorch has."""
         return self.torch.from_numpy(np.ascontiguousarray(x.view(np.int16) if x.dtype == np.uint16 else x)).cuda()
 
     def bytes(self, size: int, zeros: int) -> Any:
@@ -168,7 +167,7 @@ class DeviceMemory:
 
 
 class Caller:
-    """One library with one kind of memory, and a workspace that grows. begin: when launches do."""
+    """A library with its kind of memory, and a workspace that grows. begin: when launches begin (KvCuda.begin)."""
 
     begin = IN_ORDER
 
@@ -178,7 +177,7 @@ class Caller:
         self.size = COUNTER_BYTES
 
     def prepared(self, operator: str, call: Any) -> Callable[[], None]:
-        """A function that enqueues the call; RuntimeError says what the library refuses."""
+        """Return a function that enqueues the call and raises RuntimeError if the library refuses it."""
         needed = ctypes.c_size_t()
         self._check(getattr(self.library, f"kv_cuda_{operator}_workspace")(call, needed))
         if needed.value > self.size:
@@ -188,7 +187,7 @@ class Caller:
         return lambda: self._check(function(call, where))
 
     def _run(self, operator: str, call: Any) -> None:
-        """With rubbish in the workspace, so that nothing can rest on what an earlier call left there."""
+        """Run a call with rubbish in the workspace, so that no result depends on an earlier call."""
         enqueue = self.prepared(operator, call)
         self.workspace[COUNTER_BYTES:] = 0xFF
         enqueue()
@@ -201,7 +200,7 @@ class Caller:
         return State(*(self.memory.address(arrays[name]) for name in STATE))
 
     def bind(self, call: Any, past: dict[str, Any], present: dict[str, Any]) -> None:
-        """The state of a call, and the scales where it has some."""
+        """Set the state of a call, and the scales of a small cache."""
         call.past, call.present = self.state(past), self.state(present)
         if SCALE_NAMES[0] in past:
             for where, held in (("past_scales", past), ("present_scales", present)):
@@ -245,7 +244,7 @@ class Caller:
 def vote_attention_call(
     attributes: Any, dtype: str, query: tuple[int, ...], key: tuple[int, ...], value_size: int
 ) -> Any:
-    """A call without its pointers. query [B, Hq, T, D]; key [B, H, C, D]."""
+    """Return a call without its pointers. query [B, Hq, T, D]; key [B, H, C, D]."""
     batch, query_heads, tokens, _ = query
     sizes = {"heads": key[1], "capacity": key[2], "key_size": key[3], "value_size": value_size}
     call = VoteAttention(
@@ -260,7 +259,7 @@ def vote_attention_call(
 
 
 def merge_cache_call(attributes: Any, dtype: str, key: tuple[int, ...], value_size: int, statistics: int) -> Any:
-    """A call without its pointers. key [B, H, C, D]."""
+    """Return a call without its pointers. key [B, H, C, D]."""
     batch, heads, capacity, key_size = key
     method, rotary = attributes.method, attributes.rotary
     call = MergeCache(cache_type=TYPES[dtype], batch=batch, heads=heads, capacity=capacity, key_size=key_size)
@@ -280,7 +279,7 @@ def merge_cache_call(attributes: Any, dtype: str, key: tuple[int, ...], value_si
 
 
 def lacks(method: Any) -> str | None:
-    """Why there is no kernel for a method."""
+    """Return why there is no kernel for a method, None if there is one."""
     policy = method.policy()
     if policy is None:
         return f"the method {method.name} is no merge policy"
@@ -290,7 +289,7 @@ def lacks(method: Any) -> str | None:
 
 
 class CudaOnHost:
-    """The kernels' own source compiled for the host: what runs is their indexing, masks and orders, not a GPU."""
+    """The kernels' source compiled for the host, which tests their indexing, masks and orders without a GPU."""
 
     name = "cuda-on-host"
 
@@ -312,8 +311,7 @@ class CudaOnHost:
 
 
 class CudaPtx(CudaOnHost):
-    """nvcc's PTX of the kernels, run on the host thread by thread in random turns, every access to memory checked
-    (plugins/tests/ptx)."""
+    """nvcc's PTX of the kernels, run on the host in random order with checks of every access (plugins/tests/ptx)."""
 
     name = "cuda-ptx"
 
@@ -328,7 +326,7 @@ class CudaPtx(CudaOnHost):
 
 
 def weight_bytes(call: Any) -> list[tuple[int, int]]:
-    """Where the weights of a Linear lie, with their scales, zero points and minima, and in how many bytes."""
+    """Return the addresses and bytes of a Linear's weights, scales, zero points and minima."""
     found, plain = [], 16 if call.type else 32
     weights = [(call.products[i].outputs, call.products[i].weight) for i in range(call.count)]
     for outputs, weight in (*weights, (call.products[0].outputs, call.gate)):
@@ -345,8 +343,10 @@ def weight_bytes(call: Any) -> list[tuple[int, int]]:
 
 
 class PtxCaller(Caller):
-    """Holds every call to no fault of the kernels: races, missing fences, copies that nobody waited for, what is read
-    or written before earlier launches have ended."""
+    """A caller that fails on every fault that the PTX runner reports.
+
+    Faults are races, missing fences, copies without a wait, and accesses before earlier launches have ended.
+    """
 
     begin = EARLY_WEIGHTS
 
@@ -361,7 +361,7 @@ class PtxCaller(Caller):
         self.set_order(2, late=True)
 
     def set_order(self, order: int, *, late: bool, multiprocessors: int = 4) -> None:
-        """Of threads and blocks: 0 forwards, 1 backwards, 2 random; late: copies happen when they are waited for."""
+        """Set the order of threads and blocks: 0 forwards, 1 backwards, 2 random; late: copies happen at their wait."""
         self.library.kv_host_set(order, late, multiprocessors, 101376)
 
     def instructions(self, program: str, of: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""Linear's kernels through their C ABI: a call of any form from arrays, and weights as they are held."""
+"""Linear's kernels through their C ABI: a call of any form from arrays, and weights in any storage."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Arrays = dict[str, np.ndarray]
 
 
 def stored(x: np.ndarray, dtype: str) -> np.ndarray:
-    """In the type of a call; bfloat16 as its bits."""
+    """Return numbers in the type of a call; bfloat16 as its bits."""
     return bfloat16(x) if dtype == "bfloat16" else x.astype(dtype)
 
 
 def exact(x: np.ndarray) -> np.ndarray:
-    """What stored numbers are, in double precision."""
+    """Return stored numbers in double precision."""
     return (float32_of(x) if x.dtype == np.uint16 else x).astype(np.float64)
 
 
 @dataclass
 class Weight:
-    """A weight [outputs, inputs]: its tensors as they are stored, and what it stands for."""
+    """A weight [outputs, inputs]: its stored tensors, and its values."""
 
     parts: Arrays
     values: np.ndarray
@@ -70,7 +70,7 @@ class Weight:
 
 @dataclass
 class Case:
-    """A call: its form, type, and arrays as they are stored (of weights, by the form's names, what they hold)."""
+    """A call: its form, type, and stored arrays by the form's names."""
 
     form: Form
     dtype: str
@@ -81,12 +81,12 @@ class Case:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Batch and tokens."""
+        """Return batch and tokens."""
         shape = self.feeds["input"].shape
         return shape[0], shape[2] if self.form.input_heads else shape[1]
 
     def call(self, caller: Caller) -> tuple[Any, list[Any]]:
-        """The call with its tensors in the library's memory, and the outputs."""
+        """Return the call with its tensors in the library's memory, and the outputs."""
         form, memory = self.form, caller.memory
 
         def put(x: np.ndarray) -> Any:
@@ -133,7 +133,7 @@ class Case:
         return [caller.memory.get(x) for x in outputs]
 
     def terms(self) -> Arrays:
-        """All tensors in double precision."""
+        """Return all tensors in double precision."""
         return {name: exact(x) for name, x in self.feeds.items()} | {n: w.values for n, w in self.weights.items()}
 
 

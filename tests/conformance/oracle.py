@@ -1,9 +1,9 @@
-"""The two operators once more, in float64 numpy with plain loops over lanes, heads and queries, written from
-docs/contract.md and the methods' definitions alone.
+"""The two operators in float64 numpy with plain loops.
 
-It shares no code with `kvexport.ops` or the methods' rules: of `kvexport` it reads the attributes only. Scores are kept
-as ln S where the contract says so, but every sum is taken in the linear domain, which float64 holds for logits beyond
-+-200. What leaves and where it goes is in `oracle_rules`, a method each.
+They are written only from docs/reference/contract.md and the methods' definitions, and share no code with
+`kvexport.ops` or the methods' rules: the oracle only reads attributes of `kvexport`. It stores scores as ln S if the
+contract says so, but takes every sum in the linear domain, in which float64 represents logits beyond +-200.
+`oracle_rules` defines which slots each method evicts and where they merge.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def vote_attention(inputs: Arrays, attributes: VoteAttentionAttributes) -> Arrays:
-    """output [B, Hq, T, Dv] and the five present tensors, floats in float64."""
+    """Return output [B, Hq, T, Dv] and the five present tensors, floats in float64."""
     query = inputs["query"].astype(np.float64)
     state = {name: inputs[f"past_{name}"].copy() for name in STATE_NAMES}
     present = {name: x if name == "position" else x.astype(np.float64) for name, x in state.items()}
@@ -65,7 +65,7 @@ def _attend(
     sink: float | None,
     attributes: VoteAttentionAttributes,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One query of one head: raw logits (nan where a slot is not visible), probabilities, output."""
+    """Return the raw logits (nan if a slot is not visible), probabilities and output of one query of one head."""
     position = present["position"][b, h, :used]
     visible = position <= now
     if attributes.sliding_window:
@@ -84,7 +84,7 @@ def _attend(
 def _updated(
     past: np.ndarray, fresh: np.ndarray, logits: np.ndarray, probability: np.ndarray, statistic: Statistic
 ) -> np.ndarray:
-    """The statistic of every slot [C] after a call; logits and probability are [T, G, C]."""
+    """Return the statistic of every slot [C] after a call; logits and probability are [T, G, C]."""
     length, decay = len(logits), statistic.decay
     n = min(length, statistic.window) if statistic.window else length
     visible = ~np.isnan(logits[:, 0])
@@ -106,7 +106,7 @@ def _updated(
 
 
 def merge_cache(state: Arrays, attributes: MergeCacheAttributes) -> Arrays:
-    """The five tensors `present_*`, floats in float64: every slot in its row, zeros after them."""
+    """Return the five tensors `present_*`, floats in float64: every slot in its row, zeros after them."""
     result = {
         name: np.zeros(state[name].shape, state[name].dtype if name == "position" else np.float64)
         for name in STATE_NAMES
@@ -125,13 +125,13 @@ def merge_cache(state: Arrays, attributes: MergeCacheAttributes) -> Arrays:
 
 
 def _rows(kept: list[Slot]) -> list[Slot]:
-    """What lies in the first rows: slots that lay there stay, and the lowest of the other rows takes the last slot."""
+    """Return the slot of each of the first rows: slots there stay, and the lowest hole takes the last slot."""
     at = {slot.row: slot for slot in kept}
     return [at[row] if row in at else at.pop(max(at)) for row in range(len(kept))]
 
 
 def _slots(state: Arrays, b: int, h: int) -> list[Slot]:
-    """The used slots of a head in order of position."""
+    """Return the used slots of a head in order of position."""
     used = [
         Slot(
             state["key"][b, h, c].astype(np.float64),
@@ -157,7 +157,7 @@ def _queries(state: Arrays, b: int, h: int) -> list[tuple[np.ndarray, int]]:
 def _merge_sequence(
     heads: list[list[Slot]], attributes: MergeCacheAttributes, queries: list[list[tuple[np.ndarray, int]]]
 ) -> list[list[Slot]]:
-    """What stays of every head's slots, in order of position."""
+    """Return the remaining slots of every head in order of position."""
     found = []
     for slots, references in zip(heads, queries, strict=True):
         now = slots[-1].position if slots else -1

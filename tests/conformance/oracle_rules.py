@@ -1,8 +1,7 @@
-"""Every method's rule in float64 over plain lists of slots: which slots leave, in which order, and what becomes of
-them.
+"""Every method's rule in float64 over plain lists of slots: which slots are evicted, in which order, how they merge.
 
-Written from the methods' definitions (docs/methods.md and their papers), not from `kvexport.methods`: parameters are
-all that is read.
+The rules are written from the methods' definitions (docs/reference/methods.md and their papers), not from
+`kvexport.methods`, of which only parameters are read.
 """
 
 from __future__ import annotations
@@ -44,29 +43,29 @@ class Head:
     queries: list[tuple[np.ndarray, int]]
 
     def seen(self, slot: Slot) -> int:
-        """Queries since the slot's latest token, its own included."""
+        """Return how many queries have seen a slot since its latest token, including that token's own."""
         return self.now - slot.position + 1
 
 
 class Rule:
-    """What is dropped by its importance, lowest first, ties by the lowest position."""
+    """A method that drops slots by importance, lowest first, ties by the lowest position."""
 
     def importance(self, head: Head, slot: Slot) -> float:
         return float(slot.score[0])
 
     def selecting(self, head: Head, slot: Slot) -> float:
-        """The importance by the method's own statistic or by its selector's."""
+        """Return the importance by the method's own statistic or by its selector's."""
         selector = getattr(head.method, "selector", "own")
         if selector == "own":
             return self.importance(head, slot)
         return RULES[selector]().importance(head, slot)
 
     def leaving(self, head: Head, heads: list[Head]) -> list[Slot]:
-        """All free slots, those that leave first coming first."""
+        """Return all free slots, the first to be evicted first."""
         return sorted(head.free, key=lambda slot: self.selecting(head, slot))
 
     def merge(self, head: Head, leaving: list[Slot], stays: list[Slot]) -> None:
-        """Change what stays by what leaves."""
+        """Merge the evicted slots into the remaining ones."""
 
 
 class Streaming(Rule):
@@ -81,8 +80,10 @@ class SnapKV(Rule):
 
 
 class Joint(Rule):
-    """Everything that leaves for one target merges with it at once. `target` says where a slot goes, `weights` how
-    members count."""
+    """A method in which all slots with one target merge with it at once.
+
+    `target` returns a slot's target, `weights` the members' weights.
+    """
 
     def target(self, head: Head, slot: Slot, targets: list[Slot]) -> Slot | None:
         raise NotImplementedError
@@ -91,14 +92,14 @@ class Joint(Rule):
         return [slot for slot in stays if any(slot is other for other in head.free)]
 
     def weights(self, head: Head, members: list[Slot]) -> list[float]:
-        """How the members count in the mean of keys and values; the target comes first."""
+        """Return the members' weights in the mean of keys and values; the target comes first."""
         return [slot.votes for slot in members]
 
     def votes(self, head: Head, members: list[Slot], weights: list[float]) -> float:
         return sum(slot.votes for slot in members)
 
     def score(self, head: Head, members: list[Slot]) -> np.ndarray:
-        """Probability mass adds, averages of exp(logit) are means by votes."""
+        """Return a set's score: the sum of probabilities, or the mean of exp(logit) averages by votes."""
         rows = []
         for k, statistic in enumerate(head.method.statistics):
             if statistic.kind == "probability":
@@ -149,7 +150,7 @@ class KeepKV(Joint):
         return self.corrected(head, slot, 0)
 
     def corrected(self, head: Head, slot: Slot, k: int) -> float:
-        """ln(S / (1 - a^n))."""
+        """Return ln(S / (1 - a^n))."""
         return float(slot.score[k]) - math.log1p(-(head.method.decay ** head.seen(slot)))
 
     def leaving(self, head: Head, heads: list[Head]) -> list[Slot]:
@@ -190,7 +191,7 @@ class KeepKV(Joint):
         return math.exp(math.log(sum(weights)) - self.mean_logit(head, members, weights))
 
     def factor(self, head: Head, members: list[Slot], weights: list[float]) -> float | None:
-        """What the key is scaled by; None where fractional votes are stored instead."""
+        """Return the factor of the key; None if fractional votes are stored instead."""
         if head.method.zip in ("mean", "count"):
             return 1.0
         if head.method.zip == "vote":
@@ -401,12 +402,12 @@ class GRKV(SnapKV):
             self.fit(head, stays, self.read(head, head.slots) @ np.array([s.value for s in head.slots]))
 
     def read(self, head: Head, slots: list[Slot]) -> np.ndarray:
-        """The probabilities [W, slots] of the reference queries."""
+        """Return the probabilities [W, slots] of the reference queries."""
         logits, visible = self.logits(head, slots)
         return attention(logits, visible, np.array([s.votes for s in slots]) ** head.method.vote_exponent)
 
     def logits(self, head: Head, slots: list[Slot]) -> tuple[np.ndarray, np.ndarray]:
-        """[W, slots], and which a query has seen."""
+        """Return the logits [W, slots], and which of them a query has seen."""
         visible = np.array([[s.position < seen for s in slots] for _, seen in head.queries])
         return np.array([[query @ s.key for s in slots] for query, _ in head.queries]), visible
 
@@ -431,7 +432,7 @@ class AttentionMatching(GRKV):
         return float((np.where(read > 1e-6, read, 0.0) ** 2).sum())
 
     def masses(self, head: Head, slots: list[Slot], top: np.ndarray) -> np.ndarray:
-        """votes exp(logit - top) [W, slots], 0 where a query has not seen the slot."""
+        """Return votes exp(logit - top) [W, slots], 0 if a query has not seen the slot."""
         logits, visible = self.logits(head, slots)
         return np.where(visible, np.array([s.votes for s in slots]) * np.exp(np.where(visible, logits - top, 0.0)), 0.0)
 
@@ -476,7 +477,7 @@ def index_of(slots: list[Slot], slot: Slot) -> int:
 
 
 def highest(slots: list[Slot], value: Any) -> Slot | None:
-    """The slot of the highest value; the first, of lowest position, among equals."""
+    """Return the slot of the highest value; of equals the first, which has the lowest position."""
     return max(slots, key=value) if slots else None
 
 

@@ -1,4 +1,4 @@
-"""What the oracle computes of keys and values, in float64 and one at a time."""
+"""The oracle's arithmetic on keys and values, in float64 and one at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def mean(rows: list[np.ndarray], weights: list[float]) -> np.ndarray:
 
 
 def turned(key: np.ndarray, steps: int, rotary: Any) -> np.ndarray:
-    """The key `steps` positions later, plane by plane, as complex numbers."""
+    """Return the key rotated by `steps` positions, plane by plane, as complex numbers."""
     result, planes = key.copy(), len(rotary.inverse_frequencies)
     for f, frequency in enumerate(rotary.inverse_frequencies):
         i, j = (2 * f, 2 * f + 1) if rotary.interleaved else (f, f + planes)
@@ -27,7 +27,7 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def attention(logits: np.ndarray, visible: np.ndarray, votes: np.ndarray) -> np.ndarray:
-    """The softmax of logits [W, N] over the visible ones, each as often as its votes; 0 where there is none."""
+    """Return the softmax of logits [W, N] over the visible ones, weighted by votes; 0 in a row without any."""
     mass = np.zeros_like(logits)
     for row, sees, out in zip(logits, visible, mass, strict=True):
         if sees.any():

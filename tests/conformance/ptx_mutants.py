@@ -1,5 +1,7 @@
-"""Kernels whose PTX lacks a barrier, a fence or a wait, and calls that run them: what the runner of plugins/tests/ptx
-has to find."""
+"""Kernels whose PTX lacks a barrier, a fence or a wait, and calls that run them.
+
+The runner of plugins/tests/ptx must find each of these faults.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,12 @@ MULTIPROCESSORS = 3  # so few that a split of `decode` has more blocks of slots 
 
 
 def places(body: str, kind: str) -> list[tuple[int, int]]:
-    """Where instructions of a kind stand in a kernel's PTX."""
+    """Return the positions of the instructions of a kind in a kernel's PTX."""
     return [found.span() for found in re.finditer(KINDS[kind], body)]
 
 
 def without(kind: str, which: int | None = None, instead: str = "") -> Callable[[str], str]:
-    """PTX with something instead of an instruction of a kind, or of all of them."""
+    """Return a function that replaces one instruction of a kind, or all of them, in PTX."""
 
     def alter(body: str) -> str:
         found = places(body, kind)
@@ -52,7 +54,7 @@ def without(kind: str, which: int | None = None, instead: str = "") -> Callable[
 
 
 def writes_early(body: str) -> str:
-    """PTX that stores to the first address that it is given before it waits for earlier launches."""
+    """Return PTX that stores to its first address argument before it waits for earlier launches."""
     address = re.search(r"ld\.param\.u64\s+%\w+,\s*(\[[^\]]+\]);", body)
     assert address, "there is no address"
     store = f"{{ .reg .b64 %first; ld.param.u64 %first, {address[1]}; st.global.u32 [%first], 0; }}\n"
@@ -60,7 +62,7 @@ def writes_early(body: str) -> str:
 
 
 def attend(caller: PtxCaller, group: int, cache_type: str = "", tokens: int = 1, dtype: str = "float16") -> Arrays:
-    """Tokens against caches of several splits. cache_type: of a small cache."""
+    """Run tokens against caches of several splits. cache_type: the type of a small cache."""
     rng, heads, capacity, size = np.random.default_rng(3), 2, 400, 64
     shape = (2, heads, capacity)
     x = {"query": rng.normal(size=(2, group * heads, tokens, size)).astype(dtype)}
@@ -76,7 +78,7 @@ def attend(caller: PtxCaller, group: int, cache_type: str = "", tokens: int = 1,
 
 
 def merge(caller: PtxCaller, method: str, *, slots: int = 200, in_order: bool = True, dtype: str = "float16") -> Arrays:
-    """Two heads of which 40 slots have to leave."""
+    """Merge two heads, of which 40 slots have to be evicted."""
     made, rng, shape, size = all_methods()[method](), np.random.default_rng(4), (1, 2, slots), 32
     x = {name: rng.normal(size=(*shape, size)).astype(dtype) for name in ("key", "value")}
     x["votes"] = np.ones(shape, np.float32)
@@ -87,8 +89,10 @@ def merge(caller: PtxCaller, method: str, *, slots: int = 200, in_order: bool = 
 
 
 def linear(caller: PtxCaller) -> Arrays:
-    """Rows behind a norm times int4 weights of three chunks: weights that may be written by earlier launches, and such
-    that stay."""
+    """Run rows after a norm times int4 weights of three chunks.
+
+    The weights are once such that earlier launches may write them, and once constant.
+    """
     packing, held, made = PackedFormat(4, True, 32), caller.begin, {}
     one = case(Form(norm=1, packed=(1,), group=(32,)), "float16", (1, 3), 768, 64, (packing,))
     try:
@@ -116,13 +120,12 @@ CALLS: dict[str, Callable[[PtxCaller], Arrays]] = {
 
 
 def found(program: str, alter: Callable[[str], str], path: Path, right: Arrays | None = None) -> str:
-    """What gives a mutant of one program's PTX away; "" where nothing does."""
+    """Return the report that finds a mutant of one program's PTX; "" if there is none."""
     return faults(library.mutant(make.build("cuda-ptx"), program, alter, path), program, right)
 
 
 def faults(path: Path, call: str, right: Arrays | None = None) -> str:
-    """What gives a library of mutants away in one of CALLS, by a report or by other bits than `right`; "" where nothing
-    does."""
+    """Return the report, or "other results", that finds a library of mutants in one of CALLS; "" if nothing does."""
     caller = PtxCaller(path)
     for order, late in ((2, True), (0, False), (1, True)):
         caller.set_order(order, late=late, multiprocessors=MULTIPROCESSORS)

@@ -1,5 +1,7 @@
-"""A small cache once more, in float64 numpy, written from docs/contract.md ("A small cache") alone: what rows are
-stored as, and what the stored stand for."""
+"""A small cache in float64 numpy: storing rows and reading them.
+
+It is written only from docs/reference/contract.md ("A small cache").
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,17 @@ FOUR_BITS = np.array([0, 11, 22, 34, 46, 60, 77, 98, 127, -127, -94, -72, -54, -
 
 
 def hadamard(size: int) -> np.ndarray:
-    """The orthonormal Hadamard matrix of `size` dimensions, in blocks of the largest power of two that divides it."""
+    """Return the orthonormal Hadamard matrix of `size` dimensions.
+
+    Its blocks have the size of the largest power of two that divides `size`.
+    """
     block = size & -size
     entry = [[(-1.0) ** bin(i & j).count("1") for j in range(block)] for i in range(block)]
     return np.kron(np.eye(size // block), np.array(entry) / np.sqrt(block))
 
 
 def bfloat16(x: np.ndarray) -> np.ndarray:
-    """The nearest bfloat16, ties to even, as float32."""
+    """Return the nearest bfloat16, ties to even, as float32."""
     bits = x.astype(np.float32).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
 
@@ -39,14 +44,14 @@ def stored(rows: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def numbers_of(held: np.ndarray) -> np.ndarray:
-    """The numbers [..., D] that these stand for."""
+    """Return the numbers [..., D] of stored rows."""
     if held.dtype == np.int8:
         return held
     return FOUR_BITS[np.stack([held & 15, held >> 4], axis=-1).reshape(*held.shape[:-1], -1)].astype(np.int8)
 
 
 def plain(held: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """The rows that they stand for, in float64."""
+    """Return the values of stored rows in float64."""
     numbers = numbers_of(held)
     return (numbers.astype(np.float64) * scale[..., None]) @ hadamard(numbers.shape[-1])
 
@@ -70,7 +75,7 @@ def unmistakable(rng: np.random.Generator, rows: np.ndarray, bits: int) -> np.nd
 
 
 def small(state: Arrays, cache_type: str, prefix: str = "") -> Arrays:
-    """A state with keys and values as a cache of this type has them, and their scales."""
+    """Return a state whose keys and values have this type of cache, with their scales."""
     result = dict(state)
     for name, bits in zip(("key", "value"), BITS[cache_type], strict=True):
         result[f"{prefix}{name}"], result[f"{prefix}{name}_scale"] = stored(state[f"{prefix}{name}"], bits)
@@ -78,7 +83,7 @@ def small(state: Arrays, cache_type: str, prefix: str = "") -> Arrays:
 
 
 def wide(state: Arrays, prefix: str = "") -> Arrays:
-    """What a small state stands for, in float64 and without scales."""
+    """Return the values of a small state in float64, without scales."""
     result = {name: x for name, x in state.items() if not name.endswith("_scale")}
     for name in ("key", "value"):
         result[prefix + name] = plain(state[prefix + name], state[f"{prefix}{name}_scale"])

@@ -1,4 +1,4 @@
-"""Which implementations the conformance suite reached."""
+"""Names the implementations that the conformance suite runs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The CUDA kernels' own source, run on the host: every phase over all threads, every block of the grid
-(plugins/cuda/core/block.h).
+"""The CUDA kernels' source, run on the host: every phase over all threads, every block (plugins/cuda/core/block.h).
 
-Beside the conformance suite: caches of many blocks and splits, all head and group sizes, all types, and what the host
-can show of the execution itself. Nothing here ran on a GPU.
+These tests go beyond the conformance suite: caches of many blocks and splits, all head and group sizes, all types, and
+properties of the execution that the host can show. Nothing here ran on a GPU.
 """
 
 from __future__ import annotations

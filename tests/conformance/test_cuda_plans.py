@@ -1,5 +1,7 @@
-"""How the CUDA kernels share out their work on GPUs that are not here, for the shapes of the shipped recipes: questions
-of the library for the host, which checks every launch and runs none."""
+"""The division of the CUDA kernels' work on GPUs that this machine lacks, for the shapes of the shipped recipes.
+
+The library for the host answers: it checks every launch and runs none.
+"""
 
 from __future__ import annotations
 

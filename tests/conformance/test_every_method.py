@@ -1,5 +1,4 @@
-"""What every method must do, through both operators: sequences far longer than the budget, and none shorter than it
-changed."""
+"""Tests of every method through both operators: sequences far beyond the budget; shorter ones stay unchanged."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The tensor cores' stand-in on the host (plugins/cuda/core/mma.h): the rest of the kernels' proof rests on its layout
-being PTX's own."""
+"""Tests that the host's version of tensor cores (plugins/cuda/core/mma.h) has the layout of PTX.
+
+All other host tests of kernels on tensor cores rely on this.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the methods' papers promise, held to the operators of every backend: closed forms, bounds and what is conserved.
+"""The theorems of the methods' papers, tested on every backend: closed forms, bounds and conserved quantities.
 
 Attention before and after a merge is computed here, in float64, from its definition. Heads have two sinks and three
-recent slots (`cases.SINKS`, `RECENT`); both heads of a profile hold random caches of their own.
+recent slots (`cases.SINKS`, `RECENT`); both heads of a profile have random caches of their own.
 """
 
 from __future__ import annotations

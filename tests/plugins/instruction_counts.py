@@ -1,11 +1,10 @@
-"""How many instructions of a warp the CUDA kernels take per slot, per pair of slots, or per weight of each of its
-lanes, by their PTX run on the host.
+"""Counts the instructions of a warp in the CUDA kernels, per slot, pair of slots, or weight of each lane.
 
-    python -m tests.plugins.instruction_counts    writes plugins/cuda/instructions.json anew
+    python -m tests.plugins.instruction_counts    rewrites plugins/cuda/instructions.json
 
-Two calls that differ in their slots alone, or in how many are evicted, and the difference of their instructions over
-that: what a call takes once cancels out. PTX's instructions are more than the machine's, of which ptxas merges some;
-they rise and fall together.
+Each count is the difference of the instructions of two calls, by their PTX run on the host, divided by the difference
+of their slots or evicted slots: fixed costs cancel out. PTX has more instructions than the machine code, since ptxas
+merges some; both rise and fall together.
 """
 
 from __future__ import annotations
@@ -47,8 +46,10 @@ LINEAR = (
 
 
 def measured(caller: PtxCaller) -> dict[str, float]:
-    """Of every figure its instructions of a warp: heads of 128 elements, one statistic; merges in float16
-    where no other type is named."""
+    """Return the instructions of a warp for every figure.
+
+    Heads have 128 elements and one statistic; merges are in float16 unless the figure names another type.
+    """
     found = {}
     for dtype, group, program in DECODE:
         found[f"decode, {dtype}, group {group}, per slot"] = _difference(
@@ -124,7 +125,7 @@ def _linear(caller: PtxCaller, dtype: str, packing: PackedFormat | None, rows: i
 
 
 def record(library: Path) -> None:
-    """Write the figures anew."""
+    """Rewrite the figures."""
     caller = PtxCaller(library)
     caller.set_order(0, late=False, multiprocessors=1)
     held = {"compiler": resources.compiler_version(), "instructions of a warp": measured(caller)}

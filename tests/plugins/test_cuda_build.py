@@ -1,8 +1,7 @@
-"""nvcc compiles the CUDA kernels, none of them spills, and none takes more than plugins/cuda/resources.json records;
-the binding for ONNX Runtime links with them into a library that needs no CUDA to be loaded and exports what is asked of
-it alone.
+"""nvcc compiles the CUDA kernels, none spills, and none exceeds the resources of plugins/cuda/resources.json.
 
-Compute capabilities 8.6 and 9.0 unless ``KVEXPORT_CUDA_ARCHITECTURES`` names others ("80,120") or is ``all``.
+The binding for ONNX Runtime links with them into a library that loads without CUDA and exports only its interface.
+Compute capabilities are 8.6 and 9.0 unless ``KVEXPORT_CUDA_ARCHITECTURES`` names others ("80,120") or is ``all``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// The shapes of the operators' inputs (docs/contract.md, section 3), for every framework's binding.
+// The shapes of the operators' inputs (docs/reference/contract.md, section 3), for every framework's binding.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// A node of Linear (docs/contract.md, section 3): products of one input with weights in the layout of checkpoints, the
-// norm before them and the epilogue after them.
+// A node of Linear (docs/reference/contract.md, section 3): products of one input with weights in the layout of
+// checkpoints, the norm before them and the epilogue after them.
 #pragma once
 
 #include "weight.h"

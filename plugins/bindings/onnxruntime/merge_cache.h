@@ -1,4 +1,5 @@
-// A node of MergeCache (docs/contract.md, section 3): turns attributes and tensors into a call of the kernels.
+// A node of MergeCache (docs/reference/contract.md, section 3): turns attributes and tensors into a call of the
+// kernels.
 #pragma once
 
 #include "../node/attributes.h"

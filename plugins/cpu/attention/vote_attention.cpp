@@ -1,5 +1,5 @@
-// VoteAttention for one instruction set. kvexport/ops/vote_attention.py defines it; docs/contract.md defines the
-// letters.
+// VoteAttention for one instruction set. kvexport/ops/vote_attention.py defines it; docs/reference/contract.md defines
+// the letters.
 #include "decode.h"
 #include "prefill.h"
 #include "queries.h"

@@ -1,5 +1,5 @@
-// Rows of a small cache (docs/contract.md, "A small cache"). kvexport/ops/small_cache.py defines them; these functions
-// give the same bits:
+// Rows of a small cache (docs/reference/contract.md, "A small cache"). kvexport/ops/small_cache.py defines them; these
+// functions give the same bits:
 //
 //   hadamard: for half = 1, 2, 4 .. below the largest power of two that divides the size: (a, b) = (b + a, a - b);
 //             then times 1 / sqrt of that power

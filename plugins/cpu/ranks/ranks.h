@@ -1,5 +1,5 @@
 // Ranks: processes that compute one model together, each with a share of its heads, and add up their partial results
-// (docs/tensor-parallel.md). They share memory that begins as zeros; only all_reduce.cpp knows its layout.
+// (docs/tasks/tensor-parallel.md). They share memory that begins as zeros; only all_reduce.cpp knows its layout.
 //
 // A sum of `count` numbers is computed piece by piece. For each piece a rank
 //   writes its numbers to a buffer of its own and increments its counter `turn`,

@@ -1,5 +1,5 @@
 // Ranks on GPUs: processes that compute one model together, each on its own device, and add up their partial results
-// (docs/tensor-parallel.md). The sums have the same bits as those of ../../cpu/ranks/ranks.h.
+// (docs/tasks/tensor-parallel.md). The sums have the same bits as those of ../../cpu/ranks/ranks.h.
 //
 // Every rank has a mailbox in its device's memory, which the other devices can access (peer access). In a call a rank
 //   writes its numbers to its mailbox, and posts a flag in the mailbox of every rank,

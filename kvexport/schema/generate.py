@@ -29,8 +29,8 @@ WRITTEN = """// Written by `python -m kvexport.schema.generate` from kvexport/sc
 def header() -> str:
     """plugins/abi/kvexport.h."""
     parts = [
-        "// The operators of docs/reference/contract.md as plain structs: a call of an operator, its attributes and its",
-        "// tensors by their addresses. Shared by the kernels of the CPU (../cpu/kvexport_cpu.h) and of CUDA",
+        "// The operators of docs/reference/contract.md as plain structs: a call of an operator, its attributes, and",
+        "// the addresses of its tensors. Shared by the kernels of the CPU (../cpu/kvexport_cpu.h) and of CUDA",
         "// (../cuda/kvexport_cuda.h).",
         WRITTEN,
         '#pragma once\n\n#include <stddef.h>\n#include <stdint.h>\n\n#ifdef __cplusplus\nextern "C" {\n#endif\n',

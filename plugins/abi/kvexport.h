@@ -1,5 +1,5 @@
-// The operators of docs/reference/contract.md as plain structs: a call of an operator, its attributes and its
-// tensors by their addresses. Shared by the kernels of the CPU (../cpu/kvexport_cpu.h) and of CUDA
+// The operators of docs/reference/contract.md as plain structs: a call of an operator, its attributes, and
+// the addresses of its tensors. Shared by the kernels of the CPU (../cpu/kvexport_cpu.h) and of CUDA
 // (../cuda/kvexport_cuda.h).
 // Written by `python -m kvexport.schema.generate` from kvexport/schema: change that, not this.
 // clang-format off

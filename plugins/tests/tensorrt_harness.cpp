@@ -7,7 +7,7 @@ using namespace harness;
 
 #define KV_EXPORT extern "C" __attribute__((visibility("default")))
 
-// An input or output. size: -1 and below stand for sizes that are not known; most: the largest that a profile allows.
+// An input or output. size: -1 and below are sizes that are not known; most: the largest that a profile allows.
 struct Tensor {
   int32_t type, format, rank;
   int64_t size[8], most[8];
@@ -47,7 +47,7 @@ struct Described {
 
 }  // namespace
 
-// What was logged since the last call.
+// Returns the lines of the log since the last call.
 KV_EXPORT const char* kvt_log() {
   static std::string taken;
   taken.swap(log_of_all().lines);
@@ -63,7 +63,7 @@ KV_EXPORT IPluginV3* kvt_create(const char* name, const PluginField* fields, int
 KV_EXPORT void kvt_delete(IPluginV3* plugin) { delete plugin; }
 KV_EXPORT IPluginV3* kvt_clone(IPluginV3* plugin) { return plugin->clone(); }
 KV_EXPORT IPluginV3* kvt_attach(IPluginV3* plugin) { return runtime_of(plugin)->attachToContext(nullptr); }
-// As an engine is written and read.
+// Serializes a plugin and creates it again, as an engine does.
 KV_EXPORT IPluginV3* kvt_again(IPluginV3* plugin) {
   const PluginFieldCollection* fields = runtime_of(plugin)->getFieldsToSerialize();
   return creator(core_of(plugin)->getPluginName())->createPlugin("layer", fields, TensorRTPhase::kRUNTIME);
@@ -82,22 +82,22 @@ KV_EXPORT int32_t kvt_aliased(IPluginV3* plugin, int32_t output) {
 }
 
 KV_EXPORT int32_t kvt_output_types(IPluginV3* plugin, const Tensor* in, int32_t inputs, Tensor* out, int32_t outputs) {
-  std::vector<DataType> given, answer(outputs);
-  for (int32_t i = 0; i < inputs; ++i) given.push_back(static_cast<DataType>(in[i].type));
-  const int32_t code = build_of(plugin)->getOutputDataTypes(answer.data(), outputs, given.data(), inputs);
+  std::vector<DataType> sources, answer(outputs);
+  for (int32_t i = 0; i < inputs; ++i) sources.push_back(static_cast<DataType>(in[i].type));
+  const int32_t code = build_of(plugin)->getOutputDataTypes(answer.data(), outputs, sources.data(), inputs);
   for (int32_t i = 0; i < outputs; ++i) out[i].type = static_cast<int32_t>(answer[i]);
   return code;
 }
 
 KV_EXPORT int32_t kvt_output_shapes(IPluginV3* plugin, const Tensor* in, int32_t inputs, Tensor* out, int32_t outputs) {
   Expressions expressions;
-  std::vector<DimsExprs> given(inputs), answer(outputs);
+  std::vector<DimsExprs> sources(inputs), answer(outputs);
   for (int32_t i = 0; i < inputs; ++i) {
-    given[i].nbDims = in[i].rank;
-    for (int32_t d = 0; d < in[i].rank; ++d) given[i].d[d] = expressions.constant(in[i].size[d]);
+    sources[i].nbDims = in[i].rank;
+    for (int32_t d = 0; d < in[i].rank; ++d) sources[i].d[d] = expressions.constant(in[i].size[d]);
   }
   const int32_t code =
-      build_of(plugin)->getOutputShapes(given.data(), inputs, nullptr, 0, answer.data(), outputs, expressions);
+      build_of(plugin)->getOutputShapes(sources.data(), inputs, nullptr, 0, answer.data(), outputs, expressions);
   for (int32_t i = 0; code == 0 && i < outputs; ++i) {
     out[i].rank = answer[i].nbDims;
     for (int32_t d = 0; d < answer[i].nbDims; ++d)
@@ -113,25 +113,25 @@ KV_EXPORT bool kvt_supports(IPluginV3* plugin, int32_t at, const Tensor* all, in
 
 KV_EXPORT int32_t kvt_configure(IPluginV3* plugin, const Tensor* in, int32_t inputs, const Tensor* out,
                                 int32_t outputs) {
-  const Described given(in, inputs), answer(out, outputs);
-  return build_of(plugin)->configurePlugin(given.open.data(), inputs, answer.open.data(), outputs);
+  const Described sources(in, inputs), answer(out, outputs);
+  return build_of(plugin)->configurePlugin(sources.open.data(), inputs, answer.open.data(), outputs);
 }
 
 KV_EXPORT size_t kvt_workspace(IPluginV3* plugin, const Tensor* in, int32_t inputs, const Tensor* out,
                                int32_t outputs) {
-  const Described given(in, inputs), answer(out, outputs);
-  return build_of(plugin)->getWorkspaceSize(given.open.data(), inputs, answer.open.data(), outputs);
+  const Described sources(in, inputs), answer(out, outputs);
+  return build_of(plugin)->getWorkspaceSize(sources.open.data(), inputs, answer.open.data(), outputs);
 }
 
 KV_EXPORT int32_t kvt_shape_change(IPluginV3* plugin, const Tensor* in, int32_t inputs, const Tensor* out,
                                    int32_t outputs) {
-  const Described given(in, inputs), answer(out, outputs);
-  return runtime_of(plugin)->onShapeChange(given.fixed.data(), inputs, answer.fixed.data(), outputs);
+  const Described sources(in, inputs), answer(out, outputs);
+  return runtime_of(plugin)->onShapeChange(sources.fixed.data(), inputs, answer.fixed.data(), outputs);
 }
 
 KV_EXPORT int32_t kvt_enqueue(IPluginV3* plugin, const Tensor* in, int32_t inputs, const Tensor* out, int32_t outputs,
                               void* workspace) {
-  const Described given(in, inputs), answer(out, outputs);
-  return runtime_of(plugin)->enqueue(given.fixed.data(), answer.fixed.data(), given.data.data(), answer.data.data(),
+  const Described sources(in, inputs), answer(out, outputs);
+  return runtime_of(plugin)->enqueue(sources.fixed.data(), answer.fixed.data(), sources.data.data(), answer.data.data(),
                                      workspace, nullptr);
 }

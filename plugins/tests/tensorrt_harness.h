@@ -1,4 +1,4 @@
-// TensorRT's side of a plugin, without TensorRT: expressions for shapes, a logger that keeps what is said, and the
+// TensorRT's side of a plugin, without TensorRT: expressions for shapes, a logger that stores its lines, and the
 // library's two entry points.
 #pragma once
 
@@ -26,11 +26,11 @@ class Expression : public IDimensionExpr, private apiv::VDimensionExpr {
   bool isSizeTensor() const override { return false; }
 };
 
-// The plugins need none of its operations: it has none.
+// A builder of expressions without operations, which the plugins do not need.
 class Expressions : public IExprBuilder, private apiv::VExprBuilder {
  public:
   Expressions() { mImpl = this; }
-  const IDimensionExpr* constant(int64_t value) override { return &made_.emplace_back(value); }
+  const IDimensionExpr* constant(int64_t value) override { return &expressions_.emplace_back(value); }
 
  private:
   const IDimensionExpr* operation(DimensionOperation, const IDimensionExpr&, const IDimensionExpr&) override {
@@ -39,7 +39,7 @@ class Expressions : public IExprBuilder, private apiv::VExprBuilder {
   const IDimensionExpr* declareSizeTensor(int32_t, const IDimensionExpr&, const IDimensionExpr&) override {
     return nullptr;
   }
-  std::deque<Expression> made_;
+  std::deque<Expression> expressions_;
 };
 
 class Log : public ILogger, public ILoggerFinder {

@@ -1,4 +1,4 @@
-// One random call of VoteAttention, and what must hold of it.
+// One random call of VoteAttention, and the checks of its result.
 #pragma once
 
 #include "reference.h"
@@ -32,7 +32,7 @@ struct AttentionCase {
     draw_tokens(random);
   }
 
-  // Drawn until the work is small enough for a sanitizer.
+  // Draws sizes until the work is small enough for a sanitizer.
   void draw_shapes(Random& random) {
     do {
       call.tokens = random.one_in(2) ? 1 : random.one_in(20) ? 0 : random.between(1, 96);
@@ -71,7 +71,7 @@ struct AttentionCase {
     call.query_length = query_length.data<int64_t>();
   }
 
-  // Positions as no cache has them: of any size, and past the new tokens; and votes that are no prefix.
+  // Draws positions that no cache has, of any size and beyond the new tokens; and votes that are no prefix.
   void draw_positions(Random& random, int b, int first) {
     const bool holes = random.one_in(3);
     for (int i = 0; i < call.heads * call.capacity; ++i)
@@ -115,7 +115,7 @@ struct AttentionCase {
   }
 
   void check_all(Random& random) {
-    const std::array<Buffer, 6> given{query, key, value, position, query_length, sink_logits};
+    const std::array<Buffer, 6> inputs{query, key, value, position, query_length, sink_logits};
     const Cache once = attempt(random, 0, {forwards, nullptr});
     const Buffer whole = output;
     for (unsigned in_place : {kAllInPlace, 0u, static_cast<unsigned>(random.between(1, kAllInPlace - 1))}) {
@@ -126,13 +126,13 @@ struct AttentionCase {
     }
     size_t i = 0;
     for (const Buffer* buffer : {&query, &key, &value, &position, &query_length, &sink_logits})
-      check(buffer->same(given[i++]), "wrote into an input");
+      check(buffer->same(inputs[i++]), "wrote into an input");
     if (hostile) return;
     for (size_t row = 0; row < shape.rows(); ++row) check_head(once, row);
     if (shape.rows()) check_figures(once, random.between(0, static_cast<int>(shape.rows()) - 1));
   }
 
-  // What is appended, what is left alone, what is finite.
+  // Checks the appended slots, the unchanged ones, and that numbers are finite.
   void check_head(const Cache& present, size_t row) const {
     const int b = static_cast<int>(row / call.heads), from = used[b], n = length[b],
               group = call.query_heads / call.heads;
@@ -154,12 +154,12 @@ struct AttentionCase {
                                 value = is_new ? added(call.value, call.value_size) : std::vector<double>();
       // A new row of a small cache is as near as half a step, and float32's rounding of its sums; of int4 as near as
       // any of the sixteen, and int8's rounding.
-      const auto right = [&](double found, double wanted, int tensor) {
+      const auto right = [&](double actual, double expected, int tensor) {
         const double step = present.scale(tensor == kKey ? kKeyScale : kValueScale, row, c);
-        if (!shape.small) return found == wanted;
-        if (!shape.is_int4(tensor)) return std::fabs(found - wanted) <= 0.5001 * step + 1e-5;
+        if (!shape.small) return actual == expected;
+        if (!shape.is_int4(tensor)) return std::fabs(actual - expected) <= 0.5001 * step + 1e-5;
         return std::all_of(std::begin(kInt4), std::end(kInt4), [&](int number) {
-          return std::fabs(found - wanted) <= std::fabs(number * step - wanted) + 1.0001 * step + 1e-5;
+          return std::fabs(actual - expected) <= std::fabs(number * step - expected) + 1.0001 * step + 1e-5;
         });
       };
       for (int i = 0; i < call.key_size; ++i)

@@ -55,9 +55,9 @@ struct Streamed {
     const Ort::ConstValue value = info.GetTensorConstantInput(input, &constant);
     stays = constant != 0;
     if (!stays || on_device) return;
-    const Ort::TensorTypeAndShapeInfo found = value.GetTensorTypeAndShapeInfo();
-    shape = found.GetShape();
-    initializer = value.GetTensorRawData(), bytes = bytes_of(type, found.GetElementCount());
+    const Ort::TensorTypeAndShapeInfo value_info = value.GetTensorTypeAndShapeInfo();
+    shape = value_info.GetShape();
+    initializer = value.GetTensorRawData(), bytes = bytes_of(type, value_info.GetElementCount());
   }
 
   void keep() {

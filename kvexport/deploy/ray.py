@@ -1,4 +1,8 @@
-"""The server of `kvexport serve` on Ray Serve: routers behind Ray's HTTP proxy, and replicas, each with an engine."""
+"""The server of `kvexport serve` on Ray Serve.
+
+Ray's HTTP proxy hands each request to one of several replicas, each with an engine. Ray's consistent-hash router sends
+all requests with the same header X-Session-Id to the same replica.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +20,19 @@ from kvexport.packages import is_there
 from kvexport.serve.settings import ServeSettings
 
 NAME, REPLICA = "kvexport", "replica"
-_BY_KEY = "ray.serve.experimental.consistent_hash_router"
+_BY_SESSION = "ray.serve.experimental.consistent_hash_router"
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """replicas: at least. most: as many as there may be under load; None = no more. cpus: of a replica, and threads of
-    its engine. lanes: of a replica, None = as many as the artifact was built for."""
+    """Sizes of the deployment.
+
+    Attributes:
+        replicas: Smallest number of replicas.
+        most: Largest number of replicas under load; None is `replicas`.
+        cpus: CPU cores of a replica, and threads of its engine.
+        lanes: Lanes of a replica; None is as many as the artifact was built for.
+    """
 
     replicas: int = 1
     most: int | None = None
@@ -33,10 +43,21 @@ class Cluster:
 def run(
     artifact: Path, settings: ServeSettings, cluster: Cluster, host: str, port: int, on_ready: Callable[[], None]
 ) -> None:
-    """Serve on the Ray cluster that RAY_ADDRESS names, or on one of this machine, until a signal ends it. Every replica
-    loads the artifact, which lies at the same path on every node, as does the folder of sessions. Raises
-    EnvironmentProblem where there is no Ray Serve, UsageError for a cluster that cannot be, ArtifactError for a damaged
-    artifact."""
+    """Serve on the Ray cluster that RAY_ADDRESS names, or on a new one of this machine, until a signal ends it.
+
+    Args:
+        artifact: The artifact, at the same path on every node.
+        settings: Settings of each replica's server. The folder of sessions is at the same path on every node.
+        cluster: Sizes of the deployment.
+        host: Address that Ray's HTTP proxy listens on.
+        port: Port of the proxy.
+        on_ready: Called when the replicas answer.
+
+    Raises:
+        EnvironmentProblem: Ray Serve is missing or too old.
+        UsageError: The sizes contradict the artifact or one another.
+        ArtifactError: The artifact is damaged.
+    """
     serve = ray_serve()
     manifest = load_manifest(artifact)
     lanes = cluster.lanes or manifest.limits.max_batch
@@ -44,8 +65,8 @@ def run(
         most = manifest.limits.max_batch
         raise UsageError(f"--lanes is {lanes}, the artifact was built for {most}", f"--lanes {most} or fewer")
     if cluster.most is not None and cluster.most < cluster.replicas:
-        said = f"--max-replicas is {cluster.most}, and --replicas {cluster.replicas}"
-        raise UsageError(said, f"--max-replicas {cluster.replicas} or more")
+        problem = f"--max-replicas is {cluster.most}, and --replicas {cluster.replicas}"
+        raise UsageError(problem, f"--max-replicas {cluster.replicas} or more")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     serve.start(http_options={"host": host, "port": port})
     try:
@@ -59,9 +80,34 @@ def run(
         importlib.import_module("ray").shutdown()  # before the interpreter ends, at whose end Ray's threads abort
 
 
-def _application(serve: Any, artifact: Path, settings: ServeSettings, cluster: Cluster, lanes: int) -> Any:
-    from kvexport.deploy.replicas import Replica
+class Replica:
+    """One replica: the server of `kvexport serve` with an engine of its own, as Ray Serve's ingress."""
 
+    def __init__(self, artifact: Path, settings: ServeSettings, threads: int, lanes: int) -> None:
+        from kvexport.engine.load import load
+        from kvexport.serve.app import create_app
+
+        self._app = create_app(load(artifact, threads=threads, lanes=lanes), settings)
+        self._began = False
+
+    def __serve_build_asgi_app__(self) -> Any:
+        """Return the application that Ray calls with every request."""
+        return self._app
+
+    def check_health(self) -> None:
+        """Check the engine's thread, which begins with the application.
+
+        Raises:
+            RuntimeError: The thread has ended. Ray then starts another replica.
+        """
+        alive = self._app.state.service.worker.alive
+        if self._began and not alive:
+            raise RuntimeError("the engine's thread has ended")
+        self._began = self._began or alive
+
+
+def _application(serve: Any, artifact: Path, settings: ServeSettings, cluster: Cluster, lanes: int) -> Any:
+    """Return Ray's description of the deployment: replicas behind Ray's consistent-hash router."""
     config = importlib.import_module("ray.serve.config")
     most = cluster.replicas if cluster.most is None else cluster.most
     count: dict[str, Any] = {"num_replicas": cluster.replicas}
@@ -70,60 +116,26 @@ def _application(serve: Any, artifact: Path, settings: ServeSettings, cluster: C
             min_replicas=cluster.replicas, max_replicas=most, target_ongoing_requests=lanes
         )
         count = {"autoscaling_config": scaling}
-    replicas = serve.deployment(
-        Replica,
+    return serve.deployment(
+        serve.ingress()(Replica),
         name=REPLICA,
         **count,
-        max_ongoing_requests=2 * lanes,  # those of a replica that is full go to the next one
+        max_ongoing_requests=2 * lanes,  # a full replica's requests go to the next one
         max_queued_requests=settings.queue,
         ray_actor_options={"num_cpus": cluster.cpus},
         graceful_shutdown_timeout_s=settings.drain,
-        request_router_config=config.RequestRouterConfig(request_router_class=f"{_BY_KEY}.ConsistentHashRouter"),
+        request_router_config=config.RequestRouterConfig(request_router_class=f"{_BY_SESSION}.ConsistentHashRouter"),
     ).bind(artifact, settings, cluster.cpus, lanes)
-
-    def router() -> Any:
-        """In the router's process."""
-        return _router(artifact, settings)
-
-    class Routers:
-        """Nothing beside the routes."""
-
-        def __init__(self, _: Any) -> None:
-            """The argument lets Ray know of the replicas."""
-
-    routers = serve.deployment(
-        serve.ingress(router)(Routers),
-        name=NAME,
-        num_replicas=min(2, most),
-        max_ongoing_requests=most * (2 * lanes + settings.queue),
-        ray_actor_options={"num_cpus": 0},
-        graceful_shutdown_timeout_s=settings.drain,
-    )
-    return routers.bind(replicas)
-
-
-def _router(artifact: Path, settings: ServeSettings) -> Any:
-    from starlette.applications import Starlette
-    from starlette.middleware import Middleware
-    from starlette.routing import Mount
-
-    from kvexport.deploy.replicas import Router
-    from kvexport.serve.guard import Guard
-    from kvexport.serve.service import session_bytes
-
-    handle = ray_serve().get_deployment_handle(REPLICA, app_name=NAME).options(stream=True, method_name="answer")
-    manifest = load_manifest(artifact, verify=False)
-    full = importlib.import_module("ray.serve.exceptions").BackPressureError
-    router = Router(
-        lambda key, *request: handle.options(session_id=key).remote(*request), settings, session_bytes(manifest), full
-    )
-    return Starlette(routes=[Mount("/", router)], middleware=[Middleware(Guard, settings=settings)])
 
 
 def ray_serve() -> Any:
-    """The module. Raises EnvironmentProblem where it is not installed, or too old."""
+    """Return the module ray.serve.
+
+    Raises:
+        EnvironmentProblem: Ray Serve is not installed, or older than 2.60.
+    """
     if not is_there("ray.serve"):
         raise EnvironmentProblem("deploy ray needs Ray Serve, which is not installed", "pip install 'ray[serve]>=2.60'")
-    if not is_there(_BY_KEY):
+    if not is_there(_BY_SESSION):
         raise EnvironmentProblem("deploy ray needs Ray Serve 2.60 or newer", "pip install -U 'ray[serve]>=2.60'")
     return importlib.import_module("ray.serve")

@@ -1,4 +1,9 @@
-"""A report's plots and heat maps as SVG, in HTML figures."""
+"""Plots and heat maps of a report as SVG within HTML figures.
+
+This code draws by itself because no small library gives what a report needs: SVG text without scripts that takes its
+colours from the page (dark screens, paper), bands around lines, and heat maps. matplotlib gives it in 98 MB of
+packages, on machines that only run artifacts.
+"""
 
 from __future__ import annotations
 

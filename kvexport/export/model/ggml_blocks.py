@@ -1,7 +1,8 @@
-"""ggml's blocks of quantized values as packed weights, number by number the same.
+"""ggml's blocks of quantized values as packed weights with exactly the same values.
 
-Source of the layouts: ggml-quants.c; tests hold them to `gguf.dequantize`. Numbers of 5 and 6 bits take 8 here. The
-scales of the K types are products of two numbers each and therefore float32.
+The library `gguf` converts blocks to floats only; here the numbers stay packed. Source of the layouts: ggml-quants.c;
+tests compare them with `gguf.dequantize`. Numbers of 5 and 6 bits take 8 bits here. Each scale of the K types is a
+product of two numbers and therefore float32.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ Array = NDArray[Any]
 
 
 class Layout(NamedTuple):
-    """block: numpy's type of one block. parts: of an array of blocks, `weight` as stored, `scale`, `minimum` flat."""
+    """How blocks of one type become packed weights.
+
+    Attributes:
+        block: NumPy's type of one block.
+        packing: The format of the packed numbers.
+        parts: Function from an array of blocks to `weight` as stored, and flat `scale` and `minimum`.
+    """
 
     block: np.dtype[Any]
     packing: PackedFormat
@@ -26,13 +33,13 @@ class Layout(NamedTuple):
 
 
 def _pairs(numbers: Array) -> Array:
-    """Numbers of 4 bits along the last axis, two in a byte."""
+    """Pack numbers of 4 bits along the last axis, two per byte."""
     packed: Array = numbers[..., 0::2] | (numbers[..., 1::2] << 4)
     return packed
 
 
 def _halves(levels: Array, width: int) -> Array:
-    """Of every `width` bytes the low halves, then the high halves."""
+    """Return the low 4 bits of every `width` bytes, then their high 4 bits."""
     bytes_ = levels.reshape(len(levels), -1, 1, width)
     return np.concatenate([bytes_ & 15, bytes_ >> 4], axis=2)
 
@@ -66,7 +73,7 @@ def _q8_0(blocks: Array) -> dict[str, Array]:
 
 
 def _k_scales(blocks: Array) -> dict[str, Array]:
-    """Of the eight groups of 32 of each block, scale and minimum, of six bits each, times those of the block."""
+    """Return scale and minimum of the eight groups of 32 of each block: 6-bit numbers times the block's own."""
     q = blocks["scales"]
     low, high, upper = q[:, :4], q[:, 4:8], q[:, 8:]
     scale = np.concatenate([low & 63, (upper & 15) | (low >> 6 << 4)], axis=1)
@@ -119,4 +126,4 @@ LAYOUTS = {
         _q6_k,
     ),
 }
-"""By ggml's name of the type."""
+"""Layouts by ggml's name of the type."""

@@ -2,6 +2,11 @@
 
 Nothing but the header is read before a weight is written. Source of the format and of the block layouts: ggml's
 docs/gguf.md and ggml-quants.c.
+
+This reader does not use the library `gguf` (0.19), for measured reasons. On a header with 128,256 tokens and 280,147
+merges (9.6 MB) `GGUFReader` takes 28 s and 668 MB of memory, this reader 0.6 s and 35 MB. `GGUFReader` does not hold
+counts to the file's size: a file of 49 bytes that promises 2^40 entries keeps it busy without end. Checking the counts
+first would need this parser. Tests compare the blocks with `gguf.dequantize`.
 """
 
 from __future__ import annotations
@@ -43,8 +48,14 @@ FLOATS = ("F32", "F16", "BF16", "F64")
 
 @dataclass(frozen=True)
 class Gguf:
-    """metadata: by key. tensors: by name, row-major: a product's [outputs, inputs]; dtype is ggml's name of the type.
-    digest: sha256 (hex) of the header and of the file's size."""
+    """The header of a GGUF file.
+
+    Attributes:
+        file: Path of the file.
+        metadata: Values by key.
+        tensors: Tensors by name, row-major: a matrix is [outputs, inputs]. dtype is ggml's name of the type.
+        digest: SHA-256 (hex) of the header and of the file's size.
+    """
 
     file: Path
     metadata: dict[str, Any]
@@ -53,8 +64,12 @@ class Gguf:
 
 
 def read_gguf(file: Path) -> Gguf:
-    """The header of a file. Raises UsageError where it is no GGUF of version 2 or 3, ends early, or says what cannot
-    be: types that are not known, tensors that overlap or lie beyond its end."""
+    """Read the header of a GGUF file.
+
+    Raises:
+        UsageError: The file is no GGUF file of version 2 or 3, ends early, has an unknown type, or has tensors that
+            overlap or lie beyond its end.
+    """
     try:
         with file.open("rb") as stream:
             size = file.stat().st_size
@@ -98,7 +113,7 @@ class _Described(NamedTuple):
 
 
 def _placed(cursor: _Cursor, described: list[_Described], start: int, alignment: int) -> dict[str, TensorEntry]:
-    """Where they lie, in the order of the file's bytes."""
+    """Return the tensors with their offsets in the file, in the order of the file's bytes."""
     tensors: dict[str, TensorEntry] = {}
     real, end = cursor.file.resolve(), start
     for name, shape, kind, offset in sorted(described, key=lambda item: item.offset):
@@ -122,7 +137,7 @@ def _placed(cursor: _Cursor, described: list[_Described], start: int, alignment:
 
 
 class _Cursor:
-    """Reads values one after the other."""
+    """A position in a file from which values are read in order, each checked against the file's size."""
 
     def __init__(self, file: Path, data: mmap.mmap, size: int) -> None:
         self.file, self.data, self.size, self.at = file, data, size, 0
@@ -136,7 +151,7 @@ class _Cursor:
         return values
 
     def count(self, promised: int, least: int) -> int:
-        """How many follow, each of at least so many bytes."""
+        """Return the promised number of entries. Each takes at least `least` bytes, which must fit into the file."""
         if promised * least > self.size - self.at:
             raise self.damaged(f"ends early: at byte {self.at} of {self.size} it promises {promised} more entries")
         return promised
@@ -168,31 +183,40 @@ class _Cursor:
 
 @dataclass(frozen=True)
 class GgufWeight:
-    """A matrix of a GGUF file [outputs, inputs]. heads: 0, or the heads whose rows of pairs (2i, 2i + 1) are set apart,
-    as llama.cpp stores them, and become those of transformers: (i, i + half)."""
+    """A matrix [outputs, inputs] of a GGUF file.
+
+    Attributes:
+        entry: Place and type of the tensor.
+        heads: 0, or the number of heads whose rows llama.cpp stores as rotary pairs (2i, 2i + 1). `blocks` gives their
+            rows in the order of transformers: (i, i + half).
+    """
 
     entry: TensorEntry
     heads: int = 0
 
     @property
     def name(self) -> str:
-        """Of the tensor."""
+        """Return the name of the tensor."""
         return self.entry.name
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[outputs, inputs]"""
+        """Return [outputs, inputs]."""
         n, k = self.entry.shape
         return n, k
 
     @property
     def packing(self) -> PackedFormat | None:
-        """None where it is of floats."""
+        """Return the format of the packed numbers; None for a matrix of floats."""
         layout = LAYOUTS.get(self.entry.dtype)
         return None if layout is None else layout.packing
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Its rows, whole heads at a time. Raises UsageError where the file ends early."""
+        """Yield the rows as arrays by name, several whole heads at a time.
+
+        Raises:
+            UsageError: The file ends early.
+        """
         n, k = self.shape
         head = n // self.heads if self.heads else 1
         layout = LAYOUTS.get(self.entry.dtype)
@@ -218,5 +242,5 @@ class GgufWeight:
         )
 
     def order(self) -> NDArray[np.int64]:
-        """There is none."""
+        """Raise NotImplementedError: rows of GGUF files have no other order."""
         raise NotImplementedError

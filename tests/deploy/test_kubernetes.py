@@ -70,7 +70,7 @@ def test_several_servers_share_the_volume_of_sessions(tiny_artifact: Path) -> No
 
 
 def test_values_for_helm_are_yaml_and_fit_together() -> None:
-    text = (ROOT / "docs" / "deploy.md").read_text()
+    text = (ROOT / "docs" / "tasks" / "deploy.md").read_text()
     ray, triton = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL))
     for group in (ray["head"], ray["worker"]):
         assert {m["name"] for m in group["volumeMounts"]} == {volume["name"] for volume in group["volumes"]}

@@ -1,4 +1,4 @@
-"""Axes of plots: where their ticks stand, and how numbers are written."""
+"""Axes of plots: places of ticks, and numbers as text."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ TINY = 1e-100  # smaller numbers are not drawn
 
 
 def format_number(value: float | None) -> str:
-    """An integer in full; a float with 4 significant digits, whole from 1,000 on, scientific below 1e-4 and from 1e7
-    on; None is a dash."""
+    """Return a number as text; None becomes a dash.
+
+    An integer is written in full. A float has 4 significant digits; it is rounded to an integer from 1,000 on, and
+    scientific below 1e-4 and from 1e7 on.
+    """
     if value is None or isinstance(value, bool):
         return {None: "\N{EN DASH}", True: "yes", False: "no"}[value]
     if isinstance(value, Integral) or 1000 <= abs(value) < 1e7:
@@ -23,28 +26,30 @@ def format_number(value: float | None) -> str:
 
 
 def scientific(value: float, digits: int) -> str:
-    """With at most so many digits after the point: 1.5e-7."""
+    """Return scientific notation with at most `digits` digits after the point, such as 1.5e-7."""
     mantissa, exponent = f"{value:.{digits}e}".split("e")
     return f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{int(exponent)}"
 
 
 class Axis(NamedTuple):
-    """Ticks from one end to the other, what is written at each, and whether steps are equal in logarithms."""
+    """An axis: ticks from one end to the other, their labels, and whether the axis is logarithmic."""
 
     ticks: Sequence[float]
     labels: Sequence[str]
     log: bool
 
     def place(self, value: float) -> float:
-        """0 at the first tick, 1 at the last; what lies beyond (the end of a band that reaches zero) is held at the
-        end."""
+        """Return the place of a value: 0 at the first tick, 1 at the last.
+
+        Values beyond the ends, such as a band that reaches zero, are placed at the end.
+        """
         scale = math.log10 if self.log else float
         first, last = scale(self.ticks[0]), scale(self.ticks[-1])
         return (scale(min(max(value, self.ticks[0]), self.ticks[-1])) - first) / (last - first)
 
 
 def axis_of(values: Sequence[float], log: bool, fits: Callable[[Sequence[str]], bool]) -> Axis:
-    """The axis of most ticks that encloses the values and whose labels fit."""
+    """Return the axis with the most ticks that spans the values and whose labels fit."""
     low, high = min(values, default=1.0), max(values, default=1.0)
     wide = log and math.log10(high) - math.log10(low) > 0.5
     tried = [Axis(ticks, labels, log) for ticks, labels in (_log_ticks(values) if wide else _even_ticks(low, high))]
@@ -52,8 +57,10 @@ def axis_of(values: Sequence[float], log: bool, fits: Callable[[Sequence[str]], 
 
 
 def _log_ticks(values: Sequence[float]) -> Iterator[tuple[list[float], list[str]]]:
-    """Ever fewer ticks: powers of two where every value is one (lengths, budgets), else 1-2-5 steps, then powers of
-    ten."""
+    """Yield ever fewer ticks and their labels.
+
+    Ticks are powers of two if every value is one (lengths, budgets), else 1-2-5 steps and then powers of ten.
+    """
     base = 2 if all(math.frexp(value)[0] == 0.5 for value in values) else 10
     first, last = math.floor(math.log(min(values), base) + 1e-9), math.ceil(math.log(max(values), base) - 1e-9)
     if base == 10:
@@ -68,7 +75,7 @@ def _log_ticks(values: Sequence[float]) -> Iterator[tuple[list[float], list[str]
 
 
 def _even_ticks(low: float, high: float) -> Iterator[tuple[list[float], list[str]]]:
-    """Ever fewer ticks, 1, 2 or 5 times a power of ten apart; the first and the last enclose the values."""
+    """Yield ever fewer ticks and their labels, 1, 2 or 5 times a power of ten apart, that enclose the values."""
     size = max(abs(low), abs(high))
     if high - low <= max(1e-9 * size, TINY):
         pad = 0.1 * size if size > TINY else 1.0

@@ -32,12 +32,12 @@ BIG = 1e100  # larger numbers are not drawn
 
 
 def figure(drawing: Plot | HeatMap) -> str:
-    """As an HTML figure."""
+    """Return a plot or heat map as an HTML figure."""
     return _plot(drawing) if isinstance(drawing, Plot) else _heat_map(drawing)
 
 
 def _points(plot: Plot, series: Series, left_out: Counter[str]) -> list[_Point | None]:
-    """None where a point cannot be drawn; `left_out` counts why."""
+    """Return the points of a series, None for those that cannot be drawn; count the reasons in `left_out`."""
     points: list[_Point | None] = []
     given = [
         [None] * len(series.x) if values is None else values for values in (series.x, series.y, series.low, series.high)
@@ -107,7 +107,7 @@ def _framed(chart: Plot | HeatMap, above: str, size: tuple[float, float], parts:
 def _lines(
     index: int, name: str, points: Sequence[_Point | None], at: Callable[[float, float], str]
 ) -> tuple[str, str, str]:
-    """The band, the line with its markers, and the legend's entry; a gap ends a stretch of band and line."""
+    """Return the band, the line with its markers, and the entry of the legend. A gap interrupts band and line."""
     bands, lines, colour, shape = "", "", f'style="color:var(--s{index % 7})"', SHAPES[index % len(SHAPES)]
     for run in ([p for p in run if p] for there, run in groupby(points, key=bool) if there):
         if any(low != high for _, _, low, high in run):
@@ -127,7 +127,7 @@ def _lines(
 
 
 def _shade(share: float) -> tuple[str, str]:
-    """The colour at 0..1 of the scale and the class of the text that reads on it."""
+    """Return the colour at 0 to 1 of the scale, and the class of text that is legible on it."""
     spot = min(max(share, 0.0), 1.0) * (len(SCALE) - 1)
     below = min(int(spot), len(SCALE) - 2)
     red, green, blue = (

@@ -1,4 +1,4 @@
-"""A report as one self-contained HTML page. It fetches nothing and runs no script."""
+"""A report as one HTML page that loads nothing and runs no script."""
 
 from __future__ import annotations
 
@@ -50,8 +50,10 @@ figure{min-width:0;max-width:44rem}figure.wide{grid-column:1/-1;max-width:none}.
 
 
 def render_html(title: str, subtitle: str, sections: Sequence[Section]) -> str:
-    """The page as one string; the same input gives the same page. Every text is escaped; nothing outside the page is
-    referred to."""
+    """Return a report as one HTML page.
+
+    Equal input gives an equal page. All text is escaped, and the page refers to nothing outside itself.
+    """
     body = ""
     # Drawings that follow one another share a grid: side by side where the window is wide.
     for drawn, group in groupby(sections, key=lambda section: isinstance(section, Plot | HeatMap)):

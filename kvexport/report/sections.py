@@ -1,4 +1,4 @@
-"""What a report is made of: plain data, and its cells as text."""
+"""Sections of a report as plain data, and the text of their cells."""
 
 from __future__ import annotations
 
@@ -18,8 +18,18 @@ Highlight = Callable[[int, int], Flag | None] | Mapping[tuple[int, int], Flag] |
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of one cell per column (else ValueError). `highlight` flags (row, column), counted from 0; the members of a
-    bare set are bad."""
+    """A table.
+
+    Attributes:
+        title: Title.
+        columns: Names of the columns.
+        rows: Rows with one cell per column.
+        note: Text below the table.
+        highlight: Flags by (row, column), counted from 0. The members of a plain set are flagged "bad".
+
+    Raises:
+        ValueError: A row has more or fewer cells than there are columns.
+    """
 
     title: str
     columns: Sequence[str]
@@ -36,8 +46,18 @@ class Table:
 
 @dataclass(frozen=True)
 class Series:
-    """`y` at `x` and the ends of a band (one alone reaches to the line), as many of each (else ValueError); None or NaN
-    is a gap."""
+    """A line of a plot.
+
+    Attributes:
+        name: Name in the legend.
+        x: Places of the points.
+        y: Values of the points. None or NaN is a gap.
+        low: Lower ends of a band; None means that the band ends at the line.
+        high: Upper ends of a band; None means that the band ends at the line.
+
+    Raises:
+        ValueError: The sequences differ in length.
+    """
 
     name: str
     x: Sequence[float | None]
@@ -52,9 +72,21 @@ class Series:
 
 @dataclass(frozen=True)
 class Plot:
-    """Lines over common axes. What an axis cannot show (NaN, infinity, zero on a logarithmic one) is left out and
-    counted in the note.
-    x_also, y_also: values that the axes reach too, so that plots can share them."""
+    """Lines over common axes.
+
+    Points that an axis cannot show (NaN, infinity, zero on a logarithmic axis) are left out and counted in the note.
+
+    Attributes:
+        title: Title.
+        x_label: Label of the x axis.
+        y_label: Label of the y axis.
+        series: Lines.
+        x_log: Whether the x axis is logarithmic.
+        y_log: Whether the y axis is logarithmic.
+        note: Text below the plot.
+        x_also: Further values that the x axis spans, so that several plots have equal axes.
+        y_also: Further values that the y axis spans.
+    """
 
     title: str
     x_label: str
@@ -69,8 +101,22 @@ class Plot:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """`values[row][column]`, one per y and x tick (else ValueError), rows from the top; `low` and `high` end the scale
-    (None: the data)."""
+    """A grid of coloured values.
+
+    Attributes:
+        title: Title.
+        x_label: Label of the x axis.
+        y_label: Label of the y axis.
+        x_ticks: Names of the columns.
+        y_ticks: Names of the rows, from the top.
+        values: `values[row][column]`; None is an empty cell.
+        low: Lower end of the colour scale; None is the smallest value.
+        high: Upper end of the colour scale; None is the largest value.
+        note: Text below the grid.
+
+    Raises:
+        ValueError: The values are not one row per y tick and one column per x tick.
+    """
 
     title: str
     x_label: str
@@ -92,7 +138,7 @@ class HeatMap:
 
 @dataclass(frozen=True)
 class KeyValues:
-    """Names and their values, in the mapping's order."""
+    """Names and values, shown in the order of the mapping."""
 
     title: str
     mapping: Mapping[str, Cell]
@@ -100,7 +146,7 @@ class KeyValues:
 
 @dataclass(frozen=True)
 class Paragraph:
-    """Running text; an empty line starts a new paragraph."""
+    """Text in paragraphs, separated by empty lines."""
 
     text: str
 
@@ -109,25 +155,27 @@ Section = Table | Plot | HeatMap | KeyValues | Paragraph
 
 
 def plain(value: object) -> str:
-    """One line of text, valid in XML and harmless on a terminal: control characters and lone surrogates become
-    U+FFFD."""
+    """Return a value as one line of text that is valid in XML and harmless on a terminal.
+
+    Control characters and lone surrogates become U+FFFD.
+    """
     text = format_number(value) if value is None or isinstance(value, Real) else str(value)  # type: ignore[arg-type]
     return re.sub("[^\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", " ".join(text.split()))
 
 
 def escape(value: object) -> str:
-    """`plain`, for HTML."""
+    """Return a value as text for HTML, escaped."""
     return html.escape(plain(value), quote=True)
 
 
 def flag_of(table: Table, row: int, column: int) -> Flag | None:
-    """Of one cell."""
+    """Return the flag of one cell, or None."""
     if isinstance(table.highlight, Set):
         return "bad" if (row, column) in table.highlight else None
     return table.highlight.get((row, column)) if isinstance(table.highlight, Mapping) else table.highlight(row, column)
 
 
 def numeric_columns(table: Table) -> list[bool]:
-    """Of every column whether it has a number."""
+    """Return for each column whether it holds a number."""
     columns = ([row[column] for row in table.rows] for column in range(len(table.columns)))
     return [any(isinstance(value, Real) and not isinstance(value, bool) for value in column) for column in columns]

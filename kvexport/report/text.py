@@ -9,8 +9,10 @@ from kvexport.report.sections import KeyValues, Paragraph, Section, Table, flag_
 
 
 def render_text(sections: Sequence[Section]) -> str:
-    """The same for a terminal, in aligned columns: "* " marks good cells and "! " bad ones; plots and heat maps are
-    left out."""
+    """Return a report as text with aligned columns.
+
+    "* " marks good cells and "! " marks bad cells. Plots and heat maps are left out.
+    """
     blocks: list[list[str]] = []
     for section in sections:
         if isinstance(section, Table):

@@ -92,7 +92,7 @@ def build(
         from kvexport.export.graph.heads import layers_plan
         from kvexport.export.graph.top_logits import top_logits_model
         from kvexport.export.graph.tracer import trace_decoder
-        from kvexport.export.model.hf_model import length_notes
+        from kvexport.export.model.hf_model import length_notes, text_part_notes
         from kvexport.export.passes import GRAPH_CHECKS
         from kvexport.export.ranks import apart, rank_specs, split_model, together
         from kvexport.export.texts import copy_texts
@@ -110,7 +110,8 @@ def build(
         specs = weigh(specs, shape.checkpoint, recipe, progress)
         save_importance(specs, folder)
         notes = weight_notes(shape.checkpoint, shape.model, recipe)
-        for note in [*length_notes(shape.model.config, recipe.rotary_length), *notes]:
+        notes = [*text_part_notes(shape.model.config), *length_notes(shape.model.config, recipe.rotary_length), *notes]
+        for note in notes:
             with progress(f"note: {note}", None):
                 pass
         method, ranks = recipe.cache.build_method(), recipe.backend.tensor_parallel

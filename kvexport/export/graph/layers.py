@@ -101,8 +101,11 @@ class _PassesOn(nn.Module):
 def layer_list(model: Any) -> tuple[str, tuple[nn.Module, ...]]:
     """The decoder layers' list: its name in the model and the modules; no modules where it cannot be told."""
     count = model.config.get_text_config().num_hidden_layers
-    lists = [(name, tuple(m)) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    return lists[0] if len(lists) == 1 else ("", ())
+    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if len(lists) > 1 and hasattr(model, "get_decoder"):  # an image encoder may have as many layers
+        inside = set(model.get_decoder().modules())
+        lists = [(name, m) for name, m in lists if m in inside]
+    return (lists[0][0], tuple(lists[0][1])) if len(lists) == 1 else ("", ())
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -64,8 +64,18 @@ class PassThroughCache(Cache):
         self.updated.add(layer_idx)
         return key_states, value_states
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Positions are always given explicitly."""
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
+        """Return 0: positions are always given explicitly.
+
+        Raises:
+            UsageError: An attention layer asks for the length of its own past, which only inputs of the graph know.
+        """
+        if layer_idx is not None:
+            raise UsageError(
+                f"layer {layer_idx} of {self.model_type} computes positions from the length of its cache, not from "
+                "position_ids (as layers without rotary embedding do that scale queries by their position); it cannot "
+                "be exported"
+            )
         return 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
@@ -96,7 +106,9 @@ def _attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     options["attention_mask"] = attention_mask
-    return _current.get().attend(module, query, key, value, options).transpose(1, 2), None
+    output = _current.get().attend(module, query, key, value, options).transpose(1, 2)
+    # Contiguous, as transformers' own functions return it: some models take views of it.
+    return output.contiguous(), None
 
 
 def _mask(*args: Any, mask_function: Any = None, **options: Any) -> Any:

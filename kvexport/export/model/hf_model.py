@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -241,11 +243,11 @@ class _Probe:
 def probe_geometry(model: Any, mode: FakeTensorMode) -> list[LayerGeometry]:
     """The geometry of every layer's attention. UsageError names a layer that has none (state-space, linear attention)
     or an unusual one."""
-    probe = _Probe(model)
+    probe, reads = _Probe(model), _Reads()
     kind = model.config.model_type
     failure: Exception | None = None
     try:
-        with attending(probe), torch.no_grad(), mode:
+        with attending(probe), torch.no_grad(), mode, reads:
             tokens = torch.zeros(1, 2, dtype=torch.int64)
             model(input_ids=tokens, position_ids=tokens, past_key_values=probe.cache, use_cache=True)
     except UsageError:
@@ -270,7 +272,39 @@ def probe_geometry(model: Any, mode: FakeTensorMode) -> list[LayerGeometry]:
             f"first is layer {missing[0]}; only decoders whose every layer attends can be exported"
         )
     _refuse_own_positions(model)
+    if is_composite(model.config):
+        _keep_read(model, reads)
     return [probe.layers[i] for i in range(count)]
+
+
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The tensors that operations read, by their ids."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ids: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ids.update(id(x) for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+def is_composite(config: Any) -> bool:
+    """Return whether the config describes more than a decoder of text, such as an encoder of images."""
+    return config.get_text_config() is not config
+
+
+def _keep_read(model: Any, reads: _Reads) -> None:
+    """Remove the parameters that tokens alone do not read: those of encoders of images and sounds."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in reads.ids:
+                module._parameters[name] = None
+
+
+def text_part_notes(config: Any) -> list[str]:
+    """Return a note that says what is built where the model is more than a decoder of text."""
+    return [f"the text part of {config.model_type} is built: it reads no images"] if is_composite(config) else []
 
 
 def _refuse_own_positions(model: Any) -> None:

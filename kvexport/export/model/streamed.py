@@ -47,6 +47,12 @@ def run_streamed(
         model = _model(checkpoint, recipe)
         sources = parameter_sources(model, [*checkpoint.tensors, *checkpoint.computed])
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        if unread := next((name for name, _ in model.named_parameters() if name not in sources), ""):
+            raise UsageError(
+                f"parameter '{unread}' of {model.config.model_type} is assembled from several tensors, and inputs of "
+                "such weights cannot be recorded",
+                "--set weights.method=rtn, which does not run the model",
+            )
         for prefix, module in model.named_modules():
             above = f"{prefix}." if prefix else ""
             names = {own: sources[above + own] for own, p in module._parameters.items() if p is not None}

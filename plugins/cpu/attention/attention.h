@@ -176,7 +176,13 @@ struct Attention {
 
   vf capped(vf logit) const {
     if (a.softcap == 0.0f) return logit;
-    return a.softcap * (1.0f - 2.0f / (exp(logit * (2.0f / a.softcap)) + 1.0f));  // softcap * tanh(logit / softcap)
+    // softcap tanh(x). The quotient cancels near zero: there Taylor's series to x^9 takes its place, whose relative
+    // error is below 3e-8 where x^2 < 0.0625.
+    const vf x = logit * (1.0f / a.softcap), square = x * x;
+    const vf series =
+        x * (1.0f + square * (-1.0f / 3 + square * (2.0f / 15 + square * (-17.0f / 315 + square * (62.0f / 2835)))));
+    const vf quotient = 1.0f - 2.0f / (exp(2.0f * x) + 1.0f);
+    return a.softcap * (square < 0.0625f ? series : quotient);
   }
 
   void write_output(const Head& x, int g, int t, const float* row, float factor) const {

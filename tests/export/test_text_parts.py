@@ -1,0 +1,67 @@
+"""The text parts of models that also see: an artifact's logits are those of the whole model for tokens alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from transformers import (
+    AutoModelForImageTextToText,
+    Mistral3Config,
+    MistralConfig,
+    PixtralVisionConfig,
+    Qwen3VLConfig,
+)
+
+from kvexport.engine.engine import load
+from kvexport.export.build import build
+from kvexport.export.model.hf_model import text_part_notes
+from tests.support import models
+
+TEXT = {name: value for name, value in models.SIZES.items() if not name.endswith("token_id")}
+TOKENS = {"image_token_id": 99, "video_token_id": 98, "vision_start_token_id": 97, "vision_end_token_id": 96}
+QWEN_VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
+               "deepstack_visual_indexes": [0, 1]}  # fmt: skip
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+PIXTRAL = PixtralVisionConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+WRAPPERS: dict[str, Callable[[], Any]] = {
+    "qwen3_vl": lambda: Qwen3VLConfig(
+        text_config={**TEXT, "head_dim": 16, "rope_parameters": ROPE}, vision_config=QWEN_VISION, **TOKENS
+    ),
+    "mistral3": lambda: Mistral3Config(
+        text_config=MistralConfig(**TEXT, head_dim=16), vision_config=PIXTRAL, image_token_index=99
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_logits_are_those_of_the_whole_model_and_no_encoder_is_written(name: str, tmp_path: Path) -> None:
+    config = WRAPPERS[name]()
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.15)
+    model.save_pretrained(tmp_path / "checkpoint")
+    export = {"logits": "all", "prefill_chunk": 32}
+    recipe = models.make_recipe(tmp_path / "checkpoint", export=export, limits={"max_length": 160})
+    artifact = build(recipe, tmp_path / "artifact")
+    ids = models.random_ids(0, 90, 60, vocabulary=90)
+    with torch.no_grad():
+        right = [model.eval()(input_ids=torch.from_numpy(x)[None]).logits[0].numpy() for x in ids]
+    for found, logits in zip(models.given_tokens_logits(load(artifact), ids, (50, 20)), right, strict=True):
+        assert np.abs(found - logits).max() <= 1e-5 * np.abs(logits).max()
+    graph = onnx.load(artifact / "decoder.onnx", load_external_data=False).graph
+    assert not any("vis" in tensor.name for tensor in graph.initializer)
+    written = sum(file.stat().st_size for file in artifact.rglob("*.weights"))
+    assert written < 4 * sum(p.numel() for n, p in model.named_parameters() if "vis" not in n) + (1 << 16)
+
+
+def test_a_build_says_that_images_are_not_read() -> None:
+    assert text_part_notes(WRAPPERS["qwen3_vl"]()) == ["the text part of qwen3_vl is built: it reads no images"]
+    assert text_part_notes(models.llama()) == []

@@ -29,7 +29,7 @@ from kvexport.validate.compare import (
     worst,
 )
 from kvexport.validate.cut import CutDecoder
-from kvexport.validate.divergence import kl
+from kvexport.validate.independent import IndependentRun, Merge
 from kvexport.validate.merges import compare_merge
 from kvexport.validate.reference import TorchReference
 from kvexport.validate.result import Mismatch, Rounding, ValidationResult, quantiles_of
@@ -61,9 +61,8 @@ class Comparison:
         self.locked = LockedBackend(self, reference, engine.plan, batch, telemetry)
         # The reference merges by the same rule as the engine.
         self.reference_lanes = Lanes(self.locked, engine.plan, batch, **shared)
-        self.own = Lanes(engine.new_state(batch), engine.plan, batch, **shared)
-        self.own_logits: list[dict[int, NDArray[np.float32]]] = [{} for _ in range(batch)]
-        self.own_kl: list[float] = []
+        self.independent = IndependentRun(engine.new_state(batch), engine.plan, self.method, batch, **shared)
+        self.merges: list[Merge] = []  # the reference's merges of the call under way
         self.examined = 0
         self.errors: dict[tuple[str, str], list[tuple[NDArray[Any], NDArray[Any]]]] = defaultdict(list)
 
@@ -77,17 +76,19 @@ class Comparison:
             whole: Whether to compare the full depth with float64 as well, and the in-place run with separate buffers.
         """
         self.locked.whole = whole
+        self.merges.clear()
         reference = self.reference_lanes.append(tokens, prefill=prefill, unread=unread)
-        own = self.own.append(tokens, prefill=prefill, unread=unread)
-        for lane, ids in enumerate(tokens):
-            if len(ids):
-                row = len(ids) - 1 if own.shape[1] > 1 else 0
-                self.own_kl.append(kl(reference[lane, row], own[lane, row]))
-                self.own_logits[lane][self.own.length[lane] - 1] = own[lane, row].copy()
+        call = (tokens, reference, self.merges)
+        for lane, own, expected in self.independent.append(*call, prefill=prefill, unread=unread):
+            tolerances = (self.whole, self.merge_tolerance)
+            for i, d in self.independent.unexplained(own, expected, self.reference.merge, *tolerances):
+                at = (d.tensor, d.difference, d.allowed, lane, d.head, d.slot)
+                self.result.note(Mismatch(len(self.result.steps) - 1, "independent run", i, *at))
 
     def finish(self) -> None:
         """Summarize the figures that need the whole run: the KL of the independent run, and rounding errors."""
-        self.result.own_kl = float(np.mean(self.own_kl)) if self.own_kl else 0.0
+        self.result.own_kl = float(np.mean(self.independent.kl)) if self.independent.kl else 0.0
+        self.result.own_compared, self.result.parted = len(self.independent.kl), self.independent.parted
         for (phase, tensor), pairs in self.errors.items():
             engine, pytorch = (np.concatenate(side) for side in zip(*pairs, strict=True))
             quantiles = (quantiles_of(engine), quantiles_of(pytorch))
@@ -130,6 +131,7 @@ class Comparison:
         past = {name: np.ascontiguousarray(feed[name]) for name, _, layer, _ in self.plan.state_names() if layer.merges}
         with self.runners.merge:
             outputs: Arrays = self.runners.merge.infer(OrderedDict(past))
+        self.merges.append(Merge(first, {name: x.copy() for name, x in feed.items()}, present))
         step, result = len(self.result.steps), self.result
         flipped: set[tuple[int, int, int]] = set()
         for flip in compare_merge(self.plan, self.method, past, outputs, present, self.merge_tolerance, self.examined):

@@ -151,6 +151,9 @@ class ValidationResult:
             the whole row.
         own_kl: Mean KL(PyTorch || engine) in nats, where each runs independently from the first token to the last.
         own_kl_allowed: The largest value of `own_kl` that passes.
+        own_compared: The number of logits rows behind `own_kl`.
+        parted: For each lane in which a tie made the independent run select other entries than PyTorch's, the tokens
+            seen by then. Later logits of the lane are not part of `own_kl`.
         kl: For each sequence KL(full cache || engine) in nats at `positions`.
         agrees: For each sequence whether the top token equals the full cache's at `positions`.
         positions: For each sequence the compared positions.
@@ -178,6 +181,8 @@ class ValidationResult:
     top_logits_hold: bool | None = None
     own_kl: float = 0.0
     own_kl_allowed: float = 0.0
+    own_compared: int = 0
+    parted: dict[int, int] = field(default_factory=dict)
     kl: list[list[float]] = field(default_factory=list)
     agrees: list[list[bool]] = field(default_factory=list)
     positions: list[list[int]] = field(default_factory=list)
@@ -327,10 +332,15 @@ class ValidationResult:
             "head-merges that differ from PyTorch's by a tie": f"{len(self.flips)} of {self.head_merges}",
             "in-place buffers": "bit-identical" if self.in_place_identical else "DIFFERS",
             **({} if self.top_logits_hold is None else {"top logits": "right" if self.top_logits_hold else "WRONG"}),
-            "independent run": f"KL {self.own_kl:.2g} nats from PyTorch's, allowed {self.own_kl_allowed:g}",
+            "independent run": f"KL {self.own_kl:.2g} nats from PyTorch's over {self.own_compared} tokens, allowed "
+            f"{self.own_kl_allowed:g}{self._parted()}",
             **distances,
             "time": f"{self.seconds:.0f} s",
         }
+
+    def _parted(self) -> str:
+        lanes = ", ".join(f"lane {lane} after {tokens} tokens" for lane, tokens in self.parted.items())
+        return f"; a tie that rounding decides ends the comparison of {lanes}" if lanes else ""
 
     def _layers(self) -> dict[str, str]:
         if self.layers is None:

@@ -130,9 +130,9 @@ def validate_artifact(
     if watching:
         result.telemetry = watching.rows()
     with progress("comparing with the uncompressed model", None):
-        positions = compared_positions(comparison.own_logits, result.budgets)
+        positions = compared_positions(comparison.independent.logits, result.budgets)
         full = full_logits(shape.checkpoint, recipe, tokens, positions)
-        measure_divergence(result, comparison.own_logits, full)
+        measure_divergence(result, comparison.independent.logits, full)
     result.seconds = time.monotonic() - began
     return result
 

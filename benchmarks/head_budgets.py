@@ -14,8 +14,8 @@ GRID[1] slots lose.
 for other slots after an @. KIND/SHARE is of so many recent slots. `shipped`: those of the recipe. `prompt`: a layer's
 slots go to the entries of the largest mean probability in all its heads at every merge (AdaKV, arXiv 2407.11550).
 Texts of 1,024 tokens in chunks of 32, merged after each; KL in nats over the second half. Choices are made on pieces of
-Python's manual and library that nothing is judged on; --judged reads the texts of docs/methods.md. Rows are added to
-those of earlier runs in benchmarks/results/head-budgets.json.
+Python's manual and library that nothing is judged on; --judged reads the texts of docs/measurements/budgets.md. Rows are
+added to those of earlier runs in benchmarks/results/head-budgets.json.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class Model:
 
 
 def judged_texts(tokenizer: Tokenizer) -> list[Ids]:
-    """Those of docs/methods.md."""
+    """Those of docs/measurements/budgets.md."""
     return [x.ids for x in TASKS["text"].samples(Text(tokenizer, manual()), 8, LENGTH, 0)]
 
 
@@ -315,7 +315,7 @@ def main() -> None:
     parser.add_argument("what", choices=("costs", "shares", "compare"))
     parser.add_argument("--texts", default="0,1,2,3", help="numbers of texts")
     parser.add_argument("--recall", action="store_true", help="costs of answers")
-    parser.add_argument("--judged", action="store_true", help="compare on the texts of docs/methods.md")
+    parser.add_argument("--judged", action="store_true", help="compare on the texts of docs/measurements/budgets.md")
     parser.add_argument("--slots", default="51,128,256")
     parser.add_argument("--variants", default="uniform,shipped,layers,heads", help="see above")
     asked = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Which queries a context that is compressed once should be fitted to, and what should be fitted: docs/once.md's table.
+"""Which queries a context that is compressed once should be fitted to: the table of docs/measurements/once.md.
 
     python benchmarks/once_queries.py [--rows 3,4]
 

@@ -4,8 +4,8 @@ SmolLM2-135M-Instruct: KL to the full cache on the deployed engine.
     python benchmarks/small_listed.py [--budgets 1/20,1/8,1/4] [--samples 8] [--only keepkv,ballot,listed,heads]
         [--dtypes int8,k8v4]
 
-The texts and the settings are those of docs/methods.md (sweep.py, recipes smollm2-135m-base, -listed and -heads), whose
-figures are the rows of float16: a float32 cache stands for it. A small cache gets the most slots whose bytes, with
+The texts and the settings are those of docs/measurements/budgets.md (sweep.py, recipes smollm2-135m-base, -listed and
+-heads), whose figures are the rows of float16: a float32 cache stands for it. A small cache gets the most slots whose bytes, with
 scales, votes, scores, positions and slack, do not exceed those of keepkv's cache of float16 at that budget. Rows that
 are there already, in benchmarks/results/small-listed.json, are not measured again.
 """
@@ -34,7 +34,7 @@ from kvexport.terminal import silent
 NAME, RECIPE = "small-listed", "smollm2-135m-base"
 MEASURED = {"listed": str(TEST_RECIPES / "smollm2-135m-listed.yaml"), "heads": "smollm2-135m-heads"}
 LENGTH = 1024
-SETTINGS = ["backend.threads=1", "export.prefill_chunk=32", "cache.merge_every=8"]  # of docs/methods.md
+SETTINGS = ["backend.threads=1", "export.prefill_chunk=32", "cache.merge_every=8"]  # of docs/measurements/budgets.md
 
 
 def label_of(name: str, dtype: str) -> str:

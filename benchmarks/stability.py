@@ -4,7 +4,7 @@ is lost?
     python benchmarks/stability.py [--recipe tiny-base] [--training-length 1152] [--slots 64]
 
 One text, in chunks, its last tokens one by one. Writes benchmarks/results/stability-RECIPE.json, method by method; the
-tables are in docs/evaluate.md.
+tables are in docs/measurements/long-texts.md.
 """
 
 from __future__ import annotations

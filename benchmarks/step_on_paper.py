@@ -1,10 +1,10 @@
 """What a decode step should take on an H200, on paper: bytes over bandwidth, instructions over cores, launches.
 
-    python benchmarks/step_on_paper.py      prints the table of docs/cuda.md, writes results/step_on_paper.json
+    python benchmarks/step_on_paper.py   prints a table of docs/measurements/cuda.md, writes results/step_on_paper.json
 
 No kernel has run on a GPU. Instructions are counts of PTX (plugins/cuda/instructions.json, and the table of Linear in
-docs/cuda.md for what is not recorded there), launches are the nodes of a built decoder, and a kernel takes the longest
-of its memory, its instructions and its products.
+docs/measurements/cuda.md for what is not recorded there), launches are the nodes of a built decoder, and a kernel takes the
+longest of its memory, its instructions and its products.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ COUNTS = RECORDED["instructions of a warp"]
 COPY, CYCLES, LANES, WARPS, PRODUCTS = 4.3e12, 132 * 1.75e9, 128, 4, 0.6 * 989e12
 LAUNCH = 1e-6  # seconds from one kernel of a CUDA graph to the next
 # What of that is saved where a launch begins while the one before ends: the least and the most that was published for
-# an H100 (docs/cuda.md#launches-that-begin-early). Weights that are read meanwhile are not in it.
+# an H100 (docs/measurements/cuda.md). Weights that are read meanwhile are not in it.
 SAVED = (0.2e-6, 0.96e-6)
 GOAL = 1.2  # of a step over its bytes' time
-# Instructions of a lane for a weight, by rows (docs/cuda.md#linear). Of float16 one row was counted; at 32 its products
-# take 22 us of the 94 that its memory does.
+# Instructions of a lane for a weight, by rows (docs/measurements/cuda.md). One row of float16 was counted; at 32 its
+# products take 22 us of the 94 that its memory does.
 LINEAR = {
     "float16": {1: 3.7, 8: 3.7, 32: 3.7},
     "int4": {1: COUNTS["linear, int4, rows 1, per weight"], 8: 4.7, 32: 6.5},
 }
 BYTES = {"float16": 2.0, "int4": 0.5 + 2 / 32}  # of a weight; groups of 32, a float16 scale each
 NORM_ROWS = 8  # above, a norm is a launch of its own
-# Launches of a step beside its layers, by the nodes of a decoder (docs/cuda.md#the-nodes-of-a-step): positions and
+# Launches of a step beside its layers, by the nodes of a decoder (docs/measurements/cuda.md): positions and
 # rotary factors 8, the embedding, the last row 7 (GatherND is two), the cast of the logits, the length 2; and the six
 # nodes that find the largest logits. A packed embedding takes five more.
 BESIDE, PACKED_EMBEDDING = 8 + 1 + 7 + 1 + 2 + 6, 5

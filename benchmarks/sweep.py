@@ -6,7 +6,7 @@ deployed engine.
 
 Every setting sees the same samples. Results go to benchmarks/results/sweep-RECIPE.json setting by setting, so
 that a run that was stopped goes on where it was; a group that was asked otherwise begins anew. With --work DIR the full
-cache's predictions are kept too. What was found is in docs/defaults.md.
+cache's predictions are kept too. What was found is in docs/measurements/quality.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Imports go one way: what a module of the package may import stands in docs/architecture.md's order."""
+"""Imports go one way: what a module of the package may import stands in docs/reference/architecture.md's order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""An artifact: a directory of files and `manifest.json`, published whole or not at all (docs/contract.md, section 5).
+"""An artifact: a directory of files and `manifest.json`, published whole or not at all.
+
+Section 5 of docs/reference/contract.md defines its files.
 
 Beside a target `name`, on the same file system, live `.name.lock` (held by the build under way), `.name.stage-*` (what
 it writes, or what a killed one left) and, only where two directories cannot be exchanged in one step, for an instant

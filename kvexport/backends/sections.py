@@ -40,7 +40,7 @@ def backend_section() -> type[RecipeSection]:
             ge=1,
             le=64,
             description="Ranks: processes that compute one model together, each with its share of the KV heads "
-            "(docs/tensor-parallel.md).",
+            "(docs/tasks/tensor-parallel.md).",
         )
 
     sections: dict[str, type[RecipeSection]] = {name: _module(name).Section for name in names()}

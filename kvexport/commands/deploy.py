@@ -20,7 +20,7 @@ def deploy_triton(
     ),
     name: Annotated[str | None, typer.Option(help="Of the model; that of the artifact's folder.")] = None,
 ) -> None:
-    """Write a model repository for NVIDIA's Triton Inference Server. docs/deploy.md says how clients call it."""
+    """Write a model repository for NVIDIA's Triton Inference Server. docs/tasks/deploy.md says how clients call it."""
     from kvexport.deploy.triton import write_repository
     from kvexport.terminal import show
 

@@ -61,7 +61,7 @@ def serve(
 ) -> None:
     """Serve an artifact over HTTP: /v1/chat/completions and others, and a page to chat at /.
 
-    When it is ready it prints its address on stdout. SIGTERM and an interrupt let running requests end. docs/serve.md
+    When it is ready it prints its address on stdout. SIGTERM and an interrupt let running requests end. docs/tasks/serve.md
     has the routes, limits, metrics and what is done for security.
     """
     keys = keys_of(host, api_key)

@@ -1,4 +1,4 @@
-"""`kvexport serve` in Kubernetes: a Deployment, its Service, and the claim that sessions lie in (docs/deploy.md)."""
+"""`kvexport serve` in Kubernetes: a Deployment, its Service, and the claim for sessions (docs/tasks/deploy.md)."""
 
 from __future__ import annotations
 

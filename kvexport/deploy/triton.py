@@ -1,4 +1,4 @@
-"""A model repository for NVIDIA's Triton Inference Server, of one model, in one of two kinds (docs/deploy.md).
+"""A model repository for NVIDIA's Triton Inference Server, of one model, in one of two kinds (docs/tasks/deploy.md).
 
 `state`: one ONNX graph, whose cache Triton keeps for every sequence (implicit state of the sequence batcher).
 `python`: kvexport's engine behind Triton's python backend, one response for every token.

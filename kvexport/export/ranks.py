@@ -1,4 +1,4 @@
-"""One model as several ranks (docs/tensor-parallel.md): which dimension of which weight is split, the model of one
+"""One model as several ranks (docs/tasks/tensor-parallel.md): which dimension of which weight is split, the model of one
 rank, and its weights.
 
 What is split is what transformers says of the model, its `base_model_tp_plan`: projections by their outputs (queries,

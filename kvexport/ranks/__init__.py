@@ -1,1 +1,1 @@
-"""A model that several processes compute together, each with its share of the KV heads (docs/tensor-parallel.md)."""
+"""A model that several processes compute together, each with some KV heads (docs/tasks/tensor-parallel.md)."""

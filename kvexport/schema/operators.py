@@ -1,4 +1,4 @@
-"""The operators of domain `kvexport`: their inputs, outputs and attributes (docs/contract.md, section 3)."""
+"""The operators of domain `kvexport`: their inputs, outputs and attributes (docs/reference/contract.md, section 3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensors of a layer's cache: names, dimensions, types, and what they hold (docs/contract.md, section 2)."""
+"""The tensors of a layer's cache: names, dimensions, types and meaning (docs/reference/contract.md, section 2)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-CONTRACT_VERSION = 8  # of docs/contract.md
+CONTRACT_VERSION = 8  # of docs/reference/contract.md
 T = TypeVar("T")
 DType = Literal["cache", "float32", "int32"]
 # Every dimension by its letter: its name in C, and what it counts.

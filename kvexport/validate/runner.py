@@ -3,7 +3,7 @@
 Every layer receives PyTorch's hidden state and cache, so a difference shows where it arises and at its own size. Every
 merge has to equal PyTorch's, or a merge that float64 could make with float32's rounding errors. The full depth of the
 model is compared with float64. The engine also runs independently and in place, as it does in production.
-docs/validate.md lists the criteria and their reasons.
+docs/tasks/validate.md lists the criteria and their reasons.
 """
 
 from __future__ import annotations

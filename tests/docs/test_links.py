@@ -10,6 +10,9 @@ import pytest
 from tests.docs.pages import PAGES, anchors, links
 from tests.support.paths import ROOT
 
+SOURCES = {".py", ".h", ".cuh", ".cpp", ".cu", ".yaml", ".Dockerfile", ".txt"}
+OTHER_PROJECTS = {"docs/gguf.md"}  # of llama.cpp
+
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
@@ -38,3 +41,13 @@ def test_every_page_is_in_a_table_of_contents() -> None:
                 listed |= set(page.parent.glob(f"{entry}.md"))
     documents = {page for page in PAGES if (ROOT / "docs") in page.parents} - {ROOT / "docs" / "index.md"}
     assert documents == listed
+
+
+def test_every_page_that_the_sources_name_exists() -> None:
+    folders = ("kvexport", "plugins", "recipes", "docker", "tests", "benchmarks", "tools")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in SOURCES]
+    assert len(files) > 500
+    for path in files:
+        for name in re.findall(r"\bdocs/[\w/-]+\.md\b", path.read_text(encoding="utf-8", errors="replace")):
+            known = (ROOT / name).is_file() or name in OTHER_PROJECTS
+            assert known, f"{path.relative_to(ROOT)} names {name}, which does not exist"

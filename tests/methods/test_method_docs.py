@@ -1,4 +1,4 @@
-"""docs/methods.md has a rule for every method and a name for every parameter; its table is asked for by
+"""docs/reference/methods.md has a rule for every method and a name for every parameter; its table is asked for by
 test_tables.py."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The sum over ranks of the CUDA kernels, compiled for the host, where ranks are threads: bits, sizes, turns of the two
-halves, and ranks that do not come. What runs on GPUs is docs/tensor-parallel.md's."""
+halves, and ranks that do not come. What runs on GPUs is docs/tasks/tensor-parallel.md's."""
 
 from __future__ import annotations
 

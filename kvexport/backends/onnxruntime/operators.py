@@ -77,7 +77,7 @@ def instruction_set(path: Path) -> str:
 
 
 def why_small_pages(path: Path) -> str:
-    """Why the library leaves weights in small pages (docs/native.md), "" where it copies them into huge ones."""
+    """Why the library leaves weights in small pages (docs/tasks/native-operators.md), "" if it uses huge ones."""
     return _ask(path, "kvexport_huge_pages")
 
 

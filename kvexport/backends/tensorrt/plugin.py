@@ -21,7 +21,8 @@ OPERATORS = ("VoteAttention", "MergeCache")
 VERSION = "1"
 NAMESPACE = "kvexport"
 BUILD = (
-    "python plugins/build.py tensorrt --capabilities 90, with the GPU's compute capability (docs/tensorrt-plugins.md)"
+    "python plugins/build.py tensorrt --capabilities 90, with the GPU's compute capability "
+    "(docs/reference/tensorrt-plugins.md)"
 )
 
 

@@ -14,8 +14,8 @@ GRID[1] slots lose.
 for other slots after an @. KIND/SHARE is of so many recent slots. `shipped`: those of the recipe. `prompt`: a layer's
 slots go to the entries of the largest mean probability in all its heads at every merge (AdaKV, arXiv 2407.11550).
 Texts of 1,024 tokens in chunks of 32, merged after each; KL in nats over the second half. Choices are made on pieces of
-Python's manual and library that nothing is judged on; --judged reads the texts of docs/measurements/budgets.md. Rows are
-added to those of earlier runs in benchmarks/results/head-budgets.json.
+Python's manual and library that nothing is judged on; --judged reads the texts of docs/measurements/budgets.md. Rows
+are added to those of earlier runs in benchmarks/results/head-budgets.json.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python benchmarks/merge_counts.py [--library LIBRARY]
 
 A layer of Llama-2-7B's shape in float16 (32 KV heads of 128), a budget of 2,048 slots of which each head has 32 more,
-positions in any order, as merges leave them. The PTX of every launch runs on the host (docs/measurements/cuda.md) for two
-heads, as many blocks a head as on a GPU of 132 multiprocessors. A launch takes the longest of
+positions in any order, as merges leave them. The PTX of every launch runs on the host (docs/measurements/cuda.md) for
+two heads, as many blocks a head as on a GPU of 132 multiprocessors. A launch takes the longest of
 
     bytes of the cache that it reads and writes, and some of each slot for its numbers / bandwidth
     instructions of all warps / 4 a cycle and multiprocessor

@@ -5,9 +5,9 @@ SmolLM2-135M-Instruct: KL to the full cache on the deployed engine.
         [--dtypes int8,k8v4]
 
 The texts and the settings are those of docs/measurements/budgets.md (sweep.py, recipes smollm2-135m-base, -listed and
--heads), whose figures are the rows of float16: a float32 cache stands for it. A small cache gets the most slots whose bytes, with
-scales, votes, scores, positions and slack, do not exceed those of keepkv's cache of float16 at that budget. Rows that
-are there already, in benchmarks/results/small-listed.json, are not measured again.
+-heads), whose figures are the rows of float16: a float32 cache stands for it. A small cache gets the most slots whose
+bytes, with scales, votes, scores, positions and slack, do not exceed those of keepkv's cache of float16 at that budget.
+Rows that are there already, in benchmarks/results/small-listed.json, are not measured again.
 """
 
 from __future__ import annotations

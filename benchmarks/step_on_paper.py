@@ -3,8 +3,8 @@
     python benchmarks/step_on_paper.py   prints a table of docs/measurements/cuda.md, writes results/step_on_paper.json
 
 No kernel has run on a GPU. Instructions are counts of PTX (plugins/cuda/instructions.json, and the table of Linear in
-docs/measurements/cuda.md for what is not recorded there), launches are the nodes of a built decoder, and a kernel takes the
-longest of its memory, its instructions and its products.
+docs/measurements/cuda.md for what is not recorded there), launches are the nodes of a built decoder, and a kernel takes
+the longest of its memory, its instructions and its products.
 """
 
 from __future__ import annotations

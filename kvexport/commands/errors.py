@@ -24,7 +24,7 @@ _NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
 
 
 class Verbs(TyperGroup):
-    """The commands. An error of a command ends as a message and an exit code (docs/reference/contract.md, section 6)."""
+    """The commands. An error of a command becomes a message and an exit code (docs/reference/contract.md, 6)."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the verb of the command line."""

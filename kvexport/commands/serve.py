@@ -61,8 +61,8 @@ def serve(
 ) -> None:
     """Serve an artifact over HTTP: /v1/chat/completions and others, and a page to chat at /.
 
-    When it is ready it prints its address on stdout. SIGTERM and an interrupt let running requests end. docs/tasks/serve.md
-    has the routes, limits, metrics and what is done for security.
+    When it is ready it prints its address on stdout. SIGTERM and an interrupt let running requests end.
+    docs/tasks/serve.md has the routes, limits, metrics and what is done for security.
     """
     keys = keys_of(host, api_key)
     from kvexport.packages import require

@@ -1,5 +1,5 @@
-"""One model as several ranks (docs/tasks/tensor-parallel.md): which dimension of which weight is split, the model of one
-rank, and its weights.
+"""One model as several ranks (docs/tasks/tensor-parallel.md): which dimension of which weight is split, the model of
+one rank, and its weights.
 
 What is split is what transformers says of the model, its `base_model_tp_plan`: projections by their outputs (queries,
 keys and values by heads, the MLP's first ones by features), and those that read what these made by their inputs, whose

@@ -13,7 +13,7 @@ from kvexport.recipe.override import read_overrides
 from kvexport.recipe.parse import Findings
 
 BUDGET = 1024
-METHOD = "ballot"  # the lowest loss of the methods at equal bytes on most tasks; docs/measurements/defaults.md
+METHOD = "ballot"  # the lowest loss of the methods at equal bytes on most tasks; docs/measurements/quality.md
 
 
 def recipe_for(

@@ -1,4 +1,4 @@
-"""A folder that is written beside its place and takes it in one step, and never that of a folder of another kind."""
+"""Folders that are written under another name and then replace the target in one step."""
 
 from __future__ import annotations
 
@@ -15,11 +15,18 @@ from kvexport.errors import EnvironmentProblem, UsageError
 
 @contextmanager
 def replaced(target: Path, kind: str, is_one: Callable[[Path], bool]) -> Iterator[Path]:
-    """A fresh folder, which becomes `target` when the block ends and is removed when it raises. kind: what it is, for
-    messages. is_one: whether a folder that is there already may be replaced.
+    """Yield an empty folder that becomes `target` when the block ends, and is removed if the block raises.
 
-    A kill leaves at most a hidden `.NAME.stage-*` beside the target. Raises UsageError where something else is there,
-    EnvironmentProblem where the file system refuses.
+    A kill leaves at most a hidden folder `.NAME.stage-*` next to the target.
+
+    Args:
+        target: Path of the finished folder.
+        kind: What the folder is, for messages.
+        is_one: Whether an existing folder may be replaced.
+
+    Raises:
+        UsageError: `target` exists and may not be replaced.
+        EnvironmentProblem: The file system refuses.
     """
     target = place(Path(target))
     _refuse_other(target, kind, is_one)

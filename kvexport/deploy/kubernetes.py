@@ -1,4 +1,4 @@
-"""`kvexport serve` in Kubernetes: a Deployment, its Service, and the claim for sessions (docs/tasks/deploy.md)."""
+"""`kvexport serve` in Kubernetes: a Deployment, its Service, and the volume claim of the sessions."""
 
 from __future__ import annotations
 
@@ -22,9 +22,20 @@ PROGRAM = 512 * MIB  # Python, ONNX Runtime and activations of a small model
 
 @dataclass(frozen=True)
 class Server:
-    """image: with `kvexport` as its entry point and the extra `serve`. name: of everything in the cluster. claim: of
-    the volume whose root is the artifact. drain: seconds that running requests get. Bytes: prefix_memory,
-    session_memory, session_disk. replicas: servers; several share the folder of sessions."""
+    """Settings of the deployment.
+
+    Attributes:
+        image: Image with `kvexport` as its entry point and the extra `serve`.
+        name: Name of all objects in the cluster.
+        claim: Name of the claim of the volume whose root is the artifact.
+        cpus: CPU cores of a server.
+        lanes: Lanes of a server; None is the artifact's `limits.max_batch`.
+        drain: Seconds that running requests get when a server ends.
+        prefix_memory: Memory for prefixes, in bytes.
+        session_memory: Memory for sessions, in bytes.
+        session_disk: Disk space for sessions, in bytes.
+        replicas: Number of servers. Several servers share the folder of sessions.
+    """
 
     image: str
     name: str
@@ -39,15 +50,22 @@ class Server:
 
 
 def memory(manifest: Manifest, server: Server) -> int:
-    """Bytes: twice the artifact's files (kernels may keep their weights in an order of their own), the state of all
-    lanes, what prefixes and sessions may take, and the program."""
+    """Return the memory of a server in bytes.
+
+    The sum of twice the artifact's files (kernels may keep a reordered copy of the weights), the state of all lanes, the
+    limits of prefixes and sessions, and the program.
+    """
     state = state_bytes(manifest.recipe, manifest.cache, server.lanes or manifest.limits.max_batch)
     return 2 * manifest.bytes + state + server.prefix_memory + server.session_memory + PROGRAM
 
 
 def manifests(artifact: Path, server: Server) -> str:
-    """YAML of all objects. Raises UsageError for a name that Kubernetes would refuse and more lanes than there are,
-    ArtifactError for a damaged artifact."""
+    """Return the YAML of all objects.
+
+    Raises:
+        UsageError: Kubernetes would refuse a name, or the artifact has fewer lanes than the server.
+        ArtifactError: The artifact is damaged.
+    """
     for option, name in (("--name", server.name), ("--claim", server.claim)):
         if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", name):
             raise UsageError(f"{name!r} is no name that Kubernetes takes", f"{option} with a-z, 0-9 and - alone")

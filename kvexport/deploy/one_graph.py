@@ -1,5 +1,4 @@
-"""decoder.onnx and merge.onnx as one ONNX graph, for servers that hand its state on and check
-nothing."""
+"""decoder.onnx and merge.onnx as one ONNX graph, for servers that pass the state on without checks."""
 
 from __future__ import annotations
 
@@ -14,9 +13,18 @@ if TYPE_CHECKING:
 
 
 def with_merge(decoder: onnx.ModelProto, merge: onnx.ModelProto | None, plan: CachePlan) -> onnx.ModelProto:
-    """The decoder, whose state every layer that can exceed its budget merges before it leaves the graph: an engine's
-    steps where `merge_every` is 1, since MergeCache leaves a cache within its budget as it is. Changes `decoder` and
-    gives it back; weights stay where they are."""
+    """Append the merge to the decoder, so that every call ends with a merge.
+
+    A call equals a step of an engine with `merge_every` 1: MergeCache does not change a cache within its budget.
+
+    Args:
+        decoder: The decoder, which is changed. Its weights stay in their files.
+        merge: The graph of MergeCache nodes; None if no layer can exceed its budget.
+        plan: The cache plan.
+
+    Returns:
+        `decoder`.
+    """
     if merge is None:
         return decoder
     merged = {value.name for value in merge.graph.output}
@@ -34,9 +42,14 @@ def with_merge(decoder: onnx.ModelProto, merge: onnx.ModelProto | None, plan: Ca
 
 
 def with_limits(decoder: onnx.ModelProto, limits: Limits) -> onnx.ModelProto:
-    """The decoder, which no call takes beyond what its cache holds: one of more than `prefill_chunk` tokens fails, and
-    of a sequence that is longer than `max_length` the logits are NaN, beside others that have theirs. An engine looks
-    after both itself. Changes `decoder` and gives it back."""
+    """Add the limits that an engine enforces itself to the decoder.
+
+    A call with more than `prefill_chunk` tokens fails. A sequence longer than `max_length` gets NaN logits; other
+    sequences of the call keep theirs.
+
+    Returns:
+        `decoder`, which is changed.
+    """
     import numpy as np
     from onnx import helper, numpy_helper
 

@@ -1,4 +1,4 @@
-"""A model repository for NVIDIA's Triton Inference Server, of one model, in one of two kinds (docs/tasks/deploy.md).
+"""A model repository with one model for NVIDIA's Triton Inference Server, in one of two kinds.
 
 `state`: one ONNX graph, whose cache Triton keeps for every sequence (implicit state of the sequence batcher).
 `python`: kvexport's engine behind Triton's python backend, one response for every token.
@@ -34,13 +34,25 @@ IDLE_MICROSECONDS = 600_000_000  # of a sequence that its client has left
 
 
 class Word(str):
-    """An enumeration's value, which stands without quotes."""
+    """A value of a protobuf enumeration, written without quotes."""
 
 
 def write_repository(artifact: Path, out: Path, kind: str, name: str | None = None) -> str:
-    """Write the repository `out`, in place of one that this function wrote before; the model's name, by default that of
-    the artifact's folder. Raises UsageError for an artifact that the kind cannot run, a name that is none, and an `out`
-    that holds something else; ArtifactError for a damaged artifact."""
+    """Write a repository, which may replace one that this function wrote before.
+
+    Args:
+        artifact: The artifact.
+        out: Folder of the repository.
+        kind: "state" or "python".
+        name: Name of the model; None is the name of the artifact's folder.
+
+    Returns:
+        The name of the model.
+
+    Raises:
+        UsageError: The kind cannot run the artifact, the name is invalid, or `out` is another kind of folder.
+        ArtifactError: The artifact is damaged.
+    """
     if kind not in KINDS:
         raise UsageError(f"--kind is {kind!r}", f"--kind {' or --kind '.join(KINDS)}")
     name = Path(artifact).resolve().name if name is None else name
@@ -83,13 +95,13 @@ def write_repository(artifact: Path, out: Path, kind: str, name: str | None = No
 
 
 def is_repository(path: Path) -> bool:
-    """Whether `write_repository` wrote the folder: every entry is a model of its."""
+    """Return whether `write_repository` wrote every entry of the folder."""
     configs = [entry / "config.pbtxt" for entry in path.iterdir()]
     return all(config.is_file() and config.read_bytes().startswith(MARK.encode()) for config in configs)
 
 
 def protobuf_text(message: Mapping[str, Any], indent: str = "") -> str:
-    """A protobuf message as text. Lists are repeated fields."""
+    """Return a protobuf message as text. Lists become repeated fields."""
     text = ""
     for name, value in message.items():
         for item in value if isinstance(value, list) else [value]:
@@ -146,14 +158,16 @@ def _write_state(artifact: Path, manifest: Manifest, folder: Path) -> dict[str, 
 
 
 def _external(model: onnx.ModelProto) -> set[str]:
-    """The files beside the ONNX graph that hold its weights."""
+    """Return the names of the files that hold the weights of an ONNX graph."""
     tensors = model.graph.initializer
     return {entry.value for tensor in tensors for entry in tensor.external_data if entry.key == "location"}
 
 
 def _states(manifest: Manifest) -> list[dict[str, Any]]:
-    """Every state tensor, zeros at first. Triton pairs inputs and outputs by their places in two lists sorted by name,
-    so that is the order here."""
+    """Return the description of every state tensor, which begins as zeros.
+
+    Triton pairs inputs and outputs by their places in two lists sorted by name, so this list has that order.
+    """
     found = [("past_length", "present_length", _data_type("int64"), [1])]
     for past, present, layer, kind in manifest.cache.state_names():
         found.append((past, present, _data_type(layer.dtypes()[kind].name), list(layer.shapes(1)[kind][1:])))

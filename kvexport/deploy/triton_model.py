@@ -1,4 +1,4 @@
-"""What Triton's python backend runs: an engine, whose tokens go out one response each (decoupled).
+"""The model of Triton's python backend: an engine that sends one response per token (decoupled).
 
 A request has `text_input` or `input_ids`, and `settings`, a JSON object with fields of GenerationSettings. Requests
 join those that run, as many at once as the artifact has lanes; one that its client cancels frees its lane at the next
@@ -25,10 +25,10 @@ from kvexport.language.token import Token
 
 
 class TritonPythonModel:
-    """The class that the python backend asks for, under this name."""
+    """The model class, under the name that the python backend looks up."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Load the artifact beside model.py, and start the thread that alone touches the engine."""
+        """Load the artifact next to model.py and start the only thread that calls the engine."""
         self._backend: Any = importlib.import_module("triton_python_backend_utils")  # there is one in Triton alone
         self._engine: Engine = load(Path(args["model_repository"]) / args["model_version"] / "artifact")
         self._came: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -36,12 +36,12 @@ class TritonPythonModel:
         self._thread.start()
 
     def execute(self, requests: list[Any]) -> None:
-        """Take requests; their responses come from the thread."""
+        """Accept requests. The thread sends their responses."""
         for request in requests:
             self._came.put(request)
 
     def finalize(self) -> None:
-        """End when the requests that run have."""
+        """Wait for the running requests, then end the thread."""
         self._came.put(None)
         self._thread.join()
 
@@ -107,7 +107,11 @@ class TritonPythonModel:
 
 
 def _prompt_and_settings(engine: Engine, given: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Of a request's tensors. Raises UsageError for what cannot be used."""
+    """Return the prompt and the settings of a request.
+
+    Raises:
+        UsageError: A tensor is missing, doubled or invalid.
+    """
     if ("text_input" in given) == ("input_ids" in given):
         raise UsageError("a request has a prompt, as text or as token ids", "text_input or input_ids, one of them")
     try:

@@ -52,8 +52,8 @@ class Server:
 def memory(manifest: Manifest, server: Server) -> int:
     """Return the memory of a server in bytes.
 
-    The sum of twice the artifact's files (kernels may keep a reordered copy of the weights), the state of all lanes, the
-    limits of prefixes and sessions, and the program.
+    The sum of twice the artifact's files (kernels may keep a reordered copy of the weights), the state of all lanes,
+    the limits of prefixes and sessions, and the program.
     """
     state = state_bytes(manifest.recipe, manifest.cache, server.lanes or manifest.limits.max_batch)
     return 2 * manifest.bytes + state + server.prefix_memory + server.session_memory + PROGRAM

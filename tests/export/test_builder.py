@@ -14,7 +14,7 @@ import pytest
 from kvexport.artifact.reading import load_manifest
 from kvexport.errors import UsageError
 from kvexport.export import build as builder
-from kvexport.export import forked
+from kvexport.export import forked, stages
 from kvexport.export.graph import tracer
 from kvexport.methods import all_methods
 from kvexport.ops import onnx_function
@@ -32,7 +32,7 @@ def endless(advance: Callable[[int], None]) -> None:
 def test_background_work_ends_with_the_block() -> None:
     amounts: list[int] = []
     interval = sys.getswitchinterval()
-    with pytest.raises(UsageError, match="of the block"), builder._in_background(endless, amounts.append) as running:
+    with pytest.raises(UsageError, match="of the block"), stages.in_background(endless, amounts.append) as running:
         assert sys.getswitchinterval() < interval
         while len(amounts) < 3:
             time.sleep(0.01)
@@ -41,9 +41,9 @@ def test_background_work_ends_with_the_block() -> None:
 
 
 def test_background_work_hands_over_its_result_and_its_error() -> None:
-    with builder._in_background(lambda advance: advance(2), [].append) as running:
+    with stages.in_background(lambda advance: advance(2), [].append) as running:
         assert running.result() is None
-    with pytest.raises(OSError, match="full"), builder._in_background(fails, [].append) as running:
+    with pytest.raises(OSError, match="full"), stages.in_background(fails, [].append) as running:
         running.result()
 
 

@@ -1,0 +1,269 @@
+"""The stages of a build: read the checkpoint, share it out over ranks, trace it while its weights are written, write
+the graphs, describe the artifact.
+
+`kvexport.export.build` runs them. This module imports torch and transformers, which the commands that only read an
+artifact do without.
+"""
+
+from __future__ import annotations
+
+import gc
+import platform
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from threading import Event
+from typing import Any, Literal, TypeVar
+
+import onnx
+import onnx_ir as ir
+
+from kvexport import backends
+from kvexport.artifact.manifest import Graphs, Limits, Manifest, ModelFacts
+from kvexport.cache import CachePlan, cache_geometry, part_plan
+from kvexport.export.forked import forked
+from kvexport.export.graph import tracer
+from kvexport.export.graph.graphs import attention_functions, finish_decoder, merge_model, open_slots
+from kvexport.export.graph.heads import layers_plan
+from kvexport.export.graph.top_logits import COUNT, top_logits_model
+from kvexport.export.model.hf_model import length_notes, text_part_notes
+from kvexport.export.model.shape import ModelShape
+from kvexport.export.passes import GRAPH_CHECKS
+from kvexport.export.ranks import apart, rank_specs, split_model, together
+from kvexport.export.weights.importance import save as save_importance
+from kvexport.export.weights.importance import weigh
+from kvexport.export.weights.specs import packed_formats, packings, weight_notes, weight_specs
+from kvexport.export.weights.write import (
+    SharedWeights,
+    Spec,
+    WrittenWeights,
+    link_shared,
+    linked_digests,
+    total_bytes,
+    write_weights,
+)
+from kvexport.ops.onnx_function import keep_merge_functions
+from kvexport.recipe.fields import Recipe
+from kvexport.terminal import Progress
+from kvexport.version import __version__
+
+SWITCH_SECONDS = 0.0005
+
+T = TypeVar("T")
+ShowProgress = Callable[[str, int | None], Progress]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A model as its ranks have it.
+
+    Attributes:
+        shape: The model of one rank; the whole model where there is one rank.
+        specs: The weights of each rank.
+        stored: The weights that are written: those of all ranks.
+    """
+
+    shape: ModelShape
+    specs: list[list[Spec]]
+    stored: list[Spec]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A decoder's trace, its attention functions, the merge graph where a layer merges, and the written weights."""
+
+    decoder: ir.Model
+    functions: list[onnx.FunctionProto]
+    merge: onnx.ModelProto | None
+    written: WrittenWeights
+
+
+def vocabulary_of(shape: ModelShape) -> int:
+    """Return the number of tokens that the model knows."""
+    count: int = shape.model.config.get_text_config().vocab_size
+    return count
+
+
+def choose_weights(shape: ModelShape, recipe: Recipe, folder: Path, progress: ShowProgress) -> list[Spec]:
+    """Return the weights of an artifact, with the importance of their inputs where the recipe asks for it; importance
+    is saved in `folder`. Shows the notes that a user should read. Raises UsageError as `weight_specs` does."""
+    specs = weigh(weight_specs(shape.checkpoint, shape.model, recipe), shape.checkpoint, recipe, progress)
+    save_importance(specs, folder)
+    config = shape.model.config
+    notes = [*text_part_notes(config), *length_notes(config, recipe.rotary_length)]
+    for note in [*notes, *weight_notes(shape.checkpoint, shape.model, recipe)]:
+        with progress(f"note: {note}", None):
+            pass
+    return specs
+
+
+def share_out(shape: ModelShape, specs: list[Spec], count: int) -> Ranks:
+    """Share a model and its weights out over `count` ranks. Raises UsageError where it cannot be shared equally."""
+    if count == 1:
+        return Ranks(shape, [specs], specs)
+    rank_shape, splits = split_model(shape, count)
+    specs_of = rank_specs(specs, splits, count)
+    return Ranks(rank_shape, specs_of, together(specs_of))
+
+
+def trace_and_write(
+    ranks: Ranks, recipe: Recipe, folder: Path, shared: SharedWeights | None, progress: ShowProgress
+) -> Traced:
+    """Trace the model while another thread writes the weights into `folder` and another process makes the merge graph.
+
+    Args:
+        ranks: The model and its weights.
+        recipe: The recipe.
+        folder: The stage of the artifact.
+        shared: Weights of an earlier build, to which the artifact links if they are the same.
+        progress: Shows the bytes of weights that are written.
+    """
+    shape, method = ranks.shape, recipe.cache.build_method()
+    write: Callable[[Callable[[int], None]], WrittenWeights]
+    if shared is not None and shared.specs == tuple(ranks.stored):
+        write = partial(link_shared, shared, folder)
+    else:
+        write = partial(write_and_digest, ranks.stored, folder, recipe.export.weights)
+    with (
+        forked(partial(_merge_bytes, shape.plan, method)) as merge_bytes,  # before there are threads
+        progress("tracing the model, writing its weights", total_bytes(ranks.stored)) as bar,
+        in_background(write, bar.advance) as writing,
+    ):
+        plan = layers_plan(shape.plan, shape.geometry)
+        decoder = tracer.trace_decoder(shape.model, shape.mode, plan, last_logits=not recipe.all_logits)
+        functions = attention_functions(shape.plan, method, shape.geometry, recipe.model.dtype)
+        merge = _parse_merge(merge_bytes(), method)
+        gc.collect()  # while the weights may still be under way
+        return Traced(decoder, functions, merge, writing.result())
+
+
+def write_graphs(traced: Traced, ranks: Ranks, recipe: Recipe, folder: Path) -> Graphs:
+    """Finish the graphs, check them and write them into `folder`; return their names. Raises KvexportError where a
+    check of a finished graph fails."""
+    shape, count = ranks.shape, len(ranks.specs)
+    decoders = [
+        finish_decoder(
+            traced.decoder.clone() if rank + 1 < count else traced.decoder,
+            traced.written.locations if count == 1 else apart(traced.written.locations, rank),
+            folder,
+            recipe.cache.build_method(),
+            shape.geometry,
+            shape.plan,
+            traced.functions,
+            packings(specs),
+            float_input=recipe.weights.inputs == "float",
+        )
+        for rank, specs in enumerate(ranks.specs)
+    ]
+    if part_plan(recipe, shape.plan) is not None:
+        open_slots(decoders[0], shape.plan)
+    graphs = Graphs(
+        "decoder.onnx",
+        None if traced.merge is None else "merge.onnx",
+        "top_logits.onnx",
+        tuple(f"decoder.rank{rank}.onnx" for rank in range(1, count)),
+    )
+    models = {"decoder": decoders[0], "merge": traced.merge, "top_logits": top_logits_model(vocabulary_of(shape))}
+    models |= {f"ranks.{i}": model for i, model in enumerate(decoders[1:])}
+    for kind, file in graphs.files():
+        model = models[kind]
+        assert model is not None
+        for check in GRAPH_CHECKS:
+            check(model)
+        (folder / file).write_bytes(model.SerializeToString(deterministic=True))
+    return graphs
+
+
+def describe(recipe: Recipe, name: str, shape: ModelShape, graphs: Graphs, specs: Sequence[Spec]) -> Manifest:
+    """Return the manifest of an artifact; `name` is the user's name for it."""
+    own = ("onnx", "onnxscript", "torch", "transformers", "numpy")
+    of_backends = (package.name for backend in backends.all_backends() for package in backend.packages)
+    return Manifest(
+        name=name,
+        recipe=recipe,
+        model=ModelFacts(
+            type=shape.model.config.get_text_config().model_type,
+            fingerprint=shape.checkpoint.fingerprint,
+            vocabulary=vocabulary_of(shape),
+            layers=len(shape.geometry),
+            query_heads=tuple(x.query_heads for x in cache_geometry(shape.geometry, len(shape.plan.caches))),
+            packed=packed_formats(specs),
+        ),
+        cache=shape.plan,
+        graphs=graphs,
+        top_logits=min(COUNT, vocabulary_of(shape)),
+        limits=Limits(
+            max_length=recipe.limits.max_length,
+            max_batch=recipe.limits.max_batch,
+            prefill_chunk=recipe.export.prefill_chunk,
+            merge_every=recipe.cache.merge_every,
+        ),
+        operators={"VoteAttention": "function", "MergeCache": "function" if graphs.merge else None},
+        versions={
+            "kvexport": __version__,
+            "python": platform.python_version(),
+            **{package: _version(package) for package in own},
+            **{package: version for package in of_backends if (version := _version(package))},
+        },
+    )
+
+
+@contextmanager
+def in_background(work: Callable[[Callable[[int], None]], T], advance: Callable[[int], None]) -> Iterator[Future[T]]:
+    """Run ``work(advance)`` in a thread and yield its future. If the block raises, the next call of `advance` in the
+    thread raises too, so that the thread ends."""
+    ended, interval = Event(), sys.getswitchinterval()
+
+    def advance_or_end(amount: int) -> None:
+        if ended.is_set():
+            raise CancelledError
+        advance(amount)
+
+    with ThreadPoolExecutor(1) as pool:
+        # While the block runs Python code, the thread waits this long for the interpreter after each read and write.
+        sys.setswitchinterval(SWITCH_SECONDS)
+        try:
+            yield pool.submit(work, advance_or_end)
+        except BaseException:
+            ended.set()
+            raise
+        finally:
+            sys.setswitchinterval(interval)
+
+
+def write_and_digest(
+    specs: list[Spec], folder: Path, mode: Literal["copy", "link"], advance: Callable[[int], None]
+) -> WrittenWeights:
+    """Write weights as `write_weights` does, and compute the digests of linked files too."""
+    written = write_weights(specs, folder, mode, advance)
+    for name, digest in linked_digests(specs, folder, written):
+        written.digests[name] = digest
+        advance(0)
+    return written
+
+
+def _merge_bytes(plan: CachePlan, method: Any) -> bytes:
+    """Return merge.onnx; no bytes where no layer merges."""
+    model = merge_model(plan, method)
+    return b"" if model is None else model.SerializeToString()
+
+
+def _parse_merge(model: bytes, method: Any) -> onnx.ModelProto | None:
+    """Return the graph of `_merge_bytes`, whose functions later builds of this process take again."""
+    if not model:
+        return None
+    parsed: onnx.ModelProto = onnx.ModelProto.FromString(model)
+    keep_merge_functions(method, parsed.functions)
+    return parsed
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

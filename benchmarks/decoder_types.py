@@ -37,7 +37,7 @@ from transformers.models.auto.modeling_auto import (
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-from kvexport.engine.engine import load  # noqa: E402
+from kvexport.engine.load import load  # noqa: E402
 from kvexport.errors import UsageError  # noqa: E402
 from kvexport.export.build import build  # noqa: E402
 from kvexport.export.model.hf_model import auto_class, decoder_class  # noqa: E402

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from kvexport.engine.engine import load
+from kvexport.engine.load import load
 from kvexport.errors import UsageError
 from kvexport.export.build import build, read_model
 from kvexport.export.hooks.experts import Layout, expert_modules, experts_form

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3VLConfig,
 )
 
-from kvexport.engine.engine import load
+from kvexport.engine.load import load
 from kvexport.export.build import build
 from kvexport.export.model.hf_model import text_part_notes
 from tests.support import models

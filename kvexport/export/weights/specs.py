@@ -88,6 +88,10 @@ def rounded_formats(model: Any, recipe: Recipe) -> Iterator[tuple[str, PackedFor
     if problem := _problem(wanted, recipe):
         raise UsageError(f"weights are to be rounded to {wanted.label}, and {problem[0]}", problem[1])
     head = model.get_output_embeddings()
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name in expert_layouts(model):
+        if name in parameters and parameters[name].ndim == 3:
+            yield name, "the operator Experts takes no rounded weights"
     for prefix, module in model.named_modules():
         if not isinstance(module, nn.Linear | nn.Embedding) or module.weight is None:
             continue

@@ -37,9 +37,13 @@ def _section(command: Any, name: str) -> list[str]:
     if subcommands is None or name != "kvexport":
         usage = " ".join([name, *command.collect_usage_pieces(context)])
         lines += [f"## `{name}`", "", _escaped(command.help or ""), "", "```text", usage, "```", ""]
-        rows = [_row(parameter, context) for parameter in command.params if not getattr(parameter, "hidden", False)]
-        if rows:
-            lines += ["| argument or option | meaning |", "|---|---|", *rows, ""]
+        panels: dict[str, list[str]] = {}
+        for parameter in command.params:
+            if not getattr(parameter, "hidden", False):
+                panel = getattr(parameter, "rich_help_panel", None) or "argument or option"
+                panels.setdefault(panel, []).append(_row(parameter, context))
+        for panel, rows in panels.items():
+            lines += [f"| {panel} | meaning |", "|---|---|", *rows, ""]
     for child, subcommand in (subcommands or {}).items():
         lines += _section(subcommand, f"{name} {child}")
     return lines

@@ -1,8 +1,9 @@
-"""Drafts by the model itself over a part of the cache: a step of it reads all weights, and a budget of the entries.
+"""Drafts by the model itself over a small copy of its cache.
 
-Its entries are what the model computed over the full cache, never what it computed over a part: those of accepted
-tokens are taken from there as well. Nothing in it could be lost: whatever happens to a lane (another request, a
-snapshot, a move), the slots are chosen anew.
+A draft step reads all weights, but only a budget of the cache's entries. The copied entries come from the full cache:
+the model computed them over the full cache, and the entries of accepted tokens are copied from there as well. The copy
+holds nothing that could be lost. After any change of a lane (another request, a snapshot, a move) its entries are
+selected again.
 """
 
 from __future__ import annotations
@@ -22,15 +23,20 @@ from kvexport.engine.request import Request
 from kvexport.errors import KvexportError
 from kvexport.state.cache_part import CachePart, LaneTensors, Slots
 
-# Of what a step reads, what a step of the drafter may read: two drafted tokens, of which each is accepted with a chance
-# of 0.8, then still pay where the call that verifies them costs 1.2 steps.
+# The largest share of a step's bytes that a draft step may read. Two drafted tokens, each accepted with a probability
+# of 0.8, still pay then if the call that verifies them costs 1.2 steps.
 PAYS = 0.5
 
 
 @dataclass
 class _Copied:
-    """What a lane of the drafter holds. length: tokens that the full cache had seen. used: slots of each layer. since:
-    tokens since they were chosen."""
+    """The contents of one lane of the drafter.
+
+    Attributes:
+        length: Tokens that the full cache had seen at the last copy.
+        used: Used slots of each cache.
+        since: Tokens since the entries were selected.
+    """
 
     request: Request
     length: int
@@ -39,13 +45,21 @@ class _Copied:
 
 
 class CacheDrafter:
-    """Of one engine; `plan` is of its own caches (`kvexport.cache.part_plan`). Raises UsageError where state is not
-    in the host's memory."""
+    """A drafter that runs the engine's model over small caches.
+
+    Args:
+        manifest: The artifact's manifest.
+        model: The loaded model.
+        plan: The plan of the drafter's own caches (`kvexport.cache.part_plan`).
+
+    Raises:
+        UsageError: The state is not in the host's memory.
+    """
 
     def __init__(self, manifest: Manifest, model: LoadedModel, plan: CachePlan) -> None:
         self._full, self._plan, self._settings = manifest.cache, plan, manifest.recipe.speculate
         self._max_length = manifest.limits.max_length
-        files = manifest.files.items()  # copied weights, and linked ones
+        files = manifest.files.items()  # copied and linked weights
         self._weights = sum(x.bytes for name, x in files if name.endswith(".weights") or name.startswith("weights/"))
         self._part = CachePart(
             manifest,
@@ -57,8 +71,11 @@ class CacheDrafter:
         self._copied: dict[int, _Copied] = {}
 
     def __call__(self, requests: Sequence[Request], lanes: Lanes) -> list[list[int]]:
-        """A draft for each; empty where it would not pay (`speculate.after`), or where the full cache holds no more
-        than would be copied."""
+        """Return a draft for each request.
+
+        A draft is empty if it would not pay (`speculate.after`), or if the full cache has no more entries than the copy
+        would.
+        """
         drafts: list[list[int]] = [[] for _ in requests]
         left = [self._most(request, lanes) for request in requests]
         if max(left) < 1 or (self._settings.after is None and not self._pays(requests, lanes)):
@@ -77,7 +94,7 @@ class CacheDrafter:
             for i in [i for i, count in enumerate(left) if count]:
                 try:
                     last[i] = samplers[i].next(logits[requests[i].lane, 0])
-                except KvexportError:  # where logits cannot be sampled from, those of the full cache say so
+                except KvexportError:  # if no token can be sampled, the full cache's logits raise the error
                     left[i] = 0
                 else:
                     drafts[i].append(last[i])
@@ -85,7 +102,7 @@ class CacheDrafter:
         return drafts
 
     def _most(self, request: Request, lanes: Lanes) -> int:
-        """How many tokens to draft."""
+        """Return the number of tokens to draft for a request."""
         if lanes.length[request.lane] <= max(self._settings.budget, self._settings.after or 0):
             return 0
         return max(0, min(self._settings.tokens, request.room(self._max_length) - 1))
@@ -97,7 +114,10 @@ class CacheDrafter:
         )
 
     def _copy(self, request: Request, lanes: Lanes) -> None:
-        """Bring the request's lane up to the full cache: by the entries since, or by all of them chosen anew."""
+        """Update the drafter's lane from the full cache.
+
+        The entries since the last copy are added, or all entries are selected again.
+        """
         lane, length = request.lane, lanes.length[request.lane]
         full, own = lanes.view(lane), self._part.view(lane)
         assert full is not None
@@ -117,19 +137,23 @@ class CacheDrafter:
         self._part.state.write(lane, {}, length)
 
     def _used(self, i: int, full: Mapping[str, NDArray[Any]], length: int) -> int:
-        """Slots of a layer that the full cache uses."""
+        """Return the number of slots that the full cache of a layer uses."""
         return int(np.count_nonzero(full[f"past_key_values.{i}.votes"][0])) if self._full.caches[i].merges else length
 
     def _slots(self, i: int, full: LaneTensors, entries: Slots) -> Slots:
-        """Where a layer's entries lie, which are numbered in order of position: there, unless a sliding window has
-        dropped some. Such a layer has no scores, and its heads are alike."""
+        """Return the slots of entries that are numbered in order of position.
+
+        An entry's number is its slot, unless a sliding window has dropped entries. A layer with a window has no scores,
+        and all
+        its heads keep the same positions.
+        """
         if not self._full.caches[i].merges:
             return entries
         held = full[f"past_key_values.{i}.position"][:, : self._used(i, full, 0)]
-        found: Slots = np.take(np.argsort(held, axis=1, kind="stable"), entries[0], axis=1, mode="clip")
-        return found
+        slots: Slots = np.take(np.argsort(held, axis=1, kind="stable"), entries[0], axis=1, mode="clip")
+        return slots
 
 
 def _bytes_read(plan: CachePlan, lengths: Sequence[int]) -> int:
-    """Keys and values that a step of sequences of these lengths reads."""
+    """Return the bytes of keys and values that a step reads for sequences of the given lengths."""
     return sum(layer.slot_bytes() * min(length, layer.budget) for layer in plan.caches for length in lengths)

@@ -1,4 +1,4 @@
-"""Calls of the model for requests, and the tokens that they get of them."""
+"""Calls of the model for requests, and the tokens that the requests get from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from kvexport.errors import KvexportError
 
 
 class ModelCalls:
-    """chunk: tokens of a prompt in one call. row_seconds: what a row of a call of prompts took, by the last ones."""
+    """The calls that read prompts and decode.
+
+    Attributes:
+        row_seconds: Seconds of one row (one token of one lane) in recent calls for prompts; 0 before the first call.
+    """
 
     def __init__(self, pool: LanePool, forks: Forks, chunk: int, max_length: int) -> None:
         self.row_seconds = 0.0
@@ -26,19 +30,23 @@ class ModelCalls:
         self._chunk, self._max_length = chunk, max_length
 
     def prefill(self, requests: Sequence[Request], prefixes: Prefixes | None) -> list[Request]:
-        """Read the next chunk of each, lanes being neighbours; the requests whose prompt is read get their token."""
+        """Read the next chunk of each request's prompt in one call. Their lanes are neighbours.
+
+        Returns:
+            The requests whose prompt has been read. Each got its first token.
+        """
         start = time.perf_counter()
-        parts = [request.ids[request.done :][: self._chunk] for request in requests]
-        unread = [request.lane for request, part in zip(requests, parts, strict=True) if len(part) < request.unread]
-        logits = self._pool.lanes.append(parts, first=requests[0].lane, prefill=True, unread=unread)
-        cost = (time.perf_counter() - start) / (len(parts) * max(map(len, parts)))
+        chunks = [request.ids[request.done :][: self._chunk] for request in requests]
+        unread = [request.lane for request, chunk in zip(requests, chunks, strict=True) if len(chunk) < request.unread]
+        logits = self._pool.lanes.append(chunks, first=requests[0].lane, prefill=True, unread=unread)
+        cost = (time.perf_counter() - start) / (len(chunks) * max(map(len, chunks)))
         self.row_seconds += (cost - self.row_seconds) * (0.2 if self.row_seconds else 1.0)
-        last = [len(part) - 1 if logits.shape[1] > 1 else 0 for part in parts]
-        rows = HostRows(logits[np.arange(len(parts)), last])
+        last = [len(chunk) - 1 if logits.shape[1] > 1 else 0 for chunk in chunks]
+        rows = HostRows(logits[np.arange(len(chunks)), last])
         for timing in _timings(requests):
             timing.prefill_seconds += time.perf_counter() - start
-        for request, part in zip(requests, parts, strict=True):
-            request.read(len(part))
+        for request, chunk in zip(requests, chunks, strict=True):
+            request.read(len(chunk))
         if prefixes is not None:
             prefixes.save(requests, rows, self._pool.lanes)
         read = [(i, request) for i, request in enumerate(requests) if request.state is DECODING]
@@ -47,7 +55,10 @@ class ModelCalls:
         return [self.choose(request, rows, i) for i, request in read]
 
     def decode(self, requests: Sequence[Request], drafter: Drafter | None) -> list[Request]:
-        """The next token of each. The call is one of all lanes up to the last of theirs, others bringing no token."""
+        """Decode the next token of each request in one call.
+
+        The call covers all lanes up to the last of these requests. Other lanes bring no token and stay as they are.
+        """
         start = time.perf_counter()
         if drafter is not None and any(drafts := drafter(requests, self._pool.lanes)):
             return self._verify(requests, drafts, start)
@@ -67,9 +78,12 @@ class ModelCalls:
         return [self.choose(request, rows, request.lane) for request in requests]
 
     def _verify(self, requests: Sequence[Request], drafts: Sequence[Tokens], start: float) -> list[Request]:
-        """The next tokens of each, by one call for its last token and its draft: every row of logits gives a token, up
-        to the first that is not the drafted one. What follows that in the draft is rolled back. start: when the step
-        began."""
+        """Verify drafts in one call: each lane brings its last token and its draft.
+
+        Every row of logits gives a token, up to the first token that differs from the draft. The rest of the draft is
+        rolled
+        back. `start` is the time at which the step began.
+        """
         lanes = self._pool.lanes
         tokens: list[Tokens] = [()] * (requests[-1].lane + 1)
         for request, draft in zip(requests, drafts, strict=True):
@@ -90,7 +104,7 @@ class ModelCalls:
         return list(requests)
 
     def choose(self, request: Request, rows: Rows, index: int) -> Request:
-        """Give it the token after a row of logits."""
+        """Choose a request's next token from a row of logits."""
         timing = request.timing
         try:
             top = rows.top_logits(index)
@@ -112,5 +126,5 @@ class ModelCalls:
 
 
 def _timings(requests: Sequence[Request]) -> Iterable[Timing]:
-    """Each once: requests of one call share theirs."""
+    """Return the timings of requests without repetition; requests of one bundle share one."""
     return {id(request.timing): request.timing for request in requests}.values()

@@ -1,4 +1,4 @@
-"""Prompts that are given together: a loop over an engine's steps, and what it gives."""
+"""Prompts that are given together: a loop over an engine's steps, and the completions."""
 
 from __future__ import annotations
 
@@ -15,8 +15,14 @@ from kvexport.language.token import Token
 
 @dataclass
 class Completion:
-    """The answer to one prompt. token_ids: generated ones, an eos included. text: "" where the artifact has no
-    tokenizer."""
+    """The answer to one prompt.
+
+    Attributes:
+        prompt_tokens: The number of tokens of the prompt.
+        token_ids: The generated token ids, an eos token included.
+        text: The text; "" if the artifact has no tokenizer.
+        finish_reason: The reason why the answer ended; None while it goes on.
+    """
 
     prompt_tokens: int
     token_ids: list[int] = field(default_factory=list)
@@ -24,41 +30,52 @@ class Completion:
     finish_reason: FinishReason | None = None
 
     def append(self, token: Token) -> None:
-        """Take the next token."""
+        """Add the next token."""
         self.token_ids.append(token.id)
         self.text += token.text
         self.finish_reason = token.finish_reason
 
 
 class Steps(Protocol):
-    """What the loop needs of an engine. timing: becomes that of the call."""
+    """The interface of an engine that `tokens_of` uses.
+
+    Attributes:
+        timing: The figures of the last call; `tokens_of` sets them.
+    """
 
     timing: Timing
 
     def add(self, request: Request) -> int:
-        """See `Engine.add`."""
+        """Let a request wait for a lane. See `EngineCore.add`."""
         ...
 
     def cancel(self, request_id: int) -> bool:
-        """See `Engine.cancel`."""
+        """End a request. See `EngineCore.cancel`."""
         ...
 
     def step(self) -> list[Request]:
-        """See `Engine.step`."""
+        """Advance all requests. See `EngineCore.step`."""
         ...
 
 
 def tokens_of(
     engine: Steps, requests: Sequence[Request], bundle: Bundle, on_prefill: Callable[[int, int], None] | None
 ) -> Iterator[Token]:
-    """The tokens of a call's requests, as `Engine.stream` gives them."""
+    """Run the requests of one bundle, and yield their tokens in the order in which they are chosen.
+
+    Args:
+        engine: The engine.
+        requests: The requests.
+        bundle: The data that the requests share.
+        on_prefill: Called with the prompt tokens read so far and their total number.
+    """
     engine.timing = bundle.timing
     done, total = 0, sum(len(request.prompt) for request in requests)
     try:
         for request in requests:
             engine.add(request)
         while True:
-            while bundle.new:  # a step of another call may have put them there
+            while bundle.new:  # a step of another caller may have added tokens
                 yield bundle.new.popleft()
             if all(request.state is FINISHED for request in requests):
                 break
@@ -88,7 +105,11 @@ def collect(prompt_tokens: Sequence[int], tokens: Iterable[Token]) -> list[Compl
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, or several, as a list of them. Raises UsageError where there is none."""
+    """Return one prompt, or several, as a list of prompts.
+
+    Raises:
+        UsageError: There is no prompt.
+    """
     if isinstance(prompts, str):
         return [prompts]
     items = list(prompts)

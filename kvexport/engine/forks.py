@@ -1,4 +1,4 @@
-"""Several answers to one prompt: it is read once, and the lane as it then is becomes that of each."""
+"""Several answers to one prompt: the prompt is read once, and each answer starts from a copy of its lane."""
 
 from __future__ import annotations
 
@@ -11,25 +11,29 @@ from kvexport.engine.scheduler import Scheduler
 
 
 class Forks:
-    """Those of one engine's requests. A fork that gets a lane while the prompt's lane is still as the prompt left it
-    copies that; for others it is saved."""
+    """The forks of one engine's requests.
+
+    A fork copies the prompt's lane if that lane has not changed since the prompt was read. For later forks the lane's
+    state
+    is saved.
+    """
 
     def __init__(self, scheduler: Scheduler, pool: LanePool) -> None:
         self._scheduler, self._pool = scheduler, pool
-        self._parents: list[Request] = []  # requests with a `prompt_end`
+        self._parents: list[Request] = []  # requests whose `prompt_end` is set
 
     def __len__(self) -> int:
-        """How many prompts are kept for forks that wait."""
+        """Return the number of prompts whose end is stored for waiting forks."""
         return len(self._parents)
 
     def read(self, request: Request, rows: Rows, index: int) -> None:
-        """A prompt was read; the row of logits is where its forks' answers begin."""
+        """Note that a prompt has been read, and store its last row of logits, from which its forks' answers begin."""
         if self._scheduler.forks(request):
             request.prompt_end = PromptEnd(rows.row(index).copy(), request.lane)
             self._parents.append(request)
 
     def keep(self) -> None:
-        """Before a step: save lanes that do not stay as their prompt left them, for forks that still wait."""
+        """Before a step, save lanes that the step will change and that waiting forks start from."""
         for parent in self._parents:
             end = parent.prompt_end
             assert end is not None
@@ -37,7 +41,7 @@ class Forks:
                 parent.prompt_end = replace(end, saved=self._pool.lanes.save(end.lane))
 
     def begin(self, request: Request, parent: Request) -> HostRows:
-        """Make a fork's lane what its prompt left; the row of logits where its answer begins."""
+        """Bring a fork's lane to the end of its prompt, and return the row of logits from which its answer begins."""
         end = parent.prompt_end
         assert end is not None
         if end.saved is None:
@@ -48,7 +52,7 @@ class Forks:
         return HostRows(end.row[None])
 
     def forget(self) -> None:
-        """After a step: let go of prompts that no fork waits for."""
+        """After a step, drop the stored ends of prompts that no fork waits for."""
         for parent in self._parents:
             if not self._scheduler.forks(parent):
                 parent.prompt_end = None

@@ -1,4 +1,4 @@
-"""The lanes that an engine's requests hold: how many there are, and what each begins with."""
+"""The lanes of an engine's requests: their number, and the state that each starts from."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ from kvexport.state.lane import Saved
 
 
 class LanePool:
-    """As many lanes as ever were needed at once. When requests join those that run, lanes are added by copying (at
-    least as many as there are, so that it happens seldom), up to `most`. new: makes empty lanes."""
+    """A pool with as many lanes as were ever needed at once.
+
+    If requests join others that run, lanes are added by copying the state. The pool at least doubles then, so that this
+    happens seldom.
+
+    Args:
+        new: Makes empty lanes.
+        most: The largest number of lanes.
+    """
 
     def __init__(self, new: Callable[[int], Lanes], most: int) -> None:
         self._new, self._most = new, most
@@ -21,20 +28,20 @@ class LanePool:
 
     @property
     def lanes(self) -> Lanes:
-        """The lanes, once there are some."""
+        """The lanes; `make` has to come first."""
         assert self._lanes is not None
         return self._lanes
 
     @property
     def state(self) -> ModelState:
-        """Theirs."""
+        """The state tensors of the lanes."""
         return cast(ModelState, self.lanes.state)
 
     def make(self, needed: int, *, others: bool) -> None:
-        """Make sure that so many lanes are there. others: some of them are held already."""
+        """Make sure that `needed` lanes exist. `others` tells whether requests hold some of them already."""
         there = 0 if self._lanes is None else self._lanes.count
         if needed > there and not others:
-            self._lanes, self._used = None, {}  # the old state is freed before the new one is made
+            self._lanes, self._used = None, {}  # frees the old state before the new one is made
             self._lanes = self._new(needed)
         elif needed > there:
             count = min(max(needed, 2 * there), self._most)
@@ -45,7 +52,7 @@ class LanePool:
         self._lanes, self._used = None, {}
 
     def begin(self, lane: int, saved: Saved | None = None) -> None:
-        """Give a lane: empty, or as another was when it was saved."""
+        """Prepare a lane for a request: empty, or with a saved state."""
         if saved is not None:
             self.lanes.restore(lane, saved)
         elif lane in self._used:
@@ -53,11 +60,11 @@ class LanePool:
         self._used[lane] = False
 
     def copy(self, source: int, target: int) -> None:
-        """Give a lane as another is now."""
+        """Prepare a lane for a request with the state of another lane."""
         if source != target:
             self.lanes.copy(source, target)
         self._used[target] = False
 
     def poisoned(self, lane: int) -> None:
-        """Remember that a lane may hold NaN."""
+        """Note that a lane may contain NaN."""
         self._used[lane] = True

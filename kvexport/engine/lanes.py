@@ -1,7 +1,7 @@
-"""Lanes: how full the cache of each row of the batch is, and when it has to merge.
+"""Lanes: the rows of the batch, the fill level of their caches, and the time of their merges.
 
-A lane merges on its own account, never because a neighbour needs room: what a sequence generates does not depend on the
-batch it is in. Prompts merge chunk by chunk, or once, at their end (`cache.merge_prompts`).
+A lane merges when it needs room itself, never because a neighbour does. So the tokens of a sequence do not depend on
+its batch. Prompts merge after every chunk, or once at their end (`cache.merge_prompts`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,16 @@ Tokens = Sequence[int] | NDArray[np.int64]
 
 
 class Lanes:
-    """Drives a backend so that no cache ever exceeds its capacity."""
+    """The lanes of one state. Tokens are appended here, and merges keep every cache within its capacity.
+
+    Attributes:
+        state: The state tensors, and the two graphs that change them.
+        count: The number of lanes.
+        prefill_chunk: The most tokens of a lane in one call.
+        merge_every: Decoded tokens between merges.
+        length: For each lane the tokens that it has seen.
+        merges: The number of merges, over all lanes.
+    """
 
     def __init__(
         self,
@@ -45,21 +54,21 @@ class Lanes:
         self._capacity = np.array([layer.capacity for layer in plan.caches])
         self._budget = np.array([layer.budget for layer in plan.caches])
         self._merges = np.array([layer.merges for layer in plan.caches])
-        # See `Counters`, [lanes, layers].
+        # Slots used after the last merge [lanes, caches]; see `Counters`.
         self._held = np.zeros((lanes, len(plan.caches)), dtype=np.int64)
-        # What a step asks and counts is Python's own integers, lane by lane, and its arrays are filled through views:
-        # between two runs of a model the processor holds neither numpy's code nor the addresses of its pages, and
-        # finding them again takes longer than all else here. Tokens since the last merge; how many may come before a
-        # cache is full, and before one is over its budget.
+        # Counters of a step are Python integers, lane by lane, and its arrays are filled through memory views. Between
+        # two runs of a model numpy's code and page addresses leave the processor's caches, and a call of numpy would
+        # take longer than all other work here. _added: tokens since the last merge. _room: tokens until a cache is
+        # full. _spare: tokens until a cache is over its budget.
         self._added, self._room, self._spare = [0] * lanes, [0] * lanes, [0] * lanes
         self.length = [0] * lanes  # tokens seen
-        self.merges = 0  # how often a lane merged
+        self.merges = 0  # merges of single lanes
         self._step = np.zeros((2, lanes, 1), dtype=np.int64)  # one token of every lane, and whether it is real
-        self._step_ids, self._step_counts = (part.data.cast("B").cast("q") for part in self._step)
+        self._step_ids, self._step_counts = (row.data.cast("B").cast("q") for row in self._step)
         self._count(range(lanes))
 
     def clear(self, first: int = 0, last: int | None = None, *, poisoned: bool = False) -> None:
-        """Empty lanes first <= lane < last, all of them by default. poisoned: see `LaneState.clear`."""
+        """Empty lanes first <= lane < last, by default all. See `LaneState.clear` for `poisoned`."""
         last = self.count if last is None else last
         self.state.clear(first, last, poisoned=poisoned)
         self._held[first:last] = 0
@@ -67,41 +76,42 @@ class Lanes:
         self._count(range(first, last))
 
     def counters(self, lane: int) -> Counters:
-        """What is counted of a lane now."""
+        """Return the counters of a lane."""
         return Counters(tuple(self._held[lane].tolist()), self._added[lane], self.length[lane])
 
     def read(self, lane: int, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
-        """Copies of a lane's state tensors (see `ModelState.read`)."""
+        """Return copies of a lane's state tensors. See `ModelState.read`."""
         return self._state().read(lane, names)
 
     def view(self, lane: int) -> Mapping[str, NDArray[Any]] | None:
-        """A lane's state tensors where they are (see `ModelState.view`)."""
+        """Return a lane's state tensors without a copy, or None. See `ModelState.view`."""
         return self._state().view(lane)
 
     def write(self, lane: int, state: Mapping[str, NDArray[Any]]) -> None:
-        """Take over some of a lane's state tensors (see `ModelState.write`), every layer using as many slots as
-        before."""
+        """Replace some of a lane's state tensors, with as many used slots as before. See `ModelState.write`."""
         self._state().write(lane, state)
 
     def save(self, lane: int) -> Saved:
-        """A lane, for `restore`: all that is read of it later. A merge alone reads reference queries, so those are left
-        out that will be replaced by then."""
+        """Return the state and counters of a lane, for `restore`.
+
+        Only merges read reference queries, so the queries that will be replaced before the next merge are left out.
+        """
         state = without_replaced(self._plan, self.read(lane), self.before_merge(lane))
         return Saved(state, self.counters(lane))
 
     def restore(self, lane: int, saved: Saved) -> None:
-        """Make a lane what another was, of whatever lanes of the same plan that merge as often."""
+        """Restore a saved lane, also one of another engine with an equal cache plan and merge interval."""
         self._state().write(lane, with_whole_rings(self._plan, saved.state), saved.counters.length)
         self._set(lane, saved.counters)
 
     def before_merge(self, lane: int) -> int:
-        """So many tokens, at the least, come to a lane before it merges next."""
+        """Return the least number of tokens that a lane gets before its next merge."""
         due = max(self._spare[lane] + 1, 1 if self._every_chunk else self.merge_every)
-        full = self._room[lane] - self.prefill_chunk + 1  # then a chunk may find no room
+        full = self._room[lane] - self.prefill_chunk + 1  # with more tokens the next chunk might not fit
         return max(min(due, full) - self._added[lane], 0)
 
     def copy(self, source: int, target: int) -> None:
-        """Make a lane the same as another."""
+        """Copy the state and counters of one lane to another."""
         self._state().copy(source, target)
         self._set(target, self.counters(source))
 
@@ -114,11 +124,11 @@ class Lanes:
         self._count((lane,), counters.added)
 
     def _count(self, lanes: Iterable[int], added: int = 0) -> None:
-        """Start counting anew from `_held`."""
+        """Reset the counters of lanes from `_held`."""
         for lane in lanes:
             held = self._held[lane]
             self._added[lane] = added
-            # Positions are int32, and kernels count on from them over a cache: where that ends every sequence does.
+            # Positions are int32, and kernels add up to a capacity to them. A sequence ends before they overflow.
             left = MOST - int(self._capacity.max()) - (self.length[lane] - added)
             self._room[lane] = min(int((self._capacity - held).min()), left)
             self._spare[lane] = (
@@ -126,12 +136,12 @@ class Lanes:
             )
 
     def grow(self, state: LaneState, count: int) -> None:
-        """Go on over another state, of more lanes, the first of which are these."""
+        """Switch to a larger state, whose first lanes are the present ones."""
         new = count - self.count
         self.state, self.count = state, count
         self._held = np.concatenate([self._held, np.zeros((new, self._held.shape[1]), dtype=np.int64)])
         self._step = np.zeros((2, count, 1), dtype=np.int64)
-        self._step_ids, self._step_counts = (part.data.cast("B").cast("q") for part in self._step)
+        self._step_ids, self._step_counts = (row.data.cast("B").cast("q") for row in self._step)
         for counts in (self._added, self._room, self._spare, self.length):
             counts.extend([0] * new)
         self._count(range(count - new, count))
@@ -144,11 +154,22 @@ class Lanes:
         prefill: bool = False,
         unread: Collection[int] = (),
     ) -> NDArray[np.float32]:
-        """Append at most `prefill_chunk` tokens per lane (none leaves a lane as it is) and merge where it is due: a
-        chunk of a prompt at once, decoded tokens every `merge_every`. first: the lane of tokens[0], the next ones being
-        those of its neighbours, while all other lanes take no part; None: there are tokens for each lane. unread: lanes
-        whose prompts go on after this chunk; where prompts merge at their end, theirs do not merge yet. Logits as
-        `LaneState.decode` gives them."""
+        """Append tokens, and merge the lanes that are due.
+
+        A chunk of a prompt may merge at once; decoded tokens merge after every `merge_every` of them.
+
+        Args:
+            tokens: At most `prefill_chunk` token ids for each lane; an empty list leaves a lane as it is.
+            first: The lane of tokens[0]; the next lists belong to the next lanes, and all other lanes take no part.
+                None if
+                there is a list for every lane.
+            prefill: Whether the tokens belong to prompts.
+            unread: Lanes whose prompts continue after this chunk. If prompts merge at their end, these lanes do not
+                merge.
+
+        Returns:
+            Logits as from `LaneState.decode`.
+        """
         decode = self.state.decode if prefill else self.state.advance
         return self.append_by(decode, tokens, first=first, prefill=prefill, unread=unread)
 
@@ -161,8 +182,8 @@ class Lanes:
         prefill: bool = False,
         unread: Collection[int] = (),
     ) -> T:
-        """As `append`, by another call of the state than `decode`; what that gives."""
-        given = self._append(decode, tokens, first or 0, every=first is None)
+        """Append tokens as `append` does, by another function of the state than `decode`, and return its result."""
+        result = self._append(decode, tokens, first or 0, every=first is None)
         waits = () if self._every_chunk else unread
         counts, at_once = [len(t) for t in tokens], prefill and self._every_chunk
         if due := [
@@ -171,15 +192,14 @@ class Lanes:
             if count > 0 and lane not in waits and self._is_due(lane, at_once)
         ]:
             self._merge(due)
-        return given
+        return result
 
     def draft(self, tokens: Sequence[Tokens], *, first: int) -> NDArray[np.float32]:
-        """As `append` of decoded tokens, some of which may be rolled back: nothing merges before `settle`, which
-        follows for every lane that got tokens."""
+        """Append a last token and its draft for each lane without a merge. Call `settle` for every lane afterwards."""
         return self._append(self.state.decode, tokens, first)
 
     def settle(self, lane: int, rejected: int) -> None:
-        """Forget the last so many of the tokens of a lane that `draft` appended, and merge where it is due."""
+        """Roll back the last `rejected` tokens of a lane that `draft` appended, and merge if the lane is due."""
         if rejected:
             self._state().rollback(lane, rejected)
             self._added[lane] -= rejected
@@ -195,7 +215,7 @@ class Lanes:
         *,
         every: bool = False,
     ) -> T:
-        """Append without a merge after it. every: there have to be tokens for each lane."""
+        """Append tokens without a merge afterwards. If `every` is set, there has to be a list for every lane."""
         counts = [len(t) for t in tokens]
         if every and len(counts) != self.count:
             raise ValueError(f"a call takes tokens for each of {self.count} sequences, not for {len(counts)}")
@@ -206,16 +226,16 @@ class Lanes:
             self._merge(full)
             if any(self._is_full(lane, counts[lane - first]) for lane in full):
                 raise ValueError(f"a sequence is longer than the cache was built for, or than positions, {MOST}")
-        given = decode(*self._inputs(tokens, counts, width), first)
+        result = decode(*self._inputs(tokens, counts, width), first)
         for lane, count in enumerate(counts, first):
             self._added[lane] += count
             self.length[lane] += count
-        return given
+        return result
 
     def _inputs(
         self, tokens: Sequence[Tokens], counts: list[int], width: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """input_ids [n, width] and query_length [n, 1] for n lanes."""
+        """Return input_ids [n, width] and query_length [n, 1] for n lanes."""
         if width == 1:
             for i, count in enumerate(counts):
                 self._step_counts[i] = count
@@ -237,17 +257,24 @@ class Lanes:
     def prefill(
         self, prompts: Sequence[NDArray[np.int64]], on_chunk: Callable[[int, int], None] | None = None
     ) -> NDArray[np.float32]:
-        """Append whole prompts, chunk by chunk; the logits [lanes, vocabulary] after each prompt's last token.
-        on_chunk(tokens done, tokens in all) is called after every chunk."""
+        """Append whole prompts, chunk by chunk.
+
+        Args:
+            prompts: A prompt for each lane.
+            on_chunk: Called with (tokens read, all tokens) after every chunk.
+
+        Returns:
+            The logits [lanes, vocabulary] after each prompt's last token.
+        """
         last: NDArray[np.float32] | None = None
         longest = max(len(p) for p in prompts)
         for start in range(0, longest, self.prefill_chunk):
-            parts = [p[start : start + self.prefill_chunk] for p in prompts]
+            chunks = [p[start : start + self.prefill_chunk] for p in prompts]
             unread = [lane for lane, prompt in enumerate(prompts) if len(prompt) > start + self.prefill_chunk]
-            logits = self.append(parts, prefill=True, unread=unread)
-            for lane, part in enumerate(parts):
-                if len(part):
-                    row = logits[lane, len(part) - 1 if logits.shape[1] > 1 else 0]
+            logits = self.append(chunks, prefill=True, unread=unread)
+            for lane, chunk in enumerate(chunks):
+                if len(chunk):
+                    row = logits[lane, len(chunk) - 1 if logits.shape[1] > 1 else 0]
                     if last is None:
                         last = np.zeros((self.count, row.shape[0]), dtype=np.float32)
                     last[lane] = row
@@ -258,7 +285,7 @@ class Lanes:
         return last
 
     def _merge(self, due: list[int]) -> None:
-        """Merge the lanes that are due, in their order, one call per run of neighbours."""
+        """Merge lanes, in their order, with one call for each run of neighbours."""
         if not self._merges.any():
             return
         for _, run in itertools.groupby(enumerate(due), lambda item: item[1] - item[0]):

@@ -1,8 +1,8 @@
-"""Prompt snapshots: what many prompts begin with is read once.
+"""Prefix cache: the beginning that many prompts share is read once.
 
-A lane is saved where a chunk of a prompt ends, after the chunk was merged, under the hash of all tokens up to there. A
-prompt that begins with the same tokens has the same chunks, so that it goes on from there as if it had read them: with
-the tokens of a cold run. Borders of chunks count from the beginning of the sequence.
+After a chunk of a prompt was read and merged, its lane may be saved under the hash of all tokens so far. A prompt with
+the same beginning has the same chunks and continues from the saved lane, with the tokens of an uncached run. Chunk
+borders count from the beginning of the sequence.
 """
 
 from __future__ import annotations
@@ -19,13 +19,20 @@ from kvexport.engine.lanes import Lanes
 from kvexport.engine.request import PREFILLING, Request
 from kvexport.state.lane import Saved
 
-Keys = dict[int, bytes]  # of a prompt: the hash of its tokens up to every border
-_REMEMBERED = 1 << 16  # hashes of borders that were passed
+Keys = dict[int, bytes]  # border -> hash of a prompt's tokens up to there
+_REMEMBERED = 1 << 16  # the most hashes of passed borders that are stored
 
 
 class Prefixes:
-    """Saved lanes of at most `limit` bytes, the least recently used of which make room for others. chunk: tokens
-    between borders. queries, hits: tokens of prompts that were looked for, and found."""
+    """Saved lanes, at most `limit` bytes. The least recently used lanes are dropped first.
+
+    Attributes:
+        chunk: Tokens between borders.
+        limit: The most bytes of all saved lanes.
+        nbytes: The bytes of all saved lanes.
+        queries: Prompt tokens that were looked up.
+        hits: Prompt tokens that did not have to be read.
+    """
 
     def __init__(self, chunk: int, limit: int) -> None:
         self.chunk, self.limit = chunk, limit
@@ -34,11 +41,14 @@ class Prefixes:
         self._passed: OrderedDict[bytes, None] = OrderedDict()
 
     def __len__(self) -> int:
-        """How many lanes are saved."""
+        """Return the number of saved lanes."""
         return len(self._saved)
 
     def keys(self, ids: NDArray[np.int64]) -> Keys:
-        """The hashes of a prompt. Its last token is behind all borders: the logits after it have to be computed."""
+        """Return the hash of a prompt's tokens up to each border before its last token.
+
+        The last token is always read, because its logits are needed.
+        """
         hashed, keys = hashlib.sha256(), Keys()
         for border in range(self.chunk, len(ids), self.chunk):
             hashed.update(ids[border - self.chunk : border].tobytes())
@@ -46,38 +56,46 @@ class Prefixes:
         return keys
 
     def begin(self, request: Request) -> Saved | None:
-        """Where a request's prompt goes on from, the farthest of what is saved; None: it is read from its beginning.
-        Says in `request.borders` where its lane is to be saved."""
+        """Return the longest saved lane from which a request's prompt continues; None to read the whole prompt.
+
+        The borders at which the request's lane should be saved are added to `request.borders`.
+        """
         keys = request.keys
-        found = next((border for border in reversed(keys) if keys[border] in self._saved), 0)
-        request.borders |= self._wanted(keys, found)
+        read = next((border for border in reversed(keys) if keys[border] in self._saved), 0)
+        request.borders |= self._borders(keys, read)
         for key in keys.values():
             self._passed[key] = None
             self._passed.move_to_end(key)
         while len(self._passed) > _REMEMBERED:
             self._passed.popitem(last=False)
         self.queries += len(request.ids)
-        if not found:
+        if not read:
             return None
-        self.hits += found
-        request.skip(found)
-        self._saved.move_to_end(keys[found])
-        return self._saved[keys[found]]
+        self.hits += read
+        request.skip(read)
+        self._saved.move_to_end(keys[read])
+        return self._saved[keys[read]]
 
-    def _wanted(self, keys: Keys, found: int) -> set[int]:
-        """The prompt's last border, some before it, fewer the farther back, and the last one that another prompt passed
-        as well: there the next one will part from both."""
+    def _borders(self, keys: Keys, read: int) -> set[int]:
+        """Return the borders at which a prompt's lane should be saved.
+
+        These are the last border, some earlier ones at doubling distances, and the last border that another prompt
+        passed too:
+        the next prompt is likely to branch off there.
+        """
         last, back = max(keys, default=0), self.chunk
-        wanted = {last}
-        while last - back > found:
-            wanted.add(last - back)
+        borders = {last}
+        while last - back > read:
+            borders.add(last - back)
             back *= 2
-        wanted.add(next((border for border in reversed(keys) if keys[border] in self._passed), 0))
-        return {border for border in wanted if border > found}
+        borders.add(next((border for border in reversed(keys) if keys[border] in self._passed), 0))
+        return {border for border in borders if border > read}
 
     def leads(self, request: Request, prefilling: Iterable[Request]) -> bool:
-        """Whether one of those whose prompts are being read will soon save what this request can go on from: waiting
-        for it is faster than reading the same beside it."""
+        """Return whether a prompt that is being read will soon save a lane that this request can continue from.
+
+        It is faster to wait for that lane than to read the same tokens again.
+        """
         keys = request.keys
         have = next((border for border in reversed(keys) if keys[border] in self._saved), 0)
         for other in prefilling:
@@ -88,8 +106,10 @@ class Prefixes:
         return False
 
     def save(self, requests: Sequence[Request], rows: Rows, lanes: Lanes) -> None:
-        """Keep the lanes of requests that have read up to a border where they are to be saved; none that may hold
-        NaN. rows: the logits after what was read."""
+        """Save the lanes of requests that have reached a border where they should be saved.
+
+        Lanes that may contain NaN are not saved. `rows` are the logits after the tokens that were read.
+        """
         for i, request in enumerate(requests):
             if request.done in request.borders and np.isfinite(rows.row(i)).all():
                 self._put(request, lanes.save(request.lane))

@@ -1,4 +1,4 @@
-"""A request: one prompt to be answered, and where its answer stands."""
+"""A request: one prompt, its settings, and the state of its answer."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ FinishReason = Literal["stop", "length", "cancelled", "preempted", "error"]
 
 
 class State(Enum):
-    """Of a request, in this order; it may finish from each, and be parked while it holds a lane."""
+    """The state of a request, in order. A request can finish from each state, and can be parked while it has a lane."""
 
-    WAITING = "waiting"  # for a lane
-    PREFILLING = "prefilling"  # it holds a lane, and its prompt is read chunk by chunk
-    DECODING = "decoding"  # it holds a lane, and every step gives a token
+    WAITING = "waiting"  # it has no lane yet
+    PREFILLING = "prefilling"  # it has a lane, and its prompt is read chunk by chunk
+    DECODING = "decoding"  # it has a lane, and every step gives a token
     FINISHED = "finished"
 
 
@@ -40,11 +40,19 @@ WAITING, PREFILLING, DECODING, FINISHED = State
 
 @dataclass
 class Timing:
-    """Of one call, or of one request by itself: prompt and generated tokens of all its sequences, seconds of the steps
-    that prefilled and that decoded them (merging included; other requests may have shared them), decode steps.
-    drafted_tokens, accepted_tokens: of speculative decoding; a step gives one token and those that it accepts.
-    whole_rows: tokens of decode steps for whose choice a whole row of logits left the device; None where logits are on
-    the host anyway."""
+    """The figures of one call, or of one request by itself, summed over its sequences.
+
+    Attributes:
+        prompt_tokens: Tokens of the prompts that were read.
+        generated_tokens: Generated tokens.
+        prefill_seconds: Seconds of the steps that read the prompts, merges included. Other requests may share a step.
+        decode_seconds: Seconds of the steps that decoded, merges included.
+        steps: Decode steps.
+        drafted_tokens: Tokens that were drafted.
+        accepted_tokens: Drafted tokens that were accepted. A step gives one token and the accepted ones.
+        whole_rows: Decoded tokens whose choice needed a whole row of logits from the device; None if logits are on the
+            host.
+    """
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -57,7 +65,7 @@ class Timing:
 
     @property
     def decoded_tokens(self) -> int:
-        """Tokens of a sequence that steps gave: all but the first, which comes out of prefill."""
+        """The tokens of one sequence that decode steps gave: all except the first, which prefill gives."""
         return self.steps + self.accepted_tokens
 
 
@@ -78,8 +86,13 @@ class Bundle:
 
 @dataclass(frozen=True)
 class PromptEnd:
-    """What forks of a request start from. row: the logits after its prompt [vocabulary]. lane: its lane then.
-    saved: that lane's state; None where the lane still is so."""
+    """The state at the end of a prompt, from which forks start.
+
+    Attributes:
+        row: The logits after the prompt [vocabulary].
+        lane: The lane of the prompt.
+        saved: The saved state of that lane; None while the lane is unchanged.
+    """
 
     row: NDArray[np.float32]
     lane: int
@@ -88,19 +101,37 @@ class PromptEnd:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, how it is to be answered, and the answer so far.
+    """A prompt, the settings of its answer, and the answer so far.
 
-    prompt: text, or token ids. settings: None takes the checkpoint's. call: None where it stands by itself. sequence:
-    which prompt of its call it is. start: where the prompt follows on; with an empty prompt the request goes on where
-    the snapshot was. keep: whether there is a `snapshot` when it finishes. fork_of: see `fork`. priority: of those that
-    wait the lowest comes first, then the one that came first. deadline: by `time.monotonic()`, in seconds; a request
-    that has no lane until then ends by a DeadlineError.
-
-    The rest is the engine's to write. id: its number there, from 1. lane: while it holds one. begun: when it got
-    it, by `time.perf_counter()`, first. parked: its lane, while it waits because a request of a better priority has
-    it. ids: the tokens of `start` and of the prompt [n] int64. done: how many of them are read. cached_tokens: how
-    many of them it did not have to read. tokens: the answer. error: why it finished by "error". timing: its call's,
-    or its own. prompt_end: for its forks, until they have begun. keys, borders: see `Prefixes`.
+    Attributes:
+        prompt: Text or token ids.
+        settings: Generation settings; None for the checkpoint's.
+        bundle: The data shared with requests that are given together; None for a request by itself.
+        sequence: The number of the prompt within its bundle.
+        start: The snapshot that the prompt continues. With an empty prompt the request resumes the snapshot's own
+            answer.
+        keep: Whether to store a `snapshot` when the request finishes.
+        fork_of: The request whose prompt this one shares. See `fork`.
+        priority: Waiting requests are served by the lowest priority, then in the order of arrival.
+        deadline: A time of `time.monotonic()`. A request without a lane by then ends with a DeadlineError.
+        id: The engine's number of the request, from 1. This and all following attributes are written by the engine.
+        state: Waiting, prefilling, decoding or finished.
+        lane: The lane; -1 without one.
+        begun: The time of `time.perf_counter()` at which the request first got a lane.
+        parked: The saved lane of a request that lost its lane to a request of better priority.
+        ids: Token ids of `start` and of the prompt, [n] int64.
+        done: The number of `ids` that have been read.
+        tokens: The answer.
+        finish_reason: The reason why the answer ended.
+        error: The error that ended the request.
+        timing: The figures of the request, or of its bundle.
+        cached_tokens: The number of `ids` that did not have to be read.
+        snapshot: The state at the end, if `keep` is set.
+        prompt_end: The end of the prompt, stored until all forks have begun.
+        keys: See `Prefixes.keys`.
+        borders: The borders at which the lane is saved for other prompts.
+        sampler: Chooses the tokens.
+        text: Turns tokens into text; None without a tokenizer.
     """
 
     prompt: Prompt
@@ -133,13 +164,19 @@ class Request:
     text: TextStream | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Share the call's figures."""
+        """Use the bundle's figures, if there is a bundle."""
         self.timing = Timing() if self.bundle is None else self.bundle.timing
 
     def fork(self, settings: GenerationSettings | None = None) -> Request:
-        """Another answer to the same prompt, to be added beside this request: the prompt is read once, and a copy of
-        the lane is where this answer begins. settings: None takes this request's, which give another answer only where
-        tokens are drawn and there is no seed."""
+        """Return a request for another answer to the same prompt. Add it to the engine after this request.
+
+        The prompt is read once, and the fork's answer begins from a copy of the lane.
+
+        Args:
+            settings: The settings of the fork; None for those of this request. These give another answer only if tokens
+                are
+                sampled and no seed is set.
+        """
         return Request(
             self.prompt,
             settings or self.settings,
@@ -151,8 +188,14 @@ class Request:
         )
 
     def prepare(self, ids: NDArray[np.int64], sampler: Sampler, text: TextStream | None, done: int = 0) -> None:
-        """What an engine adds before the request waits. text: None where there is no tokenizer. done: so many ids are
-        read already."""
+        """Make the request ready to wait.
+
+        Args:
+            ids: The token ids [n].
+            sampler: Chooses the tokens.
+            text: Turns tokens into text; None without a tokenizer.
+            done: The number of ids that have been read already.
+        """
         if self.id:
             raise ValueError("a request is added once")
         self.ids, self.sampler, self.text = ids, sampler, text
@@ -161,30 +204,30 @@ class Request:
 
     @property
     def unread(self) -> int:
-        """Tokens of the prompt that no call has read yet."""
+        """The number of prompt tokens that no call has read yet."""
         return len(self.ids) - self.done
 
     @property
     def last_token(self) -> int:
-        """The token that is decoded next."""
+        """The token that the next step decodes from."""
         return self.tokens[-1].id if self.tokens else int(self.ids[-1])
 
     @property
     def seen(self) -> NDArray[np.int64]:
-        """Prompt and answer so far."""
+        """The token ids of the prompt and of the answer so far."""
         return np.concatenate([self.ids, np.array([token.id for token in self.tokens], np.int64)])
 
     def room(self, max_length: int) -> int:
-        """How many tokens may follow. max_length: of prompt and answer together."""
+        """Return the number of tokens that may follow. `max_length` limits prompt and answer together."""
         left = self.sampler.settings.max_new_tokens - len(self.sampler.generated)
         return min(left, max_length - len(self.ids) - len(self.tokens))
 
     def goes_on_with(self, token: int) -> bool:
-        """Whether its last token is this one, and another follows."""
+        """Return whether the last token equals `token` and another token follows."""
         return self.state is DECODING and self.tokens[-1].id == token
 
     def begin(self, lane: int) -> None:
-        """Waiting to prefilling, or to decoding where the prompt is read already: it got a lane."""
+        """Assign a lane: the request starts prefilling, or decoding if its prompt has been read already."""
         self._require(WAITING)
         if self.fork_of is not None:
             self.skip(len(self.ids))
@@ -192,18 +235,18 @@ class Request:
         self.begun = self.begun or time.perf_counter()
 
     def park(self, saved: Saved) -> None:
-        """Back to waiting, from a lane that was saved."""
+        """Return to waiting, with the saved state of the lane."""
         if self.state not in (PREFILLING, DECODING):
             raise ValueError(f"the request is {self.state.value}, and holds no lane")
         self.state, self.lane, self.parked = WAITING, -1, saved
 
     def skip(self, done: int) -> None:
-        """So many ids are read already, by another request."""
+        """Note that another request has read the first `done` ids already."""
         self.timing.prompt_tokens -= done - self.done
         self.done = self.cached_tokens = done
 
     def read(self, count: int) -> None:
-        """A call read so many tokens of the prompt; to decoding with the last of them."""
+        """Note that a call read `count` prompt tokens. After the last of them the request decodes."""
         self._require(PREFILLING)
         if not 0 < count <= self.unread:
             raise ValueError(f"{count} tokens read of a prompt that has {self.unread} left")
@@ -212,7 +255,12 @@ class Request:
             self.state = DECODING
 
     def take(self, token: int, max_length: int) -> None:
-        """The next token; to finished where it is the last. max_length: of prompt and answer together."""
+        """Add the next token to the answer, and finish if it is the last one.
+
+        Args:
+            token: The token id.
+            max_length: The most tokens of prompt and answer together.
+        """
         self._require(DECODING)
         reason = self.sampler.finish_reason
         if reason is None and len(self.ids) + len(self.tokens) + 1 >= max_length:
@@ -224,15 +272,15 @@ class Request:
                 reason = "stop"
             if reason:
                 piece += text.flush()
-        made = Token(self.sequence, token, piece, reason, *(self.sampler.logprobs or ()))
-        self.tokens.append(made)
+        new_token = Token(self.sequence, token, piece, reason, *(self.sampler.logprobs or ()))
+        self.tokens.append(new_token)
         if self.bundle is not None:
-            self.bundle.new.append(made)
+            self.bundle.new.append(new_token)
         if reason:
             self.finish(reason)
 
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
-        """To finished, from wherever it is."""
+        """Finish from any state."""
         if self.state is FINISHED:
             raise ValueError(f"the request has finished: {self.finish_reason}")
         self.state, self.finish_reason, self.error = FINISHED, reason, error
@@ -243,7 +291,7 @@ class Request:
 
 
 def as_processors(processors: Processors) -> tuple[LogitsProcessor, ...]:
-    """Return one function, several or none as a tuple. Raises UsageError for anything else."""
+    """Return one logits processor, several or none as a tuple. Raise UsageError for anything else."""
     functions = () if processors is None else (processors,) if callable(processors) else tuple(processors)
     if wrong := [function for function in functions if not callable(function)]:
         raise UsageError(

@@ -1,15 +1,15 @@
-"""Which requests hold which lanes, whose prompts are read next, and who decodes. Nothing here computes.
+"""The scheduler, which assigns lanes, picks the next chunks of prompts, and lists the lanes that decode.
 
-- A request gets the lowest free lane, in the order of priority, then of arrival. It keeps it until it finishes, or
-  until a lower one stays free: lanes that decode are a prefix, since each up to the last of them costs a row.
+- A request gets the lowest free lane, by priority and then by arrival. It keeps the lane until it finishes, or until
+  it moves to a lower free lane: a decode call covers all lanes up to the last one that decodes.
 - Every step reads one chunk of a prompt. Calls alternate between the prompt with the fewest unread chunks and the one
   that arrived first. So equal prompts finish in the order of arrival, a short prompt waits for at most one chunk of a
   longer one, and the first prompt gets at least half of the calls.
-- Neighbouring lanes that are prefilled as well come along where that is cheaper than a call of their own, up to `rows`
-  beyond one chunk: those that decode wait for the call, and so does a prompt that arrives meanwhile.
-- Where the engine is told to, a request of a better priority takes the lane of the worst that has one, which waits as
-  if it had just come and goes on where it was.
-- Every step decodes all lanes whose prompts are read; those of one call begin together (see `Request.bundle`).
+- Chunks of neighbouring lanes join the call if that is cheaper than a call of their own, up to `rows` rows in all.
+  Decoding lanes and new prompts wait for the call.
+- If preemption is on, a waiting request of better priority takes the lane of the running request of worst priority.
+  That request waits again and resumes later.
+- Every step decodes all lanes whose prompts have been read. Requests of one bundle start together (`Request.bundle`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,22 @@ from typing import NamedTuple
 
 from kvexport.engine.request import DECODING, FINISHED, PREFILLING, WAITING, Request
 
-# What a call costs beyond its rows, in rows: it reads every weight once.
+# The fixed cost of a call, in rows: every weight is read once.
 CALL_ROWS = 32
-# Fewer tokens than these are not worth moving a lane for.
+# A request with fewer tokens left than this is not moved.
 MOVED_TOKENS = 8
 
 
 class Schedule(NamedTuple):
-    """One step. admitted: requests that got their lane for it. prefill: of neighbouring lanes, each with its next
-    chunk. decode: in the order of their lanes. moved: at most one request, whose lane was `source`."""
+    """The work of one step.
+
+    Attributes:
+        admitted: Requests that got their lane for this step.
+        prefill: Requests in neighbouring lanes that read their next chunk.
+        decode: Requests that decode, in the order of their lanes.
+        moved: At most one request that moves to another lane.
+        source: The lane that the moved request leaves; -1 for none.
+    """
 
     admitted: Sequence[Request] = ()
     prefill: Sequence[Request] = ()
@@ -40,9 +47,18 @@ class Schedule(NamedTuple):
 
 
 class Scheduler:
-    """Of one engine. lanes: how many requests run at once, at most. chunk: tokens of a prompt that one call reads, at
-    most. follows: whether a request had better wait for what one of those that prefill is reading. rows: of a call of
-    prompts, at most, where that is more than one chunk has; None: any number."""
+    """The scheduler of one engine.
+
+    Args:
+        lanes: The most requests that run at once.
+        chunk: The most prompt tokens of a lane in one call.
+        follows: Returns whether a request should wait for a prefix that one of the given requests is reading.
+
+    Attributes:
+        rows: The most rows of a call for prompts beyond a single chunk; None for any number.
+        waiting: Waiting requests, in the order in which they get lanes.
+        lanes: The request of each lane; None for a free lane.
+    """
 
     def __init__(
         self, lanes: int, chunk: int, follows: Callable[[Request, Sequence[Request]], bool] = lambda *_: False
@@ -55,28 +71,28 @@ class Scheduler:
         self._prefilling: list[Request] = []
         self._first_next = False  # whether the prompt that arrived first gets the next call
         self._decoding: list[Request] = []  # in the order of their lanes
-        self._joining: list[Request] = []  # they hold a lane for this step, and decode from the next one on
+        self._joining: list[Request] = []  # they have a lane from this step on, and decode from the next step on
 
     @property
     def busy(self) -> bool:
-        """Whether any request waits or holds a lane."""
+        """Whether any request waits or has a lane."""
         return bool(self.waiting or self._prefilling or self._decoding)
 
     def running(self) -> list[Request]:
-        """The requests that hold a lane, in the order of the lanes."""
+        """Return the requests that have a lane, in the order of the lanes."""
         return [request for request in self.lanes if request is not None]
 
     def add(self, request: Request) -> None:
-        """Let it wait for a lane."""
+        """Let a request wait for a lane."""
         bisect.insort(self.waiting, request, key=lambda other: (other.priority, other.id))
 
     @property
     def excess(self) -> int:
-        """How many requests wait beyond those that the free lanes are for; below 0 where lanes stay free."""
+        """The number of waiting requests minus the number of free lanes."""
         return len(self.waiting) - self.lanes.count(None)
 
     def expired(self, now: float) -> list[Request]:
-        """Those that never had a lane and whose deadline has passed."""
+        """Return the requests that never had a lane and whose deadline has passed at time `now`."""
         return [
             request
             for request in self.waiting
@@ -84,8 +100,12 @@ class Scheduler:
         ]
 
     def displaced(self) -> Request | None:
-        """The last of those that hold a lane, in the order of those that wait, where there is no free lane and one of a
-        better priority waits for it. None of those from which forks are about to begin."""
+        """Return the request that has to give its lane to a waiting request of better priority; None if there is none.
+
+        It is the running request of the worst priority, the latest among equals. A request whose forks are about to
+        begin keeps
+        its lane. A free lane means that nobody has to give one.
+        """
         if None in self.lanes or not self.waiting:
             return None
         first = next((request for request in self.waiting if self._may_begin(request, [*self._prefilling])), None)
@@ -94,7 +114,7 @@ class Scheduler:
         return last if first is not None and last is not None and first.priority < last.priority else None
 
     def next(self) -> Schedule:
-        """What the next step does. `update` follows it."""
+        """Return the work of the next step. Call `update` after the step."""
         if not self.waiting and not self._prefilling:
             moved = self._move()
             return Schedule((), (), self._decoding, *moved)
@@ -104,7 +124,10 @@ class Scheduler:
         return Schedule(admitted, self._chunks(), decode, *moved)
 
     def _move(self) -> tuple[Sequence[Request], int]:
-        """Give the last lane that decodes the lowest free one, where that is lower: one lane a step."""
+        """Move the request in the last decoding lane to the lowest free lane, if that is lower.
+
+        At most one request moves in a step.
+        """
         if not self._decoding or None not in self.lanes:
             return (), -1
         last, free = self._decoding[-1], self.lanes.index(None)
@@ -117,8 +140,11 @@ class Scheduler:
         return (last,), source
 
     def update(self, step: Schedule) -> list[Request]:
-        """Take note of the state that each of a step's requests has now; returns those that finished, whose lanes are
-        free again."""
+        """Update the queues after a step, and free the lanes of requests that finished.
+
+        Returns:
+            The requests that finished.
+        """
         self._prefilling = [request for request in self._prefilling if request.state is PREFILLING]
         joining = [r for r in (*step.prefill, *self._joining) if r.state is DECODING]
         if joining:
@@ -131,7 +157,7 @@ class Scheduler:
         return list(finished.values())
 
     def remove(self, request: Request) -> None:
-        """Take a request out between two steps, wherever it is."""
+        """Remove a request from all queues and from its lane, between two steps."""
         if request.lane >= 0:
             self.lanes[request.lane] = None
         self._decoding = [other for other in self._decoding if other is not request]
@@ -140,7 +166,7 @@ class Scheduler:
                 queue.remove(request)
 
     def forks(self, request: Request) -> list[Request]:
-        """Those of a request that wait."""
+        """Return the waiting forks of a request."""
         return [other for other in self.waiting if other.fork_of is request]
 
     def _admit(self) -> list[Request]:
@@ -164,8 +190,12 @@ class Scheduler:
         return self._is_ready(request) and not self._follows(request, prefilling)
 
     def _is_ready(self, request: Request) -> bool:
-        """Whether a request can begin: a fork waits until the prompt is read, and reads it itself where the request
-        that was to read it did not."""
+        """Return whether a request can begin.
+
+        A fork waits until its prompt has been read. If the request that should have read the prompt ended early, the
+        fork reads
+        it itself.
+        """
         parent = request.fork_of
         if parent is None or parent.prompt_end is not None:
             return True
@@ -177,8 +207,11 @@ class Scheduler:
         return True
 
     def _chunks(self) -> list[Request]:
-        """The next request, and neighbours whose chunks cost less in the same call than in their own: all are padded to
-        the longest of them."""
+        """Return the requests whose chunks the next call reads.
+
+        All chunks of a call are padded to the longest, so neighbours join only if padding costs less than a call of
+        their own.
+        """
         if not self._prefilling:
             return []
         first = min(self._prefilling, key=lambda request: (request.priority, request.id))
@@ -203,5 +236,5 @@ class Scheduler:
         return request if request is not None and request.state is PREFILLING else None
 
     def count(self, request: Request) -> int:
-        """Tokens of its next chunk."""
+        """Return the number of tokens in a request's next chunk."""
         return min(self.chunk, request.unread)

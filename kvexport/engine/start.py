@@ -1,4 +1,4 @@
-"""Where a request starts: from nothing, from a snapshot with a prompt of its own, or where a snapshot's answer was."""
+"""The start of a request: from nothing, from a snapshot with a new prompt, or where a snapshot's answer stopped."""
 
 from __future__ import annotations
 
@@ -25,14 +25,22 @@ if TYPE_CHECKING:
 
 
 def resumes(request: Request) -> bool:
-    """Whether it goes on with the answer, or the prompt, of its snapshot."""
+    """Return whether a request resumes the answer, or the unread prompt, of its snapshot."""
     return request.start is not None and len(request.prompt) == 0
 
 
 def prepare(request: Request, ids: Ids, default: GenerationSettings, grammars: Grammars) -> None:
-    """Make a request ready to wait. ids: all of its tokens [n], those of its snapshot first. default: settings, where
-    neither it nor the answer that it goes on with has any. grammars: of the engine's model, with its tokenizer. Raises
-    UsageError where there is nothing to go on with, and for a grammar that cannot be used."""
+    """Make a request ready to wait.
+
+    Args:
+        request: The request.
+        ids: All of its token ids [n], those of its snapshot first.
+        default: The settings if neither the request nor the answer that it resumes has any.
+        grammars: The grammars of the engine's tokenizer.
+
+    Raises:
+        UsageError: There is nothing to resume, or the grammar cannot be used.
+    """
     start, again = request.start, resumes(request)
     settings = request.settings or (start.settings if start is not None and again else None) or default
     state = start.sampler if start is not None and again else None
@@ -54,7 +62,7 @@ def prepare(request: Request, ids: Ids, default: GenerationSettings, grammars: G
             raise UsageError(
                 f"the snapshot's answer has ended: {sampler.finish_reason}", "a prompt, or a larger max_new_tokens"
             )
-        done = len(ids)  # the last of its tokens is decoded, as it would have been
+        done = len(ids)  # the next step decodes from the last token
     elif done >= len(ids):
         raise UsageError("the snapshot has nothing to go on with", "give at least one token")
     request.prepare(ids, sampler, text, done)
@@ -63,7 +71,7 @@ def prepare(request: Request, ids: Ids, default: GenerationSettings, grammars: G
 def encode(
     prompt: Prompt, tokenizer: Tokenizer | None, vocabulary: int, max_length: int, after: Snapshot | None
 ) -> Ids:
-    """See `Engine.encode`."""
+    """Return the token ids of a prompt. See `Engine.encode`."""
     if isinstance(prompt, str):
         if tokenizer is None:
             raise UsageError("the artifact has no tokenizer.json, so a prompt cannot be text", "pass token ids")
@@ -80,7 +88,7 @@ def encode(
 
 
 def _checked_ids(prompt: Sequence[int] | Ids, vocabulary: int, *, empty: bool) -> Ids:
-    """Token ids [n] int64, of which there may be none where `empty`. Raises UsageError for what are none."""
+    """Return token ids as [n] int64. Raise UsageError for other values, or for no ids unless `empty` is set."""
     ids = np.asarray(prompt)
     if ids.ndim != 1 or (ids.size == 0 and not empty):
         raise UsageError("the prompt is empty", "give at least one token")
@@ -95,14 +103,14 @@ def _checked_ids(prompt: Sequence[int] | Ids, vocabulary: int, *, empty: bool) -
 
 
 def snapshot_of(request: Request, saved: Saved, origin: Origin) -> Snapshot:
-    """Of a request whose lane is saved."""
+    """Return a snapshot of a request whose lane is saved."""
     text = None if request.text is None or request.state is FINISHED else request.text.state()
     state, settings = request.sampler.state(), request.sampler.settings
     return Snapshot(origin, request.seen, saved.state, saved.counters, state, text, settings)
 
 
 def nothing_saved(plan: CachePlan) -> Saved:
-    """An empty lane."""
+    """Return the saved state of an empty lane."""
     axes = slot_axes(plan)
     state = {}
     for name, _, layer, kind in plan.state_names():
